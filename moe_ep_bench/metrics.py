@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 from moe_ep_bench.policies.lazy import Tensor, torch
-from moe_ep_bench.policies.selection import num_valid_tokens, top_k_map, without_padding
+from moe_ep_bench.policies.selection import top_k_map, without_padding
 from moe_ep_bench.schema import ROUTING_METRICS
 
 # The least share of the top-k mass that makes a single head; of the best top-k score in the least that makes a plateau.
@@ -51,7 +51,7 @@ class ScoreMetrics:
 
 def score_metrics(scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
     """The part of ``routing_metrics`` that no policy changes; arguments as there."""
-    num_tokens = num_valid_tokens(scores_TE, context)
+    num_tokens = context.num_valid(len(scores_TE))
     top_k_TE = top_k_map(scores_TE, context)
     top_k_mass_T = _mass(scores_TE, top_k_TE)
     mass_T = _mass(scores_TE, without_padding(torch.ones_like(top_k_TE), context))
@@ -130,7 +130,7 @@ def routing_metrics(
         as plain ints, floats and lists of ints.
     """
     num_experts, num_ranks = scores_TE.shape[1], context.num_ranks
-    num_tokens = num_valid_tokens(scores_TE, context)
+    num_tokens = context.num_valid(len(scores_TE))
     if of_scores is None:
         of_scores = score_metrics(scores_TE, context)
     map_TE, top_k_TE = routing.map_TE, of_scores.top_k_TE

@@ -1,6 +1,7 @@
 """Tests run on the CPU, whatever the machine has; ``-m gpu`` runs those that need a CUDA device, and only those.
 
-So does ``-m slurm`` those that start a Slurm, and ``-m browser`` those that open a browser.
+So does ``-m slurm`` those that start a Slurm, and ``-m browser`` those that open a browser. ``MOE_EP_BENCH_MEGATRON``
+names a checkout of Megatron-LM to test against, with ``-m seam``; without it that is the installed Megatron-Core.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
-from warm import Server, warm
+from warm import ASKED, Server, megatron_core, warm
 
 # One seed for all: what CI finds, everyone finds. The machines are shared, so no example has a deadline.
 settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)
@@ -87,11 +88,21 @@ def pytest_configure(config: pytest.Config) -> None:
     # Or every process would compile the package anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    if ASKED:  # Processes that tests start inherit it too.
+        sys.path.insert(0, ASKED)
+        os.environ["PYTHONPATH"] = os.pathsep.join([ASKED, *filter(None, [os.environ.get("PYTHONPATH")])])
     if not _wants_gpu(config):
         # Before anything asks torch; processes that tests start inherit it.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # Before anything imports triton: its kernels then run in its interpreter.
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_report_header() -> str:
+    try:
+        return f"megatron-core: {megatron_core()}"
+    except RuntimeError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -41,7 +41,7 @@ GATHERED = [BY_MAP, Parts("grouped", "megatron", "auto", "allgather")]
 
 
 class TopKOnDevice(Policy):
-    """Top-k for tests that waits for nothing: policies' torch forms look at values here and there."""
+    """Top-k for tests, without ties broken."""
 
     name = "topk_on_device"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ from laws import law
 from torch import Tensor
 from virtual_time import all_in, passing_where_late
 
-from moe_ep_bench.layer import dispatchers, megatron
+from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.build import LayerPair, SingleLayer
 from moe_ep_bench.layer.configs import megatron_config
 from moe_ep_bench.layer.experts import seeded_generator
@@ -28,6 +28,7 @@ from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.selection import top_k_map, weighted
+from moe_ep_bench.policies.topk import TopK
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for
@@ -48,6 +49,7 @@ POLICIES = [
     {"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": 8},
     {"name": "load_only"},
     {"name": "dynamic_skip", "beta": 0.5},
+    {"name": "token_drop", "capacity_factor": 1.0, "rounding": "ceil"},
 ]
 # They decide by statistics that are summed over all ranks.
 BATCH_WIDE = [
@@ -232,6 +234,24 @@ def every_policy_equals_the_dense_reference(lab: Lab) -> None:
             assert_right(reference, *lab.route(lab.layers(name), spec, hidden_TD, scores_TE), f"{name} {spec}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromisesOnePair(TopK):
+    def most_pairs(self, num_tokens: int, num_experts: int, context: RoutingContext) -> int:
+        return 1
+
+
+@law(1, 2)
+def a_policy_that_chooses_more_pairs_than_it_states_is_refused(lab: Lab) -> None:
+    """And loses none silently: the rows that are set aside are as many on every device."""
+    hidden_TD, scores_TE = lab.tokens("sigmoid")
+    told = ""
+    try:
+        lab.route(lab.layers("sigmoid"), PromisesOnePair(), hidden_TD, scores_TE)
+    except RuntimeError as error:
+        told = str(error)
+    assert told == f"the policy chose {4 * len(hidden_TD)} pairs, more than its bound of 1", told
+
+
 @law()
 def the_reference_notices_experts_on_the_wrong_rank(lab: Lab) -> None:
     hidden_TD, _ = lab.tokens("olmoe-1b-7b", 33)
@@ -259,25 +279,66 @@ def every_backend_and_permutation_gives_the_same_output(lab: Lab) -> None:
                     assert torch.equal(output_TD, same_experts_TD), f"{name} {parts} {spec}"
 
 
+def permuted(tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, num_out_tokens: int) -> tuple[Tensor, ...]:
+    """As Transformer Engine's kernel: as many rows as are asked for; those beyond the pairs are not written."""
+    expert_N, token_N = map_TE.T.nonzero(as_tuple=True)
+    rows_ND = tokens_TD.new_full((num_out_tokens, tokens_TD.shape[1]), torch.nan)
+    probs_N = probs_TE.new_full((num_out_tokens,), torch.nan)
+    rows_ND[: len(token_N)], probs_N[: len(token_N)] = tokens_TD[token_N], probs_TE[token_N, expert_N]
+    row_TE = torch.full(map_TE.shape, -1).index_put((token_N, expert_N), torch.arange(len(token_N)))
+    return rows_ND, probs_N, row_TE
+
+
+def unpermuted(rows_ND: Tensor, row_TE: Tensor, restore_shape: torch.Size, **_: Any) -> Tensor:
+    token_N, expert_N = (row_TE >= 0).nonzero(as_tuple=True)
+    return rows_ND.new_zeros(restore_shape).index_add(0, token_N, rows_ND[row_TE[token_N, expert_N]])
+
+
+def sorted_chunks(rows_ND: Tensor, sizes: Tensor, order: Tensor) -> Tensor:
+    chunks = rows_ND.split(sizes.tolist())  # which refuses spare rows
+    return torch.cat([chunks[place] for place in order.tolist()])
+
+
+FUSED = {
+    "HAVE_TE": True,
+    "fused_permute": permuted,
+    "fused_permute_with_probs": permuted,
+    "fused_unpermute": unpermuted,
+    "fused_sort_chunks_by_index": sorted_chunks,
+    "fused_sort_chunks_by_index_with_probs": lambda rows_ND, probs_N, *how: (
+        sorted_chunks(rows_ND, *how), sorted_chunks(probs_N, *how)
+    ),
+}  # fmt: skip
+
+
 @law(1, 2)
 def policies_wait_for_the_host_where_native_does(lab: Lab) -> None:
-    """Rows are bounded until then: on CUDA there are spare ones, which are never sent."""
-    layers, (hidden_TD, scores_TE) = lab.layers(parts=Parts("grouped", "indexed")), lab.tokens()
-    lab.route(layers, None, hidden_TD, scores_TE)
-    as_on_cuda, spare = partial(torch.nonzero_static, fill_value=0), []
+    """Rows are bounded until then: there are spare ones, which are never sent."""
+    hidden_TD, scores_TE = lab.tokens()
+    reference, alone = lab.reference(LITE, hidden_TD), lab.ranks.world_size == 1
+    for permute in ("indexed", "megatron", "fused")[: 3 if lab.ranks.device.type == "cpu" else 2]:
+        with mock.patch.multiple(megatron.moe_utils, create=True, **FUSED):
+            # Built unfused: Megatron-Core would put the fused kernels' tensors onto a GPU.
+            built = permute.replace("fused", "megatron")
+            layers, spare = lab.new_subject(LITE, torch.float32, Parts("grouped", built)).pair, []
+            for form in layers.forms:
+                form.token_dispatcher.config.moe_permute_fusion = permute == "fused"
+            dispatcher = layers.policy.token_dispatcher
+            chosen = dispatcher._only_chosen
 
-    def marked(mask: Tensor, num_marked: int) -> Tensor:
-        spare.append(num_marked - int(mask.sum()))
-        return as_on_cuda(mask, size=num_marked)
+            def noted(num_pairs: int, hidden_ND: Tensor, *others: Any, chosen: Any = chosen, spare: Any = spare) -> Any:
+                spare.append(len(hidden_ND) - num_pairs)
+                return chosen(num_pairs, hidden_ND, *others)
 
-    for spec in POLICIES + BATCH_WIDE:
-        expected_TD, _ = lab.route(layers, spec, hidden_TD, scores_TE)
-        with mock.patch.object(dispatchers, "_marked", marked):
-            output_TD, _ = lab.route(layers, spec, hidden_TD, scores_TE)
-        assert torch.equal(output_TD, expected_TD), str(spec)
-    assert min(spare) == 0 < max(spare)
-    policy, native = (one.token_dispatcher.cuda_sync_point for one in (layers.policy, layers.native))
-    assert policy == native != "before_permutation_1"
+            with mock.patch.object(dispatcher, "_only_chosen", noted):
+                for spec in (None, *POLICIES, *BATCH_WIDE):
+                    assert_right(reference, *lab.route(layers, spec, hidden_TD, scores_TE), f"{permute} {spec}")
+        assert min(spare) == 0
+        assert max(spare) > 0 or (permute == "megatron" and megatron.MEGATRON_VERSION.startswith("0.16"))
+        policy, native = (one.token_dispatcher.cuda_sync_point for one in (layers.policy, layers.native))
+        # On one rank rows are cut before they are sorted, where fused sorting lets native wait until behind it.
+        assert policy == ("before_permutation_2" if alone else native) != "before_permutation_1"
+        assert native == ({"fused": "before_finish"}.get(permute, policy) if alone else "before_ep_alltoall")
 
 
 @law()

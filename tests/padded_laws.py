@@ -13,7 +13,6 @@ import torch
 from laws import law
 from layer_laws import CLOSE, LITE, Lab, assert_right, run_layer
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.build import LayerPair
@@ -21,6 +20,7 @@ from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.phases import Rendezvous, instrumented, replaced
 from moe_ep_bench.layer.scores import logits_from_scores
 from moe_ep_bench.policies import RoutingContext, make_policy
+from moe_ep_bench.policies.waits import watched_waits
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
 
 PERMUTATIONS = [Parts("grouped", permute) for permute in ("indexed", "megatron")]
@@ -130,15 +130,6 @@ def note(calls: list[str], name: str, method: Callable[..., Any], *arguments: An
     return method(*arguments, **options)
 
 
-class NoWaiting(TorchDispatchMode):
-    """Refuses what makes the host wait for a device: shapes or numbers that follow from values."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal"), name
-        return function(*arguments, **(options or {}))
-
-
 @law(1)
 def megatron_drop_is_routed_by_megatrons_own_operations_which_wait_for_nothing(lab: Lab) -> None:
     router, scores_TE = layers(lab, PERMUTATIONS[0]).policy_router, tokens(lab)[1]
@@ -151,18 +142,12 @@ def megatron_drop_is_routed_by_megatrons_own_operations_which_wait_for_nothing(l
     ):
         spec = {"name": "megatron_drop", "capacity_factor": factor, "drop_policy": order, "pad_to_capacity": pad}
         router.policy = make_policy(spec)
-        with NoWaiting():
+        with watched_waits(lab.ranks.device) as waits:
             weights_TE, map_TE = router.routing(logits_TE)
+        assert not waits
         ours = router.policy.route(scores_TE, router.context)
         assert torch.equal(map_TE.sum(dim=0), ours.map_TE.sum(dim=0)), spec
         if order == "probs":
             torch.testing.assert_close(weights_TE, ours.weights_TE, rtol=2e-6, atol=0)
         assert router.config.moe_expert_capacity_factor is None
         assert router.routing(logits_TE[:0])[1].shape == (0, lab.model().num_experts)
-    router.kernel = "torch"  # Asked for by name, ours runs: it waits.
-    try:
-        with NoWaiting():
-            router.routing(logits_TE)
-    except AssertionError:
-        return
-    raise RuntimeError("nothing was noticed")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,17 +20,15 @@ from torch._C._distributed_c10d import FakeWork, Work
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What would wait for a GPU.
-_WAITS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "equal",
-    "bincount",
-    "is_nonzero",
-)
+from moe_ep_bench.layer import host
+from moe_ep_bench.policies.waits import would_wait
+
+_REFUSED = "operation not permitted when stream is capturing"
+
+
+def _refuse(event: host.HostEvent, device: Any = None) -> None:
+    """What Megatron-Core waits for when it has copied counts to the host."""
+    raise RuntimeError(f"{_REFUSED}: an event is waited for")
 
 
 class TapeGraphs:
@@ -59,6 +58,7 @@ class TapeGraph:
     def __init__(self) -> None:
         self._tape: list[Callable[[], None]] = []
         self._recording = _Recording(self._tape)
+        self._waiting = mock.patch.object(host.HostEvent, "synchronize", _refuse)
 
     @property
     def operations(self) -> list[str]:
@@ -70,10 +70,12 @@ class TapeGraph:
 
     def begin(self) -> None:
         TapeClock.tape = self._tape
+        self._waiting.start()
         self._recording.__enter__()
 
     def end(self) -> None:
         self._recording.__exit__(None, None, None)
+        self._waiting.stop()
         TapeClock.tape = None
         for tensor, before in reversed(self._recording.written):
             tensor.copy_(before)
@@ -107,8 +109,8 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.name.split("::")[1] in _WAITS:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        if would_wait(func, args, kwargs):
+            raise RuntimeError(f"{_REFUSED}: {func}")
         self.operations.append(func._schema.name)
         if func.namespace == "c10d":
             self._tape.append(lambda: Work.unbox(func(*args, **kwargs)[1]).wait())

@@ -294,6 +294,25 @@ def test_pieces_are_named_and_the_host_is_no_limit_on_the_cpu_where_it_is_the_de
     assert "launch-bound" not in text
 
 
+@pytest.mark.parametrize(
+    ("waits", "said"),
+    [({}, None), ({"c0-1": {"own.py:9": 2, "steps.py:4": 1}, "gone": {"own.py:1": 1}}, "3 (own.py:9 x 2, steps.py:4)")],
+)
+def test_where_a_case_waits_for_the_device_is_said(tmp_path, waits, said):
+    run = load_run(run_of(tmp_path, cases=standard_cases()[2:], **FEW, conditions={"waits": waits}))
+    label = next(case.label for case in run.cases if case.case_id == "c0-1")
+    lines = [line for line in run_text(run).splitlines() if "the host waits for the device" in line]
+    assert [line.endswith(f"beyond native: {label}: {said}") for line in lines] == [True] * (said is not None)
+
+
+def test_by_position_a_layer_and_route_keep_different_tokens_and_a_note_says_so(tmp_path):
+    for order, told in (("probs", 0), ("position", 1)):
+        params = {"capacity_factor": 1.0, "drop_policy": order}
+        cases = [*standard_cases()[2:], FakeCase("megatron_drop", params=params)]
+        text = run_text(load_run(run_of(tmp_path / order, cases=cases, **FEW)))
+        assert text.count("megatron_drop by position: a layer keeps any tokens") == told
+
+
 SAME = {"model": "a/Model", "arrangement": "sequences", "sources": []}
 TAIL = {"kind": "recorded", "description": "ShareGPT", "tail_model": "geometric"}
 

@@ -34,7 +34,7 @@ LAYER = {
     "layer": {"dtype": "float32", "kernel": "torch", "dispatcher": "allgather", "experts": "decode"},
     "policies": [
         {"name": "topk"},
-        {"name": "token_drop", "capacity_factor": 1.0},
+        {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1},  # counts requests on the host
         {"name": "pruned", "k0": [3, 2]},
     ],
     "measure": {"warmup": 1, "max_warmup": 1, "iterations": 1, "breakdown_iterations": 1, "timeout_s": 60},
@@ -48,7 +48,7 @@ MODEL = {
 }
 CAPTURE, REPLAY = "cannot be captured as a CUDA graph: ", "replayed from a CUDA graph, it routes batch 0 otherwise"
 FAILING = {
-    "token_drop capacity_factor=1.0": f"rank 0: {CAPTURE}",
+    "xshare": f"rank 0: {CAPTURE}",
     "pruned k0=3": f"rank 0: {REPLAY}",
     "pruned k0=2": f"rank {{last}}: {CAPTURE}this rank alone waits",  # The others do not wait for it.
 }
@@ -96,7 +96,10 @@ def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_canno
     assert {(one["dispatcher"], one["permute"]["ran"]) for one in run.comparisons} == {("allgather", "none")}
 
     def ids(label: str) -> list[str]:
-        return [next(key for key, one in cases.items() if one["label"] == label) for cases in run.cases.values()]
+        return [
+            next(key for key, one in cases.items() if label in (one["label"], one["policy"]))
+            for cases in run.cases.values()
+        ]
 
     for label, reason in FAILING.items():
         eager, replayed = (
@@ -110,7 +113,7 @@ def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_canno
         assert eager.load_E.map(list).equals(replayed.load_E.map(list))
         assert replayed.reference_error.max() < 1e-4
     for side, rows in run.rows.items():
-        ok = rows[(rows.status == "ok") & ~rows.policy.isin(["token_drop", "pruned"])]
+        ok = rows[(rows.status == "ok") & ~rows.policy.isin(["xshare", "pruned"])]
         assert ok.case_id.nunique() == 4  # native, native again, topk, native with balanced scores
         assert len(ok[(ok.kind == "plain") & (ok.phase == TOTAL)]) == 4 * run.num_ranks * (2 if scope == "layer" else 1)
         assert (ok.time_us >= 0).all()

@@ -106,7 +106,15 @@ def test_a_policy_is_found_by_module_by_entry_point_and_by_an_override(
 def test_the_laws_can_be_run_on_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{folder}/my_policy.py:LeaveBusiest"
     assert cli.main(["check-policy", name, "--set", "num_left=2"]) == OK
-    assert capsys.readouterr().out.count("  kept: ") == 7
+    said = capsys.readouterr().out
+    assert said.count("  kept: ") == 7
+    assert "waits in a layer: the host reads results 1 (most_pairs is unknown); a GPU's would wait each time" in said
+    read = EXAMPLE.replace(
+        "busiest_E[stats", "stats.tolist(), bool(stats.any()), stats.sum().item()\n        busiest_E[stats"
+    )
+    (folder / "my_policy.py").write_text(read)
+    assert cli.main(["check-policy", name]) == OK
+    assert "the host reads results 3 (most_pairs is unknown, my_policy.py:" in capsys.readouterr().out
 
 
 BREAKS = {
@@ -169,7 +177,10 @@ MISTAKES = {
     "a field": ({"name": NAME, "num_loft": 2}, None, "leave_busiest has no such field; expected num_left"),
     "a value": ({"name": NAME, "num_left": -1}, None, "leave_busiest: num_left: expected 0 or more, got -1"),
     "a type": ({"name": NAME, "num_left": "two"}, None, "leave_busiest: '<' not supported"),
-    "a float map": ({"name": NAME}, ("map_TE=map_TE", "map_TE=map_TE.float()"), "map_TE: expected torch.bool [2, 64]"),
+    "a float map": (
+        {"name": NAME}, ("return weighted(", "return Routing(map_TE.float(), scores_TE)\n        return weighted("),
+        "map_TE: expected torch.bool [2, 64]",
+    ),
     "a misspelt name": ({"name": "token_dorp"}, None, "(did you mean token_drop?)"),
 }  # fmt: skip
 

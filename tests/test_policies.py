@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -33,6 +34,8 @@ from moe_ep_bench.kernels import compiled
 from moe_ep_bench.kernels.policy_steps import DeviceSteps, HostSteps
 from moe_ep_bench.policies import POLICIES, Routing, RoutingContext, laws, make_policy
 from moe_ep_bench.policies.steps import TORCH
+from moe_ep_bench.policies.topk import TopK
+from moe_ep_bench.policies.waits import waits_words, watched_waits
 
 # --- The rule and the laws -------------------------------------------------------------------------
 
@@ -185,6 +188,107 @@ def test_the_specs_cover_every_policy_and_every_field() -> None:
         assert specs, name
         for field in dataclasses.fields(policy):
             assert len({repr(spec.get(field.name, field.default)) for spec in specs}) > 1, (name, field.name)
+
+
+@every_spec
+@pytest.mark.parametrize("padded", [False, True])
+def test_no_torch_form_waits_for_the_device_but_those_that_say_so(spec: Spec, padded: bool) -> None:
+    """As a timed layer calls it; what waits on a GPU is counted beside its time."""
+    scores_TE = random_scores("levels", 40, 16, seed=5)
+    tokens_T = torch.arange(40)
+    arguments = {"top_k": 2, "num_ranks": 4, "modality_T": tokens_T % 2, "request_id_T": tokens_T // 9}
+    spec = fitted(spec, scores_TE, arguments)
+    policy, context = (
+        make_policy(spec).by(TORCH),
+        context_of({**arguments, "token_mask_T": tokens_T % 5 > 0 if padded else None}),
+    )
+    context.num_valid(40)  # counted before anything is timed
+    with watched_waits(torch.device("cpu")) as found:
+        policy.select(scores_TE, context, policy.stats(scores_TE, context))
+    assert bool(found) == (spec.get("scope") == "request"), found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reader(TopK):
+    """Reads a number, a list and a place in every routing."""
+
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        routing = super().select(scores_TE, context)
+        if routing.map_TE.any():
+            routing.map_TE.sum(dim=0).max().item()
+        routing.weights_TE[routing.map_TE] = scores_TE[routing.map_TE]
+        return routing
+
+
+def test_every_wait_of_a_policy_is_found_with_its_line() -> None:
+    context = RoutingContext(top_k=2)
+    with watched_waits(torch.device("cpu")) as found:
+        Reader().select(torch.rand(9, 8), context)
+    first = Reader.select.__code__.co_firstlineno
+    assert found == {
+        f"test_policies.py:{first + 2}": 1,
+        f"test_policies.py:{first + 3}": 1,
+        f"test_policies.py:{first + 4}": 2,
+    }
+    assert waits_words(found).startswith(f"4 (test_policies.py:{first + 2}, ")
+
+
+def test_on_cuda_torch_says_where_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with watched_waits(torch.device("cuda")) as found:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("of something else", stacklevel=1)
+    assert list(found.values()) == [2]
+    assert next(iter(found)).startswith("test_policies.py:")
+    assert modes == ["warn", 0]
+
+
+# A policy's fields, then tokens, top-k, experts, ranks; the most pairs that it may choose.
+BOUNDS = [
+    ({"name": "token_drop", "capacity_factor": 1.0, "rounding": "ceil"}, (20, 6, 64, 1), 120),
+    ({"name": "token_drop", "capacity_factor": 0.7, "rounding": "ceil"}, (1001, 2, 16, 1), 1408),
+    ({"name": "token_drop", "capacity_factor": 0.7}, (1001, 2, 16, 1), 1392),
+    ({"name": "token_drop", "capacity_factor": 0.5, "granularity": "device", "min_capacity": 9}, (8, 4, 16, 4), 32),
+    ({"name": "token_drop", "capacity_factor": 0, "granularity": "device", "min_capacity": 1}, (8, 4, 16, 4), 16),
+    ({"name": "expanded_drop", "capacity_factor": 2.0}, (1024, 6, 64, 8), 7680),
+    ({"name": "expanded_drop", "capacity_factor": 2.0, "granularity": "device"}, (1024, 6, 64, 8), 7680),
+    ({"name": "expanded_drop", "capacity_factor": 0.5}, (1024, 6, 64, 8), 3072),
+    ({"name": "expanded_drop", "capacity_factor": 2.0, "max_experts_per_token": 7}, (1024, 6, 64, 8), 7168),
+    ({"name": "expanded_drop", "capacity_factor": 2.0, "scope": "global", "num_candidates": 9}, (8, 2, 8, 2), 32),
+    ({"name": "megatron_drop", "capacity_factor": 0.7}, (1001, 2, 16, 1), 1408),
+    ({"name": "megatron_drop", "capacity_factor": 4.0, "pad_to_capacity": True}, (10, 2, 8, 1), 80),
+    ({"name": "expert_drop", "count": 6}, (10, 4, 8, 2), 20),
+    ({"name": "lynx", "num_dropped": 6}, (10, 4, 8, 2), 20),
+    ({"name": "oea", "k0": 1, "k_max": 8, "max_rank": 3}, (10, 4, 8, 2), 30),
+    ({"name": "xshare", "k0": 0, "budget": 3}, (10, 4, 8, 2), 30),
+    ({"name": "topk"}, (10, 8, 8, 1), 80),
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "expected"), BOUNDS, ids=lambda value: value.get("name", "") if isinstance(value, dict) else ""
+)
+def test_a_policy_states_the_most_pairs_that_it_may_choose(spec: Spec, shape: tuple[int, ...], expected: int) -> None:
+    num_tokens, top_k, num_experts, num_ranks = shape
+    policy, context = make_policy(spec), RoutingContext(top_k=top_k, num_ranks=num_ranks)
+    assert policy.most_pairs(num_tokens, num_experts, context) == expected
+    padded = dataclasses.replace(context, token_mask_T=torch.arange(num_tokens + 5) < num_tokens)
+    assert policy.most_pairs(num_tokens + 5, num_experts, padded) == expected
+
+
+def test_expanded_drop_may_choose_as_many_pairs_as_it_states() -> None:
+    """All top-k pairs on other ranks and within capacity, and the own rank's experts full."""
+    scores_TE = torch.full([8, 8], 0.01)
+    for token in range(8):
+        scores_TE[token, 2 + 2 * token % 6 : 4 + 2 * token % 6] = 0.4
+    policy, context = (
+        make_policy({"name": "expanded_drop", "capacity_factor": 2.0}),
+        RoutingContext(top_k=2, num_ranks=4),
+    )
+    assert policy.route(scores_TE, context).map_TE.sum() == policy.most_pairs(8, 8, context) == 24
 
 
 @every_spec

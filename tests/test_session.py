@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from moe_ep_bench.bench import job, session
 from moe_ep_bench.bench.job import ToldError
 from moe_ep_bench.bench.session import Session, measure_comparison
 from moe_ep_bench.layer.graphs import Graphs
+from moe_ep_bench.policies.waits import beyond
 from moe_ep_bench.timing.ceilings import Ceilings
 from moe_ep_bench.timing.protocol import WarmUp
 
@@ -237,3 +240,18 @@ def test_graphs_take_the_bytes_of_their_pools_and_what_the_driver_took_meanwhile
     graphs.abandon_pool()
     taken.update(used=1150, reserved=700)  # 100 for tensors, 50 for graphs as such
     assert graphs.num_bytes() == {"pool_bytes": 100, "driver_bytes": 50}
+
+
+def test_of_what_a_case_waits_for_only_what_native_does_not_is_kept() -> None:
+    waits = {case_id: Counter({"token_dispatcher.py:9": 1}) for case_id in ("native", "own", "topk")}
+    waits["own"]["own.py:7"] += 2
+    assert beyond(waits, "native") == {"own": {"own.py:7": 2}}
+    assert set(beyond(waits, None)) == set(waits)
+
+
+def test_on_a_gpu_a_look_counts_where_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "watched_waits", lambda device: nullcontext({"own.py:7": 2}))
+    for device, expected in (("cuda", {"own.py:7": 2}), ("cpu", {})):
+        subject = SimpleNamespace(moe_layers={}, run=lambda inputs: inputs)
+        held = SimpleNamespace(rows_to_check=lambda batch: None, subject=subject, device=torch.device(device))
+        assert session.look(SimpleNamespace(prepare=lambda batch: batch, session=held), 0).waits == expected

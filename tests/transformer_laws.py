@@ -127,9 +127,12 @@ def positions_of_many_prompts_are_set_at_once_and_as_megatron_sets_them_one_by_o
     alone = [rotate(one.unsqueeze(1), freqs_S11D[: len(one)]).squeeze(1) for one in heads_THD.split(LENGTHS)]
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
     with mock.patch.object(rope_utils, "_apply_rotary_pos_emb_bshd", side_effect=rotate) as calls:
-        packed_THD = rope_utils._apply_rotary_pos_emb_thd(heads_THD, bounds, freqs_S11D, cp_group=lab.ep_group)
-        assert torch.equal(packed_THD, torch.cat(alone))
-        assert calls.call_count == 1
+        # From 0.20 on it is told the longest length as well.
+        for told in ({}, {"max_seqlen": max(LENGTHS)}):
+            how = {"cp_group": lab.ep_group, **told}
+            packed_THD = rope_utils._apply_rotary_pos_emb_thd(heads_THD, bounds, freqs_S11D, **how)
+            assert torch.equal(packed_THD, torch.cat(alone))
+        assert calls.call_count == 2
         calls.reset_mock()
         model, built = lab.model(LITE), lab.build(LITE, Parts())
         lab.prompts(model)(built.gpt)

@@ -4,7 +4,8 @@
 script) goes to a server, which forks the process and hands it over as the caller's own child: process ids, signals,
 groups, streams and exit statuses are those of an ordinary one. What such a process starts is forked likewise. It has
 this checkout's package imported too, unless it would find another; tests' helpers each imports anew. /proc shows the
-server's environment and command line.
+server's environment and command line. Where ``MOE_EP_BENCH_MEGATRON`` names a folder with ``megatron/core`` in it, that
+is the Megatron-Core of all these processes.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ IMPORTED = (
     "yaml",
 )
 _PACKAGE = "moe_ep_bench"
+ASKED = os.path.realpath(os.environ["MOE_EP_BENCH_MEGATRON"]) if os.environ.get("MOE_EP_BENCH_MEGATRON") else None
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 # What only a process that begins anew reads.
-READ_AT_START = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONHOME")}
+READ_AT_START = {
+    name: os.environ.get(name) for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONHOME", "MOE_EP_BENCH_MEGATRON")
+}
 _PYTHON = sys.executable
-_INSTALLED = [one for one in sys.path if one.startswith((sys.base_prefix, sys.prefix))]
+_INSTALLED = [one for one in sys.path if one == ASKED or one.startswith((sys.base_prefix, sys.prefix))]
 _PR_SET_CHILD_SUBREAPER = 36
 _FORK_EXEC = _posixsubprocess.fork_exec
 # Arguments of fork_exec by their place.
@@ -204,6 +208,24 @@ def _fork_here(*call: object) -> int:
     return pid
 
 
+def megatron_core() -> str:
+    """Which Megatron-Core a process of tests has: ``0.16.1 in <folder>``.
+
+    Raises:
+        RuntimeError: it is not the one that ``MOE_EP_BENCH_MEGATRON`` asks for.
+    """
+    found = None
+    with contextlib.suppress(ModuleNotFoundError):
+        found = importlib.util.find_spec("megatron.core")
+    folder = os.path.dirname(os.path.realpath(found.origin)) if found and found.origin else None
+    if ASKED and folder != os.path.join(ASKED, "megatron", "core"):
+        raise RuntimeError(f"MOE_EP_BENCH_MEGATRON: expected a folder with megatron/core, got {ASKED}; found {folder}")
+    if folder is None:
+        return "none"
+    facts = runpy.run_path(os.path.join(folder, "package_info.py"))
+    return f"{facts['__shortversion__']} in {folder}"
+
+
 def _replace(fork_exec: Callable[..., int]) -> None:
     subprocess._fork_exec = fork_exec
     _posixsubprocess.fork_exec = fork_exec
@@ -264,6 +286,7 @@ class Server:
         mine, its = socket.socketpair()
         with its:
             env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            env |= {"PYTHONPATH": ASKED} if ASKED else {}
             command = [sys.executable, __file__, str(its.fileno())]
             self._process = subprocess.Popen(command, env=env, pass_fds=[its.fileno()])
         return mine

@@ -213,6 +213,7 @@ class Conditions(Described):
 
     run_id: str
     attention: list[str] = Field([])  # torch's kernels for it; of whole models
+    waits: dict[str, dict[str, int]] = Field({})  # of the host for the device, beyond native's: by case and line
     warm_up: WarmUp
     ranks: list[RankConditions]
 

@@ -26,6 +26,7 @@ from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import load_of_others, replicate, stacking_words
+from moe_ep_bench.policies.waits import waits_words
 from moe_ep_bench.timing.statistics import MIN_BATCHES
 
 MODE_WORDS = {
@@ -220,6 +221,9 @@ _NOTES = {
     "drift": "native over the run: drift {:+.1f} % (pairs cancel it), {:.1f} % of its iterations far out, the worst "
     "{:.2f} x its batch's median",
     "choosing": "choosing experts, share of the slowest rank's time: at worst {}",
+    "position": "megatron_drop by position: a layer keeps any tokens of a full expert (Megatron-Core's ties are open), "
+    "route the earliest, so that their mass kept may differ",
+    "waits": "the host waits for the device, in each run and beyond native: {}",
     "unaccounted": "unaccounted time: at worst {}",
     "probes": "probe overhead: at worst {}",
     "probe_floor": "probe floor: {:.1f} us, what a waiting probe costs when nobody waits; waits are less that",
@@ -294,6 +298,8 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
             "warm_up": ", ".join(str(launch.warm_up.rounds) for launch in comparison.conditions),
             "drift": far and (100 * baseline.drift, 100 * far.share, far.worst),
             "choosing": _worst({r: r.breakdown and r.breakdown.policy_share for r in comparison.policies}),
+            "position": any(r.case.policy_params.get("drop_policy") == "position" for r in comparison.policies),
+            "waits": _waits(comparison),
             "unaccounted": _worst({r: r.breakdown and r.breakdown.unaccounted_share for r in results}),
             "probe_floor": facts.whole is None and probe_floor_us(facts, comparison.conditions),
         }
@@ -305,6 +311,13 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
         memory.append(f"{one.case.label}: {'; '.join(filter(None, (words, note)))}")
     machines = dict.fromkeys(line for launch in comparison.conditions for line in remarks(launch.machines))
     return [*_said(_NOTES, known), *memory, *machines]
+
+
+def _waits(comparison: ComparisonResult) -> str:
+    """Where each case reads results in the middle of its run; of the last launch."""
+    found = comparison.conditions[-1].waits if comparison.conditions else {}
+    labels = {result.case.case_id: result.case.label for result in comparison.results}
+    return "; ".join(f"{labels[case]}: {waits_words(of)}" for case, of in found.items() if case in labels)
 
 
 def _worst(shares: Mapping[CaseResult, float | None]) -> str:

@@ -10,7 +10,7 @@ Shapes: T = tokens of a rank, E = experts, P = slots, L = slots of a rank, C = c
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,6 +26,7 @@ from moe_ep_bench.cost_model.timeline import Leg, legs_of
 from moe_ep_bench.cost_model.whole_model import PassWork, pass_segments
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.policies import Routing
+from moe_ep_bench.policies.waits import watched_waits
 from moe_ep_bench.schema import PhaseKey
 from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder, clock_for, no_meeting, timed
@@ -92,6 +93,7 @@ class MeasuredRanks:
 
     Attributes:
         allocations: of runs that count.
+        waits: where the host waited for a GPU in a run of each case before timing (``policies.waits``).
     """
 
     needs_tokens = True
@@ -101,6 +103,7 @@ class MeasuredRanks:
         self._comparison, self._device, self._num_chunks = comparison, device, num_chunks
         self._recorder = PhaseRecorder(clock_for(device))
         self.allocations = Allocations(device)
+        self.waits: dict[str, Counter[str]] = {}
         self._flush = CacheFlush(device) if comparison.experiment.measure.flush_l2 else None
         self._built: dict[int, VirtualRanks] = {}
         subject, virtual = comparison.subject, self._virtual(comparison.model.num_experts)
@@ -129,6 +132,9 @@ class MeasuredRanks:
         if not router.slots.is_contiguous or self._num_chunks > 1:
             return self._in_parts(virtual, router, traffic, rank, shares, batch, watched, check=first)
         with virtual.connected():
+            if first and self._device.type == "cuda":
+                with watched_waits(self._device) as self.waits[router.case.case_id]:
+                    virtual.subject.run(batch)
             return self._timed(virtual, watched, lambda: virtual.subject.run(batch))
 
     def _in_parts(

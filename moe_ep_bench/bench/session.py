@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +49,7 @@ from moe_ep_bench.layer.scores import logits_from_scores
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
+from moe_ep_bench.policies.waits import beyond, watched_waits
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import measure, plan, probe_floor_us, warm_breakdowns, warm_up
@@ -159,6 +161,8 @@ class Observation(NamedTuple):
 
     output: Tensor
     layers: dict[int | None, LayerLook]
+    waits: Mapping[str, int] = MappingProxyType({})
+    """Where the host waited for a GPU (``policies.waits``)."""
 
     @property
     def problem(self) -> str:
@@ -192,8 +196,9 @@ def look(case: Case, batch: int) -> Observation:
             hooks.callback(moe.register_forward_hook(partial(note_ends, layer)).remove)
             moe.router.look = partial(seen[layer].__setitem__, "gated_TE")
             hooks.callback(setattr, moe.router, "look", None)
+        waits = hooks.enter_context(watched_waits(session.device)) if session.device.type == "cuda" else {}
         output = session.subject.run(inputs)
-    return Observation(output, {layer: LayerLook(**parts) for layer, parts in seen.items()})
+    return Observation(output, {layer: LayerLook(**parts) for layer, parts in seen.items()}, waits)
 
 
 def replay(case: Case, batch: int) -> tuple[Tensor, dict[int | None, Routing]]:
@@ -318,6 +323,7 @@ class Session:
         self.routing_rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.errors: dict[str, float] = {}
         self.problems: dict[str, str] = {}
+        self.waits: dict[str, Counter[str]] = {}
         self.graphs: Graphs | None = None
         self._alone: DenseReference | None = None
         self._compute_alone()
@@ -445,6 +451,7 @@ class Session:
 
     def _note_problem(self, case: Case, seen: Observation, batch: int) -> None:
         """Note what is no number. The reference is held against few tokens of one batch; this is found in all."""
+        self.waits[case.case_id] = Counter(seen.waits)  # The last look is a run in which nothing was compiled.
         if seen.problem:
             self.problems.setdefault(case.case_id, f"{seen.problem}, batch {batch}")
 
@@ -616,6 +623,8 @@ class Session:
     def write(self, samples_VSC: np.ndarray) -> None:
         """Gather all ranks' samples and metrics on rank 0, which writes conditions and then case by case."""
         ranks = self.job.ranks
+        baseline = next((case.case_id for case in self.timed if case.spec.role == BASELINE), None)
+        self.conditions["waits"] = beyond(self.waits, baseline)
         self.job.write_conditions(self.comparison, self.conditions)
         times_RVSC = ranks.gather(torch.from_numpy(samples_VSC))
         packed = PackedMetrics(len(self.timed), len(self.routing_rows[self.timed[0].case_id]))

@@ -157,15 +157,13 @@ class CaseRouter:
         subject.take(() if policy is None else subject.pairs, padded=padded)
         for layer, share in shares.items():
             assert share.logits_TE is not None
-            context = None
-            if padded:  # By Megatron-Core's own router.
+            if policy is None or padded:  # By Megatron-Core's own router.
                 subject.route(layer, share.logits_TE)
                 continue
-            if policy is not None:
-                told = self.context(share, index)
-                policy = policy.in_layer(told.layer_fraction)
-                context = replace(told, random_TE=policy.draws(share.logits_TE, told))  # a captured graph cannot draw
-            subject.route(layer, share.logits_TE, policy, context)
+            told = self.context(share, index)
+            here = policy.in_layer(told.layer_fraction)
+            context = replace(told, random_TE=here.draws(share.logits_TE, told))  # a captured graph cannot draw
+            subject.route(layer, share.logits_TE, here, context)
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,6 +43,7 @@ from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.machine import provenance
+from moe_ep_bench.policies.waits import beyond
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, collections_between, order, turn_of
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU
@@ -167,7 +168,9 @@ class Emulation:
         here["allocating_iterations"] = dict(timer.allocations.iterations)
         warm_up = {"rounds": 1 + settings.warmup, "change": None, "settled": False}
         emulated = {"timed": self.timed_runs, "shared": self.shared_runs, "num_chunks": self.num_chunks}
-        return {"warm_up": warm_up, "ranks": [here], "emulated_runs": emulated}
+        baseline = next((case.case_id for case in self.cases if case.role == BASELINE), None)
+        waits = beyond(timer.waits, baseline)
+        return {"warm_up": warm_up, "ranks": [here], "emulated_runs": emulated, "waits": waits}
 
     def write(self, job: Job) -> None:
         """Write every case's routing and its samples, which make it finished."""

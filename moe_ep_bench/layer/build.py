@@ -2,9 +2,9 @@
 
 Every MoE layer is built in forms that share one set of weights; ``take`` selects which of them runs. ``native`` is the
 baseline of every speedup: Megatron-Core's router on its dropless path, which knows its buffer sizes beforehand.
-``policy`` takes any number of experts per token: with ``indexed`` permutation it waits for the host where native does,
-with Megatron-Core's own before the first permutation. ``padded`` is Megatron-Core's own drop-and-pad, which waits
-nowhere. Random weights follow from the seed, the layer and the expert's global id, not from the number of ranks.
+``policy`` takes any number of experts per token, and waits for the host where native does. ``padded`` is
+Megatron-Core's own drop-and-pad, which waits nowhere. Random weights follow from the seed, the layer and the expert's
+global id, not from the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_ep_bench.layer.attention import SdpaAttention
 from moe_ep_bench.layer.backends import experts_submodule, fill_experts_
 from moe_ep_bench.layer.configs import megatron_config
-from moe_ep_bench.layer.dispatchers import IndexedAlltoAllDispatcher, own_dispatcher
+from moe_ep_bench.layer.dispatchers import BoundedDispatcher, own_dispatcher
 from moe_ep_bench.layer.experts import DEPTH, GATE, REST, ROUTED, SHARED, expert_weights, fill_mlp_, seeded_generator
 from moe_ep_bench.layer.megatron import (
     MoELayer,
@@ -114,6 +114,7 @@ class Subject(ABC):
         if policy is not None:
             assert context is not None
             moe.router.policy, moe.router.context = policy, context
+            context.num_valid(len(logits_TE))  # Counted here, where no clock runs.
             if hasattr(moe.token_dispatcher, "most_experts"):
                 moe.token_dispatcher.most_experts = policy.most_experts(logits_TE.shape[1], context)
 
@@ -155,8 +156,8 @@ class Subject(ABC):
         deciding = self.ep_group if parts.expert_tensor_parallel == 1 else self._groups.tp_ep
         topk = make_policy({"name": "topk"})
         router = partial(PolicyRouter, policy=topk, context=context, ep_group=deciding, kernel=parts.kernel)
-        # Ours counts its rows itself.
-        policy = self._new_layer(router, capacity_factor=None if parts.permute == "indexed" else 1.0)
+        # Behind an all-to-all rows are bounded by the policy; other dispatchers count them where there is a factor.
+        policy = self._new_layer(router, capacity_factor=None if parts.dispatcher == "alltoall" else 1.0)
         factor, padded = self._padded_to, None
         if factor is not None:
             padded = self._new_layer(ReplayRouter, factor, padded=True)
@@ -164,13 +165,13 @@ class Subject(ABC):
         for moe in pair.forms:
             moe.experts, moe.shared_experts = native.experts, native.shared_experts
             moe.router.weight = native.router.weight
-            dispatcher = own_dispatcher(parts, padded=moe is padded)
+            dispatcher = own_dispatcher(parts, padded=moe is padded, any_pairs=moe is policy)
             if dispatcher is not None:
                 experts = moe.num_local_experts, moe.local_expert_indices
                 moe.token_dispatcher = dispatcher(*experts, config=moe.config, pg_collection=self._groups)
             if parts.shared_expert_overlap:
                 moe.token_dispatcher.set_shared_experts(native.shared_experts)
-        if isinstance(policy.token_dispatcher, IndexedAlltoAllDispatcher):
+        if isinstance(policy.token_dispatcher, BoundedDispatcher):
             policy.token_dispatcher.router = policy.router
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """Token dispatchers of ours, each Megatron-Core's own with one part replaced.
 
 ``TensorGroupDispatcher``     all-to-all for experts that are cut into slices (expert tensor parallelism)
+``BoundedDispatcher``         the same for a policy's pairs, whose number the host learns as late as native's splits
 ``IndexedAlltoAllDispatcher`` the same with permutations by index, where Transformer Engine's fused ones are missing
 ``PaddedDispatcher``          the same for as many pairs of every expert, whose splits are known beforehand
 ``MapDispatcher``             all-gather without permutations, for experts that take a map (``backends.MappedExperts``)
@@ -31,8 +32,13 @@ from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.router import PolicyRouter
 
 
-def own_dispatcher(parts: Parts, *, padded: bool = False) -> Any:
-    """Return the class that replaces Megatron-Core's dispatcher; None = Megatron-Core's stays."""
+def own_dispatcher(parts: Parts, *, padded: bool = False, any_pairs: bool = False) -> Any:
+    """Return the class that replaces Megatron-Core's dispatcher; None = Megatron-Core's stays.
+
+    Args:
+        padded: for drop-and-pad.
+        any_pairs: for a policy, which gives a token any number of experts.
+    """
     if padded:
         return PaddedDispatcher if parts.permute == "indexed" else None
     if parts.dispatcher == "flex":
@@ -41,6 +47,8 @@ def own_dispatcher(parts: Parts, *, padded: bool = False) -> Any:
         return MapDispatcher
     if parts.permute == "indexed":
         return IndexedAlltoAllDispatcher
+    if any_pairs and parts.dispatcher == "alltoall":
+        return BoundedDispatcher
     cut = parts.expert_tensor_parallel > 1 and parts.dispatcher == "alltoall"
     return TensorGroupDispatcher if cut else None
 
@@ -82,14 +90,15 @@ class TensorGroupDispatcher(MoEAlltoAllTokenDispatcher):
         return self.output_splits_tp.tolist()
 
     def dispatch_postprocess(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        hidden_ND, probs_N = self.gather_rows(hidden_ND, probs_N)
+        if self.tp_size > 1:
+            hidden_ND, probs_N = self.gather_rows(hidden_ND, probs_N)
         with self._only_permuting():
             return super().dispatch_postprocess(hidden_ND, probs_N)
 
     def combine_preprocess(self, hidden_ND: Tensor) -> Tensor:
         with self._only_permuting():
             hidden_ND = super().combine_preprocess(hidden_ND)
-        return self.sum_slices(hidden_ND)
+        return self.sum_slices(hidden_ND) if self.tp_size > 1 else hidden_ND
 
     @contextlib.contextmanager
     def _only_permuting(self) -> Iterator[None]:
@@ -101,16 +110,12 @@ class TensorGroupDispatcher(MoEAlltoAllTokenDispatcher):
             self.tp_size = size
 
 
-class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
-    """All-to-all with permutations by index; counts, splits and syncs are Megatron-Core's.
+class BoundedDispatcher(TensorGroupDispatcher):
+    """All-to-all for any number of pairs, with Megatron-Core's permutations, fused ones included.
 
-    Tokens are permuted twice: on their own rank into one run of rows per expert (*expert-major* order, which the
-    all-to-all sends), and on the experts' rank from one run per (source rank, local expert) into one per local expert.
-    Without Transformer Engine, Megatron-Core 0.19 sorts all T x E entries of the map for the first, cuts the rows into
-    R x L pieces for the second, and adds them up with atomics: an artefact. Here each step is one gather by an index.
-
-    The host learns with the splits how many pairs a policy chose, as on the dropless path. Until then there are as many
-    rows as it may choose at most; what is over goes before anything is sent.
+    Given a capacity factor, Megatron-Core waits for the number of pairs before it permutes; its dropless path does not.
+    Here the host learns it with the splits, as on the dropless path. Until then there are as many rows as a policy may
+    choose at most; what is over goes before anything is sent.
 
     Attributes:
         router: whose policy bounds the pairs; None = Megatron-Core's own, K pairs of each token.
@@ -118,18 +123,13 @@ class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
 
     router: PolicyRouter | None = None
 
-    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        self.hidden_shape, self.routing_map, self.probs = hidden_states.shape, routing_map, probs
-        counts_L = self.preprocess(routing_map)
-        # Taken before the copy to the host, which Megatron-Core's splitting needs and ours does not.
-        self._counts_RL = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else None
-        if self.shared_experts is not None:
-            self.shared_experts.pre_forward_comm(hidden_states)
-        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts_L)
-        expert_N, token_N = expert_major_pairs(routing_map, self._most_pairs(routing_map))
-        self._flat_N = token_N * self.num_experts + expert_N
-        hidden_TD = hidden_states.view(-1, hidden_states.shape[-1])
-        return hidden_TD.index_select(0, token_N), probs.flatten().index_select(0, self._flat_N)
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        counts_L = super().preprocess(routing_map)
+        if self.router is not None:
+            self.num_out_tokens = self._most_pairs(routing_map)
+            if self.input_splits is None:  # One rank: rows are left out before they are sorted, without splits.
+                self._maybe_update_cuda_sync_point("before_permutation_2")
+        return counts_L
 
     def _most_pairs(self, map_TE: Tensor) -> int:
         if self.router is None:
@@ -143,6 +143,12 @@ class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
             hidden_ND, probs_N = self._only_chosen(int(self.input_splits.sum()), hidden_ND, probs_N)
         return super().token_dispatch(hidden_ND, probs_N)
 
+    def dispatch_postprocess(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.input_splits is None:
+            self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
+            hidden_ND, probs_N = self._only_chosen(int(self.tokens_per_expert.sum()), hidden_ND, probs_N)
+        return super().dispatch_postprocess(hidden_ND, probs_N)
+
     def _only_chosen(self, num_pairs: int, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor]:
         """Leave out the rows beyond the pairs that there are.
 
@@ -151,8 +157,39 @@ class IndexedAlltoAllDispatcher(TensorGroupDispatcher):
         """
         if num_pairs > len(hidden_ND):
             raise RuntimeError(f"the policy chose {num_pairs} pairs, more than its bound of {len(hidden_ND)}")
-        self._flat_N = self._flat_N[:num_pairs]
+        self._forget_rows(num_pairs)
         return hidden_ND[:num_pairs], probs_N[:num_pairs]
+
+    def _forget_rows(self, num_pairs: int) -> None:
+        """Keep of what leads rows back to tokens as many; Transformer Engine's map is of tokens, and stays."""
+        if self.reversed_local_input_permutation_mapping.dim() == 1:
+            self.reversed_local_input_permutation_mapping = self.reversed_local_input_permutation_mapping[:num_pairs]
+
+
+class IndexedAlltoAllDispatcher(BoundedDispatcher):
+    """All-to-all with permutations by index; counts, splits and syncs are Megatron-Core's.
+
+    Tokens are permuted twice: on their own rank into one run of rows per expert (*expert-major* order, which the
+    all-to-all sends), and on the experts' rank from one run per (source rank, local expert) into one per local expert.
+    Without Transformer Engine, Megatron-Core 0.19 sorts all T x E entries of the map for the first, cuts the rows into
+    R x L pieces for the second, and adds them up with atomics: an artefact. Here each step is one gather by an index.
+    """
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        self.hidden_shape, self.routing_map, self.probs = hidden_states.shape, routing_map, probs
+        counts_L = self.preprocess(routing_map)
+        # Taken before the copy to the host, which Megatron-Core's splitting needs and ours does not.
+        self._counts_RL = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else None
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts_L)
+        expert_N, token_N = expert_major_pairs(routing_map, int(self.num_out_tokens))
+        self._flat_N = token_N * self.num_experts + expert_N
+        hidden_TD = hidden_states.view(-1, hidden_states.shape[-1])
+        return hidden_TD.index_select(0, token_N), probs.flatten().index_select(0, self._flat_N)
+
+    def _forget_rows(self, num_pairs: int) -> None:
+        self._flat_N = self._flat_N[:num_pairs]
 
     def dispatch_postprocess(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shared = self.shared_experts
@@ -237,11 +274,11 @@ def sum_per_token(hidden_ND: Tensor, map_TE: Tensor, flat_N: Tensor) -> Tensor:
 
 
 def _marked(mask: Tensor, num_marked: int) -> Tensor:
-    """Indices of the true entries in order, [num_marked, dimensions]; on CUDA without waiting for the device.
+    """Indices of the true entries in order, [num_marked, dimensions]; zeros where fewer are true.
 
-    Where fewer are true, CUDA fills up with zeros; on the CPU the rest is missing.
+    The number is the host's, which need not wait for the device.
     """
-    return torch.nonzero_static(mask, size=num_marked, fill_value=0) if mask.is_cuda else mask.nonzero()
+    return torch.nonzero_static(mask, size=num_marked, fill_value=0)
 
 
 class MapDispatcher(MoEAllGatherTokenDispatcher):

@@ -104,11 +104,18 @@ if not isinstance(multi_latent_attention.TELinear, type):
 
 
 def rotate_packed_prompts(
-    heads_THD: Tensor, cu_seqlens: Tensor, freqs_S11D: Tensor, *, cp_group: Any = None, **options: Any
+    heads_THD: Tensor,
+    cu_seqlens: Tensor,
+    freqs_S11D: Tensor,
+    *,
+    cp_group: Any = None,
+    max_seqlen: int | None = None,
+    **options: Any,
 ) -> Tensor:
     """Rotate queries or keys of packed prompts, each from position 0 on, in one pass over all of them.
 
-    So does 0.16. 0.19's own form launches a dozen kernels for every prompt: many prompts would measure launches.
+    So do 0.16 and 0.20, which passes ``max_seqlen`` to wait for nothing; these lengths lie on the host anyway. 0.19's
+    own form launches a dozen kernels for every prompt: many prompts would measure launches.
 
     Args:
         cu_seqlens: where each prompt begins and the last one ends, on the host.

@@ -9,7 +9,6 @@ Shapes: T = local tokens, E = experts, D = hidden size.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -22,25 +21,7 @@ from moe_ep_bench.kernels.dispatch import AUTO
 from moe_ep_bench.layer.megatron import TopKRouter
 from moe_ep_bench.layer.scores import scores_from_logits
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
-from moe_ep_bench.policies.capacity import CapacityPolicy, expert_capacity
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
-
-
-def most_pairs(policy: Policy, num_tokens: int, num_experts: int, context: RoutingContext) -> int | None:
-    """Most (token, expert) pairs that a policy may choose: by the capacity of experts, and by experts of a token.
-
-    None where neither bounds them.
-    """
-    of_token, mean_load = policy.most_experts(num_experts, context), num_tokens * context.top_k / num_experts
-    if isinstance(policy, MegatronDrop):
-        within = math.ceil(min(mean_load * policy.capacity_factor, num_tokens)) * num_experts
-        return within if policy.pad_to_capacity else min(within, num_tokens * context.top_k)
-    if isinstance(policy, CapacityPolicy):
-        sharing = num_experts // context.num_ranks if policy.granularity == "device" else 1
-        capacity = expert_capacity(policy.capacity_factor, num_tokens, context.top_k, num_experts, sharing)
-        within = max(capacity, sharing * policy.min_capacity) * (num_experts // sharing)
-        return min(within, num_tokens * of_token)
-    return num_tokens * of_token if of_token < num_experts else None
 
 
 def routes_itself(policy: Policy, context: RoutingContext, kernel: str) -> TypeGuard[MegatronDrop]:
@@ -98,12 +79,12 @@ class PolicyRouter(ReplayRouter):
         self._configs: dict[MegatronDrop, Any] = {}
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if routes_itself(self.policy, self.context, self.kernel):
-            self.most_pairs = most_pairs(self.policy, *logits.view(-1, logits.shape[-1]).shape, self.context)
-            return self._dropping(self.policy, logits)
-        scores_TE = scores_from_logits(logits.view(-1, self.config.num_moe_experts), self.score_function)
-        self.most_pairs = most_pairs(self.policy, *scores_TE.shape, self.context)
-        policy = compiled(self.policy, scores_TE.device, self.kernel)
+        here, logits_TE = self.policy.in_layer(self.context.layer_fraction), logits.flatten(0, -2)
+        self.most_pairs = here.most_pairs(*logits_TE.shape, self.context)
+        if routes_itself(here, self.context, self.kernel):
+            return self._dropping(here, logits)
+        scores_TE = scores_from_logits(logits_TE, self.score_function)
+        policy = compiled(here, scores_TE.device, self.kernel)
         # Without other ranks the selection takes its statistics itself, in the same launch.
         alone = self.ep_group.size() == 1 and self.context.num_ranks == 1
         stats_SE = None if alone else policy.stats(scores_TE, self.context)

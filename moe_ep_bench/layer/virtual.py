@@ -195,14 +195,15 @@ class VirtualRanks:
     def routed(self, routings: Mapping[int | None, Routing]) -> Iterator[None]:
         """Route the MoE layers that run now as worked out before, over their slots, while the block runs."""
 
-        def given(routing: Routing, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        def given(router: Any, routing: Routing, num_pairs: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            router.most_pairs = num_pairs
             return routing.weights_TE, routing.map_TE
 
         with contextlib.ExitStack() as stack:
             for layer, routing in routings.items():
-                router = self.subject.moe_layers[layer].router
+                router, num_pairs = self.subject.moe_layers[layer].router, int(routing.map_TE.sum())
                 router.replay_TE = None  # Scores of experts do not fit slots.
-                stack.enter_context(mock.patch.object(router, "routing", partial(given, routing)))
+                stack.enter_context(mock.patch.object(router, "routing", partial(given, router, routing, num_pairs)))
             yield
 
     def side_by_side(

@@ -28,7 +28,6 @@ from moe_ep_bench.policies.field_checks import decimal, real, require_choice, re
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import (
     integer_keys,
-    num_valid_tokens,
     preference,
     top_k_map,
     weighted,
@@ -107,15 +106,20 @@ class CapacityPolicy(SteppedPolicy):
     def draws(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
         return context.drawn(like_TE) if self.metric == "random" else None
 
+    def room(self, num_tokens: int, num_experts: int, context: RoutingContext) -> tuple[int, int]:
+        """Pairs that each group of neighbouring experts has room for, and how many experts are a group."""
+        num_shared = num_experts // context.num_ranks if self.granularity == "device" else 1
+        sizes = context.num_valid(num_tokens), context.top_k, num_experts, num_shared
+        capacity = expert_capacity(self.capacity_factor, *sizes, rounding=self.rounding)
+        return max(num_shared * self.min_capacity, capacity), num_shared
+
+    def most_pairs(self, num_tokens: int, num_experts: int, context: RoutingContext) -> int:
+        capacity, num_shared = self.room(num_tokens, num_experts, context)
+        return min(capacity * num_experts // num_shared, super().most_pairs(num_tokens, num_experts, context))
+
     def within_capacity(self, candidates_TE: Tensor, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """Keep of the candidate pairs what the experts (or devices) have room for: bool [T, E]."""
-        num_experts = candidates_TE.shape[1]
-        num_shared = num_experts // context.num_ranks if self.granularity == "device" else 1
-        num_tokens = num_valid_tokens(scores_TE, context)
-        sizes = num_tokens, context.top_k, num_experts, num_shared
-        capacity = max(
-            num_shared * self.min_capacity, expert_capacity(self.capacity_factor, *sizes, rounding=self.rounding)
-        )
+        capacity, num_shared = self.room(*candidates_TE.shape, context)
         capacity = min(capacity, candidates_TE.numel())  # a whole number of any size is no number of torch's
         # Keys come first and always: what a random metric draws must not depend on the data.
         keys_TE = self._keys(scores_TE, context)
@@ -195,6 +199,19 @@ class ExpandedDrop(CapacityPolicy):
         more = most if self.num_candidates is None else min(self.num_candidates, most)
         wanted = min(context.top_k + more, num_experts)
         return wanted if self.max_experts_per_token is None else min(wanted, self.max_experts_per_token)
+
+    def most_pairs(self, num_tokens: int, num_experts: int, context: RoutingContext) -> int:
+        if self.scope == "global":
+            return super().most_pairs(num_tokens, num_experts, context)
+        # Experts of the token's own rank keep what they have room for. Candidates elsewhere are top-k pairs, of which
+        # there are T x K at most, and the other R - 1 ranks have room too. With whole capacities, gamma x T x K / R
+        # a rank, that is min(gamma, 1 + gamma / R) x T x K.
+        capacity, num_shared = self.room(num_tokens, num_experts, context)
+        num_local, num_valid = num_experts // context.num_ranks, context.num_valid(num_tokens)
+        room = capacity * num_local // num_shared
+        here = min(room, num_valid * num_local)
+        elsewhere = min(room * (context.num_ranks - 1), num_valid * min(context.top_k, num_experts - num_local))
+        return min(here + elsewhere, num_valid * self.most_experts(num_experts, context))
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         top_k_TE = top_k_map(scores_TE, context, self.steps)

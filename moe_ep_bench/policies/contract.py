@@ -66,6 +66,15 @@ class RoutingContext:
     generator: torch.Generator | None = None
     random_TE: Tensor | None = None
 
+    def num_valid(self, num_tokens: int) -> int:
+        """How many of the tokens are not padding. A mask is counted once, for which the host waits."""
+        return num_tokens if self.token_mask_T is None else self._num_marked
+
+    @cached_property
+    def _num_marked(self) -> int:
+        assert self.token_mask_T is not None
+        return int(self.token_mask_T.sum())
+
     def drawn(self, like_TE: Tensor) -> Tensor:
         """Uniform numbers below 1: float32 in the shape and on the device of ``like_TE``."""
         if self.random_TE is not None:
@@ -154,6 +163,14 @@ class Policy:
         """
         return num_experts
 
+    def most_pairs(self, num_tokens: int, num_experts: int, context: RoutingContext) -> int | None:
+        """The most pairs that may be chosen for ``num_tokens`` tokens; None = unknown, so that they are counted.
+
+        A dispatcher sets aside as many rows (``layer.dispatchers``): every row too many is gathered for nothing.
+        """
+        of_token = self.most_experts(num_experts, context)
+        return context.num_valid(num_tokens) * of_token if of_token < num_experts else None
+
     @cached_property
     def by_layer(self) -> dict[str, ByLayer]:
         """The fields that differ by layer."""
@@ -212,6 +229,9 @@ class SteppedPolicy(Policy):
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         """As many as the model's own routing, unless a policy says otherwise."""
         return context.top_k
+
+    def most_pairs(self, num_tokens: int, num_experts: int, context: RoutingContext) -> int:
+        return context.num_valid(num_tokens) * self.most_experts(num_experts, context)
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         raise NotImplementedError

@@ -8,7 +8,9 @@ Shapes: T = tokens, E = experts, K = top_k, R = ranks, S = rows of batch statist
 
 from __future__ import annotations
 
+import contextlib
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +19,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext, check_routing
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import top_k_map, weighted
+from moe_ep_bench.policies.waits import waits_words, watched_waits
 
 
 class LawBroken(Exception):  # noqa: N818 - a finding, no error of ours
@@ -71,13 +74,15 @@ def law_types(trial: Trial, routing: Routing) -> None:
     _require(not bool(weights_TE[~routing.map_TE].any()), "weights_TE holds a weight where map_TE is False")
 
 
-def law_most_experts(trial: Trial, routing: Routing) -> None:
-    """no token has more experts than most_experts promises"""
+def law_bounds(trial: Trial, routing: Routing) -> None:
+    """no token has more experts than most_experts promises, and no batch more pairs than most_pairs"""
     num_experts = trial.scores_TE.shape[1]
     most = trial.policy.most_experts(num_experts, trial.context())
     _require(1 <= most <= num_experts, f"most_experts: expected 1 to {num_experts}, got {most}")
     found = int(routing.map_TE.sum(dim=1).max()) if len(trial.scores_TE) else 0
     _require(found <= most, f"a token has {found} experts, most_experts says {most}")
+    pairs, bound = int(routing.map_TE.sum()), trial.policy.most_pairs(*trial.scores_TE.shape, trial.context())
+    _require(bound is None or pairs <= bound, f"there are {pairs} pairs, most_pairs says {bound}")
 
 
 def law_pure(trial: Trial, routing: Routing) -> None:
@@ -159,7 +164,7 @@ def law_weights(trial: Trial, routing: Routing) -> None:
 
 
 Law = Callable[[Trial, Routing], None]
-LAWS: tuple[Law, ...] = (law_types, law_most_experts, law_pure, law_padding, law_split, law_layout, law_weights)
+LAWS: tuple[Law, ...] = (law_types, law_bounds, law_pure, law_padding, law_split, law_layout, law_weights)
 
 
 def _require(condition: bool, broken: str) -> None:
@@ -257,4 +262,23 @@ def check_text(policy: Policy) -> tuple[str, bool]:
     for law in LAWS:
         lines.append(f"  {'BROKEN' if law in broken else 'kept' if law in held else 'not tried'}: {law.__doc__}")
         lines += [f"    {broken[law]}"] if law in broken else []
+    if not broken:
+        waits = _waits(policy)
+        told = f"the host reads results {waits_words(waits)}; a GPU's would wait each time" if waits else "none"
+        lines.append(f"  waits in a layer: {told}")
     return "\n".join(lines), not broken and held == set(LAWS)
+
+
+def _waits(policy: Policy) -> Counter[str]:
+    """What of a routing, as a layer calls it, makes the host wait for a GPU; that of the first trial with tokens."""
+    for trial in trials(policy):
+        context, here = trial.context(), policy.in_layer(trial.arguments["layer_fraction"])
+        with contextlib.suppress(ValueError):
+            policy.check(trial.scores_TE, context)
+            if len(trial.scores_TE):
+                context.num_valid(len(trial.scores_TE))  # Counted beforehand.
+                with watched_waits(trial.scores_TE.device) as found:
+                    getattr(here, "select", here.route)(trial.scores_TE, context)
+                found["most_pairs is unknown"] += here.most_pairs(*trial.scores_TE.shape, context) is None
+                return +found
+    return Counter()

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
 from moe_ep_bench.policies.field_checks import real, require_choice, require_flag
 from moe_ep_bench.policies.lazy import Tensor, torch
-from moe_ep_bench.policies.selection import num_valid_tokens, top_k_map, weighted, without_padding
+from moe_ep_bench.policies.selection import top_k_map, weighted, without_padding
 
 DropPolicy = Literal["probs", "position"]
 
@@ -27,7 +27,8 @@ class MegatronDrop(SteppedPolicy):
 
     Attributes:
         capacity_factor: gamma >= 0 (``moe_expert_capacity_factor``).
-        drop_policy: keep the largest weights (``probs``) or the earliest tokens (``position``).
+        drop_policy: keep the largest weights (``probs``) or the earliest tokens (``position``). In a layer
+            Megatron-Core's own router drops: by ``position`` it keeps any tokens, for it takes top-k of zeros and ones.
         pad_to_capacity: fill every expert up to C with further tokens, earliest first, at weight 0.
     """
 
@@ -45,13 +46,20 @@ class MegatronDrop(SteppedPolicy):
         require_flag("pad_to_capacity", self.pad_to_capacity)
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        return num_experts  # with padding
+        return num_experts if self.pad_to_capacity else context.top_k
+
+    def most_pairs(self, num_tokens: int, num_experts: int, context: RoutingContext) -> int:
+        within = self.capacity(num_tokens, num_experts, context) * num_experts
+        return within if self.pad_to_capacity else min(within, context.num_valid(num_tokens) * context.top_k)
+
+    def capacity(self, num_tokens: int, num_experts: int, context: RoutingContext) -> int:
+        """Pairs that an expert has room for."""
+        num_valid = context.num_valid(num_tokens)
+        # In doubles, as there: a ceiling of the exact decimal would be another rule.
+        return math.ceil(min(num_valid * context.top_k / num_experts * self.capacity_factor, num_valid))
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         top_k_TE = top_k_map(scores_TE, context, self.steps)
-        num_tokens, num_experts = num_valid_tokens(scores_TE, context), scores_TE.shape[1]
-        # In doubles, as there: a floor of the exact decimal would be another rule.
-        capacity = math.ceil(min(num_tokens * context.top_k / num_experts * self.capacity_factor, num_tokens))
         keys_TE = torch.ones_like(scores_TE)
         if self.drop_policy == "probs":
             keys_TE = weighted(scores_TE, top_k_TE, top_k_TE, context, self.steps).weights_TE
@@ -59,6 +67,8 @@ class MegatronDrop(SteppedPolicy):
         if self.pad_to_capacity:
             keys_TE = keys_TE.masked_fill(~top_k_TE, -1.0)
             candidates_TE = without_padding(torch.ones_like(top_k_TE), context)
-        map_TE = self.steps.within_capacity(candidates_TE, keys_TE, capacity, num_shared=1)
+        map_TE = self.steps.within_capacity(
+            candidates_TE, keys_TE, self.capacity(*scores_TE.shape, context), num_shared=1
+        )
         kept = weighted(scores_TE, map_TE & top_k_TE, top_k_TE, context, self.steps)
         return Routing(map_TE=map_TE, weights_TE=kept.weights_TE)

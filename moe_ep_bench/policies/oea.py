@@ -90,7 +90,8 @@ class OEA(Pruned):
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         k_max = context.top_k if self.k_max is None else self.k_max
-        return min(max(self.k0, k_max), num_experts)
+        within = num_experts if self.max_rank is None else self.max_rank
+        return min(max(self.k0, min(k_max, within)), num_experts)
 
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         base_TE = self.base(scores_TE, list_keys(scores_TE, context, self.steps), context)

@@ -64,15 +64,11 @@ def without_padding(map_TE: Tensor, context: RoutingContext) -> Tensor:
     return map_TE if context.token_mask_T is None else map_TE & context.token_mask_T.unsqueeze(1)
 
 
-def num_valid_tokens(scores_TE: Tensor, context: RoutingContext) -> int:
-    """Tokens that are not padding."""
-    return scores_TE.shape[0] if context.token_mask_T is None else int(context.token_mask_T.sum())
-
-
 def summed_scores(scores_TE: Tensor, context: RoutingContext) -> Tensor:
     """Every expert's score mass over the valid tokens: float64 [E]."""
-    valid_TE = scores_TE if context.token_mask_T is None else scores_TE[context.token_mask_T]
-    return valid_TE.sum(dim=0, dtype=torch.float64)
+    if context.token_mask_T is not None:
+        scores_TE = scores_TE.masked_fill(~context.token_mask_T.unsqueeze(1), 0.0)
+    return scores_TE.sum(dim=0, dtype=torch.float64)
 
 
 def weighted(

@@ -33,6 +33,13 @@ class ClosingPolicy(SteppedPolicy):
         """Which experts nobody may use: bool [E], from the batch's top-k pairs per expert (float64)."""
         raise NotImplementedError
 
+    def num_closed(self, num_experts: int) -> int:
+        """How many of all experts are closed at least, or left without a token."""
+        raise NotImplementedError
+
+    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
+        return max(1, min(context.top_k, num_experts - self.num_closed(num_experts)))
+
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         return self.steps.load_of(top_k_map(scores_TE, context, self.steps)).unsqueeze(0)
 
@@ -68,7 +75,6 @@ class ExpertDrop(ClosingPolicy):
         return least(self.steps, load_E, self.num_closed(load_E.numel()))
 
     def num_closed(self, num_experts: int) -> int:
-        """How many experts are skipped."""
         if self.count is not None:
             return min(self.count, num_experts)
         return max(1, math.floor(decimal(self.fraction) * num_experts))
@@ -92,6 +98,9 @@ class Lynx(ClosingPolicy):
 
     def __post_init__(self) -> None:
         require_count("num_dropped", self.num_dropped, minimum=0)
+
+    def num_closed(self, num_experts: int) -> int:
+        return min(self.num_dropped, num_experts)
 
     def closed(self, load_E: Tensor) -> Tensor:
         is_activated_E = load_E > 0

@@ -7,6 +7,8 @@ overrides a method and returns the same bits; the methods here are its definitio
 Every choice is exact about ties: the lower index wins. ``torch.topk`` promises no order among
 equals, so it serves only to find a threshold; who stands at the threshold is decided here.
 
+Nothing here reads a result on the host, which would stop a GPU inside a timed layer: shapes follow from shapes.
+
 Float64 sums that decide something (shares of a row) run from the first column to the last, one
 after another (``cumsum``), because another order would round differently and could decide otherwise.
 
@@ -68,11 +70,7 @@ class Steps:
             threshold_R1 = keys_RN.topk(count, dim=1).values[:, -1:]
         else:
             threshold_R1 = keys_RN.kthvalue(num_columns - count + 1, dim=1, keepdim=True).values
-        reaching_RN = keys_RN >= threshold_R1
-        if bool((reaching_RN.sum(dim=1) == count).all()):
-            return reaching_RN
-        above_RN = keys_RN > threshold_R1
-        tied_RN = reaching_RN & ~above_RN
+        above_RN, tied_RN = keys_RN > threshold_R1, keys_RN == threshold_R1
         room_R1 = count - above_RN.sum(dim=1, keepdim=True)
         return above_RN | (tied_RN & (tied_RN.cumsum(dim=1) <= room_R1))
 
@@ -110,10 +108,11 @@ class Steps:
         """
         num_experts = scores_TE.shape[1]
         cell_TE = score_bins(scores_TE, num_bins, bins_per_octave) * num_experts
-        cell_N = (cell_TE + torch.arange(num_experts, device=scores_TE.device))[map_TE]
-        values_2N = torch.stack([torch.ones_like(cell_N).double(), (scores_TE[map_TE].double() / unit).round() * unit])
-        cells_2N = values_2N.new_zeros(2, num_bins * num_experts).index_add(1, cell_N, values_2N)
-        return cells_2N.view(2 * num_bins, num_experts)
+        cell_TE += torch.arange(num_experts, device=scores_TE.device)
+        # What is not marked adds nothing: to leave it out the host would have to know how many are.
+        values_2TE = torch.stack([map_TE.double(), ((scores_TE * map_TE).double() / unit).round() * unit])
+        cells_2N = values_2TE.new_zeros(2, num_bins * num_experts)
+        return cells_2N.index_add(1, cell_TE.flatten(), values_2TE.flatten(1)).view(2 * num_bins, num_experts)
 
     def without_cells(self, scores_TE: Tensor, map_TE: Tensor, dropped_SE: Tensor, bins_per_octave: int) -> Tensor:
         """The marked pairs whose cell is not dropped: bool [T, E].
@@ -172,16 +171,13 @@ class Steps:
         """
         num_tokens, num_experts = candidates_TE.shape
         # One row per group. Within a row pairs lie by token, then by expert: the tie order.
-        candidates_GN = _by_group(candidates_TE, num_shared)
-        overfull_G = candidates_GN.sum(dim=1) > capacity
-        if not bool(overfull_G.any()):
-            return candidates_TE
-        keys_GN = _by_group(keys_TE, num_shared)[overfull_G]
-        full_GN = candidates_GN[overfull_G]
-        kept_GN = candidates_GN.clone()
-        best_GN = self.best_per_row(keys_GN.masked_fill(~full_GN, lowest(keys_GN)), capacity)
-        kept_GN[overfull_G] = best_GN & full_GN
-        return kept_GN.view(-1, num_tokens, num_shared).transpose(0, 1).reshape(num_tokens, num_experts)
+        candidates_GN, keys_GN = (_by_group(values_TE, num_shared) for values_TE in (candidates_TE, keys_TE))
+        kept_GN = self.best_per_row(keys_GN.masked_fill(~candidates_GN, lowest(keys_GN)), capacity) & candidates_GN
+        return (
+            kept_GN.view(num_experts // num_shared, num_tokens, num_shared)
+            .transpose(0, 1)
+            .reshape(num_tokens, num_experts)
+        )
 
     def least_loaded(
         self,
@@ -205,11 +201,12 @@ class Steps:
             valid_T: bool, False = padding: selects nothing, has no place in a chunk.
             random_TE: float32; where given, a pool too large keeps its largest of these, else those of ``keys_TE``.
         """
-        if valid_T is not None and not bool(valid_T.all()):
-            random_NE = None if random_TE is None else random_TE[valid_T]
-            map_TE = torch.zeros_like(scores_TE, dtype=torch.bool)
-            map_TE[valid_T] = self.least_loaded(scores_TE[valid_T], keys_TE[valid_T], load_E, rule, random_TE=random_NE)
-            return map_TE
+        if valid_T is not None:
+            # Padding goes last, where its chunks change no other's: no number of tokens has to be known.
+            order_T = (~valid_T).byte().argsort(stable=True)
+            rows = [None if of_all is None else of_all[order_T] for of_all in (scores_TE, keys_TE, random_TE)]
+            map_TE = self.least_loaded(*rows[:2], load_E, rule, random_TE=rows[2])
+            return torch.empty_like(map_TE).index_copy(0, order_T, map_TE) & valid_T.unsqueeze(1)
         top_k_TE = self.best_per_row(keys_TE, rule.top_k)
         scores64_TE = scores_TE.double()
         top_k_sum_T1 = (scores64_TE * top_k_TE).cumsum(dim=1)[:, -1:]

@@ -102,6 +102,10 @@ class XShare(SteppedPolicy):
         if self.scope == "request" and context.request_id_T is None:
             raise UserError("request_id_T: scope=request needs the tokens' requests, got None")
 
+    def most_experts(self, num_experts: int, context: RoutingContext) -> int:
+        alone = self.k0 == 0 and self.scope == "batch" and self.budget is not None  # S is the budget's.
+        return max(1, min(context.top_k, self.budget or 0)) if alone else context.top_k
+
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         wanted_TE = self.steps.best_per_row(list_keys(scores_TE, context, self.steps), self.k0)
         wanted_TE = without_padding(wanted_TE, context)

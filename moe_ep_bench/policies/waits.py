@@ -1,0 +1,107 @@
+"""Where a run makes the host wait for a result of the device: a hidden cost inside a timed layer.
+
+On a GPU the host runs ahead of the device. What reads a number (``item``, ``tolist``, ``if tensor:``) or makes a shape
+from values (``nonzero``, an index by a mask, ``unique``) stops it there. On CUDA torch itself says where that happens
+(``torch.cuda.set_sync_debug_mode``); elsewhere the operations that would wait are counted as they are called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moe_ep_bench.policies.lazy import torch
+
+# Operations of torch that read values on the host, but for indices, which do so by masks.
+_READS = frozenset(
+    {
+        "_local_scalar_dense",
+        "_unique",
+        "_unique2",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "masked_select",
+        "nonzero",
+        "nonzero_numpy",
+        "unique_consecutive",
+        "unique_dim",
+        "unique_dim_consecutive",
+    }
+)
+_NOTICE = "called a synchronizing CUDA operation"
+
+
+def would_wait(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation, as torch dispatches it, reads values on the host."""
+    name = function._schema.name.split("::")[1]
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        # One value for all that a mask marks is filled in, without a list of places.
+        return masked and (name == "index" or args[2].numel() > 1)
+    return name in _READS
+
+
+@contextlib.contextmanager
+def watched_waits(device: torch.device) -> Iterator[Counter[str]]:
+    """Count the waits in the block by the line, ``file.py:12``, that is to blame."""
+    found: Counter[str] = Counter()
+    with _warned(found) if device.type == "cuda" else _dispatched(found):
+        yield found
+
+
+@contextlib.contextmanager
+def _warned(found: Counter[str]) -> Iterator[None]:
+    def note(message: Warning | str, *others: Any, **options: Any) -> None:
+        if _NOTICE in str(message):
+            found[_place()] += 1
+
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def _dispatched(found: Counter[str]) -> contextlib.AbstractContextManager[Any]:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if would_wait(func, args, kwargs or {}):
+                found[_place()] += 1
+            return func(*args, **(kwargs or {}))
+
+    return Watch()
+
+
+def _place() -> str:
+    """The innermost line that is neither torch's nor this file's."""
+    not_blamed = os.path.dirname(torch.__file__), __file__, warnings.__file__
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(not_blamed):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def beyond(waits: Mapping[str, Counter[str]], base: str | None) -> dict[str, dict[str, int]]:
+    """By case the waits that case ``base`` has not, which are in every case's time; cases without any are left out."""
+    common = waits.get(base or "", Counter())
+    return {case_id: dict(more) for case_id, found in waits.items() if (more := found - common)}
+
+
+def waits_words(found: Mapping[str, int]) -> str:
+    """``3 (steps.py:72, own.py:9 x 2)``."""
+    places = ", ".join(place if count == 1 else f"{place} x {count}" for place, count in sorted(found.items()))
+    return f"{sum(found.values())} ({places})"

@@ -11,18 +11,19 @@ import copy
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, Field, PlainSerializer, PrivateAttr, field_validator, model_validator
 
+from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
-from moe_ep_bench.models import ModelSpec, load_hf_model
+from moe_ep_bench.models import ModelSpec, load_hf_model, naming_hub
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import PLACEMENTS, Placement, make_placement
-from moe_ep_bench.policies import Policy
+from moe_ep_bench.policies import POLICIES, Policy
 from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import (
     ConfigError,
@@ -132,7 +133,7 @@ class ModelConfig(Shape):
             whole = load_hf_model(self.hf_config)
         else:
             assert self.preset is not None
-            with naming("preset"):
+            with naming("preset"), naming_hub(self.preset):
                 whole = ModelSpec.named(self.preset)
         return whole.sharded(self.tensor_parallel).scaled(self.scale)
 
@@ -303,7 +304,7 @@ class LayerConfig(Strict):
 
 
 class WholeConfig(Strict):
-    """Size and context of a whole model; only ``scope: model`` reads it."""
+    """Size and context of a whole model, for ``scope: model``. Of a layer ``emulate`` reads the context, for memory."""
 
     num_layers: int | None = Field(None, ge=1)
     """Layers that are built, from the first on, dense ones included; null = all. Else times of all are extrapolated,
@@ -411,10 +412,21 @@ class EmulateConfig(Strict):
     device: Annotated[str, PRESET_OR_FILE] = MEASURED
     """``measured``: this device runs every virtual rank's layer. Else nothing is run: phases are modelled for a device,
     a file of data/devices/ without its ending, or the path of such a file."""
+    transport: Transport = "pairs"
+    """Rows on the links: ``pairs``, one for each (token, expert), as NCCL's all-to-all sends; ``copies``, one for each
+    (token, rank) and between nodes for each (token, node), as DeepEP sends."""
+    dispatch_dtype: DispatchType | None = None
+    """Type of dispatched rows: ``bf16``, or ``fp8`` with a scale for each 128 values; null = ``layer.dtype``, in which
+    combined rows are always."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Expert replication beside the policies: an alternative that needs spare memory and drops nothing."""
     chunk_tokens: int | None = Field(None, ge=1)
     """Maximum of a rank's tokens that are permuted and computed at once; null = as many as memory holds."""
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """What is sent between ranks, for ids: left out at its defaults, which came later."""
+        return self.model_dump(mode="json", include={"transport", "dispatch_dtype"}, exclude_defaults=True)
 
 
 class Experiment(SweepPoint):
@@ -444,9 +456,8 @@ class Experiment(SweepPoint):
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
-        unused = self.whole.model_dump(exclude_defaults=True)
-        if self.scope == "layer" and unused:
-            raise UserError(f"whole.{next(iter(unused))}: expected with scope: model alone; one layer is timed")
+        if self.scope == "layer" and self.whole.num_layers is not None:
+            raise UserError("whole.num_layers: expected with scope: model alone; one layer is timed")
         counted = self.workload.skew_from if isinstance(self.workload, SyntheticConfig) else None
         num_experts = self.model.spec().num_experts
         if counted is not None and (found := read_counts(counted).shape[1]) != num_experts:
@@ -547,7 +558,14 @@ def _read(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The file's values and its sweep, both with the overrides applied and relative paths resolved."""
     files = _file_keys(schema) | _POLICY_FILES
+    if not path.exists() and path.name in ModelSpec.names():
+        raise ConfigError(f"{path}: is a model's name; expected a config's path (advise takes --model {path.name})")
     raw = read_yaml(path, "cannot read the config")
+    is_of_quality = isinstance(raw.get("model"), dict) and "checkpoint" in raw["model"]
+    if is_of_quality and schema is Experiment:
+        raise ConfigError(f"{path}: model.checkpoint: is for moe-ep-bench quality alone")
+    if not is_of_quality and schema is not Experiment and "workload" in raw:
+        raise ConfigError(f"{path}: workload: is for run, emulate, route and advise; quality needs model.checkpoint")
     raw.setdefault("name", re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "-", path.stem).strip("-") or "config")
     sections = {name: raw.pop(name, None) or {} for name in schema.BESIDE}
     for name, section in sections.items():
@@ -574,9 +592,22 @@ def _read(
         if key != swept:
             sweep[swept] = value
         else:
+            _check_policys_field(raw, key, where)
             _put(raw, key, value, where)
             sweep.pop(key, None)
     return raw, sweep
+
+
+def _check_policys_field(raw: dict[str, Any], key: str, where: str) -> None:
+    """Refuse a field that the policy of this place lacks and others of the list have: the place may be the mistake."""
+    place, entries = re.fullmatch(r"policies\.(\d+)\.(\w+)", key), raw.get("policies")
+    if place is None or not isinstance(entries, list) or int(place[1]) >= len(entries):
+        return
+    field, names = place[2], [entry.get("name") if isinstance(entry, dict) else None for entry in entries]
+    name = names[int(place[1])]
+    having = [f"policies.{n} ({names[n]})" for n, entry in enumerate(entries) if names[n] and field in entry]
+    if name in POLICIES and having and field not in {"name", *(one.name for one in fields(POLICIES[name]))}:
+        raise ConfigError(f"{where}: policies.{place[1]} is {name}, which has no {field}; have it: {', '.join(having)}")
 
 
 def _file_keys(kind: type[BaseModel], above: str = "") -> dict[str, FileKey]:

@@ -22,6 +22,15 @@ def naming(where: str, hint: str = "") -> Iterator[None]:
         raise UserError(f"{where}: {problem}{hint}") from None
 
 
+@contextlib.contextmanager
+def saying(hint: str) -> Iterator[None]:
+    """End the line of a ValueError in the block with what to do."""
+    try:
+        yield
+    except ValueError as problem:
+        raise UserError(f"{problem}{hint}") from None
+
+
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """The end of an error's line: the known name that begins with a word, holds it or is spelt like it; else empty."""
     text, names = str(word).lower(), list(known)

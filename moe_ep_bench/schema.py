@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -166,6 +166,34 @@ METRICS = {
 # What ``metrics.routing_metrics`` returns, in this order.
 ROUTING_METRICS = tuple(name for name, metric in METRICS.items() if metric.of in ("routing", "scores"))
 
+# Units of columns; numbers without one count or name something of their own (ranks, batches, launches, places).
+_UNITS = {
+    "us": ("time_us", "host_us", "thread_cpu_us"),
+    "tokens": ("num_tokens", "tokens_without_expert", "num_image_tokens"),
+    "pairs": (
+        *("load_E", "load_R", "num_pairs", "padding_pairs", "num_topk_pairs", "num_dropped_pairs", "crossing_pairs"),
+        *("image_load_E", "num_dropped_image_pairs"),
+    ),
+    "copies": ("crossing_copies",),
+    "experts": (*("experts_per_token", "activated_experts", "activated_experts_fullest_rank", "shared_experts"),),
+    "share": (
+        *("dropped_fraction", "retained_mass_topk", "retained_mass_all", "excess_load", "topk_share", "entropy"),
+        *("regime_single_head", "regime_smooth", "regime_plateau", "reference_error", "output_error"),
+        *("kept_by_load", "kept_by_experts", "curve_kept"),
+    ),
+    "over mean": ("peak_load", "max_violation", "load_cv", "curve_load", "rank_peak_load"),
+    "score": ("mean_score", "min_score", "max_score"),
+}
+UNIT_OF = {name: unit for unit, names in _UNITS.items() for name in names}
+
+
+def _table(columns: Iterable[tuple[str, pa.DataType]]) -> pa.Schema:
+    """A schema whose parts say their version, and of each column the unit."""
+    units = ((name, dtype, {"unit": UNIT_OF[name]} if name in UNIT_OF else None) for name, dtype in columns)
+    fields = [pa.field(name, dtype, metadata=unit) for name, dtype, unit in units]
+    return pa.schema(fields, {"schema_version": str(SCHEMA_VERSION), "written_by": "moe-ep-bench"})
+
+
 _IDENTITY = [
     ("run_id", pa.string()),
     ("case_id", pa.string()),
@@ -185,7 +213,7 @@ _IDENTITY = [
 
 # One row per case x launch x rank x batch x iteration x kind x layer x phase. A case that could not be measured in a
 # launch has one row there, of nulls, with its status and reason.
-SAMPLES_SCHEMA = pa.schema(
+SAMPLES_SCHEMA = _table(
     [
         *_IDENTITY,
         ("launch", pa.int32()),
@@ -200,7 +228,7 @@ SAMPLES_SCHEMA = pa.schema(
 )
 
 # One row per case x rank x batch x layer. Virtual ranks are rows like any others.
-ROUTING_SCHEMA = pa.schema(
+ROUTING_SCHEMA = _table(
     [
         *_IDENTITY,
         ("layer", pa.int32()),  # of the model or the recording; null = a layer alone, or synthetic scores
@@ -209,7 +237,7 @@ ROUTING_SCHEMA = pa.schema(
 )
 
 # What ``route`` leaves of the scores, which no policy changes: one row per batch and rank in the token's own order.
-SCORE_CURVES_SCHEMA = pa.schema(
+SCORE_CURVES_SCHEMA = _table(
     [
         ("comparison_id", pa.string()),
         ("batch", pa.int32()),
@@ -221,7 +249,7 @@ SCORE_CURVES_SCHEMA = pa.schema(
 )
 
 # How alike tokens are: mean number of top-k experts that two tokens share (``metrics.token_overlap``).
-OVERLAP_SCHEMA = pa.schema(
+OVERLAP_SCHEMA = _table(
     [
         ("comparison_id", pa.string()),
         ("batch", pa.int32()),
@@ -233,7 +261,7 @@ OVERLAP_SCHEMA = pa.schema(
 
 # The frontier of dropping (``policies.frontier``): one row per case x batch x layer, all ranks together. A case without
 # a part has none: real ranks see their own scores alone, replicas lose nothing, and very large batches are passed over.
-FRONTIER_SCHEMA = pa.schema(
+FRONTIER_SCHEMA = _table(
     [
         ("comparison_id", pa.string()),
         ("case_id", pa.string()),
@@ -249,7 +277,7 @@ FRONTIER_SCHEMA = pa.schema(
 # What ``quality`` leaves of a model's answers: one row per metric of each sequence of a text, of each question of a
 # task, and of each whole task. ``rank`` is null, the model ran as a whole. A task's rows without a filter are ours:
 # ``dropped_fraction``, ``retained_mass_topk`` and ``experts_per_token`` of all its passes and layers.
-QUALITY_SCHEMA = pa.schema(
+QUALITY_SCHEMA = _table(
     [
         *_IDENTITY,
         ("phase", pa.string()),  # of a text: in which the policy acted, prefill or decode
@@ -270,7 +298,7 @@ QUALITY_SCHEMA = pa.schema(
 
 # And of its routing: one row per batch and layer, all virtual ranks together. Where the tokens of each position were
 # a batch of their own (``decode``), what is called a mean is over these steps.
-QUALITY_ROUTING_SCHEMA = pa.schema(
+QUALITY_ROUTING_SCHEMA = _table(
     [
         *_IDENTITY,
         ("phase", pa.string()),

@@ -30,6 +30,7 @@ from moe_ep_bench.timing.statistics import estimate_median
 ROOT = Path(__file__).parents[1]
 BOUNDS = Bounds(max_dropped=0.10, min_retained=0.95)
 NO_BOUNDS = Bounds(max_dropped=1.0, min_retained=0.0)
+REST = {"us_per_moe_layer": 6000.0, "num_moe_layers": 3, "context_length": 128, "attention": "modelled as absorbed MLA"}
 QWEN = ["--model", "qwen3-30b-a3b", "--ep", "8", "--tokens", "16384"]
 
 
@@ -149,12 +150,12 @@ def test_the_table_is_best_first_and_one_sentence_follows(tmp_path: Path) -> Non
         "EPLB, 1 spare per rank",
         "token_drop gamma 1",
     ]
-    assert re.search(r"token_drop gamma 1 +1\.500 \[1\.\d+, 1\.\d+\]  out of bounds +25\.0 +80\.0", text)
+    assert re.search(r"token_drop gamma 1 +1\.500 \[1\.\d+, 1\.\d+\] +1\.333  out of bounds +25\.0 +80\.0", text)
     assert text.startswith("Measured, Tiny-MoE, NVIDIA Fake 80GB x 2 ranks, nccl; Zipf 0.8")
     assert "perfect balance: 2.000 at Tiny-MoE" in text
     assert text.splitlines()[-1] == (
         "Pick: at Tiny-MoE, EP 2, 4,096 tokens use token_drop gamma 1.5: 1.300 x native, at most 8.0 % dropped, at "
-        "least 96.0 % of the score mass kept."
+        "least 96.0 % of the score mass kept; 1.538 in place of 2.000 ms a layer."
     )
 
 
@@ -162,7 +163,7 @@ def test_replicas_are_counted_in_gib_of_a_rank(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path, [comparison_of(eplb(1.1))]))
     run = dataclasses.replace(run, cases=[dataclasses.replace(case, extra_bytes_per_rank=3e9) for case in run.cases])
     assert candidates(run, BOUNDS)["more_gib"].tolist() == [pytest.approx(3e9 / 1024**3)]
-    assert advice_of(run, BOUNDS).endswith("nothing dropped, 2.79 GiB more on each rank.")
+    assert "nothing dropped, 2.79 GiB more on each rank; 1.8" in advice_of(run, BOUNDS).splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_where_traffic_decides_the_table_shows_it_and_the_pick_names_each(tmp_pa
         *(("4", "1.500"), ("5", "1.600")),
     ], "between 2 and 4 it begins to pay"
     assert max(map(len, text.partition("\n\n")[2].partition("\n\n")[0].splitlines())) <= 120
-    pick = text.splitlines()[-1]
+    pick = next(line for line in text.splitlines() if line.startswith("Pick"))
     assert pick.startswith("Pick: at peak load 1 and peak load 2 keep native: ")
     assert "; at peak load 4 and peak load 5 use token_drop gamma 1.5: 1.500 to 1.600 x native" in pick
 
@@ -210,7 +211,11 @@ def of_draws(peak_load: float = 4.0, **draws: FakeCase) -> list[FakeComparison]:
             noise=0.02,
             num_batches=4,
             num_iterations=6,
-            facts={"point": {"workload.seed": number}, "workload": {**workload, "description": f"seed {number}"}},
+            facts={
+                "point": {"workload.seed": number},
+                "workload": {**workload, "description": f"seed {number}"},
+                "rest": REST,
+            },
         )
         for number, (name, cases) in enumerate(draws.items())
     ]
@@ -250,7 +255,7 @@ def test_draws_of_one_traffic_are_launches_of_one_comparison(tmp_path: Path) -> 
     assert (float(least), float(most)) == pytest.approx((1.1, 1.5), abs=0.02)
     assert "the traffic is drawn 3 times" in text
     assert "one draw:" not in text
-    assert picks(run, BOUNDS, {"draw0": 1000.0})["layer_speedup"].tolist() == [1.0], "the low end is below native"
+    assert picks(run, BOUNDS)["layer_speedup"].tolist() == [1.0], "the low end is below native"
 
 
 def test_a_pick_over_draws_names_the_least_and_the_greatest(tmp_path: Path) -> None:
@@ -316,7 +321,7 @@ def test_whose_skew_it_is_what_of_it_is_chance_and_that_nothing_ran_are_said(
     workload = {"kind": "synthetic", "description": "", "tail_model": None, **workload}
     modelled = {"links": "modelled by links/a: 10.6 us", "device": "modelled by devices/b: a roofline"}
     text = advised(tmp_path, USUAL[0], mode="emulated", num_batches=1, facts={**modelled, "workload": workload})
-    first = text.splitlines()[0]
+    _, first, *_ = text.splitlines()
     assert first.startswith(
         "Modelled (nothing was run), Tiny-MoE, 2 ranks modelled by devices/b, modelled by links/a; "
     )
@@ -330,14 +335,14 @@ def test_whose_skew_it_is_what_of_it_is_chance_and_that_nothing_ran_are_said(
     ("links", "backend", "is_mixed"),
     [("h100-nvlink4, bandwidth x 2", "gloo", True), ("here", "gloo", False), ("h100-nvlink4", "nccl", False)],
 )
-def test_experts_of_a_cpu_behind_links_of_gpus_are_warned_of_in_the_first_line(
+def test_experts_of_a_cpu_behind_links_of_gpus_are_warned_of_below_the_first_line(
     tmp_path: Path, links: str, backend: str, is_mixed: bool
 ) -> None:
     facts = {"links": f"modelled by links/{links}: inside a node of 8 10.6 us", "backend": backend, "scale": 0.125}
     directory = write_run(tmp_path, [comparison_of(USUAL[0], facts=facts, num_batches=1)], "emulated")
     warning = "MIXED MACHINES: experts of this CPU (sizes x 0.125 of the true ones) behind links of GPUs"
     for text in (advice_of(load_times(directory), BOUNDS), run_text(load_run(directory))):
-        assert (warning in text.splitlines()[0]) == is_mixed
+        assert (warning in text.splitlines()[1]) == is_mixed
 
 
 def test_whole_models_are_ranked_by_the_pass_with_their_layers_beside(tmp_path: Path) -> None:
@@ -418,7 +423,7 @@ def test_decode_is_asked_beside_prefill_with_one_token_of_each_request() -> None
     sizes = {phase: (one["num_tokens"], one["sequence_length"]) for phase, one in both.items()}
     assert sizes == {"prefill": (16384, 128), "decode": (256, 1)}
     prefill, decode = ask_both(options).values()
-    assert (prefill.context_length, decode.context_length) == (0, 2048)
+    assert [one.experiments[0].whole.context_length for one in (prefill, decode)] == [0, 2048]
     assert [str(one.out) for one in (prefill, decode)] == ["both/prefill", "both/decode"]
     assert "2,048 tokens in each request's cache" in decode.assumed
     alone = ask_both(make_parser().parse_args(["advise", *QWEN]))
@@ -477,7 +482,7 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
     ("options", "message"),
     [
         ([], "expected a config, a results directory or --model; got none"),
-        (["--model", "qwen"], "--model: expected one of deepseek-moe-16b"),
+        (["--model", "qwen"], "--model: expected a path of a config.json or one of deepseek-moe-16b"),
         (["--model", "olmoe-1b-7b", "--tokens", "64"], "--ep: expected a number beside --model; got none"),
         ([*QWEN, "--ep", "7"], "--ep: expected a divisor of the 128 experts of Qwen3-30B-A3B; got 7"),
         ([*QWEN, "--tokens", "4"], "--tokens: expected at least one for each of the 8 ranks; got 4"),
@@ -511,6 +516,47 @@ def test_shares_are_read_and_one_bound_alone_binds_alone() -> None:
     assert Bounds.of(None, None) == Bounds(0.10, 0.95)
     assert Bounds.of("5%", None) == Bounds(0.05, 0.0)
     assert Bounds.of(None, "0.01") == Bounds(1.0, 0.99)
+
+
+# ---- what does not fit ---------------------------------------------------------------------------------------------
+
+FIT = {"device": "h100-sxm", "device_bytes": 80e9, "dtype": "bfloat16", "ep_size": 2, "is_whole": True}
+
+
+def fitting(expert_bytes: int, smallest: int | None) -> dict:
+    others = dict.fromkeys(("other_weight_bytes", "cache_bytes", "row_bytes"), 0)
+    return {"fit": {**FIT, **others, "expert_bytes": expert_bytes, "fitting_ep_size": smallest}}
+
+
+def test_what_does_not_fit_is_no_pick(tmp_path: Path) -> None:
+    text = advised(tmp_path / "none", *USUAL, facts=fitting(163_000_000_000, 32))
+    words = "does not fit: 163 GB on each of 2 ranks in bfloat16 (experts 163), h100-sxm has 80 GB; the smallest EP"
+    assert f"The model {words} size on which it does is 32." in text
+    assert f"warning: {words}" in " ".join(run_text(load_times(tmp_path / "none")).split())
+    assert "none: the model does not fit on EP 2" in text.splitlines()[-1]
+    assert "use token_drop" not in text
+    assert "use token_drop" in advised(tmp_path / "fits", *USUAL, facts=fitting(79_000_000_000, 2))
+
+
+def test_replicas_that_do_not_fit_are_no_pick_and_are_named(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, [comparison_of(*USUAL, eplb(1.6), facts=fitting(78_000_000_000, 2))])
+    document = json.loads((directory / "run.json").read_text())
+    for case in document["cases"].values():
+        case["extra_bytes_per_rank"] = 3e9 if case["role"] == "replication" else None
+    (directory / "run.json").write_text(json.dumps(document))
+    text = advice_of(load_times(directory), BOUNDS)
+    assert "use token_drop gamma 1.5" in text.splitlines()[-1]
+    left = "does not fit beside the model, which leaves 1.86 GiB of h100-sxm: EPLB, 1 spare per rank (2.79 GiB)"
+    assert left in " ".join(text.split())
+
+
+def test_that_it_does_not_fit_is_said_before_anything_is_modelled(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--ep", "16", "--tokens", "32768", "--decode-tokens", "256", "--context", "4096"]
+    assert main(["advise", "--model", "deepseek-v3", *sizes, "--dry-run"]) == OK
+    prefill, decode = (part for part in capsys.readouterr().out.split("\n\n") if "does not fit: " in part)
+    assert "GB on each of 16 ranks in bfloat16 (experts 81.7, other weights 34" in prefill
+    assert "the smallest EP size on which it does is 32" in prefill
+    assert "cache 4.61" in decode
 
 
 # ---- command -------------------------------------------------------------------------------------------------------
@@ -547,8 +593,10 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys: pytest
     command += ["--peak-load", "4", "--draws", "2"]
     assert main(command) == OK
     first = capsys.readouterr()
-    assert first.out.startswith("Modelled (nothing was run), OLMoE-1B-7B, 4 ranks modelled by devices/h100-sxm, ")
-    assert "peak load 4, assumed, not OLMoE-1B-7B's own" in first.out.splitlines()[0]
+    sent, assumed, *_ = first.out.splitlines()
+    assert sent == "Modelled: bf16, NCCL all-to-all, one copy per (token, expert) pair, no overlap."
+    assert assumed.startswith("Modelled (nothing was run), OLMoE-1B-7B, 4 ranks modelled by devices/h100-sxm, ")
+    assert "peak load 4, assumed, not OLMoE-1B-7B's own" in assumed
     assert first.out.splitlines()[-1] == f"config: {out}/advise.yaml"
     assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 16 candidates x 5 batches x 2 points, modelled on h100-sxm")
     described = json.loads((out / "run.json").read_text())
@@ -562,14 +610,52 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys: pytest
 def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
     """A pass of which MoE layers take 2 ms of 8; where native stays there is nothing to gain."""
     comparisons = [
-        comparison_of(drop(1.5, speedup, 0.05, 0.97), eplb(0.9), comparison_id=name, facts={"title": name})
+        comparison_of(
+            drop(1.5, speedup, 0.05, 0.97), eplb(0.9), comparison_id=name, facts={"title": name, "rest": REST}
+        )
         for name, speedup in (("faster", 2.0), ("slower", 0.8))
     ]
-    rows = picks(load_times(write_run(tmp_path, comparisons)), BOUNDS, {"faster": 6000.0, "slower": 6000.0})
+    rows = picks(load_times(write_run(tmp_path, comparisons)), BOUNDS)
     assert rows["label"].tolist() == ["token_drop gamma 1.5", "native"]
     assert rows["moe_share"].tolist() == pytest.approx([0.25] * 2, rel=1e-6)
     assert rows["layer_speedup"].tolist() == pytest.approx([2.0, 1.0], rel=1e-6)
     assert rows["end_to_end"].tolist() == pytest.approx([8 / 7, 1.0], rel=1e-6)
+    # 3 MoE layers of 2 and 1 ms, each beside 6 ms; 4,096 tokens on 2 ranks.
+    assert rows["native_ms"].tolist() == pytest.approx([24.0, 24.0], rel=1e-6)
+    assert rows["pass_ms"].tolist() == pytest.approx([21.0, 24.0], rel=1e-6)
+    assert rows["tokens_per_s"].tolist() == pytest.approx([2048 / 0.021, 2048 / 0.024], rel=1e-6)
+
+
+def test_milliseconds_and_tokens_per_second_stand_beside_every_ratio(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, [comparison_of(*USUAL, facts={"rest": REST})])
+    text = advice_of(load_times(directory), BOUNDS)
+    header = next(line for line in text.splitlines() if line.startswith("policy"))
+    row = next(line for line in text.splitlines() if line.startswith("token_drop gamma 1.5"))
+    assert re.split(r"  +", header)[:5] == ["policy", "speedup", "layer ms", "step ms", "tokens/s/GPU"]
+    # 2 ms / 1.3, three of them beside 6 ms each.
+    assert re.split(r"  +", row)[2:5] == ["1.538", "22.62", "90,558"]
+    said = " ".join(text.split())
+    assert "native: 2.000 ms a layer, 85,333 tokens/s per GPU at " in said
+    assert "beside 6,000 us for the rest of the model (modelled: attention after 128 tokens as absorbed MLA" in said
+    assert "; 1.538 in place of 2.000 ms a layer, 90,558 of 85,333 tokens/s per GPU." in said
+    assert "step ms  tokens/s/GPU" in run_text(load_run(directory))
+
+
+def test_where_the_peak_load_decides_the_answer_ends_with_how_to_get_it(tmp_path: Path) -> None:
+    def asked_at(*speedups: float, key: str = "workload.peak_load") -> str:
+        comparisons = [
+            comparison_of(drop(1.5, speed, 0.05, 0.97), comparison_id=f"c{place}", facts={"point": {key: 1.0 + place}})
+            for place, speed in enumerate(speedups)
+        ]
+        return advice_of(load_times(write_run(tmp_path / f"{key}-{speedups}", comparisons, "emulated")), BOUNDS)
+
+    told = asked_at(1.0, 1.3)
+    assert "The peak load decides" in told
+    assert told.endswith("--trace mine.safetensors.")
+    commands = [line.strip().partition(":")[0] for line in told.splitlines() if "curl" in line]
+    assert commands == ["vLLM", "SGLang"]
+    assert "curl" not in asked_at(1.3, 1.3), "at any peak load the pick is the same"
+    assert "curl" not in asked_at(1.0, 1.3, key="layer.ep_size")
 
 
 def test_prefill_and_decode_are_answered_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

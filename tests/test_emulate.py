@@ -18,6 +18,7 @@ import pytest
 import torch
 from test_run import cases_of, environment, routing_of, statuses, write_config
 
+from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.bench import small_layers
@@ -154,6 +155,27 @@ def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")} == before
     assert main([*command, "--force"]) == OK
     assert {status for status, _ in statuses(out).values()} == {"ok"}
+
+
+def test_what_is_sent_is_a_key_and_the_first_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    swept = {"emulate.transport": ["pairs", "copies"], "emulate.dispatch_dtype": [None, "fp8"]}
+    modelled = {"links": "h100-nvlink4-ndr", "device": "h100-sxm"}
+    size = {"layer__ep_size": 16, "layer__dtype": "bfloat16", "workload__num_tokens": 4096}
+    config = write_config(tmp_path, emulate=modelled, sweep=swept, policies=[{"name": "topk"}], **size)
+    plain, *others = plan(config, [], VIRTUAL, on_cpu=True)
+    assert not {"transport", "dispatch_dtype"} & set(plain.definition), "ids of what was there before stay"
+    assert len({plain.comparison_id, *(one.comparison_id for one in others)}) == 4
+    assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == OK
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said.startswith("Modelled: bf16, ")
+    assert "bf16, NCCL all-to-all, one copy per (token, expert) pair, no overlap" in said
+    run = load_run(tmp_path / "out")
+    frame = speedups(run)
+    native = frame[frame["role"] == "baseline"].set_index("comparison_id")["comm_ms"]
+    sent = {(one.transport, one.dispatch_dtype): native[name] for name, one in run.comparisons.items()}
+    assert sent["copies", None] < 0.9 * sent["pairs", None]
+    assert sent["copies", "fp8"] < sent["copies", None]
+    assert sent["pairs", "fp8"] < sent["pairs", None]
 
 
 REFUSED = {

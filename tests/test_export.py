@@ -57,6 +57,31 @@ def bars_of(trace, category=None):
     return [bar for bar in bars if category in (None, bar["cat"])]
 
 
+# ---- what a modelled row is of --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["csv", "json"])
+def test_a_modelled_row_names_its_device_links_and_traffic(tmp_path, capsys, to):
+    workload = {"kind": "synthetic", "description": "", "tail_model": None, "targets": {"peak_load": 4.0}, "seed": 7}
+    facts = {
+        "device": "modelled by devices/h100-sxm: roofline of 989.4 bf16 TFLOP/s",
+        "links": "modelled by links/h100-nvlink4-ndr, bandwidth x 2: inside a node of 8 10.6 us",
+        "transport": "copies",
+        "workload": workload,
+    }
+    comparison = FakeComparison(cases=standard_cases(), num_batches=2, num_iterations=1, facts=facts, num_ranks=4)
+    directory = write_run(tmp_path, [comparison], "emulated", environment={"device_name": "AMD EPYC"})
+    assert main(["show", str(directory), "--format", to]) == 0
+    text = capsys.readouterr().out
+    rows = pd.DataFrame(json.loads(text)["rows"]) if to == "json" else pd.read_csv(io.StringIO(text))
+    expected = {"mode": "modelled", "device": "h100-sxm", "links": "h100-nvlink4-ndr, bandwidth x 2"}
+    expected |= {"transport": "copies", "ep_size": 4, "num_tokens": 4096, "peak_load": 4.0, "seed": 7}
+    for column, value in expected.items():
+        assert set(rows[column]) == {value}
+    assert set(rows["role"]) == {"policy", "ceiling", "noise", "baseline"}
+    assert "EPYC" not in text
+
+
 # ---- Perfetto -------------------------------------------------------------------------------------------------------
 
 

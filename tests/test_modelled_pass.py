@@ -137,13 +137,30 @@ def test_latent_attention_by_hand() -> None:
     assert phases(prefill(2000, model=LATENT), LATENT)[1, "attention"] == pytest.approx(expected)
 
 
-def test_the_static_cache_holds_latent_attention_whole() -> None:
-    # Each token more in the cache: 960 keys and 800 values of two bytes, read once.
-    more = (
-        phases(decode(1, 10_000, LATENT), LATENT)[1, "attention"]
-        - phases(decode(1, 9_000, LATENT), LATENT)[1, "attention"]
-    )
-    assert more == pytest.approx(1000 * 2 * (960 + 800) / 1e6)
+def test_a_step_of_latent_attention_is_absorbed_by_hand() -> None:
+    # The cache holds 50 + 20 numbers a token for all 8 heads; of each head 100 x 50 in, 50 x 100 out.
+    gemms = [(1000, 960, 1), (1000, 70, 1), (100, 50, 8), (50, 100, 8), (800, 1000, 1)]
+    projections = sum(heads * 2 * (takes * gives + takes + gives) / 1e6 for takes, gives, heads in gemms)
+    elementwise = 2 * 2 * (50 + 8 * 20 + 20) / 1e6
+    core = 2 * (10_000 * 70 + 8 * (70 + 50)) / 1e6
+    found = phases(decode(1, 9_999, LATENT), LATENT)[1, "attention"]
+    assert found == pytest.approx(projections + elementwise + core)
+    # Its weights are those of the expanded form, multiplied in another order.
+    latent = LATENT.attention
+    weights = sum(takes * gives * heads for takes, gives, heads in latent.absorbed_projections(1000))
+    assert weights + latent.widths.normed == latent.num_parameters(1000)
+    # A device of 1e4 operations per us: 8 heads of 70 numbers with each cached token, and of 50 with its latent.
+    slow = DEVICE.model_copy(update={"attention_efficiency": 1e-4})
+    core = 2 * 8 * (70 + 50) * 10_000 / 1e4
+    found = phases(decode(1, 9_999, LATENT), LATENT, slow)[1, "attention"]
+    assert found == pytest.approx(projections + elementwise + core)
+
+
+def test_a_step_of_deepseek_v3_does_not_expand_its_cache() -> None:
+    """16 requests of 2,048 tokens: expanded keys and values alone would be 2.7 GB, a millisecond of an H100."""
+    model = ModelSpec.named("deepseek-v3")
+    found = phases(decode(16, 2048, model, 4), model, DEVICES["h100-sxm"])[3, "attention"]
+    assert 150 < found < 250
 
 
 def test_moe_layers_are_those_of_a_layer_alone() -> None:

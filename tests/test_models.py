@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from moe_ep_bench.bench.fit import fit_on
+from moe_ep_bench.config import load_experiments
 from moe_ep_bench.models import ModelSpec, load_hf_model, load_model
+from moe_ep_bench.models.memory import Fit, footprint
 
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_act": "silu",
@@ -152,6 +155,59 @@ def test_a_preset_has_and_activates_the_published_parameters(name: str) -> None:
     idle = (model.num_experts - model.top_k) * model.num_moe_layers * model.expert_parameters
     embedding = (counts_embedding - (not model.tied_embeddings)) * model.vocab_size * model.hidden_size
     assert (parameters - idle + embedding) / 1e9 == pytest.approx(billions, rel=0.025)
+
+
+# What a rank holds
+
+
+def test_each_rank_of_deepseek_v3_holds_these_bytes() -> None:
+    """58 layers of 256 experts of 3 x 7168 x 2048 weights, and all else on every rank; two bytes each."""
+    model = load_model("deepseek-v3")
+    held = footprint(model, 8, num_tokens=4096, cached_tokens=10_000, value_bytes=2, peak_load=1.5)
+    assert held["expert_bytes"] == 58 * 32 * 3 * 7168 * 2048 * 2 == 163_477_192_704
+    assert held["other_weight_bytes"] == 2 * (model.num_parameters - 58 * 256 * 3 * 7168 * 2048)
+    assert held["cache_bytes"] == 10_000 * 61 * (512 + 64) * 2, "the latent, not the keys and values made from it"
+    assert held["row_bytes"] == 4096 * 8 * 1.5 * (4 * 7168 + 3 * 2048) * 2
+    of_qwen = footprint(load_model("qwen3-235b-a22b"), 16, num_tokens=1, cached_tokens=1, value_bytes=2)
+    assert of_qwen["cache_bytes"] == 94 * 2 * 4 * 128 * 2
+
+
+def deployment(folder: Path, model: dict[str, Any], **keys: Any) -> Fit:
+    raw = {
+        "model": model,
+        "workload": {"kind": "synthetic", "num_tokens": 32768},
+        "policies": [{"name": "topk"}],
+        "whole": {"context_length": 0},
+        **keys,
+    }
+    (experiment,) = load_experiments(written(folder, json.dumps(raw), "config.yaml"), on_cpu=False)
+    return fit_on(experiment, experiment.layer.ep_size, "h100-sxm", 80e9)
+
+
+def test_what_does_not_fit_is_said_with_the_smallest_ep_size_that_does(tmp_path: Path) -> None:
+    fit = deployment(tmp_path, {"preset": "deepseek-v3"}, layer={"ep_size": 8})
+    assert not fit.holds()
+    assert fit.words.startswith("does not fit: 203 GB on each of 8 ranks in bfloat16 (experts 163, other weights 3")
+    assert fit.words.endswith("h100-sxm has 80 GB; the smallest EP size on which it does is 32")
+    at_32 = deployment(tmp_path, {"preset": "deepseek-v3"}, layer={"ep_size": 32})
+    assert (at_32.holds(), at_32.words) == (True, "")
+    assert not at_32.holds(80e9 - at_32.num_bytes + 1)
+    assert deployment(tmp_path, {"preset": "deepseek-v3"}, layer={"ep_size": 16}).num_bytes > 80e9
+    # A cache of 2,000,000 tokens a rank fits nowhere; more ranks share the requests.
+    step = {
+        "workload": {"kind": "synthetic", "num_tokens": 64, "sequence_length": 1},
+        "whole": {"context_length": 2_000_000},
+    }
+    long = deployment(tmp_path, {"preset": "qwen3-235b-a22b"}, layer={"ep_size": 32}, **step)
+    assert long.cache_bytes == 2 * 2_000_001 * 94 * 2 * 4 * 128 * 2
+    assert long.words.endswith("on no EP size it would")
+
+
+def test_a_shape_by_hand_is_held_by_its_experts_alone(tmp_path: Path) -> None:
+    shape = {"num_experts": 8, "top_k": 2, "hidden_size": 8192, "ffn_hidden_size": 32768, "num_layers": 80}
+    fit = deployment(tmp_path, shape, layer={"ep_size": 8})
+    assert (fit.is_whole, fit.other_weight_bytes, fit.cache_bytes) == (False, 0, 0)
+    assert "does not fit: at least 1" in fit.words
 
 
 # What specs say

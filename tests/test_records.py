@@ -29,7 +29,7 @@ from moe_ep_bench.runtime.crash_journal import (
     lost_attempts,
     stopped_reason,
 )
-from moe_ep_bench.schema import SAMPLES_SCHEMA
+from moe_ep_bench.schema import SAMPLES_SCHEMA, SCHEMA_VERSION, TABLES, UNIT_OF
 
 A_JOB = {"mode": "run", "environment": {}, "hashes": {}}
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:77, {}, NCCL version 2.28.3\n{}"
@@ -259,6 +259,31 @@ def test_launches_lie_side_by_side_and_a_repeated_one_replaces_itself(tmp_path: 
         (0, "again"), (0, "again"), (2, "third"), (2, "third"),
     ]  # fmt: skip
     assert directory.statuses("a") == {0: "ok", 2: "ok"}
+    # Launches of a version before, without metadata, are joined as well.
+    pq.write_table(rows.replace_schema_metadata({}), directory.path("samples", "a"))
+    directory.write("samples", "a", {"run_id": ["new"], "status": ["ok"]}, 3)
+    assert directory.statuses("a") == {0: "ok", 2: "ok", 3: "ok"}
+
+
+def test_a_part_says_its_version_and_its_units(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    for launch in (0, 1):
+        directory.write("samples", "a", {"run_id": ["one"], "status": ["ok"], "time_us": [2.5]}, launch)
+    schema = pq.read_schema(directory.path("samples", "a"))
+    assert schema.metadata[b"schema_version"] == str(SCHEMA_VERSION).encode()
+    assert {name: schema.field(name).metadata[b"unit"] for name in ("time_us", "host_us")} == {
+        "time_us": b"us",
+        "host_us": b"us",
+    }
+    # Whatever is measured has a unit, but for metrics of tasks, each of which has its own.
+    measured = {
+        field.name
+        for table in TABLES.values()
+        for field in table.schema
+        if pa.types.is_floating(getattr(field.type, "value_type", field.type))
+    }
+    assert measured - set(UNIT_OF) == {"value", "stderr"}
+    assert set(UNIT_OF) <= {field.name for table in TABLES.values() for field in table.schema}
 
 
 def test_a_hash_follows_content_and_not_order() -> None:

@@ -58,6 +58,43 @@ def write(folder: Path, **changes: object) -> Path:
     return path
 
 
+ONE_NODE = "advise --model qwen3-30b-a3b --ep 16 --tokens 4096 --links h100-nvlink4"
+COMMANDS = {
+    "advise --model qwen3-30b-a3b --ep 8 --tokens 32k": "--tokens: expected a whole number such as 32768, got '32k'",
+    "advise --model qwen3-30b-a3b --ep 8 --tokens 64 --peak-load 2x": "--peak-load: expected a number, got '2x'",
+    "advise --model qwen3-30b-a3b --ep 8 --tokens 64 --transport nccl": "--transport: expected one of pairs, copies;",
+    "advise --model Qwen/Qwen3-30B-A3B --ep 8 --tokens 64": "nothing is fetched from a hub: hf download Qwen/Qwen3-30B",
+    "advise --model nonsense --ep 8 --tokens 64": "--model: expected a path of a config.json or one of deepseek",
+    "advise olmoe-1b-7b": "olmoe-1b-7b: is a model's name; expected a config's path (advise takes --model olmoe-1b-7b)",
+    ONE_NODE: "--links, --ep: links/h100-nvlink4: expected at most 8 ranks (inter is null: one node), got 16; "
+    "h100-nvlink4-ndr crosses nodes",
+    "emulat": "COMMAND: expected one of run, emulate",
+    "run": "the following arguments are required: CONFIG",
+    "show": "the following arguments are required: DIR",
+    "emulate CONFIG policies.0.k0=2": "expected no such arguments: policies.0.k0=2; --set KEY=VALUE replaces a value",
+    "emulate CONFIG --set policies.0.k0=2": "policies.0 is topk, which has no k0; have it: policies.1 (oea)",
+    "emulate CONFIG --set model.preset=Qwen/Qwen3-30B-A3B": "nothing is fetched from a hub: hf download Qwen/Qwen3",
+    "run CONFIG --nproc 2 --dry-run --set layer.ep_size=16": "layer.ep_size: expected a divisor of the 2 ranks, got 16"
+    "; --nproc starts more; the command emulate lays out any number on one device",
+    f"emulate {CONFIGS / 'quality-oea.yaml'}": "model.checkpoint: is for moe-ep-bench quality alone",
+    "quality CONFIG": "workload: is for run, emulate, route and advise; quality needs model.checkpoint",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_command_is_one_line_and_says_what_is_allowed(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(write(tmp_path)) if word == "CONFIG" else word for word in command.split()]
+    try:
+        status = cli.main([*arguments, *(["--dry-run"] if command == ONE_NODE else [])])
+    except SystemExit as ended:
+        status = ended.code
+    said = capsys.readouterr().err
+    assert COMMANDS[command] in said
+    assert (status, said.count("\n"), said.startswith("moe-ep-bench: ")) == (USER_ERROR, 1, True)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_wrong_value_is_one_line(change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["emulate", str(write(tmp_path)), "--set", change]) == USER_ERROR

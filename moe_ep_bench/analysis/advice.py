@@ -16,9 +16,27 @@ import pandas as pd
 from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import Comparison, Run
-from moe_ep_bench.analysis.render import Table, interval, number, percentage, render, terminal_width, text
+from moe_ep_bench.analysis.render import (
+    Table,
+    interval,
+    milliseconds,
+    number,
+    percentage,
+    render,
+    terminal_width,
+    text,
+)
+from moe_ep_bench.analysis.tables import PASS, STEP
 from moe_ep_bench.analysis.whole import PASS_PARTS
-from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, device_words, mode_words, scale_words
+from moe_ep_bench.analysis.words import (
+    MODEL_CAVEAT,
+    OVERSUBSCRIBED,
+    device_words,
+    mode_words,
+    modelled_line,
+    rest_words,
+    scale_words,
+)
 from moe_ep_bench.bench.question import Bounds
 
 # A model has no noise, but errors larger than this: a modelled pick gains it at least.
@@ -29,6 +47,17 @@ _AS_FAST = 0.02
 _DIGITS = 6
 _ROUNDING = 10**-_DIGITS
 _CANDIDATE = ["comparison_id", "policy", "role", "policy_params"]
+# How a user gets what decides: documented with vLLM 0.21 (training/routed_experts_replay) and by SGLang's server.
+RECORD_YOURS = """The peak load decides, and it is assumed. Your server returns yours, once it is started with
+--enable-return-routed-experts; send it prompts of your own:
+  vLLM:   curl -s -w '\\n' localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+            -d '{"model": "MODEL", "prompt": "...", "max_tokens": 1}' >> routes.jsonl
+  SGLang: curl -s -w '\\n' localhost:30000/generate -H 'Content-Type: application/json' \\
+            -d '{"text": "...", "sampling_params": {"max_new_tokens": 1}, "return_routed_experts": true}' \\
+            >> routes.jsonl
+then: moe-ep-bench trace import vllm|sglang routes.jsonl mine.safetensors --preset MODEL --phase prefill \\
+        --assume-equal-scores
+and ask again with --trace mine.safetensors."""
 # So many points of a sweep are named one by one.
 _MOST_NAMED = 4
 
@@ -40,7 +69,8 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
 
     Returns:
         Columns of ``frames.speedups``, and: ``at`` (the traffic, or what else is swept), ``within`` the bounds,
-        ``is_pick``, ``more_gib`` of a rank's memory, and ``limit``, the longest phase or part of a pass.
+        ``fits`` the device's memory, ``is_pick``, ``more_gib`` of a rank's memory, and ``limit``, the longest phase or
+        part of a pass.
     """
     rows = speedups(run)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
@@ -51,18 +81,23 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
         limit = parts.fillna(0.0).idxmax(axis=1).where(parts.notna().any(axis=1))
     else:
         limit = rows["breakdown_slowest_phase"]
+    fits = {
+        case.case_id: (fit := run.comparisons[case.comparison_id].fit) is None or fit.holds(extra[case.case_id] or 0)
+        for case in run.cases
+    }
     within = rows["dropped_share"] <= bounds.max_dropped + _ROUNDING
     within &= rows["retained_mass"] >= bounds.min_retained - _ROUNDING
     rows = rows.assign(
         at=[_where(run.comparisons[name]) for name in rows["comparison_id"]],
         within=within,
+        fits=rows["case_id"].map(fits).astype(bool),
         more_gib=rows["case_id"].map(extra).astype(float) / 2**30,
         limit=limit,
         log_speed=np.log(rows["speedup_median"].astype(float)),
     )
     oversubscribed = [name for name, facts in run.comparisons.items() if facts.oversubscribed]
     modelled = [name for name, facts in run.comparisons.items() if facts.device is not None]
-    pays = rows["within"] & (rows["verdict"] == "faster") & ~rows["comparison_id"].isin(oversubscribed)
+    pays = rows["within"] & rows["fits"] & (rows["verdict"] == "faster") & ~rows["comparison_id"].isin(oversubscribed)
     pays &= ~rows["comparison_id"].isin(modelled) | (rows["speedup_median"].astype(float) >= 1 + _LEAST_MODELLED_GAIN)
     paying = rows[pays].assign(kept=rows["retained_mass"].clip(upper=1).round(_DIGITS))
     fastest = paying.groupby("comparison_id")["log_speed"].transform("max")
@@ -94,7 +129,9 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
     if len(run.comparisons) < len(part_of):
         rows = rows.join(_by_draw(each_draw, part_of), on=_CANDIDATE)
     facts = list(run.comparisons.values())
-    rows = rows.assign(shown=rows["verdict"].where(rows["within"], "out of bounds"))
+    is_step = any(one.rest is not None and one.rest.context_length for one in facts)
+    shown = rows["verdict"].where(rows["within"], "out of bounds").where(rows["fits"], "does not fit")
+    rows = rows.assign(shown=shown)
     columns = [
         text("label", "policy"),
         *(
@@ -104,6 +141,8 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
         ),
         interval("speedup", "end to end" if run.scope == "model" else "speedup"),
         *([text("by_draw", "by draw")] if "by_draw" in rows else []),
+        number("median_ms", "pass ms" if run.scope == "model" else "layer ms", milliseconds),
+        *((STEP if is_step else PASS)[run.scope == "model" :] if rows["tokens_per_s_per_rank"].notna().any() else []),
         *([interval("moe_speedup", "MoE layers")] if run.scope == "model" else []),
         text("shown", "verdict"),
         percentage("dropped_share", "drop %"),
@@ -113,7 +152,18 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
     ]
     notes = [*(f"left out: {words}" for words in left_out), *_notes(run, rows, bounds)]
     table = render([Table(rows, columns if len(rows) else (), notes=notes)], "text", width=terminal_width())
-    return "\n\n".join([_assumed(run, facts, by_default), table, _pick(run, rows)])
+    unfit = dict.fromkeys(one.fit.words for one in facts if one.fit is not None and one.fit.words)
+    first = "\n".join([*filter(None, [modelled_line(run)]), _assumed(run, facts, by_default)])
+    parts = [first, *(f"The model {words}." for words in unfit), table, _pick(run, rows)]
+    return "\n\n".join([*parts, *([RECORD_YOURS] if _peak_load_decides(run, rows) else [])])
+
+
+def _peak_load_decides(run: Run, rows: pd.DataFrame) -> bool:
+    """Whether the pick differs between peak loads that were assumed because none is known."""
+    if any(list(one.point) != ["workload.peak_load"] for one in run.comparisons.values()):
+        return False
+    picked = rows[rows["is_pick"]].set_index("comparison_id")["label"]
+    return len({picked.get(name) for name in run.comparisons}) > 1
 
 
 def _by_draw(run: Run, part_of: Mapping[str, str]) -> pd.DataFrame:
@@ -125,16 +175,13 @@ def _by_draw(run: Run, part_of: Mapping[str, str]) -> pd.DataFrame:
     return found.assign(by_draw=[f"{least:.2f} to {most:.2f}" for least, most in ends])
 
 
-def picks(run: Run, bounds: Bounds, outside_us: Mapping[str, float]) -> pd.DataFrame:
-    """The pick of each comparison and what it comes to in a whole model, by Amdahl's law.
-
-    Args:
-        outside_us: of each comparison, microseconds of a pass that no MoE layer takes, over the number of MoE layers;
-            modelled (``bench.advise.outside_of``).
+def picks(run: Run, bounds: Bounds) -> pd.DataFrame:
+    """The pick of each comparison and what it comes to in a whole model, by Amdahl's law; of runs with a ``rest``.
 
     Returns:
         A row per comparison, in order: ``at``, ``label`` of the pick or native, ``layer_speedup`` (1 for native),
-        ``moe_share`` of a native pass, where every MoE layer takes what this one does, ``end_to_end``,
+        ``moe_share`` of a native pass, where every MoE layer takes what this one does, ``end_to_end``, ``native_ms``
+        and ``pass_ms`` of such a pass or step, ``tokens_per_s`` and rank with the pick,
         ``dropped_share``, ``retained_mass``, ``more_gib``.
     """
     run = over_draws(run)[0]
@@ -145,24 +192,23 @@ def picks(run: Run, bounds: Bounds, outside_us: Mapping[str, float]) -> pd.DataF
     rows = []
     for name, facts in run.comparisons.items():
         pick = chosen.loc[name] if name in chosen.index else kept
+        assert facts.rest is not None
         layer_us = 1e3 * native_ms[name]
-        share = layer_us / (layer_us + outside_us[name])
+        share = layer_us / (layer_us + facts.rest.us_per_moe_layer)
         speedup = float(pick["speedup_median"])
+        native, faster = facts.rest.pass_ms(native_ms[name]), facts.rest.pass_ms(native_ms[name] / speedup)
         rows.append(
             {"at": _where(facts), "layer_speedup": speedup, "moe_share": share}
-            | {"end_to_end": 1 / (1 - share + share / speedup)}
+            | {"end_to_end": native / faster, "native_ms": native, "pass_ms": faster}
+            | {"tokens_per_s": facts.num_tokens / facts.world_size / faster * 1e3}
             | {column: pick[column] for column in ("label", "dropped_share", "retained_mass", "more_gib")}
         )
     return pd.DataFrame(rows)
 
 
-def picks_text(phases: Mapping[str, tuple[Run, Mapping[str, float]]], bounds: Bounds) -> str:
-    """One table of every phase's picks, from end to end.
-
-    Args:
-        phases: of each the run of layers, and ``outside_us`` of ``picks``.
-    """
-    rows = pd.concat([picks(of[0], bounds, of[1]).assign(phase=phase) for phase, of in phases.items()])
+def picks_text(phases: Mapping[str, Run], bounds: Bounds) -> str:
+    """One table of every phase's picks, from end to end."""
+    rows = pd.concat([picks(run, bounds).assign(phase=phase) for phase, run in phases.items()])
     columns = [
         text("phase"),
         text("at", "traffic"),
@@ -170,13 +216,17 @@ def picks_text(phases: Mapping[str, tuple[Run, Mapping[str, float]]], bounds: Bo
         number("layer_speedup", "MoE layer"),
         percentage("moe_share", "MoE % of a pass"),
         number("end_to_end", "end to end"),
+        number("native_ms", "native ms", milliseconds),
+        number("pass_ms", "pick ms", milliseconds),
+        number("tokens_per_s", "tokens/s/GPU", "{:,.0f}"),
         percentage("dropped_share", "drop %"),
         percentage("retained_mass", "kept %"),
         number("more_gib", "GiB", "{:.2g}"),
     ]
     notes = [
-        "modelled: end to end by Amdahl's law, as if every MoE layer took what this one does; the rest of a pass is a "
-        "roofline of attention, dense layers, norms and output (docs/model.md)"
+        "modelled: end to end by Amdahl's law; ms of a pass through all layers, at decode of a step, tokens/s with the "
+        "pick (docs/model.md)",
+        *dict.fromkeys(rest_words(one) for run in phases.values() for one in run.comparisons.values() if one.rest),
     ]
     title = "Prefill and decode, from end to end"
     return render([Table(rows.reset_index(drop=True), columns, title, notes)], "text")
@@ -190,6 +240,13 @@ def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
         "accuracy; GiB: more memory of a rank, for replicas in all layers; limit: what takes longest"
     )
     yield from _draw_notes(run, rows)
+    too_large = rows[~rows["fits"] & (rows["more_gib"] > 0)]
+    for name, group in too_large.groupby("comparison_id", sort=False):
+        fit = run.comparisons[name].fit
+        if fit.holds():
+            left_gib = (fit.device_bytes - fit.num_bytes) / 2**30
+            labels = ", ".join(f"{one.label} ({one.more_gib:.3g} GiB)" for one in group.itertuples())
+            yield f"does not fit beside the model, which leaves {left_gib:.3g} GiB of {fit.device}: {labels}"
     if any(case.policy_params.get("balancer") == "lp" for case in run.cases):
         yield (
             "LP: every batch's pairs split over replicas by a linear program; the time to solve it, assumed, is in the "
@@ -208,11 +265,26 @@ def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
     if len(ceilings):
         gains = ", ".join(f"{speedup:.3f} at {_where(run.comparisons[name])}" for speedup, name in found)
         yield f"perfect balance: {gains}; dropping also saves work"
+    yield from _native_notes(run, frame)
     if run.scope == "model":
         most = frame["most_by_amdahl"].dropna().unique()
         yield from (f"no policy exceeds {one:.3f} end to end (Amdahl)" for one in most)
     else:
         yield "speedups are of one MoE layer: a whole model gains less (scope: model)"
+
+
+def _native_notes(run: Run, frame: pd.DataFrame) -> Iterator[str]:
+    """What native takes, in milliseconds and tokens per second, and what these are made of."""
+    natives = frame[(frame["role"] == "baseline") & frame["median_ms"].notna()]
+    said = []
+    for row in natives.to_dict("records"):
+        what = "a pass" if run.scope == "model" else "a layer"
+        words = f"{milliseconds(row['median_ms'])} ms {what}"
+        if not pd.isna(row["tokens_per_s_per_rank"]):
+            words += f", {row['tokens_per_s_per_rank']:,.0f} tokens/s per GPU"
+        said.append(f"{words} at {_where(run.comparisons[row['comparison_id']])}")
+    yield from ([f"native: {'; '.join(said)}"] if said else [])
+    yield from dict.fromkeys(rest_words(one) for one in run.comparisons.values() if one.rest is not None)
 
 
 def _draw_notes(run: Run, rows: pd.DataFrame) -> Iterator[str]:
@@ -295,14 +367,26 @@ def _where(facts: Comparison) -> str:
     return ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {value}" for key, value in facts.point.items())
 
 
+def _units(native: pd.Series, pick: pd.Series, is_model: bool) -> str:
+    """Milliseconds, and where they are known tokens per second, of native and of the pick."""
+    of = "pass" if is_model else "layer"
+    words = f"; {milliseconds(pick['median_ms'])} in place of {milliseconds(native['median_ms'])} ms a {of}"
+    rates = [one["tokens_per_s_per_rank"] for one in (pick, native)]
+    return words + ("" if any(map(pd.isna, rates)) else f", {rates[0]:,.0f} of {rates[1]:,.0f} tokens/s per GPU")
+
+
 def _pick(run: Run, rows: pd.DataFrame) -> str:
     """One sentence: what to use, and at which traffic."""
     picks = rows[rows["is_pick"]].set_index("comparison_id")
     measured = {case.comparison_id for case in run.cases if case.role == "baseline" and case.is_ok}
+    natives = speedups(run).query("role == 'baseline'").set_index("comparison_id")
 
     def choice(comparison_id: str) -> str:
         if comparison_id not in measured:
             return "inconclusive: the baseline was not measured, so there are no speedups"
+        fit = run.comparisons[comparison_id].fit
+        if fit is not None and fit.words:
+            return f"none: the model does not fit on EP {fit.ep_size}"
         if run.comparisons[comparison_id].oversubscribed:
             return f"inconclusive: {OVERSUBSCRIBED}"
         if comparison_id not in picks.index:
@@ -316,6 +400,7 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
         where = " and ".join(places) if len(places) <= 2 else f"{places[0]} to {places[-1]}"
         if words.startswith("use "):
             own = picks.loc[names]
+            units = _units(natives.loc[names[0]], own.iloc[0], run.scope == "model") if len(names) == 1 else ""
             speedup, dropped, kept = own["speedup_median"], own["dropped_share"].max(), own["retained_mass"].min()
             words += f": {speedup.min():.3f}" + (f" to {speedup.max():.3f}" if len(own) > 1 else "") + " x native"
             if "by_draw" in own:
@@ -325,6 +410,7 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
             words += ", nothing dropped" if dropped == 0 and kept > 1 - _ROUNDING else f", {cost}"
             memory = own["more_gib"].max()
             words += f", {memory:.3g} GiB more on each rank" if memory > 0 else ""
+            words += units
         parts.append(f"at {where} {words}")
     is_modelled = any(facts.device is not None for facts in run.comparisons.values())
     how = " (modelled)" if is_modelled else " (emulated)" if run.mode == "emulated" else ""

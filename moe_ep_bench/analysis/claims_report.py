@@ -29,7 +29,7 @@ from moe_ep_bench.analysis.style import (
     wrap,
 )
 from moe_ep_bench.analysis.whole import chance_words, extrapolated_words
-from moe_ep_bench.analysis.words import Footer, hardware_words, mode_words, origins_of, scale_words
+from moe_ep_bench.analysis.words import Footer, hardware_words, mode_words, modelled_line, origins_of, scale_words
 from moe_ep_bench.files import atomic_path, refuse_links_out
 from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS, PHASE_METRICS, PLACEMENTS
 
@@ -102,7 +102,8 @@ def claims_text(claims: Claims) -> str:
     """The claims, errors by metric, what shares of dropped pairs bound, what the traffics are, and reasons."""
     rows = _rows(claims)
     tables = [_claims_table(claims, rows), _errors_table(rows), _bounds_table(claims), _traffic_table(claims)]
-    return render([*(one for one in tables if one is not None), *_phase_tables(claims), _reasons(rows)], "text")
+    shown = render([*(one for one in tables if one is not None), *_phase_tables(claims), _reasons(rows)], "text")
+    return "\n\n".join([*filter(None, [modelled_line(claims.run)]), shown])
 
 
 def how_words(claims: Claims) -> str:

@@ -15,10 +15,11 @@ from typing import Any
 import pandas as pd
 
 from moe_ep_bench.analysis.activated import activated_by_case
-from moe_ep_bench.analysis.load import Case, Run
+from moe_ep_bench.analysis.load import Case, Comparison, Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.timing import Rates, layer_time_us
 from moe_ep_bench.analysis.whole import PASS_PARTS, WholeComparison, WholeResult, analyse_whole
+from moe_ep_bench.analysis.words import model_name
 from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
 
 # Roles that have no verdict of their own.
@@ -35,11 +36,13 @@ _BREAKDOWN = ("slowest_phase", "unaccounted_share", "policy_share", "layer_ms")
 def speedups(run: Run) -> pd.DataFrame:
     """A row per case of every comparison, in reading order; empty where there is nothing. Not to be written to.
 
-    Columns: what the case is (``comparison_id`` to ``reason``); ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest
-    rank; ``speedup_*`` over native and ``over_topk_*`` over the policy topk, which runs the same code as the other
-    policies (median, low, high, is_interval); ``floor_low``, ``floor_high``, the noise floor; ``verdict``;
-    ``detectable``, the smallest speedup that would be called; the routing's cost (``dropped_share``,
-    ``retained_mass``, ``output_error``) and loads; times by phase group; rates; how steady the times were.
+    Columns: what the case is (``comparison_id`` to ``reason``; ``device`` is the modelled one where nothing ran,
+    ``links`` the modelled ones, ``peak_load`` what was asked of a synthetic workload, ``fits`` whether the model
+    fits the device's memory); ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native
+    and ``over_topk_*`` over the policy topk, which runs the same code as the other policies (median, low, high,
+    is_interval); ``floor_low``, ``floor_high``, the noise floor; ``verdict``; ``detectable``, the smallest speedup
+    that would be called; the routing's cost (``dropped_share``, ``retained_mass``, ``output_error``) and loads;
+    times by phase group; rates; how steady the times were.
     """
     if run.scope == "model":
         rows = [
@@ -49,7 +52,7 @@ def speedups(run: Run) -> pd.DataFrame:
         ]
     else:
         rows = [
-            common | _of_layer(result) | _steadiness(result)
+            common | _of_layer(one.comparison, result) | _steadiness(result)
             for one in analyse(run)
             for common, result in zip(_common(run, one), one.results, strict=True)
         ]
@@ -80,8 +83,14 @@ def _of_case(
         "mode": _mode(run, case),
         "scope": run.scope,
         **_values("", facts, ("title", "model", "scale")),
-        "device": run.device_name,
+        "device": model_name(facts.device) or run.device_name,
+        "links": model_name(facts.links),
+        **_values("", facts, ("transport", "dispatch_dtype") if facts.links else ()),
+        "ep_size": facts.num_ranks,
         **_values("", facts, ("num_ranks", "num_tokens", "num_batches", "dtype")),
+        "peak_load": facts.workload.targets.get("peak_load"),
+        "seed": facts.workload.seed,
+        "fits": facts.fit and facts.fit.holds(case.extra_bytes_per_rank or 0),
         "point": _json(facts.point),
         "policy": case.policy,
         "policy_params": _json(case.policy_params),
@@ -97,9 +106,13 @@ def _of_case(
     }
 
 
-def _of_layer(result: CaseResult) -> dict[str, Any]:
+def _of_layer(facts: Comparison, result: CaseResult) -> dict[str, Any]:
     groups_ms = {} if result.breakdown is None else result.breakdown.group_ms
+    known = facts.rest is not None and result.layer is not None
+    pass_ms = facts.rest.pass_ms(result.layer.median_ms) if known else None
     return {
+        "pass_ms": pass_ms,
+        "tokens_per_s_per_rank": pass_ms and facts.num_tokens / facts.world_size / pass_ms * 1e3,
         **_values("breakdown_", result.breakdown, _BREAKDOWN),
         **{f"{name}_ms": time_ms for name, time_ms in groups_ms.items()},
         **_values("", result.rates, (field.name for field in fields(Rates))),

@@ -44,8 +44,10 @@ from moe_ep_bench.analysis.parts import (
     read_run_json,
     timings_of,
 )
+from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, brief, printable
 from moe_ep_bench.machine.monitor import MachineState
+from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.schema import LAYER_PHASES, METRICS, PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA
 
@@ -86,6 +88,7 @@ class Workload(Described):
     recording: Recording | None = None
     skew: dict[str, Any] | None = None  # that was named: ``workload.skews.Skew``
     targets: dict[str, Any] = Field({})  # of a synthetic workload
+    seed: int | None = None  # of the batches
     padding: dict[str, Any] | None = None  # see ``bench.words.describe_padding``
 
 
@@ -112,6 +115,19 @@ class Whole(Described):  # ``bench.subjects``
     peak_loads: list[float]  # fullest expert over mean, of each MoE layer's scores
     # Experts that neighbours share, of layers where that is more than was asked for.
     shared_by_chance: list[float] = Field([])
+
+
+class Rest(Described):
+    """What a modelled layer comes to in a pass of its whole model (``bench.rest``)."""
+
+    us_per_moe_layer: NonNegativeFloat  # of all that no MoE layer takes
+    num_moe_layers: Count
+    context_length: NonNegativeInt  # 0 = prefill
+    attention: str
+
+    def pass_ms(self, layer_ms: float) -> float:
+        """As if every MoE layer took what this one does."""
+        return self.num_moe_layers * (layer_ms + self.us_per_moe_layer / 1e3)
 
 
 class Comparison(Described):
@@ -146,6 +162,10 @@ class Comparison(Described):
     links: str | None = None  # the model of what moved between ranks, where nothing did
     device: str | None = None  # the model of the device, where nothing was run
     placement: str = "contiguous"  # of experts on ranks, where they are emulated
+    transport: Transport = "pairs"  # what crossed these links
+    dispatch_dtype: DispatchType | None = None  # of dispatched rows; None = ``dtype``
+    rest: Rest | None = None  # of a pass, where a layer alone was modelled; None = not stated
+    fit: Fit | None = None  # what a rank of a deployment holds; None where it was not estimated
     point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
     workload: Workload
     whole: Whole | None = None  # None = one layer was timed

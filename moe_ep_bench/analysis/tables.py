@@ -27,7 +27,15 @@ from moe_ep_bench.analysis.render import (
 )
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
 from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, layers_ms, whole_notes
-from moe_ep_bench.analysis.words import count_words, hardware_words, mode_words, notes_of, scale_words, warnings_of
+from moe_ep_bench.analysis.words import (
+    count_words,
+    hardware_words,
+    mode_words,
+    modelled_line,
+    notes_of,
+    scale_words,
+    warnings_of,
+)
 
 _REASON_WIDTH = 90
 _ROUNDING = 1e-6  # shares are sums of float32
@@ -56,10 +64,14 @@ BELOW_FRONTIER = (
 _POLICY = text("label", "policy")
 _TAIL = (number("p90_ms", "p90", milliseconds), number("p99_ms", "p99", milliseconds))
 _OVER_TOPK = (interval("over_topk", "over topk"), text("verdict"))
+# Of a modelled layer, what it comes to in its model.
+PASS = number("pass_ms", "pass ms", milliseconds), number("tokens_per_s_per_rank", "tokens/s/GPU", "{:,.0f}")
+STEP = replace(PASS[0], header="step ms"), PASS[1]
 _LAYER = (
     _POLICY,
     number("median_ms", "layer ms", milliseconds),
     *_TAIL,
+    *PASS,
     interval("speedup", "speedup", one="baseline"),
     *_OVER_TOPK,
     *_COST,
@@ -101,7 +113,7 @@ _MODEL = (
 _OF_SOME = (
     "over topk",
     "activated",
-    *(column.header for column in BELOW_FRONTIER),
+    *(column.header for column in (*BELOW_FRONTIER, *PASS, *STEP)),
     "all layers ms, extrapolated",
     "end to end, extrapolated",
 )
@@ -121,6 +133,8 @@ def run_tables(run: Run, cases: Sequence[Case] | None = None) -> list[Table]:
             continue
         facts = comparison.comparison
         columns, notes = (_MODEL, whole_notes(one)) if isinstance(one, WholeComparison) else (_LAYER, notes_of(one))
+        if facts.rest is not None and facts.rest.context_length:
+            columns = [STEP[0] if column is PASS[0] else column for column in columns]
         columns = [c for c in columns if c.header not in _OF_SOME or rows[c.source].notna().any()]
         if rows["activated_fullest_rank"].isna().all():
             columns = [column for column in columns if column.header != BELOW_FRONTIER[1].header]
@@ -143,7 +157,8 @@ def run_tables(run: Run, cases: Sequence[Case] | None = None) -> list[Table]:
 
 def run_text(run: Run, width: int | None = None) -> str:
     """All of a run for a terminal: its tables, and how many cases were measured."""
-    return "\n\n".join([render([*run_tables(run), *more_tables(run)], "text", width=width), count_words(run)])
+    line, tables = modelled_line(run), render([*run_tables(run), *more_tables(run)], "text", width=width)
+    return "\n\n".join(["\n".join(filter(None, [line, tables])), count_words(run)])
 
 
 def more_tables(run: Run) -> list[Table]:

@@ -23,6 +23,7 @@ from moe_ep_bench.analysis.render import milliseconds as milliseconds
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.timing import probe_floor_us
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.transport import exchange_words
 from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import load_of_others, replicate, stacking_words
@@ -113,6 +114,14 @@ def mode_words(run: Run, comparison: Comparison) -> str:
     return f"whole models, {words}" if run.scope == "model" else words
 
 
+def modelled_line(run: Run) -> str:
+    """The first line of an answer whose links are modelled: what is sent and how; empty where nothing is modelled."""
+    facts = [one for one in run.comparisons.values() if one.links is not None]
+    sent = dict.fromkeys(exchange_words(one.dtype, one.transport, one.dispatch_dtype) for one in facts)
+    what = "Modelled" if any(one.device is not None for one in facts) else "Modelled links"
+    return f"{what}: {' / '.join(sent)}." if sent else ""
+
+
 def hardware_words(run: Run, comparison: Comparison) -> str:
     """The devices, how many ranks used them, and what carried the collectives."""
     return ", ".join([device_words(run, comparison), *([comparison.links] if comparison.links else [])])
@@ -131,9 +140,27 @@ def device_words(run: Run, comparison: Comparison) -> str:
     return words + (f" {run.nccl}" if run.nccl else "") + (f", driver {run.driver}" if run.driver else "")
 
 
+def rest_words(facts: Comparison) -> str:
+    """What passes, steps and tokens per second of a modelled layer are made of."""
+    rest = facts.rest
+    assert rest is not None
+    what, cached = ("step", f" after {rest.context_length:,} tokens") if rest.context_length else ("pass", "")
+    attention = rest.attention.removeprefix("modelled").strip() or "as a roofline"
+    return (
+        f"{what} ms, tokens/s/GPU: as if each of {rest.num_moe_layers} MoE layers took what this one does, beside "
+        f"{rest.us_per_moe_layer:,.0f} us for the rest of the model (modelled: attention{cached} {attention}, dense "
+        "layers, norms, output)"
+    )
+
+
+def model_name(described: str | None) -> str | None:
+    """The file of a modelled device, or of links with a factor on their bandwidth; None where there is none."""
+    return None if described is None else re.sub("^modelled by (devices|links)/", "", described.partition(": ")[0])
+
+
 def _links_name(comparison: Comparison) -> str:
     """The file of modelled links, without a factor on their bandwidth; empty where there are none."""
-    return re.split("[:,]", (comparison.links or "").removeprefix("modelled by links/"))[0]
+    return (model_name(comparison.links) or "").partition(",")[0]
 
 
 def scale_words(scale: float) -> str:
@@ -202,6 +229,7 @@ FRONTIER = (
 )
 
 _NOTES = {
+    "rest": "{}",
     "workload": "{}",
     "parts": "{}",
     "is_modelled": MODEL_CAVEAT,
@@ -233,6 +261,7 @@ _NOTES = {
     "of_process": "peak memory: {:.2f} GiB on the fullest rank (of the process, imports and all)",
 }
 _WARNINGS = {
+    "unfit": "{}",
     "no_baseline": "the baseline was not measured, so there are no speedups",
     "no_floor": "native was not measured a second time, so there is no noise floor and no verdict",
     "differs": "native differs from itself: something drifts with the order of cases; the floor covers it",
@@ -272,6 +301,7 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
     )
     parts = f"experts: {part_words(facts.experts)}; permutation: {part_words(facts.permute)}"
     known: dict[str, Any] = {
+        "rest": facts.rest and rest_words(facts),
         "workload": workload_words(facts),
         "parts": parts,
         "is_modelled": facts.device is not None,
@@ -388,6 +418,7 @@ def warnings_of(comparison: ComparisonResult, run: Run) -> list[str]:
     probes = any((result.probe_overhead or 0) > MAX_PROBE_OVERHEAD for result in results)
     bound = {r: r.host_bound_share for r in results if is_gpu and (r.host_bound_share or 0) > MAX_HOST_BOUND}
     known = {
+        "unfit": facts.fit and facts.fit.words,
         "no_baseline": comparison.of_role("baseline") is None,
         "no_floor": comparison.of_role("baseline") and comparison.floor is None,
         "differs": native and native.is_interval and (native.low > 1 or native.high < 1),

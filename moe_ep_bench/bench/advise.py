@@ -1,23 +1,16 @@
-"""Model what ``advise`` is asked: plan the question's config, write it beside the results, emulate it.
-
-For what a faster layer comes to in a whole model, the rest of a pass is modelled too: attention, dense layers, norms
-and the output layer of the slowest rank (``cost_model.whole_model``), in batch 0.
-"""
+"""Model what ``advise`` is asked: plan the question's config, write it beside the results, emulate it."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
 
-from moe_ep_bench.bench.checks import check_model
-from moe_ep_bench.bench.plan import Comparison, Plan
+from moe_ep_bench.bench.plan import Plan
 from moe_ep_bench.bench.question import Question
+from moe_ep_bench.bench.rest import rest_of
 from moe_ep_bench.bench.run import emulate_plan, plan_virtual
-from moe_ep_bench.cost_model.devices import VALUE_BYTES
-from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
-from moe_ep_bench.workload.batch import deal_sequences
 
 
 def model_question(question: Question, *, force: bool = False) -> int:
@@ -32,29 +25,14 @@ def model_question(question: Question, *, force: bool = False) -> int:
     return emulate_plan(comparisons, question.out, force=force, survey=False)
 
 
-def outside_of(question: Question) -> dict[str, float]:
-    """Of each comparison, microseconds of a pass that no MoE layer takes, over the number of MoE layers.
+def check_rest(question: Question) -> None:
+    """Find out whether what a layer comes to in a whole model can be modelled.
 
     Raises:
         ValueError: the model or the device does not state what a whole model needs; one line.
     """
-    return {one.comparison_id: _outside_us(one, question.context_length) for one in _planned(question)}
-
-
-def _outside_us(comparison: Comparison, context_length: int) -> float:
-    """Of the slowest rank: its prompts, or one step of its requests with ``context_length`` tokens each."""
-    experiment, model, device = comparison.experiment, comparison.model, comparison.device
-    assert device is not None
-    check_model(model, experiment)
-    length_S = comparison.workload.sequence_lengths(0)
-    rank_S = deal_sequences(length_S, comparison.ep_size, experiment.workload.rank_shares)
-    found = []
-    for rank in range(comparison.ep_size):
-        lengths = tuple(length_S[rank_S == rank].tolist())
-        work = PassWork((), sum(lengths), context_length, {}) if context_length else PassWork(lengths, 0, 0, {})
-        values = VALUE_BYTES[experiment.layer.dtype]
-        found.append(outside_moe_us(device, model, work, bytes_per_value=values))
-    return max(found) / model.num_moe_layers
+    for comparison in _planned(question):
+        rest_of(comparison)
 
 
 def _planned(question: Question) -> Plan:

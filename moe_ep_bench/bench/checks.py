@@ -58,13 +58,20 @@ def check_ranks(experiment: Experiment, world_size: int, ep_size: int) -> None:
         _refuse(misaligned, key, multiple, f"{num_slices}, which are {values} values of {dtype}")
     groups = "" if num_slices == 1 else f" over layer.expert_tensor_parallel: {num_slices}"
     divisor = f"a divisor of the {world_size} ranks{groups}"
-    _refuse(world_size % (ep_size * num_slices), "layer.ep_size", divisor, ep_size)
+    hint = "--nproc starts more; the command emulate lays out any number on one device"
+    _refuse(world_size % (ep_size * num_slices), "layer.ep_size", divisor, f"{ep_size}; {hint}")
     got = f"{ep_size}{'' if experiment.layer.ep_size else ' (all ranks)'}"
     divisor = f"a divisor of the {model.num_experts} experts of {model.name}"
     _refuse(model.num_experts % ep_size, "layer.ep_size", divisor, got)
     shares = list(experiment.workload.rank_shares or (1.0,))
     empty = not any(shares[rank % len(shares)] for rank in range(world_size))
     _refuse(empty, "workload.rank_shares", f"one above 0 among the {world_size} ranks", shares)
+
+
+def check_context(experiment: Experiment) -> None:
+    """Refuse a context where one layer is measured or routed, which has no cache."""
+    context = 0 if experiment.scope == "model" else experiment.whole.context_length
+    _refuse(context, "whole.context_length", "0 with scope layer, but for emulate", context)
 
 
 def check_whole_experts(experiment: Experiment, command: str) -> None:

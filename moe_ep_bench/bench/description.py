@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 from moe_ep_bench.bench import words
 from moe_ep_bench.bench.plan import MODELLED, ROUTING, Comparison
+from moe_ep_bench.bench.rest import rest_of
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.errors import UserError, naming
@@ -217,6 +219,12 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         described["links"] = comparison.links.describe()
         described["device"] = comparison.device and comparison.describe_device()
         described["placement"] = comparison.placement.name
+        described["transport"] = experiment.emulate.transport
+        described["dispatch_dtype"] = experiment.emulate.dispatch_dtype
+        described["fit"] = comparison.fit and comparison.fit.model_dump()
+    if comparison.backend == MODELLED and subject.name == "layer":
+        with contextlib.suppress(UserError):  # Not every model states the rest of itself.
+            described["rest"] = rest_of(comparison)
     return described
 
 

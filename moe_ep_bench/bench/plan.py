@@ -27,10 +27,12 @@ import torch
 from numpy.typing import NDArray
 
 from moe_ep_bench.bench import checks, words
+from moe_ep_bench.bench.fit import default_ep_size, fit_on
 from moe_ep_bench.bench.subjects import SUBJECTS, LayerSubject, ep_size_on
 from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
 from moe_ep_bench.cost_model.devices import VALUE_BYTES, Device, device_of_gpu, modelled_experts, takes_decode
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.transport import Exchange
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import compiled
@@ -39,6 +41,7 @@ from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.models.memory import Fit, layer_rows_values
 from moe_ep_bench.placement import Placement, Replication, replicate
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.contract import check_routing
@@ -173,6 +176,8 @@ class Comparison:
         links, device, num_experts = None, None, experiment.model.spec().num_experts
         if backend == ROUTING and experiment.scope != "layer":
             raise UserError(f"scope: expected layer for this command, got {experiment.scope}")
+        if backend in (RANKS, ROUTING):
+            checks.check_context(experiment)
         if backend != RANKS:
             command = "route lays out" if backend == ROUTING else "emulate and advise lay out"
             checks.check_whole_experts(experiment, command)
@@ -242,6 +247,13 @@ class Comparison:
         """Shares of every expert's load by rank, as the config has them."""
         return self.experiment.route.make_placement(self.model.num_experts, self.ep_size)
 
+    @property
+    def exchange(self) -> Exchange:
+        """How rows travel between virtual ranks."""
+        experiment, model = self.experiment, self.model
+        sizes = model.hidden_size, model.top_k, VALUE_BYTES[experiment.layer.dtype]
+        return Exchange(*sizes, experiment.emulate.transport, experiment.emulate.dispatch_dtype)
+
     # ---- cases and ids -----------------------------------------------------------------------------------------------
 
     @cached_property
@@ -292,6 +304,7 @@ class Comparison:
             "device": self.device and self.device.model_dump(mode="json"),
             "slots": self.slots.expert_P.tolist(),
             "chunk_tokens": experiment.emulate.chunk_tokens,
+            **experiment.emulate.sent,
         }
 
     def _workload_definition(self) -> dict[str, Any]:
@@ -458,8 +471,17 @@ class Comparison:
     @property
     def bytes_per_row(self) -> int:
         """Memory that a (token, expert) pair takes while a rank computes it: permuted twice, and inside the FFN."""
-        values = 4 * self.model.hidden_size + 3 * self.model.ffn_hidden_size
-        return values * VALUE_BYTES[self.experiment.layer.dtype]
+        return layer_rows_values(self.model, 1) * VALUE_BYTES[self.experiment.layer.dtype]
+
+    @cached_property
+    def fit(self) -> Fit | None:
+        """Whether the model, served on as many ranks, fits what stands for each; None on real ranks and CPUs."""
+        if self.device is not None:
+            return fit_on(self.experiment, self.ep_size, self.device.name, self.device.memory_gb * 1e9)
+        if self.backend != VIRTUAL or not self.on_gpu:
+            return None
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return fit_on(self.experiment, self.ep_size, gpu.name, gpu.total_memory)
 
     # ---- replication -------------------------------------------------------------------------------------------------
 
@@ -563,11 +585,6 @@ def plan(
                 checks.check_layer_weights(one.experiment, num_layers[one.alike_but_for("layer")])
     _check_distinct(config, comparisons)
     return Plan(config, overrides, tuple(comparisons))
-
-
-def default_ep_size(num_experts: int) -> int:
-    """Virtual ranks where a config leaves them open: the largest number up to 8, a node's, that divides the experts."""
-    return max(size for size in range(1, 9) if num_experts % size == 0)
 
 
 def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from moe_ep_bench.bench.fit import default_ep_size, fit_on
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig, experiments_of, read_config
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
@@ -56,6 +57,8 @@ _UNREAD = (
 )
 # Options that stand in place of a config.
 _OF_MODEL = ("model", "ep", "tokens", "trace", "peak_load", "decode_tokens", "context")
+# Options that are keys of ``emulate``.
+_SENT = ("transport", "dispatch_dtype")
 CONFIG_NAME = "advise.yaml"
 
 
@@ -96,18 +99,13 @@ def parse_share(option: str, text: str) -> float:
 
 @dataclass(frozen=True)
 class Question:
-    """A config file's text and its points; what was given by default, and which candidates were left out and why.
-
-    Attributes:
-        context_length: tokens of each request in the cache; 0 where no decode step was asked for.
-    """
+    """A config file's text and its points; what was given by default, and which candidates were left out and why."""
 
     text: str
     experiments: tuple[Experiment, ...]
     assumed: tuple[str, ...]
     left_out: tuple[str, ...]
     out: Path
-    context_length: int = 0
 
     @property
     def config(self) -> Path:
@@ -138,9 +136,20 @@ class Question:
         )
 
     @property
+    def unfit(self) -> tuple[str, ...]:
+        """Why the model does not fit the device on so many ranks, a line each; nothing where it does."""
+        found = []
+        for one in self.experiments:
+            device = Device.load(one.emulate.device)
+            ep_size = one.layer.ep_size or default_ep_size(one.model.spec().num_experts)
+            found.append(fit_on(one, ep_size, device.name, device.memory_gb * 1e9).words)
+        return tuple(dict.fromkeys(filter(None, found)))
+
+    @property
     def plan(self) -> str:
         """The summary, what is assumed and left out, and the config with candidates and traffic."""
         notes = [f"by default: {words}" for words in self.assumed] + [f"left out: {words}" for words in self.left_out]
+        notes += self.unfit
         return "\n".join([self.summary, *notes, f"config: {self.config} (not written)", "", self.text.rstrip()])
 
     def check_out(self) -> None:
@@ -160,7 +169,7 @@ def check_reading(options: argparse.Namespace) -> None:
     Raises:
         ValueError: one line that names the option.
     """
-    refused = (*_OF_MODEL, "draws", "device", "links", "out", "overrides", "force", "dry_run")
+    refused = (*_OF_MODEL, *_SENT, "draws", "device", "links", "out", "overrides", "force", "dry_run")
     _refuse(options, refused, f"with {options.config}: a results directory is only read")
 
 
@@ -197,13 +206,14 @@ def ask_both(options: argparse.Namespace) -> dict[str, Question]:
 
 
 def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
-    context_length = (CONTEXT_LENGTH if options.context is None else options.context) if decode else 0
     if options.config is None:
         where = Path(CONFIG_NAME)
         raw, sweep, assumed = _of_flags(options, decode)
     else:
         where, assumed = options.config, []
         raw, sweep = _of_config(options)
+    if decode:
+        raw["whole"] = {"context_length": CONTEXT_LENGTH if options.context is None else options.context}
     raw["emulate"] = _with_links(raw, sweep, options, assumed)
     raw["policies"] = [{"name": "topk"}]  # Any will do to find what the workloads are.
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
@@ -222,11 +232,15 @@ def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
             raw["workload"]["num_batches"] = max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / draws))
     text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
+    with naming("--links, --ep" if options.config is None else f"{where}: emulate.links, layer.ep_size"):
+        for one in experiments:
+            ep_size = one.layer.ep_size or default_ep_size(one.model.spec().num_experts)
+            Links.load(one.emulate.links or "").all_gather_us(0, ep_size)
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
     out = options.out or Path("results", name)
     if decode and options.context is None:
         assumed.append(f"{CONTEXT_LENGTH:,} tokens in each request's cache")
-    return Question(text, tuple(experiments), tuple(assumed), tuple(left_out), out, context_length)
+    return Question(text, tuple(experiments), tuple(assumed), tuple(left_out), out)
 
 
 def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
@@ -332,6 +346,10 @@ def _with_links(
             with naming(f"--{key}"):
                 kind.load(given)
             found[key] = str(Path(given).absolute()) if given.endswith(".yaml") else given
+            sweep.pop(f"emulate.{key}", None)
+    for key in _SENT:
+        if getattr(options, key) is not None:
+            found[key] = getattr(options, key)
             sweep.pop(f"emulate.{key}", None)
     devices = [device for device in sweep.pop("emulate.device", []) if device != MEASURED]
     if devices:

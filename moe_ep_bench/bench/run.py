@@ -23,6 +23,7 @@ from moe_ep_bench.bench.directory import cannot_write, check_timing, hold_compar
 from moe_ep_bench.bench.job import ToldError, is_of_peers, measure_each, new_run_id, open_job
 from moe_ep_bench.bench.plan import RANKS, VIRTUAL, CaseSpec, Comparison, Plan, plan
 from moe_ep_bench.cost_model.devices import device_of_gpu
+from moe_ep_bench.cost_model.transport import exchange_words
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.layer.te_check import untried
 from moe_ep_bench.machine import provenance
@@ -350,8 +351,13 @@ def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
     gpu = _gpu_by_driver() if device.type == "cuda" else {}
     for comparison in comparisons:
         assert comparison.links is not None
-        print(f"{comparison.title}, {comparison.describe_workload()['description']}\n  {comparison.links.describe()}")
+        emulate, dtype = comparison.experiment.emulate, comparison.experiment.layer.dtype
+        sent = exchange_words(dtype, emulate.transport, emulate.dispatch_dtype)
+        print(f"{comparison.title}, {comparison.describe_workload()['description']}")
+        print(f"  {comparison.links.describe()}; {sent}")
         print_cases(comparison)
+        if comparison.fit is not None and comparison.fit.words:
+            print(f"  {comparison.fit.words}")
         subject = comparison.subject.name
         if comparison.device is not None:
             print(f"  {comparison.describe_device()}; no {subject} is run")

@@ -24,6 +24,7 @@ from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.errors import naming
 from moe_ep_bench.models import LatentAttention, ModelSpec
+from moe_ep_bench.models.memory import fullest_pairs, layer_rows_values, rank_expert_weights
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
 from moe_ep_bench.workload.batch import deal_sequences
@@ -184,17 +185,15 @@ class LayerSubject:
     @property
     def _expert_weights(self) -> int:
         """Of a rank's routed experts in one layer."""
-        model = self.model
-        return model.num_experts // self.ep_size * 3 * model.hidden_size * (model.ffn_hidden_size // self.num_slices)
+        return rank_expert_weights(self.model, self.ep_size, self.num_slices)
 
     @property
     def _buffers(self) -> tuple[int, int]:
         """Of the fullest rank at the peak load: values while a layer runs, bytes summed over slices (float32)."""
-        model = self.model
-        peak = min(getattr(self.experiment.workload, "peak_load", None) or 2.0, self.ep_size)
-        at_once = self.experiment.measure.microbatch_tokens or self.fullest_tokens
-        pairs = int(min(self.fullest_tokens, at_once) * model.top_k * peak) * self.num_slices
-        values = pairs * (4 * model.hidden_size + 3 * (model.ffn_hidden_size // self.num_slices))
+        model, peak = self.model, getattr(self.experiment.workload, "peak_load", None)
+        at_once = min(self.fullest_tokens, self.experiment.measure.microbatch_tokens or self.fullest_tokens)
+        pairs = fullest_pairs(model, at_once, peak, self.ep_size) * self.num_slices
+        values = layer_rows_values(model, pairs, self.num_slices)
         return values, pairs * 4 * model.hidden_size if self.num_slices > 1 else 0
 
     @property
@@ -268,11 +267,14 @@ class ModelSubject(LayerSubject):
             "moe_layers": list(self.moe_layers),
             "of_moe_layers": self.model.num_moe_layers,
             "context_length": self.context_length,
-            "attention": "modelled" if modelled else "torch scaled_dot_product_attention",
+            "attention": words.modelled_attention(self.model, self.context_length)
+            if modelled
+            else "torch scaled_dot_product_attention",
             "peak_loads": [one["peak_load"] for one in achieved.values()],
             "shared_by_chance": [float(overlap) for overlap in by_chance if overlap is not None],
         }
-        return {"departures": [*self.model.departures, *_departures(self.model, self.context_length)], "whole": whole}
+        departures = _departures(self.model, self.context_length, modelled=modelled)
+        return {"departures": [*self.model.departures, *departures], "whole": whole}
 
     def memory_bytes_per_rank(
         self, num_cases: int, *, held_batches: int, cuda_graph: bool, num_layers: int | None = None
@@ -285,12 +287,9 @@ class ModelSubject(LayerSubject):
         model, size, tokens, context = self.model, self._value_bytes, self.fullest_tokens, self.context_length
         assert model.attention is not None
         assert model.vocab_size is not None
-        num_moe, experts = num_layers - model.first_dense_layers, self._expert_weights
-        moe = experts + model.hidden_size * (3 * model.shared_ffn_hidden_size + model.num_experts)
-        block = model.attention.num_parameters(model.hidden_size)
-        dense = model.first_dense_layers * 3 * model.hidden_size * model.dense_ffn_hidden_size
-        embeddings = (1 if model.tied_embeddings else 2) * model.vocab_size * model.hidden_size
-        weights = num_layers * block + num_moe * moe + experts + dense + embeddings
+        num_moe, others = num_layers - model.first_dense_layers, model.other_parameters(num_layers)
+        assert others is not None
+        weights = others + (num_moe + 1) * self._expert_weights
         scores = num_moe * held_batches * 2 * tokens * model.num_experts * 4
         # Of a token: queries of all heads, and what is cached of it in one layer.
         queries, keys, values, *_ = model.attention.widths
@@ -385,7 +384,7 @@ def layer_workloads(experiment: Experiment, world_size: int) -> dict[int | None,
     return made
 
 
-def _departures(model: ModelSpec, context_length: int) -> list[str]:
+def _departures(model: ModelSpec, context_length: int, *, modelled: bool) -> list[str]:
     """Where attention as it is built is simpler than the model's, or than an engine's."""
     attention, is_latent = model.attention, isinstance(model.attention, LatentAttention)
     cached = (
@@ -400,6 +399,6 @@ def _departures(model: ModelSpec, context_length: int) -> list[str]:
         "Queries and keys are normalised head by head, the model's over all heads together.": (
             getattr(attention, "qk_norm", "none") == "all_heads"
         ),
-        f"The cache is Megatron-Core's static one: {cached}": context_length > 0,
+        f"The cache is Megatron-Core's static one: {cached}": context_length > 0 and not (modelled and is_latent),
     }
     return [sentence for sentence, holds in sentences.items() if holds]

@@ -177,6 +177,7 @@ class LayerTraffic:
         metrics: of each rank's tokens, [R] rows: ``metrics.routing_metrics``, and empty columns for what a layer's
             output is compared with.
         frontier: ``frontier_row``; None where there is none.
+        copies_RR, copies_RN: int64, distinct tokens that each rank sends to each rank and node; None = not counted.
     """
 
     num_tokens_R: list[int]
@@ -184,6 +185,8 @@ class LayerTraffic:
     stats_SE: Tensor | None
     metrics: PackedMetrics
     frontier: dict[str, Any] | None = None
+    copies_RR: Tensor | None = None
+    copies_RN: Tensor | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -240,18 +243,21 @@ def traffic_of(
     index: int,
     device: torch.device,
     num_chunks: int = 1,
+    ranks_per_node: int | None = None,
 ) -> list[LayerTraffic]:
     """Route batch ``index`` on all ranks in one layer, by every case.
 
     Args:
         ranks: every rank's tokens, in order; gone through twice where a policy decides for the whole batch.
         num_chunks: C; chunks are of tokens that follow each other, as even as can be (``chunks_of``).
+        ranks_per_node: count copies too, for nodes of so many ranks; None = do not.
     """
     stats = _statistics(layer, routers, ranks, index, device)
     num_tokens: list[int] = []
     # One array each for all ranks: many small ones between the large ones that come and go would scatter memory.
     counts = [torch.zeros(num_chunks, layer.ep_size, router.slots.num_slots, dtype=torch.int64) for router in routers]
     metrics = [PackedMetrics(layer.ep_size) for _ in routers]
+    copies: list[list[tuple[Tensor, Tensor]]] = [[] for _ in routers]
     pairs: list[tuple[Tensor, Tensor]] | None = []
     for rank, tokens in enumerate(ranks):
         shares = Shares(layer, tokens, rank, device)
@@ -264,12 +270,25 @@ def traffic_of(
             map_TP = slots.spread(routing.map_TE, rank)
             for chunk_number, chunk in enumerate(chunks_of(share.num_tokens, num_chunks)):
                 counts[number][chunk_number, rank] = map_TP[chunk].sum(0)
+            if ranks_per_node is not None:
+                copies[number].append(copies_of(map_TP, layer.ep_size, ranks_per_node))
             row = case_metrics(router.case, routing, share)
             if not slots.is_contiguous:
                 row |= placed_metrics(map_TP, slots, rank)
             metrics[number].put((rank,), {**row, "reference_error": None, "output_error": None})
     rows = _frontier_rows(pairs, routers, metrics)
-    return [LayerTraffic(num_tokens, *parts) for parts in zip(counts, stats, metrics, rows, strict=True)]
+    found = [LayerTraffic(num_tokens, *parts) for parts in zip(counts, stats, metrics, rows, strict=True)]
+    if ranks_per_node is None:
+        return found
+    stacked = ([torch.stack(parts) for parts in zip(*of_ranks, strict=True)] for of_ranks in copies)
+    return [replace(one, copies_RR=to_R, copies_RN=to_N) for one, (to_R, to_N) in zip(found, stacked, strict=True)]
+
+
+def copies_of(map_TP: Tensor, num_ranks: int, ranks_per_node: int) -> tuple[Tensor, Tensor]:
+    """Distinct tokens that a rank sends to each rank, int64 [R], and to each node: neighbours, the last maybe fewer."""
+    to_rank_TR = map_TP.unflatten(1, (num_ranks, -1)).any(2)
+    to_node_TN = torch.stack([part.any(1) for part in to_rank_TR.split(ranks_per_node, dim=1)], dim=1)
+    return to_rank_TR.sum(0), to_node_TN.sum(0)
 
 
 def with_pairs(pairs: list[tuple[Tensor, Tensor]], share: Share | None) -> list[tuple[Tensor, Tensor]] | None:

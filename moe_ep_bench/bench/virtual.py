@@ -39,6 +39,7 @@ from moe_ep_bench.bench.traffic import (
     traffic_of,
 )
 from moe_ep_bench.cost_model.timeline import compose, median_legs
+from moe_ep_bench.cost_model.transport import Rows
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.reference import TOLERANCE
@@ -50,8 +51,8 @@ from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
 # Share of the free memory that a chunk's rows may take; the rest is for what allocators keep and routing needs.
 _MEMORY_SHARE = 0.5
-# Bytes of what travels beside rows: a pair's weight, a count, a number of a policy's statistics.
-_WEIGHT_BYTES, _COUNT_BYTES, _STATISTIC_BYTES = 4, 8, 8
+# Bytes of what travels beside rows: a count, a number of a policy's statistics.
+_COUNT_BYTES, _STATISTIC_BYTES = 8, 8
 
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
@@ -278,7 +279,10 @@ class Emulation:
         baseline = next((one for one in routers if one.case.role == BASELINE), None)
         stands_for = [baseline if baseline and one.case.role == NOISE else one for one in routers]
         own = list(dict.fromkeys(stands_for))
-        found = dict(zip(own, traffic_of(layer, own, ranks, ranks.index, self.device, num_chunks), strict=True))
+        links, exchange = self.comparison.links, self.comparison.exchange
+        nodes = {"ranks_per_node": links.ranks_per_node} if links and exchange.transport == "copies" else {}
+        traffic = traffic_of(layer, own, ranks, ranks.index, self.device, num_chunks, **nodes)
+        found = dict(zip(own, traffic, strict=True))
         return [found[one] for one in stands_for]
 
     def _chunks(self) -> int:
@@ -297,18 +301,17 @@ class Emulation:
         """What each meeting takes on the modelled links, [R] microseconds."""
         links, num_ranks, found = self.comparison.links, self.num_ranks, {}
         assert links is not None
-        row_bytes = self.comparison.model.hidden_size * DTYPES[self.comparison.experiment.layer.dtype].itemsize
         for layer, one in traffic.layers.items():
             # Chunks are this device's need; ranks of their own send all at once.
-            pairs_RR = one.rank_pairs.astype(np.float64)
+            counted = (None if one is None else one.double().numpy() for one in (one.copies_RR, one.copies_RN))
+            rows = Rows(one.rank_pairs.astype(np.float64), *counted)
+            dispatch_us, combine_us = self.comparison.exchange.times_us(links, rows)
             stats_bytes = 0 if one.stats_SE is None else one.stats_SE.numel() * _STATISTIC_BYTES
             gathered_us = links.all_gather_us(one.counts_CRP.shape[2] * _COUNT_BYTES, num_ranks)
             found |= {
                 phase_key(layer, "wait_policy"): np.full(num_ranks, links.all_reduce_us(stats_bytes, num_ranks)),
                 phase_key(layer, "wait_metadata"): np.full(num_ranks, gathered_us),
-                # Rows and their weights travel one after the other.
-                phase_key(layer, "wait_dispatch"): links.all_to_all_us(pairs_RR * row_bytes)
-                + links.all_to_all_us(pairs_RR * _WEIGHT_BYTES),
-                phase_key(layer, "wait_combine"): links.all_to_all_us(pairs_RR.T * row_bytes),
+                phase_key(layer, "wait_dispatch"): dispatch_us,
+                phase_key(layer, "wait_combine"): combine_us,
             }
         return found

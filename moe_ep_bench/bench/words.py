@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
+from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.workload import RecordedWorkload, Workload
 from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.skews import PATTERNS, load_skew
@@ -31,7 +32,7 @@ def title(comparison: Any) -> str:
 
 def describe_workload(experiment: Experiment, workload: Workload, tokens_BR: NDArray[np.int64]) -> dict[str, Any]:
     """The workload's own words and numbers, its padding, and what a named skew was calibrated to."""
-    config, described = experiment.workload, {**workload.describe(), "padding": None}
+    config, described = experiment.workload, {**workload.describe(), "padding": None, "seed": experiment.workload.seed}
     if config.padding_per_rank:
         some = tokens_BR[tokens_BR > 0]
         of = [int(some.min()), int(some.max())]
@@ -88,6 +89,15 @@ def traffic(experiment: Experiment, workload: Workload) -> str:
         is_uniform = config.family == "uniform" and config.skew is None and config.peak_load is None
         source = f"synthetic, {'uniform' if is_uniform else workload_in_short(experiment)}"
     return source + padding_in_title(experiment)
+
+
+def modelled_attention(model: ModelSpec, context_length: int) -> str:
+    """What is modelled of attention, in a few words."""
+    if not context_length:
+        return "modelled"
+    if isinstance(model.attention, LatentAttention):
+        return "modelled as absorbed MLA, which engines serve"
+    return "modelled on Megatron-Core's static cache, whose keys get their positions anew in every step"
 
 
 def phase(experiment: Experiment, workload: Workload) -> str:

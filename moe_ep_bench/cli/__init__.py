@@ -212,12 +212,14 @@ def _advise(options: argparse.Namespace) -> int:
         return OK
     for question in questions.values():
         question.check_out()
-    from moe_ep_bench.bench.advise import model_question, outside_of
+    from moe_ep_bench.bench.advise import check_rest, model_question
 
-    # Found to be known before anything is modelled.
-    outside = {phase: outside_of(one) for phase, one in questions.items()} if len(questions) > 1 else {}
+    if len(questions) > 1:
+        for question in questions.values():
+            check_rest(question)
     for phase, question in questions.items():
-        print(f"moe-ep-bench: {phase and f'{phase}: '}{question.summary}", file=sys.stderr, flush=True)
+        for line in (question.summary, *question.unfit):
+            print(f"moe-ep-bench: {phase and f'{phase}: '}{line}", file=sys.stderr, flush=True)
         status = model_question(question, force=options.force)
         if status not in (OK, CASES_FAILED):
             return status
@@ -230,8 +232,7 @@ def _advise(options: argparse.Namespace) -> int:
         for phase, one in questions.items():
             advice = advice_of(runs[phase], bounds, one.assumed, one.left_out)
             told.append(f"{phase and f'{phase.upper()}  '}{advice}\n\nconfig: {one.config}")
-        phases = {phase: (runs[phase], outside_us) for phase, outside_us in outside.items()}
-        return "\n\n".join([*told, *([picks_text(phases, bounds)] if phases else [])])
+        return "\n\n".join([*told, *([picks_text(runs, bounds)] if len(runs) > 1 else [])])
 
     return _shown(status, report)
 

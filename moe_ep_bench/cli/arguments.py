@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
+
+from moe_ep_bench.errors import brief, did_you_mean, printable
+from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 # What took the place of commands that there were.
 SUCCESSORS = {
@@ -32,6 +37,40 @@ def with_list_joined(arguments: Sequence[str]) -> list[str]:
     return [PAPERS_LIST, *arguments[2:]] if is_list else list(arguments)
 
 
+def whole_number(text: str) -> int:
+    """Read an option; ArgumentTypeError where it is none."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number such as 32768, got {brief(text)}") from None
+
+
+def real_number(text: str) -> float:
+    """Likewise."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, got {brief(text)}") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says a mistake in one line, without the usage of all options."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.register("type", int, whole_number)
+        self.register("type", float, real_number)
+
+    def error(self, message: str) -> NoReturn:
+        said = message.removeprefix("argument ").replace("unrecognized arguments", "expected no such arguments")
+        if choice := re.fullmatch(r"(.*): invalid choice: '?(.*?)'? \(choose from (.*)\)", said):
+            what, got, names = choice[1], choice[2], choice[3].replace("'", "").split(", ")
+            said = f"{what}: expected one of {', '.join(names)}; got {brief(got)}{did_you_mean(got, names)}"
+        if "=" in said.rpartition(" ")[2] and said.startswith("expected no such"):
+            said += "; --set KEY=VALUE replaces a value of the config"
+        self.exit(USER_ERROR, f"{printable(f'moe-ep-bench: {said}')} ({self.prog} --help)\n")
+
+
 @functools.cache
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; ``command`` of what it parses is the name of one, or None.
@@ -39,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     An action of ``trace`` is part of its name.
     """
     package = __import__("moe_ep_bench")
-    parser = argparse.ArgumentParser(prog="moe-ep-bench", description=package.__doc__)
+    parser = _Parser(prog="moe-ep-bench", description=package.__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {package.__version__}")
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(metavar="COMMAND")
@@ -171,6 +210,10 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="of decode: tokens in each request's cache (2048)")
     parser.add_argument("--device", metavar="NAME", help="of data/devices/ (h100-sxm)")
     parser.add_argument("--links", metavar="NAME", help="of data/links/ (those of the device)")
+    parser.add_argument(
+        "--transport", choices=("pairs", "copies"), help="what is sent: NCCL's pairs or DeepEP's copies"
+    )
+    parser.add_argument("--dispatch-dtype", choices=("bf16", "fp8"), help="of dispatched rows (the layer's)")
     traffic = parser.add_argument_group("traffic (default: several peak loads)")
     traffic.add_argument("--trace", type=Path, metavar="FILE", help="a moe-trace-v1 recording")
     traffic.add_argument("--peak-load", type=float, metavar="X", help="load of the busiest expert over the mean")

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, PositiveFloat, model_validator
 
 from moe_ep_bench.errors import UserError
@@ -157,10 +157,13 @@ class Links(Preset):
         np.fill_diagonal(bytes_RR, 0)
         node_R = np.arange(num_ranks) // self.ranks_per_node
         inside_RR = node_R[:, None] == node_R
-        times_us_R = np.zeros(num_ranks)
-        for link, uses_RR in ((self.intra, inside_RR), (self.inter, ~inside_RR)):
+        return self.busy_us(np.where(inside_RR, bytes_RR, 0.0), np.where(inside_RR, 0.0, bytes_RR))
+
+    def busy_us(self, intra_RR: NDArray[np.float64], inter_RR: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Microseconds until each rank's links have carried these bytes inside nodes and between them, float64 [R]."""
+        times_us_R = np.zeros(len(intra_RR))
+        for link, carried_RR in ((self.intra, intra_RR), (self.inter, inter_RR)):
             if link is not None:
-                carried_RR = np.where(uses_RR, bytes_RR, 0.0)
                 busy_us_R = link.exchange_us(carried_RR.sum(axis=1), carried_RR.sum(axis=0))
                 times_us_R = np.maximum(times_us_R, busy_us_R)
         return times_us_R
@@ -197,9 +200,10 @@ class Links(Preset):
 
     def _check_ranks(self, num_ranks: int) -> None:
         if self.inter is None and num_ranks > self.ranks_per_node:
+            wider = [name for name in self.names() if name.startswith(f"{self.name}-")]
             raise UserError(
                 f"links/{self.name}: expected at most {self.ranks_per_node} ranks (inter is null: one node),"
-                f" got {num_ranks}"
+                f" got {num_ranks}{(wider and f'; {wider[0]} crosses nodes') or ''}"
             )
 
 

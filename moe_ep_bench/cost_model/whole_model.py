@@ -12,10 +12,13 @@ rest       norms, 2 T D b bytes each, and residual additions, 3 T D b each: two 
 output     roofline of the output layer on P rows, a prompt's or request's last token each: its weights are read once
 
 *Core attention at prefill.* Two GEMMs over each prompt's causal half, S^2 / 2 pairs of tokens: H S^2 (Q + V)
-operations; queries, keys, values and output pass memory once. *At decode.* Each request's C tokens and its new one,
-as Megatron-Core's static cache holds them: keys and values of G heads, or of all H heads whole where attention is
-latent. They are read once, b (C + 1) G (Q + V) bytes a request, with H (C + 1) 2 (Q + V) operations. Keys of grouped
-queries lie there without positions, so that each step also reads and writes them all for these.
+operations; queries, keys, values and output pass memory once. *At decode.* Each request's C tokens and its new one.
+Grouped queries: keys and values of G heads, as Megatron-Core's static cache holds them, are read once, b (C + 1) G
+(Q + V) bytes a request, with H (C + 1) 2 (Q + V) operations; keys lie there without positions, so that each step also
+reads and writes them all for these. Latent attention is absorbed, as engines serve it: the cache holds a latent of L
+numbers and a rotary key of P, which are read once for all heads, b (C + 1) (L + P) bytes, with H (C + 1) 2 (2 L + P)
+operations; two projections a head take queries into the latent and outputs out of it. Megatron-Core's own step expands
+the cache to the keys and values of all heads.
 
 Nothing is in it for launches: little of a prefill of many tokens, but much of a decode step that is not replayed from a
 graph, which comes out too fast by whatever they take. A GEMM of few rows takes what a tile of them does, as experts do:
@@ -23,8 +26,8 @@ on a device of little arithmetic a decode step's projections come out slow. Bias
 leaves out are not in it either.
 
 Shapes: T = tokens of the rank, P = prompts or requests, S = a prompt's length, C = tokens in the cache, D = hidden
-size, I, O = what a projection takes and gives, H = heads, G = key-value heads (H where attention is latent), Q, V =
-size of a head's keys and values, b = bytes per value.
+size, I, O = what a projection takes and gives, H = heads, G = key-value heads, Q, V = size of a head's keys and values,
+L, P = latent and rotary widths of latent attention, b = bytes per value.
 """
 
 from __future__ import annotations
@@ -146,13 +149,19 @@ class _Formulas:
     def attention_us(self) -> float:
         attention, work, value_bytes = self.model.attention, self.work, self.value_bytes
         assert attention is not None
-        queries, keys, values, output, normed = attention.widths
-        tokens = work.num_tokens
+        tokens, hidden, is_latent = work.num_tokens, self.model.hidden_size, isinstance(attention, LatentAttention)
+        if is_latent and work.num_requests:
+            widths, projections = attention.absorbed, attention.absorbed_projections(hidden)
+            num_rotated = attention.qk_rope_head_dim * (attention.num_heads + 1)
+        else:
+            widths, projections = attention.widths, [(*sizes, 1) for sizes in attention.projections(hidden)]
+            num_rotated = widths.queries + widths.keys
+        queries, keys, values, output, normed = widths
         # Tokens whose keys and values are read, the new ones included.
         cached = sum(work.prompt_lengths) + work.num_requests * (work.context_length + 1)
-        projections_us = sum(self._gemm_us(tokens, *sizes) for sizes in attention.projections(self.model.hidden_size))
+        projections_us = sum(self._gemm_us(tokens, *sizes) for sizes in projections)
         # Each step gives all cached keys of grouped queries their positions.
-        rotated = tokens * queries + (tokens if isinstance(attention, LatentAttention) else cached) * keys
+        rotated = tokens * num_rotated + (0 if is_latent else cached - tokens) * keys
         elementwise_us = self._moved_us(2 * value_bytes * (tokens * normed + rotated))
         pairs = sum(length**2 / 2 for length in work.prompt_lengths)
         pairs += work.num_requests * (work.context_length + 1)
@@ -165,11 +174,12 @@ class _Formulas:
         """Of all tokens' hidden states."""
         return self.value_bytes * self.work.num_tokens * self.model.hidden_size
 
-    def _gemm_us(self, rows: int, takes: int, gives: int) -> float:
+    def _gemm_us(self, rows: int, takes: int, gives: int, heads: int = 1) -> float:
+        """Of ``heads`` GEMMs at once."""
         if rows == 0:
             return 0.0
-        num_bytes = self.value_bytes * (takes * gives + rows * (takes + gives))
-        return self.device.work_us(2.0 * rows * takes * gives, num_bytes, rows)
+        num_bytes = heads * self.value_bytes * (takes * gives + rows * (takes + gives))
+        return self.device.work_us(2.0 * heads * rows * takes * gives, num_bytes, rows)
 
     def _moved_us(self, num_bytes: float) -> float:
         return self.device.work_us(0, num_bytes, 1)

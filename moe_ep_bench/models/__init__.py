@@ -10,12 +10,14 @@ A spec states the model as it is. Where the benchmark's layer is simpler, its ``
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, saying
 from moe_ep_bench.models.hf_config import read_hf_config
 from moe_ep_bench.presets import Preset, Strict, validated
 
@@ -48,6 +50,11 @@ class Attention(Strict):
     """Each head has a learned logit that takes weight from the tokens'."""
 
     @property
+    def cached_values(self) -> int:
+        """Numbers that an engine caches of a token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
     def widths(self) -> Widths:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return Widths(queries, keys, keys, queries, normed=0 if self.qk_norm == "none" else queries + keys)
@@ -78,6 +85,11 @@ class LatentAttention(Strict):
     v_head_dim: PositiveInt
 
     @property
+    def cached_values(self) -> int:
+        """Numbers that an engine caches of a token in one layer: the latent, and the key's rotary part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
     def widths(self) -> Widths:
         queries, values = (
             self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim),
@@ -95,6 +107,23 @@ class LatentAttention(Strict):
             (latent, self.num_heads * self.qk_nope_head_dim + values),
             (output, hidden_size),
         ]
+
+    @property
+    def absorbed(self) -> Widths:
+        """Widths where a step's queries and outputs stay in the latent, which stands for keys and values alike.
+
+        What makes keys and values of the latent is multiplied into queries and outputs instead (the same, section
+        2.1.2), so that no cached token is expanded.
+        """
+        cached = self.cached_values
+        of_queries, of_output = self.num_heads * cached, self.num_heads * self.kv_lora_rank
+        return Widths(of_queries, cached, 0, of_output, normed=self.widths.normed)
+
+    def absorbed_projections(self, hidden_size: int) -> list[tuple[int, int, int]]:
+        """What each projection of such a step takes and gives, and how many there are of it: one, or one a head."""
+        *before, (latent, _), last = self.projections(hidden_size)
+        heads = [(self.qk_nope_head_dim, latent, self.num_heads), (latent, self.v_head_dim, self.num_heads)]
+        return [*((*sizes, 1) for sizes in before), *heads, (*last, 1)]
 
     def num_parameters(self, hidden_size: int) -> int:
         return _weights(self.projections(hidden_size)) + self.widths.normed
@@ -211,21 +240,28 @@ class ModelSpec(Preset):
         biases = 2 * self.ffn_hidden_size + self.hidden_size
         return 3 * self.hidden_size * self.ffn_hidden_size + biases * self.expert_bias
 
-    @property
-    def num_parameters(self) -> int | None:
-        """Weights of the whole language model; None for a shard, or where attention, vocabulary or dense FFN is not
-        stated."""
+    def other_parameters(self, num_layers: int | None = None) -> int | None:
+        """Weights of all but routed experts: of the first ``num_layers`` (None = all), embeddings and output.
+
+        None for a shard, or where attention, vocabulary or dense FFN is not stated.
+        """
         dense_known = self.dense_ffn_hidden_size > 0 or self.first_dense_layers == 0
         if self.attention is None or self.vocab_size is None or not dense_known or self.tensor_parallel > 1:
             return None
-        hidden = self.hidden_size
+        hidden, num_layers = self.hidden_size, num_layers or self.num_layers
         router = self.num_experts * (hidden + self.router_bias + self.selection_bias)
         shared = 3 * hidden * self.shared_ffn_hidden_size + hidden * self.shared_expert_gate
-        moe = self.num_experts * self.expert_parameters + router + shared
         block = self.attention.num_parameters(hidden) + 2 * hidden  # two norms
-        ffn = self.num_moe_layers * moe + self.first_dense_layers * 3 * hidden * self.dense_ffn_hidden_size
+        ffn = (num_layers - self.first_dense_layers) * (router + shared)
+        ffn += self.first_dense_layers * 3 * hidden * self.dense_ffn_hidden_size
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * hidden
-        return embeddings + self.num_layers * block + ffn + hidden
+        return embeddings + num_layers * block + ffn + hidden
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Weights of the whole language model; None where ``other_parameters`` is."""
+        others = self.other_parameters()
+        return others and others + self.num_moe_layers * self.num_experts * self.expert_parameters
 
     def sharded(self, tensor_parallel: int) -> ModelSpec:
         """Return one rank's shard of so many: the FFN of routed and shared experts is cut.
@@ -267,7 +303,15 @@ def load_model(name_or_path: str) -> ModelSpec:
     path = Path(name_or_path)
     if name_or_path not in ModelSpec.names() and (path.suffix == ".json" or path.exists()):
         return load_hf_model(path)
-    return ModelSpec.named(name_or_path)
+    with naming_hub(name_or_path):
+        return ModelSpec.named(name_or_path, "a path of a config.json or ")
+
+
+def naming_hub(name: str) -> contextlib.AbstractContextManager[None]:
+    """Say in a ValueError about ``name`` what to do, where it is an id of a model on a hub."""
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    hint = f"; nothing is fetched from a hub: hf download {name} config.json gets the file, whose path serves as model"
+    return saying(hint) if is_id else contextlib.nullcontext()
 
 
 def load_hf_model(path: Path) -> ModelSpec:

@@ -1,0 +1,113 @@
+"""Estimate what one rank of a served model holds in memory, and whether that fits a device.
+
+Attention is data-parallel and experts are expert-parallel: attention, dense layers, shared experts, routers, norms and
+embeddings lie whole on every rank; routed experts, and spare slots for replicas, are dealt out. A rank holds the cache
+of its own tokens as engines do: keys and values, or the latent that they are made from. Beside these lie the rows of
+one MoE layer on the fullest rank. What libraries and allocators take is not counted: a GPU sold with 80 GB has 85.5e9
+bytes, of which the 80e9 that are counted leave some for them.
+
+The same formulas say what a layer or a model takes that is built here (``bench.subjects``).
+
+Shapes: R = ranks, E = experts, D = hidden size, F = expert FFN size.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+
+from moe_ep_bench.models import ModelSpec
+
+# Of the fullest rank over the mean, where no workload says more.
+USUAL_PEAK = 2.0
+
+
+def rank_expert_weights(model: ModelSpec, num_ranks: int, num_slices: int = 1) -> int:
+    """Weights of a rank's routed experts in one layer; each expert may be cut among ``num_slices`` ranks."""
+    return model.num_experts // num_ranks * model.expert_parameters // num_slices
+
+
+def layer_rows_values(model: ModelSpec, num_pairs: int, num_slices: int = 1) -> int:
+    """Values that (token, expert) pairs take while a rank computes them: permuted twice, and inside the FFN."""
+    return num_pairs * (4 * model.hidden_size + 3 * (model.ffn_hidden_size // num_slices))
+
+
+def fullest_pairs(model: ModelSpec, num_tokens: int, peak_load: float | None, num_ranks: int) -> int:
+    """Pairs of the fullest rank, as if its hot experts lay together, where every rank has ``num_tokens``."""
+    return int(num_tokens * model.top_k * min(peak_load or USUAL_PEAK, num_ranks))
+
+
+class Fit(BaseModel):
+    """Bytes on each rank of a deployment beside those of its device; as ``run.json`` has it.
+
+    Attributes:
+        is_whole: all is counted; False where a model states neither attention nor vocabulary: experts alone are.
+        fitting_ep_size: the fewest ranks, dividing the experts, on which it fits; None = on none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    device: str
+    device_bytes: PositiveFloat
+    dtype: str
+    ep_size: PositiveInt
+    expert_bytes: NonNegativeInt
+    other_weight_bytes: NonNegativeInt
+    cache_bytes: NonNegativeInt
+    row_bytes: NonNegativeInt
+    is_whole: bool
+    fitting_ep_size: PositiveInt | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.expert_bytes + self.other_weight_bytes + self.cache_bytes + self.row_bytes
+
+    def holds(self, extra_bytes: float = 0.0) -> bool:
+        """Whether a rank's device holds it all, and ``extra_bytes`` beside it."""
+        return self.num_bytes + extra_bytes <= self.device_bytes
+
+    @property
+    def words(self) -> str:
+        """That it does not fit, by how much, and where it would; empty where it fits."""
+        if self.holds():
+            return ""
+        parts = {
+            "experts": self.expert_bytes,
+            "other weights": self.other_weight_bytes,
+            "cache": self.cache_bytes,
+            "rows of a layer": self.row_bytes,
+        }
+        listed = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts.items() if size >= 5e7)
+        size = self.fitting_ep_size
+        at = "on no EP size it would" if size is None else f"the smallest EP size on which it does is {size}"
+        return (
+            f"does not fit: {'' if self.is_whole else 'at least '}{self.num_bytes / 1e9:.3g} GB on each of "
+            f"{self.ep_size} ranks in {self.dtype} ({listed}), {self.device} has {self.device_bytes / 1e9:.3g} GB; {at}"
+        )
+
+
+def footprint(
+    model: ModelSpec,
+    ep_size: int,
+    *,
+    num_tokens: int,
+    cached_tokens: int,
+    value_bytes: int,
+    peak_load: float | None = None,
+) -> dict[str, int]:
+    """Bytes on each of ``ep_size`` ranks, by the names of ``Fit``.
+
+    Args:
+        num_tokens: of a rank's batch.
+        cached_tokens: of a rank: those of its requests that came before, and of its batch.
+        value_bytes: of a weight, and of a cached value.
+        peak_load: of the fullest rank over the mean.
+    """
+    others = model.other_parameters()
+    cached = 0 if model.attention is None else model.attention.cached_values * model.num_layers
+    rows = layer_rows_values(model, fullest_pairs(model, num_tokens, peak_load, ep_size))
+    return {
+        "expert_bytes": rank_expert_weights(model, ep_size) * model.num_moe_layers * value_bytes,
+        "other_weight_bytes": (others or 0) * value_bytes,
+        "cache_bytes": cached * cached_tokens * value_bytes,
+        "row_bytes": rows * value_bytes,
+    }

@@ -113,7 +113,8 @@ def _defaults() -> dict[str, str]:
 
     Homes are shared there, and ranks of all nodes, or of all tasks of an array, would compile into one folder at once.
     """
-    defaults = {"OMP_NUM_THREADS": "1"}
+    # torchrun would keep one store for all starts, in which gloo finds the addresses of ranks that have ended.
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if num_nodes() > 1 or "SLURM_JOB_ID" in os.environ:
         folder = Path(tempfile.gettempdir(), f"moe-ep-bench-triton-{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -270,8 +270,11 @@ class RecordedConfig(_Workload):
 
 
 class LayerConfig(Strict):
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of weights and activations."""
+    dtype: Literal["bfloat16", "float32", "fp8", "fp8_block", "int4_wo", "w4a16_mxfp4", "w4a8_mxfp4_mxfp8", "nvfp4"] = (
+        "bfloat16"
+    )
+    """Type of weights and activations. Below 16 bits it is the experts' alone, and ``emulate.device`` is a table that
+    holds it."""
     ep_size: int | None = Field(None, ge=1)
     """Expert-parallel ranks; null = all ranks. Other ranks are data-parallel replicas."""
     expert_tensor_parallel: int = Field(1, ge=1)
@@ -406,12 +409,14 @@ class EmulateConfig(Strict):
     """Settings of ``emulate``."""
 
     links: Annotated[str | None, PRESET_OR_FILE] = None
-    """Links between virtual ranks: a file of data/links/ without its ending, or the path of one by ``calibrate``."""
+    """Links between virtual ranks: a file of data/links/ without its ending, the path of one by ``calibrate``, or
+    measured elsewhere, ``table:SYSTEM/nccl/VERSION`` or ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND`` (``tables``)."""
     bandwidth_scale: float = Field(1.0, gt=0)
     """Factor on the bandwidth of all links."""
     device: Annotated[str, PRESET_OR_FILE] = MEASURED
     """``measured``: this device runs every virtual rank's layer. Else nothing is run: phases are modelled for a device,
-    a file of data/devices/ without its ending, or the path of such a file."""
+    a file of data/devices/ without its ending, or the path of such a file; ``table:SYSTEM/FRAMEWORK/VERSION`` takes
+    experts' times that were measured elsewhere (``tables``)."""
     transport: Transport = "pairs"
     """Rows on the links: ``pairs``, one for each (token, expert), as NCCL's all-to-all sends; ``copies``, one for each
     (token, rank) and between nodes for each (token, node), as DeepEP sends."""

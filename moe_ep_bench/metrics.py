@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,6 +28,9 @@ from moe_ep_bench.policies.contract import Routing, RoutingContext
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import top_k_map, without_padding
 from moe_ep_bench.schema import ROUTING_METRICS
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # The least share of the top-k mass that makes a single head; of the best top-k score in the least that makes a plateau.
 _SINGLE_HEAD, _PLATEAU = 0.5, 0.8
@@ -86,7 +89,7 @@ def routing_metrics(
 
     - ``load_E``, ``load_R``: pairs per expert and per expert rank; ``num_pairs``: their sum; ``padding_pairs``: those
       of padding tokens, whose results nobody reads.
-    - ``peak_load``: the fullest expert over the mean load num_pairs / E; 1 is balance, E is collapse.
+    - ``peak_load``: imbalance, the fullest expert over the mean load num_pairs / E; 1 is balance, E is collapse.
       ``max_violation``: peak_load - 1 (MaxVio of arXiv 2408.15664); 0 where nothing is computed.
       ``load_cv``: population standard deviation of load_E over its mean.
     - ``excess_load``: share of the pairs above capacity, sum_E relu(load - gamma * N) / sum_E load (arXiv 2503.05066,
@@ -214,6 +217,27 @@ def _regimes(scores_TE: Tensor, top_k_TE: Tensor, top_k_mass_T: Tensor) -> tuple
 
 
 # --- Of several tokens, layers or batches together -------------------------------------------------
+
+
+def mass_kept(routing: pd.DataFrame, unit_N: ArrayLike) -> NDArray[np.float64]:
+    """Score mass computed over that of the top-k, each summed over the rows of a unit: a batch, or a layer of one.
+
+    A mean of the rows' own ratios would count a rank by its tokens, whatever mass they have. Scores of every token sum
+    to 1, so that a row's top-k mass is its tokens times ``topk_share``.
+
+    Args:
+        routing: rows with ``num_tokens``, ``retained_mass_topk`` and ``topk_share``.
+        unit_N: which unit each row is of.
+
+    Returns:
+        Of each unit, ascending; NaN where it has no mass.
+    """
+    tokens_N, kept_N, share_N = routing[["num_tokens", "retained_mass_topk", "topk_share"]].to_numpy(dtype=float).T
+    mass_N = np.where(tokens_N > 0, tokens_N * share_N, 0.0)  # a rank without tokens has no shares
+    place_N = np.unique(np.asarray(unit_N), return_inverse=True)[1]
+    mass_U = np.bincount(place_N, mass_N)
+    kept_U = np.bincount(place_N, np.where(mass_N > 0, mass_N * kept_N, 0.0))
+    return np.divide(kept_U, mass_U, out=np.full_like(mass_U, np.nan), where=mass_U > 0)
 
 
 def imbalance(load_NE: ArrayLike) -> NDArray[np.float64]:

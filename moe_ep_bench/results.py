@@ -266,9 +266,14 @@ ALONE_SCHEMA = pa.schema(
 )
 
 
+# By how much speedups may differ and be equivalent.
+EQUIVALENCE_MARGIN = 0.03
+
+
 class _Pairs(BaseModel):
     pairs: list[tuple[str, str]] = Field(min_length=1)
     links: str
+    margin: float = Field(EQUIVALENCE_MARGIN, ge=0, le=1)
 
 
 class ValidationDirectory:
@@ -283,11 +288,13 @@ class ValidationDirectory:
         self.cases_table, self.phases_table = root / "validation.csv", root / "validation-phases.csv"
         self.figures = root / "figures"
 
-    def write_pairs(self, pairs: Sequence[tuple[str, str]], links: str) -> None:
-        """Say which comparisons belong together, (real, emulated) ids, and where the links are from, in words."""
-        write_json(self.pairs, {"pairs": list(map(list, pairs)), "links": links})
+    def write_pairs(self, pairs: Sequence[tuple[str, str]], links: str, margin: float = EQUIVALENCE_MARGIN) -> None:
+        """Say which comparisons belong together, (real, emulated) ids, where the links are from, in words, and by how
+        much speedups may differ and be equivalent.
+        """
+        write_json(self.pairs, {"pairs": list(map(list, pairs)), "links": links, "margin": margin})
 
-    def read_pairs(self) -> tuple[list[tuple[str, str]], str]:
+    def read_pairs(self) -> tuple[list[tuple[str, str]], str, float]:
         """What ``write_pairs`` wrote.
 
         Raises:
@@ -295,7 +302,7 @@ class ValidationDirectory:
         """
         try:
             described = _Pairs.model_validate(read_json(inside(self.root, self.pairs)))
-            return described.pairs, described.links
+            return described.pairs, described.links, described.margin
         except OSError:
             raise UserError(f"{self.pairs}: missing; `moe-ep-bench validate` writes it after both runs") from None
         except (ValueError, ValidationError):

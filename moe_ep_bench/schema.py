@@ -140,7 +140,9 @@ METRICS = {
         Metric("dropped_fraction", pa.float64()),  # of top-k pairs
         Metric("retained_mass_topk", pa.float64()),  # selected score mass over the top-k mass
         Metric("retained_mass_all", pa.float64()),  # selected score mass over all score mass
-        Metric("peak_load", pa.float64()),  # fullest expert over mean, this source rank
+        Metric(
+            "peak_load", pa.float64()
+        ),  # imbalance: fullest expert over the mean of computed pairs, of this source rank
         Metric("max_violation", pa.float64()),  # peak_load - 1
         Metric("load_cv", pa.float64()),  # coefficient of variation over experts
         Metric("excess_load", pa.float64()),  # arXiv 2503.05066, Eq. 11
@@ -311,7 +313,7 @@ QUALITY_ROUTING_SCHEMA = _table(
                 *("retained_mass_topk", "retained_mass_all", "tokens_without_expert", "experts_per_token", "peak_load"),
             )
         ),
-        ("rank_peak_load", pa.float64()),  # fullest rank over mean, mean
+        ("rank_peak_load", pa.float64()),  # imbalance of ranks, mean
         ("activated_experts", pa.float64()),  # mean
         ("activated_experts_fullest_rank", pa.float64()),  # mean
         ("num_image_tokens", pa.int64()),  # null where tokens have no modality

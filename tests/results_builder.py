@@ -289,7 +289,8 @@ def _routing_rows(comparison: FakeComparison, case: FakeCase) -> list[dict[str, 
             share = 1.0 if num_ranks == 1 else 0.75 if rank == 0 else 0.25 / (num_ranks - 1)
             tokens = round(comparison.tokens * share)
             pairs = tokens * top_k
-            # Shares that differ between ranks and come to the case's own only when weighted by tokens.
+            # Shares that differ between ranks and come to the case's own only when sums are divided: of pairs, where
+            # rank 0 has three quarters, and of mass, where its top-k holds twice the others' of every token.
             side = 0 if num_ranks == 1 or case.mass == 1 else 1 if rank == 0 else -3
             own_load_E = load_E if load_E.ndim == 1 else load_E[rank]
             load_of_rank_E = np.round(own_load_E * pairs / comparison.num_experts).astype(int)
@@ -304,7 +305,8 @@ def _routing_rows(comparison: FakeComparison, case: FakeCase) -> list[dict[str, 
                     "padding_pairs": case.padding_pairs,
                     "num_topk_pairs": pairs,
                     "num_dropped_pairs": round((case.dropped + side * min(0.02, case.dropped / 4)) * pairs),
-                    "retained_mass_topk": case.mass + side * min(0.02, case.mass / 4),
+                    "retained_mass_topk": case.mass + side * min(0.02, case.mass / 8) * (1 if rank == 0 else 2),
+                    "topk_share": 0.8 if rank == 0 else 0.4,
                     "output_error": 1 - case.mass,
                     "crossing_pairs": int(load_of_rank_E.sum()) // 2,
                     "crossing_copies": int(load_of_rank_E.sum()) // 4,

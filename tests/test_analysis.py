@@ -204,7 +204,13 @@ def table_of(directory: Path) -> tuple[str, dict[str, str]]:
 
 def test_layers_of_a_whole_model_have_busy_experts_of_their_own():
     """Summed over two layers these loads would be even."""
-    columns = {"num_topk_pairs": 8, "num_dropped_pairs": 0, "num_tokens": 4, "retained_mass_topk": 1.0}
+    columns = {
+        "num_topk_pairs": 8,
+        "num_dropped_pairs": 0,
+        "num_tokens": 4,
+        "retained_mass_topk": 1.0,
+        "topk_share": 0.5,
+    }
     loads = [[8, 0], [0, 8]]
     rows = pd.DataFrame({"batch": 0, "rank": 0, "layer": [1, 2], "output_error": [np.nan, 0.1], **columns})
     found = fidelity(SimpleNamespace(routing=rows.assign(load_E=loads, load_R=loads), frontier=None))
@@ -214,8 +220,8 @@ def test_layers_of_a_whole_model_have_busy_experts_of_their_own():
 
 
 def test_each_layer_is_held_against_its_own_frontier():
-    columns = {"num_tokens": [4, 2], "retained_mass_topk": 1.0, "num_topk_pairs": 8, "num_dropped_pairs": 0}
-    shares = {"retained_mass_all": [0.6, 0.2], "topk_share": [0.8, 0.4], "output_error": np.nan}
+    columns = {"num_tokens": [4, 2], "num_topk_pairs": 8, "num_dropped_pairs": 0}
+    shares = {"retained_mass_topk": [0.75, 0.5], "topk_share": [0.8, 0.4], "output_error": np.nan}
     rows = pd.DataFrame({"batch": 0, "rank": 0, "layer": [1, 2], **columns, **shares})
     rows = rows.assign(load_E=[[4, 4]] * 2, load_R=[[4, 4]] * 2)
     # The rows of the frontier need not be in order. Kept are 3/4 and 1/2 of the layers' mass.

@@ -40,7 +40,7 @@ def steps(tokens: int, time_us: Callable[[int], float], identity: str = "c0", **
                 expert_load=np.array(2 * load_L),
             )
         )
-    return decode(identity, cases=cases, tokens=tokens, **{"num_batches": 2, **changes})
+    return decode(identity, cases=cases, tokens=tokens, **{"num_batches": 4, **changes})
 
 
 def straight(activated: int) -> float:
@@ -58,7 +58,7 @@ def test_what_is_printed_goes_into_a_devices_file_as_it_stands(tmp_path: Path) -
     assert (fit.hidden_size, fit.ffn_hidden_size, fit.basis) == (HIDDEN_SIZE, FFN_SIZE, "measured")
     assert fit.source == "NVIDIA Fake 80GB, torch 2.13, run r0"
     assert text.startswith("# NVIDIA Fake 80GB, by `moe-ep-bench calibrate --from`\ndecode:\n")
-    assert "6 points; [95 % intervals]" in text
+    assert "12 points; [95 % intervals] over batches" in text
     assert "per_expert_us: 200  # [200, 200]" in text
     assert "per_pair_us: null  # not fitted: pairs do not vary on their own" in text
 

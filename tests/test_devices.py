@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep_bench.cost_model.devices import (
+    RUN_DTYPES,
     VALUE_BYTES,
     Device,
     device_of_gpu,
@@ -171,7 +172,9 @@ def test_few_rows_reach_less_arithmetic() -> None:
 
 
 def test_a_value_has_as_many_bytes_as_in_torch() -> None:
-    assert {name: getattr(torch, name).itemsize for name in VALUE_BYTES} == VALUE_BYTES
+    assert {name: getattr(torch, name).itemsize for name in RUN_DTYPES} == {
+        name: VALUE_BYTES[name] for name in RUN_DTYPES
+    }
 
 
 @pytest.mark.parametrize("known", [device(), fitted(), fitted(per_pair_us=0.1)])
@@ -194,15 +197,12 @@ def test_more_tokens_never_take_less_time(rows: list[int], name: str, more: int)
     assert more_us >= fewer_us * (1 - 1e-12)
 
 
-def test_the_h100_gives_back_what_its_figures_were_measured_on() -> None:
-    """Decode of Qwen3-30B-A3B at 16 tokens: 37 us + 3.49 us per activated expert."""
+def test_the_h100s_roofline_is_near_what_a_decode_step_took_with_torch() -> None:
+    """Qwen3-30B-A3B at 16 tokens, grouped_mm: 37 us + 3.49 us per activated expert. The fit is of other kernels."""
     # 128 pairs on 60 experts: rows are 0.4 % of what their weights are.
     rows_L = np.array([3] * 8 + [2] * 52 + [0] * 68)
     time_us = Device.load("h100-sxm").experts_us(2048, 768, rows_L, 2)
-    assert time_us == pytest.approx(37 + 3.49 * 60, rel=0.005)
-    # Another model's by its bytes: Qwen3-235B's slice of 192 columns has half of them.
-    time_us = Device.load("h100-sxm").experts_us(4096, 192, rows_L, 2)
-    assert time_us == pytest.approx(37 + 3.49 / 2 * 60, rel=0.01)
+    assert time_us == pytest.approx(37 + 3.49 * 60, rel=0.15)
 
 
 def test_the_h100_gives_back_what_its_routing_was_measured_on() -> None:
@@ -229,7 +229,9 @@ def test_figures_say_what_they_rest_on(name: str) -> None:
     bases = {key: value for key, value in known.model_dump().items() if key.endswith("_basis")}
     measured = ["routing_native_basis", "routing_policy_basis"]
     assert [key for key, basis in bases.items() if basis == "measured"] == (measured if name == "h100-sxm" else [])
-    assert [fit.basis for fit in known.decode] == (["measured"] if name == "h100-sxm" else [])
+    elsewhere = [] if name == "h20" else ["arithmetic_basis", "memory_basis", "overhead_basis"]
+    assert [key for key, basis in bases.items() if basis == "measured elsewhere"] == elsewhere
+    assert not known.decode
     # Of attention two abstracts give what FlashAttention-2 reaches.
     published = ["attention_basis"] if name in ("h100-sxm", "a100-sxm-80gb") else []
     assert [key for key, basis in bases.items() if basis == "published"] == published

@@ -116,6 +116,7 @@ SCRIPTS = {
     "benchmarks/emulate_scale.py": "takes minutes",
     "benchmarks/fuzz.py": "takes an hour; test_fuzz takes a short round",
     "benchmarks/soak.py": "takes hours",
+    "benchmarks/tables.py": "takes minutes; test_tables",
     "benchmarks/train_small_moe.py": "takes minutes",
     "docs/make_config.py": "test_docs runs it",
     "launch/gpu_session.sh": "needs a GPU; CI rehearses it",

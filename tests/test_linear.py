@@ -88,3 +88,23 @@ def test_the_planes_intervals_hold_as_often_as_they_say() -> None:
         held += (low <= truth) & (truth <= high)
     # A standard deviation is sqrt(0.95 x 0.05 / 500) = 1 %.
     np.testing.assert_allclose(held / 500, 0.95, atol=0.03)
+
+
+def test_points_of_one_batch_count_as_one_where_they_share_its_error() -> None:
+    random = np.random.default_rng(5)
+    batch = np.repeat(np.arange(12), 5)
+    held = {"batches": 0, "points": 0}
+    for _ in range(300):
+        pairs, error = random.integers(8, 512, 12)[batch], 5 * random.standard_normal(12)[batch]
+        activated = random.integers(1, 128, 60)
+        times = 37 + 3.5 * activated + 0.02 * pairs + error + random.standard_normal(60)
+        for name, cluster in (("batches", batch), ("points", None)):
+            low, high = cost_fit(activated, pairs, times, cluster_N=cluster).intervals_us[2]
+            held[name] += low <= 0.02 <= high
+    assert held["batches"] / 300 >= 0.9
+    assert held["points"] / 300 <= 0.75  # what they would promise as independent ones
+
+
+def test_no_more_batches_than_values_give_no_interval() -> None:
+    fit = linear_fit([1, 2, 1, 2], [1.0, 2.1, 1.1, 2.0], cluster_N=[0, 0, 1, 1])
+    assert (fit.slope_low_us, fit.slope_high_us) == (-math.inf, math.inf)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from oracles import expected_metrics
 from torch import Tensor
 
-from moe_ep_bench.metrics import routing_metrics
+from moe_ep_bench.metrics import mass_kept, routing_metrics
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 from moe_ep_bench.schema import ROUTING_SCHEMA
 
@@ -107,6 +109,19 @@ def test_no_tokens_give_zeros_never_nan(is_padding: bool) -> None:
     metrics = routing_metrics(routing, scores_TE, context)
     assert (metrics.pop("load_E"), metrics.pop("load_R")) == ([0] * 8, [0] * 4)
     assert set(metrics.values()) == {0}
+
+
+def test_the_mass_that_ranks_keep_together_is_what_all_their_tokens_keep() -> None:
+    context = RoutingContext(top_k=2)
+    policy = make_policy({"name": "pruned", "k0": 1})
+    scores_TE = torch.rand([30, 8], generator=torch.Generator().manual_seed(0)).pow(torch.linspace(0, 4, 30)[:, None])
+    scores_TE /= scores_TE.sum(dim=1, keepdim=True)
+    parts = [scores_TE[:10], scores_TE[10:], scores_TE[:0]]
+    rows = pd.DataFrame([routing_metrics(policy.route(part, context), part, context) for part in parts])
+    together = routing_metrics(policy.route(scores_TE, context), scores_TE, context)["retained_mass_topk"]
+    assert mass_kept(rows, [7, 7, 7]) == pytest.approx([together])
+    assert np.average(rows["retained_mass_topk"], weights=rows["num_tokens"]) != pytest.approx(together, rel=1e-3)
+    assert mass_kept(rows, [1, 2, 3])[:2] == pytest.approx(rows["retained_mass_topk"][:2].to_list())
 
 
 # --- Shape of the answer ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import shutil
@@ -18,7 +19,7 @@ from results_builder import FakeCase, FakeComparison, standard_cases, write_run
 from moe_ep_bench.analysis.fidelity import pairs_by_rank, source_loads
 from moe_ep_bench.analysis.figures import FIGURES, draw_figures
 from moe_ep_bench.analysis.gather import gather
-from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.load import Run, load_run
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.timing import _fullest_buffer_pairs, layer_time_us
@@ -393,3 +394,57 @@ def test_a_case_that_failed_in_one_directory_failed(tmp_path: Path) -> None:
     (run,) = gather([good, tmp_path / "bad"]).found["layers"].values()
     assert [(case.status, case.reason) for case in run.cases][-1] == ("oom", "too big")
     assert run.cases[-1].timings.empty
+
+
+# ---- every figure of two directories -----------------------------------------------------------------------------
+
+
+def _everything(root: Path, permute: str) -> Path:
+    """A directory that has rows for every figure of layers, whose ids say nothing of how it permuted."""
+    idle = np.array([2.0, 2, 0, 0, 0, 2, 1, 1])
+    cases = [
+        *cases_of(),
+        FakeCase("oea", params={"k0": 1}, speedup=1.2, mass=0.95, expert_load=idle),
+        FakeCase("eplb", role="replication", params={"spare_per_rank": 1}, speedup=1.3),
+    ]
+    comparisons = []
+    for peak_load, is_replayed in itertools.product((1.0, 2.0), (False, True)):
+        point = {"workload.peak_load": peak_load, "layer.cuda_graph": is_replayed}
+        facts = {"point": point, "title": f"Tiny, peak load {peak_load:g}, graphs {is_replayed}"}
+        facts |= {"cuda_graph": "the whole layer"} if is_replayed else {}
+        facts |= {"permute": {"requested": "auto", "ran": permute}}
+        sizes = {"cases": cases, "num_batches": 2, "num_iterations": 1}
+        comparisons.append(FakeComparison(f"c{len(comparisons)}", facts, **sizes))
+    return write_run(root, comparisons, seed=len(permute))
+
+
+@pytest.fixture(scope="module")
+def drawings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, pd.DataFrame | Exception]]:
+    """Of directories that hold every case under two comparisons: all figures of both together, then of each."""
+    root = tmp_path_factory.mktemp("two")
+    roots = [_everything(root / permute, permute) for permute in ("fused", "unfused")]
+    (together,) = gather(roots).found["layers"].values()
+    assert len(together.cases) == 2 * len({case.case_id for case in together.cases})
+    return [{name: _rows_of(name, run) for name in FIGURES} for run in (together, *map(load_run, roots))]
+
+
+def _rows_of(name: str, run: Run) -> pd.DataFrame | Exception:
+    """What a figure shows, without the titles that tell directories apart; or why it cannot be drawn."""
+    try:
+        with house_style("page"):
+            rows = FIGURES[name](run).rows
+    except Exception as error:
+        return error
+    rows = rows.drop(columns=["comparison", "other_keys"], errors="ignore")
+    return rows[~rows["policy"].isin(["fitted line", "bound"])].sort_values(list(rows), ignore_index=True)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_two_directories_with_one_case_are_drawn_as_each_is_by_itself(name: str, drawings) -> None:
+    together, *singles = (rows[name] for rows in drawings)
+    assert isinstance(together, pd.DataFrame), together
+    expected = pd.concat(singles)
+    if name in ("timeline", "latency"):  # of one case
+        expected = singles[len(together.merge(singles[0])) < len(singles[0])]
+    expected = expected.sort_values(list(expected), ignore_index=True)
+    pd.testing.assert_frame_equal(together, expected, check_dtype=False)

@@ -24,8 +24,9 @@ from torch.nn import functional
 from moe_ep_bench.analysis.load import is_quality
 from moe_ep_bench.analysis.parts import ResultsError
 from moe_ep_bench.analysis.quality_figures import capacity_figure
-from moe_ep_bench.analysis.quality_frames import Quality, read_quality, text_costs
+from moe_ep_bench.analysis.quality_frames import Quality, half_over_batches, read_quality, text_costs
 from moe_ep_bench.analysis.quality_orderings import orderings, short_label
+from moe_ep_bench.analysis.quality_tables import quality_tables
 from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
@@ -266,21 +267,22 @@ def test_costs_and_routing_are_means_beside_the_unpatched_model(done: Path) -> N
         costs_of.xs(make_policy(spec).label).iloc[0]
         for spec in ({"name": "topk"}, DROP, OEA, {"name": "expanded_drop", "capacity_factor": 0})
     )
-    assert (top["cross_entropy_added"], top["cross_entropy_added_half"]) == (0.0, 0.0)
+    assert top["cross_entropy_added"] == 0.0
     native, other = (costs(done)[label]["cross_entropy"] for label in ("native", make_policy(DROP).label))
     paired = other - native
     assert drop["cross_entropy_added"] == pytest.approx(paired.mean())
-    assert drop["cross_entropy_added_half"] == pytest.approx(2.200985 * paired.std() / math.sqrt(12), rel=1e-5)
+    assert (drop["num_sequences"], drop["num_batches"]) == (12, 3)
+    assert math.isnan(drop["cross_entropy_added_half"]), "three batches are too few"
     assert drop["perplexity"] == pytest.approx(math.exp(other.mean()))
     assert drop["dropped_fraction"] > 0.4
     assert nothing["experts_per_token"] == 0
     assert oea["activated_experts"] < costs_of.loc["native", "decode"]["activated_experts"]
     rows = parts(done, "routing")
-    of_layers = [table.groupby("layer")[["num_pairs", "rank_peak_load"]].mean() for table in rows.values()]
-    native_rows = rows["native"][rows["native"]["phase"] == "prefill"].groupby("layer")["num_pairs"].mean()
-    of_drop = of_layers[list(rows).index(make_policy(DROP).label)]
-    expected = (of_drop["rank_peak_load"] * of_drop["num_pairs"] / native_rows).mean()
-    assert drop["fullest_rank_pairs"] == pytest.approx(expected)
+    of_drop = rows[make_policy(DROP).label]
+    assert drop["rank_imbalance"] == pytest.approx(of_drop["rank_peak_load"].mean())
+    over_native = of_drop["rank_peak_load"] * of_drop["num_pairs"] / of_drop["num_topk_pairs"]
+    assert drop["fullest_rank"] == pytest.approx(over_native.mean())
+    assert drop["fullest_rank"] < 0.7 * drop["rank_imbalance"]
     assert costs_of["text_dropped_fraction"].isna().all()
 
 
@@ -314,7 +316,10 @@ def quality_of(*comparisons: tuple[dict[str, Any], list[Judged]]) -> Quality:
             cases[ids["case_id"]] = dict(zip(columns, values, strict=True))
             for batch, added in enumerate(case["added_B"]):
                 metrics = {"cross_entropy": 2 + added, "kl": added, "agreement": 1.0}
-                scores += [{**ids, "item": batch, "metric": name, "value": value} for name, value in metrics.items()]
+                scores += [
+                    {**ids, "batch": batch, "item": batch, "metric": name, "value": value}
+                    for name, value in metrics.items()
+                ]
                 row = {name: 1.0 for name in QUALITY_ROUTING_SCHEMA.names} | {"phase": "prefill", "layer": 0}
                 row |= {"num_image_tokens": math.nan, **case["routing"], **ids, "batch": batch}
                 routing.append(row | {"peak_load": row["peak_load"] + 0.01 * batch})
@@ -353,7 +358,25 @@ def test_orderings_hold_fail_or_cannot_be_told_by_paired_differences() -> None:
     assert per_pair == ("holds", pytest.approx(0.3 / 0.1 - 0.4 / 0.2))
     assert as_printed == ("does not hold", pytest.approx(0.3 - 0.4)), "factor 2 beside a tenth of the experts"
     assert verdicts(drops[0], expert_drop) == [], "one drops four times what the other does"
-    assert verdicts(oea(0.1), pruned, native=judged("native", {}, [0.0] * 9)) == [], "fewer than ten sequences"
+    assert verdicts(oea(0.1), pruned, native=judged("native", {}, [0.0] * 9)) == [], "fewer than ten batches"
+
+
+def test_an_interval_is_over_batches_whose_sequences_share_their_routing() -> None:
+    def costs_of(means_B: list[float], sizes_B: list[int]) -> pd.Series:
+        index = [(batch, (batch, item)) for batch, size in enumerate(sizes_B) for item in range(size)]
+        values = [means_B[batch] for batch, _ in index]
+        return pd.Series(values, pd.MultiIndex.from_tuples(index, names=["batch", "item"]))
+
+    means_B = np.random.default_rng(2).normal(size=12)
+    student = 2.200985 * means_B.std(ddof=1) / math.sqrt(12)  # t of 11 degrees of freedom, from a table
+    for size in (1, 8):  # eight sequences that say the same say it once
+        assert half_over_batches(costs_of(means_B, [size] * 12)) == pytest.approx(student, rel=1e-5)
+    assert math.isnan(half_over_batches(costs_of(means_B[:9], [8] * 9)))
+    random, held, sizes_B = np.random.default_rng(3), 0, [8] * 11 + [2]
+    for _ in range(400):
+        costs = costs_of(random.normal(size=12), sizes_B)
+        held += abs((costs + 0.1 * random.normal(size=len(costs))).mean()) <= half_over_batches(costs)
+    assert 0.9 <= held / 400 <= 0.99
 
 
 def test_costs_at_as_many_activated_experts_are_read_off_between_two_cases() -> None:
@@ -427,6 +450,10 @@ def test_verdicts_over_checkpoints_are_students_t_over_their_means() -> None:
     # Every checkpoint is sure of itself, and they do not agree: over checkpoints nothing can be said.
     found = orderings(quality_of(*seeds(0.10, 0.12, -0.14)))
     assert found["verdict"].tolist() == ["inconclusive", "holds", "holds", "does not hold"]
+    sizes = {"num_experts": 8, "num_ranks": 2, "batch_size": 4}
+    *_, table = quality_tables(quality_of(*seeds(0.1, 0.2, **sizes)))
+    assert table.title == "dropping by score costs less than by order (arXiv 2503.05066), nats per token"
+    assert set(table.frame["table"]) == {"orderings"}
     (alone,) = orderings(quality_of(*seeds(0.1))).itertuples()
     assert (alone.checkpoint, alone.verdict, alone.is_overall) == ("small-0", "holds", True)
 
@@ -458,12 +485,12 @@ def test_formats_hold_every_row_and_say_of_which_kind(
 ) -> None:
     text = quality_text(done)
     assert "not timed" in text
-    assert "dropping by score costs less than by random (arXiv 2503.05066), nats per token" in text
+    assert "no interval, and no verdict on orderings, below 10 batches; got 3" in text
     assert main(["show", str(done), "--format", "csv", "--out", str(tmp_path / "rows.csv")]) == OK
     rows = pd.read_csv(tmp_path / "rows.csv")
-    assert rows["table"].value_counts().to_dict() == {"texts": 7, "orderings": 1}
+    assert rows["table"].value_counts().to_dict() == {"texts": 7}
     assert main(["show", str(done), "--format", "json"]) == OK
-    assert len(json.loads(capsys.readouterr().out)["rows"]) == 8
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 7
     assert main(["show", str(done), "--format", "csv", "--case", "native"]) == USER_ERROR
     assert "without times" in capsys.readouterr().err
 
@@ -492,7 +519,9 @@ def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
     assert first.out.startswith(table)
     assert "figures in" in first.out
     assert "quality_fronts" in first.out
-    assert "for them: quality_capacity\n" in first.out, "there is one capacity factor only"
+    assert "for them: quality_orderings, quality_capacity\n" in first.out, (
+        "there are three batches, and one capacity factor"
+    )
 
 
 def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_path: Path) -> None:
@@ -508,7 +537,7 @@ def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_pa
     assert set(lines) >= {(0.0, 1.0, 3.0), (1.0, 3.0)}
     rows = drawing.rows[drawing.rows["policy"] == "token_drop"].sort_values("value")
     assert rows["half_width_nats"].isna().all()
-    assert "no interval below 10 sequences" in quality_text(tmp_path)
+    assert "below 10 batches; got 1" in quality_text(tmp_path)
     native = costs(tmp_path)["native"]["cross_entropy"]
     answers = [costs(tmp_path)[make_policy({**DROP, "capacity_factor": gamma}).label] for gamma in (0, 1.0, 3.0)]
     expected = [(one["cross_entropy"] - native).mean() for one in answers]
@@ -676,7 +705,7 @@ def test_the_papers_orderings_come_out_of_a_trained_model(script: Any, tmp_path:
     assert found == {
         ("token_drop", "token_drop", 1.0, "nats per token"): "holds",
         ("oea", "pruned", 1.0, "nats per token"): "holds",
-        ("laser", "native", 1.0, "fullest expert over the mean"): "holds",
+        ("laser", "native", 1.0, "fullest expert over native's mean"): "holds",
         ("laser", "load_only", 1.0, "nats per token"): "holds",
         ("laser", "load_only", 0.1, "nats per token"): "holds",
         ("token_drop", "load_only", 1.0, "nats per token"): "holds",

@@ -28,7 +28,7 @@ def gammas(*added: float) -> list[tuple[dict[str, Any], list[Judged]]]:
         cases = [judged("native", {}, [0.0] * 12, num_pairs=100.0)]
         for gamma, costs in ((1.0, more), (2.0, more / 2)):
             policy = make_policy({"name": "token_drop", "capacity_factor": gamma})
-            loads = {"num_pairs": 50 * gamma, "rank_peak_load": 1.0 + number}
+            loads = {"num_pairs": 50 * gamma, "num_topk_pairs": 100.0, "rank_peak_load": 1.0 + number}
             case = judged("token_drop", policy.params(), [costs] * 12, **loads)
             cases.append({**case, "label": policy.label})
         facts = {"model": f"small-{number}", "title": f"small-{number} on words", "order": number}

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from results_builder import assert_nothing_is_clipped
 from test_recorded import TRACES
 
-from moe_ep_bench.analysis.claims import Claims, load_claims, paper_words
+from moe_ep_bench.analysis.claims import _NUMBERS, Claims, _over_draws, load_claims, paper_words
 from moe_ep_bench.analysis.claims_report import claims_figure, claims_text
 from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.analysis.style import house_style
@@ -90,6 +90,27 @@ def test_a_number_stands_alone_or_between_ends(paper: Any, ours: float, differen
     assert found is None if difference is None else found == pytest.approx(difference)
     assert paper_words(made) == words
     assert Claim.model_validate(made.model_dump(mode="json")) == made
+
+
+def test_a_draw_that_failed_counts_in_no_mean() -> None:
+    numbers = dict.fromkeys(_NUMBERS, 1.0)
+    rows = [
+        {
+            **numbers,
+            "number": 1,
+            "traffic": "mixed",
+            "primary": True,
+            "unmeasured": why,
+            "ours": ours,
+            "fullest_rank": 2.0,
+        }
+        for ours, why in ((None, "out of memory"), (1.2, None), (1.4, None))
+    ]
+    rows[0]["fullest_rank"] = 8.0
+    (row,) = _over_draws(pd.DataFrame(rows), {1: claim(paper=1.2)}).to_dict("records")
+    assert row["draws"] == 2
+    assert pd.isna(row["unmeasured"])
+    assert (row["ours"], row["ours_low"], row["ours_high"], row["fullest_rank"]) == pytest.approx((1.3, 1.2, 1.4, 2.0))
 
 
 @pytest.mark.parametrize("paper", ["much", [1.0], [None, None], [2.0, 1.0], True, math.inf])

@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -20,6 +21,7 @@ from safetensors.numpy import load_file
 from test_trace_info import write_trace
 
 import plot_results
+from moe_ep_bench.analysis.fidelity import fidelity
 from moe_ep_bench.analysis.load import ResultsError
 from moe_ep_bench.analysis.render import render
 from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES, draw_route_figures
@@ -348,10 +350,15 @@ def test_the_table_shows_the_means_of_every_case(loaded: RouteRun) -> None:
     tables = route_tables(loaded)
     table = tables[-1]
     cases = loaded.cases[loaded.cases["comparison"] == table.frame["title"].iloc[0]]
+    facts = cases.iloc[0]
     for case, row in zip(cases.itertuples(), table.rows, strict=True):
         loads_LBE = loaded.loads(case.group, case.label, "load_E")
         peaks = [load_E.max() * 64 / load_E.sum() for load_BE in loads_LBE for load_E in load_BE]
         assert row["expert_imbalance"] == pytest.approx(np.mean(peaks))
+        # Over native's mean, as beside times of a run: what a policy drops is no load.
+        mean = facts["num_tokens"] * facts["top_k"] / facts["num_experts"]
+        over_native = [load_E.max() / mean for load_BE in loads_LBE for load_E in load_BE]
+        assert row["fullest_expert"] == pytest.approx(np.mean(over_native))
         assert table.columns[0].cell(row) == case.label
         cells = {column.header: column.cell(row) for column in table.columns}
         assert cells["dropped %"] == f"{100 * case.dropped_share:.1f}"
@@ -431,6 +438,15 @@ def test_figures_without_rows_are_named_and_not_drawn(tmp_path: Path, capsys: py
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     return route(write_config(folder), folder / "out", []).root
+
+
+def test_loads_and_mass_kept_have_the_yardsticks_that_stand_beside_times(sound: Path) -> None:
+    means = load_route(sound).layers.set_index("label")
+    for case_id, case in json.loads((sound / "run.json").read_text())["cases"].items():
+        rows = pd.read_parquet(sound / "routing" / f"{case_id}.parquet").drop(columns="layer")
+        beside_times = fidelity(SimpleNamespace(routing=rows, frontier=None))
+        for name in ("fullest_expert", "fullest_rank", "retained_mass", "dropped_share"):
+            assert means.at[case["label"], name] == pytest.approx(getattr(beside_times, name)), name
 
 
 @pytest.mark.parametrize(

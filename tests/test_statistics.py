@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from moe_ep_bench.timing import statistics
 from moe_ep_bench.timing.statistics import (
+    BELOW_MODEL,
     MIN_BATCHES,
     Estimate,
     NoiseFloor,
@@ -214,6 +215,18 @@ def test_noise_floor_is_symmetric_and_holds_the_interval_and_one(one, other):
 )
 def test_verdict_holds_the_interval_against_the_floor(low, high, verdict):
     assert judge(Estimate((low + high) / 2, low, high, True, 10, 1), NoiseFloor(1 / 1.05, 1.05)) == verdict
+
+
+@pytest.mark.parametrize(
+    ("speedup", "verdict"),
+    [(0.97, "slower"), (0.985, BELOW_MODEL), (1.0, BELOW_MODEL), (1.0199, BELOW_MODEL), (1.0201, "faster")],
+)
+def test_a_model_cannot_tell_2_percent_and_ranks_that_share_cores_tell_nothing(speedup, verdict):
+    exact = Estimate(speedup, speedup, speedup, True, 10, 1)
+    assert judge(exact, NoiseFloor(1, 1), is_modelled=True) == verdict
+    assert judge(exact, NoiseFloor(1, 1), is_oversubscribed=True) == "inconclusive"
+    assert judge(dataclasses.replace(exact, is_interval=False), NoiseFloor(1, 1), is_modelled=True) == "inconclusive"
+    assert minimum_detectable_effect(exact, NoiseFloor(1, 1), is_modelled=True) == pytest.approx(1.02)
 
 
 def test_without_interval_floor_or_pairs_there_is_no_verdict():

@@ -11,8 +11,8 @@ OEA's cost model (section 2) has a term for the tokens too: time = c + b x activ
 
 In YAML for a file of data/devices/ (``fit_text``) the term for pairs is kept where its interval lies above 0; else it
 is none, and c and b are the straight line's: steps of one number of tokens, under policies that drop nothing, have as
-many pairs whatever they activate, and cannot tell a from c. Intervals take the points as independent; those of one
-batch under several policies are not, so that they are narrower than the truth.
+many pairs whatever they activate, and cannot tell a from c. Points of one batch under several policies are no
+independent ones: intervals are over batches (``timing.linear``).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Steps:
 
     Attributes:
         comparisons: of the run, in its order.
-        points: a row per batch and case: comparison_id, case_id, label, family (native: None), num_tokens, activated,
-            pairs, time_us.
+        points: a row per batch and case: comparison_id, case_id, label, family (native: None), num_tokens, batch,
+            activated, pairs, time_us.
         line: of time over activated experts; None where a line cannot be fitted.
         cost: the same with a term for pairs; None where the two cannot be told apart.
         bound_us: one expert's weights at the bandwidth that was measured beside the run; None where none was.
@@ -110,8 +110,9 @@ def decode_steps(run: Run, comparisons: Sequence[ComparisonResult] | None = None
         if not parts or not _leaves_idle(pd.concat(parts)["activated"], pool[0].comparison):
             continue
         points = pd.concat(parts, ignore_index=True)
-        line = _or_none(linear_fit, points["activated"], points["time_us"])
-        cost = _or_none(cost_fit, points["activated"], points["pairs"], points["time_us"])
+        batch = points.groupby(["comparison_id", "batch"]).ngroup()
+        line = _or_none(linear_fit, points["activated"], points["time_us"], batch=batch)
+        cost = _or_none(cost_fit, points["activated"], points["pairs"], points["time_us"], batch=batch)
         found.append(Steps([result.comparison for result in pool], points, line, cost, _bound_us(pool)))
     return found
 
@@ -147,9 +148,9 @@ def _leaves_idle(activated: pd.Series, facts: Comparison) -> bool:
     return activated.min() <= (1 - _LEAST_IDLE) * (facts.num_experts // facts.num_ranks)
 
 
-def _or_none(fit, *columns: pd.Series):
+def _or_none(fit, *columns: pd.Series, batch: pd.Series):
     try:
-        return fit(*columns)
+        return fit(*columns, cluster_N=batch)
     except ValueError:
         return None
 
@@ -166,7 +167,7 @@ def _points(case: Case, facts: Comparison) -> pd.DataFrame:
     """A row per batch of which the experts were timed."""
     times = case.timings[(case.timings["kind"] == "breakdown") & (case.timings["phase"] == "experts")]
     slowest_us = times.groupby(["batch", "launch", "iteration"])["time_us"].max().groupby("batch").median()
-    points = _fullest_rank(case, facts).loc[slowest_us.index].assign(time_us=slowest_us).reset_index(drop=True)
+    points = _fullest_rank(case, facts).loc[slowest_us.index].assign(time_us=slowest_us).reset_index(names="batch")
     about = {"comparison_id": case.comparison_id, "case_id": case.case_id, "label": case.label}
     return points.assign(**about, num_tokens=facts.num_tokens)
 
@@ -222,7 +223,7 @@ def _entry(run: Run, steps: Steps) -> tuple[bool, str]:
     versions = (("torch", run.torch), ("megatron-core", run.megatron_core))
     known = [f"{name} {version}" for name, version in versions if version is not None]
     lines = [
-        f"# {steps.title}; {len(steps.points)} points; [95 % intervals] take them as independent",
+        f"# {steps.title}; {len(steps.points)} points; [95 % intervals] over batches",
         f"- experts: {facts.experts.ran}",
         f"  model: {json.dumps(facts.model, ensure_ascii=False)}",
         f"  hidden_size: {facts.hidden_size}",

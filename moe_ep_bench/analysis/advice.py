@@ -1,8 +1,12 @@
 """``advise``: a table of candidates, best first, and one sentence with the pick.
 
-The pick is the fastest candidate within the bounds whose verdict is ``faster``: the whole interval of its speedup lies
-beyond the noise floor, and by 2 % at least where times are modelled. Of those within 2 % of the fastest it is the one
-that keeps most score mass. Where there is none, native stays.
+The pick is the fastest candidate within the bounds whose verdict is ``faster`` (``statistics.judge``). Of those within
+2 % of the fastest it is the one that keeps most score mass. Where there is none, native stays.
+
+The fastest of many is in part the luckiest: what it gained where it was chosen is too much. So where traffic was drawn
+several times the pick is judged on draws that did not choose it. Each draw is given the candidate that the others would
+choose of those that pay, and what these gain together is what the answer promises; if that is not ``faster``, native
+stays. Of one draw the answer says that its speedup is not so judged.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.frames import speedups
-from moe_ep_bench.analysis.load import Comparison, Run
+from moe_ep_bench.analysis.load import CASE, Comparison, Run
 from moe_ep_bench.analysis.render import (
     Table,
     interval,
@@ -27,20 +31,22 @@ from moe_ep_bench.analysis.render import (
     text,
 )
 from moe_ep_bench.analysis.tables import PASS, STEP
+from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.analysis.whole import PASS_PARTS
 from moe_ep_bench.analysis.words import (
     MODEL_CAVEAT,
     OVERSUBSCRIBED,
+    chance_words,
     device_words,
     mode_words,
     modelled_line,
+    origin,
     rest_words,
     scale_words,
 )
 from moe_ep_bench.bench.question import Bounds
+from moe_ep_bench.timing.statistics import Estimate, NoiseFloor, Verdict, estimate_median, judge, paired_ratios
 
-# A model has no noise, but errors larger than this: a modelled pick gains it at least.
-_LEAST_MODELLED_GAIN = 0.02
 # What is no slower than the fastest by more than this is as fast; what it loses decides.
 _AS_FAST = 0.02
 # Shares are sums of float32.
@@ -69,42 +75,51 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
 
     Returns:
         Columns of ``frames.speedups``, and: ``at`` (the traffic, or what else is swept), ``within`` the bounds,
-        ``fits`` the device's memory, ``is_pick``, ``more_gib`` of a rank's memory, and ``limit``, the longest phase or
-        part of a pass.
+        ``fits`` the device's memory, ``pays`` (within the bounds, fits, and faster), ``is_pick``, ``more_gib`` of a
+        rank's memory, and ``limit``, the longest phase or part of a pass. Of a pick ``judged``, its speedup on draws
+        that did not choose it, and ``chosen_by``, how many draws' others choose it; missing where traffic was drawn
+        once.
     """
+    run = over_draws(run)[0]
     rows = speedups(run)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
     rows = rows[rows["speedup_median"].notna() & rows["dropped_share"].notna()]
-    extra = {case.case_id: case.extra_bytes_per_rank for case in run.cases}
+    extra = {key: case.extra_bytes_per_rank for key, case in run.by_key.items()}
     if run.scope == "model":
         parts = rows[[f"mean_rank_{part}_ms" for part in PASS_PARTS]].set_axis(list(PASS_PARTS), axis=1).astype(float)
         limit = parts.fillna(0.0).idxmax(axis=1).where(parts.notna().any(axis=1))
     else:
         limit = rows["breakdown_slowest_phase"]
     fits = {
-        case.case_id: (fit := run.comparisons[case.comparison_id].fit) is None or fit.holds(extra[case.case_id] or 0)
-        for case in run.cases
+        key: (fit := run.comparisons[key[0]].fit) is None or fit.holds(extra_bytes or 0)
+        for key, extra_bytes in extra.items()
     }
+    keys = rows[CASE].apply(tuple, axis=1)
     within = rows["dropped_share"] <= bounds.max_dropped + _ROUNDING
     within &= rows["retained_mass"] >= bounds.min_retained - _ROUNDING
     rows = rows.assign(
         at=[_where(run.comparisons[name]) for name in rows["comparison_id"]],
         within=within,
-        fits=rows["case_id"].map(fits).astype(bool),
-        more_gib=rows["case_id"].map(extra).astype(float) / 2**30,
+        fits=keys.map(fits).astype(bool),
+        more_gib=keys.map(extra).astype(float) / 2**30,
         limit=limit,
         log_speed=np.log(rows["speedup_median"].astype(float)),
     )
-    oversubscribed = [name for name, facts in run.comparisons.items() if facts.oversubscribed]
-    modelled = [name for name, facts in run.comparisons.items() if facts.device is not None]
-    pays = rows["within"] & rows["fits"] & (rows["verdict"] == "faster") & ~rows["comparison_id"].isin(oversubscribed)
-    pays &= ~rows["comparison_id"].isin(modelled) | (rows["speedup_median"].astype(float) >= 1 + _LEAST_MODELLED_GAIN)
-    paying = rows[pays].assign(kept=rows["retained_mass"].clip(upper=1).round(_DIGITS))
-    fastest = paying.groupby("comparison_id")["log_speed"].transform("max")
-    as_fast = paying[paying["log_speed"] >= fastest - np.log1p(_AS_FAST)].sort_values(["kept", "log_speed"])
-    picked = as_fast.reset_index(names="row").groupby("comparison_id")["row"].last()
+    pays = rows["within"] & rows["fits"] & (rows["verdict"] == "faster")
+    rows = rows.assign(
+        pays=pays, kept=rows["retained_mass"].clip(upper=1).round(_DIGITS), judged=np.nan, chosen_by=np.nan
+    )
+    picked = []
+    for name, paying in rows[pays].groupby("comparison_id"):
+        pick = _choice(paying["log_speed"], paying["kept"])
+        if run.comparisons[name].draws > 1:
+            judged, chosen = _judged_elsewhere(run, paying)
+            if _verdict(judged, run.comparisons[name], paying.loc[pick]) != "faster":
+                continue
+            rows.loc[pick, ["judged", "chosen_by"]] = judged.median, chosen.count(pick)
+        picked.append(pick)
     # Labels may be shared, parameters are not.
-    by_candidate = rows.assign(pays=pays).groupby(["policy", "role", "policy_params"], sort=False)
+    by_candidate = rows.groupby(["policy", "role", "policy_params"], sort=False)
     rows = rows.assign(
         is_pick=rows.index.isin(picked),
         num_pays=by_candidate["pays"].transform("sum"),
@@ -113,6 +128,36 @@ def candidates(run: Run, bounds: Bounds) -> pd.DataFrame:
     )
     order = ["num_pays", "log_speed", "candidate"]
     return rows.sort_values(order, ascending=[False, False, True], kind="stable")
+
+
+def _choice(log_speed: pd.Series, kept: pd.Series) -> int:
+    """Of those as fast as the fastest the one that keeps most score mass, of equals the faster: its index."""
+    as_fast = pd.DataFrame({"kept": kept, "log_speed": log_speed})[log_speed >= log_speed.max() - np.log1p(_AS_FAST)]
+    return as_fast.sort_values(["kept", "log_speed"], kind="stable").index[-1]
+
+
+def _judged_elsewhere(run: Run, paying: pd.DataFrame) -> tuple[Estimate, list[int]]:
+    """The speedup, over all draws, of what a draw's others choose of the candidates that pay; and what each chose."""
+    (name,) = paying["comparison_id"].unique()
+    native_us = next(layer_time_us(c) for c in run.cases if (c.comparison_id, c.role) == (name, "baseline"))
+    ratios = {
+        row: paired_ratios(native_us, layer_time_us(run.by_key[name, case_id]))
+        for row, case_id in paying["case_id"].items()
+    }
+    found, chosen = [], []
+    for draw in range(run.comparisons[name].draws):
+        others = {row: one[one.index.get_level_values("launch") != draw].median() for row, one in ratios.items()}
+        chosen.append(_choice(np.log(pd.Series(others)), paying["kept"]))
+        own = ratios[chosen[-1]]
+        found.append(own[own.index.get_level_values("launch") == draw])
+    judged = estimate_median(pd.concat(found))
+    assert judged is not None
+    return judged, chosen
+
+
+def _verdict(speedup: Estimate, facts: Comparison, row: pd.Series) -> Verdict:
+    floor = NoiseFloor(row["floor_low"], row["floor_high"])
+    return judge(speedup, floor, is_modelled=facts.device is not None, is_oversubscribed=facts.oversubscribed)
 
 
 def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out: Sequence[str] = ()) -> str:
@@ -188,14 +233,21 @@ def picks(run: Run, bounds: Bounds) -> pd.DataFrame:
     chosen = candidates(run, bounds)
     chosen = chosen[chosen["is_pick"]].set_index("comparison_id")
     native_ms = speedups(run).query("role == 'baseline'").set_index("comparison_id")["median_ms"]
-    kept = {"label": "native", "speedup_median": 1.0, "dropped_share": 0.0, "retained_mass": 1.0, "more_gib": np.nan}
+    kept = {
+        "label": "native",
+        "speedup_median": 1.0,
+        "judged": np.nan,
+        "dropped_share": 0.0,
+        "retained_mass": 1.0,
+        "more_gib": np.nan,
+    }
     rows = []
     for name, facts in run.comparisons.items():
         pick = chosen.loc[name] if name in chosen.index else kept
         assert facts.rest is not None
         layer_us = 1e3 * native_ms[name]
         share = layer_us / (layer_us + facts.rest.us_per_moe_layer)
-        speedup = float(pick["speedup_median"])
+        speedup = float(pick["speedup_median"] if np.isnan(pick["judged"]) else pick["judged"])
         native, faster = facts.rest.pass_ms(native_ms[name]), facts.rest.pass_ms(native_ms[name] / speedup)
         rows.append(
             {"at": _where(facts), "layer_speedup": speedup, "moe_share": share}
@@ -239,6 +291,7 @@ def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
         f"{100 * bounds.min_retained:g} % of the top-k's score mass kept (more: experts were added), which is no "
         "accuracy; GiB: more memory of a rank, for replicas in all layers; limit: what takes longest"
     )
+    yield from _choice_notes(run, rows)
     yield from _draw_notes(run, rows)
     too_large = rows[~rows["fits"] & (rows["more_gib"] > 0)]
     for name, group in too_large.groupby("comparison_id", sort=False):
@@ -285,6 +338,22 @@ def _native_notes(run: Run, frame: pd.DataFrame) -> Iterator[str]:
         said.append(f"{words} at {_where(run.comparisons[row['comparison_id']])}")
     yield from ([f"native: {'; '.join(said)}"] if said else [])
     yield from dict.fromkeys(rest_words(one) for one in run.comparisons.values() if one.rest is not None)
+
+
+def _choice_notes(run: Run, rows: pd.DataFrame) -> Iterator[str]:
+    """What choosing the best of many does to what is said of it."""
+    yield from chance_words(int(rows["speedup_is_interval"].eq(True).sum()))
+    picks = rows[rows["is_pick"]]
+    judged = picks[picks["judged"].notna()]
+    if len(judged):
+        draws = run.comparisons[judged["comparison_id"].iloc[0]].draws
+        counts = " / ".join(dict.fromkeys(f"{count:.0f} of {draws}" for count in judged["chosen_by"]))
+        yield f"the pick is judged on each draw by what the other draws would choose; {counts} would choose it"
+    elif len(picks) and rows.groupby("comparison_id").size().max() > 1:
+        yield (
+            "the pick is judged by the traffic that chose it, so that its speedup is a little too high: the fastest of "
+            f"{rows.groupby('comparison_id').size().max()} is in part the luckiest"
+        )
 
 
 def _draw_notes(run: Run, rows: pd.DataFrame) -> Iterator[str]:
@@ -390,6 +459,8 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
         if run.comparisons[comparison_id].oversubscribed:
             return f"inconclusive: {OVERSUBSCRIBED}"
         if comparison_id not in picks.index:
+            if rows["pays"][rows["comparison_id"] == comparison_id].any():
+                return "keep native: none is significantly faster on draws that did not choose it"
             return "keep native: no policy within the bounds is significantly faster"
         return f"use {picks.at[comparison_id, 'label']}"
 
@@ -402,7 +473,10 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
             own = picks.loc[names]
             units = _units(natives.loc[names[0]], own.iloc[0], run.scope == "model") if len(names) == 1 else ""
             speedup, dropped, kept = own["speedup_median"], own["dropped_share"].max(), own["retained_mass"].min()
+            is_judged = own["judged"].notna().all()
+            speedup = own["judged"] if is_judged else speedup
             words += f": {speedup.min():.3f}" + (f" to {speedup.max():.3f}" if len(own) > 1 else "") + " x native"
+            words += " on draws that did not choose it" if is_judged else ""
             if "by_draw" in own:
                 least, most, number_of = own["least_draw"].min(), own["most_draw"].max(), own["num_draws"].max()
                 words += f" ({least:.2f} to {most:.2f} over {number_of} draws of the traffic)"
@@ -412,6 +486,6 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
             words += f", {memory:.3g} GiB more on each rank" if memory > 0 else ""
             words += units
         parts.append(f"at {where} {words}")
-    is_modelled = any(facts.device is not None for facts in run.comparisons.values())
-    how = " (modelled)" if is_modelled else " (emulated)" if run.mode == "emulated" else ""
+    origins = {origin(run, facts) for facts in run.comparisons.values()} - {"measured"}
+    how = f" ({', '.join(sorted(origins))})" if origins else ""
     return f"Pick{how}: {'; '.join(parts)}."

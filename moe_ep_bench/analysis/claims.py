@@ -116,7 +116,7 @@ class Claims:
             the paper's; ``unmeasured`` the reason where there is no ``ours``; ``needed_*`` see
             ``papers.needed_skew``; ``moe_speedup_needed`` see ``needed_moe_speedup``; ``peak_at_most`` and
             ``gain_at_most`` see ``papers.claims``. ``primary``: the traffic that was chosen beforehand, the first where
-            none was; ``draws`` that are averaged, with the least and largest of them as ``ours_low`` and ``ours_high``.
+            none was; ``draws`` that were measured and averaged, their least and largest as ``ours_low``, ``ours_high``.
         comparisons: those that were measured, by id; ``wholes`` the same as whole models, empty of layers.
         solved_on: device that was modelled to find needed skews; None without any.
         solved_tokens: tokens a rank for which they were found.
@@ -186,9 +186,11 @@ _NUMBERS = ("paper_low", "paper_high", "ours_low", "ours_high", "difference", *_
 
 
 def _over_draws(frame: pd.DataFrame, claims: dict[int, Claim]) -> pd.DataFrame:
-    """A row per claim and traffic: means over its draws, and which traffic is primary."""
+    """A row per claim and traffic: means over its draws that were measured, and which traffic is primary."""
     merged = []
     for (number, _), draws in frame.groupby(["number", "traffic"], sort=False):
+        measured = draws[draws["ours"].notna()]
+        draws = measured if len(measured) else draws.iloc[:1]
         row = draws.iloc[0].copy()
         row["draws"] = len(draws)
         if len(draws) > 1:

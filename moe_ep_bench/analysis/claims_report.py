@@ -28,7 +28,7 @@ from moe_ep_bench.analysis.style import (
     sheet,
     wrap,
 )
-from moe_ep_bench.analysis.whole import chance_words, extrapolated_words
+from moe_ep_bench.analysis.whole import extrapolated_words, shared_words
 from moe_ep_bench.analysis.words import Footer, hardware_words, mode_words, modelled_line, origins_of, scale_words
 from moe_ep_bench.files import atomic_path, refuse_links_out
 from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS, PHASE_METRICS, PLACEMENTS
@@ -250,7 +250,7 @@ def _traffic_table(claims: Claims) -> Table:
             rows[-1] |= {"share": native_share(whole), "most": whole.most}
             assert one.comparison.whole is not None
             chances += [
-                f"{one.comparison.title}: {words}" for words in chance_words(one.comparison.whole.shared_by_chance)
+                f"{one.comparison.title}: {words}" for words in shared_words(one.comparison.whole.shared_by_chance)
             ]
     columns = [
         text("title", "model and traffic" if claims.is_whole else "layer and traffic"),

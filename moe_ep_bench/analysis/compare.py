@@ -21,16 +21,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.frames import speedups
-from moe_ep_bench.analysis.load import Case, Part, ResultsError, Run, load_times
+from moe_ep_bench.analysis.load import Case, Comparison, Part, ResultsError, Run, load_times
 from moe_ep_bench.analysis.parts import read_jobs
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.timing import layer_time_us
 from moe_ep_bench.analysis.whole import MOE_PHASES, slowest_us
-from moe_ep_bench.analysis.words import MODE_WORDS, warnings_of
+from moe_ep_bench.analysis.words import MODE_WORDS, OVERSUBSCRIBED, warnings_of
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL
 from moe_ep_bench.timing.statistics import (
+    BELOW_MODEL,
     MIN_BATCHES,
     Estimate,
     estimate_change,
@@ -68,7 +70,8 @@ _WEAKENS = ("disturbed machine", "warm-up did not settle", "times drifted", "mor
 # What ``judge`` says of a ratio above the floor, in words for a time and for a speedup.
 _WORDS = {"time": {"faster": "slower", "slower": "faster"}, "speedup": {"faster": "higher", "slower": "lower"}}
 # Verdicts on a time and on a speedup that say the same.
-_AGREE = {("slower", "lower"), ("faster", "higher"), ("no difference", "no difference")}
+_SAME = ("no difference", BELOW_MODEL)
+_AGREE = {("slower", "lower"), ("faster", "higher"), *((one, other) for one in _SAME for other in _SAME)}
 # A share of pairs or score mass that differs by less is rounding.
 _ROUTING_STEP = 5e-4
 _CASE = ["comparison_id", "case_id", "title", "label", "policy", "role"]
@@ -83,8 +86,9 @@ class RunChange:
         cases: a row per common case in reading order: what it is; ``not_compared``, why; how it
             ``routes_differently``; ``time_*`` and ``speedup_*``, the fields of ``changes`` of the layer or the pass.
         changes: a row per case x quantity x of (time or speedup): ``base`` and ``new``, medians (microseconds, or a
-            speedup); ``ratio`` = new / base with its interval; the floor, ratios that noise alone makes; ``verdict``:
-            slower or faster (of a speedup: higher or lower), no difference, or inconclusive; ``why`` it is.
+            speedup); ``ratio`` = new / base with its interval; the floor, ratios that noise alone makes; ``verdict``
+            (``statistics.judge``; a higher or lower speedup in place of a faster or slower time), and ``why`` it is
+            inconclusive.
         only_base, only_new: rows of ``frames.speedups``.
         differences: conditions that differ (``_differences``), with their comparison id.
         warnings: what weakens either run: comparison id and line.
@@ -121,7 +125,7 @@ def compare_directories(
     for key in intended:
         if key not in CHANGEABLE:
             raise UserError(f"--changed: expected some of {', '.join(CHANGEABLE)}; got {key!r}")
-    old, now = runs = [load_times(directory) for directory in (base, new)]
+    old, now = runs = [over_draws(load_times(directory))[0] for directory in (base, new)]
     if old.scope != now.scope:
         raise ResultsError(f"{new}: holds times of a {now.scope}, but {base} of a {old.scope}; expected one scope")
     if old.mode != now.mode:
@@ -192,7 +196,9 @@ def _changes(runs: list[Run], cases: pd.DataFrame, differing: pd.DataFrame, same
         for name in (name for name in old if name in now):
             time, speedup = (
                 {"case_id": case_id, "quantity": name, "of": of}
-                | _change(old[name], now[name], of, forbidding[of].get(comparison_id))
+                | _change(
+                    old[name], now[name], of, runs[1].comparisons[comparison_id], forbidding[of].get(comparison_id)
+                )
                 for of in _WORDS
             )
             rows.append(time)
@@ -238,18 +244,21 @@ def _pairs(native: pd.Series | None, case: pd.Series) -> pd.Series:
     return ratios[ratios > 0]
 
 
-def _change(old: _Timed, now: _Timed, of: str, differing: str | None) -> dict[str, Any]:
+def _change(old: _Timed, now: _Timed, of: str, facts: Comparison, differing: str | None) -> dict[str, Any]:
     """The numbers of one change, its verdict, and why it is inconclusive."""
     base, new = getattr(old, of), getattr(now, of)
     ratio = None if base.empty or new.empty else estimate_change(base, new)
     floor = joint_floor(noise_floor(old.again), noise_floor(now.again)) if old.again and now.again else None
-    verdict, why = judge(ratio, floor), None
+    is_modelled, shared = facts.device is not None, facts.oversubscribed
+    verdict, why = judge(ratio, floor, is_modelled=is_modelled, is_oversubscribed=shared), None
     if differing:
         why = f"conditions differ: {differing}"
     elif verdict == "inconclusive":
         why = "nothing to divide: no common batch, or a time of 0"
         if ratio is not None and not ratio.is_interval:
             why = f"{ratio.num_batches} batches: fewer than {MIN_BATCHES} give no interval"
+        elif shared:
+            why = OVERSUBSCRIBED
         elif ratio is not None and floor is None:
             why = "a run lacks its noise floor"
         elif ratio is not None and floor is not None:
@@ -272,7 +281,7 @@ def _hold_against_native(time: dict[str, Any], speedup: dict[str, Any], native: 
         return
     if native is None or native["ratio"] is None:
         why = "native was not measured in both, so the machine has no control"
-    elif time["verdict"] != "no difference" and native["verdict"] != "no difference":
+    elif time["verdict"] not in _SAME and native["verdict"] not in _SAME:
         why = f"native changed by {percent_change(native['ratio'])}: perhaps the machine, not the case"
     elif native["verdict"] in ("slower", "faster"):
         why = f"native became {native['verdict']} ({percent_change(native['ratio'])}), and this did not"

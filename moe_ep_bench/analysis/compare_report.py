@@ -27,11 +27,12 @@ from moe_ep_bench.analysis.render import (
     render,
     text,
 )
-from moe_ep_bench.analysis.words import hardware_words, mode_words
+from moe_ep_bench.analysis.words import chance_words, hardware_words, mode_words
+from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 # What is measured of a policy, beside controls: these decide ``--fail-over``.
 _JUDGED_ROLES = ("policy", "replication")
-_VERDICTS = ("slower", "faster", "no difference", "inconclusive")
+_VERDICTS = ("slower", "faster", "no difference", BELOW_MODEL, "inconclusive")
 _NOTES = (
     "change: NEW over BASE, median over batches of the ratio of each batch's medians [95 % interval, bootstrapped over "
     "batches]; the two runs shared no moment",
@@ -121,7 +122,9 @@ def _answer(change: RunChange, limit: float | None) -> Iterator[str]:
     """How many of each verdict; under a limit, which cases it stops and which it could not decide on."""
     policies = change.cases[change.cases["role"].isin(_JUDGED_ROLES)]
     counts = policies["time_verdict"].fillna("inconclusive").value_counts()
-    yield f"{len(policies)} policies: " + ", ".join(f"{counts.get(one, 0)} {one}" for one in _VERDICTS)
+    yield f"{len(policies)} policies: " + ", ".join(
+        f"{counts.get(one, 0)} {one}" for one in _VERDICTS if one in counts or one != BELOW_MODEL
+    )
     if limit is not None:
         found = outcomes(change, limit)
         slower, still_open = (", ".join(change.cases["label"][found == name]) for name in ("slower", "open"))
@@ -163,7 +166,7 @@ def _cell(row: Row) -> str:
     """The change of a part, or without its interval of a phase, and the verdict on it."""
     if missing(row["ratio"]):
         return NONE
-    verdict = {"no difference": "", "inconclusive": " ?"}.get(row["verdict"], f" {row['verdict']}")
+    verdict = {"no difference": "", BELOW_MODEL: "", "inconclusive": " ?"}.get(row["verdict"], f" {row['verdict']}")
     return (_percent(row) if row["quantity"] in PARTS else f"{100 * (row['ratio'] - 1):+.1f}") + verdict
 
 
@@ -177,6 +180,8 @@ def _takes(row: Row) -> str:
 def _notes(change: RunChange, comparison_id: str, cases: pd.DataFrame) -> Iterator[str]:
     facts = change.new.comparisons[comparison_id]
     yield from _NOTES
+    judged = cases[cases["role"].isin(_JUDGED_ROLES)]
+    yield from chance_words(int(judged["time_is_interval"].eq(True).sum()))
     if facts.whole is not None:
         yield _MODEL_NOTE
     if facts.device is None and cases["time_num_launches"].max() == 1:

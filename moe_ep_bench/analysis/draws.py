@@ -28,7 +28,8 @@ def over_draws(run: Run) -> tuple[Run, dict[str, str]]:
     members: dict[str, list[str]] = {}
     repeated = {case.comparison_id for case in run.cases if len(case.run_ids) > 1}
     for name, facts in run.comparisons.items():
-        members.setdefault(name if name in repeated else _but_for_the_draw(facts), []).append(name)
+        is_draw = SEED in facts.point and name not in repeated
+        members.setdefault(_but_for_the_draw(facts) if is_draw else name, []).append(name)
     if len(members) == len(run.comparisons):
         return run, {name: name for name in run.comparisons}
     comparisons, conditions = dict(run.comparisons), dict(run.conditions)
@@ -46,7 +47,9 @@ def over_draws(run: Run) -> tuple[Run, dict[str, str]]:
             num_batches += comparisons.pop(name).num_batches
         first = run.comparisons[names[0]]
         point = {key: value for key, value in first.point.items() if key != SEED}
-        comparisons[names[0]] = first.model_copy(update={"point": point, "num_batches": num_batches})
+        comparisons[names[0]] = first.model_copy(
+            update={"point": point, "num_batches": num_batches, "draws": len(names)}
+        )
         if names[0] in run.conditions:
             conditions[names[0]] = said
         cases += [_joined(of_case) for of_case in parts.values()]
@@ -58,8 +61,6 @@ def over_draws(run: Run) -> tuple[Run, dict[str, str]]:
 def _but_for_the_draw(facts: Comparison) -> str:
     """What comparisons that are joined have alike; what a draw achieved may differ, what was asked for may not."""
     point = {key: value for key, value in facts.point.items() if key != SEED}
-    if len(point) == len(facts.point):
-        point[SEED] = "not swept"
     targets = {key: getattr(facts.workload, key) for key in ("kind", "targets", "skew")}
     apart = {"point": True, "workload": True, "whole": {"peak_loads", "shared_by_chance"}}
     return json.dumps([facts.model_dump(mode="json", exclude=apart), point, targets], sort_keys=True)

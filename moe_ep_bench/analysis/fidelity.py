@@ -1,10 +1,10 @@
 """What a policy changes in the routing, which is what its speed is paid with.
 
-Each rank reports its own tokens. A batch is one thing to the model, so ranks are joined first (counts are
-summed, shares of score mass weighted by tokens) and only then batches are averaged. Averaging the ranks'
+Each rank reports its own tokens. A batch is one thing to the model, so ranks are joined first (counts and score
+mass are summed) and only then batches are averaged. Averaging the ranks'
 own peaks would miss the very thing: an expert that is busy on every rank.
 
-Shapes: B = batches, R = EP ranks, E = experts, L = experts of a rank.
+Shapes: B = batches, U = batches, or layers of them, R = EP ranks, E = experts, L = experts of a rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.load import Case, Comparison
+from moe_ep_bench.metrics import mass_kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +24,8 @@ class Fidelity:
 
     Attributes:
         dropped_share: top-k pairs that are not computed, of all top-k pairs.
-        retained_mass: selected score mass over the model's top-k mass; above 1 where a policy adds experts.
+        retained_mass: selected score mass over the model's top-k mass (``metrics.mass_kept``); above 1 where a policy
+            adds experts.
         output_error: |layer - native layer| / |native layer|, worst rank; NaN where it was not taken.
         expert_load, rank_load: pairs per expert and per expert rank over the model's mean, T*K/E and T*K/R: the same
             yardstick for every policy, so that dropping shows as less load.
@@ -49,20 +51,18 @@ def fidelity(case: Case) -> Fidelity | None:
     rows = case.routing
     if rows.empty:
         return None
-    columns = ["num_tokens", "retained_mass_topk", "num_topk_pairs", "num_dropped_pairs", "output_error"]
-    tokens_N, share_N, topk_N, dropped_N, error_N = rows[columns].to_numpy(dtype=float).T
+    by_layer = layers_apart(rows)
+    topk_N, dropped_N, error_N = rows[["num_topk_pairs", "num_dropped_pairs", "output_error"]].to_numpy(dtype=float).T
     batches, batch_N = np.unique(rows["batch"], return_inverse=True)
-    is_known_N = (tokens_N > 0) & ~np.isnan(share_N)  # a rank without tokens has no share of mass
-    counted = topk_N, dropped_N, tokens_N * is_known_N, np.where(is_known_N, tokens_N * share_N, 0)
-    topk_B, dropped_B, known_B, mass_B = (np.bincount(batch_N, values_N) for values_N in counted)
+    topk_B, dropped_B = (np.bincount(batch_N, values_N) for values_N in (topk_N, dropped_N))
+    kept_U = mass_kept(by_layer, by_layer["batch"])
     worst_B = np.full(len(batches), np.nan)
     np.fmax.at(worst_B, batch_N, error_N)
-    by_layer = layers_apart(rows)
-    below = (None, None) if case.frontier is None else _below_frontier(by_layer, case.frontier)
+    below = (None, None) if case.frontier is None else _below_frontier(kept_U, by_layer, case.frontier)
     load_BE, load_BR = _relative_load(by_layer, "load_E"), _relative_load(by_layer, "load_R")
     return Fidelity(
         dropped_share=_mean(dropped_B[topk_B > 0] / topk_B[topk_B > 0]),
-        retained_mass=_mean(mass_B[known_B > 0] / known_B[known_B > 0]),
+        retained_mass=_mean(kept_U[~np.isnan(kept_U)]),
         output_error=_mean(worst_B[~np.isnan(worst_B)]),
         expert_load=load_BE.mean(axis=0),
         rank_load=load_BR.mean(axis=0),
@@ -77,12 +77,10 @@ def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else np.nan
 
 
-def _below_frontier(rows: pd.DataFrame, frontier: pd.DataFrame) -> tuple[float, ...]:
-    """Means over batches of what the frontier keeps beyond the case; scores of every token sum to 1."""
-    mass = rows[["retained_mass_all", "topk_share"]].mul(rows["num_tokens"], axis=0).groupby(rows["batch"]).sum()
-    kept_B = (mass["retained_mass_all"] / mass["topk_share"]).to_numpy()
+def _below_frontier(kept_U: np.ndarray, rows: pd.DataFrame, frontier: pd.DataFrame) -> tuple[float, ...]:
+    """Means over batches, of a whole model over layers of them, of what the frontier keeps beyond the case."""
     most = layers_apart(frontier).sort_values("batch") if "layer" in rows else frontier.sort_values("batch")
-    return tuple(float((most[name].to_numpy() - kept_B).mean()) for name in ("kept_by_load", "kept_by_experts"))
+    return tuple(float((most[name].to_numpy() - kept_U).mean()) for name in ("kept_by_load", "kept_by_experts"))
 
 
 def layers_apart(rows: pd.DataFrame) -> pd.DataFrame:

@@ -19,7 +19,7 @@ from moe_ep_bench.analysis.load import Case, Comparison, Run
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.timing import Rates, layer_time_us
 from moe_ep_bench.analysis.whole import PASS_PARTS, WholeComparison, WholeResult, analyse_whole
-from moe_ep_bench.analysis.words import model_name
+from moe_ep_bench.analysis.words import model_name, origin
 from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
 
 # Roles that have no verdict of their own.
@@ -41,8 +41,8 @@ def speedups(run: Run) -> pd.DataFrame:
     fits the device's memory); ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native
     and ``over_topk_*`` over the policy topk, which runs the same code as the other policies (median, low, high,
     is_interval); ``floor_low``, ``floor_high``, the noise floor; ``verdict``; ``detectable``, the smallest speedup
-    that would be called; the routing's cost (``dropped_share``, ``retained_mass``, ``output_error``) and loads;
-    times by phase group; rates; how steady the times were.
+    that would be called; the routing's cost (``dropped_share``, ``retained_mass``, ``output_error``) and loads, over
+    native's mean (``fullest_expert``, ``fullest_rank``); times by phase group; rates; how steady the times were.
     """
     if run.scope == "model":
         rows = [
@@ -163,7 +163,8 @@ def samples(run: Run, cases: Sequence[Case]) -> pd.DataFrame:
 
 
 def _mode(run: Run, case: Case) -> str:
-    return "modelled" if run.comparisons[case.comparison_id].device is not None else run.mode
+    facts = run.comparisons[case.comparison_id]
+    return run.mode if facts.device is None else origin(run, facts)
 
 
 def _json(value: Any) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.load import Case, Run, is_quality, is_route, is_whole, load_run
 from moe_ep_bench.analysis.parts import ResultsError
 
@@ -79,7 +80,7 @@ def gather(directories: Sequence[Path]) -> Gathered:
         name = next(iter(members))
         run, words = pool(members)
         notes += words
-        found["layers"][f"{name}-and-{len(members) - 1}-more" if len(members) > 1 else name] = run
+        found["layers"][f"{name}-and-{len(members) - 1}-more" if len(members) > 1 else name] = over_draws(run)[0]
     if sum(map(len, found.values())) == 1:
         (kind,) = (kind for kind, of in found.items() if of)
         found[kind] = {"": found[kind].popitem()[1]}
@@ -111,7 +112,8 @@ def _read(kind: str, directory: Path, passed_over: list[str]) -> Any:
         from moe_ep_bench.analysis.route.load import load_route  # it imports torch
 
         return load_route(directory, passed_over)
-    return load_run(directory, passed_over, whole=kind == "models")
+    run = load_run(directory, passed_over, whole=kind == "models")
+    return over_draws(run)[0] if kind == "models" else run
 
 
 def _named(directories: Iterable[Path]) -> dict[str, Path]:
@@ -160,8 +162,10 @@ def pool(runs: dict[str, Run]) -> tuple[Run, list[str]]:
             for case in own:
                 parts.setdefault(case.case_id, []).append(case)
         said[_DIFFERING] += [facts.title] if recorded[original] > 1 else []
-        told_apart = f"{facts.title}, from {', '.join(names)}" if titles[facts.title] > 1 else facts.title
-        comparisons[key] = facts.model_copy(update={"title": told_apart})
+        if titles[facts.title] > 1:
+            apart = ", ".join(names)
+            facts = facts.model_copy(update={"title": f"{facts.title}, from {apart}", "directory": apart})
+        comparisons[key] = facts
         found = [one for name in names for one in runs[name].conditions.get(original, {}).values()]
         conditions[key] = {jobs[one.run_id]: one for one in reversed(found) if one.run_id in jobs}
         cases += [replace(_joined(of_case, jobs), comparison_id=key) for of_case in parts.values()]

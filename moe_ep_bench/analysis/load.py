@@ -52,6 +52,8 @@ from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.schema import LAYER_PHASES, METRICS, PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA
 
 Role = Literal["baseline", "noise", "ceiling", "policy", "replication"]
+# What a case is found by. An id alone may stand for two cases: of directories that recorded one comparison differently.
+CASE = ["comparison_id", "case_id"]
 # Roles that several cases of a comparison may hold; speedups need to know *the* baseline.
 _SHARED_ROLES = ("policy", "replication")
 
@@ -146,7 +148,7 @@ class Comparison(Described):
     world_size: Count
     num_tokens: Count  # of all ranks
     num_batches: Count
-    dtype: Literal["float32", "bfloat16"]
+    dtype: str
     backend: Literal["nccl", "gloo"]
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     num_pieces: Count = 1  # in which a rank's tokens go through the layer (measure.microbatch_tokens)
@@ -167,6 +169,8 @@ class Comparison(Described):
     rest: Rest | None = None  # of a pass, where a layer alone was modelled; None = not stated
     fit: Fit | None = None  # what a rank of a deployment holds; None where it was not estimated
     point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
+    draws: Count = 1  # of its traffic, where several were joined (``draws``)
+    directory: str | None = None  # by which it is told apart from its like of other directories (``gather.pool``)
     workload: Workload
     whole: Whole | None = None  # None = one layer was timed
 
@@ -344,6 +348,11 @@ class Run:
     nccl: str | None = None
     driver: str | None = None  # of the GPUs; likewise
     named: str | None = None  # what figures call it where it stands beside others (``gather``)
+
+    @cached_property
+    def by_key(self) -> dict[tuple[str, str], Case]:
+        """Every case by ``CASE``."""
+        return {(case.comparison_id, case.case_id): case for case in self.cases}
 
 
 def load_run(directory: Path | str, passed_over: list[str] | None = None, *, whole: bool = False) -> Run:

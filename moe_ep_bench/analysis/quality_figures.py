@@ -27,7 +27,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
 from moe_ep_bench.analysis.figures import draw_named
-from moe_ep_bench.analysis.quality_frames import LEAST_SEQUENCES, Quality, half_interval, text_costs
+from moe_ep_bench.analysis.quality_frames import Quality, half_interval, text_costs
 from moe_ep_bench.analysis.quality_orderings import PEAK_LOAD, PER_SHARE, orderings
 from moe_ep_bench.analysis.style import (
     CEILING_LINE,
@@ -44,6 +44,7 @@ from moe_ep_bench.analysis.style import (
     sheet,
     wrap,
 )
+from moe_ep_bench.timing.statistics import MIN_BATCHES
 
 # Inches.
 _WIDTH, _NARROW, _BODY, _COLUMNS = 10.0, 6.5, 3.3, 2
@@ -82,9 +83,9 @@ def fronts_figure(quality: Quality) -> Drawing | None:
         quantity=np.where(
             in_decode,
             "activated experts of a step, mean over layers",
-            "pairs of the fullest rank over a rank's mean without a policy",
+            "pairs of the fullest rank over native's mean",
         ),
-        value=rows["activated_experts"].where(in_decode, rows["fullest_rank_pairs"]),
+        value=rows["activated_experts"].where(in_decode, rows["fullest_rank"]),
     )
     for _, points in rows.groupby(["group", "phase", "policy"]):
         rows.loc[points.index, "on_line"] = is_on_front(points)
@@ -103,7 +104,7 @@ def _over_checkpoints(quality: Quality) -> pd.DataFrame:
     costs = costs.rename(columns={"cross_entropy_added": "cross_entropy_added_nats"})
     by_case = costs[costs["role"] != "baseline"].groupby(["group", "case", "phase"], sort=False)
     found = by_case[["comparison", "checkpoints", "policy", "policy_params", "half_width_nats"]].first()
-    found = found.join(by_case[["activated_experts", "fullest_rank_pairs", "cross_entropy_added_nats"]].mean())
+    found = found.join(by_case[["activated_experts", "fullest_rank", "cross_entropy_added_nats"]].mean())
     over_them = by_case["cross_entropy_added_nats"].agg(half_interval)
     found["half_width_nats"] = found["half_width_nats"].where(found["checkpoints"] == 1, over_them)
     return found[by_case.size() == found["checkpoints"]].reset_index()
@@ -121,12 +122,10 @@ def _costs_figure(title: str, rows: pd.DataFrame) -> Drawing | None:
     columns = min(_COLUMNS, len(panels))
     width = _WIDTH if columns > 1 else _NARROW
     num_rows = -(-len(panels) // columns)
-    over = (
-        "checkpoints where there are several, else over sequences" if (rows["checkpoints"] > 1).any() else "sequences"
-    )
+    over = "checkpoints where there are several, else over batches" if (rows["checkpoints"] > 1).any() else "batches"
     whiskers = f"whiskers: 95 % interval, Student's t over {over}."
     if not np.isfinite(rows["half_width_nats"]).any():
-        whiskers = f"no intervals: fewer than {LEAST_SEQUENCES} sequences."
+        whiskers = f"no intervals: fewer than {MIN_BATCHES} batches."
     figure = sheet(
         title,
         "Cross-entropy added to the unpatched model's on the same sequences, nats per token"
@@ -176,10 +175,10 @@ def orderings_figure(quality: Quality) -> Drawing | None:
         "What the second of a row costs more than the first, in halves of its 95 % interval"
         + ("" if is_narrow() else "; on the right in nats per token, or in what the row speaks of"),
         [
-            "Intervals: Student's t over checkpoints where there are several, else over sequences (of loads: over "
-            "batches). Costs are of this model on this text; routing is that of virtual ranks, and nothing was timed. "
-            "A to B: read off between these two, at as many activated experts as the second has. The orderings in full "
-            "and their sources stand in the table beside this figure."
+            "Intervals: Student's t over checkpoints where there are several, else over batches, whose sequences were "
+            "routed together. Costs are of this model on this text; routing is that of virtual ranks, and nothing was "
+            "timed. A to B: read off between these two, at as many activated experts as the second has. The orderings "
+            "in full and their sources stand in the table beside this figure."
         ],
         legend,
         width=_ROWS_WIDTH,

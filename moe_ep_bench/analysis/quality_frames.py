@@ -1,7 +1,8 @@
 """Read what ``quality`` wrote as frames: what each policy costs on a text, and what it scores on tasks.
 
 Costs are compared with the unpatched model's on the same sequence, scores on the same questions: the text's own
-difficulty drops out. Intervals are Student's t over sequences, from ten of them on. Routing is that of one batch (or
+difficulty drops out. Sequences of one batch were routed together, so that they are not independent of each other:
+intervals of costs are over batches, from ten of them on, as those of times. Routing is that of one batch (or
 step) of one layer first, all ranks together; then the mean over batches, then over layers.
 """
 
@@ -25,12 +26,12 @@ from moe_ep_bench.analysis.parts import Described, ResultsError, check_counts, d
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import TABLES
+from moe_ep_bench.timing.statistics import MIN_BATCHES
 
-LEAST_SEQUENCES = 10
 _OF_A_CHECKPOINT = {"name", "model", "title", "order"}
 _CASE = ["comparison_id", "label", "role", "policy", "policy_params", "phase"]
-_ROUTED = ["dropped_fraction", "retained_mass_topk", "experts_per_token", "activated_experts", "peak_load"]
-_ROUTED += ["rank_peak_load", "num_pairs"]
+_IMBALANCES = {"peak_load": "expert_imbalance", "rank_peak_load": "rank_imbalance"}
+_ROUTED = ["dropped_fraction", "retained_mass_topk", "experts_per_token", "activated_experts", *_IMBALANCES.values()]
 _ROUTING_NEEDS = ("layer", "num_tokens", "load_E", "num_topk_pairs", "num_dropped_pairs")
 _SCORE = ["task", "metric", "filter", "num_fewshot", "num_samples", "value", "stderr"]
 
@@ -176,17 +177,35 @@ def _sound(path: Path, schema: pa.Schema, case_id: str, num_experts: int) -> pa.
     return table
 
 
+def half_over_batches(values: pd.Series) -> float:
+    """Half of the 95 % interval of the mean of values that are indexed by ``batch``; NaN below ten batches.
+
+    Of equal batches it is Student's t over their means. Of unequal ones the mean over sequences, which counts each
+    alike, is the ratio of two sums over batches, and its error that of a ratio estimate (Cochran, Sampling Techniques,
+    1977, section 6.4); a mean of batches' means would count a sequence of a short batch for more.
+    """
+    batches = values.groupby(level="batch").agg(["sum", "count"])
+    number = len(batches)
+    if number < MIN_BATCHES:
+        return math.nan
+    residual = batches["sum"] - values.mean() * batches["count"]
+    error = math.sqrt(number / (number - 1) * (residual**2).sum()) / len(values)
+    return float(stdtrit(number - 1, 0.975)) * error
+
+
 def half_interval(values: pd.Series) -> float:
-    """Half of Student's 95 % interval of a mean; infinite where there is one value."""
+    """Half of Student's 95 % interval of a mean of independent values; infinite where there is one value."""
     if len(values) < 2:
         return math.inf
     return float(stdtrit(len(values) - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
 def costs_by_sequence(quality: Quality, comparison_id: str) -> pd.DataFrame:
-    """A row per sequence; columns (metric, case_id), where ``added`` is what a case adds to native's cross-entropy."""
+    """A row per batch and sequence; columns (metric, case_id), where ``added`` is what a case adds to native's
+    cross-entropy.
+    """
     rows = quality.scores[quality.scores["comparison_id"] == comparison_id]
-    costs = rows.pivot(index="item", columns=["metric", "case_id"], values="value")
+    costs = rows.pivot(index=["batch", "item"], columns=["metric", "case_id"], values="value")
     native = quality.cases.index[quality.cases["comparison_id"] == comparison_id][0]
     added = costs["cross_entropy"].sub(costs["cross_entropy", native], axis=0)
     return costs.join(pd.concat({"added": added}, axis=1))
@@ -201,8 +220,9 @@ def text_costs(quality: Quality) -> pd.DataFrame:
     Columns: what the case is; ``comparison`` and ``checkpoints``, the title and number of those that differ in the
     checkpoint alone, and ``group``, which tells them apart; ``cross_entropy``, ``kl`` (nats per token), ``perplexity``,
     ``agreement``; ``cross_entropy_added`` to the unpatched model's, and ``_half`` its interval (missing below ten
-    sequences); means of the routing; ``text_dropped_fraction`` of the text tokens' own pairs, where tokens have a
-    modality; ``fullest_rank_pairs`` over a rank's mean without a policy.
+    batches); ``num_sequences``, ``num_batches``; means of the routing; ``text_dropped_fraction`` of the text tokens'
+    own pairs, where tokens have a modality; ``fullest_rank``, its pairs over native's mean, and ``expert_imbalance``
+    and ``rank_imbalance``, over the mean of the pairs that are computed.
     """
     frames = [
         _costs_of(quality, comparison_id).assign(
@@ -225,27 +245,29 @@ def _costs_of(quality: Quality, comparison_id: str) -> pd.DataFrame:
     answers = pd.DataFrame(
         {
             "num_sequences": costs["cross_entropy"].count(),
+            "num_batches": costs.index.get_level_values("batch").nunique(),
             "perplexity": np.exp(costs["cross_entropy"].mean()),
             **{name: costs[name].mean() for name in ("cross_entropy", "kl", "agreement")},
             "cross_entropy_added": added.mean(),
-            "cross_entropy_added_half": added.apply(half_interval).where(added.count() >= LEAST_SEQUENCES),
+            "cross_entropy_added_half": added.apply(half_over_batches),
         }
     )
     answers.loc[native, ["cross_entropy_added", "cross_entropy_added_half"]] = math.nan
     phases = dict.fromkeys(cases["phase"].iloc[1:]) or [cases["phase"].iloc[0]]
     keys = [*((native, phase) for phase in phases), *zip(others, cases["phase"].iloc[1:], strict=True)]
-    routing = _routing_means(quality.routing[quality.routing["comparison_id"] == comparison_id], native)
+    routing = _routing_means(quality.routing[quality.routing["comparison_id"] == comparison_id])
     routing = routing.reindex(pd.MultiIndex.from_tuples(keys, names=["case_id", "phase"])).reset_index()
     of_cases = cases.drop(columns="phase").assign(policy_params=cases["policy_params"].map(json.dumps))
     return routing[["case_id"]].join(of_cases, on="case_id").join(answers, on="case_id").join(routing.iloc[:, 1:])
 
 
-def _routing_means(routing: pd.DataFrame, native: str) -> pd.DataFrame:
+def _routing_means(routing: pd.DataFrame) -> pd.DataFrame:
     """Means over batches, then over layers, by case and phase."""
     case = ["case_id", "phase"]
-    by_layer = routing.groupby([*case, "layer"])[_ROUTED].mean()
-    pairs, peaks = (by_layer[name].unstack("case_id") for name in ("num_pairs", "rank_peak_load"))
-    fullest = (peaks * pairs.div(pairs[native], axis=0)).groupby("phase").mean().unstack().rename("fullest_rank_pairs")
+    routing = routing.rename(columns=_IMBALANCES)
+    computed = routing["num_pairs"] / routing["num_topk_pairs"]
+    by_layer = routing.assign(fullest_rank=routing["rank_imbalance"] * computed).groupby([*case, "layer"])
+    by_layer = by_layer[[*_ROUTED, "fullest_rank"]].mean()
     of_text = pd.DataFrame(
         {
             "pairs": routing["num_topk_pairs"] * (1 - routing["num_image_tokens"] / routing["num_tokens"]),
@@ -253,7 +275,7 @@ def _routing_means(routing: pd.DataFrame, native: str) -> pd.DataFrame:
         }
     )
     of_text = of_text.groupby([routing[name] for name in case]).sum(min_count=1)
-    means = by_layer.groupby(case).mean().join(fullest)
+    means = by_layer.groupby(case).mean()
     return means.assign(text_dropped_fraction=of_text["dropped"] / of_text["pairs"])
 
 

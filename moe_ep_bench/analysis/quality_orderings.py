@@ -2,15 +2,16 @@
 
 Papers compare policies by accuracy on their own models; what may carry over to another model is who comes before whom.
 Each ordering names two kinds of cases and what must agree between them. They are compared sequence by sequence (loads
-batch by batch): the mean difference with Student's 95 % interval says that the ordering *holds*, *does not hold*, or
-is *inconclusive* on these sequences. Nothing is said below ten of them.
+batch by batch): the mean difference with its 95 % interval over batches says that the ordering *holds*, *does not
+hold*, or is *inconclusive* on these sequences. Nothing is said below ten batches.
 
 A cost is the cross-entropy that a case adds to the unpatched model's. Where two policies cannot be made to drop
 alike, it is divided by the share of top-k pairs that the case drops, and cases that drop nearly as much are compared;
 where they activate other numbers of experts, the cost at as many is read off between two cases.
 
 Comparisons that differ in the checkpoint alone, seeds of one training say, are put together: before each one's verdict
-stands that over checkpoints, by Student's t over their mean differences.
+stands that over checkpoints, by Student's t over their mean differences; it speaks of this text, however few its
+batches.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.quality_frames import (
-    LEAST_SEQUENCES,
     Quality,
     costs_by_sequence,
     half_interval,
+    half_over_batches,
     text_costs,
 )
 from moe_ep_bench.analysis.render import Row
 from moe_ep_bench.policies import POLICIES
 
-PEAK_LOAD, PER_SHARE = "fullest expert over the mean", "nats per token and share of pairs dropped"
+PEAK_LOAD, PER_SHARE = "fullest expert over native's mean", "nats per token and share of pairs dropped"
 
 
 class Ordering(NamedTuple):
@@ -190,7 +191,8 @@ def orderings(quality: Quality) -> pd.DataFrame:
     """A row per pair of cases that an ordering is about: over all checkpoints, then (``is_overall`` False) for each.
 
     Only pairs that all checkpoints have. ``worse_costs_more`` is that of ``worse``, times ``share``, over ``better``,
-    and ``half_width`` half its 95 % interval, both in ``unit``; ``group`` is that of ``text_costs``.
+    and ``half_width`` half its 95 % interval (missing below ten batches), both in ``unit``; ``group`` is that of
+    ``text_costs``.
     """
     costs = text_costs(quality)
     rows: list[Row] = []
@@ -219,6 +221,7 @@ def orderings(quality: Quality) -> pd.DataFrame:
             half_width=of_several["worse_costs_more"].agg(half_interval),
         )
         frame = pd.concat([overall.reset_index()[list(frame)], frame]).sort_values("pair", kind="stable")
+    frame = frame[frame["half_width"].notna() | ~frame["is_overall"]]
     more, half = frame["worse_costs_more"], frame["half_width"]
     frame["verdict"] = np.select([more > half, more < -half], ["holds", "does not hold"], "inconclusive")
     return frame.drop(columns=["pair", "alike"]).reset_index(drop=True)
@@ -232,7 +235,8 @@ def _pairs(quality: Quality, comparison_id: str, cases: Sequence[Row]) -> Iterat
     """
     added = costs_by_sequence(quality, comparison_id)["added"]
     routing = quality.routing[quality.routing["comparison_id"] == comparison_id]
-    peaks = routing.pivot_table(index="batch", columns=["case_id", "phase"], values="peak_load")
+    routing = routing.assign(load=routing["peak_load"] * routing["num_pairs"] / routing["num_topk_pairs"])
+    peaks = routing.pivot_table(index="batch", columns=["case_id", "phase"], values="load")
 
     def values(case: Row, ordering: Ordering) -> pd.Series:
         """Costs by sequence, or loads by batch."""
@@ -247,7 +251,7 @@ def _pairs(quality: Quality, comparison_id: str, cases: Sequence[Row]) -> Iterat
             for blend in _blends(ordering.at_equal, better, worse):
                 of_better = sum(weight * values(case, ordering) for case, weight in blend)
                 difference = (ordering.share * values(worse, ordering) - of_better).dropna()
-                if len(difference) < LEAST_SEQUENCES:
+                if difference.empty:
                     continue
                 label = " to ".join(short_label(case["label"]) for case, _ in blend)
                 yield {
@@ -258,7 +262,7 @@ def _pairs(quality: Quality, comparison_id: str, cases: Sequence[Row]) -> Iterat
                     "share": ordering.share,
                     "unit": ordering.unit,
                     "worse_costs_more": float(difference.mean()),
-                    "half_width": half_interval(difference),
+                    "half_width": half_over_batches(difference),
                     # What drops or activates as much may be another case in each checkpoint.
                     "alike": label if ordering.at_equal == "fields" else "",
                 }

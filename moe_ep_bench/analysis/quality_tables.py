@@ -8,9 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.quality_frames import LEAST_SEQUENCES, Quality, task_scores, text_costs
+from moe_ep_bench.analysis.quality_frames import Quality, task_scores, text_costs
 from moe_ep_bench.analysis.quality_orderings import orderings, short_label
 from moe_ep_bench.analysis.render import NONE, Column, Table, missing, number, percentage, text
+from moe_ep_bench.analysis.words import chance_words
+from moe_ep_bench.timing.statistics import MIN_BATCHES
 
 _POLICY = Column("policy", lambda row: short_label(row["label"]), is_words=True)
 
@@ -39,7 +41,7 @@ _TEXT = (
     percentage("retained_mass_topk", "mass kept %"),
     number("experts_per_token", "experts/token", "{:.2f}"),
     number("activated_experts", "activated", "{:.1f}"),
-    number("rank_peak_load", "fullest rank", "{:.2f}"),
+    number("fullest_rank", "fullest rank", "{:.2f}"),
 )
 _ORDERING = (
     text("checkpoint"),
@@ -80,15 +82,17 @@ def _text_tables(quality: Quality) -> Iterator[Table]:
     for comparison_id, rows in costs.groupby("comparison_id", sort=False) if len(costs) else ():
         facts = quality.facts[str(comparison_id)]
         has_modality = rows["text_dropped_fraction"].notna().any()
-        interval = f"no interval below {LEAST_SEQUENCES} sequences"
-        if rows["num_sequences"].min() >= LEAST_SEQUENCES:
-            interval = "with its 95 % interval, Student's t over sequences"
+        least = rows["num_batches"].min()
+        interval = "with its 95 % interval, Student's t over batches, whose sequences were routed together"
+        if least < MIN_BATCHES:
+            interval = f"no interval, and no verdict on orderings, below {MIN_BATCHES} batches; got {least:.0f}"
         notes = [
             f"cross-entropy: added to the unpatched model's on the same sequences ({interval})",
             "ppl: perplexity of the text; KL and top-1: of the answers from the unpatched model's",
             "prefill: all tokens of a batch are routed together; decode: those of each position, as in a step of "
             f"{facts['batch_size']} requests",
-            f"activated experts (of {facts['num_experts']}) and the fullest rank: means over these, batches and layers",
+            f"activated experts (of {facts['num_experts']}) and the fullest rank, its pairs over native's mean: means "
+            "over these, batches and layers",
         ]
         if images := facts.get("image_prefix"):
             notes.append(
@@ -110,11 +114,17 @@ def _ordering_tables(quality: Quality) -> Iterator[Table]:
     for (_, comparison), group in frame.groupby(["group", "comparison"], sort=False) if len(frame) else ():
         note = (
             f"orderings on {comparison}: does the first cost less than the second? +-: 95 % interval, Student's t over "
-            "sequences (of loads: over batches), of all checkpoints over their means"
+            "batches, of all checkpoints over their means"
         )
+        by_chance = chance_words(int(group["is_overall"].sum()))
         for words, rows in group.groupby(["ordering", "source", "unit"], sort=False):
             is_last = rows.index[-1] == group.index[-1]
-            yield Table(_named("orderings", rows), _ORDERING, "{} ({}), {}".format(*words), [note] if is_last else [])
+            yield Table(
+                _named("orderings", rows),
+                _ORDERING,
+                "{} ({}), {}".format(*words),
+                [note, *by_chance] if is_last else [],
+            )
 
 
 def _task_tables(quality: Quality) -> Iterator[Table]:
@@ -125,8 +135,8 @@ def _task_tables(quality: Quality) -> Iterator[Table]:
         facts = quality.facts[str(comparison_id)]
         columns = [column for column in _TASK if column.header != "task" or rows["task"].nunique() > 1]
         notes = [
-            "+-: standard errors; of a difference to the unpatched model over the same questions, where the number is "
-            "their mean",
+            "+-: standard errors over questions, of a difference to the unpatched model over the same ones, where the "
+            "number is their mean; that requests of a batch share their routing is not in them",
             f"{facts['batch_size']} requests are routed together, on {facts['num_ranks']} virtual ranks; dropped pairs "
             "and kept mass are of all passes of a task, over all layers; nothing was timed",
         ]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moe_ep_bench.analysis import frames
 from moe_ep_bench.analysis.choice import TYPICAL, IterationChoice
+from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_quality, is_route, load_times
 from moe_ep_bench.analysis.render import PROGRAMS, Table, render, terminal_width
 from moe_ep_bench.analysis.tables import run_tables, run_text
@@ -91,7 +92,7 @@ def text_of(directory: Path) -> str:
         return route_text(directory)
     if is_quality(directory):
         return quality_text(directory)
-    return run_text(load_times(directory), terminal_width())
+    return run_text(over_draws(load_times(directory))[0], terminal_width())
 
 
 def route_text(directory: Path, to: str = "text") -> str:
@@ -112,6 +113,8 @@ def quality_text(directory: Path, to: str = "text") -> str:
 
 def _of_run(run: Run, to: str, names: Sequence[str], choices: Sequence[IterationChoice], samples: bool) -> str:
     """A run's results, samples or trace in one of ``FORMATS`` but text and html."""
+    if to != "perfetto" and not samples:  # which are of one draw each
+        run = over_draws(run)[0]
     frame = frames.speedups(run)
     by_id = {case.case_id: case for case in run.cases}
     chosen = _find_cases(run, [by_id[case_id] for case_id in frame["case_id"]], names)

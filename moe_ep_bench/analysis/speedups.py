@@ -139,7 +139,7 @@ def _analyse_comparison(run: Run, comparison_id: str) -> ComparisonResult:
     floor = None if again is None else noise_floor(again)
     facts, launches = run.comparisons[comparison_id], run.conditions.get(comparison_id, {})
     conditions = tuple(launches[launch] for launch in sorted(launches))
-    results, floor_us = [], probe_floor_us(facts, conditions)
+    results, floor_us, modelled = [], probe_floor_us(facts, conditions), facts.device is not None
     for case in cases:
         times_us, breakdown, speedup = layer_time_us(case), break_down(case, floor_us), speedups[case.case_id]
         is_measured = not times_us.empty
@@ -150,8 +150,10 @@ def _analyse_comparison(run: Run, comparison_id: str) -> ComparisonResult:
                 case=case,
                 layer=layer,
                 speedup=speedup,
-                verdict=judge(speedup, floor),
-                detectable=minimum_detectable_effect(speedup, floor) if speedup and floor else None,
+                verdict=judge(speedup, floor, is_modelled=modelled, is_oversubscribed=facts.oversubscribed),
+                detectable=minimum_detectable_effect(speedup, floor, is_modelled=modelled)
+                if speedup and floor
+                else None,
                 breakdown=breakdown,
                 probe_overhead=breakdown.layer_ms / layer.median_ms - 1 if has_overhead else None,
                 fidelity=fidelity(case),

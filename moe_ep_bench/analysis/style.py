@@ -2,8 +2,9 @@
 
 Colours are those of Okabe and Ito, which most colour-blind readers tell apart; markers, line styles and hatches differ
 too, so that a grey print reads as well. What was taken from the world is *filled* (measured times, recorded scores),
-what stands in for it is *hollow* (emulated, synthetic), what was computed is *dashed* (modelled): in the tags beside a
-title, in the frames of panels, and in marks where one panel holds several origins.
+what stands in for it is *hollow* (emulated, synthetic), what was computed is *dashed* (modelled), what others measured
+is *dotted* (measured elsewhere): in the tags beside a title, in the frames of panels, and in marks where one panel
+holds several origins.
 
 A size (``SIZES``) sets matplotlib's parameters: width, fonts, dots per inch. Matplotlib's layout does the rest.
 Equal input gives equal bytes: no dates, fixed salts, and no settings of the user.
@@ -32,7 +33,8 @@ from matplotlib.font_manager import FontProperties, findfont
 from matplotlib.ft2font import FT2Font, LoadFlags
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from moe_ep_bench.analysis.words import HOW, Origin, tags_of
+from moe_ep_bench.analysis.words import HOW, PARTLY_ELSEWHERE, Origin, tags_of
+from moe_ep_bench.cost_model.tables import MEASURED_ELSEWHERE
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.schema import PHASES, UNACCOUNTED
@@ -50,7 +52,9 @@ NATIVE_FILL, NOISE_FILL = GREY, "#E4E4E4"
 CEILING_LINE = {"color": MUTED, "linestyle": (0, (5, 2)), "linewidth": 1.4}
 NATIVE_LINE = {"color": INK, "linewidth": 1.2, "zorder": 1}
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
-_DASHES = (0, (3, 2))
+_DASHES, _DOTS = (0, (3, 2)), (0, (1, 1))
+# Lines, frames and tags of what was not run here.
+_LINE_OF = {"modelled": _DASHES, PARTLY_ELSEWHERE: _DOTS}
 
 FONT = "DejaVu Sans"  # comes with matplotlib: the same on every machine
 FONT_SIZES = {
@@ -116,11 +120,13 @@ PHASE_LOOKS["policy"] = _look("policy", PHASES["policy"].colour)
 EXTRAPOLATED_LOOK = {"facecolor": "white", "edgecolor": MUTED, "hatch": "++"}
 
 
-def phase_look(group: str, *, modelled: bool) -> dict[str, Any]:
-    """How a group of phases is drawn."""
+def phase_look(group: str, how: str) -> dict[str, Any]:
+    """How a group of phases is drawn that was measured, measured elsewhere or modelled."""
     look = PHASE_LOOKS[group]
-    if not modelled:
+    if how == "measured":
         return look
+    if how == MEASURED_ELSEWHERE:  # Full, as what was measured, with dots on it and round it.
+        return {**look, "edgecolor": INK, "hatch": "..", "linestyle": _DOTS}
     if group == "waiting":
         return {**look, "facecolor": "#FBF7C4", "linestyle": (0, (2, 1))}
     hatch = {"hatch": _MODELLED_HATCHES[group]} if group in _MODELLED_HATCHES else {}
@@ -132,15 +138,15 @@ def mark_look(how: str, colour: str) -> dict[str, Any]:
     """How marks and the line through them are drawn where a panel holds several origins."""
     if how == "measured":
         return {"markerfacecolor": colour, "markeredgecolor": "white", "markeredgewidth": 0.6, "linestyle": "-"}
-    line = _DASHES if how == "modelled" else "-"
+    line = _LINE_OF.get(how, "-")
     return {"markerfacecolor": "white", "markeredgecolor": colour, "markeredgewidth": 1.3, "linestyle": line}
 
 
 def frame(axes: Axes, how: str | None) -> None:
-    """Frame a panel as its origin asks for: open if measured, closed if emulated, closed and dashed if modelled."""
-    if how in ("emulated", "modelled"):
+    """Frame a panel as its origin asks for: open if measured, closed if emulated, dashed or dotted if not run here."""
+    if how in ("emulated", *_LINE_OF):
         for spine in axes.spines.values():
-            spine.set(visible=True, linestyle=_DASHES if how == "modelled" else "-", edgecolor=MUTED)
+            spine.set(visible=True, linestyle=_LINE_OF.get(how, "-"), edgecolor=MUTED)
 
 
 def _tag_look(word: str) -> dict[str, Any]:
@@ -151,7 +157,7 @@ def _tag_look(word: str) -> dict[str, Any]:
         "boxstyle": f"{'round' if is_how else 'square'},pad=0.28",
         "facecolor": face,
         "edgecolor": INK if is_how else MUTED,
-        "linestyle": {"modelled": _DASHES, "routed": (0, (1, 1.5))}.get(word, "-"),
+        "linestyle": {**_LINE_OF, "routed": (0, (1, 1.5))}.get(word, "-"),
     }
     return {"color": ink, "bbox": box}
 

@@ -34,7 +34,8 @@ class Sweep:
     """Comparisons at all values of one key, ascending (words by alphabet), with all other swept keys alike.
 
     Attributes:
-        others: the other swept keys in words, each with its value; empty where one key is swept.
+        others: the other swept keys in words, each with its value, and the directory where the same point stands in
+            several; empty where one key of one directory is swept.
         values: of ``layer.ep_size`` the experts per rank; numbers, or words where not all are numbers.
     """
 
@@ -59,8 +60,9 @@ def sweeps_along(key: str, comparisons: Iterable[ComparisonResult]) -> list[Swee
         point = _point(result.comparison)
         if key in point:
             value = point.pop(key)
-            others = ", ".join(f"{key_words(name)} {value_words(other)}" for name, other in point.items())
-            found.setdefault(others, {}).setdefault(value, result)
+            others = [f"{key_words(name)} {value_words(other)}" for name, other in point.items()]
+            others += [f"from {result.comparison.directory}"] if result.comparison.directory else []
+            found.setdefault(", ".join(others), {}).setdefault(value, result)
     sweeps = []
     for others, by_value in found.items():
         if not all(isinstance(value, float) for value in by_value):

@@ -1,10 +1,10 @@
 """Compare emulated ranks with real ones: how far may the speedups of ``emulate`` be trusted?
 
 Both runs are of one config, on the same batches with the same routing; only the emulated one sets the ranks' runs side
-by side itself and models what moves between them. A speedup of it *agrees* where it lies within the real speedup's
-interval, widened by the real noise floor. An error that all cases share cancels in a speedup, so times and phases stand
-beside each other as well. Of whole models the speedup of the MoE layers alone is judged too, for
-a pass dilutes their error.
+by side itself and models what moves between them. Its speedups are *equivalent* to the real ones, *different* or
+neither by ``statistics.equivalence``: the ratio of both is taken batch by batch, as ``compare`` takes a change from job
+to job. An error that all cases share cancels in a speedup, so times and phases stand beside each other as well. Of
+whole models the speedup of the MoE layers alone is judged too, for a pass dilutes their error.
 
 Two laws of the literature are tried on each run's rows: that latency is linear in the largest load (arXiv 2503.05066,
 Eq. 4), and that throughput is bounded by it (arXiv 2510.03293, Section 3.1: tokens per second ~ 1 / largest load).
@@ -13,7 +13,7 @@ Where ranks wait and where they transfer is decided by moments, so the sum of bo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from moe_ep_bench.analysis.load import Case, Comparison, ResultsError, Run, is_w
 from moe_ep_bench.analysis.parts import read_jobs, read_table
 from moe_ep_bench.analysis.render import Row
 from moe_ep_bench.analysis.timing import GROUPS, MODEL_GROUPS, layer_time_us
+from moe_ep_bench.analysis.whole import moe_time_us
 from moe_ep_bench.analysis.words import OVERSUBSCRIBED
 from moe_ep_bench.results import ALONE_SCHEMA, ValidationDirectory
 from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, MOE_REST, UNACCOUNTED
 from moe_ep_bench.timing.linear import linear_fit
+from moe_ep_bench.timing.statistics import Estimate, equivalence, estimate_change, paired_ratios
 
-# A band whose upper end is more than this over its lower one holds too much to confirm anything.
-MAX_BAND = 1.25
 # What names a case in both runs; ids differ, for they say how it was measured.
 _KEY = ["role", "policy", "policy_params"]
 # Of ``frames.speedups``.
@@ -41,6 +41,7 @@ _COLUMNS = (
     "|dropped_share|retained_mass)$"
 )
 _RUNS = ("real", "emulated")
+_ESTIMATE = ("median", "low", "high", "is_interval")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +50,14 @@ class Validation:
 
     Attributes:
         cases: a row per case: ``comparison`` (its title), ``label``, ``role``, ``unmeasured`` (why there is nothing to
-            compare); ``real_*`` and ``emulated_*``, the columns of ``frames.speedups``; ``allowed_low`` and
-            ``allowed_high``, ``difference`` (emulated over real speedup, minus 1) and ``verdict`` (agrees, differs,
-            inconclusive; none of native, whose speedup is no claim); of whole models the same with ``moe_`` before it,
-            for claims, and ``moe_floor_*``.
+            compare); ``real_*`` and ``emulated_*``, the columns of ``frames.speedups``; ``speedup_ratio_*``, emulated
+            over real speedup with its interval, and ``verdict`` (equivalent, different, inconclusive; none of native,
+            whose speedup is no claim); of whole models the same with ``moe_`` before it, for claims.
         phases: a row per case x time of ``TIMES`` or ``PASS_TIMES``: ``real_ms``, ``emulated_ms``.
         errors: see ``phase_errors``; ``laws``: see ``law_rows``, by ``run``; ``alone``: see ``beside_alone``.
         unsound: by comparison, why its runs may not be compared at all; empty where they may.
         links: where the links are from, in words.
+        margin: by which equivalent speedups differ at most.
     """
 
     files: ValidationDirectory
@@ -69,6 +70,7 @@ class Validation:
     alone: pd.DataFrame
     unsound: dict[str, list[str]]
     links: str
+    margin: float
 
     @property
     def claims(self) -> pd.DataFrame:
@@ -94,7 +96,7 @@ def load_validation(directory: Path) -> Validation:
     """
     files = ValidationDirectory(directory)
     try:
-        pairs, links = files.read_pairs()
+        pairs, links, margin = files.read_pairs()
     except ValueError as error:
         raise ResultsError(str(error)) from None
     real, emulated = runs = [load_run(one, whole=is_whole(files.real)) for one in (files.real, files.emulated)]
@@ -126,10 +128,10 @@ def load_validation(directory: Path) -> Validation:
             laws += [{"comparison_id": name, "run": "measured" if run == "real" else run, **law} for law in found]
         if alone is not None:
             beside.append(beside_alone(of_runs["emulated"], alone).assign(comparison_id=name))
-    judged = _judged(rows, [name for name, reasons in unsound.items() if not reasons])
+    judged = _judged(rows, runs, {name for name, reasons in unsound.items() if reasons}, margin)
     return Validation(
         *(files, real, emulated, judged, pd.DataFrame(phases), pd.concat(errors), pd.DataFrame(laws)),
-        *(pd.concat(beside) if beside else pd.DataFrame(), unsound, links),
+        *(pd.concat(beside) if beside else pd.DataFrame(), unsound, links, margin),
     )
 
 
@@ -158,49 +160,43 @@ def _unmeasured(row: Row) -> str | None:
     return None
 
 
-def _judged(rows: pd.DataFrame, sound: list[str]) -> pd.DataFrame:
-    """The rows with what the real run allows, and verdicts. Comparisons that are not ``sound`` allow nothing."""
-    is_claim = rows["role"].isin(["policy", "ceiling"])
-    is_judged = is_claim & rows["comparison_id"].isin(sound)
-    floors = {"": rows[["real_floor_low", "real_floor_high"]].set_axis(["low", "high"], axis=1)}
+def _judged(rows: pd.DataFrame, runs: list[Run], unsound: set[str], margin: float) -> pd.DataFrame:
+    """The rows with the ratio of both speedups and verdicts; nothing is said of ``unsound`` comparisons."""
+    times: dict[str, Callable[[Case], pd.Series]] = {"": layer_time_us}
     if "real_moe_speedup_median" in rows:
-        again = rows[rows["role"] == "noise"].set_index("comparison_id")
-        ends = again[["real_moe_speedup_low", "real_moe_speedup_high"]].astype(float)
-        widest = rows["comparison_id"].map(pd.concat([ends, 1 / ends], axis=1).max(axis=1))
-        floors["moe_"] = pd.DataFrame({"low": 1 / widest, "high": widest})
-        rows = rows.assign(moe_floor_low=1 / widest, moe_floor_high=widest)
-        rows = rows.assign(**rows.filter(like="_moe_speedup_").where(is_claim))
-    for name, floor in floors.items():
-        speedup = f"{name}speedup"
-        real = rows[[f"real_{speedup}_low", f"real_{speedup}_high"]].astype(float).set_axis(["low", "high"], axis=1)
-        has_band = is_judged & rows[f"real_{speedup}_is_interval"].eq(True)
-        emulated = rows[f"emulated_{speedup}_median"].astype(float)
-        found = agreement(real.where(has_band), floor.astype(float), emulated)
-        difference = (emulated / rows[f"real_{speedup}_median"].astype(float) - 1).where(is_claim)
-        found = found.assign(difference=difference, verdict=found["verdict"].where(is_claim, None))
-        rows = rows.join(found.add_prefix(name))
+        times["moe_"] = moe_time_us
+    is_claim = rows["role"].isin(["policy", "ceiling"])
+    for name, time_us in times.items():
+        ratios = [
+            _ratio(row, runs, time_us) if claim else None
+            for row, claim in zip(rows.to_dict("records"), is_claim, strict=True)
+        ]
+        verdicts = [
+            equivalence(None if comparison_id in unsound else ratio, margin) if claim else None
+            for ratio, comparison_id, claim in zip(ratios, rows["comparison_id"], is_claim, strict=True)
+        ]
+        found = pd.DataFrame(
+            {f"{name}speedup_ratio_{end}": [getattr(ratio, end, None) for ratio in ratios] for end in _ESTIMATE},
+            rows.index,
+        )
+        rows = rows.join(found.astype(dict.fromkeys(found.columns[:3], float)))
+        rows[f"{name}verdict"] = pd.Series(verdicts, rows.index, dtype=object)
+        if name:  # of policies and the ceiling alone
+            rows = rows.assign(**rows.filter(like="_moe_speedup_").where(is_claim))
     return rows
 
 
-def agreement(real: pd.DataFrame, floor: pd.DataFrame, emulated: pd.Series) -> pd.DataFrame:
-    """Whether emulated speedups lie within what the real run allows.
-
-    Args:
-        real: intervals, ``low`` and ``high``; NaN where there is none.
-        floor: the real noise floors likewise.
-        emulated: speedups.
-
-    Returns:
-        allowed_low and allowed_high, the real interval widened by the floor's factors, and a verdict: ``differs``
-        outside of them, however far apart they are; inside ``agrees`` where they are at most a factor of ``MAX_BAND``
-        apart. Wider ones would hold almost anything: ``inconclusive``, as without any of the three.
-    """
-    allowed = real * floor
-    is_inside = (allowed["low"] <= emulated) & (emulated <= allowed["high"])
-    is_unknown = allowed.isna().any(axis=1) | emulated.isna()
-    is_narrow = allowed["high"] / allowed["low"] <= MAX_BAND
-    verdict = np.select([is_unknown, ~is_inside, is_narrow], ["inconclusive", "differs", "agrees"], "inconclusive")
-    return allowed.add_prefix("allowed_").assign(verdict=pd.Series(verdict, allowed.index, dtype=object))
+def _ratio(row: Row, runs: list[Run], time_us: Callable[[Case], pd.Series]) -> Estimate | None:
+    """Emulated over real speedup of one case; None where either has none."""
+    speedups_of = []
+    for name, run in zip(_RUNS, runs, strict=True):
+        comparison_id = row["comparison_id" if name == "real" else f"{name}_comparison_id"]
+        native = next((c for c in run.cases if (c.comparison_id, c.role) == (comparison_id, "baseline")), None)
+        case = run.by_key[comparison_id, row[f"{name}_case_id"]]
+        if native is None or not native.is_ok or not case.is_ok:
+            return None
+        speedups_of.append(paired_ratios(time_us(native), time_us(case)))
+    return None if any(one.empty for one in speedups_of) else estimate_change(*speedups_of)
 
 
 def _unsound(real: Run, emulated: Run, comparison_id: str, pairs: list[tuple[Case, Case]]) -> list[str]:
@@ -308,7 +304,8 @@ def law_rows(cases: Sequence[Case], facts: Comparison) -> Iterator[dict[str, Any
     for law, loads, values in laws:
         x, y = loads.align(values, join="inner")
         if x.nunique() > 2:
-            line = asdict(linear_fit(x.to_numpy(), y.to_numpy()))
+            batch_N = x.index.get_level_values("batch")  # under every case the same
+            line = asdict(linear_fit(x.to_numpy(), y.to_numpy(), cluster_N=batch_N))
             yield {"law": law, **(line if values is not laws[2][2] else {"r2": line["r2"]})}
 
 

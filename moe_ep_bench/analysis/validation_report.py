@@ -15,7 +15,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from moe_ep_bench.analysis.render import (
-    NONE,
     Column,
     Row,
     Table,
@@ -40,7 +39,7 @@ from moe_ep_bench.analysis.style import (
     wrap,
 )
 from moe_ep_bench.analysis.timing import GROUPS
-from moe_ep_bench.analysis.validation import MAX_BAND, QUIET, Validation
+from moe_ep_bench.analysis.validation import QUIET, Validation
 from moe_ep_bench.analysis.words import Footer, Origin, footer_lines, hardware_words, percent, scale_words
 from moe_ep_bench.files import atomic_path, refuse_links_out
 
@@ -63,8 +62,8 @@ assert set(_BARS.values()) == {"attention", "rest", *GROUPS}
 
 _MARK = {"linestyle": "none", "markersize": 7, "markeredgecolor": "white"}
 _VERDICT_LOOKS: dict[str, dict[str, Any]] = {
-    "agrees": {"color": "#009E73", "marker": "o", **_MARK},
-    "differs": {"color": "#D55E00", "marker": "X", **_MARK},
+    "equivalent": {"color": "#009E73", "marker": "o", **_MARK},
+    "different": {"color": "#D55E00", "marker": "X", **_MARK},
     "inconclusive": {"color": MUTED, "marker": "D", **_MARK},
 }
 _REAL_LOOK = {"color": INK, "marker": "|", "markersize": 13, "markeredgewidth": 1.8, "linestyle": "none"}
@@ -107,7 +106,7 @@ def _csv_name(name: str, timed: str) -> str:
 
 
 def validation_text(validation: Validation) -> str:
-    """Tables and notes of every comparison; the last line says how many speedups agree."""
+    """Tables and notes of every comparison; the last line says how many speedups are equivalent."""
     return f"{render(validation_tables(validation), 'text')}\n\n{verdict_line(validation)}"
 
 
@@ -117,34 +116,29 @@ def validation_tables(validation: Validation) -> list[Table]:
 
 
 def verdict_line(validation: Validation) -> str:
-    """``k of n speedups agree within the real run's noise; largest difference x %``; of MoE layers alone the same."""
+    """``k of n speedups are equivalent within m %; largest difference x %``; of MoE layers alone the same."""
     claims, parts = validation.claims, []
     for name, words, of_largest in (
-        ("", "speedups agree within the real run's noise", "; largest difference"),
+        ("", f"speedups are equivalent within {100 * validation.margin:g} %", "; largest difference"),
         ("moe_", "of MoE layers alone", ", largest"),
     ):
         if f"{name}verdict" in claims:
             counts = claims[f"{name}verdict"].value_counts()
-            agreeing = f"{counts.get('agrees', 0)} of {len(claims)}"
+            agreeing = f"{counts.get('equivalent', 0)} of {len(claims)}"
             line = f"{words} {agreeing}" if name else f"{agreeing} {words}"
-            undecided, largest = counts.get("inconclusive", 0), claims[f"{name}difference"].abs().max()
-            line += f" ({undecided} cannot be judged)" if undecided else ""
+            others = [f"{counts[verdict]} {verdict}" for verdict in ("different", "inconclusive") if verdict in counts]
+            line += f" ({', '.join(others)})" if others else ""
+            largest = (claims[f"{name}speedup_ratio_median"] - 1).abs().max()
             parts.append(line + ("" if np.isnan(largest) else f"{of_largest} {100 * largest:.1f} %"))
     return "; ".join(parts)
 
 
 def _speedup_columns(name: str = "") -> list[Column]:
-    """What is measured, what of it is allowed, what is emulated, and the verdict."""
-
-    def allowed(row: Row) -> str:
-        low, high = row[f"{name}allowed_low"], row[f"{name}allowed_high"]
-        return NONE if missing(low) else f"{low:.3f} to {high:.3f}"
-
+    """What is measured, what is emulated, their ratio, and the verdict."""
     return [
         interval(f"real_{name}speedup", "measured speedup"),
-        Column("allowed", allowed),
         interval(f"emulated_{name}speedup", "emulated speedup"),
-        number(f"{name}difference", "difference", lambda share: f"{100 * share:+.1f} %"),
+        interval(f"{name}speedup_ratio", "emulated / measured"),
         text(f"{name}verdict", "verdict"),
     ]
 
@@ -233,15 +227,12 @@ def _notes(validation: Validation, name: str, cases: pd.DataFrame) -> Iterator[s
     yield f"links: {validation.links}"
     yield "waiting and comm: their sum does not depend on when exactly ranks meet; each alone does"
     yield (
-        "allowed: the measured 95 % interval times the measured noise floor; inconclusive where its ends are further "
-        f"apart than a factor of {MAX_BAND:g} and the emulated speedup lies between them"
+        "equivalent: the whole 95 % interval of emulated over measured speedup lies within "
+        f"{100 * validation.margin:g} % (two one-sided tests at 2.5 %); different: all of it lies outside; the ratio "
+        "is taken batch by batch"
     )
     first, floors = cases.iloc[0], []
-    for floor, words in (
-        ("real_floor", "measured"),
-        ("moe_floor", "of MoE layers alone"),
-        ("emulated_floor", "emulated"),
-    ):
+    for floor, words in (("real_floor", "measured"), ("emulated_floor", "emulated")):
         low, high = (first.get(f"{floor}_{end}") for end in ("low", "high"))
         floors += [] if missing(low) else [f"{words} {low:.3f} to {high:.3f}"]
     if floors:
@@ -250,7 +241,7 @@ def _notes(validation: Validation, name: str, cases: pd.DataFrame) -> Iterator[s
 
 
 def validation_figure(validation: Validation) -> Figure | None:
-    """Speedups side by side with what the real run allows, and phases as pairs of bars; None without any speedup."""
+    """Speedups side by side with the margin about the real ones, and phases as pairs of bars; None without any."""
     claims = validation.claims[validation.claims["real_speedup_median"].notna()]
     shown = list(claims["comparison_id"].unique())
     if not shown:
@@ -267,15 +258,16 @@ def validation_figure(validation: Validation) -> Figure | None:
     verdicts = [verdict for verdict in _VERDICT_LOOKS if verdict in set(claims["verdict"])]
     figure = sheet(
         "Emulated ranks held against real ones",
-        f"Left: speedup of the {validation.timed} over native, measured with its 95 % interval; grey: what is allowed. "
-        "Right: mean over ranks; of each pair the upper bar is measured, the lower one emulated.",
+        f"Left: speedup of the {validation.timed} over native, 95 % intervals, the emulated one's of its ratio to the "
+        f"measured one; grey: within {100 * validation.margin:g} % of that. Right: mean over ranks; of each pair "
+        "the upper bar is measured, the lower one emulated.",
         Footer(
             [*footer_lines(validation.real, facts), f"Emulated with links: {validation.links}"],
             [Origin(how, fact.workload.kind) for how in ("measured", "emulated") for fact in facts],
         ),
         [
             ("measured", Line2D([], [], **_REAL_LOOK)),
-            *([("allowed", Patch(facecolor=NOISE_FILL))] if claims["allowed_low"].notna().any() else []),
+            ("margin", Patch(facecolor=NOISE_FILL)),
             *((f"emulated: {verdict}", Line2D([], [], **_VERDICT_LOOKS[verdict])) for verdict in verdicts),
             *((name, Patch(**PHASE_LOOKS[_BARS[name]])) for name in groups),
         ],
@@ -286,7 +278,7 @@ def validation_figure(validation: Validation) -> Figure | None:
     for place, (name, rows) in enumerate(drawn.items()):
         speedups, times = (figure.add_subplot(grid[place, column]) for column in (0, 1))
         panel_title(speedups, validation.real.comparisons[name].title, 5.0)
-        _speedup_dots(speedups, rows)
+        _speedup_dots(speedups, rows, validation.margin)
         if len(phases):
             _phase_pairs(times, phases[phases["comparison_id"] == name], rows, groups)
         for axes, labels in ((speedups, [_row_name(row) for row in rows]), (times, [""] * len(rows))):
@@ -299,19 +291,21 @@ def validation_figure(validation: Validation) -> Figure | None:
     return figure
 
 
-def _speedup_dots(axes: Axes, rows: Sequence[Row]) -> None:
+def _speedup_dots(axes: Axes, rows: Sequence[Row], margin: float) -> None:
     axes.use_sticky_edges = False  # a band that ends at the panel's rim would look cut off
     axes.axvline(1, color=INK, linewidth=1, zorder=1)
     for place, row in enumerate(rows):
         real, emulated = row["real_speedup_median"], row["emulated_speedup_median"]
         if missing(row["verdict"]) or missing(real) or missing(emulated):
             continue
-        low, high = row["allowed_low"], row["allowed_high"]
-        if not missing(low):
-            axes.barh(place, high - low, left=low, height=0.5, color=NOISE_FILL, linewidth=0, zorder=1.5)
-        axes.hlines(place, row["real_speedup_low"], row["real_speedup_high"], color=INK, linewidth=1.4, zorder=2)
-        axes.plot([real], [place], zorder=2.5, **_REAL_LOOK)
-        axes.plot([emulated], [place], zorder=3, **_VERDICT_LOOKS[row["verdict"]])
+        low, high = real / (1 + margin), real * (1 + margin)
+        axes.barh(place, high - low, left=low, height=0.6, color=NOISE_FILL, linewidth=0, zorder=1.5)
+        above, below, look = place - 0.13, place + 0.13, _VERDICT_LOOKS[row["verdict"]]
+        axes.hlines(above, row["real_speedup_low"], row["real_speedup_high"], color=INK, linewidth=1.4, zorder=2)
+        axes.plot([real], [above], zorder=2.5, **_REAL_LOOK)
+        ends = [emulated * row[f"speedup_ratio_{end}"] / row["speedup_ratio_median"] for end in ("low", "high")]
+        axes.hlines(below, *ends, color=look["color"], linewidth=1.4, zorder=2.8)
+        axes.plot([emulated], [below], zorder=3, **look)
 
 
 def _row_name(row: Row) -> str:

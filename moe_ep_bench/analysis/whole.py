@@ -22,7 +22,15 @@ from moe_ep_bench.analysis.load import Case, Run
 from moe_ep_bench.analysis.parts import PHASE_AXIS
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult, analyse
 from moe_ep_bench.analysis.timing import GROUPS, MODEL_GROUPS
-from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERLAP, part_words, spread_words, workload_words
+from moe_ep_bench.analysis.words import (
+    MODEL_CAVEAT,
+    OVERLAP,
+    chance_words,
+    num_verdicts,
+    part_words,
+    spread_words,
+    workload_words,
+)
 from moe_ep_bench.schema import LAYER_PHASES, MOE_REST, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing.statistics import Estimate, estimate_median, paired_ratios
 from moe_ep_bench.workload.formatting import tokens_words
@@ -213,12 +221,13 @@ def whole_notes(one: WholeComparison) -> list[str]:
         workload_words(facts),
         f"MoE layers: {len(whole.moe_layers)}, each with scores of its own: fullest expert {min(whole.peak_loads):.2f} "
         f"to {max(whole.peak_loads):.2f} x mean",
-        *chance_words(whole.shared_by_chance),
+        *shared_words(whole.shared_by_chance),
         f"attention: {whole.attention}{kernels and f' ({kernels} kernel)'}, data-parallel; experts: "
         f"{part_words(facts.experts)}; permutation: {part_words(facts.permute)}",
         f"a pass is {run}",
         "end to end: slowest rank's pass, native over case, median of pairs " + spread_words(one.comparison),
     ]
+    notes += chance_words(num_verdicts(one.comparison))
     if facts.cuda_graph is not None:
         notes.append(f"replayed from CUDA graphs, which hold {facts.cuda_graph}")
     if facts.shared_expert_overlap:
@@ -236,7 +245,7 @@ def whole_notes(one: WholeComparison) -> list[str]:
     return [*notes, cut] if cut else notes
 
 
-def chance_words(shared: list[float]) -> list[str]:
+def shared_words(shared: list[float]) -> list[str]:
     """That layers have not the neighbours that were asked for; nothing where all have."""
     if not shared:
         return []

@@ -23,12 +23,13 @@ from moe_ep_bench.analysis.render import milliseconds as milliseconds
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.timing import probe_floor_us
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.tables import DEEPEP_WORDS, MEASURED_ELSEWHERE
 from moe_ep_bench.cost_model.transport import exchange_words
 from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import load_of_others, replicate, stacking_words
 from moe_ep_bench.policies.waits import waits_words
-from moe_ep_bench.timing.statistics import MIN_BATCHES
+from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
 MODE_WORDS = {
     "run": "measured",
@@ -36,6 +37,7 @@ MODE_WORDS = {
     "route": "routing only (nothing was timed)",
 }
 MODELLED = "modelled (nothing was run)"
+ELSEWHERE = "partly measured elsewhere, the rest modelled (nothing was run)"
 MODEL_CAVEAT = "Intervals are of traffic only: what the model leaves out, or has wrong, is in none of them."
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
 OVERLAP = (
@@ -44,7 +46,8 @@ OVERLAP = (
 NOT_FUSED = "permutation is not fused: phase shares are not to be set beside a paper's"
 
 # How times came about, and where router scores were taken from: the tags of a figure, in the words of ``marks``.
-HOW = ("measured", "emulated", "modelled", "routed")
+PARTLY_ELSEWHERE = "partly measured elsewhere"
+HOW = ("measured", "emulated", PARTLY_ELSEWHERE, "modelled", "routed")
 WORKLOADS = ("recorded", "synthetic")
 
 
@@ -71,10 +74,17 @@ def tags_of(origins: Iterable[Origin]) -> list[str]:
 
 
 def origin(run: Run, facts: Comparison) -> str:
-    """How a comparison's times came about: measured, emulated or modelled; routed where there are none."""
+    """How a comparison's times came about: one of ``HOW``; routed where there are none."""
     if facts.device is not None:
-        return "modelled"
+        return PARTLY_ELSEWHERE if is_elsewhere(facts) else "modelled"
     return {"run": "measured", "emulated": "emulated", "route": "routed"}[run.mode]
+
+
+def is_elsewhere(facts: Comparison) -> bool:
+    """Whether others measured the experts or the links of a device that is not here."""
+    return facts.device is not None and any(
+        f"{MEASURED_ELSEWHERE} (" in (one or "") for one in (facts.device, facts.links)
+    )
 
 
 def origins_of(run: Run, comparisons: Sequence[Comparison]) -> list[Origin]:
@@ -108,7 +118,9 @@ def _said_once(values: Sequence[str]) -> str:
 
 def mode_words(run: Run, comparison: Comparison) -> str:
     """How the numbers came about."""
-    words = MODELLED if comparison.device is not None else MODE_WORDS[run.mode]
+    words = MODE_WORDS[run.mode]
+    if comparison.device is not None:
+        words = ELSEWHERE if is_elsewhere(comparison) else MODELLED
     if comparison.device is None and comparison.backend == "gloo" and _links_name(comparison) in Links.names():
         words += f", MIXED MACHINES: experts of this CPU ({scale_words(comparison.scale)}) behind links of GPUs"
     return f"whole models, {words}" if run.scope == "model" else words
@@ -117,8 +129,13 @@ def mode_words(run: Run, comparison: Comparison) -> str:
 def modelled_line(run: Run) -> str:
     """The first line of an answer whose links are modelled: what is sent and how; empty where nothing is modelled."""
     facts = [one for one in run.comparisons.values() if one.links is not None]
-    sent = dict.fromkeys(exchange_words(one.dtype, one.transport, one.dispatch_dtype) for one in facts)
+    sent = dict.fromkeys(
+        exchange_words(one.dtype, one.transport, one.dispatch_dtype, by_deepep=DEEPEP_WORDS in (one.links or ""))
+        for one in facts
+    )
     what = "Modelled" if any(one.device is not None for one in facts) else "Modelled links"
+    if any(map(is_elsewhere, facts)):
+        what = f"{what}, {PARTLY_ELSEWHERE}"
     return f"{what}: {' / '.join(sent)}." if sent else ""
 
 
@@ -189,9 +206,16 @@ def count_words(run: Run) -> str:
     return f"{len(run.cases)} cases: {counts['ok']} measured, {num_lost} not" + (f" ({lost})" if lost else "")
 
 
-def is_modelled_phase(run: Run, comparison: Comparison, group: str) -> bool:
-    """Whether a group of phases was computed: of a modelled device all, of emulated ranks what moves between them."""
-    return comparison.device is not None or (run.mode == "emulated" and group == "comm")
+def phase_origin(run: Run, comparison: Comparison, group: str) -> str:
+    """How a group of phases came about: measured, measured elsewhere or modelled.
+
+    Of a device that is not here all is modelled but what a table holds; of emulated ranks what moves between them.
+    """
+    words = comparison.links if group == "comm" else comparison.device if group == "experts" else None
+    if words is not None and f"{MEASURED_ELSEWHERE} (" in words:
+        return MEASURED_ELSEWHERE
+    modelled = comparison.device is not None or (run.mode == "emulated" and group == "comm")
+    return "modelled" if modelled else "measured"
 
 
 def interval_words(is_interval: Sequence[bool], mark: str = "Whiskers") -> str:
@@ -237,13 +261,14 @@ _NOTES = {
     "pieces": "a rank's tokens are routed at once and go through the rest of the layer in {} pieces",
     "graph": "replayed from CUDA graphs, which hold {}",
     "overlap": OVERLAP,
-    "load": "imbalance under native: fullest expert {0.fullest_expert:.2f} x mean, fullest rank {0.fullest_rank:.2f} x "
-    "mean of what valid tokens select",
+    "load": "load under native: fullest expert {0.fullest_expert:.2f} x mean, fullest rank {0.fullest_rank:.2f} x mean "
+    "of what valid tokens select",
     "padding": "padding: native spends {:.1f} % of its pairs on padding",
     "has_padding": READING,
     "spread": "speedup: slowest rank's layer time, native over case, median of pairs {}",
     "floor": "noise floor: {0.low:.3f} to {0.high:.3f}, by which native run twice differs from itself",
     "detectable": "smallest speedup that would be called (power 80 %): {}",
+    "chance": "{}",
     "ceiling": "ceiling: native on perfectly balanced scores; what balance alone could buy, no policy",
     "warm_up": "warm-up: {} rounds over all batches and cases, by launch",
     "drift": "native over the run: drift {:+.1f} % (pairs cancel it), {:.1f} % of its iterations far out, the worst "
@@ -310,6 +335,7 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
         "has_padding": facts.workload.padding,
         "spread": spread_words(comparison),
         "detectable": " to ".join(f"{effects[label]:.3f} ({label})" for label in ends),
+        "chance": "; ".join(chance_words(num_verdicts(comparison))),
         "ceiling": comparison.of_role("ceiling"),
         "probes": _worst({r: r.probe_overhead for r in results}),
         "frontier": any(r.case.frontier is not None for r in comparison.policies),
@@ -360,9 +386,28 @@ def spread_words(comparison: ComparisonResult) -> str:
     """What stands beside a speedup: its interval, or the ends of its samples."""
     if comparison.comparison.num_batches < MIN_BATCHES:
         return f"(min..max: fewer than {MIN_BATCHES} batches give no interval, and so no verdict)"
-    num_launches = len(comparison.conditions)
+    num_launches, draws = len(comparison.conditions), comparison.comparison.draws
     launches = f", and Student's t over {num_launches} launches" if num_launches > 1 else ", of this launch only"
+    if draws > 1:
+        launches = f", and Student's t over {draws} draws of the traffic"
     return f"[95 % interval, bootstrapped over batches, then iterations{launches}]"
+
+
+def num_verdicts(comparison: ComparisonResult) -> int:
+    """How many cases of a comparison are held against its noise floor."""
+    judged = [r for r in comparison.results if r.case.role not in ("baseline", "noise")]
+    return sum(r.speedup is not None and r.speedup.is_interval for r in judged) if comparison.floor else 0
+
+
+def chance_words(number: int) -> list[str]:
+    """How many of many verdicts chance alone would give; nothing of a single one."""
+    alpha = 1 - LEVEL
+    if number < 2:
+        return []
+    return [
+        f"of {number} verdicts up to {number * alpha:.1f} would be called by chance alone, if nothing differed: "
+        f"{number} x {100 * alpha:.0f} %"
+    ]
 
 
 def extra_memory_words(result: CaseResult) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.config import Experiment, SyntheticConfig
-from moe_ep_bench.cost_model.devices import VALUE_BYTES
+from moe_ep_bench.cost_model.devices import RUN_DTYPES, VALUE_BYTES
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import free_memory_bytes
@@ -129,6 +129,13 @@ def check_baseline(experiment: Experiment, ep_size: int) -> None:
     grouped = model.num_groups is not None and is_softmax and model.normalize
     expected = "normalize false or no groups, for Megatron-Core compares groups by logits where weights are normalised"
     _refuse(grouped, name, expected, f"{model.num_groups} groups")
+
+
+def check_dtype(experiment: Experiment) -> None:
+    """Refuse values of fewer bits where a layer is run: only tables have their times."""
+    dtype = experiment.layer.dtype
+    allowed = f"{' or '.join(RUN_DTYPES)} where nothing stands for the device; others with emulate.device: table:..."
+    _refuse(dtype not in RUN_DTYPES, "layer.dtype", allowed, dtype)
 
 
 def check_padding(padding: int, tokens_BR: NDArray[np.int64]) -> None:

@@ -15,7 +15,7 @@ from moe_ep_bench.bench import words
 from moe_ep_bench.bench.plan import MODELLED, ROUTING, Comparison
 from moe_ep_bench.bench.rest import rest_of
 from moe_ep_bench.config import Experiment
-from moe_ep_bench.cost_model.devices import VALUE_BYTES
+from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
@@ -187,7 +187,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
             "group": comparison.alike_but_for("layer"),
             "family": comparison.alike_but_for("layer", "num_tokens", "num_batches"),
             "placement": {"name": placement.name, "shares": shares},
-            "bytes_per_pair": model.hidden_size * VALUE_BYTES[experiment.layer.dtype],
+            "bytes_per_pair": int(model.hidden_size * PRECISIONS[experiment.layer.dtype].sent_bytes),
             "layer_weights": experiment.route.layer_weights,
             "image_share": experiment.route.image_share,
         }

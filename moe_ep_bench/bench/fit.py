@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from moe_ep_bench.config import Experiment, SyntheticConfig
-from moe_ep_bench.cost_model.devices import VALUE_BYTES
+from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.models.memory import Fit, footprint
 
 
@@ -20,7 +20,8 @@ def fit_on(experiment: Experiment, ep_size: int, device: str, device_bytes: floa
     A batch's tokens are in the cache; at decode so are ``whole.context_length`` tokens of each request before them.
     """
     model, workload = experiment.model.spec(), experiment.workload
-    value_bytes = VALUE_BYTES[experiment.layer.dtype]
+    precision = PRECISIONS[experiment.layer.dtype]
+    value_bytes = {"expert_value_bytes": precision.weight_bytes, "value_bytes": precision.hidden_bytes}
     is_step = isinstance(workload, SyntheticConfig) or workload.arrangement == "decode"
     of_request = workload.sequence_length if isinstance(workload, SyntheticConfig) else workload.tokens_per_request
 
@@ -29,7 +30,7 @@ def fit_on(experiment: Experiment, ep_size: int, device: str, device_bytes: floa
         context = -(-tokens // of_request) * experiment.whole.context_length if is_step else 0
         peak_load = getattr(workload, "peak_load", None)
         how: dict[str, Any] = {"num_tokens": tokens, "cached_tokens": tokens + context, "peak_load": peak_load}
-        parts = footprint(model, size, value_bytes=value_bytes, **how)
+        parts = footprint(model, size, **value_bytes, **how)
         facts = {"device": device, "device_bytes": device_bytes, "dtype": experiment.layer.dtype, "ep_size": size}
         return Fit(**facts, **parts, is_whole=model.other_parameters() is not None)
 

@@ -30,8 +30,16 @@ from moe_ep_bench.bench import checks, words
 from moe_ep_bench.bench.fit import default_ep_size, fit_on
 from moe_ep_bench.bench.subjects import SUBJECTS, LayerSubject, ep_size_on
 from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
-from moe_ep_bench.cost_model.devices import VALUE_BYTES, Device, device_of_gpu, modelled_experts, takes_decode
+from moe_ep_bench.cost_model.devices import (
+    PRECISIONS,
+    VALUE_BYTES,
+    Device,
+    device_of_gpu,
+    modelled_experts,
+    takes_decode,
+)
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.table_devices import load_device, load_links
 from moe_ep_bench.cost_model.transport import Exchange
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
@@ -189,6 +197,14 @@ class Comparison:
         assert world_size is not None
         ep_size = ep_size_on(experiment, world_size)
         checks.check_ranks(experiment, world_size, ep_size)
+        if backend in (RANKS, VIRTUAL):
+            checks.check_dtype(experiment)
+        if links is not None:
+            with naming("emulate.links"):
+                links = links.for_layer(experiment.model.spec(), ep_size, experiment.layer.dtype)
+        if device is not None:
+            with naming("emulate.device"):
+                device = device.for_layer(experiment.model.spec(), ep_size, experiment.layer.dtype)
         if backend != ROUTING:
             checks.check_baseline(experiment, ep_size)
             checks.check_pieces(experiment)
@@ -251,7 +267,7 @@ class Comparison:
     def exchange(self) -> Exchange:
         """How rows travel between virtual ranks."""
         experiment, model = self.experiment, self.model
-        sizes = model.hidden_size, model.top_k, VALUE_BYTES[experiment.layer.dtype]
+        sizes = model.hidden_size, model.top_k, PRECISIONS[experiment.layer.dtype]
         return Exchange(*sizes, experiment.emulate.transport, experiment.emulate.dispatch_dtype)
 
     # ---- cases and ids -----------------------------------------------------------------------------------------------
@@ -402,7 +418,8 @@ class Comparison:
     def describe_device(self) -> str:
         """What stands for each rank, where that is modelled."""
         assert self.device is not None
-        return self.device.describe(self.parts.experts, whole=self.subject.name == "model")
+        whole, num_tokens = self.subject.name == "model", self.subject.num_tokens
+        return self.device.describe(self.parts.experts, whole=whole, num_tokens=num_tokens)
 
     # ---- how much ----------------------------------------------------------------------------------------------------
 
@@ -501,7 +518,7 @@ class Comparison:
         if case.replication is None:
             return None
         replicas = self.replicate(case.replication, np.ones(self.model.num_experts))
-        return replicas.extra_bytes_per_rank(self.model, VALUE_BYTES[self.experiment.layer.dtype])
+        return replicas.extra_bytes_per_rank(self.model, PRECISIONS[self.experiment.layer.dtype].weight_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -617,9 +634,9 @@ def _load_models(experiment: Experiment) -> tuple[Links, Device | None]:
     config = experiment.emulate
     assert config.links is not None
     with naming("emulate.links"):
-        links = Links.load(config.links).scaled(config.bandwidth_scale)
+        links = load_links(config.links).scaled(config.bandwidth_scale)
     with naming("emulate.device", f"; {MEASURED} is the device that is here"):
-        return links, None if config.device == MEASURED else Device.load(config.device)
+        return links, None if config.device == MEASURED else load_device(config.device)
 
 
 def _parts(experiment: Experiment, backend: str, world_size: int, on_cpu: bool, modelled: Device | None) -> Parts:

@@ -17,8 +17,7 @@ import yaml
 
 from moe_ep_bench.bench.fit import default_ep_size, fit_on
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig, experiments_of, read_config
-from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device, load_links
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
@@ -30,9 +29,6 @@ from moe_ep_bench.workload.skews import PATTERNS
 MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
 PEAK_LOADS = (1.2, 2.0, 4.0)
 DEVICE = "h100-sxm"
-# Inside a node of 8 ranks, and beyond it.
-_LINKS = {"a100-sxm-80gb": ("a100-nvlink3", "a100-nvlink3-hdr"), "h20": ("h20-nvlink4", "h20-nvlink4-ndr")}
-_H100_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")
 _NODE = 8
 # With fewer batches there are no intervals (``timing.statistics.MIN_BATCHES``).
 _BATCHES = 10
@@ -140,7 +136,7 @@ class Question:
         """Why the model does not fit the device on so many ranks, a line each; nothing where it does."""
         found = []
         for one in self.experiments:
-            device = Device.load(one.emulate.device)
+            device = load_device(one.emulate.device)
             ep_size = one.layer.ep_size or default_ep_size(one.model.spec().num_experts)
             found.append(fit_on(one, ep_size, device.name, device.memory_gb * 1e9).words)
         return tuple(dict.fromkeys(filter(None, found)))
@@ -235,7 +231,7 @@ def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
     with naming("--links, --ep" if options.config is None else f"{where}: emulate.links, layer.ep_size"):
         for one in experiments:
             ep_size = one.layer.ep_size or default_ep_size(one.model.spec().num_experts)
-            Links.load(one.emulate.links or "").all_gather_us(0, ep_size)
+            load_links(one.emulate.links or "").all_gather_us(0, ep_size)
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
     out = options.out or Path("results", name)
     if decode and options.context is None:
@@ -281,7 +277,7 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
         else:
             sweep["workload.peak_load"] = peak_loads(model, tokens)
     raw = {"name": "advise", "model": model_keys, "workload": workload}
-    return {**raw, "layer": {"dtype": "bfloat16", "ep_size": ep}}, sweep, assumed
+    return {**raw, "layer": {"dtype": dtype_of(options.device), "ep_size": ep}}, sweep, assumed
 
 
 def peak_loads(model: ModelSpec, num_tokens: int) -> list[float | None]:
@@ -341,10 +337,10 @@ def _with_links(
 ) -> dict[str, Any]:
     """The config's section ``emulate`` with a device and links, those of an H100 by default."""
     found = dict(raw.get("emulate") or {})
-    for key, given, kind in (("device", options.device, Device), ("links", options.links, Links)):
+    for key, given, load in (("device", options.device, load_device), ("links", options.links, load_links)):
         if given is not None:
             with naming(f"--{key}"):
-                kind.load(given)
+                load(given)
             found[key] = str(Path(given).absolute()) if given.endswith(".yaml") else given
             sweep.pop(f"emulate.{key}", None)
     for key in _SENT:
@@ -360,7 +356,7 @@ def _with_links(
     if found.get("links") is None and "emulate.links" not in sweep:
         sizes = [*sweep.get("layer.ep_size", []), (raw.get("layer") or {}).get("ep_size")]
         beyond_node = max(size or _NODE for size in sizes) > _NODE
-        found["links"] = _LINKS.get(found.get("device", DEVICE), _H100_LINKS)[beyond_node]
+        found["links"] = default_links(found.get("device", DEVICE), beyond_node=beyond_node)
         assumed.append(f"links {found['links']}")
     return found
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.bench.traffic import CaseRouter, Share, Traffic, chunks_of
-from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.devices import VALUE_BYTES, Device
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.cost_model.timeline import Leg, legs_of
 from moe_ep_bench.cost_model.whole_model import PassWork, pass_segments
@@ -71,15 +71,21 @@ class ModelledRanks:
         """See ``cost_model.layer`` and ``cost_model.whole_model``; the same whenever it is asked."""
         comparison, subject = self.comparison, self.comparison.subject
         layers = {
-            layer: RankWork(one.num_tokens_R[rank], int(one.counts_CRP[:, rank].sum()), one.received(rank).sum(0))
+            layer: RankWork(
+                one.num_tokens_R[rank],
+                int(one.counts_CRP[:, rank].sum()),
+                one.received(rank).sum(0),
+                int(sum(one.num_tokens_R)),
+            )
             for layer, one in traffic.layers.items()
         }
         how: dict[str, Any] = {
             "by_policy": router.case.policy is not None,
             "batch_wide": traffic.is_batch_wide,
             "alone": comparison.ep_size == 1,
-            "bytes_per_value": DTYPES[comparison.experiment.layer.dtype].itemsize,
+            "bytes_per_value": VALUE_BYTES[comparison.experiment.layer.dtype],
             "experts": comparison.parts.experts,
+            "dtype": comparison.experiment.layer.dtype,
         }
         if traffic.lengths_R is None:
             return RankTime(*legs_of(layer_segments(self.device, comparison.model, layers[None], **how)))

@@ -42,7 +42,7 @@ from moe_ep_bench.layer.experts import DTYPES, seeded_generator
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import initialize_expert_parallel
 from moe_ep_bench.layer.virtual import VirtualRanks
-from moe_ep_bench.results import ALONE_SCHEMA, RunDirectory, ValidationDirectory
+from moe_ep_bench.results import ALONE_SCHEMA, EQUIVALENCE_MARGIN, RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.errors import complain
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
@@ -63,8 +63,18 @@ class _FailedStepError(Exception):
     """A step ended with a status, and without what the next ones need."""
 
 
-def validate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, *, force: bool = False) -> int:
+def validate(
+    config: Path,
+    out: Path,
+    overrides: Sequence[str],
+    num_ranks: int,
+    *,
+    force: bool = False,
+    margin: float = EQUIVALENCE_MARGIN,
+) -> int:
     """Measure on ``num_ranks`` real ranks and emulate as many; return the exit status.
+
+    ``margin`` is by how much speedups may differ and be equivalent; ``analysis.validation`` reads it.
 
     That is ``OK`` where both runs measured all cases, whatever the verdict; ``CASES_FAILED`` where some could not be;
     else the status of the step that failed.
@@ -77,14 +87,14 @@ def validate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, 
     refuse_links_out(out)
     _check_directory(files, num_ranks, _given_links(real), force=force)
     try:
-        return _validate(real, files, num_ranks, force=force)
+        return _validate(real, files, num_ranks, force=force, margin=margin)
     except _FailedStepError as failure:
         step, status = failure.args
         print(f"moe-ep-bench: validate: {step} failed with exit status {status}; nothing was compared", file=sys.stderr)
         return status
 
 
-def _validate(real: Plan, files: ValidationDirectory, num_ranks: int, *, force: bool) -> int:
+def _validate(real: Plan, files: ValidationDirectory, num_ranks: int, *, force: bool, margin: float) -> int:
     for report in (files.pairs, files.text, files.cases_table, files.phases_table):
         report.unlink(missing_ok=True)  # of runs that may be about to change
     given, layers = _given_links(real), real[0].subject.name == "layer"
@@ -102,7 +112,7 @@ def _validate(real: Plan, files: ValidationDirectory, num_ranks: int, *, force: 
         _step("timing the experts alone", _in_place_of_a_rank, num_ranks, time_experts_alone, *arguments)
     pairs = [(one.comparison_id, other.comparison_id) for one, other in zip(real, emulated, strict=True)]
     source = "calibrated on these ranks" if given is None else f"given as emulate.links {Path(given).name}"
-    files.write_pairs(pairs, f"{source}, {Links.load(links).describe()}")
+    files.write_pairs(pairs, f"{source}, {Links.load(links).describe()}", margin)
     return worst
 
 

@@ -241,10 +241,12 @@ def _validate(options: argparse.Namespace) -> int:
     _check_config(options)
     from moe_ep_bench.analysis.validation import load_validation
     from moe_ep_bench.analysis.validation_report import validation_text, write_report
+    from moe_ep_bench.bench.question import parse_share
     from moe_ep_bench.bench.validate import validate
 
     out = _out(options, "-validated")
-    status = validate(options.config, out, options.overrides, _nproc(options), force=options.force)
+    margin = parse_share("--margin", options.margin)
+    status = validate(options.config, out, options.overrides, _nproc(options), force=options.force, margin=margin)
 
     def report() -> str:
         validation = load_validation(out)
@@ -386,6 +388,13 @@ def _check_policy(options: argparse.Namespace) -> int:
     return OK if kept else CASES_FAILED
 
 
+def _tables(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.tables_list import list_tables
+
+    print(list_tables(options.system))
+    return OK
+
+
 def _schema(options: argparse.Namespace) -> int:
     import json
 
@@ -449,6 +458,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     PAPERS_LIST: _papers_list,
     "quality": _quality,
     "calibrate": _calibrate,
+    "tables": _tables,
     "trace info": _trace_info,
     "trace thresholds": _trace_thresholds,
     "trace eplb": _trace_eplb,

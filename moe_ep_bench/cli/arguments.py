@@ -109,6 +109,12 @@ def make_parser() -> argparse.ArgumentParser:
 
     validate = add("validate", "compare emulated ranks with real ones on this machine")
     _add_config(validate, suffix="-validated")
+    validate.add_argument(
+        "--margin",
+        metavar="SHARE",
+        default="3%",
+        help="difference of equivalent speedups at most (default: %(default)s)",
+    )
     _add_nproc(validate)
     _add_cpu(validate)
 
@@ -137,6 +143,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--from", type=Path, metavar="DIR", dest="run_directory", help="print figures for data/devices/ of this run"
     )
     calibrate.add_argument("--preset", metavar="NAME", help="with --from: only this model of data/models/")
+
+    tables = add("tables", "list what others measured on real GPUs: devices, shapes and links to name")
+    tables.add_argument("system", metavar="DEVICE", nargs="?", help="tell its shapes and links, e.g. h100_sxm")
 
     _add_trace(add("trace", "inspect, record or import routing recordings"))
 
@@ -208,8 +217,8 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
         "--decode-tokens", type=int, metavar="N", help="answer for decode too: requests of a step, all ranks together"
     )
     parser.add_argument("--context", type=int, metavar="N", help="of decode: tokens in each request's cache (2048)")
-    parser.add_argument("--device", metavar="NAME", help="of data/devices/ (h100-sxm)")
-    parser.add_argument("--links", metavar="NAME", help="of data/links/ (those of the device)")
+    parser.add_argument("--device", metavar="NAME", help="of data/devices/ (h100-sxm), or a table")
+    parser.add_argument("--links", metavar="NAME", help="of data/links/, or a table (those of the device)")
     parser.add_argument(
         "--transport", choices=("pairs", "copies"), help="what is sent: NCCL's pairs or DeepEP's copies"
     )

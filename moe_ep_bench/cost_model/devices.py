@@ -16,7 +16,8 @@ Shapes: L = experts of a rank, D = hidden size, F = expert FFN size.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,9 +25,41 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from moe_ep_bench.cost_model.links import Basis
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.presets import Preset, Strict
 
-VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+
+@dataclass(frozen=True)
+class Precision:
+    """What values of a dtype take, bytes, and how much faster than in bfloat16 they are multiplied.
+
+    Attributes:
+        weight_bytes: of an expert's weights, scales included.
+        sent_bytes: of hidden states on their way to experts, scales included; they come back in ``hidden_bytes``.
+        hidden_bytes: of hidden states everywhere else, and of all other weights.
+    """
+
+    weight_bytes: float
+    sent_bytes: float
+    hidden_bytes: int = 2
+    speed: float = 1.0
+
+
+# Of ``layer.dtype``. Blocks of 128 values (fp8_block) or 128 x 128 weights share a float32 scale, of 32 (mxfp4, mxfp8)
+# or 16 (nvfp4) a byte, of 128 (int4) two bytes. Kernels with 16-bit activations (w4a16, int4) send those.
+PRECISIONS = {
+    "float32": Precision(4, 4, 4),
+    "bfloat16": Precision(2, 2),
+    "fp8": Precision(1, 1, speed=2),
+    "fp8_block": Precision(1 + 4 / 128**2, 1 + 4 / 128, speed=2),
+    "int4_wo": Precision(0.5 + 2 / 128, 2),
+    "w4a16_mxfp4": Precision(0.5 + 1 / 32, 2),
+    "w4a8_mxfp4_mxfp8": Precision(0.5 + 1 / 32, 1 + 1 / 32, speed=2),
+    "nvfp4": Precision(0.5 + 1 / 16, 0.5 + 1 / 16, speed=4),
+}
+VALUE_BYTES = {name: precision.hidden_bytes for name, precision in PRECISIONS.items()}
+# What layers that run here have; others are of tables alone.
+RUN_DTYPES = ("float32", "bfloat16")
 
 _Share = Annotated[float, Field(gt=0, le=1)]
 _Size = Annotated[int, Field(ge=1)]
@@ -78,6 +111,8 @@ class Device(Preset):
     """A roofline, and the share of it that is reached."""
 
     FOLDER = "devices"
+    HOLDS_PERMUTATION: ClassVar[bool] = False
+    """The time of the experts holds sorting rows by expert, and putting them back."""
 
     name: _Text
     source: _Text
@@ -155,6 +190,26 @@ class Device(Preset):
         """The fit of an implementation of experts, else the first one; None where there is none."""
         return next((fit for fit in self.decode if fit.experts == experts), next(iter(self.decode), None))
 
+    def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> Device:
+        """The device of one layer; those of tables differ.
+
+        Raises:
+            UserError: a dtype that the device has no figures of.
+        """
+        if dtype not in RUN_DTYPES:
+            raise UserError(f"expected a table (moe-ep-bench tables) with layer.dtype {dtype}, got {self.name}")
+        return self
+
+    @property
+    def measured_experts(self) -> str | None:
+        """What computed the experts of a table; None = times are a roofline's."""
+        return None
+
+    @property
+    def pass_us(self) -> float:
+        """What a pass through the experts takes beside them."""
+        return self.decode[0].base_us if self.overhead_us is None else self.overhead_us
+
     @property
     def reached_tbps(self) -> float:
         """Memory bandwidth of all but fitted experts, permutation and routing, 1e12 bytes per second."""
@@ -189,7 +244,15 @@ class Device(Preset):
         return float(np.maximum(self.arithmetic_us(flops, rows), memory_us).sum())
 
     def experts_us(
-        self, hidden_size: int, ffn_hidden_size: int, rows_L: ArrayLike, value_bytes: int, *, experts: str = "grouped"
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        rows_L: ArrayLike,
+        value_bytes: float,
+        *,
+        experts: str = "grouped",
+        dtype: str = "bfloat16",
+        num_tokens: int | None = None,
     ) -> float:
         """Microseconds of one pass through a rank's experts, one after another. No rows take no time.
 
@@ -202,8 +265,14 @@ class Device(Preset):
             rows_L: tokens of each expert.
             value_bytes: of a weight or an activation.
             experts: what computes them, of which there may be a fit.
+            dtype: whose weights may be smaller, and whose arithmetic faster.
+            num_tokens: of all ranks; tables alone ask for them.
         """
         flops_L, bytes_L, rows_L = gated_ffn(hidden_size, ffn_hidden_size, rows_L, value_bytes)
+        if dtype not in RUN_DTYPES:
+            smaller = value_bytes - PRECISIONS[dtype].weight_bytes
+            bytes_L = bytes_L - smaller * 3 * hidden_size * ffn_hidden_size * (rows_L > 0)
+            flops_L = flops_L / PRECISIONS[dtype].speed
         if not (rows_L > 0).any():
             return 0.0
         fit = self.fit_of(experts)
@@ -236,8 +305,11 @@ class Device(Preset):
             )
         return max(flops / (self.bf16_tflops * self.attention_efficiency * 1e6), num_bytes / (self.reached_tbps * 1e6))
 
-    def describe(self, experts: str = "grouped", *, whole: bool = False) -> str:
-        """Which model made a number, with these experts, of a layer or of a ``whole`` model: to stand beside it."""
+    def describe(self, experts: str = "grouped", *, whole: bool = False, num_tokens: int | None = None) -> str:
+        """Which model made a number, with these experts, of a layer or of a ``whole`` model: to stand beside it.
+
+        ``num_tokens`` of all ranks tell of a table whether it holds so many.
+        """
         most = max(share for _, share in self.arithmetic_efficiency)
         fit = self.fit_of(experts)
         passes = f"{self.overhead_us:g} us a pass ({self.overhead_basis})" if fit is None else fit.describe()
@@ -260,7 +332,7 @@ class Device(Preset):
 
 
 def gated_ffn(
-    hidden_size: int, ffn_hidden_size: int, rows: ArrayLike, value_bytes: int
+    hidden_size: int, ffn_hidden_size: int, rows: ArrayLike, value_bytes: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Operations, bytes and rows of gated FFNs, one for each number of rows m.
 
@@ -298,12 +370,14 @@ def takes_decode(device: Device | None, mean_rows: float) -> tuple[bool, str]:
 
 
 def modelled_experts(device: Device, asked: str, mean_rows: float) -> tuple[str, str]:
-    """Which experts a device that is not here is modelled with, and why.
+    """Which experts a device that is not here is modelled with, and why; tables have their own.
 
     Args:
         asked: ``layer.experts``.
         mean_rows: tokens x top_k / experts.
     """
+    if device.measured_experts is not None:
+        return device.measured_experts, "the table's"
     fits, name = [fit.experts for fit in device.decode], f"devices/{device.name}"
     if asked in fits:
         return asked, f"{name} has a fit of them"

@@ -13,7 +13,8 @@ metadata  nothing: host syncs and counting are left out
 experts   overhead of a pass + the sum over local experts of the roofline of a gated FFN on its rows m:
           6 m D F operations; b (3 D F + m (2 D + 6 F)) bytes: the weights of an expert that has rows, and rows in
           and out of two GEMMs with an activation between them. A device file's fit of decode steps gives the base
-          and the time to read an expert's weights (``Device.experts_us``)
+          and the time to read an expert's weights (``Device.experts_us``). A table (``table_devices``) gives all of
+          it, the middle two steps of the permutation included
 shared    roofline of a gated FFN on T rows, with S in place of F; at the end its output is added to the routed
           experts', 3 T D b bytes through memory
 
@@ -55,11 +56,13 @@ class RankWork:
         num_tokens: T, its own tokens.
         num_sent: N, pairs that it sends to anyone, itself included.
         received_L: int64 [L], rows that arrive at each of its local experts or slots.
+        batch_tokens: of all ranks; None = not said, and taken from the rows.
     """
 
     num_tokens: int
     num_sent: int
     received_L: NDArray[np.int64]
+    batch_tokens: int | None = None
 
     @property
     def num_received(self) -> int:
@@ -77,6 +80,7 @@ def layer_segments(
     alone: bool = False,
     bytes_per_value: int = 2,
     experts: str = "grouped",
+    dtype: str = "bfloat16",
 ) -> list[tuple[str, float]]:
     """Phases and microseconds of one run in the order in which a measured one has them, for ``timeline.legs_of``.
 
@@ -88,13 +92,16 @@ def layer_segments(
         alone: there is no other rank: nobody is met, and rows lie as the experts want them.
         bytes_per_value: b, of weights and hidden states; arithmetic is bfloat16's whatever it is.
         experts: what computes them, of which the device file may have a fit.
+        dtype: of the experts' weights, where the device is a table.
     """
     T, N, M, b = work.num_tokens, work.num_sent, work.num_received, bytes_per_value
     E, D, F, S = model.num_experts, model.hidden_size, model.ffn_hidden_size, model.shared_ffn_hidden_size
     gate_us = device.work_us(2 * T * D * E, b * (T * D + D * E) + _LOGIT_BYTES * T * E, T) if T else 0.0
     routing_us = device.routing_us(T * E, by_policy=by_policy)
     top_k_us = min(device.routing_us(T * E, by_policy=False), routing_us) if batch_wide else routing_us
-    sort_us = 0.0 if alone or len(work.received_L) == 1 else device.permute_us(2 * M * D * b)
+    sorted_already = alone or len(work.received_L) == 1 or device.HOLDS_PERMUTATION
+    sort_us = 0.0 if sorted_already else device.permute_us(2 * M * D * b)
+    experts_us = device.experts_us(D, F, work.received_L, b, experts=experts, dtype=dtype, num_tokens=work.batch_tokens)
     shared_us = device.work_us(*gated_ffn(D, S, T, b))
     add_us = device.work_us(0, 3 * T * D * b, T)
     segments = [  # Stages that take no time stand where a measured run has them.
@@ -113,7 +120,7 @@ def layer_segments(
         (UNACCOUNTED, 0.0),
         ("metadata", 0.0),
         ("permute", sort_us),
-        ("experts", device.experts_us(D, F, work.received_L, b, experts=experts)),
+        ("experts", experts_us),
         ("permute", sort_us),
         ("wait_combine", 0.0),
         (UNACCOUNTED, 0.0),

@@ -22,6 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.cost_model.devices import Precision
 from moe_ep_bench.cost_model.links import Links
 
 Transport = Literal["pairs", "copies"]
@@ -55,13 +56,13 @@ class Exchange:
     """How one MoE layer's rows travel.
 
     Attributes:
-        value_bytes: of a hidden state's number in the layer.
-        dispatch: type of dispatched rows; None = the layer's.
+        precision: of the layer.
+        dispatch: type of dispatched rows; None = as the layer's precision sends them.
     """
 
     hidden_size: int
     top_k: int
-    value_bytes: int
+    precision: Precision
     transport: Transport = "pairs"
     dispatch: DispatchType | None = None
 
@@ -70,16 +71,14 @@ class Exchange:
         """Of a dispatched row's values, scales included."""
         if self.dispatch == "fp8":
             return self.hidden_size + -(-self.hidden_size // _VALUES_PER_SCALE) * _SCALE_BYTES
-        return self.hidden_size * (2 if self.dispatch == "bf16" else self.value_bytes)
+        return self.hidden_size * (2 if self.dispatch == "bf16" else self.precision.sent_bytes)
 
     def times_us(self, links: Links, rows: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Microseconds that dispatch and combine keep each rank's links busy, float64 [R] each."""
-        combine_bytes = self.hidden_size * self.value_bytes
+        combine_bytes = self.hidden_size * self.precision.hidden_bytes
         if self.transport == "pairs":
-            pairs_RR = rows.pairs_RR
-            weights_us = links.all_to_all_us(pairs_RR * _WEIGHT_BYTES)
-            dispatch_us = links.all_to_all_us(pairs_RR * self.dispatch_bytes) + weights_us
-            return dispatch_us, links.all_to_all_us(pairs_RR.T * combine_bytes)
+            dispatch_us = links.dispatch_us(rows.pairs_RR, self.dispatch_bytes, _WEIGHT_BYTES)
+            return dispatch_us, links.combine_us(rows.pairs_RR, combine_bytes)
         assert rows.copies_RR is not None
         assert rows.node_copies_RN is not None
         intra_RR, inter_RR = forwarded(rows.copies_RR, rows.node_copies_RN, links.ranks_per_node)
@@ -110,12 +109,16 @@ def forwarded(
     return intra_RR, inter_RR
 
 
-def exchange_words(dtype: str, transport: Transport, dispatch: DispatchType | None) -> str:
-    """What is sent and how: type, transport, overlap; in a few words."""
+def exchange_words(dtype: str, transport: Transport, dispatch: DispatchType | None, *, by_deepep: bool = False) -> str:
+    """What is sent and how: type, transport, overlap; in a few words.
+
+    Args:
+        by_deepep: its kernels were measured, which send a token to a rank once.
+    """
     how = {
         "pairs": "NCCL all-to-all, one copy per (token, expert) pair",
         "copies": "sent as DeepEP does, one copy per (token, rank) and between nodes per (token, node)",
     }
-    own = _SHORT[dtype]
+    own = _SHORT.get(dtype, dtype)
     types = own if dispatch in (None, own) else f"{own}, dispatched in {dispatch}"
-    return f"{types}, {how[transport]}, no overlap"
+    return f"{types}, {'DeepEP as it was measured' if by_deepep else how[transport]}, no overlap"

@@ -92,6 +92,7 @@ def footprint(
     num_tokens: int,
     cached_tokens: int,
     value_bytes: int,
+    expert_value_bytes: float | None = None,
     peak_load: float | None = None,
 ) -> dict[str, int]:
     """Bytes on each of ``ep_size`` ranks, by the names of ``Fit``.
@@ -100,13 +101,15 @@ def footprint(
         num_tokens: of a rank's batch.
         cached_tokens: of a rank: those of its requests that came before, and of its batch.
         value_bytes: of a weight, and of a cached value.
+        expert_value_bytes: of an expert's weight, scales included; None = the same.
         peak_load: of the fullest rank over the mean.
     """
     others = model.other_parameters()
     cached = 0 if model.attention is None else model.attention.cached_values * model.num_layers
+    expert_weights = rank_expert_weights(model, ep_size) * model.num_moe_layers
     rows = layer_rows_values(model, fullest_pairs(model, num_tokens, peak_load, ep_size))
     return {
-        "expert_bytes": rank_expert_weights(model, ep_size) * model.num_moe_layers * value_bytes,
+        "expert_bytes": round(expert_weights * (expert_value_bytes or value_bytes)),
         "other_weight_bytes": (others or 0) * value_bytes,
         "cache_bytes": cached * cached_tokens * value_bytes,
         "row_bytes": rows * value_bytes,

@@ -22,7 +22,7 @@ import torch
 from moe_ep_bench.bench.plan import BASELINE, POLICY, RANKS, VIRTUAL, Comparison, plan
 from moe_ep_bench.bench.run import emulate, launch
 from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig, load_experiments
-from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.table_devices import load_device
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import read_json, stable_hash, write_json
 from moe_ep_bench.machine.provenance import code_hash
@@ -113,7 +113,7 @@ def _device_name(experiment: Experiment) -> str | None:
     if name == MEASURED:
         return None
     try:
-        Device.load(name)
+        load_device(name)
     except ValueError as problem:
         raise UserError(f"claims_device: {problem}") from None
     return name

@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.policies import Policy
-from moe_ep_bench.quality.passes import Arrangement, Row, judged_phase, pass_metrics
+from moe_ep_bench.quality.passes import Arrangement, Row, judged_phase, pass_metrics, score_masses
 from moe_ep_bench.quality.routed import RouterCall, routed
 
 # ---- The package and its tasks ---------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class TaskRouting:
 
     Attributes:
         arrangement: of sequences that are scored; see ``passes.judged_phase``.
-        sums: of ``pass_metrics`` over passes and layers; ``mass`` in units of top-k pairs.
+        sums: of ``pass_metrics`` and of score mass, over passes and layers.
     """
 
     policy: Policy | None
@@ -131,15 +131,15 @@ class TaskRouting:
 
     def _add(self, call: RouterCall) -> None:
         metrics = pass_metrics(call)
-        metrics["mass"] = metrics["retained_mass_topk"] * metrics["num_topk_pairs"]
-        for name in ("num_topk_pairs", "num_dropped_pairs", "num_tokens", "num_pairs", "mass"):
+        metrics["mass"], metrics["topk_mass"], _ = score_masses(call)
+        for name in ("num_topk_pairs", "num_dropped_pairs", "num_tokens", "num_pairs", "mass", "topk_mass"):
             self.sums[name] += metrics[name]
 
     def summary(self) -> dict[str, float | None]:
-        """Means over passes and layers, by their pairs; None where nothing ran."""
+        """Ratios of sums over passes and layers; None where nothing ran."""
         shares = {
             "dropped_fraction": ("num_dropped_pairs", "num_topk_pairs"),
-            "retained_mass_topk": ("mass", "num_topk_pairs"),
+            "retained_mass_topk": ("mass", "topk_mass"),
             "experts_per_token": ("num_pairs", "num_tokens"),
         }
         return {

@@ -116,11 +116,19 @@ class ForwardPass:
         return self._batches[num_ranks]
 
 
+def score_masses(call: RouterCall) -> tuple[float, float, float]:
+    """Score mass of what is computed, of the model's own top-k and of all experts, summed over valid tokens."""
+    valid_T = call.forward_pass.valid_T
+    scores_TE, own_TE = call.scores_TE[valid_T].double(), call.own_TE[valid_T]
+    map_TE = own_TE if call.routing is None else call.routing.map_TE[valid_T]
+    return float((scores_TE * map_TE).sum()), float((scores_TE * own_TE).sum()), float(scores_TE.sum())
+
+
 def pass_metrics(call: RouterCall) -> dict[str, Any]:
     """The metrics from ``num_steps`` to ``num_dropped_image_pairs`` of ``schema.QUALITY_ROUTING_SCHEMA``."""
     forward_pass, modality_T = call.forward_pass, call.context.modality_T
     valid_T, num_steps = forward_pass.valid_T, forward_pass.num_steps
-    own_TE, scores_TE = call.own_TE[valid_T], call.scores_TE[valid_T].double()
+    own_TE = call.own_TE[valid_T]
     map_TE = own_TE if call.routing is None else call.routing.map_TE[valid_T]
     dropped_T = (own_TE & ~map_TE).sum(dim=1)
     is_image_T = None if modality_T is None else modality_T[valid_T] == IMAGE
@@ -129,7 +137,7 @@ def pass_metrics(call: RouterCall) -> dict[str, Any]:
     load_PE = load_PE[load_PE.sum(dim=1) > 0]  # padding may leave steps empty, and a policy may drop all
     load_PRe = load_PE.unflatten(1, (call.context.num_ranks, -1))
     num_pairs, num_topk_pairs, num_dropped = int(map_TE.sum()), int(own_TE.sum()), int(dropped_T.sum())
-    mass = float((scores_TE * map_TE).sum())
+    mass, topk_mass, all_mass = score_masses(call)
     return {
         "num_steps": num_steps,
         "num_tokens": len(map_TE),
@@ -138,8 +146,8 @@ def pass_metrics(call: RouterCall) -> dict[str, Any]:
         "num_topk_pairs": num_topk_pairs,
         "num_dropped_pairs": num_dropped,
         "dropped_fraction": num_dropped / num_topk_pairs,
-        "retained_mass_topk": mass / float((scores_TE * own_TE).sum()),
-        "retained_mass_all": mass / float(scores_TE.sum()),
+        "retained_mass_topk": mass / topk_mass,
+        "retained_mass_all": mass / all_mass,
         "tokens_without_expert": int((~map_TE.any(dim=1)).sum()),
         "experts_per_token": num_pairs / len(map_TE),
         "num_image_tokens": None if is_image_T is None else int(is_image_T.sum()),

@@ -39,7 +39,11 @@ NUM_RESAMPLES = 2000
 # Bounds memory: this many drawn samples are held at a time.
 _DRAWS_AT_ONCE = 2**21
 
-Verdict = Literal["faster", "slower", "no difference", "inconclusive"]
+# A model of a device has no noise, but errors of this size at least.
+LEAST_MODELLED = 0.02
+BELOW_MODEL = "below what the model can tell"
+
+Verdict = Literal["faster", "slower", "no difference", "below what the model can tell", "inconclusive"]
 
 
 @dataclass(frozen=True)
@@ -203,15 +207,23 @@ def noise_floor(same_again: Estimate) -> NoiseFloor:
     return NoiseFloor(min(ends), max(ends))
 
 
-def judge(speedup: Estimate | None, floor: NoiseFloor | None) -> Verdict:
-    """Say what a speedup shows.
+def judge(
+    speedup: Estimate | None, floor: NoiseFloor | None, *, is_modelled: bool = False, is_oversubscribed: bool = False
+) -> Verdict:
+    """Say what a speedup shows; the one rule for every table, figure, page, answer and comparison.
 
     ``faster`` or ``slower`` when the whole interval lies beyond the noise floor (which holds 1),
     ``no difference`` when it lies within, ``inconclusive`` when it does neither, and wherever there
     is no interval or no floor to hold it against.
+
+    Args:
+        is_modelled: times of a modelled device: what differs by less than ``LEAST_MODELLED`` is ``BELOW_MODEL``.
+        is_oversubscribed: ranks shared cores, by time slices: nothing can be said.
     """
-    if speedup is None or floor is None or not speedup.is_interval:
+    if speedup is None or floor is None or not speedup.is_interval or is_oversubscribed:
         return "inconclusive"
+    if is_modelled and abs(math.log(speedup.median)) < math.log1p(LEAST_MODELLED):
+        return BELOW_MODEL
     if speedup.low > floor.high:
         return "faster"
     if speedup.high < floor.low:
@@ -221,19 +233,37 @@ def judge(speedup: Estimate | None, floor: NoiseFloor | None) -> Verdict:
     return "inconclusive"
 
 
-def minimum_detectable_effect(speedup: Estimate, floor: NoiseFloor, power: float = 0.8) -> float | None:
+def equivalence(ratio: Estimate | None, margin: float) -> Literal["equivalent", "different", "inconclusive"]:
+    """Say whether a ratio is 1 but for a margin: two one-sided tests (Schuirmann, J. Pharmacokin. Biopharm. 15, 1987).
+
+    ``equivalent`` when the whole 95 % interval lies within [1 / (1 + margin), 1 + margin], which is both tests at
+    2.5 %; ``different`` when all of it lies outside; else, and without an interval, ``inconclusive``. So data that say
+    little are never taken for agreement.
+    """
+    if ratio is None or not ratio.is_interval:
+        return "inconclusive"
+    if 1 / (1 + margin) <= ratio.low and ratio.high <= 1 + margin:
+        return "equivalent"
+    return "different" if ratio.low > 1 + margin or ratio.high < 1 / (1 + margin) else "inconclusive"
+
+
+def minimum_detectable_effect(
+    speedup: Estimate, floor: NoiseFloor, power: float = 0.8, *, is_modelled: bool = False
+) -> float | None:
     """Return the smallest true speedup that ``judge`` would call ``faster`` with that power.
 
     With the estimate normal in logs, the low end of its interval passes the floor with probability ``power`` when the
     truth lies half a width plus z_power standard errors beyond it. The standard error is the half width over Student's
     quantile for B - 1 degrees of freedom, which the expanded bootstrap amounts to; with several launches it is an upper
-    bound. Of ``speedup`` only the width of its interval counts; None without one.
+    bound. Of a modelled device the median has to reach ``LEAST_MODELLED`` as well. Of ``speedup`` only the width of its
+    interval counts; None without one.
     """
     if not speedup.is_interval:
         return None
     half_width = math.log(speedup.high / speedup.low) / 2
     standard_error = half_width / _student_t(speedup.num_batches)
-    return floor.high * math.exp(half_width + float(ndtri(power)) * standard_error)
+    least = max(math.log(floor.high) + half_width, math.log1p(LEAST_MODELLED) if is_modelled else 0.0)
+    return math.exp(least + float(ndtri(power)) * standard_error)
 
 
 def drift(times: pd.Series) -> float:

@@ -44,7 +44,7 @@ from moe_ep_bench.analysis.figures.panels import (
     sheet_of_panels,
     speedup_limits,
 )
-from moe_ep_bench.analysis.load import Case, Run
+from moe_ep_bench.analysis.load import CASE, Case, Run
 from moe_ep_bench.analysis.style import CEILING_LINE, GAMMA, INK, MUTED, Drawing, Look, Looks
 from moe_ep_bench.analysis.words import interval_words
 from moe_ep_bench.placement import least_fullest
@@ -126,12 +126,12 @@ def _frontiers(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 def _with_relief(policies: pd.DataFrame, run: Run, frontiers: Mapping[str, Any]) -> pd.DataFrame:
     """Each policy's place in the panel of the frontier: the fullest rank native's over its own, and the mass kept."""
-    by_case = {case.case_id: case for case in run.cases}
     native_rows = case_rows(run).query("role == 'baseline' and status == 'ok'")
     full = dict(zip(native_rows["comparison_id"], native_rows["fullest_rank"], strict=True))
     places = []
     for row in policies.to_dict("records"):
-        frontier, native = by_case[row["case_id"]].frontier, full.get(row["comparison_id"])
+        key = row["comparison_id"], row["case_id"]
+        frontier, native = run.by_key[key].frontier, full.get(row["comparison_id"])
         known = frontier is not None and native and row["comparison_id"] in frontiers and row["fullest_rank"]
         kept = float(frontier["kept_by_load"].mean()) - row["below_frontier"] if known else np.nan
         places.append((native / row["fullest_rank"] if known else np.nan, 100 * kept))
@@ -243,7 +243,7 @@ def _legend(rows: pd.DataFrame, looks: Looks) -> list:
     legend += [(look.label, Line2D([], [], **_mark(look, "faster"))) for key, look in looks.items() if key in families]
     if not shown["verdict"].isin(["faster", "slower"]).all():
         unsure = Line2D([], [], **_mark(Look("", MUTED, "o", "-", ""), "no difference"))
-        legend.append(("no difference, or inconclusive", unsure))
+        legend.append(("neither faster nor slower for sure", unsure))
     return [*legend, ("front", Line2D([], [], **_FRONT)), *reference_legend(rows, native=False)]
 
 
@@ -294,7 +294,7 @@ def memory_rows(run: Run) -> pd.DataFrame:
     params = rows["policy_params"].fillna("{}").map(json.loads)
     spare = params.map(lambda one: one.get("spare_per_rank")).astype(float)
     way = pd.Series([label.partition(",")[0] for label in rows["policy"]], rows.index, object).where(spare.notna())
-    extra = {case.case_id: case.extra_bytes_per_rank for case in run.cases}
+    extra = {key: case.extra_bytes_per_rank for key, case in run.by_key.items()}
     native = {case.comparison_id: case for case in run.cases if case.role == "baseline" and case.is_ok}
     bounds = [
         _bound(run, native[name], int(slots)) if name in native and not np.isnan(slots) else np.nan
@@ -303,7 +303,7 @@ def memory_rows(run: Run) -> pd.DataFrame:
     return rows.assign(
         spare_per_rank=spare,
         way=way,
-        more_gib_per_rank=rows["case_id"].map(extra).astype(float) / 2**30,
+        more_gib_per_rank=rows[CASE].apply(tuple, axis=1).map(extra).astype(float) / 2**30,
         bound_of_fullest_rank=bounds,
         fullest_rank=rows["fullest_rank"].astype(float),
         lost_percent=100 - rows["retained_mass_percent"],

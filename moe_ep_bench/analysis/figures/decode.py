@@ -67,7 +67,7 @@ def activated_figure(run: Run) -> Drawing | None:
         one.set(xlim=(0, ends[1]), xlabel="activated experts (fullest rank)", ylabel="experts (us)")
         one.set_ylim(0)
     identity = ["comparison", "model", "num_ranks", "num_tokens", "policy"]
-    numbers = rows.columns.drop([*identity, "family", "comparison_id", "case_id"])
+    numbers = rows.columns.drop([*identity, "family", "comparison_id", "case_id", "batch"])
     return Drawing(figure, rows[[*identity, *numbers]])
 
 

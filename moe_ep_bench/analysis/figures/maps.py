@@ -48,6 +48,7 @@ from moe_ep_bench.analysis.style import (
 )
 from moe_ep_bench.analysis.sweep import key_words, sweeps_along, swept_keys, value_words
 from moe_ep_bench.analysis.words import NONE
+from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 _SPEEDS = LinearSegmentedColormap.from_list("speeds", ["#D55E00", "#FFFFFF", "#0072B2"])  # slower, native, faster
 # From the smallest capacity factor to the largest.
@@ -56,7 +57,11 @@ _REPLICATION_LINES = ((0, (1, 1.2)), (0, (3, 1, 1, 1)), (0, (4, 1.5)))
 # Colours are full at this speedup, or at the farthest of the sheet where that is farther.
 _FULL_COLOUR = 1.3
 # Verdict: hatch, words.
-_HATCHES = {"no difference": ("////", "inside the noise floor"), "inconclusive": ("..", "inconclusive")}
+_HATCHES = {
+    "no difference": ("////", "inside the noise floor"),
+    BELOW_MODEL: ("////", BELOW_MODEL),
+    "inconclusive": ("..", "inconclusive"),
+}
 _GAP = 0.3  # between capacity factors and references, in cells
 _BALANCE = "perfect balance"
 _CSV = ("panel", "swept_key", "swept_value", "other_keys", *SPEEDUP, "verdict", "status", *COST)

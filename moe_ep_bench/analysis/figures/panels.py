@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.transforms import ScaledTranslation
 
 from moe_ep_bench.analysis.frames import speedups
-from moe_ep_bench.analysis.load import Run
+from moe_ep_bench.analysis.load import CASE, Run
 from moe_ep_bench.analysis.speedups import analyse, family_key, family_labels
 from moe_ep_bench.analysis.style import (
     CEILING_LINE,
@@ -66,11 +66,11 @@ def case_rows(run: Run) -> pd.DataFrame:
     ``origin``, ``workload``, ``is_floor``.
     """
     rows, looks = speedups(run), run_looks(run)
-    cases = {case.case_id: case for case in run.cases}
     facts = [run.comparisons[one] for one in rows["comparison_id"]]
     is_policy, has_cost = rows["role"] == "policy", rows["role"] != "ceiling"  # its scores are not the model's
     spread = np.where(rows["speedup_is_interval"] == True, "95 % interval", "smallest and largest pair")  # noqa: E712
-    family = pd.Series([family_key(cases[one]) for one in rows["case_id"]], rows.index, object).where(is_policy)
+    keys = rows[CASE].itertuples(index=False, name=None)
+    family = pd.Series([family_key(run.by_key[key]) for key in keys], rows.index, object).where(is_policy)
     factor = pd.Series([json.loads(one).get("capacity_factor") for one in rows["policy_params"]], rows.index, float)
     names = [looks[key].label if key in looks else label for key, label in zip(family, rows["label"], strict=True)]
     named_factor = factor.map(lambda value: f", {GAMMA} {value:g}", na_action="ignore")

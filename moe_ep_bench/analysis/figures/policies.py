@@ -33,7 +33,7 @@ from moe_ep_bench.analysis.figures.panels import (
     speedup_limits,
     write_ends,
 )
-from moe_ep_bench.analysis.load import Run
+from moe_ep_bench.analysis.load import CASE, Run
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.style import (
     GAMMA,
@@ -49,7 +49,7 @@ from moe_ep_bench.analysis.style import (
     phase_look,
 )
 from moe_ep_bench.analysis.timing import GROUPS
-from moe_ep_bench.analysis.words import interval_words, is_modelled_phase, milliseconds
+from moe_ep_bench.analysis.words import interval_words, milliseconds, phase_origin
 
 # ---- speedup, dropped -----------------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ def stacked_bars(axes: Axes, run: Run, marks: pd.DataFrame, cases: pd.DataFrame,
     places, ends = np.arange(len(cases)), np.zeros(len(cases))
     for part, own in marks.groupby(name, sort=False):
         times = own.set_index("case_id")["time_ms"].loc[cases["case_id"]].to_numpy(dtype=float)
-        look = phase_look(str(part), modelled=is_modelled_phase(run, facts, str(part)))
+        look = phase_look(str(part), phase_origin(run, facts, str(part)))
         axes.barh(places, times, left=ends, height=0.66, linewidth=0.6, **look)
         ends += times
     write_ends(axes, ends, [milliseconds(end, 3) for end in ends])
@@ -222,12 +222,12 @@ def stacked_bars(axes: Axes, run: Run, marks: pd.DataFrame, cases: pd.DataFrame,
 
 
 def phase_legend(run: Run, comparison_ids: list[str], groups: list[str]) -> Legend:
-    """Groups of phases; those that were timed in some comparisons and modelled in others stand twice."""
+    """Groups of phases; those that came about differently in some comparisons stand more than once."""
     facts = [run.comparisons[one] for one in comparison_ids]
     return [
-        (f"{group} (modelled)" if modelled else group, Patch(**phase_look(group, modelled=modelled)))
+        (group if how == "measured" else f"{group} ({how})", Patch(**phase_look(group, how)))
         for group in groups
-        for modelled in sorted({is_modelled_phase(run, fact, group) for fact in facts})
+        for how in sorted({phase_origin(run, fact, group) for fact in facts})
     ]
 
 
@@ -242,13 +242,13 @@ def load_figure(run: Run) -> Drawing | None:
     rows = rows[rows["comparison_id"].isin(both)]
     if rows.empty:
         return None
-    loads = {result.case.case_id: result.fidelity for one in analyse(run) for result in one.results}
-    quantities = ("expert", "rank")
+    loads = {(r.case.comparison_id, r.case.case_id): r.fidelity for one in analyse(run) for r in one.results}
+    quantities, keys = ("expert", "rank"), list(rows[CASE].itertuples(index=False, name=None))
     marks = pd.concat(
-        rows.assign(of=what, load_over_mean=[getattr(loads[one], f"{what}_load") for one in rows["case_id"]])
+        rows.assign(of=what, load_over_mean=[getattr(loads[key], f"{what}_load") for key in keys])
         for what in quantities
     ).explode("load_over_mean")
-    marks = marks.assign(number=marks.groupby(["of", "case_id"]).cumcount())
+    marks = marks.assign(number=marks.groupby(["of", *CASE]).cumcount())
     drawn, notes = drawn_part(run, rows)
     families = list(drawn.loc[drawn["role"] == "policy", "family"].unique())
     if len(families) > _MAX_POLICIES:
@@ -275,9 +275,10 @@ def load_figure(run: Run) -> Drawing | None:
         beside=is_alone,
         most=4 if len(quantities) > 1 else 2,
     )
-    for group, (_, own) in zip(axes, groups, strict=True):
+    for group, (comparison_id, own) in zip(axes, groups, strict=True):
+        here = marks[(marks["comparison_id"] == comparison_id) & marks["case_id"].isin(own["case_id"])]
         for one, what in zip(group, quantities, strict=True):
-            _draw_loads(one, what, marks[marks["case_id"].isin(own["case_id"]) & (marks["of"] == what)], looks)
+            _draw_loads(one, what, here[here["of"] == what], looks)
     return Drawing(figure, csv(marks, "of", "number", "load_over_mean"))
 
 

@@ -40,7 +40,7 @@ from moe_ep_bench.analysis.load import Case, Comparison, Run
 from moe_ep_bench.analysis.speedups import analyse
 from moe_ep_bench.analysis.style import INK, MUTED, Drawing, looks_of, phase_look
 from moe_ep_bench.analysis.timing import GROUPS
-from moe_ep_bench.analysis.words import is_modelled_phase, milliseconds, percent
+from moe_ep_bench.analysis.words import PARTLY_ELSEWHERE, milliseconds, percent, phase_origin
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES
 
@@ -90,9 +90,11 @@ def timeline_figure(run: Run, choice: Choice | None = None) -> Drawing | None:
     sides = {chosen.native.case.case_id: before, chosen.policy.case.case_id: after}
     ranks = _lanes(before, after)
     marks = pd.concat(_marks(shown, ranks).assign(case_id=case_id) for case_id, shown in sides.items())
-    rows = marks.merge(case_rows(run), on="case_id", sort=False)
-    cases = case_rows(run).set_index("case_id")
     comparison_id = chosen.native.case.comparison_id
+    cases = case_rows(run)
+    cases = cases[cases["comparison_id"] == comparison_id]
+    rows = marks.merge(cases, on="case_id", sort=False)
+    cases = cases.set_index("case_id")
     groups = [group for group in GROUPS if group in set(rows["phase"].map(_GROUP_OF))]
     fewer = f" {len(ranks)} of {len(before.times_us)} ranks." if len(ranks) < len(before.times_us) else ""
     if facts.num_replicas > 1:
@@ -112,9 +114,9 @@ def timeline_figure(run: Run, choice: Choice | None = None) -> Drawing | None:
     titles = [_title(cases.loc[case_id], shown) for case_id, shown in sides.items()]
     lane = 0.3 if len(ranks) <= 8 else 0.2
     figure, axes = sheet_of_panels(header, titles, (1,), len(ranks) * lane + 0.75, most=1)
-    modelled = {group: is_modelled_phase(run, facts, group) for group in GROUPS}
+    how = {group: phase_origin(run, facts, group) for group in GROUPS}
     for (one,), (case_id, shown) in zip(axes, sides.items(), strict=True):
-        _draw_lanes(one, shown, rows[rows["case_id"] == case_id], ranks, modelled)
+        _draw_lanes(one, shown, rows[rows["case_id"] == case_id], ranks, how)
         one.set_xlim(0, 1.02 * max(before.layer_us, after.layer_us) / 1e3)
         one.tick_params(labelbottom=one is axes[-1][0])
         if len(ranks) > 8:
@@ -195,11 +197,11 @@ def _marks(shown: Iteration, ranks: list[int]) -> pd.DataFrame:
     return rows[rows["time_us"] > 0].assign(**where, is_critical=rows["rank"] == shown.critical)
 
 
-def _draw_lanes(axes: Axes, shown: Iteration, bars: pd.DataFrame, ranks: list[int], modelled: dict[str, bool]) -> None:
+def _draw_lanes(axes: Axes, shown: Iteration, bars: pd.DataFrame, ranks: list[int], how: dict[str, str]) -> None:
     for phase, of_phase in bars.groupby("phase"):
         group = _GROUP_OF[str(phase)]
         places = [ranks.index(rank) for rank in of_phase["rank"]]
-        look = phase_look(group, modelled=modelled[group])
+        look = phase_look(group, how[group])
         begins_ms = of_phase["begin_us"] / 1e3
         axes.barh(places, of_phase["time_us"] / 1e3, left=begins_ms, height=0.8, linewidth=0.4, **look)
     critical = ranks.index(shown.critical)
@@ -236,7 +238,9 @@ def latency_figure(run: Run, choice: Choice | None = None) -> Drawing | None:
         if all(len(times_us) for times_us in both)
         for case, times_us in zip(cases, both, strict=True)
     ]
-    rows = pd.concat(percentiles, ignore_index=True).merge(case_rows(run), on="case_id")
+    here = case_rows(run)
+    here = here[here["comparison_id"] == cases[0].comparison_id]
+    rows = pd.concat(percentiles, ignore_index=True).merge(here, on="case_id")
     policy = rows[rows["case_id"] == cases[1].case_id].iloc[0]
     quantities = list(rows["quantity"].unique())
     work = rows[(rows["quantity"] == quantities[-1]) & (rows["case_id"] == cases[0].case_id)]
@@ -256,7 +260,7 @@ def latency_figure(run: Run, choice: Choice | None = None) -> Drawing | None:
             for name, dots, bar in marks
         ],
     )
-    is_modelled = policy["origin"] == "modelled"
+    is_modelled = policy["origin"] in ("modelled", PARTLY_ELSEWHERE)
     titles = []
     for quantity in quantities:
         kind = "plain" if quantity == "layer time" else "breakdown"

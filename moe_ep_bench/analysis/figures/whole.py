@@ -139,7 +139,7 @@ def _draw_speedups(axes: Axes, marks: pd.DataFrame, cases: pd.DataFrame, looks: 
     most = _most_drawn(marks)
     if most is not None:
         axes.axvline(most, zorder=1, **CEILING_LINE)
-    own = marks.set_index(["shows", "case_id"])
+    own = marks.set_index(["shows", "case_id"])  # of one comparison
     for place, (_, case) in enumerate(cases.iterrows()):
         look = looks[case["family"]].marks | {"linewidth": 1.4} if case["family"] in looks else _CEILING_LOOK
         found = {what: own.loc[what, case["case_id"]] for what in _SPEEDUPS if (what, case["case_id"]) in own.index}

@@ -22,6 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.figures import FIGURES, WHOLE_FIGURES
 from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_quality, is_route, is_whole, load_run
 from moe_ep_bench.analysis.render import Table, interval, milliseconds, number, percentage, render, text
@@ -70,6 +71,7 @@ _OVERVIEW = (
     number("most_by_amdahl", "at most, by Amdahl"),
     number("unmeasured", "not measured", "{:.0f}"),
 )
+_OVERVIEW_TITLE = "All comparisons; the fastest of many policies is in part the luckiest"
 _PHASES = (
     text("label", "policy"),
     number("fullest_expert", "fullest expert", "{:.2f}"),
@@ -82,7 +84,7 @@ _PHASES = (
     percentage("probe_overhead", "probes %"),
 )
 _PHASE_NOTES = (
-    "fullest expert, fullest rank: pairs over the mean of the model's own routing",
+    "fullest expert, fullest rank: pairs over native's mean",
     "times: mean over ranks, so that waiting shows; median over iterations with probes; phases exclude each other",
     "unaccounted, choosing: shares of the slowest rank's time; probes: what they add to the median",
 )
@@ -222,7 +224,7 @@ def content_of(directory: Path, passed_over: list[str]) -> Content:
         return _of_validation(load_validation(directory))
     if is_route(directory):
         return _of_route(load_route(directory, passed_over))
-    return _of_run(load_run(directory, passed_over, whole=is_whole(directory)))
+    return _of_run(over_draws(load_run(directory, passed_over, whole=is_whole(directory)))[0])
 
 
 def _of_run(run: Run) -> Content:
@@ -327,7 +329,7 @@ def _overview(frame: pd.DataFrame) -> Table:
         balanced=by_id["ceiling"]["speedup_median"],
         unmeasured=unmeasured[unmeasured > 0],
     ).dropna(axis=1, how="all")
-    return Table(rows, [column for column in _OVERVIEW if column.source in rows], "All comparisons")
+    return Table(rows, [column for column in _OVERVIEW if column.source in rows], _OVERVIEW_TITLE)
 
 
 def _phases(frame: pd.DataFrame) -> Table:

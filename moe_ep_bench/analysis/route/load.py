@@ -1,7 +1,7 @@
 """Read a directory that ``moe-ep-bench route`` wrote as frames, with virtual ranks joined.
 
 Rows on disk are per source rank; a batch is one thing to the model, to an expert and to a GPU. So ranks are joined
-first (counts are summed, shares of mass weighted by tokens), every batch of every layer for itself, and only what is
+first (counts and score mass are summed), every batch of every layer for itself, and only what is
 reduced there (``metrics.imbalance``) may be averaged afterwards.
 
 Shapes: L = layers, B = batches, E = experts, R = EP ranks, N = E or R.
@@ -33,7 +33,7 @@ from moe_ep_bench.analysis.parts import (
     read_run_json,
     read_table,
 )
-from moe_ep_bench.metrics import imbalance
+from moe_ep_bench.metrics import imbalance, mass_kept
 from moe_ep_bench.placement import make_placement
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import METRICS, OVERLAP_SCHEMA, ROUTING_SCHEMA, SCORE_CURVES_SCHEMA
@@ -44,11 +44,12 @@ _COUNTS = [
     "crossing_pairs",
 ]  # fmt: skip
 _SHARES = [name for name, metric in METRICS.items() if metric.of == "scores"]
-_MASSES = [*_SHARES, "retained_mass_all"]
-_READ = ["case_id", "rank", "batch", *_COUNTS, *_MASSES, "load_E", "load_R", "image_load_E"]
+_READ = ["case_id", "rank", "batch", *_COUNTS, *_SHARES, "retained_mass_topk", "load_E", "load_R", "image_load_E"]
 # Of all ranks together.
 ROUTED = [
-    "expert_imbalance",  # pairs of the fullest expert over the mean one's
+    "fullest_expert",  # its pairs over native's mean, T K / E: with it goes the time
+    "fullest_rank",  # likewise, over T K / R
+    "expert_imbalance",  # pairs of the fullest expert over the mean of the pairs that are computed
     "rank_imbalance",
     "dropped_share",  # of the model's own pairs
     "retained_mass",  # selected score mass over the top-k's
@@ -276,9 +277,8 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
     shape = len(batches), facts["num_ranks"], -1
     summed_BN = rows[_COUNTS].to_numpy().reshape(shape).sum(axis=1)
     counts = dict(zip(_COUNTS, summed_BN.T, strict=True))
-    # Scores of every token sum to 1, so that a share of all mass is a mean over tokens.
-    weighted_BRN = (rows[_MASSES].to_numpy(dtype=float) * rows[["num_tokens"]].to_numpy()).reshape(shape)
-    means = dict(zip(_MASSES, np.nansum(weighted_BRN, axis=1).T / counts["num_tokens"], strict=True))
+    weighted_BRN = (rows[_SHARES].to_numpy(dtype=float) * rows[["num_tokens"]].to_numpy()).reshape(shape)
+    means = dict(zip(_SHARES, np.nansum(weighted_BRN, axis=1).T / counts["num_tokens"], strict=True))
     load_BRE = np.stack(rows["load_E"].to_list()).reshape(shape)
     load_BE = load_BRE.sum(axis=1)
     placement = make_placement(
@@ -293,16 +293,18 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
     load_BR = pairs_BRR.sum(axis=1)
     has_images = bool(rows["image_load_E"].notna().all())
     images_BE = np.stack(rows["image_load_E"].to_list()).reshape(shape).sum(axis=1) if has_images else None
-    retained_B = means["retained_mass_all"] / means["topk_share"]
+    retained_B = mass_kept(rows, rows["batch"])
     return pd.DataFrame(
         {
             "batch": batches,
             **counts,
-            **{name: means[name] for name in _SHARES},
+            **means,
             "label": case["label"],
             "policy": case["policy"],
             "params": [case["policy_params"]] * len(batches),
             "looks_past_top_k": case["looks_past_top_k"],
+            "fullest_expert": load_BE.max(axis=1) * num_experts / counts["num_topk_pairs"],
+            "fullest_rank": load_BR.max(axis=1) * facts["num_ranks"] / counts["num_topk_pairs"],
             "expert_imbalance": imbalance(load_BE),
             "rank_imbalance": imbalance(load_BR),
             "dropped_share": counts["num_dropped_pairs"] / counts["num_topk_pairs"],

@@ -61,7 +61,7 @@ def heatmap_figure(run: RouteRun) -> Drawing | None:
         "Above a panel: the fullest expert of each batch and layer, mean over batches and layers.",
         footer(own, looks_past=len(own) > 1),
     )
-    titles = [f"{case.name}: {case.expert_imbalance:.2f}" for case in own.itertuples()]
+    titles = [f"{case.name}: {case.fullest_expert:.2f}" for case in own.itertuples()]
     figure, panels = _heat_sheet(
         header, titles, load_VLE, "load (1 = mean)", max(2.2, 0.1 * len(layers) + 0.9), aspect="auto"
     )
@@ -141,7 +141,7 @@ def _by_expert(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def violation_figure(run: RouteRun) -> Drawing | None:
-    """Fullest expert over the mean, less 1, by layer: native and a few policies."""
+    """Imbalance of experts, less 1, by layer: native and a few policies."""
     layers = largest(run.layers).assign(max_violation=lambda rows: rows["expert_imbalance"] - 1)
     layers = layers[layers["num_layers"] > 1]
     if layers.empty:
@@ -151,8 +151,8 @@ def violation_figure(run: RouteRun) -> Drawing | None:
     looks = looks_of({label: short(label) for label in labels})
     figure, panels = page(
         "Max violation by layer",
-        "Max violation: pairs of the fullest expert over the mean expert's, less 1, of each batch, all ranks "
-        "together; mean over batches.",
+        "Max violation: pairs of the fullest expert over the mean of the computed pairs, less 1, of each batch, all "
+        "ranks together; mean over batches.",
         split(layers[layers["label"].isin(["native", *labels])], "group"),
         {"native": NATIVE, **{look.label: look.marks for look in looks.values()}},
         height=3.0,
@@ -193,7 +193,8 @@ def imbalance_figure(run: RouteRun) -> Drawing | None:
     weights = "alike" if facts["layer_weights"] is None else "by route.layer_weights"
     figure, panels = page(
         "Imbalance factor against c",
-        f"The fullest over the mean, of each layer and batch; layers weighted {weights}; median and 95th percentile "
+        "The fullest over the mean of the computed pairs, of each layer and batch; layers weighted "
+        f"{weights}; median and 95th percentile "
         f"over {facts['num_batches']} batches.",
         split(rows, "group"),
         {

@@ -23,8 +23,10 @@ from moe_ep_bench.metrics import uniform_activated_experts
 _WIDTH = 120
 _COLUMNS = (
     Column("policy", lambda row: short(row["label"]), is_words=True),
-    number("expert_imbalance", "fullest expert", "{:.2f}"),
-    number("rank_imbalance", "fullest rank", "{:.2f}"),
+    number("fullest_expert", "fullest expert", "{:.2f}"),
+    number("fullest_rank", "fullest rank", "{:.2f}"),
+    number("expert_imbalance", "expert imbalance", "{:.2f}"),
+    number("rank_imbalance", "rank imbalance", "{:.2f}"),
     percentage("dropped_share", "dropped %"),
     percentage("retained_mass", "mass kept %"),
     *BELOW_FRONTIER,
@@ -69,7 +71,8 @@ def _notes(rows: pd.DataFrame) -> list[str]:
     facts, looks_past = rows.iloc[0], rows["looks_past_top_k"].any()
     uniform = uniform_activated_experts(facts["num_experts"], facts["top_k"], facts["num_tokens"])
     found = {
-        "fullest: pairs over the mean expert's or rank's, of each batch, then means over batches and layers": True,
+        "fullest: pairs over native's mean expert's or rank's; imbalance: over the mean of the pairs that are "
+        "computed; of each batch, then means over batches and layers": True,
         f"activated: experts with a token, of {facts['num_experts']} ({uniform:.1f} if tokens chose independently and "
         "uniformly), and on the rank with most of them": True,
         FRONTIER: rows["below_frontier"].notna().any(),

@@ -1,0 +1,639 @@
+"""Devices and links whose times others measured (``tables``), in place of formulas.
+
+*Experts.* A rank's time follows from the rows of its shape, dtype and EP size that were measured under balanced scores.
+Let u(T) be their time with T tokens of all ranks, and b T what a kernel does for tokens of all ranks, whoever's experts
+they choose: routing, sorting and summing. Experts are the rest, f = u - b T. A rank with m_l rows on its experts takes
+
+    t = b T + f(T) S(m) / S(balanced loads of T tokens),   S(m) = f[A] + sum over m_l > 0 of (f[L m_l] - f[L]) / L
+
+f[P] is f by the rank's pairs P, A its activated experts, L its experts: an expert with m rows costs what one of L
+equally loaded experts does, and with a row each A experts cost what was measured with A pairs. So t is what was
+measured wherever the loads are the row's, and f is interpolated over the logarithms of tokens (or pairs) and time
+between rows. Beyond the last row time grows as between the last two. b comes from the growth of u at many tokens over
+EP sizes, which has a part in proportion to a rank's pairs and one that stays.
+
+A shape, or a number of experts on a rank, that was not measured is scaled from the nearest that was, by the ratio of
+the roofline's times at the same rows an expert; it is refused beyond a factor of 4 in an expert's weights or in a
+rank's experts.
+
+*Links.* Collectives are interpolated over bytes. An uneven all-to-all takes as long as the rank's own larger direction.
+Dispatch and combine of DeepEP are interpolated over a rank's tokens: its pairs, sent or received, over k.
+
+Shapes: N = measured points, L = experts (or slots) of a rank, R = ranks, E = experts, k = experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moe_ep_bench.cost_model.devices import PRECISIONS, Device
+from moe_ep_bench.cost_model.links import Link, Links
+from moe_ep_bench.cost_model.tables import (
+    A2A,
+    DEEPEP,
+    DEEPEP_WORDS,
+    MEASURED_ELSEWHERE,
+    MOE,
+    NCCL,
+    PREFIX,
+    SHAPE,
+    UNGATED,
+    Tables,
+    balanced_loads,
+    choose,
+    is_table,
+    of_shape,
+    read_moe,
+    system_words,
+)
+from moe_ep_bench.errors import UserError, naming
+from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.presets import Strict
+
+if TYPE_CHECKING:  # It imports slowly.
+    import pandas as pd
+
+DTYPE = "bfloat16"
+# Further apart an expert's weights, or a rank's experts, are not scaled.
+_MOST_SCALED = 4.0
+# Growth with all ranks' tokens is looked for above so many, over at least so many EP sizes; experts keep some of a row.
+_MANY_TOKENS, _FEWEST_SIZES, _LEAST_REST = 4096, 3, 0.05
+# Files of data/devices/ and data/links/ that say the rest, by system; of links within a node, and beyond it.
+_DEVICES = {"a100_sxm": "a100-sxm-80gb"}
+_LINKS = {
+    "a100_sxm": ("a100-nvlink3", "a100-nvlink3-hdr"),
+    "b200_sxm": ("b200-nvlink5", "b200-nvlink5"),
+    "b300_sxm": ("b200-nvlink5", "b200-nvlink5"),
+    "gb200": ("gb200-nvl72", "gb200-nvl72"),
+    "gb300": ("gb200-nvl72", "gb200-nvl72"),
+    "l40s": ("pcie4", "pcie4-hdr"),
+    "rtx_pro_6000_server": ("pcie5", "pcie5-ndr"),
+    "h20": ("h20-nvlink4", "h20-nvlink4-ndr"),
+}
+_OTHER_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")
+
+
+class ExpertTable(Strict):
+    """Measured times of one shape, dtype and EP size under balanced scores (see the module)."""
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_experts: int
+    top_k: int
+    ep_size: int
+    tokens: tuple[int, ...]
+    """Of all ranks, rising."""
+    times_us: tuple[float, ...]
+    token_us: float = 0.0
+    """b: microseconds for each token of all ranks."""
+    expert_us: float = 0.0
+    """To read the weights of an expert beyond those measured, as replicas are."""
+    scaled_from: str = ""
+    """The shape that was measured, where it is another."""
+
+    @property
+    def num_local(self) -> int:
+        return self.num_experts // self.ep_size
+
+    def loads(self, num_tokens: int) -> NDArray[np.int64]:
+        """Of the rank's experts in the row of so many tokens, int64 [L]."""
+        return balanced_loads(num_tokens, self.num_experts, self.top_k, self.num_local)
+
+    def time_us(self, rows_L: ArrayLike, num_tokens: int | None = None) -> float:
+        """Microseconds of one pass through a rank's experts; no rows take no time.
+
+        Args:
+            rows_L: of each expert or slot of the rank.
+            num_tokens: of all ranks; None = as many as give the rank its rows where loads are balanced.
+        """
+        rows_L = np.asarray(rows_L, dtype=np.float64)
+        rows_L = rows_L[rows_L > 0]
+        if not len(rows_L):
+            return 0.0
+        if num_tokens is None:
+            num_tokens = max(1, round(rows_L.sum() * self.ep_size / self.top_k))
+        common_us = self.token_us * num_tokens
+        balanced_us = float(_between(num_tokens, *self._by_tokens))
+        rest_us = max(balanced_us - common_us, _LEAST_REST * balanced_us)
+        return balanced_us - rest_us + rest_us * self._work_us(rows_L) / self._balanced_us(num_tokens)
+
+    @cached_property
+    def _by_tokens(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return np.asarray(self.tokens, dtype=np.float64), np.asarray(self.times_us)
+
+    @cached_property
+    def _by_pairs(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """f by the rank's pairs; rows with as many pairs are averaged."""
+        tokens_N, times_us_N = self._by_tokens
+        rest_us_N = np.maximum(times_us_N - self.token_us * tokens_N, _LEAST_REST * times_us_N)
+        pairs_N = np.array([self.loads(number).sum() for number in self.tokens])
+        pairs, of_N = np.unique(pairs_N, return_inverse=True)
+        means = np.bincount(of_N, rest_us_N) / np.bincount(of_N)
+        return pairs[pairs > 0].astype(np.float64), means[pairs > 0]
+
+    def _work_us(self, rows_L: NDArray[np.float64]) -> float:
+        """S: rows of activated experts."""
+        curve, local, active = self._by_pairs, self.num_local, len(rows_L)
+        one_each_us = float(_between(min(active, local), *curve)) + max(active - local, 0) * self.expert_us
+        grown_us = (_between(local * rows_L, *curve) - _between(local, *curve)) / local
+        return max(one_each_us + float(grown_us.sum()), _LEAST_REST * one_each_us)
+
+    @cached_property
+    def _balanced(self) -> dict[int, float]:
+        return {}
+
+    def _balanced_us(self, num_tokens: int) -> float:
+        """S of balanced loads, kept by tokens."""
+        if num_tokens not in self._balanced:
+            rows_L = self.loads(num_tokens).astype(np.float64)
+            rows_L = rows_L[rows_L > 0]
+            self._balanced[num_tokens] = self._work_us(rows_L if len(rows_L) else np.ones(1))
+        return self._balanced[num_tokens]
+
+    def describe(self) -> str:
+        scaled = f", scaled from {self.scaled_from}" if self.scaled_from else ""
+        return (
+            f"{self.hidden_size} x {self.ffn_hidden_size}, {self.num_experts} experts, top-{self.top_k},"
+            f" EP {self.ep_size}: {len(self.tokens)} rows of {self.tokens[0]:,} to {self.tokens[-1]:,} tokens{scaled}"
+        )
+
+
+def _between(sizes: ArrayLike, sizes_N: NDArray[np.float64], times_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Times between measured points, linear over the logarithms of both; beyond the last as between the last two."""
+    sizes = np.asarray(sizes, dtype=np.float64)
+    inside = np.exp(np.interp(np.log(np.maximum(sizes, 1e-9)), np.log(sizes_N), np.log(times_N)))
+    if len(sizes_N) == 1:
+        return inside
+    growth = max((times_N[-1] - times_N[-2]) / (sizes_N[-1] - sizes_N[-2]), 0.0)
+    return inside + growth * np.maximum(sizes - sizes_N[-1], 0.0)
+
+
+# ---- from rows to tables ---------------------------------------------------------------------------------------------
+
+Roofline = Callable[[int, int, ArrayLike], float]
+
+
+def tables_of_shape(rows: pd.DataFrame) -> dict[int, ExpertTable]:
+    """One shape's balanced rows of one dtype as a table for each EP size."""
+    hidden, ffn, experts, top_k = (int(rows[name].iloc[0]) for name in SHAPE)
+    found = {}
+    for ep_size, points in rows.sort_values("num_tokens").groupby("ep_size"):
+        found[int(ep_size)] = ExpertTable(
+            hidden_size=hidden,
+            ffn_hidden_size=ffn,
+            num_experts=experts,
+            top_k=top_k,
+            ep_size=int(ep_size),
+            tokens=tuple(points["num_tokens"].astype(int)),
+            times_us=tuple(points["us"]),
+        )
+    token_us = _token_us(list(found.values()))
+    return {ep_size: table.model_copy(update={"token_us": token_us}) for ep_size, table in found.items()}
+
+
+def _token_us(tables: Sequence[ExpertTable]) -> float:
+    """b: growth of time at many tokens, as a part in proportion to a rank's pairs and a constant one, neither below 0.
+
+    Least squares in relative error over EP sizes; 0 where there are few of them.
+    """
+    grown = []
+    for table in tables:
+        tokens_N, times_us_N = np.asarray(table.tokens), np.asarray(table.times_us)
+        first = int(np.searchsorted(tokens_N, _MANY_TOKENS))
+        if first < len(tokens_N) - 1:
+            grown.append(((times_us_N[-1] - times_us_N[first]) / (tokens_N[-1] - tokens_N[first]), table))
+    grown = [(growth, table) for growth, table in grown if growth > 0]
+    if len(grown) < _FEWEST_SIZES:
+        return 0.0
+    growth_R = np.array([growth for growth, _ in grown])
+    pairs_R = np.array([table.top_k / table.ep_size for _, table in grown])
+    columns = np.stack([pairs_R / growth_R, 1 / growth_R], axis=1)  # Residuals are relative.
+    per_pair_us, token_us = np.linalg.lstsq(columns, np.ones(len(grown)))[0]
+    if per_pair_us < 0:
+        token_us = float(np.median(growth_R))
+    return float(min(max(token_us, 0.0), (1 - 2 * _LEAST_REST) * growth_R.min()))
+
+
+def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, roofline_us: Roofline) -> ExpertTable:
+    """The table of a model's layer on so many ranks, from the balanced rows of one dtype.
+
+    Args:
+        roofline_us: of experts of a hidden and FFN size with these rows; scales what was not measured.
+
+    Raises:
+        UserError: nothing near enough was measured; the line lists shapes.
+    """
+    if not len(rows):
+        raise UserError("expected rows of balanced loads, got none; take another framework or version (tables SYSTEM)")
+    wanted = (model.hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k)
+    own = of_shape(rows, wanted)
+    if len(own):
+        tables = tables_of_shape(own)
+        if ep_size in tables:
+            return tables[ep_size]
+    points = rows[[*SHAPE, "ep_size"]].drop_duplicates()
+    points = points[[shape[:3] not in UNGATED for shape in points[SHAPE].itertuples(index=False, name=None)]]
+    if not len(points):
+        raise UserError("expected rows of gated experts; there are none")
+    hidden, ffn, experts, top_k = (points[name].astype(float) for name in SHAPE)
+    weights = np.abs(np.log(hidden * ffn / (wanted[0] * wanted[1])))
+    local = np.abs(np.log(experts / points["ep_size"] * ep_size / wanted[2]))
+    # Of two as near the one of the same hidden size, experts and top-k stands in.
+    others = sum(
+        np.abs(np.log(mine / theirs))
+        for mine, theirs in ((hidden, wanted[0]), (experts, wanted[2]), (top_k, wanted[3]))
+    )
+    nearest = (weights + local + 0.1 * others).idxmin()
+    if max(weights[nearest], local[nearest]) > np.log(_MOST_SCALED) * 1.001:
+        raise UserError(
+            f"expected experts like {wanted[0]} x {wanted[1]} with {wanted[2] / ep_size:g} on a rank, within a factor"
+            f" of {_MOST_SCALED:g}; measured: {'; '.join(shape_words(rows))}"
+        )
+    source = points.loc[nearest]
+    same = of_shape(rows, [source[name] for name in SHAPE])
+    table = tables_of_shape(same)[int(source["ep_size"])]
+    return _scaled(table, wanted, ep_size, roofline_us)
+
+
+def _scaled(
+    table: ExpertTable,
+    wanted: tuple[int, int, int, int],
+    ep_size: int,
+    roofline_us: Callable[[int, int, ArrayLike], float],
+) -> ExpertTable:
+    """A table for another shape or EP size: the same rows an expert, times the ratio of the roofline's times."""
+    hidden, ffn, experts, top_k = wanted
+    share = table.top_k / table.num_experts * experts / top_k
+    times = {}
+    for measured, time_us in zip(table.tokens, table.times_us, strict=True):
+        number = max(1, round(measured * share))
+        theirs = roofline_us(table.hidden_size, table.ffn_hidden_size, table.loads(measured))
+        ours = roofline_us(hidden, ffn, balanced_loads(number, experts, top_k, experts // ep_size))
+        if theirs > 0 and ours > 0:
+            times[number] = time_us * ours / theirs
+    return ExpertTable(
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_experts=experts,
+        top_k=top_k,
+        ep_size=ep_size,
+        tokens=tuple(times),
+        times_us=tuple(times.values()),
+        token_us=table.token_us * (top_k * hidden) / (table.top_k * table.hidden_size),
+        scaled_from=table.describe().partition(":")[0],
+    )
+
+
+def shape_words(rows: pd.DataFrame) -> list[str]:
+    """Shapes of rows: hidden x FFN size, experts, top-k and EP sizes."""
+    found = []
+    for shape, points in rows.groupby(SHAPE):
+        sizes = ", ".join(str(size) for size in sorted(points["ep_size"].unique()))
+        found.append(f"{shape[0]} x {shape[1]}, {shape[2]} experts, top-{shape[3]} (EP {sizes})")
+    return found
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+class TableDevice(Device):
+    """A device whose experts' times were measured elsewhere; the rest is a roofline's.
+
+    Unbound it names tables; ``for_layer`` takes the rows of one model and EP size.
+    """
+
+    HOLDS_PERMUTATION: ClassVar[bool] = True
+
+    table_name: str
+    """As the user gives it, with the dtype."""
+    words: str
+    """The package, the framework and the system."""
+    dtypes: tuple[str, ...]
+    """That the name allows: all that were measured, or the one it ends in."""
+    dtype: str | None = None
+    table: ExpertTable | None = None
+
+    def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> TableDevice:
+        if dtype not in self.dtypes:
+            raise UserError(f"{self.table_name}: expected layer.dtype one of {', '.join(self.dtypes)}; got {dtype}")
+        precision = PRECISIONS[dtype]
+
+        def roofline_us(hidden: int, ffn: int, rows_L: ArrayLike) -> float:
+            return Device.experts_us(self, hidden, ffn, rows_L, precision.hidden_bytes, dtype=dtype)
+
+        rows = read_moe(Tables.named(self.table_name, "moe"), dtype=dtype, tp_size=model.tensor_parallel)
+        with naming(f"{self.table_name}, {dtype}"):
+            table = find_table(rows, model, ep_size, roofline_us)
+        weights = 3 * model.hidden_size * model.ffn_hidden_size * precision.weight_bytes
+        table = table.model_copy(update={"expert_us": weights / (self.reached_tbps * 1e6)})
+        return self.model_copy(update={"table": table, "dtype": dtype})
+
+    def experts_us(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        rows_L: ArrayLike,
+        value_bytes: float,
+        *,
+        experts: str = "grouped",
+        dtype: str = DTYPE,
+        num_tokens: int | None = None,
+    ) -> float:
+        assert self.table is not None, "no layer's rows were taken"
+        return self.table.time_us(rows_L, num_tokens)
+
+    @property
+    def measured_experts(self) -> str:
+        return self.table_name
+
+    def describe(self, experts: str = "grouped", *, whole: bool = False, num_tokens: int | None = None) -> str:
+        rows = ""
+        if self.table is not None:
+            beyond = num_tokens is not None and num_tokens > self.table.tokens[-1]
+            rows = f" {self.table.describe()}{f', extrapolated to {num_tokens:,}' if beyond else ''};"
+        dtype = f", {self.dtype}" if self.dtype else ""
+        rest = super().describe("none", whole=whole).removeprefix("modelled by ")
+        return f"experts {MEASURED_ELSEWHERE} ({self.words}{dtype}):{rows} the rest modelled by {rest}"
+
+
+def load_device(name: str) -> Device:
+    """A device by its name, by the path of a file, or of a table.
+
+    Raises:
+        UserError: see ``Device.load`` and ``tables``; a dtype that was not measured.
+    """
+    if not is_table(name):
+        return Device.load(name)
+    tables = Tables.named(name, "moe")
+    known = [one for one in dtypes_of(tables) if one in PRECISIONS]
+    dtypes = [choose("dtype", tables.parts[0], known)] if tables.parts else known
+    fields = _base(tables).model_dump() | {"table_name": tables.name, "words": tables.words, "dtypes": dtypes}
+    return TableDevice.model_validate(fields)
+
+
+def dtype_of(name: str | None) -> str:
+    """The dtype that a device's name ends in; bfloat16 where it names none."""
+    parts = name.split("/") if name is not None and is_table(name) else []
+    return parts[3] if len(parts) > 3 else DTYPE
+
+
+def dtypes_of(tables: Tables) -> list[str]:
+    """Dtypes of whole experts."""
+    return sorted(tables.read("moe", MOE, ["moe_dtype"], [("moe_tp_size", "=", 1)])["moe_dtype"].unique())
+
+
+def _base(tables: Tables) -> Device:
+    """What states all but experts: a file of data/devices/, or an H100's shares of the system's data sheet."""
+    name = _DEVICES.get(tables.system, tables.system.replace("_", "-"))
+    if name in Device.names():
+        return Device.named(name)
+    like, gpu = Device.named("h100-sxm"), tables.facts["gpu"]
+    if "bfloat16_tc_flops" not in gpu or "mem_bw" not in gpu:
+        raise UserError(f"{tables.name}: {tables.system}.yaml states no bfloat16_tc_flops or no mem_bw")
+    memory_tbps = gpu["mem_bw"] / 1e12
+    slower = like.memory_tbps / memory_tbps
+    return like.model_copy(
+        update={
+            "name": f"h100-sxm, its shares of the data sheet of {system_words(tables.system)}",
+            "bf16_tflops": gpu["bfloat16_tc_flops"] / 1e12,
+            "memory_tbps": memory_tbps,
+            "memory_gb": gpu["mem_capacity"] / 1e9,
+            "arithmetic_basis": "assumed",
+            "memory_efficiency": like.reached_tbps / like.memory_tbps,
+            "memory_basis": "assumed",
+            "overhead_us": like.pass_us,
+            "overhead_basis": "assumed",
+            "decode": (),
+            "decode_below_rows": None,
+            "gpu_names": (),
+            "routing_native_ps": like.routing_native_ps * slower,
+            "routing_native_basis": "assumed",
+            "routing_policy_ps": like.routing_policy_ps * slower,
+            "routing_policy_basis": "assumed",
+            "attention_basis": "assumed",
+        }
+    )
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+_COLLECTIVES = {"alltoall": "exchanges", "all_gather": "gathers", "all_reduce": "reduces"}
+_VALUE_BYTES = {"half": 2, "int8": 1}
+
+
+class NcclLinks(Links):
+    """Links of one node by nccl-tests, with a curve of bytes for each collective and number of GPUs."""
+
+    words: str
+    exchanges: tuple[tuple[int, Link], ...]
+    """Bytes that a rank sends to others."""
+    gathers: tuple[tuple[int, Link], ...]
+    """Bytes that a rank gets from others."""
+    reduces: tuple[tuple[int, Link], ...]
+    """Bytes of a rank's values."""
+
+    def each(self, change: Callable[[Link], Link]) -> Links:
+        curves = {
+            name: tuple((gpus, change(link)) for gpus, link in getattr(self, name)) for name in _COLLECTIVES.values()
+        }
+        return super().each(change).model_copy(update=curves)
+
+    def describe(self) -> str:
+        sizes = ", ".join(str(gpus) for gpus, _ in self.exchanges)
+        return (
+            f"{MEASURED_ELSEWHERE} ({self.words}): all-to-all, all-gather and all-reduce of nccl-tests on {sizes} GPUs"
+            f" of a node, over bytes; uneven splits by each rank's larger direction; {self.name}"
+        )
+
+    def busy_us(self, intra_RR: NDArray[np.float64], inter_RR: NDArray[np.float64]) -> NDArray[np.float64]:
+        return _of(self.exchanges, len(intra_RR)).exchange_us(intra_RR.sum(axis=1), intra_RR.sum(axis=0))
+
+    def all_gather_us(self, num_bytes: float, num_ranks: int) -> float:
+        self._check_ranks(num_ranks)
+        return float(_of(self.gathers, num_ranks).time_us((num_ranks - 1) * num_bytes)) if num_ranks > 1 else 0.0
+
+    def all_reduce_us(self, num_bytes: float, num_ranks: int) -> float:
+        self._check_ranks(num_ranks)
+        return float(_of(self.reduces, num_ranks).time_us(num_bytes)) if num_ranks > 1 else 0.0
+
+
+def _of(curves: tuple[tuple[int, Link], ...], num_ranks: int) -> Link:
+    """The curve of the fewest GPUs that are no fewer than the ranks."""
+    return next(link for gpus, link in curves if gpus >= num_ranks)
+
+
+class DeepEpLinks(Links):
+    """Built-in links whose dispatch and combine were measured with DeepEP, over a rank's tokens."""
+
+    words: str
+    table_name: str
+    backend: str
+    top_k: int = 0
+    num_ranks: int = 0
+    dispatches: tuple[tuple[float, float], ...] = ()
+    """(tokens of a rank, microseconds)"""
+    combines: tuple[tuple[float, float], ...] = ()
+
+    def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> DeepEpLinks:
+        tables = Tables.named(self.table_name, "comm")
+        rows = _deepep_rows(tables, self.backend, dtype)
+        wanted = (model.hidden_size, model.top_k, model.num_experts)
+        known = rows[["hidden_size", "topk", "num_experts", "ep_size"]].drop_duplicates()
+        mine = rows[
+            (rows["hidden_size"] == wanted[0])
+            & (rows["topk"] == wanted[1])
+            & (rows["num_experts"] == wanted[2])
+            & (rows["ep_size"] == ep_size)
+        ]
+        if not len(mine):
+            listed = "; ".join(
+                f"{one.hidden_size}, top-{one.topk} of {one.num_experts}, EP {one.ep_size}"
+                for one in known.itertuples()
+            )
+            raise UserError(
+                f"{self.table_name}: expected hidden size {wanted[0]}, top-{wanted[1]} of {wanted[2]} experts, EP"
+                f" {ep_size}; measured: {listed}"
+            )
+        curves = {
+            phase: tuple(
+                (float(tokens), float(us))
+                for tokens, us in mine[mine["phase"] == phase].groupby("num_tokens")["us"].min().items()
+            )
+            for phase in ("dispatch", "combine")
+        }
+        update = {"dispatches": curves["dispatch"], "combines": curves["combine"]}
+        return self.model_copy(update={**update, "top_k": model.top_k, "num_ranks": ep_size})
+
+    def dispatch_us(self, pairs_RR: NDArray[np.float64], row_bytes: float, weight_bytes: float) -> NDArray[np.float64]:
+        return self._deepep_us(pairs_RR, self.dispatches)
+
+    def combine_us(self, pairs_RR: NDArray[np.float64], row_bytes: float) -> NDArray[np.float64]:
+        return self._deepep_us(pairs_RR, self.combines)
+
+    def _deepep_us(self, pairs_RR: NDArray[np.float64], curve: tuple[tuple[float, float], ...]) -> NDArray[np.float64]:
+        tokens_R = np.maximum(pairs_RR.sum(axis=1), pairs_RR.sum(axis=0)) / self.top_k
+        tokens_N, times_N = np.asarray(curve).T
+        return np.where(tokens_R > 0, _between(tokens_R, tokens_N, times_N), 0.0)
+
+    def describe(self) -> str:
+        rest = super().describe().removeprefix("modelled by ")
+        return (
+            f"{DEEPEP_WORDS} ({self.words}, {self.backend}): over a rank's tokens; other collectives modelled by {rest}"
+        )
+
+    def scaled(self, factor: float) -> Links:
+        if factor != 1:
+            raise UserError(f"emulate.bandwidth_scale: expected 1 with {self.table_name}, got {factor:g}")
+        return self
+
+
+def default_links(device: str, *, beyond_node: bool) -> str:
+    """The file of data/links/ that goes with a device or the system of a table."""
+    system = device.removeprefix(PREFIX).partition("/")[0]
+    system = {"a100-sxm-80gb": "a100_sxm"}.get(system, system.replace("-", "_"))
+    return _LINKS.get(system, _OTHER_LINKS)[beyond_node]
+
+
+def load_links(name: str) -> Links:
+    """Links by their name, by the path of a file, or of a table.
+
+    Raises:
+        UserError: see ``Links.load`` and ``tables``; a backend that was not measured.
+    """
+    if not is_table(name):
+        return Links.load(name)
+    tables = Tables.named(name, "comm")
+    if tables.framework == "nccl":
+        return _nccl_links(tables)
+    backend = choose("backend", tables.parts[0] if tables.parts else "", backends_of(tables))
+    # More than a node's where the table has more: the file with links between nodes.
+    base = Links.named(_LINKS.get(tables.system, _OTHER_LINKS)[1])
+    fields = base.model_dump() | {"words": tables.words, "table_name": tables.name, "backend": backend}
+    return DeepEpLinks.model_validate(fields)
+
+
+def _nccl_links(tables: Tables) -> NcclLinks:
+    rows = read_nccl(tables)
+    gpus = int(rows["num_gpus"].max())
+    curves = {
+        name: tuple(
+            (int(number), _curve(points)) for number, points in rows[rows["op_name"] == collective].groupby("num_gpus")
+        )
+        for collective, name in _COLLECTIVES.items()
+    }
+    for collective, name in _COLLECTIVES.items():
+        if not curves[name]:
+            raise UserError(f"{tables.where('comm', NCCL)}: no rows of {collective}; take another version of nccl")
+    return NcclLinks(
+        name=tables.name,
+        source=tables.where("comm", NCCL),
+        words=tables.words,
+        ranks_per_node=gpus,
+        intra=curves["exchanges"][-1][1],
+        inter=None,
+        **curves,
+    )
+
+
+def read_nccl(tables: Tables) -> pd.DataFrame:
+    """Rows of nccl-tests: op_name, num_gpus, bytes that pass a rank's link, us; the fastest where sizes repeat.
+
+    nccl-tests names all bytes of a rank's buffer; of an all-to-all or all-gather one of num_gpus parts stays. Elements
+    are of 2 or 1 bytes, so that most sizes were timed twice.
+    """
+    columns = ["op_name", "nccl_dtype", "num_gpus", "message_size", "latency"]
+    rows = tables.read("comm", NCCL, columns)
+    size = rows["message_size"] * rows["nccl_dtype"].map(_VALUE_BYTES)
+    crossing = np.where(rows["op_name"] == "all_reduce", 1.0, 1 - 1 / rows["num_gpus"])
+    rows = rows.assign(bytes=size * crossing, us=rows["latency"] * 1e3)
+    return rows.groupby(["op_name", "num_gpus", "bytes"], as_index=False)["us"].min()
+
+
+def _curve(points: pd.DataFrame) -> Link:
+    """A link by measured points. A message that took longer than a larger one was disturbed: it takes what that did."""
+    points = points.sort_values("bytes")
+    sizes, times = points["bytes"].to_numpy(), points["us"].to_numpy()
+    times = np.minimum.accumulate(times[::-1])[::-1]
+    reached_gbps = (sizes[-1] - sizes[-2]) / max(times[-1] - times[-2], 1e-9) / 1e3
+    return Link(
+        latency_us=float(times[0]),
+        latency_basis=MEASURED_ELSEWHERE,
+        bandwidth_gbps=float(reached_gbps),
+        efficiency=1.0,
+        efficiency_basis=MEASURED_ELSEWHERE,
+        curve=tuple(zip(sizes.tolist(), times.tolist(), strict=True)),
+    )
+
+
+def backends_of(tables: Tables) -> list[str]:
+    """Ways of dispatching that a framework's files hold."""
+    found = [name for name, file in DEEPEP.items() if tables.path("comm", file).is_file()]
+    if tables.path("comm", A2A).is_file():
+        found += tables.read("comm", A2A, ["comm_backend"])["comm_backend"].unique().tolist()
+    return sorted(found)
+
+
+def _deepep_rows(tables: Tables, backend: str, dtype: str) -> pd.DataFrame:
+    """hidden_size, topk, num_experts, ep_size, num_tokens, phase, us."""
+    if backend not in DEEPEP or not tables.path("comm", DEEPEP[backend]).is_file():
+        columns = ["phase", "comm_dtype", "ep_size", "hidden_size", "topk", "num_experts", "num_tokens", "latency"]
+        rows = tables.read("comm", A2A, columns, [("comm_backend", "=", backend)])
+        known = rows["comm_dtype"].unique().tolist()
+        wanted = next((one for one in (dtype, dtype.partition("_")[0], "default", DTYPE) if one in known), known[0])
+        return rows[rows["comm_dtype"] == wanted].rename(columns={"latency": "us"})
+    shape = ["node_num", "hidden_size", "num_topk", "num_experts", "num_token"]
+    names = {"num_topk": "topk", "num_token": "num_tokens"}
+    import pandas as pd
+
+    parts = []
+    for phase in ("dispatch", "combine"):
+        times = [f"{phase}_avg_t_us"] if backend == "deepep_ll" else [f"{phase}_transmit_us", f"{phase}_notify_us"]
+        rows: Any = tables.read("comm", DEEPEP[backend], [*shape, *times])
+        parts.append(rows.assign(phase=phase, us=rows[times].sum(axis=1)).drop(columns=times))
+    rows = pd.concat(parts, ignore_index=True).rename(columns=names)
+    return rows.assign(ep_size=rows["node_num"] * tables.facts["node"]["num_gpus_per_node"])

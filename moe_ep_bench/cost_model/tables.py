@@ -1,0 +1,291 @@
+"""Read what others measured on real GPUs: the Parquet tables of the package ``aiconfigurator-core``.
+
+The extra ``moe-ep-bench[tables]`` installs the package (NVIDIA, Apache-2.0). Only its data files are read. Below
+``systems/data`` they are
+
+``SYSTEM/moe/FRAMEWORK/VERSION/moe_perf.parquet``       MoE layers on one GPU that holds its share of the experts
+``SYSTEM/moe/trtllm/VERSION/wideep_moe_perf.parquet``   the same with and without EPLB, of TensorRT-LLM
+``SYSTEM/comm/nccl/VERSION/nccl_perf.parquet``          collectives by nccl-tests
+``SYSTEM/comm/vllm|trtllm/VERSION/moe_a2a_perf.parquet``  dispatch and combine of DeepEP
+``SYSTEM/comm/sglang/VERSION/wideep_deepep_*.parquet``  the same, older, also between nodes
+
+A device is named ``table:SYSTEM/FRAMEWORK/VERSION`` or ``table:SYSTEM/FRAMEWORK/VERSION/DTYPE``, links
+``table:SYSTEM/nccl/VERSION`` or ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND``.
+
+*How a row of moe_perf was taken* (ai-dynamo/aiconfigurator, collector/). One GPU stands for rank 0 of ``moe_ep_size``.
+It is given all ``num_tokens`` tokens of the group, and computes the pairs of its own experts. ``balanced`` scores give
+token t the experts (t + j x ceil(E / k)) mod E, j < k. ``power_law_A`` draws a weight for each expert from a power law
+of exponent A, rounds the loads to pairs, and puts the fullest rank first; five draws are averaged, without a seed.
+A row holds the framework's top-k, its permutation around the experts and the sum over a token's local experts. Gate,
+dispatch and combine are not in it.
+
+Nothing is kept beyond the process. No row of theirs is part of this repository but where a file says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from moe_ep_bench.errors import UserError, brief, did_you_mean
+
+if TYPE_CHECKING:  # It imports slowly, and names of tables are checked ahead of all that does.
+    import pandas as pd
+
+PACKAGE, EXTRA, PREFIX = "aiconfigurator-core", "moe-ep-bench[tables]", "table:"
+MEASURED_ELSEWHERE = "measured elsewhere"
+# How links say that whole dispatches were measured, not bytes on a link.
+DEEPEP_WORDS = f"dispatch and combine {MEASURED_ELSEWHERE}"
+
+MOE, WIDE_EP, NCCL, A2A = "moe_perf.parquet", "wideep_moe_perf.parquet", "nccl_perf.parquet", "moe_a2a_perf.parquet"
+# SGLang's tables of DeepEP, by the name of the backend.
+DEEPEP = {"deepep_ll": "wideep_deepep_ll_perf.parquet", "deepep_normal": "wideep_deepep_normal_perf.parquet"}
+
+_FRAMEWORKS = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang", "nccl": "NCCL"}
+# Of Nemotron 3, whose experts are no gated FFNs: (hidden size, FFN size, experts).
+UNGATED = {(2688, 1856, 128), (1024, 2688, 512), (4096, 2688, 512), (2048, 5120, 512), (8192, 5120, 512)}
+BALANCED = "balanced"
+
+
+def is_table(name: str) -> bool:
+    return name.startswith(PREFIX)
+
+
+def framework_words(framework: str) -> str:
+    return _FRAMEWORKS.get(framework, framework)
+
+
+def system_words(system: str) -> str:
+    """``h100_sxm`` as H100 SXM."""
+    return system.upper().replace("_", " ")
+
+
+# ---- what there is ---------------------------------------------------------------------------------------------------
+
+
+def root() -> Path:
+    """The folder ``systems`` of the installed package.
+
+    Raises:
+        UserError: it is not installed; the line names the extra.
+    """
+    try:
+        package = resources.files(PACKAGE.replace("-", "_"))
+    except ModuleNotFoundError:
+        raise UserError(f"{PACKAGE} is not installed; expected: pip install '{EXTRA}'") from None
+    return Path(str(package)) / "systems"
+
+
+@cache
+def package_words() -> str:
+    """The package and its version."""
+    return f"{PACKAGE} {metadata.version(PACKAGE)}"
+
+
+def _folders(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.iterdir() if one.is_dir()) if folder.is_dir() else []
+
+
+def choose(what: str, name: str, names: Sequence[str]) -> str:
+    """``name``, where it is one of ``names``.
+
+    Raises:
+        UserError: one line that lists them.
+    """
+    if name not in names:
+        listed = ", ".join(names) or "none"
+        raise UserError(f"expected a {what} of {listed}; got {brief(name)}{did_you_mean(name, names)}")
+    return name
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The files of one framework's version on one system.
+
+    Attributes:
+        parts: what follows in the name: a dtype of a device, a backend of links.
+    """
+
+    system: str
+    framework: str
+    version: str
+    parts: tuple[str, ...] = ()
+
+    @classmethod
+    def named(cls, name: str, kind: str) -> Tables:
+        """Find ``table:SYSTEM/FRAMEWORK/VERSION[/...]`` among the files of a kind, ``moe`` or ``comm``.
+
+        Raises:
+            UserError: one line that lists what there is at the first part that is not known.
+        """
+        data = root() / "data"
+        system, *rest = name.removeprefix(PREFIX).split("/")
+        choose("system", system, [one for one in _folders(data) if _folders(data / one / kind)])
+        framework = choose("framework", rest[0] if rest else "", _folders(data / system / kind))
+        versions = _folders(data / system / kind / framework)
+        version = choose(f"version of {framework}", rest[1] if len(rest) > 1 else "", versions)
+        return cls(system, framework, version, tuple(rest[2:]))
+
+    @property
+    def name(self) -> str:
+        return f"{PREFIX}{'/'.join((self.system, self.framework, self.version, *self.parts))}"
+
+    def path(self, kind: str, file: str) -> Path:
+        return root() / "data" / self.system / kind / self.framework / self.version / file
+
+    def where(self, kind: str, file: str) -> str:
+        """The file as a source names it."""
+        return f"{package_words()}, {self.system}/{kind}/{self.framework}/{self.version}/{file}"
+
+    @property
+    def words(self) -> str:
+        """What was measured and by whom: the package, the framework and the system."""
+        return f"{package_words()}, {framework_words(self.framework)} {self.version} on {system_words(self.system)}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The package's own description of the system: data sheet of the GPU, GPUs of a node."""
+        return yaml.safe_load((root() / f"{self.system}.yaml").read_text())
+
+    def read(self, kind: str, file: str, columns: Sequence[str], filters: Any = None) -> pd.DataFrame:
+        """Some columns and rows of a file; ``filters`` as pyarrow takes them.
+
+        Raises:
+            UserError: the file is missing or damaged; the line names it.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = self.path(kind, file)
+        if not path.is_file():
+            raise UserError(f"{self.where(kind, file)}: there is no such file")
+        try:
+            return pq.read_table(path, columns=list(columns), filters=filters).to_pandas()
+        except (pa.ArrowException, OSError, KeyError) as problem:
+            raise UserError(f"{path}: damaged: {brief(str(problem), quoted=False)}") from None
+
+
+def systems() -> list[str]:
+    """With tables of any kind."""
+    data = root() / "data"
+    return [one for one in _folders(data) if _folders(data / one / "moe") or _folders(data / one / "comm")]
+
+
+def all_tables(kind: str, system: str | None = None) -> list[Tables]:
+    """Every framework's version on every system, or on one."""
+    data = root() / "data"
+    return [
+        Tables(one, framework, version)
+        for one in ([system] if system else systems())
+        for framework in _folders(data / one / kind)
+        for version in sorted(_folders(data / one / kind / framework), key=_by_number)
+    ]
+
+
+def _by_number(version: str) -> list[tuple[int, str]]:
+    return [(int(digits or 0), text) for digits, text in re.findall(r"(\d*)(\D*)", version)]
+
+
+# ---- rows of MoE layers ----------------------------------------------------------------------------------------------
+
+SHAPE = ["hidden_size", "inter_size", "num_experts", "topk"]
+_MOE_COLUMNS = [*SHAPE, "moe_dtype", "num_tokens", "moe_ep_size", "distribution", "latency"]
+
+
+def read_moe(
+    tables: Tables, *, dtype: str | None = None, distribution: str | None = BALANCED, tp_size: int = 1
+) -> pd.DataFrame:
+    """Rows of MoE layers: ``SHAPE``, dtype, num_tokens, ep_size, distribution, us.
+
+    Experts are whole, or cut among ``tp_size`` ranks; then the FFN size is a slice's, and no all-reduce is in it.
+    Where several kernels were timed on the same point, the fastest stands for it.
+    """
+    filters = [("moe_tp_size", "=", tp_size)]
+    filters += [("moe_dtype", "=", dtype)] if dtype else []
+    filters += [("distribution", "=", distribution)] if distribution else []
+    rows = tables.read("moe", MOE, _MOE_COLUMNS, filters)
+    rows = rows.rename(columns={"moe_dtype": "dtype", "moe_ep_size": "ep_size"}).assign(us=rows["latency"] * 1e3)
+    rows["inter_size"] //= tp_size
+    keys = [*SHAPE, "dtype", "ep_size", "distribution", "num_tokens"]
+    return rows.drop(columns="latency").groupby(keys, as_index=False)["us"].min()
+
+
+def of_shape(rows: pd.DataFrame, shape: Sequence[int]) -> pd.DataFrame:
+    """Rows whose ``SHAPE`` is this."""
+    return rows[(rows[SHAPE] == np.asarray(shape)).all(axis=1)]
+
+
+# ---- how their loads were made ---------------------------------------------------------------------------------------
+
+
+@cache
+def balanced_loads(num_tokens: int, num_experts: int, top_k: int, num_local: int) -> NDArray[np.int64]:
+    """Pairs of each of rank 0's experts under ``balanced`` scores, int64 [num_local].
+
+    With fewer tokens than ceil(E / k) they are spread over that range.
+    """
+    stride = -(-num_experts // top_k)
+    tokens = np.arange(num_tokens)
+    if num_tokens < stride:
+        tokens = tokens * stride / num_tokens
+    loads = np.zeros(num_experts, dtype=np.int64)
+    for number in range(top_k):
+        experts = ((tokens + number * stride) % num_experts).astype(np.int64)
+        loads += np.bincount(experts, minlength=num_experts)
+    return loads[:num_local]
+
+
+def power_law_loads(
+    num_tokens: int, num_experts: int, top_k: int, ep_size: int, exponent: float, generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """Pairs of each expert, by rank, for one draw of ``power_law_<exponent>`` scores: int64 [R, L], the fullest first.
+
+    Weights are drawn between 1 and 0.8 of the tokens (0.01 and 2 where there are no more pairs than experts), loads are
+    rounded shares of all pairs, no expert has more than all tokens, and what rounding leaves goes in turn to the least
+    loaded (or is taken from the most loaded) expert of each rank. Theirs is drawn anew, with no seed, for each row.
+    """
+    pairs = num_tokens * top_k
+    low, high = (1.0, 0.8 * num_tokens) if pairs > num_experts else (0.01, 2.0)
+    power = 1.0 - exponent
+    uniform = generator.random(num_experts)
+    weights = ((high**power - low**power) * uniform + low**power) ** (1 / power)
+    loads = np.minimum(np.rint(weights / weights.sum() * pairs).astype(np.int64), num_tokens)
+    loads_RL = loads.reshape(ep_size, -1)
+    missing = pairs - int(loads.sum())
+    quota_R = np.full(ep_size, abs(missing) // ep_size) + (np.arange(ep_size) < abs(missing) % ep_size)
+    for row, quota in zip(loads_RL, quota_R, strict=True):
+        _level(row, int(quota), num_tokens, up=missing > 0)
+    fullest = int(loads_RL.sum(axis=1).argmax())
+    loads_RL[[0, fullest]] = loads_RL[[fullest, 0]]
+    return loads_RL
+
+
+def _level(loads_L: NDArray[np.int64], quota: int, most: int, *, up: bool) -> None:
+    """Give ``quota`` pairs, one by one, to the least loaded expert, or take them from the most loaded; in place."""
+    sign = 1 if up else -1
+    heights = loads_L * sign  # Taking from the fullest is giving to the least of the negatives.
+    limit = most if up else 0
+    quota = min(quota, int((limit - heights).sum()))
+    while quota > 0:
+        least = heights.min()
+        lowest = np.flatnonzero(heights == least)
+        above = heights[heights > least]
+        step = (min(int(above.min()), limit) if len(above) else limit) - int(least)
+        if step * len(lowest) <= quota:
+            heights[lowest] += step
+            quota -= step * len(lowest)
+        else:
+            each, rest = divmod(quota, len(lowest))
+            heights[lowest] += each
+            heights[lowest[:rest]] += 1
+            quota = 0
+    loads_L[:] = heights * sign

@@ -1,0 +1,353 @@
+"""Measured tables: devices and links of others' Parquet files, on small made-up ones and on the real package."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from moe_ep_bench.analysis.style import phase_look
+from moe_ep_bench.analysis.words import origin, phase_origin
+from moe_ep_bench.cli import main
+from moe_ep_bench.cost_model import tables as reading
+from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.table_devices import TableDevice, load_device, load_links
+from moe_ep_bench.cost_model.tables import SHAPE, Tables, balanced_loads, power_law_loads, read_moe
+from moe_ep_bench.models import ModelSpec, load_model
+
+HAS_PACKAGE = find_spec("aiconfigurator_core") is not None
+needs_package = pytest.mark.skipif(not HAS_PACKAGE, reason="aiconfigurator-core is not installed: the extra `tables`")
+TOKENS = (1, 2, 4, 16, 64, 256, 1024, 4096, 8192, 16384)
+# hidden size, FFN size, experts, top-k
+SMALL, UNLIKE = (1024, 512, 16, 2), (8192, 8192, 16, 2)
+NAME = "table:h100_sxm/vllm/1.0"
+
+
+def model(shape: tuple[int, int, int, int] = SMALL) -> ModelSpec:
+    hidden, ffn, experts, top_k = shape
+    changes = {"hidden_size": hidden, "ffn_hidden_size": ffn, "num_experts": experts, "top_k": top_k}
+    return ModelSpec.named("olmoe-1b-7b").model_copy(update=changes)
+
+
+def law_us(loads_L: np.ndarray, num_tokens: int) -> float:
+    """What the made-up GPU takes: 10 us, 2 us an activated expert, 0.05 us a row, 0.01 us a token of all ranks."""
+    return 10.0 + 2.0 * float((loads_L > 0).sum()) + 0.05 * float(loads_L.sum()) + 0.01 * num_tokens
+
+
+def moe_rows(dtype: str = "bfloat16", shape: tuple[int, int, int, int] = SMALL) -> pd.DataFrame:
+    hidden, ffn, experts, top_k = shape
+    rows = [
+        {
+            "moe_dtype": dtype,
+            "num_tokens": number,
+            "hidden_size": hidden,
+            "inter_size": ffn,
+            "topk": top_k,
+            "num_experts": experts,
+            "moe_tp_size": 1,
+            "moe_ep_size": ep_size,
+            "distribution": "balanced",
+            "latency": law_us(balanced_loads(number, experts, top_k, experts // ep_size), number) / 1e3,
+        }
+        for ep_size in (1, 2, 4, 8)
+        for number in TOKENS
+    ]
+    return pd.DataFrame(rows)
+
+
+@pytest.fixture
+def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of one system with two shapes, NCCL on 4 and 8 GPUs, and DeepEP on 8."""
+    moe, nccl, deepep = (tmp_path / "data/h100_sxm" / one for one in ("moe/vllm/1.0", "comm/nccl/2.0", "comm/vllm/1.0"))
+    for folder in (moe, nccl, deepep):
+        folder.mkdir(parents=True)
+    rows = pd.concat([moe_rows(), moe_rows("fp8_block"), moe_rows(shape=UNLIKE)])
+    rows.to_parquet(moe / "moe_perf.parquet")
+    collectives = [
+        {"op_name": op, "nccl_dtype": "half", "num_gpus": gpus, "message_size": 2**power, "latency": latency / 1e3}
+        for op in ("alltoall", "all_gather", "all_reduce")
+        for gpus in (4, 8)
+        for power, latency in ((9, 8.0 + gpus), (12, 9.0 + gpus), (19, 20.0 + gpus), (24, 200.0 + gpus))
+    ]
+    pd.DataFrame(collectives).to_parquet(nccl / "nccl_perf.parquet")
+    of_deepep = [
+        {
+            "comm_backend": "deepep_ll",
+            "phase": phase,
+            "comm_dtype": "default",
+            "ep_size": 8,
+            "hidden_size": SMALL[0],
+            "topk": SMALL[3],
+            "num_experts": SMALL[2],
+            "num_tokens": number,
+            "latency": base + 0.1 * number,
+        }
+        for phase, base in (("dispatch", 10.0), ("combine", 20.0))
+        for number in (1, 10, 100)
+    ]
+    pd.DataFrame(of_deepep).to_parquet(deepep / "moe_a2a_perf.parquet")
+    (tmp_path / "h100_sxm.yaml").write_text(yaml.safe_dump({"node": {"num_gpus_per_node": 8}}))
+    monkeypatch.setattr(reading, "root", lambda: tmp_path)
+    monkeypatch.setattr(reading, "package_words", lambda: "aiconfigurator-core 0.0")
+    return tmp_path
+
+
+def bound(ep_size: int = 8, dtype: str = "bfloat16", shape: tuple[int, int, int, int] = SMALL) -> TableDevice:
+    device = load_device(NAME).for_layer(model(shape), ep_size, dtype)
+    assert isinstance(device, TableDevice)
+    return device
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.parametrize("ep_size", [1, 2, 8])
+@pytest.mark.parametrize("number", TOKENS)
+def test_at_a_measured_row_a_table_device_is_exact(ep_size: int, number: int) -> None:
+    table = bound(ep_size).table
+    assert table is not None
+    loads_L = table.loads(number)
+    assert table.time_us(loads_L, number) == pytest.approx(law_us(loads_L, number), rel=0.01)
+
+
+@pytest.mark.usefixtures("made_up")
+def test_uneven_loads_follow_their_rows_and_activated_experts() -> None:
+    """The made-up GPU is linear, so that the law has to find it back, tokens of all ranks apart."""
+    table = bound(2).table
+    assert table is not None
+    assert table.token_us == pytest.approx(0.01, rel=0.05)
+    for loads in ([4096, 100, 50, 1, 0, 0, 0, 0], [500, 400, 0, 0, 300, 0, 0, 0], [512] * 8):
+        loads_L = np.array(loads)
+        assert table.time_us(loads_L, 4096) == pytest.approx(law_us(loads_L, 4096), rel=0.05)
+
+
+@pytest.mark.usefixtures("made_up")
+def test_between_and_beyond_rows_time_is_interpolated_and_no_rows_take_none() -> None:
+    table = bound(1).table
+    assert table is not None
+    for number in (100, 2000, 50_000):
+        assert table.time_us(table.loads(number), number) == pytest.approx(law_us(table.loads(number), number), rel=0.1)
+    assert table.time_us([0, 0], 16) == 0
+
+
+@pytest.mark.usefixtures("made_up")
+def test_a_shape_that_was_not_measured_is_scaled_and_says_so_or_refused() -> None:
+    near = bound(8, shape=(1024, 768, 16, 2))
+    assert "scaled from 1024 x 512, 16 experts, top-2, EP 8" in near.describe()
+    exact = bound(8)
+    assert "scaled" not in exact.describe()
+    rows_L = np.array([4000, 4000])
+    assert 1 < near.experts_us(1024, 768, rows_L, 2) / exact.experts_us(1024, 512, rows_L, 2) <= 1.5 * 1.01
+    with pytest.raises(
+        ValueError, match="within a factor of 4; measured: 1024 x 512, 16 experts, top-2 \\(EP 1, 2, 4, 8"
+    ):
+        bound(8, shape=(128, 128, 16, 2))
+
+
+@pytest.mark.usefixtures("made_up")
+def test_a_table_says_that_it_was_measured_elsewhere_and_the_rest_is_modelled() -> None:
+    words = bound().describe(num_tokens=16_384)
+    assert "16,384 tokens, extrapolated to 50,000; the rest" in bound().describe(num_tokens=50_000)
+    assert words.startswith(
+        "experts measured elsewhere (aiconfigurator-core 0.0, vLLM 1.0 on H100 SXM, bfloat16): 1024 x 512, 16 experts,"
+        " top-2, EP 8: 10 rows of 1 to 16,384 tokens; the rest modelled by devices/h100-sxm: roofline"
+    )
+    assert (
+        load_links("table:h100_sxm/nccl/2.0")
+        .describe()
+        .startswith("measured elsewhere (aiconfigurator-core 0.0, NCCL 2.0")
+    )
+
+
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("table:h1/vllm/1.0", "expected a system of h100_sxm; got 'h1' .did you mean h100_sxm"),
+        ("table:h100_sxm/sglang/1.0", "expected a framework of vllm; got 'sglang'"),
+        ("table:h100_sxm/vllm/2", "expected a version of vllm of 1.0; got '2'"),
+        ("table:h100_sxm/vllm/1.0/fp4", "expected a dtype of bfloat16, fp8_block; got 'fp4'"),
+    ],
+)
+def test_what_is_not_there_is_told_in_one_line_that_lists_what_is(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        load_device(name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_table_is_named(made_up: Path) -> None:
+    path = made_up / "data/h100_sxm/moe/vllm/1.0/moe_perf.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"moe_perf\.parquet: damaged: ") as error:
+        load_device(NAME)
+    assert "\n" not in str(error.value)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(reading, "PACKAGE", "no-such-package")
+    assert main(["tables"]) == 2
+    assert capsys.readouterr().err == (
+        "moe-ep-bench: no-such-package is not installed; expected: pip install 'moe-ep-bench[tables]'\n"
+    )
+
+
+@pytest.mark.usefixtures("made_up")
+def test_tables_lists_devices_shapes_and_links(capsys: pytest.CaptureFixture) -> None:
+    assert main(["tables"]) == 0
+    assert "h100_sxm  vllm/1.0  nccl/2.0, vllm/1.0" in capsys.readouterr().out
+    assert main(["tables", "h100_sxm"]) == 0
+    listed = capsys.readouterr().out
+    assert "1024 x 512" in listed
+    assert "table:h100_sxm/vllm/1.0/deepep_ll" in listed
+    assert main(["tables", "h200"]) == 2
+
+
+@pytest.mark.usefixtures("made_up")
+def test_advise_takes_a_table_in_low_precision(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model: {num_experts: 16, top_k: 2, hidden_size: 1024, ffn_hidden_size: 512}\n"
+        "workload: {kind: synthetic, num_tokens: 512, num_batches: 2, sequence_length: 16, peak_load: 3}\n"
+        "layer: {ep_size: 8, dtype: fp8_block}\n"
+        "policies: [{name: token_drop, capacity_factor: 1.0}]\n"
+        f"emulate: {{device: {NAME}, links: table:h100_sxm/nccl/2.0}}\n"
+    )
+    out = tmp_path / "out"
+    assert main(["emulate", str(config), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "measured elsewhere (aiconfigurator-core 0.0, vLLM 1.0 on H100 SXM, fp8_block)" in said
+    assert main(["emulate", str(config), "--out", str(out), "--set", "emulate.device=h100-sxm"]) == 2
+    assert "layer.dtype fp8_block" in capsys.readouterr().err
+    assert main(["emulate", str(config), "--out", str(out), "--set", "emulate.device=measured"]) == 2
+    assert "layer.dtype: expected float32 or bfloat16" in capsys.readouterr().err
+    # Routing is the same whatever the dtype, and nothing is timed.
+    assert main(["route", str(config), "--out", str(tmp_path / "routed")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "links", "expected"),
+    [
+        ("experts measured elsewhere (x): rows", "modelled by links/y", ["measured elsewhere", "modelled", "modelled"]),
+        ("modelled by devices/x", "measured elsewhere (x): y", ["modelled", "measured elsewhere", "modelled"]),
+        # Figures of a roofline may be fitted to tables; what they give is modelled all the same.
+        ("modelled by devices/x: up to 74% (measured elsewhere)", "modelled by links/y", ["modelled"] * 3),
+        (None, "measured elsewhere (x): y", ["measured", "measured elsewhere", "measured"]),
+    ],
+)
+def test_parts_that_were_measured_elsewhere_are_told_from_those_that_are_modelled(
+    device: str | None, links: str, expected: list[str]
+) -> None:
+    facts, run = SimpleNamespace(device=device, links=links), SimpleNamespace(mode="emulated")
+    found = [phase_origin(run, facts, group) for group in ("experts", "comm", "gate")]
+    assert found == expected
+    words = "partly measured elsewhere" if "measured elsewhere" in expected else "modelled"
+    assert origin(run, facts) == (words if device else "emulated")
+    looks = [str(phase_look("experts", how)) for how in ("measured", "measured elsewhere", "modelled")]
+    assert len(set(looks)) == 3
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("made_up")
+def test_collectives_are_exact_at_measured_sizes_on_as_many_gpus() -> None:
+    links = load_links("table:h100_sxm/nccl/2.0")
+    for ranks, time_us in ((4, 24.0), (8, 28.0), (6, 28.0)):  # Six take eight GPUs' curve.
+        bytes_RR = np.full((ranks, ranks), 2.0**20 * (7 / 8 if ranks > 4 else 3 / 4) / (ranks - 1))
+        np.testing.assert_allclose(links.all_to_all_us(bytes_RR), time_us, rtol=1e-6)
+    assert links.all_gather_us(2**20 / 8, 8) == pytest.approx(28.0)
+    assert links.all_reduce_us(2**20, 8) == pytest.approx(28.0)
+    with pytest.raises(ValueError, match="at most 8 ranks"):
+        links.all_to_all_us(np.ones((16, 16)))
+
+
+@pytest.mark.usefixtures("made_up")
+def test_an_uneven_all_to_all_takes_as_long_as_each_ranks_larger_direction() -> None:
+    links = load_links("table:h100_sxm/nccl/2.0")
+    bytes_RR = np.zeros((8, 8))
+    bytes_RR[0, 1] = 2.0**20 * 7 / 8
+    np.testing.assert_allclose(links.all_to_all_us(bytes_RR), [28, 28, *[0] * 6], rtol=1e-6)
+
+
+@pytest.mark.usefixtures("made_up")
+def test_deepep_is_interpolated_over_a_ranks_tokens_and_apart_for_both_ways() -> None:
+    links = load_links("table:h100_sxm/vllm/1.0/deepep_ll").for_layer(model(), 8, "bfloat16")
+    pairs_RR = np.full((8, 8), 10 * SMALL[3] / 8)  # Ten tokens on each rank.
+    np.testing.assert_allclose(links.dispatch_us(pairs_RR, 2048, 4), 11.0)
+    np.testing.assert_allclose(links.combine_us(pairs_RR, 2048), 21.0)
+    with pytest.raises(ValueError, match="measured: 1024, top-2 of 16, EP 8"):
+        load_links("table:h100_sxm/vllm/1.0/deepep_ll").for_layer(model(UNLIKE), 8, "bfloat16")
+    with pytest.raises(ValueError, match="expected a backend of deepep_ll; got 'x'"):
+        load_links("table:h100_sxm/vllm/1.0/x")
+
+
+# ---- how loads were made ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_tokens", "ep_size"), [(1, 8), (16, 4), (4096, 8), (4096, 1)])
+def test_power_law_loads_keep_all_pairs_and_put_the_fullest_rank_first(num_tokens: int, ep_size: int) -> None:
+    generator = np.random.default_rng(0)
+    for exponent in (1.01, 1.2):
+        loads_RL = power_law_loads(num_tokens, 64, 8, ep_size, exponent, generator)
+        assert loads_RL.sum() == num_tokens * 8
+        assert 0 <= loads_RL.min() <= loads_RL.max() <= num_tokens
+        assert loads_RL.sum(axis=1).argmax() == 0
+
+
+def test_balanced_loads_are_equal_and_few_tokens_spread() -> None:
+    assert balanced_loads(4096, 256, 8, 256).tolist() == [128] * 256
+    assert np.flatnonzero(balanced_loads(2, 256, 8, 32)).tolist() == [0, 16]
+
+
+# ---- the real package ------------------------------------------------------------------------------------------------
+
+
+@needs_package
+def test_mixtral_on_eight_h100_takes_what_was_measured() -> None:
+    """aiconfigurator-core 0.12.0, h100_sxm/moe/vllm/0.24.0: 4.57 ms balanced at 16,384 tokens, 12.2 under 1.01."""
+    device = load_device("table:h100_sxm/vllm/0.24.0").for_layer(ModelSpec.named("mixtral-8x7b"), 8, "bfloat16")
+    assert isinstance(device, TableDevice)
+    assert device.table is not None
+    assert device.table.time_us(device.table.loads(16_384), 16_384) == pytest.approx(4570, rel=0.01)
+    generator = np.random.default_rng(0)
+    draws = [power_law_loads(16_384, 8, 2, 8, 1.01, generator)[0] for _ in range(200)]
+    assert np.mean([device.table.time_us(one, 16_384) for one in draws]) == pytest.approx(12_200, rel=0.15)
+
+
+@needs_package
+@pytest.mark.parametrize("name", ["h100-sxm", "h200-sxm", "b200-sxm", "gb200"])
+def test_rooflines_are_within_15_percent_on_shapes_that_were_held_out(name: str) -> None:
+    from benchmarks.tables import DEVICES, experts_rows, predicted_us
+
+    rows = experts_rows(*DEVICES[name])
+    rows = rows.assign(error=np.abs(predicted_us(Device.named(name), rows) / rows["us"] - 1))
+    assert (rows[rows["held"]].groupby("framework")["error"].median() < 0.15).all()
+
+
+@needs_package
+@pytest.mark.parametrize(
+    ("name", "table"), [("h100-nvlink4", "table:h100_sxm/nccl/2.29.2"), ("gb200-nvl72", "table:gb200/nccl/2.29.2")]
+)
+def test_built_in_links_are_the_tables(name: str, table: str) -> None:
+    mine, theirs = Links.named(name).intra, load_links(table).intra
+    assert mine is not None
+    assert theirs is not None
+    sizes = np.logspace(3, 8.6, 50)
+    np.testing.assert_allclose(mine.time_us(sizes), theirs.time_us(sizes), rtol=0.01)
+
+
+@needs_package
+def test_models_as_they_are_served_are_held_exactly() -> None:
+    rows = read_moe(Tables.named("table:h100_sxm/sglang/0.5.14", "moe"))
+    shapes = set(rows[SHAPE].itertuples(index=False, name=None))
+    kimi = reading.root().parent / "model_configs/moonshotai--Kimi-K2-Instruct_config.json"
+    for name in ("deepseek-v3", "qwen3-235b-a22b", "gpt-oss-120b", "mixtral-8x7b", str(kimi)):
+        spec = load_model(name)
+        assert (spec.hidden_size, spec.ffn_hidden_size, spec.num_experts, spec.top_k) in shapes

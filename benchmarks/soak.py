@@ -96,7 +96,7 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
         ours = _descendants(job.pid, running)
         seen.update(ours)
         ranks = [one for one in ours if one.parent == job.pid]
-        for name, pid in {"launcher": job.pid, **{f"rank {i}": one.pid for i, one in enumerate(ranks)}}.items():
+        for name, pid in {"torchrun": job.pid, **{f"rank {i}": one.pid for i, one in enumerate(ranks)}}.items():
             _sample(name, pid, num_finished, samples)
         time.sleep(0.1)
     if job.returncode:

@@ -1,4 +1,4 @@
-"""A run from the command line to the files it leaves: real ranks, real launcher, injected faults."""
+"""A run from the command line to the files it leaves: real ranks, real torchrun, injected faults."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import run as torch_run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime import torchrun as module
@@ -71,6 +71,18 @@ def test_the_status_is_what_the_ranks_agreed_on_and_ranks_know_nothing_of_it_els
 def test_ranks_that_could_not_agree_are_lost_and_a_signal_is_told(error: Exception, status: int, ranks) -> None:
     ranks(fail(error))
     assert torchrun(["run"], 1) == status
+
+
+def test_nodes_that_do_not_meet_are_told_where_and_why(
+    ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = RendezvousConnectionError("see the inner exception")
+    error.__cause__ = RuntimeError("timed out\nafter 8 s")
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "node1:29400")
+    ranks(fail(error))
+    assert torchrun(["run"], 1) == LOST
+    expected = "moe-ep-bench: torchrun at node1:29400: RendezvousConnectionError: timed out after 8 s\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_sigusr1_is_a_request_to_close_that_ranks_find(ranks) -> None:

@@ -57,8 +57,10 @@ def torchrun(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) -> 
                 return 128 + int(stopped.sigval)
             except ChildFailedError:  # torchrun has said which ranks failed, and they why.
                 return LOST
-            except Exception as error:  # Nodes that do not meet, say.
-                print(f"moe-ep-bench: torchrun: {type(error).__name__}: {in_short(error)}", file=sys.stderr)
+            except Exception as error:  # Nodes that do not meet, say; torch keeps what went wrong in the cause.
+                where = f" at {endpoint}" if (endpoint := os.environ.get("PET_RDZV_ENDPOINT")) else ""
+                words = in_short(error.__cause__ or error)
+                print(f"moe-ep-bench: torchrun{where}: {type(error).__name__}: {words}", file=sys.stderr)
                 return LOST
         agreed = Path(folder, "status")
         return int(agreed.read_text()) if agreed.exists() else LOST

@@ -34,8 +34,8 @@ from moe_ep_bench.presets import (
     read_yaml,
     validated,
 )
-from moe_ep_bench.workload.counts import mean_peak_load, read_counts
-from moe_ep_bench.workload.skews import PATTERNS, SKEWS, RankLoad, load_skew
+from moe_ep_bench.workload.counts import layer_loads, mean_peak_load, read_counts
+from moe_ep_bench.workload.skews import PATTERNS, SKEWS, RankLoad, Skew, load_skew
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
 
@@ -173,6 +173,9 @@ class SyntheticConfig(_Workload):
     skew_from: Annotated[Path | None, FILE, NAME] = None
     """Counts of chosen experts, for ``peak_load`` as their mean over layers: a recording, SGLang's ``logical_count``
     (JSON or npz), or [layers][experts] in JSON; in place of ``skew``."""
+    skew_layer: int | None = Field(None, ge=0)
+    """Counted layer of ``skew_from`` whose loads every expert gets, in its place; or ``all``: one comparison for each.
+    null = the peak load alone, mean over layers."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean; null = unskewed."""
     sequence_length: int = Field(128, ge=1)
@@ -182,7 +185,7 @@ class SyntheticConfig(_Workload):
     placement: Literal["scattered", "spread", "adjacent"] = "scattered"
     """Positions of popular experts: as drawn, spread over the ranks, or side by side."""
     rank_load: RankLoad | None = None
-    """Load of the fullest rank over the mean, for one number of ranks."""
+    """Load of the fullest rank over the mean, for one number of ranks. On another number experts stand at random."""
     topk_share: float | None = Field(None, gt=0, lt=1)
     """Share of the score mass in the top-k."""
     entropy: float | None = Field(None, gt=0, lt=1)
@@ -200,6 +203,8 @@ class SyntheticConfig(_Workload):
     def _check_pattern(self) -> SyntheticConfig:
         if self.skew is not None and self.skew_from is not None:
             raise UserError("skew, skew_from: expected one of the two, got both")
+        if self.skew_layer is not None and self.skew_from is None:
+            raise UserError(f"skew_layer: expected skew_from beside it, whose layer it is; got {self.skew_layer}")
         if self.skew in PATTERNS:
             beside = self.model_fields_set - {*_Workload.model_fields, "kind", "skew", "sequence_length"}
             if beside:
@@ -208,31 +213,44 @@ class SyntheticConfig(_Workload):
                 raise UserError("rank_shares: needed by skew megatron_w4, whose sources are ragged, e.g. [2, 1, 1, 0]")
         return self
 
-    def targets(self, preset: str | None) -> dict[str, Any]:
+    def targets(self, preset: str | None, ep_size: int | None = None) -> dict[str, Any]:
         """All targets of a ``SyntheticWorkload``, those of ``skew`` included.
+
+        Args:
+            ep_size: EP ranks. A ``rank_load`` is of one number of them; on others experts stand at random. None = any.
 
         Raises:
             ValueError: there is no such skew of the model.
         """
-        own = self.model_dump(exclude={*_Workload.model_fields, "kind", "skew", "skew_from", "sequence_length"})
-        if self.skew_from is not None and "peak_load" not in self.model_fields_set:
+        named = {"kind", "skew", "skew_from", "skew_layer", "sequence_length"}
+        own = self.model_dump(exclude={*_Workload.model_fields, *named})
+        if self.skew_from is not None and self.skew_layer is not None:
+            own["expert_loads"] = tuple(layer_loads(self.skew_from, self.skew_layer))
+        elif self.skew_from is not None and "peak_load" not in self.model_fields_set:
             own["peak_load"] = mean_peak_load(self.skew_from)
-        if self.skew is None or self.skew in PATTERNS:
-            return own
+        if self.skew is not None and self.skew not in PATTERNS:
+            calibrated = self.calibration(preset).targets()
+            # A rank's load cannot be met together with another placement or a skew that moves.
+            if self.placement != "scattered" or self.drift or self.burst_every or self.family == "uniform":
+                calibrated.pop("rank_load", None)
+            if self.sequence_length == 1:
+                calibrated.pop("neighbour_overlap", None)
+            if self.entropy is not None:
+                calibrated.pop("topk_share", None)
+            own |= {key: value for key, value in calibrated.items() if key not in self.model_fields_set}
+        if ep_size is not None and own["rank_load"] is not None and own["rank_load"]["ep_size"] != ep_size:
+            own["rank_load"] = None
+        return own
+
+    def calibration(self, preset: str | None) -> Skew:
+        """What ``skew``, which is no pattern, was calibrated to; ValueError where the model has no such skew."""
+        assert self.skew is not None
         if preset is None:
             raise UserError(
                 f"skew: expected none for a model that is no preset; give peak_load and the like, got {self.skew}"
             )
         with naming("skew"):
-            calibrated = load_skew(preset, self.skew).targets()
-        # A rank's load cannot be met together with another placement or a skew that moves.
-        if self.placement != "scattered" or self.drift or self.burst_every or self.family == "uniform":
-            calibrated.pop("rank_load", None)
-        if self.sequence_length == 1:
-            calibrated.pop("neighbour_overlap", None)
-        if self.entropy is not None:
-            calibrated.pop("topk_share", None)
-        return {**own, **{key: value for key, value in calibrated.items() if key not in self.model_fields_set}}
+            return load_skew(preset, self.skew)
 
 
 class RecordingConfig(Strict):
@@ -467,6 +485,9 @@ class Experiment(SweepPoint):
         num_experts = self.model.spec().num_experts
         if counted is not None and (found := read_counts(counted).shape[1]) != num_experts:
             raise UserError(f"workload.skew_from: {counted}: expected counts of {num_experts} experts, got {found}")
+        if counted is not None and isinstance(self.workload, SyntheticConfig) and self.workload.skew_layer is not None:
+            with naming("workload"):
+                layer_loads(counted, self.workload.skew_layer)
         classes: dict[str, type[Policy]] = {}
         for number, entry in enumerate(self.policies):
             for policy in expand_policies([entry]):
@@ -703,6 +724,13 @@ def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> 
     """Sweep a recording's layers and tails where the workload asks for several."""
     workload = raw["workload"]
     layer = workload.get("layer")
+    if workload.get("skew_layer") == "all":
+        if not isinstance(workload.get("skew_from"), str):
+            raise ConfigError(f"{path}: workload.skew_layer: all needs counts in workload.skew_from")
+        try:
+            sweep["workload.skew_layer"] = list(range(len(read_counts(Path(workload["skew_from"])))))
+        except ValueError as error:
+            raise ConfigError(f"{path}: workload.skew_from: {error}") from None
     if workload.get("tail") == "both":
         sweep["workload.tail"] = list(TAILS)
     if raw.get("scope") == "model" and workload.get("kind") == "recorded":

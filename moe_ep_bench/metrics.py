@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,6 +28,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import top_k_map, without_padding
+from moe_ep_bench.policies.steps import TORCH, Steps
 from moe_ep_bench.schema import ROUTING_METRICS
 
 if TYPE_CHECKING:
@@ -42,11 +44,13 @@ class ScoreMetrics:
 
     Attributes:
         top_k_TE: bool, the model's own choice, padding rows empty.
+        num_topk_pairs: its pairs.
         top_k_mass, mass: score mass of the top-k and of all experts, summed over valid tokens.
         of_scores: the metrics from ``topk_share`` to ``regime_plateau``.
     """
 
     top_k_TE: Tensor
+    num_topk_pairs: int
     top_k_mass: float
     mass: float
     of_scores: dict[str, float]
@@ -55,7 +59,7 @@ class ScoreMetrics:
 def score_metrics(scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
     """The part of ``routing_metrics`` that no policy changes; arguments as there."""
     num_tokens = context.num_valid(len(scores_TE))
-    top_k_TE = top_k_map(scores_TE, context)
+    top_k_TE = _top_k_map(scores_TE, context)
     top_k_mass_T = _mass(scores_TE, top_k_TE)
     mass_T = _mass(scores_TE, without_padding(torch.ones_like(top_k_TE), context))
     single_head_T, plateau_T = _regimes(scores_TE, top_k_TE, top_k_mass_T)
@@ -68,7 +72,12 @@ def score_metrics(scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
         "regime_plateau": num_plateau,
     }
     means = {name: _ratio(value, num_tokens) for name, value in sums.items()}
-    return ScoreMetrics(top_k_TE, float(top_k_mass_T.sum()), float(mass_T.sum()), means)
+    return ScoreMetrics(top_k_TE, int(top_k_TE.sum()), float(top_k_mass_T.sum()), float(mass_T.sum()), means)
+
+
+def moved(metrics: ScoreMetrics, scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
+    """``score_metrics`` of ``scores_TE``, whose tokens have the scores of ``metrics`` at other experts."""
+    return replace(metrics, top_k_TE=_top_k_map(scores_TE, context))
 
 
 def routing_metrics(
@@ -132,53 +141,107 @@ def routing_metrics(
         ``schema.ROUTING_METRICS`` in their order,
         as plain ints, floats and lists of ints.
     """
-    num_experts, num_ranks = scores_TE.shape[1], context.num_ranks
+    num_experts = scores_TE.shape[1]
     num_tokens = context.num_valid(len(scores_TE))
     if of_scores is None:
         of_scores = score_metrics(scores_TE, context)
-    map_TE, top_k_TE = routing.map_TE, of_scores.top_k_TE
-    valid_map_TE = without_padding(map_TE, context)
-    # Per token and rank; experts of a rank are neighbours.
-    pairs_TR = map_TE.unflatten(1, (num_ranks, -1)).sum(dim=2)
-
-    reached_TR = pairs_TR > 0
-    load_E = map_TE.sum(dim=0)
-    activated_R = (load_E > 0).view(num_ranks, -1).sum(dim=1)
+    counts = _counts_by_numba(routing.map_TE, scores_TE, of_scores.top_k_TE, context)
+    counts = counts or counts_by_torch(routing.map_TE, scores_TE, of_scores.top_k_TE, context)
+    load_E, copies_R = counts.load_E, counts.copies_R
+    load_R = load_E.reshape(context.num_ranks, -1).sum(axis=1)
+    activated_R = (load_E > 0).reshape(context.num_ranks, -1).sum(axis=1)
     num_pairs = int(load_E.sum())
-    num_valid_pairs = num_pairs if valid_map_TE is map_TE else int(valid_map_TE.sum())
     mean_load = num_pairs / num_experts
     peak_load = _ratio(int(load_E.max()), mean_load)
-    # Exact, like the capacities: a load that fills its capacity to the brim has no excess.
-    allowed = float(Fraction(repr(float(capacity_factor))) * num_tokens * context.top_k / num_experts)
-    excess = float((load_E.double() - allowed).clamp(min=0).sum())
-
-    num_topk_pairs = int(top_k_TE.sum())
-    num_dropped_pairs = int((top_k_TE & ~map_TE).sum())
-    selected_mass = float(_mass(scores_TE, valid_map_TE).sum())
+    allowed = _allowed(float(capacity_factor), num_tokens, context.top_k, num_experts)
+    excess = float(np.maximum(load_E - allowed, 0).sum())
+    num_topk_pairs = of_scores.num_topk_pairs
+    num_dropped_pairs = num_topk_pairs - counts.num_kept_pairs
     values = {
         "num_tokens": num_tokens,
         "load_E": load_E.tolist(),
-        "load_R": pairs_TR.sum(dim=0).tolist(),
+        "load_R": load_R.tolist(),
         "num_pairs": num_pairs,
-        "padding_pairs": num_pairs - num_valid_pairs,
+        "padding_pairs": num_pairs - counts.num_valid_pairs,
         "num_topk_pairs": num_topk_pairs,
         "num_dropped_pairs": num_dropped_pairs,
         "dropped_fraction": _ratio(num_dropped_pairs, num_topk_pairs),
-        "retained_mass_topk": _ratio(selected_mass, of_scores.top_k_mass),
-        "retained_mass_all": _ratio(selected_mass, of_scores.mass),
+        "retained_mass_topk": _ratio(counts.mass, of_scores.top_k_mass),
+        "retained_mass_all": _ratio(counts.mass, of_scores.mass),
         "peak_load": peak_load,
         "max_violation": peak_load - 1 if num_pairs else 0.0,
-        "load_cv": _ratio(float(load_E.double().std(correction=0)), mean_load),
+        "load_cv": _ratio(float(load_E.std()), mean_load),
         "excess_load": _ratio(excess, num_pairs),
-        "tokens_without_expert": num_tokens - int(valid_map_TE.any(dim=1).sum()),
-        "experts_per_token": _ratio(num_valid_pairs, num_tokens),
+        "tokens_without_expert": num_tokens - counts.num_served_tokens,
+        "experts_per_token": _ratio(counts.num_valid_pairs, num_tokens),
         "activated_experts": int(activated_R.sum()),
         "activated_experts_fullest_rank": int(activated_R.max()),
-        "crossing_pairs": num_slices * num_pairs - int(pairs_TR[:, context.rank].sum()),
-        "crossing_copies": num_slices * int(reached_TR.sum()) - int(reached_TR[:, context.rank].sum()),
+        "crossing_pairs": num_slices * num_pairs - int(load_R[context.rank]),
+        "crossing_copies": num_slices * int(copies_R.sum()) - int(copies_R[context.rank]),
         **of_scores.of_scores,
     }
     return {name: values[name] for name in ROUTING_METRICS}
+
+
+class RoutingCounts(NamedTuple):
+    """What of a routing is counted.
+
+    Attributes:
+        load_E: int64, pairs of each expert; ``copies_R`` int64, tokens with a pair on each rank.
+        num_valid_pairs: of valid tokens; ``num_kept_pairs``: those of them that are top-k pairs.
+        num_served_tokens: valid tokens with a pair. ``mass``: score mass of their pairs.
+    """
+
+    load_E: NDArray[np.int64]
+    copies_R: NDArray[np.int64]
+    num_valid_pairs: int
+    num_kept_pairs: int
+    num_served_tokens: int
+    mass: float
+
+
+def counts_by_torch(map_TE: Tensor, scores_TE: Tensor, top_k_TE: Tensor, context: RoutingContext) -> RoutingCounts:
+    """Count by torch, on any device: what the compiled form is held against."""
+    valid_map_TE = without_padding(map_TE, context)
+    # Experts of a rank are neighbours.
+    copies_R = map_TE.unflatten(1, (context.num_ranks, -1)).any(dim=2).sum(dim=0)
+    return RoutingCounts(
+        map_TE.sum(dim=0).cpu().numpy(),
+        copies_R.cpu().numpy(),
+        int(valid_map_TE.sum()),
+        int((top_k_TE & map_TE).sum()),
+        int(valid_map_TE.any(dim=1).sum()),
+        float(_mass(scores_TE, valid_map_TE).sum()),
+    )
+
+
+def _counts_by_numba(
+    map_TE: Tensor, scores_TE: Tensor, top_k_TE: Tensor, context: RoutingContext
+) -> RoutingCounts | None:
+    """Count in one pass; None where the tensors are not on the host or numba is missing."""
+    if not map_TE.is_cpu or _host_steps() is None:
+        return None
+    from moe_ep_bench.kernels.counting import routing_counts
+
+    valid_T = np.empty(0, np.bool_) if context.token_mask_T is None else context.token_mask_T.numpy()
+    maps = (one.contiguous().numpy().view(np.uint8) for one in (map_TE, top_k_TE))
+    return RoutingCounts(*routing_counts(*maps, scores_TE.contiguous().numpy(), valid_T, context.num_ranks))
+
+
+def _top_k_map(scores_TE: Tensor, context: RoutingContext) -> Tensor:
+    return top_k_map(scores_TE, context, (scores_TE.is_cpu and _host_steps()) or TORCH)
+
+
+def _host_steps() -> Steps | None:
+    from moe_ep_bench.kernels.dispatch import numba_steps  # Imports torch, for which reading results does not wait.
+
+    return numba_steps("cpu")
+
+
+@lru_cache(maxsize=1024)
+def _allowed(capacity_factor: float, num_tokens: int, top_k: int, num_experts: int) -> float:
+    """gamma * N, exact like the capacities: a load that fills its capacity to the brim has no excess."""
+    return float(Fraction(repr(capacity_factor)) * num_tokens * top_k / num_experts)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -92,6 +92,11 @@ class Placement:
         return (np.asarray(load_E) > 0).astype(np.int64) @ (self.share_RE > 0).astype(np.int64).T
 
 
+def default_ep_size(num_experts: int) -> int:
+    """Virtual ranks where a config leaves them open: the largest number up to 8, a node's, that divides the experts."""
+    return max(size for size in range(1, 9) if num_experts % size == 0)
+
+
 def make_placement(spec: str | Path | Sequence[Sequence[float]], num_experts: int, num_ranks: int) -> Placement:
     """Place ``num_experts`` experts on ``num_ranks`` ranks.
 

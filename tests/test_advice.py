@@ -283,7 +283,7 @@ def test_a_pick_is_judged_on_draws_that_did_not_choose_it(tmp_path: Path, low: f
     text = advice_of(run, BOUNDS)
     assert f" {answer}" in text.splitlines()[-1]
     assert "of 2 verdicts up to 0.1 would be called by chance alone" in text
-    layer_speedup = picks(run, BOUNDS, {"draw0": 1000.0})["layer_speedup"].tolist()
+    layer_speedup = picks(run, BOUNDS)["layer_speedup"].tolist()
     assert layer_speedup == pytest.approx([low if "use" in answer else 1.0], rel=0.06)
 
 
@@ -439,7 +439,7 @@ def test_options_become_a_config_of_modelled_emulation() -> None:
     assert config["model"] == {"preset": "qwen3-30b-a3b"}
     assert config["layer"] == {"dtype": "bfloat16", "ep_size": 8}
     assert config["workload"]["num_tokens"] == 16384
-    assert config["sweep"] == {"workload.peak_load": [1.2, 2.0, 4.0], "workload.seed": [1, 2, 3, 4, 5]}
+    assert config["sweep"] == {"workload.seed": [1, 2, 3, 4, 5], "workload.peak_load": [1.2, 2.0, 4.0]}
     assert (config["emulate"]["device"], config["emulate"]["links"]) == ("h100-sxm", "h100-nvlink4")
     lp = {"balancer": "lp", "solve_us": 100.0}
     assert config["emulate"]["replication"] == [{"spare_per_rank": 1}, {"spare_per_rank": 1, **lp}]
@@ -467,7 +467,7 @@ def test_traffic_that_chance_decides_is_drawn_several_times(tmp_path: Path) -> N
     assert drawn(*one_load, "--draws", "1") == (None, 10)
     assert drawn("--model", "olmoe-1b-7b", "--ep", 1, "--tokens", 64) == (None, 10), "one rank holds all experts"
     full = recording(tmp_path / "full.safetensors", full=True)
-    assert drawn("--model", "olmoe-1b-7b", "--ep", 8, "--tokens", 64, "--trace", full) == (None, 10)
+    assert drawn("--model", "olmoe-1b-7b", "--ep", 8, "--tokens", 64, "--trace", full) == (None, 4), "of three layers"
     config = ROOT / "configs/quickstart.yaml"
     assert drawn(config) == (None, 10), "its skew says how full a rank is"
     assert drawn(config, "--set", "workload.seed=7", "--set", "workload.rank_load=null") == ([7, 8, 9, 10, 11], 10)
@@ -478,6 +478,38 @@ def test_traffic_that_chance_decides_is_drawn_several_times(tmp_path: Path) -> N
     )
     assert drawn(pattern) == (None, 10), "it prescribes all loads"
     assert drawn(ROOT / "configs/model-prefill.yaml")[0] is None, "layers of a whole model are several draws"
+
+
+def test_counts_are_told_from_a_recording_by_content_and_give_every_experts_load(tmp_path: Path) -> None:
+    counts, olmoe = tmp_path / "counts.json", ["--model", "olmoe-1b-7b", "--ep", 8, "--tokens", 64]
+    counts.write_text(json.dumps(np.arange(3 * 64).reshape(3, 64).tolist()))
+    with pytest.raises(ValueError, match=r"--trace .*counts.json: expected a recording, got counts of 3 layers"):
+        asked(*olmoe, "--trace", counts)
+    question = asked(*olmoe, "--counts", counts)
+    assert [one.workload.skew_layer for one in question.experiments] == [0, 1, 2]
+    assert all(one.workload.skew_from == counts for one in question.experiments)
+    assert "workload.seed" not in yaml.safe_load(question.text).get("sweep", {}), "chance decides no rank's load"
+    with pytest.raises(ValueError, match=r"--counts .*expected counts of 128 experts, as .* has; got 64"):
+        asked(*QWEN, "--counts", counts)
+    with pytest.raises(ValueError, match="--peak-load: expected none beside --trace or --counts"):
+        asked(*olmoe, "--counts", counts, "--peak-load", 2)
+
+
+def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> None:
+    workload = {"kind": "recorded", "description": "", "tail_model": "popularity"}
+    comparisons = [
+        comparison_of(
+            drop(1.5, speedup, 0.05, 0.97),
+            comparison_id=f"layer{layer}",
+            num_batches=5,
+            facts={"point": {"workload.layer": layer}, "workload": workload, "title": f"Tiny-MoE, layer {layer}"},
+        )
+        for layer, speedup in enumerate((1.2, 1.3, 1.4))
+    ]
+    text = advice_of(load_times(write_run(tmp_path, comparisons)), BOUNDS)
+    assert "by layer" in text
+    assert "the traffic is that of 3 layers" in text
+    assert re.search(r"1\.300 x native \(1\.20 to 1\.40 over 3 layers\)", text.splitlines()[-1])
 
 
 def test_decode_is_asked_beside_prefill_with_one_token_of_each_request() -> None:
@@ -536,7 +568,7 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
     assert without.left_out[-1] == "EPLB: one rank holds all experts"
     full = asked(*olmoe, "--trace", recording(tmp_path / "full.safetensors", full=True))
     assert full.left_out == without.left_out[-1:]
-    assert full.experiments[0].workload.layer == 1
+    assert [one.workload.layer for one in full.experiments] == [0, 1, 2], "all that were recorded"
     (reason,) = asked(ROOT / "configs/decode.yaml", "--set", "layer.ep_size=8").left_out
     assert reason == "xshare request: decides for a request's tokens, of which a step has one"
 
@@ -658,7 +690,9 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys: pytest
     first = capsys.readouterr()
     sent, assumed, *_ = first.out.splitlines()
     assert sent == "Modelled: bf16, NCCL all-to-all, one copy per (token, expert) pair, no overlap."
-    assert assumed.startswith("Modelled (nothing was run), OLMoE-1B-7B, 4 ranks modelled by devices/h100-sxm, ")
+    assert assumed.startswith(
+        "Modelled (nothing was run), OLMoE-1B-7B, EP 4, 64 tokens (16 a rank), 4 ranks modelled by "
+    )
     assert "peak load 4, assumed, not OLMoE-1B-7B's own" in assumed
     assert first.out.splitlines()[-1] == f"config: {out}/advise.yaml"
     assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 16 candidates x 5 batches x 2 points, modelled on h100-sxm")

@@ -6,8 +6,10 @@ import contextlib
 import errno
 import os
 import sys
+import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from moe_ep_bench import cli
 from moe_ep_bench.analysis.parts import ResultsError
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.runtime import progress
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.progress import progress_bar
 
@@ -106,10 +109,45 @@ def test_a_command_whose_standard_error_is_gone_ends_as_it_would_have(monkeypatc
         broken.close()
 
 
+def test_lines_say_the_time_left_and_follow_each_other_at_intervals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress_bar(40, "batch") as bar:
+        bar.set_description("one")
+        for _ in range(10):
+            now[0] += 4.0
+            bar.update()
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first == "one: 0 %, 0 of 40 batches"
+    assert others == [
+        "one: 8 %, 3 of 40 batches, 2 min left",
+        "one: 15 %, 6 of 40 batches, 2 min left",
+        "one: 22 %, 9 of 40 batches, 2 min left",
+    ]
+
+
+def test_a_command_that_is_silent_for_long_says_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timers: list[threading.Timer] = []
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: timers.append(timer))
+    progress.announce("planning one")
+    progress.announce("planning two")  # which takes the place of the first
+    for timer in timers:
+        assert timer.interval <= 2
+        timer.interval = 0
+        timer.run()
+    assert capsys.readouterr().err == "moe-ep-bench: planning two\n"
+    progress.settle()
+    assert timers[-1].finished.is_set()
+
+
 def test_a_terminal_gets_a_bar_and_a_file_one_line_per_comparison(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def count(**options: bool) -> str:
+    def count(**options: Any) -> str:
         with progress_bar(10, "iteration", **options) as bar:
             for title in ("one", "two"):
                 bar.set_description(title)
@@ -117,8 +155,9 @@ def test_a_terminal_gets_a_bar_and_a_file_one_line_per_comparison(
                     bar.update()
         return capsys.readouterr().err
 
-    assert count() == "one: 0 of 10 iterations done before\ntwo: 5 of 10 iterations done before\n"
+    assert count() == "one: 0 %, 0 of 10 iterations\ntwo: 50 %, 5 of 10 iterations\n"
     assert count(shown=False) == ""
+    assert count(delay=60.0) == "", "what takes no longer says nothing"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert "two: 100%" in count()
 

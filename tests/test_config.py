@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_workload import top_k_load
 
 from moe_ep_bench.bench import plan as module
 from moe_ep_bench.bench.checks import check_pieces
@@ -39,9 +40,10 @@ def comparison(folder: Path, world_size: int = 1, **sections: dict) -> Compariso
 @pytest.mark.parametrize("skew", SKEWS)
 def test_every_model_has_every_skew_and_it_can_be_met(preset: str, skew: str, tmp_path: Path) -> None:
     sections = {"model": {"preset": preset, "scale": 0.03125}, "workload": {"skew": skew, "num_tokens": 2048}}
-    found = comparison(tmp_path, **sections)
+    targets = load_skew(preset, skew).targets()
+    found = comparison(tmp_path, targets.get("rank_load", {"ep_size": 1})["ep_size"], **sections)
     described = found.describe_workload()
-    targets, achieved = load_skew(preset, skew).targets(), described["achieved"]
+    achieved = described["achieved"]
     assert achieved["peak_load"] == pytest.approx(targets["peak_load"], rel=0.02)
     if "rank_load" in targets:
         assert achieved["rank_load"]["8"] == pytest.approx(targets["rank_load"]["load"], rel=0.03)
@@ -53,6 +55,30 @@ def test_every_model_has_every_skew_and_it_can_be_met(preset: str, skew: str, tm
     assert described["kind"] == "synthetic"
     if described["skew"]["basis"] == "assumed":
         assert "recorded from" not in described["description"]
+
+
+@pytest.mark.parametrize("ep_size", [2, 4, 8, 16])
+def test_a_skews_rank_load_holds_at_its_ep_size_and_experts_stand_at_random_at_others(
+    ep_size: int, tmp_path: Path
+) -> None:
+    found = skewed(tmp_path, ep_size, seed=0)
+    described = found.describe_workload()
+    load_R = top_k_load(found.workload.batch(0).scores_TE, found.model.top_k).view(ep_size, -1).sum(dim=1)
+    is_its_own = ep_size == 8
+    assert ("rank_load" in described["targets"]) == is_its_own
+    assert ("experts placed at random, in one draw" in described["description"]) != is_its_own
+    assert ("experts placed at random, one draw" in found.title) != is_its_own
+    assert f"EP {ep_size}, 2,048 tokens ({2048 // ep_size:,} a rank), single domain skew of OLMoE-1B-7B" in found.title
+    if ep_size == 16:  # Sorted by load within the ranks of EP 8, every second rank would be above the next.
+        assert not bool((load_R[::2] > load_R[1::2]).all())
+        peaks = {skewed(tmp_path, 16, seed).workload.achieved()["rank_load"]["16"] for seed in range(3)}
+        assert len(peaks) == 3, "draws differ"
+
+
+def skewed(folder: Path, ep_size: int, seed: int) -> Comparison:
+    """Of a model of which nothing was recorded."""
+    workload = {"skew": "single_domain", "num_tokens": 2048, "seed": seed}
+    return comparison(folder, ep_size, model={"preset": "qwen3-235b-a22b", "scale": 0.03125}, workload=workload)
 
 
 def test_skews_grow_from_mixed_to_the_worst_layer() -> None:

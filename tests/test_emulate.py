@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
 import signal
 import subprocess
@@ -21,9 +23,9 @@ from test_run import cases_of, environment, routing_of, statuses, write_config
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.tables import run_text
-from moe_ep_bench.bench import small_layers
+from moe_ep_bench.bench import small_layers, virtual
 from moe_ep_bench.bench.plan import VIRTUAL, plan
-from moe_ep_bench.bench.rank_timers import RankTime
+from moe_ep_bench.bench.rank_timers import ModelledRanks, RankTime
 from moe_ep_bench.bench.rows import PackedMetrics
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
@@ -32,6 +34,7 @@ from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.runtime.crash_journal import Mark
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
+from moe_ep_bench.workload import SyntheticWorkload
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}
 
@@ -92,7 +95,7 @@ def test_ranks_with_the_same_to_do_are_timed_once(tmp_path: Path) -> None:
     emulation.samples = np.full((4, 8, 1, len(emulation.columns)), np.nan)
     emulation.metrics = [PackedMetrics(8, 1) for _ in range(4)]
     timer = SimpleNamespace(needs_tokens=True, time=lambda *_, **__: RankTime([{"experts": 2.0}], []))
-    emulation._time_batch(0, timer, rounds=4, kept=2)
+    emulation._time_batch(0, timer, rounds=4, kept=2, numbers=range(len(emulation.cases)))
     assert emulation.timed_runs + emulation.shared_runs == 4 * 4 * 8
     assert emulation.shared_runs >= 4 * 7
     assert (emulation.samples[..., emulation.columns.index(TOTAL)] == 2).all()
@@ -131,6 +134,69 @@ def test_a_case_that_raises_in_its_check_is_left_out_and_the_others_stay(monkeyp
     assert {case: reason.partition(", allowed")[0] for case, reason in failed.items()} == reasons
     assert [type(error) for error in survived] == [IndexError]
     assert emulation.cases == [right]
+
+
+def written(out: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in (out / "cases").glob("*.parquet")}
+
+
+def test_adding_a_policy_models_that_policy_alone(tmp_path: Path) -> None:
+    out, modelled = tmp_path / "out", {"links": "h100-nvlink4", "device": "h100-sxm"}
+    for policies in ([{"name": "topk"}], [{"name": "topk"}, {"name": "pruned", "k0": 2}]):
+        config = write_config(tmp_path, layer__ep_size=4, emulate=modelled, policies=policies)
+        before = written(out)
+        assert main(["emulate", str(config), "--out", str(out)]) == OK
+    after = written(out)
+    assert {name: after[name] for name in before} == before
+    assert len(after) == len(before) + 1
+    run = load_run(out)
+    assert {case.label for case in run.cases} >= {"native", "topk", "pruned k0=2"}, "of two jobs, and all stand"
+
+
+def test_modelled_cases_are_kept_as_they_finish_and_the_end_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    modelled = {"links": "h100-nvlink4", "device": "h100-sxm"}
+    config, out = write_config(tmp_path, layer__ep_size=4, workload__num_batches=3, emulate=modelled), tmp_path / "out"
+    monkeypatch.setattr(virtual, "_KEPT_AFTER_S", 1e-9)
+    left, model = [4 * 7 + 2 * 4 * 3], ModelledRanks.time  # batch 0 of all cases, the others of a few
+
+    def until_interrupted(*arguments: object, **options: object) -> RankTime:
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        return model(*arguments, **options)
+
+    monkeypatch.setattr(ModelledRanks, "time", until_interrupted)
+    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
+    interrupted = multiprocessing.get_context("fork").Process(
+        target=main, args=(["emulate", str(config), "--out", str(out)],)
+    )
+    interrupted.start()
+    interrupted.join(120)
+    assert interrupted.exitcode == 128 + signal.SIGINT
+    kept = written(out)
+    assert 0 < len(kept) < len(comparison.cases)
+    said = f"stopped: {len(kept)} of {len(comparison.cases)} cases are kept in {out}; the same command does what is"
+    assert said in capfd.readouterr().err
+    monkeypatch.setattr(ModelledRanks, "time", model)
+    assert main(["emulate", str(config), "--out", str(out)]) == OK
+    assert {name: when for name, when in written(out).items() if name in kept} == kept
+
+
+def test_a_dry_run_makes_no_batch_and_names_all_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(*_: object) -> None:
+        raise AssertionError("a batch is made")
+
+    monkeypatch.setattr(SyntheticWorkload, "make_scores", make)
+    monkeypatch.setattr(SyntheticWorkload, "_noise", make)
+    config = write_config(tmp_path, layer__ep_size=4, sweep={"workload.seed": [1, 2]}, **LINKS)
+    for command, options in (("emulate", []), ("route", []), ("run", ["--nproc", "4"])):
+        assert main([command, str(config), "--dry-run", *options]) == OK
+        assert capsys.readouterr().out.count("token_drop capacity_factor=2.0") == 2
 
 
 def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.bench.traffic import chunks_of, placed_metrics
+from moe_ep_bench.bench.traffic import chunks_of, in_slots
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.placement import Placement, balance, make_placement, replicate
@@ -69,13 +69,19 @@ def test_a_split_gives_every_slot_its_pairs_and_every_rank_sends_each_its_share(
 
 
 @settings(max_examples=15)
-@given(cases())
-def test_metrics_of_placed_experts_are_those_of_a_slow_count(case) -> None:
+@given(cases(), st.booleans(), st.integers(1, 3))
+def test_metrics_of_placed_experts_are_those_of_a_slow_count(case, is_split: bool, num_chunks: int) -> None:
     slots, map_TE, rank = case
+    if is_split:
+        counts_RE = np.tile(map_TE.sum(0).numpy(), (slots.num_ranks, 1))
+        pairs_P = balance(slots.expert_P.numpy(), counts_RE.sum(axis=0), slots.num_ranks)
+        split = Split.of(slots.expert_P, pairs_P, counts_RE)
+        slots = ExpertPlacement(slots.expert_P, slots.num_experts, slots.num_ranks, split)
     map_TP = slots.spread(map_TE, rank)
     per_rank = slots.num_slots // slots.num_ranks
     pairs = [(token, int(slot) // per_rank, int(slot)) for token, slot in map_TP.nonzero()]
-    found = placed_metrics(map_TP, slots, rank)
+    counts_CP, found = in_slots(map_TE, slots, rank, num_chunks)
+    assert counts_CP.tolist() == [map_TP[chunk].sum(0).tolist() for chunk in chunks_of(len(map_TE), num_chunks)]
     assert found["load_R"] == [sum(to == other for _, to, _ in pairs) for other in range(slots.num_ranks)]
     assert found["crossing_pairs"] == sum(to != rank for _, to, _ in pairs)
     assert found["crossing_copies"] == len({(int(token), to) for token, to, _ in pairs if to != rank})
@@ -92,7 +98,7 @@ def test_contiguous_slots_change_no_metric() -> None:
     map_TP = slots.spread(routing.map_TE, 1)
     assert torch.equal(map_TP, routing.map_TE)
     metrics = routing_metrics(routing, scores_TE, context)
-    placed = placed_metrics(map_TP, slots, 1)
+    _, placed = in_slots(routing.map_TE, slots, 1, 1)
     assert placed == {key: metrics[key] for key in placed}
 
 

@@ -776,7 +776,7 @@ def test_a_failure_at_the_end_leaves_nothing_behind(tmp_path, out, monkeypatch):
         ("esft", {"phase": "decode"}, "phase: not for esft recordings, which take domain; got 'decode'"),
         ("vllm", {"num_experts": 8, "assume_equal_scores": True}, "model: needed, because vllm recordings do not say"),
         ("vllm", {}, "model, num_experts, assume_equal_scores: needed, because vllm recordings do not say it, and"),
-        ("vllm", {"preset": "olmoe"}, "preset: expected one of deepseek-"),
+        ("vllm", {"preset": "olmoe"}, "preset: expected a path of a config.json or one of deepseek-"),
         (
             "vllm",
             {"preset": "olmoe-1b-7b", "num_experts": 64},

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ep_bench.bench.traffic import copies_of
+from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.cost_model.links import Link, Links, fit_errors, fit_link
 from moe_ep_bench.cost_model.transport import Exchange, Rows, exchange_words, forwarded
 
@@ -251,7 +252,7 @@ def test_at_top_8_over_two_nodes_copies_are_about_a_quarter_of_the_bytes_between
 def test_times_of_an_exchange_by_hand() -> None:
     """Two ranks of two nodes; rank 0 sends four pairs of two tokens to rank 1, which sends nothing."""
     rows = Rows(np.array([[0.0, 4], [0, 0]]), np.array([[0.0, 2], [0, 0]]), np.array([[0.0, 2], [0, 0]]))
-    one, sizes = links(1), (256, 4, 2)
+    one, sizes = links(1), (256, 4, PRECISIONS["bfloat16"])
     # 25 us and 10,000 bytes a us: rows of 512 bytes and a weight of 4 each.
     dispatch_us, combine_us = Exchange(*sizes).times_us(one, rows)
     assert dispatch_us == pytest.approx([25 + 4 * 512 / 1e4 + 25 + 4 * 4 / 1e4] * 2)

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import expected_metrics
+from policy_cases import cases, context_of
 from torch import Tensor
 
-from moe_ep_bench.metrics import mass_kept, routing_metrics
+from moe_ep_bench.metrics import _counts_by_numba, counts_by_torch, mass_kept, routing_metrics, score_metrics
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 from moe_ep_bench.schema import ROUTING_SCHEMA
 
@@ -143,6 +144,18 @@ def test_metrics_are_those_of_the_record_schema_as_plain_python_values(num_token
 
 
 # --- Against the oracle ----------------------------------------------------------------------------
+
+
+@settings(max_examples=15)
+@given(cases())
+def test_counting_in_one_pass_is_counting_by_torch(case) -> None:
+    scores_TE, arguments = case
+    context = context_of(arguments)
+    map_TE = torch.rand(scores_TE.shape, generator=torch.Generator().manual_seed(arguments["seed"])) < 0.2
+    how = map_TE, scores_TE, score_metrics(scores_TE, context).top_k_TE, context
+    fast, slow = _counts_by_numba(*how), counts_by_torch(*how)
+    assert [np.asarray(one).tolist() for one in fast[:-1]] == [np.asarray(one).tolist() for one in slow[:-1]]
+    assert fast.mass == pytest.approx(slow.mass, rel=1e-12)
 
 
 @st.composite

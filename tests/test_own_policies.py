@@ -191,7 +191,7 @@ def test_a_policy_that_cannot_be_used_is_one_line(name: str, folder: Path, capsy
     if change:
         (folder / "my_policy.py").write_text(EXAMPLE.replace(*change))
     (folder / "tiny.yaml").write_text(yaml.safe_dump({**CONFIG, "policies": [entry]}, width=1000))
-    assert cli.main(["route", str(folder / "tiny.yaml"), "--dry-run"]) == USER_ERROR
+    assert cli.main(["route", str(folder / "tiny.yaml"), "--out", str(folder / "out")]) == USER_ERROR
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1

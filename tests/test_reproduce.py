@@ -427,9 +427,9 @@ def test_fewer_activated_experts_count_on_the_rank_that_activates_most(tmp_path:
 @pytest.mark.parametrize(
     ("device", "asked", "ran", "why"),
     [
-        ("h100-sxm", "auto", "grouped", "has fits of grouped; devices/h100-sxm: decode_below_rows is not measured"),
-        ("h100-sxm", "grouped", "grouped", "has a fit of them"),
-        ("h100-sxm", "decode", "grouped", "has fits of grouped"),
+        ("h100-sxm", "auto", "grouped", "has no fit; devices/h100-sxm: decode_below_rows is not measured"),
+        ("h100-sxm", "grouped", "grouped", "has no fit, an assumed overhead in its place"),
+        ("h100-sxm", "decode", "grouped", "has no fit"),
         ("h20", "te", "grouped", "has no fit"),
     ],
 )
@@ -446,8 +446,11 @@ def test_modelled_experts_are_those_of_the_device_and_refuse_nothing_for_lack_of
 
 def test_a_fit_of_decode_experts_in_a_file_of_ones_own_is_used_when_they_are_asked_for(tmp_path: Path) -> None:
     figures = yaml.safe_load((Device.folder() / "h100-sxm.yaml").read_text())
-    (grouped,) = figures["decode"]
-    figures["decode"].append({**grouped, "experts": "decode", "base_us": 5.0, "per_expert_us": 3.2})
+    model = {"model": "Qwen3-30B-A3B", "hidden_size": 2048, "ffn_hidden_size": 768, "dtype": "bfloat16", "tokens": [16]}
+    fit = {"base_us": 37.0, "per_expert_us": 3.49, "r2": 0.9998, "basis": "measured", "source": "made up"}
+    grouped = {**model, **fit, "experts": "grouped"}
+    del figures["overhead_us"], figures["overhead_basis"]  # which the fits' base_us says
+    figures["decode"] = [grouped, {**grouped, "experts": "decode", "base_us": 5.0, "per_expert_us": 3.2}]
     figures["decode_below_rows"] = 3
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(figures))
     for asked, num_tokens, ran, why in (

@@ -54,6 +54,8 @@ OTHER = {
     "emulate.links": "pcie5",
     "emulate.bandwidth_scale": 0.5,
     "emulate.device": "h20",
+    "emulate.transport": "copies",
+    "emulate.dispatch_dtype": "fp8",
     "emulate.chunk_tokens": 16,
 }
 # Sections that enter every id whole, what only a GPU has, what adds cases in place of changing them, and whole models,
@@ -148,5 +150,5 @@ def test_points_that_a_command_cannot_tell_apart_are_refused_by_it_alone(name: s
 
 def test_the_scopes_read_synthetic_workloads_whole(tmp_path: Path) -> None:
     (one,) = plan(write(tmp_path, {}), [], RANKS, 2, on_cpu=True)
-    # What the file of skew_from counts stands in the definition as peak_load.
-    assert set(SyntheticConfig.model_fields) - {"skew_from"} <= set(one.definition["workload"])
+    # What the file of skew_from counts, in its skew_layer, stands in the definition as the loads that it counts.
+    assert set(SyntheticConfig.model_fields) - {"skew_from", "skew_layer"} <= set(one.definition["workload"])

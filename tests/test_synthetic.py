@@ -11,9 +11,10 @@ from scipy.stats import gumbel_r, kstest
 from test_workload import assert_rows_are_distributions_without_ties
 
 from moe_ep_bench.workload import SyntheticWorkload, deal
-from moe_ep_bench.workload.noise import CorrelatedNoise
+from moe_ep_bench.workload.batch import deal_sequences
+from moe_ep_bench.workload.noise import CorrelatedNoise, HeldNoise, Noise
 from moe_ep_bench.workload.randomness import Run
-from moe_ep_bench.workload.skew import TopK
+from moe_ep_bench.workload.skew import TopK, balanced_scores
 
 few_examples = settings(max_examples=15)
 
@@ -172,6 +173,34 @@ def test_every_so_many_batches_one_is_a_burst():
     assert [round(peak) for peak in peaks] == [3, 3, 8, 3, 3, 8]
 
 
+# Counting and balancing on the host
+
+
+@few_examples
+@given(st.integers(1, 60), st.sampled_from([8, 12, 64]), st.integers(1, 8), st.integers(0, 9))
+def test_counting_the_top_k_in_one_pass_is_marking_and_summing(num_tokens, num_experts, top_k, seed):
+    random = np.random.default_rng(seed)
+    noise_TE, bias_E = random.gumbel(size=(num_tokens, num_experts)), random.normal(size=num_experts)
+    chosen_TE = TopK(top_k).chosen(noise_TE + bias_E)
+    np.testing.assert_array_equal(TopK(top_k).loads(noise_TE, bias_E), chosen_TE.sum(axis=0))
+
+
+@few_examples
+@given(st.integers(0, 50), st.sampled_from([6, 8, 64]), st.integers(1, 6), st.integers(0, 9))
+def test_balanced_scores_are_each_tokens_own_with_its_best_dealt_in_turn(num_tokens, num_experts, top_k, seed):
+    scores_TE = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed))
+    balanced_TE = balanced_scores(scores_TE, top_k)
+    for token, (own_E, found_E) in enumerate(zip(scores_TE, balanced_TE, strict=True)):
+        place_E = (token * top_k + torch.arange(num_experts)) % num_experts
+        assert torch.equal(found_E[place_E], own_E.sort(descending=True).values)
+
+
+def test_noise_that_is_kept_is_the_noise():
+    fields, runs = (3, 1, 700, 16), [Run(0, 40), Run(90, 91), Run(300, 700)]
+    kept, made = (np.concatenate(list(noise.chunks(runs))) for noise in (HeldNoise(*fields), Noise(*fields)))
+    np.testing.assert_array_equal(kept, made)
+
+
 # Dealing in shares
 
 
@@ -191,7 +220,9 @@ def test_ranks_get_their_shares_as_nearly_as_whole_sequences_allow(length_S, num
     dealt = deal(ids_T, num_ranks, shares)
     assert torch.equal(torch.cat(dealt).sort().values, torch.arange(len(ids_T)))
     assert all((indices.diff() > 0).all() for indices in dealt)
-    assert sum(ids_T[indices].unique().numel() for indices in dealt) == len(length_S), "a sequence is on one rank"
+    num_pieces, num_active = sum(ids_T[indices].unique().numel() for indices in dealt), sum(map(bool, share_R))
+    assert num_pieces == max(len(length_S), min(num_active, len(ids_T))), "a sequence is cut only for an empty rank"
+    assert sum(len(indices) > 0 for indices in dealt) == min(num_active, num_pieces)
     fills = []
     for indices, share in zip(dealt, share_R, strict=True):
         assert share > 0 or len(indices) == 0
@@ -199,6 +230,23 @@ def test_ranks_get_their_shares_as_nearly_as_whole_sequences_allow(length_S, num
             fills.append((len(indices) / share, share))
     for fill, share in fills:
         assert fill - min(other for other, _ in fills) <= max(length_S) / share + 1e-9
+
+
+@few_examples
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9), st.integers(1, 7))
+def test_equal_sequences_are_dealt_in_turn_as_one_by_one(length, num_sequences, last, num_ranks):
+    length_S = np.array([*[length] * (num_sequences - 1), min(last, length)])
+    one_by_one = deal_sequences(length_S, num_ranks, [1.0])
+    np.testing.assert_array_equal(deal_sequences(length_S, num_ranks), one_by_one)
+
+
+@pytest.mark.parametrize(
+    ("length_S", "num_ranks", "tokens"),
+    [([4096] * 8, 16, [2048] * 16), ([9], 4, [2, 2, 2, 3]), ([4, 1], 3, [2, 2, 1]), ([1, 1], 3, [1, 1, 0])],
+)
+def test_the_longest_sequences_are_cut_evenly_where_a_rank_would_be_empty(length_S, num_ranks, tokens):
+    ids_T = torch.arange(len(length_S)).repeat_interleave(torch.tensor(length_S))
+    assert [len(indices) for indices in deal(ids_T, num_ranks)] == tokens
 
 
 # What cannot be

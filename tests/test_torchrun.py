@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime import torchrun as module
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK
 from moe_ep_bench.runtime.torchrun import ask_to_close, asked_to_close, leave_status, num_nodes, torchrun
 
 FAILURE = ProcessFailure(local_rank=1, pid=1, exitcode=-9, error_file="")
@@ -35,12 +35,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], l
     return stand_in
 
 
-def agree(status: int, local_rank: int = 0) -> None:
-    os.environ["LOCAL_RANK"] = str(local_rank)
+def agree(status: int, local_rank: int = 0, node: int = 0) -> None:
+    os.environ.update(LOCAL_RANK=str(local_rank), GROUP_RANK=str(node))
     try:
         assert leave_status(status) == 0, "a rank that fails would be started again"
     finally:
-        del os.environ["LOCAL_RANK"]
+        del os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"]
 
 
 def fail(error: Exception) -> Callable[[], object]:
@@ -53,7 +53,7 @@ def fail(error: Exception) -> Callable[[], object]:
 
 def test_the_status_is_what_the_ranks_agreed_on_and_ranks_know_nothing_of_it_elsewhere(ranks) -> None:
     commands = ranks(lambda: agree(CASES_FAILED))
-    assert torchrun(["run", "config.yaml"], 2, max_restarts=3) == CASES_FAILED
+    assert torchrun(["run", "config.yaml"], 2, max_restarts=3) == (CASES_FAILED, True, False)
     (command,) = commands
     assert command[:3] == ["--nproc-per-node=2", "--max-restarts=3", "--standalone"]
     assert command[-4:] == ["-m", "moe_ep_bench", "run", "config.yaml"]
@@ -70,7 +70,7 @@ def test_the_status_is_what_the_ranks_agreed_on_and_ranks_know_nothing_of_it_els
 )  # fmt: skip
 def test_ranks_that_could_not_agree_are_lost_and_a_signal_is_told(error: Exception, status: int, ranks) -> None:
     ranks(fail(error))
-    assert torchrun(["run"], 1) == status
+    assert torchrun(["run"], 1) == (status, False, False)
 
 
 def test_nodes_that_do_not_meet_are_told_where_and_why(
@@ -80,7 +80,7 @@ def test_nodes_that_do_not_meet_are_told_where_and_why(
     error.__cause__ = RuntimeError("timed out\nafter 8 s")
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "node1:29400")
     ranks(fail(error))
-    assert torchrun(["run"], 1) == LOST
+    assert torchrun(["run"], 1).status == LOST
     expected = "moe-ep-bench: torchrun at node1:29400: RendezvousConnectionError: timed out after 8 s\n"
     assert capsys.readouterr().err == expected
 
@@ -91,9 +91,11 @@ def test_sigusr1_is_a_request_to_close_that_ranks_find(ranks) -> None:
         signal.raise_signal(signal.SIGUSR1)
         assert asked_to_close()
 
+        agree(OK, node=1)
+
     ranks(does)
     earlier = signal.getsignal(signal.SIGUSR1)
-    torchrun(["run"], 1)
+    assert torchrun(["run"], 1) == (OK, False, True), "of the second node, and asked in the last comparison"
     assert signal.getsignal(signal.SIGUSR1) == earlier
     ask_to_close()  # Of nobody.
     assert not asked_to_close()

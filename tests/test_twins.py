@@ -11,7 +11,18 @@ from typing import ClassVar
 
 import pytest
 import torch
-from policy_cases import ONE_OF_EACH, assert_same, random_scores
+from hypothesis import given
+from policy_cases import (
+    ONE_OF_EACH,
+    Spec,
+    assert_same,
+    cases,
+    context_of,
+    every_spec,
+    few_examples,
+    fitted,
+    random_scores,
+)
 from test_route import write_config
 from torch import Tensor
 
@@ -21,6 +32,7 @@ from moe_ep_bench.analysis.words import part_words
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.kernels import compiled, dispatch, toolchain
 from moe_ep_bench.kernels.dispatch import KERNELS
+from moe_ep_bench.kernels.shared import SharedSteps
 from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
 from moe_ep_bench.layer import parts
 from moe_ep_bench.layer.parts import Parts
@@ -139,7 +151,7 @@ assert not {"numba", "triton"} & sys.modules.keys()
 @pytest.fixture
 def _forgets() -> None:
     """The table is looked up anew, before and after."""
-    tables = (toolchain.triton_lacks, dispatch._numba_steps)
+    tables = (toolchain.triton_lacks, dispatch.numba_steps)
     for table in tables:
         table.cache_clear()
     yield
@@ -193,3 +205,19 @@ def test_without_a_c_compiler_torch_runs_and_results_say_why(monkeypatch: pytest
         graph = {"cuda_graph": True, "dispatcher": "allgather"} if "graph" in key else {}
         with pytest.raises(ValueError, match=f"{key} needs Triton's kernels on a GPU: no C compiler"):
             Parts.choose(*asked, **graph, on_cpu=False)
+
+
+@every_spec
+@few_examples
+@given(cases(most_experts=64))
+def test_cases_that_share_what_they_find_of_scores_find_the_same(spec: Spec, case) -> None:
+    """One ``SharedSteps`` serves all policies on the same scores: none changes what another finds."""
+    scores_TE, arguments = case
+    policies = [make_policy(fitted(one, scores_TE, arguments)) for one in ({"name": "topk"}, spec, spec)]
+    steps = SharedSteps(scores_TE)
+    for policy in policies:
+        if type(policy) not in steps.policies:
+            continue
+        here = policy.in_layer(arguments["layer_fraction"])
+        map_TE = here.by(steps).select(scores_TE, context_of(arguments)).map_TE
+        assert torch.equal(map_TE, compiled(policy, "cpu").route(scores_TE, context_of(arguments)).map_TE)

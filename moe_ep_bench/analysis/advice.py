@@ -17,7 +17,7 @@ from itertools import groupby
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.draws import over_draws
+from moe_ep_bench.analysis.draws import LAYERS, over_draws
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import CASE, Comparison, Run
 from moe_ep_bench.analysis.render import (
@@ -169,6 +169,7 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
         left_out: candidates that were not tried, each with the reason.
     """
     each_draw = run
+    joined_by = _joined_by(run)
     run, part_of = over_draws(run)
     rows = candidates(run, bounds)
     if len(run.comparisons) < len(part_of):
@@ -185,7 +186,7 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
             else []
         ),
         interval("speedup", "end to end" if run.scope == "model" else "speedup"),
-        *([text("by_draw", "by draw")] if "by_draw" in rows else []),
+        *([text("by_draw", f"by {joined_by}")] if "by_draw" in rows else []),
         number("median_ms", "pass ms" if run.scope == "model" else "layer ms", milliseconds),
         *((STEP if is_step else PASS)[run.scope == "model" :] if rows["tokens_per_s_per_rank"].notna().any() else []),
         *([interval("moe_speedup", "MoE layers")] if run.scope == "model" else []),
@@ -195,11 +196,11 @@ def advice_of(run: Run, bounds: Bounds, by_default: Sequence[str] = (), left_out
         number("more_gib", "GiB", "{:.2g}"),
         text("limit"),
     ]
-    notes = [*(f"left out: {words}" for words in left_out), *_notes(run, rows, bounds)]
+    notes = [*(f"left out: {words}" for words in left_out), *_notes(run, rows, bounds, joined_by)]
     table = render([Table(rows, columns if len(rows) else (), notes=notes)], "text", width=terminal_width())
     unfit = dict.fromkeys(one.fit.words for one in facts if one.fit is not None and one.fit.words)
     first = "\n".join([*filter(None, [modelled_line(run)]), _assumed(run, facts, by_default)])
-    parts = [first, *(f"The model {words}." for words in unfit), table, _pick(run, rows)]
+    parts = [first, *(f"The model {words}." for words in unfit), table, _pick(run, rows, joined_by)]
     return "\n\n".join([*parts, *([RECORD_YOURS] if _peak_load_decides(run, rows) else [])])
 
 
@@ -209,6 +210,11 @@ def _peak_load_decides(run: Run, rows: pd.DataFrame) -> bool:
         return False
     picked = rows[rows["is_pick"]].set_index("comparison_id")["label"]
     return len({picked.get(name) for name in run.comparisons}) > 1
+
+
+def _joined_by(run: Run) -> str:
+    """What comparisons are joined over: draws of the traffic, or layers."""
+    return "layer" if any(key in facts.point for facts in run.comparisons.values() for key in LAYERS) else "draw"
 
 
 def _by_draw(run: Run, part_of: Mapping[str, str]) -> pd.DataFrame:
@@ -284,7 +290,7 @@ def picks_text(phases: Mapping[str, Run], bounds: Bounds) -> str:
     return render([Table(rows.reset_index(drop=True), columns, title, notes)], "text")
 
 
-def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
+def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds, joined_by: str) -> Iterator[str]:
     """What has to be known to read the table."""
     yield (
         f"bounds: at most {100 * bounds.max_dropped:g} % of top-k pairs dropped, at least "
@@ -292,7 +298,7 @@ def _notes(run: Run, rows: pd.DataFrame, bounds: Bounds) -> Iterator[str]:
         "accuracy; GiB: more memory of a rank, for replicas in all layers; limit: what takes longest"
     )
     yield from _choice_notes(run, rows)
-    yield from _draw_notes(run, rows)
+    yield from _draw_notes(run, rows, joined_by)
     too_large = rows[~rows["fits"] & (rows["more_gib"] > 0)]
     for name, group in too_large.groupby("comparison_id", sort=False):
         fit = run.comparisons[name].fit
@@ -356,16 +362,22 @@ def _choice_notes(run: Run, rows: pd.DataFrame) -> Iterator[str]:
         )
 
 
-def _draw_notes(run: Run, rows: pd.DataFrame) -> Iterator[str]:
+def _draw_notes(run: Run, rows: pd.DataFrame, joined_by: str) -> Iterator[str]:
     """What of the traffic is chance, and where batches are alike."""
     facts = run.comparisons.values()
     # A peak load says nothing of which experts share a rank.
-    by_chance = [one.workload.kind == "synthetic" and "rank_load" not in one.workload.targets for one in facts]
+    set_loads = {"rank_load", "expert_loads"}
+    by_chance = [one.workload.kind == "synthetic" and not set_loads & one.workload.targets.keys() for one in facts]
     names = [name for name, is_so in zip(run.comparisons, by_chance, strict=True) if is_so]
     frame = speedups(run)
     frame = frame[(frame["role"] == "baseline") & (frame["num_ranks"] > 1) & frame["comparison_id"].isin(names)]
     loads = frame["fullest_rank"].dropna().astype(float)
-    if "by_draw" in rows:
+    if "by_draw" in rows and joined_by == "layer":
+        yield (
+            f"the traffic is that of {rows['num_draws'].max()} layers: speedups and intervals are over all of them, by "
+            "layer: the least and the greatest speedup"
+        )
+    elif "by_draw" in rows:
         yield (
             f"the traffic is drawn {rows['num_draws'].max()} times: by chance other experts are busy and share a rank; "
             "intervals are over draws, by draw: the least and the greatest speedup; yours is one more draw; "
@@ -394,6 +406,7 @@ def _assumed(run: Run, facts: Sequence[Comparison], by_default: Sequence[str]) -
     parts = [
         f"{how[0].upper()}{how[1:]}",
         " / ".join(dict.fromkeys(one.model for one in facts)),
+        *dict.fromkeys(one.sizes for one in facts if one.sizes is not None),
         *dict.fromkeys(scale_words(one.scale) for one in facts if one.scale != 1),
         *dict.fromkeys(device_words(run, one).partition(": ")[0] for one in facts),
         *dict.fromkeys(one.links.partition(": ")[0] for one in facts if one.links is not None),
@@ -401,7 +414,9 @@ def _assumed(run: Run, facts: Sequence[Comparison], by_default: Sequence[str]) -
     skews = list(dict.fromkeys(map(_skew, facts)))
     if len(skews) > _MOST_NAMED:
         skews = [skews[0], f"{len(skews) - 2} more", skews[-1]]
-    assumed = "" if facts[0].workload.recording or facts[0].workload.skew else f", assumed, not {facts[0].model}'s own"
+    counted = "expert_loads" in facts[0].workload.targets
+    is_known = facts[0].workload.recording or facts[0].workload.skew or counted
+    assumed = "" if is_known else f", assumed, not {facts[0].model}'s own"
     default = f"; by default {', '.join(by_default)}" if by_default else ""
     return f"{', '.join(parts)}; {', '.join(skews)}{assumed}{default}."
 
@@ -420,6 +435,8 @@ def _skew(facts: Comparison) -> str:
         named = workload.skew
         not_its = f", not {facts.model}'s own" if named["basis"] == "assumed" else ""
         return f"{named['name']} skew ({named['basis']}: {named['source']}){not_its}"
+    if "expert_loads" in workload.targets:
+        return "experts' loads as counted"
     return _peak(workload.targets["peak_load"]) if "peak_load" in workload.targets else workload.description
 
 
@@ -444,7 +461,7 @@ def _units(native: pd.Series, pick: pd.Series, is_model: bool) -> str:
     return words + ("" if any(map(pd.isna, rates)) else f", {rates[0]:,.0f} of {rates[1]:,.0f} tokens/s per GPU")
 
 
-def _pick(run: Run, rows: pd.DataFrame) -> str:
+def _pick(run: Run, rows: pd.DataFrame, joined_by: str) -> str:
     """One sentence: what to use, and at which traffic."""
     picks = rows[rows["is_pick"]].set_index("comparison_id")
     measured = {case.comparison_id for case in run.cases if case.role == "baseline" and case.is_ok}
@@ -479,7 +496,8 @@ def _pick(run: Run, rows: pd.DataFrame) -> str:
             words += " on draws that did not choose it" if is_judged else ""
             if "by_draw" in own:
                 least, most, number_of = own["least_draw"].min(), own["most_draw"].max(), own["num_draws"].max()
-                words += f" ({least:.2f} to {most:.2f} over {number_of} draws of the traffic)"
+                over = "layers" if joined_by == "layer" else "draws of the traffic"
+                words += f" ({least:.2f} to {most:.2f} over {number_of} {over})"
             cost = f"at most {100 * dropped:.1f} % dropped, at least {100 * kept:.1f} % of the score mass kept"
             words += ", nothing dropped" if dropped == 0 and kept > 1 - _ROUNDING else f", {cost}"
             memory = own["more_gib"].max()

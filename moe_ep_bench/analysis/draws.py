@@ -1,9 +1,10 @@
-"""Make one comparison of several that differ in the draw of their traffic alone.
+"""Make one comparison of several that differ in the draw of their traffic alone, or in the layer that it is of.
 
 A synthetic workload's seed decides which experts are busy, and so which of them share a rank. Batches of one draw are
 alike, draws are not: an interval over one draw's batches says nothing of another. So each draw becomes a further
 launch, with batches of its own, and the interval of a median covers draws as it covers launches
 (``timing.statistics.estimate_median``). Draws of several launches stay apart: these are not independent of each other.
+Layers of a recording, or of counted experts, are joined likewise.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import pandas as pd
 from moe_ep_bench.analysis.load import Case, Comparison, Conditions, Run
 
 SEED = "workload.seed"
+LAYERS = ("workload.layer", "workload.skew_layer")
 _FRAMES = ("timings", "routing", "layers", "frontier")
 
 
 def over_draws(run: Run) -> tuple[Run, dict[str, str]]:
-    """Join comparisons whose points in the sweep differ in ``workload.seed`` alone.
+    """Join comparisons whose points in the sweep differ in ``workload.seed``, or in their layer, alone.
 
     Returns:
         The run, and of each of its comparisons by id the one that it is part of, named as the first of these.
@@ -28,7 +30,7 @@ def over_draws(run: Run) -> tuple[Run, dict[str, str]]:
     members: dict[str, list[str]] = {}
     repeated = {case.comparison_id for case in run.cases if len(case.run_ids) > 1}
     for name, facts in run.comparisons.items():
-        is_draw = SEED in facts.point and name not in repeated
+        is_draw = not {SEED, *LAYERS}.isdisjoint(facts.point) and name not in repeated
         members.setdefault(_but_for_the_draw(facts) if is_draw else name, []).append(name)
     if len(members) == len(run.comparisons):
         return run, {name: name for name in run.comparisons}
@@ -46,10 +48,9 @@ def over_draws(run: Run) -> tuple[Run, dict[str, str]]:
             said |= zip([launch], conditions.pop(name, {}).values(), strict=False)  # of what is modelled there are none
             num_batches += comparisons.pop(name).num_batches
         first = run.comparisons[names[0]]
-        point = {key: value for key, value in first.point.items() if key != SEED}
-        comparisons[names[0]] = first.model_copy(
-            update={"point": point, "num_batches": num_batches, "draws": len(names)}
-        )
+        point = {key: value for key, value in first.point.items() if key not in (SEED, *LAYERS)}
+        draws = len(names) if SEED in first.point else 1
+        comparisons[names[0]] = first.model_copy(update={"point": point, "num_batches": num_batches, "draws": draws})
         if names[0] in run.conditions:
             conditions[names[0]] = said
         cases += [_joined(of_case) for of_case in parts.values()]
@@ -60,9 +61,10 @@ def over_draws(run: Run) -> tuple[Run, dict[str, str]]:
 
 def _but_for_the_draw(facts: Comparison) -> str:
     """What comparisons that are joined have alike; what a draw achieved may differ, what was asked for may not."""
-    point = {key: value for key, value in facts.point.items() if key != SEED}
+    point = {key: value for key, value in facts.point.items() if key not in (SEED, *LAYERS)}
     targets = {key: getattr(facts.workload, key) for key in ("kind", "targets", "skew")}
-    apart = {"point": True, "workload": True, "whole": {"peak_loads", "shared_by_chance"}}
+    targets["targets"] = {key: value for key, value in targets["targets"].items() if key != "expert_loads"}
+    apart = {"point": True, "workload": True, "title": True, "sizes": True, "whole": {"peak_loads", "shared_by_chance"}}
     return json.dumps([facts.model_dump(mode="json", exclude=apart), point, targets], sort_keys=True)
 
 

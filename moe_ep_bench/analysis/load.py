@@ -136,6 +136,7 @@ class Comparison(Described):
     """Conditions that all its cases share; cases of one comparison may be paired."""
 
     title: str
+    sizes: str | None = None  # EP ranks, tokens of all of them and of each, in words
     model: str
     scale: PositiveFloat  # 1.0 = the model's true sizes
     num_experts: Count
@@ -383,7 +384,8 @@ def load_run(directory: Path | str, passed_over: list[str] | None = None, *, who
         tried(_read_case, files, case_id, case, comparisons[case.comparison_id], facts.mode)
         for case_id, case in _with_parts(files, listed, tried).items()
     )
-    cases, jobs = _of_one_job(files, [case for case in read if case is not None], tried)
+    modelled = [key for key, one in comparisons.items() if one.device is not None]
+    cases, jobs = _of_one_job(files, [case for case in read if case is not None], tried, modelled)
     # What a model of a device says has no conditions.
     conditions: dict[str, dict[int, Conditions]] = {
         comparison_id: {} for comparison_id, _ in jobs if comparisons[comparison_id].device is None
@@ -481,8 +483,12 @@ def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, comparison: C
     )
 
 
-def _of_one_job(files: RunDirectory, cases: list[Case], tried: Tried) -> tuple[list[Case], dict[tuple[str, int], str]]:
+def _of_one_job(
+    files: RunDirectory, cases: list[Case], tried: Tried, modelled: Collection[str]
+) -> tuple[list[Case], dict[tuple[str, int], str]]:
     """Pairs ran back to back: in each launch, measured cases of a comparison are of one job, not of two repetitions.
+
+    What is modelled (ids of comparisons) gives the same whenever it is asked.
 
     Of two jobs the baseline's stands, for nothing is said without it; where it is not there, the first case's.
 
@@ -493,7 +499,7 @@ def _of_one_job(files: RunDirectory, cases: list[Case], tried: Tried) -> tuple[l
     strangers = set()
     for case in sorted((case for case in cases if case.is_ok), key=lambda case: case.role != "baseline"):
         others = {launch: first.setdefault((case.comparison_id, launch), case) for launch in case.run_ids}
-        for launch, other in others.items():
+        for launch, other in others.items() if case.comparison_id not in modelled else ():
             if other.run_ids[launch] != case.run_ids[launch] and case.case_id not in strangers:
                 strangers.add(case.case_id)
                 path, other_path = (files.path("samples", one.case_id) for one in (case, other))

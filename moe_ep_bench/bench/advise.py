@@ -31,15 +31,15 @@ def check_rest(question: Question) -> None:
     Raises:
         ValueError: the model or the device does not state what a whole model needs; one line.
     """
-    for comparison in _planned(question):
+    for comparison in _planned(question, try_out=False):
         rest_of(comparison)
 
 
-def _planned(question: Question) -> Plan:
+def _planned(question: Question, *, try_out: bool = True) -> Plan:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, question.config.name)
         path.write_text(question.text)
         try:
-            return plan_virtual(path, ())
+            return plan_virtual(path, (), try_out=try_out)
         except ValueError as problem:
             raise UserError(str(problem).replace(f"{folder}/", "")) from None

@@ -19,7 +19,6 @@ from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.models import ModelSpec
 
 MOST_EXPERTS, MOST_BATCHES = 2**16, 2**20
-_RANKS_IN_TURN = 64
 # Of a row, in bytes: what grouped_mm wants.
 _GEMM_ALIGNMENT = 16
 
@@ -238,7 +237,7 @@ def check_batches(experiment: Experiment) -> None:
 def check_dealing(tokens_BR: NDArray[np.int64]) -> None:
     """Refuse batches that leave a rank without tokens: its attention has nothing to do."""
     for batch, rank in np.argwhere(tokens_BR == 0):
-        expected = "tokens for every rank: more sequences, or rank_shares above 0"
+        expected = "tokens for every rank: more tokens, or rank_shares above 0"
         _refuse(True, "workload", expected, f"none for rank {rank} in batch {batch}")
 
 

@@ -92,6 +92,9 @@ def describe_timed_run(
         ValueError: a batch cannot meet its targets; one line, on every rank.
     """
     for comparison in comparisons:
+        if comparison.links is not None:  # One process makes all ranks' tokens.
+            for workload in comparison.subject.workloads.values():
+                workload.keep_noise()
         # Of several comparisons the last would wait long for what is kept of it; a layer has one workload.
         is_model = comparison.subject.name == "model"
         keep = is_model and len(comparisons) == comparison.subject.world_size == 1
@@ -166,6 +169,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
     model, subject, experiment = comparison.model, comparison.subject, comparison.experiment
     described: dict[str, Any] = {
         "title": comparison.title,
+        "sizes": words.sizes_of(comparison),
         "model": model.name,
         "num_experts": model.num_experts,
         "top_k": model.top_k,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moe_ep_bench.bench.plan import CaseSpec, Comparison
+from moe_ep_bench.bench.plan import MODELLED, CaseSpec, Comparison
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import refuse_links_out
 from moe_ep_bench.machine import provenance
@@ -73,8 +73,8 @@ def left_of(
 ) -> list[list[CaseSpec]]:
     """What is left to run, per comparison. What lost jobs left behind is noted and removed.
 
-    Cases of a comparison are paired, so a launch that is incomplete is measured whole again, except for cases that were
-    lost too often.
+    Measured cases of a comparison are paired, so a launch that is incomplete is measured whole again, except for cases
+    that were lost too often. Modelled ones are not.
     """
     ids = [one.comparison_id for one in comparisons]
     collect_lost(directory.attempts, ids)
@@ -89,8 +89,10 @@ def left_of(
             directory.remove_conditions(comparison.comparison_id)
             forget_lost(directory.attempts, [comparison.comparison_id, *case_ids])
         tried = [case for case in comparison.cases if not given_up(directory, comparison, case)]
-        finished = all(directory.is_finished(case.case_id, launch) for case in tried)
-        left.append([] if finished or launch >= comparison.experiment.measure.launches else tried)
+        unfinished = [case for case in tried if not directory.is_finished(case.case_id, launch)]
+        if comparison.backend == MODELLED:  # Nothing is timed, so that no case needs the others beside it.
+            tried = unfinished
+        left.append(tried if unfinished and launch < comparison.experiment.measure.launches else [])
     return left
 
 

@@ -9,11 +9,6 @@ from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.models.memory import Fit, footprint
 
 
-def default_ep_size(num_experts: int) -> int:
-    """Virtual ranks where a config leaves them open: the largest number up to 8, a node's, that divides the experts."""
-    return max(size for size in range(1, 9) if num_experts % size == 0)
-
-
 def fit_on(experiment: Experiment, ep_size: int, device: str, device_bytes: float) -> Fit:
     """What each rank holds, and the fewest ranks that hold it: the same batch on more of them.
 

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_ep_bench.bench import checks, words
-from moe_ep_bench.bench.fit import default_ep_size, fit_on
+from moe_ep_bench.bench.fit import fit_on
 from moe_ep_bench.bench.subjects import SUBJECTS, LayerSubject, ep_size_on
 from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
 from moe_ep_bench.cost_model.devices import (
@@ -50,11 +50,12 @@ from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.models.memory import Fit, layer_rows_values
-from moe_ep_bench.placement import Placement, Replication, replicate
+from moe_ep_bench.placement import Placement, Replication, default_ep_size, replicate
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.policies.own import source_hash
+from moe_ep_bench.runtime.progress import SILENT_S, progress_bar
 from moe_ep_bench.workload import RecordedWorkload, Workload
 
 RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
@@ -329,8 +330,8 @@ class Comparison:
         workload = config.model_dump(mode="json")
         if isinstance(config, SyntheticConfig):
             # What a skew's name or a file of counts stands for may change; what is measured then does too.
-            del workload["skew_from"]
-            workload |= config.targets(self.experiment.model.preset)
+            del workload["skew_from"], workload["skew_layer"]
+            workload |= config.targets(self.experiment.model.preset, self.ep_size)
         if isinstance(self.workload, RecordedWorkload):
             traces = zip(self.workload.sources, self.workload.traces, strict=True)
             workload["trace"] = [{"trace": trace.sha256(), "share": source.share} for source, trace in traces]
@@ -413,7 +414,7 @@ class Comparison:
 
     def describe_workload(self) -> dict[str, Any]:
         """See ``words.describe_workload``."""
-        return words.describe_workload(self.experiment, self.workload, self.subject.rank_tokens)
+        return words.describe_workload(self.experiment, self.workload, self.subject.rank_tokens, self.ep_size)
 
     def describe_device(self) -> str:
         """What stands for each rank, where that is modelled."""
@@ -574,7 +575,7 @@ def plan(
         on_cpu: apply the config's ``on_cpu`` section, wherever a layer runs.
         point: only this point of the sweep, from 0.
         before: called ahead of each comparison, which may take long to make: batches are solved for, recordings read.
-        try_out: make a batch of each (``Comparison.try_out``).
+        try_out: make a batch of each (``Comparison.try_out``). Else nothing is drawn or solved for.
 
     Raises:
         ValueError: one line naming the file, the key and what is allowed.
@@ -589,13 +590,16 @@ def plan(
             raise UserError(f"--point: expected 0 to {last} (the points of {config}'s sweep), got {point}")
         experiments = [experiments[point]]
     comparisons = []
-    with naming(str(config)):
+    shown = progress_bar(len(experiments), "point", shown=backend != RANKS, delay=SILENT_S)
+    with naming(str(config)), shown as bar:
         for experiment in experiments:
+            bar.set_description(f"planning {config.name}")
             checks.check_size(experiment, world_size or 1)
             before(experiment)
             comparisons.append(Comparison.of(experiment, backend, world_size, on_cpu=on_cpu))
             if try_out:
                 comparisons[-1].try_out()
+            bar.update()
         if backend == ROUTING:
             num_layers = Counter(one.alike_but_for("layer") for one in comparisons)
             for one in comparisons:

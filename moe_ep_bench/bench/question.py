@@ -15,14 +15,16 @@ from typing import Any
 
 import yaml
 
-from moe_ep_bench.bench.fit import default_ep_size, fit_on
+from moe_ep_bench.bench.fit import fit_on
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig, experiments_of, read_config
 from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device, load_links
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
+from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import policy_class
 from moe_ep_bench.workload import open_trace
+from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.skews import PATTERNS
 
 # Those of a question that names none.
@@ -43,7 +45,7 @@ CONTEXT_LENGTH = 2048
 # What a linear program takes to balance a batch inside a node, by the README of LPLB; longer beyond one.
 _SOLVE_US = 100.0
 # Of a token, expert, case and batch, and what comes on top: measured on one core (Xeon, 2.1 GHz).
-_SECONDS, _START_SECONDS = 3.5e-8, 10
+_SECONDS, _START_SECONDS = 1.2e-8, 10
 # Native, native again, EPLB with and without a linear program, and the ceiling.
 _OTHER_CASES = 5
 # Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
@@ -52,7 +54,7 @@ _UNREAD = (
     *("emulate.replication", "emulate.chunk_tokens"),
 )
 # Options that stand in place of a config.
-_OF_MODEL = ("model", "ep", "tokens", "trace", "peak_load", "decode_tokens", "context")
+_OF_MODEL = ("model", "ep", "tokens", "trace", "counts", "peak_load", "decode_tokens", "context")
 # Options that are keys of ``emulate``.
 _SENT = ("transport", "dispatch_dtype")
 CONFIG_NAME = "advise.yaml"
@@ -223,7 +225,8 @@ def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
         raise UserError(f"--draws: expected none where chance does not decide how busy ranks are; got {draws}")
     if draws > 1 and is_drawn:
         seed = experiments[0].workload.seed
-        sweep["workload.seed"] = [seed + number for number in range(draws)]
+        # First, so that points of one draw, which share its random numbers, follow each other.
+        sweep = {"workload.seed": [seed + number for number in range(draws)], **sweep}
         if options.config is None:
             raw["workload"]["num_batches"] = max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / draws))
     text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
@@ -249,6 +252,9 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
         model = load_model(options.model)
     ep, tokens, peak_load = options.ep, options.decode_tokens if decode else options.tokens, options.peak_load
     counted, context = "decode-tokens" if decode else "tokens", options.context
+    own_skew = options.trace or options.counts
+    if options.trace and options.counts:
+        raise UserError(f"--counts: expected none beside --trace, which has loads of its own; got {options.counts}")
     most = model.num_experts / model.top_k
     for option, value, expected, is_right in (
         ("ep", ep, "a number beside --model", ep is not None),
@@ -256,7 +262,7 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
         ("ep", ep, f"a divisor of the {model.num_experts} experts of {model.name}", ep and model.num_experts % ep == 0),
         (counted, tokens, f"at least one for each of the {ep} ranks", tokens and ep and tokens >= ep > 0),
         ("context", context, "at least one token in each request's cache", context is None or context > 0),
-        ("peak-load", peak_load, "none beside --trace, which has its own skew", not (options.trace and peak_load)),
+        ("peak-load", peak_load, "none beside --trace or --counts, whose skew it is", not (own_skew and peak_load)),
         ("peak-load", peak_load, f"1 to {most:g} (experts / top-k)", peak_load is None or 1 <= peak_load <= most),
     ):
         if not is_right:
@@ -268,6 +274,11 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
     if options.trace is not None:
         recorded, assumed = _recorded(options.trace, model, decode)
         workload |= recorded
+    elif options.counts is not None:
+        of_experts, assumed = _counted(options.counts, model)
+        length = 1 if decode else min(_SEQUENCE_LENGTH, tokens // ep)
+        workload |= {"kind": "synthetic", "sequence_length": length, **of_experts}
+        assumed += [] if decode else [f"prompts of {length} tokens"]
     else:
         length = 1 if decode else min(_SEQUENCE_LENGTH, tokens // ep)
         workload |= {"kind": "synthetic", "sequence_length": length}
@@ -292,8 +303,41 @@ def peak_loads(model: ModelSpec, num_tokens: int) -> list[float | None]:
     return [*([None] if len(found) < len(PEAK_LOADS) else []), *found]
 
 
+def _batches_of_a_layer(num_layers: int) -> int:
+    """Two at least, so that EPLB plans for another batch than it meets."""
+    return max(2, math.ceil(_BATCHES / num_layers))
+
+
+def _counted(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
+    """The workload of counted experts, in all counted layers."""
+    with naming("--counts"):
+        num_layers, num_experts = read_counts(path).shape
+    if num_experts != model.num_experts:
+        raise UserError(
+            f"--counts {path}: expected counts of {model.num_experts} experts, as {model.name} has; got {num_experts}"
+        )
+    found = {"skew_from": str(Path(path).absolute()), "skew_layer": "all"}
+    assumed = [f"loads of all {num_layers} counted layers, experts in order on ranks, tokens that choose independently"]
+    return {**found, "num_batches": _batches_of_a_layer(num_layers)}, assumed
+
+
+def _refuse_counts(path: Path) -> None:
+    """Say of a file that is given as a recording that it holds counts, if it does."""
+    try:
+        with path.open("rb") as file:
+            is_text = file.read(64).lstrip()[:1] in (b"{", b"[")
+        num_layers = len(read_counts(path)) if is_text or path.suffix == ".npz" else 0
+    except (OSError, ValueError):
+        return
+    if num_layers:
+        raise UserError(
+            f"--trace {path}: expected a recording, got counts of {num_layers} layers' experts; give them as --counts"
+        )
+
+
 def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any], list[str]]:
-    """The workload of a recording, in its middle layer."""
+    """The workload of a recording, in all its layers."""
+    _refuse_counts(path)
     with naming("--trace"):
         trace = open_trace(path)
     if (trace.num_experts, trace.top_k) != (model.num_experts, model.top_k):
@@ -301,15 +345,15 @@ def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any
             f"--trace {path}: expected a recording of {model.num_experts} experts, top-{model.top_k}, as {model.name} "
             f"has them; got {trace.num_experts}, top-{trace.top_k} ({trace.metadata['model']})"
         )
-    layer = trace.num_layers // 2
     found = {
         "kind": "recorded",
         "trace": str(Path(path).absolute()),
-        "layer": layer,
+        "layer": "all",
+        "num_batches": _batches_of_a_layer(trace.num_layers),
         "arrangement": "decode" if decode or trace.metadata["phase"] == "decode" else "sequences",
         "tail": "recorded" if trace.has_full_scores else "popularity",
     }
-    assumed = [f"recorded layer {layer} of {trace.num_layers}"]
+    assumed = [f"all {trace.num_layers} recorded layers"]
     if trace.scores_are_normalised:
         found["topk_share"] = _TOPK_SHARE
         assumed.append(f"top-k score mass {_TOPK_SHARE:g}")
@@ -404,7 +448,10 @@ def _is_drawn(experiment: Experiment) -> bool:
     workload = experiment.workload
     if not isinstance(workload, SyntheticConfig) or workload.skew in PATTERNS or experiment.scope == "model":
         return False
-    return experiment.layer.ep_size != 1 and workload.targets(experiment.model.preset).get("rank_load") is None
+    if workload.skew_layer is not None:  # Every expert has its load, in its place.
+        return False
+    ep_size = experiment.layer.ep_size or default_ep_size(experiment.model.spec().num_experts)
+    return ep_size != 1 and workload.targets(experiment.model.preset, ep_size)["rank_load"] is None
 
 
 def _request_tokens(workload: SyntheticConfig | RecordedConfig) -> int | None:

@@ -13,7 +13,6 @@ from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.bench.words import modelled_attention
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us
-from moe_ep_bench.workload.batch import deal_sequences
 
 
 def rest_of(comparison: Comparison) -> dict[str, Any]:
@@ -25,11 +24,8 @@ def rest_of(comparison: Comparison) -> dict[str, Any]:
     experiment, model, device = comparison.experiment, comparison.model, comparison.device
     assert device is not None
     check_model(model, experiment)
-    length_S = comparison.workload.sequence_lengths(0)
-    rank_S = deal_sequences(length_S, comparison.ep_size, experiment.workload.rank_shares)
     found, context_length = [], experiment.whole.context_length
-    for rank in range(comparison.ep_size):
-        lengths = tuple(length_S[rank_S == rank].tolist())
+    for lengths in comparison.subject.lengths_of_ranks(0):
         work = PassWork((), sum(lengths), context_length, {}) if context_length else PassWork(lengths, 0, 0, {})
         found.append(outside_moe_us(device, model, work, bytes_per_value=VALUE_BYTES[experiment.layer.dtype]))
     return {

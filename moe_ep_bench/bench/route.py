@@ -33,8 +33,8 @@ from moe_ep_bench.bench.traffic import (
     Share,
     case_metrics,
     frontier_row,
+    in_slots,
     one_thread,
-    placed_metrics,
     with_pairs,
 )
 from moe_ep_bench.kernels import compiled
@@ -84,7 +84,7 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
 
 def dry_run(config: Path, overrides: Sequence[str]) -> int:
     """Print the cases; route nothing."""
-    for comparison in plan(config, overrides, ROUTING):
+    for comparison in plan(config, overrides, ROUTING, try_out=False):
         print(f"{comparison.title}: {comparison.workload.num_batches} batches, {comparison.placement.name} placement")
         print_cases(comparison)
     return OK
@@ -172,7 +172,7 @@ def _route_batch(router: CaseRouter, shares: Sequence[Share], index: int, kernel
     for share, routing in zip(shares, routings, strict=True):
         row = case_metrics(router.case, routing, share)
         if router.case.replication is not None:
-            row |= placed_metrics(router.slots.spread(routing.map_TE, share.rank), router.slots, share.rank)
+            row |= in_slots(routing.map_TE, router.slots, share.rank, 1)[1]
         if share.context.modality_T is not None:
             is_image_T = share.context.modality_T == IMAGE
             valid_T = share.context.token_mask_T

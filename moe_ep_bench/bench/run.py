@@ -11,7 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from moe_ep_bench.runtime.device import check_num_ranks, device_type, is_busy
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
 from moe_ep_bench.runtime.signals import ends_on_signals
-from moe_ep_bench.runtime.torchrun import leave_status, num_nodes, torchrun
+from moe_ep_bench.runtime.torchrun import Ended, leave_status, num_nodes, torchrun
 from moe_ep_bench.runtime.watchdog import Watchdog
 
 # How long ranks may take to meet before a config has said otherwise.
@@ -65,8 +65,9 @@ def run(
         profile: a case (its id, label or policy name); one iteration of it is profiled and nothing timed.
         point: only this point of the config's sweep, from 0; other jobs may measure others into ``out`` meanwhile.
     """
+    here: _Launch | None = None
     try:
-        with ends_on_signals(), contextlib.ExitStack() as held:
+        with ends_on_signals(lambda: here and here.say_kept()), contextlib.ExitStack() as held:
             try:
                 ranks = join(_JOIN_TIMEOUT_S)
             except (ValueError, NotMetError) as error:
@@ -106,8 +107,8 @@ def launch(
     force: bool = False,
     profile: str | None = None,
     point: int | None = None,
-) -> int:
-    """Have torchrun measure every launch of ``config`` on this node's ranks; return the exit status.
+) -> Ended:
+    """Have torchrun measure every launch of ``config`` on this node's ranks; return how that ended.
 
     With ``profile`` one job profiles that case; nothing is timed and nothing tried again.
 
@@ -123,14 +124,17 @@ def launch(
         comparisons.find_case(profile)  # Raises, and lists what there is.
         return torchrun([*arguments, "--profile", profile], nproc)
     arguments += ["--force"] if force else []
-    worst = OK
-    for number in range(max(one.experiment.measure.launches for one in comparisons)):
-        status = torchrun([*arguments, "--launch", str(number)], nproc, max_restarts=_MAX_RESTARTS)
-        if status not in (OK, CASES_FAILED):
-            if status > 128:
+    worst, last = Ended(OK), max(one.experiment.measure.launches for one in comparisons) - 1
+    for number in range(last + 1):
+        ended = torchrun([*arguments, "--launch", str(number)], nproc, max_restarts=_MAX_RESTARTS)
+        if ended.status in (OK, CASES_FAILED) and ended.asked_to_close and number < last:
+            # It came in this launch's last comparison, after which its ranks had nothing left to end.
+            ended = ended._replace(status=CLOSED)
+        if ended.status not in (OK, CASES_FAILED):
+            if ended.status > 128:
                 _forgive(RunDirectory(out), comparisons)
-            return status
-        worst = max(worst, status)
+            return ended
+        worst = max(worst, ended)
     return worst
 
 
@@ -149,9 +153,9 @@ def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = 
     return emulate_plan(plan_virtual(config, overrides), out, force=force)
 
 
-def plan_virtual(config: Path, overrides: Sequence[str]) -> Plan:
-    """Plan a config for virtual ranks on this device; ValueError where it does not fit."""
-    return plan(config, overrides, VIRTUAL, on_cpu=not torch.cuda.is_available())
+def plan_virtual(config: Path, overrides: Sequence[str], *, try_out: bool = True) -> Plan:
+    """Plan a config for virtual ranks on this device; ValueError where it does not fit. ``try_out``: see ``plan``."""
+    return plan(config, overrides, VIRTUAL, on_cpu=not torch.cuda.is_available(), try_out=try_out)
 
 
 def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: bool = True) -> int:
@@ -160,11 +164,13 @@ def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: b
     Args:
         survey: see ``describe_timed_run``.
     """
+    here: _Launch | None = None
     try:
-        with ends_on_signals(), contextlib.ExitStack() as held:
+        with ends_on_signals(lambda: here and here.say_kept()), contextlib.ExitStack() as held:
             ranks = join(_JOIN_TIMEOUT_S, measures=any(one.device is None for one in comparisons))
             held.callback(ranks.close)
-            return _Launch(ranks, None, held, RunDirectory(out), 0, force).measure(comparisons, survey=survey)
+            here = _Launch(ranks, None, held, RunDirectory(out), 0, force)
+            return here.measure(comparisons, survey=survey)
     except ToldError:
         return USER_ERROR
 
@@ -185,6 +191,17 @@ class _Launch:
     directory: RunDirectory
     number: int
     force: bool
+    planned: list[Comparison] = field(default_factory=list)
+    """What is measured, once that is known."""
+
+    def say_kept(self) -> None:
+        """Say on standard error what an ended job leaves; rank 0 for all."""
+        if not self.ranks.is_first:
+            return
+        cases = [case for one in self.planned for case in one.cases]
+        finished = sum(self.directory.is_finished(case.case_id, self.number) for case in cases)
+        kept = f"{finished} of {len(cases)} cases are kept in {self.directory.root}" if finished else "no case is kept"
+        print(f"moe-ep-bench: stopped: {kept}; the same command does what is left", file=sys.stderr, flush=True)
 
     def plan(self, config: Path, overrides: Sequence[str], point: int | None) -> Plan:
         """Every rank reads the config and opens the workloads.
@@ -229,6 +246,7 @@ class _Launch:
         """Measure what is left of this launch; return the exit status."""
         # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
         ranks, directory, setup = self.ranks, self.directory, self.setup
+        self.planned.extend(comparisons)
         if comparisons[0].backend == RANKS:
             from moe_ep_bench.bench.session import measure_comparison as measure
         else:
@@ -334,10 +352,12 @@ def dry_run(config: Path, overrides: Sequence[str], world_size: int, point: int 
     """Print the cases, the memory that each rank needs and the arithmetic to expect; run nothing, touch no device."""
     device = torch.device(device_type())
     with untried():
-        comparisons = plan(config, overrides, RANKS, world_size, on_cpu=device.type == "cpu", point=point)
+        comparisons = plan(
+            config, overrides, RANKS, world_size, on_cpu=device.type == "cpu", point=point, try_out=False
+        )
     gpu = _gpu_by_driver() if device.type == "cuda" else {}
     for comparison in comparisons:
-        print(f"{comparison.title} on {world_size} rank(s), {comparison.describe_workload()['description']}")
+        print(f"{comparison.title} on {world_size} rank(s), {_asked_for(comparison)}")
         print_cases(comparison, device)
         print(f"  {_memory_words(comparison, _free_bytes(device, gpu, world_size))}; {_work_words(comparison, gpu)}")
     return OK
@@ -347,16 +367,17 @@ def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
     """Print the cases and how often a layer would be run, or nothing where it is modelled; run nothing."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with untried():
-        comparisons = plan_virtual(config, overrides)
+        comparisons = plan_virtual(config, overrides, try_out=False)
     gpu = _gpu_by_driver() if device.type == "cuda" else {}
     for comparison in comparisons:
         assert comparison.links is not None
         emulate, dtype = comparison.experiment.emulate, comparison.experiment.layer.dtype
         sent = exchange_words(dtype, emulate.transport, emulate.dispatch_dtype)
-        print(f"{comparison.title}, {comparison.describe_workload()['description']}")
+        print(f"{comparison.title}, {_asked_for(comparison)}")
         print(f"  {comparison.links.describe()}; {sent}")
         print_cases(comparison)
-        if comparison.fit is not None and comparison.fit.words:
+        # What a GPU that is here has is not asked: a dry run touches no device.
+        if comparison.device is not None and comparison.fit is not None and comparison.fit.words:
             print(f"  {comparison.fit.words}")
         subject = comparison.subject.name
         if comparison.device is not None:
@@ -367,6 +388,13 @@ def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
         )
         print(f"  {runs}; {_memory_words(comparison, _free_bytes(device, gpu, 1))}")
     return OK
+
+
+def _asked_for(comparison: Comparison) -> str:
+    """The workload in words, without what its batches would turn out to be: none is made."""
+    for workload in comparison.subject.workloads.values():
+        workload.forgo_survey()
+    return comparison.describe_workload()["description"]
 
 
 def print_cases(comparison: Comparison, device: torch.device | None = None) -> None:

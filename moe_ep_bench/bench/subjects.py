@@ -27,7 +27,7 @@ from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.models.memory import fullest_pairs, layer_rows_values, rank_expert_weights
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
-from moe_ep_bench.workload.batch import deal_sequences
+from moe_ep_bench.workload.batch import deal_pieces
 from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.patterns import PatternWorkload
 from moe_ep_bench.workload.skews import PATTERNS
@@ -97,6 +97,20 @@ class LayerSubject:
         """Tokens of every rank in every batch: int64 [B, R]."""
         workload, shares = self.workload, self.experiment.workload.rank_shares
         return np.stack([workload.tokens_of_ranks(i, self.world_size, shares) for i in range(workload.num_batches)])
+
+    def lengths_of_ranks(self, index: int) -> list[tuple[int, ...]]:
+        """Tokens of each sequence, or of its part, that each rank has of batch ``index``, in order."""
+        length_S = self.workload.sequence_lengths(index)
+        start_P, rank_P = deal_pieces(length_S, self.world_size, self.experiment.workload.rank_shares)
+        length_P = np.diff(start_P)
+        return [tuple(length_P[rank_P == rank].tolist()) for rank in range(self.world_size)]
+
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether in some batch a sequence is cut, so that no rank is without tokens."""
+        counts = (len(self.workload.sequence_lengths(index)) for index in range(self.workload.num_batches))
+        active = int((self.rank_tokens > 0).any(axis=0).sum())
+        return any(count < active for count in counts)
 
     @property
     def fullest_share(self) -> float:
@@ -305,12 +319,6 @@ class ModelSubject(LayerSubject):
     def _value_bytes(self) -> int:
         return VALUE_BYTES[self.experiment.layer.dtype]
 
-    def lengths_of_ranks(self, index: int) -> list[tuple[int, ...]]:
-        """Tokens of each sequence that each rank has of batch ``index``, in order."""
-        length_S = self.workload.sequence_lengths(index)
-        rank_S = deal_sequences(length_S, self.world_size, self.experiment.workload.rank_shares)
-        return [tuple(length_S[rank_S == rank].tolist()) for rank in range(self.world_size)]
-
     @cached_property
     def most_prompts(self) -> int:
         """Prompts, or requests that decode, of the rank that has most of them in any batch."""
@@ -347,7 +355,7 @@ def make_workload(experiment: Experiment, world_size: int, *, or_chance: bool = 
             if config.skew in PATTERNS:
                 groups = {"num_groups": model.num_groups, "top_groups": model.top_groups}
                 return PatternWorkload(pattern=config.skew, sequence_length=config.sequence_length, **shape, **groups)
-            targets = config.targets(experiment.model.preset)
+            targets = config.targets(experiment.model.preset, ep_size_on(experiment, world_size))
             rank_load = targets.pop("rank_load")
             return SyntheticWorkload(
                 **shape,

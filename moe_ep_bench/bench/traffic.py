@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -27,10 +29,11 @@ from moe_ep_bench.bench.plan import BASELINE, CEILING, NATIVE, CaseSpec
 from moe_ep_bench.bench.rows import PackedMetrics
 from moe_ep_bench.bench.subjects import LayerSubject
 from moe_ep_bench.kernels import compiled
-from moe_ep_bench.layer.expert_placement import ExpertPlacement
+from moe_ep_bench.kernels.dispatch import numba_steps
+from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
-from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics
+from moe_ep_bench.metrics import ScoreMetrics, moved, routing_metrics, score_metrics
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.frontier import Frontier, top_k_pairs
 from moe_ep_bench.policies.laser import LoadAwarePolicy
@@ -38,6 +41,7 @@ from moe_ep_bench.workload import TokenBatch
 from moe_ep_bench.workload.skew import balanced_scores
 
 if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
+    from moe_ep_bench.kernels.shared import SharedSteps
     from moe_ep_bench.layer.build import Subject
     from moe_ep_bench.layer.virtual import Announced
 
@@ -46,6 +50,8 @@ _OF_KEPT = ("retained_mass_topk", "retained_mass_all", "tokens_without_expert", 
 
 # Scores of a batch that are kept rather than made again: of one layer, and of all together.
 _HELD_BYTES, _HELD_BYTES_OF_ALL = 2**28, 2**32
+# Of batches whose scores take no more, all that cases see is kept too: several times as much.
+_HELD_SHARES_BYTES = 2**27
 # Top-k pairs of a batch that are sorted for its frontier; more would take gigabytes.
 _MOST_FRONTIER_PAIRS = 2**24
 
@@ -96,11 +102,21 @@ class Share:
     def num_tokens(self) -> int:
         return len(self.context.request_id_T)
 
+    @cached_property
+    def steps(self) -> SharedSteps | None:
+        """By which policies that route these scores share what they have in common; None where they cannot."""
+        if not self.scores_TE.is_cpu or numba_steps("cpu") is None:
+            return None
+        from moe_ep_bench.kernels.shared import SharedSteps
+
+        return SharedSteps(self.scores_TE)
+
 
 class Shares:
     """One rank's tokens as the cases of a comparison see them: made once, for all cases."""
 
     def __init__(self, layer: LayerSubject, tokens: TokenBatch, rank: int, device: torch.device) -> None:
+        self.num_tokens, self.rank = tokens.num_tokens, rank
         valid_T = None if tokens.valid_T is None else tokens.valid_T.to(device)
         context = layer.context(rank, tokens.sequence_id_T.to(device), valid_T)
         scores_TE, model, (key,) = tokens.scores_TE.to(device), layer.model, layer.workloads
@@ -108,7 +124,10 @@ class Shares:
         def made(balanced: bool) -> Share:
             seen_TE = balanced_scores(scores_TE, model.top_k) if balanced else scores_TE
             logits_TE = logits_from_scores(seen_TE, model.score_function)
-            return Share.of_logits(key, rank, context, logits_TE, model.score_function)
+            share = Share.of_logits(key, rank, context, logits_TE, model.score_function)
+            if balanced and model.num_groups is None:  # A token's K best stay its K best, in other places.
+                share.__dict__["of_scores"] = moved(self._of_case(False).of_scores, share.scores_TE, context)
+            return share
 
         self._of_case = functools.lru_cache(2)(made)
 
@@ -145,6 +164,20 @@ class CaseRouter:
         """Over experts; ``on_slots`` sends pairs on."""
         rule = compiled(self.rule, share.scores_TE.device)
         return rule.route(share.scores_TE, self.context(share, index), stats_SE)
+
+    def map_of(self, share: Share, index: int, stats_SE: Tensor | None) -> Tensor:
+        """The map of ``route``, bool [T, E], found with what other cases found of the same scores."""
+        if share.steps is None or type(self.rule) not in share.steps.policies:
+            return self.route(share, index, stats_SE).map_TE
+        context = self.context(share, index)
+        rule = self.rule.in_layer(context.layer_fraction)
+        if share.rank == 0:  # All ranks' scores are of one workload.
+            rule.check(share.scores_TE, context)
+        return rule.by(share.steps).select(share.scores_TE, context, stats_SE).map_TE
+
+    def stats_of(self, share: Share, index: int) -> Tensor | None:
+        """Of a batch-wide policy what is summed over ranks, float64 [S, E]."""
+        return compiled(self.rule, share.scores_TE.device).batch_stats(share.scores_TE, self.context(share, index))
 
     def on_slots(self, routing: Routing, rank: int) -> Routing:
         """A rank's routing over slots."""
@@ -235,7 +268,6 @@ class Traffic:
         return self.lengths_R and self.lengths_R[rank], *(traffic.work(rank) for traffic in self.layers.values())
 
 
-@one_thread()
 def traffic_of(
     layer: LayerSubject,
     routers: Sequence[CaseRouter],
@@ -247,41 +279,43 @@ def traffic_of(
 ) -> list[LayerTraffic]:
     """Route batch ``index`` on all ranks in one layer, by every case.
 
+    Ranks are routed side by side, on as many threads as torch would use.
+
     Args:
         ranks: every rank's tokens, in order; gone through twice where a policy decides for the whole batch.
         num_chunks: C; chunks are of tokens that follow each other, as even as can be (``chunks_of``).
         ranks_per_node: count copies too, for nodes of so many ranks; None = do not.
     """
-    stats = _statistics(layer, routers, ranks, index, device)
-    num_tokens: list[int] = []
-    # One array each for all ranks: many small ones between the large ones that come and go would scatter memory.
-    counts = [torch.zeros(num_chunks, layer.ep_size, router.slots.num_slots, dtype=torch.int64) for router in routers]
-    metrics = [PackedMetrics(layer.ep_size) for _ in routers]
-    copies: list[list[tuple[Tensor, Tensor]]] = [[] for _ in routers]
-    pairs: list[tuple[Tensor, Tensor]] | None = []
-    for rank, tokens in enumerate(ranks):
-        shares = Shares(layer, tokens, rank, device)
-        num_tokens.append(tokens.num_tokens)
-        if pairs is not None:
-            pairs = with_pairs(pairs, next((shares.of(one.case) for one in routers if one.case.role != CEILING), None))
-        for number, router in enumerate(routers):
-            share, slots = shares.of(router.case), router.slots
-            routing = router.route(share, index, stats[number])
-            map_TP = slots.spread(routing.map_TE, rank)
-            for chunk_number, chunk in enumerate(chunks_of(share.num_tokens, num_chunks)):
-                counts[number][chunk_number, rank] = map_TP[chunk].sum(0)
-            if ranks_per_node is not None:
-                copies[number].append(copies_of(map_TP, layer.ep_size, ranks_per_node))
-            row = case_metrics(router.case, routing, share)
-            if not slots.is_contiguous:
-                row |= placed_metrics(map_TP, slots, rank)
-            metrics[number].put((rank,), {**row, "reference_error": None, "output_error": None})
-    rows = _frontier_rows(pairs, routers, metrics)
-    found = [LayerTraffic(num_tokens, *parts) for parts in zip(counts, stats, metrics, rows, strict=True)]
+    num_threads = torch.get_num_threads() if device.type == "cpu" else 1
+    with one_thread(), ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for router in routers:
+            router.carried(router.case, next(iter(layer.workloads)), index, 0)  # worked out before threads ask for it
+        stats = _statistics(routers, _shares_of(layer, ranks, device), index, pool)
+        num_tokens: list[int] = []
+        # One array each for all ranks: many small ones between the large ones that come and go would scatter memory.
+        counts = [torch.zeros(num_chunks, layer.ep_size, one.slots.num_slots, dtype=torch.int64) for one in routers]
+        metrics = [PackedMetrics(layer.ep_size) for _ in routers]
+        copies: list[list[tuple[Tensor, Tensor]]] = [[] for _ in routers]
+        known = ranks.frontier if isinstance(ranks, RankBatches) else None  # of cases that were routed before
+        pairs: list[tuple[Tensor, Tensor]] | None = [] if known is None else None
+        how = {"index": index, "stats": stats, "num_chunks": num_chunks, "ranks_per_node": ranks_per_node}
+        route = partial(_route_rank, routers, **how)
+        for rank, (found, of_rank) in enumerate(_in_order(pool, route, _shares_of(layer, ranks, device), num_threads)):
+            num_tokens.append(of_rank.num_tokens)
+            if pairs is not None:
+                pairs = with_pairs(pairs, _seen(routers, of_rank))
+            for number, (row, counts_CP, copied) in enumerate(found):
+                copies[number] += [] if copied is None else [copied]
+                counts[number][:, rank] = counts_CP
+                metrics[number].put((rank,), {**row, "reference_error": None, "output_error": None})
+        rows, known = _frontier_rows(known, pairs, routers, metrics)
+        if isinstance(ranks, RankBatches):
+            ranks.frontier = known
+    traffic = [LayerTraffic(num_tokens, *parts) for parts in zip(counts, stats, metrics, rows, strict=True)]
     if ranks_per_node is None:
-        return found
+        return traffic
     stacked = ([torch.stack(parts) for parts in zip(*of_ranks, strict=True)] for of_ranks in copies)
-    return [replace(one, copies_RR=to_R, copies_RN=to_N) for one, (to_R, to_N) in zip(found, stacked, strict=True)]
+    return [replace(one, copies_RR=to_R, copies_RN=to_N) for one, (to_R, to_N) in zip(traffic, stacked, strict=True)]
 
 
 def copies_of(map_TP: Tensor, num_ranks: int, ranks_per_node: int) -> tuple[Tensor, Tensor]:
@@ -289,6 +323,88 @@ def copies_of(map_TP: Tensor, num_ranks: int, ranks_per_node: int) -> tuple[Tens
     to_rank_TR = map_TP.unflatten(1, (num_ranks, -1)).any(2)
     to_node_TN = torch.stack([part.any(1) for part in to_rank_TR.split(ranks_per_node, dim=1)], dim=1)
     return to_rank_TR.sum(0), to_node_TN.sum(0)
+
+
+@torch.inference_mode()
+def _route_rank(
+    routers: Sequence[CaseRouter],
+    shares: Shares,
+    *,
+    index: int,
+    stats: Sequence[Tensor | None],
+    num_chunks: int,
+    ranks_per_node: int | None,
+) -> tuple[list[tuple[dict[str, Any], Tensor, tuple[Tensor, Tensor] | None]], Shares]:
+    """Of one rank and every case the row of metrics, pairs by chunk and slot, int64 [C, P], and copies; and shares."""
+    found = []
+    for router, stats_SE in zip(routers, stats, strict=True):
+        share, slots = shares.of(router.case), router.slots
+        if router.case.is_padded:  # What fills an expert up is told apart by its weight.
+            routing = router.route(share, index, stats_SE)
+        else:
+            map_TE = router.map_of(share, index, stats_SE)
+            routing = Routing(map_TE, map_TE)  # of weights nothing is asked
+        row = case_metrics(router.case, routing, share)
+        copied = None
+        if ranks_per_node is not None:
+            copied = copies_of(slots.spread(routing.map_TE, shares.rank), slots.num_ranks, ranks_per_node)
+        if num_chunks == 1 and slots.is_contiguous:
+            found.append((row, torch.tensor([row["load_E"]]), copied))
+            continue
+        counts_CP, placed = in_slots(routing.map_TE, slots, shares.rank, num_chunks)
+        found.append((row if slots.is_contiguous else row | placed, counts_CP, copied))
+    return found, shares
+
+
+def in_slots(map_TE: Tensor, slots: ExpertPlacement, rank: int, num_chunks: int) -> tuple[Tensor, dict[str, Any]]:
+    """Pairs by chunk and slot, int64 [C, P], and ``placed_metrics``."""
+    chunks = chunks_of(len(map_TE), num_chunks)
+    if not map_TE.is_cpu or numba_steps("cpu") is None:
+        map_TP = slots.spread(map_TE, rank)
+        counts_CP = torch.stack([map_TP[chunk].sum(0) for chunk in chunks])
+        copies_R = map_TP.unflatten(1, (slots.num_ranks, -1)).any(2).sum(0)
+        return counts_CP, placed_metrics(counts_CP.sum(0), copies_R, slots, rank)
+    from moe_ep_bench.kernels.counting import slot_counts
+
+    slot_N, first_E, pairs_E, before_RE = _split_of(slots)
+    bounds_C = np.array([0, *(chunk.stop for chunk in chunks)])
+    split = slot_N, first_E, pairs_E, before_RE[rank]
+    counts_CP, copies_R = slot_counts(map_TE.contiguous().numpy(), *split, slots.num_slots, slots.num_ranks, bounds_C)
+    counts_CP = torch.from_numpy(counts_CP)
+    return counts_CP, placed_metrics(counts_CP.sum(0), torch.from_numpy(copies_R), slots, rank)
+
+
+@functools.lru_cache(64)
+def _split_of(slots: ExpertPlacement) -> tuple[NDArray[np.int64], ...]:
+    """How an expert's pairs go to its slots, on the host: what ``Split`` holds, in its order."""
+    split = slots.split or Split.in_turn(slots.expert_P, slots.num_experts, slots.num_ranks)
+    return tuple(one.contiguous().numpy() for one in (split.slot_N, split.first_E, split.pairs_E, split.before_RE))
+
+
+def _shares_of(layer: LayerSubject, ranks: Iterable[TokenBatch], device: torch.device) -> Iterable[Shares]:
+    """Every rank's tokens as cases see them, rank by rank."""
+    if isinstance(ranks, RankBatches):
+        return ranks.shares(device)
+    return (Shares(layer, tokens, rank, device) for rank, tokens in enumerate(ranks))
+
+
+def _in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable[Any], ahead: int) -> Iterator[Any]:
+    """``map`` over threads that holds no more than ``ahead`` items that are begun."""
+    if ahead == 1:
+        yield from map(function, items)
+        return
+    begun: deque[Future] = deque()
+    for item in items:
+        begun.append(pool.submit(function, item))
+        if len(begun) >= ahead:
+            yield begun.popleft().result()
+    while begun:
+        yield begun.popleft().result()
+
+
+def _seen(routers: Sequence[CaseRouter], shares: Shares) -> Share | None:
+    """A rank's tokens as the model sees them; None where all cases see balanced ones."""
+    return next((shares.of(one.case) for one in routers if one.case.role != CEILING), None)
 
 
 def with_pairs(pairs: list[tuple[Tensor, Tensor]], share: Share | None) -> list[tuple[Tensor, Tensor]] | None:
@@ -312,38 +428,48 @@ def frontier_row(case: CaseSpec, frontier: Frontier, load_E: Tensor, rank_E: Ten
 
 
 def _frontier_rows(
-    pairs: list[tuple[Tensor, Tensor]] | None, routers: Sequence[CaseRouter], metrics: Sequence[PackedMetrics]
-) -> list[dict[str, Any] | None]:
-    """``frontier_row`` of every case whose experts have one home each and which sees the model's scores."""
+    known: Frontier | None,
+    pairs: list[tuple[Tensor, Tensor]] | None,
+    routers: Sequence[CaseRouter],
+    metrics: Sequence[PackedMetrics],
+) -> tuple[list[dict[str, Any] | None], Frontier | None]:
+    """``frontier_row`` of every case whose experts have one home each and which sees the model's scores; and of what.
+
+    Args:
+        known: the batch's frontier; None = it follows from ``pairs``.
+    """
     homes = [None if one.case.role == CEILING else one.slots.rank_E for one in routers]
     rank_E = next((one for one in homes if one is not None), None)
-    if pairs is None or rank_E is None:
-        return [None for _ in routers]
-    frontier, rows = Frontier.of(pairs, rank_E), []
+    if (known is None and pairs is None) or rank_E is None:
+        return [None for _ in routers], known
+    frontier, rows = known or Frontier.of(pairs or [], rank_E), []
     for router, home_E, of_case in zip(routers, homes, metrics, strict=True):
         load_E = torch.from_numpy(of_case["load_E"].sum(axis=0)).long()
         rows.append(None if home_E is None else frontier_row(router.case, frontier, load_E, home_E))
-    return rows
+    return rows, frontier
 
 
 def _statistics(
-    layer: LayerSubject, routers: Sequence[CaseRouter], ranks: Iterable[TokenBatch], index: int, device: torch.device
+    routers: Sequence[CaseRouter], ranks: Iterable[Shares], index: int, pool: ThreadPoolExecutor
 ) -> list[Tensor | None]:
     """What each batch-wide policy's statistics sum up to over all ranks, float64 [S, E]; None where there are none."""
     total: dict[int, Tensor] = {}
     asked = list(range(len(routers)))
-    for rank, tokens in enumerate(ranks):
-        shares = Shares(layer, tokens, rank, device)
-        for number in list(asked):
-            router = routers[number]
-            share = shares.of(router.case)
-            stats_SE = compiled(router.rule, device).batch_stats(share.scores_TE, router.context(share, index))
-            if stats_SE is None:
-                asked.remove(number)
-            else:
-                total[number] = total[number] + stats_SE if number in total else stats_SE
-        if not asked:
-            break
+
+    @torch.inference_mode()
+    def of_rank(shares: Shares, numbers: Sequence[int]) -> list[Tensor | None]:
+        return [routers[number].stats_of(shares.of(routers[number].case), index) for number in numbers]
+
+    ranks = iter(ranks)
+    for first in ranks:  # which says who has any
+        for number, stats_SE in zip(asked, of_rank(first, asked), strict=True):
+            if stats_SE is not None:
+                total[number] = stats_SE
+        break
+    asked = list(total)
+    for found in _in_order(pool, partial(of_rank, numbers=asked), ranks if asked else (), pool._max_workers):
+        for number, stats_SE in zip(asked, found, strict=True):
+            total[number] = total[number] + stats_SE
     return [total.get(number) for number in range(len(routers))]
 
 
@@ -364,38 +490,60 @@ def chunks_of(num_tokens: int, num_chunks: int) -> list[slice]:
     return [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
-def placed_metrics(map_TP: Tensor, slots: ExpertPlacement, rank: int) -> dict[str, Any]:
-    """Those metrics of ``routing_metrics`` that depend on where experts stand, for experts that stand in slots."""
-    counts_RS = map_TP.sum(0).view(slots.num_ranks, -1)
-    to_rank_TR = map_TP.unflatten(1, (slots.num_ranks, -1)).any(2)
+def placed_metrics(counts_P: Tensor, copies_R: Tensor, slots: ExpertPlacement, rank: int) -> dict[str, Any]:
+    """Those metrics of ``routing_metrics`` that depend on where experts stand, for experts that stand in slots.
+
+    Args:
+        counts_P: pairs of a rank's tokens that each slot gets; ``copies_R``: tokens of which each rank gets some.
+    """
+    counts_RS = counts_P.view(slots.num_ranks, -1)
     load_R = counts_RS.sum(1)
     return {
         "load_R": load_R.tolist(),
         "activated_experts_fullest_rank": int((counts_RS > 0).sum(1).max()),
         "crossing_pairs": int(load_R.sum() - load_R[rank]),
-        "crossing_copies": int(to_rank_TR.sum() - to_rank_TR[:, rank].sum()),
+        "crossing_copies": int(copies_R.sum() - copies_R[rank]),
     }
 
 
 class RankBatches:
     """The ranks' tokens of one batch in one of ``num_layers`` MoE layers, rank by rank, padding marked.
 
-    They may be gone through any number of times. Small batches are held; larger ones are made anew each time, one
-    rank's tokens after the other's, where the workload can (``Workload.rank_batches``).
+    They may be gone through any number of times. Small batches are held, and what cases see of them with them; larger
+    ones are made anew each time, one rank's tokens after the other's, where the workload can
+    (``Workload.rank_batches``).
     """
 
     def __init__(self, layer: LayerSubject, index: int, num_layers: int = 1) -> None:
         self._layer, self.index = layer, index
-        num_bytes = layer.workload.num_tokens * layer.workload.num_experts * torch.float32.itemsize
+        num_bytes = bytes_of_batch(layer)
         self._held = list(self._made()) if num_bytes <= min(_HELD_BYTES, _HELD_BYTES_OF_ALL // num_layers) else None
+        self._holds_shares = num_bytes * num_layers <= _HELD_SHARES_BYTES
+        self._shares: dict[torch.device, list[Shares]] = {}
+        self.frontier: Frontier | None = None
+        """Of this batch, once it is known."""
 
     def __iter__(self) -> Iterator[TokenBatch]:
         return self._made() if self._held is None else iter(self._held)
+
+    def shares(self, device: torch.device) -> Iterable[Shares]:
+        """The same as the cases see them."""
+        made = (Shares(self._layer, tokens, rank, device) for rank, tokens in enumerate(self))
+        if not self._holds_shares:
+            return made
+        if device not in self._shares:
+            self._shares[device] = list(made)
+        return self._shares[device]
 
     def _made(self) -> Iterator[TokenBatch]:
         config = self._layer.experiment.workload
         ranks = self._layer.workload.rank_batches(self.index, self._layer.ep_size, config.rank_shares)
         return (tokens.with_padding(config.padding_per_rank) for tokens in ranks)
+
+
+def bytes_of_batch(layer: LayerSubject) -> int:
+    """Of the scores of all ranks' tokens."""
+    return layer.workload.num_tokens * layer.workload.num_experts * torch.float32.itemsize
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,12 @@ Shapes: R = virtual ranks, V = cases, B = batches, C = columns of a sample, E = 
 from __future__ import annotations
 
 import gc
+import itertools
+import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,6 +40,7 @@ from moe_ep_bench.bench.traffic import (
     Share,
     Shares,
     Traffic,
+    bytes_of_batch,
     traffic_of,
 )
 from moe_ep_bench.cost_model.timeline import compose, median_legs
@@ -51,6 +56,11 @@ from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
 # Share of the free memory that a chunk's rows may take; the rest is for what allocators keep and routing needs.
 _MEMORY_SHARE = 0.5
+# Scores of a comparison's batches that are kept, so that replicas are planned and statistics taken without making any
+# batch again; what cases see of them takes several times as much.
+_KEPT_BYTES = 2**28
+# Modelled cases are written after so many seconds.
+_KEPT_AFTER_S = 30.0
 # Bytes of what travels beside rows: a count, a number of a policy's statistics.
 _COUNT_BYTES, _STATISTIC_BYTES = 8, 8
 
@@ -70,18 +80,32 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
             from moe_ep_bench.layer.megatron import initialize_expert_parallel
 
             initialize_expert_parallel(1, comparison.experiment.measure.timeout_s + 60)
-        emulation = Emulation(comparison, cases, device, job.begin)
-        for case, reason in emulation.check(job.survive).items():
-            job.write_unmeasured(comparison, case, *split_reason(reason))
-        conditions = emulation.measure()
-        if conditions is not None:
-            job.write_conditions(comparison, conditions)
-        with job.writing():
-            emulation.write(job)
-        job.check_written()
-    del emulation
+        _measure(job, Emulation(comparison, cases, device, job.begin))
     if comparison.device is None:
         free_memory(device)
+
+
+def _measure(job: Job, emulation: Emulation) -> None:
+    for case, reason in emulation.check(job.survive).items():
+        job.write_unmeasured(emulation.comparison, case, *split_reason(reason))
+
+    def keep(numbers: Sequence[int]) -> None:
+        with job.writing():
+            emulation.write(job, numbers)
+        job.check_written()
+
+    is_modelled = emulation.comparison.device is not None
+    conditions = emulation.measure(keep if is_modelled else lambda numbers: None)
+    if conditions is not None:
+        job.write_conditions(emulation.comparison, conditions)
+        keep(range(len(emulation.cases)))
+
+
+def _groups(num_cases: int, num_groups: int) -> list[range]:
+    """Cut cases into groups that follow each other, as even as can be; none is empty."""
+    num_groups = max(1, min(num_groups, num_cases))
+    bounds = [num_cases * group // num_groups for group in range(num_groups + 1)]
+    return [range(first, end) for first, end in itertools.pairwise(bounds)]
 
 
 class Emulation:
@@ -107,6 +131,9 @@ class Emulation:
         self.seed, subject = comparison.experiment.layer.seed, comparison.subject
         self.num_ranks, self.num_batches = comparison.ep_size, comparison.workload.num_batches
         self.layers, self.columns = subject.layers(), columns_of(subject)
+        # Batches whose scores and what cases see of them are kept until the comparison ends.
+        kept = _KEPT_BYTES // (len(self.layers) * max(map(bytes_of_batch, self.layers.values())))
+        self._ranks = lru_cache(max(1, kept) * len(self.layers))(self._make_ranks)
         self.carried = CarriedLoads(self._all_shares, comparison.slots, self.seed)
         self.replicas = Replicas(comparison, self._all_shares)
         self.num_chunks = 1
@@ -150,14 +177,26 @@ class Emulation:
         """The slowest rank's time of every case and batch, microseconds [V, B], once they are measured."""
         return self.samples[..., self.columns.index(TOTAL)].max(axis=1)
 
-    def measure(self) -> dict[str, Any] | None:
-        """Time all batches; return the conditions under which that was done, None where nothing ran."""
+    def measure(self, keep: Callable[[Sequence[int]], object] = lambda numbers: None) -> dict[str, Any] | None:
+        """Time all batches; return the conditions under which that was done, None where nothing ran.
+
+        Args:
+            keep: where nothing runs, called with the numbers of cases that are finished. They are no more at once than
+                take ``_KEPT_AFTER_S`` or so, for what is not kept is lost where the job ends.
+        """
         comparison, settings = self.comparison, self.comparison.experiment.measure
         self.samples = np.full((len(self.cases), self.num_ranks, self.num_batches, len(self.columns)), np.nan)
         self.metrics = [PackedMetrics(self.num_ranks, self.num_batches * len(self.layers)) for _ in self.cases]
+        everyone = range(len(self.cases))
         if comparison.device is not None:
-            for batch in range(self.num_batches):
-                self._time_batch(batch, ModelledRanks(comparison, comparison.device), rounds=1, kept=1)
+            self._routers(0)  # Replicas are planned, once for all batches.
+            begin, modelled = time.monotonic(), ModelledRanks(comparison, comparison.device)
+            self._time_batch(0, modelled, rounds=1, kept=1, numbers=everyone)
+            to_come_s = (time.monotonic() - begin) * (self.num_batches - 1)
+            for numbers in _groups(len(self.cases), math.ceil(to_come_s / _KEPT_AFTER_S)):
+                for batch in range(1, self.num_batches):
+                    self._time_batch(batch, modelled, rounds=1, kept=1, numbers=numbers)
+                keep(numbers)
             return None
         rounds = 1 + settings.warmup + settings.iterations
         ceilings = ceilings_of(self.device, DTYPES[comparison.experiment.layer.dtype])
@@ -165,7 +204,7 @@ class Emulation:
         timer = MeasuredRanks(comparison, self.device, self.num_chunks)
         with watched_machine(self.device, ceilings) as here, collections_between():
             for batch in range(self.num_batches):
-                self._time_batch(batch, timer, rounds, settings.iterations)
+                self._time_batch(batch, timer, rounds, settings.iterations, everyone)
         here["allocating_iterations"] = dict(timer.allocations.iterations)
         warm_up = {"rounds": 1 + settings.warmup, "change": None, "settled": False}
         emulated = {"timed": self.timed_runs, "shared": self.shared_runs, "num_chunks": self.num_chunks}
@@ -173,22 +212,26 @@ class Emulation:
         waits = beyond(timer.waits, baseline)
         return {"warm_up": warm_up, "ranks": [here], "emulated_runs": emulated, "waits": waits}
 
-    def write(self, job: Job) -> None:
-        """Write every case's routing and its samples, which make it finished."""
+    def write(self, job: Job, numbers: Sequence[int]) -> None:
+        """Write the routing of the cases of these numbers, and their samples, which make them finished."""
         steps = [Step(batch, 0, kind) for kind in (PLAIN, BREAKDOWN) for batch in range(self.num_batches)]
         whole = [self.columns.index(name) for name in (TOTAL, HOST, THREAD_CPU)]
-        for case, metrics, samples_RBC in zip(self.cases, self.metrics, self.samples, strict=True):
+        for number in numbers:
+            case, metrics, samples_RBC = self.cases[number], self.metrics[number], self.samples[number]
             plain_RBC = np.full_like(samples_RBC, np.nan)
             plain_RBC[..., whole] = samples_RBC[..., whole]
             times_RSC = np.concatenate([plain_RBC, samples_RBC], axis=1)
             write_frontier(job.directory, self.comparison, case, self.frontiers[case.case_id])
             write_case(job, self.comparison, case, steps, times_RSC, self.columns, metrics)
 
-    def _time_batch(self, index: int, timer: MeasuredRanks | ModelledRanks, rounds: int, kept: int) -> None:
-        """Time one batch; of ``rounds`` the last ``kept`` count."""
-        routers = self._routers(index)
+    def _time_batch(
+        self, index: int, timer: MeasuredRanks | ModelledRanks, rounds: int, kept: int, numbers: Sequence[int]
+    ) -> None:
+        """Time the cases of these numbers on one batch; of ``rounds`` the last ``kept`` count."""
+        routers = [self._router(self.cases[number], index) for number in numbers]
         batches, traffic = self._routed(index, routers, keep=timer.needs_tokens)
-        for case, metrics, of_case in zip(self.cases, self.metrics, traffic, strict=True):
+        for number, of_case in zip(numbers, traffic, strict=True):
+            case, metrics = self.cases[number], self.metrics[number]
             for row, (layer, one) in enumerate(of_case.layers.items(), index * len(self.layers)):
                 metrics.put((slice(None), row), one.metrics)
                 if one.frontier is not None:
@@ -213,9 +256,9 @@ class Emulation:
                         self.timed_runs += 1
                     if round_number >= rounds - kept:
                         times[number][rank].append(done[work])
-        for number, one in enumerate(traffic):
-            solving = self.replicas.solving(routers[number].case, index)
-            self._store(number, index, times[number], self._link_us(one), solving)
+        for number, router, one, of_ranks in zip(numbers, routers, traffic, times, strict=True):
+            solving = self.replicas.solving(router.case, index)
+            self._store(number, index, of_ranks, self._link_us(one), solving)
 
     def _routed(
         self, index: int, routers: Sequence[CaseRouter], *, keep: bool
@@ -226,7 +269,7 @@ class Emulation:
         for layer, subject in self.layers.items():
             if layer is not None:
                 self.begin(self.comparison.comparison_id)
-            ranks = RankBatches(subject, index, len(self.layers))
+            ranks = self._ranks(layer, index)
             for of_case, one in zip(layers, self._traffic(subject, routers, ranks, self.num_chunks), strict=True):
                 of_case[layer] = one
             if keep:
@@ -263,14 +306,18 @@ class Emulation:
             for name, value in phases.items():
                 self.samples[number, rank, index, self.columns.index(name)] = value
 
+    def _router(self, case: CaseSpec, index: int) -> CaseRouter:
+        return CaseRouter(case, self.replicas.slots(case, index), self.seed, self.carried)
+
     def _routers(self, index: int) -> list[CaseRouter]:
-        return [CaseRouter(case, self.replicas.slots(case, index), self.seed, self.carried) for case in self.cases]
+        return [self._router(case, index) for case in self.cases]
 
     def _all_shares(self, case: CaseSpec, layer: int | None, index: int) -> Iterator[Share]:
         """Every rank's tokens of a batch in a layer."""
-        of = self.layers[layer]
-        for rank, tokens in enumerate(RankBatches(of, index, len(self.layers))):
-            yield Shares(of, tokens, rank, self.device).of(case)
+        return (one.of(case) for one in self._ranks(layer, index).shares(self.device))
+
+    def _make_ranks(self, layer: int | None, index: int) -> RankBatches:
+        return RankBatches(self.layers[layer], index, len(self.layers))
 
     def _traffic(
         self, layer: LayerSubject, routers: Sequence[CaseRouter], ranks: RankBatches, num_chunks: int
@@ -292,7 +339,7 @@ class Emulation:
             return 1
         if wanted is not None:
             return -(-subject.most_tokens // wanted)
-        traffic = self._traffic(subject, self._routers(0), RankBatches(subject, 0), 1)
+        traffic = self._traffic(subject, self._routers(0), self._ranks(None, 0), 1)
         most_rows = max(int(max(pairs.sum(1).max(), pairs.sum(0).max())) for pairs in (t.rank_pairs for t in traffic))
         available = provenance.available_memory_bytes(self.device, 1) * _MEMORY_SHARE
         return max(1, -(-int(most_rows * self.comparison.bytes_per_row) // int(available)))

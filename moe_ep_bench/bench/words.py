@@ -14,23 +14,50 @@ from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.workload import RecordedWorkload, Workload
 from moe_ep_bench.workload.formatting import tokens_words
-from moe_ep_bench.workload.skews import PATTERNS, load_skew
+from moe_ep_bench.workload.skews import PATTERNS
 
 
 def title(comparison: Any) -> str:
     """Model, sizes and workload of a ``Comparison``."""
     experiment, model, subject = comparison.experiment, comparison.model, comparison.subject
-    slices = f" x TP {subject.num_slices}" if subject.num_slices > 1 else ""
-    sizes = f"EP {comparison.ep_size}{slices}, {tokens_words(subject.num_tokens)}"
+    sizes = sizes_of(comparison)
     if comparison.backend == "routing":
         layer = "" if comparison.layer is None else f", layer {comparison.layer}"
         return f"{model.name}, {sizes}, {traffic(experiment, comparison.workload)}{layer}"
     scaled = f" x {model.scale:g}" if model.scale != 1 else ""
-    ending = padding_in_title(experiment) + (", CUDA graph" if comparison.parts.cuda_graph else "")
+    by_chance = ", experts placed at random, one draw" if ranks_by_chance(experiment, comparison.ep_size) else ""
+    ending = by_chance + padding_in_title(experiment) + (", CUDA graph" if comparison.parts.cuda_graph else "")
     return f"{model.name}{scaled}, {subject.extent}{sizes}, {subject.workload_in_short}{ending}"
 
 
-def describe_workload(experiment: Experiment, workload: Workload, tokens_BR: NDArray[np.int64]) -> dict[str, Any]:
+def sizes_of(comparison: Any) -> str:
+    """Ranks, tokens of all of them together, and those of a rank: in any batch, from the least to the most."""
+    subject = comparison.subject
+    slices = f" x TP {subject.num_slices}" if subject.num_slices > 1 else ""
+    sizes = f"EP {comparison.ep_size}{slices}, {tokens_words(subject.num_tokens)}"
+    if subject.world_size == 1:
+        return sizes
+    least, most = int(subject.rank_tokens.min()), int(subject.rank_tokens.max())
+    num_tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    cut = ", sequences cut" if subject.cuts_sequences else ""
+    return f"{sizes} ({num_tokens} a rank{cut})"
+
+
+def ranks_by_chance(experiment: Experiment, ep_size: int) -> str:
+    """Where a skew's load of the fullest rank is of another number of ranks, what stands in its place."""
+    config = experiment.workload
+    if not isinstance(config, SyntheticConfig) or config.skew in PATTERNS or ep_size == 1:
+        return ""
+    preset = experiment.model.preset
+    known = config.targets(preset)["rank_load"]
+    if known is None or config.targets(preset, ep_size)["rank_load"] is not None:
+        return ""
+    return f"experts placed at random, in one draw of the traffic: the skew's rank load is of EP {known['ep_size']}"
+
+
+def describe_workload(
+    experiment: Experiment, workload: Workload, tokens_BR: NDArray[np.int64], ep_size: int
+) -> dict[str, Any]:
     """The workload's own words and numbers, its padding, and what a named skew was calibrated to."""
     config, described = experiment.workload, {**workload.describe(), "padding": None, "seed": experiment.workload.seed}
     if config.padding_per_rank:
@@ -41,8 +68,9 @@ def describe_workload(experiment: Experiment, workload: Workload, tokens_BR: NDA
         known = "masked from policies" if config.mask_padding else "of which policies are not told"
         described["description"] += f"; {config.padding_per_rank:,} of {tokens} tokens a rank are padding, {known}"
     if isinstance(config, SyntheticConfig) and config.skew_from is not None:
+        counted = "peak load" if config.skew_layer is None else f"loads of layer {config.skew_layer}"
         described["description"] = (
-            f"synthetic, peak load counted in {config.skew_from.name}; {described['description']}"
+            f"synthetic, {counted} counted in {config.skew_from.name}; {described['description']}"
         )
         return described
     if isinstance(config, SyntheticConfig) and config.skew in PATTERNS:
@@ -51,9 +79,11 @@ def describe_workload(experiment: Experiment, workload: Workload, tokens_BR: NDA
         described["description"] += "; the skew is assumed: nothing was recorded of this model"
     if isinstance(config, SyntheticConfig) and config.skew is not None:
         assert experiment.model.preset is not None
-        skew = load_skew(experiment.model.preset, config.skew)
+        skew = config.calibration(experiment.model.preset)
         calibrated = f"synthetic, calibrated to {config.skew} ({skew.basis}: {skew.source})"
         described["description"] = f"{calibrated}; {described['description']}"
+        if by_chance := ranks_by_chance(experiment, ep_size):
+            described["description"] += f"; {by_chance}"
         described["skew"] = {"name": config.skew, **skew.model_dump(mode="json", exclude_none=True)}
     return described
 
@@ -72,9 +102,11 @@ def workload_in_short(experiment: Experiment) -> str:
         step = " decode," if config.arrangement == "decode" else ""
         return f"recorded, layer {config.layer},{step} {config.tail_words}"
     if config.skew is not None:
-        return config.skew.replace("_", " ")
+        of = None if config.skew in PATTERNS else config.calibration(experiment.model.preset).of
+        return config.skew.replace("_", " ") + (f" skew of {of}" if of else "")
     if config.skew_from is not None:
-        return f"peak load of {config.skew_from.name}"
+        counted = "peak load" if config.skew_layer is None else f"loads of layer {config.skew_layer}"
+        return f"{counted} of {config.skew_from.name}"
     return "unskewed" if config.peak_load is None else f"peak load {config.peak_load:g}"
 
 

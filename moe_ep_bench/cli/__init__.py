@@ -13,13 +13,18 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_ep_bench.cli.arguments import PAPERS_LIST, SUCCESSORS, make_parser, with_list_joined
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.device import take_cpu
 from moe_ep_bench.runtime.errors import complain, tolerant_stderr
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.runtime.progress import announce, settle
 from moe_ep_bench.runtime.signals import end_with_parent
+
+if TYPE_CHECKING:
+    from moe_ep_bench.bench.question import Question
 
 # Above 0 where a job begins again: Slurm's count of requeues, torchrun's of its own restarts.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
@@ -44,12 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 take_cpu()
             return COMMANDS[options.command](options)
         except KeyboardInterrupt:
+            settle()
+            kept = "what is finished is kept, the same command does what is left"
+            print(f"moe-ep-bench: stopped: {kept}", file=sys.stderr)
             return 128 + signal.SIGINT
         except Exception as error:
             if isinstance(error, BrokenPipeError) and _only_prints(options):
                 _end_output()
                 return OK
+            settle()
             return complain(error)
+        finally:
+            settle()
 
 
 @contextlib.contextmanager
@@ -89,16 +100,18 @@ def _out(options: argparse.Namespace, suffix: str = "") -> Path:
 
 
 def _check_config(options: argparse.Namespace) -> None:
-    """Find mistakes in a config before torch is imported, which takes seconds.
+    """Find mistakes in a config before torch is imported, which takes seconds; announce the command.
 
     What is wrong on GPUs alone, or on the CPU alone, is found later: only torch knows which of them is here.
     """
     from moe_ep_bench.config import ConfigError, load_experiments
 
     try:
-        load_experiments(options.config, options.overrides, on_cpu=False)
+        experiments = load_experiments(options.config, options.overrides, on_cpu=False)
     except ConfigError:
-        load_experiments(options.config, options.overrides, on_cpu=True)
+        experiments = load_experiments(options.config, options.overrides, on_cpu=True)
+    points = "1 point" if len(experiments) == 1 else f"{len(experiments)} points"
+    announce(f"{options.command} {options.config}: planning {points}")
 
 
 def _nproc(options: argparse.Namespace) -> int:
@@ -119,7 +132,7 @@ def _run(options: argparse.Namespace) -> int:
     else:
         _check_config(options)
     from moe_ep_bench.bench import run
-    from moe_ep_bench.runtime.torchrun import num_nodes
+    from moe_ep_bench.runtime.torchrun import is_launched, num_nodes
 
     if options.dry_run:
         num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else _nproc(options) * num_nodes()
@@ -127,8 +140,33 @@ def _run(options: argparse.Namespace) -> int:
     what = (options.config, _out(options), options.overrides)
     how = {"force": options.force, "profile": options.profile, "point": options.point}
     if is_rank:
-        return run.run(*what, launch=options.launch or 0, **how)
-    return run.launch(*what, _nproc(options), **how)
+        status = run.run(*what, launch=options.launch or 0, **how)
+        reports = os.environ["RANK"] == "0" and not is_launched()
+    else:
+        status, reports, _ = run.launch(*what, _nproc(options), **how)
+    if not reports or options.profile is not None:
+        return status
+    return _shown_of_directory(status, _out(options))
+
+
+def _shown_of_directory(status: int, out: Path) -> int:
+    """Print the table of a results directory; where other jobs still write into it, where it is. The job's status."""
+    from moe_ep_bench.analysis.load import ResultsError
+
+    def report() -> str:
+        try:
+            return _results_text(out)
+        except ResultsError as error:
+            return f"in {out}; no table yet: {error}"
+
+    return _shown(status, report)
+
+
+def _results_text(out: Path) -> str:
+    """The table of a results directory, where it is, and what to do with it next."""
+    from moe_ep_bench.analysis.show import text_of
+
+    return f"{text_of(out)}\n\nin {out}; moe-ep-bench plot {out} draws it"
 
 
 def _list_points(options: argparse.Namespace) -> int:
@@ -148,14 +186,7 @@ def _emulate(options: argparse.Namespace) -> int:
     if options.dry_run:
         return dry_run_virtual(options.config, options.overrides)
     out = _out(options)
-    status = emulate(options.config, out, options.overrides, force=options.force)
-
-    def report() -> str:
-        from moe_ep_bench.analysis.show import text_of
-
-        return f"{text_of(out)}\n\nin {out}; moe-ep-bench plot {out} draws it"
-
-    return _shown(status, report)
+    return _shown_of_directory(emulate(options.config, out, options.overrides, force=options.force), out)
 
 
 def _shown(status: int, report: Callable[[], str]) -> int:
@@ -207,19 +238,22 @@ def _advise(options: argparse.Namespace) -> int:
     if options.config is not None:
         _check_config(options)
     questions = ask_both(options)
+    settle()
     if options.dry_run:
         print("\n\n".join(one.plan for one in questions.values()))
         return OK
     for question in questions.values():
         question.check_out()
+    _tell(*next(iter(questions.items())))
     from moe_ep_bench.bench.advise import check_rest, model_question
 
+    # Found to be known before anything is modelled.
     if len(questions) > 1:
         for question in questions.values():
             check_rest(question)
-    for phase, question in questions.items():
-        for line in (question.summary, *question.unfit):
-            print(f"moe-ep-bench: {phase and f'{phase}: '}{line}", file=sys.stderr, flush=True)
+    for number, (phase, question) in enumerate(questions.items()):
+        if number:
+            _tell(phase, question)
         status = model_question(question, force=options.force)
         if status not in (OK, CASES_FAILED):
             return status
@@ -235,6 +269,12 @@ def _advise(options: argparse.Namespace) -> int:
         return "\n\n".join([*told, *([picks_text(runs, bounds)] if len(runs) > 1 else [])])
 
     return _shown(status, report)
+
+
+def _tell(phase: str, question: Question) -> None:
+    """Say what is modelled next, and about how long that takes."""
+    for line in (question.summary, *question.unfit):
+        print(f"moe-ep-bench: {phase and f'{phase}: '}{line}", file=sys.stderr, flush=True)
 
 
 def _validate(options: argparse.Namespace) -> int:

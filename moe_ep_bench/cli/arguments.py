@@ -225,6 +225,7 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dispatch-dtype", choices=("bf16", "fp8"), help="of dispatched rows (the layer's)")
     traffic = parser.add_argument_group("traffic (default: several peak loads)")
     traffic.add_argument("--trace", type=Path, metavar="FILE", help="a moe-trace-v1 recording")
+    traffic.add_argument("--counts", type=Path, metavar="FILE", help="how often a server chose each expert (JSON, npz)")
     traffic.add_argument("--peak-load", type=float, metavar="X", help="load of the busiest expert over the mean")
     traffic.add_argument("--draws", type=int, metavar="N", help="how often chance draws the busy experts (5)")
     bounds = parser.add_argument_group("bounds (default: 10% dropped and 5% lost mass; one alone binds alone)")

@@ -112,7 +112,7 @@ def launch_calibrate(out: Path, nproc: int, *, max_bytes: int | None = None, rep
     """
     check_num_ranks(nproc)
     arguments = ["calibrate", "--out", str(out.absolute()), "--repetitions", str(repetitions)]
-    return torchrun([*arguments, *([f"--max-bytes={max_bytes}"] if max_bytes is not None else [])], nproc)
+    return torchrun([*arguments, *([f"--max-bytes={max_bytes}"] if max_bytes is not None else [])], nproc).status
 
 
 def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20, timeout_s: float = 300.0) -> int:

@@ -135,7 +135,7 @@ def _form(compiled: Compiled, num_tokens: int, num_experts: int) -> Form:
         return functools.partial(twin.select, policy), functools.partial(stats, policy)
     if not _is_stepped(policy):
         return policy.route, policy.batch_stats
-    steps = _numba_steps(compiled.device_type) if kernel == "numba" else TORCH
+    steps = numba_steps(compiled.device_type) if kernel == "numba" else TORCH
     assert steps is not None
     stepped = policy.by(steps)
     return stepped.select, stepped.stats
@@ -144,7 +144,7 @@ def _form(compiled: Compiled, num_tokens: int, num_experts: int) -> Form:
 def oracle_for(policy: Policy, device: torch.device | str) -> Compiled:
     """The form to hold others against: torch, but where torch would go token by token, numba's loop."""
     device_type = torch.device(device).type
-    by_numba = isinstance(policy, LoadAwarePolicy) and _numba_steps(device_type)
+    by_numba = isinstance(policy, LoadAwarePolicy) and numba_steps(device_type)
     return compiled(policy, device_type, "numba" if by_numba else "torch")
 
 
@@ -169,7 +169,7 @@ def _objection(policy: Policy, kernel: str, device_type: str, num_tokens: int, n
     elif kernel == "numba":
         if not _is_stepped(policy):
             return "there is no numba form of it"
-        if _numba_steps(device_type) is None:
+        if numba_steps(device_type) is None:
             return "numba is not installed"
         if device_type != "cpu" and not isinstance(policy, LoadAwarePolicy):
             return "numba runs on the host, and the scores lie on a GPU"
@@ -182,7 +182,7 @@ def _is_stepped(policy: Policy) -> TypeGuard[SteppedPolicy]:
 
 
 @functools.cache
-def _numba_steps(device_type: str) -> Steps | None:
+def numba_steps(device_type: str) -> Steps | None:
     """The steps by numba's loops; None where numba is missing."""
     try:
         import numba  # noqa: F401 - is it there?

@@ -89,7 +89,7 @@ def run_claims(
     if nproc is None:
         status = emulate(config, out, overrides, force=force)
     else:
-        status = launch(config, out, overrides, nproc, force=force)
+        status = launch(config, out, overrides, nproc, force=force).status
     if status not in (OK, CASES_FAILED):
         return status
     earlier = {} if force else _earlier(claims_path(out))

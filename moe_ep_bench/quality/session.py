@@ -18,12 +18,12 @@ from typing import Any
 from tqdm import tqdm
 
 from moe_ep_bench.bench.description import run_json
-from moe_ep_bench.bench.fit import default_ep_size
 from moe_ep_bench.bench.job import fill, identity
 from moe_ep_bench.bench.plan import BASELINE, POLICY, CaseSpec, cases_of
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
+from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.quality.checkpoint import Checkpoint, pick_device
 from moe_ep_bench.quality.config import QualityExperiment, load_quality
 from moe_ep_bench.quality.harness import TaskIndex, harness_version

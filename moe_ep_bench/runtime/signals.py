@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -25,10 +24,10 @@ _explain: list[Callable[[str], None]] = []
 
 
 @contextlib.contextmanager
-def ends_on_signals() -> Iterator[None]:
+def ends_on_signals(say: Callable[[], object]) -> Iterator[None]:
     """In the block, end the process with 128 + signal at SIGTERM or SIGINT; SIGUSR1 asks ranks to close.
 
-    For the main thread only.
+    For the main thread only. ``say``, the last words, is called on a thread of its own.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -39,7 +38,7 @@ def ends_on_signals() -> Iterator[None]:
                 if data[0] == signal.SIGUSR1:
                     ask_to_close()
                 elif data[0] in (signal.SIGTERM, signal.SIGINT):
-                    _end(data[0])
+                    _end(data[0], say)
 
     handled = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     earlier = {number: signal.signal(number, lambda number, frame: None) for number in handled}
@@ -54,13 +53,11 @@ def ends_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end(number: int) -> None:
+def _end(number: int, say: Callable[[], object]) -> None:
     try:
         for explain in _explain:
             explain(stopped_reason(number))
-        if os.environ.get("RANK", "0") == "0":
-            said = "stopped; what is finished stays, and the same command goes on"
-            print(f"\nmoe-ep-bench: {said}", file=sys.stderr, flush=True)
+        say()
     finally:  # Though nobody may hear it.
         os._exit(128 + number)
 

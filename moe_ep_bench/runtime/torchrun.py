@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.errors import in_short
@@ -36,12 +37,22 @@ def num_nodes() -> int:
     return int(text)
 
 
-def torchrun(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) -> int:
-    """Run ``moe_ep_bench ARGUMENTS`` on so many ranks of this node; return the exit status.
+class Ended(NamedTuple):
+    """How a job ended.
 
-    Returns:
-        What the ranks agreed on, ``LOST`` where they could not, 128 + signal where one ended this process.
+    Attributes:
+        status: what the ranks agreed on, ``LOST`` where they could not, 128 + signal where one ended this process.
+        has_rank_0: whether rank 0 was on this node.
+        asked_to_close: whether SIGUSR1 came, be it too late to make a difference to this job.
     """
+
+    status: int
+    has_rank_0: bool = False
+    asked_to_close: bool = False
+
+
+def torchrun(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) -> Ended:
+    """Run ``moe_ep_bench ARGUMENTS`` on so many ranks of this node."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
@@ -54,16 +65,17 @@ def torchrun(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) -> 
             try:
                 main([*options, f"--log-dir={folder}", "-m", "moe_ep_bench", *arguments])
             except SignalException as stopped:
-                return 128 + int(stopped.sigval)
+                return Ended(128 + int(stopped.sigval))
             except ChildFailedError:  # torchrun has said which ranks failed, and they why.
-                return LOST
+                return Ended(LOST)
             except Exception as error:  # Nodes that do not meet, say; torch keeps what went wrong in the cause.
                 where = f" at {endpoint}" if (endpoint := os.environ.get("PET_RDZV_ENDPOINT")) else ""
                 words = in_short(error.__cause__ or error)
                 print(f"moe-ep-bench: torchrun{where}: {type(error).__name__}: {words}", file=sys.stderr)
-                return LOST
+                return Ended(LOST)
         agreed = Path(folder, "status")
-        return int(agreed.read_text()) if agreed.exists() else LOST
+        status, node = map(int, agreed.read_text().split()) if agreed.exists() else (LOST, None)
+        return Ended(status, node == 0, Path(folder, "close").exists())
 
 
 def leave_status(status: int) -> int:
@@ -72,8 +84,13 @@ def leave_status(status: int) -> int:
     if folder is None:  # Somebody's own torchrun.
         return status
     if os.environ.get("LOCAL_RANK") == "0":
-        Path(folder, "status").write_text(str(status))
+        Path(folder, "status").write_text(f"{status} {os.environ['GROUP_RANK']}")
     return 0
+
+
+def is_launched() -> bool:
+    """In a rank: whether ``torchrun`` above started it, and not somebody's own."""
+    return _FOLDER in os.environ
 
 
 def asked_to_close() -> bool:

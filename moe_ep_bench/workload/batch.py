@@ -69,8 +69,8 @@ def deal(batch: TokenBatch | Tensor, num_ranks: int, shares: Sequence[float] | N
     """Share a batch among ranks by whole sequences, as evenly in tokens as these allow.
 
     Each sequence in turn goes to the rank with the fewest tokens so far (over its share), the lowest such
-    rank on ties. So with equal shares the fullest rank leads the emptiest by at most one longest sequence;
-    ranks may be uneven, and with fewer sequences than ranks some get nothing.
+    rank on ties. So with equal shares the fullest rank leads the emptiest by at most one longest sequence.
+    Sequences are cut only where a rank would be empty (``pieces_of``); each such rank gets one piece.
 
     Args:
         batch: a batch, or its ``sequence_id_T``; the tokens of a sequence are adjacent.
@@ -83,17 +83,53 @@ def deal(batch: TokenBatch | Tensor, num_ranks: int, shares: Sequence[float] | N
         ValueError: no rank with a share.
     """
     sequence_id_T = batch.sequence_id_T if isinstance(batch, TokenBatch) else batch
-    length_S = torch.unique_consecutive(sequence_id_T, return_counts=True)[1]
-    rank_S = torch.from_numpy(deal_sequences(length_S.numpy(), num_ranks, shares))
-    rank_T = rank_S.repeat_interleave(length_S)
+    length_S = torch.unique_consecutive(sequence_id_T, return_counts=True)[1].numpy()
+    start_P, rank_P = deal_pieces(length_S, num_ranks, shares)
+    rank_T = torch.from_numpy(rank_P).repeat_interleave(torch.from_numpy(np.diff(start_P)))
     tokens_per_rank = torch.bincount(rank_T, minlength=num_ranks).tolist()
     return list(torch.argsort(rank_T, stable=True).split(tokens_per_rank))
+
+
+def deal_pieces(
+    length_S: NDArray[np.int64], num_ranks: int, shares: Sequence[float] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Deal by the rule of ``deal``: where each piece starts and the last one ends, int64 [P + 1]; whose it is, [P].
+
+    A piece is a sequence, or a part of one that was cut.
+    """
+    num_active = num_ranks if shares is None else sum(shares[rank % len(shares)] > 0 for rank in range(num_ranks))
+    start_P = pieces_of(length_S, num_active)
+    return start_P, deal_sequences(np.diff(start_P), num_ranks, shares)
+
+
+def pieces_of(length_S: NDArray[np.int64], num_wanted: int) -> NDArray[np.int64]:
+    """Cut the longest sequences into even parts until there are ``num_wanted`` pieces, or single tokens.
+
+    Returns:
+        Where each piece starts, and the last one ends: int64 [P + 1]. With sequences enough, these are the pieces.
+    """
+    parts_S = np.ones(len(length_S), dtype=np.int64)
+    few = length_S.tolist() if len(length_S) < num_wanted else []
+    longest = [(-length, sequence) for sequence, length in enumerate(few)]
+    heapq.heapify(longest)
+    for _ in range(num_wanted - len(length_S)):
+        if longest[0][0] >= -1:
+            break
+        sequence = longest[0][1]
+        parts_S[sequence] += 1
+        heapq.heapreplace(longest, (-length_S[sequence] / parts_S[sequence], sequence))
+    first_P = (length_S.cumsum() - length_S).repeat(parts_S)
+    number_P = np.arange(len(first_P)) - (parts_S.cumsum() - parts_S).repeat(parts_S)
+    inside_P = length_S.repeat(parts_S) * number_P // parts_S.repeat(parts_S)
+    return np.append(first_P + inside_P, length_S.sum())
 
 
 def deal_sequences(
     length_S: NDArray[np.int64], num_ranks: int, shares: Sequence[float] | None = None
 ) -> NDArray[np.int64]:
-    """Which rank gets each sequence, by the tokens of each and the rule of ``deal``: int64 [S]."""
+    """Which rank gets each sequence, whole, by the tokens of each and the rule of ``deal``: int64 [S]."""
+    if shares is None and (length_S[:-1] == length_S[:1]).all() and (length_S[-1:] <= length_S[:1]).all():
+        return np.arange(len(length_S)) % num_ranks  # what the rule comes to
     share_R = [1.0 if shares is None else shares[rank % len(shares)] for rank in range(num_ranks)]
     fill_and_rank = [(0.0, rank) for rank in range(num_ranks) if share_R[rank] > 0]  # already a heap
     if not fill_and_rank:

@@ -49,6 +49,18 @@ def read_counts(path: Path) -> NDArray[np.float64]:
     return _read(path, path.stat().st_mtime_ns)
 
 
+def layer_loads(path: Path, layer: int) -> list[float]:
+    """Counts of one layer's experts.
+
+    Raises:
+        ValueError: as ``read_counts``; or no such layer.
+    """
+    count_LE = read_counts(path)
+    if layer >= len(count_LE):
+        raise UserError(f"skew_layer: expected 0 to {len(count_LE) - 1} (the counted layers of {path}), got {layer}")
+    return count_LE[layer].tolist()
+
+
 def mean_peak_load(path: Path) -> float:
     """Load of the fullest expert over the mean, mean over layers."""
     count_LE = read_counts(path)

@@ -40,7 +40,7 @@ from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.frontier import Frontier, joint, top_k_pairs
 from moe_ep_bench.policies.laser import BANDS
 from moe_ep_bench.policies.selection import top_k_map
-from moe_ep_bench.workload.batch import deal_sequences
+from moe_ep_bench.workload.batch import deal_pieces
 from moe_ep_bench.workload.trace import Trace, open_trace
 
 # Factors are rounded up to so many decimals, thresholds rounded: what is printed is what was meant.
@@ -80,7 +80,8 @@ class Setting:
         for last in range(1, trace.num_sequences + 1):
             start = trace.start_S[first : last + 1]
             if start[-1] - start[0] >= self.num_tokens:
-                rank_T = np.repeat(deal_sequences(np.diff(start), self.num_ranks), np.diff(start))
+                start_P, rank_P = deal_pieces(np.diff(start), self.num_ranks)
+                rank_T = np.repeat(rank_P, np.diff(start_P))
                 found.append([start[0] + np.flatnonzero(rank_T == rank) for rank in range(self.num_ranks)])
                 first = last
         return found

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,8 @@ from moe_ep_bench.workload.skew import TopK
 
 _NUM_PAIRS = 4096
 _BISECTIONS = 12
+# Noise that is kept: of so many batches, and values of each at most (64 MiB).
+_NUM_HELD, _MOST_HELD = 4, 2**23
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +62,32 @@ class Noise:
         """Noise of some rows, in chunks: float64 [up to ``rows_at_once``, E].
 
         Args:
-            runs: ascending; each starts where a sequence does.
+            runs: ascending.
         """
         random = self._generator()
         for _, noise_TE in draw_rows(random, runs, self.num_experts, random.gumbel):
             yield noise_TE
+
+
+@dataclass(frozen=True, eq=False)
+class HeldNoise(Noise):
+    """Noise of the last few batches, kept: workloads of one seed differ in what is added to it."""
+
+    def chunks(self, runs: Iterable[Run]) -> Iterator[NDArray[np.float64]]:
+        if self.num_tokens * self.num_experts > _MOST_HELD:
+            yield from super().chunks(runs)
+            return
+        noise_TE = _whole_noise(self.seed, self.batch, self.num_tokens, self.num_experts)
+        for chunk in in_chunks(runs, rows_at_once(self.num_experts)):
+            yield joined([noise_TE[first:end] for first, end in chunk])
+
+
+@lru_cache(_NUM_HELD)
+def _whole_noise(*fields: int) -> NDArray[np.float64]:
+    noise = Noise(*fields)
+    noise_TE = np.concatenate(list(noise.chunks([Run(0, noise.num_tokens)])))
+    noise_TE.setflags(write=False)
+    return noise_TE
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +104,12 @@ class CorrelatedNoise(Noise):
             parts = []
             for first, end in chunk:
                 if first != row:
-                    seek(random, int(self._words[first // self.sequence_length]))
+                    start = first - first % self.sequence_length
+                    seek(random, int(self._words[start // self.sequence_length]))
+                    # Of a sequence that is cut, the tokens ahead of this part.
+                    for ahead in in_chunks([Run(start, first)], rows_at_once(self.num_experts)):
+                        normal_TE = random.standard_normal((ahead[0].num_rows, self.num_experts))
+                        carried_1E = self._correlate(normal_TE, ahead[0].first, carried_1E)
                 normal_TE = random.standard_normal((end - first, self.num_experts))
                 carried_1E = self._correlate(normal_TE, first, carried_1E)
                 parts.append(_gumbel(normal_TE))

@@ -75,11 +75,11 @@ def rows_at_once(num_experts: int) -> int:
 
 
 def runs_of(sequences: NDArray[np.int64], start_S: NDArray[np.int64]) -> list[Run]:
-    """The rows of some sequences; those of adjacent sequences are one run.
+    """The rows of some sequences, or pieces of them; those of adjacent ones are one run.
 
     Args:
-        sequences: ascending numbers of sequences.
-        start_S: int64 [S + 1], where each of the batch's sequences starts, and where the last one ends.
+        sequences: their numbers, ascending.
+        start_S: int64 [S + 1], where each of the batch's starts, and where the last one ends.
     """
     is_last = np.diff(sequences, append=-1) != 1
     is_first = np.diff(sequences, prepend=-2) != 1

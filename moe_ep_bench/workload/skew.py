@@ -9,7 +9,9 @@ Shapes: T = tokens, E = experts, K = top_k.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +44,15 @@ class TopK:
         kth = logits_TE.shape[1] - self.top_k
         return logits_TE >= np.partition(logits_TE, kth, axis=1)[:, kth, None]
 
+    def loads(
+        self, noise_TE: NDArray[np.float64], bias_E: NDArray[np.float64], factor: float = 1.0
+    ) -> NDArray[np.int64]:
+        """How many tokens go to each expert where ``chosen`` gets ``noise + bias``: int64 [E]."""
+        count = _compiled_loads() if self.num_groups is None else None
+        if count is None:
+            return np.count_nonzero(self.chosen(noise_TE + bias_E, factor), axis=0)
+        return count(np.ascontiguousarray(noise_TE), bias_E, self.top_k)
+
     def _in_best_groups(self, logits_TE: NDArray[np.floating], factor: float) -> NDArray[np.bool_]:
         assert self.num_groups is not None
         assert self.top_groups is not None
@@ -55,6 +66,16 @@ class TopK:
         in_best_TG = np.zeros(value_TG.shape, dtype=bool)
         np.put_along_axis(in_best_TG, best_TG, True, axis=1)
         return in_best_TG.repeat(size, axis=1)
+
+
+@functools.cache
+def _compiled_loads() -> Callable[..., NDArray[np.int64]] | None:
+    """numba's form of counting; None where numba is missing."""
+    try:
+        from moe_ep_bench.kernels.counting import top_k_loads
+    except ImportError:
+        return None
+    return top_k_loads
 
 
 def rank_load(load_E: Tensor, num_ranks: int) -> float:
@@ -97,7 +118,21 @@ def balanced_scores(scores_TE: Tensor, top_k: int) -> Tensor:
         float32 [T, E].
     """
     num_tokens, num_experts = scores_TE.shape
+    if scores_TE.is_cpu:
+        return _balanced_by_numpy(scores_TE.numpy(), top_k)
     first_T1 = (torch.arange(num_tokens, device=scores_TE.device) * top_k).unsqueeze(1)
     expert_TE = (first_T1 + torch.arange(num_experts, device=scores_TE.device)) % num_experts
     descending_TE = scores_TE.sort(dim=1, descending=True).values
     return torch.empty_like(scores_TE).scatter_(1, expert_TE, descending_TE)
+
+
+def _balanced_by_numpy(scores_TE: NDArray[np.float32], top_k: int) -> Tensor:
+    """``balanced_scores`` on the host: tokens whose best expert is the same are shifted together."""
+    num_experts = scores_TE.shape[1]
+    descending_TE = np.sort(scores_TE, axis=1)[:, ::-1]
+    balanced_TE = np.empty_like(scores_TE)
+    num_places = num_experts // math.gcd(top_k, num_experts)
+    for place in range(num_places):
+        shifted_TE = np.roll(descending_TE[place::num_places], place * top_k % num_experts, axis=1)
+        balanced_TE[place::num_places] = shifted_TE
+    return torch.from_numpy(balanced_TE)

@@ -12,6 +12,7 @@ rest of its shape is the generator's.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field
@@ -39,6 +40,11 @@ class Skew(Strict):
     rank_load: RankLoad | None = None
     topk_share: float | None = Field(None, gt=0, lt=1)
     neighbour_overlap: float | None = Field(None, gt=0)
+
+    @property
+    def of(self) -> str | None:
+        """Whose numbers these are, where they are another model's: the source begins "as MODEL"."""
+        return re.split("[;,]", self.source.removeprefix("as "))[0] if self.source.startswith("as ") else None
 
     def targets(self) -> dict[str, Any]:
         """The targets that are known, by key of a synthetic workload."""

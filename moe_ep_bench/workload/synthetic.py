@@ -4,6 +4,7 @@ A token's logits are the experts' popularity (``popularity``) plus noise (``nois
 has one number of the recipe to itself, so they are met one after the other:
 
 * *peak load*, the busiest expert's load over the mean: how strongly popularity weighs; every batch
+* *expert loads*, as they were counted: each expert's popularity, in place of the two beside it; every batch
 * *rank load*, the fullest rank's load over the mean: which experts share that rank; on batch 0
 * *neighbour overlap*, how many experts adjacent tokens of a sequence share: the correlation of their
   noise; once per workload, on simulated pairs
@@ -36,7 +37,7 @@ from numpy.typing import NDArray
 from scipy.special import entr
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.workload.noise import CorrelatedNoise, Noise, solve_correlation
+from moe_ep_bench.workload.noise import CorrelatedNoise, HeldNoise, Noise, solve_correlation
 from moe_ep_bench.workload.popularity import drawn_popularity, log_odds, placed, placed_for_rank_load
 from moe_ep_bench.workload.randomness import Run, Stream, generator, rows_at_once, separate_ties
 from moe_ep_bench.workload.skew import TopK
@@ -57,6 +58,8 @@ _RECIPES_KEPT, _NOISES_KEPT = 64, 4
 # Between flat and one-hot beyond float32, in any case.
 _LEAST_FACTOR, _GREATEST_FACTOR = 1e-4, 1e4
 _GREATEST_STRENGTH = 1e6
+# Of loads that are solved for expert by expert; and log odds that no noise outweighs.
+_MOST_ROUNDS, _NEVER = 50, 60.0
 
 # Noise of rows in order, float64 [some rows, E] each.
 Chunks = list[NDArray[np.float64]]
@@ -117,6 +120,7 @@ class SyntheticWorkload(GeneratedWorkload):
     Attributes: those of ``config.SyntheticConfig``, and
         num_experts, top_k, num_groups, top_groups: of the model.
         num_tokens: tokens in a batch, all ranks together.
+        expert_loads: of each expert in its place, in relation to each other; in place of any other skew.
         rank_load: (number of contiguous ranks, load of the fullest over the mean), in place of a ``placement``.
         or_chance: where independent tokens already share more, take these; ``shares_by_chance`` says so.
 
@@ -135,6 +139,7 @@ class SyntheticWorkload(GeneratedWorkload):
     family: str = "lognormal"
     placement: str = "scattered"
     rank_load: tuple[int, float] | None = None
+    expert_loads: tuple[float, ...] | None = None
     topk_share: float | None = None
     entropy: float | None = None
     neighbour_overlap: float | None = None
@@ -161,6 +166,15 @@ class SyntheticWorkload(GeneratedWorkload):
                 raise UserError(f"{name}: expected 1 to {most:g} (experts / top_k), got {value:g}")
         if self.family == "uniform" and (self.peak_load is not None or self.burst_every is not None):
             raise UserError("family: uniform has no skew to solve for; expected no peak_load and no burst_every")
+        if self.expert_loads is not None:
+            moves = self.placement != "scattered" or self.drift or self.burst_every or self.family == "uniform"
+            if self.peak_load is not None or self.rank_load is not None or moves:
+                raise UserError("skew_layer: says every expert's load; expected no other key of skew or placement")
+            share = max(self.expert_loads) / sum(self.expert_loads)
+            if share * self.top_k > 1:
+                raise UserError(
+                    f"skew_layer: expected at most 1 / {self.top_k} of the pairs on an expert (top_k), got {share:.3g}"
+                )
         if (self.burst_every is None) != (self.burst_peak_load is None):
             raise UserError("burst_every, burst_peak_load: expected both or none")
         if self.rank_load is None:
@@ -203,7 +217,10 @@ class SyntheticWorkload(GeneratedWorkload):
             return "" if value is None else f" ({words}{value:.3g})"
 
         peak_load = achieved.get("peak_load")
-        if self.peak_load is None:
+        if self.expert_loads is not None:
+            asked = max(self.expert_loads) * self.num_experts / sum(self.expert_loads)
+            words = [f"synthetic softmax scores, experts' loads as counted, peak load {asked:.3g}{reached(peak_load)}"]
+        elif self.peak_load is None:
             words = [f"synthetic softmax scores, no skew asked for{reached(peak_load, 'peak load achieved ')}"]
         else:
             words = [f"synthetic softmax scores, peak load {self.peak_load:g}{reached(peak_load, 'achieved ')}"]
@@ -230,6 +247,8 @@ class SyntheticWorkload(GeneratedWorkload):
             asked["rank_load"] = {str(self.rank_load[0]): self.rank_load[1]}
         if self.drift:
             asked["drift"] = self.drift
+        if self.expert_loads is not None:
+            asked["expert_loads"] = list(self.expert_loads)
         return {"peak_load": self.peak_load, "family": self.family, "placement": self.placement, **asked}
 
     def _peak_load(self, index: int) -> float | None:
@@ -266,9 +285,12 @@ class SyntheticWorkload(GeneratedWorkload):
 
     def _make_noise(self, index: int) -> Noise:
         fields = self.seed, index, self.num_tokens, self.num_experts
-        if self.neighbour_overlap is None:
-            return Noise(*fields)
-        return CorrelatedNoise(*fields, self.sequence_length, self._correlation)
+        if self.neighbour_overlap is not None:
+            return CorrelatedNoise(*fields, self.sequence_length, self._correlation)
+        return HeldNoise(*fields) if "_keeps_noise" in self.__dict__ else Noise(*fields)
+
+    def keep_noise(self) -> None:
+        self.__dict__["_keeps_noise"] = True
 
     @cached_property
     def _correlation(self) -> float:
@@ -276,7 +298,7 @@ class SyntheticWorkload(GeneratedWorkload):
         assert self.neighbour_overlap is not None
         drawn_E = drawn_popularity(self.seed, self.num_experts, 0, self.drift)
         noise = self._solved_noise(Noise(self.seed, 0, max(self.num_tokens, 1024), self.num_experts))
-        bias_E = log_odds(self.family, drawn_E, self._strength(noise, drawn_E, 0))
+        bias_E = self._bias(noise, drawn_E, 0)
         return solve_correlation(self.seed, bias_E, self.selection, self.neighbour_overlap, or_chance=self.or_chance)
 
     @property
@@ -306,7 +328,7 @@ class SyntheticWorkload(GeneratedWorkload):
         normal_E, factor = self._popularity(index), 1.0
         # How sharp scores are has no part in choosing experts, except where groups of them are compared by score.
         for _ in range(1 if self.num_groups is None or not self._has_sharpness else _ROUNDS_WITH_GROUPS):
-            bias_E = log_odds(self.family, normal_E, self._strength(noise, normal_E, index, factor))
+            bias_E = self._bias(noise, normal_E, index, factor)
             factor = self._sharpness(noise, bias_E)
         if len(self._recipes) >= _RECIPES_KEPT:
             del self._recipes[next(iter(self._recipes))]
@@ -329,6 +351,15 @@ class SyntheticWorkload(GeneratedWorkload):
             self.__dict__["_correlation"] = solved["correlation"]
         for index, (bias_E, factor) in solved["recipes"].items():
             self._recipes[int(index)] = Recipe(np.array(bias_E), factor)
+
+    def _bias(
+        self, noise: Chunks, normal_E: NDArray[np.float64], index: int, factor: float = 1.0
+    ) -> NDArray[np.float64]:
+        """The experts' log odds of a batch."""
+        if self.expert_loads is not None:
+            wanted_E = np.array(self.expert_loads) * (sum(map(len, noise)) * self.top_k / sum(self.expert_loads))
+            return solve_loads(lambda bias_E: _loads(noise, bias_E, self.selection, factor), wanted_E)
+        return log_odds(self.family, normal_E, self._strength(noise, normal_E, index, factor))
 
     def _strength(self, noise: Chunks, normal_E: NDArray[np.float64], index: int, factor: float = 1.0) -> float:
         peak_load = self._peak_load(index)
@@ -357,6 +388,27 @@ class SyntheticWorkload(GeneratedWorkload):
     @property
     def _has_sharpness(self) -> bool:
         return self.topk_share is not None or self.entropy is not None
+
+
+def solve_loads(
+    loads: Callable[[NDArray[np.float64]], NDArray[np.int64]], wanted_E: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Find the log odds at which experts get the loads that are wanted, each to ``TOLERANCE`` or two tokens.
+
+    An expert's odds are raised by as much as it lacks, over and over; what is left after ``_MOST_ROUNDS`` is reported
+    as achieved.
+
+    Args:
+        loads: the experts' loads, [E], by log odds.
+        wanted_E: in tokens; experts without any are never chosen.
+    """
+    bias_E = np.where(wanted_E > 0, np.log(np.maximum(wanted_E, 1e-9)), -_NEVER)
+    for _ in range(_MOST_ROUNDS):
+        load_E = loads(bias_E)
+        if (np.abs(load_E - wanted_E) <= np.maximum(TOLERANCE * wanted_E, 2.0)).all():
+            break
+        bias_E += np.where(wanted_E > 0, np.log((wanted_E + 0.5) / (load_E + 0.5)), 0.0)
+    return bias_E
 
 
 def solve_strength(
@@ -421,10 +473,7 @@ def softmax(logits_TE: NDArray[np.float64]) -> NDArray[np.float32]:
 
 def _loads(noise: Chunks, bias_E: NDArray[np.float64], selection: TopK, factor: float = 1.0) -> NDArray[np.int64]:
     """Experts' loads, int64 [E], under the model's top-k of noise + bias."""
-    load_E = np.zeros(len(bias_E), dtype=np.int64)
-    for noise_TE in noise:
-        load_E += np.count_nonzero(selection.chosen(noise_TE + bias_E, factor), axis=0)
-    return load_E
+    return np.sum([selection.loads(noise_TE, bias_E, factor) for noise_TE in noise], axis=0)
 
 
 def _sampled(noise: Chunks, most: int) -> NDArray[np.float64]:

@@ -2,10 +2,10 @@
 
 Any rows of a batch can be made alone, so a workload need not hold a batch to give a rank its tokens. A thousand
 ranks of 16,384 tokens and 1,024 experts have 64 GiB of scores together, one of them 64 MiB. Which sequences are a
-rank's depends on their lengths only (``batch.deal_sequences``), and a row's scores on the random numbers at its own
+rank's depends on their lengths only (``batch.deal_pieces``), and a row's scores on the random numbers at its own
 place in the batch's stream (``randomness``).
 
-Shapes: T = tokens, E = experts, R = ranks, S = sequences of a batch.
+Shapes: T = tokens, E = experts, R = ranks, S = sequences of a batch, P = pieces of sequences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.workload.batch import TokenBatch, deal_sequences
+from moe_ep_bench.workload.batch import TokenBatch, deal_pieces
 from moe_ep_bench.workload.randomness import Run, runs_of
 from moe_ep_bench.workload.skew import TopK, entropy, mass_share, rank_load, shared_by_neighbours
 
@@ -54,7 +54,7 @@ class Workload(ABC):
         """Make some rows of batch ``index``, in order: pieces of the scores, float32 [some rows, E].
 
         Args:
-            runs: ascending; each starts where a sequence does.
+            runs: ascending.
         """
 
     @abstractmethod
@@ -74,7 +74,8 @@ class Workload(ABC):
     def batch(self, index: int) -> TokenBatch:
         """Return batch ``index``, 0 to ``num_batches - 1``."""
         start_S = self._starts(index)
-        return self._tokens(index, np.arange(len(start_S) - 1), start_S)
+        sequences = np.arange(len(start_S) - 1)
+        return self._tokens(index, sequences, start_S, sequences)
 
     def rank_batches(self, index: int, num_ranks: int, shares: Sequence[float] | None = None) -> Iterator[TokenBatch]:
         """Yield each rank's tokens of batch ``index``, rank by rank: those that ``deal`` gives it of ``batch(index)``.
@@ -87,8 +88,8 @@ class Workload(ABC):
         """
         if num_ranks == 1:
             return iter([self.rank_batch(index, 0, 1, shares)])
-        start_S, rank_S = self._dealt(index, num_ranks, shares)
-        return (self._of_rank(index, rank, start_S, rank_S) for rank in range(num_ranks))
+        dealt = self._dealt(index, num_ranks, shares)
+        return (self._of_rank(index, rank, *dealt) for rank in range(num_ranks))
 
     def rank_batch(self, index: int, rank: int, num_ranks: int, shares: Sequence[float] | None = None) -> TokenBatch:
         """Make one rank's tokens of batch ``index`` and no others; see ``rank_batches``."""
@@ -98,19 +99,27 @@ class Workload(ABC):
 
     def _dealt(
         self, index: int, num_ranks: int, shares: Sequence[float] | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where sequences start, int64 [S + 1], and whose each is, int64 [S]."""
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Where pieces of sequences start, int64 [P + 1]; of which sequence each is, and whose, int64 [P]."""
         start_S = self._starts(index)
-        return start_S, deal_sequences(np.diff(start_S), num_ranks, shares)
+        start_P, rank_P = deal_pieces(np.diff(start_S), num_ranks, shares)
+        return start_P, np.searchsorted(start_S, start_P[:-1], side="right") - 1, rank_P
 
-    def _of_rank(self, index: int, rank: int, start_S: NDArray[np.int64], rank_S: NDArray[np.int64]) -> TokenBatch:
-        return self._tokens(index, np.flatnonzero(rank_S == rank), start_S)
+    def _of_rank(
+        self,
+        index: int,
+        rank: int,
+        start_P: NDArray[np.int64],
+        sequence_P: NDArray[np.int64],
+        rank_P: NDArray[np.int64],
+    ) -> TokenBatch:
+        return self._tokens(index, np.flatnonzero(rank_P == rank), start_P, sequence_P)
 
     def tokens_of_ranks(self, index: int, num_ranks: int, shares: Sequence[float] | None = None) -> NDArray[np.int64]:
         """How many tokens each rank gets of batch ``index`` (``rank_batches``): int64 [R]; arguments as there."""
-        start_S, rank_S = self._dealt(index, num_ranks, shares)
+        start_P, _, rank_P = self._dealt(index, num_ranks, shares)
         tokens_R = np.zeros(num_ranks, dtype=np.int64)
-        np.add.at(tokens_R, rank_S, np.diff(start_S))
+        np.add.at(tokens_R, rank_P, np.diff(start_P))
         return tokens_R
 
     def blocks(self, index: int) -> Iterator[TokenBatch]:
@@ -131,12 +140,14 @@ class Workload(ABC):
             raise IndexError(f"batch: expected 0 to {self.num_batches - 1}, got {index}")
         return np.concatenate([[0], self.sequence_lengths(index).cumsum()])
 
-    def _tokens(self, index: int, sequences: NDArray[np.int64], start_S: NDArray[np.int64]) -> TokenBatch:
-        """The tokens of some sequences, which are given ascending."""
-        sequence_id_T = np.repeat(sequences, np.diff(start_S)[sequences])
+    def _tokens(
+        self, index: int, pieces: NDArray[np.int64], start_P: NDArray[np.int64], sequence_P: NDArray[np.int64]
+    ) -> TokenBatch:
+        """The tokens of some pieces of sequences, which are given ascending."""
+        sequence_id_T = np.repeat(sequence_P[pieces], np.diff(start_P)[pieces])
         scores_TE = np.empty((len(sequence_id_T), self.num_experts), dtype=np.float32)
         first = 0
-        for piece_TE in self.make_scores(index, runs_of(sequences, start_S)):
+        for piece_TE in self.make_scores(index, runs_of(pieces, start_P)):
             scores_TE[first : first + len(piece_TE)] = piece_TE
             first += len(piece_TE)
         return TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
@@ -185,8 +196,12 @@ class Workload(ABC):
         Raises:
             ValueError: a batch cannot meet its targets.
         """
-        self.__dict__["_skips_survey"] = True
+        self.forgo_survey()
         self.solve()
+
+    def forgo_survey(self) -> None:
+        """As ``skip_survey``, and solve for no targets: no batch is made."""
+        self.__dict__["_skips_survey"] = True
 
     def solve(self) -> None:  # noqa: B027
         """Solve for the targets of all batches ahead of making them; a subclass that has targets does so.
@@ -194,6 +209,9 @@ class Workload(ABC):
         Raises:
             ValueError: a batch cannot meet them.
         """
+
+    def keep_noise(self) -> None:  # noqa: B027
+        """Keep random numbers of the last few batches, where workloads that differ in little follow each other."""
 
     def keep_batches(self) -> None:
         """Keep every batch that is gone through until one rank, which has all of it, asks for it once."""

@@ -143,7 +143,7 @@ def _identity(facts: Comparison, swept: str | None) -> list:
 
 def _traffic(facts: Comparison) -> str:
     """A comparison's title without its sizes; results of older versions say "1 tokens"."""
-    return re.sub(r", EP \d+|, [\d,]+ tokens?\b", "", facts.title)
+    return re.sub(r", EP \d+|, [\d,]+ tokens?\b( \([^)]* a rank[^)]*\))?", "", facts.title)
 
 
 def _ep_size(facts: Comparison) -> int:

@@ -1,0 +1,100 @@
+"""Counting what batches and routings amount to, in one pass over memory, compiled for the host.
+
+Each has a slow form beside it that says the same: ``workload.skew.TopK.chosen``, ``metrics.counts_by_torch``.
+
+Shapes: T = tokens, E = experts, K = top_k, R = ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from moe_ep_bench.kernels.row_selection import PADDING, find_best
+
+
+@njit(cache=True, nogil=True)
+def top_k_loads(noise_TE, bias_E, top_k):
+    """How many tokens have each expert among the ``top_k`` best by ``noise + bias``: int64 [E]."""
+    num_tokens, num_experts = noise_TE.shape
+    load_E = np.zeros(num_experts, np.int64)
+    columns = np.arange(num_experts)
+    keys = np.empty(num_experts, noise_TE.dtype)
+    best_keys = np.empty(num_experts + PADDING, noise_TE.dtype)
+    best_columns = np.empty(num_experts + PADDING, np.int64)
+    near_keys, near_columns = np.empty_like(best_keys), np.empty_like(best_columns)
+    for token in range(num_tokens):
+        for expert in range(num_experts):
+            keys[expert] = noise_TE[token, expert] + bias_E[expert]
+        find_best(keys, columns, top_k, best_keys, best_columns, near_keys, near_columns)
+        for place in range(top_k):
+            load_E[best_columns[place]] += 1
+    return load_E
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc"})
+def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks):
+    """What ``metrics.RoutingCounts`` holds: loads of experts, copies to ranks, and sums over valid tokens.
+
+    Branches that depend on the map cannot be predicted, so there are none.
+
+    Args:
+        map_TE, top_k_TE: as uint8.
+        valid_T: bool [T]; empty = all tokens are valid.
+    """
+    num_tokens, num_experts = map_TE.shape
+    per_rank = num_experts // num_ranks
+    load_E = np.zeros(num_experts, np.int64)
+    copies_R = np.zeros(num_ranks, np.int64)
+    num_valid_pairs = num_kept = num_served = 0
+    mass = 0.0
+    for token in range(num_tokens):
+        map_E, top_k_E, scores_E = map_TE[token], top_k_TE[token], scores_TE[token]
+        for expert in range(num_experts):
+            load_E[expert] += map_E[expert]
+        for rank in range(num_ranks):
+            reached = np.uint8(0)
+            for expert in range(rank * per_rank, (rank + 1) * per_rank):
+                reached |= map_E[expert]
+            copies_R[rank] += reached
+        if valid_T.size == 0 or valid_T[token]:
+            pairs = kept = 0
+            held = 0.0
+            for expert in range(num_experts):
+                pairs += map_E[expert]
+                kept += map_E[expert] & top_k_E[expert]
+                held += np.float64(scores_E[expert]) * map_E[expert]
+            num_valid_pairs += pairs
+            num_kept += kept
+            num_served += pairs > 0
+            mass += held
+    return load_E, copies_R, num_valid_pairs, num_kept, num_served, mass
+
+
+@njit(cache=True, nogil=True)
+def slot_counts(map_TE, slot_N, first_E, pairs_E, before_E, num_slots, num_ranks, bounds_C):
+    """What ``ExpertPlacement.spread`` sends to each slot, chunk by chunk, and tokens with a pair on each rank.
+
+    Args:
+        slot_N, first_E, pairs_E, before_E: of ``layer.expert_placement.Split``, the last of this rank.
+        bounds_C: int64 [C + 1], where chunks of tokens begin, and where the last one ends.
+
+    Returns:
+        int64 [C, P] and [R].
+    """
+    num_experts = map_TE.shape[1]
+    counts_CP = np.zeros((bounds_C.size - 1, num_slots), np.int64)
+    copies_R = np.zeros(num_ranks, np.int64)
+    last_R = np.full(num_ranks, -1, np.int64)  # the last token with a pair there
+    number_E = before_E.copy()
+    for chunk in range(bounds_C.size - 1):
+        for token in range(bounds_C[chunk], bounds_C[chunk + 1]):
+            for expert in range(num_experts):
+                if map_TE[token, expert]:
+                    slot = slot_N[first_E[expert] + number_E[expert] % pairs_E[expert]]
+                    number_E[expert] += 1
+                    counts_CP[chunk, slot] += 1
+                    rank = slot * num_ranks // num_slots
+                    copies_R[rank] += last_R[rank] != token
+                    last_R[rank] = token
+    return counts_CP, copies_R

@@ -309,8 +309,8 @@ def _papers_list(options: argparse.Namespace) -> int:
 
 
 def _quality(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.quality import read_quality
     from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES, draw_quality_figures
-    from moe_ep_bench.analysis.quality_frames import read_quality
     from moe_ep_bench.analysis.route.tables import drawn_words
     from moe_ep_bench.analysis.show import quality_text
     from moe_ep_bench.analysis.style import DEFAULT_FORMATS

@@ -102,13 +102,7 @@ def test_every_request_and_what_runs(
             choose(asked, where, te)
 
 
-def test_auto_takes_decode_experts_where_they_are_faster_and_fuses_what_the_version_can(choose) -> None:
-    for takes, ran in ((True, "decode"), (False, "te")):
-        chosen = choose(("auto", "auto"), "GPU", "2.4.0", decode=(takes, "so it is"))
-        assert (chosen.experts, chosen.experts_why) == (ran, "so it is")
-    # A crossover is a GPU's, and decides nothing for who asks by name.
-    assert choose(("auto", "auto"), "CPU", "2.4.0", decode=(True, "")) == Parts("grouped", "indexed")
-    assert choose(("grouped", "auto"), "GPU", "2.4.0", decode=(True, "")) == Parts("grouped", "fused")
+def test_auto_fuses_what_the_version_can(choose) -> None:
     assert choose(("auto", "auto"), "GPU", "2.9.0").fusions == ["activation", "top-k"]
     assert choose(("grouped", "indexed"), "GPU", "2.9.0").fusions == []
     chosen = choose(("auto", "auto"), "GPU", "2.9.0 broken")

@@ -30,14 +30,7 @@ from moe_ep_bench.bench import checks, words
 from moe_ep_bench.bench.fit import fit_on
 from moe_ep_bench.bench.subjects import SUBJECTS, LayerSubject, ep_size_on
 from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
-from moe_ep_bench.cost_model.devices import (
-    PRECISIONS,
-    VALUE_BYTES,
-    Device,
-    device_of_gpu,
-    modelled_experts,
-    takes_decode,
-)
+from moe_ep_bench.cost_model.devices import PRECISIONS, VALUE_BYTES, Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.table_devices import load_device, load_links
 from moe_ep_bench.cost_model.transport import Exchange
@@ -68,9 +61,6 @@ _COMMUNICATOR_BYTES, _BYTES_PER_PEER = 2**27, 2**26
 BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
 # Native routing on replicated experts: what spare memory buys in place of a policy.
 REPLICATION = "replication"
-
-# Megatron-Core's own drop-and-pad, where a config asks for it (``layer.native_padded``).
-PADDED = "native_padded"
 
 # What the baseline computes.
 NATIVE = make_policy({"name": "topk"})
@@ -104,8 +94,8 @@ class CaseSpec:
 
     @property
     def is_padded(self) -> bool:
-        """Whether Megatron-Core's own router and dispatcher drop and pad; its policy states the same rule."""
-        return self.name == PADDED
+        """Whether pairs of no weight fill every expert up to its capacity."""
+        return isinstance(self.policy, MegatronDrop) and self.policy.pad_to_capacity
 
     @property
     def policy_code(self) -> list[str]:
@@ -126,8 +116,6 @@ class CaseSpec:
             solving = "" if solve_us is None else f" ({solve_us:g} us to solve)"
             balancer = f" + LP{solving}" if self.replication.balancer == "lp" else ""
             return f"EPLB{balancer}, {spare} spare per rank"
-        if self.is_padded:
-            return f"{PADDED} capacity_factor={self.capacity_factor}"
         references = {NOISE: "native again", CEILING: "native, balanced scores"}
         return self.policy.label if self.policy else references.get(self.role, self.name)
 
@@ -188,8 +176,6 @@ class Comparison:
         if backend in (RANKS, ROUTING):
             checks.check_context(experiment)
         if backend != RANKS:
-            command = "route lays out" if backend == ROUTING else "emulate and advise lay out"
-            checks.check_whole_experts(experiment, command)
             world_size = experiment.layer.ep_size or default_ep_size(num_experts)
         if backend in (VIRTUAL, MODELLED):
             checks.check_emulated(experiment)
@@ -208,9 +194,7 @@ class Comparison:
                 device = device.for_layer(experiment.model.spec(), ep_size, experiment.layer.dtype)
         if backend != ROUTING:
             checks.check_baseline(experiment, ep_size)
-            checks.check_pieces(experiment)
-            checks.check_overlap(experiment)
-        parts = _parts(experiment, backend, world_size, on_cpu, device)
+        parts = _parts(experiment, backend, on_cpu, device)
         subject = SUBJECTS[experiment.scope].of(experiment, world_size)
         checks.check_layers(experiment, subject.num_places)
         one = cls(subject, backend, parts, ExpertPlacement.contiguous(num_experts, ep_size), links, device, not on_cpu)
@@ -288,9 +272,6 @@ class Comparison:
             masks = config.mask_padding and config.padding_per_rank > 0
             specs = [baseline, *(one for one in policies if masks or one.policy != NATIVE), *replicated]
         else:
-            if factor := self.experiment.layer.native_padded:
-                rule = make_policy({"name": "megatron_drop", "capacity_factor": factor, "pad_to_capacity": True})
-                policies = [CaseSpec("", POLICY, PADDED, rule), *policies]
             specs = [baseline, noise, *policies, *replicated, CaseSpec("", CEILING, "native_balanced", None)]
         return cases_of(self.comparison_id, specs)
 
@@ -309,7 +290,7 @@ class Comparison:
             routed = {"ep_size": self.ep_size, "seed": layer.seed}
             return {**found, "layer": routed, "image_share": experiment.route.image_share}
         found |= {
-            "layer": {**layer.definition, "ep_size": self.ep_size},
+            "layer": {**layer.model_dump(mode="json"), "ep_size": self.ep_size},
             "measure": experiment.measure.definition,
             "world_size": self.subject.world_size,
         }
@@ -320,7 +301,6 @@ class Comparison:
             "links": self.links.model_dump(mode="json"),
             "device": self.device and self.device.model_dump(mode="json"),
             "slots": self.slots.expert_P.tolist(),
-            "chunk_tokens": experiment.emulate.chunk_tokens,
             **experiment.emulate.sent,
         }
 
@@ -360,10 +340,8 @@ class Comparison:
         # Finds skews that cannot be had; a batch of all ranks may not fit into memory.
         num_ranks = self.subject.world_size if self.links is None else self.ep_size
         self.workload.rank_batch(0, 0, num_ranks, experiment.workload.rank_shares)
-        if self.parts.dispatcher == "allgather" and subject.num_together > 1:
+        if self.parts.dispatcher == "allgather" and self.ep_size > 1:
             checks.check_gathering(subject.rank_tokens)
-        if experiment.layer.native_padded and self.backend == RANKS:
-            checks.check_padded(experiment, subject.rank_tokens)
         scores_TE = torch.rand(2, self.model.num_experts, generator=torch.Generator().manual_seed(0))
         text_T = torch.zeros(2, dtype=torch.int64)
         has_images = self.backend == ROUTING and experiment.route.image_share is not None
@@ -383,7 +361,7 @@ class Comparison:
         Raises:
             ValueError: ``layer.kernel`` asks for what cannot run this policy here.
         """
-        if case.policy is None or case.is_padded or self._drops_itself(case):
+        if case.policy is None or self._drops_itself(case):
             return None
         with naming("layer.kernel"):
             twin = compiled(case.policy, device_type, self.experiment.layer.kernel)
@@ -420,7 +398,7 @@ class Comparison:
         """What stands for each rank, where that is modelled."""
         assert self.device is not None
         whole, num_tokens = self.subject.name == "model", self.subject.num_tokens
-        return self.device.describe(self.parts.experts, whole=whole, num_tokens=num_tokens)
+        return self.device.describe(whole=whole, num_tokens=num_tokens)
 
     # ---- how much ----------------------------------------------------------------------------------------------------
 
@@ -458,18 +436,9 @@ class Comparison:
     @property
     def _library_bytes(self) -> int:
         """What cuBLAS, the cache flush and NCCL's communicators take beside tensors; an estimate."""
-        slices, connected = self.subject.num_slices, 0
-        if self.links is None:
-            # The expert-parallel group, and of cut experts the tensor group and both together.
-            groups = (self.ep_size, slices, self.subject.num_together) if slices > 1 else (self.ep_size,)
-            connected = sum(_COMMUNICATOR_BYTES + size * _BYTES_PER_PEER for size in groups if size > 1)
+        meets = self.links is None and self.ep_size > 1
+        connected = _COMMUNICATOR_BYTES + self.ep_size * _BYTES_PER_PEER if meets else 0
         return connected + _WORKSPACE_BYTES + self.experiment.measure.flush_l2 * _FLUSH_BYTES
-
-    @property
-    def num_pieces(self) -> int:
-        """Pieces in which real ranks run their tokens through a layer: as many on each rank and in each batch."""
-        most = self.experiment.measure.microbatch_tokens
-        return 1 if most is None or self.backend != RANKS else -(-self.subject.most_tokens // most)
 
     @property
     def in_chunks(self) -> bool:
@@ -643,27 +612,13 @@ def _load_models(experiment: Experiment) -> tuple[Links, Device | None]:
         return links, None if config.device == MEASURED else load_device(config.device)
 
 
-def _parts(experiment: Experiment, backend: str, world_size: int, on_cpu: bool, modelled: Device | None) -> Parts:
+def _parts(experiment: Experiment, backend: str, on_cpu: bool, modelled: Device | None) -> Parts:
     """What computes and permutes here; on a modelled device what it is modelled with, whatever this machine has."""
-    asked, model = experiment.layer, experiment.model.spec()
+    asked = experiment.layer
     if backend == ROUTING:
         return Parts(experts="none", permute="none", kernel=asked.kernel)
-    together = ep_size_on(experiment, world_size) * asked.expert_tensor_parallel
-    tokens = experiment.workload.total_tokens(world_size) / world_size * together
-    mean_rows = tokens * (model.top_k / model.num_experts)
     if modelled is not None:
-        ran, why = modelled_experts(modelled, asked.experts, mean_rows)
-        return Parts(experts=ran, permute="indexed", kernel=asked.kernel, experts_why=why)
-    has_gpu = not on_cpu and torch.cuda.is_available()
-    here = device_of_gpu(torch.cuda.get_device_name()) if has_gpu and asked.experts == "auto" else None
-    chosen = Parts.choose(
-        asked.experts,
-        asked.permute,
-        asked.kernel,
-        asked.dispatcher,
-        cuda_graph=asked.cuda_graph,
-        on_cpu=on_cpu,
-        decode=takes_decode(here, mean_rows),
-        expert_tensor_parallel=asked.expert_tensor_parallel,
-    )
-    return replace(chosen, shared_expert_overlap=asked.shared_expert_overlap)
+        experts, why = modelled.experts_ran
+        return Parts(experts=experts, permute="indexed", kernel=asked.kernel, experts_why=why)
+    how = asked.experts, asked.permute, asked.kernel, asked.dispatcher
+    return Parts.choose(*how, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)

@@ -84,7 +84,6 @@ class ModelledRanks:
             "batch_wide": traffic.is_batch_wide,
             "alone": comparison.ep_size == 1,
             "bytes_per_value": VALUE_BYTES[comparison.experiment.layer.dtype],
-            "experts": comparison.parts.experts,
             "dtype": comparison.experiment.layer.dtype,
         }
         if traffic.lengths_R is None:
@@ -140,8 +139,8 @@ class MeasuredRanks:
         with virtual.connected():
             if first and self._device.type == "cuda":
                 with watched_waits(self._device) as self.waits[router.case.case_id]:
-                    virtual.subject.run(batch)
-            return self._timed(virtual, watched, lambda: virtual.subject.run(batch))
+                    virtual.stack.run(batch)
+            return self._timed(virtual, watched, lambda: virtual.stack.run(batch))
 
     def _in_parts(
         self,
@@ -156,7 +155,7 @@ class MeasuredRanks:
         check: bool,
     ) -> RankTime:
         with virtual.connected():
-            routed = self._timed(virtual, watched, lambda: virtual.subject.moe_layers[None].router(hidden_T1D))
+            routed = self._timed(virtual, watched, lambda: virtual.stack.moe_layers[None].router(hidden_T1D))
         share = shares[None]
         on_slots = router.on_slots(router.route(share, traffic.index, traffic.layers[None].stats_SE), rank)
         virtual = self._as_rank(router.slots.num_slots, router, traffic, rank, shares)
@@ -165,7 +164,7 @@ class MeasuredRanks:
             self._announce(virtual, traffic, number, check=check)
             routing = Routing(on_slots.map_TE[chunk], on_slots.weights_TE[chunk])
             with virtual.connected(), virtual.routed({None: routing}):
-                bodies.append(self._timed(virtual, watched, lambda chunk=chunk: virtual.subject.run(hidden_T1D[chunk])))
+                bodies.append(self._timed(virtual, watched, lambda chunk=chunk: virtual.stack.run(hidden_T1D[chunk])))
         return _joined(routed, bodies)
 
     def _announce(self, virtual: VirtualRanks, traffic: Traffic, chunk: int, *, check: bool) -> None:
@@ -179,7 +178,7 @@ class MeasuredRanks:
         """Layers of so many slots, seen from a rank, with a case's routing in them."""
         virtual = self._virtual(num_slots)
         virtual.become(rank)
-        router.enter(virtual.subject, shares, traffic.index)
+        router.enter(virtual.stack, shares, traffic.index)
         return virtual
 
     def _virtual(self, num_slots: int) -> VirtualRanks:
@@ -195,7 +194,7 @@ class MeasuredRanks:
     def _timed(self, virtual: VirtualRanks, watched: str | None, run: Callable[[], object]) -> RankTime:
         """One run, cut at its meetings; waits for the device. ``watched``: the case whose allocations are counted."""
         recorder = self._recorder
-        with virtual.subject.instrumented(recorder, no_meeting):
+        with virtual.stack.instrumented(recorder, no_meeting):
             if self._flush is not None:
                 self._flush()
             with self.allocations.during(watched) if watched else contextlib.nullcontext():

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep_bench.bench.building import builder, random_pass
@@ -37,15 +36,15 @@ from moe_ep_bench.bench.traffic import CarriedLoads, CaseRouter, Share, Shares, 
 from moe_ep_bench.kernels.dispatch import oracle_for
 from moe_ep_bench.layer.attention import kernels_of_attention
 from moe_ep_bench.layer.backends import MappedExperts
-from moe_ep_bench.layer.build import Transformer, layer_seed
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.layer.graphs import CapturedRun, Graphs, unfit_environment
 from moe_ep_bench.layer.host import device_scope, free_memory
-from moe_ep_bench.layer.megatron import initialize_expert_parallel, meeting_group
+from moe_ep_bench.layer.megatron import ProcessGroupCollection, expert_parallel_groups
 from moe_ep_bench.layer.passes import KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous, replaced
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.scores import logits_from_scores
+from moe_ep_bench.layer.stack import layer_seed
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
@@ -104,7 +103,7 @@ class Case:
     def enter(self, batch: int) -> None:
         """Put this case's MoE layers and the batch's routing in place."""
         shares = {layer: self.share(batch, layer) for layer in self.session.layers}
-        self.router.enter(self.session.subject, shares, batch)
+        self.router.enter(self.session.stack, shares, batch)
 
     def prepare(self, batch: int) -> Any:
         """``enter``, and return the batch's input."""
@@ -115,7 +114,7 @@ class Case:
         """Route this rank's tokens of a batch in every layer, as a run would, without the other ranks."""
         session = self.session
         self.enter(batch)
-        for layer, moe in session.subject.moe_layers.items():
+        for layer, moe in session.stack.moe_layers.items():
             logits_TE = session.batches[batch].logits[layer][self.spec.role == CEILING]
             with contextlib.ExitStack() as stack:
                 if hasattr(moe.router, "sum_over_ranks"):
@@ -128,9 +127,9 @@ class Case:
         if (batch, by_phase) in self.captured:
             yield partial(self.captured[batch, by_phase].replay, recorder)
             return
-        inputs, subject = self.prepare(batch), self.session.subject
-        with subject.instrumented(recorder, self.session.meet) if by_phase else contextlib.nullcontext():
-            yield partial(subject.run, inputs)
+        inputs, stack = self.prepare(batch), self.session.stack
+        with stack.instrumented(recorder, self.session.meet) if by_phase else contextlib.nullcontext():
+            yield partial(stack.run, inputs)
 
     def capture(self, batch: int, graphs: Graphs, *, by_phase: bool) -> None:
         """Keep the run of a batch as a graph; ``by_phase``: a second time, with its phases timed.
@@ -140,7 +139,7 @@ class Case:
         """
         session = self.session
         for timed in (False, True)[: 1 + by_phase]:
-            what = session.subject, self.prepare(batch), graphs.new(), clock_for(session.device), session.meet
+            what = session.stack, self.prepare(batch), graphs.new(), clock_for(session.device), session.meet
             run = self.captured[batch, timed] = CapturedRun(*what, by_phase=timed)
             if timed:
                 run.forget()
@@ -191,13 +190,13 @@ def look(case: Case, batch: int) -> Observation:
         seen[layer].update({name: hidden.flatten(0, 1)[rows_N].clone() for name, hidden in ends.items()})
 
     with contextlib.ExitStack() as hooks:
-        for layer, moe in session.subject.moe_layers.items():
+        for layer, moe in session.stack.moe_layers.items():
             hooks.callback(moe.router.register_forward_hook(partial(note_routing, layer)).remove)
             hooks.callback(moe.register_forward_hook(partial(note_ends, layer)).remove)
             moe.router.look = partial(seen[layer].__setitem__, "gated_TE")
             hooks.callback(setattr, moe.router, "look", None)
         waits = hooks.enter_context(watched_waits(session.device)) if session.device.type == "cuda" else {}
-        output = session.subject.run(inputs)
+        output = session.stack.run(inputs)
     return Observation(output, {layer: LayerLook(**parts) for layer, parts in seen.items()}, waits)
 
 
@@ -252,9 +251,9 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
 def _built(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Session | None:
     """Build what runs; None where a rank cannot, which is then the reason of every case's row."""
     session, reason = None, ""
-    ep_group = form_groups(comparison)
+    groups = form_groups(comparison)
     try:
-        session = Session(job, comparison, cases, ep_group)
+        session = Session(job, comparison, cases, groups)
     except Exception as error:
         reason = job.survive(error)
         # Should others wait in a collective of Megatron-Core's after all, the job is lost, and this is why.
@@ -273,11 +272,11 @@ def _built(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Sessi
     return session
 
 
-def form_groups(comparison: Comparison) -> dist.ProcessGroup:
-    """This rank's expert-parallel group; every rank calls this alike."""
+def form_groups(comparison: Comparison) -> ProcessGroupCollection:
+    """Process groups of the comparison's layers; every rank calls this alike."""
     measure = comparison.experiment.measure
     # The watchdog is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
-    return initialize_expert_parallel(comparison.ep_size, measure.timeout_s + 60, comparison.subject.num_slices)
+    return expert_parallel_groups(comparison.ep_size, measure.timeout_s + 60)
 
 
 def _first_word(ranks: Ranks, text: str) -> str:
@@ -290,14 +289,14 @@ class Session:
 
     Attributes:
         layers: each MoE layer as a subject of its own.
-        subject: the layer or model that runs.
+        stack: the layer or model that runs.
         columns: of a sample.
         meet: where the ranks that talk to each other are waited for.
         graphs: of all cases; None where they run eagerly.
     """
 
     def __init__(
-        self, job: Job, comparison: Comparison, cases: Sequence[CaseSpec], ep_group: dist.ProcessGroup
+        self, job: Job, comparison: Comparison, cases: Sequence[CaseSpec], groups: ProcessGroupCollection
     ) -> None:
         self.job, self.comparison, self.device = job, comparison, job.ranks.device
         planned, settings = comparison.subject, comparison.experiment.layer
@@ -305,12 +304,12 @@ class Session:
         self.ceilings = ceilings_of(self.device, DTYPES[settings.dtype])
         provenance.forget_peak_memory(self.device)
         self.seed, self.dtype = settings.seed, DTYPES[settings.dtype]
-        self.meet = Rendezvous(meeting_group(), self.device)
+        self.meet = Rendezvous(groups.ep, self.device)
         self.layers, self.columns = planned.layers(), columns_of(planned)
         self.num_batches = comparison.workload.num_batches
-        self.subject = builder(comparison, self.device)(ep_group=ep_group)
+        self.stack = builder(comparison, self.device)(groups=groups)
         self._cache: KeyValueCache | None = None
-        if isinstance(self.subject, Transformer) and planned.context_length:
+        if planned.context_length:
             most_requests = int(planned.rank_tokens[:, job.ranks.rank].max())
             self._cache = KeyValueCache(most_requests, planned.context_length)
         self.batches = [self._batch(number) for number in range(self.num_batches)]
@@ -331,8 +330,8 @@ class Session:
     def fill_cache(self) -> None:
         """Fill the KV cache of a model that decodes, for which its ranks meet."""
         if self._cache is not None:
-            assert isinstance(self.subject, Transformer)
-            self._cache.fill_(self.subject.gpt, self.device, self.seed)
+            assert self.stack.gpt is not None
+            self._cache.fill_(self.stack.gpt, self.device, self.seed)
 
     def close(self) -> None:
         """Drop the graphs: no NCCL communicator can end while one holds its collectives (pytorch/pytorch#115388)."""
@@ -354,7 +353,7 @@ class Session:
             logits[layer] = own, even
         assert mine is not None
         valid_T = None if mine.valid_T is None else mine.valid_T.to(self.device)
-        tokens = self.subject.ep_group.rank(), mine.sequence_id_T.to(self.device), valid_T
+        tokens = self.stack.ep_group.rank(), mine.sequence_id_T.to(self.device), valid_T
         contexts = {layer: subject.context(*tokens) for layer, subject in self.layers.items()}
         return RankBatch(self._new_input(number, mine), logits, contexts)
 
@@ -411,8 +410,8 @@ class Session:
 
     def _compute_alone(self) -> None:
         """Compute a token by each local expert of the first MoE layer: experts' kernels compile."""
-        experts = next(iter(self.subject.moe_layers.values())).experts
-        num_local = self.comparison.model.num_experts // self.subject.ep_group.size()
+        experts = next(iter(self.stack.moe_layers.values())).experts
+        num_local = self.comparison.model.num_experts // self.stack.ep_group.size()
         counts_L = torch.ones(num_local, dtype=torch.int64)
         hidden_ND = torch.zeros(num_local, self.comparison.model.hidden_size, dtype=self.dtype, device=self.device)
         weights_N = torch.ones(num_local, device=self.device)
@@ -437,7 +436,7 @@ class Session:
                     for layer, of_layer in seen.layers.items():
                         self.job.watchdog.feed()
                         share = case.share(batch, layer)
-                        row = case_metrics(case.spec, of_layer.routing, share, self.comparison.subject.num_slices)
+                        row = case_metrics(case.spec, of_layer.routing, share)
                         row["reference_error"] = self._reference_error(case, layer, of_layer) if batch == 0 else None
                         compared = layer == last and case.spec.role != CEILING and native is not None
                         valid_T = share.context.token_mask_T
@@ -445,7 +444,7 @@ class Session:
                         self.routing_rows[case.case_id].append(row)
         if self.comparison.subject.name == "model":  # One pass more shows which kernels torch takes for attention.
             self.job.watchdog.feed()
-            kernels = kernels_of_attention(partial(self.subject.run, self.cases[0].prepare(0)))
+            kernels = kernels_of_attention(partial(self.stack.run, self.cases[0].prepare(0)))
             of_ranks = [json.loads(text) for text in self.job.ranks.texts(json.dumps(kernels))]
             self.conditions["attention"] = sorted({name for names in of_ranks for name in names})
 
@@ -465,8 +464,7 @@ class Session:
         error = self._reference(layer, seen.input_ND).worst_error(seen.output_ND, weights_NE)
         policy, share = case.spec.policy, case.share(0, layer)
         if policy is not None and (
-            self.comparison.subject.num_together == 1
-            or policy.batch_stats(share.scores_TE, case.router.context(share, 0)) is None
+            self.comparison.ep_size == 1 or policy.batch_stats(share.scores_TE, case.router.context(share, 0)) is None
         ):
             expected = oracle_for(policy, self.device).route(share.scores_TE, case.router.context(share, 0))
             maps = expected.map_TE, seen.routing.map_TE

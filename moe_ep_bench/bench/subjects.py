@@ -75,18 +75,8 @@ class LayerSubject:
         return tuple(self.workloads)
 
     @property
-    def num_slices(self) -> int:
-        """Ranks among which every expert is cut."""
-        return self.experiment.layer.expert_tensor_parallel
-
-    @property
     def ep_size(self) -> int:
         return ep_size_on(self.experiment, self.world_size)
-
-    @property
-    def num_together(self) -> int:
-        """Ranks whose tokens meet in the same experts."""
-        return self.ep_size * self.num_slices
 
     @property
     def num_tokens(self) -> int:
@@ -193,22 +183,18 @@ class LayerSubject:
         hidden = tokens * model.hidden_size * size
         hidden += min((num_cases - 1) * hidden, _COPIES_BYTES)
         inputs = held_batches * (hidden + 2 * tokens * model.num_experts * 4)
-        values, summed = self._buffers
-        return 2 * weights * size + inputs + values * size * (1 + cuda_graph) + summed + self._routing_bytes
+        return 2 * weights * size + inputs + self._buffers * size * (1 + cuda_graph) + self._routing_bytes
 
     @property
     def _expert_weights(self) -> int:
         """Of a rank's routed experts in one layer."""
-        return rank_expert_weights(self.model, self.ep_size, self.num_slices)
+        return rank_expert_weights(self.model, self.ep_size)
 
     @property
-    def _buffers(self) -> tuple[int, int]:
-        """Of the fullest rank at the peak load: values while a layer runs, bytes summed over slices (float32)."""
-        model, peak = self.model, getattr(self.experiment.workload, "peak_load", None)
-        at_once = min(self.fullest_tokens, self.experiment.measure.microbatch_tokens or self.fullest_tokens)
-        pairs = fullest_pairs(model, at_once, peak, self.ep_size) * self.num_slices
-        values = layer_rows_values(model, pairs, self.num_slices)
-        return values, pairs * 4 * model.hidden_size if self.num_slices > 1 else 0
+    def _buffers(self) -> int:
+        """Values while a layer runs, of the fullest rank at the peak load."""
+        peak_load = getattr(self.experiment.workload, "peak_load", None)
+        return layer_rows_values(self.model, fullest_pairs(self.model, self.fullest_tokens, peak_load, self.ep_size))
 
     @property
     def _routing_bytes(self) -> int:
@@ -308,12 +294,11 @@ class ModelSubject(LayerSubject):
         # Of a token: queries of all heads, and what is cached of it in one layer.
         queries, keys, values, *_ = model.attention.widths
         cache = num_layers * tokens * (context + 1) * (keys + values) if context else 0
-        buffers, summed = self._buffers
-        buffers += tokens * (6 * queries + 4 * model.hidden_size)
+        buffers = self._buffers + tokens * (6 * queries + 4 * model.hidden_size)
         buffers += 3 * tokens * context * (keys + values)  # the cache of one layer, rotated and for all heads
         last = self.most_prompts * model.vocab_size * 2
         graphs = buffers + num_cases * last if cuda_graph else 0
-        return (weights + cache + buffers + last + graphs) * size + summed + scores + self._routing_bytes
+        return (weights + cache + buffers + last + graphs) * size + scores + self._routing_bytes
 
     @property
     def _value_bytes(self) -> int:
@@ -337,8 +322,8 @@ SUBJECTS: dict[str, type[LayerSubject]] = {one.name: one for one in (LayerSubjec
 
 
 def ep_size_on(experiment: Experiment, world_size: int) -> int:
-    """Expert-parallel ranks of a group: ``layer.ep_size``, or all ranks that hold whole experts."""
-    return experiment.layer.ep_size or world_size // experiment.layer.expert_tensor_parallel
+    """Expert-parallel ranks of a group: ``layer.ep_size``, or all ranks."""
+    return experiment.layer.ep_size or world_size
 
 
 def make_workload(experiment: Experiment, world_size: int, *, or_chance: bool = False) -> Workload:

@@ -30,7 +30,6 @@ import pyarrow.parquet as pq
 import torch
 
 from moe_ep_bench.bench.building import builder
-from moe_ep_bench.bench.checks import check_whole_experts
 from moe_ep_bench.bench.plan import BASELINE, POLICY, RANKS, VIRTUAL, CaseSpec, Comparison, Plan, plan
 from moe_ep_bench.bench.run import emulate, launch
 from moe_ep_bench.config import EmulateConfig, RouteConfig
@@ -40,7 +39,7 @@ from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import atomic_path, refuse_links_out
 from moe_ep_bench.layer.experts import DTYPES, seeded_generator
 from moe_ep_bench.layer.host import device_scope
-from moe_ep_bench.layer.megatron import initialize_expert_parallel
+from moe_ep_bench.layer.megatron import expert_parallel_groups
 from moe_ep_bench.layer.virtual import VirtualRanks
 from moe_ep_bench.results import ALONE_SCHEMA, EQUIVALENCE_MARGIN, RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime.device import device_type
@@ -170,7 +169,6 @@ def _largest_bytes(real: Plan) -> int:
 
 def _check_comparable(comparison: Comparison, num_ranks: int) -> None:
     experiment = comparison.experiment
-    check_whole_experts(experiment, "emulate lays out")
     if comparison.ep_size != num_ranks:
         raise UserError(f"layer.ep_size: expected {num_ranks}, which are all ranks, or null; got {comparison.ep_size}")
     ours, plain = experiment.emulate.model_dump(exclude=_FREE), EmulateConfig().model_dump(exclude=_FREE)
@@ -252,7 +250,7 @@ def time_experts_alone(config: Path, emulated: Path, out: Path, overrides: Seque
     ranks = join(_JOIN_TIMEOUT_S)
     try:
         with device_scope(), torch.inference_mode(), collections_between():
-            initialize_expert_parallel(1, _JOIN_TIMEOUT_S)
+            expert_parallel_groups(1, _JOIN_TIMEOUT_S)
             rows = [row for one in comparisons for row in _time_alone(one, RunDirectory(emulated), ranks.device)]
     finally:
         ranks.close()
@@ -279,7 +277,7 @@ def counts_of(directory: RunDirectory, case: CaseSpec) -> np.ndarray | None:
 def _time_alone(comparison: Comparison, directory: RunDirectory, device: torch.device) -> Iterator[dict[str, Any]]:
     """Rows of ``ALONE_SCHEMA``. Each is of one rank's rows of one batch under one case."""
     model, num_ranks, settings = comparison.model, comparison.ep_size, comparison.experiment.layer
-    experts = VirtualRanks(builder(comparison, device), num_ranks).subject.pairs[None].native.experts
+    experts = VirtualRanks(builder(comparison, device), num_ranks).stack.forms[None].native.experts
     works = [
         ({"comparison_id": comparison.comparison_id, "case_id": case.case_id, "rank": rank, "batch": batch}, counts_L)
         for case in chosen_cases(comparison)

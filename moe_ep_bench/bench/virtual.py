@@ -77,9 +77,9 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
     with device_scope(), torch.inference_mode():
         if comparison.device is None:
             # Only a layer that is built needs Megatron-Core.
-            from moe_ep_bench.layer.megatron import initialize_expert_parallel
+            from moe_ep_bench.layer.megatron import expert_parallel_groups
 
-            initialize_expert_parallel(1, comparison.experiment.measure.timeout_s + 60)
+            expert_parallel_groups(1, comparison.experiment.measure.timeout_s + 60)
         _measure(job, Emulation(comparison, cases, device, job.begin))
     if comparison.device is None:
         free_memory(device)
@@ -334,12 +334,9 @@ class Emulation:
 
     def _chunks(self) -> int:
         """In how many chunks the fullest rank's rows fit into memory; a model is not run in chunks."""
-        subject, wanted = self.comparison.subject, self.comparison.experiment.emulate.chunk_tokens
         if not self.comparison.in_chunks:
             return 1
-        if wanted is not None:
-            return -(-subject.most_tokens // wanted)
-        traffic = self._traffic(subject, self._routers(0), self._ranks(None, 0), 1)
+        traffic = self._traffic(self.comparison.subject, self._routers(0), self._ranks(None, 0), 1)
         most_rows = max(int(max(pairs.sum(1).max(), pairs.sum(0).max())) for pairs in (t.rank_pairs for t in traffic))
         available = provenance.available_memory_bytes(self.device, 1) * _MEMORY_SHARE
         return max(1, -(-int(most_rows * self.comparison.bytes_per_row) // int(available)))

@@ -21,14 +21,14 @@ from moe_ep_bench.models import ModelSpec
 USUAL_PEAK = 2.0
 
 
-def rank_expert_weights(model: ModelSpec, num_ranks: int, num_slices: int = 1) -> int:
-    """Weights of a rank's routed experts in one layer; each expert may be cut among ``num_slices`` ranks."""
-    return model.num_experts // num_ranks * model.expert_parameters // num_slices
+def rank_expert_weights(model: ModelSpec, num_ranks: int) -> int:
+    """Weights of a rank's routed experts in one layer."""
+    return model.num_experts // num_ranks * model.expert_parameters
 
 
-def layer_rows_values(model: ModelSpec, num_pairs: int, num_slices: int = 1) -> int:
+def layer_rows_values(model: ModelSpec, num_pairs: int) -> int:
     """Values that (token, expert) pairs take while a rank computes them: permuted twice, and inside the FFN."""
-    return num_pairs * (4 * model.hidden_size + 3 * (model.ffn_hidden_size // num_slices))
+    return num_pairs * (4 * model.hidden_size + 3 * model.ffn_hidden_size)
 
 
 def fullest_pairs(model: ModelSpec, num_tokens: int, peak_load: float | None, num_ranks: int) -> int:

@@ -184,18 +184,13 @@ def test_what_does_not_fit_together_is_said(model: dict, workload: dict, message
         comparison(tmp_path, model={"hf_config": "config.json"}, workload=workload)
 
 
-def test_memory_is_counted_for_the_fullest_rank_and_the_libraries_of_a_gpu(tmp_path: Path) -> None:
-    one, uneven = experiment(tmp_path), comparison(tmp_path, 4, workload={"rank_shares": [3, 1, 0, 0]})
-    assert uneven.subject.fullest_share == 3.0
-    assert uneven.memory_bytes_per_rank() > comparison(tmp_path, 4).memory_bytes_per_rank()
-
-    def extra(num_ranks: int, **measure: object) -> int:
-        changed = one.model_copy(update={"measure": one.measure.model_copy(update=measure)})
-        on_gpu, on_cpu = (Comparison.of(changed, RANKS, num_ranks, on_cpu=cpu) for cpu in (False, True))
-        return on_gpu.memory_bytes_per_rank() - on_cpu.memory_bytes_per_rank()
-
-    assert 0 < extra(1) < extra(2) < extra(4), "a communicator, and buffers for each peer"
-    assert extra(2, flush_l2=True) > extra(2, flush_l2=False)
+def test_memory_is_weights_and_activations_and_refuses_nothing(tmp_path: Path) -> None:
+    halved, whole = (comparison(tmp_path, ranks).need for ranks in (2, 1))
+    assert 0 < halved.weights_bytes < whole.weights_bytes
+    more = comparison(tmp_path, 2, workload={"num_tokens": 10**6})
+    assert more.need.weights_bytes == halved.weights_bytes
+    assert more.need.activation_bytes > halved.activation_bytes > 0
+    assert more.need.describe(2**30).endswith("1.0 GiB are free")
 
 
 def test_a_sweep_is_set_key_by_key_and_one_value_ends_it(tmp_path: Path) -> None:

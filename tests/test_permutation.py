@@ -155,11 +155,10 @@ def test_a_transformer_engine_is_tried_on_a_batch_in_a_process_of_its_own(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(te_check._FOUND, "")
     monkeypatch.delenv(te_check._FOUND)
-    on_cpu = partial(te_check.ask, f"{te_check.__name__}:tried", "cpu")
-    monkeypatch.setattr(te_check, "ask", lambda name, timeout_s: on_cpu(timeout_s=timeout_s))
+    monkeypatch.setattr(te_check, "_of_a_child", partial(te_check._of_a_child, "cpu"))
     found = te_check.transformer_engine()
     assert found.problem.startswith(problem) if problem else found == ("", True)
-    monkeypatch.setattr(te_check, "ask", None)
+    monkeypatch.setattr(te_check, "_of_a_child", None)
     assert te_check.transformer_engine() == found, "torchrun's ranks ask no more"
 
 

@@ -55,7 +55,7 @@ def test_where_no_case_is_left_nothing_more_is_run(
     monkeypatch.setattr(session, "_built", lambda *_: recorded)
     ranks = SimpleNamespace(device=torch.device("cpu"), local_world_size=1, texts=lambda text: [text])
     here = SimpleNamespace(enter=lambda comparison: None, ranks=ranks)
-    comparison = SimpleNamespace(parts=SimpleNamespace(cuda_graph=True), shortage=lambda available: "")
+    comparison = SimpleNamespace(parts=SimpleNamespace(cuda_graph=True))
     measure_comparison(here, comparison, ["native"])
     assert recorded.steps == steps
     assert recorded.closed
@@ -67,7 +67,7 @@ def test_a_session_is_closed_where_all_ranks_end(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(session, "_built", lambda *_: made)
     ranks = SimpleNamespace(device=torch.device("cpu"), local_world_size=1, texts=lambda text: [text])
     with pytest.raises(ToldError):
-        measure_comparison(mock.Mock(ranks=ranks), mock.Mock(**{"shortage.return_value": ""}), ["native"])
+        measure_comparison(mock.Mock(ranks=ranks), mock.Mock(), ["native"])
     assert made.close.called
 
 
@@ -81,7 +81,7 @@ def test_ceilings_are_measured_before_anything_is_built_or_warmed_up(monkeypatch
 
     monkeypatch.setattr(job, "measure_ceilings", lambda device, dtype: steps.append("ceilings"))
     monkeypatch.setattr(job, "free_memory", lambda device: steps.append("free"))
-    for name in ("form_groups", "meeting_group", "columns_of"):
+    for name in ("form_groups", "columns_of"):
         monkeypatch.setattr(session, name, lambda *_: None)
     monkeypatch.setattr(session, "builder", builds)
     ranks = SimpleNamespace(device=torch.device("cpu"), rank=0, texts=lambda text: ["", text])

@@ -311,9 +311,10 @@ def watched_machine(device: torch.device, ceilings: Ceilings) -> Iterator[dict[s
     found: dict[str, Any] = {}
     with MachineSampler(device) as sampler:
         yield found
+        state = sampler.stop()
     found |= {
         "hostname": socket.gethostname(),
-        "machine": sampler.stop().as_dict(),
+        "machine": state.as_dict(),
         "ceilings": asdict(ceilings),
         "peak_memory_bytes": provenance.peak_memory_bytes(device),
     }

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_ep_bench.bench import checks, words
-from moe_ep_bench.bench.fit import fit_on
+from moe_ep_bench.bench.fit import fit_on, need_of
 from moe_ep_bench.bench.subjects import SUBJECTS, LayerSubject, ep_size_on
 from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
 from moe_ep_bench.cost_model.devices import PRECISIONS, VALUE_BYTES, Device
@@ -42,7 +42,7 @@ from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.models.memory import Fit, layer_rows_values
+from moe_ep_bench.models.memory import Fit, Need, layer_rows_values
 from moe_ep_bench.placement import Placement, Replication, default_ep_size, replicate
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.contract import check_routing
@@ -52,11 +52,6 @@ from moe_ep_bench.runtime.progress import SILENT_S, progress_bar
 from moe_ep_bench.workload import RecordedWorkload, Workload
 
 RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
-
-# Of a GPU's memory, estimates: cuBLAS and cuBLASLt take 32 MiB each on Hopper; the flush twice a cache of 50 MB; NCCL
-# some buffers for itself and some for each rank that it is connected with.
-_WORKSPACE_BYTES, _FLUSH_BYTES = 2**26, 2**27
-_COMMUNICATOR_BYTES, _BYTES_PER_PEER = 2**27, 2**26
 
 BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
 # Native routing on replicated experts: what spare memory buys in place of a policy.
@@ -423,37 +418,15 @@ class Comparison:
             return num_batches * self.ep_size * num_cases + routed
         return (rounds * num_batches * self.ep_size + num_layers) * num_cases + routed
 
-    def memory_bytes_per_rank(self, num_layers: int | None = None) -> int:
-        """What a rank needs at the fullest, roughly; with so many layers of a whole model (None = as in the config)."""
-        of_subject = self.subject.memory_bytes_per_rank(
-            len(self.cases),
-            held_batches=self.workload.num_batches if self.links is None else 1,  # Real ranks hold all batches.
-            cuda_graph=self.parts.cuda_graph,
-            num_layers=num_layers,
-        )
-        return of_subject + (self._library_bytes if self.on_gpu else 0)
-
     @property
-    def _library_bytes(self) -> int:
-        """What cuBLAS, the cache flush and NCCL's communicators take beside tensors; an estimate."""
-        meets = self.links is None and self.ep_size > 1
-        connected = _COMMUNICATOR_BYTES + self.ep_size * _BYTES_PER_PEER if meets else 0
-        return connected + _WORKSPACE_BYTES + self.experiment.measure.flush_l2 * _FLUSH_BYTES
+    def need(self) -> Need:
+        """What a rank holds of what is built here, roughly."""
+        return need_of(self.experiment, self.subject.world_size, self.ep_size)
 
     @property
     def in_chunks(self) -> bool:
         """Whether virtual ranks run this in as many chunks of tokens as memory asks for."""
         return self.backend == VIRTUAL and self.subject.name == "layer"
-
-    def shortage(self, available: int) -> str:
-        """What of a rank does not fit into so many bytes, and how many layers would; empty where all does."""
-        need, gib = self.memory_bytes_per_rank(), 2**30
-        if self.in_chunks or self.device is not None or need <= available:
-            return ""
-        counts = range(self.model.first_dense_layers + 1, self.subject.num_layers)
-        fitting = [one for one in counts if self.memory_bytes_per_rank(one) <= available]
-        hint = f"; whole.num_layers={fitting[-1]} fits" if fitting else ""
-        return f"needs about {need / gib:.1f} GiB per rank, {available / gib:.1f} GiB are free{hint}"
 
     @property
     def bytes_per_row(self) -> int:

@@ -216,13 +216,6 @@ def replay(case: Case, batch: int) -> tuple[Tensor, dict[int | None, Routing]]:
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
     """Measure ``cases`` and write their parts; every rank calls this alike."""
     job.enter(comparison)
-    available = provenance.available_memory_bytes(job.ranks.device, job.ranks.local_world_size)
-    shortage = _first_word(job.ranks, comparison.shortage(available))
-    if shortage:
-        for case in cases:
-            job.write_unmeasured(comparison, case, "skipped", shortage)
-        job.check_written()
-        return
     with device_scope(), torch.inference_mode(), contextlib.ExitStack() as held:
         session = _built(job, comparison, cases)
         if session is None:

@@ -69,11 +69,6 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
     """Measure ``cases`` on virtual ranks and write their parts."""
     job.enter(comparison)
     device = job.ranks.device
-    shortage = comparison.shortage(provenance.available_memory_bytes(device, 1))
-    if shortage:
-        for case in cases:
-            job.write_unmeasured(comparison, case, "skipped", shortage)
-        return
     with device_scope(), torch.inference_mode():
         if comparison.device is None:
             # Only a layer that is built needs Megatron-Core.

@@ -82,8 +82,8 @@ def test_ranks_with_the_same_to_do_are_timed_once(tmp_path: Path) -> None:
     emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), lambda case_id: None)
     emulation.samples = np.full((4, 8, 1, len(emulation.columns)), np.nan)
     emulation.metrics = [PackedMetrics(8, 1) for _ in range(4)]
-    timer = SimpleNamespace(needs_tokens=True, time=lambda *_, **__: RankTime([{"experts": 2.0}], []))
-    emulation._time_batch(0, timer, rounds=4, kept=2, numbers=range(len(emulation.cases)))
+    timer = SimpleNamespace(time=lambda *_, **__: RankTime([{"experts": 2.0}], []))
+    emulation._measure_batch(0, timer)
     assert emulation.timed_runs + emulation.shared_runs == 4 * 4 * 8
     assert emulation.shared_runs >= 4 * 7
     assert (emulation.samples[..., emulation.columns.index(TOTAL)] == 2).all()

@@ -197,14 +197,15 @@ def _print_forms(config: Path) -> None:
     with device_scope(), torch.inference_mode():
         expert_parallel_groups(1, 60)
         for comparison in plan(config, [], VIRTUAL, on_cpu=True):
-            timers = MeasuredRanks(comparison, ranks.device), ModelledRanks(comparison, DEVICES["h20"])
+            measured, modelled = MeasuredRanks(comparison, ranks.device), ModelledRanks(comparison, DEVICES["h20"])
             emulation = Emulation(comparison, comparison.cases, ranks.device, lambda case_id: None)
             routers = emulation._routers(0)
             batches, traffic = emulation._routed(0, routers, keep=True)
-            *_, shares = emulation._shares(batches)
+            *_, shares = emulation.shares_of_ranks(batches)
             for router, of_case in zip(routers, traffic, strict=True):
                 own = {layer: one.of(router.case) for layer, one in shares.items()}
-                times = [timer.time(router, of_case, comparison.ep_size - 1, own, first=True) for timer in timers]
+                last = comparison.ep_size - 1
+                times = measured.time(router, of_case, last, own, first=True), modelled.time(router, of_case, last)
                 looks = [([list(leg) for leg in time.legs], time.meetings) for time in times]
                 forms.append((f"{comparison.title}: {router.case.label}", *looks))
     ranks.close()

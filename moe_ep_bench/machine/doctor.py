@@ -204,9 +204,9 @@ def ranks_and_exchange(num_ranks: int) -> Iterator[Finding]:
                 mp.spawn(exchange, (num_ranks, backend, f"{folder}/store"), num_ranks)
     except UserError as error:
         yield Finding(PROBLEM, "ranks", str(error))
-    except (dist.DistError, RuntimeError, mp.ProcessException) as error:
+    except (dist.DistError, RuntimeError, mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         hint = "NCCL_DEBUG=INFO says more" if backend == "nccl" else "GLOO_SOCKET_IFNAME names the network"
-        why = str(error).strip().splitlines()[-1] if isinstance(error, mp.ProcessException) else in_short(error)
+        why = in_short(Exception(str(error).strip().splitlines()[-1]))
         yield Finding(PROBLEM, "all-to-all", f"{here} over {backend}: {why}; {hint}")
     else:
         yield Finding(OK, "all-to-all", f"{here} over {backend}: every value was right")

@@ -94,6 +94,10 @@ class Ranks:
             print(f"moe-ep-bench: {where}{errors[failing[0]]}", file=sys.stderr, flush=True)
         return bool(failing)
 
+    def first_word(self, text: str) -> str:
+        """What the first rank that has something to say says; empty where none has. Every rank calls this."""
+        return next((f"rank {rank}: {said}" for rank, said in enumerate(self.texts(text)) if said), "")
+
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -227,7 +227,7 @@ def measure_each(
             job.check_written()
             if not cases:
                 continue
-            if ranks.gather(torch.tensor([asked_to_close()]), everywhere=True)[0]:
+            if ranks.of_first("asked" if asked_to_close() else ""):
                 return False
             launches = comparison.experiment.measure.launches
             repetition = f", launch {launch + 1} of {launches}" if launches > 1 else ""

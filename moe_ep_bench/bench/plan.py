@@ -523,7 +523,7 @@ def plan(
         ValueError: one line naming the file, the key and what is allowed.
     """
     overrides = tuple(overrides)
-    experiments = load_experiments(config, overrides, on_cpu=on_cpu and backend == RANKS)
+    experiments: Sequence[Experiment] = load_experiments(config, overrides, on_cpu=on_cpu and backend == RANKS)
     if on_cpu and backend in (VIRTUAL, MODELLED) and any(one.emulate.device == MEASURED for one in experiments):
         experiments = load_experiments(config, overrides, on_cpu=True)
     if point is not None:
@@ -531,6 +531,22 @@ def plan(
             last = len(experiments) - 1
             raise UserError(f"--point: expected 0 to {last} (the points of {config}'s sweep), got {point}")
         experiments = [experiments[point]]
+    how: Any = {"overrides": overrides, "on_cpu": on_cpu, "before": before, "try_out": try_out}
+    return plan_experiments(config, experiments, backend, world_size, **how)
+
+
+def plan_experiments(
+    config: Path,
+    experiments: Sequence[Experiment],
+    backend: str,
+    world_size: int | None = None,
+    *,
+    overrides: tuple[str, ...] = (),
+    on_cpu: bool = False,
+    before: Callable[[Experiment], object] = lambda experiment: None,
+    try_out: bool = True,
+) -> Plan:
+    """Plan experiments that are read already; ``config`` names their file in errors. See ``plan``."""
     comparisons = []
     shown = progress_bar(len(experiments), "point", shown=backend != RANKS, delay=SILENT_S)
     with naming(str(config)), shown as bar:

@@ -117,7 +117,8 @@ def launch(
     """
     check_num_ranks(nproc)
     num_ranks = nproc * num_nodes()
-    comparisons = plan(config, overrides, RANKS, num_ranks, on_cpu=device_type() == "cpu", point=point)
+    on_cpu = device_type() == "cpu"
+    comparisons = plan(config, overrides, RANKS, num_ranks, on_cpu=on_cpu, point=point, try_out=False)
     arguments = ["run", str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     arguments += ["--point", str(point)] if point is not None else []
     if profile is not None:
@@ -252,7 +253,7 @@ class _Launch:
         else:
             from moe_ep_bench.bench.virtual import measure_comparison as measure
         todo = self._left(comparisons)
-        run_id = ranks.texts(new_run_id())[0]
+        run_id = ranks.of_first(new_run_id())
         if any(todo):
             # Made on every rank, which keeps them together: it goes through all batches.
             try:
@@ -269,12 +270,12 @@ class _Launch:
             if ranks.is_first:
                 print("moe-ep-bench: asked to end; the same command does what is left", file=sys.stderr)
             return CLOSED
-        status = torch.tensor([status_of(directory, comparisons, self.number) if ranks.is_first else OK])
+        status = status_of(directory, comparisons, self.number) if ranks.is_first else OK
         if ranks.is_first and not any(todo):
             number = f" in launch {self.number + 1}" if self.number else ""
             cases = f"all {sum(len(one.cases) for one in comparisons)} cases were finished before{number}"
             print(f"moe-ep-bench: {cases}; --force runs them again", file=sys.stderr)
-        return int(ranks.gather(status, everywhere=True)[0])
+        return int(ranks.of_first(str(status)))
 
     def profile(self, comparisons: Plan, wanted: str) -> int:
         """Profile the case that is ``wanted``; return the exit status."""
@@ -296,17 +297,16 @@ class _Launch:
 
         From here on no other job writes these comparisons, until ``held`` is closed.
         """
-        wanted = torch.zeros(sum(len(comparison.cases) for comparison in comparisons), dtype=torch.uint8)
+        wanted: list[str] = []
 
         def look() -> None:
             self._hold(comparisons, force=self.force)
             left = left_of(self.directory, comparisons, self.number, force=self.force)
-            flags = [case in cases for one, cases in zip(comparisons, left, strict=True) for case in one.cases]
-            wanted.copy_(torch.tensor(flags))
+            wanted.extend(case.case_id for cases in left for case in cases)
 
         self._on_first(look)
-        flags = iter(self.ranks.gather(wanted, everywhere=True)[0].tolist())
-        return [[case for case in comparison.cases if next(flags)] for comparison in comparisons]
+        ids = set(json.loads(self.ranks.of_first(json.dumps(wanted))))
+        return [[case for case in comparison.cases if case.case_id in ids] for comparison in comparisons]
 
     def _hold(self, comparisons: Sequence[Comparison], *, force: bool) -> None:
         check_timing(self.directory, comparisons[0], self.ranks.device, force=force)

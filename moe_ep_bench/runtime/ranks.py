@@ -94,6 +94,10 @@ class Ranks:
             print(f"moe-ep-bench: {where}{errors[failing[0]]}", file=sys.stderr, flush=True)
         return bool(failing)
 
+    def of_first(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+        return self.texts(text)[0]
+
     def first_word(self, text: str) -> str:
         """What the first rank that has something to say says; empty where none has. Every rank calls this."""
         return next((f"rank {rank}: {said}" for rank, said in enumerate(self.texts(text)) if said), "")

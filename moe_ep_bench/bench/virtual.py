@@ -128,8 +128,8 @@ class _VirtualCase:
 
     def time(self, step: Step) -> RankTime:
         case, turn, work = self.router.case, self.turn, (self.case_id, *self.traffic.work(step.rank))
-        turn.emulation.shared_runs += work in turn.done
         shares = {layer: one.of(case) for layer, one in turn.shares(step).items()}
+        turn.emulation.shared_runs += work in turn.done
         if work not in turn.done:
             first = step.iteration == 0
             turn.done[work] = turn.timer.time(self.router, self.traffic, step.rank, shares, first=first)

@@ -46,6 +46,11 @@ def hold(root: Path, titles: Mapping[str, str], *, patience_s: float = PATIENCE_
             lock = _lock(root, name)
             try:
                 held.enter_context(lock.acquire(timeout=patience_s, poll_interval=0.1))
+                for path in (
+                    _note(root, name),
+                    root / FOLDER / name,
+                ):  # Who opened it before finds it gone, and retries.
+                    held.callback(path.unlink, missing_ok=True)
                 begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
                 write_json(_note(root, name), {"pid": os.getpid(), "hostname": socket.gethostname(), "begun": begun})
             except Timeout:

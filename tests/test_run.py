@@ -22,7 +22,7 @@ import torch
 import yaml
 
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.bench import run
+from moe_ep_bench.bench import dry_run
 from moe_ep_bench.cli import main
 from moe_ep_bench.layer import parts, te_check
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
@@ -380,7 +380,7 @@ def test_a_dry_run_makes_no_cuda_context_and_runs_no_kernel(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu["name"])
-    monkeypatch.setattr(run, "query_gpus", lambda: [gpu | {"memory_free_mib": 75 * 1024}, gpu])
+    monkeypatch.setattr(dry_run, "query_gpus", lambda: [gpu | {"memory_free_mib": 75 * 1024}, gpu])
     versions = parts.package_versions() | {"transformer_engine": "2.7"}
     monkeypatch.setattr(parts, "package_versions", lambda: versions)
     monkeypatch.setattr(te_check, "_of_a_child", refused)

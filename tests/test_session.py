@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from moe_ep_bench.bench import inspection, job, replays, session
-from moe_ep_bench.bench.job import ToldError
 from moe_ep_bench.bench.replays import Replays
 from moe_ep_bench.bench.session import Session, measure_comparison
 from moe_ep_bench.layer.graphs import Graphs
 from moe_ep_bench.policies.waits import beyond
-from moe_ep_bench.runtime.ranks import Ranks
+from moe_ep_bench.runtime.ranks import Ranks, ToldError
 from moe_ep_bench.timing.ceilings import Ceilings
 from moe_ep_bench.timing.protocol import WarmUp
 

@@ -132,11 +132,12 @@ def _run(options: argparse.Namespace) -> int:
     else:
         _check_config(options)
     from moe_ep_bench.bench import run
+    from moe_ep_bench.bench.dry_run import dry_run
     from moe_ep_bench.runtime.torchrun import is_launched, num_nodes
 
     if options.dry_run:
         num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else _nproc(options) * num_nodes()
-        return run.dry_run(options.config, options.overrides, num_ranks, options.point)
+        return dry_run(options.config, options.overrides, num_ranks, options.point)
     what = (options.config, _out(options), options.overrides)
     how = {"force": options.force, "profile": options.profile, "point": options.point}
     if is_rank:
@@ -181,7 +182,8 @@ def _list_points(options: argparse.Namespace) -> int:
 
 def _emulate(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.bench.run import dry_run_virtual, emulate
+    from moe_ep_bench.bench.dry_run import dry_run_virtual
+    from moe_ep_bench.bench.run import emulate
 
     if options.dry_run:
         return dry_run_virtual(options.config, options.overrides)

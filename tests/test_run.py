@@ -22,10 +22,11 @@ import torch
 import yaml
 
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.bench import dry_run
+from moe_ep_bench.bench import dry_run, run
 from moe_ep_bench.cli import main
 from moe_ep_bench.layer import parts, te_check
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, OK, USER_ERROR
+from moe_ep_bench.runtime.torchrun import Ended
 from moe_ep_bench.schema import LAYER_PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA, TOTAL, UNACCOUNTED
 
 TESTS = Path(__file__).parent
@@ -392,3 +393,16 @@ def test_a_dry_run_makes_no_cuda_context_and_runs_no_kernel(
     if command == "run":
         assert "70.0 GiB are free" in printed
         assert re.search(r"TFLOP a rank, at least \d+ s \(modelled: .* devices/h100-sxm; no transfers\)", printed)
+
+
+def test_a_request_to_close_in_a_launchs_last_comparison_ends_before_the_next_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = iter([False, True])
+    jobs: list[object] = []
+    monkeypatch.setattr(
+        run, "torchrun", lambda *arguments, **_: (jobs.append(arguments), Ended(OK, True, next(asked)))[1]
+    )
+    ended = run.launch(write_config(tmp_path, measure__launches=3), tmp_path / "out", [], 2)
+    assert ended.status == CLOSED
+    assert len(jobs) == 2

@@ -37,6 +37,7 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime.device import local_ranks
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
+from moe_ep_bench.runtime.torchrun import Ended
 from moe_ep_bench.schema import ROUTING_SCHEMA
 from moe_ep_bench.timing.statistics import Estimate, equivalence, estimate_change
 
@@ -327,7 +328,7 @@ def test_a_step_that_fails_is_named_and_nothing_is_compared(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(validate_module, "launch_calibrate", lambda *_, **__: LOST if failing.startswith("cal") else OK)
-    monkeypatch.setattr(validate_module, "launch", lambda *_, **__: LOST)
+    monkeypatch.setattr(validate_module, "launch", lambda *_, **__: Ended(LOST))
     monkeypatch.setattr(validate_module, "_in_place_of_a_rank", lambda *_, **__: pytest.fail("went on"))
     out = tmp_path / "out"
     assert main(["validate", str(write_config(tmp_path)), "--nproc", "2", "--out", str(out)]) == LOST

@@ -30,7 +30,6 @@ from moe_ep_bench.results import EQUIVALENCE_MARGIN, RunDirectory, ValidationDir
 from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.errors import complain
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
-from moe_ep_bench.runtime.torchrun import Ended
 
 # Keys of ``emulate`` that do not make it another layer than the real ranks'.
 _FREE = {"links", "chunk_tokens"}
@@ -80,7 +79,7 @@ def _validate(real: Plan, files: ValidationDirectory, num_ranks: int, *, force: 
         what, most = f"calibrating the collectives of {num_ranks} ranks", _largest_bytes(real)
         _step(what, launch_calibrate, Path(links), num_ranks, max_bytes=most)
     what = f"the real run on {num_ranks} ranks ({files.real})"
-    worst = _step(what, launch, real.config, files.real, real.overrides, num_ranks, force=force)
+    worst = _step(what, _launch, real, files.real, num_ranks, force=force)
     emulated = _emulated(real, num_ranks, links)
     what, arguments = f"the emulated run ({files.emulated})", (real.config, files.emulated, emulated.overrides)
     worst = max(worst, _step(what, _in_place_of_a_rank, num_ranks, emulate, *arguments, force=force))
@@ -90,11 +89,14 @@ def _validate(real: Plan, files: ValidationDirectory, num_ranks: int, *, force: 
     return worst
 
 
-def _step(what: str, function: Callable[..., int | Ended], *arguments: Any, **options: Any) -> int:
+def _launch(real: Plan, out: Path, num_ranks: int, *, force: bool) -> int:
+    return launch(real.config, out, real.overrides, num_ranks, force=force).status
+
+
+def _step(what: str, function: Callable[..., int], *arguments: Any, **options: Any) -> int:
     """Announce a step and take it; return the status of one whose cases have rows, though not all be measured."""
     print(f"moe-ep-bench: validate: {what}", file=sys.stderr, flush=True)
-    ended = function(*arguments, **options)
-    status = ended if isinstance(ended, int) else ended.status
+    status = function(*arguments, **options)
     if status not in (OK, CASES_FAILED):
         raise _FailedStepError(what, status)
     return status

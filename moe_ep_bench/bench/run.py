@@ -30,7 +30,7 @@ from moe_ep_bench.runtime.device import check_num_ranks, device_type, is_busy
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import NotMetError, Ranks, ToldError, join
 from moe_ep_bench.runtime.signals import ends_on_signals
-from moe_ep_bench.runtime.torchrun import Ended, leave_status, num_nodes, torchrun
+from moe_ep_bench.runtime.torchrun import Ended, is_launched, leave_status, num_nodes, torchrun
 from moe_ep_bench.runtime.watchdog import Watchdog
 
 # How long ranks may take to meet before a config has said otherwise.
@@ -61,7 +61,7 @@ def launch(
     """
     check_num_ranks(nproc)
     num_ranks, on_cpu = nproc * num_nodes(), device_type() == "cpu"
-    comparisons = plan(config, overrides, RANKS, num_ranks, on_cpu=on_cpu, point=point, try_out=False)
+    comparisons = plan(config, overrides, RANKS, num_ranks, on_cpu=on_cpu, point=point)
     arguments = ["run", str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     arguments += ["--point", str(point)] if point is not None else []
     if profile is not None:
@@ -201,7 +201,8 @@ class _Launch:
         assert setup is not None
 
         def read() -> Plan:
-            how: Any = {"on_cpu": ranks.device.type == "cpu", "point": point}
+            # Whoever launched this rank has tried out what it is to do.
+            how: Any = {"on_cpu": ranks.device.type == "cpu", "point": point, "try_out": not is_launched()}
             before = lambda experiment: setup.allow(experiment.measure.timeout_s)  # noqa: E731
             comparisons = plan(config, overrides, RANKS, ranks.world_size, before=before, **how)
             most = max(one.experiment.measure.launches for one in comparisons)

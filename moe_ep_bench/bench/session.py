@@ -62,10 +62,11 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
 def _measure(session: Session) -> None:
     """Take the steps of a measurement as long as cases are left; all ranks agree on them."""
     look = session.inspection
+    replayed = [("replayed from CUDA graphs", [session.capture_all, look.check_again])] if session.is_replayed else []
     for when, steps in (
         ("before timing", [look.try_all]),
         ("before timing", [look.observe_all]),
-        ("replayed from CUDA graphs", [session.capture_all, look.check_again] if session.is_replayed else []),
+        *replayed,
         ("after timing", [session.warm_up, session.time, look.check_again]),
     ):
         for step in steps:

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -41,16 +42,13 @@ def hold(root: Path, titles: Mapping[str, str], *, patience_s: float = PATIENCE_
         UserError: one line that names who holds what; nothing is held then.
         OSError: nothing can be written there.
     """
+    folder = root / FOLDER
     with contextlib.ExitStack() as held:
         for name, title in titles.items():
-            lock = _lock(root, name)
             try:
-                held.enter_context(lock.acquire(timeout=patience_s, poll_interval=0.1))
-                for path in (
-                    _note(root, name),
-                    root / FOLDER / name,
-                ):  # Who opened it before finds it gone, and retries.
-                    held.callback(path.unlink, missing_ok=True)
+                held.enter_context(_acquired(folder / name, patience_s))
+                for path in (folder, folder / name, _note(root, name)):  # the last one first
+                    held.callback(_remove, path)
                 begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
                 write_json(_note(root, name), {"pid": os.getpid(), "hostname": socket.gethostname(), "begun": begun})
             except Timeout:
@@ -68,10 +66,11 @@ def hold(root: Path, titles: Mapping[str, str], *, patience_s: float = PATIENCE_
 
 def is_held(root: Path, name: str) -> bool:
     """Whether another job has this at the moment."""
-    if not (root / FOLDER / name).exists():
+    path = root / FOLDER / name
+    if not path.exists():
         return False
     try:
-        _lock(root, name).acquire(blocking=False).lock.release()
+        _new(path).acquire(blocking=False).lock.release()
     except Timeout:
         return True
     except OSError:  # No locks here; ``hold`` said so.
@@ -79,10 +78,23 @@ def is_held(root: Path, name: str) -> bool:
     return False
 
 
-def _lock(root: Path, name: str) -> FileLock:
-    folder = root / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    return FileLock(folder / name, fallback_to_soft=False)
+def _new(path: Path) -> FileLock:
+    return FileLock(path, fallback_to_soft=False)
+
+
+def _acquired(path: Path, patience_s: float) -> AbstractContextManager[object]:
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return _new(path).acquire(timeout=patience_s, poll_interval=0.1)
+        except FileNotFoundError:  # The last holder of others has just removed the folder.
+            continue
+
+
+def _remove(path: Path) -> None:
+    """Remove what is ours while it is held: who has opened it meanwhile finds it gone, and opens it anew."""
+    with contextlib.suppress(OSError):
+        path.rmdir() if path.name == FOLDER else path.unlink()
 
 
 def _note(root: Path, name: str) -> Path:

@@ -288,7 +288,6 @@ def test_costs_and_routing_are_means_beside_the_unpatched_model(done: Path) -> N
     over_native = of_drop["rank_peak_load"] * of_drop["num_pairs"] / of_drop["num_topk_pairs"]
     assert drop["fullest_rank"] == pytest.approx(over_native.mean())
     assert drop["fullest_rank"] < 0.7 * drop["rank_imbalance"]
-    assert costs_of["text_dropped_fraction"].isna().all()
 
 
 Judged = dict[str, Any]

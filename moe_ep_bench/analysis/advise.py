@@ -224,6 +224,14 @@ def answer_text(questions: Mapping[str, Question], bounds: Bounds, *, show_all: 
     return "\n\n".join([*([picks_text(stores, bounds)] if len(stores) > 1 else []), *told])
 
 
+def advice_lines(directory: Path) -> list[str]:
+    """The answer that ``advise`` left beside its results, without its table and notes; none where it was not asked."""
+    path = directory / ADVICE
+    lines = path.read_text().splitlines() if path.is_file() else []
+    end = next((place for place, line in enumerate(lines) if line.startswith("For ")), -1)
+    return [line for line in lines[: end + 1] if line]
+
+
 def _of(frame: pd.DataFrame, name: tuple[str, str]) -> pd.Series:
     return (frame["directory"] == name[0]) & (frame["comparison_id"] == name[1])
 

@@ -15,9 +15,10 @@ from results_builder import FakeCase, FakeComparison, write_run
 from safetensors.numpy import save_file
 from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
-from moe_ep_bench.analysis.advise import advice_lines, advice_text, candidates, load_timed, picks, short_label
+from moe_ep_bench.analysis.advise import advice_lines, advice_text, candidates, load_timed, picks
 from moe_ep_bench.analysis.cases import cases, comparisons, iterations, load
 from moe_ep_bench.analysis.compare import compare_directories
+from moe_ep_bench.analysis.labels import short_label
 from moe_ep_bench.bench.question import Bounds, Question, ask, ask_both
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR

@@ -12,7 +12,6 @@ stays. Of one draw the answer says that its speedup is not so judged.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +21,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, Store, cases, comparisons, load
 from moe_ep_bench.analysis.compare import ALL, times_of
+from moe_ep_bench.analysis.labels import short_label
 from moe_ep_bench.analysis.parts import ResultsError
 from moe_ep_bench.analysis.render import Row, Table, milliseconds, missing, number, percentage, render, text
 from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words, scale_words
@@ -342,13 +342,6 @@ def _instructive(rows: pd.DataFrame) -> pd.DataFrame:
     best, by_speed = list(dict.fromkeys(keys[allowed.index])), list(keys[rows.sort_values("speedup_median").index])
     barred = [key for key in by_speed if key not in best]
     return rows[keys.isin([*best[:_BEST], *barred[-1:], *by_speed[:1]])] if len(rows) else rows
-
-
-def short_label(label: str) -> str:
-    """A candidate's label with shorter names of fields."""
-    for key, short in (("capacity_factor=", ""), ("granularity=", "per "), ("scope=", "per ")):
-        label = label.replace(key, short)
-    return re.sub(r" \(\d+ us to solve\)", "", re.sub(r"(request|rank)_budget", "budget", label))
 
 
 def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:

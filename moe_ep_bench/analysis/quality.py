@@ -28,7 +28,7 @@ import pyarrow as pa
 from pydantic import ConfigDict, Field, model_validator
 from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
-from moe_ep_bench.analysis.advise import short_label
+from moe_ep_bench.analysis.labels import short_label
 from moe_ep_bench.analysis.load import CaseFacts, Count
 from moe_ep_bench.analysis.parts import Described, ResultsError, check_counts, described, read_part, read_run_json
 from moe_ep_bench.analysis.render import NONE, Column, Row, Table, missing, number, percentage, text

@@ -132,7 +132,7 @@ if [ -n "$rehearse" ]; then
   small=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.num_batches=1 --set measure.iterations=1
     --set measure.breakdown_iterations=1 --set measure.max_warmup=1 --set measure.flush_l2=false)
   tiny=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.tokens_per_rank=64
-    --set workload.sequence_length=32 --set emulate.chunk_tokens=40 --set measure.iterations=1
+    --set workload.sequence_length=32 --set measure.iterations=1
     --set workload.skew=single_domain --set workload.num_batches=1)
   experts+=(--scale 0.03125 --tokens 512 --dtype float32 --square 256 --rounds 3)
 fi

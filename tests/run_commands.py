@@ -14,7 +14,7 @@ import tempfile
 import traceback
 
 from moe_ep_bench.analysis import style
-from moe_ep_bench.analysis.report import page
+from moe_ep_bench.analysis import page
 
 
 def run(script: str, arguments: list[str]) -> tuple[int, str, float]:

@@ -13,8 +13,7 @@ import sys
 import tempfile
 import traceback
 
-from moe_ep_bench.analysis import style
-from moe_ep_bench.analysis import page
+from moe_ep_bench.analysis import page, style
 
 
 def run(script: str, arguments: list[str]) -> tuple[int, str, float]:

@@ -375,7 +375,7 @@ def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
         number("more_gib", "GiB", "{:.2g}"),
         text("verdict"),
     ]
-    return Table(frame, [column for column in columns if len(frame) == 0 or frame[column.source].notna().any()], title)
+    return Table(frame, [column for column in columns if len(frame) == 0 or frame[column.name].notna().any()], title)
 
 
 def _ends(values: pd.Series, form: str) -> str:

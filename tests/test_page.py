@@ -22,6 +22,7 @@ from moe_ep_bench.analysis.page import write_report
 from moe_ep_bench.analysis.tables import VIEWS, overview, table_of
 from moe_ep_bench.cli import main
 from moe_ep_bench.files import write_json
+from moe_ep_bench.machine.provenance import asked
 
 ROOT = Path(__file__).resolve().parents[1]
 # What a label or a host name may try.
@@ -155,6 +156,16 @@ def test_config_and_command_stand_word_for_word(tmp_path: Path) -> None:
         "# the command was not recorded",
     ):
         assert words in text
+
+
+def test_a_job_records_its_config_and_command_word_for_word(tmp_path: Path) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text("name: mine  # why\n")
+    assert asked(["run", str(config), "--set", "a=b c"]) == {
+        "command": f"moe-ep-bench run {config} --set 'a=b c'",
+        "config_text": "name: mine  # why\n",
+    }
+    assert asked(["show", str(config)]) == asked([]) == asked(["run", str(tmp_path / "none.yaml")]) == {}
 
 
 def test_the_installed_package_writes_the_same_bytes(directory: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, chance_words, notes
 from moe_ep_bench.analysis.origins import MODE_WORDS
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import Table, render
-from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.schema import LAYER_PHASES, MOE_REST
 from moe_ep_bench.timing.statistics import (
@@ -123,6 +123,9 @@ def compare_directories(base: Path, new: Path, *, intended: Collection[str] = ()
     for key in intended:
         if key not in CHANGEABLE:
             raise UserError(f"--changed: expected some of {', '.join(CHANGEABLE)}; got {key!r}")
+    for directory in (base, new):
+        if kind_of(directory) == "routed":
+            raise ResultsError(f"{directory}: holds routing without times; expected what `run` or `emulate` wrote")
     stores = [load(directory) for directory in (base, new)]
     old, now = frames = [cases(store) for store in stores]
     modes, scopes = ([frame[key].iloc[0] for frame in frames] for key in ("mode", "scope"))

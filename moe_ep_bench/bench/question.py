@@ -51,7 +51,7 @@ _OTHER_CASES = 5
 # Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
 _UNREAD = (
     *("policies", "measure", "claims", "layer.dispatcher", "layer.cuda_graph"),
-    *("emulate.replication", "emulate.chunk_tokens"),
+    "emulate.replication",
 )
 # Options that stand in place of a config.
 _OF_MODEL = ("model", "ep", "tokens", "trace", "counts", "peak_load", "decode_tokens", "context")

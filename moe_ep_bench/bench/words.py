@@ -33,8 +33,7 @@ def title(comparison: Any) -> str:
 def sizes_of(comparison: Any) -> str:
     """Ranks, tokens of all of them together, and those of a rank: in any batch, from the least to the most."""
     subject = comparison.subject
-    slices = f" x TP {subject.num_slices}" if subject.num_slices > 1 else ""
-    sizes = f"EP {comparison.ep_size}{slices}, {tokens_words(subject.num_tokens)}"
+    sizes = f"EP {comparison.ep_size}, {tokens_words(subject.num_tokens)}"
     if subject.world_size == 1:
         return sizes
     least, most = int(subject.rank_tokens.min()), int(subject.rank_tokens.max())

@@ -87,7 +87,7 @@ def _drop_force_after_restart(options: argparse.Namespace) -> None:
 def _only_prints(options: argparse.Namespace) -> bool:
     """Whether the command's result is what it prints, and not what it measures."""
     measures = options.command in ("run", "emulate", "validate", "papers", "calibrate")
-    return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points", "run_directory"))
+    return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points"))
 
 
 def _end_output() -> None:
@@ -132,11 +132,12 @@ def _run(options: argparse.Namespace) -> int:
     else:
         _check_config(options)
     from moe_ep_bench.bench import run
+    from moe_ep_bench.bench.dry_run import dry_run
     from moe_ep_bench.runtime.torchrun import is_launched, num_nodes
 
     if options.dry_run:
         num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else _nproc(options) * num_nodes()
-        return run.dry_run(options.config, options.overrides, num_ranks, options.point)
+        return dry_run(options.config, options.overrides, num_ranks, options.point)
     what = (options.config, _out(options), options.overrides)
     how = {"force": options.force, "profile": options.profile, "point": options.point}
     if is_rank:
@@ -181,7 +182,8 @@ def _list_points(options: argparse.Namespace) -> int:
 
 def _emulate(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.bench.run import dry_run_virtual, emulate
+    from moe_ep_bench.bench.dry_run import dry_run_virtual
+    from moe_ep_bench.bench.run import emulate
 
     if options.dry_run:
         return dry_run_virtual(options.config, options.overrides)
@@ -328,15 +330,6 @@ def _quality(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    if options.run_directory is not None:
-        from moe_ep_bench.analysis.activated import fit_text
-        from moe_ep_bench.analysis.load import check_timed, load_run
-
-        check_timed(options.run_directory)
-        print(fit_text(load_run(options.run_directory), options.preset))
-        return OK
-    if options.preset is not None:
-        raise UserError("--preset: goes with --from DIR")
     end_with_parent()
     out = options.out or Path("results", "calibration", "links.yaml")
     from moe_ep_bench.cost_model.calibrate import calibrate, launch_calibrate

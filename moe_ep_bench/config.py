@@ -464,8 +464,6 @@ class Experiment(SweepPoint):
     emulate: EmulateConfig = EmulateConfig()
     claims: tuple[Claim, ...] = ()
     """Published numbers of these policies; only ``papers`` reads them. They change no measurement."""
-    claims_device: Annotated[str | None, PRESET_OR_FILE] = None
-    """Modelled device on which ``papers`` looks for the skew that a claim needs; null = ``emulate.device``."""
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
@@ -691,7 +689,6 @@ _NO_SWEEP = {
             "measure.timeout_s",
             "route.layer_weights",
             "claims",
-            "claims_device",
         )
     },
 }

@@ -226,6 +226,7 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     bounds = parser.add_argument_group("bounds (default: 10% dropped and 5% lost mass; one alone binds alone)")
     bounds.add_argument("--max-dropped", metavar="SHARE", help="most top-k pairs dropped, e.g. 5%%")
     bounds.add_argument("--max-lost-mass", metavar="SHARE", help="most score mass of the top-k lost, e.g. 1%%")
+    parser.add_argument("--all", action="store_true", help="print every candidate")
     parser.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/advise-...)")
     _add_overrides(parser)
     parser.add_argument("--force", action="store_true", help="repeat finished cases")

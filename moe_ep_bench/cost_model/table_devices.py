@@ -408,7 +408,6 @@ def _base(tables: Tables) -> Device:
             "overhead_us": like.overhead_us,
             "overhead_basis": "assumed",
             "decode": (),
-            "decode_below_rows": None,
             "gpu_names": (),
             "routing_native_ps": like.routing_native_ps * slower,
             "routing_native_basis": "assumed",

@@ -21,6 +21,7 @@ from moe_ep_bench.analysis.columns import NONE
 from moe_ep_bench.analysis.origins import component_words, workload_words
 from moe_ep_bench.analysis.reduce import probe_floor_us
 from moe_ep_bench.analysis.store import Comparison, Store
+from moe_ep_bench.config import LPLB_SOLVE_US
 from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts
 from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.metrics import uniform_activated_experts
@@ -283,7 +284,11 @@ def _replicas(of: _Subject) -> str:
         if row["status"] != "ok":
             continue
         case = next(case for case in of.comparison.cases if case.case_id == row["case_id"])
-        words = "" if of.kind == "route" else extra_memory_words(row["extra_bytes_per_rank"]) + _solving_words(of, case)
+        words = (
+            ""
+            if of.kind == "route"
+            else extra_memory_words(row["extra_bytes_per_rank"]) + _solving_words(case.facts.policy_params)
+        )
         note = stacked_words(of, case.facts.policy_params)
         if words or note:
             lines.append(f"{row['label']}: {'; '.join(filter(None, (words, note)))}")
@@ -297,17 +302,11 @@ def extra_memory_words(extra_bytes: float | None) -> str:
     return f"{extra_bytes / 2**30:.3g} GiB more memory per rank, in all layers together"
 
 
-def _solving_words(of: _Subject, case: Any) -> str:
-    """What balancing by a linear program takes in every batch; empty where nothing is solved."""
-    params = case.facts.policy_params
+def _solving_words(params: dict[str, Any]) -> str:
+    """What balancing by a linear program is taken to need in every batch; empty where nothing is solved."""
     if params.get("balancer") != "lp":
         return ""
-    assumed_us = params.get("solve_us")
-    counted = "as measured" if assumed_us is None else f"as {assumed_us:g} us, assumed"
-    # Nothing else is done by a host where the device is modelled.
-    here_us = None if of.facts.device is None else case.samples["host_us"].dropna().median()
-    here = "" if here_us is None else f" (here it took {here_us:,.0f} us of CPU time, measured)"
-    return f"; solving counts in every batch{here}, {counted}, in the phase policy"
+    return f"; solving counts in every batch, as {params.get('solve_us', LPLB_SOLVE_US):g} us, assumed, in the phase policy"
 
 
 def stacked_words(of: _Subject, policy_params: dict[str, Any]) -> str:

@@ -140,7 +140,9 @@ def read_store(directories: Iterable[Path], passed_over: list[str] | None = None
         if kind == "validation":
             raise ResultsError(f"{folder}: holds two runs side by side: name {folder}/real or {folder}/emulated")
         if kind == "quality":
-            raise ResultsError(f"{folder}: holds what policies do to a model's answers, without times; expected times or routing")
+            raise ResultsError(
+                f"{folder}: holds what policies do to a model's answers, without times; expected times or routing"
+            )
         if passed_over is None or len(folders) == 1:
             comparisons += _read_directory(name, folder, passed_over)
         else:

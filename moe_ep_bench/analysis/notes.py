@@ -306,7 +306,8 @@ def _solving_words(params: dict[str, Any]) -> str:
     """What balancing by a linear program is taken to need in every batch; empty where nothing is solved."""
     if params.get("balancer") != "lp":
         return ""
-    return f"; solving counts in every batch, as {params.get('solve_us', LPLB_SOLVE_US):g} us, assumed, in the phase policy"
+    assumed_us = LPLB_SOLVE_US if params.get("solve_us") is None else params["solve_us"]
+    return f"; solving counts in every batch, as {assumed_us:g} us, assumed, in the phase policy"
 
 
 def stacked_words(of: _Subject, policy_params: dict[str, Any]) -> str:

@@ -72,7 +72,7 @@ class SkewSolver:
             return reached.values[policy.label][metric]
 
         model, needed = self._like.model, []
-        for placement in PLACEMENTS if model.num_experts > self._like.ep_size else PLACEMENTS[:1]:
+        for placement in PLACEMENTS[:1]:
             best = solve(functools.partial(self._try, placement), value, target, most=model.num_experts / model.top_k)
             found = abs(value(best) - target) <= TOLERANCE
             loads = {"fullest_expert": best.fullest_expert, "fullest_rank": best.fullest_rank}
@@ -85,8 +85,7 @@ class SkewSolver:
         if config.skew is not None:
             config = config.model_copy(update={"skew": _LIKE})
         targets = config.targets(experiment.model.preset)
-        targets |= {"peak_load": peak_load, "placement": placement, "rank_load": None}
-        targets |= {"drift": 0.0, "burst_every": None, "burst_peak_load": None}
+        targets |= {"peak_load": peak_load, "rank_load": None}
         workload = SyntheticConfig(
             tokens_per_rank=tokens,
             # The same share.

@@ -464,9 +464,14 @@ SMALL = {
 SHAPED = {
     "name": "shaped",
     "model": {"num_experts": 8, "top_k": 2, "hidden_size": 64, "ffn_hidden_size": 32},
-    "workload": {"kind": "synthetic", "tokens_per_rank": 16, "num_batches": 2, "rank_shares": [1.0, 2.0]},
+    "workload": {
+        "kind": "synthetic",
+        "tokens_per_rank": 16,
+        "num_batches": 2,
+        "rank_shares": [1.0, 2.0],
+        "image_share": 0.5,
+    },
     "policies": [{"name": "token_drop", "capacity_factor": 1.0}],
-    "route": {"placement": "strided", "layer_weights": [1.0], "image_share": 0.5},
     "on_cpu": {"layer.dtype": "float32"},
 }
 QUALITY = ("quality-capacity", "quality-modality", "quality-oea", "quality-small", "quality-tasks-capacity")
@@ -787,7 +792,6 @@ _RECORDED: list[tuple[str, list[str]]] = [
     *((name, _EPLB) for name in _COUNTS),
     *((name, [*_ROUTED, "--set", "workload.skew_from=IN", "--set", "workload.peak_load=2"]) for name in _COUNTS),
     ("counts.json", ["trace", "info", "IN"]),
-    ("placement.json", [*_ROUTED, "--set", "route.placement=IN"]),
     *(("model.json", [*_ROUTED, "--set", "model={hf_config: IN}"]) for _ in range(2)),
 ]
 _RECORDED = [(name, [word.replace("IN", name) for word in command]) for name, command in _RECORDED]

@@ -202,7 +202,7 @@ ROUTED = {
         },
         ("routing",),
     ),
-    # Weights normalised, experts strided over the ranks, images before text.
+    # Weights normalised, images before text.
     "route-normalised": Golden(
         "route",
         {
@@ -214,10 +214,10 @@ ROUTED = {
                 topk_share=0.6,
                 neighbour_overlap=2.5,
                 sequence_length=16,
+                image_share=0.5,
             ),
             "layer": {"ep_size": 4},
             "policies": [*ALL, *MODALITIES],
-            "route": {"placement": "strided", "image_share": 0.5},
         },
         ("routing",),
     ),
@@ -250,13 +250,8 @@ ROUTED = {
         ("routing",),
         {
             "unskewed": {},
-            "uniform": {"workload.family": "uniform"},
-            "zipf": {"workload.family": "zipf", "workload.peak_load": 4.0, "workload.placement": "spread"},
-            "dirichlet": {"workload.family": "dirichlet", "workload.peak_load": 4.0, "workload.placement": "adjacent"},
             "rank load": {"workload.peak_load": 4.0, "workload.rank_load": {"ep_size": 8, "load": 1.6}},
-            "entropy": {"workload.peak_load": 2.0, "workload.entropy": 0.8},
-            "drift": {"workload.peak_load": 3.0, "workload.drift": 0.5},
-            "bursts": {"workload.peak_load": 2.0, "workload.burst_every": 2, "workload.burst_peak_load": 5.0},
+            "sharp, alike": {"workload.peak_load": 2.0, "workload.topk_share": 0.7, "workload.neighbour_overlap": 2.5},
             **{
                 f"{model} {skew}": {"model.preset": model, "workload.skew": skew, "layer.ep_size": 4}
                 for model, skew in (
@@ -267,22 +262,6 @@ ROUTED = {
                     ("qwen1.5-moe-a2.7b", "mixed"),
                 )
             },
-        },
-    ),
-    # Where experts stand, which only figures show: routed rows count by experts.
-    "route-placed": Golden(
-        "route",
-        {
-            "model": {"preset": "olmoe-1b-7b"},
-            "workload": synthetic(num_tokens=128, peak_load=4.0),
-            "layer": {"ep_size": 2},
-            "policies": [{"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": [8, 16]}, {"name": "load_only"}],
-        },
-        ("figures",),
-        {
-            "contiguous": {},
-            "strided": {"route.placement": "strided"},
-            "replicated": {"route.placement": [[1, 0.5] * 32, [0, 0.5] * 32]},
         },
     ),
     # A recording of prefill: only the top-6 of 64 experts are known, the rest is assumed.
@@ -330,7 +309,7 @@ ROUTED = {
         {
             "model": {"preset": "deepseek-v2-lite"},
             "workload": recorded(
-                layer=[2, 24], num_batches=2, num_tokens=32, arrangement="decode", tokens_per_request=2
+                layer=[2, 24], num_batches=2, num_tokens=32, arrangement="decode", tokens_per_request=2, image_share=0.5
             ),
             "layer": {"ep_size": 4},
             "policies": [
@@ -346,7 +325,6 @@ ROUTED = {
                 {"name": "xshare", "scope": "rank", "k0": 1, "rank_budget": 4},
                 {"name": "lynx", "num_dropped": [2, 6]},
             ],
-            "route": {"image_share": 0.5, "placement": "strided", "layer_weights": [1, 2]},
             "sweep": {"workload.trace": [INTENT, [{"trace": INTENT}, {"trace": SUMMARY}]]},
         },
         ("figures",),
@@ -438,7 +416,6 @@ EMULATED = {
         },
         ("routing", "times"),
         {
-            "strided": {"route.placement": "strided"},
             "tensor parallel": {"model.tensor_parallel": 2, "policies": FEWEST},
         },
     ),

@@ -32,6 +32,16 @@ def top_k_loads(noise_TE, bias_E, top_k):
     return load_E
 
 
+@njit(cache=True, nogil=True)
+def copy_down(noise_TE, is_copied_TE, before_E):
+    """Give every marked place the number above it, in place; ``before_E`` stands above the first row."""
+    num_tokens, num_experts = noise_TE.shape
+    for token in range(num_tokens):
+        for expert in range(num_experts):
+            if is_copied_TE[token, expert]:
+                noise_TE[token, expert] = noise_TE[token - 1, expert] if token else before_E[expert]
+
+
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
 def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks):
     """What ``metrics.RoutingCounts`` holds: loads of experts, copies to ranks, and sums over valid tokens.

@@ -39,7 +39,7 @@ class Stream(IntEnum):
 
 def generator(seed: int, stream: Stream, batch: int = 0) -> np.random.Generator:
     """Return the generator of one purpose in one batch; ``seed`` is at least 0."""
-    return np.random.Generator(np.random.Philox(key=_key(seed, stream, batch)))
+    return np.random.Generator(np.random.Philox(_seeds(seed, stream, batch)))
 
 
 def uniform_rows(seed: int, stream: Stream, batch: int, first: int, end: int, num_experts: int) -> NDArray[np.float64]:
@@ -53,7 +53,11 @@ def uniform_rows(seed: int, stream: Stream, batch: int, first: int, end: int, nu
 
 @lru_cache(maxsize=256)
 def _key(seed: int, stream: Stream, batch: int) -> NDArray[np.uint64]:
-    return np.random.SeedSequence(seed, spawn_key=(stream, batch)).generate_state(2, np.uint64)
+    return _seeds(seed, stream, batch).generate_state(2, np.uint64)
+
+
+def _seeds(seed: int, stream: Stream, batch: int) -> np.random.SeedSequence:
+    return np.random.SeedSequence(seed, spawn_key=(stream, batch))
 
 
 class Run(NamedTuple):

@@ -8,7 +8,7 @@ target has a number of the recipe to itself (``targets``), so they are met one a
 * *peak load*, the busiest expert's load over the mean: the strength of popularity; every batch
 * *expert loads*, as they were counted: each expert's log odds, in place of popularity; every batch
 * *rank load*, the fullest rank's load over the mean: which experts share that rank; on batch 0
-* *neighbour overlap*, how many experts adjacent tokens of a sequence share: the copying; once, on simulated pairs
+* *neighbour overlap*, how many experts adjacent tokens of a sequence share: the copying; on batch 0
 * *top-k share* of the score mass: the sharpness, which leaves every choice as it is; every batch
 
 Solving for a batch takes the rows at its beginning that hold ``SOLVED_SCORES`` scores: all of it up to 262,144 tokens
@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any
 
@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.kernels.counting import copy_down
 from moe_ep_bench.workload.randomness import (
     Run,
     Stream,
@@ -43,6 +44,7 @@ from moe_ep_bench.workload.randomness import (
 )
 from moe_ep_bench.workload.targets import (
     Chunks,
+    chosen_experts,
     copied,
     expert_loads,
     gumbel,
@@ -61,8 +63,8 @@ SOLVED_SCORES = 2**26
 MAX_LOGIT_SPAN = 80.0
 # Sharpness is solved on at most so many rows; where groups are compared by score, in so many rounds with the strength.
 _SHARPNESS_ROWS, _ROUNDS_WITH_GROUPS = 4096, 3
-# The copying is solved on so many tokens at least.
-_LEAST_TOKENS = 1024
+# The copying is solved on so many rows, twice, under a popularity that is solved on so many at least.
+_COPYING_ROWS, _LEAST_TOKENS = (2048, 8192), 1024
 # Recipes are kept of so many batches.
 _RECIPES_KEPT = 64
 
@@ -187,12 +189,24 @@ class SyntheticWorkload(GeneratedWorkload):
 
     @cached_property
     def _copying(self) -> float:
-        """Solved under the popularity of batch 0; a token's own distribution does not depend on it."""
-        if self.neighbour_overlap is None:
-            return 0.0
-        noise = self._independent_noise(max(self.num_tokens, _LEAST_TOKENS))
-        bias_E = self._bias(noise, self._drawn_popularity)
-        return solve_copying(self.seed, bias_E, self.selection, self.neighbour_overlap, or_chance=self.or_chance)
+        """The probability with which neighbours copy noise, solved under the popularity of batch 0.
+
+        Peak loads of tokens that are alike vary more, so that popularity weighs a little less: hence a second round.
+        """
+        copying = 0.0
+        for num_rows in _COPYING_ROWS if self.neighbour_overlap is not None else ():
+            noise = self._first_noise(self._solved_part(max(self.num_tokens, _LEAST_TOKENS)), copying)
+            bias_E = self._bias(list(noise), self._drawn_popularity)
+            shared = partial(self._shared, bias_E, num_rows)
+            copying = solve_copying(shared, self.neighbour_overlap, self.top_k, or_chance=self.or_chance)
+        return copying
+
+    def _shared(self, bias_E: NDArray[np.float64], num_rows: int, copying: float) -> float:
+        """Experts that neighbours share, mean over the first rows of batch 0, or of one that would have so many."""
+        noise = self._first_noise(Run(0, num_rows), copying)
+        chosen_TE = np.concatenate([chosen_experts(noise_TE + bias_E, self.selection) for noise_TE in noise])
+        adjacent_T = np.arange(1, num_rows) % self.sequence_length > 0
+        return float((chosen_TE[1:] & chosen_TE[:-1])[adjacent_T].sum(axis=1).mean())
 
     @property
     def shares_by_chance(self) -> bool:
@@ -204,9 +218,7 @@ class SyntheticWorkload(GeneratedWorkload):
         """Which drawn expert stands at each index, for good: int64 [E]."""
         if self.rank_load is None:
             return np.arange(self.num_experts)
-        part = self._solved_part(self.num_tokens)
-        places = {"sequence_length": self.sequence_length, "copying": self._copying}
-        noise = list(gumbel_noise(self.seed, 0, [part], self.num_experts, **places))
+        noise = list(self._first_noise(self._solved_part(self.num_tokens), self._copying))
         load_E = expert_loads(noise, self._bias(noise, self._drawn_popularity), self.selection)
         num_ranks, load = self.rank_load
         hot_rank = int(generator(self.seed, Stream.HOT_RANK).integers(num_ranks))
@@ -217,8 +229,10 @@ class SyntheticWorkload(GeneratedWorkload):
         """Standard normal numbers, float64 [E], which say how much each expert is wanted, before it has its place."""
         return generator(self.seed, Stream.POPULARITY).normal(size=self.num_experts)
 
-    def _independent_noise(self, num_tokens: int) -> Chunks:
-        return list(gumbel_noise(self.seed, 0, [self._solved_part(num_tokens)], self.num_experts))
+    def _first_noise(self, run: Run, copying: float) -> Iterator[NDArray[np.float64]]:
+        """Make noise of batch 0, of the experts as drawn, on which what holds for all batches is solved."""
+        rule = {"sequence_length": self.sequence_length, "copying": copying}
+        return gumbel_noise(self.seed, 0, [run], self.num_experts, **rule)
 
     def _solved_part(self, num_tokens: int) -> Run:
         """The rows that targets are solved on, of so many: all, or as many whole chunks as may be."""
@@ -341,10 +355,10 @@ def _noise_rows(
     if not copying:
         return gumbel(uniform_TE)
     starts = range(-run.first % sequence_length, run.num_rows, sequence_length)
+    start_SE = gumbel(uniform_TE[starts])
     is_copied_TE, noise_TE = copied(uniform_TE, copying)
-    is_copied_TE[starts], noise_TE[starts] = False, gumbel(uniform_TE[starts])
-    for row, (row_E, is_copied_E) in enumerate(zip(noise_TE, is_copied_TE, strict=True)):
-        np.copyto(row_E, noise_TE[row - 1] if row else before_E, where=is_copied_E)
+    is_copied_TE[starts], noise_TE[starts] = False, start_SE
+    copy_down(noise_TE, is_copied_TE, before_E)
     return noise_TE
 
 

@@ -5,7 +5,7 @@ without replacement, with these odds (Gumbel-top-k: Kool et al. 2019, arXiv 1903
 number of the recipe, so halving an interval finds it: peak load with the strength of popularity, neighbour overlap with
 the share of copied noise, and top-k share with the sharpness, a factor on all logits.
 
-Shapes: T = tokens, E = experts, K = top_k, R = EP ranks, N = simulated pairs of neighbours.
+Shapes: T = tokens, E = experts, K = top_k, R = EP ranks.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels.counting import top_k_loads
 from moe_ep_bench.placement import pack
 from moe_ep_bench.policies import RoutingContext
-from moe_ep_bench.workload.randomness import Stream, generator
 
 # A batch's peak load is met to within this share of the target, or to one token; a rank's load to within the second.
 TOLERANCE, RANK_LOAD_TOLERANCE = 0.01, 0.02
-_SHARE_TOLERANCE, _COPYING_TOLERANCE = 1e-4, 1e-3
+_SHARE_TOLERANCE, _COPYING_TOLERANCE = 1e-4, 2e-3
 # The sharpness: from flat scores to one-hot ones, beyond float32 in any case.
 _LEAST_SHARPNESS, _GREATEST_SHARPNESS = 1e-4, 1e4
 _GREATEST_STRENGTH = 1e6
 # Rounds of solving for every expert's load; and log odds that no noise outweighs.
 _MOST_ROUNDS, _NEVER = 50, 60.0
 # Neighbours that copy with a greater probability are equal.
-_NUM_PAIRS, _MOST_COPYING = 8192, 0.9999
+_MOST_COPYING = 0.9999
 
 Chunks = Sequence[NDArray[np.float64]]
 """Noise of rows in order, float64 [some rows, E] each."""
@@ -49,9 +48,14 @@ def gumbel(uniform: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def copied(uniform: NDArray[np.float64], copying: float) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-    """Decide by one uniform number which noise is the neighbour's, and draw the rest: the marks, and Gumbel noise."""
+    """Decide by one uniform number which noise is the neighbour's, and draw the rest: the marks, and Gumbel noise.
+
+    The noise takes the place of the uniform numbers.
+    """
     is_copied = uniform < copying
-    return is_copied, gumbel((uniform - copying) / (1 - copying))
+    uniform -= copying
+    uniform /= 1 - copying
+    return is_copied, gumbel(uniform)
 
 
 def chosen_experts(
@@ -79,20 +83,25 @@ def expert_loads(
 
 
 def root(value: Callable[[float], float], target: float, low: float, high: float, tolerance: float) -> float:
-    """Find where a growing function is ``target``, to within ``tolerance``, by Brent's method; an end where it is not.
+    """Find where a growing function is ``target``, to within ``tolerance``; an end where it is not between them.
 
-    Where the function jumps over the target, the result is one side of the jump.
+    Illinois' form of the rule of false position. Where the function jumps over the target, the result is one side of
+    the jump.
     """
-    from scipy.optimize import brentq  # It takes a third of a second to import, and recordings do without.
-
-    @functools.cache
-    def surplus(place: float) -> float:
-        difference = value(place) - target
-        return 0.0 if abs(difference) <= tolerance else difference
-
-    if surplus(low) >= 0 or surplus(high) <= 0:
-        return low if surplus(low) >= 0 else high
-    return float(brentq(surplus, low, high, xtol=1e-9, rtol=1e-9))
+    below, above = value(low) - target, value(high) - target
+    if below >= -tolerance or above <= tolerance:
+        return low if below >= -tolerance else high
+    last = 0.0
+    while True:
+        place = high - above * (high - low) / (above - below)
+        surplus = value(place) - target
+        if abs(surplus) <= tolerance or not low < place < high or high - low < 1e-9 * max(1.0, high):
+            return place
+        if surplus > 0:
+            high, above, below = place, surplus, below / 2 if last > 0 else below
+        else:
+            low, below, above = place, surplus, above / 2 if last < 0 else above
+        last = surplus
 
 
 def solve_strength(
@@ -153,34 +162,23 @@ def solve_loads(
     return bias_E
 
 
-def solve_copying(
-    seed: int, bias_E: NDArray[np.float64], selection: RoutingContext, overlap: float, *, or_chance: bool = False
-) -> float:
+def solve_copying(shared: Callable[[float], float], overlap: float, top_k: int, *, or_chance: bool = False) -> float:
     """Find the probability of copied noise at which neighbouring tokens share ``overlap`` of their experts.
 
     Args:
+        shared: the mean of experts that neighbours share, by that probability; 0 is independent tokens.
         or_chance: 0, independent tokens, where these already share more.
 
     Raises:
         ValueError: out of reach; the message gives the range, from independent tokens to equal ones.
     """
-    random = generator(seed, Stream.PAIRS)
-    first_NE, second_NE = (random.random((_NUM_PAIRS, len(bias_E))) for _ in range(2))
-    first_NE = gumbel(first_NE)
-    chosen_NE = chosen_experts(first_NE + bias_E, selection)
-
-    def shared(copying: float) -> float:
-        is_copied_NE, fresh_NE = copied(second_NE, copying)
-        np.copyto(fresh_NE, first_NE, where=is_copied_NE)
-        return float((chosen_NE & chosen_experts(fresh_NE + bias_E, selection)).sum() / _NUM_PAIRS)
-
     least = shared(0.0)
     if or_chance and overlap < least:
         return 0.0
-    if not least <= overlap < selection.top_k:
+    if not least <= overlap < top_k:
         raise UserError(
             f"neighbour_overlap: expected {np.ceil(least * 100) / 100:g} (what tokens share by chance under this skew) "
-            f"to below {selection.top_k}, got {overlap:g}"
+            f"to below {top_k}, got {overlap:g}"
         )
     return root(shared, overlap, 0.0, _MOST_COPYING, _COPYING_TOLERANCE * overlap)
 

@@ -106,7 +106,10 @@ class Workload(ABC):
 
     def blocks(self, index: int) -> Iterator[TokenBatch]:
         """Yield batch ``index`` a few rows at a time, in order; a sequence may go on in the next block."""
-        start_S, first = self._starts(index), 0
+        return self._blocks(index, self._starts(index))
+
+    def _blocks(self, index: int, start_S: NDArray[np.int64]) -> Iterator[TokenBatch]:
+        first = 0
         for scores_TE in self.make_scores(index, [Run(0, int(start_S[-1]))]):
             sequence_id_T = np.searchsorted(start_S, np.arange(first, first + len(scores_TE)), side="right") - 1
             yield TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))

@@ -714,7 +714,6 @@ class Recordings:
 
         self.bases = bases
         save(bases / "toy.safetensors", *parts())
-        importers.gpt_oss(bases / "gpt-oss", answers=(("mmlu/law/True_True", 9, 2),))
         importers.megatron(bases / "megatron")
         np.savez(bases / "sglang.npz", **importers.sglang_arrays(importers.sglang()))
         importers.esft(bases / "esft", lengths=(2,), domains=("law",))
@@ -764,7 +763,6 @@ class Recordings:
 
 
 _OPTIONS = {
-    "gpt-oss": [],
     "megatron": ["--model", "toy", "--phase", "prefill", "--score-function", "softmax"],
     "sglang.npz": ["--model", "toy", "--assume-equal-scores"],
     "esft": ["--domain", "law"],

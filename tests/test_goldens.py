@@ -116,10 +116,9 @@ BALANCE: list[Spec] = [
 BANDS: list[Spec] = [
     {
         "name": "laser",
-        "eps_high": 0.436,
-        "t_fix": 0.313,
-        "c": 10,
-        "bands": {"early": {"eps_high": 0.3}, "middle": {"t_fix": 0.1}, "final": {"c": 20, "trim": "random"}},
+        "eps_high": {"0-8": 0.3, "9-25": 0.436},
+        "t_fix": {"0-8": 0.313, "9-17": 0.1, "18-25": 0.313},
+        "c": {"0-17": 10, "18-25": 20},
     },
 ]
 ALL: list[Spec] = [{"name": "topk"}, *CAPACITIES, *FEWER_EXPERTS, *BALANCE]

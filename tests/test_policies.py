@@ -144,7 +144,7 @@ def law_weights(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Argu
 def law_draws(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
     """Numbers that are drawn beforehand decide as those drawn meanwhile do; only what is random draws."""
     policy, context = make_policy(spec), context_of(arguments)
-    here = policy.at(context.layer_fraction) if spec["name"] == "laser" else policy
+    here = policy.in_layer(context.layer_fraction)
     random_TE = policy.draws(scores_TE, context)
     assert (random_TE is not None) == ("random" in (getattr(here, "metric", None), getattr(here, "trim", None)))
     if random_TE is not None:
@@ -426,11 +426,6 @@ DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity, rou
         ({**LASER, "eps_high": 1.5}, "eps_high: expected a number >= 0 and <= 1, got 1.5"),
         ({**LASER, "trim": "best"}, "trim: expected one of top, random; got 'best'"),
         ({**LASER, "chunk_size": 0}, "chunk_size: expected a whole number >= 1, got 0"),
-        ({**LASER, "bands": {"late": {}}}, "bands: expected a mapping of early, middle, final; got {'late': {}}"),
-        (
-            {**LASER, "bands": {"early": {"chunk_size": 2}}},
-            "bands.early: expected a mapping of eps_high, t_fix, c, trim; got {'chunk_size': 2}",
-        ),
         ({"name": "xshare", "k0": 1}, "budget and mass_threshold: scope=batch expects one of them, got neither"),
         ({"name": "xshare", "k0": 1, "scope": "node"}, "scope: expected one of batch, request, rank; got 'node'"),
         (
@@ -519,9 +514,8 @@ def test_every_form_of_every_policy_checks_scores_and_context(spec: Spec) -> Non
                     "modality_T: modality=image_first needs the tokens' modality, got None",
                 ),
                 ({**LASER, "trim": "random"}, f"generator: trim=random {NO_DRAWS}"),
-                ({**LASER, "bands": {"early": {"trim": "random"}}}, f"generator: trim=random {NO_DRAWS}"),
                 ({**LASER, "c": 1}, "c: expected 2 (top_k) to 8 (the experts), got 1"),
-                ({**LASER, "bands": {"early": {"c": 9}}}, "c: expected 2 (top_k) to 8 (the experts), got 9"),
+                ({**LASER, "c": [9]}, "c: expected 2 (top_k) to 8 (the experts), got 9"),
                 (
                     {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1},
                     "request_id_T: scope=request needs the tokens' requests, got None",

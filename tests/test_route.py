@@ -467,19 +467,14 @@ def test_laser_thresholds_are_quantiles_of_each_third_of_the_depth(tmp_path: Pat
     path = write_trace(tmp_path / "a.safetensors", length_S=(50, 60), num_layers=5)
     scores_LTK = load_file(path)["scores"].astype(np.float64)
     found = laser_thresholds(path, keep=0.2)
-    thirds = {"early": [0, 1], "middle": [2, 3], "final": [4]}  # floor(3 * layer / 5), as LASER counts them
-    for band, layers in {**thirds, None: [0, 1, 2, 3, 4]}.items():
-        of_band = found if band is None else found["bands"][band]
+    for band, layers in {"0-1": [0, 1], "2-3": [2, 3], "4": [4]}.items():
         shares = sorted(float(sum(row)) for layer in layers for row in scores_LTK[layer])
-        assert np.mean([share >= of_band["eps_high"] for share in shares]) == pytest.approx(0.2, abs=0.02)
+        assert np.mean([share >= found["eps_high"][band] for share in shares]) == pytest.approx(0.2, abs=0.02)
         nearness = sorted(row[-1] / row[0] for layer in layers for row in scores_LTK[layer])
-        assert of_band["t_fix"] == pytest.approx(float(np.median(nearness)), abs=6e-4)
-    # They are fields of the policy, and each band's layers get the band's own.
-    policy = make_policy({"name": "laser", "c": 3, **found})
-    for layer in range(5):
-        band = next(band for band, layers in thirds.items() if layer in layers)
-        here = policy.at(layer / 5)
-        assert {"eps_high": here.eps_high, "t_fix": here.t_fix} == found["bands"][band]
+        assert found["t_fix"][band] == pytest.approx(float(np.median(nearness)), abs=6e-4)
+    # They are fields of the policy, and each layer gets those of its range.
+    here = make_policy({"name": "laser", "c": 3, **found}).in_layer(3 / 5)
+    assert {"eps_high": here.eps_high, "t_fix": here.t_fix} == {name: found[name]["2-3"] for name in found}
 
 
 def test_scores_that_do_not_say_their_share_give_no_thresholds(

@@ -16,11 +16,10 @@ Shapes: T = local tokens, E = experts, K = top_k.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy
 from moe_ep_bench.policies.field_checks import real, require_choice, require_count, require_flag
 from moe_ep_bench.policies.lazy import Tensor, torch
@@ -29,18 +28,6 @@ from moe_ep_bench.policies.steps import LeastLoaded
 
 Trim = Literal["top", "random"]
 LoadScope = Literal["rank", "all"]
-
-BANDS = ("early", "middle", "final")
-
-
-class Bands(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
-    """What differs in the thirds of a model's depth: ((band, ((field, value), ...)), ...), hashable."""
-
-    def as_dict(self) -> dict[str, dict[str, Any]]:
-        return {band: dict(values) for band, values in self}
-
-    def __str__(self) -> str:
-        return "/".join(f"{band}({','.join(f'{k}={v}' for k, v in values)})" for band, values in self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +82,6 @@ class Laser(LoadAwarePolicy):
             more preferred first among equals.
         trim: keep the first c of the token's preference list (``top``), or any c (``random``), which
             may lose experts of the top-k.
-        bands: other values of the fields above for the ``early``, ``middle`` or ``final`` third of the
-            model's depth.
         chunk_size: valid tokens that see the same loads.
     """
 
@@ -108,7 +93,6 @@ class Laser(LoadAwarePolicy):
     t_fix: float
     c: int
     trim: Trim = "top"
-    bands: Bands | Mapping[str, Mapping[str, Any]] | None = None
     chunk_size: int = 1
 
     def __post_init__(self) -> None:
@@ -118,55 +102,23 @@ class Laser(LoadAwarePolicy):
         require_count("c", self.c, minimum=1)
         require_choice("trim", self.trim, Trim)
         require_count("chunk_size", self.chunk_size, minimum=1)
-        if self.bands is not None:
-            object.__setattr__(self, "bands", self._checked_bands(self.bands))
-
-    def _checked_bands(self, bands: Any) -> Bands:
-        allowed = ("eps_high", "t_fix", "c", "trim")
-        given = bands.as_dict() if isinstance(bands, Bands) else bands
-        if not isinstance(given, Mapping) or not given.keys() <= set(BANDS):
-            raise UserError(f"bands: expected a mapping of {', '.join(BANDS)}; got {brief(given)}")
-        checked = []
-        for band in filter(given.__contains__, BANDS):
-            values = given[band]
-            if not isinstance(values, Mapping) or not values.keys() <= set(allowed):
-                raise UserError(f"bands.{band}: expected a mapping of {', '.join(allowed)}; got {brief(values)}")
-            try:
-                other = replace(self, bands=None, **values)
-            except ValueError as error:
-                raise UserError(f"bands.{band}.{error}") from None
-            checked.append((band, tuple((name, getattr(other, name)) for name in allowed if name in values)))
-        return Bands(checked)
-
-    def at(self, layer_fraction: float) -> Laser:
-        """The same policy with the values of a layer's band."""
-        if self.bands is None:
-            return self
-        assert isinstance(self.bands, Bands)
-        band = BANDS[min(int(layer_fraction * len(BANDS)), len(BANDS) - 1)]
-        return replace(self, bands=None, **self.bands.as_dict().get(band, {}))
-
-    def params(self) -> dict[str, object]:
-        bands = self.bands.as_dict() if isinstance(self.bands, Bands) else None
-        return {**super().params(), "bands": bands}
 
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
-        here, num_experts = self.at(context.layer_fraction), scores_TE.shape[1]
-        if not context.top_k <= here.c <= num_experts:
-            raise UserError(f"c: expected {context.top_k} (top_k) to {num_experts} (the experts), got {here.c}")
-        if here.trim == "random" and context.generator is None and context.random_TE is None:
+        num_experts = scores_TE.shape[1]
+        if not context.top_k <= self.c <= num_experts:
+            raise UserError(f"c: expected {context.top_k} (top_k) to {num_experts} (the experts), got {self.c}")
+        if self.trim == "random" and context.generator is None and context.random_TE is None:
             raise UserError("generator: trim=random needs a torch.Generator in the context, got None")
 
     def draws(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
-        return context.drawn(like_TE) if self.at(context.layer_fraction).trim == "random" else None
+        return context.drawn(like_TE) if self.trim == "random" else None
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, Tensor | None]:
-        here, random_TE = self.at(context.layer_fraction), self.draws(scores_TE, context)
         rule = LeastLoaded(
-            top_k=context.top_k, eps_high=here.eps_high, t_fix=here.t_fix, pool_size=here.c, chunk_size=here.chunk_size
+            top_k=context.top_k, eps_high=self.eps_high, t_fix=self.t_fix, pool_size=self.c, chunk_size=self.chunk_size
         )
-        return rule, random_TE
+        return rule, self.draws(scores_TE, context)
 
 
 @dataclass(frozen=True, kw_only=True)

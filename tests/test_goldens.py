@@ -352,7 +352,7 @@ EMULATED = {
             "workload": synthetic(tokens_per_rank=64, peak_load=3.0),
             "layer": {"ep_size": 8},
             "policies": FEW,
-            "emulate": {"replication": [{"spare_per_rank": 1}, {"spare_per_rank": 2, "policy": "global"}]},
+            "emulate": {"replication": [{"spare_per_rank": 1}, {"spare_per_rank": 2}]},
         },
         ("routing", "times"),
         {
@@ -368,7 +368,7 @@ EMULATED = {
             "workload": synthetic(tokens_per_rank=16, num_batches=1, peak_load=5.0, sequence_length=8),
             "layer": {"ep_size": 16},
             "policies": FEWEST,
-            "emulate": {"replication": [{"spare_per_rank": 2, "num_nodes": 2, "policy": "hierarchical"}]},
+            "emulate": {"replication": [{"spare_per_rank": 2, "num_nodes": 2}]},
         },
         ("times",),
         {

@@ -194,10 +194,13 @@ class ExpandedDrop(CapacityPolicy):
         if self.max_experts_per_token is not None:
             require_count("max_experts_per_token", self.max_experts_per_token, minimum=1)
 
+    def further_experts(self, num_experts: int, context: RoutingContext) -> int:
+        """How many further experts a token considers: on its own rank, or beyond its top-k anywhere."""
+        most = num_experts - context.top_k if self.scope == "global" else num_experts // context.num_ranks
+        return most if self.num_candidates is None else min(self.num_candidates, most)
+
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        most = num_experts if self.scope == "global" else num_experts // context.num_ranks
-        more = most if self.num_candidates is None else min(self.num_candidates, most)
-        wanted = min(context.top_k + more, num_experts)
+        wanted = min(context.top_k + self.further_experts(num_experts, context), num_experts)
         return wanted if self.max_experts_per_token is None else min(wanted, self.max_experts_per_token)
 
     def most_pairs(self, num_tokens: int, num_experts: int, context: RoutingContext) -> int:
@@ -226,13 +229,12 @@ class ExpandedDrop(CapacityPolicy):
     def _expand(self, top_k_TE: Tensor, preference_TE: Tensor, context: RoutingContext) -> Tensor:
         """Add the further experts that each token considers: bool [T, E]."""
         num_experts = top_k_TE.shape[1]
+        count = self.further_experts(num_experts, context)
         if self.scope == "global":
-            count = min(self.num_candidates or 0, num_experts)
             others_TE = self.steps.best_per_row(preference_TE.masked_fill(top_k_TE, -torch.inf), count)
             return top_k_TE | without_padding(others_TE, context)
         num_local = num_experts // context.num_ranks
         local = slice(context.rank * num_local, (context.rank + 1) * num_local)
-        count = num_local if self.num_candidates is None else min(self.num_candidates, num_local)
         expanded_TE = top_k_TE.clone()
         expanded_TE[:, local] |= self.steps.best_per_row(preference_TE[:, local], count)
         return without_padding(expanded_TE, context)

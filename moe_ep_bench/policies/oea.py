@@ -88,10 +88,20 @@ class OEA(Pruned):
             require_count("max_rank", self.max_rank, minimum=1)
         require_flag("rank_fill", self.rank_fill)
 
+    def most_added(self, context: RoutingContext) -> int:
+        """A token adds experts while it holds fewer than this."""
+        return context.top_k if self.k_max is None else self.k_max
+
+    def keeps_base_apart(self, context: RoutingContext) -> bool:
+        """Whether the base has to be kept beside what a token adds.
+
+        Otherwise the base, which opens the list and lies in S, is among the first of S that are added.
+        """
+        return self.k0 > self.most_added(context) or self.max_rank is not None
+
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        k_max = context.top_k if self.k_max is None else self.k_max
         within = num_experts if self.max_rank is None else self.max_rank
-        return min(max(self.k0, min(k_max, within)), num_experts)
+        return min(max(self.k0, min(self.most_added(context), within)), num_experts)
 
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         base_TE = self.base(scores_TE, list_keys(scores_TE, context, self.steps), context)
@@ -106,15 +116,14 @@ class OEA(Pruned):
         if self.rank_fill:
             shared_E = fill_ranks(shared_E, stats_SE[1], context.num_ranks)
         keys_TE = list_keys(scores_TE, context, self.steps)
-        k_max = context.top_k if self.k_max is None else self.k_max
+        k_max = self.most_added(context)
         if self.max_rank is None or self.max_rank >= scores_TE.shape[1]:
             map_TE = self.steps.best_per_row(keys_TE, k_max, shared_E)
         else:
             within_TE = self.steps.best_per_row(keys_TE, self.max_rank) & shared_E
             map_TE = self.steps.best_per_row(keys_TE.masked_fill(~within_TE, lowest(keys_TE)), k_max) & within_TE
         map_TE = without_padding(map_TE, context)
-        if self.k0 > k_max or self.max_rank is not None:
-            # Otherwise the base, which opens the list and lies in S, is among the first k_max of S.
+        if self.keeps_base_apart(context):
             map_TE = map_TE | self.base(scores_TE, keys_TE, context)
         return weighted(scores_TE, map_TE, map_TE, context, self.steps, width=max(self.k0, k_max))
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from moe_ep_bench.kernels.tiles_triton import Layout, inputs, on_device
 from moe_ep_bench.policies.capacity import IMAGE, CapacityPolicy, ExpandedDrop, expert_capacity
 from moe_ep_bench.policies.contract import RoutingContext
-from moe_ep_bench.policies.field_checks import decimal
+from moe_ep_bench.policies.field_types import decimal
 
 MOST_PAIRS = 2**30
 """T * E, so that a standing stays below 2**63."""

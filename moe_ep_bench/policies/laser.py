@@ -16,12 +16,11 @@ Shapes: T = local tokens, E = experts, K = top_k.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_checks import real, require_choice, require_count, require_flag
+from moe_ep_bench.policies.field_types import Flag, Positive, Share, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import list_keys, weighted
 from moe_ep_bench.policies.steps import LeastLoaded
@@ -30,7 +29,7 @@ Trim = Literal["top", "random"]
 LoadScope = Literal["rank", "all"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class LoadAwarePolicy(SteppedPolicy):
     """What ``laser`` and ``load_only`` share: tokens in order, loads carried from one to the next.
 
@@ -44,12 +43,10 @@ class LoadAwarePolicy(SteppedPolicy):
     looks_past_top_k: ClassVar[bool] = True
     optional: ClassVar[tuple[str, ...]] = ("carry_loads", "load_scope")
 
-    carry_loads: bool = False
+    carry_loads: Flag = False
     load_scope: LoadScope = "rank"
 
     def __post_init__(self) -> None:
-        require_flag("carry_loads", self.carry_loads)
-        require_choice("load_scope", self.load_scope, LoadScope)
         if self.load_scope == "all" and not self.carry_loads:
             raise UserError("load_scope: all is of carried loads; expected carry_loads true, got false")
 
@@ -70,7 +67,7 @@ class LoadAwarePolicy(SteppedPolicy):
         return weighted(scores_TE, map_TE, map_TE, context, self.steps)
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class Laser(LoadAwarePolicy):
     """Load-aware choice among near-best experts.
 
@@ -89,19 +86,11 @@ class Laser(LoadAwarePolicy):
     look: ClassVar[tuple[str, str]] = ("#0072B2", "<")
     experts_in: ClassVar[tuple[str, ...]] = ("c",)
 
-    eps_high: float
-    t_fix: float
-    c: int
+    eps_high: Share
+    t_fix: Share
+    c: Positive
     trim: Trim = "top"
-    chunk_size: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "eps_high", real("eps_high", self.eps_high, maximum=1))
-        object.__setattr__(self, "t_fix", real("t_fix", self.t_fix, maximum=1))
-        require_count("c", self.c, minimum=1)
-        require_choice("trim", self.trim, Trim)
-        require_count("chunk_size", self.chunk_size, minimum=1)
+    chunk_size: Positive = 1
 
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
@@ -121,7 +110,7 @@ class Laser(LoadAwarePolicy):
         return rule, self.draws(scores_TE, context)
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class LoadOnly(LoadAwarePolicy):
     """The K least loaded of all experts, the more preferred first among equals: the balance bound.
 
@@ -132,11 +121,7 @@ class LoadOnly(LoadAwarePolicy):
     name: ClassVar[str] = "load_only"
     look: ClassVar[tuple[str, str]] = ("#E69F00", ">")
 
-    chunk_size: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_count("chunk_size", self.chunk_size, minimum=1)
+    chunk_size: Positive = 1
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, None]:
         """Everyone's pool is all experts."""

@@ -144,9 +144,9 @@ def warm() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import transformers  # noqa: F401
 
-    import moe_ep_bench.analysis.advice
-    import moe_ep_bench.analysis.claims_report
-    import moe_ep_bench.analysis.compare_report
+    import moe_ep_bench.analysis.advise
+    import moe_ep_bench.analysis.compare
+    import moe_ep_bench.analysis.papers_figure
     import moe_ep_bench.analysis.plot
     import moe_ep_bench.analysis.quality_figures
     import moe_ep_bench.analysis.report.page
@@ -474,7 +474,7 @@ SHAPED = {
     "policies": [{"name": "token_drop", "capacity_factor": 1.0}],
     "on_cpu": {"layer.dtype": "float32"},
 }
-QUALITY = ("quality-capacity", "quality-modality", "quality-oea", "quality-small", "quality-tasks-capacity")
+QUALITY = ("quality-capacity", "quality-oea", "quality-small", "quality-tasks-capacity")
 
 
 class Configs:

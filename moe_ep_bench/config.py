@@ -25,6 +25,7 @@ from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.policies import POLICIES, Policy
 from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import (
+    REMOVED,
     ConfigError,
     PolicyEntry,
     Strict,
@@ -279,8 +280,6 @@ class LayerConfig(Strict):
     holds it."""
     ep_size: int | None = Field(None, ge=1)
     """Expert-parallel ranks; null = all ranks. Other ranks are data-parallel replicas."""
-    expert_tensor_parallel: int = Field(1, ge=1)
-    """Ranks that share every expert, beside ``ep_size``; 1 = experts are whole. Only ``run`` reads it."""
     seed: int = Field(0, ge=0)
     """Seed of weights and of random policies."""
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
@@ -294,17 +293,6 @@ class LayerConfig(Strict):
     """Megatron-Core's dispatcher; ``flex`` needs DeepEP. Behind ``allgather``, ``decode`` experts permute nothing."""
     cuda_graph: bool = False
     """Replay the layer, or a model's decode step, from CUDA graphs. Needs ``decode`` experts, ``allgather``, a GPU."""
-    shared_expert_overlap: bool = False
-    """Run shared experts beside the transfers in plain iterations, on a stream of their own (Megatron-Core's
-    ``moe_shared_expert_overlap``); breakdowns run them before. ``run`` only, behind ``alltoall``."""
-    native_padded: float | None = Field(None, gt=0)
-    """Time Megatron-Core's own drop-and-pad too, as case ``native_padded``, at this capacity factor: every expert gets
-    as many pairs, so that no counts are exchanged. ``run`` only, behind ``alltoall``, equally many tokens on ranks."""
-
-    @property
-    def definition(self) -> dict[str, Any]:
-        """What decides the samples of every case, where it differs from the defaults."""
-        return self.model_dump(mode="json", exclude={"native_padded"}, exclude_defaults=True)
 
 
 class WholeConfig(Strict):
@@ -333,9 +321,6 @@ class MeasureConfig(Strict):
     preroll_us: float = Field(300, ge=0)
     """Hold a GPU for so long before every timed iteration, so that the alignment of ranks and its first launches are
     issued ahead."""
-    microbatch_tokens: int | None = Field(None, ge=1)
-    """Run a layer on at most so many tokens of a rank at a time, all routed before; null = on all at once. `run` only:
-    `emulate` has emulate.chunk_tokens."""
     timeout_s: float = Field(300, gt=0)
     """Time limit of every iteration and every rendezvous."""
 
@@ -402,8 +387,6 @@ class EmulateConfig(Strict):
     combined rows are always."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Expert replication beside the policies: an alternative that needs spare memory and drops nothing."""
-    chunk_tokens: int | None = Field(None, ge=1)
-    """Maximum of a rank's tokens that are permuted and computed at once; null = as many as memory holds."""
 
     @property
     def sent(self) -> dict[str, Any]:
@@ -432,8 +415,6 @@ class Experiment(SweepPoint):
     emulate: EmulateConfig = EmulateConfig()
     claims: tuple[Claim, ...] = ()
     """Published numbers of these policies; only ``papers`` reads them. They change no measurement."""
-    claims_device: Annotated[str | None, PRESET_OR_FILE] = None
-    """Modelled device on which ``papers`` looks for the skew that a claim needs; null = ``emulate.device``."""
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
@@ -638,6 +619,23 @@ def _place(values: list[Any], number: str, dotted: str, where: str) -> int:
     return int(number)
 
 
+# Keys of earlier versions, and what to use in their place.
+REMOVED |= {
+    "workload.family": "workload.peak_load, or workload.skew_from for loads of any form",
+    "workload.placement": "workload.rank_load, the load of the fullest rank",
+    "workload.entropy": "workload.topk_share",
+    "workload.drift": "sweep.workload.seed or sweep.workload.peak_load, one comparison for each",
+    "workload.burst_every": "sweep.workload.peak_load, one comparison for each",
+    "workload.burst_peak_load": "sweep.workload.peak_load, one comparison for each",
+    "route": "workload.image_share for route.image_share; experts lie contiguously, and layers count alike",
+    "emulate.replication.policy": "emulate.replication.num_nodes, from which EPLB's policy follows",
+    "layer.expert_tensor_parallel": "layer.ep_size: serving keeps experts whole; model.tensor_parallel times a shard",
+    "layer.native_padded": "policies: {name: megatron_drop, pad_to_capacity: true}",
+    "layer.shared_expert_overlap": "nothing: shared experts run before the gate, in breakdowns and plain iterations",
+    "measure.microbatch_tokens": "fewer workload.num_tokens, in more workload.num_batches",
+    "emulate.chunk_tokens": "nothing: emulate cuts a rank's tokens where memory asks for it",
+}
+
 # Keys that never enter a comparison's id: points that differ in them alone would overwrite each other.
 _NO_SWEEP = {
     "policies": "expected all of them in policies, where they run on the same batches; a list as a field's value "
@@ -648,9 +646,7 @@ _NO_SWEEP = {
         for key in (
             "name",
             "measure.timeout_s",
-            "layer.native_padded",
             "claims",
-            "claims_device",
         )
     },
 }

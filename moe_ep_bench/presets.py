@@ -13,6 +13,7 @@ Policies stand in all files alike: a name and fields, where a list in place of a
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -122,6 +123,9 @@ class Preset(Strict):
 
 _Kind = TypeVar("_Kind", bound=Strict)
 
+REMOVED: dict[str, str] = {}
+"""Dotted keys that files of earlier versions have, and what to use in their place; schemas add theirs."""
+
 
 def read_yaml(path: Path, unreadable: str = "cannot be read") -> dict[str, Any]:
     """Read the keys and values of a YAML file.
@@ -195,19 +199,6 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for part in get_args(annotation) for model in models_in(part)]
 
 
-# Keys of configs that went, and what to use instead.
-GONE = {
-    "workload.family": "workload.peak_load, or workload.skew_from for loads of any form",
-    "workload.placement": "workload.rank_load, the load of the fullest rank",
-    "workload.entropy": "workload.topk_share",
-    "workload.drift": "sweep.workload.seed or sweep.workload.peak_load, one comparison for each",
-    "workload.burst_every": "sweep.workload.peak_load, one comparison for each",
-    "workload.burst_peak_load": "sweep.workload.peak_load, one comparison for each",
-    "route": "workload.image_share for route.image_share; experts lie contiguously, and layers count alike",
-    "emulate.replication.policy": "emulate.replication.num_nodes, from which EPLB's policy follows",
-}
-
-
 def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable[str]) -> str:
     """The first error as ``key: problem, got value``."""
     problems = error.errors(include_url=False)
@@ -232,9 +223,8 @@ def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable
     if unknown is not None:
         known = [*_fields(models), *(() if keys else beside)]
         key = ".".join([*keys, unknown])
-        plain = ".".join(name for name in [*keys, unknown] if not name.isdecimal())
-        if plain in GONE and kind.__name__ == "Experiment":
-            return f"{key}: no such key any more; use {GONE[plain]}"
+        if instead := REMOVED.get(re.sub(r"\.\d+(?=\.|$)", "", key)):
+            return f"{key}: is gone; use {instead}"
         return f"{key}: no such key; expected one of {', '.join(known)}{did_you_mean(unknown, known)}"
     message = problem_words(problem)
     return f"{key}: {message}" if key else message

@@ -46,11 +46,8 @@ def emulate(*arguments: object) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A layer as a whole, and in chunks of its tokens."""
     folder = tmp_path_factory.mktemp("emulate")
-    config = write_config(
-        folder, layer__ep_size=4, workload__num_batches=2, sweep={"emulate.chunk_tokens": [None, 40]}, **LINKS
-    )
+    config = write_config(folder, layer__ep_size=4, workload__num_batches=2, **LINKS)
     done = emulate(config, "--out", folder / "out")
     assert done.returncode == OK, done.stderr
     return folder / "out"
@@ -59,9 +56,9 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_rank_and_batch_has_all_phases_that_add_up(emulated: Path) -> None:
     rows = cases_of(emulated)
     assert set(rows["mode"]) == {"emulated"}
-    assert rows.case_id.nunique() == 2 * 7
+    assert rows.case_id.nunique() == 7
     plain, breakdown = rows[rows.kind == "plain"], rows[rows.kind == "breakdown"]
-    assert len(plain) == 2 * 7 * 4 * 2  # points, cases, ranks, batches; iterations were put together
+    assert len(plain) == 7 * 4 * 2  # cases, ranks, batches; iterations were put together
     assert set(breakdown.phase) == {*LAYER_PHASES, TOTAL, UNACCOUNTED} - {"wait_policy"}
     keys = ["case_id", "rank", "batch", "iteration"]
     parts = breakdown[breakdown.phase != TOTAL].groupby(keys).time_us.sum()
@@ -76,15 +73,6 @@ def test_every_rank_and_batch_has_all_phases_that_add_up(emulated: Path) -> None
         assert said in text
 
 
-def test_chunks_change_no_routing_and_are_told(emulated: Path) -> None:
-    pd.testing.assert_frame_equal(routing_of(emulated, point=0), routing_of(emulated, point=1))
-    conditions = [json.loads(path.read_text()) for path in (emulated / "conditions").glob("*.json")]
-    whole, chunked = sorted(one["emulated_runs"]["num_chunks"] for one in conditions)
-    assert whole == 1 < chunked
-    rows = cases_of(emulated)
-    assert rows.groupby("comparison_id").phase.agg(set).map(sorted).map(tuple).nunique() == 1
-
-
 def test_ranks_with_the_same_to_do_are_timed_once(tmp_path: Path) -> None:
     # Balanced scores give every rank the same number of rows.
     size = {"layer__ep_size": 8, "workload__num_tokens": 256, "workload__sequence_length": 32}
@@ -94,8 +82,8 @@ def test_ranks_with_the_same_to_do_are_timed_once(tmp_path: Path) -> None:
     emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), lambda case_id: None)
     emulation.samples = np.full((4, 8, 1, len(emulation.columns)), np.nan)
     emulation.metrics = [PackedMetrics(8, 1) for _ in range(4)]
-    timer = SimpleNamespace(needs_tokens=True, time=lambda *_, **__: RankTime([{"experts": 2.0}], []))
-    emulation._time_batch(0, timer, rounds=4, kept=2, numbers=range(len(emulation.cases)))
+    timer = SimpleNamespace(time=lambda *_, **__: RankTime([{"experts": 2.0}], []))
+    emulation._measure_batch(0, timer)
     assert emulation.timed_runs + emulation.shared_runs == 4 * 4 * 8
     assert emulation.shared_runs >= 4 * 7
     assert (emulation.samples[..., emulation.columns.index(TOTAL)] == 2).all()
@@ -251,7 +239,7 @@ REFUSED = {
     "layer.ep_size=7": "layer.ep_size: expected a divisor of the 64 experts",
     "layer.ep_size=16": "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks",
     "emulate.replication=[{spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts, got 57",
-    "emulate.replication=[{spare_per_rank: 1, policy: global}]": "emulate.replication.0.policy: no such key any more",
+    "emulate.replication=[{spare_per_rank: 1, policy: global}]": "emulate.replication.0.policy: is gone; use",
     "emulate.replication=[{spare_per_rank: 1, solve_us: 5}]": (
         "emulate.replication.0: solve_us: expected none with balancer static, got 5"
     ),

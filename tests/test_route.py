@@ -301,7 +301,7 @@ BAD = {
         "workload.image_share assumes images",
     ),
     "pool": ({"policies": [{"name": "laser", "eps_high": 0.9, "t_fix": 0.1, "c": 4}]}, "c: expected 6 (top_k) to 64"),
-    "a key that went": ({"route": {"layer_weights": [1, 2]}}, "route: no such key any more; use workload.image_share"),
+    "a key that went": ({"route": {"layer_weights": [1, 2]}}, "route: is gone; use workload.image_share"),
     "all layers of nothing": ({"workload__layer": "all"}, "workload.layer: all needs a recording"),
     "kernel": ({"layer__kernel": "triton"}, "layer.kernel: triton cannot run"),
 }

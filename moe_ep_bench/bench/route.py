@@ -21,11 +21,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_ep_bench.bench.description import describe_run
+from moe_ep_bench.bench.dry_run import print_cases
 from moe_ep_bench.bench.job import fill, identity
 from moe_ep_bench.bench.plan import REPLICATION, ROUTING, CaseSpec, Comparison, plan
 from moe_ep_bench.bench.replicas import Replicas
 from moe_ep_bench.bench.rows import write_frontier
-from moe_ep_bench.bench.run import print_cases
 from moe_ep_bench.bench.traffic import (
     CarriedLoads,
     CaseRouter,

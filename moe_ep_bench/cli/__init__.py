@@ -83,7 +83,7 @@ def _drop_force_after_restart(options: argparse.Namespace) -> None:
 def _only_prints(options: argparse.Namespace) -> bool:
     """Whether the command's result is what it prints, and not what it measures."""
     measures = options.command in ("run", "emulate", "validate", "papers", "calibrate")
-    return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points", "run_directory"))
+    return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points"))
 
 
 def _end_output() -> None:
@@ -128,11 +128,12 @@ def _run(options: argparse.Namespace) -> int:
     else:
         _check_config(options)
     from moe_ep_bench.bench import run
+    from moe_ep_bench.bench.dry_run import dry_run
     from moe_ep_bench.runtime.torchrun import is_launched, num_nodes
 
     if options.dry_run:
         num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else _nproc(options) * num_nodes()
-        return run.dry_run(options.config, options.overrides, num_ranks, options.point)
+        return dry_run(options.config, options.overrides, num_ranks, options.point)
     what = (options.config, _out(options), options.overrides)
     how = {"force": options.force, "profile": options.profile, "point": options.point}
     if is_rank:
@@ -177,7 +178,8 @@ def _list_points(options: argparse.Namespace) -> int:
 
 def _emulate(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.bench.run import dry_run_virtual, emulate
+    from moe_ep_bench.bench.dry_run import dry_run_virtual
+    from moe_ep_bench.bench.run import emulate
 
     if options.dry_run:
         return dry_run_virtual(options.config, options.overrides)
@@ -226,14 +228,13 @@ def _advise(options: argparse.Namespace) -> int:
     bounds = Bounds.of(options.max_dropped, options.max_lost_mass)
     if options.config is not None and options.config.is_dir():
         check_reading(options)
-        from moe_ep_bench.analysis.advice import advice_of
-        from moe_ep_bench.analysis.load import load_times
+        from moe_ep_bench.analysis.advise import advice_text, load_timed
 
-        print(advice_of(load_times(options.config), bounds))
+        print(advice_text(load_timed(options.config), bounds, show_all=options.all))
         return OK
     if options.config is not None:
         _check_config(options)
-    questions = ask_both(options)
+    questions = ask_both(options, bounds)
     settle()
     if options.dry_run:
         print("\n\n".join(one.plan for one in questions.values()))
@@ -255,14 +256,9 @@ def _advise(options: argparse.Namespace) -> int:
             return status
 
     def report() -> str:
-        from moe_ep_bench.analysis.advice import advice_of, picks_text
-        from moe_ep_bench.analysis.load import load_times
+        from moe_ep_bench.analysis.advise import answer_text
 
-        told, runs = [], {phase: load_times(one.out) for phase, one in questions.items()}
-        for phase, one in questions.items():
-            advice = advice_of(runs[phase], bounds, one.assumed, one.left_out)
-            told.append(f"{phase and f'{phase.upper()}  '}{advice}\n\nconfig: {one.config}")
-        return "\n\n".join([*told, *([picks_text(runs, bounds)] if len(runs) > 1 else [])])
+        return answer_text(questions, bounds, show_all=options.all)
 
     return _shown(status, report)
 
@@ -287,17 +283,18 @@ def _validate(options: argparse.Namespace) -> int:
 
 def _papers(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.analysis.claims import load_claims
-    from moe_ep_bench.analysis.claims_report import claims_text, write_claims
     from moe_ep_bench.papers.run import run_claims
 
     out, nproc = _out(options), None if options.nproc is None else _nproc(options)
     status = run_claims(options.config, out, options.overrides, force=options.force, nproc=nproc)
 
     def report() -> str:
+        from moe_ep_bench.analysis.papers import load_claims, write_claims
+        from moe_ep_bench.analysis.papers_figure import draw_claims
+
         claims = load_claims(out)
-        write_claims(claims)
-        return claims_text(claims)
+        draw_claims(claims)
+        return write_claims(claims)
 
     return _shown(status, report)
 
@@ -310,8 +307,8 @@ def _papers_list(options: argparse.Namespace) -> int:
 
 
 def _quality(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.quality import read_quality
     from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES, draw_quality_figures
-    from moe_ep_bench.analysis.quality_frames import read_quality
     from moe_ep_bench.analysis.route.tables import drawn_words
     from moe_ep_bench.analysis.show import quality_text
     from moe_ep_bench.analysis.style import DEFAULT_FORMATS
@@ -329,15 +326,6 @@ def _quality(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    if options.run_directory is not None:
-        from moe_ep_bench.analysis.activated import fit_text
-        from moe_ep_bench.analysis.load import check_timed, load_run
-
-        check_timed(options.run_directory)
-        print(fit_text(load_run(options.run_directory), options.preset))
-        return OK
-    if options.preset is not None:
-        raise UserError("--preset: goes with --from DIR")
     end_with_parent()
     out = options.out or Path("results", "calibration", "links.yaml")
     from moe_ep_bench.cost_model.calibrate import calibrate, launch_calibrate
@@ -462,8 +450,7 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.compare import compare_directories
-    from moe_ep_bench.analysis.compare_report import compare_json, compare_text, exit_status
+    from moe_ep_bench.analysis.compare import compare_directories, compare_json, compare_text, exit_status
     from moe_ep_bench.bench.question import parse_share
 
     limit = None if options.fail_over is None else parse_share("--fail-over", options.fail_over)

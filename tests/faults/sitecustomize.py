@@ -109,9 +109,9 @@ def _strike_at_call(owner, method, number, fault):
 
 def _inject_beside_policies() -> None:
     if "build" in FAULTS:
-        from moe_ep_bench.layer.build import Subject
+        from moe_ep_bench.layer.stack import Stack
 
-        _strike_at_call(Subject, "_add", 1, FAULTS["build"])
+        _strike_at_call(Stack, "_add", 1, FAULTS["build"])
     if "check" in FAULTS:
         from moe_ep_bench.layer.reference import DenseReference
 

@@ -624,10 +624,7 @@ class Results:
         ]
         commands += [["show", "in", "--format", "perfetto", "--out", "out/file"]]
         if name == "run":
-            commands += [
-                ["show", "in", "--format", "csv", "--samples", "--out", "out/file"],
-                ["calibrate", "--from", "in"],
-            ]
+            commands += [["show", "in", "--format", "csv", "--samples", "--out", "out/file"]]
         if name in ("emulated", "claims") and rand.random() < 0.3:
             again = {"emulated": "emulate", "claims": "papers"}[name]
             return [again, str(self.directories[name].parent / "small.yaml"), "--out", "in"]
@@ -916,7 +913,7 @@ class Commands:
         elif name in ("validate", "papers", "calibrate", "doctor", "trace record", "check-policy"):
             # They would measure or start something: their own checks of options are what is tried.
             words = [word if word not in ("config.yaml", "topk") else "missing.yaml" for word in words]
-            words += {"calibrate": ["--from", "missing"], "doctor": ["missing.yaml"]}.get(name, [])
+            words += {"calibrate": ["--nproc", "0"], "doctor": ["missing.yaml"]}.get(name, [])
         return [word.replace("\x00", "") for word in words]
 
     def value(self, action: argparse.Action, rand: random.Random) -> str:

@@ -338,6 +338,10 @@ class MeasureConfig(Strict):
         return self.model_dump(mode="json", exclude={"timeout_s", "launches"}, exclude_defaults=True)
 
 
+# What a linear program takes to balance a batch inside a node, by the README of LPLB; longer beyond one.
+LPLB_SOLVE_US = 100.0
+
+
 class ReplicationConfig(Strict):
     """Replicas of busy experts as DeepSeek's EPLB places them (``replication``)."""
 
@@ -349,13 +353,20 @@ class ReplicationConfig(Strict):
     balancer: Literal["static", "lp"] = "static"
     """How replicas share their expert's pairs: evenly, or split anew for every batch by a linear program (LPLB)."""
     solve_us: float | None = Field(None, ge=0)
-    """Time that solving takes every rank in a batch, assumed; null = as measured on this machine's CPU. Of lp alone."""
+    """Time that solving takes every rank in a batch, assumed; null = 100 (LPLB's README, in a node). Of lp alone."""
 
     @model_validator(mode="after")
     def _check_solving(self) -> ReplicationConfig:
         if self.balancer == "static" and self.solve_us is not None:
             raise ValueError(f"solve_us: expected none with balancer static, got {self.solve_us:g}")
         return self
+
+    @property
+    def solving_us(self) -> float:
+        """By which every rank is later in each batch."""
+        if self.balancer == "static":
+            return 0.0
+        return LPLB_SOLVE_US if self.solve_us is None else self.solve_us
 
     def params(self) -> dict[str, Any]:
         """What makes a case of it, JSON-ready; the default balancer is not named."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -270,7 +269,7 @@ def test_a_skew_that_a_later_batch_cannot_have_is_one_line(tmp_path: Path, capsy
 
 
 LP = {"spare_per_rank": 1, "balancer": "lp"}
-REPLICATION = [{"spare_per_rank": 1}, LP, {**LP, "solve_us": 100}]
+REPLICATION = [{"spare_per_rank": 1}, LP, {**LP, "solve_us": 7}]
 MODELLED = {"emulate": {"links": "h20-nvlink4", "device": "h20", "replication": REPLICATION}}
 
 
@@ -311,15 +310,14 @@ def test_replicas_relieve_the_fullest_rank_drop_nothing_and_cost_memory(modelled
 
 def test_a_linear_program_empties_the_fullest_rank_and_its_solving_counts(modelled: Path) -> None:
     rows, samples = routing_of(modelled), cases_of(modelled)
-    static, here, assumed = (f"EPLB{how}, 1 spare per rank" for how in ("", " + LP", " + LP (100 us to solve)"))
+    static, usual, assumed = (f"EPLB{how}, 1 spare per rank" for how in ("", " + LP", " + LP (7 us to solve)"))
     loads = rows.groupby(["label", "batch"]).load_R.apply(lambda lists: np.sum(lists.tolist(), axis=0).max())
     assert (loads[assumed] <= loads[static]).all()
     assert (loads[assumed] < loads[static]).any()
-    assert loads[here].tolist() == loads[assumed].tolist()
+    assert loads[usual].tolist() == loads[assumed].tolist()
     policy = samples[samples.phase == "policy"].set_index("case_id").time_us
     labels = json.loads((modelled / "run.json").read_text())["cases"]
     policy_us = policy.groupby(policy.index.map(lambda one: labels[one]["label"])).median()
-    assert policy_us[assumed] == pytest.approx(policy_us["native"] + 100)
-    assert policy_us[here] > policy_us["native"] + 100, "SciPy alone takes a millisecond"
-    text = run_text(load_run(modelled))
-    assert re.search(r"here it took [\d,]+ us of CPU time, measured\), as 100 us, assumed", text)
+    assert policy_us[assumed] == pytest.approx(policy_us["native"] + 7)
+    assert policy_us[usual] == pytest.approx(policy_us["native"] + 100)
+    assert "as 7 us, assumed" in run_text(load_run(modelled))

@@ -339,16 +339,15 @@ class Emulation:
         traffic: Traffic,
     ) -> None:
         """Set a case's ranks side by side, behind links and the balancing of replicas."""
-        link_us, solving = self._link_us(traffic), self.replicas.solving(self.cases[number], index)
+        link_us, replication = self._link_us(traffic), self.cases[number].replication
         legs_R, meetings = [median_legs([run.legs for run in runs]) for runs in times_R], times_R[0][0].meetings
-        if solving is not None:
+        if replication is not None and replication.solving_us:
             for legs in legs_R:  # Every rank solves once all counts are known.
                 leg = legs[meetings.index("wait_metadata") + 1]
-                leg["policy"] = leg.get("policy", 0.0) + solving.charged_us
-        solving_us = 0.0 if solving is None else solving.measured_us
+                leg["policy"] = leg.get("policy", 0.0) + replication.solving_us
         for rank, phases in enumerate(compose(legs_R, meetings, link_us)):
-            phases[HOST] = float(np.median([run.host_us for run in times_R[rank]])) + solving_us
-            phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]])) + solving_us
+            phases[HOST] = float(np.median([run.host_us for run in times_R[rank]]))
+            phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]]))
             for name, value in phases.items():
                 self.samples[number, rank, index, self.columns.index(name)] = value
 

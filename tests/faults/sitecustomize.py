@@ -89,6 +89,8 @@ def _inject() -> None:
         name = self.policy.name if isinstance(self, PolicyRouter) else "native"
         if FAULTS.get(name) == "nan-gate" and _is_last_rank():
             logits.view(-1)[-1] = float("nan")
+        if FAULTS.get("native") == "oom" and name == "native" and _is_last_rank():
+            _strike("oom")
         return logits
 
     PolicyRouter.routing = faulty

@@ -17,7 +17,6 @@ _WORDS = {
     "workload.num_tokens": "tokens of a batch",
     "workload.topk_share": "score mass of the top-k",
     "workload.tail": "tail model",
-    "workload.placement": "placement of popular experts",
     EP_SIZE: "experts per rank",
     "layer.expert_tensor_parallel": "slices of an expert",
     "model.preset": "model",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_ep_bench.cli.arguments import PAPERS_LIST, SUCCESSORS, make_parser, with_list_joined
+from moe_ep_bench.cli.arguments import PAPERS_LIST, make_parser, with_list_joined
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.device import take_cpu
 from moe_ep_bench.runtime.errors import complain, tolerant_stderr
@@ -34,10 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status. User mistakes are one line on stderr and status 2 (``complain``)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     with tolerant_stderr(), _no_prompt():
-        if arguments and arguments[0] in SUCCESSORS:
-            instead = f"use: moe-ep-bench {SUCCESSORS[arguments[0]]}"
-            print(f"moe-ep-bench: there is no command {arguments[0]} any more; {instead}", file=sys.stderr)
-            return USER_ERROR
         parser = make_parser()
         options = parser.parse_args(with_list_joined(arguments))
         if options.command is None:

@@ -12,17 +12,6 @@ from typing import Any, NoReturn
 from moe_ep_bench.errors import brief, did_you_mean, printable
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
-# What took the place of commands that there were.
-SUCCESSORS = {
-    "launch": "run CONFIG",
-    "points": "run CONFIG --list-points",
-    "reproduce": "papers CONFIG",
-    "accuracy": "quality CONFIG",
-    "summary": "show DIR",
-    "export": "show DIR --format md|latex|csv|json|perfetto",
-    "report": "show DIR --format html",
-}
-
 # ``papers`` takes a config; with this action in its place it is a command of its own.
 PAPERS_LIST = "papers list"
 
@@ -296,7 +285,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     record.set_defaults(command="trace record")
 
     imported = actions.add_parser("import", help="convert another program's recording to moe-trace-v1")
-    imported.add_argument("kind", metavar="KIND", help="esft, flame-moe, gpt-oss, megatron, sglang or vllm")
+    imported.add_argument("kind", metavar="KIND", help="esft, flame-moe, megatron, sglang or vllm")
     imported.add_argument("source", type=Path, metavar="SOURCE", help="a checkout, directory or file")
     imported.add_argument("out", type=Path, metavar="OUT", help="the file to write; must not exist")
     for name, text in (

@@ -33,7 +33,7 @@ from moe_ep_bench.analysis.route.parts import (
     without,
 )
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, Drawing, is_narrow, looks_of, panel_title, sheet
-from moe_ep_bench.metrics import imbalance_factor
+from moe_ep_bench.metrics import imbalance
 
 _TEXT = {"facecolor": "#0072B2"}
 _IMAGES = {"facecolor": "#E69F00", "hatch": "////", "edgecolor": "white"}
@@ -181,20 +181,17 @@ def imbalance_figure(run: RouteRun) -> Drawing | None:
     cases = pd.concat([bounds, pools])
     factors = []
     for fullest, name in (("expert", "load_E"), ("GPU", "load_R")):
-        factors_VB = [
-            imbalance_factor(run.loads(case.group, case.label, name), case.layer_weights) for case in cases.itertuples()
-        ]
+        factors_VB = [imbalance(run.loads(case.group, case.label, name)).mean(axis=0) for case in cases.itertuples()]
         median, p95 = np.transpose([np.percentile(factors_B, [50, 95]) for factors_B in factors_VB])
         factors.append(cases.assign(fullest=fullest, imbalance_factor_median=median, imbalance_factor_p95=p95))
     rows = pd.concat(factors)
     looks = looks_of({line: short(line) for line in pools["line"].unique()})
     styles = {"native": NATIVE, "load_only": BALANCE}
     facts = cases.iloc[0]
-    weights = "alike" if facts["layer_weights"] is None else "by route.layer_weights"
     figure, panels = page(
         "Imbalance factor against c",
-        "The fullest over the mean of the computed pairs, of each layer and batch; layers weighted "
-        f"{weights}; median and 95th percentile "
+        "The fullest over the mean of the computed pairs, of each layer and batch, mean over layers; "
+        f"median and 95th percentile "
         f"over {facts['num_batches']} batches.",
         split(rows, "group"),
         {
@@ -210,9 +207,7 @@ def imbalance_figure(run: RouteRun) -> Drawing | None:
     for axes_of, part in panels:
         for axes, of in zip(axes_of, split(part, "fullest"), strict=True):
             facts = of.iloc[0]
-            placed = (
-                f" ({facts['num_ranks']} GPUs, {facts['placement']} placement)" if facts["fullest"] == "GPU" else ""
-            )
+            placed = f" ({facts['num_ranks']} GPUs)" if facts["fullest"] == "GPU" else ""
             traffic = f"; {facts['traffic']}" if len(panels) > 1 else ""
             panel_title(axes, f"fullest {facts['fullest']}{placed}{traffic}", 4.2)
             for name, wide in (("imbalance_factor_median", {"linewidth": 2.0}), ("imbalance_factor_p95", _P95)):

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from test_docs import GENERATED, PAGES, ROOT, THIRTEEN, code, commands
 from test_importers import esft
-from test_trace_info import write_trace
+from trace_files import write_trace
 
 from moe_ep_bench.cli import COMMANDS
 

@@ -287,8 +287,7 @@ def _tell(phase: str, question: Question) -> None:
 
 def _validate(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.analysis.validation import load_validation
-    from moe_ep_bench.analysis.validation_report import validation_text, write_report
+    from moe_ep_bench.analysis.validate import write_validation
     from moe_ep_bench.bench.question import parse_share
     from moe_ep_bench.bench.validate import validate
     from moe_ep_bench.runtime import launcher
@@ -297,13 +296,7 @@ def _validate(options: argparse.Namespace) -> int:
     nproc = options.nproc if options.nproc is not None else launcher.default_nproc()
     margin = parse_share("--margin", options.margin)
     status = validate(options.config, out, options.overrides, nproc, force=options.force, margin=margin)
-
-    def report() -> str:
-        validation = load_validation(out)
-        write_report(validation)
-        return validation_text(validation)
-
-    return _shown(status, report)
+    return _shown(status, lambda: write_validation(out))
 
 
 def _papers(options: argparse.Namespace) -> int:
@@ -373,9 +366,9 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _trace_info(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.trace_report import trace_info
+    from moe_ep_bench.workload.trace_info import trace_info
 
-    print(trace_info(options.file, options.out))
+    print(trace_info(options.file))
     return OK
 
 

@@ -268,9 +268,8 @@ def _add_value(parser: argparse.ArgumentParser, name: str, default: object, meta
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    info = actions.add_parser("info", help="print loads, scores and neighbours of a recording")
-    info.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file, or a .json of expert loads")
-    info.add_argument("--out", type=Path, metavar="DIR", help="draw figures into this directory")
+    info = actions.add_parser("info", help="print what a recording holds")
+    info.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file")
     info.set_defaults(command="trace info")
 
     thresholds = actions.add_parser("thresholds", help="derive fields of the policies laser or token_drop")

@@ -21,8 +21,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from moe_ep_bench.analysis.style import (
     CEILING_LINE,
+    EXTRAPOLATED_LOOK,
     GAMMA,
     GREY,
+    HOW,
     INK,
     MUTED,
     NATIVE_LINE,
@@ -56,11 +58,13 @@ class Marks:
         draw: (panel, rows of the facet, how each line looks).
         ratio: of the panel's height to that of the others in its facet, or of its width where they stand side by side.
         shares_x: it has the axis of the panel below it, which names the values.
+        needs: a query that some row of the sheet must satisfy, else the panel is left out; empty = none.
     """
 
     draw: Callable[[Axes, pd.DataFrame, Mapping[str, Look]], None]
     ratio: float = 1.0
     shares_x: bool = False
+    needs: str = ""
 
 
 # ---- facets --------------------------------------------------------------------------------------------------------
@@ -86,6 +90,7 @@ def facets(
         The sheet, and the inches of its body.
     """
     groups = [own for _, own in rows.groupby("facet", sort=False)]
+    marks = [mark for mark in marks if not mark.needs or len(rows.query(mark.needs, engine="python"))]
     inches = max(map(height, groups)) if callable(height) else height
     ratios, per_group = [mark.ratio for mark in marks], len(marks)
     columns = 1 if is_narrow() else min(most, len(groups))
@@ -110,7 +115,7 @@ def facets(
                 axes.set_xlabel("")
             if axes is not panels[0] and beside and not is_narrow():
                 axes.tick_params(labelleft=not mark.shares_x)
-            origins = set(own["origin"].dropna())
+            origins = {origin for origin in own["origin"].dropna() if origin in HOW}
             frame(axes, origins.pop() if len(origins) == 1 else None)
     return figure, num_rows * inches
 
@@ -165,73 +170,64 @@ def name_rows(axes: Axes, labels: Sequence[str], inches: float = 2.4) -> None:
     axes.grid(False, axis="y")
 
 
-def _places(values: pd.Series, *, as_words: bool) -> tuple[pd.Series, list[float], list[str], bool]:
-    """Where values stand along an axis, with its ticks; as words at even distances, words before numbers.
-
-    Returns:
-        The place of each value, ticks and their labels (none where there are too many), and whether it is logarithmic.
-    """
-    words = [value for value in dict.fromkeys(values) if isinstance(value, str)]
-    numbers = sorted({float(value) for value in values if not isinstance(value, str)})
-    labels = [*words, *(f"{number:,g}" if number < 1e6 else f"{number:.3g}" for number in numbers)]
-    if as_words or words:
-        places = {value: float(place) for place, value in enumerate([*words, *numbers])}
-        return values.map(places).astype(float), list(places.values()), labels, False
-    is_log = numbers[0] > 0 and numbers[-1] / numbers[0] >= 4
-    places = {number: float(np.log2(number)) if is_log else number for number in numbers}
-    ticks = list(places.values()) if len(numbers) <= _MANY else []
-    return values.astype(float).map(places), ticks, labels if ticks else [], is_log
-
-
 # ---- lines ---------------------------------------------------------------------------------------------------------
 
 
-def lines(x: str, y: str, *, words: str = "", as_words: bool = False, ratio: float = 1.0) -> Marks:
+def lines(x: str, y: str, *, words: str = "", as_words: bool = False, ratio: float = 1.0, only: str = "") -> Marks:
     """A line for each ``line``, with whiskers where ``y`` is a speedup; lines stand a little beside each other.
 
     Args:
-        words: what the axis of ``x`` is called; empty = after the column.
+        words: what the axis of ``x`` is called, or the column that holds it; empty = after ``x``.
         as_words: values at even distances, names before numbers. Where there are names alone the axis stands upright,
             for names are read best in rows.
+        only: a query for the rows that have lines; what speedups are held against is drawn of all.
     """
     label, factor, native, least = axis_of(y)
     is_speedup = y == "speedup_median"
 
     def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
-        own = rows[rows[x].notna() & rows[y].notna() & rows["line"].isin(list(looks))]
+        own = rows.query(only) if only else rows
+        own = own[own[x].notna() & own[y].notna() & own["line"].isin(list(looks)) & (own["role"] != "ceiling")]
         place_of, is_log = _places(rows[x].dropna(), as_words=as_words)
         upright = as_words and all(isinstance(value, str) for value in place_of)
-        own = own.assign(at=own[x].map(place_of), value=factor * own[y].astype(float)).sort_values("at", kind="stable")
-        own["at"] += 0 if upright else _aside(own, list(looks), as_words=as_words)
+        own = own.assign(place=own[x].map(place_of), value=factor * own[y].astype(float))
+        own = own.sort_values("place", kind="stable")
+        own["place"] += 0 if upright else _aside(own, list(looks), as_words=as_words)
         for line, part in own.groupby("line", sort=False):
             look = looks[str(line)] | ({"linestyle": "none"} if upright else {})
             named = {} if upright else {"label": part["legend"].iloc[0]}
-            axes.plot(*_turned(part["at"], part["value"], upright), zorder=3, **named, **look)
+            axes.plot(*_turned(part["place"], part["value"], upright), zorder=3, **named, **look)
             if is_speedup:
                 _draw_whiskers(axes, part, look["color"], upright=upright)
         ends = [*own["value"], *([] if native is None else [native])]
         if is_speedup:
             ends += [*own[list(SPEEDUP)].to_numpy(dtype=float).ravel(), *rows[["floor_low", "floor_high"]].stack()]
             ends += [*rows.loc[rows["role"] == "ceiling", y].dropna()]
-            along = None if as_words else rows[x].map(place_of)
-            references(axes, rows, upright=upright, along=along if rows[x].nunique() > 1 else None)
+            along = rows[x].map(place_of) if not as_words and len(place_of) > 1 else None
+            references(axes, rows, upright=upright, along=along)
         elif native is not None:
             (axes.axvline if upright else axes.axhline)(native, zorder=1, **NATIVE_LINE)
-        low, high = limits(ends, least)
-        _name_values(axes, place_of, is_log=is_log, upright=upright)
-        if native is None and own["value"].min() >= 0:
-            is_wide = own["value"].min() > 0 and own["value"].max() / own["value"].min() >= 8
-            low = low if is_wide else 0.0
-            if is_wide:
-                axes.set_yscale("log", base=2)
-                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.3g}"))
-        if not axes.yaxis.get_scale() == "log":
-            (axes.set_xlim if upright else axes.set_ylim)(low, high)
+        elif len(beside := rows.loc[(rows["role"] == "baseline") & rows[x].isna(), y].dropna()):
+            axes.axhline(factor * beside.mean(), zorder=1, label="native", **NATIVE_LINE)
+            ends.append(factor * beside.mean())
+        _name_values(axes, place_of, is_log=is_log, upright=upright, as_words=as_words)
+        _scale(axes, ends, native is not None, least, upright=upright)
         (axes.set_xlabel if upright else axes.set_ylabel)(label)
         if not upright:
-            axes.set_xlabel(words or axis_of(x)[0])
+            axes.set_xlabel(rows[words].iloc[0] if words in rows else words or axis_of(x)[0])
 
     return Marks(draw, ratio, shares_x=True)
+
+
+def _scale(axes: Axes, ends: list[float], has_native: bool, least: float, *, upright: bool) -> None:
+    """Limits of the values' axis: about native; else from zero, or logarithmic where they span enough."""
+    low, high = limits(ends, least)
+    smallest = np.nanmin(ends)
+    if not has_native and smallest > 0 and np.nanmax(ends) >= 8 * smallest:
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.3g}"))
+        return
+    (axes.set_xlim if upright else axes.set_ylim)(0.0 if not has_native and smallest >= 0 else low, high)
 
 
 def _places(values: pd.Series, *, as_words: bool) -> tuple[dict[Any, float], bool]:
@@ -246,9 +242,9 @@ def _places(values: pd.Series, *, as_words: bool) -> tuple[dict[Any, float], boo
 
 def _aside(rows: pd.DataFrame, order: list[str], *, as_words: bool) -> pd.Series:
     """How far each row stands from its place, so that no line hides another: an even spread at each place."""
-    rank = rows["line"].map({line: n for n, line in enumerate(order)}).groupby(rows["at"]).rank(method="dense")
-    number = rank.groupby(rows["at"]).transform("max")
-    span = rows["at"].max() - rows["at"].min()
+    rank = rows["line"].map({line: n for n, line in enumerate(order)}).groupby(rows["place"]).rank(method="dense")
+    number = rank.groupby(rows["place"]).transform("max")
+    span = rows["place"].max() - rows["place"].min()
     step = np.minimum(0.09, 0.7 / number) if as_words or not span else 0.011 * span
     return (rank - (number + 1) / 2) * step
 
@@ -258,29 +254,28 @@ def _turned(at: Any, values: Any, upright: bool) -> tuple[Any, Any]:
 
 
 def _draw_whiskers(axes: Axes, rows: pd.DataFrame, colour: str, *, upright: bool) -> None:
-    (axes.hlines if upright else axes.vlines)(
-        rows["at"], *(rows[end] for end in SPEEDUP), color=colour, linewidth=1.4, zorder=3.5
-    )
+    span = axes.hlines if upright else axes.vlines
+    span(rows["place"], *(rows[end] for end in SPEEDUP), color=colour, linewidth=1.4, zorder=3.5)
     cap = {"linestyle": "none", "marker": "|" if upright else "_", "markersize": 8, "markeredgewidth": 1.4}
     for end in SPEEDUP:
-        axes.plot(*_turned(rows["at"], rows[end], upright), color=colour, zorder=3.5, **cap)
+        axes.plot(*_turned(rows["place"], rows[end], upright), color=colour, zorder=3.5, **cap)
 
 
-def _name_values(axes: Axes, place_of: Mapping[Any, float], *, is_log: bool, upright: bool) -> None:
+def _name_values(axes: Axes, place_of: Mapping[Any, float], *, is_log: bool, upright: bool, as_words: bool) -> None:
     """Tick an axis at its values, or evenly where they are many."""
     labels = [value if isinstance(value, str) else f"{value:,g}" for value in place_of]
     if upright:
         name_rows(axes, labels, 1.9)
         return
+    has_words = any(isinstance(value, str) for value in place_of)
     ends = min(place_of.values()), max(place_of.values())
-    pad = 0.5 if set(place_of.values()) <= set(map(float, range(len(labels)))) else 0.08 * (ends[1] - ends[0]) or 0.5
+    pad = 0.5 if as_words or has_words else 0.08 * (ends[1] - ends[0]) or 0.5
     axes.set_xlim(ends[0] - pad, ends[1] + pad)
     axes.grid(False, axis="x")
-    if len(labels) <= _MANY or any(isinstance(value, str) for value in place_of):
+    if len(labels) <= _MANY or has_words:
         axes.set_xticks(list(place_of.values()), labels)
-        long = len(" ".join(labels)) > 70 or any(len(label) > 12 for label in labels)
-        for tick in axes.get_xticklabels() if long else ():
-            if not tick.get_text().replace(".", "").replace(",", "").isdigit():
+        for tick in axes.get_xticklabels():
+            if len(tick.get_text()) > 5 and not tick.get_text()[0].isdigit():
                 tick.set(rotation=30, ha="right", rotation_mode="anchor")
     elif is_log:
         axes.xaxis.set_major_locator(MaxNLocator(_MANY, integer=True))
@@ -291,7 +286,6 @@ def _name_values(axes: Axes, place_of: Mapping[Any, float], *, is_log: bool, upr
 
 _FRONT = {"color": INK, "linewidth": 1.1, "linestyle": (0, (1, 1))}
 _STAR = {"color": INK, "marker": "*", "markersize": 10, "linestyle": "none", "markeredgewidth": 0}
-FRONTIER = {"color": INK, "linewidth": 1.4}
 _SURE = ("faster", "slower")
 
 
@@ -319,7 +313,9 @@ def points(cost: str, on_front: str, *, sign: int, label: str, ratio: float = 1.
                 linewidth=1.2,
                 zorder=2.5,
             )
-            _draw_point(axes, row, (row["cost"], row["speedup_median"]), looks[row["line"]], row["verdict"] in _SURE)
+            _draw_point(
+                axes, row, (row["cost"], row["speedup_median"]), looks[row["line"]], is_sure=row["verdict"] in _SURE
+            )
         references(axes, rows)
         axes.set(xlabel=label, ylabel=axis_of("speedup_median")[0])
         axes.margins(x=0.15, y=0.1)
@@ -338,9 +334,7 @@ def points(cost: str, on_front: str, *, sign: int, label: str, ratio: float = 1.
         pad = 0.09 * (high - low)
         for row in away.to_dict("records"):
             look, y = looks[row["line"]], min(max(row["speedup_median"], low + pad), high - pad)
-            _draw_point(
-                axes, {**row, "capacity_factor": np.nan}, (right, y), look, row["verdict"] in _SURE, clip_on=False
-            )
+            _draw_point(axes, {**row, "step": None}, (right, y), look, is_sure=row["verdict"] in _SURE, clip_on=False)
             text = f"speedup {row['speedup_median']:.2f}\nat {row['cost']:.0f} %"
             _write(axes, text, (right, y), (-7, 0), look["color"], ha="right", va="center")
 
@@ -363,35 +357,37 @@ def front(values: Sequence[tuple[float, float]]) -> list[int]:
     return kept[::-1]
 
 
-def relief(curve: Callable[[pd.DataFrame], tuple[np.ndarray, np.ndarray] | None]) -> Marks:
+def relief() -> Marks:
     """How much less the fullest rank computes, over the mass kept, below the frontier of dropping (``curve``)."""
 
     def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
         own = rows[rows["line"].isin(list(looks)) & rows["relief"].notna() & ~rows["off_scale"]]
         for row in own.to_dict("records"):
-            _draw_point(axes, row, (100 * row["kept_share"], row["relief"]), looks[row["line"]], True)
+            _draw_point(axes, row, (100 * row["kept_share"], row["relief"]), looks[row["line"]], is_sure=True)
         axes.plot(100, 1, zorder=2.95, **_STAR)
         axes.set(xlabel="score mass kept (% of top-k's)", ylabel="fullest rank, native / policy")
         axes.margins(x=0.08, y=0.12)
         (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-        if (found := curve(rows)) is not None:
+        for relief_N, kept_N in rows["curve"].dropna().head(1):
             words = "frontier: none that only drops is above; rerouting may be"
-            axes.plot(100 * found[1], found[0], zorder=2, label=words, **FRONTIER)
+            axes.plot(100 * kept_N, relief_N, color=INK, linewidth=1.4, zorder=2, label=words)
         axes.set(xlim=(right, left), ylim=(low, high))
 
-    return Marks(draw)
+    return Marks(draw, needs="relief.notna()")
 
 
-def _draw_point(axes: Axes, row: Mapping[str, Any], place: tuple, look: Look, is_sure: bool, **changes: Any) -> None:
-    marker = {"marker": look["marker"], "linestyle": "none", "label": row["line"] if is_sure else "_", "zorder": 3}
-    if is_sure:
-        filled = {"color": look["color"], "markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.6}
-        axes.plot(*place, **marker, **filled, **changes)
-    else:
-        hollow = {"markerfacecolor": "none", "markeredgecolor": look["color"], "markersize": 8, "markeredgewidth": 1.4}
-        axes.plot(*place, **marker, **hollow, **changes)
-    if not np.isnan(row["capacity_factor"]):
-        _write(axes, f"{row['capacity_factor']:g}", place, (6, 3), look["color"])
+def _draw_point(axes: Axes, row: Mapping[str, Any], place: tuple, look: Look, *, is_sure: bool, **changes: Any) -> None:
+    filled = {"color": look["color"], "markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.6}
+    hollow = {"markerfacecolor": "none", "markeredgecolor": look["color"], "markersize": 8, "markeredgewidth": 1.4}
+    marker = {"marker": look["marker"], "linestyle": "none", "zorder": 3}
+    axes.plot(*place, **marker, **(filled if is_sure else hollow), **changes)
+    axes.plot([], [], label=row["line"], **marker, **filled)
+    if not is_sure:
+        unsure = {**hollow, "markeredgecolor": MUTED, "marker": "o", "linestyle": "none"}
+        axes.plot([], [], label="neither faster nor slower for sure", **unsure)
+    if row["step"] is not None and row["step"] == row["step"]:
+        word = row["step"] if isinstance(row["step"], str) else f"{row['step']:g}"
+        _write(axes, word.removesuffix(" spare"), place, (6, 3), look["color"])
 
 
 def _write(axes: Axes, text: str, place: tuple, offset: tuple, colour: str, **sides: str) -> None:
@@ -468,7 +464,7 @@ def stairs(of: str, ratio: float = 1.0) -> Marks:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(False, axis="x")
 
-    return Marks(draw, ratio)
+    return Marks(draw, ratio, needs=f"of == '{of}' and (num_ranks > 1 or of == 'expert')")
 
 
 # ---- forest --------------------------------------------------------------------------------------------------------
@@ -513,6 +509,71 @@ def forest(estimates: Sequence[tuple[str, float, Mapping[str, Any] | None]], rat
 
 
 _BALANCED = {"color": INK, "marker": "d", "markeredgecolor": "white"}
+
+
+def extrapolated() -> Marks:
+    """A hatched bar per case: what all layers of a model would take, where only some were built."""
+
+    def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+        del looks
+        names = list(rows["bar"].dropna().unique())
+        own = rows[rows["shows"] == "all layers"].set_index("bar").reindex(names)
+        times_ms, gains = own["time_ms"].astype(float), own["speedup_median"].where(own["role"] != "baseline")
+        texts = times_ms.map(milliseconds, "ignore").fillna("") + gains.map(" ({:.2f} x)".format, "ignore").fillna("")
+        look = {"height": 0.62, "linewidth": 0.6, "label": "extrapolated", **EXTRAPOLATED_LOOK}
+        axes.barh(np.arange(len(names)), times_ms.fillna(0), **look)
+        write_ends(axes, times_ms.fillna(0), texts)
+        axes.set(
+            xlim=(0, 2.0 * times_ms.max()), xlabel=f"all {rows['of_layers'].iloc[0]:.0f} layers, extrapolated (ms)"
+        )
+        name_rows(axes, names)
+
+    return Marks(draw, 1.1, shares_x=True, needs="all_layers_ms_extrapolated.notna()")
+
+
+# ---- scatter -------------------------------------------------------------------------------------------------------
+
+_FITS = {
+    "fitted line": {"color": INK, "linewidth": 1.2},
+    "bound": {"color": MUTED, "linewidth": 1.2, "linestyle": "--"},
+}
+
+
+def scatter(x: str, y: str, xlabel: str = "", ylabel: str = "", *, spread: str = "", join: str = "") -> Marks:
+    """A point per row, with half a whisker's length in ``spread``; rows that are to ``join`` lie on a line.
+
+    ``xlabel`` may be the column that holds it. Rows with a slope are straight lines (``intercept_us``).
+    """
+
+    def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+        own = rows[rows[x].notna() & rows[y].notna() & rows["line"].isin(list(looks))]
+        for line, part in own.groupby("line", sort=False):
+            look = looks[str(line)]
+            axes.plot(part[x], part[y], **{**look, "linestyle": "none", "markersize": 5}, label=None if join else line)
+            if spread:
+                error = {"ecolor": look["color"], "capsize": 2, "linestyle": "none"}
+                axes.errorbar(part[x], part[y], part[spread], **error)
+            if join:
+                on_line = part[part[join].astype(bool)].sort_values(x)
+                axes.plot(on_line[x], on_line[y], label=line, **look)
+        if "slope_us_per_expert" in rows:
+            axes.set(xlim=(0, 1.05 * own[x].max()))
+            for fit in rows[rows["slope_us_per_expert"].notna()].to_dict("records"):
+                ends = np.array(axes.get_xlim())
+                axes.plot(
+                    ends,
+                    fit["intercept_us"] + fit["slope_us_per_expert"] * ends,
+                    label=fit["line"],
+                    **_FITS[fit["line"]],
+                )
+                if isinstance(fit.get("words"), str):
+                    axes.text(0.03, 0.96, fit["words"], transform=axes.transAxes, va="top", fontsize="small")
+            axes.set_ylim(0)
+        axes.set_xlabel(rows[xlabel].iloc[0] if xlabel in rows else xlabel or axis_of(x)[0])
+        axes.set_ylabel(ylabel or axis_of(y)[0])
+
+    return Marks(draw)
+
 
 # ---- heat ----------------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,9 @@
 Colours are those of Okabe and Ito, which most colour-blind readers tell apart; markers, line styles and hatches differ
 too, so that a grey print reads as well. What was taken from the world is *filled* (measured times, recorded scores),
 what stands in for it is *hollow* (emulated, synthetic), what was computed is *dashed* (modelled), what others measured
-is *dotted* (measured elsewhere): in the tags beside a title, in the frames of panels, and in marks.
+is *dotted* (measured elsewhere): in the tags beside a title, in the frames of panels, in phases.
 
-A size (``SIZES``) sets matplotlib's parameters: width, fonts, dots per inch. Matplotlib measures, wraps and lays out all
-text. Equal input gives equal bytes: no dates, fixed salts, and no settings of the user.
+A size (``SIZES``) sets matplotlib's parameters: width, fonts, dots per inch. Matplotlib measures and wraps all text. Equal input gives equal bytes: no dates, fixed salts, and no settings of the user.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from matplotlib import rcParams
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from moe_ep_bench.errors import UserError
@@ -111,14 +110,6 @@ _DASHES, _DOTS = (0, (3, 2)), (0, (1, 1))
 _LINE_OF = {"modelled": _DASHES, "partly measured elsewhere": _DOTS}
 
 
-def mark_look(how: str, colour: str) -> dict[str, Any]:
-    """How marks and the line through them are drawn where their origin has to show in them."""
-    if how == "measured":
-        return {"markerfacecolor": colour, "markeredgecolor": "white", "markeredgewidth": 0.6, "linestyle": "-"}
-    line = _LINE_OF.get(how, "-")
-    return {"markerfacecolor": "white", "markeredgecolor": colour, "markeredgewidth": 1.3, "linestyle": line}
-
-
 def frame(axes: Axes, how: str | None) -> None:
     """Frame a panel as its origin asks for: open if measured, closed if emulated, dashed or dotted if not run here."""
     if how in ("emulated", *_LINE_OF):
@@ -178,9 +169,10 @@ def phase_look(group: str, how: str = "measured") -> dict[str, Any]:
 
 # ---- policies ------------------------------------------------------------------------------------------------------
 
-# Colour and marker of every policy, the same in every figure; black is native's alone. Policies that rarely stand in
+# Colour and marker of every policy, the same in every figure. Policies that rarely stand in
 # one figure share a colour.
 POLICY_LOOKS = {
+    "native": (INK, "*"),
     "topk": ("#0072B2", "o"),
     "token_drop": ("#D55E00", "s"),
     "expanded_drop": ("#009E73", "^"),
@@ -199,6 +191,7 @@ POLICY_LOOKS = {
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _LINES = ("-", "--", "-.", (0, (1, 1.2)))
+_ORDERED = LinearSegmentedColormap.from_list("ordered", ["#D55E00", "#E69F00", "#009E73", "#0072B2"])
 _LIGHTER = (0.0, 0.3, 0.5)  # of a policy's variants, in turn
 
 Look = dict[str, Any]
@@ -230,6 +223,21 @@ def looks_of(names: Sequence[str]) -> dict[str, Look]:
     return looks
 
 
+def ordered_looks(names: Sequence[str]) -> dict[str, Look]:
+    """How lines of ordered things are drawn: colours run from the first to the last; replication is dotted."""
+    ordered = [name for name in dict.fromkeys(names) if not name.startswith("EPLB") and name != "perfect balance"]
+    dotted = [name for name in dict.fromkeys(names) if name.startswith("EPLB")]
+    edge = {"markeredgecolor": "white", "markeredgewidth": 0.6}
+    colours = _ORDERED(np.linspace(0, 1, len(ordered)))
+    looks: dict[str, Look] = {
+        name: {"color": to_hex(colours[at]), "marker": MARKERS[at % len(MARKERS)], **edge}
+        for at, name in enumerate(ordered)
+    }
+    for at, name in enumerate(dotted):
+        looks[name] = {"color": POLICY_LOOKS["EPLB"][0], "linestyle": (0, (1 + 2 * (at % 3), 1.2)), "linewidth": 2}
+    return looks
+
+
 # ---- sheets --------------------------------------------------------------------------------------------------------
 
 Legend = Sequence[tuple[str, Artist | tuple[Artist, ...]]]
@@ -256,6 +264,7 @@ def wrapped(figure: Figure, words: str, inches: float, points: float, weight: st
     """Break a text into lines that are no wider than ``inches``; of more than ``most`` lines the first ones."""
     text = figure.text(0, 0, words, fontsize=points, weight=weight, wrap=True)
     text._get_wrap_line_width = lambda: inches * figure.dpi  # matplotlib's own wraps at the figure's edge
+    text.get_window_extent()
     lines = text._get_wrapped_text().split("\n")
     text.remove()
     if most and len(lines) > most:

@@ -117,7 +117,12 @@ def scalings(comparisons: pd.DataFrame) -> pd.DataFrame:
     sizes = lambda row: (row["num_ranks"], row["world_size"], row["num_tokens"])  # noqa: E731
     sets = [
         *_sets("EP size (ranks), tokens per rank held", rows, lambda row: row["num_ranks"], _tokens_per_rank),
-        *_sets("EP size (ranks), tokens of all ranks held", rows, lambda row: row["num_ranks"], lambda row: row["num_tokens"]),
+        *_sets(
+            "EP size (ranks), tokens of all ranks held",
+            rows,
+            lambda row: row["num_ranks"],
+            lambda row: row["num_tokens"],
+        ),
         *_sets("tokens per rank", rows, _tokens_per_rank, lambda row: sizes(row)[:2]),
     ]
     for key in dict.fromkeys(key for row in rows for key in json.loads(row["point"])):
@@ -133,7 +138,11 @@ def _sets(
 ) -> list[pd.DataFrame]:
     """Sets of at least two values, ascending; of equal values the first comparison stands."""
     known = [
-        {**row, "value": float(value(row)), "same": json.dumps([held(row), _identity(row, swept)], sort_keys=True, default=str)}
+        {
+            **row,
+            "value": float(value(row)),
+            "same": json.dumps([held(row), _identity(row, swept)], sort_keys=True, default=str),
+        }
         for row in rows
     ]
     parts = pd.DataFrame(known).drop_duplicates(["same", "value"]).sort_values("value", kind="stable") if known else []

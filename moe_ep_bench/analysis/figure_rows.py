@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -42,7 +43,6 @@ _LEAST_IDLE = 0.05  # of the experts of the fullest rank: a step that activates 
 # What a layer, and a pass of a whole model, consists of, in the order in which bars stack it.
 GROUPS = [*dict.fromkeys(p.group for p in PHASES.values() if p.of == "layer" and not p.is_waiting), "waiting"]
 GROUPS += [UNACCOUNTED]
-PARTS = ["attention", "rest", "policy", *(group for group in ("gate", *GROUPS) if group != "shared")]
 PARTS = [
     "attention",
     "rest",
@@ -53,6 +53,7 @@ PARTS = [
 ]
 
 
+@lru_cache(maxsize=2)
 def case_rows(store: Store) -> pd.DataFrame:
     """``cases`` as figures show them.
 
@@ -81,6 +82,11 @@ def case_rows(store: Store) -> pd.DataFrame:
     )
 
 
+def layer_rows(store: Store) -> pd.DataFrame:
+    """``case_rows`` of lone layers, and of routing."""
+    return case_rows(store).query("scope == 'layer'")
+
+
 def smallest_steps(rows: pd.DataFrame) -> pd.DataFrame:
     """Of each line in a facet the smallest capacity factor, or fewest spare slots: in reading order they ascend."""
     return rows[~rows.duplicated(["facet", "line"]) | rows["line"].isna()]
@@ -88,9 +94,7 @@ def smallest_steps(rows: pd.DataFrame) -> pd.DataFrame:
 
 def speedup_rows(store: Store) -> pd.DataFrame:
     """Cases with a speedup, of comparisons in which a policy or replication has one."""
-    rows = case_rows(store).query(
-        "role in ('policy', 'replication', 'ceiling') and speedup_median.notna() and scope == 'layer'"
-    )
+    rows = layer_rows(store).query("role in ('policy', 'replication', 'ceiling') and speedup_median.notna()")
     return rows[rows["facet"].isin(rows.loc[rows["role"] != "ceiling", "facet"])]
 
 
@@ -129,7 +133,7 @@ def named_bars(rows: pd.DataFrame, *, with_cost: bool = True) -> pd.DataFrame:
 
 def phase_rows(store: Store) -> pd.DataFrame:
     """A row per case and group of phases (``phases``), mean over ranks."""
-    rows = case_rows(store)
+    rows = layer_rows(store)
     rows = rows[rows["breakdown_layer_ms"].notna()]
     if rows.empty:
         return rows
@@ -139,7 +143,7 @@ def phase_rows(store: Store) -> pd.DataFrame:
 
 def chosen_timeline(store: Store, choice: Choice) -> pd.DataFrame | None:
     """A row per rank and phase of two cases (``timeline``)."""
-    rows = timeline_rows(store, case_rows(store), choice)
+    rows = timeline_rows(store, layer_rows(store), choice)
     if rows is None:
         return None
     groups = rows["phase"].map({name: phase.group for name, phase in PHASES.items()}).fillna(UNACCOUNTED)
@@ -152,7 +156,7 @@ def chosen_timeline(store: Store, choice: Choice) -> pd.DataFrame | None:
 def load_rows(store: Store) -> pd.DataFrame:
     """A row per case and expert, or rank (``of``, ``number``): ``load_over_mean``, mean over batches and layers."""
     rows = smallest_steps(
-        case_rows(store).query("status == 'ok' and role in ('baseline', 'policy') and policy != 'topk'")
+        layer_rows(store).query("status == 'ok' and role in ('baseline', 'policy') and policy != 'topk'")
     )
     both = set.intersection(*(set(rows.loc[rows["role"] == role, "facet"]) for role in ("policy", "baseline")))
     rows = rows[rows["facet"].isin(both)].set_index(CASE, drop=False)
@@ -176,7 +180,7 @@ def activated_rows(store: Store) -> pd.DataFrame | None:
     pool ends with a row for the fitted line and one for the bound: an expert's weights at the speed at which this device
     reads. None where every batch activates all experts, or nothing was timed by phase.
     """
-    rows = case_rows(store).query("status == 'ok' and role in ('baseline', 'policy') and scope == 'layer'")
+    rows = layer_rows(store).query("status == 'ok' and role in ('baseline', 'policy')")
     rows = rows[
         rows["facts"].map(lambda f: "experts" in f and not f.get("device") and f.get("placement") == "contiguous")
     ]
@@ -259,7 +263,7 @@ def swept_rows(store: Store) -> pd.DataFrame | None:
     factor, or what has none (perfect balance, replication) by its name; ``line`` the same in words. Columns of
     ``sweeps.along``. Cases that failed have a ``status`` but no numbers.
     """
-    rows, table = case_rows(store), comparisons(store)
+    rows, table = layer_rows(store), comparisons(store)
     if not (keys := swept_keys(table)):
         return None
     rows = rows.drop(columns=["swept_value", "at"]).merge(along(keys[0], table), on=COMPARISON)
@@ -272,8 +276,8 @@ def swept_rows(store: Store) -> pd.DataFrame | None:
             here = rows[(rows["other_keys"] == others) & ((rows["line"] == line) | (rows["role"] != "policy"))]
             step = here["capacity_factor"].astype(object).mask(here["role"] == "ceiling", "perfect balance")
             step = step.mask(here["role"] == "replication", here["label"])
-            title = line + (f", {others}" if others else "")
-            panel = here.assign(step=step, panel=own["family"].iloc[0], facet=f"{line}/{others}", title=title)
+            heading = line + (f", {others}" if others else "")
+            panel = here.assign(step=step, panel=own["family"].iloc[0], facet=f"{line}/{others}", heading=heading)
             panels.append(panel[panel["step"].isin([*own["capacity_factor"], *step[here["role"] != "policy"]])])
     if not panels:
         return None
@@ -291,7 +295,7 @@ def swept_rows(store: Store) -> pd.DataFrame | None:
 
 def scaling_rows(store: Store) -> pd.DataFrame | None:
     """Native, and each line's smallest step, of every set of comparisons that differ in one ``quantity``."""
-    rows = case_rows(store).query("status == 'ok' and scope == 'layer' and median_ms.notna()")
+    rows = layer_rows(store).query("status == 'ok' and median_ms.notna()")
     native = rows[rows["role"] == "baseline"]
     table = comparisons(store).merge(native[COMPARISON], on=COMPARISON)
     sets = scalings(table) if len(table) else table
@@ -299,14 +303,14 @@ def scaling_rows(store: Store) -> pd.DataFrame | None:
         return None
     is_line = rows["role"].isin(["policy", "replication"]) & rows["speedup_median"].notna()
     rows = smallest_steps(rows[is_line | (rows["role"] == "baseline")])
-    rows = rows.drop(columns="title").merge(sets, on=COMPARISON)
+    rows = rows.merge(sets, on=COMPARISON)
     order = sets.groupby(["quantity", "held"], sort=False).ngroup()
     rows = rows.merge(
         sets.assign(order=order)[[*COMPARISON, "quantity", "held", "order"]], on=[*COMPARISON, "quantity", "held"]
     )
     rows = rows.sort_values("order", kind="stable")
     line = rows["line"].mask(rows["role"] == "baseline", "native")
-    return rows.assign(facet=rows["quantity"] + "/" + rows["held"], title=rows["held"], line=line)
+    return rows.assign(facet=rows["quantity"] + "/" + rows["held"], heading=rows["held"], line=line)
 
 
 # ---- costs ---------------------------------------------------------------------------------------------------------
@@ -319,6 +323,8 @@ def pareto_rows(store: Store) -> pd.DataFrame:
     one of the two. Native competes. Fronts are of policies that drop or reroute; replication pays with memory.
     """
     rows = speedup_rows(store).query("role != 'ceiling' and retained_mass.notna()").copy()
+    if rows.empty:
+        return rows
     for column, cost, sign in (
         ("on_front_of_retained_mass", "retained_mass", 1),
         ("on_front_of_dropped_share", "dropped_share", -1),
@@ -330,8 +336,10 @@ def pareto_rows(store: Store) -> pd.DataFrame:
             rows.loc[own.index[[place for place in kept if place < len(own)]], column] = True
     away = rows["dropped_share"] > _DROPS_ALL
     rows["off_scale"] = away & ~away.groupby(rows["facet"]).transform("all")
+    note = f"at the right edge, off the scale: what drops more than {100 * _DROPS_ALL:.0f} % of the pairs"
+    rows["note"] = pd.Series(note, rows.index, dtype=object).where(rows["off_scale"])
     most = frontiers(store)
-    everyone = case_rows(store)
+    everyone = layer_rows(store)
     native = everyone[(everyone["role"] == "baseline") & (everyone["status"] == "ok")].set_index("facet")[
         "fullest_rank"
     ]
@@ -369,20 +377,26 @@ def whole_rows(store: Store) -> pd.DataFrame | None:
         return None
     rows = named_bars(rows, with_cost=rows["facet"].nunique() == 1)
     ends = ["speedup_median", "speedup_low", "speedup_high"]
-    blank = rows.assign(**dict.fromkeys(ends, np.nan))
+    blank = rows.assign(**dict.fromkeys([*ends, "speedup_is_interval"], np.nan))
     of_layers = rows.assign(
         **{end: rows[f"moe_{end}"].astype(float) for end in [*ends, "speedup_is_interval"]}, time_ms=rows["moe_ms"]
     )
-    bounds = blank[rows["most_by_amdahl"].notna()].drop_duplicates("facet")
+    bounds = blank.assign(**dict.fromkeys(COST, np.nan))[rows["most_by_amdahl"].notna()].drop_duplicates("facet")
     others = rows["role"] != "baseline"
+    most = rows["most_by_amdahl"].map(
+        "however fast its MoE layers, no pass gains more than {:.3f} (Amdahl)".format, "ignore"
+    )
+    built = "of {:.0f} layers {:.0f} were built and timed; hatched: extrapolated from the mean MoE layer"
+    built = [built.format(*pair) for pair in rows[["of_layers", "num_layers"]].itertuples(index=False)]
+    rows = rows.assign(note=most.where(rows["all_layers_ms_extrapolated"].isna(), built))
     all_layers = {"time_ms": rows["all_layers_ms_extrapolated"], "speedup_median": rows["speedup_extrapolated"]}
     parts = [
+        in_parts(blank.assign(shows="part"), {f"mean_rank_{part}_ms": part for part in PARTS}, "part"),
         rows[rows["speedup_median"].notna()].assign(shows="end to end"),
         of_layers[others & rows["moe_speedup_median"].notna()].assign(shows="MoE layers alone"),
         blank.assign(speedup_median=rows["by_amdahl"].astype(float), shows="by Amdahl", origin="computed")[
             others & rows["by_amdahl"].notna()
         ],
-        in_parts(blank.assign(shows="part"), {f"mean_rank_{part}_ms": part for part in PARTS}, "part"),
         blank.assign(**all_layers, shows="all layers", origin="extrapolated")[
             rows["all_layers_ms_extrapolated"].notna()
         ],

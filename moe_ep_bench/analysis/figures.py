@@ -7,8 +7,7 @@ against any other, as a config's ``figures:`` or ``plot --x --y`` asks for it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,7 +55,7 @@ class Figure:
         where: a pandas query: rows that are drawn and stand in the CSV.
         needs: a query that some row must satisfy.
         columns: of the CSV, between ``ABOUT`` and the origin.
-        height: inches of a facet, or of its rows.
+        height: inches of a facet; of what is drawn.
         most: facets side by side; ``limit``: on a sheet, evenly spaced from first to last, where there are more.
         looks: of the lines' names; ``timed``: whether what weakens times is said below.
     """
@@ -104,9 +103,18 @@ def _height_of_names(rows: pd.DataFrame) -> float:
     return 0.3 * max(3, rows["at"].nunique()) + 1.1 if _is_upright(rows) else 4.6
 
 
+def _most_of(rows: pd.DataFrame, column: str) -> int:
+    """Of the facet that has most."""
+    return int(rows.groupby("facet")[column].nunique().max())
+
+
 def _height_of_bars(rows: pd.DataFrame) -> float:
-    bars_of = rows["bar"].dropna().drop_duplicates()
-    return 0.85 + (0.12 + 0.17 * (bars_of.str.count("\n").max() + 1)) * len(bars_of)
+    lines_of = rows["bar"].dropna().str.count("\n").max() + 1
+    return 0.85 + (0.12 + 0.17 * lines_of) * _most_of(rows, "bar")
+
+
+def _is_alone(rows: pd.DataFrame) -> bool:
+    return rows["facet"].nunique() == 1
 
 
 _OVER_STEPS = partial(lines, "at", words=FACTOR, as_words=True)
@@ -140,13 +148,13 @@ FIGURES = {
         how="(token, expert) pairs over the mean of the model's own routing, mean over batches, in each case the fullest first; "
         "of each policy the smallest capacity factor.",
         columns=("of", "number", "load_over_mean"),
-        height=lambda rows: 3.7,
-        beside=lambda rows: rows["facet"].nunique() == 1,
+        height=lambda rows: 3.7 if _is_alone(rows) else 2.7 if (rows["num_ranks"] == 1).all() else 4.2,
+        beside=_is_alone,
         timed=False,
     ),
     "dropped": Figure(
         "What the policies cost: dropped pairs and score mass kept",
-        frame.case_rows,
+        frame.layer_rows,
         [_OVER_STEPS("dropped_share"), _OVER_STEPS("retained_mass")],
         how="Top-k pairs that are not computed, and the score mass of what is computed over that of the model's own top-k; all "
         "ranks' tokens together, mean over batches.",
@@ -163,7 +171,7 @@ FIGURES = {
         [heat()],
         how=f"In the cells the speedup and the share of top-k pairs that is dropped, by capacity factor {GAMMA}; above them what has none.",
         columns=_SWEPT,
-        height=lambda rows: (rows["step"].nunique() + 0.3) * 0.48 + 1.1,
+        height=lambda rows: (_most_of(rows, "step") + 0.3) * 0.48 + 1.1,
         limit=8,
     ),
     "sweep": Figure(
@@ -214,8 +222,8 @@ FIGURES = {
             "relief",
             "kept_share",
         ),
-        height=lambda rows: 5.2,
-        beside=lambda rows: rows["facet"].nunique() == 1,
+        height=lambda rows: 4.0 if _is_alone(rows) else 5.2,
+        beside=_is_alone,
         most=4,
     ),
     "scaling": Figure(
@@ -242,7 +250,7 @@ FIGURES = {
         how="Left: speedup of a pass from end to end, of its MoE layers alone, and where Amdahl's law puts the pass; right: a pass in "
         "parts, mean over ranks. {intervals}",
         columns=("shows", "part", "time_ms", *SPEEDUP, *COST),
-        height=lambda rows: 0.9 + (0.46 if "\n" in "".join(rows["bar"].dropna()) else 0.3) * rows["bar"].nunique(),
+        height=lambda rows: 0.9 + (0.46 if "\n" in "".join(rows["bar"].dropna()) else 0.3) * _most_of(rows, "bar"),
         beside=True,
         most=1,
         limit=2,
@@ -270,14 +278,18 @@ def draw(figure: Figure, store: Any, **options: Any) -> Drawing | None:
         return None
     drawn, notes = _few(rows, figure.limit)
     drawn = _with_legend(drawn)
-    looks = figure.looks(list(rows["line"].dropna().unique()))
+    everywhere = frame.case_rows(store)["line"] if figure.looks is looks_of and isinstance(store, Store) else []
+    names = [name for name in ["native", *everywhere, *rows["line"]] if isinstance(name, str)]
+    looks = figure.looks(names if figure.looks is looks_of else list(rows["line"].dropna().unique()))
     more = [line for line in drawn["line"].dropna().unique()][_MOST_LINES:]
     if more:
         notes.append(f"not drawn, but in the CSV: {', '.join(more)}")
         drawn = drawn[~drawn["line"].isin(more)]
+    notes += [*drawn["note"].dropna().unique()] if "note" in drawn else []
     beside = figure.beside(drawn) if callable(figure.beside) else figure.beside
-    most = 1 if beside and drawn["facet"].nunique() == 1 else figure.most
-    sheet, body = facets(drawn, figure.marks, looks, figure.height, beside=beside, most=most)
+    height = figure.height(drawn) if callable(figure.height) else figure.height
+    most = min(2, figure.most) if beside else figure.most
+    sheet, body = facets(drawn, figure.marks, looks, height, beside=beside, most=most)
     how = drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)}
     tags = [word for word in (*HOW, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
     dress(sheet, figure.title, figure.how.format_map(how), footer(drawn, notes, timed=figure.timed), tags, body=body)

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 from matplotlib.patheffects import Normal, withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -74,15 +74,15 @@ def facets(
     rows: pd.DataFrame,
     marks: Sequence[Marks],
     looks: Mapping[str, Look],
-    height: float | Callable[[pd.DataFrame], float],
+    height: float,
     *,
     beside: bool = False,
     most: int = 2,
 ) -> tuple[Sheet, float]:
-    """Draw every mark for every ``facet`` of the rows, titled by ``title``; panels are framed by their origin.
+    """Draw every mark for every ``facet`` of the rows, titled by ``heading``, or else ``title``; panels are framed by their origin.
 
     Args:
-        height: inches of a facet; of its rows where it depends on them, and the tallest counts.
+        height: inches of a facet.
         beside: a facet's panels stand side by side, else one under another.
         most: facets side by side.
 
@@ -91,11 +91,10 @@ def facets(
     """
     groups = [own for _, own in rows.groupby("facet", sort=False)]
     marks = [mark for mark in marks if not mark.needs or len(rows.query(mark.needs, engine="python"))]
-    inches = max(map(height, groups)) if callable(height) else height
     ratios, per_group = [mark.ratio for mark in marks], len(marks)
     columns = 1 if is_narrow() else min(most, len(groups))
     if is_narrow() and beside:
-        inches, beside = 0.8 * inches * per_group, False
+        height, beside = 0.8 * height * per_group, False
     num_rows = -(-len(groups) // columns)
     figure = Sheet(_WIDTHS[min(4, columns * (per_group if beside else 1))])
     if beside:
@@ -106,7 +105,7 @@ def facets(
         row, column = divmod(at, columns)
         places = [(row, column * per_group + n) if beside else (row * per_group + n, column) for n in range(per_group)]
         panels = [figure.add_subplot(grid[place]) for place in places]
-        panels[0].set_title(own["title"].iloc[0])
+        panels[0].set_title(own["heading" if "heading" in own else "title"].iloc[0])
         figure.titles.append((panels[0], panels[-1] if beside else panels[0]))
         for axes, mark in zip(panels, marks, strict=True):
             mark.draw(axes, own, looks)
@@ -117,7 +116,7 @@ def facets(
                 axes.tick_params(labelleft=not mark.shares_x)
             origins = {origin for origin in own["origin"].dropna() if origin in HOW}
             frame(axes, origins.pop() if len(origins) == 1 else None)
-    return figure, num_rows * inches
+    return figure, num_rows * height
 
 
 # ---- axes and references -------------------------------------------------------------------------------------------
@@ -193,8 +192,10 @@ def lines(x: str, y: str, *, words: str = "", as_words: bool = False, ratio: flo
         own = own.assign(place=own[x].map(place_of), value=factor * own[y].astype(float))
         own = own.sort_values("place", kind="stable")
         own["place"] += 0 if upright else _aside(own, list(looks), as_words=as_words)
-        for line, part in own.groupby("line", sort=False):
-            look = looks[str(line)] | ({"linestyle": "none"} if upright else {})
+        for line, look in looks.items():
+            if (part := own[own["line"] == line]).empty:
+                continue
+            look = look | ({"linestyle": "none"} if upright else {})
             named = {} if upright else {"label": part["legend"].iloc[0]}
             axes.plot(*_turned(part["place"], part["value"], upright), zorder=3, **named, **look)
             if is_speedup:
@@ -408,10 +409,12 @@ def bars(part: str, xlabel: str, *, ratio: float = 1.0) -> Marks:
 
     def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
         del looks
-        names = list(rows["bar"].unique())
+        names = list(rows["bar"].dropna().unique())
         ends = np.zeros(len(names))
         for (group, how), own in rows[rows["time_ms"].notna()].groupby([part, "part_origin"], sort=False):
             times = own.set_index("bar")["time_ms"].reindex(names).fillna(0).to_numpy(dtype=float)
+            if not times.any():
+                continue
             look = {"linewidth": 0.6, "height": 0.66, **phase_look(str(group), str(how))}
             label = str(group) if how == "measured" else f"{group} ({how})"
             axes.barh(np.arange(len(names)), times, left=ends, label=label, **look)
@@ -547,9 +550,11 @@ def scatter(x: str, y: str, xlabel: str = "", ylabel: str = "", *, spread: str =
 
     def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
         own = rows[rows[x].notna() & rows[y].notna() & rows["line"].isin(list(looks))]
-        for line, part in own.groupby("line", sort=False):
-            look = looks[str(line)]
-            axes.plot(part[x], part[y], **{**look, "linestyle": "none", "markersize": 5}, label=None if join else line)
+        for line, look in looks.items():
+            if (part := own[own["line"] == line]).empty:
+                continue
+            dots = {"linestyle": "none"} if join else {"linestyle": "none", "markeredgewidth": 0, "alpha": 0.7}
+            axes.plot(part[x], part[y], **{**look, **dots}, label=None if join else line)
             if spread:
                 error = {"ecolor": look["color"], "capsize": 2, "linestyle": "none"}
                 axes.errorbar(part[x], part[y], part[spread], **error)
@@ -584,6 +589,7 @@ _HATCHES = {
     "below what the model can tell": ("////", "below what the model can tell"),
     "inconclusive": ("..", "inconclusive"),
 }
+_NOWHERE = (-9, -9)  # of what stands in the legend alone
 _GAP = 0.3  # between capacity factors and references, in cells
 
 
@@ -627,12 +633,12 @@ def heat() -> Marks:
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         for label, look in (("faster", {"facecolor": _SPEEDS(0.85)}), ("slower", {"facecolor": _SPEEDS(0.15)})):
-            axes.add_patch(Patch(label=label, **look)).set_visible(False)
+            axes.add_patch(Rectangle(_NOWHERE, 0, 0, label=label, **look))
         axes.plot([], [], color=INK, linewidth=2.2, label="break-even: speedup 1")
         for verdict, (hatch, words) in _HATCHES.items():
             if (rows["verdict"] == verdict).any():
                 look = {"facecolor": "white", "edgecolor": "#8A8A8A", "hatch": 2 * hatch, "linewidth": 0.5}
-                axes.add_patch(Patch(label=words, **look)).set_visible(False)
+                axes.add_patch(Rectangle(_NOWHERE, 0, 0, label=words, **look))
 
     return Marks(draw)
 

@@ -21,7 +21,9 @@ from matplotlib import rcParams
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
 from moe_ep_bench.errors import UserError
@@ -219,6 +221,8 @@ def looks_of(names: Sequence[str]) -> dict[str, Look]:
             colour, marker = COLOURS[others % len(COLOURS)], MARKERS[others % len(MARKERS)]
             others += 1
         edge = {"markeredgecolor": "white", "markeredgewidth": 0.6}
+        if name == "native":
+            edge = {"markersize": 9, "markeredgewidth": 0, "linewidth": 1.2}
         looks[name] = {"color": colour, "marker": marker, "linestyle": _LINES[number % len(_LINES)], **edge}
     return looks
 
@@ -298,6 +302,7 @@ def dress(figure: Sheet, title: str, how: str, footer: Sequence[str], tags: Sequ
         placed.append((text, _MARGIN, below))
         below += text.get_window_extent().height / dpi + gap
     placed += [(box, width - sum(widths[n:]), _MARGIN + 0.1 * scale) for n, box in enumerate(boxes)]
+    below += 0.04 * scale
     legend = _legend(figure, room)
     header = below + (legend.get_window_extent().height / dpi + gap if legend else 0.0)
     lines = [wrapped(figure, words, room, small, most=4 if is_narrow() else 2) for words in footer]
@@ -322,6 +327,7 @@ def _legend(figure: Sheet, room: float) -> Any:
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
+    found = dict(sorted(found.items(), key=lambda item: not isinstance(item[1], BarContainer)))
     points = rcParams["legend.fontsize"]
     labels = [wrapped(figure, label, room - 4 * points / 72, points) for label in found]
     look = {"loc": "upper left", "borderaxespad": 0, "borderpad": 0, "columnspacing": 1.6}
@@ -340,16 +346,27 @@ def settle(figure: Figure) -> None:
         return
     if isinstance(figure, Sheet):
         engine.execute(figure)
-        for first, last in figure.titles:
-            inches = (last.get_position().x1 - first.get_position().x0) * figure.get_figwidth()
-            points = rcParams["axes.titlesize"]
-            first.set_title(wrapped(figure, first.get_title(loc="left"), inches, points, "bold"), fontsize=points)
+        _wrap_words(figure)
     engine.execute(figure)
     figure.set_layout_engine("none")
     for axes in figure.axes:  # the solver's last bits differ from run to run
         axes.set_position(np.round(axes.get_position(original=True).bounds, 6).tolist())
     if isinstance(figure, Sheet):
         _place(figure.words)
+
+
+def _wrap_words(figure: Sheet) -> None:
+    """Break titles and labels of axes into lines that are no longer than their panels."""
+    width, height = figure.get_size_inches()
+    points, small = rcParams["axes.titlesize"], rcParams["axes.labelsize"]
+    for first, last in figure.titles:
+        inches = (last.get_position().x1 - first.get_position().x0) * width
+        first.set_title(wrapped(figure, first.get_title(loc="left"), inches, points, "bold"))
+    for axes in figure.axes:
+        place = axes.get_position()
+        axes.set_xlabel(wrapped(figure, axes.get_xlabel(), place.width * width, small))
+        label = wrapped(figure, axes.get_ylabel(), max(1.0, place.height * height), small)
+        axes.yaxis.label.set_text(label)
 
 
 def _place(words: Sequence[Any]) -> None:
@@ -363,7 +380,8 @@ def _place(words: Sequence[Any]) -> None:
                 for line in axes.lines
                 if line.get_marker() not in ("None", None, "") and len(line.get_xdata()) == 1
             ]
-            taken[axes] = [line.get_window_extent() for line in marked]
+            spreads = [one for one in axes.collections if isinstance(one, LineCollection)]
+            taken[axes] = [artist.get_window_extent() for artist in (*marked, *spreads)]
         panel = axes.get_window_extent()
         x, y = word.get_position()
         for offset, side, height in (

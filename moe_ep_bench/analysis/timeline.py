@@ -81,7 +81,7 @@ def timeline_rows(store: Store, cases: pd.DataFrame, choice: Choice) -> pd.DataF
     """A row per bar: a phase of a rank that took time, of native and of the case that is chosen.
 
     Columns: those of the case; ``ITERATION``, ``rank``, ``is_critical``, ``phase``, ``begin_us``, ``time_us``;
-    ``end_us``, of the slowest rank; ``subtitle``; ``title``, of the panel.
+    ``end_us``, of the slowest rank; ``subtitle``; ``heading``, of the panel.
     """
     timed = cases[
         (cases["status"] == "ok") & (cases["world_size"] > cases["num_replicas"]) & (cases["waiting_ms"].notna())
@@ -119,9 +119,10 @@ def timeline_rows(store: Store, cases: pd.DataFrame, choice: Choice) -> pd.DataF
         begins_us = times_us.cumsum(axis=1) - times_us
         bars = pd.DataFrame({"time_us": times_us.stack(), "begin_us": begins_us.stack()}).reset_index()
         title = _title(both[side], shown[side], layer_us[side].median())
-        about = {**both[side].to_dict(), **dict(zip(ITERATION, keys[side], strict=True)), "title": title, "facet": side}
-        bars = bars[bars["time_us"] > 0].assign(is_critical=bars["rank"] == critical[side], subtitle=how, **about)
-        parts.append(bars.assign(end_us=shown[side][TOTAL].max()))
+        about = {**dict(zip(ITERATION, keys[side], strict=True)), "heading": title, "facet": side, "subtitle": how}
+        bars = bars[bars["time_us"] > 0].merge(both[side].to_frame().T.infer_objects(), how="cross").assign(**about)
+        is_critical = bars["rank"] == critical[side]
+        parts.append(bars.assign(is_critical=is_critical, end_us=shown[side][TOTAL].max()))
     return pd.concat(parts, ignore_index=True)
 
 

@@ -145,8 +145,8 @@ def warm() -> None:
     import transformers  # noqa: F401
 
     import moe_ep_bench.analysis.advice
-    import moe_ep_bench.analysis.claims_report
-    import moe_ep_bench.analysis.compare_report
+    import moe_ep_bench.analysis.compare
+    import moe_ep_bench.analysis.papers_figure
     import moe_ep_bench.analysis.plot
     import moe_ep_bench.analysis.quality_figures
     import moe_ep_bench.analysis.report.page

@@ -474,8 +474,6 @@ class Experiment(SweepPoint):
     emulate: EmulateConfig = EmulateConfig()
     claims: tuple[Claim, ...] = ()
     """Published numbers of these policies; only ``papers`` reads them. They change no measurement."""
-    claims_device: Annotated[str | None, PRESET_OR_FILE] = None
-    """Modelled device on which ``papers`` looks for the skew that a claim needs; null = ``emulate.device``."""
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
@@ -693,7 +691,6 @@ _NO_SWEEP = {
             "layer.native_padded",
             "route.layer_weights",
             "claims",
-            "claims_device",
         )
     },
 }

@@ -29,7 +29,6 @@ OTHER = {
     "name": "y",
     "policies": [{"name": "token_drop", "capacity_factor": 1.0}],
     "claims": [{"source": "s", "policy": {"name": "topk"}, "paper": 1.0, "note": "n"}],
-    "claims_device": "h100-sxm",
     "layer.dtype": "bfloat16",
     "layer.ep_size": 4,
     "layer.seed": 1,

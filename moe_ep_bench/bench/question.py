@@ -50,7 +50,7 @@ _SECONDS, _START_SECONDS = 1.2e-8, 10
 _OTHER_CASES = 5
 # Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
 _UNREAD = (
-    *("policies", "measure", "claims", "claims_device", "layer.dispatcher", "layer.cuda_graph"),
+    *("policies", "measure", "claims", "layer.dispatcher", "layer.cuda_graph"),
     *("emulate.replication", "emulate.chunk_tokens"),
 )
 # Options that stand in place of a config.

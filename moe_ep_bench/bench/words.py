@@ -52,7 +52,8 @@ def ranks_by_chance(experiment: Experiment, ep_size: int) -> str:
     known = config.targets(preset)["rank_load"]
     if known is None or config.targets(preset, ep_size)["rank_load"] is not None:
         return ""
-    return f"experts placed at random, in one draw of the traffic: the skew's rank load is of EP {known['ep_size']}"
+    whose = "the skew's rank load" if config.rank_load is None else "rank_load"
+    return f"experts placed at random, in one draw of the traffic: {whose} is of EP {known['ep_size']}"
 
 
 def describe_workload(

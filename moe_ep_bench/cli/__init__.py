@@ -301,17 +301,18 @@ def _validate(options: argparse.Namespace) -> int:
 
 def _papers(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.analysis.claims import load_claims
-    from moe_ep_bench.analysis.claims_report import claims_text, write_claims
     from moe_ep_bench.papers.run import run_claims
 
     out = _out(options)
     status = run_claims(options.config, out, options.overrides, force=options.force, nproc=options.nproc)
 
     def report() -> str:
+        from moe_ep_bench.analysis.papers import load_claims, write_claims
+        from moe_ep_bench.analysis.papers_figure import draw_claims
+
         claims = load_claims(out)
-        write_claims(claims)
-        return claims_text(claims)
+        draw_claims(claims)
+        return write_claims(claims)
 
     return _shown(status, report)
 
@@ -478,8 +479,7 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.compare import compare_directories
-    from moe_ep_bench.analysis.compare_report import compare_json, compare_text, exit_status
+    from moe_ep_bench.analysis.compare import compare_directories, compare_json, compare_text, exit_status
     from moe_ep_bench.bench.question import parse_share
 
     limit = None if options.fail_over is None else parse_share("--fail-over", options.fail_over)

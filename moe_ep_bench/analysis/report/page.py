@@ -265,7 +265,8 @@ def _of_route(run: RouteRun) -> Content:
 
 
 def _of_validation(validation: Validation, directory: Path) -> Content:
-    real = validation.real
+    root = ValidationDirectory(directory).real
+    real = load_run(root, whole=is_whole(root))
     facts = list(real.comparisons.values())
     source = read_provenance(real.directory, max(one.world_size for one in facts))
     return Content(

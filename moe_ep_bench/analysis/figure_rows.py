@@ -7,8 +7,10 @@ frame's column names.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -57,9 +59,10 @@ PARTS = [
 def case_rows(store: Store) -> pd.DataFrame:
     """``cases`` as figures show them.
 
-    More columns: ``facet`` and ``title``, of the panel; ``line``, what a line joins: a policy but for its capacity factor,
-    a way of replication but for its spare slots; ``name``, of one case; ``step``, a capacity factor, or spare slots in
-    words; ``at``, the step, else the line; ``facts``. The ceiling has no costs: its scores are not the model's.
+    More columns: ``facet`` and ``title``, of the panel; ``line``, what a line joins: a policy but for its capacity
+    factor, a way of replication but for its spare slots; ``name``, of one case; ``step``, a capacity factor, or spare
+    slots in words; ``at``, the step, else the line; ``facts``. The ceiling, whose scores are not the model's, has no
+    costs.
     """
     rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
     is_replica, is_ceiling = rows["role"] == "replication", rows["role"] == "ceiling"
@@ -177,8 +180,8 @@ def activated_rows(store: Store) -> pd.DataFrame | None:
     """A row per case and batch of decode steps: activated experts of the fullest rank, and its experts' time.
 
     Comparisons of one layer on one machine are pooled, so that a sweep over the tokens of a step lies on one line. Each
-    pool ends with a row for the fitted line and one for the bound: an expert's weights at the speed at which this device
-    reads. None where every batch activates all experts, or nothing was timed by phase.
+    pool ends with a row for the fitted line and one for the bound: an expert's weights at the speed at which this
+    device reads. None where every batch activates all experts, or nothing was timed by phase.
     """
     rows = layer_rows(store).query("status == 'ok' and role in ('baseline', 'policy')")
     rows = rows[
@@ -369,7 +372,7 @@ def _curves(store: Store, most: pd.DataFrame) -> dict[str, tuple[np.ndarray, np.
 
 
 def whole_rows(store: Store) -> pd.DataFrame | None:
-    """A row per mark (``shows``): speedups of a pass, of its MoE layers and by Amdahl; parts of a pass; extrapolations."""
+    """A row per mark (``shows``): speedups of a pass, of its MoE layers and by Amdahl; its parts; extrapolations."""
     rows = case_rows(store).query("scope == 'model' and role != 'noise' and moe_ms.notna()")
     having = rows.loc[(rows["role"] == "policy") & rows["speedup_median"].notna(), "facet"]
     rows = rows[rows["facet"].isin(having)]
@@ -410,3 +413,100 @@ def whole_rows(store: Store) -> pd.DataFrame | None:
         ),
     ]
     return pd.concat([part for part in parts if len(part)], ignore_index=True)
+
+
+# ---- what answers cost ---------------------------------------------------------------------------------------------
+
+
+def _costs(quality: Any) -> pd.DataFrame:
+    """Cases that all checkpoints of a group have: means over them and the interval over them; of one its own."""
+    from moe_ep_bench.analysis.quality_frames import half_interval, text_costs
+
+    costs = text_costs(quality).query("role != 'baseline'")
+    by_case = costs.groupby(["group", "label", "phase"], sort=False)
+    rows = by_case[["comparison", "checkpoints", "policy", "policy_params", "cross_entropy_added_half"]].first()
+    rows = rows.join(by_case[["activated_experts", "fullest_rank", "cross_entropy_added"]].mean())
+    over_them = by_case["cross_entropy_added"].agg(half_interval)
+    rows["cross_entropy_added_half"] = rows["cross_entropy_added_half"].where(rows["checkpoints"] == 1, over_them)
+    rows = rows[by_case.size() == rows["checkpoints"]].reset_index().rename(columns={"comparison": "title"})
+    step = rows["policy_params"].map(json.loads).str.get("capacity_factor").astype(float)
+    family = rows["label"].str.replace(r" capacity_factor=\S+", "", regex=True)
+    return rows.assign(capacity_factor=step, line=family, facet=rows["group"], how=None, workload=None, origin=None)
+
+
+def quality_capacity_rows(quality: Any) -> pd.DataFrame:
+    """Cases of policies with several capacity factors (arXiv 2503.05066, Figure 12, has accuracy there)."""
+    rows = _costs(quality).dropna(subset="capacity_factor")
+    rows = rows[rows.groupby(["facet", "line"])["capacity_factor"].transform("size") > 1]
+    return rows.assign(quantity=f"capacity factor {GAMMA}", value=rows["capacity_factor"], on_line=True)
+
+
+def quality_front_rows(quality: Any) -> pd.DataFrame:
+    """Cases over what a step or a batch waits for: activated experts in decode, in prefill pairs of the fullest rank.
+
+    ``on_line`` are the cases of a policy that none of its others beats in both (arXiv 2511.02237, Figures 2, 3 and 8).
+    """
+    rows = _costs(quality).query("policy != 'topk'").sort_values(["facet", "phase"], kind="stable")
+    in_decode = rows["phase"] == "decode"
+    words = {
+        True: "activated experts of a step, mean over layers",
+        False: "pairs of the fullest rank over native's mean",
+    }
+    rows = rows.assign(
+        facet=rows["facet"].astype(str) + rows["phase"],
+        title=rows["phase"] + ": " + rows["title"],
+        line=rows["policy"],
+        quantity=in_decode.map(words),
+        value=rows["activated_experts"].where(in_decode, rows["fullest_rank"]),
+    )
+    ascending = rows.sort_values(["value", "cross_entropy_added"]).groupby(["facet", "line"])["cross_entropy_added"]
+    best_before = ascending.transform(lambda cost: cost.cummin().shift(fill_value=np.inf))
+    return rows.assign(on_line=rows["cross_entropy_added"] < best_before.reindex(rows.index))
+
+
+# ---- any column against any other ------------------------------------------------------------------------------------
+
+_PERCENTILE = re.compile(r"(?P<column>\w+)_p(?P<percent>\d\d?)$")
+
+
+def wide_rows(store: Store, columns: Sequence[str]) -> tuple[pd.DataFrame, list[str]]:
+    """The frame that has some columns: cases, or where a column is of batches and layers alone, of these.
+
+    Parameters of policies (``c``, ``k0``, ``budget``, ...) and swept keys by their last words are columns too. So is
+    ``COLUMN_p95`` of a column of batches: a percentile over batches, of means over layers.
+
+    Returns:
+        The rows, and the names of all columns that can be asked for.
+    """
+    rows = layer_rows(store) if (case_rows(store)["scope"] == "layer").any() else case_rows(store)
+    for column in ("policy_params", "point"):
+        known = pd.DataFrame(rows[column].map(lambda text: json.loads(text or "{}")).to_list(), rows.index)
+        known = known.rename(columns=lambda name: name.rpartition(".")[2])
+        rows = rows.join(known[[name for name in known if name not in rows]])
+    batches = routing(store)
+    of_batches = [name for name in batches if name not in CASE and batches[name].map(np.isscalar).all()]
+    percentiles = {name: found for name in columns if name not in rows and (found := _PERCENTILE.match(name))}
+    for name, found in percentiles.items():
+        if found["column"] in of_batches:
+            by_batch = batches.groupby([*CASE, "batch"])[found["column"]].mean()
+            quantile = by_batch.groupby(CASE).quantile(int(found["percent"]) / 100).rename(name)
+            rows = rows.merge(quantile, left_on=CASE, right_index=True, how="left")
+    if any(name in of_batches and name not in rows for name in columns):
+        rows = rows.drop(columns=[name for name in of_batches if name in rows])
+        rows = rows.merge(batches[[*CASE, *of_batches]], on=CASE)
+    return rows, sorted({*(name for name in rows if name not in _HIDDEN), *of_batches})
+
+
+_HIDDEN = {
+    "facts",
+    "policy_params",
+    "point",
+    "reason",
+    "step",
+    "at",
+    "facet",
+    "how",
+    "ran_on",
+    "links_words",
+    "workload_words",
+}

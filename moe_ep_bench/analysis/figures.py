@@ -7,6 +7,7 @@ against any other, as a config's ``figures:`` or ``plot --x --y`` asks for it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis import figure_rows as frame
-from moe_ep_bench.analysis.cases import CASE, Store, cases, routing
+from moe_ep_bench.analysis.cases import Store
 from moe_ep_bench.analysis.marks import (
     Marks,
     bars,
@@ -32,7 +33,8 @@ from moe_ep_bench.analysis.marks import (
     stairs,
 )
 from moe_ep_bench.analysis.style import GAMMA, HOW, INK, MUTED, Look, Sheet, dress, looks_of, ordered_looks
-from moe_ep_bench.analysis.timeline import Choice, lanes
+from moe_ep_bench.analysis.sweeps import value_words
+from moe_ep_bench.analysis.timeline import lanes
 from moe_ep_bench.analysis.words import NOT_FUSED, OVERSUBSCRIBED, interval_words
 from moe_ep_bench.errors import UserError, did_you_mean
 from moe_ep_bench.files import atomic_path
@@ -127,7 +129,10 @@ FIGURES = {
         "Layer speedup over native Megatron-Core",
         frame.speedup_rows,
         [_OVER_STEPS("speedup_median", ratio=3.2), _OVER_STEPS("dropped_share", ratio=1.3)],
-        how="Slowest rank's time of one MoE layer, native over policy, median; below it the top-k pairs that are dropped. {intervals}",
+        how=(
+            "Slowest rank's time of one MoE layer, native over policy, median; below it the top-k pairs that "
+            "are dropped. {intervals}"
+        ),
         columns=(*SPEEDUP, *COST),
         height=_height_of_names,
         beside=_is_upright,
@@ -137,7 +142,9 @@ FIGURES = {
         "Where a layer's time goes",
         frame.phase_rows,
         [bars("phases", "time of one layer (ms)")],
-        how="Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet.",
+        how=(
+            "Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet."
+        ),
         columns=("phases", "time_ms", *COST),
         height=_height_of_bars,
     ),
@@ -145,8 +152,11 @@ FIGURES = {
         "Load of experts and ranks, before and after",
         frame.load_rows,
         [stairs("expert", 2.0), stairs("rank")],
-        how="(token, expert) pairs over the mean of the model's own routing, mean over batches, in each case the fullest first; "
-        "of each policy the smallest capacity factor.",
+        how=(
+            "(token, expert) pairs over the mean of the model's own routing, mean over batches, in each case "
+            "the fullest first; "
+            "of each policy the smallest capacity factor."
+        ),
         columns=("of", "number", "load_over_mean"),
         height=lambda rows: 3.7 if _is_alone(rows) else 2.7 if (rows["num_ranks"] == 1).all() else 4.2,
         beside=_is_alone,
@@ -156,8 +166,11 @@ FIGURES = {
         "What the policies cost: dropped pairs and score mass kept",
         frame.layer_rows,
         [_OVER_STEPS("dropped_share"), _OVER_STEPS("retained_mass")],
-        how="Top-k pairs that are not computed, and the score mass of what is computed over that of the model's own top-k; all "
-        "ranks' tokens together, mean over batches.",
+        how=(
+            "Top-k pairs that are not computed, and the score mass of what is computed over that of the "
+            "model's own top-k; all "
+            "ranks' tokens together, mean over batches."
+        ),
         where="role == 'policy' and status == 'ok' and dropped_share.notna()",
         columns=COST,
         height=_height_of_names,
@@ -169,7 +182,10 @@ FIGURES = {
         "Where a policy pays: layer speedup over native Megatron-Core",
         frame.swept_rows,
         [heat()],
-        how=f"In the cells the speedup and the share of top-k pairs that is dropped, by capacity factor {GAMMA}; above them what has none.",
+        how=(
+            f"In the cells the speedup and the share of top-k pairs that is dropped, by capacity factor "
+            f"{GAMMA}; above them what has none."
+        ),
         columns=_SWEPT,
         height=lambda rows: (_most_of(rows, "step") + 0.3) * 0.48 + 1.1,
         limit=8,
@@ -181,7 +197,10 @@ FIGURES = {
             lines("value", "speedup_median", words="swept_key_words", ratio=3.2),
             lines("value", "dropped_share", words="swept_key_words", ratio=1.2, only="role == 'policy'"),
         ],
-        how="Slowest rank's time of one MoE layer, native over policy, median with its spread; below it the top-k pairs that are dropped.",
+        how=(
+            "Slowest rank's time of one MoE layer, native over policy, median with its spread; below it the "
+            "top-k pairs that are dropped."
+        ),
         columns=_SWEPT,
         limit=8,
         looks=ordered_looks,
@@ -190,8 +209,11 @@ FIGURES = {
         "A decode step takes as long as the experts that it activates",
         frame.activated_rows,
         [scatter("activated_fullest_rank", "time_us", "activated experts (fullest rank)", "experts (us)")],
-        how="Phase `experts` of the slowest rank, median over iterations of a batch, over the activated experts of the rank that "
-        "activates most; a point is a batch under a case.",
+        how=(
+            "Phase `experts` of the slowest rank, median over iterations of a batch, over the activated "
+            "experts of the rank that "
+            "activates most; a point is a batch under a case."
+        ),
         columns=("activated_fullest_rank", "num_pairs", "time_us", "intercept_us", "slope_us_per_expert"),
         height=4.2,
     ),
@@ -212,7 +234,10 @@ FIGURES = {
             points("dropped_share", "on_front_of_dropped_share", sign=-1, label="dropped (% of top-k pairs)"),
             relief(),
         ],
-        how=f"Speedup over native against what a policy keeps and drops. {{intervals}} Numbers: {GAMMA}, or spare slots of replication.",
+        how=(
+            f"Speedup over native against what a policy keeps and drops. {{intervals}} Numbers: {GAMMA}, or "
+            f"spare slots of replication."
+        ),
         columns=(
             *SPEEDUP,
             "verdict",
@@ -233,8 +258,11 @@ FIGURES = {
             lines("value", "speedup_median", words="quantity", ratio=1.5, only="role != 'baseline'"),
             lines("value", "median_ms", words="quantity"),
         ],
-        how="A line connects comparisons that differ in nothing but the axis; layer time is the slowest rank's median; of each line "
-        "the smallest capacity factor, or fewest spare slots. {intervals}",
+        how=(
+            "A line connects comparisons that differ in nothing but the axis; layer time is the slowest "
+            "rank's median; of each line "
+            "the smallest capacity factor, or fewest spare slots. {intervals}"
+        ),
         columns=("quantity", "value", "median_ms", *SPEEDUP),
         height=4.4,
         limit=6,
@@ -247,8 +275,11 @@ FIGURES = {
             bars("part", "time of a pass (ms)", ratio=1.4),
             extrapolated(),
         ],
-        how="Left: speedup of a pass from end to end, of its MoE layers alone, and where Amdahl's law puts the pass; right: a pass in "
-        "parts, mean over ranks. {intervals}",
+        how=(
+            "Left: speedup of a pass from end to end, of its MoE layers alone, and where Amdahl's law puts "
+            "the pass; right: a pass in "
+            "parts, mean over ranks. {intervals}"
+        ),
         columns=("shows", "part", "time_ms", *SPEEDUP, *COST),
         height=lambda rows: 0.9 + (0.46 if "\n" in "".join(rows["bar"].dropna()) else 0.3) * _most_of(rows, "bar"),
         beside=True,
@@ -256,13 +287,112 @@ FIGURES = {
         limit=2,
     ),
 }
-# Of a directory of ``quality`` the rows are those of ``quality`` (cross-entropy added).
-_COSTS = partial(scatter, ylabel="cross-entropy added, nats", spread="half_width_nats", join="on_line")
-_ON_TEXT = (
-    "Cross-entropy added to the unpatched model's on the same sequences, nats per token; whiskers: 95 % interval, Student's t over "
-    "checkpoints where there are several, else over batches."
+_COSTS = scatter(
+    "value",
+    "cross_entropy_added",
+    "quantity",
+    "cross-entropy added, nats",
+    spread="cross_entropy_added_half",
+    join="on_line",
 )
-_OF_COSTS = ("case", "phase", "comparison", "checkpoints", "policy", "policy_params", "half_width_nats")
+_OF_COSTS = (
+    "phase",
+    "checkpoints",
+    "policy",
+    "policy_params",
+    "activated_experts",
+    "fullest_rank",
+    "cross_entropy_added",
+)
+_QUALITY = partial(
+    Figure,
+    marks=[_COSTS],
+    how=(
+        "Cross-entropy added to the unpatched model's on the same sequences, nats per token. Whiskers: 95 % "
+        "interval, Student's t "
+        "over checkpoints where there are several, else over batches."
+    ),
+    columns=(*_OF_COSTS, "cross_entropy_added_half", "quantity", "value", "on_line"),
+    height=3.3,
+)
+# Of a directory of ``quality``, whose routing is that of virtual ranks.
+QUALITY_FIGURES = {
+    "quality_capacity": _QUALITY("What a capacity costs the answers", frame.quality_capacity_rows),
+    "quality_fronts": _QUALITY("What answers cost over what it buys", frame.quality_front_rows),
+}
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Any column against any other, as ``plot --x --y`` or a config's ``figures:`` asks for it.
+
+    Attributes:
+        x, y: columns of cases, or of batches and layers, of which means are drawn; parameters of policies are columns.
+        by: the column whose values are lines; None = the policy but for ``x``.
+        facet: the column whose values are panels; None = comparisons, or models where ``x`` tells comparisons apart.
+        where: a pandas query.
+    """
+
+    x: str
+    y: str
+    by: str | None = None
+    facet: str | None = None
+    where: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return "-".join(
+            [f"{self.y}-over-{self.x}", *(part for part in (self.by and f"by-{self.by}", self.facet) if part)]
+        )
+
+    def figure(self) -> Figure:
+        """A row as those of ``FIGURES``."""
+        words = [column.replace("_", " ") for column in (self.y, self.x)]
+        how = f"A line for each {(self.by or 'policy').replace('_', ' ')}, means where several rows stand at one place."
+        columns = [name for name in (self.x, self.y, self.by, self.facet) if name]
+        return Figure(
+            f"{words[0][:1].upper()}{words[0][1:]} over {words[1]}",
+            self.rows,
+            [lines(self.x, self.y)],
+            how=how,
+            columns=columns,
+            height=3.8,
+            limit=6,
+            looks=looks_of if self.by is None else ordered_looks,
+        )
+
+    def rows(self, store: Store) -> pd.DataFrame:
+        """A row per panel, line and place.
+
+        Raises:
+            UserError: a column is unknown, or the query cannot be read.
+        """
+        asked = {name: getattr(self, name) for name in ("x", "y", "by", "facet") if getattr(self, name)}
+        rows, known = frame.wide_rows(store, list(asked.values()))
+        for name, column in asked.items():
+            if column not in rows:
+                raise UserError(
+                    f"{name}: expected a column, one of {', '.join(known)}; got {column!r}{did_you_mean(column, known)}"
+                )
+        if not pd.api.types.is_numeric_dtype(rows[self.y]):
+            raise UserError(f"y: expected a column of numbers; {self.y} has words")
+        try:
+            rows = rows.query(self.where, engine="python") if self.where else rows
+        except Exception as error:
+            raise UserError(f"where: cannot be read as a condition on columns ({error}); got {self.where!r}") from None
+        rows = rows[(rows["status"] == "ok") & rows[self.y].notna()]
+        tells_apart = rows.groupby("facet")[self.x].nunique().max() == 1
+        if self.facet is not None:
+            words = rows[self.facet].map(value_words)
+            rows = rows.assign(facet=words, heading=f"{self.facet.replace('_', ' ')} " + words)
+        elif tells_apart:
+            rows = rows.assign(facet=rows["model"], heading=rows["model"])
+        label = rows["label"].str.replace(rf" {re.escape(self.x)}=\S+", "", regex=True)
+        line = label.where(rows["role"] != "baseline", "native") if self.by is None else rows[self.by].map(value_words)
+        rows = rows.assign(line=line, legend=line)
+        means = rows.groupby(["facet", "line", self.x], sort=False, dropna=False)[self.y].transform("mean")
+        return rows.assign(**{self.y: means}).drop_duplicates(["facet", "line", self.x])
 
 
 # ---- drawing -------------------------------------------------------------------------------------------------------
@@ -308,7 +438,7 @@ def _few(rows: pd.DataFrame, limit: int) -> tuple[pd.DataFrame, list[str]]:
 
 def _with_legend(rows: pd.DataFrame) -> pd.DataFrame:
     """What each line is called: with its capacity factor where it is drawn at one alone."""
-    if "name" not in rows:
+    if "name" not in rows or "legend" in rows:
         return rows.assign(legend=rows["line"])
     number = rows.groupby("line")["name"].transform("nunique")
     return rows.assign(legend=rows["name"].where((number == 1) & (rows["role"] == "policy"), rows["line"]))
@@ -325,6 +455,8 @@ def _intervals(rows: pd.DataFrame) -> str:
 
 def footer(rows: pd.DataFrame, notes: Sequence[str] = (), *, timed: bool = True) -> list[str]:
     """Two lines: how, on what, which model and which workload; then what weakens it."""
+    if "facts" not in rows:  # of answers
+        return ["Costs are of this model on this text. Routing is that of virtual ranks; nothing was timed."]
     first = rows.drop_duplicates("facet")
     scale = first["scale"].map(
         lambda scale: (

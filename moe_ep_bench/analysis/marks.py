@@ -79,7 +79,7 @@ def facets(
     beside: bool = False,
     most: int = 2,
 ) -> tuple[Sheet, float]:
-    """Draw every mark for every ``facet`` of the rows, titled by ``heading``, or else ``title``; panels are framed by their origin.
+    """Draw every mark for every ``facet`` of the rows; its origin frames a panel, ``heading`` or ``title`` names it.
 
     Args:
         height: inches of a facet.

@@ -5,7 +5,8 @@ too, so that a grey print reads as well. What was taken from the world is *fille
 what stands in for it is *hollow* (emulated, synthetic), what was computed is *dashed* (modelled), what others measured
 is *dotted* (measured elsewhere): in the tags beside a title, in the frames of panels, in phases.
 
-A size (``SIZES``) sets matplotlib's parameters: width, fonts, dots per inch. Matplotlib measures and wraps all text. Equal input gives equal bytes: no dates, fixed salts, and no settings of the user.
+A size (``SIZES``) sets matplotlib's parameters: width, fonts, dots per inch. Matplotlib measures and wraps all text.
+Equal input gives equal bytes: no dates, fixed salts, and no settings of the user.
 """
 
 from __future__ import annotations

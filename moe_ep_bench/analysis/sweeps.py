@@ -1,7 +1,7 @@
 """Comparisons that differ in one quantity: the keys of a config's ``sweep``, EP sizes, tokens.
 
-Frames here have a row per comparison and quantity, and join on ``COMPARISON``. *Along* a swept key stand comparisons with
-all other swept keys alike. *Scaling* holds more: a line connects only comparisons that differ in nothing but the
+Frames here have a row per comparison and quantity, and join on ``COMPARISON``. *Along* a swept key stand comparisons
+with all other swept keys alike. *Scaling* holds more: a line connects only comparisons that differ in nothing but the
 quantity. EP size is the exception that has to choose: with it either the tokens of a rank stay (weak scaling) or the
 tokens of all ranks (strong scaling), and each is a set of its own.
 """

@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from moe_ep_bench.analysis.cases import CASE, Store, samples
+from moe_ep_bench.analysis.cases import Store, samples
 from moe_ep_bench.analysis.marks import Marks, milliseconds, name_rows
 from moe_ep_bench.analysis.style import INK, MUTED, Look, phase_look
 from moe_ep_bench.errors import UserError
@@ -44,6 +44,9 @@ class Choice:
     iteration: str = "median"
     max_dropped: float = 0.10
     max_lost_mass: float = 0.05
+
+
+DEFAULT = Choice()
 
 
 def chosen(rows: pd.DataFrame, choice: Choice) -> tuple[pd.Series, pd.Series, str] | None:

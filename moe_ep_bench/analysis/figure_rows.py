@@ -494,7 +494,8 @@ def wide_rows(store: Store, columns: Sequence[str]) -> tuple[pd.DataFrame, list[
     if any(name in of_batches and name not in rows for name in columns):
         rows = rows.drop(columns=[name for name in of_batches if name in rows])
         rows = rows.merge(batches[[*CASE, *of_batches]], on=CASE)
-    return rows, sorted({*(name for name in rows if name not in _HIDDEN), *of_batches})
+    known = [name for name in rows if name not in _HIDDEN and rows[name].notna().any()]
+    return rows, sorted({*known, *of_batches})
 
 
 _HIDDEN = {

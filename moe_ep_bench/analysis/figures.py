@@ -359,7 +359,7 @@ class Lines:
             columns=columns,
             height=3.8,
             limit=6,
-            looks=looks_of if self.by is None else ordered_looks,
+            looks=looks_of if self.by in (None, "policy", "label", "family") else ordered_looks,
         )
 
     def rows(self, store: Store) -> pd.DataFrame:
@@ -373,15 +373,15 @@ class Lines:
         for name, column in asked.items():
             if column not in rows:
                 raise UserError(
-                    f"{name}: expected a column, one of {', '.join(known)}; got {column!r}{did_you_mean(column, known)}"
+                    f"--{name}: expected a column, one of {', '.join(known)}; got {column!r}{did_you_mean(column, known)}"
                 )
         if not pd.api.types.is_numeric_dtype(rows[self.y]):
-            raise UserError(f"y: expected a column of numbers; {self.y} has words")
+            raise UserError(f"--y: expected a column of numbers; {self.y} has words")
         try:
             rows = rows.query(self.where, engine="python") if self.where else rows
         except Exception as error:
-            raise UserError(f"where: cannot be read as a condition on columns ({error}); got {self.where!r}") from None
-        rows = rows[(rows["status"] == "ok") & rows[self.y].notna()]
+            raise UserError(f"--where: cannot be read as a condition on columns ({error}); got {self.where!r}") from None
+        rows = rows[rows["role"].isin(["baseline", "policy", "replication"]) & rows[self.y].notna()]
         tells_apart = rows.groupby("facet")[self.x].nunique().max() == 1
         if self.facet is not None:
             words = rows[self.facet].map(value_words)

@@ -212,7 +212,7 @@ def lines(x: str, y: str, *, words: str = "", as_words: bool = False, ratio: flo
             axes.axhline(factor * beside.mean(), zorder=1, label="native", **NATIVE_LINE)
             ends.append(factor * beside.mean())
         _name_values(axes, place_of, is_log=is_log, upright=upright, as_words=as_words)
-        _scale(axes, ends, native is not None, least, upright=upright)
+        _scale(axes, ends, least, is_time=y.endswith(("_ms", "_us")), upright=upright)
         (axes.set_xlabel if upright else axes.set_ylabel)(label)
         if not upright:
             axes.set_xlabel(rows[words].iloc[0] if words in rows else words or axis_of(x)[0])
@@ -220,15 +220,14 @@ def lines(x: str, y: str, *, words: str = "", as_words: bool = False, ratio: flo
     return Marks(draw, ratio, shares_x=True)
 
 
-def _scale(axes: Axes, ends: list[float], has_native: bool, least: float, *, upright: bool) -> None:
-    """Limits of the values' axis: about native; else from zero, or logarithmic where they span enough."""
+def _scale(axes: Axes, ends: list[float], least: float, *, is_time: bool, upright: bool) -> None:
+    """Limits of the values' axis; of times from zero, or logarithmic where they span enough."""
     low, high = limits(ends, least)
-    smallest = np.nanmin(ends)
-    if not has_native and smallest > 0 and np.nanmax(ends) >= 8 * smallest:
+    if is_time and np.nanmin(ends) > 0 and np.nanmax(ends) >= 8 * np.nanmin(ends):
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.3g}"))
         return
-    (axes.set_xlim if upright else axes.set_ylim)(0.0 if not has_native and smallest >= 0 else low, high)
+    (axes.set_xlim if upright else axes.set_ylim)(0.0 if is_time else low, high)
 
 
 def _places(values: pd.Series, *, as_words: bool) -> tuple[dict[Any, float], bool]:
@@ -273,7 +272,9 @@ def _name_values(axes: Axes, place_of: Mapping[Any, float], *, is_log: bool, upr
     pad = 0.5 if as_words or has_words else 0.08 * (ends[1] - ends[0]) or 0.5
     axes.set_xlim(ends[0] - pad, ends[1] + pad)
     axes.grid(False, axis="x")
-    if len(labels) <= _MANY or has_words:
+    places = sorted(place_of.values())
+    are_apart = len(places) < 2 or min(np.diff(places)) > 0.04 * (places[-1] - places[0])
+    if has_words or (len(labels) <= _MANY and are_apart):
         axes.set_xticks(list(place_of.values()), labels)
         for tick in axes.get_xticklabels():
             if len(tick.get_text()) > 5 and not tick.get_text()[0].isdigit():

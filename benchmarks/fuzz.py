@@ -144,7 +144,7 @@ def warm() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import transformers  # noqa: F401
 
-    import moe_ep_bench.analysis.advice
+    import moe_ep_bench.analysis.advise
     import moe_ep_bench.analysis.compare
     import moe_ep_bench.analysis.figures
     import moe_ep_bench.analysis.papers_figure

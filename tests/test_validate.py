@@ -35,8 +35,9 @@ from moe_ep_bench.analysis.validate import (
 from moe_ep_bench.bench import validate as validate_module
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
-from moe_ep_bench.runtime import launcher
+from moe_ep_bench.runtime.device import local_ranks
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
+from moe_ep_bench.runtime.torchrun import Ended
 from moe_ep_bench.schema import ROUTING_SCHEMA
 from moe_ep_bench.timing.statistics import Estimate, equivalence, estimate_change
 
@@ -327,8 +328,8 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path, capsys: pytest
 def test_a_step_that_fails_is_named_and_nothing_is_compared(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launcher, "launch_calibrate", lambda *_: LOST if failing.startswith("cal") else OK)
-    monkeypatch.setattr(launcher, "launch", lambda *_, **__: LOST)
+    monkeypatch.setattr(validate_module, "launch_calibrate", lambda *_, **__: LOST if failing.startswith("cal") else OK)
+    monkeypatch.setattr(validate_module, "launch", lambda *_, **__: Ended(LOST))
     monkeypatch.setattr(validate_module, "_in_place_of_a_rank", lambda *_, **__: pytest.fail("went on"))
     out = tmp_path / "out"
     assert main(["validate", str(write_config(tmp_path)), "--nproc", "2", "--out", str(out)]) == LOST
@@ -339,7 +340,7 @@ def test_a_step_that_fails_is_named_and_nothing_is_compared(
 
 @pytest.mark.parametrize(
     ("step", "status", "said"),
-    [(lambda: {}["unforeseen"], LOST, "Traceback"), (lambda: launcher.Nodes(0), USER_ERROR, "expected")],
+    [(lambda: {}["unforeseen"], LOST, "Traceback"), (lambda: local_ranks(0), USER_ERROR, "expected")],
 )
 def test_a_step_that_crashes_is_not_taken_for_one_that_went_through(
     step: Callable[[], object],

@@ -20,15 +20,14 @@ import torch
 
 from moe_ep_bench.bench.checks import check_whole_experts
 from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, Plan, plan
-from moe_ep_bench.bench.run import emulate
+from moe_ep_bench.bench.run import emulate, launch
 from moe_ep_bench.config import EmulateConfig, RouteConfig
-from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES
+from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES, launch_calibrate
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import refuse_links_out
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.results import EQUIVALENCE_MARGIN, RunDirectory, ValidationDirectory
-from moe_ep_bench.runtime import launcher
 from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.errors import complain
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
@@ -75,13 +74,13 @@ def validate(
 def _validate(real: Plan, files: ValidationDirectory, num_ranks: int, *, force: bool, margin: float) -> int:
     for report in (files.pairs, files.text, files.table):
         report.unlink(missing_ok=True)  # of runs that may be about to change
-    nodes, given = launcher.Nodes(num_ranks), _given_links(real)
+    given = _given_links(real)
     links = given or str(files.links.absolute())
     if given is None and (force or not files.links.exists()):
-        arguments = ["--out", links, "--max-bytes", str(_largest_bytes(real))]
-        _step(f"calibrating the collectives of {num_ranks} ranks", launcher.launch_calibrate, arguments, nodes)
+        what, most = f"calibrating the collectives of {num_ranks} ranks", _largest_bytes(real)
+        _step(what, launch_calibrate, Path(links), num_ranks, max_bytes=most)
     what = f"the real run on {num_ranks} ranks ({files.real})"
-    worst = _step(what, launcher.launch, real.config, files.real, real.overrides, nodes, force=force)
+    worst = _step(what, _launch, real, files.real, num_ranks, force=force)
     emulated = _emulated(real, num_ranks, links)
     what, arguments = f"the emulated run ({files.emulated})", (real.config, files.emulated, emulated.overrides)
     worst = max(worst, _step(what, _in_place_of_a_rank, num_ranks, emulate, *arguments, force=force))
@@ -89,6 +88,10 @@ def _validate(real: Plan, files: ValidationDirectory, num_ranks: int, *, force: 
     source = "calibrated on these ranks" if given is None else f"given as emulate.links {Path(given).name}"
     files.write_pairs(pairs, f"{source}, {Links.load(links).describe()}", margin)
     return worst
+
+
+def _launch(real: Plan, out: Path, num_ranks: int, *, force: bool) -> int:
+    return launch(real.config, out, real.overrides, num_ranks, force=force).status
 
 
 def _step(what: str, function: Callable[..., int], *arguments: Any, **options: Any) -> int:
@@ -182,7 +185,7 @@ def _check_directory(files: ValidationDirectory, num_ranks: int, given_links: st
 def _in_place_of_a_rank(num_ranks: int, command: Callable[..., int], *arguments: Any, **options: Any) -> int:
     """Run a command in a process of its own that takes the share of this machine that one of so many ranks has."""
     process = multiprocessing.get_context("spawn").Process(target=_as_command, args=(command, arguments, options))
-    # What torchrun tells a rank, and what our launcher does; the process itself is no rank.
+    # What torchrun tells a rank; the process itself is no rank.
     share = {"LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with mock.patch.dict(os.environ, share):
         process.start()

@@ -96,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--point", type=int, metavar="I", help="run one point of --list-points, from 0; other jobs may run the others"
     )
     run.add_argument("--launch", type=int, metavar="I", help="under torchrun: which of measure.launches, from 0")
-    _add_nodes(run)
+    _add_nproc(run)
     _add_cpu(run, ", or with --list-points list what it would run")
 
     emulate = add("emulate", "time one rank after the other on this device; model the links, or all")
@@ -137,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--out", type=Path, metavar="FILE", help="default: results/calibration/links.yaml")
     calibrate.add_argument("--max-bytes", type=int, metavar="N", help="largest message (default: 2^30; CPU: 2^26)")
     _add_value(calibrate, "--repetitions", 20, "N", "of each message")
-    _add_nodes(calibrate)
+    _add_nproc(calibrate)
     _add_cpu(calibrate)
     calibrate.add_argument(
         "--from", type=Path, metavar="DIR", dest="run_directory", help="print figures for data/devices/ of this run"
@@ -242,6 +242,7 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     bounds = parser.add_argument_group("bounds (default: 10% dropped and 5% lost mass; one alone binds alone)")
     bounds.add_argument("--max-dropped", metavar="SHARE", help="most top-k pairs dropped, e.g. 5%%")
     bounds.add_argument("--max-lost-mass", metavar="SHARE", help="most score mass of the top-k lost, e.g. 1%%")
+    parser.add_argument("--all", action="store_true", help="print every candidate")
     parser.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/advise-...)")
     _add_overrides(parser)
     parser.add_argument("--force", action="store_true", help="repeat finished cases")
@@ -259,13 +260,6 @@ def _add_nproc(parser: argparse.ArgumentParser) -> None:
 
 def _add_cpu(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("--cpu", action="store_true", help=f"measure on the CPU, also beside GPUs{more}")
-
-
-def _add_nodes(parser: argparse.ArgumentParser) -> None:
-    _add_nproc(parser)
-    parser.add_argument("--nnodes", type=int, default=1, help="number of nodes")
-    parser.add_argument("--node-rank", type=int, default=0, help="this node, from 0")
-    parser.add_argument("--master", default="127.0.0.1:0", help="host:port of node 0 (one node: any free port)")
 
 
 def _add_repeated(parser: argparse.ArgumentParser, name: str, metavar: str, text: str, dest: str | None = None) -> None:

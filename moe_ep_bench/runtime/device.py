@@ -89,6 +89,19 @@ def why_torch_has_none() -> str:
     return f"it is built for CUDA {torch.version.cuda} and finds no device"
 
 
+def local_ranks(wanted: int | None) -> int:
+    """Ranks on this node: as many as are wanted, else one per GPU; without any, one CPU rank per core, 2 to 4.
+
+    Raises:
+        UserError: none are wanted.
+    """
+    import torch
+
+    if wanted is not None and wanted < 1:
+        raise UserError(f"--nproc: expected at least 1, got {wanted}")
+    return wanted or torch.cuda.device_count() or min(max(len(os.sched_getaffinity(0)), 2), 4)
+
+
 def check_num_ranks(nproc: int) -> None:
     """Refuse more ranks on this node than it can carry: one per GPU, or two per core (4 on fewer cores).
 

@@ -32,7 +32,7 @@ from moe_ep_bench.analysis.sweeps import along, key_words, scalings, swept_keys,
 from moe_ep_bench.analysis.timeline import Choice, timeline_rows
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.cost_model.tables import MEASURED_ELSEWHERE
-from moe_ep_bench.schema import PHASES, UNACCOUNTED
+from moe_ep_bench.schema import PHASES, UNACCOUNTED, phase_groups
 
 COST = ["dropped_share", "retained_mass"]
 # Columns that figures read whether a directory has them or not.
@@ -43,8 +43,7 @@ _NUMBERS = [
 _DROPS_ALL = 0.95  # of top-k pairs: a policy that drops more computes nothing that a speedup could be of
 _LEAST_IDLE = 0.05  # of the experts of the fullest rank: a step that activates more is no decode step
 # What a layer, and a pass of a whole model, consists of, in the order in which bars stack it.
-GROUPS = [*dict.fromkeys(p.group for p in PHASES.values() if p.of == "layer" and not p.is_waiting), "waiting"]
-GROUPS += [UNACCOUNTED]
+GROUPS = [*phase_groups("layer"), UNACCOUNTED]
 PARTS = [
     "attention",
     "rest",
@@ -381,9 +380,8 @@ def whole_rows(store: Store) -> pd.DataFrame | None:
     rows = named_bars(rows, with_cost=rows["facet"].nunique() == 1)
     ends = ["speedup_median", "speedup_low", "speedup_high"]
     blank = rows.assign(**dict.fromkeys([*ends, "speedup_is_interval"], np.nan))
-    of_layers = rows.assign(
-        **{end: rows[f"moe_{end}"].astype(float) for end in [*ends, "speedup_is_interval"]}, time_ms=rows["moe_ms"]
-    )
+    of_layers = rows.assign(**{end: rows[f"moe_{end}"].astype(float) for end in ends}, time_ms=rows["moe_ms"])
+    of_layers["speedup_is_interval"] = rows["moe_speedup_is_interval"]
     bounds = blank.assign(**dict.fromkeys(COST, np.nan))[rows["most_by_amdahl"].notna()].drop_duplicates("facet")
     others = rows["role"] != "baseline"
     most = rows["most_by_amdahl"].map(

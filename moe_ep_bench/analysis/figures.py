@@ -373,14 +373,17 @@ class Lines:
         for name, column in asked.items():
             if column not in rows:
                 raise UserError(
-                    f"--{name}: expected a column, one of {', '.join(known)}; got {column!r}{did_you_mean(column, known)}"
+                    f"--{name}: expected a column, one of {', '.join(known)}; got {column!r}"
+                    f"{did_you_mean(column, known)}"
                 )
         if not pd.api.types.is_numeric_dtype(rows[self.y]):
             raise UserError(f"--y: expected a column of numbers; {self.y} has words")
         try:
             rows = rows.query(self.where, engine="python") if self.where else rows
         except Exception as error:
-            raise UserError(f"--where: cannot be read as a condition on columns ({error}); got {self.where!r}") from None
+            raise UserError(
+                f"--where: cannot be read as a condition on columns ({error}); got {self.where!r}"
+            ) from None
         rows = rows[rows["role"].isin(["baseline", "policy", "replication"]) & rows[self.y].notna()]
         tells_apart = rows.groupby("facet")[self.x].nunique().max() == 1
         if self.facet is not None:

@@ -86,6 +86,7 @@ STYLE = {
 SIZES = {"page": (13.0, 0.0, 1.0, 160), "column": (3.3, 0.0, 0.73, 300), "slide": (13.33, 7.5, 1.25, 144)}
 MIN_POINTS = 6.0  # of any text at any size
 _MARGIN = 0.15  # inches
+_LONG = 20  # letters of a word that may be wider than its line
 
 
 @contextmanager
@@ -157,7 +158,7 @@ EXTRAPOLATED_LOOK = {"facecolor": "white", "edgecolor": MUTED, "hatch": "++"}
 
 def phase_look(group: str, how: str = "measured") -> dict[str, Any]:
     """How a group of phases is drawn that was measured, measured elsewhere or modelled (hollow and dashed)."""
-    colour, hatch = _PHASES[group]
+    colour, hatch = _PHASES.get(group, ("#999933", None))
     look = {"facecolor": colour, "edgecolor": _EDGES.get(group, "white"), **({"hatch": hatch} if hatch else {})}
     if how == "measured":
         return look
@@ -267,7 +268,12 @@ class Sheet(Figure):
 
 def wrapped(figure: Figure, words: str, inches: float, points: float, weight: str = "normal", most: int = 0) -> str:
     """Break a text into lines that are no wider than ``inches``; of more than ``most`` lines the first ones."""
-    text = figure.text(0, 0, words, fontsize=points, weight=weight, wrap=True)
+    text = figure.text(0, 0, "", fontsize=points, weight=weight)
+    for word in (word for word in words.split() if len(word) > _LONG):  # matplotlib breaks lines at spaces alone
+        text.set_text(word)
+        size = int(0.9 * len(word) * inches * figure.dpi / text.get_window_extent().width)
+        words = words.replace(word, " ".join(word[at : at + size] for at in range(0, len(word), max(1, size))))
+    text.set(text=words, wrap=True)
     text._get_wrap_line_width = lambda: inches * figure.dpi  # matplotlib's own wraps at the figure's edge
     text.get_window_extent()
     lines = text._get_wrapped_text().split("\n")

@@ -23,7 +23,7 @@ from moe_ep_bench.analysis.cases import Store, samples
 from moe_ep_bench.analysis.marks import Marks, milliseconds, name_rows
 from moe_ep_bench.analysis.style import INK, MUTED, Look, phase_look
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.schema import LAYER_PHASES, PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES
+from moe_ep_bench.schema import LAYER_PHASES, PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES, phase_groups
 
 ITERATION = ["launch", "batch", "iteration"]
 _MAX_LANES, _SHOWN_LANES = 24, 16
@@ -200,7 +200,7 @@ def lanes() -> Marks:
         at = rows["rank"].map({rank: place for place, rank in enumerate(ranks)})
         drawn = rows.assign(at=at, group=rows["phase"].map({name: phase.group for name, phase in PHASES.items()}))
         drawn["group"] = drawn["group"].fillna(UNACCOUNTED)
-        order = {group: place for place, group in enumerate(_GROUPS)}
+        order = {group: place for place, group in enumerate(phase_groups("layer"))}
         drawn = drawn.sort_values("group", key=lambda group: group.map(order), kind="stable")
         for (group, how), own in drawn.groupby(["group", "part_origin"], sort=False):
             label = str(group) if how == "measured" else f"{group} ({how})"
@@ -222,6 +222,3 @@ def lanes() -> Marks:
         axes.set_xlabel("time since the layer began (ms)")
 
     return Marks(draw)
-
-
-_GROUPS = ["shared", "gate", "permute", "comm", "experts", "waiting", UNACCOUNTED]

@@ -101,7 +101,6 @@ class Laser(LoadAwarePolicy):
     """
 
     name: ClassVar[str] = "laser"
-    look: ClassVar[tuple[str, str]] = ("#0072B2", "<")
     experts_in: ClassVar[tuple[str, ...]] = ("c",)
 
     eps_high: float
@@ -178,7 +177,6 @@ class LoadOnly(LoadAwarePolicy):
     """
 
     name: ClassVar[str] = "load_only"
-    look: ClassVar[tuple[str, str]] = ("#E69F00", ">")
 
     chunk_size: int = 1
 

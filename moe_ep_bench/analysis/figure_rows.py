@@ -29,7 +29,7 @@ from moe_ep_bench.analysis.cases import (
 from moe_ep_bench.analysis.marks import front, full_colour
 from moe_ep_bench.analysis.style import GAMMA
 from moe_ep_bench.analysis.sweeps import along, key_words, scalings, swept_keys, value_words
-from moe_ep_bench.analysis.timeline import Choice, timeline_rows
+from moe_ep_bench.analysis.timeline import DEFAULT, Choice, timeline_rows
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.cost_model.tables import MEASURED_ELSEWHERE
 from moe_ep_bench.schema import PHASES, UNACCOUNTED, phase_groups
@@ -68,7 +68,7 @@ def case_rows(store: Store) -> pd.DataFrame:
     spare = rows["policy_params"].map(lambda params: json.loads(params or "{}").get("spare_per_rank"))
     line = rows["family_label"].where(~is_replica, rows["label"].str.partition(",")[0]).where(~is_ceiling)
     step = rows["capacity_factor"].astype(object).mask(is_replica, spare.map("{:.0f} spare".format, "ignore"))
-    factor = rows["capacity_factor"].map(f", {GAMMA} {{:g}}".format, "ignore").fillna("")
+    factor = rows["capacity_factor"].map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}")
     in_several = rows.groupby("title")["directory"].transform("nunique") > 1
     rows = rows.reindex(columns=[*rows, *(name for name in _NUMBERS if name not in rows)]).astype(
         dict.fromkeys(_NUMBERS, float)
@@ -143,7 +143,7 @@ def phase_rows(store: Store) -> pd.DataFrame:
     return parts[parts.groupby("phases")["time_ms"].transform("max") > 0]
 
 
-def chosen_timeline(store: Store, choice: Choice) -> pd.DataFrame | None:
+def chosen_timeline(store: Store, choice: Choice = DEFAULT) -> pd.DataFrame | None:
     """A row per rank and phase of two cases (``timeline``)."""
     rows = timeline_rows(store, layer_rows(store), choice)
     if rows is None:
@@ -310,7 +310,7 @@ def scaling_rows(store: Store) -> pd.DataFrame | None:
     rows = rows.merge(
         sets.assign(order=order)[[*COMPARISON, "quantity", "held", "order"]], on=[*COMPARISON, "quantity", "held"]
     )
-    rows = rows.sort_values("order", kind="stable")
+    rows = rows.sort_values(["order", "value"], kind="stable")
     line = rows["line"].mask(rows["role"] == "baseline", "native")
     return rows.assign(facet=rows["quantity"] + "/" + rows["held"], heading=rows["held"], line=line)
 

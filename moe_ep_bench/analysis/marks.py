@@ -123,9 +123,10 @@ def facets(
 
 
 def limits(values: Iterable[float], least: float) -> tuple[float, float]:
-    """Limits about finite values, at least ``least`` apart."""
+    """Limits about finite values, at least ``least`` apart; 0 = a tenth of them."""
     known = np.array(list(values), dtype=float)
     low, high = np.nanmin(known), np.nanmax(known)
+    least = least or 0.1 * abs(high) or 1.0
     missing, pad = max(0.0, least - (high - low)) / 2, 0.07 * max(high - low, least)
     return low - missing - pad, high + missing + pad
 
@@ -275,9 +276,9 @@ def _name_values(axes: Axes, place_of: Mapping[Any, float], *, is_log: bool, upr
     places = sorted(place_of.values())
     are_apart = len(places) < 2 or min(np.diff(places)) > 0.04 * (places[-1] - places[0])
     if has_words or (len(labels) <= _MANY and are_apart):
-        axes.set_xticks(list(place_of.values()), labels)
+        axes.set_xticks(list(place_of.values()), labels_of(axes.figure, labels, 1.3))
         for tick in axes.get_xticklabels():
-            if len(tick.get_text()) > 5 and not tick.get_text()[0].isdigit():
+            if len(tick.get_text()) > 7 and not tick.get_text()[0].isdigit():
                 tick.set(rotation=30, ha="right", rotation_mode="anchor")
     elif is_log:
         axes.xaxis.set_major_locator(MaxNLocator(_MANY, integer=True))

@@ -86,6 +86,7 @@ STYLE = {
 SIZES = {"page": (13.0, 0.0, 1.0, 160), "column": (3.3, 0.0, 0.73, 300), "slide": (13.33, 7.5, 1.25, 144)}
 MIN_POINTS = 6.0  # of any text at any size
 _MARGIN = 0.15  # inches
+_DOLLAR = "\N{CURRENCY SIGN}"
 _LONG = 20  # letters of a word that may be wider than its line
 
 
@@ -273,10 +274,10 @@ def wrapped(figure: Figure, words: str, inches: float, points: float, weight: st
         text.set_text(word)
         size = int(0.9 * len(word) * inches * figure.dpi / text.get_window_extent().width)
         words = words.replace(word, " ".join(word[at : at + size] for at in range(0, len(word), max(1, size))))
-    text.set(text=words, wrap=True)
+    text.set(text=words.replace("$", _DOLLAR), wrap=True)  # whose width matplotlib would measure as a formula's
     text._get_wrap_line_width = lambda: inches * figure.dpi  # matplotlib's own wraps at the figure's edge
     text.get_window_extent()
-    lines = text._get_wrapped_text().split("\n")
+    lines = text._get_wrapped_text().replace(_DOLLAR, "$").split("\n")
     text.remove()
     if most and len(lines) > most:
         lines[most - 1 :] = [f"{lines[most - 1][:-4]} ..."]
@@ -296,16 +297,16 @@ def dress(figure: Sheet, title: str, how: str, footer: Sequence[str], tags: Sequ
     scale, small = rcParams["font.size"] / FONT_SIZES["font.size"], max(MIN_POINTS, 0.8 * rcParams["font.size"])
     fixed = rcParams["figure.figsize"][1]
     room, gap = width - 2 * _MARGIN, 0.08 * scale
+    texts = [
+        (title, "figure.titlesize", {"weight": "bold"}),
+        (how, "figure.labelsize", {"color": MUTED, "linespacing": 1.3}),
+    ]
+    head = [figure.text(0, 0, "", fontsize=rcParams[size], va="top", **look) for _, size, look in texts]
     boxes = [figure.text(0, 0, word.upper(), fontsize=small, va="center", **_tag_look(word)) for word in tags]
     widths = [box.get_window_extent().width / dpi + 0.3 * scale for box in boxes]
-    texts = [
-        (title, "figure.titlesize", {"weight": "bold"}, room - sum(widths)),
-        (how, "figure.labelsize", {"color": MUTED, "linespacing": 1.3}, room),
-    ]
     below, placed = _MARGIN, []
-    for words, size, look, inches in texts:
-        lines = wrapped(figure, words, inches, rcParams[size], look.get("weight", "normal"))
-        text = figure.text(0, 0, lines, fontsize=rcParams[size], va="top", **look)
+    for text, (words, size, look), inches in zip(head, texts, (room - sum(widths), room), strict=True):
+        text.set_text(wrapped(figure, words, inches, rcParams[size], look.get("weight", "normal")))
         placed.append((text, _MARGIN, below))
         below += text.get_window_extent().height / dpi + gap
     placed += [(box, width - sum(widths[n:]), _MARGIN + 0.1 * scale) for n, box in enumerate(boxes)]
@@ -352,8 +353,11 @@ def settle(figure: Figure) -> None:
     if engine is None:
         return
     if isinstance(figure, Sheet):
+        titles = [axes.get_title(loc="left") for axes, _ in figure.titles]
+        for axes, _ in figure.titles:
+            axes.set_title("")
         engine.execute(figure)
-        _wrap_words(figure)
+        _wrap_words(figure, titles)
     engine.execute(figure)
     figure.set_layout_engine("none")
     for axes in figure.axes:  # the solver's last bits differ from run to run
@@ -362,13 +366,13 @@ def settle(figure: Figure) -> None:
         _place(figure.words)
 
 
-def _wrap_words(figure: Sheet) -> None:
+def _wrap_words(figure: Sheet, titles: Sequence[str]) -> None:
     """Break titles and labels of axes into lines that are no longer than their panels."""
     width, height = figure.get_size_inches()
     points, small = rcParams["axes.titlesize"], rcParams["axes.labelsize"]
-    for first, last in figure.titles:
+    for (first, last), title in zip(figure.titles, titles, strict=True):
         inches = (last.get_position().x1 - first.get_position().x0) * width
-        first.set_title(wrapped(figure, first.get_title(loc="left"), inches, points, "bold"))
+        first.set_title(wrapped(figure, title, inches, points, "bold"))
     for axes in figure.axes:
         place = axes.get_position()
         axes.set_xlabel(wrapped(figure, axes.get_xlabel(), place.width * width, small))

@@ -40,6 +40,25 @@ _NUMBERS = [
     *("speedup_median", "speedup_low", "speedup_high", "floor_low", "floor_high", "median_ms", "breakdown_layer_ms"),
     *(*COST, "fullest_rank", "below_frontier", "moe_ms", "all_layers_ms_extrapolated", "waiting_ms"),
 ]
+_OTHERS = [
+    "scale",
+    "dtype",
+    "ran_on",
+    "links_words",
+    "oversubscribed",
+    "world_size",
+    "num_replicas",
+    "speedup_is_interval",
+]
+_OTHERS += [
+    "verdict",
+    "of_layers",
+    "num_layers",
+    "most_by_amdahl",
+    "by_amdahl",
+    "speedup_extrapolated",
+    "moe_speedup_median",
+]
 _DROPS_ALL = 0.95  # of top-k pairs: a policy that drops more computes nothing that a speedup could be of
 _LEAST_IDLE = 0.05  # of the experts of the fullest rank: a step that activates more is no decode step
 # What a layer, and a pass of a whole model, consists of, in the order in which bars stack it.
@@ -70,9 +89,8 @@ def case_rows(store: Store) -> pd.DataFrame:
     step = rows["capacity_factor"].astype(object).mask(is_replica, spare.map("{:.0f} spare".format, "ignore"))
     factor = rows["capacity_factor"].map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}")
     in_several = rows.groupby("title")["directory"].transform("nunique") > 1
-    rows = rows.reindex(columns=[*rows, *(name for name in _NUMBERS if name not in rows)]).astype(
-        dict.fromkeys(_NUMBERS, float)
-    )
+    absent = dict.fromkeys(name for name in (*_NUMBERS, *_OTHERS) if name not in rows)
+    rows = rows.assign(**dict.fromkeys(absent)).astype(dict.fromkeys(_NUMBERS, float))
     rows[COST] = rows[COST].mask(is_ceiling)
     return rows.assign(
         facet=rows["directory"] + "/" + rows["comparison_id"],

@@ -359,7 +359,7 @@ class Lines:
             columns=columns,
             height=3.8,
             limit=6,
-            looks=looks_of if self.by in (None, "policy", "label", "family") else ordered_looks,
+            looks=partial(looks_of) if self.by in (None, "policy", "label", "family") else ordered_looks,
         )
 
     def rows(self, store: Store) -> pd.DataFrame:

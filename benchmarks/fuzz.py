@@ -469,7 +469,7 @@ SHAPED = {
     "route": {"placement": "strided", "layer_weights": [1.0], "image_share": 0.5},
     "on_cpu": {"layer.dtype": "float32"},
 }
-QUALITY = ("quality-capacity", "quality-modality", "quality-oea", "quality-small", "quality-tasks-capacity")
+QUALITY = ("quality-capacity", "quality-oea", "quality-small", "quality-tasks-capacity")
 
 
 class Configs:

@@ -15,9 +15,10 @@ from results_builder import FakeCase, FakeComparison, write_run
 from safetensors.numpy import save_file
 from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
-from moe_ep_bench.analysis.advise import advice_text, candidates, load_timed, picks, short_label
+from moe_ep_bench.analysis.advise import advice_lines, advice_text, candidates, load_timed, picks
 from moe_ep_bench.analysis.cases import cases, comparisons, iterations, load
 from moe_ep_bench.analysis.compare import compare_directories
+from moe_ep_bench.analysis.labels import short_label
 from moe_ep_bench.bench.question import Bounds, Question, ask, ask_both
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
@@ -655,6 +656,7 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys: pytest
     assert "peak load 4, assumed, not OLMoE-1B-7B's own" in first.out
     assert first.out.splitlines()[-1] == f"config: {out}/advise.yaml"
     assert first.out.startswith((out / "advice.txt").read_text().rstrip())
+    assert advice_lines(out) == list(filter(None, first.out.partition("\n\ncandidate")[0].splitlines()))
     assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 12 candidates x 5 batches x 2 points, modelled on h100-sxm")
     described = json.loads((out / "run.json").read_text())
     assert set(described["hashes"]["workload"].values()) == {None}, "nobody asked for a survey"

@@ -12,7 +12,6 @@ stays. Of one draw the answer says that its speedup is not so judged.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +21,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, Store, cases, comparisons, load
 from moe_ep_bench.analysis.compare import ALL, times_of
+from moe_ep_bench.analysis.labels import short_label
 from moe_ep_bench.analysis.parts import ResultsError
 from moe_ep_bench.analysis.render import Row, Table, milliseconds, missing, number, percentage, render, text
 from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words, scale_words
@@ -224,6 +224,14 @@ def answer_text(questions: Mapping[str, Question], bounds: Bounds, *, show_all: 
     return "\n\n".join([*([picks_text(stores, bounds)] if len(stores) > 1 else []), *told])
 
 
+def advice_lines(directory: Path) -> list[str]:
+    """The answer that ``advise`` left beside its results, without its table and notes; none where it was not asked."""
+    path = directory / ADVICE
+    lines = path.read_text().splitlines() if path.is_file() else []
+    end = next((place for place, line in enumerate(lines) if line.startswith("For ")), -1)
+    return [line for line in lines[: end + 1] if line]
+
+
 def _of(frame: pd.DataFrame, name: tuple[str, str]) -> pd.Series:
     return (frame["directory"] == name[0]) & (frame["comparison_id"] == name[1])
 
@@ -272,8 +280,8 @@ def _said(words: str, rows: pd.DataFrame, natives: pd.DataFrame) -> list[str]:
         rates = [row.get("tokens_per_s_per_rank") for row in (pick, native)]
         if not any(map(missing, rates)):
             costs.append(f"{rates[0]:,.0f} of {rates[1]:,.0f} tokens/s per GPU")
-    gain = " to ".join(dict.fromkeys(f"{value:.3f}" for value in (speedup.min(), speedup.max())))
-    return [f"{words}: {what} is {gain} times as fast as native ({'; '.join(how)}).", f"It costs: {', '.join(costs)}."]
+    gain = f"{what} is {_ends(speedup, '{:.3f}')} times as fast as native"
+    return [f"{words}: {gain} ({'; '.join(how)}).", f"It costs: {', '.join(costs)}."]
 
 
 def _joined(places: Sequence[str]) -> str:
@@ -336,27 +344,17 @@ def _instructive(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[keys.isin([*best[:_BEST], *barred[-1:], *by_speed[:1]])] if len(rows) else rows
 
 
-def short_label(label: str) -> str:
-    """A candidate's label with shorter names of fields."""
-    for key, short in (("capacity_factor=", ""), ("granularity=", "per "), ("scope=", "per ")):
-        label = label.replace(key, short)
-    return re.sub(r"(request|rank)_budget", "budget", label)
-
-
 def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
     """A row per candidate, within 100 characters; of several comparisons ranges."""
     found = []
     for _, group in rows.groupby(_CANDIDATE, sort=False):
-        first = group.iloc[0]
-        low, high = group["speedup_median"].min(), group["speedup_median"].max()
-        ends = f"[{first['speedup_low']:.2f}, {first['speedup_high']:.2f}]" if first["speedup_is_interval"] else ""
+        first, speedup = group.iloc[0], group["speedup_median"]
+        ends = f" [{first['speedup_low']:.2f}, {first['speedup_high']:.2f}]" if first["speedup_is_interval"] else ""
         verdicts = group["verdict"].where(group["within"], "out of bounds").where(group["fits"], "does not fit")
         found.append(
             {
                 "label": short_label(first["label"]),
-                "speedup": f"{low:.3f} {ends}" if len(group) == 1 else f"{low:.3f} to {high:.3f}",
-                "by": None if first["over"] is None else f"{group['least'].min():.2f} to {group['most'].max():.2f}",
-                "over": first["over"],
+                "speedup": f"{speedup.min():.3f}{ends}" if len(group) == 1 else _ends(speedup, "{:.3f}"),
                 "median_ms": first["median_ms"] if len(group) == 1 else np.nan,
                 "dropped_share": group["dropped_share"].max(),
                 "retained_mass": group["retained_mass"].min(),
@@ -368,16 +366,18 @@ def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
     columns = [
         text("label", "candidate"),
         text("speedup", "end to end" if is_model else "speedup"),
-        text("by", f"by {frame['over'].iloc[0]}" if len(frame) else "by"),
         number("median_ms", "ms", milliseconds),
         percentage("dropped_share", "drop %"),
         percentage("retained_mass", "kept %"),
         number("more_gib", "GiB", "{:.2g}"),
         text("verdict"),
     ]
-    has = {"by": frame["by"].notna().any(), "median_ms": frame["median_ms"].notna().any()} if len(frame) else {}
-    has["more_gib"] = len(frame) > 0 and frame["more_gib"].notna().any()
-    return Table(frame, [column for column in columns if has.get(column.source or "", True)], title)
+    return Table(frame, [column for column in columns if len(frame) == 0 or frame[column.source].notna().any()], title)
+
+
+def _ends(values: pd.Series, form: str) -> str:
+    """The least and the greatest value, or the one that there is."""
+    return " to ".join(dict.fromkeys(form.format(value) for value in (values.min(), values.max())))
 
 
 # ---- notes -----------------------------------------------------------------------------------------------------------
@@ -447,11 +447,8 @@ def _draw_notes(rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) 
         ]
         loads = natives["fullest_rank"][np.array(by_chance) & (about["num_ranks"] > 1).to_numpy()].dropna()
         if len(loads):
-            found = " to ".join(dict.fromkeys(f"{load:.2f}" for load in (loads.min(), loads.max())))
-            yield (
-                f"the traffic is one draw: native's fullest rank has {found} x the mean load by chance; "
-                "workload.rank_load sets it"
-            )
+            fullest = f"native's fullest rank has {_ends(loads, '{:.2f}')} x the mean load"
+            yield f"the traffic is one draw: {fullest} by chance; workload.rank_load sets it"
     recordings = [one["workload"]["recording"] for one in about["facts"] if one["workload"].get("recording")]
     dealt = [one for one in recordings if one["sources"] and one["arrangement"] == "sequences"]
     passes = max((one["sources"][0]["passes_per_batch"] for one in dealt), default=0)

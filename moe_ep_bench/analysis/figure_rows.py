@@ -85,7 +85,9 @@ def case_rows(store: Store) -> pd.DataFrame:
     rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
     is_replica, is_ceiling = rows["role"] == "replication", rows["role"] == "ceiling"
     spare = rows["policy_params"].map(lambda params: json.loads(params or "{}").get("spare_per_rank"))
-    line = rows["family_label"].astype(object).where(~is_replica, rows["label"].str.partition(",")[0]).where(~is_ceiling)
+    line = (
+        rows["family_label"].astype(object).where(~is_replica, rows["label"].str.partition(",")[0]).where(~is_ceiling)
+    )
     step = rows["capacity_factor"].astype(object).mask(is_replica, spare.map("{:.0f} spare".format, "ignore"))
     factor = rows["capacity_factor"].map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}")
     in_several = rows.groupby("title")["directory"].transform("nunique") > 1
@@ -436,7 +438,7 @@ def whole_rows(store: Store) -> pd.DataFrame | None:
 
 def _costs(quality: Any) -> pd.DataFrame:
     """Cases that all checkpoints of a group have: means over them and the interval over them; of one its own."""
-    from moe_ep_bench.analysis.quality_frames import half_interval, text_costs
+    from moe_ep_bench.analysis.quality import half_interval, text_costs
 
     costs = text_costs(quality).query("role != 'baseline'")
     by_case = costs.groupby(["group", "label", "phase"], sort=False)

@@ -81,7 +81,7 @@ def stores(directories: Sequence[Path], passed_over: list[str]) -> Iterator[Any]
 
 
 def _quality(directory: Path) -> Any:
-    from moe_ep_bench.analysis.quality_frames import read_quality  # it imports torch
+    from moe_ep_bench.analysis.quality import read_quality  # it imports torch
 
     quality = read_quality(directory)
     if not quality.groups:

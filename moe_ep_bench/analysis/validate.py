@@ -64,10 +64,9 @@ def load_validation(directory: Path) -> Validation:
     for run in _RUNS:
         if unknown := [name for name in ids[run] if name not in about[run].index]:
             raise ResultsError(f"{roots[run]}: holds no comparison {unknown[0]}, which {files.pairs} names")
-    if about["real"]["scope"].iloc[0] != about["emulated"]["scope"].iloc[0]:
-        raise ResultsError(
-            f"{roots['emulated']}: expected times of a {about['real']['scope'].iloc[0]}, as the real run"
-        )
+    scope, other = (about[run]["scope"].iloc[0] for run in _RUNS)
+    if scope != other:
+        raise ResultsError(f"{roots['emulated']}: expected times of a {scope}, as in {roots['real']}; got {other}")
     titles = [about["real"].at[name, "title"] for name in ids["real"]]
     frames = {run: _rows(cases(stores[run]), dict(zip(ids[run], titles, strict=True))) for run in _RUNS}
     routed = ["dropped_share", "retained_mass"]

@@ -307,7 +307,7 @@ def _papers_list(options: argparse.Namespace) -> int:
 
 def _quality(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.plot import draw_all
-    from moe_ep_bench.analysis.quality_frames import read_quality
+    from moe_ep_bench.analysis.quality import read_quality
     from moe_ep_bench.analysis.show import quality_text
     from moe_ep_bench.quality.session import run_quality
 

@@ -31,7 +31,7 @@ from moe_ep_bench.analysis.columns import COLUMNS, NONE, Column, missing
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store, kind_of
-from moe_ep_bench.analysis.style import FORMATS, house_style, settle_layout
+from moe_ep_bench.analysis.style import FORMATS, house_style, settle
 from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, overview, tables, warnings_of
 from moe_ep_bench.files import atomic_path, check_folder, refuse_links_out
 
@@ -174,26 +174,16 @@ def _html(listed: Iterable[Table]) -> list[tuple[str, Markup]]:
 
 def _drawn(store: Store) -> Iterator[tuple[str, Figure]]:
     """The figures for which the store has rows."""
-    from moe_ep_bench.analysis.draws import over_draws
-    from moe_ep_bench.analysis.figures import FIGURES, WHOLE_FIGURES
-    from moe_ep_bench.analysis.load import is_route, is_whole, load_run
-    from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES
-    from moe_ep_bench.analysis.route.load import load_route
+    from moe_ep_bench.analysis.plot import drawings, figures_of, lines_of
 
-    for folder in store.folders.values():
-        if is_route(folder):
-            table, run = ROUTE_FIGURES, load_route(folder, [])
-        else:
-            run = over_draws(load_run(folder, [], whole=is_whole(folder)))[0]
-            table = WHOLE_FIGURES if run.scope == "model" else FIGURES
-        for name, draw in table.items():
-            if (drawing := draw(run)) is not None:
-                yield name, drawing.figure
+    for name, drawing in drawings(store, figures_of(store, lines_of(list(store.folders.values())))).items():
+        if drawing is not None:
+            yield name, drawing.figure
 
 
 def _image(name: str, figure: Figure) -> dict[str, Any]:
     """A figure as the template wants it: its title, its own line on how to read it, and its bytes."""
-    settle_layout(figure)  # the layout's last bits differ from run to run until it is fixed
+    settle(figure)  # the layout's last bits differ from run to run until it is fixed
     kind, content = "svg+xml", _encoded(figure, "svg")
     if len(content) > MAX_SVG_BYTES:
         kind, content = "png", _encoded(figure, "png")

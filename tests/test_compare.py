@@ -17,7 +17,7 @@ from results_builder import QUIET_MACHINE, FakeComparison, standard_cases, write
 from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
 from moe_ep_bench.analysis.compare import compare_directories, compare_text, exit_status, outcome
-from moe_ep_bench.analysis.load import ResultsError
+from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.cli import main
 from moe_ep_bench.timing.statistics import NoiseFloor, estimate_change, joint_floor
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from moe_ep_bench import cli
-from moe_ep_bench.analysis.parts import ResultsError
+from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime import progress
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR

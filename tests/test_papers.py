@@ -22,7 +22,7 @@ from whole_builder import write_whole
 from moe_ep_bench.analysis.cases import cases, load, routing
 from moe_ep_bench.analysis.papers import Claims, claims_text, load_claims, paper_words
 from moe_ep_bench.analysis.papers_figure import claims_figure
-from moe_ep_bench.analysis.parts import ResultsError
+from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.bench.plan import VIRTUAL, Comparison
 from moe_ep_bench.cli import main

@@ -22,8 +22,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_ep_bench.analysis.figures import QUALITY_FIGURES, draw
-from moe_ep_bench.analysis.load import is_quality
-from moe_ep_bench.analysis.parts import ResultsError
 from moe_ep_bench.analysis.quality import (
     Quality,
     claims,
@@ -32,7 +30,9 @@ from moe_ep_bench.analysis.quality import (
     read_quality,
     text_costs,
 )
+from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.show import quality_text
+from moe_ep_bench.analysis.store import kind_of
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
@@ -470,7 +470,7 @@ def test_what_is_damaged_or_not_begun_is_one_line(done: Path, tmp_path: Path) ->
 def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
     folder: Path, done: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert is_quality(done)
+    assert kind_of(done) == "quality"
     assert main(["quality", str(folder / "config.yaml"), "--out", str(done)]) == OK
     first = capsys.readouterr()
     assert "all cases are there from before" in first.err

@@ -22,7 +22,7 @@ from trace_files import write_trace
 
 import plot_results
 from moe_ep_bench.analysis.fidelity import fidelity
-from moe_ep_bench.analysis.load import ResultsError
+from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import render
 from moe_ep_bench.analysis.route.load import RouteRun, load_route
 from moe_ep_bench.analysis.route.tables import route_tables

@@ -83,7 +83,7 @@ def case_rows(store: Store) -> pd.DataFrame:
     factor = rows["capacity_factor"].map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}").astype("str")
     in_several = rows.groupby("title")["directory"].transform("nunique") > 1
     absent = dict.fromkeys(name for name in (*_NUMBERS, *_OTHERS) if name not in rows)
-    rows = rows.assign(**dict.fromkeys(absent)).astype(dict.fromkeys(_NUMBERS, float))
+    rows = rows.assign(**dict.fromkeys(absent)).astype(dict.fromkeys(_NUMBERS, float)).copy()  # of one piece again
     rows[COST] = rows[COST].mask(is_ceiling)
     return rows.assign(
         facet=rows["directory"] + "/" + rows["comparison_id"],

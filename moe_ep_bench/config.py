@@ -374,6 +374,21 @@ class ReplicationConfig(Strict):
         return self.model_dump(mode="json", exclude=unnamed)
 
 
+class FigureConfig(Strict):
+    """A figure of any columns; ``plot DIR --x COLUMN --y COLUMN`` lists them."""
+
+    x: str
+    """Column along the bottom: of cases, batches or layers, or a policy's parameter."""
+    y: str
+    """Column upright; means where several rows stand at one place. ``COLUMN_p95``: a percentile over batches."""
+    by: str | None = None
+    """Column whose values are lines; null = policies, without ``x``."""
+    facet: str | None = None
+    """Column whose values are panels; null = comparisons."""
+    where: str | None = None
+    """Condition on columns, as pandas' ``query`` reads it."""
+
+
 # ``emulate.device``: this machine's own.
 MEASURED = "measured"
 
@@ -426,6 +441,8 @@ class Experiment(SweepPoint):
     emulate: EmulateConfig = EmulateConfig()
     claims: tuple[Claim, ...] = ()
     """Published numbers of these policies; only ``papers`` reads them. They change no measurement."""
+    figures: tuple[FigureConfig, ...] = ()
+    """Figures that ``plot`` draws beside its own: any column against any other. They change no measurement."""
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
@@ -658,6 +675,7 @@ _NO_SWEEP = {
             "name",
             "measure.timeout_s",
             "claims",
+            "figures",
         )
     },
 }

@@ -671,7 +671,7 @@ def nothing_drawn() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", save)
-        patch.setattr(style, "settle_layout", lambda figure: None)
+        patch.setattr(style, "settle", lambda figure: None)
         yield
 
 

@@ -24,7 +24,6 @@ import plot_results
 from moe_ep_bench.analysis.fidelity import fidelity
 from moe_ep_bench.analysis.load import ResultsError
 from moe_ep_bench.analysis.render import render
-from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES, draw_route_figures
 from moe_ep_bench.analysis.route.load import RouteRun, load_route
 from moe_ep_bench.analysis.route.tables import route_tables
 from moe_ep_bench.bench.plan import ROUTING, plan
@@ -389,32 +388,16 @@ def test_a_route_directory_is_shown_in_every_format(sound: Path, capsys: pytest.
     assert shown["md"].count("| policy |") == shown["latex"].count("tabular}") // 2 == 1
 
 
-def test_every_figure_is_drawn_where_the_rows_hold_it(loaded: RouteRun, tmp_path: Path) -> None:
-    written, lacking = draw_route_figures(loaded, tmp_path, ["svg"], ROUTE_FIGURES, "page")
-    assert lacking == []
-    assert [path.name for path in written] == [f"{name}.{end}" for name in ROUTE_FIGURES for end in ("svg", "csv")]
-    # Beside each figure lie its numbers, and none of them claims to have been timed.
-    for name in ROUTE_FIGURES:
-        rows = pd.read_csv(tmp_path / f"{name}.csv")
-        assert len(rows) > 1, name
-        assert set(rows["origin"]) == {"routed"}, name
-        assert set(rows["workload"]) == {"recorded"}, name
-
-
-def test_figures_without_rows_are_named_and_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_route_draws_its_loads_and_the_configs_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["route", str(write_config(tmp_path)), "--out", str(out)]) == OK
-    printed = capsys.readouterr().out
+    line = {"x": "batch", "y": "rank_imbalance", "by": "policy"}
+    assert main(["route", str(write_config(tmp_path, figures=[line])), "--out", str(out)]) == OK
     drawn = {path.stem for path in (out / "figures").glob("*.png")}
-    assert drawn == {"decay", "overlap", "traffic"}
-    said = " ".join(printed.split())
-    assert "not drawn, the rows hold nothing for them: heatmap, violation, imbalance, scores, dropped" in said
-    assert main(["show", str(out)]) == OK
-    assert capsys.readouterr().out in printed
-    assert plot_results.main([str(out), "--figures", "overlap", "--format", "svg"]) == 0
-    assert (out / "figures" / "overlap.svg").exists()
+    assert drawn == {"load", "dropped", "rank_imbalance-over-batch-by-policy"}
+    rows = pd.read_csv(out / "figures" / "rank_imbalance-over-batch-by-policy.csv")
+    assert set(rows["origin"]) == {"routed"}
+    assert "figures in" in capsys.readouterr().out
     assert plot_results.main([str(out), "--figures", "speedup"]) == 2
-    assert "--figures: expected some of heatmap" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

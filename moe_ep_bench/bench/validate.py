@@ -32,7 +32,7 @@ from moe_ep_bench.runtime.errors import complain
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
 # Keys of ``emulate`` that do not make it another layer than the real ranks'.
-_FREE = {"links", "chunk_tokens"}
+_FREE = {"links"}
 
 
 class _FailedStepError(Exception):

@@ -205,20 +205,17 @@ def _shown(status: int, report: Callable[[], str]) -> int:
 
 def _route(options: argparse.Namespace) -> int:
     _check_config(options)
+    from moe_ep_bench.analysis.plot import draw_all
     from moe_ep_bench.analysis.render import render, terminal_width
-    from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES, draw_route_figures
     from moe_ep_bench.analysis.route.load import load_route
-    from moe_ep_bench.analysis.route.tables import drawn_words, route_tables
-    from moe_ep_bench.analysis.style import DEFAULT_FORMATS
+    from moe_ep_bench.analysis.route.tables import route_tables
     from moe_ep_bench.bench import route
 
     if options.dry_run:
         return route.dry_run(options.config, options.overrides)
     directory = route.route(options.config, _out(options), options.overrides, force=options.force)
-    loaded = load_route(directory.root)
-    print(render(route_tables(loaded), "text", width=terminal_width()))
-    figures = directory.root / "figures"
-    print(drawn_words(*draw_route_figures(loaded, figures, DEFAULT_FORMATS, ROUTE_FIGURES, "page")))
+    print(render(route_tables(load_route(directory.root)), "text", width=terminal_width()))
+    print(draw_all(directory.root))
     return OK
 
 
@@ -307,21 +304,17 @@ def _papers_list(options: argparse.Namespace) -> int:
 
 
 def _quality(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.plot import draw_all
     from moe_ep_bench.analysis.quality import read_quality
-    from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES, draw_quality_figures
-    from moe_ep_bench.analysis.route.tables import drawn_words
     from moe_ep_bench.analysis.show import quality_text
-    from moe_ep_bench.analysis.style import DEFAULT_FORMATS
     from moe_ep_bench.quality.session import run_quality
 
     out = _out(options)
     run_quality(options.config, out, options.overrides, force=options.force, dry_run=options.dry_run)
     if not options.dry_run:
         print(quality_text(out))
-        if (quality := read_quality(out)).groups:
-            print(
-                drawn_words(*draw_quality_figures(quality, out / "figures", DEFAULT_FORMATS, QUALITY_FIGURES, "page"))
-            )
+        if read_quality(out).groups:
+            print(draw_all(out))
     return OK
 
 

@@ -53,7 +53,6 @@ class BudgetDrop(SteppedPolicy):
     """
 
     name: ClassVar[str] = "budget_drop"
-    look: ClassVar[tuple[str, str]] = ("#E69F00", "s")
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
     max_dropped: Share | None = None

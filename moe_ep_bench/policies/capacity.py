@@ -140,7 +140,6 @@ class TokenDrop(CapacityPolicy):
     """Capacity-aware Token Drop (arXiv 2503.05066, Algorithm 1)."""
 
     name: ClassVar[str] = "token_drop"
-    look: ClassVar[tuple[str, str]] = ("#D55E00", "s")
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
@@ -166,7 +165,6 @@ class ExpandedDrop(CapacityPolicy):
     """
 
     name: ClassVar[str] = "expanded_drop"
-    look: ClassVar[tuple[str, str]] = ("#009E73", "^")
     experts_in: ClassVar[tuple[str, ...]] = ("num_candidates", "max_experts_per_token")
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
     looks_past_top_k: ClassVar[bool] = True

@@ -83,7 +83,6 @@ class Laser(LoadAwarePolicy):
     """
 
     name: ClassVar[str] = "laser"
-    look: ClassVar[tuple[str, str]] = ("#0072B2", "<")
     experts_in: ClassVar[tuple[str, ...]] = ("c",)
 
     eps_high: Share
@@ -119,7 +118,6 @@ class LoadOnly(LoadAwarePolicy):
     """
 
     name: ClassVar[str] = "load_only"
-    look: ClassVar[tuple[str, str]] = ("#E69F00", ">")
 
     chunk_size: Positive = 1
 

@@ -32,7 +32,6 @@ class MegatronDrop(SteppedPolicy):
     """
 
     name: ClassVar[str] = "megatron_drop"
-    look: ClassVar[tuple[str, str]] = ("#E69F00", "v")
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
     capacity_factor: Factor

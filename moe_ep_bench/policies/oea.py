@@ -30,7 +30,6 @@ class Pruned(SteppedPolicy):
     """
 
     name: ClassVar[str] = "pruned"
-    look: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
     fewer_experts_by: ClassVar[str] = "k0"
     experts_in: ClassVar[tuple[str, ...]] = ("k0",)
@@ -67,7 +66,6 @@ class OEA(Pruned):
     """
 
     name: ClassVar[str] = "oea"
-    look: ClassVar[tuple[str, str]] = ("#CC79A7", "X")
     looks_past_top_k: ClassVar[bool] = True
     experts_in: ClassVar[tuple[str, ...]] = ("k0", "k_max", "max_rank")
 

@@ -58,7 +58,6 @@ class ExpertDrop(ClosingPolicy):
     """
 
     name: ClassVar[str] = "expert_drop"
-    look: ClassVar[tuple[str, str]] = ("#CC79A7", "D")
     experts_in: ClassVar[tuple[str, ...]] = ("count",)
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
@@ -83,7 +82,6 @@ class Lynx(ClosingPolicy):
     """
 
     name: ClassVar[str] = "lynx"
-    look: ClassVar[tuple[str, str]] = ("#56B4E9", "v")
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
     fewer_experts_by: ClassVar[str] = "num_dropped"
     experts_in: ClassVar[tuple[str, ...]] = ("num_dropped",)
@@ -107,7 +105,6 @@ class DynamicSkip(SteppedPolicy):
     """
 
     name: ClassVar[str] = "dynamic_skip"
-    look: ClassVar[tuple[str, str]] = ("#D55E00", "P")
 
     beta: Share
 

@@ -15,7 +15,6 @@ class TopK(SteppedPolicy):
     """No policy at all: the baseline, on the path that the policies take."""
 
     name: ClassVar[str] = "topk"
-    look: ClassVar[tuple[str, str]] = ("#0072B2", "o")
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         map_TE = top_k_map(scores_TE, context, self.steps)

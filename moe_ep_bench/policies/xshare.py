@@ -61,7 +61,6 @@ class XShare(SteppedPolicy):
     """
 
     name: ClassVar[str] = "xshare"
-    look: ClassVar[tuple[str, str]] = ("#009E73", "D")
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
     fewer_experts_by: ClassVar[str] = "budget"
     experts_in: ClassVar[tuple[str, ...]] = ("k0", "budget", "request_budget", "rank_budget")

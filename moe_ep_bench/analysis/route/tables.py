@@ -6,10 +6,7 @@ Every number is of one batch of one layer first, all ranks together; then the me
 from __future__ import annotations
 
 import json
-import os
-import textwrap
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import pandas as pd
 
@@ -106,13 +103,3 @@ def _listed(layers: str) -> str:
     numbers = [int(layer) for layer in layers.split(", ")]
     is_range = len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1))
     return f"{numbers[0]} to {numbers[-1]}" if is_range else layers
-
-
-def drawn_words(written: Sequence[Path], lacking: Sequence[str]) -> str:
-    """Say which figures there are now, and for which the rows lack what they need."""
-    drawn = list(dict.fromkeys(path.stem for path in written))
-    folder = os.path.relpath(written[0].parent) if written else ""
-    lines = [f"figures in {folder}: {', '.join(drawn)}" if drawn else "no figure was drawn"]
-    if lacking:
-        lines.append(f"not drawn, the rows hold nothing for them: {', '.join(lacking)}")
-    return "\n".join(["", *(line for text in lines for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  "))])

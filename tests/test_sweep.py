@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from moe_ep_bench.bench.plan import RANKS, ROUTING, VIRTUAL, Comparison, plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.config import ConfigError, Experiment, SyntheticConfig, load_experiments
+from moe_ep_bench.config import ConfigError, Experiment, load_experiments
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 CONFIG = {
@@ -36,30 +36,23 @@ OTHER = {
     "layer.permute": "indexed",
     "layer.kernel": "torch",
     "layer.dispatcher": "allgather",
-    "layer.native_padded": 1.5,
-    "layer.shared_expert_overlap": True,
     "measure.iterations": 6,
     "measure.preroll_us": 0,
-    "measure.microbatch_tokens": 8,
     "measure.breakdown_iterations": 1,
     "measure.warmup": 2,
     "measure.max_warmup": 6,
     "measure.launches": 2,
     "measure.flush_l2": True,
     "measure.timeout_s": 301,
-    "route.placement": "strided",
-    "route.layer_weights": [2.0],
-    "route.image_share": 0.5,
     "emulate.links": "pcie5",
     "emulate.bandwidth_scale": 0.5,
     "emulate.device": "h20",
     "emulate.transport": "copies",
     "emulate.dispatch_dtype": "fp8",
-    "emulate.chunk_tokens": 16,
 }
 # Sections that enter every id whole, what only a GPU has, what adds cases in place of changing them, and whole models,
-# which are planned otherwise (test_model_run); experts in slices, which virtual ranks refuse (test_slices).
-LEFT_OUT = {"model", "workload", "layer.cuda_graph", "layer.expert_tensor_parallel", "emulate.replication"}
+# which are planned otherwise (test_model_run).
+LEFT_OUT = {"model", "workload", "layer.cuda_graph", "emulate.replication"}
 LEFT_OUT |= {"scope", "whole.num_layers", "whole.context_length"}
 
 
@@ -87,7 +80,7 @@ def test_the_table_of_other_values_names_every_key() -> None:
 def definitions(one: Experiment, key: str) -> list[dict[str, Any]]:
     """What decides the ids of an experiment's comparison on every backend that takes it."""
     planned = [Comparison.of(one, RANKS, 4, on_cpu=True), Comparison.of(one, ROUTING, on_cpu=True)]
-    if key.startswith(("emulate.", "route.")):  # The others it shares with ``run``, or refuses.
+    if key.startswith("emulate."):  # The others it shares with ``run``, or refuses.
         planned.append(Comparison.of(one, VIRTUAL, on_cpu=True))
     return [one.definition for one in planned]
 
@@ -150,4 +143,4 @@ def test_points_that_a_command_cannot_tell_apart_are_refused_by_it_alone(name: s
 def test_the_scopes_read_synthetic_workloads_whole(tmp_path: Path) -> None:
     (one,) = plan(write(tmp_path, {}), [], RANKS, 2, on_cpu=True)
     # What the file of skew_from counts, in its skew_layer, stands in the definition as the loads that it counts.
-    assert set(SyntheticConfig.model_fields) - {"skew_from", "skew_layer"} <= set(one.definition["workload"])
+    assert one.experiment.workload.model_fields_set - {"skew_from", "skew_layer"} <= set(one.definition["workload"])

@@ -295,9 +295,7 @@ LINKS = {"emulate": {"links": "h100-nvlink4"}}
             "emulate.bandwidth_scale: expected 1.0, which is",
         ),
         ({"emulate": {"replication": [{"spare_per_rank": 1}]}}, 2, "emulate.replication: expected ()"),
-        ({"route": {"placement": "strided"}}, 2, "route.placement: expected 'contiguous', which is what real ranks do"),
         ({"sweep": {"emulate.links": ["pcie4", "pcie5"]}}, 2, "expected values that it measures differently"),
-        ({"layer__expert_tensor_parallel": 2}, 2, "layer.expert_tensor_parallel: expected 1, for emulate lays out"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_run(

@@ -162,7 +162,7 @@ def compare_directories(base: Path, new: Path, *, intended: Collection[str] = ()
     differences = pd.concat(
         _differences(*(of_run[name] for of_run in recorded), intended).assign(comparison_id=name) for name in shared
     )
-    changes = _changes([_timed(store) for store in stores], measured, differences, about, same_machine=same_machine)
+    changes = _changes(list(map(_values, stores)), measured, differences, about, same_machine)
     for of in _WORDS:
         of_all = changes[(changes["quantity"] == ALL) & (changes["of"] == of)].set_index("case_id")
         common = common.join(of_all.drop(columns=["quantity", "of"]).add_prefix(f"{of}_"), on="case_id")
@@ -234,32 +234,23 @@ def times_of(store: Store, *, phases: bool = False) -> Times:
     return times
 
 
-class _Timed(NamedTuple):
-    """A quantity of one case in one run: Series by (launch, batch, iteration), of the speedup pairs with native."""
-
-    time: pd.Series
-    speedup: pd.Series
-    again: Estimate | None  # native over native a second time, of the same quantity
-
-
-def _timed(store: Store) -> dict[str, dict[str, _Timed]]:
-    """By case id and quantity."""
-    times = times_of(store, phases=True)
-    roles = cases(store)[[*CASE, "role"]]
-    timed: dict[str, dict[str, _Timed]] = {}
-    for _, group in roles.groupby(CASE[:2], sort=False):
-        keys = {role: tuple(key) for *key, role in group.itertuples(index=False)}
-        native, again = (times.get(keys.get(role, ()), {}) for role in ("baseline", "noise"))
-        floors = {name: estimate_median(_pairs(native.get(name), series)) for name, series in again.items()}
-        for *key, _role in group.itertuples(index=False):
-            timed[key[2]] = {
-                name: _Timed(series, _pairs(native.get(name), series), floors.get(name))
-                for name, series in times.get(tuple(key), {}).items()
+def _values(store: Store) -> dict[str, dict[tuple[str, str], tuple[pd.Series, Estimate | None]]]:
+    """Of each case id by quantity and (time or speedup): its values, and native over native again of the quantity."""
+    times, values = times_of(store, phases=True), {}
+    for _, group in cases(store).groupby(CASE[:2], sort=False):
+        by_role = dict(zip(group["role"], group[CASE].itertuples(index=False, name=None), strict=True))
+        native, again = (times.get(by_role.get(role, ()), {}) for role in ("baseline", "noise"))
+        floors = {name: estimate_median(_speedups(native.get(name), series)) for name, series in again.items()}
+        for key in group[CASE].itertuples(index=False, name=None):
+            values[key[-1]] = {
+                (name, of): (series if of == "time" else _speedups(native.get(name), series), floors.get(name))
+                for name, series in times.get(key, {}).items()
+                for of in _WORDS
             }
-    return timed
+    return values
 
 
-def _pairs(native: pd.Series | None, case: pd.Series) -> pd.Series:
+def _speedups(native: pd.Series | None, case: pd.Series) -> pd.Series:
     if native is None:
         return case.iloc[:0]
     ratios = paired_ratios(native, case[case > 0])
@@ -270,11 +261,10 @@ def _pairs(native: pd.Series | None, case: pd.Series) -> pd.Series:
 
 
 def _changes(
-    timed: list[dict[str, dict[str, _Timed]]],
+    values: list[dict[str, Any]],
     common: pd.DataFrame,
     differences: pd.DataFrame,
     about: pd.DataFrame,
-    *,
     same_machine: bool,
 ) -> pd.DataFrame:
     """``Change.changes`` of cases that both runs measured, native's ahead of the others of its comparison."""
@@ -283,32 +273,33 @@ def _changes(
         of: weighty[weighty["takes_verdicts_on"].isin(weights)].groupby("comparison_id")["key"].agg(", ".join)
         for of, weights in (("time", ["all", "times"]), ("speedup", ["all"]))
     }
-    rows: list[Row] = []
-    native: dict[tuple[str, str], Row] = {}
+    found: dict[tuple[str, str, str], Row] = {}  # by case, quantity and (time or speedup)
+    natives: dict[str, str] = {}
     for case_id, comparison_id, role in common[["case_id", "comparison_id", "role"]].itertuples(index=False):
-        old, now = (of_run[case_id] for of_run in timed)
-        facts = about.loc[comparison_id]
-        for name in (name for name in old if name in now):
-            time, speedup = (
-                {"case_id": case_id, "quantity": name, "of": of}
-                | _change(old[name], now[name], of, facts, forbidding[of].get(comparison_id))
-                for of in _WORDS
-            )
-            rows.append(time)
-            if role == "baseline":
-                native[comparison_id, name] = time
-                continue
-            rows.append(speedup)
-            if not same_machine:
-                _hold_against_native(time, speedup, native.get((comparison_id, name)))
-    return pd.DataFrame(rows)
+        old, now = (of_run[case_id] for of_run in values)
+        natives |= {comparison_id: case_id} if role == "baseline" else {}
+        for name, of in (key for key in old if key in now and (role != "baseline" or key[1] == "time")):
+            why = forbidding[of].get(comparison_id)
+            change = _change(*old[name, of], *now[name, of], of, about.loc[comparison_id], why)
+            found[case_id, name, of] = {"case_id": case_id, "quantity": name, "of": of} | change
+            if of == "speedup" and not same_machine:
+                native = found.get((natives.get(comparison_id, ""), name, "time"))
+                _hold_against_native(found[case_id, name, "time"], found[case_id, name, of], native)
+    return pd.DataFrame(found.values())
 
 
-def _change(old: _Timed, now: _Timed, of: str, facts: pd.Series, differing: str | None) -> Row:
+def _change(
+    base: pd.Series,
+    old_again: Estimate | None,
+    new: pd.Series,
+    new_again: Estimate | None,
+    of: str,
+    facts: pd.Series,
+    differing: str | None,
+) -> Row:
     """The numbers of one change, its verdict, and why it is inconclusive."""
-    base, new = getattr(old, of), getattr(now, of)
     ratio = None if base.empty or new.empty else estimate_change(base, new)
-    floor = joint_floor(noise_floor(old.again), noise_floor(now.again)) if old.again and now.again else None
+    floor = joint_floor(noise_floor(old_again), noise_floor(new_again)) if old_again and new_again else None
     is_modelled, is_shared = facts["facts"].get("device") is not None, bool(facts["oversubscribed"])
     verdict, why = judge(ratio, floor, is_modelled=is_modelled, is_oversubscribed=is_shared), None
     if differing:
@@ -535,13 +526,10 @@ def _tables(change: Change, comparison_id: str) -> Iterator[Table]:
         parts = parts.assign(column=names, cell=[_cell(row) for row in parts.to_dict("records")])
         wide = parts.pivot(index=["case_id", "label"], columns="column", values="cell")
         wide = wide.loc[parts["case_id"].unique()].reset_index()
-        whole = [name for name in (*PARTS, f"{MOE}, speedup") if name in wide]
-        if whole:
-            yield Table(wide, (_POLICY, *map(text, whole)), "change of a pass's parts in %, on its slowest rank")
-        phases = [number(name, form="{}") for name in names.unique() if name not in whole]
-        of_what = "of all MoE layers together " if whole else ""
-        title = f"change of phases {of_what}in %, on the rank that spends most in each (breakdown iterations)"
-        yield Table(wide, (_POLICY, *phases), title)
+        title = "change in % of phases, on the rank that spends most in each (breakdown iterations)"
+        if MOE in set(parts["quantity"]):
+            title += ", of all MoE layers together; and of a pass's parts, on its slowest rank"
+        yield Table(wide, (_POLICY, *(number(name, form="{}") for name in names.unique())), title)
     found = change.differences[change.differences["comparison_id"] == comparison_id]
     if len(found):
         yield Table(found.assign(takes=found.apply(_takes, axis=1)), _DIFFERENCES, "conditions that differ")

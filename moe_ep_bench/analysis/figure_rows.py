@@ -89,7 +89,7 @@ def case_rows(store: Store) -> pd.DataFrame:
         rows["family_label"].astype(object).where(~is_replica, rows["label"].str.partition(",")[0]).where(~is_ceiling)
     )
     step = rows["capacity_factor"].astype(object).mask(is_replica, spare.map("{:.0f} spare".format, "ignore"))
-    factor = rows["capacity_factor"].map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}")
+    factor = rows["capacity_factor"].map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}").astype("str")
     in_several = rows.groupby("title")["directory"].transform("nunique") > 1
     absent = dict.fromkeys(name for name in (*_NUMBERS, *_OTHERS) if name not in rows)
     rows = rows.assign(**dict.fromkeys(absent)).astype(dict.fromkeys(_NUMBERS, float))
@@ -98,7 +98,7 @@ def case_rows(store: Store) -> pd.DataFrame:
         facet=rows["directory"] + "/" + rows["comparison_id"],
         title=rows["title"].mask(in_several, rows["title"] + ", from " + rows["directory"]),
         line=line,
-        name=(line + factor).where((rows["role"] == "policy") & line.notna(), rows["label"]),
+        name=(line.astype("str") + factor).where((rows["role"] == "policy") & line.notna(), rows["label"]),
         step=step,
         at=step.where(step.notna(), line),
     )

@@ -16,7 +16,15 @@ from typing import Any
 import yaml
 
 from moe_ep_bench.bench.fit import fit_on
-from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig, experiments_of, read_config
+from moe_ep_bench.config import (
+    LPLB_SOLVE_US,
+    MEASURED,
+    Experiment,
+    RecordedConfig,
+    SyntheticConfig,
+    experiments_of,
+    read_config,
+)
 from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device, load_links
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import check_folder, stable_hash
@@ -42,8 +50,6 @@ _SEQUENCE_LENGTH = 128
 _TOPK_SHARE = 0.7
 # Tokens of each request in the cache, at decode.
 CONTEXT_LENGTH = 2048
-# What a linear program takes to balance a batch inside a node, by the README of LPLB; longer beyond one.
-_SOLVE_US = 100.0
 # Of a token, expert, case and batch, and what comes on top: measured on one core (Xeon, 2.1 GHz).
 _SECONDS, _START_SECONDS = 1.2e-8, 10
 # Native, native again, EPLB with and without a linear program, and the ceiling.
@@ -51,7 +57,7 @@ _OTHER_CASES = 5
 # Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
 _UNREAD = (
     *("policies", "measure", "claims", "layer.dispatcher", "layer.cuda_graph"),
-    *("emulate.replication", "emulate.chunk_tokens"),
+    "emulate.replication",
 )
 # Options that stand in place of a config.
 _OF_MODEL = ("model", "ep", "tokens", "trace", "counts", "peak_load", "decode_tokens", "context")
@@ -450,7 +456,7 @@ def candidates(
         why = why or "one rank holds all experts"
     left_out += [f"EPLB: {why}"] if why else []
     spare = {"spare_per_rank": 1}
-    return kept, [] if why else [spare, {**spare, "balancer": "lp", "solve_us": _SOLVE_US}], left_out
+    return kept, [] if why else [spare, {**spare, "balancer": "lp", "solve_us": LPLB_SOLVE_US}], left_out
 
 
 def _is_drawn(experiment: Experiment) -> bool:

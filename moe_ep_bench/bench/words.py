@@ -33,8 +33,7 @@ def title(comparison: Any) -> str:
 def sizes_of(comparison: Any) -> str:
     """Ranks, tokens of all of them together, and those of a rank: in any batch, from the least to the most."""
     subject = comparison.subject
-    slices = f" x TP {subject.num_slices}" if subject.num_slices > 1 else ""
-    sizes = f"EP {comparison.ep_size}{slices}, {tokens_words(subject.num_tokens)}"
+    sizes = f"EP {comparison.ep_size}, {tokens_words(subject.num_tokens)}"
     if subject.world_size == 1:
         return sizes
     least, most = int(subject.rank_tokens.min()), int(subject.rank_tokens.max())
@@ -119,8 +118,7 @@ def traffic(experiment: Experiment, workload: Workload) -> str:
         domains = " + ".join(trace.metadata["domain"] for trace in workload.traces)
         source = f"{domains}, {phase(experiment, workload)}, {config.tail_words}"
     else:
-        is_uniform = config.family == "uniform" and config.skew is None and config.peak_load is None
-        source = f"synthetic, {'uniform' if is_uniform else workload_in_short(experiment)}"
+        source = f"synthetic, {workload_in_short(experiment)}"
     return source + padding_in_title(experiment)
 
 

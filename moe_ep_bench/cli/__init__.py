@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_ep_bench.cli.arguments import PAPERS_LIST, SUCCESSORS, make_parser, with_list_joined
+from moe_ep_bench.cli.arguments import PAPERS_LIST, make_parser, with_list_joined
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.device import take_cpu
 from moe_ep_bench.runtime.errors import complain, tolerant_stderr
@@ -34,10 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status. User mistakes are one line on stderr and status 2 (``complain``)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     with tolerant_stderr(), _no_prompt():
-        if arguments and arguments[0] in SUCCESSORS:
-            instead = f"use: moe-ep-bench {SUCCESSORS[arguments[0]]}"
-            print(f"moe-ep-bench: there is no command {arguments[0]} any more; {instead}", file=sys.stderr)
-            return USER_ERROR
         parser = make_parser()
         options = parser.parse_args(with_list_joined(arguments))
         if options.command is None:
@@ -87,7 +83,7 @@ def _drop_force_after_restart(options: argparse.Namespace) -> None:
 def _only_prints(options: argparse.Namespace) -> bool:
     """Whether the command's result is what it prints, and not what it measures."""
     measures = options.command in ("run", "emulate", "validate", "papers", "calibrate")
-    return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points", "run_directory"))
+    return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points"))
 
 
 def _end_output() -> None:
@@ -132,11 +128,12 @@ def _run(options: argparse.Namespace) -> int:
     else:
         _check_config(options)
     from moe_ep_bench.bench import run
+    from moe_ep_bench.bench.dry_run import dry_run
     from moe_ep_bench.runtime.torchrun import is_launched, num_nodes
 
     if options.dry_run:
         num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else _nproc(options) * num_nodes()
-        return run.dry_run(options.config, options.overrides, num_ranks, options.point)
+        return dry_run(options.config, options.overrides, num_ranks, options.point)
     what = (options.config, _out(options), options.overrides)
     how = {"force": options.force, "profile": options.profile, "point": options.point}
     if is_rank:
@@ -181,7 +178,8 @@ def _list_points(options: argparse.Namespace) -> int:
 
 def _emulate(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.bench.run import dry_run_virtual, emulate
+    from moe_ep_bench.bench.dry_run import dry_run_virtual
+    from moe_ep_bench.bench.run import emulate
 
     if options.dry_run:
         return dry_run_virtual(options.config, options.overrides)
@@ -321,15 +319,6 @@ def _quality(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    if options.run_directory is not None:
-        from moe_ep_bench.analysis.activated import fit_text
-        from moe_ep_bench.analysis.load import check_timed, load_run
-
-        check_timed(options.run_directory)
-        print(fit_text(load_run(options.run_directory), options.preset))
-        return OK
-    if options.preset is not None:
-        raise UserError("--preset: goes with --from DIR")
     end_with_parent()
     out = options.out or Path("results", "calibration", "links.yaml")
     from moe_ep_bench.cost_model.calibrate import calibrate, launch_calibrate

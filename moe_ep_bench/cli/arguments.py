@@ -12,18 +12,6 @@ from typing import Any, NoReturn
 from moe_ep_bench.errors import brief, did_you_mean, printable
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
-# What took the place of commands that there were.
-SUCCESSORS = {
-    "launch": "run CONFIG",
-    "points": "run CONFIG --list-points",
-    "reproduce": "papers CONFIG",
-    "accuracy": "quality CONFIG",
-    "fit": "calibrate --from DIR",
-    "summary": "show DIR",
-    "export": "show DIR --format md|latex|csv|json|perfetto",
-    "report": "show DIR --format html",
-}
-
 # ``papers`` takes a config; with this action in its place it is a command of its own.
 PAPERS_LIST = "papers list"
 
@@ -133,16 +121,12 @@ def make_parser() -> argparse.ArgumentParser:
     _add_config(quality, dry_run="print cases; load no weights and no data")
     _add_cpu(quality)
 
-    calibrate = add("calibrate", "measure this machine's all-to-all, or fit a device to a decode run")
+    calibrate = add("calibrate", "measure this machine's all-to-all")
     calibrate.add_argument("--out", type=Path, metavar="FILE", help="default: results/calibration/links.yaml")
     calibrate.add_argument("--max-bytes", type=int, metavar="N", help="largest message (default: 2^30; CPU: 2^26)")
     _add_value(calibrate, "--repetitions", 20, "N", "of each message")
     _add_nproc(calibrate)
     _add_cpu(calibrate)
-    calibrate.add_argument(
-        "--from", type=Path, metavar="DIR", dest="run_directory", help="print figures for data/devices/ of this run"
-    )
-    calibrate.add_argument("--preset", metavar="NAME", help="with --from: only this model of data/models/")
 
     tables = add("tables", "list what others measured on real GPUs: devices, shapes and links to name")
     tables.add_argument("system", metavar="DEVICE", nargs="?", help="tell its shapes and links, e.g. h100_sxm")
@@ -312,7 +296,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     record.set_defaults(command="trace record")
 
     imported = actions.add_parser("import", help="convert another program's recording to moe-trace-v1")
-    imported.add_argument("kind", metavar="KIND", help="esft, flame-moe, gpt-oss, megatron, sglang or vllm")
+    imported.add_argument("kind", metavar="KIND", help="esft, flame-moe, megatron, sglang or vllm")
     imported.add_argument("source", type=Path, metavar="SOURCE", help="a checkout, directory or file")
     imported.add_argument("out", type=Path, metavar="OUT", help="the file to write; must not exist")
     for name, text in (

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy
+from moe_ep_bench.policies.field_types import policy
 from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.policies.selection import top_k_map, weighted
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class TopK(SteppedPolicy):
     """No policy at all: the baseline, on the path that the policies take."""
 

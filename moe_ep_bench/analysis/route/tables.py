@@ -31,7 +31,7 @@ _COLUMNS = (
     number("activated", "activated", "{:.1f}"),
     number("fullest_activated", "on one rank", "{:.1f}"),
 )
-_ABOUT = ["label", "mode", "title", "model", "num_ranks", "num_tokens", "num_batches", "layers", "placement"]
+_ABOUT = ["label", "mode", "title", "model", "num_ranks", "num_tokens", "num_batches", "layers"]
 _ABOUT += ["workload", "policy", "policy_params"]
 
 
@@ -53,7 +53,7 @@ def route_tables(run: RouteRun) -> list[Table]:
             else f"; layer{'s' if facts['num_layers'] > 1 else ''} {_listed(facts['layers'])}"
         )
         batches = f"{facts['num_batches']} batch{'es' if facts['num_batches'] > 1 else ''}"
-        how = f"{MODE_WORDS['route']}, {batches}, {facts['placement']} placement"
+        how = f"{MODE_WORDS['route']}, {batches}"
         title = f"{facts['comparison']}{layered}: {how}"
         left_out = {column.header for column in BELOW_FRONTIER if rows[column.source].isna().all()}
         if facts["phase"] != "decode":  # Of many tokens all experts are activated.
@@ -84,9 +84,6 @@ def _notes(rows: pd.DataFrame) -> list[str]:
         ),
         "EPLB: planned for the mean load of the other batches; what solving a linear program takes is not shown here, "
         "emulate counts it": rows["policy"].eq("eplb").any(),
-        "policies that look at ranks (local scope, devices, rank budgets) take experts to lie contiguously": (
-            facts["placement"] != "contiguous"
-        ),
     }
     if pd.notna(facts["image_share"]):
         found[f"assumed: the first {facts['image_share']:.0%} of every sequence's tokens are an image's"] = True

@@ -48,10 +48,11 @@ class TopK:
         self, noise_TE: NDArray[np.float64], bias_E: NDArray[np.float64], factor: float = 1.0
     ) -> NDArray[np.int64]:
         """How many tokens go to each expert where ``chosen`` gets ``noise + bias``: int64 [E]."""
-        count = _compiled_loads() if self.num_groups is None else None
+        count = _compiled_loads()
         if count is None:
             return np.count_nonzero(self.chosen(noise_TE + bias_E, factor), axis=0)
-        return count(np.ascontiguousarray(noise_TE), bias_E, self.top_k)
+        groups = self.num_groups or 1, self.top_groups or 1
+        return count(np.ascontiguousarray(noise_TE), bias_E, self.top_k, *groups, float(factor))
 
     def _in_best_groups(self, logits_TE: NDArray[np.floating], factor: float) -> NDArray[np.bool_]:
         assert self.num_groups is not None

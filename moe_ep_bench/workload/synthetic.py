@@ -25,8 +25,10 @@ Shapes: T = tokens of all ranks, E = experts, K = top_k.
 from __future__ import annotations
 
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain, islice
@@ -472,8 +474,11 @@ def softmax(logits_TE: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 def _loads(noise: Chunks, bias_E: NDArray[np.float64], selection: TopK, factor: float = 1.0) -> NDArray[np.int64]:
-    """Experts' loads, int64 [E], under the model's top-k of noise + bias."""
-    return np.sum([selection.loads(noise_TE, bias_E, factor) for noise_TE in noise], axis=0)
+    """Experts' loads, int64 [E], under the model's top-k of noise + bias; counted on all cores."""
+    num_threads = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(num_threads) as pool:
+        of_chunks = pool.map(lambda noise_TE: selection.loads(noise_TE, bias_E, factor), noise)
+        return np.sum(list(of_chunks), axis=0)
 
 
 def _sampled(noise: Chunks, most: int) -> NDArray[np.float64]:

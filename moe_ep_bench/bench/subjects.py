@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from moe_ep_bench.bench import checks, words
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
@@ -26,6 +25,7 @@ from moe_ep_bench.errors import naming
 from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.models.memory import fullest_pairs, layer_rows_values, rank_expert_weights
 from moe_ep_bench.policies import RoutingContext
+from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
 from moe_ep_bench.workload.batch import deal_pieces
 from moe_ep_bench.workload.formatting import tokens_words

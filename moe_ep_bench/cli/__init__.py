@@ -137,12 +137,14 @@ def _run(options: argparse.Namespace) -> int:
         raise UserError("--launch: only for ranks that torchrun started; without it, run does all of measure.launches")
     else:
         _check_config(options)
-    from moe_ep_bench.bench import run
-
     nodes = None if is_rank else _nodes(options)
     if options.dry_run:
         num_ranks = int(os.environ.get("WORLD_SIZE", "1")) if nodes is None else nodes.nproc * nodes.count
-        return run.dry_run(options.config, options.overrides, num_ranks, options.point)
+        from moe_ep_bench.bench.dry_run import dry_run
+
+        return dry_run(options.config, options.overrides, num_ranks, options.point)
+    from moe_ep_bench.bench import run
+
     what = (options.config, _out(options), options.overrides)
     how = {"force": options.force, "profile": options.profile, "point": options.point}
     if nodes is None:
@@ -189,10 +191,12 @@ def _list_points(options: argparse.Namespace) -> int:
 
 def _emulate(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.bench.run import dry_run_virtual, emulate
-
     if options.dry_run:
+        from moe_ep_bench.bench.dry_run import dry_run_virtual
+
         return dry_run_virtual(options.config, options.overrides)
+    from moe_ep_bench.bench.run import emulate
+
     out = _out(options)
     return _shown_of_directory(emulate(options.config, out, options.overrides, force=options.force), out)
 
@@ -215,6 +219,10 @@ def _shown(status: int, report: Callable[[], str]) -> int:
 
 def _route(options: argparse.Namespace) -> int:
     _check_config(options)
+    if options.dry_run:
+        from moe_ep_bench.bench.dry_run import dry_run_routing
+
+        return dry_run_routing(options.config, options.overrides)
     from moe_ep_bench.analysis.render import render, terminal_width
     from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES, draw_route_figures
     from moe_ep_bench.analysis.route.load import load_route
@@ -222,8 +230,6 @@ def _route(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.style import DEFAULT_FORMATS
     from moe_ep_bench.bench import route
 
-    if options.dry_run:
-        return route.dry_run(options.config, options.overrides)
     directory = route.route(options.config, _out(options), options.overrides, force=options.force)
     loaded = load_route(directory.root)
     print(render(route_tables(loaded), "text", width=terminal_width()))

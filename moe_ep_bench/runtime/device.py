@@ -7,6 +7,7 @@ CPU, in a job that ends well. torch is imported where it is asked: what it sees 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ _NONE = ("", "-1", "NoDevFiles")
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 _TIMEOUT_S = 20.0
 _DEVICES = Path("/dev")
+# Of NVIDIA, of it under Windows or on boards, and of AMD.
+_GPU_FILES = ("nvidia*", "dxg", "nvhost*", "kfd")
 # So many CPU ranks per core at most, and this many wherever: they share time slices, and rows say so.
 _RANKS_PER_CORE, _LEAST_RANKS = 2, 4
 
@@ -32,6 +35,15 @@ _RANKS_PER_CORE, _LEAST_RANKS = 2, 4
 def take_cpu() -> None:
     """Measure on the CPU, whatever is here; before torch is imported, and for all processes that this one starts."""
     os.environ |= {_CPU: "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def has_gpu() -> bool:
+    """Whether torch can use a GPU; it is not imported where nothing in /dev could be one."""
+    if "torch" not in sys.modules and not any(any(_DEVICES.glob(name)) for name in _GPU_FILES):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def device_type() -> str:
@@ -42,14 +54,14 @@ def device_type() -> str:
     Raises:
         UserError: the CPU is not asked for, and there are GPUs that torch cannot use, or a Slurm job without any.
     """
-    import torch
-
-    if torch.cuda.is_available():
+    if has_gpu():
         return "cuda"
     in_slurm, hidden = "SLURM_JOB_ID" in os.environ, os.environ.get("CUDA_VISIBLE_DEVICES")
     if os.environ.get(_CPU) or (not in_slurm and hidden is not None and hidden.strip() in _NONE):
         return "cpu"
     if seen := gpus_in_sight():
+        import torch
+
         raise UserError(
             f"GPUs: {seen}, but torch {torch.__version__} cannot use them ({why_torch_has_none()}); expected a torch "
             "for this driver (launch/setup.sh --cuda12 for CUDA 12), or --cpu to measure on the CPU"

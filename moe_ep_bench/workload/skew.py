@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+from moe_ep_bench.policies.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)

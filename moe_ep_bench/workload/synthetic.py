@@ -36,7 +36,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import entr
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.noise import CorrelatedNoise, HeldNoise, Noise, solve_correlation
@@ -514,4 +513,6 @@ def _solve_factor(
 
 
 def _mean_entropy(scores_TE: NDArray[np.float64]) -> float:
+    from scipy.special import entr  # Planning does without.
+
     return float(entr(scores_TE).sum(axis=1).mean() / math.log(scores_TE.shape[1]))

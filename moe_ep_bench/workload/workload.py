@@ -18,10 +18,10 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload.batch import TokenBatch, deal_pieces
 from moe_ep_bench.workload.randomness import Run, runs_of
 from moe_ep_bench.workload.skew import TopK, entropy, mass_share, rank_load, shared_by_neighbours

@@ -103,7 +103,7 @@ def test_contiguous_slots_change_no_metric() -> None:
 
 
 def test_few_pairs_of_many_ranks_do_not_meet_in_one_replica() -> None:
-    slots = ExpertPlacement(torch.tensor([0, 1, 0, 0]), num_experts=2, num_ranks=4)
+    slots = ExpertPlacement(np.array([0, 1, 0, 0]), num_experts=2, num_ranks=4)
     one_pair = torch.tensor([[True, False]])
     assert {int(slots.spread(one_pair, rank).nonzero()[0, 1]) for rank in range(3)} == {0, 2, 3}
 

@@ -150,8 +150,7 @@ def warm() -> None:
     import moe_ep_bench.analysis.plot
     import moe_ep_bench.analysis.quality_figures
     import moe_ep_bench.analysis.report.page
-    import moe_ep_bench.analysis.trace_report
-    import moe_ep_bench.analysis.validation_report
+    import moe_ep_bench.analysis.validate
     import moe_ep_bench.bench.question
     import moe_ep_bench.bench.route
     import moe_ep_bench.bench.run
@@ -901,8 +900,6 @@ class Commands:
         if rand.random() < 0.05:
             words[-1] = str(odd(rand))[:300]
         for action in self.actions[name]:
-            if name == "trace info" and action.dest == "out":
-                continue  # It draws all figures, as plot does.
             if not action.option_strings:
                 if rand.random() < 0.95:
                     words += [self.value(action, rand)]

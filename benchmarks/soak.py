@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py [--cases 500] [--out DIR]
 
-A sweep over seeds makes comparisons of ten cases each, which the usual launcher measures on two ranks. Meanwhile the
+A sweep over seeds makes comparisons of ten cases each, which torchrun measures on two ranks. Meanwhile the
 resident memory and the open files of its processes are read from /proc, and set against the cases that are finished.
 Within a comparison memory rises by some hundred MiB and falls again when freed buffers are handed back, so that a line
 through all samples says when they were taken; what would leak is what stays. So the least of each comparison counts.
@@ -96,7 +96,7 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
         ours = _descendants(job.pid, running)
         seen.update(ours)
         ranks = [one for one in ours if one.parent == job.pid]
-        for name, pid in {"launcher": job.pid, **{f"rank {i}": one.pid for i, one in enumerate(ranks)}}.items():
+        for name, pid in {"torchrun": job.pid, **{f"rank {i}": one.pid for i, one in enumerate(ranks)}}.items():
             _sample(name, pid, num_finished, samples)
         time.sleep(0.1)
     if job.returncode:

@@ -253,19 +253,6 @@ def _a_name(part_id: str) -> str:
 
 # ---- two runs side by side -----------------------------------------------------------------------------------------
 
-ALONE_SCHEMA = pa.schema(
-    [
-        ("comparison_id", pa.string()),
-        ("case_id", pa.string()),
-        ("rank", pa.int32()),
-        ("batch", pa.int32()),
-        ("repetition", pa.int32()),
-        ("num_rows", pa.int64()),
-        ("time_us", pa.float64()),
-    ]
-)
-
-
 # By how much speedups may differ and be equivalent.
 EQUIVALENCE_MARGIN = 0.03
 
@@ -283,10 +270,7 @@ class ValidationDirectory:
         self.root = root
         self.links = root / "links.yaml"
         self.real, self.emulated = root / "real", root / "emulated"
-        self.experts_alone = root / "experts-alone.parquet"
-        self.pairs, self.text = root / "validation.json", root / "validation.txt"
-        self.cases_table, self.phases_table = root / "validation.csv", root / "validation-phases.csv"
-        self.figures = root / "figures"
+        self.pairs, self.text, self.table = (root / f"validation.{end}" for end in ("json", "txt", "csv"))
 
     def write_pairs(self, pairs: Sequence[tuple[str, str]], links: str, margin: float = EQUIVALENCE_MARGIN) -> None:
         """Say which comparisons belong together, (real, emulated) ids, where the links are from, in words, and by how

@@ -5,9 +5,9 @@
 # its ranks, or is alone with a mistake that only its node can see, and then the others must not wait for it.
 # With FIRST_POINT (of sweep.sbatch): POINTS_PER_TASK points of a sweep at once, each of one rank on a place of its own.
 set -uo pipefail
-# For the launcher alone, which handles it.
+# For `run` and its ranks, which handle it.
 trap '' USR1
-# The launcher gets this as well, and what it does then is worth waiting for.
+# `run` gets this as well, and what it does then is worth waiting for.
 trap : TERM
 
 # What starts a program on each GPU that this task has; without any (or with --cpu), on each core.

@@ -39,7 +39,6 @@ LONGEST = (
     "adding",
     "reproduce",
     "transformer",
-    "launcher",
 )
 
 # Files whose processes are forked from one that has torch and Megatron-Core imported (tests/warm.py).
@@ -55,7 +54,6 @@ WARM = (
     "export",
     "faults",
     "graph_run",
-    "launcher",
     "layer",
     "locks",
     "model_run",

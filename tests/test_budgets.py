@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from policy_cases import random_scores
-from test_trace_info import write_trace
+from trace_files import write_trace
 
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.bench.traffic import CaseRouter, Share

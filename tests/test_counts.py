@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from test_trace_info import loads_entry, write_loads
 from test_workload import top_k_load
+from trace_files import loads_entry, write_loads
 
 from moe_ep_bench import cli
 from moe_ep_bench.bench.plan import ROUTING, Comparison

@@ -138,7 +138,7 @@ def test_more_ranks_than_a_node_carries_are_refused_before_any_starts(
 
 
 def test_more_ranks_than_cores_are_flagged_on_gpus_too(machine: pytest.MonkeyPatch) -> None:
-    """A rank may be bound to the cores near its GPU; its launcher is not."""
+    """A rank may be bound to the cores near its GPU; torchrun is not."""
     cores = {0: {4, 5}, os.getppid(): set(range(8))}
     machine.setattr(os, "sched_getaffinity", lambda pid: set(cores[pid]))
     ranks = Ranks(0, 8, 8, torch.device("cuda", 0), cast(Any, None))

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from test_docs import GENERATED, PAGES, ROOT, THIRTEEN, code, commands
 from test_importers import esft
-from test_trace_info import write_trace
+from trace_files import write_trace
 
 from moe_ep_bench.cli import COMMANDS
 
@@ -123,7 +123,7 @@ SCRIPTS = {
     "launch/quickstart.sh": "installs packages",
     "launch/setup.sh": "installs packages; test_setup",
     "launch/test.sh": "runs this",
-    "launch/torchrun.sh": "starts ranks; test_launcher",
+    "launch/torchrun.sh": "starts ranks; test_slurm",
     "launch/wheelhouse.sh": "downloads packages; test_setup",
     "slurm/bench.sbatch": "needs Slurm; test_slurm",
     "slurm/sweep.sbatch": "needs Slurm; test_slurm",

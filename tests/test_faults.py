@@ -79,7 +79,7 @@ ENDLESS = {
 
 
 def run_alone(config: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """``run`` on one rank, without our launcher."""
+    """``run`` on one rank, without torchrun."""
     command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(out), *arguments]
     env = {**environment(), **rank_environment(0, free_port(), world_size=1)}
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=env, check=False)
@@ -95,7 +95,7 @@ def rank_environment(rank: int, port: int, world_size: int) -> dict[str, str]:
 
 
 def start_rank(config: Path, out: Path, rank: int, port: int, faults: str, world_size: int = 2) -> subprocess.Popen:
-    """One of two ranks, as another launcher would start it."""
+    """One of two ranks, as somebody's own torchrun would start it."""
     env = {**environment(faults), **rank_environment(rank, port, world_size), "LOCAL_WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(out)]
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
@@ -125,7 +125,7 @@ def wait_until(true: Callable[[], bool], seconds: float) -> None:
 
 
 def ranks_of(job: subprocess.Popen) -> list[int]:
-    """Process ids of the ranks that a launcher has started, by rank: in the order of their start."""
+    """Process ids of the ranks that torchrun has started, by rank: in the order of their start."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -309,11 +309,11 @@ def test_half_written_parts_are_measured_again(finished: Path, tmp_path: Path) -
     assert hidden_files(out) == []
 
 
-def test_a_rank_that_is_asked_to_end_ends_the_whole_job_and_no_case_is_blamed(tmp_path: Path) -> None:
+def test_a_job_that_is_asked_to_end_ends_with_all_ranks_and_no_case_is_blamed(tmp_path: Path) -> None:
     config, out = write_config(tmp_path, **ENDLESS), tmp_path / "out"
     with started(config, out) as job:
         ranks = ranks_of(job)
-        os.kill(ranks[1], signal.SIGTERM)
+        os.kill(job.pid, signal.SIGTERM)
         check_stopped(job, signal.SIGTERM)
         assert not any(map(is_running, ranks))
     assert list((out / "attempts").iterdir()) == []
@@ -326,7 +326,7 @@ def check_stopped(job: subprocess.Popen, number: signal.Signals) -> None:
     assert "Traceback" not in errors
 
 
-def test_ranks_end_with_a_launcher_that_is_killed_and_no_case_is_blamed(tmp_path: Path) -> None:
+def test_ranks_end_with_torchrun_that_is_killed_and_no_case_is_blamed(tmp_path: Path) -> None:
     config, out = write_config(tmp_path, **ENDLESS), tmp_path / "out"
     with started(config, out) as job:
         ranks = ranks_of(job)
@@ -428,4 +428,4 @@ def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "40 of 40 cases measured" in done.stdout
-    assert done.stdout.count(" KiB per case") == 3  # Two ranks and their launcher.
+    assert done.stdout.count(" KiB per case") == 3  # Two ranks and torchrun.

@@ -31,10 +31,10 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 from moe_ep_bench.analysis import style
 from moe_ep_bench.analysis.claims import load_claims
 from moe_ep_bench.analysis.claims_report import write_claims
-from moe_ep_bench.analysis.validation import is_validation, load_validation
-from moe_ep_bench.analysis.validation_report import write_report
+from moe_ep_bench.analysis.validate import write_validation
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
+from moe_ep_bench.results import ValidationDirectory
 
 TESTS = Path(__file__).parent
 GOLDENS = TESTS / "goldens"
@@ -641,10 +641,9 @@ def tables_of_reference(directory: Path, folder: Path) -> dict[str, pd.DataFrame
         folder: an empty one.
     """
     copy = shutil.copytree(directory, folder / "copy", ignore=shutil.ignore_patterns("figures", "*.csv", "*.txt"))
-    if is_validation(copy):
-        write_report(load_validation(copy))
-        files = {"validation": copy / "validation.csv", "validation-phases": copy / "validation-phases.csv"}
-        return {name: pd.read_csv(path) for name, path in files.items()}
+    if (files := ValidationDirectory(copy)).pairs.is_file():
+        write_validation(copy)
+        return {"validation": pd.read_csv(files.table)}
     assert main(["plot", str(copy), "--out", str(folder / "figures"), "--format", "png"]) == 0
     tables = {f"figure-{name}": rows for name, rows in read_figures(folder / "figures").items()}
     if (copy / "claims.json").is_file():

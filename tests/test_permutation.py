@@ -166,7 +166,7 @@ def test_a_transformer_engine_is_tried_on_a_batch_in_a_process_of_its_own(
     found = te_check.transformer_engine()
     assert found.problem.startswith(problem) if problem else found == ("", True)
     monkeypatch.setattr(te_check, "ask", None)
-    assert te_check.transformer_engine() == found, "a launcher's ranks ask no more"
+    assert te_check.transformer_engine() == found, "torchrun's ranks ask no more"
 
 
 def test_the_triton_activation_equals_its_formula() -> None:

@@ -27,8 +27,6 @@ from moe_ep_bench.runtime.crash_journal import (
     Mark,
     collect_lost,
     lost_attempts,
-    num_lost,
-    stopped_by,
     stopped_reason,
 )
 from moe_ep_bench.schema import SAMPLES_SCHEMA, SCHEMA_VERSION, TABLES, UNIT_OF
@@ -346,21 +344,15 @@ def test_a_rank_that_ends_in_order_or_ran_nothing_is_no_attempt(tmp_path: Path) 
 
 def test_a_job_that_was_stopped_blames_nobody_for_it(tmp_path: Path) -> None:
     lose(tmp_path, "case", [stopped_reason(15), "peer lost: closed"])
-    assert stopped_by(tmp_path, "job") == 15
     collect_lost(tmp_path, ["job"])
     assert list(tmp_path.iterdir()) == []
-    lose(tmp_path, "case", [stopped_reason(15), ""])  # The agent stops those whom a death left.
-    assert stopped_by(tmp_path, "job") is None
-    # Nor whom it killed because it did not end when asked to.
+    # Nor whom torchrun killed because it did not end when asked to.
+    lose(tmp_path, "case", [stopped_reason(15), ""])
     collect_lost(tmp_path, ["job"], stopped=True)
     assert list(tmp_path.iterdir()) == []
     lose(tmp_path, "case", ["failed: before", ""])
     collect_lost(tmp_path, ["job"], stopped=True)
     assert lost_attempts(tmp_path, "case") == ["failed: before (rank 0)"]
-    # The signal that ended a job is not the one that its agent sent the others.
-    for signals in ((15, 2), (2, 15)):
-        lose(tmp_path, "other", [stopped_reason(one) for one in signals])
-        assert stopped_by(tmp_path, "job") == 2
 
 
 def test_only_the_rank_that_died_says_which_case_was_lost(tmp_path: Path) -> None:
@@ -375,8 +367,6 @@ def test_marks_of_another_job_are_left_to_it(tmp_path: Path) -> None:
     lose(tmp_path, "case", ["", ""])
     collect_lost(tmp_path, ["another"])
     assert len(list(tmp_path.iterdir())) == 2
-    assert num_lost(tmp_path, "another", ["case"]) == [("case", 0)]
-    assert num_lost(tmp_path, "job", ["case"]) == [("case", 0), ("now case", 1)]
 
 
 def test_a_damaged_list_of_attempts_is_none(tmp_path: Path) -> None:

@@ -182,8 +182,7 @@ def test_a_route_directory_is_reported_without_a_word_of_speed(tmp_path: Path, m
     assert page.count("<figure") == 1
 
 
-def test_a_validation_is_a_page_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_page, "validation_figure", lambda validation: None)  # tests/test_validate.py draws it
+def test_a_validation_is_a_page_too(tmp_path: Path) -> None:
     path, passed_over = write_report(REFERENCE / "validate-2cpu", tmp_path / "page.html")
     text = Parsed(path.read_text()).text
     assert "Emulated against measured" in text

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
-from test_trace_info import write_trace
+from trace_files import write_trace
 
 import plot_results
 from moe_ep_bench.analysis.fidelity import fidelity

@@ -1,4 +1,4 @@
-"""A run from the command line to the files it leaves: real ranks, real launcher, injected faults."""
+"""A run from the command line to the files it leaves: real ranks, real torchrun, injected faults."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ import yaml
 
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.bench import dry_run
+from moe_ep_bench.bench import run as run_module
 from moe_ep_bench.cli import main
 from moe_ep_bench.layer import parts, te_check
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, OK, USER_ERROR
+from moe_ep_bench.runtime.torchrun import Ended
 from moe_ep_bench.schema import LAYER_PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA, TOTAL, UNACCOUNTED
 
 TESTS = Path(__file__).parent
@@ -310,10 +312,11 @@ def test_ranks_started_with_different_configs_refuse_together(tmp_path: Path) ->
 def test_two_nodes_give_the_routing_of_one(finished: Path, tmp_path: Path) -> None:
     config, port = write_config(tmp_path), free_port()
     jobs = []
-    for node in range(2):
+    for _ in range(2):
         command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(tmp_path / "out")]
-        command += ["--nproc", "1", "--nnodes", "2", "--node-rank", str(node), "--master", f"127.0.0.1:{port}"]
-        jobs.append(subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True))
+        meet = {"PET_NNODES": "2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}"}
+        env = {**environment(), **meet, "PET_RDZV_ID": "test"}
+        jobs.append(subprocess.Popen([*command, "--nproc", "1"], env=env, stderr=subprocess.PIPE, text=True))
     errors = [job.communicate(timeout=600)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [OK, OK], errors
     for path in (finished / "routing").iterdir():
@@ -399,3 +402,16 @@ def test_a_dry_run_makes_no_cuda_context_and_runs_no_kernel(
     if command == "run":
         assert " of 70.0 GiB" in printed
         assert re.search(r"TFLOP a rank, at least \d+ s \(modelled: .* devices/h100-sxm; no transfers\)", printed)
+
+
+def test_a_request_to_close_in_a_launchs_last_comparison_ends_before_the_next_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = iter([False, True])
+    jobs: list[object] = []
+    monkeypatch.setattr(
+        run_module, "torchrun", lambda *arguments, **_: (jobs.append(arguments), Ended(OK, True, next(asked)))[1]
+    )
+    ended = run_module.launch(write_config(tmp_path, measure__launches=3), tmp_path / "out", [], 2)
+    assert ended.status == CLOSED
+    assert len(jobs) == 2

@@ -1,4 +1,4 @@
-"""slurm/'s scripts without a Slurm: what they ask for, and what they start, by stand-ins for srun and the launcher."""
+"""slurm/'s scripts without a Slurm: what they ask for, and what they start, by stand-ins for srun and torchrun."""
 
 from __future__ import annotations
 

@@ -22,26 +22,23 @@ import pytest
 import test_model_run
 from results_builder import FakeCase, FakeComparison, standard_cases, write_run
 from test_run import environment, routing_of, write_config
-from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, MOE_LAYERS, write_whole
+from whole_builder import MOE_LAYERS, write_whole
 
-from moe_ep_bench.analysis.load import Case, ResultsError, load_run
-from moe_ep_bench.analysis.validation import (
-    PASS_TIMES,
-    TIMES,
+from moe_ep_bench.analysis.load import ResultsError
+from moe_ep_bench.analysis.validate import (
     Validation,
-    law_rows,
     load_validation,
-    phase_errors,
+    validation_text,
+    verdict_line,
+    write_validation,
 )
-from moe_ep_bench.analysis.validation_report import validation_text, verdict_line, write_report
 from moe_ep_bench.bench import validate as validate_module
-from moe_ep_bench.bench.plan import RANKS, plan
-from moe_ep_bench.bench.validate import ALONE_SCHEMA, REPETITIONS, chosen_cases, counts_of
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
-from moe_ep_bench.runtime import launcher
+from moe_ep_bench.runtime.device import local_ranks
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
-from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, ROUTING_SCHEMA, TOTAL, UNACCOUNTED
+from moe_ep_bench.runtime.torchrun import Ended
+from moe_ep_bench.schema import ROUTING_SCHEMA
 from moe_ep_bench.timing.statistics import Estimate, equivalence, estimate_change
 
 DROP = "token_drop gamma 1"
@@ -136,11 +133,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
-def alike(models: Path) -> Validation:
-    return load_validation(models)
-
-
 @pytest.fixture
 def own(plain: Path, tmp_path: Path) -> Path:
     """A copy of ``plain``, to be written to."""
@@ -159,9 +151,8 @@ def verdicts(validation: Validation) -> list[str | None]:
 
 def test_an_error_that_all_cases_share_shows_in_times_but_not_in_speedups(tmp_path: Path) -> None:
     validation = load_validation(built(tmp_path, emulated={"native_us": 1600.0}))
-    experts = validation.phases[validation.phases["time"] == "experts"]
-    for rows, name in ((validation.cases, "median_ms"), (experts, "ms")):
-        assert (rows[f"emulated_{name}"] / rows[f"real_{name}"]).tolist() == pytest.approx([0.8] * 4, rel=0.01)
+    cases = validation.cases
+    assert (cases["median_ms_emulated"] / cases["median_ms_real"]).tolist() == pytest.approx([0.8] * 4, rel=0.01)
     assert verdicts(validation) == [None, None, "equivalent", "equivalent"]
 
 
@@ -177,7 +168,7 @@ def test_the_last_line_counts_and_tells_the_largest_difference(tmp_path: Path) -
     validation = load_validation(built(tmp_path, emulated={"cases": cases(drop=1.5 * 0.9, balance=1.6)}))
     assert verdicts(validation) == [None, None, "different", "equivalent"]
     text = validation_text(validation)
-    last = r"1 of 2 speedups are equivalent within 3 % \(1 different\); largest difference "
+    last = r"1 of 2 speedups are equivalent within 3 % \(1 different\), largest difference "
     assert re.fullmatch(last + r"(9\.9|10\.\d) %", text.splitlines()[-1])
     row = next(line for line in text.splitlines() if line.startswith(DROP))
     assert re.search(r"0\.(89|90)\d \[0\.\d+, 0\.9\d+\]  different", row)
@@ -208,58 +199,14 @@ def test_a_case_that_failed_is_named_and_not_judged(tmp_path: Path) -> None:
     assert lines[-1].startswith("1 of 2 speedups are equivalent within 3 % (1 inconclusive)")
 
 
-def test_phase_times_are_means_over_ranks_and_medians_over_iterations(tmp_path: Path) -> None:
-    """A slow reading of the rows, phase by phase."""
-    case = load_run(built(tmp_path, real={"noise": 0.1}) / "real").cases[2]
-    rows = case.timings[case.timings["kind"] == "breakdown"]
-
-    def slow_ms(*phases: str) -> float:
-        sums = []
-        for batch in rows["batch"].unique():
-            for iteration in rows["iteration"].unique():
-                here = rows[(rows["batch"] == batch) & (rows["iteration"] == iteration)]
-                sums.append(here[here["phase"].isin(phases)]["time_us"].sum() / 2)
-        return float(np.median(sums)) / 1e3
-
-    times_ms = case.breakdown.mean_ms(TIMES)
-    for phase in (*LAYER_PHASES, UNACCOUNTED):
-        assert times_ms[phase] == pytest.approx(slow_ms(phase))
-    assert times_ms["waiting and comm"] == pytest.approx(slow_ms("wait_combine", "dispatch", "combine"))
-    assert times_ms["waiting"] == times_ms["wait_combine"] > 0
-    assert TOTAL not in times_ms
-
-
-def test_quiet_iterations_tell_a_disturbance_from_an_error(plain: Path) -> None:
-    real, emulated = (load_run(plain / name).cases[2] for name in ("real", "emulated"))
-    disturbed = real.timings.copy()
-    disturbed.loc[disturbed["iteration"] >= 2, "time_us"] *= 3  # four of six
-    slow = emulated.timings.assign(time_us=1.2 * emulated.timings["time_us"])
-    pairs = [(dataclasses.replace(real, timings=disturbed), dataclasses.replace(emulated, timings=slow))]
-    errors = phase_errors(pairs)
-    assert set(errors["phase"]) == {"gate", "policy", "metadata", "permute", "dispatch", "experts", "combine"}
-    assert errors["quiet"].tolist() == pytest.approx([0.2] * 7, abs=0.01)
-    assert errors["typical"].tolist() == pytest.approx([1.2 / 3 - 1] * 7, abs=0.01)
-
-
 def test_what_is_written_is_what_show_prints(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    validation = load_validation(own)
-    written = write_report(validation)
+    files, shown = ValidationDirectory(own), write_validation(own)
     assert main(["show", str(own)]) == OK
-    assert capsys.readouterr().out == validation.files.text.read_text()
-    assert {path.name for path in written} == {
-        "validation.txt",
-        "validation.csv",
-        "validation-phases.csv",
-        "validation.png",
-        "validation.svg",
-    }
-    assert all(path.stat().st_size for path in written)
-    drop = pd.read_csv(validation.files.cases_table).set_index("policy").loc["token_drop gamma 1"]
-    assert drop["emulated_speedup"] == pytest.approx(1.5, rel=0.01)
-    assert 0.97 < drop["speedup_ratio_low"] < drop["speedup_ratio_median"] < drop["speedup_ratio_high"] < 1.03
+    assert capsys.readouterr().out == files.text.read_text() == f"{shown}\n"
+    drop = pd.read_csv(files.table).set_index("label").loc[DROP]
+    assert drop["speedup_median_emulated"] == pytest.approx(1.5, rel=0.01)
+    assert 0.97 < drop["ratio_low"] < drop["ratio_median"] < drop["ratio_high"] < 1.03
     assert drop["dropped_share"] == pytest.approx(0.25, abs=1e-3)
-    phases = pd.read_csv(validation.files.phases_table).query("role == 'baseline'")
-    assert phases["time"].tolist()[: len(LAYER_PHASES)] == list(LAYER_PHASES)
 
 
 @pytest.mark.parametrize(
@@ -286,122 +233,6 @@ def test_a_case_that_only_the_real_run_has_is_refused(tmp_path: Path) -> None:
         load_validation(tmp_path)
 
 
-# Loads and times.
-
-
-def rows_of(case: Case, batch: int) -> np.ndarray:
-    """A slow reading: rows that each rank's experts get in each layer, [layer, rank]."""
-    own = case.routing[case.routing["batch"] == batch]
-    layers = own["layer"].unique() if "layer" in own else [None]
-    found = np.zeros((len(layers), 2))
-    for row in own.to_dict("records"):
-        for rank in range(2):
-            found[list(layers).index(row.get("layer")), rank] += sum(list(row["load_E"])[rank * 4 : (rank + 1) * 4])
-    return found
-
-
-def with_times(case: Case, per_row_us: float, fixed_us: float) -> Case:
-    """The case with experts as long as the rows of a rank say, and the layer or pass as those of each fullest one."""
-    timings = case.timings.copy()
-    for batch in timings["batch"].unique():
-        rows, here = rows_of(case, batch), timings["batch"] == batch
-        for rank in range(2):
-            experts = here & (timings["rank"] == rank) & (timings["phase"] == "experts")
-            timings.loc[experts, "time_us"] = per_row_us * rows[:, rank].sum()
-        timings.loc[here & (timings["phase"] == TOTAL), "time_us"] = fixed_us + per_row_us * rows.max(axis=1).sum()
-    return dataclasses.replace(case, timings=timings)
-
-
-def test_the_load_laws_find_a_line_where_there_is_one(tmp_path: Path) -> None:
-    loads = [np.ones(8), np.r_[np.full(4, 1.5), np.zeros(4)], np.r_[np.full(4, 0.5), np.full(4, 0.75)]]
-    found = [dataclasses.replace(case, expert_load=load) for case, load in zip(cases(), loads, strict=False)]
-    run = load_run(built(tmp_path, real={"cases": found}, emulated={"cases": found}) / "real")
-    facts = run.comparisons["r"]
-    experts, layer, throughput = law_rows([with_times(case, 0.25, 100.0) for case in run.cases], facts)
-    assert (experts["slope_us"], layer["slope_us"]) == (pytest.approx(0.25), pytest.approx(0.25))
-    assert experts["intercept_us"] == pytest.approx(0.0, abs=1e-6)
-    assert (layer["intercept_us"], layer["r2"]) == (pytest.approx(100.0), pytest.approx(1.0))
-    assert throughput["r2"] < 1, "a fixed time is no law of 1 / load"
-    assert list(law_rows([with_times(case, 0.25, 0.0) for case in run.cases], facts))[2]["r2"] == pytest.approx(1.0)
-    assert not list(law_rows(run.cases[:1], facts)), "equal loads give no line"
-
-
-def test_the_expert_phase_stands_beside_the_experts_alone(own: Path) -> None:
-    case = load_run(own / "emulated").cases[2]
-    experts_us = case.timings[(case.timings.phase == "experts") & (case.timings.kind == "breakdown")]
-    rows = [
-        {"comparison_id": "e", "case_id": case.case_id, "rank": rank, "batch": batch, "repetition": 0, "num_rows": 64}
-        | {"time_us": float(one["time_us"].median()) / (1.25 if rank else 0.5)}
-        for (batch, rank), one in experts_us.groupby(["batch", "rank"])
-    ]
-    pq.write_table(pa.Table.from_pylist(rows, schema=ALONE_SCHEMA), ValidationDirectory(own).experts_alone)
-    validation = load_validation(own)
-    alone = validation.alone
-    assert alone["label"].unique() == ["token_drop gamma 1"]
-    assert alone["ratio"].tolist() == pytest.approx([0.5, 1.25])
-    assert (alone["layer_ms"] / alone["alone_ms"]).tolist() == pytest.approx([0.5, 1.25])
-    assert "the experts alone on the same rows" in validation_text(validation)
-
-
-def test_what_is_timed_alone_is_the_baseline_and_a_policy_on_the_counts_of_the_run(plain: Path, tmp_path: Path) -> None:
-    (comparison,) = plan(write_config(tmp_path), [], RANKS, 2, on_cpu=True)
-    chosen = chosen_cases(comparison)
-    assert [(case.role, case.name) for case in chosen] == [("baseline", "native"), ("policy", "token_drop")]
-    case = load_run(plain / "emulated").cases[2]
-    policy = dataclasses.replace(chosen[1], case_id=case.case_id)
-    counts_BE = counts_of(RunDirectory(plain / "emulated"), policy)
-    assert counts_BE.shape == (10, 8)
-    for batch, counts_E in enumerate(counts_BE):
-        np.testing.assert_array_equal(counts_E.reshape(2, 4).sum(1), rows_of(case, batch)[0])
-    assert counts_of(RunDirectory(tmp_path / "nowhere"), chosen[0]) is None
-
-
-# Whole models.
-
-
-def test_alike_models_agree_from_end_to_end_and_in_their_moe_layers(alike: Validation, tmp_path: Path) -> None:
-    line = verdict_line(alike)
-    assert line.startswith("3 of 3 speedups are equivalent within 3 %")
-    assert "; of MoE layers alone 3 of 3, largest" in line
-    text = validation_text(alike)
-    assert "dense, norms and ends" in text
-    assert "layer time" not in text
-    written = write_report(dataclasses.replace(alike, files=ValidationDirectory(tmp_path)))
-    assert {"validation.png", "validation.csv", "validation-phases.csv"} < {path.name for path in written}
-    columns = set(pd.read_csv(tmp_path / "validation.csv"))
-    assert {"real_pass_ms", "emulated_pass_ms", "real_moe_low", "moe_verdict"} < columns
-    assert set(pd.read_csv(tmp_path / "validation-phases.csv")["time"]) == set(PASS_TIMES)
-    assert "time of one pass (ms)" in (tmp_path / "figures" / "validation.svg").read_text()
-
-
-def test_an_error_in_the_moe_layers_is_diluted_in_the_pass_and_found_in_its_phase(tmp_path: Path) -> None:
-    validation = load_validation(built_models(tmp_path, phase_factors={"experts": 1.5}))
-    claims = validation.claims.set_index("label")
-    drop = claims.loc[DROP]
-    assert drop["verdict"] == "different"
-    times = validation.phases[validation.phases["label"] == DROP].set_index("time")
-    errors = times["emulated_ms"] / times["real_ms"] - 1
-    assert errors["experts"] == pytest.approx(0.5, rel=0.05)
-    assert errors["attention"] == pytest.approx(0, abs=0.01)
-    assert 0 < 1 - drop["speedup_ratio_median"] < errors["MoE layers"] < errors["experts"]
-    # Planted is a ratio of times of the same rank: 1 / (1 + error) of the MoE layers is what their speedup loses.
-    assert 1 / drop["moe_speedup_ratio_median"] - 1 == pytest.approx(errors["MoE layers"], rel=0.15)
-    assert (drop["moe_verdict"], claims.loc["topk", "moe_verdict"]) == ("different", "equivalent")
-
-
-def test_the_parts_of_a_pass_close_against_it(models: Path) -> None:
-    case = load_run(models / "real", whole=True).cases[0]
-    rows = case.timings[case.timings["kind"] == "breakdown"]
-    iterations = rows[rows["phase"] == TOTAL].groupby(["batch", "iteration"])["time_us"].mean()
-    times_ms = case.breakdown.mean_ms(PASS_TIMES)
-    assert set(times_ms) > {*LAYER_PHASES, *MODEL_PHASES, UNACCOUNTED}
-    rest_ms = times_ms["dense, norms and ends"]
-    parts = times_ms["MoE layers"] + times_ms["attention"] + rest_ms
-    parts += times_ms[UNACCOUNTED] - times_ms["moe_rest"]  # what no phase of an MoE layer covers is in both
-    assert parts == pytest.approx(iterations.median() / 1e3, rel=0.01)
-    assert rest_ms == pytest.approx((ELSEWHERE_TOTAL_US - ELSEWHERE_US["attention"]) / 1e3, rel=1e-6)
-
-
 def turn_last_layer_round(root: Path, case_id: str) -> None:
     """Another rank is the fullest there than in the layers before."""
     path = RunDirectory(root).path("routing", case_id)
@@ -413,28 +244,29 @@ def turn_last_layer_round(root: Path, case_id: str) -> None:
     pq.write_table(pa.Table.from_pydict(rows, schema=ROUTING_SCHEMA), path)
 
 
-def test_the_pass_follows_every_layers_own_fullest_rank(own_models: Path) -> None:
-    turn_last_layer_round(own_models / "real", "r-0")
-    run = load_run(own_models / "real", whole=True)
-    whole = run.cases[0]
-    rows = rows_of(whole, 0)
-    assert rows.max(axis=1).sum() > rows.sum(axis=0).max(), "no rank is the fullest in both layers"
+def by_quantity(root: Path) -> pd.DataFrame:
+    return load_validation(root).cases.set_index(["label", "quantity"])
 
-    def with_loads_over(divisor: int) -> Case:
-        loads = {name: [np.asarray(row) // divisor for row in whole.routing[name]] for name in ("load_R", "load_E")}
-        # A rank's rows are those of its experts, whatever is rounded.
-        loads["load_R"] = [np.asarray(row).reshape(2, 4).sum(axis=1) for row in loads["load_E"]]
-        fewer = dataclasses.replace(whole, case_id=str(divisor), routing=whole.routing.assign(**loads))
-        return with_times(fewer, 0.5, 70.0)
 
-    _, law, _ = law_rows([with_loads_over(divisor) for divisor in (1, 2, 4)], run.comparisons["r"])
-    assert (law["slope_us"], law["intercept_us"]) == (pytest.approx(0.5), pytest.approx(70.0))
+def test_alike_models_agree_from_end_to_end_and_in_their_moe_layers(models: Path) -> None:
+    validation = load_validation(models)
+    assert validation.cases["quantity"].value_counts().to_dict() == {"all": 5, "MoE layers": 3}
+    line = verdict_line(validation)
+    assert line.startswith("3 of 3 speedups are equivalent within 3 %")
+    assert "; 3 of 3 speedups of MoE layers alone are equivalent within 3 %" in line
+
+
+def test_a_pass_dilutes_an_error_of_its_moe_layers(tmp_path: Path) -> None:
+    cases = by_quantity(built_models(tmp_path, phase_factors={"experts": 1.5}))
+    whole, layers = (cases.loc[(DROP, of)] for of in ("all", "MoE layers"))
+    assert 0 < 1 - whole["ratio_median"] < 1 - layers["ratio_median"] < 0.5
+    assert (layers["verdict"], cases.loc[("topk", "MoE layers"), "verdict"]) == ("different", "equivalent")
 
 
 def test_routing_that_differs_in_one_layer_is_not_judged(own_models: Path) -> None:
     turn_last_layer_round(own_models / "emulated", "e-0")
     validation = load_validation(own_models)
-    assert set(validation.claims["verdict"]) == {"inconclusive"}
+    assert set(validation.cases["verdict"].dropna()) == {"inconclusive"}
     assert f"warning: not comparable: routing is not the same in both runs: {DROP}" in validation_text(validation)
 
 
@@ -474,9 +306,8 @@ def test_bad_input_is_one_line_and_nothing_is_run(
     config = write_config(tmp_path, **changes)
     arguments = ["validate", str(config), "--nproc", str(nproc), "--out", str(tmp_path / "out")]
     assert main(arguments) == USER_ERROR
-    printed = capsys.readouterr()
-    assert printed.err.count("\n") == 1, printed.err
-    assert message in printed.err
+    *_, said = capsys.readouterr().err.splitlines()  # what is planned is announced where planning takes long
+    assert message in said
     assert not (tmp_path / "out").exists()
 
 
@@ -497,8 +328,8 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path, capsys: pytest
 def test_a_step_that_fails_is_named_and_nothing_is_compared(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launcher, "launch_calibrate", lambda *_: LOST if failing.startswith("cal") else OK)
-    monkeypatch.setattr(launcher, "launch", lambda *_, **__: LOST)
+    monkeypatch.setattr(validate_module, "launch_calibrate", lambda *_, **__: LOST if failing.startswith("cal") else OK)
+    monkeypatch.setattr(validate_module, "launch", lambda *_, **__: Ended(LOST))
     monkeypatch.setattr(validate_module, "_in_place_of_a_rank", lambda *_, **__: pytest.fail("went on"))
     out = tmp_path / "out"
     assert main(["validate", str(write_config(tmp_path)), "--nproc", "2", "--out", str(out)]) == LOST
@@ -509,7 +340,7 @@ def test_a_step_that_fails_is_named_and_nothing_is_compared(
 
 @pytest.mark.parametrize(
     ("step", "status", "said"),
-    [(lambda: {}["unforeseen"], LOST, "Traceback"), (lambda: launcher.Nodes(0), USER_ERROR, "expected")],
+    [(lambda: {}["unforeseen"], LOST, "Traceback"), (lambda: local_ranks(0), USER_ERROR, "expected")],
 )
 def test_a_step_that_crashes_is_not_taken_for_one_that_went_through(
     step: Callable[[], object],
@@ -529,63 +360,21 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(line, capture_output=True, text=True, timeout=500, env=environment(), check=False)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
-    folder = tmp_path_factory.mktemp("validate")
+def test_real_and_emulated_ranks_route_alike_and_are_measured_and_compared(tmp_path: Path) -> None:
     few = {"workload__num_tokens": 96, "workload__num_batches": 2, "measure__iterations": 1, "measure__max_warmup": 1}
     policies = [{"name": "topk"}, {"name": "expanded_drop", "capacity_factor": 1.0, "metric": "random"}]
-    config = write_config(folder, policies=policies, **few)
-    done = command(config, "--nproc", 2, "--out", folder / "out")
+    config, out = write_config(tmp_path, policies=policies, **few), tmp_path / "out"
+    done = command(config, "--nproc", 2, "--out", out)
     assert done.returncode == OK, done.stderr
-    return folder, done
-
-
-def test_real_and_emulated_ranks_route_alike_and_are_measured_and_compared(
-    finished: tuple[Path, subprocess.CompletedProcess],
-) -> None:
-    folder, done = finished
-    files = ValidationDirectory(folder / "out")
-    last = done.stdout.splitlines()[-1]
+    files = ValidationDirectory(out)
     # Two batches make no interval, whatever they were.
-    assert last.startswith("0 of 3 speedups are equivalent within 3 % (3 inconclusive); largest difference")
-    assert files.text.read_text().splitlines()[-1] == last
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("0 of 3 speedups are equivalent within 3 % (3 inconclusive), largest difference")
+    assert done.stdout.endswith(files.text.read_text())
     assert "not comparable" not in done.stdout, "the same routing and as many threads, whatever the machine"
-    for name in ("real", "emulated"):
-        described = json.loads((files.root / name / "run.json").read_text())
-        assert described["environment"]["threads_per_rank"] >= 1
-    assert "calibrated on these ranks" in files.text.read_text()
+    assert "calibrated on these ranks" in done.stdout
     assert files.links.is_file()
-    assert (files.figures / "validation.png").is_file()
-    alone = pd.read_parquet(files.experts_alone)
-    assert len(alone) == 2 * 2 * 2 * REPETITIONS  # cases, ranks, batches
-    validation = load_validation(files.root)
-    assert len(validation.alone) == 4
-    assert validation.laws["num_points"].iloc[0] == 5 * 2 * 2
     pd.testing.assert_frame_equal(routing_of(files.emulated), routing_of(files.real))
-
-
-@pytest.mark.parametrize("force", [False, True])
-def test_a_second_call_calibrates_and_times_the_experts_anew_only_if_forced(
-    force: bool, finished: tuple[Path, subprocess.CompletedProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not to run finished cases again is for ``launch`` and ``emulate`` to see to, which are told of ``force``."""
-    folder, _ = finished
-    called: list[tuple[str, bool]] = []
-
-    def note(name: str, **options: bool) -> int:
-        called.append((name, options.get("force", False)))
-        return OK
-
-    monkeypatch.setattr(launcher, "launch_calibrate", lambda *_: note("calibrate"))
-    monkeypatch.setattr(launcher, "launch", lambda *_, **options: note("launch", **options))
-    monkeypatch.setattr(
-        validate_module,
-        "_in_place_of_a_rank",
-        lambda _ranks, function, *_, **options: note(function.__name__, **options),
-    )
-    assert validate_module.validate(folder / "config.yaml", folder / "out", [], 2, force=force) == OK
-    runs = [("launch", force), ("emulate", force)]
-    assert called == ([("calibrate", False), *runs, ("time_experts_alone", False)] if force else runs)
 
 
 def test_real_and_emulated_passes_are_measured_and_compared(tmp_path: Path) -> None:
@@ -595,11 +384,5 @@ def test_real_and_emulated_passes_are_measured_and_compared(tmp_path: Path) -> N
     config, out = test_model_run.write_config(tmp_path, policies=policies, **few, **LINKS), tmp_path / "out"
     done = command(config, "--nproc", 2, "--out", out, "--margin", "5%")
     assert done.returncode == OK, done.stderr
-    # Two batches make no interval, whatever they were.
     assert done.stdout.splitlines()[-1].startswith("0 of 2 speedups are equivalent within 5 % (2 inconclusive)")
     assert "not comparable" not in done.stdout, "the same routing in every layer and as many threads"
-    assert not ValidationDirectory(out).experts_alone.exists(), "those of layers only"
-    times = load_validation(out).phases.pivot(index="label", columns="time", values=["real_ms", "emulated_ms"])
-    for run in ("real_ms", "emulated_ms"):
-        assert (times[run, "attention"] > 0).all()
-        assert (times[run, "MoE layers"] > times[run, "experts"]).all()

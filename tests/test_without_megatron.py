@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from test_trace_info import write_trace
+from trace_files import write_trace
 
 CONFIG = {
     "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},

@@ -132,10 +132,7 @@ def test_a_file_that_is_no_config_is_one_line(name: str, tmp_path: Path, capsys:
 
 
 OPTIONS = {
-    "--nnodes 2 --master nohost:99999": "--master: expected host:port of node 0, with a port of 1 to 65535",
-    "--nnodes 2 --master nohost:0": "--master: expected host:port of node 0, with a port of 1 to 65535",
-    "--master nohost": "--master: expected host:port of node 0, with a port of 0 to 65535",
-    "--nnodes 0": "--nproc, --nnodes, --node-rank: expected at least 1",
+    "--nproc 0": "--nproc: expected at least 1, got 0",
     "--launch 1": "--launch: only for ranks that torchrun started",
 }
 

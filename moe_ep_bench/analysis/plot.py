@@ -15,9 +15,9 @@ from moe_ep_bench.analysis.choice import Choice, IterationChoice
 from moe_ep_bench.analysis.figures import FIGURES, WHOLE_FIGURES, draw_figures, draw_named
 from moe_ep_bench.analysis.gather import gather, kind_of
 from moe_ep_bench.analysis.style import FORMATS, SIZES, Drawing
-from moe_ep_bench.analysis.validation import is_validation
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import check_folder, refuse_links_out
+from moe_ep_bench.results import ValidationDirectory
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 
@@ -52,7 +52,7 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
         refuse_links_out(out.parent, out)
     choice = Choice(options.case, IterationChoice.parse(options.iteration))
     for directory in options.directories:
-        if is_validation(directory):
+        if ValidationDirectory(directory).pairs.is_file():
             raise UserError(
                 f"{directory}: holds two runs side by side: name {directory / 'real'} or {directory / 'emulated'}"
             )

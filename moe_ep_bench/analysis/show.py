@@ -84,8 +84,7 @@ def show(
 def text_of(directory: Path) -> str:
     """The tables of any results directory."""
     if ValidationDirectory(directory).pairs.is_file():
-        from moe_ep_bench.analysis.validation import load_validation
-        from moe_ep_bench.analysis.validation_report import validation_text
+        from moe_ep_bench.analysis.validate import load_validation, validation_text
 
         return validation_text(load_validation(directory))
     if is_route(directory):

@@ -16,7 +16,7 @@ from moe_ep_bench.layer.te_check import untried
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.gpus import query_gpus
 from moe_ep_bench.machine.subprocesses import CommandError
-from moe_ep_bench.runtime.device import device_type, has_gpu
+from moe_ep_bench.runtime.device import device_type, num_gpus
 from moe_ep_bench.runtime.exit_codes import OK
 
 
@@ -35,7 +35,7 @@ def dry_run(config: Path, overrides: Sequence[str], world_size: int, point: int 
 
 def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
     """Print the cases and how often a layer would be run, or nothing where it is modelled; run nothing."""
-    device = "cuda" if has_gpu() else "cpu"
+    device = "cuda" if num_gpus() else "cpu"
     with untried():
         comparisons = plan(config, overrides, VIRTUAL, on_cpu=device == "cpu", try_out=False)
     gpu = _gpu_by_driver() if device == "cuda" else {}

@@ -28,12 +28,13 @@ from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.monitor import MachineSampler
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.crash_journal import PEER_LOST, Mark, stopped_reason
+from moe_ep_bench.runtime.crash_journal import PEER_LOST, Mark
 from moe_ep_bench.runtime.device import is_busy
 from moe_ep_bench.runtime.exit_codes import LOST
 from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.runtime.ranks import Ranks
-from moe_ep_bench.runtime.signals import Stopped, asked_to_close, explaining
+from moe_ep_bench.runtime.signals import explaining
+from moe_ep_bench.runtime.torchrun import asked_to_close
 from moe_ep_bench.runtime.watchdog import Watchdog
 from moe_ep_bench.timing.ceilings import Ceilings, measure_ceilings
 
@@ -186,21 +187,15 @@ def open_job(
     progress = progress_bar(num_iterations, "iteration", shown=ranks.is_first)
     job = Job(ranks, directory, run_id, launch, mark, watchdog, progress)
     try:
-        try:
-            with explaining(mark.explain):
-                yield job
-        except ToldError:
-            watchdog.stop()
-            mark.clear()
-            progress.close()
-            raise
-        except Exception as error:
-            _lose(job, reason_of(error))
-    except Stopped as stopped:
-        # Also where all ranks were asked to end and this one, waiting in a collective, first saw the others gone.
+        with explaining(mark.explain):
+            yield job
+    except ToldError:
         watchdog.stop()
-        mark.explain(stopped_reason(stopped.args[0]))
+        mark.clear()
+        progress.close()
         raise
+    except Exception as error:
+        _lose(job, reason_of(error))
     watchdog.stop()
     mark.clear()
     progress.close()

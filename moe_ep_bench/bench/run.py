@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,18 +25,18 @@ from moe_ep_bench.bench.plan import RANKS, VIRTUAL, CaseSpec, Comparison, Plan, 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.crash_journal import PEER_LOST
-from moe_ep_bench.runtime.device import is_busy
-from moe_ep_bench.runtime.exit_codes import CLOSED, LOST, OK, USER_ERROR
+from moe_ep_bench.runtime.crash_journal import PEER_LOST, collect_lost
+from moe_ep_bench.runtime.device import check_num_ranks, device_type, is_busy
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
-from moe_ep_bench.runtime.signals import Stopped, stoppable
+from moe_ep_bench.runtime.signals import ends_on_signals
+from moe_ep_bench.runtime.torchrun import Ended, leave_status, num_nodes, torchrun
 from moe_ep_bench.runtime.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    pass
 
 # How long ranks may take to meet before a config has said otherwise.
 _JOIN_TIMEOUT_S = 120.0
+# Starts beyond the first of a job that keeps losing ranks; the same command goes on after them.
+_MAX_RESTARTS = 20
 # How long nothing may move outside of comparisons: while ranks read the config, make a workload, look into the results
 # directory. ``measure.timeout_s`` counts where it is longer.
 _SETUP_TIMEOUT_S = 600.0
@@ -62,35 +62,81 @@ def run(
     """
     here: _Launch | None = None
     try:
-        with stoppable(), contextlib.ExitStack() as held:
+        with ends_on_signals(lambda: here and here.say_kept()), contextlib.ExitStack() as held:
             try:
                 ranks = join(_JOIN_TIMEOUT_S)
             except (ValueError, NotMetError) as error:
                 print(f"moe-ep-bench: {error}", file=sys.stderr)
-                return USER_ERROR if isinstance(error, ValueError) else LOST
+                return leave_status(USER_ERROR if isinstance(error, ValueError) else LOST)
             # Nothing of a case is lost where a rank hangs out here: the watchdog's own line says all.
-            setup = Watchdog(_SETUP_TIMEOUT_S, lambda reason: None, partial(is_busy, ranks.device))
+            waits = partial(is_busy, ranks.device)
+            setup = Watchdog(_SETUP_TIMEOUT_S, lambda reason: None, waits, partial(leave_status, LOST))
             held.callback(setup.stop)
             held.callback(ranks.close)
             here = _Launch(ranks, setup, held, RunDirectory(out), launch, force)
-            comparisons = here.plan(config, overrides, point)
-            setup.feed()
-            if profile is not None:
-                return here.profile(comparisons, profile)
-            return here.measure(comparisons, is_point=point is not None)
-    except Stopped as stopped:
-        if here is not None and here.ranks.is_first:
-            here.say_kept()
-        return 128 + stopped.args[0]
-    except ToldError:
-        return USER_ERROR
+            try:
+                comparisons = here.plan(config, overrides, point)
+                setup.feed()
+                if profile is not None:
+                    status = here.profile(comparisons, profile)
+                else:
+                    status = here.measure(comparisons, is_point=point is not None)
+            except ToldError:
+                status = USER_ERROR
+            return leave_status(status)
     except Exception as error:
         if is_of_peers(error):
             print(f"moe-ep-bench: {PEER_LOST}: {' '.join(str(error).split())[:200]}", file=sys.stderr, flush=True)
         else:
             # Not a user's mistake and not a case's failure: show all of it.
             traceback.print_exc()
-        return LOST
+        return leave_status(LOST)  # Before or after all cases: another start would end alike.
+
+
+def launch(
+    config: Path,
+    out: Path,
+    overrides: Sequence[str],
+    nproc: int,
+    *,
+    force: bool = False,
+    profile: str | None = None,
+    point: int | None = None,
+) -> Ended:
+    """Have torchrun measure every launch of ``config`` on this node's ranks; return how that ended.
+
+    With ``profile`` one job profiles that case; nothing is timed and nothing tried again.
+
+    Raises:
+        UserError: the config cannot be run on these ranks; found before any is started.
+    """
+    check_num_ranks(nproc)
+    num_ranks = nproc * num_nodes()
+    comparisons = plan(config, overrides, RANKS, num_ranks, on_cpu=device_type() == "cpu", point=point)
+    arguments = ["run", str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
+    arguments += ["--point", str(point)] if point is not None else []
+    if profile is not None:
+        comparisons.find_case(profile)  # Raises, and lists what there is.
+        return torchrun([*arguments, "--profile", profile], nproc)
+    arguments += ["--force"] if force else []
+    worst, last = Ended(OK), max(one.experiment.measure.launches for one in comparisons) - 1
+    for number in range(last + 1):
+        ended = torchrun([*arguments, "--launch", str(number)], nproc, max_restarts=_MAX_RESTARTS)
+        if ended.status in (OK, CASES_FAILED) and ended.asked_to_close and number < last:
+            # It came in this launch's last comparison, after which its ranks had nothing left to end.
+            ended = ended._replace(status=CLOSED)
+        if ended.status not in (OK, CASES_FAILED):
+            if ended.status > 128:
+                _forgive(RunDirectory(out), comparisons)
+            return ended
+        worst = max(worst, ended)
+    return worst
+
+
+def _forgive(directory: RunDirectory, comparisons: Sequence[Comparison]) -> None:
+    """Take away what ranks left that were asked to end, unless another job has already begun."""
+    with contextlib.suppress(ValueError, OSError), hold_comparisons(directory, comparisons):
+        collect_lost(directory.attempts, [comparisons[0].comparison_id], stopped=True)
 
 
 def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> int:
@@ -115,15 +161,11 @@ def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: b
     """
     here: _Launch | None = None
     try:
-        with stoppable(), contextlib.ExitStack() as held:
+        with ends_on_signals(lambda: here and here.say_kept()), contextlib.ExitStack() as held:
             ranks = join(_JOIN_TIMEOUT_S, measures=any(one.device is None for one in comparisons))
             held.callback(ranks.close)
             here = _Launch(ranks, None, held, RunDirectory(out), 0, force)
             return here.measure(comparisons, survey=survey)
-    except Stopped as stopped:
-        if here is not None:
-            here.say_kept()
-        return 128 + stopped.args[0]
     except ToldError:
         return USER_ERROR
 
@@ -148,7 +190,9 @@ class _Launch:
     """What is measured, once that is known."""
 
     def say_kept(self) -> None:
-        """Say on standard error what an ended job leaves."""
+        """Say on standard error what an ended job leaves; rank 0 for all."""
+        if not self.ranks.is_first:
+            return
         cases = [case for one in self.planned for case in one.cases]
         finished = sum(self.directory.is_finished(case.case_id, self.number) for case in cases)
         kept = f"{finished} of {len(cases)} cases are kept in {self.directory.root}" if finished else "no case is kept"

@@ -1,15 +1,8 @@
-"""``validate``: the same config on real ranks and emulated on this machine, and whether the two agree.
+"""Run a config on real ranks and emulate as many on this machine, for ``analysis.validate`` to compare.
 
-Four steps into one directory, each skipped where it was finished before: calibrate the collectives of these ranks,
-unless the config names its links; run on real ranks; emulate as many ranks; time the experts alone, of layers and not
-of whole models. Each of the last two has a process of its own, with as many compute threads as one real rank has. What
-comes of it is ``analysis.validation``'s to say.
-
-The experts alone are what the emulated expert phase is held against: the layer's own experts, built as ``emulate``
-builds them, get as many rows as the emulated run counted, outside of the layer and of any phase timer. Of every
-comparison the baseline and the first policy other than ``topk`` are timed, on every rank's counts and every batch.
-
-Shapes: B = batches, E = experts, L = experts of a rank, N = rows of a rank, D = hidden size.
+Three steps into one directory, each skipped where it was finished before: calibrate the collectives of these ranks,
+unless the config names its links; run on real ranks; emulate as many ranks. The emulation has a process of its own,
+with as many compute threads as one real rank has.
 """
 
 from __future__ import annotations
@@ -18,46 +11,29 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from moe_ep_bench.bench.building import builder
 from moe_ep_bench.bench.checks import check_whole_experts
-from moe_ep_bench.bench.plan import BASELINE, POLICY, RANKS, VIRTUAL, CaseSpec, Comparison, Plan, plan
-from moe_ep_bench.bench.run import emulate
+from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, Plan, plan
+from moe_ep_bench.bench.run import emulate, launch
 from moe_ep_bench.config import EmulateConfig, RouteConfig
-from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES
+from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES, launch_calibrate
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.files import atomic_path, refuse_links_out
-from moe_ep_bench.layer.experts import DTYPES, seeded_generator
-from moe_ep_bench.layer.host import device_scope
-from moe_ep_bench.layer.megatron import initialize_expert_parallel
-from moe_ep_bench.layer.virtual import VirtualRanks
-from moe_ep_bench.results import ALONE_SCHEMA, EQUIVALENCE_MARGIN, RunDirectory, ValidationDirectory
-from moe_ep_bench.runtime import launcher
+from moe_ep_bench.files import refuse_links_out
+from moe_ep_bench.layer.experts import DTYPES
+from moe_ep_bench.results import EQUIVALENCE_MARGIN, RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.errors import complain
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
-from moe_ep_bench.runtime.ranks import join
-from moe_ep_bench.timing.memory import CacheFlush
-from moe_ep_bench.timing.protocol import collections_between
-from moe_ep_bench.timing.timer import clock_for, time_us
 
 # Keys of ``emulate`` that do not make it another layer than the real ranks'.
 _FREE = {"links", "chunk_tokens"}
-# Rounds over all ranks' counts; a first, untimed one lets every shape be seen.
-REPETITIONS = 3
-_JOIN_TIMEOUT_S = 120.0
-_ROWS = 20  # a stream of random numbers that the layer does not use
 
 
 class _FailedStepError(Exception):
@@ -75,7 +51,7 @@ def validate(
 ) -> int:
     """Measure on ``num_ranks`` real ranks and emulate as many; return the exit status.
 
-    ``margin`` is by how much speedups may differ and be equivalent; ``analysis.validation`` reads it.
+    ``margin`` is by how much speedups may differ and be equivalent; ``analysis.validate`` reads it.
 
     That is ``OK`` where both runs measured all cases, whatever the verdict; ``CASES_FAILED`` where some could not be;
     else the status of the step that failed.
@@ -96,25 +72,26 @@ def validate(
 
 
 def _validate(real: Plan, files: ValidationDirectory, num_ranks: int, *, force: bool, margin: float) -> int:
-    for report in (files.pairs, files.text, files.cases_table, files.phases_table):
+    for report in (files.pairs, files.text, files.table):
         report.unlink(missing_ok=True)  # of runs that may be about to change
-    nodes, given, layers = launcher.Nodes(num_ranks), _given_links(real), real[0].subject.name == "layer"
+    given = _given_links(real)
     links = given or str(files.links.absolute())
     if given is None and (force or not files.links.exists()):
-        arguments = ["--out", links, "--max-bytes", str(_largest_bytes(real))]
-        _step(f"calibrating the collectives of {num_ranks} ranks", launcher.launch_calibrate, arguments, nodes)
+        what, most = f"calibrating the collectives of {num_ranks} ranks", _largest_bytes(real)
+        _step(what, launch_calibrate, Path(links), num_ranks, max_bytes=most)
     what = f"the real run on {num_ranks} ranks ({files.real})"
-    worst = _step(what, launcher.launch, real.config, files.real, real.overrides, nodes, force=force)
+    worst = _step(what, _launch, real, files.real, num_ranks, force=force)
     emulated = _emulated(real, num_ranks, links)
     what, arguments = f"the emulated run ({files.emulated})", (real.config, files.emulated, emulated.overrides)
     worst = max(worst, _step(what, _in_place_of_a_rank, num_ranks, emulate, *arguments, force=force))
-    if layers and (force or not _timed_alone(files.experts_alone, emulated)):
-        arguments = real.config, files.emulated, files.experts_alone, emulated.overrides
-        _step("timing the experts alone", _in_place_of_a_rank, num_ranks, time_experts_alone, *arguments)
     pairs = [(one.comparison_id, other.comparison_id) for one, other in zip(real, emulated, strict=True)]
     source = "calibrated on these ranks" if given is None else f"given as emulate.links {Path(given).name}"
     files.write_pairs(pairs, f"{source}, {Links.load(links).describe()}", margin)
     return worst
+
+
+def _launch(real: Plan, out: Path, num_ranks: int, *, force: bool) -> int:
+    return launch(real.config, out, real.overrides, num_ranks, force=force).status
 
 
 def _step(what: str, function: Callable[..., int], *arguments: Any, **options: Any) -> int:
@@ -202,21 +179,13 @@ def _check_directory(files: ValidationDirectory, num_ranks: int, given_links: st
             )
 
 
-def _timed_alone(path: Path, comparisons: Sequence[Comparison]) -> bool:
-    try:
-        held = pq.read_table(path, columns=["comparison_id"])["comparison_id"].to_pylist()
-    except (OSError, pa.ArrowException):
-        return False
-    return {comparison.comparison_id for comparison in comparisons} <= set(held)
-
-
 # ---- in place of a rank ----------------------------------------------------------------------------------------------
 
 
 def _in_place_of_a_rank(num_ranks: int, command: Callable[..., int], *arguments: Any, **options: Any) -> int:
     """Run a command in a process of its own that takes the share of this machine that one of so many ranks has."""
     process = multiprocessing.get_context("spawn").Process(target=_as_command, args=(command, arguments, options))
-    # What torchrun tells a rank, and what our launcher does; the process itself is no rank.
+    # What torchrun tells a rank; the process itself is no rank.
     share = {"LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with mock.patch.dict(os.environ, share):
         process.start()
@@ -237,70 +206,3 @@ def _as_command(command: Callable[..., int], arguments: Sequence[Any], options: 
     except Exception as error:
         status = complain(error)  # A traceback of Python's own ends with 1, as if the job had gone through.
     sys.exit(status)
-
-
-# ---- the experts alone -----------------------------------------------------------------------------------------------
-
-
-def time_experts_alone(config: Path, emulated: Path, out: Path, overrides: Sequence[str]) -> int:
-    """Time the experts of every comparison that ``emulated`` holds; return the exit status.
-
-    Args:
-        emulated: a finished directory of ``emulate`` with the same config and overrides.
-        out: the Parquet file to write (``ALONE_SCHEMA``).
-    """
-    comparisons = plan(config, overrides, VIRTUAL, on_cpu=not torch.cuda.is_available())
-    ranks = join(_JOIN_TIMEOUT_S)
-    try:
-        with device_scope(), torch.inference_mode(), collections_between():
-            initialize_expert_parallel(1, _JOIN_TIMEOUT_S)
-            rows = [row for one in comparisons for row in _time_alone(one, RunDirectory(emulated), ranks.device)]
-    finally:
-        ranks.close()
-    with atomic_path(out) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows, schema=ALONE_SCHEMA), temporary, compression="zstd")
-    return OK
-
-
-def chosen_cases(comparison: Comparison) -> list[CaseSpec]:
-    """The baseline, and the first policy that changes the routing (topk where there is no other)."""
-    policies = sorted((case for case in comparison.cases if case.role == POLICY), key=lambda case: case.name == "topk")
-    return [*(case for case in comparison.cases if case.role == BASELINE), *policies[:1]]
-
-
-def counts_of(directory: RunDirectory, case: CaseSpec) -> np.ndarray | None:
-    """Pairs that each expert gets of each batch, from all ranks: int64 [B, E]; None where the case was not measured."""
-    path = directory.path("routing", case.case_id)
-    if not path.is_file():
-        return None
-    rows = pq.read_table(path, columns=["batch", "load_E"]).to_pandas()
-    return np.stack([np.stack(list(loads)).sum(axis=0) for _, loads in rows.groupby("batch")["load_E"]])
-
-
-def _time_alone(comparison: Comparison, directory: RunDirectory, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Rows of ``ALONE_SCHEMA``. Each is of one rank's rows of one batch under one case."""
-    model, num_ranks, settings = comparison.model, comparison.ep_size, comparison.experiment.layer
-    experts = VirtualRanks(builder(comparison, device), num_ranks).subject.pairs[None].native.experts
-    works = [
-        ({"comparison_id": comparison.comparison_id, "case_id": case.case_id, "rank": rank, "batch": batch}, counts_L)
-        for case in chosen_cases(comparison)
-        if (counts_BE := counts_of(directory, case)) is not None
-        for batch, counts_E in enumerate(counts_BE)
-        for rank, counts_L in enumerate(torch.from_numpy(counts_E).view(num_ranks, -1))
-    ]
-    most = max((int(counts_L.sum()) for _, counts_L in works), default=0)
-    generator = seeded_generator(device, settings.seed, _ROWS)
-    source_ND = torch.randn(most, model.hidden_size, generator=generator, device=device).to(DTYPES[settings.dtype])
-    source_N = torch.rand(most, generator=generator, device=device)
-    clock = clock_for(device)
-    measure = comparison.experiment.measure
-    flush = CacheFlush(device) if measure.flush_l2 else lambda: None
-    for repetition in range(-1, REPETITIONS):
-        for about, counts_L in works:
-            num_rows = int(counts_L.sum())
-            # Written anew, as the permutation before the experts leaves them.
-            hidden_ND, weights_N = source_ND[:num_rows].clone(), source_N[:num_rows].clone()
-            flush()
-            taken_us = time_us(partial(experts, hidden_ND, counts_L, weights_N), clock, hold_us=measure.preroll_us)
-            if repetition >= 0:
-                yield {**about, "repetition": repetition, "num_rows": num_rows, "time_us": taken_us}

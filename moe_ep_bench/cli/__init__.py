@@ -21,11 +21,10 @@ from moe_ep_bench.runtime.device import take_cpu
 from moe_ep_bench.runtime.errors import complain, tolerant_stderr
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.runtime.progress import announce, settle
-from moe_ep_bench.runtime.signals import LAUNCHER, end_with_parent
+from moe_ep_bench.runtime.signals import end_with_parent
 
 if TYPE_CHECKING:
     from moe_ep_bench.bench.question import Question
-    from moe_ep_bench.runtime.rendezvous import Nodes
 
 # Above 0 where a job begins again: Slurm's count of requeues, torchrun's of its own restarts.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
@@ -80,7 +79,7 @@ def _drop_force_after_restart(options: argparse.Namespace) -> None:
     restarts = [f"{name}={os.environ[name]}" for name in _RESTARTS if os.environ.get(name, "0") not in ("", "0")]
     if restarts and getattr(options, "force", False):
         options.force = False
-        if os.environ.get("RANK", "0") == "0" and getattr(options, "node_rank", 0) == 0:
+        if os.environ.get("RANK", "0") == "0":
             why = f"{restarts[0]}: the job was restarted and goes on with what is left"
             print(f"moe-ep-bench: --force is passed over, {why}", file=sys.stderr)
 
@@ -115,45 +114,39 @@ def _check_config(options: argparse.Namespace) -> None:
     announce(f"{options.command} {options.config}: planning {points}")
 
 
-def _nodes(options: argparse.Namespace) -> Nodes:
-    """Where ranks are to be started.
+def _nproc(options: argparse.Namespace) -> int:
+    """Ranks on this node."""
+    from moe_ep_bench.runtime.device import local_ranks
 
-    Raises:
-        ValueError: there would be none.
-    """
-    from moe_ep_bench.runtime.launcher import Nodes, default_nproc
-
-    nproc = options.nproc if options.nproc is not None else default_nproc()
-    return Nodes(nproc, options.nnodes, options.node_rank, options.master)
+    return local_ranks(options.nproc)
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.list_points:
         return _list_points(options)
-    is_rank = "RANK" in os.environ  # torchrun's, or our own launcher's
+    is_rank = "RANK" in os.environ  # torchrun's
     if is_rank:
         end_with_parent()
     elif options.launch is not None:
         raise UserError("--launch: only for ranks that torchrun started; without it, run does all of measure.launches")
     else:
         _check_config(options)
-    nodes = None if is_rank else _nodes(options)
+    from moe_ep_bench.runtime.torchrun import is_launched, num_nodes
+
     if options.dry_run:
-        num_ranks = int(os.environ.get("WORLD_SIZE", "1")) if nodes is None else nodes.nproc * nodes.count
         from moe_ep_bench.bench.dry_run import dry_run
 
+        num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else _nproc(options) * num_nodes()
         return dry_run(options.config, options.overrides, num_ranks, options.point)
     from moe_ep_bench.bench import run
 
     what = (options.config, _out(options), options.overrides)
     how = {"force": options.force, "profile": options.profile, "point": options.point}
-    if nodes is None:
+    if is_rank:
         status = run.run(*what, launch=options.launch or 0, **how)
-        reports = os.environ["RANK"] == "0" and LAUNCHER not in os.environ
+        reports = os.environ["RANK"] == "0" and not is_launched()
     else:
-        from moe_ep_bench.runtime.launcher import launch
-
-        status, reports = launch(*what, nodes, **how), nodes.rank == 0
+        status, reports, _ = run.launch(*what, _nproc(options), **how)
     if not reports or options.profile is not None:
         return status
     return _shown_of_directory(status, _out(options))
@@ -293,23 +286,14 @@ def _tell(phase: str, question: Question) -> None:
 
 def _validate(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.analysis.validation import load_validation
-    from moe_ep_bench.analysis.validation_report import validation_text, write_report
+    from moe_ep_bench.analysis.validate import write_validation
     from moe_ep_bench.bench.question import parse_share
     from moe_ep_bench.bench.validate import validate
-    from moe_ep_bench.runtime import launcher
 
     out = _out(options, "-validated")
-    nproc = options.nproc if options.nproc is not None else launcher.default_nproc()
     margin = parse_share("--margin", options.margin)
-    status = validate(options.config, out, options.overrides, nproc, force=options.force, margin=margin)
-
-    def report() -> str:
-        validation = load_validation(out)
-        write_report(validation)
-        return validation_text(validation)
-
-    return _shown(status, report)
+    status = validate(options.config, out, options.overrides, _nproc(options), force=options.force, margin=margin)
+    return _shown(status, lambda: write_validation(out))
 
 
 def _papers(options: argparse.Namespace) -> int:
@@ -318,8 +302,8 @@ def _papers(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.claims_report import claims_text, write_claims
     from moe_ep_bench.papers.run import run_claims
 
-    out = _out(options)
-    status = run_claims(options.config, out, options.overrides, force=options.force, nproc=options.nproc)
+    out, nproc = _out(options), None if options.nproc is None else _nproc(options)
+    status = run_claims(options.config, out, options.overrides, force=options.force, nproc=nproc)
 
     def report() -> str:
         claims = load_claims(out)
@@ -367,21 +351,19 @@ def _calibrate(options: argparse.Namespace) -> int:
         raise UserError("--preset: goes with --from DIR")
     end_with_parent()
     out = options.out or Path("results", "calibration", "links.yaml")
-    if "RANK" in os.environ:  # torchrun's, or our own launcher's below
-        from moe_ep_bench.cost_model.calibrate import calibrate
+    from moe_ep_bench.cost_model.calibrate import calibrate, launch_calibrate
+    from moe_ep_bench.runtime.torchrun import leave_status
 
-        return calibrate(out, max_bytes=options.max_bytes, repetitions=options.repetitions)
-    from moe_ep_bench.runtime import launcher
-
-    arguments = ["--out", str(out.absolute()), "--repetitions", str(options.repetitions)]
-    arguments += ["--max-bytes", str(options.max_bytes)] if options.max_bytes is not None else []
-    return launcher.launch_calibrate(arguments, _nodes(options))
+    how = {"max_bytes": options.max_bytes, "repetitions": options.repetitions}
+    if "RANK" in os.environ:  # torchrun's
+        return leave_status(calibrate(out, **how))
+    return launch_calibrate(out, _nproc(options), **how)
 
 
 def _trace_info(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.trace_report import trace_info
+    from moe_ep_bench.workload.trace_info import trace_info
 
-    print(trace_info(options.file, options.out))
+    print(trace_info(options.file))
     return OK
 
 

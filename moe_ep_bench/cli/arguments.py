@@ -96,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--point", type=int, metavar="I", help="run one point of --list-points, from 0; other jobs may run the others"
     )
     run.add_argument("--launch", type=int, metavar="I", help="under torchrun: which of measure.launches, from 0")
-    _add_nodes(run)
+    _add_nproc(run)
     _add_cpu(run, ", or with --list-points list what it would run")
 
     emulate = add("emulate", "time one rank after the other on this device; model the links, or all")
@@ -137,7 +137,7 @@ def make_parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--out", type=Path, metavar="FILE", help="default: results/calibration/links.yaml")
     calibrate.add_argument("--max-bytes", type=int, metavar="N", help="largest message (default: 2^30; CPU: 2^26)")
     _add_value(calibrate, "--repetitions", 20, "N", "of each message")
-    _add_nodes(calibrate)
+    _add_nproc(calibrate)
     _add_cpu(calibrate)
     calibrate.add_argument(
         "--from", type=Path, metavar="DIR", dest="run_directory", help="print figures for data/devices/ of this run"
@@ -250,13 +250,6 @@ def _add_cpu(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("--cpu", action="store_true", help=f"measure on the CPU, also beside GPUs{more}")
 
 
-def _add_nodes(parser: argparse.ArgumentParser) -> None:
-    _add_nproc(parser)
-    parser.add_argument("--nnodes", type=int, default=1, help="number of nodes")
-    parser.add_argument("--node-rank", type=int, default=0, help="this node, from 0")
-    parser.add_argument("--master", default="127.0.0.1:0", help="host:port of node 0 (one node: any free port)")
-
-
 def _add_repeated(parser: argparse.ArgumentParser, name: str, metavar: str, text: str, dest: str | None = None) -> None:
     parser.add_argument(name, action="append", default=[], metavar=metavar, dest=dest, help=text)
 
@@ -268,9 +261,8 @@ def _add_value(parser: argparse.ArgumentParser, name: str, default: object, meta
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    info = actions.add_parser("info", help="print loads, scores and neighbours of a recording")
-    info.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file, or a .json of expert loads")
-    info.add_argument("--out", type=Path, metavar="DIR", help="draw figures into this directory")
+    info = actions.add_parser("info", help="print what a recording holds")
+    info.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file")
     info.set_defaults(command="trace info")
 
     thresholds = actions.add_parser("thresholds", help="derive fields of the policies laser or token_drop")

@@ -36,9 +36,10 @@ import yaml
 from moe_ep_bench.cost_model.links import Duplex, Fit, Link, Links, busy_bytes, fit_errors, fit_link
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.runtime.device import is_busy
+from moe_ep_bench.runtime.device import check_num_ranks, is_busy
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
+from moe_ep_bench.runtime.torchrun import torchrun
 from moe_ep_bench.runtime.watchdog import Watchdog
 from moe_ep_bench.timing.timer import clock_for, time_us
 
@@ -101,6 +102,17 @@ def fullest_bytes(bytes_RR: np.ndarray, duplex: Duplex = "full") -> float:
     """Bytes of the fullest rank's link: what it sends to or receives from others, or with half duplex both."""
     crossing_RR = bytes_RR * ~np.eye(len(bytes_RR), dtype=bool)
     return float(busy_bytes(crossing_RR.sum(axis=1), crossing_RR.sum(axis=0), duplex).max())
+
+
+def launch_calibrate(out: Path, nproc: int, *, max_bytes: int | None = None, repetitions: int = 20) -> int:
+    """Have torchrun calibrate on so many ranks of this node; return the exit status.
+
+    Raises:
+        UserError: this node cannot carry these ranks.
+    """
+    check_num_ranks(nproc)
+    arguments = ["calibrate", "--out", str(out.absolute()), "--repetitions", str(repetitions)]
+    return torchrun([*arguments, *([f"--max-bytes={max_bytes}"] if max_bytes is not None else [])], nproc).status
 
 
 def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20, timeout_s: float = 300.0) -> int:

@@ -1,7 +1,7 @@
 """Whether Transformer Engine works on this GPU: a batch through what a layer takes of it, beside torch.
 
 Installed is not enough: builds for another torch or CUDA fail at import, end the process, or compute nonsense on a GPU
-that they do not know. So a child process tries it (``transformer_engine``), once for a launcher and its ranks.
+that they do not know. So a child process tries it (``transformer_engine``), once for a command and its ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from moe_ep_bench.machine.subprocesses import CommandError, ask
 
-# What a launcher has found, for its ranks.
+# What a command has found, for its ranks.
 _FOUND = "MOE_EP_BENCH_TRANSFORMER_ENGINE"
 # Importing it takes half a minute at worst, and the first look at a GPU as long.
 _TIMEOUT_S = 180.0
@@ -32,7 +32,7 @@ class TransformerEngine(NamedTuple):
 
 
 def transformer_engine() -> TransformerEngine:
-    """Try it in a child process; ranks take what their launcher found."""
+    """Try it in a child process; ranks take what their command found."""
     if _FOUND not in os.environ:
         try:
             found = ask(f"{__name__}:tried", timeout_s=_TIMEOUT_S)

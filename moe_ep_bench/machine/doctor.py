@@ -37,8 +37,13 @@ from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.gpus import THROTTLE_REASONS, query_gpus
 from moe_ep_bench.machine.subprocesses import CommandError, ask
 from moe_ep_bench.runtime import exit_codes
-from moe_ep_bench.runtime.device import check_num_ranks, device_type, gpus_in_sight, why_torch_has_none
-from moe_ep_bench.runtime.launcher import default_nproc
+from moe_ep_bench.runtime.device import (
+    check_num_ranks,
+    device_type,
+    gpus_in_sight,
+    local_ranks,
+    why_torch_has_none,
+)
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
@@ -85,8 +90,7 @@ def doctor(out: Path, config: Path | None, overrides: Sequence[str], nproc: int 
     """
     if overrides and config is None:
         raise UserError(f"--set {overrides[0]}: expected a CONFIG whose value it replaces, got none")
-    if nproc is not None and nproc < 1:
-        raise UserError(f"--nproc: expected at least 1, got {nproc}")
+    nproc = local_ranks(nproc)
     faulthandler.dump_traceback_later(_LIMIT_S, exit=True, file=sys.__stderr__)
     try:
         problems = _report(out, config, overrides, nproc)
@@ -95,16 +99,12 @@ def doctor(out: Path, config: Path | None, overrides: Sequence[str], nproc: int 
     return exit_codes.CASES_FAILED if problems else exit_codes.OK
 
 
-def _report(out: Path, config: Path | None, overrides: Sequence[str], nproc: int | None) -> int:
+def _report(out: Path, config: Path | None, overrides: Sequence[str], nproc: int) -> int:
     """Print all findings, and return how many are problems."""
-    rank, local_ranks = (
-        int(os.environ.get("RANK", 0)),
-        int(os.environ.get("LOCAL_WORLD_SIZE", nproc or default_nproc())),
-    )
-    num_ranks = int(os.environ.get("WORLD_SIZE", local_ranks))
-    memory = _memory(config, overrides, num_ranks, local_ranks) if config else []
+    rank, of_node = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", nproc))
+    memory = _memory(config, overrides, int(os.environ.get("WORLD_SIZE", of_node)), of_node) if config else []
     problems = 0
-    for finding in itertools.chain(machine(out), memory, ranks_and_exchange(local_ranks)):
+    for finding in itertools.chain(machine(out), memory, ranks_and_exchange(of_node)):
         problems += finding.status == PROBLEM
         if rank == 0 or finding.status != OK:
             words = textwrap.wrap(finding.words, 100, break_long_words=False, break_on_hyphens=False)
@@ -203,12 +203,12 @@ def disk(out: Path) -> Finding:
     return Finding(OK if free >= _MIN_FREE_GIB else PROBLEM, "disk", f"--out {out}: {free:,.1f} GiB free")
 
 
-def _memory(config: Path, overrides: Sequence[str], num_ranks: int, local_ranks: int) -> list[Finding]:
+def _memory(config: Path, overrides: Sequence[str], num_ranks: int, of_node: int) -> list[Finding]:
     """The memory that every comparison of a config takes on a rank."""
     from moe_ep_bench.bench.plan import RANKS, plan
 
     device = torch.device(device_type())
-    available = provenance.available_memory_bytes(device, local_ranks)
+    available = provenance.available_memory_bytes(device, of_node)
     findings = []
     for comparison in plan(config, overrides, RANKS, num_ranks, on_cpu=device.type == "cpu"):
         shortage = comparison.shortage(available)
@@ -221,10 +221,10 @@ def _memory(config: Path, overrides: Sequence[str], num_ranks: int, local_ranks:
 # ---- the all-to-all
 
 
-def ranks_and_exchange(local_ranks: int) -> Iterator[Finding]:
+def ranks_and_exchange(num_ranks: int) -> Iterator[Finding]:
     """Whether this node carries its ranks, and whether they exchange what they should."""
     try:
-        check_num_ranks(local_ranks)
+        check_num_ranks(num_ranks)
     except UserError as error:
         yield Finding(PROBLEM, "ranks", str(error))
         return
@@ -236,9 +236,9 @@ def ranks_and_exchange(local_ranks: int) -> Iterator[Finding]:
         except (dist.DistError, RuntimeError) as error:
             wrong = [" ".join(str(error).split())[:300]]
     else:
-        here = f"{local_ranks} rank{'s' * (local_ranks > 1)}"
-        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(local_ranks) as pool:
-            ranks = [(rank, local_ranks, backend, f"{folder}/store", _EXCHANGE_S) for rank in range(local_ranks)]
+        here = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_ranks) as pool:
+            ranks = [(rank, num_ranks, backend, f"{folder}/store", _EXCHANGE_S) for rank in range(num_ranks)]
             wrong = list(pool.map(_asked, ranks))
     wrong = [words for words in wrong if words]
     if wrong:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from moe_ep_bench.bench.plan import BASELINE, POLICY, RANKS, VIRTUAL, Comparison, plan
-from moe_ep_bench.bench.run import emulate
+from moe_ep_bench.bench.run import emulate, launch
 from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig, load_experiments
 from moe_ep_bench.cost_model.table_devices import load_device
 from moe_ep_bench.errors import UserError
@@ -31,7 +31,6 @@ from moe_ep_bench.papers.needed_skew import SkewSolver, solved_tokens
 from moe_ep_bench.papers.published import Primary
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
-from moe_ep_bench.runtime.launcher import Nodes, launch
 
 # Keys in which comparisons that stand side by side may differ.
 _TRAFFIC = ("workload.skew", "workload.peak_load", "workload.seed")
@@ -76,22 +75,21 @@ def run_claims(
     on_cpu = not torch.cuda.is_available()
     if not load_experiments(config, overrides, on_cpu=False)[0].claims:
         raise UserError(f"{config}: claims: expected at least one, got none; without any, use emulate")
-    nodes = None if nproc is None else Nodes(nproc)
     comparisons: Sequence[Comparison]
-    if nodes is None:
+    if nproc is None:
         comparisons = plan(config, overrides, VIRTUAL, on_cpu=on_cpu, try_out=False)  # ``emulate`` tries it out.
     else:
-        comparisons = plan(config, overrides, RANKS, nodes.nproc, on_cpu=on_cpu)
+        comparisons = plan(config, overrides, RANKS, nproc, on_cpu=on_cpu)
     experiment = comparisons[0].experiment
     try:
         rows = _rows(comparisons)
-        solved_on = _device_name(experiment) if nodes is None and experiment.scope == "layer" else None
+        solved_on = _device_name(experiment) if nproc is None and experiment.scope == "layer" else None
     except ValueError as problem:
         raise UserError(f"{config}: {problem}") from None
-    if nodes is None:
+    if nproc is None:
         status = emulate(config, out, overrides, force=force)
     else:
-        status = launch(config, out, overrides, nodes, force=force)
+        status = launch(config, out, overrides, nproc, force=force).status
     if status not in (OK, CASES_FAILED):
         return status
     earlier = {} if force else _earlier(claims_path(out))

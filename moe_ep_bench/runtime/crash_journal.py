@@ -13,7 +13,6 @@ the case.
 from __future__ import annotations
 
 import mmap
-import signal
 from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -47,7 +46,7 @@ class Mark:
         if self._map[_MARK_BYTES] == 0:
             data = " ".join(reason.split()).encode()[:_REASON_BYTES]
             self._map[_MARK_BYTES : _MARK_BYTES + len(data)] = data
-            self._map.flush()  # Also where the results are on other machines: node 0's launcher reads all marks.
+            self._map.flush()  # Also where the results are on other machines: the first rank reads all marks.
 
     def withdraw(self) -> None:
         """Take the reason back: nothing was lost for it."""
@@ -76,16 +75,6 @@ def collect_lost(folder: Path, jobs: Container[str], *, stopped: bool = False) -
             mark.path.unlink(missing_ok=True)
 
 
-def stopped_by(folder: Path, job: str) -> int | None:
-    """The signal that asked a job to end, by the marks that it left; None where it was lost otherwise."""
-    marks = [mark for mark in _marks(folder) if mark.job == job]
-    signals = [int(mark.reason.split()[-1]) for mark in marks if mark.reason.startswith(STOPPED)]
-    if not signals or _blamed(marks):
-        return None
-    # When one rank has ended its agent ends the others with SIGTERM: what is another signal came first.
-    return next((number for number in signals if number != signal.SIGTERM), signals[0])
-
-
 def stopped_reason(signal_number: int) -> str:
     """What a rank leaves that was asked to end."""
     return f"{STOPPED} by signal {signal_number}"
@@ -103,13 +92,6 @@ def forget_lost(folder: Path, case_ids: Iterable[str]) -> None:
     """Let these be tried anew."""
     for case_id in case_ids:
         (folder / f"{case_id}.json").unlink(missing_ok=True)
-
-
-def num_lost(folder: Path, job: str, case_ids: Iterable[str]) -> list[tuple[str, int]]:
-    """What was lost so far, and how often; marks of ``job`` that were not collected yet count once."""
-    collected = [(case_id, len(lost_attempts(folder, case_id))) for case_id in case_ids]
-    marked = sorted({mark.case_id for mark in _marks(folder) if mark.job == job} - {""})
-    return [*collected, *((f"now {case_id}", 1) for case_id in marked)]
 
 
 class _Left(NamedTuple):

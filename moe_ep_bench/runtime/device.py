@@ -37,13 +37,13 @@ def take_cpu() -> None:
     os.environ |= {_CPU: "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def has_gpu() -> bool:
-    """Whether torch can use a GPU; it is not imported where nothing in /dev could be one."""
+def num_gpus() -> int:
+    """GPUs that torch can use; it is not imported where nothing in /dev could be one."""
     if "torch" not in sys.modules and not any(any(_DEVICES.glob(name)) for name in _GPU_FILES):
-        return False
+        return 0
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def device_type() -> str:
@@ -54,7 +54,7 @@ def device_type() -> str:
     Raises:
         UserError: the CPU is not asked for, and there are GPUs that torch cannot use, or a Slurm job without any.
     """
-    if has_gpu():
+    if num_gpus():
         return "cuda"
     in_slurm, hidden = "SLURM_JOB_ID" in os.environ, os.environ.get("CUDA_VISIBLE_DEVICES")
     if os.environ.get(_CPU) or (not in_slurm and hidden is not None and hidden.strip() in _NONE):
@@ -99,6 +99,17 @@ def why_torch_has_none() -> str:
     except Exception as error:  # of whatever kind: it is the answer
         return in_short(error)
     return f"it is built for CUDA {torch.version.cuda} and finds no device"
+
+
+def local_ranks(wanted: int | None) -> int:
+    """Ranks on this node: as many as are wanted, else one per GPU; without any, one CPU rank per core, 2 to 4.
+
+    Raises:
+        UserError: none are wanted.
+    """
+    if wanted is not None and wanted < 1:
+        raise UserError(f"--nproc: expected at least 1, got {wanted}")
+    return wanted or num_gpus() or min(max(len(os.sched_getaffinity(0)), 2), 4)
 
 
 def check_num_ranks(nproc: int) -> None:

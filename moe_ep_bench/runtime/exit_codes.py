@@ -1,4 +1,4 @@
-"""Exit statuses of every command, and of the ranks towards the launcher."""
+"""Exit statuses of every command, and of the ranks."""
 
 OK = 0
 CASES_FAILED = 1  # the job went through, but some cases have a reason instead of times

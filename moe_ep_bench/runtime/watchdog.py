@@ -24,7 +24,7 @@ _GRACE_S = 3.0
 
 
 class Watchdog:
-    """Ends the process with ``LOST`` when ``feed`` was not called for ``timeout_s`` seconds.
+    """Ends the process when ``feed`` was not called for ``timeout_s`` seconds.
 
     This rank was waiting for others where it stood in a collective, or where its device had work left: all of that was
     launched, and on a device only a collective lasts until others come. So it does not matter in which line the host
@@ -34,12 +34,17 @@ class Watchdog:
         on_timeout: told the reason first. It begins with "peer lost" where this rank was waiting for others, with
             "timeout" where it was itself what took so long.
         is_busy: whether the rank's device has work left; asked in a thread of its own.
+        status: gives the exit status.
     """
 
     def __init__(
-        self, timeout_s: float, on_timeout: Callable[[str], None], is_busy: Callable[[], bool] = lambda: False
+        self,
+        timeout_s: float,
+        on_timeout: Callable[[str], None],
+        is_busy: Callable[[], bool] = lambda: False,
+        status: Callable[[], int] = lambda: LOST,
     ) -> None:
-        self._timeout_s, self._on_timeout, self._is_busy = timeout_s, on_timeout, is_busy
+        self._timeout_s, self._on_timeout, self._is_busy, self._status = timeout_s, on_timeout, is_busy, status
         self._fed, self._paused = time.monotonic(), False
         self._stopped, self._watched = threading.Event(), threading.get_ident()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -82,7 +87,7 @@ class Watchdog:
             print(f"moe-ep-bench: {reason}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(sys.stderr)
         finally:
-            os._exit(LOST)
+            os._exit(self._status())
 
     def _reason(self) -> str:
         frame = sys._current_frames().get(self._watched)

@@ -3,7 +3,7 @@
 Counts are no routing: they give a synthetic workload its target (``workload.skew_from``) and EPLB its loads
 (``trace eplb``). A file may be
 
-* a recording (``moe-trace-v1``), or a .json list of expert loads (``trace_statistics.loads_statistics``);
+* a recording (``moe-trace-v1``), or a .json list of one object whose ``load_E_by_layer`` holds a layer's loads by name;
 * .json with ``logical_count`` [layers, experts], or [passes, layers, experts], which SGLang takes for its own plan;
 * .npz with ``logical_count`` of the same shapes: what SGLang's recorder dumps in mode ``stat``, converted;
 * .json with the counts alone, [layers][experts], as EPLB's weights.
@@ -31,6 +31,7 @@ from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import replicate, stacking_words
 
 COUNT = "logical_count"
+LOADS = "load_E_by_layer"
 MAP = "physical_to_logical_map"
 CONVERT = (
     "python -c \"import sys, numpy, torch; d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); "
@@ -85,19 +86,20 @@ def _read(path: Path, _: int) -> NDArray[np.float64]:
         if not isinstance(content, list):
             raise UserError(f"{path}: expected {COUNT}, counts by layer and expert, or a list of them")
     elif isinstance(content, list) and content and isinstance(content[0], dict):
-        return _of_recording(path)
+        if len(content) != 1 or not isinstance(layers := content[0].get(LOADS), dict):
+            raise UserError(f"{path}: expected one recording with {LOADS}, got {len(content)} entries")
+        content = list(layers.values())
     nested = isinstance(content, list) and content and isinstance(content[0], list)
     deep = bool(nested and content[0] and isinstance(content[0][0], list))
     return _checked(reals(content, str(path), (None,) * (3 if deep else 2)), str(path))
 
 
 def _of_recording(path: Path) -> NDArray[np.float64]:
-    from moe_ep_bench.workload.trace_statistics import statistics
+    from moe_ep_bench.workload.trace import open_trace
 
-    recordings = statistics(path)
-    if len(recordings) != 1:
-        raise UserError(f"{path}: expected the loads of one recording, got {len(recordings)}")
-    return np.stack([layer.load_E for layer in recordings[0].layers]).astype(np.float64)
+    trace = open_trace(path)
+    layers = (trace.read_layer(layer)[0] for layer in range(trace.num_layers))
+    return np.stack([np.bincount(ids_TK.ravel(), minlength=trace.num_experts) for ids_TK in layers]).astype(np.float64)
 
 
 def _checked(counts: NDArray[Any], where: str) -> NDArray[np.float64]:

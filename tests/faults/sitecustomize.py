@@ -3,7 +3,7 @@
 ``policy=fault`` pairs, comma-separated; the fault strikes on the last rank (``wrong``: on all ranks)
 whenever that policy routes inside a layer, with ``@timed`` behind it only while the layer is timed; in a Slurm job only
 until it is requeued, or with ``until=2`` until it is requeued the second time.
-Some keys are no policies: ``join=5`` lets ranks and nodes wait for each other for 5 seconds only; ``setup=5`` gives
+Some keys are no policies: ``join=5`` lets ranks wait for each other for 5 seconds only; ``setup=5`` gives
 them so long to read the config, and the last one hangs there; ``torch=1.0`` and ``nccl=1.0`` give the last rank another
 version of that. ``build=oom`` lets the last rank run out of memory when it builds its first layer, ``check=oom`` when
 it holds outputs against the reference for the fourth time. Python imports this module at start-up.
@@ -120,9 +120,8 @@ def _inject_beside_policies() -> None:
 
 def _shorten_joining() -> None:
     from moe_ep_bench.bench import run
-    from moe_ep_bench.runtime import rendezvous
 
-    run._JOIN_TIMEOUT_S = rendezvous._MEET_S = rendezvous._END_S = float(FAULTS["join"])
+    run._JOIN_TIMEOUT_S = float(FAULTS["join"])
 
 
 def _change_versions() -> None:

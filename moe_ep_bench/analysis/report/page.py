@@ -40,11 +40,11 @@ from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
 from moe_ep_bench.analysis.style import FORMATS, Drawing, house_style, settle_layout
 from moe_ep_bench.analysis.tables import more_tables, run_tables
 from moe_ep_bench.analysis.timing import GROUPS
-from moe_ep_bench.analysis.validation import Validation, is_validation, load_validation
-from moe_ep_bench.analysis.validation_report import validation_figure, validation_tables, verdict_line
+from moe_ep_bench.analysis.validate import Validation, load_validation, validation_tables, verdict_line
 from moe_ep_bench.analysis.whole import PASS_PARTS, analyse_whole
 from moe_ep_bench.analysis.words import MODE_WORDS, count_words, device_words, hardware_words, mode_words
 from moe_ep_bench.files import atomic_path, check_folder, refuse_links_out
+from moe_ep_bench.results import ValidationDirectory
 from moe_ep_bench.schema import TOTAL
 
 MAX_SVG_BYTES = 400_000
@@ -220,8 +220,8 @@ def _encoded(figure: Figure, file_format: str) -> bytes:
 @house_style()
 def content_of(directory: Path, passed_over: list[str]) -> Content:
     """Read a directory, whatever it holds; ``passed_over`` gets a line for each thing that is left out."""
-    if is_validation(directory):
-        return _of_validation(load_validation(directory))
+    if ValidationDirectory(directory).pairs.is_file():
+        return _of_validation(load_validation(directory), directory)
     if is_route(directory):
         return _of_route(load_route(directory, passed_over))
     return _of_run(over_draws(load_run(directory, passed_over, whole=is_whole(directory)))[0])
@@ -264,18 +264,18 @@ def _of_route(run: RouteRun) -> Content:
     )
 
 
-def _of_validation(validation: Validation) -> Content:
-    facts = [validation.real.comparisons[name] for name in validation.unsound]
-    figure = validation_figure(validation)
-    source = read_provenance(validation.files.real, max(one.world_size for one in facts))
+def _of_validation(validation: Validation, directory: Path) -> Content:
+    real = validation.real
+    facts = list(real.comparisons.values())
+    source = read_provenance(real.directory, max(one.world_size for one in facts))
     return Content(
         title=f"Emulated against measured: {_title([one.title for one in facts], [one.model for one in facts])}",
-        line=f"Emulated on one device, and measured: {_listed([hardware_words(validation.real, o) for o in facts])}. "
+        line=f"Emulated on one device, and measured: {_listed([hardware_words(real, one) for one in facts])}. "
         f"{verdict_line(validation)}.",
         tables=validation_tables(validation),
-        drawings={} if figure is None else {"validation": figure},
-        source=replace(source, name=validation.files.root.resolve().name, mode="validate"),
-        run=validation.real,
+        drawings={},
+        source=replace(source, name=directory.resolve().name, mode="validate"),
+        run=real,
     )
 
 

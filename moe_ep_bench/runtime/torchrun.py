@@ -1,0 +1,142 @@
+"""Start ranks with torchrun, and end with the status on which they agreed.
+
+torchrun (torch.distributed.run) starts the ranks of this node, joins them with other nodes' and starts all again when
+one is lost; what is left to measure is found on disk. Every option of its own can be set by a variable of its own,
+``PET_NNODES`` and ``PET_RDZV_ENDPOINT`` for instance (launch/torchrun.sh). Ranks that have done their part end well,
+whatever became of the cases, so that nothing is restarted; the first of a node leaves their status in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.runtime.errors import in_short
+from moe_ep_bench.runtime.exit_codes import LOST
+
+# Of ranks: the folder in which they leave their status, and find a request to close.
+_FOLDER = "MOE_EP_BENCH_LAUNCH"
+
+
+def num_nodes() -> int:
+    """Nodes of the job that torchrun's own variable names.
+
+    Raises:
+        UserError: no number of nodes; a benchmark's ranks neither come late nor leave.
+    """
+    text = os.environ.get("PET_NNODES", "1")
+    if not text.isdecimal() or text == "0":
+        raise UserError(f"PET_NNODES: expected a number of nodes, got {text!r}")
+    return int(text)
+
+
+class Ended(NamedTuple):
+    """How a job ended.
+
+    Attributes:
+        status: what the ranks agreed on, ``LOST`` where they could not, 128 + signal where one ended this process.
+        has_rank_0: whether rank 0 was on this node.
+        asked_to_close: whether SIGUSR1 came, be it too late to make a difference to this job.
+    """
+
+    status: int
+    has_rank_0: bool = False
+    asked_to_close: bool = False
+
+
+def torchrun(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) -> Ended:
+    """Run ``moe_ep_bench ARGUMENTS`` on so many ranks of this node."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    options = [f"--nproc-per-node={nproc}"]
+    options += [] if "PET_MAX_RESTARTS" in os.environ else [f"--max-restarts={max_restarts}"]
+    options += ["--standalone"] if num_nodes() == 1 else []
+    with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as folder:
+        with _environment({**_defaults(), _FOLDER: folder}), _closing_on_signal(Path(folder)):
+            try:
+                main([*options, f"--log-dir={folder}", "-m", "moe_ep_bench", *arguments])
+            except SignalException as stopped:
+                return Ended(128 + int(stopped.sigval))
+            except ChildFailedError:  # torchrun has said which ranks failed, and they why.
+                return Ended(LOST)
+            except Exception as error:  # Nodes that do not meet, say; torch keeps what went wrong in the cause.
+                where = f" at {endpoint}" if (endpoint := os.environ.get("PET_RDZV_ENDPOINT")) else ""
+                words = in_short(error.__cause__ or error)
+                print(f"moe-ep-bench: torchrun{where}: {type(error).__name__}: {words}", file=sys.stderr)
+                return Ended(LOST)
+        agreed = Path(folder, "status")
+        status, node = map(int, agreed.read_text().split()) if agreed.exists() else (LOST, None)
+        return Ended(status, node == 0, Path(folder, "close").exists())
+
+
+def leave_status(status: int) -> int:
+    """In a rank: leave the status on which all ranks agreed; return what this process is to end with."""
+    folder = os.environ.get(_FOLDER)
+    if folder is None:  # Somebody's own torchrun.
+        return status
+    if os.environ.get("LOCAL_RANK") == "0":
+        Path(folder, "status").write_text(f"{status} {os.environ['GROUP_RANK']}")
+    return 0
+
+
+def is_launched() -> bool:
+    """In a rank: whether ``torchrun`` above started it, and not somebody's own."""
+    return _FOLDER in os.environ
+
+
+def asked_to_close() -> bool:
+    """In a rank: whether its node was asked (SIGUSR1) to end after the comparison that is measured."""
+    folder = os.environ.get(_FOLDER)
+    return folder is not None and Path(folder, "close").exists()
+
+
+def ask_to_close() -> None:
+    """Ask the ranks of this node to end after the comparison that is measured."""
+    if folder := os.environ.get(_FOLDER):
+        Path(folder, "close").touch()
+
+
+@contextlib.contextmanager
+def _closing_on_signal(folder: Path) -> Iterator[None]:
+    """Turn SIGUSR1 into a request to close: a file, for ranks whom no signal reached."""
+    earlier = signal.signal(signal.SIGUSR1, lambda number, frame: Path(folder, "close").touch())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set variables in the block; those that the user has set stay."""
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
+
+
+def _defaults() -> dict[str, str]:
+    """Variables of ranks: threads, and on several nodes or under Slurm a Triton cache per node.
+
+    Homes are shared there, and ranks of all nodes, or of all tasks of an array, would compile into one folder at once.
+    """
+    # torchrun would keep one store for all starts, in which gloo finds the addresses of ranks that have ended.
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    if num_nodes() > 1 or "SLURM_JOB_ID" in os.environ:
+        folder = Path(tempfile.gettempdir(), f"moe-ep-bench-triton-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid == os.getuid():
+            defaults["TRITON_CACHE_DIR"] = str(folder)
+    return defaults

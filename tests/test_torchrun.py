@@ -1,0 +1,130 @@
+"""Claims about starting ranks by torchrun: the status is what ranks agreed on, whatever torchrun makes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from torch.distributed import run as torch_run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.runtime import torchrun as module
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK
+from moe_ep_bench.runtime.torchrun import ask_to_close, asked_to_close, leave_status, num_nodes, torchrun
+
+FAILURE = ProcessFailure(local_rank=1, pid=1, exitcode=-9, error_file="")
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], list[Sequence[str]]]:
+    """Let a function stand for all that torchrun does; returns the command lines that torchrun gets."""
+    for name in ("PET_NNODES", "PET_MAX_RESTARTS", "SLURM_JOB_ID", "TRITON_CACHE_DIR", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    commands: list[Sequence[str]] = []
+
+    def stand_in(does: Callable[[], object]) -> list[Sequence[str]]:
+        monkeypatch.setattr(torch_run, "main", lambda command: (commands.append(command), does()))
+        return commands
+
+    return stand_in
+
+
+def agree(status: int, local_rank: int = 0, node: int = 0) -> None:
+    os.environ.update(LOCAL_RANK=str(local_rank), GROUP_RANK=str(node))
+    try:
+        assert leave_status(status) == 0, "a rank that fails would be started again"
+    finally:
+        del os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"]
+
+
+def fail(error: Exception) -> Callable[[], object]:
+    def does() -> None:
+        agree(CASES_FAILED, local_rank=1)  # Only a node's first rank is asked.
+        raise error
+
+    return does
+
+
+def test_the_status_is_what_the_ranks_agreed_on_and_ranks_know_nothing_of_it_elsewhere(ranks) -> None:
+    commands = ranks(lambda: agree(CASES_FAILED))
+    assert torchrun(["run", "config.yaml"], 2, max_restarts=3) == (CASES_FAILED, True, False)
+    (command,) = commands
+    assert command[:3] == ["--nproc-per-node=2", "--max-restarts=3", "--standalone"]
+    assert command[-4:] == ["-m", "moe_ep_bench", "run", "config.yaml"]
+    assert leave_status(CASES_FAILED) == CASES_FAILED, "somebody's own torchrun"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ChildFailedError("moe_ep_bench", {1: FAILURE}), LOST),
+        (RendezvousTimeoutError("too few"), LOST),
+        (SignalException("asked", signal.SIGTERM), 128 + signal.SIGTERM),
+    ],
+)  # fmt: skip
+def test_ranks_that_could_not_agree_are_lost_and_a_signal_is_told(error: Exception, status: int, ranks) -> None:
+    ranks(fail(error))
+    assert torchrun(["run"], 1) == (status, False, False)
+
+
+def test_nodes_that_do_not_meet_are_told_where_and_why(
+    ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = RendezvousConnectionError("see the inner exception")
+    error.__cause__ = RuntimeError("timed out\nafter 8 s")
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "node1:29400")
+    ranks(fail(error))
+    assert torchrun(["run"], 1).status == LOST
+    expected = "moe-ep-bench: torchrun at node1:29400: RendezvousConnectionError: timed out after 8 s\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_sigusr1_is_a_request_to_close_that_ranks_find(ranks) -> None:
+    def does() -> None:
+        assert not asked_to_close()
+        signal.raise_signal(signal.SIGUSR1)
+        assert asked_to_close()
+
+        agree(OK, node=1)
+
+    ranks(does)
+    earlier = signal.getsignal(signal.SIGUSR1)
+    assert torchrun(["run"], 1) == (OK, False, True), "of the second node, and asked in the last comparison"
+    assert signal.getsignal(signal.SIGUSR1) == earlier
+    ask_to_close()  # Of nobody.
+    assert not asked_to_close()
+
+
+@pytest.mark.parametrize(("nodes", "job"), [("2", None), ("1", "17")])
+def test_several_nodes_and_slurm_have_a_triton_cache_on_each_node(
+    nodes: str, job: str | None, ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task of a job array knows of no other node, and shares a home with the others all the same."""
+    seen: dict[str, str | None] = {}
+    names = ("TRITON_CACHE_DIR", "OMP_NUM_THREADS")
+    commands = ranks(lambda: seen.update({name: os.environ.get(name) for name in names}))
+    torchrun(["run"], 1)
+    assert seen == {"TRITON_CACHE_DIR": None, "OMP_NUM_THREADS": "1"}
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("PET_NNODES", nodes)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    if job:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    torchrun(["run"], 1)
+    assert Path(seen["TRITON_CACHE_DIR"] or "").parent == tmp_path
+    assert seen["OMP_NUM_THREADS"] == "4", "what the user has set stays"
+    assert ("--standalone" in commands[-1]) == (nodes == "1")
+    assert "TRITON_CACHE_DIR" not in os.environ
+
+
+@pytest.mark.parametrize("nodes", ["0", "1:4", "two"])
+def test_a_number_of_nodes_that_is_none_is_refused(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", nodes)
+    with pytest.raises(UserError, match=f"PET_NNODES: expected a number of nodes, got '{nodes}'"):
+        num_nodes()

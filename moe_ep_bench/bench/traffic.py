@@ -175,17 +175,28 @@ class CaseRouter:
 
     def map_of(self, share: Share, index: int, stats_SE: Tensor | None) -> Tensor:
         """The map of ``route``, bool [T, E], found with what other cases found of the same scores."""
-        if share.steps is None or type(self.rule) not in share.steps.policies:
+        if not self._shares_steps(share):
             return self.route(share, index, stats_SE).map_TE
-        context = self.context(share, index)
-        rule = self.rule.in_layer(context.layer_fraction)
-        if share.rank == 0:  # All ranks' scores are of one workload.
-            rule.check(share.scores_TE, context)
+        rule, context = self._in_place(share, index)
         return rule.by(share.steps).select(share.scores_TE, context, stats_SE).map_TE
 
     def stats_of(self, share: Share, index: int) -> Tensor | None:
         """Of a batch-wide policy what is summed over ranks, float64 [S, E]."""
-        return compiled(self.rule, share.scores_TE.device).batch_stats(share.scores_TE, self.context(share, index))
+        if not self._shares_steps(share):
+            return compiled(self.rule, share.scores_TE.device).batch_stats(share.scores_TE, self.context(share, index))
+        rule, context = self._in_place(share, index)
+        return rule.by(share.steps).stats(share.scores_TE, context)
+
+    def _shares_steps(self, share: Share) -> bool:
+        return share.steps is not None and type(self.rule) in share.steps.policies
+
+    def _in_place(self, share: Share, index: int) -> tuple[Policy, RoutingContext]:
+        """The rule with its values in the share's layer, and what it knows there."""
+        context = self.context(share, index)
+        rule = self.rule.in_layer(context.layer_fraction)
+        if share.rank == 0:  # All ranks' scores are of one workload.
+            rule.check(share.scores_TE, context)
+        return rule, context
 
     def on_slots(self, routing: Routing, rank: int) -> Routing:
         """A rank's routing over slots."""

@@ -6,7 +6,7 @@
 Two tables per shape, medians of one run, forms interleaved, the cache flushed before every call, each form replayed
 from a CUDA graph. First 16 tokens on ever more experts: a line with R2, and its slope as bytes per second beside what
 this device reads. Then steps of 1 to 1,024 tokens that choose at random: where grouped GEMMs win, ``auto`` should
-change over (``decode_below_rows`` of data/devices/). *decode* is the whole: both products and the sums per token, as
+change over. *decode* is the whole: both products and the sums per token, as
 are *vllm*, *sglang* and *flashinfer* where they are installed; *its products* and *grouped* are given sorted rows and
 leave sums to others.
 

@@ -26,12 +26,12 @@ import torch
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.kernels.swiglu import weighted_swiglu
-from moe_ep_bench.layer.build import SingleLayer
 from moe_ep_bench.layer.dispatchers import expert_major_pairs, sum_per_token
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.layer.host import device_scope
-from moe_ep_bench.layer.megatron import initialize_expert_parallel, moe_utils
+from moe_ep_bench.layer.megatron import expert_parallel_groups, moe_utils
 from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.runtime.ranks import join
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _contenders(
     model: ModelSpec, dtype: torch.dtype, device: torch.device, options: argparse.Namespace
 ) -> list[Contender]:
-    group = initialize_expert_parallel(1, 120)
+    groups = expert_parallel_groups(1, 120)
     counts_E = _counts(model, options.tokens, options.skew)
     num_pairs = int(counts_E.sum())
     generator = torch.Generator(device).manual_seed(0)
@@ -109,7 +109,7 @@ def _contenders(
     if not refused(device, experts="te"):
         backends.append("te")
     for backend in backends:
-        experts = SingleLayer(model, dtype, device, group, 0, Parts(backend, "indexed")).pair.native.experts
+        experts = Stack(model, dtype, device, groups, 0, Parts(backend, "indexed")).forms[None].native.experts
         run = lambda experts=experts: experts(hidden_ND, counts_E, weights_N)  # noqa: E731
         contenders.append(Contender(backend, run, flops))
         if backend == "grouped":

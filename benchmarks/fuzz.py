@@ -144,9 +144,9 @@ def warm() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import transformers  # noqa: F401
 
-    import moe_ep_bench.analysis.advice
-    import moe_ep_bench.analysis.claims_report
-    import moe_ep_bench.analysis.compare_report
+    import moe_ep_bench.analysis.advise
+    import moe_ep_bench.analysis.compare
+    import moe_ep_bench.analysis.papers_figure
     import moe_ep_bench.analysis.plot
     import moe_ep_bench.analysis.quality_figures
     import moe_ep_bench.analysis.report.page
@@ -469,7 +469,7 @@ SHAPED = {
     "route": {"placement": "strided", "layer_weights": [1.0], "image_share": 0.5},
     "on_cpu": {"layer.dtype": "float32"},
 }
-QUALITY = ("quality-capacity", "quality-modality", "quality-oea", "quality-small", "quality-tasks-capacity")
+QUALITY = ("quality-capacity", "quality-oea", "quality-small", "quality-tasks-capacity")
 
 
 class Configs:
@@ -619,10 +619,7 @@ class Results:
         ]
         commands += [["show", "in", "--format", "perfetto", "--out", "out/file"]]
         if name == "run":
-            commands += [
-                ["show", "in", "--format", "csv", "--samples", "--out", "out/file"],
-                ["calibrate", "--from", "in"],
-            ]
+            commands += [["show", "in", "--format", "csv", "--samples", "--out", "out/file"]]
         if name in ("emulated", "claims") and rand.random() < 0.3:
             again = {"emulated": "emulate", "claims": "papers"}[name]
             return [again, str(self.directories[name].parent / "small.yaml"), "--out", "in"]
@@ -914,7 +911,7 @@ class Commands:
         elif name in ("validate", "papers", "calibrate", "doctor", "trace record", "check-policy"):
             # They would measure or start something: their own checks of options are what is tried.
             words = [word if word not in ("config.yaml", "topk") else "missing.yaml" for word in words]
-            words += {"calibrate": ["--from", "missing"], "doctor": ["missing.yaml"]}.get(name, [])
+            words += {"calibrate": ["--nproc", "0"], "doctor": ["missing.yaml"]}.get(name, [])
         return [word.replace("\x00", "") for word in words]
 
     def value(self, action: argparse.Action, rand: random.Random) -> str:

@@ -99,7 +99,7 @@ def predicted_us(device: Device, rows: pd.DataFrame) -> np.ndarray:
     arithmetic_us = device.arithmetic_us(6 * pairs * hidden * ffn, rows["rows"])
     num_bytes = 2 * (3 * hidden * ffn * active + pairs * (2 * hidden + 6 * ffn))
     sorts_us = 2 * 2 * 2 * pairs * hidden / (device.memory_tbps * device.permute_efficiency * 1e6)
-    return device.pass_us + np.maximum(arithmetic_us, num_bytes / (device.reached_tbps * 1e6)) + sorts_us
+    return device.overhead_us + np.maximum(arithmetic_us, num_bytes / (device.reached_tbps * 1e6)) + sorts_us
 
 
 def fit_device(device: Device, rows: pd.DataFrame) -> Device:
@@ -114,7 +114,7 @@ def fit_device(device: Device, rows: pd.DataFrame) -> Device:
     def made(figures: np.ndarray) -> Device:
         shares = tuple((float(knot), float(np.exp(share))) for knot, share in zip(KNOTS, figures[2:], strict=True))
         update = {"overhead_us": float(np.exp(figures[0])), "memory_efficiency": float(np.exp(figures[1]))}
-        return device.model_copy(update={**update, "arithmetic_efficiency": shares, "decode": ()})
+        return device.model_copy(update={**update, "arithmetic_efficiency": shares})
 
     def errors(figures: np.ndarray) -> np.ndarray:
         return weights * np.log(predicted_us(made(figures), seen) / seen["us"].to_numpy())

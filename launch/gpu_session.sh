@@ -132,7 +132,7 @@ if [ -n "$rehearse" ]; then
   small=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.num_batches=1 --set measure.iterations=1
     --set measure.breakdown_iterations=1 --set measure.max_warmup=1 --set measure.flush_l2=false)
   tiny=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.tokens_per_rank=64
-    --set workload.sequence_length=32 --set emulate.chunk_tokens=40 --set measure.iterations=1
+    --set workload.sequence_length=32 --set measure.iterations=1
     --set workload.skew=single_domain --set workload.num_batches=1)
   experts+=(--scale 0.03125 --tokens 512 --dtype float32 --square 256 --rounds 3)
 fi
@@ -204,7 +204,6 @@ table oea-table3 70 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.
 show policies-quick 100 "$python" benchmarks/policies_gpu.py --quick --out "$out/policies-quick" $rehearse ${rehearse:+--rounds 1}
 show decode-experts 80 "$python" benchmarks/decode_experts.py --out "$out" $rehearse ${rehearse:+--rounds 1}
 decode decode-graph 110 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
-show decode-fit 20 "${module[@]}" calibrate --from "$out/decode-graph"
 # What time is left for, here or when the command is given again.
 [ -n "$rehearse" ] || step decode-tests 80 "${tests[@]}" tests/test_decode_experts.py
 emulate papers mixtral 150 "${measured[@]}" --set model.preset=mixtral-8x7b

@@ -26,6 +26,7 @@ from moe_ep_bench.placement import PLACEMENTS, Placement, make_placement
 from moe_ep_bench.policies import POLICIES, Policy
 from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import (
+    REMOVED,
     ConfigError,
     PolicyEntry,
     Strict,
@@ -295,8 +296,6 @@ class LayerConfig(Strict):
     holds it."""
     ep_size: int | None = Field(None, ge=1)
     """Expert-parallel ranks; null = all ranks. Other ranks are data-parallel replicas."""
-    expert_tensor_parallel: int = Field(1, ge=1)
-    """Ranks that share every expert, beside ``ep_size``; 1 = experts are whole. Only ``run`` reads it."""
     seed: int = Field(0, ge=0)
     """Seed of weights and of random policies."""
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
@@ -310,18 +309,6 @@ class LayerConfig(Strict):
     """Megatron-Core's dispatcher; ``flex`` needs DeepEP. Behind ``allgather``, ``decode`` experts permute nothing."""
     cuda_graph: bool = False
     """Replay the layer, or a model's decode step, from CUDA graphs. Needs ``decode`` experts, ``allgather``, a GPU."""
-    shared_expert_overlap: bool = False
-    """Run shared experts beside the transfers in plain iterations, on a stream of their own (Megatron-Core's
-    ``moe_shared_expert_overlap``); breakdowns run them before. ``run`` only, behind ``alltoall``."""
-    native_padded: float | None = Field(None, gt=0)
-    """Time Megatron-Core's own drop-and-pad too, as case ``native_padded``, at this capacity factor: every expert gets
-    as many pairs, so that no counts are exchanged. ``run`` only, behind ``alltoall``, equally many tokens on ranks."""
-
-    @property
-    def definition(self) -> dict[str, Any]:
-        """What decides the samples of every case; what came later is left out at its default, so that ids stay."""
-        left_out = {"native_padded"} | ({"shared_expert_overlap"} if not self.shared_expert_overlap else set())
-        return self.model_dump(mode="json", exclude=left_out)
 
 
 class WholeConfig(Strict):
@@ -350,9 +337,6 @@ class MeasureConfig(Strict):
     preroll_us: float = Field(300, ge=0)
     """Hold a GPU for so long before every timed iteration, so that the alignment of ranks and its first launches are
     issued ahead."""
-    microbatch_tokens: int | None = Field(None, ge=1)
-    """Run a layer on at most so many tokens of a rank at a time, all routed before; null = on all at once. `run` only:
-    `emulate` has emulate.chunk_tokens."""
     timeout_s: float = Field(300, gt=0)
     """Time limit of every iteration and every rendezvous."""
 
@@ -366,11 +350,8 @@ class MeasureConfig(Strict):
 
     @property
     def definition(self) -> dict[str, Any]:
-        """What decides the samples. Some came later: at their defaults they are left out, so that case ids stay."""
-        later = ("preroll_us", "microbatch_tokens")
-        left_out = {"timeout_s", "launches"}
-        left_out |= {name for name in later if getattr(self, name) == MeasureConfig.model_fields[name].default}
-        return self.model_dump(mode="json", exclude=left_out)
+        """What decides the samples."""
+        return self.model_dump(mode="json", exclude={"timeout_s", "launches"})
 
 
 class RouteConfig(Strict):
@@ -393,6 +374,10 @@ class RouteConfig(Strict):
             return make_placement(self.placement, num_experts, num_ranks)
 
 
+# What a linear program takes to balance a batch inside a node, by the README of LPLB; longer beyond one.
+LPLB_SOLVE_US = 100.0
+
+
 class ReplicationConfig(Strict):
     """Replicas of busy experts as DeepSeek's EPLB places them (``replication``)."""
 
@@ -405,13 +390,20 @@ class ReplicationConfig(Strict):
     balancer: Literal["static", "lp"] = "static"
     """How replicas share their expert's pairs: evenly, or split anew for every batch by a linear program (LPLB)."""
     solve_us: float | None = Field(None, ge=0)
-    """Time that solving takes every rank in a batch, assumed; null = as measured on this machine's CPU. Of lp alone."""
+    """Time that solving takes every rank in a batch, assumed; null = 100 (LPLB's README, in a node). Of lp alone."""
 
     @model_validator(mode="after")
     def _check_solving(self) -> ReplicationConfig:
         if self.balancer == "static" and self.solve_us is not None:
             raise ValueError(f"solve_us: expected none with balancer static, got {self.solve_us:g}")
         return self
+
+    @property
+    def solving_us(self) -> float:
+        """By which every rank is later in each batch."""
+        if self.balancer == "static":
+            return 0.0
+        return LPLB_SOLVE_US if self.solve_us is None else self.solve_us
 
     def params(self) -> dict[str, Any]:
         """What makes a case of it, JSON-ready; the default balancer is not named."""
@@ -443,8 +435,6 @@ class EmulateConfig(Strict):
     combined rows are always."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Expert replication beside the policies: an alternative that needs spare memory and drops nothing."""
-    chunk_tokens: int | None = Field(None, ge=1)
-    """Maximum of a rank's tokens that are permuted and computed at once; null = as many as memory holds."""
 
     @property
     def sent(self) -> dict[str, Any]:
@@ -474,8 +464,6 @@ class Experiment(SweepPoint):
     emulate: EmulateConfig = EmulateConfig()
     claims: tuple[Claim, ...] = ()
     """Published numbers of these policies; only ``papers`` reads them. They change no measurement."""
-    claims_device: Annotated[str | None, PRESET_OR_FILE] = None
-    """Modelled device on which ``papers`` looks for the skew that a claim needs; null = ``emulate.device``."""
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
@@ -680,6 +668,15 @@ def _place(values: list[Any], number: str, dotted: str, where: str) -> int:
     return int(number)
 
 
+# Keys of earlier versions, and what to use in their place.
+REMOVED |= {
+    "layer.expert_tensor_parallel": "layer.ep_size: serving keeps experts whole; model.tensor_parallel times a shard",
+    "layer.native_padded": "policies: {name: megatron_drop, pad_to_capacity: true}",
+    "layer.shared_expert_overlap": "nothing: shared experts run before the gate, in breakdowns and plain iterations",
+    "measure.microbatch_tokens": "fewer workload.num_tokens, in more workload.num_batches",
+    "emulate.chunk_tokens": "nothing: emulate cuts a rank's tokens where memory asks for it",
+}
+
 # Keys that never enter a comparison's id: points that differ in them alone would overwrite each other.
 _NO_SWEEP = {
     "policies": "expected all of them in policies, where they run on the same batches; a list as a field's value "
@@ -690,10 +687,8 @@ _NO_SWEEP = {
         for key in (
             "name",
             "measure.timeout_s",
-            "layer.native_padded",
             "route.layer_weights",
             "claims",
-            "claims_device",
         )
     },
 }

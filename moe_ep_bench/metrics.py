@@ -87,7 +87,6 @@ def routing_metrics(
     *,
     capacity_factor: float = 1.0,
     of_scores: ScoreMetrics | None = None,
-    num_slices: int = 1,
 ) -> dict[str, Any]:
     """Measure one routing of one source rank's tokens.
 
@@ -109,8 +108,7 @@ def routing_metrics(
     Traffic (of all that is computed)
 
     - ``crossing_pairs``: pairs whose expert is not on the source rank, as Megatron-Core's all-to-all sends them.
-      ``crossing_copies``: distinct (token, other rank), as DeepEP sends a token once per rank. Where each expert is cut
-      among ``num_slices`` ranks, one of which is the source rank's own column, both go to all of these.
+      ``crossing_copies``: distinct (token, other rank), as DeepEP sends a token once per rank.
 
     Fidelity (of valid tokens)
 
@@ -176,8 +174,8 @@ def routing_metrics(
         "experts_per_token": _ratio(counts.num_valid_pairs, num_tokens),
         "activated_experts": int(activated_R.sum()),
         "activated_experts_fullest_rank": int(activated_R.max()),
-        "crossing_pairs": num_slices * num_pairs - int(load_R[context.rank]),
-        "crossing_copies": num_slices * int(copies_R.sum()) - int(copies_R[context.rank]),
+        "crossing_pairs": num_pairs - int(load_R[context.rank]),
+        "crossing_copies": int(copies_R.sum()) - int(copies_R[context.rank]),
         **of_scores.of_scores,
     }
     return {name: values[name] for name in ROUTING_METRICS}

@@ -122,6 +122,9 @@ class Preset(Strict):
 
 _Kind = TypeVar("_Kind", bound=Strict)
 
+REMOVED: dict[str, str] = {}
+"""Dotted keys that files of earlier versions have, and what to use in their place; schemas add theirs."""
+
 
 def read_yaml(path: Path, unreadable: str = "cannot be read") -> dict[str, Any]:
     """Read the keys and values of a YAML file.
@@ -219,6 +222,8 @@ def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable
     if unknown is not None:
         known = [*_fields(models), *(() if keys else beside)]
         key = ".".join([*keys, unknown])
+        if key in REMOVED:
+            return f"{key}: is gone; use {REMOVED[key]}"
         return f"{key}: no such key; expected one of {', '.join(known)}{did_you_mean(unknown, known)}"
     message = problem_words(problem)
     return f"{key}: {message}" if key else message

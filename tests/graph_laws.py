@@ -27,11 +27,11 @@ from tape_graphs import TapeClock, TapeGraph, dense_decode_experts
 from torch import Tensor
 
 from moe_ep_bench.layer import backends
-from moe_ep_bench.layer.build import SingleLayer
 from moe_ep_bench.layer.graphs import CapturedRun
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.layer.scores import logits_from_scores
+from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.selection import weighted
 from moe_ep_bench.timing.timer import PhaseRecorder
@@ -105,34 +105,34 @@ def capturable() -> Iterator[None]:
 
 
 def captured(
-    lab: Lab, subject: SingleLayer, policy: Policy | None, hidden_TD: Tensor, scores_TE: Tensor, *, by_phase: bool
+    lab: Lab, stack: Stack, policy: Policy | None, hidden_TD: Tensor, scores_TE: Tensor, *, by_phase: bool
 ) -> CapturedRun:
-    subject.take(() if policy is None else subject.pairs)
-    layer = subject.moe_layers[None]
+    stack.take(() if policy is None else stack.forms)
+    layer = stack.moe_layers[None]
     layer.router.replay_TE = logits_from_scores(scores_TE, layer.router.score_function)
     if policy is not None:
         # As ``Traffic.enter`` has it: a graph can draw nothing.
-        context = lab.context(subject.pair)
+        context = lab.context(stack.forms[None])
         context = replace(context, random_TE=policy.draws(scores_TE, context))
         layer.router.policy, layer.router.context = policy, context
     meet = Rendezvous(lab.ep_group, lab.ranks.device)
-    return CapturedRun(subject, hidden_TD.unsqueeze(1), TapeGraph(), TapeClock(), meet, by_phase=by_phase)
+    return CapturedRun(stack, hidden_TD.unsqueeze(1), TapeGraph(), TapeClock(), meet, by_phase=by_phase)
 
 
 @law()
 def a_captured_run_computes_again_what_lies_in_its_tensors(lab: Lab) -> None:
     for name in (LITE, "sigmoid"):
-        subject, (hidden_TD, scores_TE) = lab.subject(name, parts=BY_MAP), lab.tokens(name, 60, even=True)
+        stack, (hidden_TD, scores_TE) = lab.stack(name, parts=BY_MAP), lab.tokens(name, 60, even=True)
         hidden_TD = hidden_TD.clone()
         with capturable():
             for policy in (None, TopKOnDevice()):
-                eager_TD, routing = lab.route(subject.pair, policy, hidden_TD, scores_TE)
-                run = captured(lab, subject, policy, hidden_TD, scores_TE, by_phase=False)
+                eager_TD, routing = lab.route(stack.forms[None], policy, hidden_TD, scores_TE)
+                run = captured(lab, stack, policy, hidden_TD, scores_TE, by_phase=False)
                 run.replay()
                 assert torch.equal(run.output[:, 0], eager_TD), f"{name} {policy}: captured"
                 # Other inputs in the same place, and nothing of what the capture has computed.
                 other = hidden_TD.flip(0).contiguous()
-                other_TD, _ = lab.route(subject.pair, policy, other, scores_TE)
+                other_TD, _ = lab.route(stack.forms[None], policy, other, scores_TE)
                 hidden_TD.copy_(other)
                 run.output.fill_(torch.nan)
                 run.replay()
@@ -143,12 +143,12 @@ def a_captured_run_computes_again_what_lies_in_its_tensors(lab: Lab) -> None:
 
 @law()
 def random_numbers_are_drawn_before_the_capture_and_are_the_same_in_every_replay(lab: Lab) -> None:
-    subject, (hidden_TD, scores_TE) = lab.subject(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
+    stack, (hidden_TD, scores_TE) = lab.stack(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
     with capturable():
-        eager_TD, routing = lab.route(subject.pair, RandomOnDevice(), hidden_TD, scores_TE)
-        _, by_scores = lab.route(subject.pair, TopKOnDevice(), hidden_TD, scores_TE)
+        eager_TD, routing = lab.route(stack.forms[None], RandomOnDevice(), hidden_TD, scores_TE)
+        _, by_scores = lab.route(stack.forms[None], TopKOnDevice(), hidden_TD, scores_TE)
         assert not torch.equal(routing.map_TE, by_scores.map_TE)
-        run = captured(lab, subject, RandomOnDevice(), hidden_TD, scores_TE, by_phase=False)
+        run = captured(lab, stack, RandomOnDevice(), hidden_TD, scores_TE, by_phase=False)
         for _ in range(2):
             run.output.fill_(torch.nan)
             run.replay()
@@ -158,41 +158,41 @@ def random_numbers_are_drawn_before_the_capture_and_are_the_same_in_every_replay
 
 @law()
 def phases_of_a_captured_run_are_those_of_its_replay(lab: Lab) -> None:
-    subject, (hidden_TD, scores_TE) = lab.subject(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
+    stack, (hidden_TD, scores_TE) = lab.stack(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
     with capturable():
-        lab.route(subject.pair, TopKOnDevice(), hidden_TD, scores_TE)
-        run = captured(lab, subject, TopKOnDevice(), hidden_TD, scores_TE, by_phase=True)
+        lab.route(stack.forms[None], TopKOnDevice(), hidden_TD, scores_TE)
+        run = captured(lab, stack, TopKOnDevice(), hidden_TD, scores_TE, by_phase=True)
         recorder = PhaseRecorder(TapeClock())
         for _ in range(2):
             recorder.begin()
             run.replay(recorder)
             recorder.end()
             assert_phases(lab, recorder.times_us(), "wait_dispatch", "wait_combine", but="metadata")
-    assert "forward" not in vars(subject.pair.policy), "something is left on the layer"
-    assert "forward" not in vars(subject.pair.policy.experts)
+    assert "forward" not in vars(stack.forms[None].policy), "something is left on the layer"
+    assert "forward" not in vars(stack.forms[None].policy.experts)
 
 
 @law()
 def a_capture_meets_no_other_rank_and_a_failed_one_keeps_nobody_waiting(lab: Lab) -> None:
-    subject, (hidden_TD, scores_TE) = lab.subject(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
+    stack, (hidden_TD, scores_TE) = lab.stack(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
     with capturable():
-        lab.route(subject.pair, TopKOnDevice(), hidden_TD, scores_TE)
+        lab.route(stack.forms[None], TopKOnDevice(), hidden_TD, scores_TE)
         for by_phase in (False, True):
             if lab.ranks.is_first:  # The others do nothing meanwhile.
-                captured(lab, subject, TopKOnDevice(), hidden_TD, scores_TE, by_phase=by_phase)
+                captured(lab, stack, TopKOnDevice(), hidden_TD, scores_TE, by_phase=by_phase)
         assert lab.ranks.texts("captured") == ["captured"] * lab.ranks.world_size
 
 
 @law(1)
 def what_a_graph_reads_lives_as_long_as_the_graph(lab: Lab) -> None:
     # The next case gets a context of its own; the random numbers of this one would be given back.
-    subject, (hidden_TD, scores_TE) = lab.subject(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
+    stack, (hidden_TD, scores_TE) = lab.stack(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
     with capturable():
-        lab.route(subject.pair, TopKOnDevice(), hidden_TD, scores_TE)
-        run = captured(lab, subject, RandomOnDevice(), hidden_TD, scores_TE, by_phase=False)
-        router = subject.moe_layers[None].router
+        lab.route(stack.forms[None], TopKOnDevice(), hidden_TD, scores_TE)
+        run = captured(lab, stack, RandomOnDevice(), hidden_TD, scores_TE, by_phase=False)
+        router = stack.moe_layers[None].router
         read = [weakref.ref(one) for one in (router.context, router.replay_TE)]
-        router.context, router.replay_TE = lab.context(subject.pair), None
+        router.context, router.replay_TE = lab.context(stack.forms[None]), None
         gc.collect()
         assert all(one() is not None for one in read)
         del run
@@ -207,8 +207,8 @@ def what_waits_for_the_device_cannot_be_captured(lab: Lab) -> None:
         return  # Tapes notice waiting on the host alone; a GPU's own graphs have a test of their own.
     hidden_TD, scores_TE = lab.tokens("olmoe-1b-7b", 20)
     for parts in (Parts("decode", "indexed"), GATHERED[1]):
-        subject = lab.subject("olmoe-1b-7b", parts=parts)
-        lab.route(subject.pair, TopKOnDevice(), hidden_TD, scores_TE)
+        stack = lab.stack("olmoe-1b-7b", parts=parts)
+        lab.route(stack.forms[None], TopKOnDevice(), hidden_TD, scores_TE)
         with pytest.raises(RuntimeError, match="capturing"):
-            captured(lab, subject, TopKOnDevice(), hidden_TD, scores_TE, by_phase=False)
-        assert "forward" not in vars(subject.pair.policy)
+            captured(lab, stack, TopKOnDevice(), hidden_TD, scores_TE, by_phase=False)
+        assert "forward" not in vars(stack.forms[None].policy)

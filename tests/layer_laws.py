@@ -17,7 +17,6 @@ from torch import Tensor
 from virtual_time import all_in, passing_where_late
 
 from moe_ep_bench.layer import megatron
-from moe_ep_bench.layer.build import LayerPair, SingleLayer
 from moe_ep_bench.layer.configs import megatron_config
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.layer.megatron import MoELayer
@@ -25,10 +24,12 @@ from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.phases import Rendezvous, instrumented
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
+from moe_ep_bench.layer.stack import Forms, Stack
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.selection import top_k_map, weighted
 from moe_ep_bench.policies.topk import TopK
+from moe_ep_bench.policies.waits import watched_waits
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for
@@ -108,30 +109,32 @@ class Lab:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.ep_group = megatron.initialize_expert_parallel(ranks.world_size, 60)
-        self._subjects: dict[tuple[str, torch.dtype, Parts], SingleLayer] = {}
+        self.groups = megatron.expert_parallel_groups(ranks.world_size, 60)
+        self._stacks: dict[tuple[str, torch.dtype, Parts], Stack] = {}
 
     def model(self, name: str = LITE) -> ModelSpec:
         return MADE_UP[name] if name in MADE_UP else load_model(name).scaled(1 / 32)
 
-    def new_subject(self, name: str, dtype: torch.dtype, parts: Parts, **options: Any) -> SingleLayer:
-        return SingleLayer(self.model(name), dtype, self.ranks.device, self.ep_group, SEED, parts, **options)
+    @property
+    def ep_group(self) -> dist.ProcessGroup:
+        return self.groups.ep
 
-    def subject(
-        self, name: str = LITE, dtype: torch.dtype = torch.float32, parts: Parts = DEFAULT_PARTS
-    ) -> SingleLayer:
+    def new_stack(self, name: str, dtype: torch.dtype, parts: Parts) -> Stack:
+        return Stack(self.model(name), dtype, self.ranks.device, self.groups, SEED, parts)
+
+    def stack(self, name: str = LITE, dtype: torch.dtype = torch.float32, parts: Parts = DEFAULT_PARTS) -> Stack:
         key = (name, dtype, parts)
-        if key not in self._subjects:
-            self._subjects[key] = self.new_subject(*key)
-        return self._subjects[key]
+        if key not in self._stacks:
+            self._stacks[key] = self.new_stack(*key)
+        return self._stacks[key]
 
-    def layers(self, name: str = LITE, dtype: torch.dtype = torch.float32, parts: Parts = DEFAULT_PARTS) -> LayerPair:
-        return self.subject(name, dtype, parts).pair
+    def layers(self, name: str = LITE, dtype: torch.dtype = torch.float32, parts: Parts = DEFAULT_PARTS) -> Forms:
+        return self.stack(name, dtype, parts).forms[None]
 
     def forget(self) -> None:
         """Layers of groups that are not used any more."""
-        self.ep_group = megatron.initialize_expert_parallel(self.ranks.world_size, 60)
-        self._subjects.clear()
+        self.groups = megatron.expert_parallel_groups(self.ranks.world_size, 60)
+        self._stacks.clear()
 
     def all_scores(self, model: ModelSpec, num_tokens: int) -> Tensor:
         return skewed_scores(model, num_tokens).to(self.ranks.device)
@@ -157,7 +160,7 @@ class Lab:
 
     def route(
         self,
-        layers: LayerPair,
+        layers: Forms,
         spec: dict | Policy | None,
         hidden_TD: Tensor,
         scores_TE: Tensor | None = None,
@@ -172,9 +175,9 @@ class Lab:
             layer.router.context = replace(self.context(layers), request_id_T=requests_T, token_mask_T=valid_T)
         return run_layer(layer, hidden_TD, scores_TE)
 
-    def context(self, layers: LayerPair) -> RoutingContext:
+    def context(self, layers: Forms) -> RoutingContext:
         draws = seeded_generator(self.ranks.device, 5, self.ranks.rank)
-        return replace(layers.policy_router.context, generator=draws)
+        return replace(layers.policy.router.context, generator=draws)
 
     def requests(self, num_tokens: int) -> Tensor:
         """Requests of five tokens, none on two ranks: int64 [T]."""
@@ -320,8 +323,8 @@ def policies_wait_for_the_host_where_native_does(lab: Lab) -> None:
         with mock.patch.multiple(megatron.moe_utils, create=True, **FUSED):
             # Built unfused: Megatron-Core would put the fused kernels' tensors onto a GPU.
             built = permute.replace("fused", "megatron")
-            layers, spare = lab.new_subject(LITE, torch.float32, Parts("grouped", built)).pair, []
-            for form in layers.forms:
+            layers, spare = lab.new_stack(LITE, torch.float32, Parts("grouped", built)).forms[None], []
+            for form in layers:
                 form.token_dispatcher.config.moe_permute_fusion = permute == "fused"
             dispatcher = layers.policy.token_dispatcher
             chosen = dispatcher._only_chosen
@@ -339,23 +342,6 @@ def policies_wait_for_the_host_where_native_does(lab: Lab) -> None:
         # On one rank rows are cut before they are sorted, where fused sorting lets native wait until behind it.
         assert policy == ("before_permutation_2" if alone else native) != "before_permutation_1"
         assert native == ({"fused": "before_finish"}.get(permute, policy) if alone else "before_ep_alltoall")
-
-
-@law()
-def a_layer_in_pieces_routes_and_computes_what_it_does_at_once(lab: Lab) -> None:
-    """Also where a piece is empty on some rank, and with hooks that see the whole."""
-    for permute, num_tokens in (("indexed", 61), ("megatron", 61), ("indexed", 4)):
-        parts = Parts("grouped", permute)
-        made = lab.new_subject(LITE, torch.float32, parts, num_pieces=3)
-        hidden_TD, scores_TE = lab.tokens(num_tokens=num_tokens)
-        dispatcher = made.pair.native.token_dispatcher
-        with mock.patch.object(dispatcher, "token_combine", side_effect=dispatcher.token_combine) as combine:
-            for spec in (None, POLICIES[1], POLICIES[5], POLICIES[8], BATCH_WIDE[1]):
-                expected_TD, expected = lab.route(lab.layers(parts=parts), spec, hidden_TD, scores_TE)
-                output_TD, routing = lab.route(made.pair, spec, hidden_TD, scores_TE)
-                assert torch.equal(routing.map_TE, expected.map_TE), f"{parts} {spec}"
-                torch.testing.assert_close(output_TD, expected_TD, **CLOSE)
-        assert combine.call_count == 3, "native ran in three pieces"
 
 
 @law()
@@ -482,7 +468,7 @@ class CountedSum(Choice):
 
 def breakdown(
     lab: Lab,
-    layers: LayerPair,
+    layers: Forms,
     policy: Policy | None = None,
     clock: Clock | None = None,
     *,
@@ -547,7 +533,7 @@ LATE = [
 
 
 def violations(
-    lab: Lab, layers: LayerPair, late: list[tuple[str, str, str, str, Policy | None]], meet: Rendezvous | None = None
+    lab: Lab, layers: Forms, late: list[tuple[str, str, str, str, Policy | None]], meet: Rendezvous | None = None
 ) -> list[str]:
     """Where time that the last rank loses shows elsewhere; raised by the caller, or the others would wait for it."""
     slow, found = lab.ranks.world_size - 1, []
@@ -569,13 +555,12 @@ def a_slow_rank_shows_as_waiting_on_the_others_in_the_right_place(lab: Lab) -> N
 @law(4, on_one=False)
 def expert_parallel_groups_are_data_parallel_replicas(lab: Lab) -> None:
     hidden_TD, scores_TE = lab.tokens()
-    whole, lab.ep_group = lab.ep_group, megatron.initialize_expert_parallel(2, 60)
+    whole, lab.groups = lab.groups, megatron.expert_parallel_groups(2, 60)
     try:
         assert lab.ep_group.size() == 2
-        assert megatron.initialize_expert_parallel(4, 60) is whole, "groups of a size are formed once"
-        assert megatron.initialize_expert_parallel(2, 60) is lab.ep_group
+        assert megatron.expert_parallel_groups(4, 60) is whole, "groups of a size are formed once"
         assert lab.ep_group.rank() == lab.ranks.rank % 2
-        layers, reference = lab.new_subject(LITE, torch.float32, Parts()).pair, lab.reference(LITE, hidden_TD)
+        layers, reference = lab.new_stack(LITE, torch.float32, Parts()).forms[None], lab.reference(LITE, hidden_TD)
         for spec in (None, {"name": "expanded_drop", "capacity_factor": 1.0}):
             assert_right(reference, *lab.route(layers, spec, hidden_TD, scores_TE), spec)
     finally:
@@ -598,3 +583,27 @@ def routing_is_float32_and_a_production_setting_is_fused_with_transformer_engine
     with mock.patch.multiple(megatron.moe_utils, create=True, **dict.fromkeys(kernels, mock.Mock())):
         for permute in ("fused", "indexed", "megatron"):
             assert configured(None, Parts("grouped", permute)).moe_permute_fusion == (permute == "fused")
+
+
+@law(1)
+def megatron_drop_is_routed_by_megatrons_own_operations_which_wait_for_nothing(lab: Lab) -> None:
+    model, router, (_, scores_TE) = lab.model(), lab.layers().policy.router, lab.tokens(num_tokens=24)
+    router.context = RoutingContext(top_k=model.top_k, normalize=model.normalize, scale=model.routed_scale)
+    logits_TE = logits_from_scores(scores_TE, "softmax")
+    for factor, order, pad in (
+        (0.4, "probs", False),
+        (1.5, "position", False),
+        (1.0, "probs", True),
+        (0, "probs", False),
+    ):
+        spec = {"name": "megatron_drop", "capacity_factor": factor, "drop_policy": order, "pad_to_capacity": pad}
+        router.policy = make_policy(spec)
+        with watched_waits(lab.ranks.device) as waits:
+            weights_TE, map_TE = router.routing(logits_TE)
+        assert not waits
+        ours = router.policy.route(scores_TE, router.context)
+        assert torch.equal(map_TE.sum(dim=0), ours.map_TE.sum(dim=0)), spec
+        if order == "probs":
+            torch.testing.assert_close(weights_TE, ours.weights_TE, rtol=2e-6, atol=0)
+        assert router.config.moe_expert_capacity_factor is None
+        assert router.routing(logits_TE[:0])[1].shape == (0, model.num_experts)

@@ -12,7 +12,7 @@ from graph_laws import TopKOnDevice
 from tape_graphs import TapeClock, TapeGraphs, dense_decode_experts
 from torch import Tensor
 
-from moe_ep_bench.bench import session
+from moe_ep_bench.bench import replays, session
 from moe_ep_bench.cli import main
 from moe_ep_bench.layer import backends, parts
 from moe_ep_bench.policies import Routing, RoutingContext
@@ -39,7 +39,8 @@ _CHOOSE = parts.Parts.choose
 if __name__ == "__main__":
     with (
         mock.patch.object(parts.Parts, "choose", staticmethod(_choose)),
-        mock.patch.object(session, "Graphs", TapeGraphs),
+        mock.patch.object(replays, "Graphs", TapeGraphs),
+        mock.patch.object(replays, "clock_for", return_value=TapeClock()),
         mock.patch.object(session, "clock_for", return_value=TapeClock()),
         mock.patch.object(backends, "decode_experts", dense_decode_experts),
         mock.patch.object(Pruned, "select", _unseen),

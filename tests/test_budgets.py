@@ -63,16 +63,16 @@ def test_every_layer_of_a_model_is_given_its_own_values() -> None:
     policy = make_policy({"name": "token_drop", "capacity_factor": [0.5, 1.0, 2.0]})
     case = SimpleNamespace(policy=policy, is_padded=False, told=lambda context: context)
     given = {}
-    subject = SimpleNamespace(
-        take=lambda layers, padded: None,
-        pairs=(),
+    stack = SimpleNamespace(
+        take=lambda layers: None,
+        forms=(),
         route=lambda layer, logits_TE, here, context: given.update({layer: here}),
     )
     shares = {}
     for layer in range(3):
         context = RoutingContext(top_k=2, request_id_T=torch.arange(4), layer_fraction=layer / 3)
         shares[layer] = Share(layer, 0, context, lambda: torch.rand(4, 8), torch.zeros(4, 8))
-    CaseRouter(case, None, seed=0).enter(subject, shares, 0)
+    CaseRouter(case, None, seed=0).enter(stack, shares, 0)
     assert [here.capacity_factor for here in given.values()] == [0.5, 1.0, 2.0]
 
 

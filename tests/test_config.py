@@ -9,13 +9,11 @@ import pytest
 import yaml
 from test_workload import top_k_load
 
-from moe_ep_bench.bench import plan as module
-from moe_ep_bench.bench.checks import check_pieces
 from moe_ep_bench.bench.description import describe_experiment
 from moe_ep_bench.bench.plan import RANKS, Comparison
 from moe_ep_bench.config import ConfigError, SyntheticConfig, load_experiments
-from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.presets import REMOVED
 from moe_ep_bench.workload.skews import SKEWS, load_skew
 
 
@@ -155,27 +153,11 @@ def test_a_mistake_is_one_line_that_names_the_key(
         experiment(tmp_path, model=model, workload=workload)
 
 
-def test_auto_takes_decode_where_the_gpu_s_file_says_that_a_step_has_few_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows an expert are those of an expert-parallel group: replicas have experts of their own."""
-    made = Device.load("h100-sxm").model_copy(update={"decode_below_rows": 1.5, "gpu_names": ("Test GPU",)})
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Test GPU")
-    monkeypatch.setattr(module, "device_of_gpu", {"Test GPU": made}.get)
-
-    def ran(num_tokens: int, world_size: int, **layer: object) -> tuple[str, str]:
-        made = experiment(tmp_path, model={"preset": "olmoe-1b-7b"}, workload={"num_tokens": num_tokens}, layer=layer)
-        parts = Comparison.of(made, RANKS, world_size, on_cpu=False).parts
-        return parts.experts, parts.experts_why
-
-    below = "rows an expert, below decode_below_rows 1.5 of devices/h100-sxm"
-    assert ran(8, 1) == ("decode", f"1 {below}")
-    assert ran(8, 2) == ("decode", f"1 {below}")
-    assert ran(16, 2, ep_size=1) == ("decode", f"1 {below}")
-    assert ran(16, 2)[0] == "grouped"
-    assert ran(12, 1)[0] == "grouped"
-    assert ran(8, 1, experts="grouped") == ("grouped", "")
+@pytest.mark.parametrize("key", sorted(key for key in REMOVED if "." in key))
+def test_a_key_of_an_earlier_version_says_what_to_use(key: str, tmp_path: Path) -> None:
+    experiment(tmp_path)
+    with pytest.raises(ConfigError, match=f"^[^\n]*{key}: is gone; use [^\n]*$"):
+        load_experiments(tmp_path / "config.yaml", [f"{key}=1"], on_cpu=False)
 
 
 GROUPED = {
@@ -202,34 +184,13 @@ def test_what_does_not_fit_together_is_said(model: dict, workload: dict, message
         comparison(tmp_path, model={"hf_config": "config.json"}, workload=workload)
 
 
-def test_memory_is_counted_for_the_fullest_rank_and_the_libraries_of_a_gpu(tmp_path: Path) -> None:
-    one, uneven = experiment(tmp_path), comparison(tmp_path, 4, workload={"rank_shares": [3, 1, 0, 0]})
-    assert uneven.subject.fullest_share == 3.0
-    assert uneven.memory_bytes_per_rank() > comparison(tmp_path, 4).memory_bytes_per_rank()
-
-    def extra(num_ranks: int, **measure: object) -> int:
-        changed = one.model_copy(update={"measure": one.measure.model_copy(update=measure)})
-        on_gpu, on_cpu = (Comparison.of(changed, RANKS, num_ranks, on_cpu=cpu) for cpu in (False, True))
-        return on_gpu.memory_bytes_per_rank() - on_cpu.memory_bytes_per_rank()
-
-    assert 0 < extra(1) < extra(2) < extra(4), "a communicator, and buffers for each peer"
-    assert extra(2, flush_l2=True) > extra(2, flush_l2=False)
-
-
-def test_micro_batches_are_of_layers_on_real_ranks_and_take_less_memory(tmp_path: Path) -> None:
-    one = experiment(tmp_path)
-
-    def of(most: int | None) -> Comparison:
-        measure = one.measure.model_copy(update={"microbatch_tokens": most})
-        return Comparison.of(one.model_copy(update={"measure": measure}), RANKS, 2, on_cpu=True)
-
-    whole, pieces = of(None), of(40)
-    assert whole.num_pieces == 1
-    assert pieces.num_pieces == -(-pieces.subject.most_tokens // 40) > 1
-    assert pieces.memory_bytes_per_rank() < whole.memory_bytes_per_rank()
-    for section in ({"layer": one.layer.model_copy(update={"cuda_graph": True})}, {"scope": "model"}):
-        with pytest.raises(ValueError, match=r"measure.microbatch_tokens: expected null .* with (layer|scope)"):
-            check_pieces(pieces.experiment.model_copy(update=section))
+def test_memory_is_weights_and_activations_and_refuses_nothing(tmp_path: Path) -> None:
+    halved, whole = (comparison(tmp_path, ranks).need for ranks in (2, 1))
+    assert 0 < halved.weights_bytes < whole.weights_bytes
+    more = comparison(tmp_path, 2, workload={"num_tokens": 10**6})
+    assert more.need.weights_bytes == halved.weights_bytes
+    assert more.need.activation_bytes > halved.activation_bytes > 0
+    assert more.need.describe(2**30).endswith("1.0 GiB are free")
 
 
 def test_a_sweep_is_set_key_by_key_and_one_value_ends_it(tmp_path: Path) -> None:

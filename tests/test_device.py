@@ -18,35 +18,27 @@ from moe_ep_bench.runtime.device import check_num_ranks, device_type, take_cpu
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import Ranks, join
 
-SAYS = 'echo "NVIDIA H100 80GB HBM3, 550.54.15"'
+H100 = {"name": "NVIDIA H100 80GB HBM3", "driver": "550.54.15"}
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine on which nobody has said anything, and whose nvidia-smi and torch see no GPU."""
+    """A machine on which nobody has said anything, and whose driver and torch see no GPU."""
     for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "MOE_EP_BENCH_CPU"):
         monkeypatch.setenv(name, "")  # So that what a test sets is taken back.
         monkeypatch.delenv(name)
-    nvidia_smi(tmp_path, monkeypatch, "exit 9")
+    monkeypatch.setattr(device, "query_gpus", lambda: [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device, "_DEVICES", tmp_path)
     return monkeypatch
-
-
-def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
-    program = folder / "bin" / "nvidia-smi"
-    program.parent.mkdir(exist_ok=True)
-    program.write_text(f"#!/bin/sh\n{does}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
 
 
 def test_a_machine_without_gpus_measures_on_the_cpu(machine: pytest.MonkeyPatch) -> None:
     assert device_type() == "cpu"
 
 
-def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    nvidia_smi(tmp_path, machine, SAYS)
+def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(device, "query_gpus", lambda: [H100])
 
     def too_old() -> None:
         raise RuntimeError("The NVIDIA driver on your system\nis too old (found version 12040)")
@@ -91,12 +83,12 @@ COMMANDS = {"run": ["--nproc", "2"], "emulate": [], "validate": ["--nproc", "2"]
 def test_commands_that_measure_end_with_2_and_start_nothing(
     machine: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    nvidia_smi(tmp_path, machine, SAYS)
+    machine.setattr(device, "query_gpus", lambda: [H100])
     claims = [{"source": "Table 1", "policy": {"name": "topk"}, "paper": 1.1, "note": "none"}]
     config = write_config(tmp_path, emulate={"links": "h100-nvlink4"}, layer__ep_size=2, claims=claims)
     out = tmp_path / "out"
     assert main([command, str(config), "--out", str(out), *COMMANDS[command]]) == USER_ERROR
-    assert "nvidia-smi lists NVIDIA H100" in capsys.readouterr().err
+    assert "the driver lists NVIDIA H100" in capsys.readouterr().err
     assert not list(out.rglob("*.parquet"))
 
 

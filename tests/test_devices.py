@@ -18,8 +18,6 @@ from moe_ep_bench.cost_model.devices import (
     Device,
     device_of_gpu,
     gated_ffn,
-    modelled_experts,
-    takes_decode,
 )
 
 FIGURES = {
@@ -50,27 +48,6 @@ def device(**changes: object) -> Device:
     return Device.model_validate({**FIGURES, **changes})
 
 
-# A fit of decode steps whose experts have 6e6 bytes: 12 us are 5e5 bytes per us.
-FIT = {
-    "experts": "grouped",
-    "model": "Tiny-MoE",
-    "hidden_size": 1000,
-    "ffn_hidden_size": 1000,
-    "dtype": "bfloat16",
-    "base_us": 7.0,
-    "per_expert_us": 12.0,
-    "r2": 0.99,
-    "tokens": [1, 16],
-    "basis": "measured",
-    "source": "a test",
-}
-NO_MEMORY = {"memory_efficiency": None, "memory_basis": None, "overhead_us": None, "overhead_basis": None}
-
-
-def fitted(**changes: object) -> Device:
-    return device(**{**NO_MEMORY, "decode": [{**FIT, **changes}]})
-
-
 def test_the_slower_of_arithmetic_and_memory_decides_for_each_piece() -> None:
     # 50 TFLOP/s at 100 rows: 5e7 operations per us. 1 TB/s: 1e6 bytes per us.
     assert device().work_us(1e9, 1e6, 100) == pytest.approx(20)
@@ -85,67 +62,10 @@ def test_a_gated_ffn_reads_the_weights_of_experts_that_have_rows() -> None:
     np.testing.assert_array_equal(num_bytes, [0, 2 * (120 + 44), 2 * (120 + 3 * 44)])
 
 
-def test_without_a_fit_a_pass_costs_its_overhead_and_its_work() -> None:
+def test_a_pass_costs_its_overhead_and_its_work() -> None:
     flops, num_bytes, rows = gated_ffn(1000, 500, [0, 1, 5000], 2)
     expected = 3 + device().work_us(flops, num_bytes, rows)
     assert device().experts_us(1000, 500, [0, 1, 5000], 2) == pytest.approx(expected)
-
-
-def test_with_a_fit_few_rows_cost_its_base_and_its_experts() -> None:
-    # Half the columns and four bytes in place of two: as many bytes. A row of 4 (2,000 + 3,000) bytes takes 0.04 us.
-    assert fitted().experts_us(1000, 1000, [1, 0, 1, 0], 2) == pytest.approx(7 + 2 * (12 + 0.032))
-    assert fitted().experts_us(1000, 500, [1, 0, 1, 0], 4) == pytest.approx(7 + 2 * (12 + 0.04))
-    assert fitted().experts_us(1000, 250, [1], 2) == pytest.approx(7 + 3 + 0.014)
-    # Many rows take their arithmetic, whatever was fitted: 6e10 operations at 5e7 a us.
-    assert fitted().experts_us(1000, 1000, [10_000], 2) == pytest.approx(7 + 1200)
-
-
-def test_a_term_for_pairs_holds_for_as_many_rows_as_were_fitted() -> None:
-    known = fitted(per_pair_us=0.5)
-    assert known.experts_us(1000, 1000, [4, 0], 2) == pytest.approx(7 + 12 + 4 * 0.5)
-    assert known.experts_us(1000, 500, [4, 4], 2) == pytest.approx(7 + 2 * (6 + 4 * 0.25))
-    # 16 tokens at most were timed; beyond them rows are only what their bytes take.
-    at_most = known.experts_us(1000, 1000, [16], 2)
-    assert at_most == pytest.approx(7 + 12 + 8)
-    assert known.experts_us(1000, 1000, [17], 2) == at_most
-
-
-def test_the_fit_of_what_computes_the_experts_counts_and_else_the_first() -> None:
-    known = device(**{**NO_MEMORY, "decode": [FIT, {**FIT, "experts": "decode", "base_us": 1.0, "per_expert_us": 9.0}]})
-    assert known.experts_us(1000, 1000, [1], 2, experts="decode") == pytest.approx(1 + 9 + 0.024)
-    for experts in ("grouped", "te"):
-        assert known.experts_us(1000, 1000, [1], 2, experts=experts) == pytest.approx(7 + 12 + 0.032)
-    assert "decode experts 1 us a pass + 9 us an activated expert of 6 MB" in known.describe("decode")
-    assert "grouped experts 7 us a pass" in known.describe("te")
-
-
-def test_where_no_share_of_the_memory_is_given_it_is_the_first_fits() -> None:
-    assert fitted().work_us(0, 1e6, 1) == pytest.approx(2)
-    both = device(decode=[FIT], overhead_us=None, overhead_basis=None)
-    assert both.work_us(0, 1e6, 1) == pytest.approx(1)
-    assert both.experts_us(1000, 1000, [1], 2) == pytest.approx(7 + 12 + 0.032)
-    assert "25% reached (measured, by grouped experts' weights)" in fitted().describe()
-
-
-@pytest.mark.parametrize("asked", ["auto", "grouped", "decode", "te", "sequential"])
-def test_a_device_that_is_not_here_is_modelled_with_what_it_has_a_fit_of(asked: str) -> None:
-    second = {**FIT, "experts": "decode"}
-    both = device(**{**NO_MEMORY, "decode": [FIT, second], "decode_below_rows": 2, "gpu_names": ["T"]})
-    ran, why = modelled_experts(both, asked, mean_rows=1)
-    assert ran == {"auto": "decode", "grouped": "grouped", "decode": "decode"}.get(asked, "grouped")
-    assert why
-    assert modelled_experts(fitted(), asked, mean_rows=1)[0] == "grouped"
-    ran, why = modelled_experts(device(), asked, mean_rows=1)
-    assert ran == "grouped"
-    assert "no fit" in why
-
-
-def test_auto_takes_decode_below_the_crossover_and_never_without_one() -> None:
-    known = device(decode_below_rows=4, gpu_names=["Test GPU"])
-    assert takes_decode(known, 3.9) == (True, "3.9 rows an expert, below decode_below_rows 4 of devices/test")
-    assert takes_decode(known, 4.0) == (False, "4 rows an expert, not below decode_below_rows 4 of devices/test")
-    assert takes_decode(device(), 0.1) == (False, "devices/test: decode_below_rows is not measured")
-    assert takes_decode(None, 0.1) == (False, "no file of data/devices/ has this GPU's name")
 
 
 def test_a_gpu_is_found_by_its_name_and_by_no_part_of_it() -> None:
@@ -177,8 +97,8 @@ def test_a_value_has_as_many_bytes_as_in_torch() -> None:
     }
 
 
-@pytest.mark.parametrize("known", [device(), fitted(), fitted(per_pair_us=0.1)])
-def test_no_work_takes_no_time(known: Device) -> None:
+def test_no_work_takes_no_time() -> None:
+    known = device()
     assert known.work_us(0, 0, 0) == known.work_us([], [], []) == 0
     assert known.experts_us(1000, 500, [], 2) == known.experts_us(1000, 500, [0, 0], 2) == 0
     assert known.experts_us(1000, 500, [0, 3], 2) == known.experts_us(1000, 500, [3], 2)
@@ -224,14 +144,12 @@ def test_assumed_routing_is_the_h100s_by_memory_bandwidth(name: str) -> None:
 @pytest.mark.parametrize("name", Device.names())
 def test_figures_say_what_they_rest_on(name: str) -> None:
     known = Device.load(name)
-    assert known.decode_below_rows is None, "no crossover was measured"
     # Nothing was measured on a device but the H100: the rest must say that it is assumed.
     bases = {key: value for key, value in known.model_dump().items() if key.endswith("_basis")}
     measured = ["routing_native_basis", "routing_policy_basis"]
     assert [key for key, basis in bases.items() if basis == "measured"] == (measured if name == "h100-sxm" else [])
     elsewhere = [] if name == "h20" else ["arithmetic_basis", "memory_basis", "overhead_basis"]
     assert [key for key, basis in bases.items() if basis == "measured elsewhere"] == elsewhere
-    assert not known.decode
     # Of attention two abstracts give what FlashAttention-2 reaches.
     published = ["attention_basis"] if name in ("h100-sxm", "a100-sxm-80gb") else []
     assert [key for key, basis in bases.items() if basis == "published"] == published
@@ -247,21 +165,10 @@ def test_figures_say_what_they_rest_on(name: str) -> None:
         ({"routing_native_ps": 0}, "routing_native_ps: .*got 0"),
         ({"routing_policy_basis": "guessed"}, "routing_policy_basis: .*got 'guessed'"),
         ({"tflops": 2}, "tflops: no such key"),
-        (
-            {"memory_efficiency": None, "memory_basis": None},
-            "memory_efficiency: missing; only a file with a decode fit",
-        ),
-        ({"overhead_us": None, "overhead_basis": None}, "overhead_us: missing; only a file with a decode fit"),
-        ({"memory_basis": None}, "memory_basis: expected one with memory_efficiency"),
         ({"attention_efficiency": 0.5}, "attention_basis: expected one with attention_efficiency and none without"),
         ({"attention_basis": "assumed"}, "attention_basis: expected one with attention_efficiency and none without"),
-        ({"overhead_us": None}, "overhead_basis: expected one with overhead_us and none without, got assumed"),
-        ({"decode": [FIT]}, "overhead_us: expected none beside a decode fit, whose base_us says it; got 3"),
-        ({**NO_MEMORY, "decode": [FIT, FIT]}, "decode: expected one fit for each way .* got grouped, grouped"),
-        ({**NO_MEMORY, "decode": [{**FIT, "per_expert_us": 2.9}]}, "at most memory_tbps=2, got 2.9 us for 6 MB"),
-        ({**NO_MEMORY, "decode": [{**FIT, "experts": "auto"}]}, "decode.0.experts: .*got 'auto'"),
-        ({**NO_MEMORY, "decode": [{**FIT, "per_token_us": 1}]}, "decode.0.per_token_us: no such key"),
-        ({"decode_below_rows": 4}, "gpu_names: expected the GPU's names with decode_below_rows"),
+        ({"decode": []}, "decode: is gone; use memory_efficiency and overhead_us"),
+        ({"decode_below_rows": 4}, "decode_below_rows: is gone; use layer.experts: decode"),
     ],
 )
 def test_a_wrong_file_is_told_in_one_line(changes: dict, words: str, tmp_path: Path) -> None:

@@ -72,7 +72,6 @@ STAND_INS = {
 OWN_STAND_INS = {
     "trace record MODEL --text FILE": {"FILE": "text.txt"},
     "advise --model config.json --ep 8 --tokens 16384 --trace FILE": {"8": "2"},
-    "calibrate --from DIR": {"DIR": "results/decode"},
     "trace thresholds FILE --budget 1% --tokens 2048": {
         "FILE": "recordings/gpt-oss-20b-mixed.safetensors",
         "2048": "20",
@@ -129,7 +128,7 @@ SCRIPTS = {
     "slurm/sweep.sbatch": "needs Slurm; test_slurm",
 }
 # They write what others read; in two processes, which share two cores.
-OF_RANKS = ("run configs/decode.yaml --nproc 1", "calibrate --from DIR", "validate configs/validate-cpu.yaml --nproc 2")
+OF_RANKS = ("run configs/decode.yaml --nproc 1", "validate configs/validate-cpu.yaml --nproc 2")
 FIRST = (
     "emulate configs/quickstart.yaml --set layer.ep_size=8 --set emulate.links=h100-nvlink4",
     "trace record /models/OLMoE-1B-7B --text text.txt --out recordings/olmoe.safetensors",

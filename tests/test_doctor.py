@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import doctor_children
+import pynvml
 import pytest
 import torch
-from test_gpus import H100
+from test_environment import H100
 from test_run import write_config
 
 from moe_ep_bench.cli import main
@@ -21,85 +22,25 @@ from moe_ep_bench.kernels import toolchain
 from moe_ep_bench.machine import doctor, provenance
 from moe_ep_bench.machine.doctor import NOTE, OK, PROBLEM, gpu_notes, ranks_and_exchange
 from moe_ep_bench.machine.gpus import THROTTLE_REASONS
-from moe_ep_bench.machine.subprocesses import CommandError, ask, output_of
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, USER_ERROR
-
-# ---- processes: nothing hangs
-
-
-def test_a_command_that_hangs_is_ended_in_time_with_all_that_it_started(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    with pytest.raises(CommandError, match="no answer within 2 s"):
-        output_of(["bash", "-c", f"trap '' TERM; sleep 3600 & echo $! > {tmp_path}/pid; wait"], 2.0)
-    state = Path(f"/proc/{int((tmp_path / 'pid').read_text())}/stat")
-    while state.exists() and ") Z " not in state.read_text() and time.monotonic() < begin + 100:
-        time.sleep(0.05)
-    assert time.monotonic() < begin + 100
-
-
-def test_a_command_answers_or_says_in_a_line_why_not() -> None:
-    with pytest.raises(CommandError, match="no-such-program: No such file or directory"):
-        output_of(["no-such-program"], 5)
-    with pytest.raises(CommandError, match=r"^ended with status 3: out err$"):
-        output_of(["bash", "-c", "echo out; echo err >&2; exit 3"], 20)
-    assert output_of(["echo", "well"], 20) == "well\n"
-
-
-def test_a_child_answers_whatever_it_prints() -> None:
-    assert ask("doctor_children:echoes", 1, ["a"], None, timeout_s=200) == [1, ["a"], None]
-    assert ask("doctor_children:fills_its_output", timeout_s=200) == "done"
-
-
-@pytest.mark.parametrize(
-    ("function", "limit_s", "why"),
-    [
-        ("hangs", 2.0, "no answer within 2 s"),
-        ("dies", 200.0, "died of signal 9"),
-        ("raises", 200.0, "ImportError: libtorch_cuda.so: cannot open shared object file"),
-    ],
-)
-def test_a_child_that_fails_is_an_error_and_no_hang(function: str, limit_s: float, why: str) -> None:
-    begin = time.monotonic()
-    with pytest.raises(CommandError) as caught:
-        ask(f"doctor_children:{function}", timeout_s=limit_s)
-    assert str(caught.value) == why
-    assert time.monotonic() - begin < limit_s + 100
-
-
-def test_a_child_that_nobody_waits_for_ends_itself() -> None:
-    program = [sys.executable, "-m", "moe_ep_bench.machine.subprocesses", "doctor_children:hangs", "[]", "1"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(program, capture_output=True, timeout=600, env=env, check=False)
-    assert done.returncode == 1
-
+from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 # ---- the all-to-all
 
 
-def exchanged(function: str, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 200.0) -> doctor.Finding:
-    """What two ranks that run a function of doctor_children.py find."""
-    monkeypatch.setattr(doctor, "ask", lambda _, *rank, timeout_s: ask(function, *rank, timeout_s=limit_s))
-    limit_s = timeout_s
-    (finding,) = ranks_and_exchange(2)
-    return finding
-
-
-def test_one_wrong_value_in_a_message_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = exchanged("doctor_children:exchanges_wrongly", monkeypatch)
-    assert finding.status == PROBLEM
-    assert "rank 1 got 1 of 393,216 values from rank 0 wrong" in finding.words
-
-
-@pytest.mark.parametrize(("function", "limit_s"), [("hangs", 2.0), ("is_lost_in_the_exchange", 200.0)])
-def test_ranks_that_hang_or_die_are_a_problem_in_time(
-    function: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        (doctor_children.exchanges_wrongly, "rank 1 got 1 of 393,216 values from rank 0 wrong"),
+        (doctor_children.is_lost, "process 1 terminated with signal SIGKILL"),
+    ],
+)
+def test_a_wrong_value_and_a_lost_rank_are_problems(
+    does: Callable[..., None], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = time.monotonic()
-    finding = exchanged(f"doctor_children:{function}", monkeypatch, limit_s)
+    monkeypatch.setattr(doctor, "exchange", does)
+    (finding,) = ranks_and_exchange(2)
     assert finding.status == PROBLEM
-    assert "rank 0: " in finding.words
-    assert "rank 1: " in finding.words
-    assert time.monotonic() - begin < limit_s + 100
+    assert words in finding.words
 
 
 def test_ranks_that_torchrun_started_exchange_with_each_other(tmp_path: Path) -> None:
@@ -152,13 +93,13 @@ def test_no_gpu_is_a_note_and_one_that_torch_cannot_use_a_problem(
     assert (finding.status, seen in finding.words) == (status, True)
 
 
-def test_a_driver_that_does_not_answer_costs_its_clocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_fails_costs_its_clocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
-    monkeypatch.setattr(doctor, "query_gpus", Mock(side_effect=CommandError("no answer within 20 s")))
+    monkeypatch.setattr(doctor, "query_gpus", Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)))
     found, unknown = doctor.gpus()
     assert (found.words, unknown.status) == ("2 x H100", NOTE)
-    assert "no answer within 20 s" in unknown.words
+    assert "GPU is lost" in unknown.words
 
 
 @pytest.mark.parametrize(
@@ -182,13 +123,6 @@ def test_what_a_gpu_run_does_without_is_a_note_with_its_cost(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     notes = {finding.words.split(":")[0] for finding in doctor.packages() if finding.status == NOTE}
     assert {"no transformer_engine", "no apex", "no deep_ep"} <= notes
-
-
-def test_a_costly_setting_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "gpus", lambda: iter(()))
-    for value, count in (("1", 1), ("0", 0), ("", 0)):
-        monkeypatch.setenv("NCCL_P2P_DISABLE", value)
-        assert sum("NCCL_P2P_DISABLE=1" in finding.words for finding in doctor.machine(tmp_path)) == count
 
 
 def test_triton_without_a_c_compiler_is_a_problem_on_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -236,13 +170,13 @@ def test_this_machine_and_a_small_config_are_examined(tmp_path: Path, capsys: py
     assert not out.exists()
 
 
-def test_memory_that_is_short_is_a_problem_and_exit_status_1(
+def test_memory_that_seems_short_is_a_note_and_refuses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(provenance, "available_memory_bytes", lambda device, ranks: 2**20)
     monkeypatch.setattr(doctor, "ranks_and_exchange", lambda ranks: iter(()))
-    assert main(["doctor", str(write_config(tmp_path)), "--out", str(tmp_path), "--nproc", "2"]) == CASES_FAILED
-    assert "problem memory" in capsys.readouterr().out
+    assert main(["doctor", str(write_config(tmp_path)), "--out", str(tmp_path), "--nproc", "2"]) == 0
+    assert "note    memory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,83 @@
-"""Claims about provenance: what is written down, what never is, and what older results still compare as."""
+"""Claims about provenance: what is written down, what never is, and what the driver says of GPUs (made up)."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
+import pynvml
 import pytest
 import torch
-from test_gpus import H100
 
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.machine.subprocesses import CommandError
+from moe_ep_bench.machine.gpus import query_gpus
 
 CPU = torch.device("cpu")
+# One GPU as ``query_gpus`` gives it.
+H100 = {
+    "index": 0, "driver": "570.86.15", "name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-0", "memory_mib": 81559.0,
+    "memory_free_mib": 81077.0, "utilization_percent": 0, "temperature_c": 31, "sm_clock_mhz": 345,
+    "sm_clock_limit_mhz": 1980, "power_w": 71.52, "power_limit_w": 700.0,
+    "power_default_w": 700.0, "mig": "Disabled", "ecc_errors": 0, "throttle_reasons": 1,
+}  # fmt: skip
+
+
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "nvmlInit": lambda: None,
+    "nvmlSystemGetDriverVersion": lambda: "570.86.15",
+    "nvmlDeviceGetCount": lambda: 1,
+    "nvmlDeviceGetHandleByIndex": lambda index: "handle",
+    "nvmlDeviceGetName": lambda gpu: "NVIDIA H100 80GB HBM3",
+    "nvmlDeviceGetUUID": lambda gpu: "GPU-0",
+    "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=81559 * 2**20, free=81077 * 2**20),
+    "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=0),
+    "nvmlDeviceGetTemperature": lambda gpu, sensor: 31,
+    "nvmlDeviceGetClockInfo": lambda gpu, clock: {pynvml.NVML_CLOCK_SM: 345}[clock],
+    "nvmlDeviceGetMaxClockInfo": lambda gpu, clock: 1980,
+    "nvmlDeviceGetPowerUsage": lambda gpu: 71_520,
+    "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: 700_000,
+    "nvmlDeviceGetPowerManagementDefaultLimit": lambda gpu: 700_000,
+    "nvmlDeviceGetMigMode": lambda gpu: [0, 0],
+    "nvmlDeviceGetTotalEccErrors": lambda gpu, kind, counter: 0,
+    "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: 1,
+}
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A driver with one GPU."""
+    for name, answer in ANSWERS.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    return monkeypatch
+
+
+def failing(error: int) -> Callable[..., Any]:
+    def fail(*_: object) -> None:
+        raise pynvml.NVMLError(error)
+
+    return fail
+
+
+def test_a_gpu_is_read_field_by_field_in_the_units_of_the_names(nvml: pytest.MonkeyPatch) -> None:
+    assert query_gpus() == [H100]
+
+
+def test_what_the_driver_does_not_say_is_unknown_and_not_zero(nvml: pytest.MonkeyPatch) -> None:
+    for name in ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetMigMode", "nvmlDeviceGetTotalEccErrors"):
+        nvml.setattr(pynvml, name, failing(pynvml.NVML_ERROR_NOT_SUPPORTED))
+    unknown = dict.fromkeys(("power_limit_w", "mig", "ecc_errors"))
+    assert query_gpus() == [{**H100, **unknown}]
+
+
+def test_an_older_driver_is_asked_for_its_reasons_by_the_older_name(nvml: pytest.MonkeyPatch) -> None:
+    nvml.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", failing(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
+    nvml.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda gpu: 64)
+    assert query_gpus()[0]["throttle_reasons"] == 64
+
+
 # As directories were compared before there was more provenance; these still have to be resumed.
 COMPARED_ON_CPUS = {"device_name", "python", "torch", "megatron_core", "transformer_engine", "apex", "cuda"}
 
@@ -63,13 +127,13 @@ def test_a_slurm_job_is_named_with_its_array_and_nodes_and_none_outside_of_one()
 
 def test_gpus_driver_and_topology_are_described_or_the_reason_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "query_gpus", lambda: [H100])
-    monkeypatch.setattr(provenance, "output_of", lambda command, timeout_s: "GPU0 GPU1\n X NV18\n")
+    monkeypatch.setattr(provenance, "_output", lambda *command: "GPU0 GPU1\n X NV18\n")
     described = json.loads(json.dumps(provenance.describe_gpus()))
     assert (described["driver"], described["gpus"], described["gpus_why"]) == ("570.86.15", [H100], None)
     assert described["topology"] == ["GPU0 GPU1", " X NV18"]
-    monkeypatch.setattr(provenance, "query_gpus", Mock(side_effect=CommandError("no answer within 20 s")))
+    monkeypatch.setattr(provenance, "query_gpus", Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)))
     described = provenance.describe_gpus()
-    assert described == {"gpus": None, "driver": None, "topology": None, "gpus_why": "no answer within 20 s"}
+    assert described == {"gpus": None, "driver": None, "topology": None, "gpus_why": "GPU is lost"}
 
 
 @pytest.mark.parametrize(("several_nodes", "local_rank"), [(True, "0"), (True, "1"), (False, "0")])

@@ -229,6 +229,16 @@ def test_what_a_rank_raises_outside_of_collectives_costs_its_cases_alone_and_no_
     }
 
 
+def test_a_size_that_does_not_fit_is_a_row_of_every_case_after_two_starts(tmp_path: Path) -> None:
+    """Native's first run is where memory runs out, between two collectives."""
+    settings = {"measure__timeout_s": 30, "policies": [{"name": "topk"}, {"name": "pruned", "k0": 4}]}
+    done = launch(write_config(tmp_path, **SMALL, **settings), "--out", tmp_path / "out", faults="native=oom")
+    assert done.returncode == CASES_FAILED, done.stderr
+    reason = "out of memory: tried to allocate 20.00 GiB (a fault for tests) (rank 1) (2 attempts)"
+    assert set(statuses(tmp_path / "out").values()) == {("oom", reason)}
+    assert len(statuses(tmp_path / "out")) == 5
+
+
 def test_a_full_disk_ends_the_run_in_one_line_and_leaves_what_was_written(small_disk: Path, tmp_path: Path) -> None:
     config, out = write_config(tmp_path, **SMALL), small_disk / "out"
     done = run_alone(config, out)

@@ -263,15 +263,6 @@ def test_links_lead_to_no_other_file(what: str, box: Path) -> None:
         assert RunDirectory(root).is_finished("c0-0", 0)
 
 
-def test_claims_name_no_file_that_is_run(box: Path) -> None:
-    from moe_ep_bench.analysis.claims import _WrittenClaim
-
-    (box / "evil.py").write_text(OWN_CODE)
-    claim = {"source": "Table 1", "policy": {"name": "evil.py:Config"}, "paper": 1.1, "note": "x"}
-    assert _WrittenClaim.model_validate(claim).policy == {"name": "evil.py:Config"}
-    assert not (box / fuzz.CANARY).exists()
-
-
 class Elements(html.parser.HTMLParser):
     """The attributes of a page's elements, and what its scripts begin with."""
 

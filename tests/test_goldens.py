@@ -29,8 +29,7 @@ from matplotlib.figure import Figure
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from moe_ep_bench.analysis import style
-from moe_ep_bench.analysis.claims import load_claims
-from moe_ep_bench.analysis.claims_report import write_claims
+from moe_ep_bench.analysis.papers import load_claims, write_claims
 from moe_ep_bench.analysis.validate import write_validation
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
@@ -624,9 +623,9 @@ def read_answers(directory: Path) -> pd.DataFrame:
 
 
 def read_claims(directory: Path) -> pd.DataFrame:
-    """A row per claim, policy and traffic: the paper's number, ours, and the skew that the paper's would need."""
+    """A row per claim, policy and traffic: the paper's number and ours."""
     rows = pd.read_csv(directory / "claims.csv")
-    return rows.drop(columns=["comparison", "ours_of", "mode", "device", "links", "needed_device", "note"])
+    return rows.drop(columns=["comparison", "ours_of", "mode", "device", "links", "note"])
 
 
 def read_figures(directory: Path) -> dict[str, pd.DataFrame]:

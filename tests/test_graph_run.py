@@ -21,7 +21,6 @@ from moe_ep_bench.analysis.graphs import graph_pairs
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.whole import analyse_whole
 from moe_ep_bench.bench.plan import RANKS, plan
-from moe_ep_bench.bench.subjects import LayerSubject
 from moe_ep_bench.cli import main
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
@@ -140,22 +139,6 @@ def test_each_case_and_batch_is_one_graph_and_one_with_phases_and_conditions_cou
     for graphs in found[True]:
         assert graphs["count"] == num_cases * num_batches * 2
         assert graphs["pool_bytes"] > 0
-
-
-def test_graphs_share_one_pool_in_the_estimate_whatever_their_number(tmp_path: Path) -> None:
-    for config in (LAYER, MODEL):
-        (one,) = plan(write_config(tmp_path, config, sweep={}), [], RANKS, 2, on_cpu=True)
-
-        def extra(num_cases: int, num_batches: int, subject: LayerSubject = one.subject) -> int:
-            both = (
-                subject.memory_bytes_per_rank(num_cases, held_batches=num_batches, cuda_graph=graph)
-                for graph in (True, False)
-            )
-            return next(both) - next(both)
-
-        assert extra(8, 1) == extra(8, 100) > 0
-        logits = one.subject.most_prompts * one.model.vocab_size * 2 * 4 if config is MODEL else 0
-        assert extra(9, 1) - extra(8, 1) == logits
 
 
 def test_eager_and_replayed_passes_stand_side_by_side(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -21,8 +22,6 @@ from moe_ep_bench.machine.monitor import (
     MachineSampler,
     MachineState,
     disturbances,
-    nvml_reader,
-    read_counters,
     remarks,
     state_between,
 )
@@ -37,40 +36,26 @@ READINGS = {
 }
 
 
-class FakeGpu:
-    """Stands for ``nvml_reader``: a reading is a value, an error to raise, or a function."""
+def watched(**readings) -> MachineState:
+    """The state after a made-up GPU was sampled; a reading is a value, an error to raise, or a function."""
+    sampled_again, calls = threading.Event(), itertools.count()
 
-    def __init__(self, **readings):
-        self.closed = False
-        self.sampled_again = threading.Event()
-        self.calls = 0
-        self.readings = {**READINGS, **readings}
-
-    @contextlib.contextmanager
-    def opened(self, device):
-        yield self.read
-        self.closed = True
-
-    def read(self, name):
-        self.calls += 1
-        reading = self.readings[name]
-        if self.calls > 3 * len(READINGS):
-            self.sampled_again.set()
+    def read(name):
+        reading = {**READINGS, **readings}[name]
+        if next(calls) > 3 * len(READINGS):
+            sampled_again.set()
         if isinstance(reading, Exception):
             raise reading
         return reading() if callable(reading) else reading
 
-
-def watched(gpu: FakeGpu) -> MachineState:
-    """The state after the fake was sampled several times."""
-    with MachineSampler(CUDA, period_s=0.001, reader=gpu.opened) as sampler:
-        assert gpu.sampled_again.wait(20)
-    return sampler.state
+    with MachineSampler(CUDA, period_s=0.001, read=read) as sampler:
+        assert sampled_again.wait(20)
+    return sampler.stop()
 
 
 def of_samples(*samples) -> MachineState:
     """The state of a GPU with these samples, and of a machine that did nothing."""
-    moment = Counters(time_s=0.0, own_cpu_s=0.0, machine_cpu_s=None, stolen_s=None)
+    moment = Counters(0.0, 0.0, math.nan, math.nan)
     return state_between(moment, moment, samples, {})
 
 
@@ -91,9 +76,9 @@ def gpu_state(**shares) -> MachineState:
 @pytest.mark.parametrize("times", [FileNotFoundError("/proc/stat"), SimpleNamespace(user=0.0, system=0.0)])
 def test_a_host_that_hides_its_counters_is_a_note_and_the_watch_goes_on(times, monkeypatch):
     monkeypatch.setattr(monitor.psutil, "cpu_times", Mock(side_effect=[times] * 2))
-    problems = {}
-    begin, end = (read_counters(problems) for _ in range(2))
-    result = state_between(begin, end, [], problems)
+    with MachineSampler(torch.device("cpu")) as sampler:
+        result = sampler.stop()
+        monkeypatch.undo()
     assert (result.machine_cpu_s, result.stolen_s) == (None, None)
     assert "the CPU time of other processes could not be read: " in result.notes[0]
     assert disturbances([("a", result)]) == []
@@ -110,7 +95,7 @@ def test_this_very_machine_is_read_plausibly():
         used_until = time.process_time() + 0.2
         while time.process_time() < used_until:
             pass
-    result = sampler.state
+        result = sampler.stop()
     assert result.own_cpu_s > 0.15
     assert result.wall_s > 0
     assert result.num_cores >= 1
@@ -124,15 +109,13 @@ def test_this_very_machine_is_read_plausibly():
 # ---- the GPU's samples
 
 
-def test_a_steady_gpu_is_summarised_and_released():
-    gpu = FakeGpu()
-    result = watched(gpu)
+def test_a_steady_gpu_is_summarised():
+    result = watched()
     assert result.sm_clock_mhz == (1980, 1980, 1980)
     assert (result.power_median_w, result.temperature_max_c) == (650, 61)
     assert result.throttle_shares == dict.fromkeys(THROTTLE_REASONS, 0)
     assert result.num_samples >= 3
     assert result.notes == ()
-    assert gpu.closed
 
 
 WORKING, IDLING = {"sm_clock_mhz": 1980, "throttle_reasons": 0}, {"sm_clock_mhz": 345, "throttle_reasons": IDLE}
@@ -167,20 +150,17 @@ def test_samples_are_summarised(name):
 # ---- an NVML that fails
 
 
-def test_a_missing_nvml_is_said_in_words():
-    def missing(device):
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    with MachineSampler(CUDA, reader=missing) as sampler:
-        pass
-    assert sampler.state.notes == ("the GPU could not be read: NVML Shared Library Not Found",)
-    assert sampler.state.num_samples == 0
-    assert sampler.state.wall_s >= 0
+def test_a_missing_nvml_is_said_in_words(monkeypatch):
+    monkeypatch.setattr(pynvml, "nvmlInit", Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)))
+    with MachineSampler(CUDA) as sampler:
+        sampler._thread.join(20)
+        result = sampler.stop()
+    assert result.notes == ("the GPU could not be read: NVML Shared Library Not Found",)
+    assert result.num_samples == 0
 
 
 def test_a_field_that_a_gpu_does_not_have_costs_only_itself():
-    unsupported = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-    result = watched(FakeGpu(power_w=unsupported))
+    result = watched(power_w=pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED))
     assert (result.power_median_w, result.temperature_max_c) == (None, 61)
     assert result.notes == ("power_w could not be read: Not Supported",)
 
@@ -193,7 +173,7 @@ def test_a_gpu_that_is_lost_midway_keeps_what_was_read():
             return reading
         raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 
-    result = watched(FakeGpu(temperature_c=temperature))
+    result = watched(temperature_c=temperature)
     assert result.temperature_max_c == 62
     assert result.notes == ("temperature_c could not always be read: GPU is lost",)
 
@@ -202,73 +182,28 @@ def test_a_driver_that_never_answers_does_not_hold_up_the_run(monkeypatch):
     monkeypatch.setattr(monitor, "_PATIENCE_S", 0.01)
     asked, answered = threading.Event(), threading.Event()
 
-    def hang():
+    def hang(name):
         asked.set()
         answered.wait(60)
-        return 1980
 
-    with MachineSampler(CUDA, reader=FakeGpu(sm_clock_mhz=hang).opened) as sampler:
+    with MachineSampler(CUDA, read=hang) as sampler:
         assert asked.wait(20)
-        (thread,) = [thread for thread in threading.enumerate() if thread.name == "machine"]
-    assert sampler.state.notes == ("the GPU to its end could not be read: NVML did not answer within 0.01 s",)
-    answered.set()
-    thread.join(20)
+        result = sampler.stop()
+        assert result.notes == ("the GPU to its end could not be read: NVML did not answer within 0.01 s",)
+        answered.set()
+        sampler._thread.join(20)
 
 
-def test_an_error_of_the_run_passes_through_and_ends_the_thread():
-    gpu = FakeGpu()
-    sampler = MachineSampler(CUDA, reader=gpu.opened)
-    with pytest.raises(RuntimeError, match="out of memory"), sampler:
-        raise RuntimeError("out of memory")
-    assert gpu.closed
-    assert sampler.state.num_samples == 2  # the first and the last one, however short the run
-
-
-def test_stop_ends_the_thread_without_waiting_for_the_period_and_may_come_twice():
-    with MachineSampler(CUDA, period_s=3600, reader=FakeGpu().opened) as sampler:
-        (thread,) = [thread for thread in threading.enumerate() if thread.name == "machine"]
-        assert thread.daemon
-        first = sampler.stop()
-        assert not thread.is_alive()
-    assert sampler.stop() is first
-
-
-# ---- nvml_reader, on a made-up library
-
-
-@pytest.fixture
-def library(monkeypatch):
-    """NVML's functions replaced, and the calls that came in."""
-    calls = []
-
-    def by_uuid(uuid):
-        calls.append(uuid)
-        return "handle"
-
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"uuid-{device.index}")
-    )
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: calls.append("init"))
-    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: calls.append("shutdown"))
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", by_uuid)
-    return calls
-
-
-def test_the_gpu_is_found_by_the_uuid_that_torch_knows_and_released(library, monkeypatch):
-    monkeypatch.setitem(monitor.FIELDS, "power_w", lambda gpu: f"of {gpu}")
-    with nvml_reader(torch.device("cuda", 3)) as read:
-        assert read("power_w") == "of handle"
-    assert library == ["init", "GPU-uuid-3", "shutdown"]
-
-
-def test_nvml_is_released_where_the_gpu_is_not_found(library, monkeypatch):
-    def unknown(uuid):
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", unknown)
-    with pytest.raises(pynvml.NVMLError), nvml_reader(CUDA):
+def test_the_gpu_is_found_by_the_uuid_that_torch_knows(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of-{device.index}"))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", asked.append)
+    for name in READINGS:
+        monkeypatch.setitem(monitor.FIELDS, name, lambda gpu: 1)
+    with MachineSampler(torch.device("cuda", 3)):
         pass
-    assert library == ["init", "shutdown"]
+    assert asked == ["GPU-of-3"]
 
 
 # ---- judging

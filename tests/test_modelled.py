@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ep_bench.cost_model.devices import DecodeFit, Device
+from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.cost_model.timeline import Leg, legs_of
 from moe_ep_bench.models import ModelSpec
@@ -87,20 +87,6 @@ def test_the_experts_by_hand() -> None:
     # One row: 3e6 operations are 0.06 us; 2 (1.5e6 + 5e3) bytes are 3.01 us. An expert without rows moves nothing.
     assert phases(RankWork(1000, 2000, np.array([1, 0, 1])))["experts"] == pytest.approx(3 + 2 * 3.01)
     assert phases(RankWork(1000, 2000, np.array([1])), bytes_per_value=4)["experts"] == pytest.approx(3 + 6.02)
-
-
-def test_a_fit_of_decode_steps_stands_in_the_experts_and_nowhere_else() -> None:
-    # Weights of 3e6 bytes in 4 us; a row's 1e4 bytes in 0.0133 us.
-    fit = DecodeFit(
-        experts="decode", model="test", hidden_size=1000, ffn_hidden_size=500, dtype="bfloat16", base_us=1,
-        per_expert_us=4, r2=1, tokens=(1,), basis="measured", source="test",
-    )  # fmt: skip
-    fitted = DEVICE.model_copy(update={"decode": (fit,), "overhead_us": None, "overhead_basis": None})
-    work = RankWork(1000, 2000, np.array([1, 0, 1]))
-    times, before = phases(work, WITH_SHARED, fitted, experts="decode"), phases(work, WITH_SHARED)
-    assert times.pop("experts") == pytest.approx(1 + 2 * (4 + 0.04 / 3))
-    assert before.pop("experts") == pytest.approx(3 + 2 * 3.01)
-    assert times == before
 
 
 def test_the_shared_experts_by_hand() -> None:
@@ -204,21 +190,22 @@ def _print_forms(config: Path) -> None:
     from moe_ep_bench.bench.rank_timers import MeasuredRanks, ModelledRanks
     from moe_ep_bench.bench.virtual import Emulation
     from moe_ep_bench.layer.host import device_scope
-    from moe_ep_bench.layer.megatron import initialize_expert_parallel
+    from moe_ep_bench.layer.megatron import expert_parallel_groups
     from moe_ep_bench.runtime.ranks import join
 
     ranks, forms = join(60), []
     with device_scope(), torch.inference_mode():
-        initialize_expert_parallel(1, 60)
+        expert_parallel_groups(1, 60)
         for comparison in plan(config, [], VIRTUAL, on_cpu=True):
-            timers = MeasuredRanks(comparison, ranks.device), ModelledRanks(comparison, DEVICES["h20"])
+            measured, modelled = MeasuredRanks(comparison, ranks.device), ModelledRanks(comparison, DEVICES["h20"])
             emulation = Emulation(comparison, comparison.cases, ranks.device, lambda case_id: None)
             routers = emulation._routers(0)
             batches, traffic = emulation._routed(0, routers, keep=True)
-            *_, shares = emulation._shares(batches)
+            *_, shares = emulation.shares_of_ranks(batches)
             for router, of_case in zip(routers, traffic, strict=True):
                 own = {layer: one.of(router.case) for layer, one in shares.items()}
-                times = [timer.time(router, of_case, comparison.ep_size - 1, own, first=True) for timer in timers]
+                last = comparison.ep_size - 1
+                times = measured.time(router, of_case, last, own, first=True), modelled.time(router, of_case, last)
                 looks = [([list(leg) for leg in time.legs], time.meetings) for time in times]
                 forms.append((f"{comparison.title}: {router.case.label}", *looks))
     ranks.close()

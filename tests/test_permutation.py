@@ -102,13 +102,7 @@ def test_every_request_and_what_runs(
             choose(asked, where, te)
 
 
-def test_auto_takes_decode_experts_where_they_are_faster_and_fuses_what_the_version_can(choose) -> None:
-    for takes, ran in ((True, "decode"), (False, "te")):
-        chosen = choose(("auto", "auto"), "GPU", "2.4.0", decode=(takes, "so it is"))
-        assert (chosen.experts, chosen.experts_why) == (ran, "so it is")
-    # A crossover is a GPU's, and decides nothing for who asks by name.
-    assert choose(("auto", "auto"), "CPU", "2.4.0", decode=(True, "")) == Parts("grouped", "indexed")
-    assert choose(("grouped", "auto"), "GPU", "2.4.0", decode=(True, "")) == Parts("grouped", "fused")
+def test_auto_fuses_what_the_version_can(choose) -> None:
     assert choose(("auto", "auto"), "GPU", "2.9.0").fusions == ["activation", "top-k"]
     assert choose(("grouped", "indexed"), "GPU", "2.9.0").fusions == []
     chosen = choose(("auto", "auto"), "GPU", "2.9.0 broken")
@@ -161,11 +155,10 @@ def test_a_transformer_engine_is_tried_on_a_batch_in_a_process_of_its_own(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(te_check._FOUND, "")
     monkeypatch.delenv(te_check._FOUND)
-    on_cpu = partial(te_check.ask, f"{te_check.__name__}:tried", "cpu")
-    monkeypatch.setattr(te_check, "ask", lambda name, timeout_s: on_cpu(timeout_s=timeout_s))
+    monkeypatch.setattr(te_check, "_of_a_child", partial(te_check._of_a_child, "cpu"))
     found = te_check.transformer_engine()
     assert found.problem.startswith(problem) if problem else found == ("", True)
-    monkeypatch.setattr(te_check, "ask", None)
+    monkeypatch.setattr(te_check, "_of_a_child", None)
     assert te_check.transformer_engine() == found, "torchrun's ranks ask no more"
 
 

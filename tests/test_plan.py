@@ -99,18 +99,6 @@ def test_only_virtual_ranks_replicate_experts(config: Path) -> None:
     assert one.extra_bytes_per_rank(case) > 0
 
 
-def test_drop_and_pad_is_a_case_more_and_leaves_the_others_ids(config: Path) -> None:
-    plain, asked = (on(RANKS, config, *keys)[0] for keys in ([], ["layer.native_padded=1.5"]))
-    (padded,) = (case for case in asked.cases if case.name == "native_padded")
-    assert (padded.role, padded.label, padded.masks_padding) == ("policy", "native_padded capacity_factor=1.5", False)
-    assert padded.params == {"capacity_factor": 1.5, "drop_policy": "probs", "pad_to_capacity": True}
-    assert asked.kernel_of(padded, "cuda") is None  # Megatron-Core routes.
-    assert [case for case in asked.cases if case is not padded] == plain.cases
-    beside = on(RANKS, config, "layer.shared_expert_overlap=true")[0]
-    assert beside.parts.shared_expert_overlap
-    assert not {case.case_id for case in beside.cases} & {case.case_id for case in plain.cases}
-
-
 def test_megatron_drop_is_megatrons_own_where_a_layer_runs(config: Path) -> None:
     asked = ["policies=[{name: megatron_drop, capacity_factor: 1.0}]"]
     numba, ours = ["layer.kernel=numba"], {}
@@ -121,28 +109,6 @@ def test_megatron_drop_is_megatrons_own_where_a_layer_runs(config: Path) -> None
             for one in on(backend, config, *asked, *keys)[:1]
         ]
     assert ours == {RANKS: [None, "numba"], VIRTUAL: [None, "numba"], MODELLED: ["numba", "numba"]}
-
-
-@pytest.mark.parametrize(
-    ("backend", "overrides", "message"),
-    [
-        (RANKS, ["layer.native_padded=12"], "native_padded: expected at most 10.6667 .experts over top-k.*, got 12.0"),
-        (RANKS, ["layer.native_padded=1", "workload.num_tokens=97"], "as many tokens on every rank in every batch"),
-        (RANKS, ["layer.native_padded=1", "layer.dispatcher=allgather"], "null behind layer.dispatcher allgather"),
-        (RANKS, ["layer.native_padded=1", "measure.microbatch_tokens=8"], "null with measure.microbatch_tokens: 8"),
-        (VIRTUAL, ["layer.native_padded=1"], "native_padded: expected null, for only run's ranks can, got 1.0"),
-        (RANKS, ["layer.shared_expert_overlap=true", "layer.dispatcher=allgather"], "false behind layer.dispatcher"),
-        (RANKS, ["layer.shared_expert_overlap=true", "model.preset=olmoe-1b-7b"], "OLMoE-1B-7B has no shared experts"),
-        (VIRTUAL, ["layer.shared_expert_overlap=true"], "overlap: expected false, for only run's ranks can, got true"),
-    ],
-)
-def test_what_megatron_cannot_pad_or_overlap_is_refused(
-    backend: str, overrides: list[str], message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(CONFIG))
-    with pytest.raises(ValueError, match=rf"layer\..*{message}"):
-        on(backend, path, *overrides)
 
 
 def test_a_point_is_one_of_the_sweep(config: Path) -> None:

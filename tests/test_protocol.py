@@ -21,6 +21,7 @@ from test_workload import peak_load, top_k_load
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_time import HandClock
 
+from moe_ep_bench.bench.rows import Samples
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import ceilings, memory
 from moe_ep_bench.timing.memory import Allocations
@@ -38,7 +39,7 @@ from moe_ep_bench.timing.protocol import (
     warm_breakdowns,
     warm_up,
 )
-from moe_ep_bench.timing.timer import HOST, THREAD_CPU, CudaClock, HostClock, PhaseRecorder, clock_for, timed
+from moe_ep_bench.timing.timer import HOST, THREAD_CPU, CudaClock, HostClock, PhaseRecorder, Stopwatch, clock_for, timed
 from moe_ep_bench.workload.skew import balanced_scores
 
 
@@ -107,12 +108,37 @@ def test_a_batch_meets_another_order_in_every_round_and_all_of_them_in_time(num_
 class FakeCase:
     """A case whose runs take what ``times`` says, by the clock of the test."""
 
+    watch: Stopwatch
+
     def __init__(self, spend: Callable[[int], object], case_id: str = "case") -> None:
         self._spend, self.case_id = spend, case_id
 
     @contextlib.contextmanager
     def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], None]]:
         yield lambda: self._spend(batch)
+
+    def time(self, step: Step) -> dict[Any, float]:
+        with self.ready(step.batch) as run:
+            return self.watch.time(self.case_id, run)
+
+
+def measured(
+    cases: list[FakeCase],
+    steps: list[Step],
+    clock: Any,
+    meet: Callable[[], object] = lambda: None,
+    before: Callable[[str], object] = lambda case_id: None,
+    flush: Callable[[], object] | None = None,
+    hold_us: float = 0.0,
+    allocations: Allocations | None = None,
+) -> np.ndarray:
+    """The loop's times, [cases, steps, columns]."""
+    samples = Samples(cases, steps, COLUMNS)
+    none = Allocations(torch.device("cpu"))
+    for case in cases:
+        case.watch = Stopwatch(PhaseRecorder(clock), meet, hold_us, flush, allocations or none)
+    measure(cases, steps, before, samples.add)
+    return samples.times_VSC
 
 
 @pytest.mark.parametrize(
@@ -218,7 +244,7 @@ def test_the_cache_is_flushed_before_every_timed_iteration_and_outside_of_it() -
         clock.now += 1000
 
     case = FakeCase(run)
-    samples = measure([case, case], plan(2, 3, 0), clock, lambda: None, lambda case_id: None, flush)
+    samples = measured([case, case], plan(2, 3, 0), clock, flush=flush)
     assert gc.isenabled()
     assert events == ["flush", "layer"] * 12
     assert (samples[:, :, COLUMNS.index(TOTAL)] == 5).all()
@@ -231,7 +257,7 @@ def test_cases_are_timed_in_the_planned_order_and_the_hosts_time_is_in_microseco
     monkeypatch.setattr(time, "thread_time_ns", itertools.count(0, 7000).__next__)
     monkeypatch.setattr(time, "perf_counter_ns", itertools.count(0, 9000).__next__)
     cases = [FakeCase(lambda batch, name=name: ran.append((name, batch))) for name in range(3)]
-    samples = measure(cases, steps, clock, lambda: None, lambda case_id: None)
+    samples = measured(cases, steps, clock)
     assert ran == [(case, step.batch) for step in steps for case in order(3, turn_of(step, 4, 3))]
     assert (samples[:, :, COLUMNS.index(THREAD_CPU)] == 7).all()
     assert (samples[:, :, COLUMNS.index(HOST)] == 9).all()
@@ -251,7 +277,7 @@ def test_iterations_that_ask_the_driver_for_memory_are_counted_by_case(monkeypat
     growing, steady = FakeCase(grow, "grows"), FakeCase(lambda batch: None, "steady")
     for device, counted in (("cuda", {"grows": 6}), ("cpu", {})):
         allocations = Allocations(torch.device(device))
-        measure([growing, steady], plan(2, 3, 0), clock, lambda: None, between, allocations=allocations)
+        measured([growing, steady], plan(2, 3, 0), clock, before=between, allocations=allocations)
         assert allocations.iterations == counted
 
 
@@ -283,7 +309,7 @@ class RecordingClock(HandClock):
 
 def measures(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
     cases, steps = [FakeCase(clock.does("work"))], plan(1, 1, 0)
-    measure(cases, steps, clock, clock.does("meet"), lambda case_id: None, clock.does("flush"), preroll_us=300)
+    measured(cases, steps, clock, clock.does("meet"), flush=clock.does("flush"), hold_us=300)
 
 
 def probes(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
@@ -306,26 +332,6 @@ def calibrates(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", clock.does("meet"))
     ranks = SimpleNamespace(device=torch.device("cpu"), gather=lambda times, everywhere: [times])
     calibrate._measure(ranks, [calibrate.Exchange("all_reduce", "both", "even", 8)], 6, lambda: None)
-
-
-def times_experts_alone(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_ep_bench.bench import validate
-
-    experts = SimpleNamespace(native=SimpleNamespace(experts=clock.does("work")))
-    built = SimpleNamespace(subject=SimpleNamespace(pairs={None: experts}))
-    monkeypatch.setattr(validate, "clock_for", clock.of)
-    monkeypatch.setattr(validate, "builder", lambda *_: None)
-    monkeypatch.setattr(validate, "VirtualRanks", lambda *_: built)
-    monkeypatch.setattr(validate, "counts_of", lambda *_: np.array([[1, 2]]))
-    monkeypatch.setattr(validate, "chosen_cases", lambda comparison: [SimpleNamespace(case_id="case")])
-    layer, timing = SimpleNamespace(seed=0, dtype="float32"), SimpleNamespace(flush_l2=False, preroll_us=300)
-    comparison = SimpleNamespace(
-        model=SimpleNamespace(hidden_size=4),
-        ep_size=2,
-        comparison_id="comparison",
-        experiment=SimpleNamespace(layer=layer, measure=timing),
-    )
-    assert len(list(validate._time_alone(comparison, None, torch.device("cpu")))) == 2 * validate.REPETITIONS
 
 
 def profiles(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
@@ -365,7 +371,6 @@ ALIGNED, ALONE = ["hold", "meet", "stamp", "work", "stamp"], ["hold", "stamp", "
     ("times", "expected"),
     [
         *((times, ALIGNED) for times in (probes, calibrates, profiles)),
-        *((times, ALONE) for times in (finds_ceilings, times_experts_alone, benchmarks_experts, benchmarks_policies)),
         (measures, ["flush", *ALIGNED]),
         (benchmarks_decode, ["flush", *ALONE]),
     ],
@@ -412,9 +417,7 @@ def test_a_hold_is_in_no_time_and_gives_the_host_a_head_start() -> None:
         events.append(clock.now)
         clock.now += 5
 
-    samples = measure(
-        [FakeCase(run)], plan(2, 1, 0), clock, lambda: events.append("met"), lambda case_id: None, preroll_us=1e9
-    )
+    samples = measured([FakeCase(run)], plan(2, 1, 0), clock, lambda: events.append("met"), hold_us=1e9)
     assert events == ["met", 1e9, "met", 2e9 + 5]
     assert (samples[:, :, COLUMNS.index(TOTAL)] == 5).all()
     assert (samples[:, :, COLUMNS.index(HOST)] == 0).all()

@@ -23,10 +23,15 @@ from torch.nn import functional
 
 from moe_ep_bench.analysis.load import is_quality
 from moe_ep_bench.analysis.parts import ResultsError
+from moe_ep_bench.analysis.quality import (
+    Quality,
+    claims,
+    half_over_batches,
+    quality_tables,
+    read_quality,
+    text_costs,
+)
 from moe_ep_bench.analysis.quality_figures import capacity_figure
-from moe_ep_bench.analysis.quality_frames import Quality, half_over_batches, read_quality, text_costs
-from moe_ep_bench.analysis.quality_orderings import orderings, short_label
-from moe_ep_bench.analysis.quality_tables import quality_tables
 from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
@@ -283,7 +288,6 @@ def test_costs_and_routing_are_means_beside_the_unpatched_model(done: Path) -> N
     over_native = of_drop["rank_peak_load"] * of_drop["num_pairs"] / of_drop["num_topk_pairs"]
     assert drop["fullest_rank"] == pytest.approx(over_native.mean())
     assert drop["fullest_rank"] < 0.7 * drop["rank_imbalance"]
-    assert costs_of["text_dropped_fraction"].isna().all()
 
 
 Judged = dict[str, Any]
@@ -330,11 +334,11 @@ def quality_of(*comparisons: tuple[dict[str, Any], list[Judged]]) -> Quality:
 NATIVE = judged("native", {}, [0.0] * 12)
 
 
-def test_orderings_hold_fail_or_cannot_be_told_by_paired_differences() -> None:
+def test_claims_hold_fail_or_cannot_be_told_by_paired_differences() -> None:
     noise_B = np.random.default_rng(0).normal(size=12)
 
     def verdicts(*cases: Judged, native: Judged = NATIVE) -> list[tuple[str, float]]:
-        found = orderings(quality_of(({}, [native, *cases])))
+        found = claims(quality_of(({}, [native, *cases])))
         return [(row.verdict, row.worse_costs_more) for row in found.itertuples()]
 
     def oea(added: float, noise: float = 0.0, **fields: Any) -> Judged:
@@ -347,17 +351,12 @@ def test_orderings_hold_fail_or_cannot_be_told_by_paired_differences() -> None:
     assert verdicts(oea(0.5), pruned) == [("does not hold", pytest.approx(-0.2))]
     assert [verdict for verdict, _ in verdicts(oea(0.1, noise=0.5), pruned)] == ["inconclusive"]
     assert verdicts(oea(0.1, k0=3), pruned) == verdicts(oea(0.1, p=0.5), pruned) == [], "other fields"
-    expert_drop = judged("expert_drop", {"fraction": 0.1, "count": None}, [0.3] * 12, dropped=0.1)
+    expert_drop = judged("expert_drop", {"fraction": 0.1, "count": None}, [0.3] * 12)
     drops = [
-        judged(
-            "token_drop", {"metric": "score", "granularity": "expert", "capacity_factor": gamma}, [0.4] * 12, dropped
-        )
-        for gamma, dropped in ((1.0, 0.4), (2.0, 0.2))
+        judged("token_drop", {"metric": "score", "granularity": "expert", "capacity_factor": gamma}, [0.4] * 12)
+        for gamma in (1.0, 2.0)
     ]
-    per_pair, as_printed = verdicts(*drops, expert_drop)
-    assert per_pair == ("holds", pytest.approx(0.3 / 0.1 - 0.4 / 0.2))
-    assert as_printed == ("does not hold", pytest.approx(0.3 - 0.4)), "factor 2 beside a tenth of the experts"
-    assert verdicts(drops[0], expert_drop) == [], "one drops four times what the other does"
+    assert verdicts(*drops, expert_drop) == [("does not hold", pytest.approx(-0.1))], "factor 2 beside a tenth"
     assert verdicts(oea(0.1), pruned, native=judged("native", {}, [0.0] * 9)) == [], "fewer than ten batches"
 
 
@@ -379,50 +378,15 @@ def test_an_interval_is_over_batches_whose_sequences_share_their_routing() -> No
     assert 0.9 <= held / 400 <= 0.99
 
 
-def test_costs_at_as_many_activated_experts_are_read_off_between_two_cases() -> None:
-    plain = {"k0": 1, "p": 1.0, "k_max": None, "max_rank": None}
-    one = judged("oea", plain, [0.4] * 12, activated=8)
-    two = judged("oea", {**plain, "k0": 2}, [0.2] * 12, activated=16)
-    cut = {**plain, "k0": 3, "p": 0.5}
-
-    def found(*cases: Judged) -> pd.DataFrame:
-        return orderings(quality_of(({}, [NATIVE, *cases])))
-
-    (row,) = found(two, judged("oea", cut, [0.5] * 12, activated=14), one).itertuples()
-    assert row.better == f"{short_label(one['label'])} to {short_label(two['label'])}"
-    assert row.worse_costs_more == pytest.approx(0.5 - (0.25 * 0.4 + 0.75 * 0.2))
-    assert found(one, two, judged("oea", cut, [0.5] * 12, activated=20)).empty, "no case activates more"
-    assert found(one, judged("oea", cut, [0.5] * 12, activated=8)).empty, "one case is no line"
-
-
-def test_xshare_with_warm_up_is_set_against_as_many_experts_as_without_activates() -> None:
-    def xshare(k0: int, budget: int, cost: float, activated: float, **scores: str) -> Judged:
-        fields = {"k0": k0, "budget": budget, "scope": "batch", **scores}  # scores: only where not the default
-        return judged("xshare", fields, [cost] * 12, activated=activated)
-
-    warm = [xshare(1, 2, 0.4, 6), xshare(1, 4, 0.2, 10), xshare(1, 8, 0.1, 14), xshare(1, 3, 0.0, 8, scores="topk")]
-    rows = list(orderings(quality_of(({}, [NATIVE, *warm, xshare(0, 8, 0.25, 8)]))).itertuples())
-    # At one budget the warm-up activates 14 experts to 8 and wins; at 8 it costs 0.3.
-    assert [row.verdict for row in rows] == ["holds", "does not hold"]
-    assert [row.worse_costs_more for row in rows] == [pytest.approx(0.15), pytest.approx(-0.05)]
-
-
-@pytest.mark.parametrize(("k_max", "words"), [(4, "smaller"), (5, "larger")])
-def test_a_k_max_is_small_or_large_by_the_models_own_top_k(k_max: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "ending"),
+    [({"k_max": 5}, "with another k_max"), ({"max_rank": 8}, "with max_rank below E"), ({"k0": 1}, "")],
+)
+def test_a_field_that_a_claim_names_is_set_and_others_agree(fields: dict[str, Any], ending: str) -> None:
     plain = {"k0": 2, "p": 1.0, "k_max": None, "max_rank": None}
-    cases = [judged("oea", fields, [0.1] * 12) for fields in (plain, {**plain, "k_max": k_max})]
-    native = judged("native", {}, [0.0] * 12, experts_per_token=4.0)
-    (row,) = orderings(quality_of(({}, [native, *cases]))).itertuples()
-    assert row.ordering.endswith(f"with a {words} k_max")
-
-
-def test_laser_is_held_against_the_models_own_loads_and_a_tenth_of_load_only() -> None:
-    native = judged("native", {}, [0.0] * 12, peak=3.0)
-    cases = [judged("laser", {}, [0.05] * 12, peak=2.0), judged("load_only", {}, [0.8] * 12)]
-    found = orderings(quality_of(({}, [native, *cases])))
-    assert [row.unit.split()[0] for row in found.itertuples()] == ["fullest", "nats", "nats"]
-    assert found["verdict"].tolist() == ["holds"] * 3
-    assert found["worse_costs_more"].tolist() == pytest.approx([1.0, 0.75, 0.03])
+    cases = [judged("oea", each, [0.1] * 12) for each in (plain, {**plain, **fields})]
+    words = [row.claim for row in claims(quality_of(({}, [NATIVE, *cases]))).itertuples()]
+    assert [claim.endswith(ending) for claim in words] == ([True] if ending else [])
 
 
 def seeds(*added: float, **facts: Any) -> list[tuple[dict[str, Any], list[Judged]]]:
@@ -440,29 +404,25 @@ def seeds(*added: float, **facts: Any) -> list[tuple[dict[str, Any], list[Judged
 
 
 def test_verdicts_over_checkpoints_are_students_t_over_their_means() -> None:
-    found = orderings(quality_of(*seeds(0.10, 0.12, 0.14)))
-    assert found["checkpoint"].tolist() == ["all", "small-0", "small-1", "small-2"]
-    assert found["is_overall"].tolist() == [True, False, False, False]
-    overall, *each = found.itertuples()
-    assert overall.worse_costs_more == pytest.approx(np.mean([one.worse_costs_more for one in each]))
+    (overall,) = claims(quality_of(*seeds(0.10, 0.12, 0.14))).itertuples()
+    alone = [claims(quality_of(*seeds(more))) for more in (0.10, 0.12, 0.14)]
+    assert overall.worse_costs_more == pytest.approx(np.mean([one["worse_costs_more"][0] for one in alone]))
     assert overall.half_width == pytest.approx(4.302653 * 0.02 / math.sqrt(3), rel=1e-5)
-    assert overall.verdict == "holds"
+    assert (overall.verdict, overall.agree, overall.checkpoints) == ("holds", 3, 3)
     # Every checkpoint is sure of itself, and they do not agree: over checkpoints nothing can be said.
-    found = orderings(quality_of(*seeds(0.10, 0.12, -0.14)))
-    assert found["verdict"].tolist() == ["inconclusive", "holds", "holds", "does not hold"]
+    (torn,) = claims(quality_of(*seeds(0.10, 0.12, -0.14))).itertuples()
+    assert (torn.verdict, torn.agree) == ("inconclusive", 0)
     sizes = {"num_experts": 8, "num_ranks": 2, "batch_size": 4}
     *_, table = quality_tables(quality_of(*seeds(0.1, 0.2, **sizes)))
-    assert table.title == "dropping by score costs less than by order (arXiv 2503.05066), nats per token"
-    assert set(table.frame["table"]) == {"orderings"}
-    (alone,) = orderings(quality_of(*seeds(0.1))).itertuples()
-    assert (alone.checkpoint, alone.verdict, alone.is_overall) == ("small-0", "holds", True)
+    assert table.title == "Papers' claims on 2 checkpoints on words"
+    assert set(table.frame["claim"]) == {"dropping by score costs less than by order"}
+    (single,) = claims(quality_of(*seeds(0.1))).itertuples()
+    assert (single.verdict, single.checkpoints) == ("holds", 1)
 
 
 def test_checkpoints_are_put_together_by_pairs_that_all_have_and_other_texts_are_not() -> None:
-    found = orderings(quality_of(*seeds(0.1, 0.2, model="small")))
-    assert found["checkpoint"].tolist() == ["all", "small, number 1", "small, number 2"]
     first, (about, (native, score, _)) = seeds(0.1, 0.2)
-    assert orderings(quality_of(first, (about, [native, score]))).empty
+    assert claims(quality_of(first, (about, [native, score]))).empty
     quality = quality_of(*seeds(0.1, 0.2), *seeds(0.1, text="other"))
     assert [quality.title(group) for group in quality.groups] == ["2 checkpoints on words", "small-0 on words"]
 
@@ -477,7 +437,7 @@ def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path,
     run_quality(folder / "config.yaml", tmp_path, ["sweep.model.checkpoint=[seed-1, seed-2]", policies])
     quality = read_quality(tmp_path)
     assert [facts["model"] for facts in quality.facts.values()] == ["seed-1", "seed-2"]
-    assert set(orderings(quality)["checkpoint"]) == {"all", "seed-1", "seed-2"}
+    assert set(text_costs(quality)["checkpoints"]) == {2}
 
 
 def test_formats_hold_every_row_and_say_of_which_kind(
@@ -485,7 +445,7 @@ def test_formats_hold_every_row_and_say_of_which_kind(
 ) -> None:
     text = quality_text(done)
     assert "not timed" in text
-    assert "no interval, and no verdict on orderings, below 10 batches; got 3" in text
+    assert "no interval, and no verdict on claims, below 10 batches; got 3" in text
     assert main(["show", str(done), "--format", "csv", "--out", str(tmp_path / "rows.csv")]) == OK
     rows = pd.read_csv(tmp_path / "rows.csv")
     assert rows["table"].value_counts().to_dict() == {"texts": 7}
@@ -519,9 +479,7 @@ def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
     assert first.out.startswith(table)
     assert "figures in" in first.out
     assert "quality_fronts" in first.out
-    assert "for them: quality_orderings, quality_capacity\n" in first.out, (
-        "there are three batches, and one capacity factor"
-    )
+    assert "quality_capacity" in first.out, "which is not drawn: there is one capacity factor"
 
 
 def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_path: Path) -> None:
@@ -570,11 +528,7 @@ def refused(folder: Path, out: Path, overrides: list[str], capsys: pytest.Captur
         (["layer.ep_size=3"], "layer.ep_size: expected a divisor of the 8 experts of tiny-olmoe, got 3"),
         (
             ["policies=[{name: token_drop, capacity_factor: 1, modality: image_first}]"],
-            "got None; text.image_prefix puts image tokens before the text",
-        ),
-        (
-            ["text.image_prefix={tokens: 5000}"],
-            "text.image_prefix.tokens + text.sequence_length: expected at most 4096",
+            "policies: token_drop: modality_T",
         ),
         (["batch_size=4"], "batch_size: expected tasks beside it, got none (of a text: text.batch_size)"),
         (["model.device=cuda"], "device: expected cpu or auto"),
@@ -698,17 +652,12 @@ def test_the_papers_orderings_come_out_of_a_trained_model(script: Any, tmp_path:
     run_quality(write(tmp_path / "config.yaml", config), tmp_path / "done", [])
     quality = read_quality(tmp_path / "done")
     assert text_costs(quality)["cross_entropy"][0] < math.log(2048) - 3, "far better than a guess"
-    found = {
-        (row.better.split()[0], row.worse.split()[0], row.share, row.unit): row.verdict
-        for row in orderings(quality).itertuples()
-    }
+    found = {(row.better.split()[0], row.worse.split()[0]): row.verdict for row in claims(quality).itertuples()}
     assert found == {
-        ("token_drop", "token_drop", 1.0, "nats per token"): "holds",
-        ("oea", "pruned", 1.0, "nats per token"): "holds",
-        ("laser", "native", 1.0, "fullest expert over native's mean"): "holds",
-        ("laser", "load_only", 1.0, "nats per token"): "holds",
-        ("laser", "load_only", 0.1, "nats per token"): "holds",
-        ("token_drop", "load_only", 1.0, "nats per token"): "holds",
+        ("token_drop", "token_drop"): "holds",
+        ("oea", "pruned"): "holds",
+        ("laser", "load_only"): "holds",
+        ("token_drop", "load_only"): "holds",
         # Of a tenth of the experts, which are idle here: against Table 2 of arXiv 2503.05066.
-        ("token_drop", "expert_drop", 1.0, "nats per token"): "does not hold",
+        ("token_drop", "expert_drop"): "does not hold",
     }

@@ -1,18 +1,16 @@
-"""Figures of what policies do to answers: checkpoints put together, and the papers' orderings at a glance."""
+"""Figures of what policies do to answers: checkpoints put together."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
-from test_figures_style import assert_texts_fit
-from test_quality import Judged, judged, quality_of, seeds
+from test_quality import Judged, judged, quality_of
 
-from moe_ep_bench.analysis.quality_figures import capacity_figure, fronts_figure, is_on_front, orderings_figure
-from moe_ep_bench.analysis.style import Drawing, house_style, settle_layout
+from moe_ep_bench.analysis.quality_figures import capacity_figure, fronts_figure, is_on_front
+from moe_ep_bench.analysis.style import Drawing, house_style
 from moe_ep_bench.policies import make_policy
 
 
@@ -68,40 +66,3 @@ def test_what_one_checkpoint_has_not_answered_yet_is_left_out() -> None:
     with house_style():
         assert capacity_figure(quality) is None, "one capacity factor is no line"
         assert drawn(fronts_figure(quality)).rows["value"].tolist() == [0.75]
-
-
-def test_an_ordering_stands_at_its_difference_in_halves_of_its_interval() -> None:
-    with house_style():
-        drawing = drawn(orderings_figure(quality_of(*seeds(0.10, 0.12, 0.14))))
-    (axes,) = drawing.figure.axes
-    rows = drawing.rows
-    assert rows["checkpoint"].tolist() == ["all", "small-0", "small-1", "small-2"]
-    expected = rows["worse_costs_more"] / rows["half_width"][0]
-    assert rows["in_halves"].tolist() == pytest.approx(expected.tolist())
-    places = [list(line.get_xdata()) for line in axes.lines]
-    assert [expected[0]] in places
-    assert expected[1:].tolist() in places
-    assert axes.get_title("left") == "3 checkpoints on words"
-    assert set(rows["comparison"]) == {"3 checkpoints on words"}
-    assert orderings_figure(quality_of(*gammas(0.3))) is None
-
-
-def test_what_never_varies_stands_at_an_end_and_what_never_differs_in_the_middle() -> None:
-    for more, place in ((0.1, 100.0), (-0.1, -100.0)):
-        with house_style():
-            drawing = drawn(orderings_figure(quality_of(*seeds(more, more))))
-        assert drawing.rows["in_halves"][0] == place
-        assert np.isfinite(drawing.figure.axes[0].get_xlim()).all()
-    (about, (native, score, order)) = seeds(0.0)[0]
-    with house_style():
-        drawing = drawn(orderings_figure(quality_of((about, [native, score, {**order, "added_B": [0.0] * 12}]))))
-    assert drawing.rows["in_halves"].tolist() == [0.0]
-
-
-@pytest.mark.parametrize("size", ["page", "column"])
-def test_orderings_fit_every_size(size: str) -> None:
-    with house_style(size):
-        figure = drawn(orderings_figure(quality_of(*seeds(0.10, 0.12, -0.14)))).figure
-        settle_layout(figure)
-        figure.draw_without_rendering()
-        assert_texts_fit(figure)

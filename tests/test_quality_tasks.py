@@ -19,8 +19,7 @@ import torch
 import yaml
 from test_quality import parts, refused
 
-from moe_ep_bench.analysis.quality_frames import Quality, read_quality, task_scores, text_costs
-from moe_ep_bench.analysis.quality_tables import task_means
+from moe_ep_bench.analysis.quality import Quality, read_quality, task_means, task_scores, text_costs
 from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.cli import main
 from moe_ep_bench.papers.accuracies import load_table

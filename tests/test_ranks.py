@@ -76,7 +76,8 @@ def test_no_moment_of_a_job_is_unwatched(monkeypatch: pytest.MonkeyPatch) -> Non
     comparisons = SimpleNamespace(find_case=lambda wanted: (comparison, None))
     monkeypatch.setattr(run._Launch, "_on_first", lambda *arguments: None)
     directory = SimpleNamespace(profiles=None)
-    launch = run._Launch(None, setup, contextlib.ExitStack(), directory, number=0, force=False)
+    ranks = SimpleNamespace(agree=lambda act: act())
+    launch = run._Launch(ranks, setup, contextlib.ExitStack(), directory, number=0, force=False)
     assert launch.profile(comparisons, "case") == OK
     setup.stop()
     assert seen == [("opens", False), ("works", True), ("closes", False)]

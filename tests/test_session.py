@@ -12,24 +12,22 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_ep_bench.bench import job, session
-from moe_ep_bench.bench.job import ToldError
+from moe_ep_bench.bench import inspection, job, replays, session
+from moe_ep_bench.bench.replays import Replays
 from moe_ep_bench.bench.session import Session, measure_comparison
 from moe_ep_bench.layer.graphs import Graphs
 from moe_ep_bench.policies.waits import beyond
+from moe_ep_bench.runtime.ranks import Ranks, ToldError
 from moe_ep_bench.timing.ceilings import Ceilings
 from moe_ep_bench.timing.protocol import WarmUp
 
 
 class Recorded:
-    """A session that notes its steps; in ``loses`` no case stands its check."""
+    """A session and its inspection, which note their steps; in ``loses`` no case stands its check."""
 
     def __init__(self, loses: str) -> None:
         self.cases, self.steps, self._loses = ["native"], [], loses
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed = True
+        self.inspection, self.is_replayed, self.job, self.comparison = self, True, mock.Mock(), None
 
     def drop_failing(self, when: str) -> None:
         if self.steps[-1] == self._loses:
@@ -39,35 +37,23 @@ class Recorded:
         return lambda *_: self.steps.append(step)
 
 
-@pytest.mark.parametrize(
-    ("loses", "steps"),
-    [
-        ("try_all", ["try_all"]),
-        ("observe_all", ["try_all", "observe_all"]),
-        ("check_again", ["try_all", "observe_all", "capture_all", "check_again"]),
-        ("", ["try_all", "observe_all", "capture_all", "check_again", "warm_up", "time", "check_again", "write"]),
-    ],
-)
-def test_where_no_case_is_left_nothing_more_is_run(
-    loses: str, steps: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+ALL = ["try_all", "observe_all", "capture_all", "check_again", "warm_up", "time", "check_again", "write"]
+
+
+@pytest.mark.parametrize(("loses", "number"), [("try_all", 1), ("observe_all", 2), ("check_again", 4), ("", 8)])
+def test_where_no_case_is_left_nothing_more_is_run(loses: str, number: int) -> None:
     recorded = Recorded(loses)
-    monkeypatch.setattr(session, "_built", lambda *_: recorded)
-    ranks = SimpleNamespace(device=torch.device("cpu"), local_world_size=1, texts=lambda text: [text])
-    here = SimpleNamespace(enter=lambda comparison: None, ranks=ranks)
-    comparison = SimpleNamespace(parts=SimpleNamespace(cuda_graph=True), shortage=lambda available: "")
-    measure_comparison(here, comparison, ["native"])
-    assert recorded.steps == steps
-    assert recorded.closed
+    session._measure(recorded)
+    assert recorded.steps == ALL[:number]
 
 
 def test_a_session_is_closed_where_all_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their process groups would wait for graphs that hold collectives."""
-    made = mock.Mock(**{"try_all.side_effect": ToldError})
+    made = mock.Mock(**{"inspection.try_all.side_effect": ToldError})
     monkeypatch.setattr(session, "_built", lambda *_: made)
-    ranks = SimpleNamespace(device=torch.device("cpu"), local_world_size=1, texts=lambda text: [text])
+    ranks = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(ToldError):
-        measure_comparison(mock.Mock(ranks=ranks), mock.Mock(**{"shortage.return_value": ""}), ["native"])
+        measure_comparison(mock.Mock(ranks=ranks), mock.Mock(), ["native"])
     assert made.close.called
 
 
@@ -81,10 +67,10 @@ def test_ceilings_are_measured_before_anything_is_built_or_warmed_up(monkeypatch
 
     monkeypatch.setattr(job, "measure_ceilings", lambda device, dtype: steps.append("ceilings"))
     monkeypatch.setattr(job, "free_memory", lambda device: steps.append("free"))
-    for name in ("form_groups", "meeting_group", "columns_of"):
-        monkeypatch.setattr(session, name, lambda *_: None)
+    monkeypatch.setattr(session, "form_groups", lambda *_: SimpleNamespace(ep=None))
+    monkeypatch.setattr(session, "Rendezvous", lambda *_: None)
     monkeypatch.setattr(session, "builder", builds)
-    ranks = SimpleNamespace(device=torch.device("cpu"), rank=0, texts=lambda text: ["", text])
+    ranks = SimpleNamespace(device=torch.device("cpu"), rank=0, first_word=lambda text: f"rank 1: {text}")
     mark = SimpleNamespace(explain=lambda reason: steps.append("explain"), withdraw=lambda: steps.append("withdraw"))
     here = mock.Mock(ranks=ranks, mark=mark, write_unmeasured=lambda *row: rows.append(row))
     here.survive = partial(job.Job.survive, here)
@@ -143,21 +129,24 @@ def test_a_rank_whose_device_answers_no_more_does_not_go_on(monkeypatch: pytest.
 
 def capturing(
     monkeypatch: pytest.MonkeyPatch, num_batches: int = 1, others: str = ""
-) -> tuple[Session, list[str], list[int]]:
-    """A session on rank 0 of two, the reasons that it leaves in its mark, and the batches that it replays.
+) -> tuple[Replays, list[str], list[int]]:
+    """Graphs on rank 0 of two, the reasons that it leaves in its mark, and the batches that it replays.
 
     Args:
         others: what rank 1 says of its captures.
     """
-    made, reasons, replayed = Session.__new__(Session), [], []
-    ranks = SimpleNamespace(texts=lambda text: [text, others])
+    reasons, replayed = [], []
+    ranks = mock.Mock(texts=lambda text: [text, others])
+    ranks.first_word = partial(Ranks.first_word, ranks)
     job = SimpleNamespace(mark=SimpleNamespace(explain=reasons.append), watchdog=mock.Mock(), ranks=ranks)
-    made.job, made.num_batches, made.meet = job, num_batches, SimpleNamespace(size=2)
-    made.settings = SimpleNamespace(breakdown_iterations=0)
-    monkeypatch.setattr(session, "look", lambda case, batch: None)
-    monkeypatch.setattr(session, "replay", lambda case, batch: (replayed.append(batch), {}))
-    monkeypatch.setattr(Session, "_unlike", lambda self, eager, output, routed, batch: f"unlike in batch {batch}")
-    return made, reasons, replayed
+    held = mock.Mock(job=job, num_batches=num_batches, device=torch.device("cpu"))
+    held.meet, held.settings = mock.Mock(size=2), SimpleNamespace(breakdown_iterations=0)
+    monkeypatch.setattr(replays, "Graphs", mock.Mock())
+    monkeypatch.setattr(replays, "look", lambda case, batch: None)
+    monkeypatch.setattr(replays, "CapturedRun", mock.Mock())
+    monkeypatch.setattr(Replays, "_replayed", lambda self, case, batch: (replayed.append(batch), {}))
+    monkeypatch.setattr(Replays, "_unlike", lambda self, eager, output, routed, batch: f"unlike in batch {batch}")
+    return Replays(held), reasons, replayed
 
 
 CANNOT = "cannot be captured as a CUDA graph: "
@@ -175,30 +164,29 @@ def test_what_cannot_be_captured_is_agreed_on_and_left_in_the_mark_for_whoever_w
     error: Exception, status: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, reasons, replayed = capturing(monkeypatch)
-    graphs = mock.Mock()
-    assert made._capture(mock.Mock(**{"capture.side_effect": error}), graphs) == f"rank 0: {status}: {CANNOT}{said}"
+    assert made.capture(mock.Mock(**{"prepare.side_effect": error})) == f"rank 0: {status}: {CANNOT}{said}"
     assert reasons == [f"{status}: {CANNOT}{said}"]
-    assert graphs.abandon_pool.called
+    assert made.graphs.abandon_pool.called
     assert replayed == []
 
 
 def test_a_rank_replays_nothing_that_another_could_not_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     made, reasons, replayed = capturing(monkeypatch, 3, others="failed: no")
-    assert made._capture(mock.MagicMock(), mock.Mock()) == "rank 1: failed: no"
+    assert made.capture(mock.Mock()) == "rank 1: failed: no"
     assert reasons == replayed == []
 
 
 def test_a_rank_that_found_a_difference_replays_the_later_batches_too(monkeypatch: pytest.MonkeyPatch) -> None:
     made, _, replayed = capturing(monkeypatch, 3)
-    assert made._capture(mock.MagicMock(), mock.Mock()) == "rank 0: failed: unlike in batch 0"
+    assert made.capture(mock.Mock()) == "rank 0: failed: unlike in batch 0"
     assert replayed == [0, 1, 2]  # Others wait in their collectives.
 
 
 def test_peers_that_are_gone_are_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made, reasons, _ = capturing(monkeypatch)
-    case = mock.Mock(**{"capture.side_effect": torch.distributed.DistBackendError("ncclRemoteError: it has ended")})
+    case = mock.Mock(**{"prepare.side_effect": torch.distributed.DistBackendError("ncclRemoteError: it has ended")})
     with pytest.raises(torch.distributed.DistBackendError):
-        made._capture(case, mock.Mock())
+        made.capture(case)
     assert reasons == []
 
 
@@ -220,8 +208,8 @@ def test_collectives_in_graphs_are_refused_where_their_replay_would_hang(
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     made, _, replayed = capturing(monkeypatch)
-    made.meet = SimpleNamespace(size=num_ranks)
-    said = made._capture(mock.MagicMock(), mock.Mock())
+    made.session.meet.size = num_ranks
+    said = made.capture(mock.Mock())
     assert ("NCCL_GRAPH_REGISTER=0" in said) == (not fits)
     assert replayed == ([0] if fits else [])
 
@@ -250,8 +238,9 @@ def test_of_what_a_case_waits_for_only_what_native_does_not_is_kept() -> None:
 
 
 def test_on_a_gpu_a_look_counts_where_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "watched_waits", lambda device: nullcontext({"own.py:7": 2}))
+    monkeypatch.setattr(inspection, "watched_waits", lambda device: nullcontext({"own.py:7": 2}))
     for device, expected in (("cuda", {"own.py:7": 2}), ("cpu", {})):
-        subject = SimpleNamespace(moe_layers={}, run=lambda inputs: inputs)
-        held = SimpleNamespace(rows_to_check=lambda batch: None, subject=subject, device=torch.device(device))
-        assert session.look(SimpleNamespace(prepare=lambda batch: batch, session=held), 0).waits == expected
+        stack = SimpleNamespace(moe_layers={}, run=lambda inputs: inputs)
+        held = SimpleNamespace(stack=stack, device=torch.device(device))
+        monkeypatch.setattr(inspection, "checked_rows", lambda held, batch: None)
+        assert inspection.look(SimpleNamespace(prepare=lambda batch: batch, session=held), 0).waits == expected

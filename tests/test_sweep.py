@@ -29,7 +29,6 @@ OTHER = {
     "name": "y",
     "policies": [{"name": "token_drop", "capacity_factor": 1.0}],
     "claims": [{"source": "s", "policy": {"name": "topk"}, "paper": 1.0, "note": "n"}],
-    "claims_device": "h100-sxm",
     "layer.dtype": "bfloat16",
     "layer.ep_size": 4,
     "layer.seed": 1,
@@ -37,11 +36,8 @@ OTHER = {
     "layer.permute": "indexed",
     "layer.kernel": "torch",
     "layer.dispatcher": "allgather",
-    "layer.native_padded": 1.5,
-    "layer.shared_expert_overlap": True,
     "measure.iterations": 6,
     "measure.preroll_us": 0,
-    "measure.microbatch_tokens": 8,
     "measure.breakdown_iterations": 1,
     "measure.warmup": 2,
     "measure.max_warmup": 6,
@@ -56,11 +52,10 @@ OTHER = {
     "emulate.device": "h20",
     "emulate.transport": "copies",
     "emulate.dispatch_dtype": "fp8",
-    "emulate.chunk_tokens": 16,
 }
 # Sections that enter every id whole, what only a GPU has, what adds cases in place of changing them, and whole models,
-# which are planned otherwise (test_model_run); experts in slices, which virtual ranks refuse (test_slices).
-LEFT_OUT = {"model", "workload", "layer.cuda_graph", "layer.expert_tensor_parallel", "emulate.replication"}
+# which are planned otherwise (test_model_run).
+LEFT_OUT = {"model", "workload", "layer.cuda_graph", "emulate.replication"}
 LEFT_OUT |= {"scope", "whole.num_layers", "whole.context_length"}
 
 

@@ -12,10 +12,10 @@ from tape_graphs import Operations, TapeClock, TapeGraph
 from torch import Tensor
 from transformer_laws import SEED, Lab, replayed
 
-from moe_ep_bench.layer.build import Transformer
 from moe_ep_bench.layer.graphs import CapturedRun
 from moe_ep_bench.layer.passes import Decode, KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous
+from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.timer import PhaseRecorder
@@ -23,22 +23,22 @@ from moe_ep_bench.timing.timer import PhaseRecorder
 REQUESTS = 6
 
 
-def decoding(lab: Lab, name: str, policy: Policy | None) -> tuple[Transformer, Decode, Tensor]:
+def decoding(lab: Lab, name: str, policy: Policy | None) -> tuple[Stack, Decode, Tensor]:
     """A model with skewed scores in every layer, a step of some requests, and their ids [B]."""
     model, built = lab.model(name), lab.build(name, BY_MAP)
     replayed(lab, built, model, REQUESTS)
     if policy is not None:
-        for pair in built.pairs.values():
-            pair.policy_router.policy = policy
-        built.take(built.pairs)
+        for forms in built.forms.values():
+            forms.policy.router.policy = policy
+        built.take(built.forms)
     cache = KeyValueCache(REQUESTS, 8)
     cache.fill_(built.gpt, lab.ranks.device, SEED)
     ids_B = lab.ids(model, REQUESTS)
     return built, Decode(ids_B, cache), ids_B
 
 
-def captured(lab: Lab, built: Transformer, step: Decode, *, by_phase: bool) -> CapturedRun:
-    meet = Rendezvous(lab.ep_group, lab.ranks.device)
+def captured(lab: Lab, built: Stack, step: Decode, *, by_phase: bool) -> CapturedRun:
+    meet = Rendezvous(lab.groups.ep, lab.ranks.device)
     return CapturedRun(built, step, TapeGraph(), TapeClock(), meet, by_phase=by_phase)
 
 
@@ -63,7 +63,7 @@ def a_captured_pass_computes_again_what_lies_in_its_tensors(lab: Lab) -> None:
                 run.replay()
                 assert torch.equal(run.output, other_BV), f"{name} {policy}: replayed again"
             maps = {layer: map_TE for layer, (_, map_TE) in run.routing.items()}
-            assert maps.keys() == built.pairs.keys()
+            assert maps.keys() == built.forms.keys()
             assert all(int(map_TE.sum()) == REQUESTS * lab.model(name).top_k for map_TE in maps.values())
 
 
@@ -74,7 +74,7 @@ def a_pass_is_one_graph_with_its_collectives_and_a_replay_issues_nothing_else(la
         step(built.gpt)
         with Operations() as eager:
             step(built.gpt)
-        meet = Rendezvous(lab.ep_group, lab.ranks.device)
+        meet = Rendezvous(lab.groups.ep, lab.ranks.device)
         graph = TapeGraph()
         run = CapturedRun(built, step, graph, TapeClock(), meet, by_phase=False)
     # The graph holds nothing that the eager run does not issue: gloo issues copies of its own, a tape notes views.
@@ -82,7 +82,7 @@ def a_pass_is_one_graph_with_its_collectives_and_a_replay_issues_nothing_else(la
     assert all(name in issued for name in held), "something was copied"
     # Each MoE layer gathers tokens, weights and map, and scatters sums.
     collectives = [name for name in held if name.startswith("c10d::")]
-    assert len(collectives) == (0 if lab.ranks.world_size == 1 else 4 * len(built.pairs))
+    assert len(collectives) == (0 if lab.ranks.world_size == 1 else 4 * len(built.forms))
     with mock.patch.object(TapeGraph, "replay", autospec=True) as played, Operations() as beside:
         run.replay()
     assert played.call_args_list == [mock.call(graph)]
@@ -104,10 +104,10 @@ def phases_of_a_captured_pass_are_those_of_its_replay(lab: Lab) -> None:
             recorder.end()
             times = recorder.times_us()
             total, unaccounted = times.pop(TOTAL), times.pop(UNACCOUNTED)
-            assert set(times) <= set(phases_in_depth(len(built.layers), built.pairs))
+            assert set(times) <= set(phases_in_depth(len(built.gpt.decoder.layers), built.forms))
             assert all(value >= 0 for value in times.values()), times
             assert abs(sum(times.values()) + unaccounted - total) < 1, times
-            moe = {phase for layer, phase in map(layer_and_phase, times) if layer in built.pairs}
+            moe = {phase for layer, phase in map(layer_and_phase, times) if layer in built.forms}
             assert {"attention", "rest", "gate", "policy", "experts", "shared", "combine", "moe_rest"} <= moe
             assert ("wait_dispatch" in moe) == (lab.ranks.world_size > 1)
             assert {phase for layer, phase in map(layer_and_phase, times) if layer is None} == {

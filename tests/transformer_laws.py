@@ -11,12 +11,12 @@ from torch import Tensor
 from virtual_time import VirtualTime, all_in, passing_where_late
 
 from moe_ep_bench.layer import megatron
-from moe_ep_bench.layer.build import Transformer
 from moe_ep_bench.layer.configs import megatron_config
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Prefill
 from moe_ep_bench.layer.phases import Rendezvous, instrumented_model
 from moe_ep_bench.layer.scores import logits_from_scores
+from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.models import LatentAttention, ModelSpec, load_model
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.runtime.ranks import Ranks
@@ -35,24 +35,22 @@ class Lab:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.ep_group = megatron.initialize_expert_parallel(ranks.world_size, 60)
-        self._built: dict[tuple[str, Parts], Transformer] = {}
+        self.groups = megatron.expert_parallel_groups(ranks.world_size, 60)
+        self._built: dict[tuple[str, Parts], Stack] = {}
 
     def model(self, name: str) -> ModelSpec:
         """A preset with narrow layers and few words, so that CPU ranks can run it."""
         return load_model(name).scaled(1 / 32).model_copy(update={"vocab_size": 512})
 
-    def build(self, name: str, parts: Parts = MEGATRON) -> Transformer:
+    def build(self, name: str, parts: Parts = MEGATRON) -> Stack:
         if (name, parts) not in self._built:
             model = self.model(name)
             sizes = {"num_layers": model.first_dense_layers + 2, "max_length": 64}
-            self._built[name, parts] = Transformer(
-                model, torch.float32, self.ranks.device, self.ep_group, SEED, parts, **sizes
-            )
+            self._built[name, parts] = Stack(model, torch.float32, self.ranks.device, self.groups, SEED, parts, **sizes)
         built = self._built[name, parts]
-        for pair in built.pairs.values():
-            pair.native.router.replay_TE = pair.policy_router.replay_TE = None
-            pair.policy_router.policy = make_policy({"name": "topk"})
+        for forms in built.forms.values():
+            forms.native.router.replay_TE = forms.policy.router.replay_TE = None
+            forms.policy.router.policy = make_policy({"name": "topk"})
         built.take(())
         return built
 
@@ -64,18 +62,20 @@ class Lab:
         return torch.randint(model.vocab_size, (num_tokens,), generator=generator).to(self.ranks.device)
 
 
-def unmodified(lab: Lab, name: str, built: Transformer) -> megatron.GPTModel:
+def unmodified(lab: Lab, name: str, built: Stack) -> megatron.GPTModel:
     """Megatron-Core's model from its own spec, router and dropless path included, with the built one's weights.
 
     Its attention is its own too, but where that cannot compute latent attention.
     """
     model = lab.model(name)
-    size, depth = lab.ep_group.size(), len(built.layers)
+    size, depth = lab.groups.ep.size(), len(built.gpt.decoder.layers)
     config = megatron_config(model, torch.float32, size, None, MEGATRON, on_cpu=True, num_layers=depth)
     latent = getattr(config, "multi_latent_attention", False)
-    core = type(built.layers[0].self_attention.core_attention) if latent else None
+    core = type(built.gpt.decoder.layers[0].self_attention.core_attention) if latent else None
     spec = megatron.decoder_spec(config, core)
-    gpt = megatron.build_gpt(config, spec, model.vocab_size, max_length=64, tied=model.tied_embeddings)
+    gpt = megatron.build_gpt(
+        config, spec, model.vocab_size, max_length=64, tied=model.tied_embeddings, ep_group=lab.groups.ep
+    )
     built.take(())
     gpt.load_state_dict(built.gpt.state_dict(), strict=False)
     own = {key for key in gpt.state_dict() if "_extra_state" not in key}
@@ -104,14 +104,14 @@ def topk_gives_the_logits_of_an_unmodified_model_and_packed_prompts_those_of_eac
         alone = [whole_sequence(theirs, ids_T)[-1] for ids_T in lab.ids(model, sum(LENGTHS)).split(LENGTHS)]
         torch.testing.assert_close(packed_SV, torch.stack(alone), rtol=1e-3, atol=1e-4, msg=f"{name}")
         if not isinstance(model.attention, LatentAttention):
-            for layer, block in enumerate(built.layers):
+            for layer, block in enumerate(built.gpt.decoder.layers):
                 # Attention's kernel is ours; everything else is compared to the last bit.
                 block.self_attention.core_attention = theirs.decoder.layers[layer].self_attention.core_attention
         ids_T = lab.ids(model, 23)
         expected_TV = whole_sequence(theirs, ids_T)
         assert expected_TV.std() > 0.1
         assert torch.equal(whole_sequence(built.gpt, ids_T), expected_TV), f"{name}: native differs"
-        built.take(built.pairs)
+        built.take(built.forms)
         if model.normalize:  # Megatron-Core's weights are then the same numbers by another formula.
             torch.testing.assert_close(whole_sequence(built.gpt, ids_T), expected_TV, rtol=1e-4, atol=1e-5)
         else:
@@ -129,7 +129,7 @@ def positions_of_many_prompts_are_set_at_once_and_as_megatron_sets_them_one_by_o
     with mock.patch.object(rope_utils, "_apply_rotary_pos_emb_bshd", side_effect=rotate) as calls:
         # From 0.20 on it is told the longest length as well.
         for told in ({}, {"max_seqlen": max(LENGTHS)}):
-            how = {"cp_group": lab.ep_group, **told}
+            how = {"cp_group": lab.groups.ep, **told}
             packed_THD = rope_utils._apply_rotary_pos_emb_thd(heads_THD, bounds, freqs_S11D, **how)
             assert torch.equal(packed_THD, torch.cat(alone))
         assert calls.call_count == 2
@@ -156,11 +156,11 @@ def a_decode_step_gives_the_logits_of_the_whole_sequence(lab: Lab) -> None:
         assert torch.equal(again_BV, step_BV), "a step leaves the next one another cache"
 
 
-def replayed(lab: Lab, built: Transformer, model: ModelSpec, num_tokens: int) -> None:
+def replayed(lab: Lab, built: Stack, model: ModelSpec, num_tokens: int) -> None:
     """Give every MoE layer skewed scores of its own."""
-    for layer, pair in built.pairs.items():
+    for layer, forms in built.forms.items():
         scores_TE = skewed_scores(model, num_tokens, seed=100 * layer + lab.ranks.rank)
-        for router in (pair.native.router, pair.policy_router):
+        for router in (moe.router for moe in forms):
             router.replay_TE = logits_from_scores(scores_TE, model.score_function).to(lab.ranks.device)
 
 
@@ -169,7 +169,7 @@ def phases_of_all_layers_and_the_rest_close_against_the_total(lab: Lab) -> None:
     model, built = lab.model(LITE), lab.build(LITE, Parts())
     prompts = lab.prompts(model)
     clock = VirtualTime(lab.ranks.device, op_us=1.0)
-    recorder, meet = PhaseRecorder(clock), Rendezvous(lab.ep_group, lab.ranks.device)
+    recorder, meet = PhaseRecorder(clock), Rendezvous(lab.groups.ep, lab.ranks.device)
     prompts(built.gpt)
     before = [set(vars(module)) for module in built.gpt.modules()]
     with clock, instrumented_model(built.gpt, recorder, meet):
@@ -179,10 +179,10 @@ def phases_of_all_layers_and_the_rest_close_against_the_total(lab: Lab) -> None:
     assert [set(vars(module)) for module in built.gpt.modules()] == before, "instrumentation leaves something behind"
     times = recorder.times_us()
     total, unaccounted = times.pop(TOTAL), times.pop(UNACCOUNTED)
-    assert set(times) <= set(phases_in_depth(len(built.layers), built.pairs))
+    assert set(times) <= set(phases_in_depth(len(built.gpt.decoder.layers), built.forms))
     assert sum(times.values()) + unaccounted == total, times
     assert unaccounted < 0.02 * total  # Of all operations.
-    moe = {phase for layer, phase in map(layer_and_phase, times) if layer in built.pairs}
+    moe = {phase for layer, phase in map(layer_and_phase, times) if layer in built.forms}
     assert {"attention", "rest", "gate", "policy", "experts", "shared", "combine", "moe_rest"} <= moe
     assert {phase for layer, phase in map(layer_and_phase, times) if layer == 0} == {"attention", "rest", "dense"}
     assert {phase for layer, phase in map(layer_and_phase, times) if layer is None} == {"embedding", "rest", "output"}
@@ -194,7 +194,7 @@ def phases_of_all_layers_and_the_rest_close_against_the_total(lab: Lab) -> None:
 def a_slow_attention_shows_as_waiting_on_the_others_in_that_layer(lab: Lab) -> None:
     model, built = lab.model(LITE), lab.build(LITE, Parts())
     prompts = lab.prompts(model)
-    meet, is_slow = Rendezvous(lab.ep_group, lab.ranks.device), lab.ranks.rank == 1
+    meet, is_slow = Rendezvous(lab.groups.ep, lab.ranks.device), lab.ranks.rank == 1
 
     def run(clock: Clock) -> dict[str, float]:
         recorder = PhaseRecorder(clock)
@@ -205,7 +205,7 @@ def a_slow_attention_shows_as_waiting_on_the_others_in_that_layer(lab: Lab) -> N
             recorder.end()
         return recorder.times_us()
 
-    last = built.layers[2].self_attention
+    last = built.gpt.decoder.layers[2].self_attention
     passed = passing_where_late(lab.ranks.device, last, "forward", run, is_slow=is_slow)
     assert passed == all_in((2, "attention" if is_slow else "wait_metadata")), passed
 
@@ -213,7 +213,7 @@ def a_slow_attention_shows_as_waiting_on_the_others_in_that_layer(lab: Lab) -> N
 @law()
 def weights_do_not_depend_on_the_number_of_ranks_and_differ_between_layers(lab: Lab) -> None:
     built = lab.build("olmoe-1b-7b", Parts())
-    first, second = (built.pairs[layer].native.router.weight for layer in sorted(built.pairs))
+    first, second = (built.forms[layer].native.router.weight for layer in sorted(built.forms))
     assert not torch.equal(first, second)
     # What one rank has; a change of the seeds shows here, and so does a rank that has other weights.
     found = torch.stack([first.sum(), second.sum(), built.gpt.embedding.word_embeddings.weight.sum()])

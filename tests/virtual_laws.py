@@ -32,13 +32,13 @@ from torch import Tensor
 from moe_ep_bench.bench.plan import VIRTUAL, plan
 from moe_ep_bench.bench.rank_timers import MeasuredRanks
 from moe_ep_bench.bench.traffic import CaseRouter, RankBatches, Shares, Traffic, traffic_of
-from moe_ep_bench.layer.build import SingleLayer, Subject
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.layer.experts import seeded_generator
-from moe_ep_bench.layer.megatron import initialize_expert_parallel
+from moe_ep_bench.layer.megatron import expert_parallel_groups
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.scores import logits_from_scores
+from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks, with_slots
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import balance, make_placement, replicate
@@ -50,26 +50,26 @@ LITE = ModelSpec.named("deepseek-v2-lite").scaled(1 / 32)
 
 class Lab:
     def __init__(self, ranks: Ranks) -> None:
-        self.device, self.group = ranks.device, initialize_expert_parallel(1, 60)
+        self.device, self.groups = ranks.device, expert_parallel_groups(1, 60)
 
 
 class OnVirtualRanks:
     """A layer or a model on virtual ranks, with skewed scores of its own for every MoE layer."""
 
-    def __init__(self, lab: Lab, model: ModelSpec, build: Callable[..., Subject], sizes: Sequence[int]) -> None:
+    def __init__(self, lab: Lab, model: ModelSpec, build: Callable[..., Stack], sizes: Sequence[int]) -> None:
         """``sizes``: tokens of each rank."""
         self.device, self.model, self.sizes = lab.device, model, sizes
         self.virtual = VirtualRanks(build, len(sizes))
-        self.subject = self.virtual.subject
+        self.stack = self.virtual.stack
         self.scores = {
             layer: skewed_scores(model, sum(sizes), seed=layer or 7).to(lab.device).split(sizes)
-            for layer in self.subject.pairs
+            for layer in self.stack.forms
         }
         self.policies: dict[int | None, Policy | None] = {}
 
     def context(self, layer: int | None, rank: int) -> RoutingContext:
         return replace(
-            self.subject.pairs[layer].policy_router.context,
+            self.stack.forms[layer].policy.router.context,
             rank=rank,
             generator=seeded_generator(self.device, 5, rank, layer or 0),
             request_id_T=torch.arange(self.sizes[rank], device=self.device) // 5 + 1000 * rank,
@@ -79,10 +79,10 @@ class OnVirtualRanks:
         self, spec: dict | None, policy_layers: Sequence[int] | None = None
     ) -> dict[int | None, list[Routing]]:
         """Work out all ranks' routing of every layer, and let the exchange answer with it."""
-        pairs, ranks = self.subject.pairs, range(len(self.sizes))
-        taken = pairs.keys() if policy_layers is None else policy_layers
-        self.policies = {layer: policy_of(spec) if layer in taken else None for layer in pairs}
-        self.subject.take([layer for layer, policy in self.policies.items() if policy is not None])
+        forms, ranks = self.stack.forms, range(len(self.sizes))
+        taken = forms.keys() if policy_layers is None else policy_layers
+        self.policies = {layer: policy_of(spec) if layer in taken else None for layer in forms}
+        self.stack.take([layer for layer, policy in self.policies.items() if policy is not None])
         routings, announced = {}, {}
         for layer, policy in self.policies.items():
             rule, scores = policy or make_policy({"name": "topk"}), self.scores[layer]
@@ -94,7 +94,7 @@ class OnVirtualRanks:
         return routings
 
     def prepare(self, rank: int) -> contextlib.AbstractContextManager[None]:
-        for layer, moe in self.subject.moe_layers.items():
+        for layer, moe in self.stack.moe_layers.items():
             moe.router.replay_TE = logits_from_scores(self.scores[layer][rank], self.model.score_function)
             if self.policies[layer] is not None:
                 moe.router.policy, moe.router.context = self.policies[layer], self.context(layer, rank)
@@ -114,7 +114,7 @@ class Layer(OnVirtualRanks):
         slots: ExpertPlacement | None = None,
     ) -> None:
         built = model if slots is None else with_slots(model, slots.num_slots)
-        build = partial(SingleLayer, built, torch.float32, lab.device, seed=SEED, parts=parts)
+        build = partial(Stack, built, torch.float32, lab.device, seed=SEED, parts=parts)
         sizes = [share.stop - share.start for share in uneven(num_tokens, num_ranks)]
         super().__init__(lab, model, build, sizes)
         self.slots = slots
@@ -210,7 +210,7 @@ def chunks_and_slots_compute_what_was_worked_out(lab: Lab) -> None:
         for rank, tokens in list(enumerate(batches))[::3]:
             shares = {None: Shares(comparison.subject, tokens, rank, lab.device).of(case)}
             timer.time(router, traffic, rank, shares)  # builds the layers
-            layer = timer._virtual(slots.num_slots).subject.pairs[None].native
+            layer = timer._virtual(slots.num_slots).stack.forms[None].native
             seen: list[Tensor] = []
             hook = layer.experts.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[1].cpu()))
             took = timer.time(router, traffic, rank, shares, first=True)
@@ -233,7 +233,7 @@ def counts_other_than_announced_are_noticed(lab: Lab) -> None:
     layer.prepare(0)
     with layer.virtual.connected():
         layer.virtual.exchange.checks_counts = False
-        layer.subject.run(layer.hidden[0].unsqueeze(1))
+        layer.stack.run(layer.hidden[0].unsqueeze(1))
         layer.virtual.exchange.checks_counts = True
         with pytest.raises(RuntimeError, match="sends other counts"):
-            layer.subject.run(layer.hidden[0].unsqueeze(1))
+            layer.stack.run(layer.hidden[0].unsqueeze(1))

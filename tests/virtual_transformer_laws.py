@@ -17,8 +17,8 @@ from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork
 from moe_ep_bench.cost_model.timeline import Leg, compose, legs_of, phase_of_meeting
 from moe_ep_bench.cost_model.whole_model import PassWork, pass_segments
-from moe_ep_bench.layer.build import Transformer
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
+from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.models import load_model
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase, phases_in_depth
@@ -37,7 +37,7 @@ class Model(OnVirtualRanks):
         model = load_model(name).scaled(1 / 32).model_copy(update={"vocab_size": 256})
         self.num_layers, self.lengths = model.first_dense_layers + 2, LENGTHS[num_ranks]
         sizes = {"num_layers": self.num_layers, "max_length": 64}
-        self.build = partial(Transformer, model, torch.float32, lab.device, seed=SEED, **sizes)
+        self.build = partial(Stack, model, torch.float32, lab.device, seed=SEED, **sizes)
         super().__init__(lab, model, self.build, [sum(lengths) for lengths in self.lengths])
         self.cache = self.virtual.new_cache(max(self.sizes), CONTEXT) if decodes else None
         generator = torch.Generator().manual_seed(7)
@@ -52,7 +52,7 @@ class Model(OnVirtualRanks):
         self.virtual.become(rank)
         self.prepare(rank)
         with self.virtual.connected():
-            return self.subject.run(self.batch(rank))
+            return self.stack.run(self.batch(rank))
 
     def work(self, rank: int) -> PassWork:
         """What a modelled rank is told of the pass that this one runs."""
@@ -67,14 +67,14 @@ class Model(OnVirtualRanks):
         return PassWork(self.lengths[rank], 0, 0, layers)
 
 
-def expected_logits(model: Model, one: Transformer, routings: dict[int, list[Routing]], rank: int, cache) -> Tensor:
+def expected_logits(model: Model, one: Stack, routings: dict[int, list[Routing]], rank: int, cache) -> Tensor:
     """Of a rank's tokens alone, on all experts, with the routing that was worked out for them."""
-    one.take(one.pairs.keys())
-    with contextlib.ExitStack() as stack:
+    one.take(one.forms.keys())
+    with contextlib.ExitStack() as given:
         for layer, moe in one.moe_layers.items():
             routing = routings[layer][rank]
-            given = mock.patch.object(moe.router, "routing", lambda *_, r=routing, **__: (r.weights_TE, r.map_TE))
-            stack.enter_context(given)
+            instead = mock.patch.object(moe.router, "routing", lambda *_, r=routing, **__: (r.weights_TE, r.map_TE))
+            given.enter_context(instead)
         return model.batch(rank, cache)(one.gpt)
 
 
@@ -86,7 +86,7 @@ def ranks_that_exchange_rows_give_the_logits_of_one_rank(lab: Lab) -> None:
         ("mixtral-8x7b", 2, True, (DROP,)),
     ):
         model = Model(lab, name, num_ranks, decodes=decodes)
-        one, cache = model.build(ep_group=lab.group), None
+        one, cache = model.build(groups=lab.groups), None
         if decodes:
             cache = KeyValueCache(max(model.sizes), CONTEXT)
             cache.fill_(one.gpt, lab.device, SEED)
@@ -103,7 +103,7 @@ def ranks_that_exchange_rows_give_the_logits_of_one_rank(lab: Lab) -> None:
 
 def timed_legs(model: Model, recorder: PhaseRecorder, rank: int) -> tuple[list[Leg], list[str]]:
     """A rank's pass, cut at its meetings; what was cut away is what was not sent, and where nobody was waited for."""
-    with model.subject.instrumented(recorder, lambda: None):
+    with model.stack.instrumented(recorder, lambda: None):
         recorder.begin()
         model.run(rank)
         recorder.end()

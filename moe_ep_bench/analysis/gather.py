@@ -102,7 +102,7 @@ def gather(directories: Sequence[Path]) -> Gathered:
 
 def _read(kind: str, directory: Path, passed_over: list[str]) -> Any:
     if kind == "quality":
-        from moe_ep_bench.analysis.quality_frames import read_quality
+        from moe_ep_bench.analysis.quality import read_quality
 
         quality = read_quality(directory)
         if not quality.groups:

@@ -104,8 +104,7 @@ def route_text(directory: Path, to: str = "text") -> str:
 
 def quality_text(directory: Path, to: str = "text") -> str:
     """Tables of what ``quality`` wrote, in a format of ``render``."""
-    from moe_ep_bench.analysis.quality_frames import read_quality
-    from moe_ep_bench.analysis.quality_tables import quality_tables
+    from moe_ep_bench.analysis.quality import quality_tables, read_quality
 
     return render(quality_tables(read_quality(directory)), to, width=terminal_width())
 

@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from moe_ep_bench.analysis.compare import ALL, MOE, times_of
-from moe_ep_bench.analysis.frames import speedups
-from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_whole, load_run
-from moe_ep_bench.analysis.parts import read_jobs
+from moe_ep_bench.analysis.cases import CASE, Store, cases, comparisons, load, routing
+from moe_ep_bench.analysis.compare import ALL, MOE, Times, times_of
+from moe_ep_bench.analysis.parts import ResultsError, read_jobs
 from moe_ep_bench.analysis.render import Table, interval, milliseconds, number, percentage, render, text
-from moe_ep_bench.analysis.words import OVERSUBSCRIBED, hardware_words, scale_words
+from moe_ep_bench.analysis.words import OVERSUBSCRIBED, scale_words
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.results import ValidationDirectory
 from moe_ep_bench.timing.statistics import equivalence, estimate_change, paired_ratios
 
+_RUNS = ("real", "emulated")
 # What names a case in both runs; ids differ, for they say how it was measured.
 _KEY = ["comparison", "role", "policy", "policy_params", "quantity"]
 _FACTS = ["label", "case_id", "status", "reason"]
@@ -39,13 +39,11 @@ class Validation(NamedTuple):
             is of policies and the ceiling; ``unmeasured`` says why a row has no numbers.
         notes: by title of the comparison, what its table needs to be read.
         margin: by which equivalent speedups differ at most.
-        real: the run on real ranks.
     """
 
     cases: pd.DataFrame
     notes: dict[str, list[str]]
     margin: float
-    real: Run
 
 
 def load_validation(directory: Path) -> Validation:
@@ -59,36 +57,53 @@ def load_validation(directory: Path) -> Validation:
         pairs, links, margin = files.read_pairs()
     except ValueError as error:
         raise ResultsError(str(error)) from None
-    runs = real, emulated = [load_run(root, whole=is_whole(files.real)) for root in (files.real, files.emulated)]
-    for run, ids in zip(runs, zip(*pairs, strict=True), strict=True):
-        if unknown := [name for name in ids if name not in run.comparisons]:
-            raise ResultsError(f"{run.directory}: holds no comparison {unknown[0]}, which {files.pairs} names")
-    titles = [real.comparisons[name].title for name, _ in pairs]
-    frames = [
-        _rows(run, dict(zip(ids, titles, strict=True))) for run, ids in zip(runs, zip(*pairs, strict=True), strict=True)
-    ]
-    routing = ["dropped_share", "retained_mass"]
-    rows = frames[0].merge(frames[1].drop(columns=routing), "left", _KEY, suffixes=("_real", "_emulated"))
+    roots = {"real": files.real, "emulated": files.emulated}
+    stores = {run: load(root, join_draws=False) for run, root in roots.items()}
+    about = {run: comparisons(store).set_index("comparison_id") for run, store in stores.items()}
+    ids = dict(zip(_RUNS, zip(*pairs, strict=True), strict=True))
+    for run in _RUNS:
+        if unknown := [name for name in ids[run] if name not in about[run].index]:
+            raise ResultsError(f"{roots[run]}: holds no comparison {unknown[0]}, which {files.pairs} names")
+    scope, other = (about[run]["scope"].iloc[0] for run in _RUNS)
+    if scope != other:
+        raise ResultsError(f"{roots['emulated']}: expected times of a {scope}, as in {roots['real']}; got {other}")
+    titles = [about["real"].at[name, "title"] for name in ids["real"]]
+    frames = {run: _rows(cases(stores[run]), dict(zip(ids[run], titles, strict=True))) for run in _RUNS}
+    routed = ["dropped_share", "retained_mass"]
+    rows = frames["real"].merge(frames["emulated"].drop(columns=routed), "left", _KEY, suffixes=("_real", "_emulated"))
     if len(lost := rows["label_real"][rows["case_id_emulated"].isna()]):
         raise ResultsError(f"the emulated run has no case {lost.iloc[0]}, which the real one has")
-    by_id = {case.case_id: case for run in runs for case in run.cases}
+    times = {run: _by_id(times_of(store)) for run, store in stores.items()}
+    loads = {run: _loads(store) for run, store in stores.items()}
+    threads = [read_jobs(root).environment.get("threads_per_rank") for root in roots.values()]
     notes, judged = {}, []
-    for (name, _), title in zip(pairs, titles, strict=True):
-        group = rows[rows["comparison"] == title].copy()
-        reasons = _unsound(real, emulated, name, group, by_id)
-        facts = real.comparisons[name]
-        about = f"real ranks: {hardware_words(real, facts)}, {facts.dtype}, {scale_words(facts.scale)}"
-        notes[title] = [about, f"links: {links}", *(f"warning: not comparable: {reason}" for reason in reasons)]
-        judged.append(_judged(group, by_id, margin, is_sound=not reasons))
-    cases = pd.concat(judged, ignore_index=True).drop(columns="label_emulated").rename(columns={"label_real": "label"})
-    return Validation(cases, notes, margin, real)
+    for name, title in zip(ids["real"], titles, strict=True):
+        group, facts = rows[rows["comparison"] == title], about["real"].loc[name]
+        both = group[(group["quantity"] == ALL) & (group["status_real"] == "ok") & (group["status_emulated"] == "ok")]
+        other = [
+            row["label_real"]
+            for row in both.to_dict("records")
+            if not loads["real"][row["case_id_real"]].equals(loads["emulated"][row["case_id_emulated"]])
+        ]
+        reasons = [
+            *([OVERSUBSCRIBED] if facts["oversubscribed"] else []),
+            *([_THREADS.format(*threads)] if threads[0] != threads[1] else []),
+            *([f"routing is not the same in both runs: {', '.join(other)}"] if other else []),
+        ]
+        ranks = f"real ranks: {facts['ran_on']}, {facts['dtype']}, {scale_words(facts['scale'])}"
+        notes[title] = [ranks, f"links: {links}", *(f"warning: not comparable: {reason}" for reason in reasons)]
+        judged.append(_judged(group, times, margin, is_sound=not reasons))
+    joined = pd.concat(judged, ignore_index=True).drop(columns="label_emulated")
+    return Validation(joined.rename(columns={"label_real": "label"}), notes, margin)
 
 
-def _rows(run: Run, titles: dict[str, str]) -> pd.DataFrame:
+_THREADS = "each real rank computed with {} thread(s), the emulated one with {}"
+
+
+def _rows(frame: pd.DataFrame, titles: dict[str, str]) -> pd.DataFrame:
     """A row per case and quantity of one run; ``comparison`` is the real run's title."""
-    frame = speedups(run)
     frame = frame[frame["comparison_id"].isin(titles)].assign(quantity=ALL)
-    if run.scope == "model":
+    if frame["scope"].eq("model").any():
         moe = {"moe_ms": "median_ms", **{f"moe_{name}": name for name in _NUMBERS[1:]}}
         layers = frame[frame["role"].isin(_CLAIMS)].drop(columns=_NUMBERS).rename(columns=moe).assign(quantity=MOE)
         frame = pd.concat([frame, layers], ignore_index=True)
@@ -96,49 +111,40 @@ def _rows(run: Run, titles: dict[str, str]) -> pd.DataFrame:
     return frame.assign(comparison=frame["comparison_id"].map(titles))[columns]
 
 
-def _judged(rows: pd.DataFrame, by_id: dict[str, Case], margin: float, *, is_sound: bool) -> pd.DataFrame:
+def _by_id(times: Times) -> dict[str, dict[str, pd.Series]]:
+    return {case_id: of_case for (*_, case_id), of_case in times.items()}
+
+
+def _loads(store: Store) -> dict[str, pd.Series]:
+    """Of each case, how many pairs experts got and ranks sent, by batch and layer."""
+    rows = routing(store)
+    words = rows["load_E"].map(tuple) + rows["pairs_RR"].map(tuple)
+    rows = rows.assign(loads=words, layer=rows["layer"].fillna(-1)).sort_values(["batch", "layer"])
+    return {case_id: group["loads"].reset_index(drop=True) for case_id, group in rows.groupby(CASE[-1])}
+
+
+def _judged(
+    rows: pd.DataFrame, times: dict[str, dict[str, dict[str, pd.Series]]], margin: float, *, is_sound: bool
+) -> pd.DataFrame:
     """The rows of a comparison with the ratio of both speedups, verdicts, and why a row has no numbers."""
-    is_whole = MOE in set(rows["quantity"])
     natives = rows[rows["role"] == "baseline"].iloc[:1].to_dict("records")
     found = []
     for row in rows.to_dict("records"):
-        lost = next((run for run in ("real", "emulated") if row[f"status_{run}"] != "ok"), None)
+        lost = next((run for run in _RUNS if row[f"status_{run}"] != "ok"), None)
         why = lost and f"{lost}: {row[f'status_{lost}']}: {row[f'reason_{lost}'] or 'no reason recorded'}"
-        speedup = []
-        for run in ("real", "emulated") if natives and row["role"] in _CLAIMS else ():
-            native, case = (by_id[one[f"case_id_{run}"]] for one in (natives[0], row))
-            if native.is_ok and case.is_ok:
-                native_us, case_us = (times_of(one, is_whole).get(row["quantity"]) for one in (native, case))
-                speedup += [] if native_us is None or case_us is None else [paired_ratios(native_us, case_us)]
+        is_claim, speedup = row["role"] in _CLAIMS, []
+        for run in _RUNS if natives and is_claim else ():
+            native_us, case_us = (
+                times[run].get(one[f"case_id_{run}"], {}).get(row["quantity"]) for one in (natives[0], row)
+            )
+            speedup += [] if native_us is None or case_us is None else [paired_ratios(native_us, case_us)]
         ratio = estimate_change(*speedup) if len(speedup) == 2 and all(map(len, speedup)) else None
         found.append(
             {f"ratio_{end}": getattr(ratio, end, None) for end in ("median", "low", "high", "is_interval")}
-            | {"verdict": equivalence(ratio if is_sound else None, margin) if row["role"] in _CLAIMS else None}
-            | {"unmeasured": why}
+            | {"verdict": equivalence(ratio if is_sound else None, margin) if is_claim else None, "unmeasured": why}
         )
     numbers = pd.DataFrame(found, rows.index)
     return rows.join(numbers.astype({f"ratio_{end}": float for end in ("median", "low", "high")}))
-
-
-def _unsound(real: Run, emulated: Run, comparison_id: str, rows: pd.DataFrame, by_id: dict[str, Case]) -> list[str]:
-    """Why the runs of a comparison may not be compared at all."""
-    reasons = [OVERSUBSCRIBED] if real.comparisons[comparison_id].oversubscribed else []
-    threads = [read_jobs(run.directory).environment.get("threads_per_rank") for run in (real, emulated)]
-    if threads[0] != threads[1]:
-        reasons.append(f"each real rank computed with {threads[0]} thread(s), the emulated one with {threads[1]}")
-    both = rows[(rows["quantity"] == ALL) & (rows["status_real"] == "ok") & (rows["status_emulated"] == "ok")]
-    other = [
-        row["label_real"]
-        for row in both.to_dict("records")
-        if not _loads(by_id[row["case_id_real"]]).equals(_loads(by_id[row["case_id_emulated"]]))
-    ]
-    return [*reasons, *([f"routing is not the same in both runs: {', '.join(other)}"] if other else [])]
-
-
-def _loads(case: Case) -> pd.Series:
-    """How many pairs every rank sent every expert, of every batch and layer."""
-    keys = [key for key in ("batch", "layer", "rank") if key in case.routing]
-    return case.routing.set_index(keys)["load_E"].sort_index().map(tuple)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

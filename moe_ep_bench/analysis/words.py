@@ -22,6 +22,7 @@ from moe_ep_bench.analysis.render import NONE
 from moe_ep_bench.analysis.render import milliseconds as milliseconds
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.timing import probe_floor_us
+from moe_ep_bench.config import LPLB_SOLVE_US
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.tables import DEEPEP_WORDS, MEASURED_ELSEWHERE
 from moe_ep_bench.cost_model.transport import exchange_words
@@ -363,7 +364,7 @@ def notes_of(comparison: ComparisonResult) -> list[str]:
     memory = []
     for one in comparison.replications:
         note = "" if load_BE is None else stacked_note(load_BE, one.case.policy_params, facts)
-        words = f"{extra_memory_words(one)}{solving_words(one, facts)}"
+        words = f"{extra_memory_words(one)}{solving_words(one)}"
         memory.append(f"{one.case.label}: {'; '.join(filter(None, (words, note)))}")
     machines = dict.fromkeys(line for launch in comparison.conditions for line in remarks(launch.machines))
     return [*_said(_NOTES, known), *memory, *machines]
@@ -442,17 +443,13 @@ def stacked_note(load_BE: NDArray[Any], policy_params: Mapping[str, Any], facts:
     return stacking_words(stacked, "ranks of batches") if stacked.any() else ""
 
 
-def solving_words(result: CaseResult, facts: Comparison) -> str:
+def solving_words(result: CaseResult) -> str:
     """What balancing by a linear program takes in every batch; empty where nothing is solved."""
     params = result.case.policy_params
     if params.get("balancer") != "lp":
         return ""
-    assumed_us, timings = params.get("solve_us"), result.case.timings
-    counted = "as measured" if assumed_us is None else f"as {assumed_us:g} us, assumed"
-    # Nothing else is done by a host where the device is modelled.
-    here_us = None if facts.device is None else timings["host_us"].dropna().median()
-    here = "" if here_us is None else f" (here it took {here_us:,.0f} us of CPU time, measured)"
-    return f"; solving counts in every batch{here}, {counted}, in the phase policy"
+    assumed_us = LPLB_SOLVE_US if params.get("solve_us") is None else params["solve_us"]
+    return f"; solving counts in every batch, as {assumed_us:g} us, assumed, in the phase policy"
 
 
 def warnings_of(comparison: ComparisonResult, run: Run) -> list[str]:

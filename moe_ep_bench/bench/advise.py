@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
-from moe_ep_bench.bench.plan import Plan
+import torch
+
+from moe_ep_bench.bench.plan import VIRTUAL, Plan, plan_experiments
 from moe_ep_bench.bench.question import Question
 from moe_ep_bench.bench.rest import rest_of
-from moe_ep_bench.bench.run import emulate_plan, plan_virtual
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.bench.run import emulate_plan
 from moe_ep_bench.files import atomic_path
 
 
@@ -36,10 +36,5 @@ def check_rest(question: Question) -> None:
 
 
 def _planned(question: Question, *, try_out: bool = True) -> Plan:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, question.config.name)
-        path.write_text(question.text)
-        try:
-            return plan_virtual(path, (), try_out=try_out)
-        except ValueError as problem:
-            raise UserError(str(problem).replace(f"{folder}/", "")) from None
+    config, on_cpu = Path(question.config.name), not torch.cuda.is_available()
+    return plan_experiments(config, question.experiments, VIRTUAL, on_cpu=on_cpu, try_out=try_out)

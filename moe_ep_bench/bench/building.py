@@ -11,15 +11,13 @@ from functools import partial
 import torch
 
 from moe_ep_bench.bench.plan import Comparison
-from moe_ep_bench.layer.build import SingleLayer, Transformer
 from moe_ep_bench.layer.experts import DTYPES, TOKENS, seeded_generator
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
+from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import with_slots
 
 
-def builder(
-    comparison: Comparison, device: torch.device, num_slots: int | None = None
-) -> Callable[..., SingleLayer | Transformer]:
+def builder(comparison: Comparison, device: torch.device, num_slots: int | None = None) -> Callable[..., Stack]:
     """What builds the layer or model, once it is given its process groups.
 
     Args:
@@ -28,14 +26,10 @@ def builder(
     model, subject, settings = comparison.model, comparison.subject, comparison.experiment.layer
     if num_slots not in (None, model.num_experts):
         model = with_slots(model, num_slots)
-    known = {"seed": settings.seed, "parts": comparison.parts, "padded_to": settings.native_padded}
-    build: Callable[..., SingleLayer | Transformer] = SingleLayer
-    if subject.name == "model":
-        longest = subject.context_length + subject.most_tokens
-        build = partial(Transformer, num_layers=subject.num_layers, max_length=longest)
-    elif comparison.num_pieces > 1:
-        build = partial(SingleLayer, num_pieces=comparison.num_pieces)
-    return partial(build, model, DTYPES[settings.dtype], device, **known)
+    build = partial(Stack, model, DTYPES[settings.dtype], device, seed=settings.seed, parts=comparison.parts)
+    if subject.name == "layer":
+        return build
+    return partial(build, num_layers=subject.num_layers, max_length=subject.context_length + subject.most_tokens)
 
 
 def random_pass(

@@ -5,13 +5,11 @@ Shapes: B = batches, R = ranks.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.config import Experiment, SyntheticConfig
-from moe_ep_bench.cost_model.devices import RUN_DTYPES, VALUE_BYTES
+from moe_ep_bench.cost_model.devices import RUN_DTYPES
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import free_memory_bytes
@@ -19,8 +17,6 @@ from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.models import ModelSpec
 
 MOST_EXPERTS, MOST_BATCHES = 2**16, 2**20
-# Of a row, in bytes: what grouped_mm wants.
-_GEMM_ALIGNMENT = 16
 
 
 def _refuse(is_wrong: object, key: str, expected: str, got: object) -> None:
@@ -44,21 +40,10 @@ def check_size(experiment: Experiment, world_size: int) -> None:
 
 
 def check_ranks(experiment: Experiment, world_size: int, ep_size: int) -> None:
-    """Refuse experts, slices or tokens that cannot be divided among the ranks."""
-    model, num_slices, dtype = experiment.model.spec(), experiment.layer.expert_tensor_parallel, experiment.layer.dtype
-    key, ffn, values = "layer.expert_tensor_parallel", model.ffn_hidden_size, model.ffn_hidden_size // num_slices
-    if num_slices > 1:
-        sharded = f"1 with model.tensor_parallel: {model.tensor_parallel}"
-        _refuse(model.tensor_parallel > 1, key, sharded, num_slices)
-        _refuse(world_size % num_slices, key, f"a divisor of the {world_size} ranks", num_slices)
-        _refuse(ffn % num_slices, key, f"a divisor of the ffn_hidden_size {ffn} of {model.name}", num_slices)
-        misaligned = experiment.layer.experts != "sequential" and values * VALUE_BYTES[dtype] % _GEMM_ALIGNMENT
-        multiple = f"slices of a multiple of {_GEMM_ALIGNMENT} bytes (or layer.experts: sequential)"
-        _refuse(misaligned, key, multiple, f"{num_slices}, which are {values} values of {dtype}")
-    groups = "" if num_slices == 1 else f" over layer.expert_tensor_parallel: {num_slices}"
-    divisor = f"a divisor of the {world_size} ranks{groups}"
+    """Refuse experts or tokens that cannot be divided among the ranks."""
+    model = experiment.model.spec()
     hint = "--nproc starts more; the command emulate lays out any number on one device"
-    _refuse(world_size % (ep_size * num_slices), "layer.ep_size", divisor, f"{ep_size}; {hint}")
+    _refuse(world_size % ep_size, "layer.ep_size", f"a divisor of the {world_size} ranks", f"{ep_size}; {hint}")
     got = f"{ep_size}{'' if experiment.layer.ep_size else ' (all ranks)'}"
     divisor = f"a divisor of the {model.num_experts} experts of {model.name}"
     _refuse(model.num_experts % ep_size, "layer.ep_size", divisor, got)
@@ -71,48 +56,6 @@ def check_context(experiment: Experiment) -> None:
     """Refuse a context where one layer is measured or routed, which has no cache."""
     context = 0 if experiment.scope == "model" else experiment.whole.context_length
     _refuse(context, "whole.context_length", "0 with scope layer, but for emulate", context)
-
-
-def check_whole_experts(experiment: Experiment, command: str) -> None:
-    """Refuse slices of experts for a command that lays out whole experts."""
-    num_slices = experiment.layer.expert_tensor_parallel
-    _refuse(num_slices > 1, "layer.expert_tensor_parallel", f"1, for {command} whole experts", num_slices)
-
-
-def check_pieces(experiment: Experiment) -> None:
-    """Refuse micro-batches of what is not run in pieces."""
-    pieces = experiment.measure.microbatch_tokens
-    key, expected = "measure.microbatch_tokens", "null (the whole batch) with"
-    _refuse(pieces is not None and experiment.scope == "model", key, f"{expected} scope model", pieces)
-    _refuse(pieces is not None and experiment.layer.cuda_graph, key, f"{expected} layer.cuda_graph: true", pieces)
-
-
-def check_overlap(experiment: Experiment) -> None:
-    """Refuse shared experts beside transfers where there are none of either, or where Megatron-Core cannot."""
-    layer, model = experiment.layer, experiment.model.spec()
-    wanted, key = layer.shared_expert_overlap, "layer.shared_expert_overlap"
-    _refuse(wanted and not model.shared_ffn_hidden_size, key, f"false, for {model.name} has no shared experts", "true")
-    _refuse(wanted and layer.dispatcher != "alltoall", key, f"false behind layer.dispatcher {layer.dispatcher}", "true")
-    slices = layer.expert_tensor_parallel
-    _refuse(wanted and slices > 1, key, f"false with layer.expert_tensor_parallel: {slices}", "true")
-
-
-def check_padded(experiment: Experiment, tokens_BR: NDArray[np.int64]) -> None:
-    """Refuse drop-and-pad where its splits, known beforehand, would not be those of all ranks."""
-    layer, model, factor = experiment.layer, experiment.model.spec(), experiment.layer.native_padded
-    assert factor is not None
-    key = "layer.native_padded"
-    _refuse(layer.dispatcher != "alltoall", key, f"null behind layer.dispatcher {layer.dispatcher}", factor)
-    slices, pieces = layer.expert_tensor_parallel, experiment.measure.microbatch_tokens
-    _refuse(slices > 1, key, f"null with layer.expert_tensor_parallel: {slices}", factor)
-    _refuse(pieces is not None, key, f"null with measure.microbatch_tokens: {pieces}", factor)
-    least, most = int(tokens_BR.min()), int(tokens_BR.max())
-    uneven = f"null, or as many tokens on every rank in every batch, which have {least} to {most}"
-    _refuse(least < most, key, uneven, factor)
-    # As Megatron-Core's get_capacity rounds; its permutation has no rows for more than a rank's tokens.
-    capacity = math.ceil((most * model.top_k / model.num_experts) * factor)
-    widest = f"at most {model.num_experts / model.top_k:g} (experts over top-k), with which nothing is dropped"
-    _refuse(capacity > most, key, widest, factor)
 
 
 def check_baseline(experiment: Experiment, ep_size: int) -> None:
@@ -161,19 +104,14 @@ def check_emulated(experiment: Experiment) -> None:
     _refuse(experiment.layer.cuda_graph, "layer.cuda_graph", "false, for emulate runs eagerly", "true")
     stands_in = "alltoall, for emulate stands in for the all-to-all"
     _refuse(dispatcher != "alltoall", "layer.dispatcher", stands_in, dispatcher)
-    layer, real = experiment.layer, "for only run's ranks can"
-    _refuse(layer.shared_expert_overlap, "layer.shared_expert_overlap", f"false, {real}", "true")
-    _refuse(layer.native_padded is not None, "layer.native_padded", f"null, {real}", layer.native_padded)
 
 
 def check_placed(experiment: Experiment, slots: ExpertPlacement) -> None:
-    """Refuse more spare experts than the model has others; of a whole model replicas, placements and chunks."""
+    """Refuse more spare experts than the model has others; of a whole model replicas and placements."""
     asked, num_experts = experiment.emulate, experiment.model.spec().num_experts
     if experiment.scope == "model":
         _refuse(asked.replication, "emulate.replication", "none with scope model", "some")
         _refuse(not slots.is_contiguous, "route.placement", "contiguous with scope model", experiment.route.placement)
-        whole = "null with scope model, where a pass is run whole"
-        _refuse(asked.chunk_tokens is not None, "emulate.chunk_tokens", whole, asked.chunk_tokens)
     most = num_experts - num_experts // slots.num_ranks
     expected = f"at most {most}, with which every rank holds all {num_experts} experts"
     for spare in (wanted.spare_per_rank for wanted in asked.replication):

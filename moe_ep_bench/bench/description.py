@@ -199,8 +199,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
     parts, asked = comparison.parts, experiment.layer
     described |= {
         "scale": model.scale,
-        "expert_tensor_parallel": subject.num_slices,
-        "num_replicas": subject.world_size // subject.num_together,
+        "num_replicas": subject.world_size // subject.ep_size,
         "world_size": subject.world_size,
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.ffn_hidden_size,
@@ -211,8 +210,6 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "experts": {"requested": asked.experts, "ran": parts.experts, "why": parts.experts_why},
         "permute": {"requested": asked.permute, "ran": parts.permute},
         "fusions": parts.fusions,
-        "shared_expert_overlap": parts.shared_expert_overlap,
-        "num_pieces": comparison.num_pieces,
         "flush_l2": experiment.measure.flush_l2,
         "oversubscribed": ranks.oversubscribed,
         "random_weights": True,

@@ -6,8 +6,9 @@ no timed rows beside emulated ones, nor two versions of torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def _check_writable(directory: RunDirectory) -> None:
     if directory.root.exists() and not directory.root.is_dir():
         raise UserError(f"--out {directory.root}: expected a directory, new or not; got a file")
     refuse_links_out(directory.root, directory.root / "figures", *directory.folders)
-    try:
+    with writes_to(directory.root):
         directory.root.mkdir(parents=True, exist_ok=True)
         # What an earlier run left may belong to somebody else, or be no folder any more.
         for folder in (directory.root, *filter(Path.exists, directory.folders)):
@@ -148,11 +149,13 @@ def _check_writable(directory: RunDirectory) -> None:
                 probe.write_bytes(b"x")
             finally:
                 probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(cannot_write(directory.root, error)) from None
 
 
-def cannot_write(root: Path, error: OSError) -> str:
-    """One line for a user whose results directory cannot be written."""
-    # pyarrow's own errors say it in their text.
-    return f"--out {root}: cannot write {error.filename or 'there'}: {error.strerror or error}"
+@contextlib.contextmanager
+def writes_to(root: Path) -> Iterator[None]:
+    """Say in one line that the results directory cannot be written, where the block fails to."""
+    try:
+        yield
+    except OSError as error:  # pyarrow's own errors say it in their text.
+        what = f"{error.filename or 'there'}: {error.strerror or error}"
+        raise UserError(f"--out {root}: cannot write {what}") from None

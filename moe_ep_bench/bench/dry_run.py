@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pynvml
+
 from moe_ep_bench.bench.plan import RANKS, ROUTING, VIRTUAL, Comparison, plan
 from moe_ep_bench.cost_model.devices import device_of_gpu
 from moe_ep_bench.cost_model.transport import exchange_words
 from moe_ep_bench.layer.te_check import untried
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.gpus import query_gpus
-from moe_ep_bench.machine.subprocesses import CommandError
 from moe_ep_bench.runtime.device import device_type, num_gpus
 from moe_ep_bench.runtime.exit_codes import OK
 
@@ -29,7 +30,7 @@ def dry_run(config: Path, overrides: Sequence[str], world_size: int, point: int 
     for comparison in comparisons:
         print(f"{comparison.title} on {world_size} rank(s), {_asked_for(comparison)}")
         _print_cases(comparison, device)
-        print(f"  {_memory_words(comparison, _free_bytes(device, gpu, world_size))}; {_work_words(comparison, gpu)}")
+        print(f"  {comparison.need.describe(_free_bytes(device, gpu, world_size))}; {_work_words(comparison, gpu)}")
     return OK
 
 
@@ -56,7 +57,7 @@ def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
         runs = (
             f"{comparison.num_iterations():,} runs of a rank's {subject} at most, fewer where ranks have the same to do"
         )
-        print(f"  {runs}; {_memory_words(comparison, _free_bytes(device, gpu, 1))}")
+        print(f"  {runs}; {comparison.need.describe(_free_bytes(device, gpu, 1))}")
     return OK
 
 
@@ -86,7 +87,7 @@ def _gpu_by_driver() -> dict[str, Any]:
     """The GPU with the least free memory, as the driver has it without a CUDA context; empty = it says nothing."""
     try:
         gpus = [gpu for gpu in query_gpus() if gpu["memory_free_mib"] is not None]
-    except CommandError:
+    except pynvml.NVMLError:
         return {}
     return min(gpus, key=lambda gpu: gpu["memory_free_mib"], default={})
 
@@ -96,15 +97,6 @@ def _free_bytes(device: str, gpu: dict[str, Any], ranks_per_node: int) -> int | 
     if device == "cpu":
         return provenance.host_memory_bytes(ranks_per_node)
     return int(gpu["memory_free_mib"] * 2**20) if gpu else None
-
-
-def _memory_words(comparison: Comparison, available: int | None) -> str:
-    gib = 2**30
-    if comparison.in_chunks:
-        rows = comparison.subject.num_tokens * comparison.model.top_k / comparison.ep_size
-        return f"rows of a rank take about {rows * comparison.bytes_per_row / gib:.1f} GiB where loads are even"
-    need = f"memory per rank about {comparison.memory_bytes_per_rank() / gib:.1f} GiB"
-    return need if available is None else f"{need} of {available / gib:.1f} GiB"
 
 
 def _work_words(comparison: Comparison, gpu: dict[str, Any]) -> str:

@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 import torch
 from tqdm import tqdm
 
-from moe_ep_bench.bench.directory import cannot_write, check_agreement, given_up, hold_comparisons, keep_other_policies
+from moe_ep_bench.bench.directory import check_agreement, given_up, hold_comparisons, keep_other_policies, writes_to
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash, write_json
 from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.machine import provenance
@@ -32,15 +33,11 @@ from moe_ep_bench.runtime.crash_journal import PEER_LOST, Mark
 from moe_ep_bench.runtime.device import is_busy
 from moe_ep_bench.runtime.exit_codes import LOST
 from moe_ep_bench.runtime.progress import progress_bar
-from moe_ep_bench.runtime.ranks import Ranks
+from moe_ep_bench.runtime.ranks import Ranks, ToldError
 from moe_ep_bench.runtime.signals import explaining
 from moe_ep_bench.runtime.torchrun import asked_to_close
 from moe_ep_bench.runtime.watchdog import Watchdog
 from moe_ep_bench.timing.ceilings import Ceilings, measure_ceilings
-
-
-class ToldError(Exception):
-    """The job ends on all ranks, and the user was told why: the config is wrong, or results cannot be written."""
 
 
 def new_run_id() -> str:
@@ -136,9 +133,10 @@ class Job:
     def writing(self) -> Iterator[None]:
         """Keep it in mind when files cannot be written, a full disk say, until all ranks come to ``check_written``."""
         try:
-            yield
-        except OSError as error:
-            self.unwritten.append(cannot_write(self.directory.root, error))
+            with writes_to(self.directory.root):
+                yield
+        except UserError as error:
+            self.unwritten.append(str(error))
 
     def check_written(self) -> None:
         """End on all ranks where one could not write; every rank calls this alike.
@@ -151,8 +149,7 @@ class Job:
         said = self.unwritten[0] if self.unwritten else ""
         if said:
             self.progress.close()  # So that what is said begins a line.
-        if self.ranks.complain(f"{said}; what is finished stays, the same command goes on from there" if said else ""):
-            raise ToldError
+        self.ranks.end_where(f"{said}; what is finished stays, the same command goes on from there" if said else "")
 
 
 @contextlib.contextmanager
@@ -174,14 +171,15 @@ def open_job(
     Raises:
         ToldError: results cannot be written; on all ranks, after one line to the user.
     """
+    made: list[Mark] = []
     try:
-        mark, error = Mark(marks, comparisons[0].comparison_id, ranks.rank), ""
-    except OSError as problem:
-        mark, error = None, cannot_write(directory.root, problem)
-    if ranks.complain(error) or mark is None:
-        if mark is not None:
+        of_rank = marks, comparisons[0].comparison_id, ranks.rank
+        ranks.agree(writes_to(directory.root)(lambda: made.append(Mark(*of_rank))))
+        (mark,) = made
+    except ToldError:
+        for mark in made:
             mark.clear()
-        raise ToldError
+        raise
     timeout_s = max(one.experiment.measure.timeout_s for one in comparisons)
     watchdog = Watchdog(timeout_s, mark.explain, partial(is_busy, ranks.device))
     progress = progress_bar(num_iterations, "iteration", shown=ranks.is_first)
@@ -227,7 +225,7 @@ def measure_each(
             job.check_written()
             if not cases:
                 continue
-            if ranks.gather(torch.tensor([asked_to_close()]), everywhere=True)[0]:
+            if ranks.of_first("asked" if asked_to_close() else ""):
                 return False
             launches = comparison.experiment.measure.launches
             repetition = f", launch {launch + 1} of {launches}" if launches > 1 else ""
@@ -311,9 +309,10 @@ def watched_machine(device: torch.device, ceilings: Ceilings) -> Iterator[dict[s
     found: dict[str, Any] = {}
     with MachineSampler(device) as sampler:
         yield found
+        state = sampler.stop()
     found |= {
         "hostname": socket.gethostname(),
-        "machine": sampler.stop().as_dict(),
+        "machine": state.as_dict(),
         "ceilings": asdict(ceilings),
         "peak_memory_bytes": provenance.peak_memory_bytes(device),
     }

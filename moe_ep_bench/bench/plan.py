@@ -26,17 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.bench import checks, words
-from moe_ep_bench.bench.fit import fit_on
+from moe_ep_bench.bench.fit import fit_on, need_of
 from moe_ep_bench.bench.subjects import SUBJECTS, LayerSubject, ep_size_on
 from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
-from moe_ep_bench.cost_model.devices import (
-    PRECISIONS,
-    VALUE_BYTES,
-    Device,
-    device_of_gpu,
-    modelled_experts,
-    takes_decode,
-)
+from moe_ep_bench.cost_model.devices import PRECISIONS, VALUE_BYTES, Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.table_devices import load_device, load_links
 from moe_ep_bench.cost_model.transport import Exchange
@@ -48,7 +41,7 @@ from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.models.memory import Fit, layer_rows_values
+from moe_ep_bench.models.memory import Fit, Need, layer_rows_values
 from moe_ep_bench.placement import Placement, Replication, default_ep_size, replicate
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.contract import check_routing
@@ -60,17 +53,9 @@ from moe_ep_bench.workload import RecordedWorkload, Workload
 
 RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
 
-# Of a GPU's memory, estimates: cuBLAS and cuBLASLt take 32 MiB each on Hopper; the flush twice a cache of 50 MB; NCCL
-# some buffers for itself and some for each rank that it is connected with.
-_WORKSPACE_BYTES, _FLUSH_BYTES = 2**26, 2**27
-_COMMUNICATOR_BYTES, _BYTES_PER_PEER = 2**27, 2**26
-
 BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
 # Native routing on replicated experts: what spare memory buys in place of a policy.
 REPLICATION = "replication"
-
-# Megatron-Core's own drop-and-pad, where a config asks for it (``layer.native_padded``).
-PADDED = "native_padded"
 
 # What the baseline computes.
 NATIVE = make_policy({"name": "topk"})
@@ -104,8 +89,8 @@ class CaseSpec:
 
     @property
     def is_padded(self) -> bool:
-        """Whether Megatron-Core's own router and dispatcher drop and pad; its policy states the same rule."""
-        return self.name == PADDED
+        """Whether pairs of no weight fill every expert up to its capacity."""
+        return isinstance(self.policy, MegatronDrop) and self.policy.pad_to_capacity
 
     @property
     def policy_code(self) -> list[str]:
@@ -126,8 +111,6 @@ class CaseSpec:
             solving = "" if solve_us is None else f" ({solve_us:g} us to solve)"
             balancer = f" + LP{solving}" if self.replication.balancer == "lp" else ""
             return f"EPLB{balancer}, {spare} spare per rank"
-        if self.is_padded:
-            return f"{PADDED} capacity_factor={self.capacity_factor}"
         references = {NOISE: "native again", CEILING: "native, balanced scores"}
         return self.policy.label if self.policy else references.get(self.role, self.name)
 
@@ -188,8 +171,6 @@ class Comparison:
         if backend in (RANKS, ROUTING):
             checks.check_context(experiment)
         if backend != RANKS:
-            command = "route lays out" if backend == ROUTING else "emulate and advise lay out"
-            checks.check_whole_experts(experiment, command)
             world_size = experiment.layer.ep_size or default_ep_size(num_experts)
         if backend in (VIRTUAL, MODELLED):
             checks.check_emulated(experiment)
@@ -208,9 +189,7 @@ class Comparison:
                 device = device.for_layer(experiment.model.spec(), ep_size, experiment.layer.dtype)
         if backend != ROUTING:
             checks.check_baseline(experiment, ep_size)
-            checks.check_pieces(experiment)
-            checks.check_overlap(experiment)
-        parts = _parts(experiment, backend, world_size, on_cpu, device)
+        parts = _parts(experiment, backend, on_cpu, device)
         subject = SUBJECTS[experiment.scope].of(experiment, world_size)
         checks.check_layers(experiment, subject.num_places)
         one = cls(subject, backend, parts, ExpertPlacement.contiguous(num_experts, ep_size), links, device, not on_cpu)
@@ -288,9 +267,6 @@ class Comparison:
             masks = config.mask_padding and config.padding_per_rank > 0
             specs = [baseline, *(one for one in policies if masks or one.policy != NATIVE), *replicated]
         else:
-            if factor := self.experiment.layer.native_padded:
-                rule = make_policy({"name": "megatron_drop", "capacity_factor": factor, "pad_to_capacity": True})
-                policies = [CaseSpec("", POLICY, PADDED, rule), *policies]
             specs = [baseline, noise, *policies, *replicated, CaseSpec("", CEILING, "native_balanced", None)]
         return cases_of(self.comparison_id, specs)
 
@@ -309,7 +285,7 @@ class Comparison:
             routed = {"ep_size": self.ep_size, "seed": layer.seed}
             return {**found, "layer": routed, "image_share": experiment.route.image_share}
         found |= {
-            "layer": {**layer.definition, "ep_size": self.ep_size},
+            "layer": {**layer.model_dump(mode="json"), "ep_size": self.ep_size},
             "measure": experiment.measure.definition,
             "world_size": self.subject.world_size,
         }
@@ -320,7 +296,6 @@ class Comparison:
             "links": self.links.model_dump(mode="json"),
             "device": self.device and self.device.model_dump(mode="json"),
             "slots": self.slots.expert_P.tolist(),
-            "chunk_tokens": experiment.emulate.chunk_tokens,
             **experiment.emulate.sent,
         }
 
@@ -360,10 +335,8 @@ class Comparison:
         # Finds skews that cannot be had; a batch of all ranks may not fit into memory.
         num_ranks = self.subject.world_size if self.links is None else self.ep_size
         self.workload.rank_batch(0, 0, num_ranks, experiment.workload.rank_shares)
-        if self.parts.dispatcher == "allgather" and subject.num_together > 1:
+        if self.parts.dispatcher == "allgather" and self.ep_size > 1:
             checks.check_gathering(subject.rank_tokens)
-        if experiment.layer.native_padded and self.backend == RANKS:
-            checks.check_padded(experiment, subject.rank_tokens)
         scores_TE = torch.rand(2, self.model.num_experts, generator=torch.Generator().manual_seed(0))
         text_T = torch.zeros(2, dtype=torch.int64)
         has_images = self.backend == ROUTING and experiment.route.image_share is not None
@@ -383,7 +356,7 @@ class Comparison:
         Raises:
             ValueError: ``layer.kernel`` asks for what cannot run this policy here.
         """
-        if case.policy is None or case.is_padded or self._drops_itself(case):
+        if case.policy is None or self._drops_itself(case):
             return None
         with naming("layer.kernel"):
             twin = compiled(case.policy, device_type, self.experiment.layer.kernel)
@@ -420,7 +393,7 @@ class Comparison:
         """What stands for each rank, where that is modelled."""
         assert self.device is not None
         whole, num_tokens = self.subject.name == "model", self.subject.num_tokens
-        return self.device.describe(self.parts.experts, whole=whole, num_tokens=num_tokens)
+        return self.device.describe(whole=whole, num_tokens=num_tokens)
 
     # ---- how much ----------------------------------------------------------------------------------------------------
 
@@ -445,46 +418,15 @@ class Comparison:
             return num_batches * self.ep_size * num_cases + routed
         return (rounds * num_batches * self.ep_size + num_layers) * num_cases + routed
 
-    def memory_bytes_per_rank(self, num_layers: int | None = None) -> int:
-        """What a rank needs at the fullest, roughly; with so many layers of a whole model (None = as in the config)."""
-        of_subject = self.subject.memory_bytes_per_rank(
-            len(self.cases),
-            held_batches=self.workload.num_batches if self.links is None else 1,  # Real ranks hold all batches.
-            cuda_graph=self.parts.cuda_graph,
-            num_layers=num_layers,
-        )
-        return of_subject + (self._library_bytes if self.on_gpu else 0)
-
     @property
-    def _library_bytes(self) -> int:
-        """What cuBLAS, the cache flush and NCCL's communicators take beside tensors; an estimate."""
-        slices, connected = self.subject.num_slices, 0
-        if self.links is None:
-            # The expert-parallel group, and of cut experts the tensor group and both together.
-            groups = (self.ep_size, slices, self.subject.num_together) if slices > 1 else (self.ep_size,)
-            connected = sum(_COMMUNICATOR_BYTES + size * _BYTES_PER_PEER for size in groups if size > 1)
-        return connected + _WORKSPACE_BYTES + self.experiment.measure.flush_l2 * _FLUSH_BYTES
-
-    @property
-    def num_pieces(self) -> int:
-        """Pieces in which real ranks run their tokens through a layer: as many on each rank and in each batch."""
-        most = self.experiment.measure.microbatch_tokens
-        return 1 if most is None or self.backend != RANKS else -(-self.subject.most_tokens // most)
+    def need(self) -> Need:
+        """What a rank holds of what is built here, roughly."""
+        return need_of(self.experiment, self.subject.world_size, self.ep_size)
 
     @property
     def in_chunks(self) -> bool:
         """Whether virtual ranks run this in as many chunks of tokens as memory asks for."""
         return self.backend == VIRTUAL and self.subject.name == "layer"
-
-    def shortage(self, available: int) -> str:
-        """What of a rank does not fit into so many bytes, and how many layers would; empty where all does."""
-        need, gib = self.memory_bytes_per_rank(), 2**30
-        if self.in_chunks or self.device is not None or need <= available:
-            return ""
-        counts = range(self.model.first_dense_layers + 1, self.subject.num_layers)
-        fitting = [one for one in counts if self.memory_bytes_per_rank(one) <= available]
-        hint = f"; whole.num_layers={fitting[-1]} fits" if fitting else ""
-        return f"needs about {need / gib:.1f} GiB per rank, {available / gib:.1f} GiB are free{hint}"
 
     @property
     def bytes_per_row(self) -> int:
@@ -581,7 +523,7 @@ def plan(
         ValueError: one line naming the file, the key and what is allowed.
     """
     overrides = tuple(overrides)
-    experiments = load_experiments(config, overrides, on_cpu=on_cpu and backend == RANKS)
+    experiments: Sequence[Experiment] = load_experiments(config, overrides, on_cpu=on_cpu and backend == RANKS)
     if on_cpu and backend in (VIRTUAL, MODELLED) and any(one.emulate.device == MEASURED for one in experiments):
         experiments = load_experiments(config, overrides, on_cpu=True)
     if point is not None:
@@ -589,6 +531,22 @@ def plan(
             last = len(experiments) - 1
             raise UserError(f"--point: expected 0 to {last} (the points of {config}'s sweep), got {point}")
         experiments = [experiments[point]]
+    how: Any = {"overrides": overrides, "on_cpu": on_cpu, "before": before, "try_out": try_out}
+    return plan_experiments(config, experiments, backend, world_size, **how)
+
+
+def plan_experiments(
+    config: Path,
+    experiments: Sequence[Experiment],
+    backend: str,
+    world_size: int | None = None,
+    *,
+    overrides: tuple[str, ...] = (),
+    on_cpu: bool = False,
+    before: Callable[[Experiment], object] = lambda experiment: None,
+    try_out: bool = True,
+) -> Plan:
+    """Plan experiments that are read already; ``config`` names their file in errors. See ``plan``."""
     comparisons = []
     shown = progress_bar(len(experiments), "point", shown=backend != RANKS, delay=SILENT_S)
     with naming(str(config)), shown as bar:
@@ -643,27 +601,13 @@ def _load_models(experiment: Experiment) -> tuple[Links, Device | None]:
         return links, None if config.device == MEASURED else load_device(config.device)
 
 
-def _parts(experiment: Experiment, backend: str, world_size: int, on_cpu: bool, modelled: Device | None) -> Parts:
+def _parts(experiment: Experiment, backend: str, on_cpu: bool, modelled: Device | None) -> Parts:
     """What computes and permutes here; on a modelled device what it is modelled with, whatever this machine has."""
-    asked, model = experiment.layer, experiment.model.spec()
+    asked = experiment.layer
     if backend == ROUTING:
         return Parts(experts="none", permute="none", kernel=asked.kernel)
-    together = ep_size_on(experiment, world_size) * asked.expert_tensor_parallel
-    tokens = experiment.workload.total_tokens(world_size) / world_size * together
-    mean_rows = tokens * (model.top_k / model.num_experts)
     if modelled is not None:
-        ran, why = modelled_experts(modelled, asked.experts, mean_rows)
-        return Parts(experts=ran, permute="indexed", kernel=asked.kernel, experts_why=why)
-    has_gpu = not on_cpu and torch.cuda.is_available()
-    here = device_of_gpu(torch.cuda.get_device_name()) if has_gpu and asked.experts == "auto" else None
-    chosen = Parts.choose(
-        asked.experts,
-        asked.permute,
-        asked.kernel,
-        asked.dispatcher,
-        cuda_graph=asked.cuda_graph,
-        on_cpu=on_cpu,
-        decode=takes_decode(here, mean_rows),
-        expert_tensor_parallel=asked.expert_tensor_parallel,
-    )
-    return replace(chosen, shared_expert_overlap=asked.shared_expert_overlap)
+        experts, why = modelled.experts_ran
+        return Parts(experts=experts, permute="indexed", kernel=asked.kernel, experts_why=why)
+    how = asked.experts, asked.permute, asked.kernel, asked.dispatcher
+    return Parts.choose(*how, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)

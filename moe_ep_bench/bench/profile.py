@@ -56,7 +56,7 @@ def profile_case(job: Job, comparison: Comparison, case: CaseSpec) -> None:
     with device_scope(), torch.inference_mode():
         session = Session(job, comparison, [case], form_groups(comparison))
         session.fill_cache()
-        session.observe_all()
+        session.inspection.observe_all()
         _iterate(session, session.cases[0], PhaseRecorder(clock_for(job.ranks.device)))  # warms it
         recorder = PhaseRecorder(RangesInTrace(clock_for(job.ranks.device)))
         if _NSYS in os.environ:

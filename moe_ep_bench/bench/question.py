@@ -16,7 +16,15 @@ from typing import Any
 import yaml
 
 from moe_ep_bench.bench.fit import fit_on
-from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig, experiments_of, read_config
+from moe_ep_bench.config import (
+    LPLB_SOLVE_US,
+    MEASURED,
+    Experiment,
+    RecordedConfig,
+    SyntheticConfig,
+    experiments_of,
+    read_config,
+)
 from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device, load_links
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import check_folder, stable_hash
@@ -42,16 +50,14 @@ _SEQUENCE_LENGTH = 128
 _TOPK_SHARE = 0.7
 # Tokens of each request in the cache, at decode.
 CONTEXT_LENGTH = 2048
-# What a linear program takes to balance a batch inside a node, by the README of LPLB; longer beyond one.
-_SOLVE_US = 100.0
 # Of a token, expert, case and batch, and what comes on top: measured on one core (Xeon, 2.1 GHz).
 _SECONDS, _START_SECONDS = 1.2e-8, 10
 # Native, native again, EPLB with and without a linear program, and the ceiling.
 _OTHER_CASES = 5
 # Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
 _UNREAD = (
-    *("policies", "measure", "claims", "claims_device", "layer.dispatcher", "layer.cuda_graph"),
-    *("emulate.replication", "emulate.chunk_tokens"),
+    *("policies", "measure", "claims", "layer.dispatcher", "layer.cuda_graph"),
+    "emulate.replication",
 )
 # Options that stand in place of a config.
 _OF_MODEL = ("model", "ep", "tokens", "trace", "counts", "peak_load", "decode_tokens", "context")
@@ -178,16 +184,16 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
             raise UserError(f"--{name}: expected none {why}")
 
 
-def ask(options: argparse.Namespace) -> Question:
+def ask(options: argparse.Namespace, bounds: Bounds | None = None) -> Question:
     """Read the options of ``advise``: a config, or ``--model`` with what goes with it.
 
     Raises:
         ValueError: one line: the option or the key, the value, what is allowed.
     """
-    return _asked(options, decode=False)
+    return _asked(options, bounds or Bounds.of(None, None), decode=False)
 
 
-def ask_both(options: argparse.Namespace) -> dict[str, Question]:
+def ask_both(options: argparse.Namespace, bounds: Bounds | None = None) -> dict[str, Question]:
     """Read the options of ``advise`` for prefill and, with ``--decode-tokens``, for decode; by phase.
 
     Raises:
@@ -196,14 +202,15 @@ def ask_both(options: argparse.Namespace) -> dict[str, Question]:
     if options.decode_tokens is None and options.context is not None:
         raise UserError("--context: expected --decode-tokens beside it, whose requests have it; got none")
     if options.decode_tokens is None or options.config is not None:
-        return {"": ask(options)}
-    found = {"prefill": _asked(options, decode=False), "decode": _asked(options, decode=True)}
+        return {"": ask(options, bounds)}
+    bounds = bounds or Bounds.of(None, None)
+    found = {phase: _asked(options, bounds, decode=phase == "decode") for phase in ("prefill", "decode")}
     if options.out is not None:
         found = {phase: replace(one, out=options.out / phase) for phase, one in found.items()}
     return found
 
 
-def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
+def _asked(options: argparse.Namespace, bounds: Bounds, *, decode: bool) -> Question:
     if options.config is None:
         where = Path(CONFIG_NAME)
         raw, sweep, assumed = _of_flags(options, decode)
@@ -215,7 +222,7 @@ def _asked(options: argparse.Namespace, *, decode: bool) -> Question:
     raw["emulate"] = _with_links(raw, sweep, options, assumed)
     raw["policies"] = [{"name": "topk"}]  # Any will do to find what the workloads are.
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
-    raw["policies"], spare, left_out = candidates(experiments)
+    raw["policies"], spare, left_out = candidates(experiments, bounds)
     raw["emulate"]["replication"] = spare
     draws = DRAWS if options.draws is None else options.draws
     is_drawn = "workload.seed" not in sweep and any(map(_is_drawn, experiments))
@@ -405,9 +412,11 @@ def _with_links(
     return found
 
 
-def candidates(experiments: Sequence[Experiment]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """Policies of the four papers at their usual settings, a spare slot for EPLB, balanced evenly and by LP, and what
-    the workload rules out.
+def candidates(
+    experiments: Sequence[Experiment], bounds: Bounds
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """Policies of the four papers at their usual settings, ``budget_drop`` at the user's bounds, a spare slot for EPLB,
+    balanced evenly and by LP, and what the phase or the workload rules out.
 
     Settings in experts are those of the papers' models, scaled to this one's experts and top-k. Rules that a paper only
     compares with (``pruned``, ``expert_drop``, ``load_only``) are no candidates.
@@ -424,23 +433,30 @@ def candidates(experiments: Sequence[Experiment]) -> tuple[list[dict[str, Any]],
         {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": max(1, num_experts // 32)},
         {"name": "xshare", "k0": 1, "scope": "request", "request_budget": max(1, num_experts // 32)},
     ]
+    budgets = {"max_dropped": bounds.max_dropped, "max_lost_mass": round(1 - bounds.min_retained, 6)}
+    policies += [{"name": "budget_drop", key: budget} for key, budget in budgets.items() if 0 < budget < 1]
     workloads = [one.workload for one in experiments]
     lacks_scores = any(isinstance(one, RecordedConfig) and one.tail != "recorded" for one in workloads)
-    kept, left_out = [], []
+    kept, left_out, idle = [], [], []
+    is_decode = any(one.whole.context_length or _is_step(one.workload) for one in experiments)
     for entry in policies:
         words = " ".join(str(value) for key, value in entry.items() if key in ("name", "scope"))
-        if policy_class(entry["name"]).looks_past_top_k and lacks_scores:
+        if not is_decode and policy_class(entry["name"]).acts_in == ("decode",):
+            idle.append(entry["name"])
+        elif policy_class(entry["name"]).looks_past_top_k and lacks_scores:
             left_out.append(f"{words}: looks past the top-k, of which the recording has no scores")
         elif entry.get("scope") == "request" and any(_request_tokens(one) == 1 for one in workloads):
             left_out.append(f"{words}: decides for a request's tokens, of which a step has one")
         else:
             kept.append(entry)
+    names = ", ".join(dict.fromkeys(idle))
+    left_out += [f"{names}: cannot act at prefill, where a batch activates all experts"] if idle else []
     why = "experts of whole models are not replicated" if any(one.scope == "model" for one in experiments) else ""
     if any(one.layer.ep_size == 1 for one in experiments):
         why = why or "one rank holds all experts"
     left_out += [f"EPLB: {why}"] if why else []
     spare = {"spare_per_rank": 1}
-    return kept, [] if why else [spare, {**spare, "balancer": "lp", "solve_us": _SOLVE_US}], left_out
+    return kept, [] if why else [spare, {**spare, "balancer": "lp", "solve_us": LPLB_SOLVE_US}], left_out
 
 
 def _is_drawn(experiment: Experiment) -> bool:
@@ -452,6 +468,13 @@ def _is_drawn(experiment: Experiment) -> bool:
         return False
     ep_size = experiment.layer.ep_size or default_ep_size(experiment.model.spec().num_experts)
     return ep_size != 1 and workload.targets(experiment.model.preset, ep_size)["rank_load"] is None
+
+
+def _is_step(workload: SyntheticConfig | RecordedConfig) -> bool:
+    """Whether a batch is a step of requests that decode."""
+    if isinstance(workload, SyntheticConfig):
+        return workload.sequence_length == 1
+    return workload.arrangement == "decode"
 
 
 def _request_tokens(workload: SyntheticConfig | RecordedConfig) -> int | None:

@@ -9,11 +9,11 @@ Shapes: T = tokens of a rank, E = experts, P = slots, L = slots of a rank, C = c
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from moe_ep_bench.policies import Routing
 from moe_ep_bench.policies.waits import watched_waits
 from moe_ep_bench.schema import PhaseKey
 from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
-from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder, clock_for, no_meeting, timed
+from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder, Stopwatch, clock_for, no_meeting
 
 if TYPE_CHECKING:  # They need Megatron-Core, which modelled ranks do not.
     from moe_ep_bench.layer.passes import Pass
@@ -59,15 +59,12 @@ class RankTime:
 
 @dataclass(frozen=True)
 class ModelledRanks:
-    """Ranks on a device that is not here: nothing runs, and no rank's shares are needed."""
+    """Ranks on a device that is not here: nothing runs."""
 
     comparison: Comparison
     device: Device
-    needs_tokens: ClassVar[bool] = False
 
-    def time(
-        self, router: CaseRouter, traffic: Traffic, rank: int, shares: RankShares, *, first: bool = False
-    ) -> RankTime:
+    def time(self, router: CaseRouter, traffic: Traffic, rank: int) -> RankTime:
         """See ``cost_model.layer`` and ``cost_model.whole_model``; the same whenever it is asked."""
         comparison, subject = self.comparison, self.comparison.subject
         layers = {
@@ -84,7 +81,6 @@ class ModelledRanks:
             "batch_wide": traffic.is_batch_wide,
             "alone": comparison.ep_size == 1,
             "bytes_per_value": VALUE_BYTES[comparison.experiment.layer.dtype],
-            "experts": comparison.parts.experts,
             "dtype": comparison.experiment.layer.dtype,
         }
         if traffic.lengths_R is None:
@@ -98,19 +94,18 @@ class MeasuredRanks:
     """Ranks that this device stands in for, one after another.
 
     Attributes:
-        allocations: of runs that count.
+        watch: times them.
         waits: where the host waited for a GPU in a run of each case before timing (``policies.waits``).
     """
-
-    needs_tokens = True
 
     def __init__(self, comparison: Comparison, device: torch.device, num_chunks: int = 1) -> None:
         """``num_chunks``: of a rank's tokens; more than one of a layer alone."""
         self._comparison, self._device, self._num_chunks = comparison, device, num_chunks
-        self._recorder = PhaseRecorder(clock_for(device))
-        self.allocations = Allocations(device)
+        settings = comparison.experiment.measure
+        flush = CacheFlush(device) if settings.flush_l2 else None
+        recorder = PhaseRecorder(clock_for(device))
+        self.watch = Stopwatch(recorder, no_meeting, settings.preroll_us, flush, Allocations(device))
         self.waits: dict[str, Counter[str]] = {}
-        self._flush = CacheFlush(device) if comparison.experiment.measure.flush_l2 else None
         self._built: dict[int, VirtualRanks] = {}
         subject, virtual = comparison.subject, self._virtual(comparison.model.num_experts)
         self._hidden = self._cache = None
@@ -133,15 +128,15 @@ class MeasuredRanks:
         assert all(share.context.rank == rank for share in shares.values())
         batch = self._batch(traffic, rank, shares)
         virtual = self._as_rank(self._comparison.model.num_experts, router, traffic, rank, shares)
-        watched = None if first else router.case.case_id
+        timed = partial(self._timed, virtual, router.case.case_id, counts=not first)
         self._announce(virtual, traffic, 0, check=first)
         if not router.slots.is_contiguous or self._num_chunks > 1:
-            return self._in_parts(virtual, router, traffic, rank, shares, batch, watched, check=first)
+            return self._in_parts(virtual, router, traffic, rank, shares, batch, first=first)
         with virtual.connected():
             if first and self._device.type == "cuda":
                 with watched_waits(self._device) as self.waits[router.case.case_id]:
-                    virtual.subject.run(batch)
-            return self._timed(virtual, watched, lambda: virtual.subject.run(batch))
+                    virtual.stack.run(batch)
+            return timed(lambda: virtual.stack.run(batch))
 
     def _in_parts(
         self,
@@ -151,21 +146,23 @@ class MeasuredRanks:
         rank: int,
         shares: RankShares,
         hidden_T1D: Tensor,
-        watched: str | None,
         *,
-        check: bool,
+        first: bool,
     ) -> RankTime:
+        case_id, how = router.case.case_id, {"counts": not first}
         with virtual.connected():
-            routed = self._timed(virtual, watched, lambda: virtual.subject.moe_layers[None].router(hidden_T1D))
+            route = partial(virtual.stack.moe_layers[None].router, hidden_T1D)
+            routed = self._timed(virtual, case_id, route, **how)
         share = shares[None]
         on_slots = router.on_slots(router.route(share, traffic.index, traffic.layers[None].stats_SE), rank)
         virtual = self._as_rank(router.slots.num_slots, router, traffic, rank, shares)
         bodies = []
         for number, chunk in enumerate(chunks_of(share.num_tokens, self._num_chunks)):
-            self._announce(virtual, traffic, number, check=check)
+            self._announce(virtual, traffic, number, check=first)
             routing = Routing(on_slots.map_TE[chunk], on_slots.weights_TE[chunk])
             with virtual.connected(), virtual.routed({None: routing}):
-                bodies.append(self._timed(virtual, watched, lambda chunk=chunk: virtual.subject.run(hidden_T1D[chunk])))
+                run = partial(virtual.stack.run, hidden_T1D[chunk])
+                bodies.append(self._timed(virtual, case_id, run, **how))
         return _joined(routed, bodies)
 
     def _announce(self, virtual: VirtualRanks, traffic: Traffic, chunk: int, *, check: bool) -> None:
@@ -179,7 +176,7 @@ class MeasuredRanks:
         """Layers of so many slots, seen from a rank, with a case's routing in them."""
         virtual = self._virtual(num_slots)
         virtual.become(rank)
-        router.enter(virtual.subject, shares, traffic.index)
+        router.enter(virtual.stack, shares, traffic.index)
         return virtual
 
     def _virtual(self, num_slots: int) -> VirtualRanks:
@@ -192,15 +189,11 @@ class MeasuredRanks:
             self._built[num_slots] = VirtualRanks(build, self._comparison.ep_size)
         return self._built[num_slots]
 
-    def _timed(self, virtual: VirtualRanks, watched: str | None, run: Callable[[], object]) -> RankTime:
-        """One run, cut at its meetings; waits for the device. ``watched``: the case whose allocations are counted."""
-        recorder = self._recorder
-        with virtual.subject.instrumented(recorder, no_meeting):
-            if self._flush is not None:
-                self._flush()
-            with self.allocations.during(watched) if watched else contextlib.nullcontext():
-                times = timed(run, recorder, no_meeting, self._comparison.experiment.measure.preroll_us)
-        return RankTime(*legs_of(recorder.segments_us()), times[HOST], times[THREAD_CPU])
+    def _timed(self, virtual: VirtualRanks, case_id: str, run: Callable[[], object], *, counts: bool) -> RankTime:
+        """One run of a case, cut at its meetings; waits for the device. ``counts``: its allocations do."""
+        with virtual.stack.instrumented(self.watch.recorder, no_meeting):
+            times = self.watch.time(case_id, run, counts=counts)
+        return RankTime(*legs_of(self.watch.recorder.segments_us()), times[HOST], times[THREAD_CPU])
 
     def _batch(self, traffic: Traffic, rank: int, shares: RankShares) -> Tensor | Pass:
         """What the subject runs on: hidden states [T, 1, D] of a layer, a model's pass."""

@@ -1,6 +1,6 @@
 """Write what ranks measured and routed as rows of ``samples`` and ``routing``.
 
-Shapes: R = ranks, S = steps, B = batches, C = columns of a sample.
+Shapes: V = cases, R = ranks, S = steps, B = batches, C = columns of a sample.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
 from moe_ep_bench.bench.subjects import LayerSubject
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.schema import METRICS, TOTAL, PhaseKey, layer_and_phase, phases_in_depth
-from moe_ep_bench.timing.protocol import COLUMNS, Step, sample_keys
+from moe_ep_bench.schema import METRICS, TOTAL, UNACCOUNTED, PhaseKey, layer_and_phase, phases_in_depth
+from moe_ep_bench.timing.protocol import COLUMNS, PLAIN, Step, sample_keys
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
 
@@ -24,6 +24,21 @@ def columns_of(subject: LayerSubject) -> tuple[PhaseKey, ...]:
     if subject.name == "layer":
         return COLUMNS
     return sample_keys(phases_in_depth(subject.num_layers, subject.moe_layers))
+
+
+class Samples:
+    """Times of cases: float64 [V, S, C] microseconds, NaN where a phase did not occur."""
+
+    def __init__(self, cases: Sequence[Any], steps: Sequence[Step], columns: Sequence[PhaseKey]) -> None:
+        self.steps, self.columns = steps, columns
+        self.times_VSC = np.full((len(cases), len(steps), len(columns)), np.nan)
+        self._step, self._column = ({one: place for place, one in enumerate(of)} for of in (steps, columns))
+
+    def add(self, case: int, step: Step, times: Mapping[PhaseKey, float]) -> None:
+        """Take in one iteration; of a plain one nothing was to be accounted for."""
+        for name, time_us in times.items():
+            if step.kind != PLAIN or name != UNACCOUNTED:
+                self.times_VSC[case, self._step[step], self._column[name]] = time_us
 
 
 class PackedMetrics(dict[str, np.ndarray]):
@@ -48,23 +63,22 @@ def write_case(
     job: Job,
     comparison: Comparison,
     case: CaseSpec,
-    steps: Sequence[Step],
+    samples: Samples,
     times_RSC: np.ndarray,
-    columns: Sequence[PhaseKey],
     metrics: Mapping[str, np.ndarray],
 ) -> None:
     """Write the parts of one case: all ranks' samples, and what they routed.
 
     Args:
-        columns: of a sample.
+        samples: whose steps and columns these are.
         metrics: [R, rows], of each batch a row for each MoE layer.
     """
     # Routing is the same in every launch. The part with the times is what makes a case finished: last.
     if not job.directory.is_done("routing", case.case_id):
         routing = _routing_columns(metrics, comparison.subject.moe_layers)
         job.directory.write("routing", case.case_id, {**job.identity(comparison, case), **routing})
-    samples = _sample_columns(steps, times_RSC, columns)
-    job.directory.write("samples", case.case_id, {**job.identity(comparison, case), **samples}, job.launch)
+    rows = _sample_columns(samples.steps, times_RSC, samples.columns)
+    job.directory.write("samples", case.case_id, {**job.identity(comparison, case), **rows}, job.launch)
 
 
 def write_frontier(

@@ -1,7 +1,7 @@
 """``run`` and ``emulate``: time real expert-parallel ranks, or one device that stands in for all of them.
 
-Before anything runs, ranks agree that they are doing the same thing. Then each comparison is measured, by ``session``
-or by ``virtual``.
+``launch`` has torchrun start ranks; each calls ``run``. Before anything is measured, ranks agree that they are doing
+the same thing. Then each comparison is measured, by ``session`` or by ``virtual``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from moe_ep_bench.bench.description import describe_timed_run
-from moe_ep_bench.bench.directory import cannot_write, check_timing, hold_comparisons, left_of, status_of
-from moe_ep_bench.bench.job import ToldError, is_of_peers, measure_each, new_run_id, open_job
+from moe_ep_bench.bench.directory import check_timing, hold_comparisons, left_of, status_of, writes_to
+from moe_ep_bench.bench.job import is_of_peers, measure_each, new_run_id, open_job
 from moe_ep_bench.bench.plan import RANKS, VIRTUAL, CaseSpec, Comparison, Plan, plan
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine import provenance
@@ -28,9 +28,9 @@ from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.crash_journal import PEER_LOST, collect_lost
 from moe_ep_bench.runtime.device import check_num_ranks, device_type, is_busy
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
-from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
+from moe_ep_bench.runtime.ranks import NotMetError, Ranks, ToldError, join
 from moe_ep_bench.runtime.signals import ends_on_signals
-from moe_ep_bench.runtime.torchrun import Ended, leave_status, num_nodes, torchrun
+from moe_ep_bench.runtime.torchrun import Ended, is_launched, leave_status, num_nodes, torchrun
 from moe_ep_bench.runtime.watchdog import Watchdog
 
 # How long ranks may take to meet before a config has said otherwise.
@@ -40,57 +40,6 @@ _MAX_RESTARTS = 20
 # How long nothing may move outside of comparisons: while ranks read the config, make a workload, look into the results
 # directory. ``measure.timeout_s`` counts where it is longer.
 _SETUP_TIMEOUT_S = 600.0
-
-
-def run(
-    config: Path,
-    out: Path,
-    overrides: Sequence[str],
-    *,
-    launch: int = 0,
-    force: bool = False,
-    profile: str | None = None,
-    point: int | None = None,
-) -> int:
-    """Measure one launch of all comparisons of ``config`` on the ranks that torchrun started; return the exit status.
-
-    Args:
-        out: results directory; what is finished in it is not run again unless ``force``.
-        launch: which of the config's ``measure.launches`` repetitions, from 0.
-        profile: a case (its id, label or policy name); one iteration of it is profiled and nothing timed.
-        point: only this point of the config's sweep, from 0; other jobs may measure others into ``out`` meanwhile.
-    """
-    here: _Launch | None = None
-    try:
-        with ends_on_signals(lambda: here and here.say_kept()), contextlib.ExitStack() as held:
-            try:
-                ranks = join(_JOIN_TIMEOUT_S)
-            except (ValueError, NotMetError) as error:
-                print(f"moe-ep-bench: {error}", file=sys.stderr)
-                return leave_status(USER_ERROR if isinstance(error, ValueError) else LOST)
-            # Nothing of a case is lost where a rank hangs out here: the watchdog's own line says all.
-            waits = partial(is_busy, ranks.device)
-            setup = Watchdog(_SETUP_TIMEOUT_S, lambda reason: None, waits, partial(leave_status, LOST))
-            held.callback(setup.stop)
-            held.callback(ranks.close)
-            here = _Launch(ranks, setup, held, RunDirectory(out), launch, force)
-            try:
-                comparisons = here.plan(config, overrides, point)
-                setup.feed()
-                if profile is not None:
-                    status = here.profile(comparisons, profile)
-                else:
-                    status = here.measure(comparisons, is_point=point is not None)
-            except ToldError:
-                status = USER_ERROR
-            return leave_status(status)
-    except Exception as error:
-        if is_of_peers(error):
-            print(f"moe-ep-bench: {PEER_LOST}: {' '.join(str(error).split())[:200]}", file=sys.stderr, flush=True)
-        else:
-            # Not a user's mistake and not a case's failure: show all of it.
-            traceback.print_exc()
-        return leave_status(LOST)  # Before or after all cases: another start would end alike.
 
 
 def launch(
@@ -111,8 +60,8 @@ def launch(
         UserError: the config cannot be run on these ranks; found before any is started.
     """
     check_num_ranks(nproc)
-    num_ranks = nproc * num_nodes()
-    comparisons = plan(config, overrides, RANKS, num_ranks, on_cpu=device_type() == "cpu", point=point)
+    num_ranks, on_cpu = nproc * num_nodes(), device_type() == "cpu"
+    comparisons = plan(config, overrides, RANKS, num_ranks, on_cpu=on_cpu, point=point)
     arguments = ["run", str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     arguments += ["--point", str(point)] if point is not None else []
     if profile is not None:
@@ -139,18 +88,62 @@ def _forgive(directory: RunDirectory, comparisons: Sequence[Comparison]) -> None
         collect_lost(directory.attempts, [comparisons[0].comparison_id], stopped=True)
 
 
+def run(
+    config: Path,
+    out: Path,
+    overrides: Sequence[str],
+    *,
+    launch: int = 0,
+    force: bool = False,
+    profile: str | None = None,
+    point: int | None = None,
+) -> int:
+    """Measure one launch of all comparisons of ``config`` on the ranks that torchrun started; return the exit status.
+
+    Args:
+        out: results directory; what is finished in it is not run again unless ``force``.
+        launch: which of the config's ``measure.launches`` repetitions, from 0.
+        profile: a case (its id, label or policy name); one iteration of it is profiled and nothing timed.
+        point: only this point of the config's sweep, from 0; other jobs may measure others into ``out`` meanwhile.
+    """
+    here: _Launch | None = None
+    try:
+        with ends_on_signals(lambda: here and here.say_kept()), contextlib.ExitStack() as held:
+            try:
+                ranks = join(_JOIN_TIMEOUT_S)
+            except (UserError, NotMetError) as error:
+                print(f"moe-ep-bench: {error}", file=sys.stderr)
+                return leave_status(USER_ERROR if isinstance(error, UserError) else LOST)
+            # Nothing of a case is lost where a rank hangs out here: the watchdog's own line says all.
+            waits = partial(is_busy, ranks.device)
+            setup = Watchdog(_SETUP_TIMEOUT_S, lambda reason: None, waits, partial(leave_status, LOST))
+            held.callback(setup.stop)
+            held.callback(ranks.close)
+            here = _Launch(ranks, setup, held, RunDirectory(out), launch, force)
+            comparisons = here.plan(config, overrides, point)
+            setup.feed()
+            if profile is not None:
+                return leave_status(here.profile(comparisons, profile))
+            return leave_status(here.measure(comparisons, is_point=point is not None))
+    except ToldError:
+        return leave_status(USER_ERROR)
+    except Exception as error:
+        if is_of_peers(error):
+            print(f"moe-ep-bench: {PEER_LOST}: {' '.join(str(error).split())[:200]}", file=sys.stderr, flush=True)
+        else:
+            # Not a user's mistake and not a case's failure: show all of it.
+            traceback.print_exc()
+        return leave_status(LOST)  # Before or after all cases: another start would end alike.
+
+
 def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> int:
     """Measure all comparisons of ``config`` on virtual ranks; return the exit status, 128 + signal where one ended it.
 
     Raises:
         ValueError: the config cannot be used; one line.
     """
-    return emulate_plan(plan_virtual(config, overrides), out, force=force)
-
-
-def plan_virtual(config: Path, overrides: Sequence[str], *, try_out: bool = True) -> Plan:
-    """Plan a config for virtual ranks on this device; ValueError where it does not fit. ``try_out``: see ``plan``."""
-    return plan(config, overrides, VIRTUAL, on_cpu=not torch.cuda.is_available(), try_out=try_out)
+    on_cpu = not torch.cuda.is_available()
+    return emulate_plan(plan(config, overrides, VIRTUAL, on_cpu=on_cpu), out, force=force)
 
 
 def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: bool = True) -> int:
@@ -204,25 +197,20 @@ class _Launch:
         Raises:
             ToldError: some rank cannot, or they differ.
         """
-        comparisons, error, ranks, setup = None, "", self.ranks, self.setup
+        ranks, setup = self.ranks, self.setup
         assert setup is not None
-        try:
-            comparisons = plan(
-                config,
-                overrides,
-                RANKS,
-                ranks.world_size,
-                on_cpu=ranks.device.type == "cpu",
-                point=point,
-                before=lambda experiment: setup.allow(experiment.measure.timeout_s),
-            )
+
+        def read() -> Plan:
+            # Whoever launched this rank has tried out what it is to do.
+            how: Any = {"on_cpu": ranks.device.type == "cpu", "point": point, "try_out": not is_launched()}
+            before = lambda experiment: setup.allow(experiment.measure.timeout_s)  # noqa: E731
+            comparisons = plan(config, overrides, RANKS, ranks.world_size, before=before, **how)
             most = max(one.experiment.measure.launches for one in comparisons)
             if not 0 <= self.number < most:
                 raise UserError(f"--launch: expected 0 to {most - 1} (measure.launches={most}), got {self.number}")
-        except ValueError as problem:
-            error = str(problem)
-        self._go_on_without(error)
-        assert comparisons is not None
+            return comparisons
+
+        comparisons = ranks.agree(read)
         planned = [(one.definition, [case.case_id for case in one.cases]) for one in comparisons]
         for what, value in (
             ("the config", json.dumps([planned, self.number], sort_keys=True)),
@@ -230,11 +218,11 @@ class _Launch:
             ("the code of moe-ep-bench", provenance.code_hash()),
         ):
             differing = ", ".join(map(str, ranks.differing(value)))
-            alike = (
+            unlike = (
                 f"{what} is not the same on all ranks: rank {differing} differ(s) from rank 0; start all ranks alike"
             )
-            self._go_on_without(alike if differing else "")
-        self._go_on_without(_other_versions(ranks))
+            ranks.end_where(unlike if differing else "")
+        ranks.end_where(_other_versions(ranks))
         return comparisons
 
     def measure(self, comparisons: Plan, *, is_point: bool = False, survey: bool = True) -> int:
@@ -247,15 +235,12 @@ class _Launch:
         else:
             from moe_ep_bench.bench.virtual import measure_comparison as measure
         todo = self._left(comparisons)
-        run_id = ranks.texts(new_run_id())[0]
+        run_id = ranks.of_first(new_run_id())
         if any(todo):
             # Made on every rank, which keeps them together: it goes through all batches.
-            try:
-                feed = setup.feed if setup else lambda: None
-                description = describe_timed_run(ranks, run_id, comparisons, feed, survey=survey)
-            except ValueError as problem:  # On all ranks alike.
-                ranks.complain(str(problem))
-                raise ToldError from None
+            feed = setup.feed if setup else lambda: None
+            describe = partial(describe_timed_run, ranks, run_id, comparisons, feed, survey=survey)
+            description = ranks.agree(describe)
             # Checked before, but another job may have come first.
             check = partial(check_timing, directory, comparisons[0], ranks.device, force=self.force)
             self._on_first(partial(directory.write_run, description, check=check, keep_others=is_point))
@@ -264,23 +249,19 @@ class _Launch:
             if ranks.is_first:
                 print("moe-ep-bench: asked to end; the same command does what is left", file=sys.stderr)
             return CLOSED
-        status = torch.tensor([status_of(directory, comparisons, self.number) if ranks.is_first else OK])
+        status = status_of(directory, comparisons, self.number) if ranks.is_first else OK
         if ranks.is_first and not any(todo):
             number = f" in launch {self.number + 1}" if self.number else ""
             cases = f"all {sum(len(one.cases) for one in comparisons)} cases were finished before{number}"
             print(f"moe-ep-bench: {cases}; --force runs them again", file=sys.stderr)
-        return int(ranks.gather(status, everywhere=True)[0])
+        return int(ranks.of_first(str(status)))
 
     def profile(self, comparisons: Plan, wanted: str) -> int:
         """Profile the case that is ``wanted``; return the exit status."""
         from moe_ep_bench.bench.profile import profile_case
 
         assert self.setup is not None
-        try:
-            comparison, case = comparisons.find_case(wanted)
-        except ValueError as problem:  # On all ranks alike.
-            self.ranks.complain(str(problem))
-            raise ToldError from None
+        comparison, case = self.ranks.agree(partial(comparisons.find_case, wanted))
         self._on_first(partial(self._hold, [comparison], force=True))
         with open_job(self.ranks, self.directory, [comparison], self.directory.profiles) as job, self.setup.paused():
             profile_case(job, comparison, case)
@@ -291,42 +272,24 @@ class _Launch:
 
         From here on no other job writes these comparisons, until ``held`` is closed.
         """
-        wanted = torch.zeros(sum(len(comparison.cases) for comparison in comparisons), dtype=torch.uint8)
+        wanted: list[str] = []
 
         def look() -> None:
             self._hold(comparisons, force=self.force)
             left = left_of(self.directory, comparisons, self.number, force=self.force)
-            flags = [case in cases for one, cases in zip(comparisons, left, strict=True) for case in one.cases]
-            wanted.copy_(torch.tensor(flags))
+            wanted.extend(case.case_id for cases in left for case in cases)
 
         self._on_first(look)
-        flags = iter(self.ranks.gather(wanted, everywhere=True)[0].tolist())
-        return [[case for case in comparison.cases if next(flags)] for comparison in comparisons]
+        ids = set(json.loads(self.ranks.of_first(json.dumps(wanted))))
+        return [[case for case in comparison.cases if case.case_id in ids] for comparison in comparisons]
 
     def _hold(self, comparisons: Sequence[Comparison], *, force: bool) -> None:
         check_timing(self.directory, comparisons[0], self.ranks.device, force=force)
         self.held.enter_context(hold_comparisons(self.directory, comparisons))
 
     def _on_first(self, act: Callable[[], object]) -> None:
-        """Have rank 0 act in the results directory for all.
-
-        Raises:
-            ToldError: it cannot; on all ranks.
-        """
-        error = ""
-        if self.ranks.is_first:
-            try:
-                act()
-            except OSError as problem:
-                error = cannot_write(self.directory.root, problem)
-            except ValueError as problem:
-                error = str(problem)
-        self._go_on_without(error)
-
-    def _go_on_without(self, error: str) -> None:
-        """Raise ToldError where any rank has an error (empty = none); every rank calls this."""
-        if self.ranks.complain(error):
-            raise ToldError
+        """Have rank 0 act in the results directory for all; ToldError on all ranks where it cannot."""
+        self.ranks.agree(writes_to(self.directory.root)(act), on_first=True)
 
 
 def _other_versions(ranks: Ranks) -> str:

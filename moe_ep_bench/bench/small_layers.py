@@ -12,9 +12,9 @@ from torch import Tensor
 from moe_ep_bench.bench.plan import CaseSpec, Comparison
 from moe_ep_bench.bench.subjects import LayerSubject
 from moe_ep_bench.bench.traffic import CaseRouter, RankBatches, Shares, traffic_of
-from moe_ep_bench.layer.build import SingleLayer
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.reference import DenseReference
+from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import VirtualRanks, with_slots
 from moe_ep_bench.workload import TokenBatch
 
@@ -66,7 +66,7 @@ class _SmallLayers:
         virtual.announced = {None: traffic.announced(0, self._device)}
 
         def prepare(rank: int) -> contextlib.AbstractContextManager[None]:
-            router.enter(virtual.subject, {None: shares[rank]}, 0)
+            router.enter(virtual.stack, {None: shares[rank]}, 0)
             if router.slots.is_contiguous:
                 return contextlib.nullcontext()
             return virtual.routed({None: router.on_slots(routings[rank], rank)})
@@ -89,7 +89,7 @@ class _SmallLayers:
         if slots.num_slots not in self._built:
             plain, parts = slots.num_slots == self._model.num_experts, self._comparison.parts
             model = self._model if plain else with_slots(self._model, slots.num_slots)
-            build = partial(SingleLayer, model, torch.float32, self._device, seed=self._seed, parts=parts)
+            build = partial(Stack, model, torch.float32, self._device, seed=self._seed, parts=parts)
             self._built[slots.num_slots] = VirtualRanks(build, self._comparison.ep_size)
         virtual = self._built[slots.num_slots]
         virtual.placement = slots

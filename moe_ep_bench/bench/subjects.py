@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.bench import checks, words
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
-from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.errors import naming
 from moe_ep_bench.models import LatentAttention, ModelSpec
-from moe_ep_bench.models.memory import fullest_pairs, layer_rows_values, rank_expert_weights
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
@@ -31,8 +29,6 @@ from moe_ep_bench.workload.batch import deal_pieces
 from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.patterns import PatternWorkload
 from moe_ep_bench.workload.skews import PATTERNS
-
-_COPIES_BYTES = 2**27
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,18 +71,8 @@ class LayerSubject:
         return tuple(self.workloads)
 
     @property
-    def num_slices(self) -> int:
-        """Ranks among which every expert is cut."""
-        return self.experiment.layer.expert_tensor_parallel
-
-    @property
     def ep_size(self) -> int:
         return ep_size_on(self.experiment, self.world_size)
-
-    @property
-    def num_together(self) -> int:
-        """Ranks whose tokens meet in the same experts."""
-        return self.ep_size * self.num_slices
 
     @property
     def num_tokens(self) -> int:
@@ -175,46 +161,6 @@ class LayerSubject:
         """What ``run.json`` says of this subject: where what is run is simpler than the model."""
         return {"departures": list(self.model.departures)}
 
-    def memory_bytes_per_rank(
-        self, num_cases: int, *, held_batches: int, cuda_graph: bool, num_layers: int | None = None
-    ) -> int:
-        """What a rank needs at the fullest, roughly: weights, inputs of the held batches, one layer's buffers.
-
-        The load assumed is the workload's peak on one rank, as if its hot experts lay together. CUDA graphs need the
-        buffers once more: all share one pool, which is not the allocator's own. What the driver keeps of each graph is
-        left out (a run's conditions say it).
-
-        Args:
-            num_layers: layers that are built of a whole model; None = as the config has it.
-        """
-        model, size, tokens = self.model, VALUE_BYTES[self.experiment.layer.dtype], self.fullest_tokens
-        weights = self._expert_weights + 3 * model.hidden_size * model.shared_ffn_hidden_size
-        # Small inputs are held in copies, up to some caches' size (measure.cache).
-        hidden = tokens * model.hidden_size * size
-        hidden += min((num_cases - 1) * hidden, _COPIES_BYTES)
-        inputs = held_batches * (hidden + 2 * tokens * model.num_experts * 4)
-        values, summed = self._buffers
-        return 2 * weights * size + inputs + values * size * (1 + cuda_graph) + summed + self._routing_bytes
-
-    @property
-    def _expert_weights(self) -> int:
-        """Of a rank's routed experts in one layer."""
-        return rank_expert_weights(self.model, self.ep_size, self.num_slices)
-
-    @property
-    def _buffers(self) -> tuple[int, int]:
-        """Of the fullest rank at the peak load: values while a layer runs, bytes summed over slices (float32)."""
-        model, peak = self.model, getattr(self.experiment.workload, "peak_load", None)
-        at_once = min(self.fullest_tokens, self.experiment.measure.microbatch_tokens or self.fullest_tokens)
-        pairs = fullest_pairs(model, at_once, peak, self.ep_size) * self.num_slices
-        values = layer_rows_values(model, pairs, self.num_slices)
-        return values, pairs * 4 * model.hidden_size if self.num_slices > 1 else 0
-
-    @property
-    def _routing_bytes(self) -> int:
-        """Scores, keys and indices while a policy routes."""
-        return self.fullest_tokens * self.model.num_experts * 8 * 6
-
     def flops_per_rank(self) -> float:
         """Floating-point operations of one iteration on the average rank."""
         model = self.model
@@ -290,40 +236,6 @@ class ModelSubject(LayerSubject):
         departures = _departures(self.model, self.context_length, modelled=modelled)
         return {"departures": [*self.model.departures, *departures], "whole": whole}
 
-    def memory_bytes_per_rank(
-        self, num_cases: int, *, held_batches: int, cuda_graph: bool, num_layers: int | None = None
-    ) -> int:
-        """Weights, one layer's experts twice (while it is built), scores, cache, a pass's buffers.
-
-        With CUDA graphs the buffers once more, and every case's logits of its first batch.
-        """
-        num_layers = num_layers or self.num_layers
-        model, size, tokens, context = self.model, self._value_bytes, self.fullest_tokens, self.context_length
-        assert model.attention is not None
-        assert model.vocab_size is not None
-        num_moe, others = num_layers - model.first_dense_layers, model.other_parameters(num_layers)
-        assert others is not None
-        weights = others + (num_moe + 1) * self._expert_weights
-        scores = num_moe * held_batches * 2 * tokens * model.num_experts * 4
-        # Of a token: queries of all heads, and what is cached of it in one layer.
-        queries, keys, values, *_ = model.attention.widths
-        cache = num_layers * tokens * (context + 1) * (keys + values) if context else 0
-        buffers, summed = self._buffers
-        buffers += tokens * (6 * queries + 4 * model.hidden_size)
-        buffers += 3 * tokens * context * (keys + values)  # the cache of one layer, rotated and for all heads
-        last = self.most_prompts * model.vocab_size * 2
-        graphs = buffers + num_cases * last if cuda_graph else 0
-        return (weights + cache + buffers + last + graphs) * size + summed + scores + self._routing_bytes
-
-    @property
-    def _value_bytes(self) -> int:
-        return VALUE_BYTES[self.experiment.layer.dtype]
-
-    @cached_property
-    def most_prompts(self) -> int:
-        """Prompts, or requests that decode, of the rank that has most of them in any batch."""
-        return max(len(one) for batch in range(self.workload.num_batches) for one in self.lengths_of_ranks(batch))
-
     def flops_per_rank(self) -> float:
         model = self.model
         assert model.attention is not None
@@ -337,8 +249,8 @@ SUBJECTS: dict[str, type[LayerSubject]] = {one.name: one for one in (LayerSubjec
 
 
 def ep_size_on(experiment: Experiment, world_size: int) -> int:
-    """Expert-parallel ranks of a group: ``layer.ep_size``, or all ranks that hold whole experts."""
-    return experiment.layer.ep_size or world_size // experiment.layer.expert_tensor_parallel
+    """Expert-parallel ranks of a group: ``layer.ep_size``, or all ranks."""
+    return experiment.layer.ep_size or world_size
 
 
 def make_workload(experiment: Experiment, world_size: int, *, or_chance: bool = False) -> Workload:

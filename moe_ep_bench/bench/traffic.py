@@ -42,7 +42,7 @@ from moe_ep_bench.workload.skew import balanced_scores
 
 if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
     from moe_ep_bench.kernels.shared import SharedSteps
-    from moe_ep_bench.layer.build import Subject
+    from moe_ep_bench.layer.stack import Stack
     from moe_ep_bench.layer.virtual import Announced
 
 # Metrics of what a token gets, whatever else an expert is filled up with.
@@ -203,19 +203,19 @@ class CaseRouter:
         map_TP: Tensor = self.slots.spread(routing.map_TE, rank)
         return Routing(map_TP, self.slots.spread_weights(routing.weights_TE, map_TP))
 
-    def enter(self, subject: Subject, shares: Mapping[int | None, Share], index: int) -> None:
-        """Put the case's routing of a rank's tokens of batch ``index`` into the MoE layers of ``subject``."""
-        policy, padded = self.case.policy, self.case.is_padded
-        subject.take(() if policy is None else subject.pairs, padded=padded)
+    def enter(self, stack: Stack, shares: Mapping[int | None, Share], index: int) -> None:
+        """Put the case's routing of a rank's tokens of batch ``index`` into the MoE layers of ``stack``."""
+        policy = self.case.policy
+        stack.take(() if policy is None else stack.forms)
         for layer, share in shares.items():
             assert share.logits_TE is not None
-            if policy is None or padded:  # By Megatron-Core's own router.
-                subject.route(layer, share.logits_TE)
+            if policy is None:  # By Megatron-Core's own router.
+                stack.route(layer, share.logits_TE)
                 continue
             told = self.context(share, index)
             here = policy.in_layer(told.layer_fraction)
             context = replace(told, random_TE=here.draws(share.logits_TE, told))  # a captured graph cannot draw
-            subject.route(layer, share.logits_TE, here, context)
+            stack.route(layer, share.logits_TE, here, context)
 
 
 @dataclass(frozen=True, eq=False)
@@ -492,13 +492,13 @@ def _statistics(
     return [total.get(number) for number in range(len(routers))]
 
 
-def case_metrics(case: CaseSpec, routing: Routing, share: Share, num_slices: int = 1) -> dict[str, Any]:
+def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, Any]:
     """``routing_metrics`` of a case's routing; excess load by the case's own capacity factor."""
-    how: dict[str, Any] = {"capacity_factor": case.capacity_factor, "num_slices": num_slices}
-    row = routing_metrics(routing, share.scores_TE, share.context, of_scores=share.of_scores, **how)
+    how: dict[str, Any] = {"of_scores": share.of_scores, "capacity_factor": case.capacity_factor}
+    row = routing_metrics(routing, share.scores_TE, share.context, **how)
     if case.is_padded:  # What fills an expert up weighs nothing: it is computed, and no mass of it is kept.
         kept = replace(routing, map_TE=routing.weights_TE > 0)
-        of_kept = routing_metrics(kept, share.scores_TE, share.context, of_scores=share.of_scores, **how)
+        of_kept = routing_metrics(kept, share.scores_TE, share.context, **how)
         row |= {key: of_kept[key] for key in _OF_KEPT}
     return row
 

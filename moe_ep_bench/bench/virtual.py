@@ -13,12 +13,12 @@ Shapes: R = virtual ranks, V = cases, B = batches, C = columns of a sample, E = 
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
 from moe_ep_bench.bench.plan import BASELINE, NOISE, CaseSpec, Comparison
 from moe_ep_bench.bench.rank_timers import MeasuredRanks, ModelledRanks, RankTime
-from moe_ep_bench.bench.replicas import Replicas, Solving
-from moe_ep_bench.bench.rows import PackedMetrics, columns_of, write_case, write_frontier
+from moe_ep_bench.bench.replicas import Replicas
+from moe_ep_bench.bench.rows import PackedMetrics, Samples, columns_of, write_case, write_frontier
 from moe_ep_bench.bench.subjects import LayerSubject, ModelSubject
 from moe_ep_bench.bench.traffic import (
     CarriedLoads,
@@ -51,7 +51,7 @@ from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies.waits import beyond
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
-from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, collections_between, order, turn_of
+from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, measure
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
 # Share of the free memory that a chunk's rows may take; the rest is for what allocators keep and routing needs.
@@ -69,17 +69,12 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
     """Measure ``cases`` on virtual ranks and write their parts."""
     job.enter(comparison)
     device = job.ranks.device
-    shortage = comparison.shortage(provenance.available_memory_bytes(device, 1))
-    if shortage:
-        for case in cases:
-            job.write_unmeasured(comparison, case, "skipped", shortage)
-        return
     with device_scope(), torch.inference_mode():
         if comparison.device is None:
             # Only a layer that is built needs Megatron-Core.
-            from moe_ep_bench.layer.megatron import initialize_expert_parallel
+            from moe_ep_bench.layer.megatron import expert_parallel_groups
 
-            initialize_expert_parallel(1, comparison.experiment.measure.timeout_s + 60)
+            expert_parallel_groups(1, comparison.experiment.measure.timeout_s + 60)
         _measure(job, Emulation(comparison, cases, device, job.begin))
     if comparison.device is None:
         free_memory(device)
@@ -99,6 +94,47 @@ def _measure(job: Job, emulation: Emulation) -> None:
     if conditions is not None:
         job.write_conditions(emulation.comparison, conditions)
         keep(range(len(emulation.cases)))
+
+
+class _Turn:
+    """Whose turn it is among a batch's ranks, with its tokens; one rank's are held at a time."""
+
+    def __init__(self, emulation: Emulation, timer: MeasuredRanks, batches: Mapping[int | None, RankBatches]) -> None:
+        self.emulation, self.timer, self._batches = emulation, timer, batches
+        self.done: dict[tuple[Any, ...], RankTime] = {}
+        self._at, self._ranks, self._shares = (-1, -1), iter(()), {}
+
+    def shares(self, step: Step) -> dict[int | None, Shares]:
+        """The tokens of the rank whose turn ``step`` is; ranks take their turns in order, round by round."""
+        if self._at != (step.iteration, step.rank):
+            if step.rank == 0:
+                self._ranks = self.emulation.shares_of_ranks(self._batches)
+                self.done.clear()
+            self._at, self._shares = (step.iteration, step.rank), next(self._ranks)
+        return self._shares
+
+
+@dataclass(frozen=True, eq=False)
+class _VirtualCase:
+    """A case on one batch, as ``timing.protocol.measure`` times it: ranks with the same to do once a round."""
+
+    router: CaseRouter
+    traffic: Traffic
+    turn: _Turn
+
+    @property
+    def case_id(self) -> str:
+        return self.router.case.case_id
+
+    def time(self, step: Step) -> RankTime:
+        case, turn, work = self.router.case, self.turn, (self.case_id, *self.traffic.work(step.rank))
+        shares = {layer: one.of(case) for layer, one in turn.shares(step).items()}
+        turn.emulation.shared_runs += work in turn.done
+        if work not in turn.done:
+            first = step.iteration == 0
+            turn.done[work] = turn.timer.time(self.router, self.traffic, step.rank, shares, first=first)
+            turn.emulation.timed_runs += 1
+        return turn.done[work]
 
 
 def _groups(num_cases: int, num_groups: int) -> list[range]:
@@ -187,25 +223,23 @@ class Emulation:
         comparison, settings = self.comparison, self.comparison.experiment.measure
         self.samples = np.full((len(self.cases), self.num_ranks, self.num_batches, len(self.columns)), np.nan)
         self.metrics = [PackedMetrics(self.num_ranks, self.num_batches * len(self.layers)) for _ in self.cases]
-        everyone = range(len(self.cases))
         if comparison.device is not None:
             self._routers(0)  # Replicas are planned, once for all batches.
             begin, modelled = time.monotonic(), ModelledRanks(comparison, comparison.device)
-            self._time_batch(0, modelled, rounds=1, kept=1, numbers=everyone)
+            self._model_batch(0, modelled, range(len(self.cases)))
             to_come_s = (time.monotonic() - begin) * (self.num_batches - 1)
             for numbers in _groups(len(self.cases), math.ceil(to_come_s / _KEPT_AFTER_S)):
                 for batch in range(1, self.num_batches):
-                    self._time_batch(batch, modelled, rounds=1, kept=1, numbers=numbers)
+                    self._model_batch(batch, modelled, numbers)
                 keep(numbers)
             return None
-        rounds = 1 + settings.warmup + settings.iterations
         ceilings = ceilings_of(self.device, DTYPES[comparison.experiment.layer.dtype])
         self.num_chunks = self._chunks()
         timer = MeasuredRanks(comparison, self.device, self.num_chunks)
-        with watched_machine(self.device, ceilings) as here, collections_between():
+        with watched_machine(self.device, ceilings) as here:
             for batch in range(self.num_batches):
-                self._time_batch(batch, timer, rounds, settings.iterations, everyone)
-        here["allocating_iterations"] = dict(timer.allocations.iterations)
+                self._measure_batch(batch, timer)
+        here["allocating_iterations"] = dict(timer.watch.allocations.iterations)
         warm_up = {"rounds": 1 + settings.warmup, "change": None, "settled": False}
         emulated = {"timed": self.timed_runs, "shared": self.shared_runs, "num_chunks": self.num_chunks}
         baseline = next((case.case_id for case in self.cases if case.role == BASELINE), None)
@@ -216,49 +250,51 @@ class Emulation:
         """Write the routing of the cases of these numbers, and their samples, which make them finished."""
         steps = [Step(batch, 0, kind) for kind in (PLAIN, BREAKDOWN) for batch in range(self.num_batches)]
         whole = [self.columns.index(name) for name in (TOTAL, HOST, THREAD_CPU)]
+        samples = Samples((), steps, self.columns)
         for number in numbers:
             case, metrics, samples_RBC = self.cases[number], self.metrics[number], self.samples[number]
             plain_RBC = np.full_like(samples_RBC, np.nan)
             plain_RBC[..., whole] = samples_RBC[..., whole]
             times_RSC = np.concatenate([plain_RBC, samples_RBC], axis=1)
             write_frontier(job.directory, self.comparison, case, self.frontiers[case.case_id])
-            write_case(job, self.comparison, case, steps, times_RSC, self.columns, metrics)
+            write_case(job, self.comparison, case, samples, times_RSC, metrics)
 
-    def _time_batch(
-        self, index: int, timer: MeasuredRanks | ModelledRanks, rounds: int, kept: int, numbers: Sequence[int]
-    ) -> None:
-        """Time the cases of these numbers on one batch; of ``rounds`` the last ``kept`` count."""
+    def _model_batch(self, index: int, modelled: ModelledRanks, numbers: Sequence[int]) -> None:
+        """Model the cases of these numbers on one batch; ranks with the same to do take the same."""
         routers = [self._router(self.cases[number], index) for number in numbers]
-        batches, traffic = self._routed(index, routers, keep=timer.needs_tokens)
-        for number, of_case in zip(numbers, traffic, strict=True):
-            case, metrics = self.cases[number], self.metrics[number]
-            for row, (layer, one) in enumerate(of_case.layers.items(), index * len(self.layers)):
-                metrics.put((slice(None), row), one.metrics)
-                if one.frontier is not None:
-                    self.frontiers[case.case_id].append({"batch": index, "layer": layer, **one.frontier})
-                if index == 0:
-                    metrics["reference_error"][:, row] = self.errors.get((case.case_id, layer), np.nan)
-        times: list[list[list[RankTime]]] = [[[] for _ in range(self.num_ranks)] for _ in routers]
-        for round_number in range(rounds):
-            if timer.needs_tokens:  # something runs
-                gc.collect(0)
-            turn = turn_of(Step(index, round_number, PLAIN), self.num_batches, len(routers))
+        _, traffic = self._routed(index, routers, keep=False)
+        self._keep_metrics(index, numbers, traffic)
+        for number, router, of_case in zip(numbers, routers, traffic, strict=True):
             done: dict[tuple[Any, ...], RankTime] = {}
-            for rank, shares in enumerate(self._shares(batches)):
-                for number in order(len(routers), turn):
-                    router = routers[number]
-                    self.begin(router.case.case_id)
-                    work = (number, *traffic[number].work(rank))
-                    self.shared_runs += work in done
-                    if work not in done:
-                        own = {layer: one.of(router.case) for layer, one in shares.items()}
-                        done[work] = timer.time(router, traffic[number], rank, own, first=round_number == 0)
-                        self.timed_runs += 1
-                    if round_number >= rounds - kept:
-                        times[number][rank].append(done[work])
-        for number, router, one, of_ranks in zip(numbers, routers, traffic, times, strict=True):
-            solving = self.replicas.solving(router.case, index)
-            self._store(number, index, of_ranks, self._link_us(one), solving)
+            times = []
+            for rank in range(self.num_ranks):
+                self.begin(router.case.case_id)
+                work = of_case.work(rank)
+                self.shared_runs += work in done
+                if work not in done:
+                    done[work] = modelled.time(router, of_case, rank)
+                    self.timed_runs += 1
+                times.append([done[work]])
+            self._store(number, index, times, of_case)
+
+    def _measure_batch(self, index: int, timer: MeasuredRanks) -> None:
+        """Run the measuring loop on one batch, rank after rank; the last rounds count."""
+        settings, numbers = self.comparison.experiment.measure, range(len(self.cases))
+        routers = self._routers(index)
+        batches, traffic = self._routed(index, routers, keep=True)
+        self._keep_metrics(index, numbers, traffic)
+        turn = _Turn(self, timer, batches)
+        cases = [_VirtualCase(router, of_case, turn) for router, of_case in zip(routers, traffic, strict=True)]
+        rounds, times = 1 + settings.warmup + settings.iterations, defaultdict(list)
+        steps = [Step(index, number, PLAIN, rank) for number in range(rounds) for rank in range(self.num_ranks)]
+
+        def keep(number: int, step: Step, time: RankTime) -> None:
+            if step.iteration >= rounds - settings.iterations:
+                times[number, step.rank].append(time)
+
+        measure(cases, steps, self.begin, keep)
+        for number, of_case in zip(numbers, traffic, strict=True):
+            self._store(number, index, [times[number, rank] for rank in range(self.num_ranks)], of_case)
 
     def _routed(
         self, index: int, routers: Sequence[CaseRouter], *, keep: bool
@@ -278,10 +314,19 @@ class Emulation:
         lengths_R = subject.lengths_of_ranks(index) if isinstance(subject, ModelSubject) else None
         return batches, [Traffic(index, of_case, lengths_R) for of_case in layers]
 
-    def _shares(self, batches: Mapping[int | None, RankBatches]) -> Iterator[dict[int | None, Shares]]:
-        """Every rank's tokens, rank by rank, as the cases see them in each layer; nothing where none were kept."""
-        if not batches:
-            yield from ({} for _ in range(self.num_ranks))
+    def _keep_metrics(self, index: int, numbers: Sequence[int], traffic: Sequence[Traffic]) -> None:
+        """Take in what the cases of these numbers routed."""
+        for number, of_case in zip(numbers, traffic, strict=True):
+            case, metrics = self.cases[number], self.metrics[number]
+            for row, (layer, one) in enumerate(of_case.layers.items(), index * len(self.layers)):
+                metrics.put((slice(None), row), one.metrics)
+                if one.frontier is not None:
+                    self.frontiers[case.case_id].append({"batch": index, "layer": layer, **one.frontier})
+                if index == 0:
+                    metrics["reference_error"][:, row] = self.errors.get((case.case_id, layer), np.nan)
+
+    def shares_of_ranks(self, batches: Mapping[int | None, RankBatches]) -> Iterator[dict[int | None, Shares]]:
+        """Every rank's tokens, rank by rank, as the cases see them in each layer."""
         for rank, tokens in enumerate(zip(*batches.values(), strict=True)):
             own = zip(batches, tokens, strict=True)
             yield {layer: Shares(self.layers[layer], one, rank, self.device) for layer, one in own}
@@ -291,18 +336,18 @@ class Emulation:
         number: int,
         index: int,
         times_R: Sequence[Sequence[RankTime]],
-        link_us: dict[PhaseKey, NDArray[np.float64]],
-        solving: Solving | None,
+        traffic: Traffic,
     ) -> None:
+        """Set a case's ranks side by side, behind links and the balancing of replicas."""
+        link_us, replication = self._link_us(traffic), self.cases[number].replication
         legs_R, meetings = [median_legs([run.legs for run in runs]) for runs in times_R], times_R[0][0].meetings
-        if solving is not None:
+        if replication is not None and replication.solving_us:
             for legs in legs_R:  # Every rank solves once all counts are known.
                 leg = legs[meetings.index("wait_metadata") + 1]
-                leg["policy"] = leg.get("policy", 0.0) + solving.charged_us
-        solving_us = 0.0 if solving is None else solving.measured_us
+                leg["policy"] = leg.get("policy", 0.0) + replication.solving_us
         for rank, phases in enumerate(compose(legs_R, meetings, link_us)):
-            phases[HOST] = float(np.median([run.host_us for run in times_R[rank]])) + solving_us
-            phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]])) + solving_us
+            phases[HOST] = float(np.median([run.host_us for run in times_R[rank]]))
+            phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]]))
             for name, value in phases.items():
                 self.samples[number, rank, index, self.columns.index(name)] = value
 
@@ -334,12 +379,9 @@ class Emulation:
 
     def _chunks(self) -> int:
         """In how many chunks the fullest rank's rows fit into memory; a model is not run in chunks."""
-        subject, wanted = self.comparison.subject, self.comparison.experiment.emulate.chunk_tokens
         if not self.comparison.in_chunks:
             return 1
-        if wanted is not None:
-            return -(-subject.most_tokens // wanted)
-        traffic = self._traffic(subject, self._routers(0), self._ranks(None, 0), 1)
+        traffic = self._traffic(self.comparison.subject, self._routers(0), self._ranks(None, 0), 1)
         most_rows = max(int(max(pairs.sum(1).max(), pairs.sum(0).max())) for pairs in (t.rank_pairs for t in traffic))
         available = provenance.available_memory_bytes(self.device, 1) * _MEMORY_SHARE
         return max(1, -(-int(most_rows * self.comparison.bytes_per_row) // int(available)))

@@ -33,8 +33,7 @@ def title(comparison: Any) -> str:
 def sizes_of(comparison: Any) -> str:
     """Ranks, tokens of all of them together, and those of a rank: in any batch, from the least to the most."""
     subject = comparison.subject
-    slices = f" x TP {subject.num_slices}" if subject.num_slices > 1 else ""
-    sizes = f"EP {comparison.ep_size}{slices}, {tokens_words(subject.num_tokens)}"
+    sizes = f"EP {comparison.ep_size}, {tokens_words(subject.num_tokens)}"
     if subject.world_size == 1:
         return sizes
     least, most = int(subject.rank_tokens.min()), int(subject.rank_tokens.max())
@@ -52,7 +51,8 @@ def ranks_by_chance(experiment: Experiment, ep_size: int) -> str:
     known = config.targets(preset)["rank_load"]
     if known is None or config.targets(preset, ep_size)["rank_load"] is not None:
         return ""
-    return f"experts placed at random, in one draw of the traffic: the skew's rank load is of EP {known['ep_size']}"
+    whose = "the skew's rank load" if config.rank_load is None else "rank_load"
+    return f"experts placed at random, in one draw of the traffic: {whose} is of EP {known['ep_size']}"
 
 
 def describe_workload(

@@ -87,7 +87,7 @@ def _drop_force_after_restart(options: argparse.Namespace) -> None:
 def _only_prints(options: argparse.Namespace) -> bool:
     """Whether the command's result is what it prints, and not what it measures."""
     measures = options.command in ("run", "emulate", "validate", "papers", "calibrate")
-    return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points", "run_directory"))
+    return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points"))
 
 
 def _end_output() -> None:
@@ -237,14 +237,13 @@ def _advise(options: argparse.Namespace) -> int:
     bounds = Bounds.of(options.max_dropped, options.max_lost_mass)
     if options.config is not None and options.config.is_dir():
         check_reading(options)
-        from moe_ep_bench.analysis.advice import advice_of
-        from moe_ep_bench.analysis.load import load_times
+        from moe_ep_bench.analysis.advise import advice_text, load_timed
 
-        print(advice_of(load_times(options.config), bounds))
+        print(advice_text(load_timed(options.config), bounds, show_all=options.all))
         return OK
     if options.config is not None:
         _check_config(options)
-    questions = ask_both(options)
+    questions = ask_both(options, bounds)
     settle()
     if options.dry_run:
         print("\n\n".join(one.plan for one in questions.values()))
@@ -266,14 +265,9 @@ def _advise(options: argparse.Namespace) -> int:
             return status
 
     def report() -> str:
-        from moe_ep_bench.analysis.advice import advice_of, picks_text
-        from moe_ep_bench.analysis.load import load_times
+        from moe_ep_bench.analysis.advise import answer_text
 
-        told, runs = [], {phase: load_times(one.out) for phase, one in questions.items()}
-        for phase, one in questions.items():
-            advice = advice_of(runs[phase], bounds, one.assumed, one.left_out)
-            told.append(f"{phase and f'{phase.upper()}  '}{advice}\n\nconfig: {one.config}")
-        return "\n\n".join([*told, *([picks_text(runs, bounds)] if len(runs) > 1 else [])])
+        return answer_text(questions, bounds, show_all=options.all)
 
     return _shown(status, report)
 
@@ -298,17 +292,18 @@ def _validate(options: argparse.Namespace) -> int:
 
 def _papers(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.analysis.claims import load_claims
-    from moe_ep_bench.analysis.claims_report import claims_text, write_claims
     from moe_ep_bench.papers.run import run_claims
 
     out, nproc = _out(options), None if options.nproc is None else _nproc(options)
     status = run_claims(options.config, out, options.overrides, force=options.force, nproc=nproc)
 
     def report() -> str:
+        from moe_ep_bench.analysis.papers import load_claims, write_claims
+        from moe_ep_bench.analysis.papers_figure import draw_claims
+
         claims = load_claims(out)
-        write_claims(claims)
-        return claims_text(claims)
+        draw_claims(claims)
+        return write_claims(claims)
 
     return _shown(status, report)
 
@@ -321,8 +316,8 @@ def _papers_list(options: argparse.Namespace) -> int:
 
 
 def _quality(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.quality import read_quality
     from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES, draw_quality_figures
-    from moe_ep_bench.analysis.quality_frames import read_quality
     from moe_ep_bench.analysis.route.tables import drawn_words
     from moe_ep_bench.analysis.show import quality_text
     from moe_ep_bench.analysis.style import DEFAULT_FORMATS
@@ -340,15 +335,6 @@ def _quality(options: argparse.Namespace) -> int:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    if options.run_directory is not None:
-        from moe_ep_bench.analysis.activated import fit_text
-        from moe_ep_bench.analysis.load import check_timed, load_run
-
-        check_timed(options.run_directory)
-        print(fit_text(load_run(options.run_directory), options.preset))
-        return OK
-    if options.preset is not None:
-        raise UserError("--preset: goes with --from DIR")
     end_with_parent()
     out = options.out or Path("results", "calibration", "links.yaml")
     from moe_ep_bench.cost_model.calibrate import calibrate, launch_calibrate
@@ -473,8 +459,7 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.compare import compare_directories
-    from moe_ep_bench.analysis.compare_report import compare_json, compare_text, exit_status
+    from moe_ep_bench.analysis.compare import compare_directories, compare_json, compare_text, exit_status
     from moe_ep_bench.bench.question import parse_share
 
     limit = None if options.fail_over is None else parse_share("--fail-over", options.fail_over)

@@ -18,7 +18,6 @@ SUCCESSORS = {
     "points": "run CONFIG --list-points",
     "reproduce": "papers CONFIG",
     "accuracy": "quality CONFIG",
-    "fit": "calibrate --from DIR",
     "summary": "show DIR",
     "export": "show DIR --format md|latex|csv|json|perfetto",
     "report": "show DIR --format html",
@@ -133,16 +132,12 @@ def make_parser() -> argparse.ArgumentParser:
     _add_config(quality, dry_run="print cases; load no weights and no data")
     _add_cpu(quality)
 
-    calibrate = add("calibrate", "measure this machine's all-to-all, or fit a device to a decode run")
+    calibrate = add("calibrate", "measure this machine's all-to-all")
     calibrate.add_argument("--out", type=Path, metavar="FILE", help="default: results/calibration/links.yaml")
     calibrate.add_argument("--max-bytes", type=int, metavar="N", help="largest message (default: 2^30; CPU: 2^26)")
     _add_value(calibrate, "--repetitions", 20, "N", "of each message")
     _add_nproc(calibrate)
     _add_cpu(calibrate)
-    calibrate.add_argument(
-        "--from", type=Path, metavar="DIR", dest="run_directory", help="print figures for data/devices/ of this run"
-    )
-    calibrate.add_argument("--preset", metavar="NAME", help="with --from: only this model of data/models/")
 
     tables = add("tables", "list what others measured on real GPUs: devices, shapes and links to name")
     tables.add_argument("system", metavar="DEVICE", nargs="?", help="tell its shapes and links, e.g. h100_sxm")
@@ -231,6 +226,7 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     bounds = parser.add_argument_group("bounds (default: 10% dropped and 5% lost mass; one alone binds alone)")
     bounds.add_argument("--max-dropped", metavar="SHARE", help="most top-k pairs dropped, e.g. 5%%")
     bounds.add_argument("--max-lost-mass", metavar="SHARE", help="most score mass of the top-k lost, e.g. 1%%")
+    parser.add_argument("--all", action="store_true", help="print every candidate")
     parser.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/advise-...)")
     _add_overrides(parser)
     parser.add_argument("--force", action="store_true", help="repeat finished cases")

@@ -6,11 +6,6 @@ rises with the rows of a GEMM (an expert's tokens), so it is a table. Routing ta
 roofline describes a top-k or a sort. Permutation reaches its own share of the bandwidth. Each figure beyond the data
 sheet says whether it was measured, published or assumed.
 
-A decode step takes as long as reading the weights of the experts that it activates. A file may hold a fit of measured
-steps, for one shape of experts and one implementation (``DecodeFit``: OEA's cost model, arXiv 2511.02237, section 2).
-It replaces the assumed overhead and memory share. Arithmetic still bounds experts with many rows.
-``calibrate --from DIR`` makes such figures of a run.
-
 Shapes: L = experts of a rank, D = hidden size, F = expert FFN size.
 """
 
@@ -18,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,7 +22,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from moe_ep_bench.cost_model.links import Basis
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.presets import Preset, Strict
+from moe_ep_bench.presets import REMOVED, Preset
 
 
 @dataclass(frozen=True)
@@ -62,50 +57,13 @@ VALUE_BYTES = {name: precision.hidden_bytes for name, precision in PRECISIONS.it
 # What layers that run here have; others are of tables alone.
 RUN_DTYPES = ("float32", "bfloat16")
 
+REMOVED |= {
+    "decode": "memory_efficiency and overhead_us, or a measured table as the device (moe-ep-bench tables)",
+    "decode_below_rows": "layer.experts: decode, by name",
+}
+
 _Share = Annotated[float, Field(gt=0, le=1)]
-_Size = Annotated[int, Field(ge=1)]
 _Text = Annotated[str, Field(min_length=1)]
-
-
-class DecodeFit(Strict):
-    """time = base + per_expert x activated experts + per_pair x (token, expert) pairs, of one shape of experts."""
-
-    experts: Literal["sequential", "grouped", "decode", "te"]
-    """What computed them (``layer.parts``)."""
-    model: _Text
-    hidden_size: _Size
-    ffn_hidden_size: _Size
-    dtype: Literal["float32", "bfloat16"]
-    base_us: NonNegativeFloat
-    """Launches, and what does not overlap."""
-    per_expert_us: PositiveFloat
-    """b of the cost model."""
-    per_pair_us: NonNegativeFloat | None = None
-    """a of the cost model; null = not fitted, or not above 0."""
-    r2: float = Field(le=1)
-    tokens: tuple[_Size, ...] = Field(min_length=1)
-    """Of the steps that were timed."""
-    basis: Basis
-    source: _Text
-
-    @property
-    def expert_bytes(self) -> int:
-        """Weights of one expert."""
-        return 3 * self.hidden_size * self.ffn_hidden_size * VALUE_BYTES[self.dtype]
-
-    @property
-    def reached_tbps(self) -> float:
-        """Bandwidth at which an expert's weights are read, 1e12 bytes per second."""
-        return self.expert_bytes / self.per_expert_us / 1e6
-
-    def describe(self) -> str:
-        pairs = "" if self.per_pair_us is None else f" + {self.per_pair_us:g} us a pair"
-        tokens = f"{min(self.tokens)}" if len(set(self.tokens)) == 1 else f"{min(self.tokens)} to {max(self.tokens)}"
-        return (
-            f"{self.experts} experts {self.base_us:g} us a pass + {self.per_expert_us:g} us an activated expert"
-            f" of {self.expert_bytes / 1e6:.3g} MB{pairs} ({self.basis}: {self.model}, {self.dtype}, {tokens} tokens,"
-            f" R2 {self.r2:g}), others by their bytes"
-        )
 
 
 class Device(Preset):
@@ -126,19 +84,14 @@ class Device(Preset):
     arithmetic_efficiency: tuple[tuple[PositiveFloat, _Share], ...] = Field(min_length=1)
     """(rows, share of the arithmetic) with rising rows."""
     arithmetic_basis: Basis
-    decode: tuple[DecodeFit, ...] = ()
-    """Fits of decode steps, one per implementation of experts; the first also stands for implementations without."""
-    decode_below_rows: PositiveFloat | None = None
-    """Mean rows per expert (tokens x top_k / experts) below which the decode experts were measured faster than what
-    ``layer.experts: auto`` takes otherwise; null = not measured."""
     gpu_names: tuple[str, ...] = ()
-    """The driver's names of such a GPU, by which a run finds ``decode_below_rows``."""
-    memory_efficiency: _Share | None = None
-    """Share of the memory bandwidth; null = that of the first decode fit."""
-    memory_basis: Basis | None = None
-    overhead_us: NonNegativeFloat | None = None
-    """Of one pass through the experts: launches, and what does not overlap; null = a decode fit's base."""
-    overhead_basis: Basis | None = None
+    """The driver's names of such a GPU, by which a dry run finds its arithmetic."""
+    memory_efficiency: _Share
+    """Share of the memory bandwidth."""
+    memory_basis: Basis
+    overhead_us: NonNegativeFloat
+    """Of one pass through the experts: launches, and what does not overlap."""
+    overhead_basis: Basis
     routing_native_ps: PositiveFloat
     """Picoseconds per score (token and expert) of the model's own top-k routing."""
     routing_native_basis: Basis
@@ -158,38 +111,10 @@ class Device(Preset):
         rows = [rows for rows, _ in self.arithmetic_efficiency]
         if rows != sorted(set(rows)):
             raise UserError(f"arithmetic_efficiency: expected rising rows, got {rows}")
-        optional = (
-            ("memory_efficiency", "memory_basis"),
-            ("overhead_us", "overhead_basis"),
-            ("attention_efficiency", "attention_basis"),
-        )
-        for figure, basis in optional:
-            if (getattr(self, figure) is None) != (getattr(self, basis) is None):
-                got = getattr(self, basis) or "none"
-                raise UserError(f"{basis}: expected one with {figure} and none without, got {got}")
-        for figure in ("memory_efficiency", "overhead_us"):
-            if getattr(self, figure) is None and not self.decode:
-                raise UserError(f"{figure}: missing; only a file with a decode fit needs none")
-        if self.overhead_us is not None and self.decode:
-            raise UserError(
-                f"overhead_us: expected none beside a decode fit, whose base_us says it; got {self.overhead_us:g}"
-            )
-        for fit in self.decode:
-            if fit.reached_tbps > self.memory_tbps:
-                raise UserError(
-                    f"decode: {fit.experts}: per_expert_us: expected at most memory_tbps={self.memory_tbps:g}, got"
-                    f" {fit.per_expert_us:g} us for {fit.expert_bytes / 1e6:.3g} MB: {fit.reached_tbps:.3g} TB/s"
-                )
-        fitted = [fit.experts for fit in self.decode]
-        if len(set(fitted)) < len(fitted):
-            raise UserError(f"decode: expected one fit for each way of computing experts, got {', '.join(fitted)}")
-        if self.decode_below_rows is not None and not self.gpu_names:
-            raise UserError("gpu_names: expected the GPU's names with decode_below_rows, got none")
+        if (self.attention_efficiency is None) != (self.attention_basis is None):
+            got = self.attention_basis or "none"
+            raise UserError(f"attention_basis: expected one with attention_efficiency and none without, got {got}")
         return self
-
-    def fit_of(self, experts: str) -> DecodeFit | None:
-        """The fit of an implementation of experts, else the first one; None where there is none."""
-        return next((fit for fit in self.decode if fit.experts == experts), next(iter(self.decode), None))
 
     def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> Device:
         """The device of one layer; those of tables differ.
@@ -202,20 +127,13 @@ class Device(Preset):
         return self
 
     @property
-    def measured_experts(self) -> str | None:
-        """What computed the experts of a table; None = times are a roofline's."""
-        return None
-
-    @property
-    def pass_us(self) -> float:
-        """What a pass through the experts takes beside them."""
-        return self.decode[0].base_us if self.overhead_us is None else self.overhead_us
+    def experts_ran(self) -> tuple[str, str]:
+        """What a layer's experts are modelled as (``layer.parts``), and why."""
+        return "grouped", "a roofline knows no others"
 
     @property
     def reached_tbps(self) -> float:
-        """Memory bandwidth of all but fitted experts, permutation and routing, 1e12 bytes per second."""
-        if self.memory_efficiency is None:
-            return self.decode[0].reached_tbps
+        """Memory bandwidth of all but permutation and routing, 1e12 bytes per second."""
         return self.memory_tbps * self.memory_efficiency
 
     def efficiency(self, rows: ArrayLike) -> np.ndarray:
@@ -255,21 +173,14 @@ class Device(Preset):
         rows_L: ArrayLike,
         value_bytes: float,
         *,
-        experts: str = "grouped",
         dtype: str = "bfloat16",
         num_tokens: int | None = None,
     ) -> float:
-        """Microseconds of one pass through a rank's experts, one after another. No rows take no time.
-
-        Without a decode fit overhead + ``work_us``. With one base + the sum over experts with m > 0 rows of the
-        largest of three: their arithmetic; their bytes at the bandwidth at which the fit reads weights;
-        s (per_expert + per_pair min(m, n)). Here s is the bytes of their weights over the fit's, and n the most
-        tokens that were fitted, since no expert had more rows there.
+        """Microseconds of one pass through a rank's experts: overhead + ``work_us``. No rows take no time.
 
         Args:
             rows_L: tokens of each expert.
             value_bytes: of a weight or an activation.
-            experts: what computes them, of which there may be a fit.
             dtype: whose weights may be smaller, and whose arithmetic faster.
             num_tokens: of all ranks; tables alone ask for them.
         """
@@ -280,15 +191,7 @@ class Device(Preset):
             flops_L = flops_L / PRECISIONS[dtype].speed
         if not (rows_L > 0).any():
             return 0.0
-        fit = self.fit_of(experts)
-        if fit is None:
-            assert self.overhead_us is not None
-            return self.overhead_us + self.work_us(flops_L, bytes_L, rows_L)
-        share = 3 * hidden_size * ffn_hidden_size * value_bytes / fit.expert_bytes
-        fitted_us_L = share * (fit.per_expert_us + (fit.per_pair_us or 0.0) * np.minimum(rows_L, max(fit.tokens)))
-        memory_us_L = bytes_L / (fit.reached_tbps * 1e6)
-        slowest_us_L = np.maximum(np.maximum(self.arithmetic_us(flops_L, rows_L), memory_us_L), fitted_us_L)
-        return fit.base_us + float(slowest_us_L[rows_L > 0].sum())
+        return self.overhead_us + self.work_us(flops_L, bytes_L, rows_L)
 
     def routing_us(self, num_scores: int, *, by_policy: bool) -> float:
         """Microseconds of routing ``num_scores`` = tokens x experts scores, by the model's own top-k or by a policy."""
@@ -310,15 +213,12 @@ class Device(Preset):
             )
         return max(flops / (self.bf16_tflops * self.attention_efficiency * 1e6), num_bytes / (self.reached_tbps * 1e6))
 
-    def describe(self, experts: str = "grouped", *, whole: bool = False, num_tokens: int | None = None) -> str:
-        """Which model made a number, with these experts, of a layer or of a ``whole`` model: to stand beside it.
+    def describe(self, *, whole: bool = False, num_tokens: int | None = None) -> str:
+        """Which model made a number, of a layer or of a ``whole`` model: to stand beside it.
 
         ``num_tokens`` of all ranks tell of a table whether it holds so many.
         """
         most = max(share for _, share in self.arithmetic_efficiency)
-        fit = self.fit_of(experts)
-        passes = f"{self.overhead_us:g} us a pass ({self.overhead_basis})" if fit is None else fit.describe()
-        memory = self.memory_basis or f"{self.decode[0].basis}, by {self.decode[0].experts} experts' weights"
         attention = ""
         if whole and self.attention_efficiency is not None:
             attention = (
@@ -328,7 +228,8 @@ class Device(Preset):
         return (
             f"modelled by devices/{self.name}: roofline of {self.bf16_tflops:g} bf16 TFLOP/s,"
             f" up to {most:.0%} reached ({self.arithmetic_basis}), and {self.memory_tbps:g} TB/s,"
-            f" {self.reached_tbps / self.memory_tbps:.0%} reached ({memory}); {passes};"
+            f" {self.reached_tbps / self.memory_tbps:.0%} reached ({self.memory_basis});"
+            f" {self.overhead_us:g} us a pass ({self.overhead_basis});"
             f" routing {self.routing_native_ps:g} ps a score ({self.routing_native_basis}),"
             f" by a policy {self.routing_policy_ps:g} ps ({self.routing_policy_basis}); permutation at"
             f" {self.permute_efficiency:.0%} of the memory's TB/s ({self.permute_basis}); {self.memory_gb:g} GB"
@@ -354,43 +255,3 @@ def device_of_gpu(gpu_name: str) -> Device | None:
     """The device of data/devices/ whose ``gpu_names`` have this name; None where there is none."""
     devices = (Device.named(name) for name in Device.names())
     return next((device for device in devices if gpu_name in device.gpu_names), None)
-
-
-def takes_decode(device: Device | None, mean_rows: float) -> tuple[bool, str]:
-    """Whether ``layer.experts: auto`` takes the decode experts, and why.
-
-    Args:
-        device: whose crossover counts; None = there is no file of it.
-        mean_rows: tokens x top_k / experts.
-    """
-    if device is None:
-        return False, "no file of data/devices/ has this GPU's name"
-    if device.decode_below_rows is None:
-        return False, f"devices/{device.name}: decode_below_rows is not measured"
-    takes = mean_rows < device.decode_below_rows
-    return takes, (
-        f"{mean_rows:.3g} rows an expert, {'below' if takes else 'not below'} decode_below_rows"
-        f" {device.decode_below_rows:g} of devices/{device.name}"
-    )
-
-
-def modelled_experts(device: Device, asked: str, mean_rows: float) -> tuple[str, str]:
-    """Which experts a device that is not here is modelled with, and why; tables have their own.
-
-    Args:
-        asked: ``layer.experts``.
-        mean_rows: tokens x top_k / experts.
-    """
-    if device.measured_experts is not None:
-        return device.measured_experts, "the table's"
-    fits, name = [fit.experts for fit in device.decode], f"devices/{device.name}"
-    if asked in fits:
-        return asked, f"{name} has a fit of them"
-    takes, why = takes_decode(device, mean_rows)
-    if asked == "auto" and takes and "decode" in fits:
-        return "decode", why
-    ran = fits[0] if fits else "grouped"
-    if asked == ran:
-        return ran, f"{name} has no fit, an assumed overhead in its place"
-    known = f"{name} has {'fits of ' + ', '.join(fits) if fits else 'no fit'}"
-    return ran, f"{known}; {why}" if asked == "auto" else known

@@ -12,17 +12,15 @@ permute   bytes / (memory bandwidth x share that permutation reaches), of four s
 metadata  nothing: host syncs and counting are left out
 experts   overhead of a pass + the sum over local experts of the roofline of a gated FFN on its rows m:
           6 m D F operations; b (3 D F + m (2 D + 6 F)) bytes: the weights of an expert that has rows, and rows in
-          and out of two GEMMs with an activation between them. A device file's fit of decode steps gives the base
-          and the time to read an expert's weights (``Device.experts_us``). A table (``table_devices``) gives all of
-          it, the middle two steps of the permutation included
+          and out of two GEMMs with an activation between them. A table (``table_devices``) gives
+          all of it, the middle two steps of the permutation included
 shared    roofline of a gated FFN on T rows, with S in place of F; at the end its output is added to the routed
           experts', 3 T D b bytes through memory
 
-The layer has grouped experts (or those of which the device file has a fit), permutation by index
-(``layer.dispatchers``) and a gate that multiplies values as they are, as with Transformer Engine. Megatron-Core's own
-gate works in float32 and takes longer. The time per score does not depend on the number of experts. Launches take no
-time apart from the experts' overhead, so batches of few tokens come out too fast. All-to-alls and other collectives
-are the link model's (``links``).
+The layer has grouped experts, permutation by index (``layer.dispatchers``) and a gate that multiplies values as they
+are, as with Transformer Engine. Megatron-Core's own gate works in float32 and takes longer. The time per score does not
+depend on the number of experts. Launches take no time apart from the experts' overhead, so batches of few tokens come
+out too fast. All-to-alls and other collectives are the link model's (``links``).
 
 A batch-wide policy meets the other ranks in the middle of its routing: the model's own top-k comes before, the rest
 after.
@@ -79,7 +77,6 @@ def layer_segments(
     batch_wide: bool,
     alone: bool = False,
     bytes_per_value: int = 2,
-    experts: str = "grouped",
     dtype: str = "bfloat16",
 ) -> list[tuple[str, float]]:
     """Phases and microseconds of one run in the order in which a measured one has them, for ``timeline.legs_of``.
@@ -91,7 +88,6 @@ def layer_segments(
         batch_wide: the policy sums statistics over ranks.
         alone: there is no other rank: nobody is met, and rows lie as the experts want them.
         bytes_per_value: b, of weights and hidden states; arithmetic is bfloat16's whatever it is.
-        experts: what computes them, of which the device file may have a fit.
         dtype: of the experts' weights, where the device is a table.
     """
     T, N, M, b = work.num_tokens, work.num_sent, work.num_received, bytes_per_value
@@ -101,7 +97,7 @@ def layer_segments(
     top_k_us = min(device.routing_us(T * E, by_policy=False), routing_us) if batch_wide else routing_us
     sorted_already = alone or len(work.received_L) == 1 or device.HOLDS_PERMUTATION
     sort_us = 0.0 if sorted_already else device.permute_us(2 * M * D * b)
-    experts_us = device.experts_us(D, F, work.received_L, b, experts=experts, dtype=dtype, num_tokens=work.batch_tokens)
+    experts_us = device.experts_us(D, F, work.received_L, b, dtype=dtype, num_tokens=work.batch_tokens)
     shared_us = device.work_us(*gated_ffn(D, S, T, b))
     add_us = device.work_us(0, 3 * T * D * b, T)
     segments = [  # Stages that take no time stand where a measured run has them.

@@ -310,7 +310,6 @@ class TableDevice(Device):
         rows_L: ArrayLike,
         value_bytes: float,
         *,
-        experts: str = "grouped",
         dtype: str = DTYPE,
         num_tokens: int | None = None,
     ) -> float:
@@ -318,16 +317,16 @@ class TableDevice(Device):
         return self.table.time_us(rows_L, num_tokens)
 
     @property
-    def measured_experts(self) -> str:
-        return self.table_name
+    def experts_ran(self) -> tuple[str, str]:
+        return self.table_name, "the table's"
 
-    def describe(self, experts: str = "grouped", *, whole: bool = False, num_tokens: int | None = None) -> str:
+    def describe(self, *, whole: bool = False, num_tokens: int | None = None) -> str:
         rows = ""
         if self.table is not None:
             beyond = num_tokens is not None and num_tokens > self.table.tokens[-1]
             rows = f" {self.table.describe()}{f', extrapolated to {num_tokens:,}' if beyond else ''};"
         dtype = f", {self.dtype}" if self.dtype else ""
-        rest = super().describe("none", whole=whole).removeprefix("modelled by ")
+        rest = super().describe(whole=whole).removeprefix("modelled by ")
         return f"experts {MEASURED_ELSEWHERE} ({self.words}{dtype}):{rows} the rest modelled by {rest}"
 
 
@@ -376,10 +375,9 @@ def _base(tables: Tables) -> Device:
             "arithmetic_basis": "assumed",
             "memory_efficiency": like.reached_tbps / like.memory_tbps,
             "memory_basis": "assumed",
-            "overhead_us": like.pass_us,
+            "overhead_us": like.overhead_us,
             "overhead_basis": "assumed",
             "decode": (),
-            "decode_below_rows": None,
             "gpu_names": (),
             "routing_native_ps": like.routing_native_ps * slower,
             "routing_native_basis": "assumed",

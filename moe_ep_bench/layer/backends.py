@@ -1,7 +1,7 @@
 """The experts of a layer: our grouped ones, and one door to Megatron-Core's. All get the same weights.
 
 Shapes: N = pairs that this rank's experts compute, sorted by expert, T = tokens of all ranks, L = local experts,
-D = hidden size, F = expert FFN size, of this rank's slice where experts are cut.
+D = hidden size, F = expert FFN size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GroupedExperts(torch.nn.Module):
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, submodules: Any = None, **_: Any) -> None:
         super().__init__()
-        ffn_size, hidden_size = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size, config.hidden_size
+        ffn_size, hidden_size = config.moe_ffn_hidden_size, config.hidden_size
         self.num_local_experts = num_local_experts
         # Rows are output features, as in a linear layer: the layout in which the GEMM reads along D.
         self.gate_up_L2FD = _weight(config, num_local_experts, 2 * ffn_size, hidden_size)

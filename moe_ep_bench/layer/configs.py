@@ -20,7 +20,6 @@ def megatron_config(
     *,
     on_cpu: bool,
     num_layers: int | None = None,
-    padded: bool = False,
 ) -> TransformerConfig:
     """Return Megatron-Core's config.
 
@@ -28,7 +27,6 @@ def megatron_config(
         capacity_factor: None for the dropless path. Any number selects the dynamic path, where the dispatcher counts
             its buffers; the number itself has no effect, because a policy routes.
         num_layers: layers of the model from the first; None = an MoE layer alone.
-        padded: Megatron-Core's router drops what is above this capacity, and fills every expert up to it.
     """
     softmax = model.score_function == "softmax"
     fields: dict[str, Any] = {
@@ -55,10 +53,7 @@ def megatron_config(
         "bias_activation_fusion": parts.experts == "te",
         "moe_grouped_gemm": parts.experts == "te",
         "moe_shared_expert_intermediate_size": model.shared_ffn_hidden_size or None,
-        # Overlap moves the shared experts' GEMMs onto a side stream inside other phases: ``phases`` ends it.
-        "moe_shared_expert_overlap": parts.shared_expert_overlap,
         "expert_model_parallel_size": ep_size,
-        "expert_tensor_parallel_size": parts.expert_tensor_parallel,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "add_bias_linear": False,
@@ -66,7 +61,6 @@ def megatron_config(
         "params_dtype": dtype,
         "use_cpu_initialization": on_cpu,
         "perform_initialization": False,
-        "moe_pad_expert_input_to_capacity": padded,
     }
     if num_layers is None:
         return TransformerConfig(num_layers=1, num_attention_heads=1, **fields)

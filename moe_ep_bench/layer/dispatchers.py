@@ -1,116 +1,46 @@
 """Token dispatchers of ours, each Megatron-Core's own with one part replaced.
 
-``TensorGroupDispatcher``     all-to-all for experts that are cut into slices (expert tensor parallelism)
-``BoundedDispatcher``         the same for a policy's pairs, whose number the host learns as late as native's splits
+``BoundedDispatcher``         all-to-all for a policy's pairs, whose number the host learns as late as native's splits
 ``IndexedAlltoAllDispatcher`` the same with permutations by index, where Transformer Engine's fused ones are missing
-``PaddedDispatcher``          the same for as many pairs of every expert, whose splits are known beforehand
 ``MapDispatcher``             all-gather without permutations, for experts that take a map (``backends.MappedExperts``)
 ``FlexDispatcher``            DeepEP's, with room for policies that give a token more than K experts
 
-Shapes: T = local tokens (of all ranks after a gather), E = experts, N = pairs, R = EP ranks (times those that an expert
-is cut among), L = local experts, D = hidden size.
+Shapes: T = local tokens (of all ranks after a gather), E = experts, N = pairs, R = EP ranks,
+L = local experts, D = hidden size.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep_bench.layer.megatron import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
     MoEFlexTokenDispatcher,
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
 )
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.router import PolicyRouter
 
 
-def own_dispatcher(parts: Parts, *, padded: bool = False, any_pairs: bool = False) -> Any:
+def own_dispatcher(parts: Parts, *, any_pairs: bool = False) -> Any:
     """Return the class that replaces Megatron-Core's dispatcher; None = Megatron-Core's stays.
 
     Args:
-        padded: for drop-and-pad.
         any_pairs: for a policy, which gives a token any number of experts.
     """
-    if padded:
-        return PaddedDispatcher if parts.permute == "indexed" else None
     if parts.dispatcher == "flex":
         return FlexDispatcher
     if parts.by_map:
         return MapDispatcher
     if parts.permute == "indexed":
         return IndexedAlltoAllDispatcher
-    if any_pairs and parts.dispatcher == "alltoall":
-        return BoundedDispatcher
-    cut = parts.expert_tensor_parallel > 1 and parts.dispatcher == "alltoall"
-    return TensorGroupDispatcher if cut else None
+    return BoundedDispatcher if any_pairs and parts.dispatcher == "alltoall" else None
 
 
-class TensorGroupDispatcher(MoEAlltoAllTokenDispatcher):
-    """All-to-all for cut experts, with the transfers inside a tensor group in methods of their own.
-
-    The ranks of a *tensor group* hold slices of the same experts, and tokens of their own. The all-to-all brings a rank
-    the rows of its column of ranks; an all-gather in the tensor group gives every slice the rows of all columns, and a
-    reduce-scatter sums the slices' outputs. Megatron-Core does both inside its permutations, where neither transfer nor
-    waiting could be timed.
-    """
-
-    @property
-    def meeting_groups(self) -> dict[str, dist.ProcessGroup]:
-        """The ranks that meet in each method, where these are not all ranks of the layer."""
-        if self.tp_size == 1:
-            return {}
-        across = dict.fromkeys(("token_dispatch", "token_combine"), self.ep_group)
-        return across | dict.fromkeys(("gather_rows", "sum_slices"), self.tp_group)
-
-    def gather_rows(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather rows and weights of the tensor group's ranks, one rank after the other."""
-        hidden_ND, probs_N = (
-            gather_from_sequence_parallel_region(rows, group=self.tp_group, output_split_sizes=self._rows_of_ranks())
-            for rows in (hidden_ND, probs_N)
-        )
-        return hidden_ND, probs_N
-
-    def sum_slices(self, hidden_ND: Tensor) -> Tensor:
-        """Sum the slices' outputs for the rows of this rank; in the weights' float32, as Megatron-Core does."""
-        summed_ND = reduce_scatter_to_sequence_parallel_region(
-            hidden_ND.to(self.probs.dtype), group=self.tp_group, input_split_sizes=self._rows_of_ranks()
-        )
-        return summed_ND.to(hidden_ND.dtype)
-
-    def _rows_of_ranks(self) -> list[int]:
-        assert self.output_splits_tp is not None
-        return self.output_splits_tp.tolist()
-
-    def dispatch_postprocess(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.tp_size > 1:
-            hidden_ND, probs_N = self.gather_rows(hidden_ND, probs_N)
-        with self._only_permuting():
-            return super().dispatch_postprocess(hidden_ND, probs_N)
-
-    def combine_preprocess(self, hidden_ND: Tensor) -> Tensor:
-        with self._only_permuting():
-            hidden_ND = super().combine_preprocess(hidden_ND)
-        return self.sum_slices(hidden_ND) if self.tp_size > 1 else hidden_ND
-
-    @contextlib.contextmanager
-    def _only_permuting(self) -> Iterator[None]:
-        """Keep Megatron-Core's method from transferring: it does so only where the tensor group is larger than 1."""
-        size, self.tp_size = self.tp_size, 1
-        try:
-            yield
-        finally:
-            self.tp_size = size
-
-
-class BoundedDispatcher(TensorGroupDispatcher):
+class BoundedDispatcher(MoEAlltoAllTokenDispatcher):
     """All-to-all for any number of pairs, with Megatron-Core's permutations, fused ones included.
 
     Given a capacity factor, Megatron-Core waits for the number of pairs before it permutes; its dropless path does not.
@@ -180,8 +110,6 @@ class IndexedAlltoAllDispatcher(BoundedDispatcher):
         counts_L = self.preprocess(routing_map)
         # Taken before the copy to the host, which Megatron-Core's splitting needs and ours does not.
         self._counts_RL = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else None
-        if self.shared_experts is not None:
-            self.shared_experts.pre_forward_comm(hidden_states)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts_L)
         expert_N, token_N = expert_major_pairs(routing_map, int(self.num_out_tokens))
         self._flat_N = token_N * self.num_experts + expert_N
@@ -192,11 +120,6 @@ class IndexedAlltoAllDispatcher(BoundedDispatcher):
         self._flat_N = self._flat_N[:num_pairs]
 
     def dispatch_postprocess(self, hidden_ND: Tensor, probs_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        shared = self.shared_experts
-        if shared is not None and shared.cached_fc1_input is not None:  # 0.19 did it between the all-to-alls.
-            shared.linear_fc1_forward_and_act(hidden_ND)
-        if self.tp_size > 1:
-            hidden_ND, probs_N = self.gather_rows(hidden_ND, probs_N)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
         if self.input_splits is None:  # One rank, which sends nothing.
             hidden_ND, probs_N = self._only_chosen(int(self.tokens_per_expert.sum()), hidden_ND, probs_N)
@@ -213,25 +136,10 @@ class IndexedAlltoAllDispatcher(BoundedDispatcher):
     def combine_preprocess(self, hidden_ND: Tensor) -> Tensor:
         if self._from_rank_major_N is not None:
             hidden_ND = torch.empty_like(hidden_ND).index_copy_(0, self._from_rank_major_N, hidden_ND)
-        return self.sum_slices(hidden_ND) if self.tp_size > 1 else hidden_ND
+        return hidden_ND
 
     def combine_postprocess(self, hidden_ND: Tensor) -> Tensor:
-        shared = self.shared_experts
-        if shared is not None and shared.cached_fc2_input is not None:  # 0.19 did it behind the all-to-all.
-            shared.linear_fc2_forward(hidden_ND)
-            shared.post_forward_comm()
-        output = sum_per_token(hidden_ND, self.routing_map, self._flat_N).view(self.hidden_shape)
-        return output if shared is None else output + shared.get_output()
-
-
-class PaddedDispatcher(IndexedAlltoAllDispatcher):
-    """The same for Megatron-Core's drop-and-pad: every expert gets as many pairs of every rank.
-
-    So nothing is counted, exchanged or waited for, and the second permutation is a transpose, Megatron-Core's.
-    """
-
-    dispatch_postprocess = MoEAlltoAllTokenDispatcher.dispatch_postprocess
-    combine_preprocess = MoEAlltoAllTokenDispatcher.combine_preprocess
+        return sum_per_token(hidden_ND, self.routing_map, self._flat_N).view(self.hidden_shape)
 
 
 def expert_major_pairs(map_TE: Tensor, num_pairs: int) -> tuple[Tensor, Tensor]:

@@ -28,11 +28,6 @@ class ExpertWeights(NamedTuple):
     gate_up_2FD: Tensor
     down_DF: Tensor
 
-    def sliced(self, rank: int, num_slices: int) -> ExpertWeights:
-        """A tensor-parallel rank's share: as many rows of gate and up as columns of down, views of the whole."""
-        gate_FD, up_FD = (half.chunk(num_slices)[rank] for half in self.gate_up_2FD.chunk(2))
-        return ExpertWeights(torch.cat((gate_FD, up_FD)), self.down_DF.chunk(num_slices, dim=1)[rank])
-
 
 def seeded_generator(device: torch.device, *key: int) -> torch.Generator:
     """A generator on ``device`` whose stream follows from the whole numbers in ``key``."""

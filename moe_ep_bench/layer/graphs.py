@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ep_bench.layer.build import Subject
 from moe_ep_bench.layer.phases import Rendezvous
+from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.timing.timer import Clock, Mark, PhaseRecorder
 
 
@@ -102,9 +102,9 @@ class CapturedRun:
     """
 
     def __init__(
-        self, subject: Subject, batch: Any, graph: Graph, clock: Clock, meet: Rendezvous, *, by_phase: bool
+        self, stack: Stack, batch: Any, graph: Graph, clock: Clock, meet: Rendezvous, *, by_phase: bool
     ) -> None:
-        """Capture ``subject.run(batch)`` with the MoE layers that were taken and the routing that was put into them.
+        """Capture ``stack.run(batch)`` with the MoE layers that were taken and the routing that was put into them.
 
         The same must have run before, and ``meet`` too, so that nothing is compiled or set up during the capture.
         Nothing has been computed until the first replay.
@@ -118,22 +118,22 @@ class CapturedRun:
         self.routing: dict[int | None, tuple[Tensor, Tensor]] = {}
         self._graph, self._marks = graph, list[Mark]()
         recorder = PhaseRecorder(clock) if by_phase else None
-        routers = {layer: moe.router for layer, moe in subject.moe_layers.items()}
+        routers = {layer: moe.router for layer, moe in stack.moe_layers.items()}
         # A graph knows addresses alone: what it reads must live as long as it does.
         self._read = batch, meet, [(one.replay_TE, getattr(one, "context", None)) for one in routers.values()]
 
         def note(layer: int | None, module: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
             self.routing[layer] = output
 
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as hooks:
             for layer, router in routers.items():
-                stack.callback(router.register_forward_hook(partial(note, layer)).remove)
+                hooks.callback(router.register_forward_hook(partial(note, layer)).remove)
             if recorder is not None:
-                stack.enter_context(subject.instrumented(recorder, meet))
+                hooks.enter_context(stack.instrumented(recorder, meet))
                 recorder.begin()
             graph.begin()
             try:
-                self.output: Tensor | None = subject.run(batch)
+                self.output: Tensor | None = stack.run(batch)
             except BaseException:
                 # The capture is invalid: its cause says more than the error at its end.
                 with contextlib.suppress(RuntimeError):

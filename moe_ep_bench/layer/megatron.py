@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import logging
 import warnings
 from typing import Any
@@ -47,8 +48,6 @@ with warnings.catch_warnings():
         MoEAllGatherTokenDispatcher,
         MoEAlltoAllTokenDispatcher,
         MoEFlexTokenDispatcher,
-        gather_from_sequence_parallel_region,
-        reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -65,21 +64,19 @@ __all__ = [
     "MoELayer",
     "MoESubmodules",
     "PackedSeqParams",
+    "ProcessGroupCollection",
     "StaticInferenceContext",
     "TopKRouter",
     "TransformerConfig",
     "build_gpt",
     "decoder_spec",
-    "default_groups",
+    "expert_parallel_groups",
     "expert_submodule",
-    "gather_from_sequence_parallel_region",
-    "initialize_expert_parallel",
-    "meeting_group",
     "moe_submodules",
     "moe_utils",
-    "reduce_scatter_to_sequence_parallel_region",
     "rotate_packed_prompts",
     "token_dispatcher",
+    "with_experts_on",
 ]
 
 # Notices about Megatron-Core's own choices that come up once per rank while layers are built and run.
@@ -129,53 +126,29 @@ def rotate_packed_prompts(
 rope_utils._apply_rotary_pos_emb_thd = rotate_packed_prompts
 
 
-# What Megatron-Core knows of the groups of each size. Groups are never given back, and have threads and buffers: so
-# comparisons of one size share them, whatever came between.
-_formed: dict[tuple[int, int], dict[str, Any]] = {}
+_groups: dict[int, ProcessGroupCollection] = {}
 
 
-def initialize_expert_parallel(ep_size: int, timeout_s: float, tensor_size: int = 1) -> dist.ProcessGroup:
-    """Form expert-parallel groups of neighbouring ranks, data-parallel to each other; return this rank's.
+def expert_parallel_groups(ep_size: int, timeout_s: float) -> ProcessGroupCollection:
+    """Megatron-Core's process groups, with expert-parallel groups of neighbouring ranks, data-parallel to each other.
 
-    ``torch.distributed`` must be initialised and its world size a multiple of ``ep_size * tensor_size``.
-
-    Args:
-        tensor_size: ranks among which every expert is cut; they are neighbours, and each is in an expert-parallel
-            group of its own with every ``tensor_size``-th rank.
+    Groups are never given back, and have threads and buffers: those of a size are formed once. Every rank calls this
+    alike; ``torch.distributed`` must be initialised and its world size a multiple of ``ep_size``.
     """
-    sizes = ep_size, tensor_size
-    if parallel_state.is_initialized():
-        present = parallel_state.get_expert_model_parallel_world_size(), _tensor_size()
-        if present == sizes:
-            return parallel_state.get_expert_model_parallel_group()
-        _formed[present] = dict(vars(parallel_state))
-        if sizes in _formed:
-            vars(parallel_state).update(_formed[sizes])
-            return parallel_state.get_expert_model_parallel_group()
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=ep_size,
-        expert_tensor_parallel_size=tensor_size,
-        distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
-        create_gloo_process_groups=False,
-    )
-    return parallel_state.get_expert_model_parallel_group()
+    if not parallel_state.is_initialized():
+        minutes: Any = timeout_s / 60
+        parallel_state.initialize_model_parallel(distributed_timeout_minutes=minutes, create_gloo_process_groups=False)
+    if ep_size not in _groups:
+        group, _ = dist.new_subgroups(ep_size, timeout=datetime.timedelta(seconds=timeout_s))
+        _groups[ep_size] = with_experts_on(group)
+    return _groups[ep_size]
 
 
-def _tensor_size() -> int:
-    return parallel_state.get_expert_tensor_parallel_group().size()
-
-
-def meeting_group() -> dist.ProcessGroup:
-    """All ranks whose tokens meet in the same experts: an expert-parallel group, or those of all slices together."""
-    if _tensor_size() == 1:
-        return parallel_state.get_expert_model_parallel_group()
-    return parallel_state.get_expert_tensor_and_model_parallel_group()
-
-
-def default_groups() -> Any:
-    """The process groups that an MoE layer gets where it is given none."""
-    return moe_utils.get_default_pg_collection()
+def with_experts_on(group: Any) -> ProcessGroupCollection:
+    """The process groups of an MoE layer whose experts lie on the ranks of ``group``, whole."""
+    groups = moe_utils.get_default_pg_collection()
+    groups.ep = groups.tp_ep = group
+    return groups
 
 
 def moe_submodules(num_experts: int, router: Any, experts: Any) -> MoESubmodules:
@@ -223,18 +196,17 @@ def decoder_spec(config: TransformerConfig, core_attention: Any = None, moe_subm
 
 
 def build_gpt(
-    config: TransformerConfig, spec: Any, vocab_size: int, *, max_length: int, tied: bool, ep_group: Any = None
+    config: TransformerConfig, spec: Any, vocab_size: int, *, max_length: int, tied: bool, ep_group: Any
 ) -> GPTModel:
     """A language model of these layers with rotary positions.
 
     Megatron-Core 0.19 calls ``GPTModel`` deprecated in favour of its hybrid models: the choice stands here alone.
 
     Args:
-        ep_group: whose ranks share the experts; None = that of ``initialize_expert_parallel``.
+        ep_group: whose ranks share the experts.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    if ep_group is not None:
-        groups.ep = groups.tp_ep = ep_group
+    groups.ep = groups.tp_ep = ep_group
     # Attention asks for a state of random numbers for its dropout, though nothing is dropped.
     initialize_rng_tracker(inference_rng_tracker=True)
     gpt = GPTModel(

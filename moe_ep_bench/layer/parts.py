@@ -1,6 +1,6 @@
 """Which implementations of experts, dispatcher and permutation a config may ask for, and which run here.
 
-Experts (``backends``), whole or in slices (``expert_tensor_parallel``)
+Experts (``backends``)
 
 ``sequential``  Megatron-Core's ``SequentialMLP``: one expert after the other
 ``grouped``     ours: all experts in two calls of ``torch.nn.functional.grouped_mm``
@@ -23,7 +23,7 @@ Permutation
 
 ``auto`` takes Transformer Engine where it is installed and passes a check on this GPU (``te_check``), else ours; with
 it the activation and native's top-k are fused too, where the version can. It takes ``decode`` where a CUDA graph needs
-it, and where the device's file says that it was measured faster at so few rows an expert (``devices.takes_decode``).
+it; elsewhere ``decode`` is asked for by name.
 """
 
 from __future__ import annotations
@@ -54,12 +54,8 @@ class Parts:
     """Replay timed runs from CUDA graphs (``graphs``)."""
     experts_why: str = ""
     """Why these experts; empty where they were asked for by name."""
-    expert_tensor_parallel: int = 1
-    """Ranks among which every expert is cut."""
     router_fusion: bool = False
     """Native selects its experts by Transformer Engine's fused kernel."""
-    shared_expert_overlap: bool = False
-    """Shared experts run on a stream of their own beside the transfers, but for breakdowns."""
 
     @property
     def fusions(self) -> list[str]:
@@ -86,21 +82,14 @@ class Parts:
         *,
         cuda_graph: bool = False,
         on_cpu: bool,
-        decode: tuple[bool, str] = (False, ""),
-        expert_tensor_parallel: int = 1,
     ) -> Parts:
         """Decide every ``auto`` for this machine.
-
-        Args:
-            decode: whether ``auto`` takes the decode experts where there is a GPU, and why (``devices.takes_decode``).
 
         Raises:
             ValueError: something was asked for by name that cannot run here.
         """
-        for error in _errors(experts, dispatcher, expert_tensor_parallel, cuda_graph=cuda_graph, on_cpu=on_cpu):
+        for error in _errors(experts, dispatcher, cuda_graph=cuda_graph, on_cpu=on_cpu):
             raise UserError(error)
-        if expert_tensor_parallel > 1:
-            decode = False, ""
         version = version_of("transformer-engine")
         lacking = "a GPU" if on_cpu else "" if version else "Transformer Engine, which is not installed"
         there, refused = TransformerEngine(), ""
@@ -111,25 +100,19 @@ class Parts:
             lacking = f"a Transformer Engine that works; {version} does not ({there.problem})"
         if experts == "te" and lacking:
             raise UserError(f"layer.experts: te needs {lacking}; expected auto, grouped or sequential")
-        wants_decode = experts == "decode" or (experts == "auto" and (decode[0] or cuda_graph))
-        if wants_decode and not on_cpu and (without := triton_lacks()):
-            if experts == "decode" or cuda_graph:
-                key = "layer.cuda_graph: true" if cuda_graph else "layer.experts: decode"
-                raise UserError(f"{key} needs Triton's kernels on a GPU: {without}; see moe-ep-bench doctor")
-            decode = False, without
-        takes_decode, why = (False, "") if on_cpu or experts != "auto" else decode
-        if refused and experts == "auto" and not takes_decode:
-            why = refused
-        if cuda_graph and experts == "auto":
-            takes_decode, why = True, "a CUDA graph holds no others"
-        own = "grouped" if lacking or expert_tensor_parallel > 1 else "te"
+        if (experts == "decode" or cuda_graph) and not on_cpu and (without := triton_lacks()):
+            key = "layer.cuda_graph: true" if cuda_graph else "layer.experts: decode"
+            raise UserError(f"{key} needs Triton's kernels on a GPU: {without}; see moe-ep-bench doctor")
+        why = ""
+        if experts == "auto":
+            why = "a CUDA graph holds no others" if cuda_graph else refused
+            experts = "decode" if cuda_graph else "grouped" if lacking else "te"
         parts = Parts(
-            experts=("decode" if takes_decode else own) if experts == "auto" else experts,
+            experts=experts,
             kernel=kernel,
             dispatcher=dispatcher,
             cuda_graph=cuda_graph,
             experts_why=why,
-            expert_tensor_parallel=expert_tensor_parallel,
             router_fusion=there.routes,
         )
         return replace(parts, permute=_permute(permute, parts, version, lacking))
@@ -138,16 +121,8 @@ class Parts:
 DEFAULT_PARTS = Parts()
 
 
-def _errors(experts: str, dispatcher: str, num_slices: int, *, cuda_graph: bool, on_cpu: bool) -> Iterator[str]:
+def _errors(experts: str, dispatcher: str, *, cuda_graph: bool, on_cpu: bool) -> Iterator[str]:
     """What of a request cannot run, whatever Transformer Engine there is."""
-    if num_slices > 1:
-        key = f"layer.expert_tensor_parallel: {num_slices}"
-        if experts in ("decode", "te"):
-            yield f"{key} needs experts that can be cut: expected auto, grouped or sequential, got {experts}"
-        if dispatcher == "flex":
-            yield f"{key} needs layer.dispatcher alltoall or allgather, got flex"
-        if cuda_graph:
-            yield f"{key} waits for the host, as layer.cuda_graph: true must not; expected one of the two"
     if cuda_graph:
         if on_cpu:
             yield "layer.cuda_graph: true needs a GPU; expected false on CPU ranks"

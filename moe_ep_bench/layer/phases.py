@@ -35,15 +35,6 @@ class Rendezvous:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._token = torch.zeros(1, device=device)
-        self._others: dict[dist.ProcessGroup, Rendezvous] = {}
-
-    def within(self, group: dist.ProcessGroup | None) -> Rendezvous:
-        """The same of another group; None = this one."""
-        if group is None or group is self._group:
-            return self
-        if group not in self._others:
-            self._others[group] = Rendezvous(group, self._token.device)
-        return self._others[group]
 
     @property
     def size(self) -> int:
@@ -56,19 +47,10 @@ class Rendezvous:
 @contextlib.contextmanager
 def instrumented(layer: MoELayer, recorder: Wraps, meet: Callable[[], object]) -> Iterator[None]:
     """Time every stage of ``layer`` with ``recorder``, and probe the waiting, while the block runs."""
-    alone = layer.ep_group.size() == 1 and layer.token_dispatcher.tp_size == 1
-    groups = getattr(layer.token_dispatcher, "meeting_groups", {})
-    # Drop-and-pad knows its splits: no counts are gathered.
-    padded = getattr(layer.token_dispatcher, "drop_and_pad", False)
+    alone = layer.ep_group.size() == 1
     with contextlib.ExitStack() as stack:
-        if layer.shared_expert_overlap:  # Beside transfers their time would stand in no phase.
-            stack.enter_context(replaced(layer, "shared_expert_overlap", False))
-            stack.enter_context(replaced(layer.token_dispatcher, "shared_experts", None))
         for owner, stage in stages_of(layer):
-            there = meet.within(groups[stage.method]) if stage.method in groups else meet
-            unshared = alone or (stage.method in groups and there.size == 1)
-            unshared = unshared or (padded and stage.waits == "wait_metadata")
-            method = _timed(getattr(owner, stage.method), stage, recorder, there, unshared)
+            method = _timed(getattr(owner, stage.method), stage, recorder, meet, alone)
             stack.enter_context(replaced(owner, stage.method, method))
         yield
 

@@ -5,9 +5,8 @@ One table, so that a stage is named and timed once whoever runs it. Stages nest
 
 Phases: ``gate`` is the router's GEMM, ``policy`` the score function and the selection (for
 ``native`` Megatron-Core's own), ``metadata`` the exchange of counts and the host sync,
-``permute`` both permutations and their inverses, ``dispatch`` and ``combine`` the all-to-alls
-and, where experts are cut, what moves inside a tensor group (``tensor_group``), ``experts`` and
-``shared`` the FFNs.
+``permute`` both permutations and their inverses, ``dispatch`` and ``combine`` the all-to-alls,
+``experts`` and ``shared`` the FFNs.
 """
 
 from __future__ import annotations
@@ -41,10 +40,8 @@ STAGES = (
     Stage("token_dispatcher", "_maybe_dtoh_and_synchronize", "metadata"),
     Stage("token_dispatcher", "token_dispatch", "dispatch", waits="wait_dispatch"),
     Stage("token_dispatcher", "dispatch_postprocess", "permute"),
-    Stage("token_dispatcher", "gather_rows", "dispatch", waits="wait_dispatch"),
     Stage("experts", "forward", "experts"),
     Stage("token_dispatcher", "combine_preprocess", "permute"),
-    Stage("token_dispatcher", "sum_slices", "combine", waits="wait_combine"),
     Stage("token_dispatcher", "token_combine", "combine", waits="wait_combine"),
     Stage("token_dispatcher", "combine_postprocess", "permute"),
 )

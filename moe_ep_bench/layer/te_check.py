@@ -10,10 +10,10 @@ import contextlib
 import functools
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-from moe_ep_bench.machine.subprocesses import CommandError, ask
 
 # What a command has found, for its ranks.
 _FOUND = "MOE_EP_BENCH_TRANSFORMER_ENGINE"
@@ -34,12 +34,22 @@ class TransformerEngine(NamedTuple):
 def transformer_engine() -> TransformerEngine:
     """Try it in a child process; ranks take what their command found."""
     if _FOUND not in os.environ:
-        try:
-            found = ask(f"{__name__}:tried", timeout_s=_TIMEOUT_S)
-        except CommandError as error:
-            found = [str(error), False]
-        os.environ[_FOUND] = json.dumps(found)
+        os.environ[_FOUND] = json.dumps(_of_a_child())
     return TransformerEngine(*json.loads(os.environ[_FOUND]))
+
+
+def _of_a_child(device: str = "cuda") -> tuple[str, bool]:
+    code = f"import json; from {__name__} import tried; print(json.dumps(tried({device!r})))"
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    how: Any = {"capture_output": True, "text": True, "timeout": _TIMEOUT_S, "env": {**os.environ, **paths}}
+    try:
+        done = subprocess.run([sys.executable, "-c", code], **how)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_TIMEOUT_S:g} s", False
+    if done.returncode < 0:
+        return f"died of signal {-done.returncode}", False
+    said = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["it ended without a word"]
+    return (said[-1][:300], False) if done.returncode else tuple(json.loads(said[-1]))
 
 
 @contextlib.contextmanager

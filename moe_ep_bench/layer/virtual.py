@@ -15,7 +15,6 @@ its own), S = rows of a batch-wide policy's statistics.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,11 +25,11 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.layer.backends import fill_experts_
-from moe_ep_bench.layer.build import Subject, Transformer, layer_seed
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import ROUTED, ExpertWeights, expert_weights
-from moe_ep_bench.layer.megatron import default_groups, token_dispatcher
+from moe_ep_bench.layer.megatron import token_dispatcher, with_experts_on
 from moe_ep_bench.layer.passes import KeyValueCache
+from moe_ep_bench.layer.stack import Stack, layer_seed
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Routing
 
@@ -131,26 +130,24 @@ class VirtualRanks:
     """A layer or a model, seen from each of ``num_ranks`` expert-parallel ranks.
 
     One rank's weights are held, and all ranks share them unless ``become`` loads a rank's own. Needs an initialised
-    ``torch.distributed`` of one process, ``initialize_expert_parallel(1)`` and ``device_scope()``.
+    ``torch.distributed`` of one process, ``expert_parallel_groups(1)`` and ``device_scope()``.
 
     Attributes:
         announced: what each MoE layer's exchange answers with; set it before a run.
         placement: which expert each slot holds; read where ``become`` loads weights.
     """
 
-    def __init__(self, build: Callable[..., Subject], num_ranks: int) -> None:
-        """``build``: a ``SingleLayer`` or ``Transformer`` that is called with ``ep_group`` and ``groups``."""
+    def __init__(self, build: Callable[..., Stack], num_ranks: int) -> None:
+        """``build``: a ``Stack`` that is called with ``groups``."""
         self.group = VirtualGroup(num_ranks)
         self.exchange = Exchange(self.group)
-        groups = copy.copy(default_groups())
-        groups.ep = groups.tp_ep = self.group
-        self.subject = build(ep_group=self.group, groups=groups)
+        self.stack = build(groups=with_experts_on(self.group))
         self.announced: Mapping[int | None, Announced] = {}
-        self.placement = ExpertPlacement.contiguous(self.subject.model.num_experts, num_ranks)
+        self.placement = ExpertPlacement.contiguous(self.stack.model.num_experts, num_ranks)
         self._weights_of = cache(self._make_weights)
-        for layer, pair in self.subject.pairs.items():
-            pair.policy_router.sum_over_ranks = partial(self._sum_over_ranks, layer)
-            for moe in pair.forms:
+        for layer, forms in self.stack.forms.items():
+            forms.policy.router.sum_over_ranks = partial(self._sum_over_ranks, layer)
+            for moe in forms:
                 moe.register_forward_pre_hook(partial(self._begin, layer))
 
     @property
@@ -168,23 +165,23 @@ class VirtualRanks:
     def become(self, rank: int, *, own_weights: bool = False) -> None:
         """See every MoE layer from ``rank``; with ``own_weights`` its slots get the weights that ``placement`` says."""
         self.group.current = rank
-        per_rank = self.subject.model.num_experts // self.num_ranks
+        per_rank = self.stack.model.num_experts // self.num_ranks
         slots = list(range(rank * per_rank, (rank + 1) * per_rank))
-        for layer, pair in self.subject.pairs.items():
-            for moe in pair.forms:
+        for layer, forms in self.stack.forms.items():
+            for moe in forms:
                 moe.local_expert_indices = moe.token_dispatcher.local_expert_indices = slots
                 if hasattr(moe.token_dispatcher, "ep_rank"):
                     moe.token_dispatcher.ep_rank = rank
             if own_weights:
                 held = self.placement.expert_P[slots].tolist()
                 with torch.no_grad():
-                    fill_experts_(pair.native.experts, [self._weights_of(layer, expert) for expert in held])
+                    fill_experts_(forms.native.experts, [self._weights_of(layer, expert) for expert in held])
 
     def _make_weights(self, layer: int | None, expert: int) -> ExpertWeights:
         """An expert's weights, which are kept: for checks at small sizes."""
-        subject = self.subject
-        sizes = subject.model.hidden_size, subject.model.ffn_hidden_size
-        return expert_weights(layer_seed(subject.seed, layer), ROUTED, expert, *sizes, subject.device, subject.dtype)
+        stack = self.stack
+        sizes = stack.model.hidden_size, stack.model.ffn_hidden_size
+        return expert_weights(layer_seed(stack.seed, layer), ROUTED, expert, *sizes, stack.device, stack.dtype)
 
     def connected(self) -> contextlib.AbstractContextManager[Any]:
         """Let the exchange answer where ranks would meet, while the block runs."""
@@ -201,7 +198,7 @@ class VirtualRanks:
 
         with contextlib.ExitStack() as stack:
             for layer, routing in routings.items():
-                router, num_pairs = self.subject.moe_layers[layer].router, int(routing.map_TE.sum())
+                router, num_pairs = self.stack.moe_layers[layer].router, int(routing.map_TE.sum())
                 router.replay_TE = None  # Scores of experts do not fit slots.
                 stack.enter_context(mock.patch.object(router, "routing", partial(given, router, routing, num_pairs)))
             yield
@@ -221,24 +218,24 @@ class VirtualRanks:
         self.exchange.keep()
         outputs: list[Tensor] = []
         with self.connected():
-            for _ in range(1 + 2 * len(self.subject.pairs)):
+            for _ in range(1 + 2 * len(self.stack.forms)):
                 outputs = []
                 for rank, batch in enumerate(batches):
                     self.become(rank, own_weights=True)
                     with prepare(rank):
-                        outputs.append(self.subject.run(batch))
+                        outputs.append(self.stack.run(batch))
         return outputs
 
     def new_cache(self, max_requests: int, context_length: int) -> KeyValueCache:
         """Return a filled cache of a model, which each rank uses for as many requests as it has."""
-        filled, subject = KeyValueCache(max_requests, context_length), self.subject
-        assert isinstance(subject, Transformer)
-        nothing_RE = torch.zeros(self.num_ranks, subject.model.num_experts, dtype=torch.int64, device=subject.device)
-        self.announced = dict.fromkeys(subject.pairs, Announced(nothing_RE))
+        filled, stack = KeyValueCache(max_requests, context_length), self.stack
+        assert stack.gpt is not None
+        nothing_RE = torch.zeros(self.num_ranks, stack.model.num_experts, dtype=torch.int64, device=stack.device)
+        self.announced = dict.fromkeys(stack.forms, Announced(nothing_RE))
         self.exchange.checks_counts = False  # The gate routes; what it selects does not matter.
-        subject.take(())
+        stack.take(())
         with self.connected():
-            filled.fill_(subject.gpt, subject.device, subject.seed)
+            filled.fill_(stack.gpt, stack.device, stack.seed)
         self.exchange.checks_counts = True
         return filled
 

@@ -1,13 +1,11 @@
 """``doctor``: look at this machine before a long run: what is there, what a missing part costs, what to do.
 
 Every line is *ok*, a *note* (a run goes, with less) or a *problem* (it would fail, or not be what it seems). Ranks
-exchange a checked all-to-all: as many as ``run`` would start here, or all that torchrun started. Whatever hangs ends
-within a time limit.
+exchange a checked all-to-all: as many as ``run`` would start here, or all that torchrun started.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import faulthandler
 import importlib.metadata
@@ -20,13 +18,14 @@ import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import pynvml
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from packaging.requirements import Requirement
 
 from moe_ep_bench.errors import UserError
@@ -35,15 +34,9 @@ from moe_ep_bench.kernels import toolchain
 from moe_ep_bench.layer.te_check import transformer_engine
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.gpus import THROTTLE_REASONS, query_gpus
-from moe_ep_bench.machine.subprocesses import CommandError, ask
 from moe_ep_bench.runtime import exit_codes
-from moe_ep_bench.runtime.device import (
-    check_num_ranks,
-    device_type,
-    gpus_in_sight,
-    local_ranks,
-    why_torch_has_none,
-)
+from moe_ep_bench.runtime.device import check_num_ranks, device_type, gpus_in_sight, local_ranks, why_torch_has_none
+from moe_ep_bench.runtime.errors import in_short
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
@@ -52,7 +45,6 @@ _LIMIT_S, _EXCHANGE_S = 900.0, 180.0
 _VALUES = 1 << 18  # int64 that a rank sends to another at least; some get up to four times as many
 _MIN_FREE_GIB = 1.0
 _MAX_USED_PERCENT = 5.0  # of a GPU's memory or time; a driver alone takes less
-_MAX_LOAD = 0.5  # processes per core over the last minute
 
 # What a run on GPUs does without.
 _WITHOUT = {
@@ -60,15 +52,6 @@ _WITHOUT = {
     "apex": "Megatron-Core takes torch's own kernels; none of Apex's lie in the timed layer",
     "deep_ep": "Megatron-Core's flex dispatcher cannot run; alltoall and allgather can",
     "triton": "policies are routed by torch, several times slower; decode experts cannot run",
-}
-# Settings that somebody may have left: a value (None = any but "0"), and what it costs.
-_COSTLY = {
-    ("NCCL_P2P_DISABLE", None): "all-to-alls between GPUs go through the host",
-    ("NCCL_IB_DISABLE", None): "nodes talk over TCP instead of RDMA",
-    ("NCCL_DEBUG", "INFO"): "NCCL writes a log while a run is timed",
-    ("CUDA_LAUNCH_BLOCKING", None): "every kernel waits for the one before it: no time means anything",
-    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"): "every timed collective is checked by another one",
-    ("TRITON_INTERPRET", None): "Triton's kernels run in its interpreter, thousands of times slower",
 }
 
 
@@ -91,42 +74,31 @@ def doctor(out: Path, config: Path | None, overrides: Sequence[str], nproc: int 
     if overrides and config is None:
         raise UserError(f"--set {overrides[0]}: expected a CONFIG whose value it replaces, got none")
     nproc = local_ranks(nproc)
+    rank, of_node = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", nproc))
     faulthandler.dump_traceback_later(_LIMIT_S, exit=True, file=sys.__stderr__)
     try:
-        problems = _report(out, config, overrides, nproc)
+        memory = _memory(config, overrides, int(os.environ.get("WORLD_SIZE", of_node)), of_node) if config else []
+        problems = 0
+        for status, check, words in itertools.chain(machine(out), memory, ranks_and_exchange(of_node)):
+            problems += status == PROBLEM
+            if rank == 0 or status != OK:
+                lines = textwrap.wrap(words, 100, break_long_words=False, break_on_hyphens=False)
+                print(f"{status:8}{check:12}" + f"\n{'':20}".join(lines), flush=True)
     finally:
         faulthandler.cancel_dump_traceback_later()
+    if rank == 0:
+        print(f"\n{problems or 'no'} problem{'s' * (problems != 1)}: runs {'would fail' if problems else 'can start'}")
     return exit_codes.CASES_FAILED if problems else exit_codes.OK
 
 
-def _report(out: Path, config: Path | None, overrides: Sequence[str], nproc: int) -> int:
-    """Print all findings, and return how many are problems."""
-    rank, of_node = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", nproc))
-    memory = _memory(config, overrides, int(os.environ.get("WORLD_SIZE", of_node)), of_node) if config else []
-    problems = 0
-    for finding in itertools.chain(machine(out), memory, ranks_and_exchange(of_node)):
-        problems += finding.status == PROBLEM
-        if rank == 0 or finding.status != OK:
-            words = textwrap.wrap(finding.words, 100, break_long_words=False, break_on_hyphens=False)
-            print(f"{finding.status:8}{finding.check:12}" + f"\n{'':20}".join(words), flush=True)
-    if rank == 0:
-        print(f"\n{problems or 'no'} problem{'s' * (problems != 1)}: runs {'would fail' if problems else 'can start'}")
-    return problems
-
-
 def machine(out: Path) -> Iterator[Finding]:
-    """What is here: host, GPUs, packages, settings, disk."""
+    """What is here: host, GPUs, packages, disk."""
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     free = psutil.virtual_memory().available / 2**30
-    yield Finding(OK, "CPU", f"{provenance.cpu_name()}, {cores} cores for us, {free:.1f} GiB of memory free")
-    if load > _MAX_LOAD * cores:
-        yield Finding(NOTE, "load", f"{load:.1f} processes ran on average over the last minute and disturb times")
+    host = f"{provenance.cpu_name()}, {cores} cores for us, {free:.1f} GiB of memory free, load {load:.1f}"
+    yield Finding(NOTE if load > cores / 2 else OK, "CPU", host)
     yield from gpus()
     yield from packages()
-    for (name, value), cost in _COSTLY.items():
-        setting = os.environ.get(name, "0")
-        if setting.upper() == value or (value is None and setting not in ("", "0")):
-            yield Finding(NOTE, "settings", f"{name}={setting}: {cost}")
     yield disk(out)
 
 
@@ -144,13 +116,10 @@ def gpus() -> Iterator[Finding]:
     if len(names) > 1:
         yield Finding(NOTE, "GPUs", "of several kinds: the slowest one sets every layer's time")
     try:
-        driver = query_gpus()
-    except CommandError as error:
+        for gpu in query_gpus():
+            yield from (Finding(NOTE, f"GPU {gpu['index']}", words) for words in gpu_notes(gpu))
+    except pynvml.NVMLError as error:
         yield Finding(NOTE, "GPUs", f"clocks and power caps cannot be looked at (NVML: {error})")
-        return
-    for gpu in driver:
-        for words in gpu_notes(gpu):
-            yield Finding(NOTE, f"GPU {gpu['index']}", words)
 
 
 def gpu_notes(gpu: dict[str, Any]) -> Iterator[str]:
@@ -204,68 +173,60 @@ def disk(out: Path) -> Finding:
 
 
 def _memory(config: Path, overrides: Sequence[str], num_ranks: int, of_node: int) -> list[Finding]:
-    """The memory that every comparison of a config takes on a rank."""
+    """What every comparison of a config takes on a rank, beside what is free: an estimate refuses nothing."""
     from moe_ep_bench.bench.plan import RANKS, plan
 
     device = torch.device(device_type())
     available = provenance.available_memory_bytes(device, of_node)
-    findings = []
-    for comparison in plan(config, overrides, RANKS, num_ranks, on_cpu=device.type == "cpu"):
-        shortage = comparison.shortage(available)
-        need = f"about {comparison.memory_bytes_per_rank() / 2**30:.1f} of {available / 2**30:.1f} GiB per rank"
-        words = f"{comparison.title}: {shortage or need}"
-        findings.append(Finding(PROBLEM if shortage else OK, "memory", words))
-    return findings
+    comparisons = plan(config, overrides, RANKS, num_ranks, on_cpu=device.type == "cpu")
+    return [
+        Finding(
+            OK if one.need.num_bytes <= available else NOTE, "memory", f"{one.title}: {one.need.describe(available)}"
+        )
+        for one in comparisons
+    ]
 
 
-# ---- the all-to-all
+# ---- the all-to-all --------------------------------------------------------------------------------------------------
 
 
 def ranks_and_exchange(num_ranks: int) -> Iterator[Finding]:
     """Whether this node carries its ranks, and whether they exchange what they should."""
+    backend, is_rank = "nccl" if torch.cuda.is_available() else "gloo", "RANK" in os.environ
+    here = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
     try:
         check_num_ranks(num_ranks)
+        if is_rank:
+            here = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+            exchange(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), backend)
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                mp.spawn(exchange, (num_ranks, backend, f"{folder}/store"), num_ranks)
     except UserError as error:
         yield Finding(PROBLEM, "ranks", str(error))
-        return
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if "RANK" in os.environ:
-        here = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-        try:
-            wrong = [exchange(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), backend, "", _EXCHANGE_S)]
-        except (dist.DistError, RuntimeError) as error:
-            wrong = [" ".join(str(error).split())[:300]]
-    else:
-        here = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
-        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(num_ranks) as pool:
-            ranks = [(rank, num_ranks, backend, f"{folder}/store", _EXCHANGE_S) for rank in range(num_ranks)]
-            wrong = list(pool.map(_asked, ranks))
-    wrong = [words for words in wrong if words]
-    if wrong:
-        hint = "; NCCL_DEBUG=INFO says more" if backend == "nccl" else "; GLOO_SOCKET_IFNAME names the network"
-        yield Finding(PROBLEM, "all-to-all", f"{here} over {backend}: {'; '.join(wrong)}{hint}")
+    except (dist.DistError, RuntimeError, mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        hint = "NCCL_DEBUG=INFO says more" if backend == "nccl" else "GLOO_SOCKET_IFNAME names the network"
+        why = in_short(Exception(str(error).strip().splitlines()[-1]))
+        yield Finding(PROBLEM, "all-to-all", f"{here} over {backend}: {why}; {hint}")
     else:
         yield Finding(OK, "all-to-all", f"{here} over {backend}: every value was right")
 
 
-def _asked(rank: tuple[Any, ...]) -> str:
-    try:
-        return ask(f"{__name__}:exchange", *rank, timeout_s=2 * _EXCHANGE_S)
-    except CommandError as error:
-        return f"rank {rank[0]}: {error}"
-
-
-def exchange(rank: int, num_ranks: int, backend: str, store: str, timeout_s: float) -> str:
-    """Take part in an all-to-all of uneven parts; what came wrong, in words, empty where nothing did.
+def exchange(rank: int, num_ranks: int, backend: str, store: str = "") -> None:
+    """Take part in an all-to-all of uneven parts.
 
     Args:
         store: the file at which ranks meet; empty = as torchrun says.
+
+    Raises:
+        RuntimeError: values came wrong, or not at all.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
-    meet: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout_s)}
+    faulthandler.dump_traceback_later(2 * _EXCHANGE_S, exit=True, file=sys.__stderr__)
+    meet: dict[str, Any] = {"timeout": datetime.timedelta(seconds=_EXCHANGE_S)}
     if store:
         meet |= {"store": dist.FileStore(store, num_ranks), "rank": rank, "world_size": num_ranks}
     dist.init_process_group(backend, **meet)
@@ -277,11 +238,10 @@ def exchange(rank: int, num_ranks: int, backend: str, store: str, timeout_s: flo
         dist.all_to_all_single(received, torch.cat(sent).to(device), *splits)
         for source, (part, right) in enumerate(zip(received.cpu().split(splits[0]), expected, strict=True)):
             if num_wrong := int((part != right).sum()):
-                return f"rank {rank} got {num_wrong:,} of {len(right):,} values from rank {source} wrong"
-        return ""
+                raise RuntimeError(f"rank {rank} got {num_wrong:,} of {len(right):,} values from rank {source} wrong")
     finally:
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            dist.destroy_process_group()
+        dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def message(num_ranks: int, source: int, target: int) -> torch.Tensor:

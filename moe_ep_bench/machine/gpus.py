@@ -1,8 +1,4 @@
-"""What the driver says of a node's GPUs; a driver that hangs holds nobody up.
-
-NVML, the driver's own library, sees all GPUs of the node, whatever CUDA_VISIBLE_DEVICES hides. It is asked in a child
-process with a timeout.
-"""
+"""What the driver says of a node's GPUs, by NVML: of all of them, whatever CUDA_VISIBLE_DEVICES hides."""
 
 from __future__ import annotations
 
@@ -10,10 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pynvml
-
-from moe_ep_bench.machine.subprocesses import ask
-
-TIMEOUT_S = 20.0
 
 # Bits of ``throttle_reasons``. Idling and a clock that somebody set are reasons for a low clock too, but no throttling.
 THROTTLE_REASONS = {
@@ -38,8 +30,8 @@ def throttle_reasons(gpu: Any) -> int:
 
 # How NVML is asked; names have the unit. An error of one costs only itself.
 FIELDS: dict[str, Callable[[Any], Any]] = {
-    "name": pynvml.nvmlDeviceGetName,
-    "uuid": pynvml.nvmlDeviceGetUUID,
+    "name": lambda gpu: pynvml.nvmlDeviceGetName(gpu),
+    "uuid": lambda gpu: pynvml.nvmlDeviceGetUUID(gpu),
     "memory_mib": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).total / 2**20,
     "memory_free_mib": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).free / 2**20,
     "utilization_percent": lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
@@ -62,13 +54,8 @@ def query_gpus() -> list[dict[str, Any]]:
     """All GPUs of this node, by index: ``index``, ``driver`` and ``FIELDS``; None = the driver does not say.
 
     Raises:
-        CommandError: NVML is missing, fails or hangs: no driver, no GPU, or one that is lost.
+        pynvml.NVMLError: there is no driver, or it has lost its GPU.
     """
-    return ask(f"{__name__}:read_gpus", timeout_s=TIMEOUT_S)
-
-
-def read_gpus() -> list[dict[str, Any]]:
-    """``query_gpus``, in this process."""
     pynvml.nvmlInit()
     driver = pynvml.nvmlSystemGetDriverVersion()
     gpus = []

@@ -8,15 +8,13 @@ clock, power and reasons of throttling. What cannot be read becomes a note.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -47,11 +45,8 @@ _SLOWDOWNS = {
     "hw_slowdown": "its hardware (heat or power)",
 }
 _SAMPLED = ("sm_clock_mhz", "power_w", "temperature_c", "throttle_reasons")
-
 # A call into the driver of a lost GPU may never come back; the run does not wait for it.
 _PATIENCE_S = 5.0
-
-GpuSample = Mapping[str, float]  # by name in _SAMPLED; without what could not be read
 
 
 @dataclass(frozen=True)
@@ -74,140 +69,116 @@ class MachineState:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Counters:
-    """What the kernel has counted up to a moment; None = it does not say."""
+class Counters(NamedTuple):
+    """What the kernel has counted up to a moment; NaN = it does not say."""
 
     time_s: float
     own_cpu_s: float
-    machine_cpu_s: float | None
-    stolen_s: float | None
-
-
-def read_counters(problems: dict[str, str]) -> Counters:
-    """The counters of now; ``problems`` is told what could not be read, and why."""
-    times = _attempt("the CPU time of other processes", _cpu_times, problems)
-    machine = (times.user + times.nice + times.system, times.steal) if times else (None, None)
-    return Counters(time.perf_counter(), sum(os.times()[:4]), *machine)
-
-
-def _cpu_times() -> Any:
-    times = psutil.cpu_times()
-    if times.user + times.system == 0:  # As sandboxes show that hide the machine.
-        raise UserError("all counters are zero")
-    return times
-
-
-@contextlib.contextmanager
-def nvml_reader(device: torch.device) -> Any:
-    """Read a field of ``_SAMPLED`` of the device. Every call may raise ``pynvml.NVMLError``."""
-    import torch  # Analysis judges states without it.
-
-    # NVML knows nothing of CUDA_VISIBLE_DEVICES: its numbers are not torch's.
-    uuid = torch.cuda.get_device_properties(device).uuid
-    pynvml.nvmlInit()
-    try:
-        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        yield lambda name: FIELDS[name](gpu)
-    finally:
-        pynvml.nvmlShutdown()
+    machine_cpu_s: float
+    stolen_s: float
 
 
 class MachineSampler:
-    """Watches the machine from ``__enter__`` to ``stop`` or ``__exit__``; then ``state`` says how it was.
+    """Watches the machine from ``__enter__`` to ``stop`` or ``__exit__``; on the CPU the counters say all.
 
     Args:
-        reader: opens what is sampled on a CUDA device. On the CPU the counters say all, and there is no thread.
+        read: gives a field of ``_SAMPLED`` of the device, or raises; None = by NVML.
     """
 
-    state: MachineState
-
-    def __init__(self, device: torch.device, period_s: float = 0.5, *, reader: Callable[..., Any] = nvml_reader):
-        self._device, self._period_s, self._reader = device, period_s, reader
+    def __init__(self, device: torch.device, period_s: float = 0.5, read: Callable[[str], Any] | None = None) -> None:
+        self._device, self._period_s, self._read = device, period_s, read
         self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._samples: list[GpuSample] = []
+        self._thread = threading.Thread(target=self._watch, name="machine", daemon=True)
+        self._samples: list[dict[str, float]] = []
         self._problems: dict[str, str] = {}
 
     def __enter__(self) -> MachineSampler:
         if self._device.type == "cuda":
-            self._thread = threading.Thread(target=self._watch, name="machine", daemon=True)
             self._thread.start()
-        self._begin = read_counters(self._problems)
+        self._begin = self._counters()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> MachineState:
-        """End the watch; a second call changes nothing."""
-        if not self._stopped.is_set():
-            end = read_counters(self._problems)
-            self._stopped.set()
-            if self._thread:
-                self._thread.join(_PATIENCE_S)
-                if self._thread.is_alive():
-                    self._problems["the GPU to its end"] = f"NVML did not answer within {_PATIENCE_S:g} s"
-            self.state = state_between(self._begin, end, list(self._samples), dict(self._problems))
-        return self.state
+        """End the watch, and say how the machine was."""
+        end = self._counters()
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(_PATIENCE_S)
+            if self._thread.is_alive():
+                self._problems["the GPU to its end"] = f"NVML did not answer within {_PATIENCE_S:g} s"
+        return state_between(self._begin, end, list(self._samples), dict(self._problems))
+
+    def _counters(self) -> Counters:
+        def machine() -> tuple[float, float]:
+            times = psutil.cpu_times()
+            if times.user + times.system == 0:  # As sandboxes show that hide the machine.
+                raise UserError("all counters are zero")
+            return times.user + times.nice + times.system, times.steal
+
+        counted = self._attempt("the CPU time of other processes", machine) or (np.nan, np.nan)
+        return Counters(time.perf_counter(), sum(os.times()[:4]), *counted)
 
     def _watch(self) -> None:
-        def sample(read: Callable[[str], float]) -> None:
-            values = {name: _attempt(name, partial(read, name), self._problems) for name in _SAMPLED}
+        read = self._read or self._attempt("the GPU", self._nvml)
+        while read is not None:
+            values = {name: self._attempt(name, lambda name=name: read(name)) for name in _SAMPLED}
             self._samples.append({name: value for name, value in values.items() if value is not None})
+            if self._stopped.wait(self._period_s):
+                return
 
-        def until_stopped() -> None:
-            with self._reader(self._device) as read:
-                sample(read)
-                while not self._stopped.wait(self._period_s):
-                    sample(read)
-                sample(read)
+    def _nvml(self) -> Callable[[str], Any]:
+        import torch  # Analysis judges states without it.
 
-        _attempt("the GPU", until_stopped, self._problems)
+        # NVML knows nothing of CUDA_VISIBLE_DEVICES: its numbers are not torch's.
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self._device).uuid}")
+        return lambda name: FIELDS[name](gpu)
 
-
-def _attempt(what: str, read: Callable[[], Any], problems: dict[str, str]) -> Any:
-    """What ``read`` gives; None where it fails, and the first reason is kept."""
-    try:
-        return read()
-    except Exception as error:  # of whatever kind: watching must not end what it watches
-        problems.setdefault(what, str(error) or type(error).__name__)
-        return None
+    def _attempt(self, what: str, read: Callable[[], Any]) -> Any:
+        """What ``read`` gives; None where it fails, and the first reason is kept."""
+        try:
+            return read()
+        except Exception as error:  # of whatever kind: watching must not end what it watches
+            self._problems.setdefault(what, str(error) or type(error).__name__)
+            return None
 
 
 def state_between(
-    begin: Counters, end: Counters, samples: Sequence[GpuSample], problems: Mapping[str, str]
+    begin: Counters, end: Counters, samples: Sequence[Mapping[str, float]], problems: Mapping[str, str]
 ) -> MachineState:
     """Two readings of the counters, and the samples between them, as one state."""
 
-    def values(name: str, among: Sequence[GpuSample] = samples) -> list[float]:
+    def values(name: str, among: Iterable[Mapping[str, float]] = samples) -> list[float]:
         return [sample[name] for sample in among if name in sample]
 
-    def increase(name: str) -> float | None:
-        first, last = getattr(begin, name), getattr(end, name)
-        # A core that is taken offline sets a counter back.
-        return None if first is None or last is None else max(0.0, last - first)
-
+    # A core that is taken offline sets a counter back.
+    wall_s, own_cpu_s, machine_cpu_s, stolen_s = np.maximum(np.subtract(end, begin), 0).tolist()
     idle = pynvml.nvmlClocksEventReasonGpuIdle
-    busy = [sample for sample in samples if not int(sample.get("throttle_reasons", 0)) & idle]
-    sm_clocks, power, temperatures = values("sm_clock_mhz", busy), values("power_w"), values("temperature_c")
-    masks = [int(mask) for mask in values("throttle_reasons")]
-    bits = THROTTLE_REASONS if masks else {}
-    shares = {name: sum(mask & bit > 0 for mask in masks) / len(masks) for name, bit in bits.items()}
+    busy = (sample for sample in samples if not int(sample.get("throttle_reasons", 0)) & idle)
+    sm_clocks, power, masks = values("sm_clock_mhz", busy), values("power_w"), values("throttle_reasons")
+    shares = {
+        name: sum(int(mask) & bit > 0 for mask in masks) / len(masks) for name, bit in THROTTLE_REASONS.items() if masks
+    }
     always = {what: "always " if values(what) else "" for what in problems}
     return MachineState(
-        wall_s=end.time_s - begin.time_s,
+        wall_s=wall_s,
         num_cores=len(os.sched_getaffinity(0)),
-        own_cpu_s=end.own_cpu_s - begin.own_cpu_s,
-        machine_cpu_s=increase("machine_cpu_s"),
-        stolen_s=increase("stolen_s"),
+        own_cpu_s=own_cpu_s,
+        machine_cpu_s=None if np.isnan(machine_cpu_s) else machine_cpu_s,
+        stolen_s=None if np.isnan(stolen_s) else stolen_s,
         num_samples=len(samples),
         sm_clock_mhz=tuple(np.quantile(sm_clocks, (0.05, 0.5, 0.95)).tolist()) if sm_clocks else None,
         power_median_w=float(np.median(power)) if power else None,
-        temperature_max_c=max(temperatures, default=None),
+        temperature_max_c=max(values("temperature_c"), default=None),
         throttle_shares=shares or None,
         notes=tuple(f"{what} could not {always[what]}be read: {why}" for what, why in problems.items()),
     )
+
+
+# ---- judging ---------------------------------------------------------------------------------------------------------
 
 
 def disturbances(states: Sequence[tuple[str, MachineState]]) -> list[str]:
@@ -218,23 +189,24 @@ def disturbances(states: Sequence[tuple[str, MachineState]]) -> list[str]:
     """
     foreign, stolen, slowed, varied = [], [], [], []
     for host in dict(states):
-        its_states = [state for its_host, state in states if its_host == host]
-        state = its_states[0]  # all ranks of a host see the same machine
-        foreign_s = max(0.0, (state.machine_cpu_s or 0.0) - sum(of_rank.own_cpu_s for of_rank in its_states))
-        for found, who, cpu_s in (
+        of_host = [state for name, state in states if name == host]
+        state = of_host[0]  # all ranks of a host see the same machine
+        foreign_s = max(0.0, (state.machine_cpu_s or 0.0) - sum(of_rank.own_cpu_s for of_rank in of_host))
+        for kind, who, cpu_s in (
             (foreign, "other processes used", foreign_s),
             (stolen, "the hypervisor took", state.stolen_s or 0.0),
         ):
             # No share of the host in the line: a rank may be bound to some of its cores, and others work on any.
             cores = cpu_s / state.wall_s if state.wall_s > 0 else 0.0
             line = f"{who} {cores:.2f} cores of {host} while it was timed (a rank may use {state.num_cores})"
-            found.append((cores / state.num_cores, line))
+            kind.append((cores / state.num_cores, line))
     for rank, (_, state) in enumerate(states):
         shares = state.throttle_shares or {}
         reason = max(_SLOWDOWNS, key=lambda reason: shares.get(reason, 0.0))
         share = shares.get(reason, 0.0)
-        line = f"rank {rank}'s GPU was slowed down by {_SLOWDOWNS[reason]} in {_percent(share)} of the samples"
-        slowed.append((share, line))
+        slowed.append(
+            (share, f"rank {rank}'s GPU was slowed down by {_SLOWDOWNS[reason]} in {_percent(share)} of the samples")
+        )
         if state.sm_clock_mhz:
             low, median, high = state.sm_clock_mhz
             line = f"rank {rank}'s SM clock varied between {low:,.0f} and {high:,.0f} MHz"
@@ -249,10 +221,11 @@ def disturbances(states: Sequence[tuple[str, MachineState]]) -> list[str]:
 
 def remarks(states: Sequence[tuple[str, MachineState]]) -> list[str]:
     """What is worth knowing and no disturbance; ``states`` as for ``disturbances``."""
-    capped = []
-    for rank, (_, state) in enumerate(states):
-        share = (state.throttle_shares or {}).get("power_cap", 0.0)
-        capped.append((share, f"the power cap was active in {_percent(share)} of the samples of rank {rank}'s GPU"))
+    shares = [(state.throttle_shares or {}).get("power_cap", 0.0) for _, state in states]
+    capped = [
+        (share, f"the power cap was active in {_percent(share)} of the samples of rank {rank}'s GPU")
+        for rank, share in enumerate(shares)
+    ]
     notes = Counter(note for _, state in states for note in state.notes)
     some = {note: f" ({count} of {len(states)} ranks)" for note, count in notes.items() if count < len(states)}
     return [*_worst(capped, MIN_POWER_CAP_SHARE, "ranks"), *(note + some.get(note, "") for note in notes)]

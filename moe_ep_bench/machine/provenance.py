@@ -14,14 +14,15 @@ import os
 import platform
 import resource
 import socket
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pynvml
 
-from moe_ep_bench.machine.gpus import TIMEOUT_S, query_gpus
-from moe_ep_bench.machine.subprocesses import CommandError, output_of
+from moe_ep_bench.machine.gpus import query_gpus
 from moe_ep_bench.policies.lazy import torch
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -166,8 +167,8 @@ def describe_gpus() -> dict[str, Any]:
     try:
         gpus = query_gpus()
         described |= {"gpus": gpus, "driver": gpus[0]["driver"] if gpus else None}
-        described["topology"] = output_of(["nvidia-smi", "topo", "-m"], TIMEOUT_S).splitlines()
-    except CommandError as error:
+        described["topology"] = _output("nvidia-smi", "topo", "-m").splitlines()
+    except (pynvml.NVMLError, OSError, subprocess.SubprocessError) as error:
         described["gpus_why"] = str(error)
     return described
 
@@ -218,6 +219,11 @@ def version_of(distribution: str) -> str | None:
 
 def _git(*arguments: str) -> str | None:
     try:
-        return output_of(["git", "-C", str(_PACKAGE), *arguments], 10).strip()
-    except CommandError:
+        return _output("git", "-C", str(_PACKAGE), *arguments).strip()
+    except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _output(*command: str) -> str:
+    """What a program prints, within 20 s; OSError or SubprocessError where there is no answer."""
+    return subprocess.run(command, capture_output=True, check=True, text=True, timeout=20).stdout

@@ -6,12 +6,14 @@ of its own tokens as engines do: keys and values, or the latent that they are ma
 one MoE layer on the fullest rank. What libraries and allocators take is not counted: a GPU sold with 80 GB has 85.5e9
 bytes, of which the 80e9 that are counted leave some for them.
 
-The same formulas say what a layer or a model takes that is built here (``bench.subjects``).
+The same formula says what a layer or a model takes that is built here: no more than an estimate, which refuses nothing.
 
 Shapes: R = ranks, E = experts, D = hidden size, F = expert FFN size.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -21,19 +23,36 @@ from moe_ep_bench.models import ModelSpec
 USUAL_PEAK = 2.0
 
 
-def rank_expert_weights(model: ModelSpec, num_ranks: int, num_slices: int = 1) -> int:
-    """Weights of a rank's routed experts in one layer; each expert may be cut among ``num_slices`` ranks."""
-    return model.num_experts // num_ranks * model.expert_parameters // num_slices
+def rank_expert_weights(model: ModelSpec, num_ranks: int) -> int:
+    """Weights of a rank's routed experts in one layer."""
+    return model.num_experts // num_ranks * model.expert_parameters
 
 
-def layer_rows_values(model: ModelSpec, num_pairs: int, num_slices: int = 1) -> int:
+def layer_rows_values(model: ModelSpec, num_pairs: int) -> int:
     """Values that (token, expert) pairs take while a rank computes them: permuted twice, and inside the FFN."""
-    return num_pairs * (4 * model.hidden_size + 3 * (model.ffn_hidden_size // num_slices))
+    return num_pairs * (4 * model.hidden_size + 3 * model.ffn_hidden_size)
 
 
 def fullest_pairs(model: ModelSpec, num_tokens: int, peak_load: float | None, num_ranks: int) -> int:
     """Pairs of the fullest rank, as if its hot experts lay together, where every rank has ``num_tokens``."""
     return int(num_tokens * model.top_k * min(peak_load or USUAL_PEAK, num_ranks))
+
+
+class Need(NamedTuple):
+    """What a rank holds of what is built here."""
+
+    weights_bytes: int
+    activation_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self)
+
+    def describe(self, available: int | None) -> str:
+        """In words, beside the bytes that are free; None = unknown."""
+        weights, activations = (size / 2**30 for size in self)
+        free = "" if available is None else f", {available / 2**30:.1f} GiB are free"
+        return f"about {weights:.1f} GiB of weights and {activations:.1f} GiB of activations a rank{free}"
 
 
 class Fit(BaseModel):
@@ -94,6 +113,7 @@ def footprint(
     value_bytes: int,
     expert_value_bytes: float | None = None,
     peak_load: float | None = None,
+    num_layers: int | None = None,
 ) -> dict[str, int]:
     """Bytes on each of ``ep_size`` ranks, by the names of ``Fit``.
 
@@ -103,14 +123,19 @@ def footprint(
         value_bytes: of a weight, and of a cached value.
         expert_value_bytes: of an expert's weight, scales included; None = the same.
         peak_load: of the fullest rank over the mean.
+        num_layers: from the model's first on; 0 = one MoE layer alone, None = all.
     """
-    others = model.other_parameters()
-    cached = 0 if model.attention is None else model.attention.cached_values * model.num_layers
-    expert_weights = rank_expert_weights(model, ep_size) * model.num_moe_layers
     rows = layer_rows_values(model, fullest_pairs(model, num_tokens, peak_load, ep_size))
+    if num_layers == 0:
+        num_moe, cached = 1, 0
+        others = model.hidden_size * (model.num_experts + 3 * model.shared_ffn_hidden_size)
+    else:
+        num_layers = num_layers or model.num_layers
+        num_moe, others = num_layers - model.first_dense_layers, model.other_parameters(num_layers) or 0
+        cached = 0 if model.attention is None else model.attention.cached_values * num_layers * cached_tokens
     return {
-        "expert_bytes": round(expert_weights * (expert_value_bytes or value_bytes)),
-        "other_weight_bytes": (others or 0) * value_bytes,
-        "cache_bytes": cached * cached_tokens * value_bytes,
+        "expert_bytes": round(rank_expert_weights(model, ep_size) * num_moe * (expert_value_bytes or value_bytes)),
+        "other_weight_bytes": others * value_bytes,
+        "cache_bytes": cached * value_bytes,
         "row_bytes": rows * value_bytes,
     }

@@ -2,7 +2,7 @@
 
 A table holds numbers in percent as they are printed, with what the paper says of how they were obtained: the task's
 name in the lm-evaluation-harness, its shots and its metric. A number is only set beside another of the same task, shots
-and metric; what a paper does not state is null. A column without a task is data to read: nothing is set beside it.
+and metric; what a paper does not state is null.
 """
 
 from __future__ import annotations

@@ -3,13 +3,6 @@
 A config lists claims under ``claims``: of one of its policies, where a number stands in papers/published, or the
 number itself. They decide nothing that is measured; ``papers`` reads them. The data also names the traffic that is
 primary for an item, which was chosen before ours was known.
-
-A published share of dropped pairs bounds what dropping can have gained. With loads over their mean, a capacity factor
-g drops max(load - g, 0) of each of E experts, d of all pairs, so that one expert alone has at most g + d E
-(``most_peak``). Where each rank has one expert, a layer's time grows with its fullest rank's load, and what is left of
-that rank is g, the gain is at most that peak over g (``most_gain``). Capacities that every source rank applies to its
-own tokens drop as much or more, for max(x, 0) is convex: the bound on the peak holds for them too, that on the gain
-where ranks' tokens are alike.
 """
 
 from __future__ import annotations
@@ -38,13 +31,10 @@ MODEL_METRICS = (*PASS_METRICS, "moe_speedup", "activated_experts", "dropped_fra
 ONLY_MODEL_METRICS = ("moe_speedup", "step_time", "tokens_per_s")
 # Times of a group of phases, mean over ranks, over those of native.
 PHASE_METRICS = {f"{group}_time": group for group in phase_groups("layer") if f"{group}_time" in get_args(Metric)}
-# Metrics of a policy alone: nothing is set against native.
+# Metrics of a policy alone, nothing is set against native; ``retained_mass`` may be over another policy's.
 OWN_METRICS = ("dropped_fraction", "retained_mass")
 # Metrics of native itself: numbers with a unit, and no policy.
 NATIVE_METRICS = ("native_layer_us", "native_activated_experts")
-
-# Where the busiest experts of a skew that is looked for lie: on ranks as drawn, or side by side.
-PLACEMENTS = ("scattered", "adjacent")
 
 _PAPER = "expected a number, [low, high] with null for an open end, or null where the paper states none"
 
@@ -94,7 +84,7 @@ class Claim(Strict):
             raise UserError(f"policy: expected one of the config's with {self.metric}, got none")
         if self.published is not None and (self.paper is not None or not {"paper", "item"} <= self.published.keys()):
             raise UserError("published: expected paper and item, and no number under paper beside it")
-        if self.versus is not None and self.metric in OWN_METRICS:
+        if self.versus is not None and self.metric == "dropped_fraction":
             raise UserError(f"versus: expected none with {self.metric}, which is of one policy alone")
         return self
 
@@ -156,20 +146,6 @@ class Claim(Strict):
         chosen = load(str(self.published["paper"])).primary
         return next((one for one in chosen if item in (one.items or (item,)) and one.model in (None, model)), None)
 
-    @property
-    def number(self) -> float | None:
-        """The published number, where it is one and not a range."""
-        return self.paper[0] if self.paper is not None and self.paper[0] == self.paper[1] else None
-
-    def difference(self, ours: float) -> float | None:
-        """Ours minus the paper's; 0 inside a range, and from its nearest end outside. None where it is not at hand."""
-        if self.paper is None:
-            return None
-        low, high = self.paper
-        if low is not None and ours < low:
-            return ours - low
-        return ours - high if high is not None and ours > high else 0.0
-
 
 def _as_metric(metric: str, number: Number) -> float:
     """A published number by a claim's metric: shares for per cent, ratios for changes, speedups for times."""
@@ -185,34 +161,6 @@ def _as_metric(metric: str, number: Number) -> float:
 def claims_path(directory: Path) -> Path:
     """What ``papers`` writes beside a directory's results."""
     return directory / "claims.json"
-
-
-def most_peak(dropped: float, capacity_factor: float, num_experts: int) -> float:
-    """The highest load that an expert can have had, over the mean: g + d E, and never above E.
-
-    Args:
-        dropped: d, share of all (token, expert) pairs that a capacity of every expert dropped.
-        capacity_factor: g.
-
-    Raises:
-        ValueError: a share that is not within 0 and 1, or a negative factor.
-    """
-    if not 0 <= dropped <= 1:
-        raise UserError(f"dropped: expected 0 to 1, got {dropped}")
-    if not 0 <= capacity_factor < math.inf:
-        raise UserError(f"capacity_factor: expected at least 0, got {capacity_factor}")
-    return min(capacity_factor + dropped * num_experts, float(num_experts))
-
-
-def most_gain(dropped: float, capacity_factor: float, num_experts: int) -> float:
-    """The highest speedup of a layer with one expert on each rank: ``most_peak`` over g, or 1 where nothing is above g.
-
-    Raises:
-        ValueError: as ``most_peak``, and where the factor is 0.
-    """
-    if capacity_factor == 0:
-        raise UserError("capacity_factor: expected more than 0, got 0")
-    return max(1.0, most_peak(dropped, capacity_factor, num_experts) / capacity_factor)
 
 
 def _is_number(value: object) -> bool:

@@ -33,19 +33,6 @@ class CheckpointConfig(Strict):
     """Device of the model; auto = a GPU where there is one."""
 
 
-class ImagePrefixConfig(Strict):
-    """Synthetic image tokens before every sequence: as redundant as an image's patches, but of no real image."""
-
-    tokens: int = Field(576, ge=1)
-    """Image tokens of each sequence. The example of arXiv 2503.05066, Table 8, has 576, and a question of 31."""
-    num_patterns: int = Field(4, ge=1)
-    """Number of patterns, each drawn from the text's own tokens."""
-    pattern_length: int = Field(16, ge=1)
-    """Tokens of a pattern. A prefix is a row of patterns, each drawn from all."""
-    seed: int = Field(0, ge=0)
-    """Seed of the patterns."""
-
-
 class TextConfig(Strict):
     file: Annotated[Path, FILE, NAME]
     """Text in UTF-8."""
@@ -55,8 +42,6 @@ class TextConfig(Strict):
     """Tokens of a sequence."""
     batch_size: int = Field(8, ge=1)
     """B: sequences that are routed together, on all ranks."""
-    image_prefix: ImagePrefixConfig | None = None
-    """Prefix of every sequence; only the sequence's own tokens are judged. null = no prefix."""
 
     @model_validator(mode="after")
     def _check(self) -> TextConfig:

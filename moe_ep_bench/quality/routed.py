@@ -107,11 +107,8 @@ def routed(
         yield
 
 
-def try_policies(layer: MoELayer, policies: Iterable[Policy], num_ranks: int, *, has_images: bool = False) -> None:
+def try_policies(layer: MoELayer, policies: Iterable[Policy], num_ranks: int) -> None:
     """Route two tokens by every policy in the shape of a layer, which may have no weights yet.
-
-    Args:
-        has_images: whether tokens will have a modality.
 
     Raises:
         ValueError: naming the policy, and what it does not fit.
@@ -120,7 +117,6 @@ def try_policies(layer: MoELayer, policies: Iterable[Policy], num_ranks: int, *,
         layer.context(num_ranks),
         bias_E=None,  # a layer without weights has no values
         request_id_T=torch.zeros(2, dtype=torch.int64),
-        modality_T=torch.zeros(2, dtype=torch.int64) if has_images else None,
         generator=torch.Generator(),
     )
     scores_TE = torch.rand(2, layer.num_experts, generator=torch.Generator().manual_seed(0))

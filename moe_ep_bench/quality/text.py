@@ -30,7 +30,6 @@ from torch import Tensor
 from moe_ep_bench.bench.plan import CaseSpec
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
-from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences
 from moe_ep_bench.quality.config import QualityExperiment, TextConfig
 from moe_ep_bench.quality.passes import PHASES, ForwardPass, Row, Tables, judged_phase, pass_metrics
@@ -63,47 +62,22 @@ class Text:
     @classmethod
     def of(cls, experiment: QualityExperiment, num_ranks: int, checkpoint: Checkpoint, config: TextConfig) -> Text:
         """Check that the text fits the model. Raises ValueError: naming the key whose value does not fit."""
-        length, images = config.sequence_length, 0 if config.image_prefix is None else config.image_prefix.tokens
-        prefix_key = "text.image_prefix.tokens + " if images else ""
-        checkpoint.check_length(images + length, f"{prefix_key}text.sequence_length")
+        checkpoint.check_length(config.sequence_length, "text.sequence_length")
+        sizes = config.num_sequences, config.sequence_length
         try:
-            tokens_BS = text_sequences(config.file, checkpoint.tokenizer, config.num_sequences, length)
+            tokens_BS = text_sequences(config.file, checkpoint.tokenizer, *sizes)
         except ValueError as problem:
             raise UserError(f"text.file: {problem}") from None
         return cls(experiment, num_ranks, config, tokens_BS)
 
-    @property
-    def num_image_tokens(self) -> int:
-        """Of each sequence; they come first."""
-        return 0 if self.config.image_prefix is None else self.config.image_prefix.tokens
-
-    @cached_property
-    def sequences(self) -> Tensor:
-        """What the model reads, int64 [sequences, tokens]: the text, after synthetic image tokens if any.
-
-        These are a row of patterns, each drawn from a few; patterns are tokens of the text, drawn at random. So they
-        are redundant as an image's patches are, without anything to see.
-        """
-        prefix = self.config.image_prefix
-        if prefix is None:
-            return self.tokens_BS
-        random = torch.Generator().manual_seed(prefix.seed)
-        known_N = self.tokens_BS.unique()
-        of_patterns_PL = torch.randint(len(known_N), (prefix.num_patterns, prefix.pattern_length), generator=random)
-        per_sequence = -(-prefix.tokens // prefix.pattern_length)
-        drawn_BK = torch.randint(prefix.num_patterns, (len(self.tokens_BS), per_sequence), generator=random)
-        image_BP = known_N[of_patterns_PL][drawn_BK].flatten(1)[:, : prefix.tokens]
-        return torch.cat([image_BP, self.tokens_BS], dim=1)
-
     @cached_property
     def fingerprint(self) -> str:
         """Of all tokens that are read."""
-        return hashlib.sha256(json.dumps(self.sequences.tolist()).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.tokens_BS.tolist()).encode()).hexdigest()[:16]
 
     @property
     def definition(self) -> dict[str, Any]:
-        images = {"image_tokens": self.num_image_tokens} if self.num_image_tokens else {}
-        return {"text": {"tokens": self.fingerprint, "batch_size": self.config.batch_size, **images}}
+        return {"text": {"tokens": self.fingerprint, "batch_size": self.config.batch_size}}
 
     def describe(self) -> dict[str, Any]:
         return {"text": self.config.file.name, **self.config.model_dump(exclude={"file"})}
@@ -112,14 +86,13 @@ class Text:
     def title(self) -> str:
         text = self.config
         size = f"{text.num_sequences} sequences of {text.sequence_length} tokens, {text.batch_size} at a time"
-        images = f", each after {self.num_image_tokens} synthetic image tokens" if self.num_image_tokens else ""
-        return f"{text.file.name}, {size}{images}"
+        return f"{text.file.name}, {size}"
 
     @torch.inference_mode()
     def judge(self, model: Any, cases: Sequence[CaseSpec]) -> Iterator[tuple[CaseSpec, Tables]]:
         """Read the text under one case after the other; ``model`` has its weights and is unpatched."""
-        batches = [batch_BS.to(model.device) for batch_BS in self.sequences.split(self.config.batch_size)]
-        natives = [hidden_states(model, tokens_BS)[:, self.num_image_tokens :].cpu() for tokens_BS in batches]
+        batches = [batch_BS.to(model.device) for batch_BS in self.tokens_BS.split(self.config.batch_size)]
+        natives = [hidden_states(model, tokens_BS).cpu() for tokens_BS in batches]
         for case in cases:
             tables: Tables = {"quality_routing": [], "quality": []}
             for number, (tokens_BS, native_BSD) in enumerate(zip(batches, natives, strict=True)):
@@ -142,8 +115,6 @@ class Text:
                 metrics = pass_metrics(replace(call, forward_pass=read_so))
                 routing.append({"batch": number, "phase": one, "layer": call.layer.number, **metrics})
 
-        modality_BS = torch.zeros_like(tokens_BS)
-        modality_BS[:, : self.num_image_tokens] = IMAGE
         with routed(
             model,
             case.policy,
@@ -151,12 +122,10 @@ class Text:
             arrangement=phase,
             # A random policy's draws for a batch must not depend on what was done before.
             seed=int(stable_hash([self.experiment.layer.seed, number])[:8], 16),
-            modality_BS=modality_BS if self.num_image_tokens else None,
             observe=add_routing,
         ):
             hidden_BSD = hidden_states(model, tokens_BS)
-        of_text = slice(self.num_image_tokens, None)
-        costs = token_costs(model, hidden_BSD[:, of_text], native_BSD, tokens_BS[:, of_text])
+        costs = token_costs(model, hidden_BSD, native_BSD, tokens_BS)
         item = number * self.config.batch_size
         row = {"batch": number, "phase": phase, "num_tokens": costs.kl.shape[1]}
         return routing, [

@@ -6,13 +6,16 @@ CPU, in a job that ends well. torch is imported where it is asked: what it sees 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pynvml
+
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.machine.subprocesses import CommandError, output_of
+from moe_ep_bench.machine.gpus import query_gpus
 from moe_ep_bench.runtime.errors import in_short
 
 if TYPE_CHECKING:
@@ -23,8 +26,6 @@ _CPU = "MOE_EP_BENCH_CPU"
 # Which GPUs a process has, and what stands there where it has none.
 _GPU_VARIABLES = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES")
 _NONE = ("", "-1", "NoDevFiles")
-_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-_TIMEOUT_S = 20.0
 _DEVICES = Path("/dev")
 # Of NVIDIA, of it under Windows or on boards, and of AMD.
 _GPU_FILES = ("nvidia*", "dxg", "nvhost*", "kfd")
@@ -79,12 +80,9 @@ def gpus_in_sight() -> str:
     for name in _GPU_VARIABLES:
         if (value := os.environ.get(name, "").strip()) not in _NONE:
             return f"{name}={value}"
-    try:
-        first = output_of(_NVIDIA_SMI, _TIMEOUT_S).strip().partition("\n")[0]
-        if first:
-            return f"nvidia-smi lists {first.replace(', ', ', driver ')}"
-    except CommandError:  # No driver, or no GPU.
-        pass
+    with contextlib.suppress(pynvml.NVMLError):  # No driver, or no GPU.
+        for gpu in query_gpus():
+            return f"the driver lists {gpu['name']}, driver {gpu['driver']}"
     return ", ".join(sorted(map(str, _DEVICES.glob("nvidia[0-9]"))))
 
 

@@ -11,7 +11,9 @@ import datetime
 import hashlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,13 @@ _THREADS = "MOE_EP_BENCH_THREADS"
 
 # Ranks may wait for one that reads a recording or writes results; a hang is the watchdog's to end.
 _SIDE_TIMEOUT = datetime.timedelta(hours=1)
+
+
+T = TypeVar("T")
+
+
+class ToldError(Exception):
+    """The job ends on all ranks, and the user was told why: the config is wrong, or results cannot be written."""
 
 
 class NotMetError(Exception):
@@ -93,6 +102,34 @@ class Ranks:
             where = "" if len(failing) == self.world_size or failing[0] == 0 else f"rank {failing[0]}: "
             print(f"moe-ep-bench: {where}{errors[failing[0]]}", file=sys.stderr, flush=True)
         return bool(failing)
+
+    def of_first(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+        return self.texts(text)[0]
+
+    def first_word(self, text: str) -> str:
+        """What the first rank that has something to say says; empty where none has. Every rank calls this."""
+        return next((f"rank {rank}: {said}" for rank, said in enumerate(self.texts(text)) if said), "")
+
+    def end_where(self, error: str) -> None:
+        """Raise ToldError on all ranks where any has an error (empty = none), after ``complain``."""
+        if self.complain(error):
+            raise ToldError
+
+    def agree(self, act: Callable[[], T], *, on_first: bool = False) -> T:
+        """Do something on every rank, or on rank 0 for all, whose result others do not get.
+
+        Raises:
+            ToldError: a rank cannot (ValueError); on all ranks alike, after one line to the user.
+        """
+        result, error = None, ""
+        if self.is_first or not on_first:
+            try:
+                result = act()
+            except ValueError as problem:
+                error = str(problem)
+        self.end_where(error)
+        return cast(T, result)
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -16,14 +16,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, PhaseKey
-from moe_ep_bench.timing.memory import Allocations
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, Clock, PhaseRecorder, time_us, timed
 
 PLAIN, BREAKDOWN = "plain", "breakdown"
@@ -59,11 +58,23 @@ class Runnable(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """One timed iteration of every case on one batch."""
+    """One timed iteration of every case on one batch; ``rank``: as which virtual rank."""
 
     batch: int
     iteration: int
     kind: str
+    rank: int = 0
+
+
+class Timed(Protocol):
+    """A case that times itself: see ``timer.Stopwatch`` for all that an iteration consists of."""
+
+    @property
+    def case_id(self) -> str: ...
+
+    def time(self, step: Step) -> Any:
+        """Put the step's routing in place, untimed, and return what one iteration took."""
+        ...
 
 
 def plan(num_batches: int, iterations: int, breakdown_iterations: int) -> list[Step]:
@@ -175,51 +186,24 @@ def collections_between() -> Iterator[None]:
 
 @torch.inference_mode()
 def measure(
-    cases: Sequence[Runnable],
+    cases: Sequence[Timed],
     steps: Sequence[Step],
-    clock: Clock,
-    meet: Rendezvous,
-    before: Callable[[str], None],
-    flush: Callable[[], None] | None = None,
-    columns: Sequence[PhaseKey] = COLUMNS,
-    preroll_us: float = 0.0,
-    allocations: Allocations | None = None,
-) -> np.ndarray:
-    """Time every case at every step.
+    before: Callable[[str], object],
+    keep: Callable[[int, Step, Any], object],
+) -> None:
+    """Time every case at every step: the loop behind all measured times, of real and of virtual ranks.
 
     Args:
-        meet: aligns the ranks that talk to each other, on the stream.
         before: called with the case's id ahead of each iteration, untimed (progress, marks, the watchdog).
-        flush: empties the cache ahead of each iteration, untimed.
-        columns: all phases that may occur, and what concerns the whole iteration.
-        preroll_us: for how long a GPU is held before the first stamp.
-        allocations: is told which iterations ask the driver for memory.
-
-    Returns:
-        float64 [cases, steps, columns], microseconds.
+        keep: called with the case's index, the step and what the case's ``time`` found.
     """
-    samples = np.full((len(cases), len(steps), len(columns)), np.nan)
-    places = {name: place for place, name in enumerate(columns)}
-    recorder = PhaseRecorder(clock)
+    num_batches = 1 + max(step.batch for step in steps)
     with collections_between():
-        num_batches = 1 + max(step.batch for step in steps)
-        for number, step in enumerate(steps):
+        for step in steps:
             for index in order(len(cases), turn_of(step, num_batches, len(cases))):
-                case = cases[index]
-                before(case.case_id)
-                with case.ready(step.batch, recorder if step.kind == BREAKDOWN else None) as run:
-                    if flush is not None:
-                        flush()
-                    clock.open_range(f"{case.case_id} batch {step.batch} {step.kind} {step.iteration}")
-                    with allocations.during(case.case_id) if allocations else contextlib.nullcontext():
-                        times = timed(run, recorder, meet, preroll_us)
-                    clock.close_range()
-                if step.kind == PLAIN:
-                    del times[UNACCOUNTED]  # Nothing was to be accounted for.
-                for name, value in times.items():
-                    samples[index, number, places[name]] = value
+                before(cases[index].case_id)
+                keep(index, step, cases[index].time(step))
             gc.collect(0)
-    return samples
 
 
 def probe_floor_us(meet: Callable[[], object], clock: Clock, preroll_us: float = 0.0, count: int = 50) -> float:

@@ -11,15 +11,17 @@ construction and the phases plus ``unaccounted`` add up to the total.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED, PhaseKey
+from moe_ep_bench.timing.memory import Allocations
 
 # Of a GPU at 2 GHz. At a lower clock it is held for longer.
 _CYCLES_PER_US = 2000
@@ -213,6 +215,33 @@ def timed(
     times[HOST] = max((host_end - host_start) / 1e3 - head_start_us, 0.0)
     times[THREAD_CPU] = (cpu_end - cpu_start) / 1e3
     return times
+
+
+class Stopwatch(NamedTuple):
+    """How iterations of cases are timed: what comes before the hold, and who meets behind it.
+
+    Attributes:
+        flush: empties the cache ahead of each iteration, untimed; None = nothing does.
+        allocations: is told which iterations ask the driver for memory.
+    """
+
+    recorder: PhaseRecorder
+    meet: Callable[[], object]
+    hold_us: float
+    flush: Callable[[], object] | None
+    allocations: Allocations
+
+    def time(
+        self, case_id: str, run: Callable[[], object], what: str = "", *, counts: bool = True
+    ) -> dict[PhaseKey, float]:
+        """``timed`` for one iteration of a case; profilers see it as ``what``, and ``counts``: so do allocations."""
+        if self.flush is not None:
+            self.flush()
+        self.recorder.clock.open_range(f"{case_id} {what}")
+        with self.allocations.during(case_id) if counts else contextlib.nullcontext():
+            times = timed(run, self.recorder, self.meet, self.hold_us)
+        self.recorder.clock.close_range()
+        return times
 
 
 def time_us(

@@ -89,6 +89,8 @@ def _inject() -> None:
         name = self.policy.name if isinstance(self, PolicyRouter) else "native"
         if FAULTS.get(name) == "nan-gate" and _is_last_rank():
             logits.view(-1)[-1] = float("nan")
+        if FAULTS.get("native") == "oom" and name == "native" and _is_last_rank():
+            _strike("oom")
         return logits
 
     PolicyRouter.routing = faulty
@@ -109,9 +111,9 @@ def _strike_at_call(owner, method, number, fault):
 
 def _inject_beside_policies() -> None:
     if "build" in FAULTS:
-        from moe_ep_bench.layer.build import Subject
+        from moe_ep_bench.layer.stack import Stack
 
-        _strike_at_call(Subject, "_add", 1, FAULTS["build"])
+        _strike_at_call(Stack, "_add", 1, FAULTS["build"])
     if "check" in FAULTS:
         from moe_ep_bench.layer.reference import DenseReference
 

@@ -22,6 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from moe_ep_bench.analysis.advise import advice_lines
 from moe_ep_bench.analysis.draws import over_draws
 from moe_ep_bench.analysis.figures import FIGURES, WHOLE_FIGURES
 from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_quality, is_route, is_whole, load_run
@@ -240,7 +241,7 @@ def _of_run(run: Run) -> Content:
     weights = "; weights are random" if any(one.random_weights for one in facts) else ""
     return Content(
         title=_title(pd.Series([one.title for one in facts]), [one.model for one in facts]),
-        line=f"{_listed(what)}; {count_words(run)}{weights}.",
+        line=" ".join([*advice_lines(run.directory), f"{_listed(what)}; {count_words(run)}{weights}."]),
         tables=_run_tables(run, comparisons),
         drawings=_drawn({name: draw(run) for name, draw in (WHOLE_FIGURES if is_model else FIGURES).items()}),
         source=read_provenance(run.directory, max(one.world_size for one in facts)),
@@ -265,7 +266,8 @@ def _of_route(run: RouteRun) -> Content:
 
 
 def _of_validation(validation: Validation, directory: Path) -> Content:
-    real = validation.real
+    root = ValidationDirectory(directory).real
+    real = load_run(root, whole=is_whole(root))
     facts = list(real.comparisons.values())
     source = read_provenance(real.directory, max(one.world_size for one in facts))
     return Content(

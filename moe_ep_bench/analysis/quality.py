@@ -1,15 +1,22 @@
-"""Read what ``quality`` wrote as frames: what each policy costs on a text, and what it scores on tasks.
+"""What policies cost answers, from what ``quality`` wrote: texts, papers' claims on them, tasks beside papers' numbers.
 
 Costs are compared with the unpatched model's on the same sequence, scores on the same questions: the text's own
 difficulty drops out. Sequences of one batch were routed together, so that they are not independent of each other:
 intervals of costs are over batches, from ten of them on, as those of times. Routing is that of one batch (or
 step) of one layer first, all ranks together; then the mean over batches, then over layers.
+
+A claim (``papers.orderings``) names two kinds of cases. They are compared sequence by sequence: the mean difference
+with its 95 % interval over batches says that the claim *holds*, *does not hold*, or is *inconclusive* on these
+sequences. Comparisons that differ in the checkpoint alone, seeds of one training say, are put together: before each
+one's verdict stands that over checkpoints, by Student's t over their mean differences.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,9 +28,14 @@ import pyarrow as pa
 from pydantic import ConfigDict, Field, model_validator
 from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
+from moe_ep_bench.analysis.labels import short_label
 from moe_ep_bench.analysis.load import CaseFacts, Count
 from moe_ep_bench.analysis.parts import Described, ResultsError, check_counts, described, read_part, read_run_json
+from moe_ep_bench.analysis.render import NONE, Column, Row, Table, missing, number, percentage, text
+from moe_ep_bench.analysis.words import chance_words
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.papers.orderings import ORDERINGS, SET
+from moe_ep_bench.policies import POLICIES
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import TABLES
 from moe_ep_bench.timing.statistics import MIN_BATCHES
@@ -66,7 +78,6 @@ class _Facts(Described):  # ``quality.session``; a text's comparison has ``text`
     metric: str | None = None
     limit: int | float | None = None
     published: _Published | None = None
-    image_prefix: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> _Facts:
@@ -220,9 +231,8 @@ def text_costs(quality: Quality) -> pd.DataFrame:
     Columns: what the case is; ``comparison`` and ``checkpoints``, the title and number of those that differ in the
     checkpoint alone, and ``group``, which tells them apart; ``cross_entropy``, ``kl`` (nats per token), ``perplexity``,
     ``agreement``; ``cross_entropy_added`` to the unpatched model's, and ``_half`` its interval (missing below ten
-    batches); ``num_sequences``, ``num_batches``; means of the routing; ``text_dropped_fraction`` of the text tokens'
-    own pairs, where tokens have a modality; ``fullest_rank``, its pairs over native's mean, and ``expert_imbalance``
-    and ``rank_imbalance``, over the mean of the pairs that are computed.
+    batches); ``num_sequences``, ``num_batches``; means of the routing; ``fullest_rank``, its pairs over native's mean,
+    and ``expert_imbalance`` and ``rank_imbalance``, over the mean of the pairs that are computed.
     """
     frames = [
         _costs_of(quality, comparison_id).assign(
@@ -268,15 +278,7 @@ def _routing_means(routing: pd.DataFrame) -> pd.DataFrame:
     computed = routing["num_pairs"] / routing["num_topk_pairs"]
     by_layer = routing.assign(fullest_rank=routing["rank_imbalance"] * computed).groupby([*case, "layer"])
     by_layer = by_layer[[*_ROUTED, "fullest_rank"]].mean()
-    of_text = pd.DataFrame(
-        {
-            "pairs": routing["num_topk_pairs"] * (1 - routing["num_image_tokens"] / routing["num_tokens"]),
-            "dropped": routing["num_dropped_pairs"] - routing["num_dropped_image_pairs"],
-        }
-    )
-    of_text = of_text.groupby([routing[name] for name in case]).sum(min_count=1)
-    means = by_layer.groupby(case).mean()
-    return means.assign(text_dropped_fraction=of_text["dropped"] / of_text["pairs"])
+    return by_layer.groupby(case).mean()
 
 
 def task_scores(quality: Quality) -> pd.DataFrame:
@@ -342,10 +344,243 @@ def _paper(facts: dict[str, Any], case: pd.Series, row: Any) -> float:
     """A share; missing where the paper states no shots, and of the parts of a task."""
     published = facts.get("published") or {}
     params = {key: value for key, value in case["policy_params"].items() if key not in published.get("unstated", ())}
-    for number in published.get("numbers", ()):
-        is_case = number["policy"] == case["policy"] and number["policy_params"] == params
-        shots = number["num_fewshot"]
-        is_metric = number["metric"] == row.metric and shots is not None and shots == row.num_fewshot
+    for printed in published.get("numbers", ()):
+        is_case = printed["policy"] == case["policy"] and printed["policy_params"] == params
+        shots = printed["num_fewshot"]
+        is_metric = printed["metric"] == row.metric and shots is not None and shots == row.num_fewshot
         if is_case and is_metric and row.task == facts["task"]:
-            return number["percent"] / 100
+            return printed["percent"] / 100
     return math.nan
+
+
+# ---- papers' claims on texts -----------------------------------------------------------------------------------------
+
+
+def claims(quality: Quality) -> pd.DataFrame:
+    """A row per claim and pair of cases that all checkpoints of a group have.
+
+    ``worse_costs_more`` is the cross-entropy that ``worse`` adds less what ``better`` adds, nats per token, and
+    ``half_width`` half its 95 % interval (none below ten batches); ``agree`` of ``checkpoints`` have the ``verdict`` by
+    themselves; ``group`` is that of ``text_costs``.
+    """
+    costs, rows = text_costs(quality), []
+    for place, group in enumerate(quality.groups):
+        about = {"group": place, "comparison": quality.title(group), "checkpoints": len(group)}
+        for comparison_id in group:
+            own = costs[costs["comparison_id"] == comparison_id].to_dict("records")
+            rows += [about | pair for pair in _pairs(quality, comparison_id, own)]
+    frame = pd.DataFrame(rows)
+    if frame.empty:
+        return frame
+    pairs = frame.groupby(["group", "claim", "better", "worse"], sort=False)
+    more = pairs["worse_costs_more"]
+    found = pairs[["comparison", "source", "checkpoints"]].first().assign(worse_costs_more=more.mean())
+    found["half_width"] = pairs["half_width"].first().where(found["checkpoints"] == 1, more.agg(half_interval))
+    found["verdict"] = _verdict(found)
+    alone = (
+        _verdict(frame) == frame.merge(found["verdict"], left_on=pairs.keys, right_index=True, how="left")["verdict"]
+    )
+    found["agree"] = alone.groupby([frame[key] for key in pairs.keys], sort=False).sum()
+    return found[(pairs.size() == found["checkpoints"]) & found["half_width"].notna()].reset_index()
+
+
+def _verdict(rows: pd.DataFrame) -> pd.Series:
+    more, half = rows["worse_costs_more"], rows["half_width"]
+    found = np.select([more > half, more < -half], ["holds", "does not hold"], "inconclusive")
+    return pd.Series(found, rows.index)
+
+
+def _pairs(quality: Quality, comparison_id: str, rows: list[Row]) -> Iterator[Row]:
+    """All pairs of a comparison that a claim is about."""
+    added = costs_by_sequence(quality, comparison_id)["added"]
+    fields = [_fields(row) for row in rows]
+    for claim in ORDERINGS:
+        named = claim.better.keys() | claim.worse.keys()
+        for worse, theirs in zip(rows, fields, strict=True):
+            for better, ours in zip(rows, fields, strict=True):
+                shared = (ours.keys() & theirs.keys()) - named
+                if (
+                    _suits(theirs, claim.worse)
+                    and _suits(ours, claim.better)
+                    and better["phase"] == worse["phase"]
+                    and all(ours[key] == theirs[key] for key in shared)
+                ):
+                    difference = (added[worse["case_id"]] - added[better["case_id"]]).dropna()
+                    yield {
+                        **{"claim": claim.words, "source": claim.source},
+                        **{"better": short_label(better["label"]), "worse": short_label(worse["label"])},
+                        "worse_costs_more": float(difference.mean()),
+                        "half_width": half_over_batches(difference),
+                    }
+
+
+def _suits(fields: Row, wanted: Row) -> bool:
+    return all(
+        key in fields and (fields[key] is not None if value is SET else fields[key] == value)
+        for key, value in wanted.items()
+    )
+
+
+def _fields(case: Row) -> Row:
+    """A case's policy and fields, those included that it leaves out because they have their default."""
+    policy = POLICIES.get(case["policy"])
+    fields = dataclasses.fields(policy) if policy else ()
+    defaults = {one.name: one.default for one in fields if one.name in policy.optional}
+    return {"name": case["policy"], **defaults, **json.loads(case["policy_params"])}
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+_POLICY = Column("policy", lambda row: short_label(row["label"]), is_words=True)
+
+
+def _with_error(name: str, error: str, header: str, form: str, scale: float = 1.0) -> Column:
+    """A number and behind it its error, where there is one: ``+0.30 +-0.02``."""
+
+    def cell(row: dict) -> str:
+        if missing(row[name]):
+            return NONE
+        shown = form.format(scale * row[name])
+        return shown if missing(row[error]) else f"{shown} +-{form.replace('+', '').format(scale * row[error])}"
+
+    return Column(header, cell)
+
+
+_TEXT = (
+    _POLICY,
+    text("phase"),
+    number("perplexity", "ppl", "{:.2f}"),
+    _with_error("cross_entropy_added", "cross_entropy_added_half", "cross-entropy + nats", "{:+.4f}"),
+    number("kl", "KL nats", "{:.4f}"),
+    percentage("agreement", "top-1 agree %"),
+    percentage("dropped_fraction", "dropped %"),
+    percentage("retained_mass_topk", "mass kept %"),
+    number("experts_per_token", "experts/token", "{:.2f}"),
+    number("activated_experts", "activated", "{:.1f}"),
+    number("fullest_rank", "fullest rank", "{:.2f}"),
+)
+_CLAIM = (
+    text("claim"),
+    text("better", "A"),
+    text("worse", "B"),
+    _with_error("worse_costs_more", "half_width", "B costs more", "{:+.4f}"),
+    text("verdict"),
+    Column("checkpoints", lambda row: f"{row['agree']} of {row['checkpoints']}"),
+)
+_TASK = (
+    _POLICY,
+    text("task"),
+    Column("metric", lambda row: row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})"), True),
+    number("num_fewshot", "shots", "{}"),
+    number("num_samples", "questions", "{:,}"),
+    _with_error("value", "stderr", "ours %", "{:.1f}", 100),
+    _with_error("added", "added_stderr", "over unpatched", "{:+.1f}", 100),
+    percentage("paper", "paper %"),
+    Column("ours - paper (std. errors)", lambda row: _against_paper(row)),
+    percentage("dropped_fraction", "dropped %"),
+    percentage("retained_mass_topk", "mass kept %"),
+)
+_MEAN = (
+    Column("mean over tasks", _POLICY.cell, is_words=True),
+    number("tasks", form="{}"),
+    _with_error("value", "stderr", "ours %", "{:.1f}", 100),
+    percentage("paper", "paper %"),
+    Column("ours - paper (std. errors)", lambda row: _against_paper(row)),
+)
+
+
+def quality_tables(quality: Quality) -> list[Table]:
+    """All tables; the column ``table`` says of a row which kind it is of: texts, claims, tasks or means."""
+    return [*_text_tables(quality), *_claim_tables(quality), *_task_tables(quality)]
+
+
+def _text_tables(quality: Quality) -> Iterator[Table]:
+    costs = text_costs(quality)
+    for comparison_id, rows in costs.groupby("comparison_id", sort=False) if len(costs) else ():
+        facts = quality.facts[str(comparison_id)]
+        least = rows["num_batches"].min()
+        interval = "with its 95 % interval, Student's t over batches, whose sequences were routed together"
+        if least < MIN_BATCHES:
+            interval = f"no interval, and no verdict on claims, below {MIN_BATCHES} batches; got {least:.0f}"
+        notes = [
+            f"cross-entropy: added to the unpatched model's on the same sequences ({interval})",
+            "ppl: perplexity of the text; KL and top-1: of the answers from the unpatched model's",
+            "prefill: all tokens of a batch are routed together; decode: those of each position, as in a step of "
+            f"{facts['batch_size']} requests",
+            f"activated experts (of {facts['num_experts']}) and the fullest rank, its pairs over native's mean: means "
+            "over these, batches and layers",
+        ]
+        yield Table(
+            _named("texts", rows),
+            _TEXT,
+            f"{facts['title']}: answers of the whole model, routing of {facts['num_ranks']} virtual ranks; not timed",
+            notes,
+            caption=notes[:1],
+        )
+
+
+def _claim_tables(quality: Quality) -> Iterator[Table]:
+    frame = claims(quality)
+    for (_, comparison), rows in frame.groupby(["group", "comparison"], sort=False) if len(frame) else ():
+        notes = [
+            "A keeps at least as much of the answers as B, papers say; B costs more: nats per token; +-: "
+            "95 % interval, Student's t over batches, of all checkpoints over their means",
+            "checkpoints: of which so many say the same by themselves",
+            *chance_words(len(rows)),
+        ]
+        yield Table(_named("claims", rows), _CLAIM, f"Papers' claims on {comparison}", notes)
+
+
+def _task_tables(quality: Quality) -> Iterator[Table]:
+    scores = task_scores(quality)
+    if scores.empty:
+        return
+    for comparison_id, rows in scores.groupby("comparison_id", sort=False):
+        facts = quality.facts[str(comparison_id)]
+        columns = [column for column in _TASK if column.header != "task" or rows["task"].nunique() > 1]
+        notes = [
+            "+-: standard errors over questions, of a difference to the unpatched model over the same ones, where the "
+            "number is their mean; that requests of a batch share their routing is not in them",
+            f"{facts['batch_size']} requests are routed together, on {facts['num_ranks']} virtual ranks; dropped pairs "
+            "and kept mass are of all passes of a task, over all layers; nothing was timed",
+        ]
+        if facts["limit"]:
+            notes.append(f"the first {facts['limit']} questions of each task only")
+        if paper := facts["published"]:
+            notes.append(
+                f"paper: {paper['source']}, {paper['model']}; the difference is in our standard errors, the paper "
+                f"states none. {paper['note']}"
+            )
+        yield Table(_named("tasks", rows), columns, facts["title"], notes)
+    means, left_out = task_means(scores)
+    if len(means):
+        why = "left out of the means, for which of its numbers the paper's stands for is not stated"
+        yield Table(_named("means", means), _MEAN, notes=[f"{task}: {why}" for task in left_out])
+
+
+def task_means(scores: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """A row per policy: means over the tasks that both we and the paper have one number of, from two tasks on.
+
+    Returns:
+        The means, and the tasks left out because we have several numbers for the paper's one.
+    """
+    beside = scores[scores["paper"].notna()]
+    is_one = beside.groupby(["comparison_id", "label"])["value"].transform("size") == 1
+    by_label = beside[is_one].groupby("label", sort=False)
+    means = by_label[["value", "paper"]].mean().assign(tasks=by_label.size())
+    squares = (beside["stderr"] ** 2).groupby(beside["label"][is_one]).sum(min_count=1)
+    means["stderr"] = np.sqrt(squares) / means["tasks"]
+    means["stderr"] = means["stderr"].where(by_label["stderr"].count() == means["tasks"])
+    means["paper_stderrs"] = (means["value"] - means["paper"]) / means["stderr"].where(means["stderr"] > 0)
+    return means[means["tasks"] > 1].reset_index(), list(dict.fromkeys(beside["task"][~is_one]))
+
+
+def _against_paper(row: dict) -> str:
+    if math.isnan(row["paper"]):
+        return NONE
+    errors = "" if missing(row["paper_stderrs"]) else f" ({row['paper_stderrs']:+.1f})"
+    return f"{100 * (row['value'] - row['paper']):+.1f}{errors}"
+
+
+def _named(kind: str, rows: pd.DataFrame) -> pd.DataFrame:
+    return pd.concat([pd.Series(kind, index=rows.index, name="table"), rows], axis=1)

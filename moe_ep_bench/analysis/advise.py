@@ -1,0 +1,512 @@
+"""``advise``: the pick and what it costs in three lines, then the candidates that explain it.
+
+The pick is the fastest candidate within the bounds whose verdict is ``faster`` (``statistics.judge``). Within 2 % is a
+tie; the candidate that keeps more score mass wins. Where there is none, native stays.
+
+The fastest of many is in part the luckiest: what it gained where it was chosen is too much. So where traffic was drawn
+several times the pick is judged on draws that did not choose it. Each draw is given the candidate that the others would
+choose of those that pay, and what these gain together is what the answer promises; if that is not ``faster``, native
+stays. Of one draw the answer says that its speedup is not so judged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, Store, cases, comparisons, load
+from moe_ep_bench.analysis.compare import ALL, times_of
+from moe_ep_bench.analysis.labels import short_label
+from moe_ep_bench.analysis.parts import ResultsError
+from moe_ep_bench.analysis.render import Row, Table, milliseconds, missing, number, percentage, render, text
+from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words, scale_words
+from moe_ep_bench.bench.question import Bounds, Question
+from moe_ep_bench.files import atomic_path
+from moe_ep_bench.models.memory import Fit
+from moe_ep_bench.timing.statistics import BELOW_MODEL, NoiseFloor, estimate_median, judge, paired_ratios
+
+ADVICE = "advice.txt"
+_TIE = 0.02
+# Shares are sums of float32.
+_DIGITS = 6
+_ROUNDING = 10**-_DIGITS
+_BEST = 5
+_CANDIDATE = ["policy", "role", "policy_params"]  # labels may be shared
+# How a user gets what decides: documented with vLLM 0.21 (training/routed_experts_replay) and by SGLang's server.
+RECORD_YOURS = """The peak load decides, and it is assumed. Your server returns yours once it is started with
+--enable-return-routed-experts:
+  vLLM:   curl -s -w '\\n' localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+            -d '{"model": "MODEL", "prompt": "...", "max_tokens": 1}' >> routes.jsonl
+  SGLang: curl -s -w '\\n' localhost:30000/generate -H 'Content-Type: application/json' -d '{"text": \\
+            "...", "sampling_params": {"max_new_tokens": 1}, "return_routed_experts": true}' >> routes.jsonl
+then: moe-ep-bench trace import vllm|sglang routes.jsonl mine.safetensors --preset MODEL --phase \\
+        prefill --assume-equal-scores
+and ask again with --trace mine.safetensors."""
+
+
+# ---- candidates and the pick -----------------------------------------------------------------------------------------
+
+
+def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
+    """A row per candidate and comparison: candidates best first, the comparisons of each in the sweep's order.
+
+    Candidates are measured policies and replication; ``topk``, which is the model's own routing, is none.
+
+    Returns:
+        Columns of ``cases``, and: ``at``, the place in the sweep; ``within`` the bounds; ``fits`` the device's memory;
+        ``pays`` (within the bounds, fits, and faster); ``is_pick``; ``more_gib`` of a rank's memory; ``over``, draws or
+        layers, where a comparison has several, with the least and the greatest speedup of one (``least``, ``most``) and
+        their number (``parts``). Of a pick ``judged``, its speedup on draws that did not choose it, and ``chosen_by``,
+        how many draws' others choose it; missing where traffic was drawn once.
+    """
+    rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
+    rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
+    rows = rows[rows["speedup_median"].notna() & rows["dropped_share"].notna()]
+    within = rows["dropped_share"] <= bounds.max_dropped + _ROUNDING
+    within &= rows["retained_mass"] >= bounds.min_retained - _ROUNDING
+    fits = rows["fits"].fillna(True).astype(bool)
+    rows = rows.assign(
+        at=[_place(row) for row in rows.to_dict("records")],
+        within=within,
+        fits=fits,
+        pays=within & fits & (rows["verdict"] == "faster"),
+        more_gib=rows["extra_bytes_per_rank"].astype(float) / 2**30,
+        log_speed=np.log(rows["speedup_median"].astype(float)),
+        kept=rows["retained_mass"].clip(upper=1).round(_DIGITS),
+    )
+    rows = rows.join(pd.DataFrame(_parts(store, rows), rows.index, ["over", "least", "most", "parts"]))
+    picks = [_pick(store, group) for _, group in rows[rows["pays"]].groupby(COMPARISON, sort=False)]
+    chosen = pd.DataFrame(filter(None, picks), columns=["index", "judged", "chosen_by"]).set_index("index")
+    by_candidate = rows.groupby(_CANDIDATE, sort=False)
+    rows = rows.join(chosen.astype(float)).assign(
+        is_pick=rows.index.isin(chosen.index),
+        num_pays=by_candidate["pays"].transform("sum"),
+        log_speed=by_candidate["log_speed"].transform("sum"),
+        candidate=by_candidate.ngroup(),
+    )
+    order = ["num_pays", "log_speed", "candidate"]
+    return rows.sort_values(order, ascending=[False, False, True], kind="stable")
+
+
+def _ratios(store: Store, rows: pd.DataFrame) -> dict[int, pd.Series]:
+    """Native's time over each row's, by launch, batch and iteration; by index of the row."""
+    times, natives = times_of(store), cases(store)
+    natives = natives[natives["role"] == "baseline"].set_index(COMPARISON)["case_id"]
+    keys = zip(rows.index, rows[CASE].itertuples(index=False, name=None), strict=True)
+    return {index: paired_ratios(times[*key[:2], natives[key[:2]]][ALL], times[key][ALL]) for index, key in keys}
+
+
+def _parts(store: Store, rows: pd.DataFrame) -> Iterator[tuple[str | None, float, float, float]]:
+    """What launches of a row stand for where nothing ran, and the least, the greatest and the number of their speedups.
+
+    Draws of one traffic, or layers of a recording, were joined as launches of one comparison.
+    """
+    for index, ratio in _ratios(store, rows).items():
+        by_launch = ratio.groupby(level="launch").median()
+        is_drawn = rows.at[index, "num_draws"] > 1
+        if len(by_launch) > 1 and (is_drawn or rows.at[index, "facts"].get("device") is not None):
+            yield "draw" if is_drawn else "layer", by_launch.min(), by_launch.max(), len(by_launch)
+        else:
+            yield None, np.nan, np.nan, np.nan
+
+
+def _pick(store: Store, paying: pd.DataFrame) -> tuple[int, float | None, int | None] | None:
+    """The pick of one comparison: its index, the speedup by which it is judged, and by how many draws it is chosen."""
+    pick = _choice(paying["log_speed"], paying["kept"])
+    row = paying.loc[pick]
+    if row["num_draws"] == 1:
+        return pick, None, None
+    ratios, found, chosen = _ratios(store, paying), [], []
+    for draw in ratios[pick].index.unique("launch"):
+        others = {index: ratio[ratio.index.get_level_values("launch") != draw] for index, ratio in ratios.items()}
+        medians = pd.Series({index: ratio.median() for index, ratio in others.items()})
+        chosen.append(_choice(np.log(medians), paying["kept"]))
+        own = ratios[chosen[-1]]
+        found.append(own[own.index.get_level_values("launch") == draw])
+    judged = estimate_median(pd.concat(found))
+    assert judged is not None
+    is_modelled, floor = row["facts"].get("device") is not None, NoiseFloor(row["floor_low"], row["floor_high"])
+    verdict = judge(judged, floor, is_modelled=is_modelled, is_oversubscribed=bool(row["oversubscribed"]))
+    return (pick, judged.median, chosen.count(pick)) if verdict == "faster" else None
+
+
+def _choice(log_speed: pd.Series, kept: pd.Series) -> int:
+    """Within 2 % is a tie; the candidate that keeps more mass wins, of equals the faster: its index."""
+    tied = pd.DataFrame({"kept": kept, "log_speed": log_speed})[log_speed >= log_speed.max() - np.log1p(_TIE)]
+    return tied.sort_values(["kept", "log_speed"], kind="stable").index[-1]
+
+
+def _place(row: Row) -> str:
+    """A comparison's place in the sweep, or its title where there is none."""
+    point = json.loads(row["point"])
+    if list(point) == ["workload.peak_load"]:
+        return _peak(point["workload.peak_load"])
+    words = ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {value}" for key, value in point.items())
+    return words or row["title"]
+
+
+def _peak(peak_load: float | None) -> str:
+    return "unskewed traffic" if peak_load is None else f"peak load {peak_load:g}"
+
+
+def load_timed(directory: Path) -> Store:
+    """One directory of times.
+
+    Raises:
+        ResultsError: it cannot be read, or holds none.
+    """
+    store = load(directory)
+    if comparisons(store)["mode"].eq("route").any():
+        raise ResultsError(f"{directory}: holds routing without times; expected what `run` or `emulate` wrote")
+    return store
+
+
+# ---- the answer ------------------------------------------------------------------------------------------------------
+
+
+def advice_text(
+    store: Store,
+    bounds: Bounds,
+    by_default: Sequence[str] = (),
+    left_out: Sequence[str] = (),
+    *,
+    show_all: bool = False,
+) -> str:
+    """The pick and what it costs, one traffic after another where it differs; then candidates and notes.
+
+    Args:
+        by_default: what the user left open, each in a few words.
+        left_out: candidates that were not tried, each with the reason.
+        show_all: every candidate in place of those that explain the pick.
+    """
+    rows, about = candidates(store, bounds), comparisons(store)
+    natives = cases(store).query("role == 'baseline'").set_index(COMPARISON)
+    names = list(about[COMPARISON].itertuples(index=False, name=None))
+    places = dict(zip(names, [_place(row) for row in about.to_dict("records")], strict=True))
+
+    def answer(name: tuple[str, str]) -> str:
+        return _answer(rows[_of(rows, name)], about[_of(about, name)].iloc[0], natives.loc[name])
+
+    groups = [(words, list(group)) for words, group in groupby(names, answer)]
+    blocks, tables, is_model = [], [], bool(about["scope"].eq("model").any())
+    for words, group in groups:
+        own = rows[rows[COMPARISON].apply(tuple, axis=1).isin(group)] if len(rows) else rows
+        where = _joined([places[name] for name in group])
+        said = _said(words, own, natives.loc[group])
+        blocks.append("\n".join([f"At {where}: {said[0]}", *said[1:]] if len(groups) > 1 else said))
+        chosen = own if show_all else _instructive(own)
+        tables.append(_table(chosen, f"at {where}" if len(groups) > 1 else "", is_model=is_model))
+    blocks[-1] += f"\n{_for(about, bounds, by_default)}"
+    shown = max((len(table.frame) for table in tables), default=0)
+    hidden = len(rows.drop_duplicates(_CANDIDATE)) - shown
+    more = [f"{hidden} more candidates: --all"] if hidden > 0 and not show_all else []
+    notes = "\n".join(f"  {note}" for note in (*more, *_notes(store, rows, about, natives, left_out)))
+    parts = [*blocks, *(render([table], "text") for table in tables if len(table.frame)), notes]
+    return "\n\n".join([*parts, *([RECORD_YOURS] if _peak_load_decides(about, groups) else [])])
+
+
+def answer_text(questions: Mapping[str, Question], bounds: Bounds, *, show_all: bool = False) -> str:
+    """The answers to questions by phase, and of several what their picks come to; each is written beside its results.
+
+    ``advice.txt`` begins with the pick: a page of the directory shows it.
+    """
+    told, stores = [], {phase: load_timed(question.out) for phase, question in questions.items()}
+    for phase, question in questions.items():
+        advice = advice_text(stores[phase], bounds, question.assumed, question.left_out, show_all=show_all)
+        with atomic_path(question.out / ADVICE) as temporary:
+            temporary.write_text(f"{advice}\n")
+        told.append(f"{f'{phase.upper()}  ' if phase else ''}{advice}\n\nconfig: {question.config}")
+    return "\n\n".join([*([picks_text(stores, bounds)] if len(stores) > 1 else []), *told])
+
+
+def advice_lines(directory: Path) -> list[str]:
+    """The answer that ``advise`` left beside its results, without its table and notes; none where it was not asked."""
+    path = directory / ADVICE
+    lines = path.read_text().splitlines() if path.is_file() else []
+    end = next((place for place, line in enumerate(lines) if line.startswith("For ")), -1)
+    return [line for line in lines[: end + 1] if line]
+
+
+def _of(frame: pd.DataFrame, name: tuple[str, str]) -> pd.Series:
+    return (frame["directory"] == name[0]) & (frame["comparison_id"] == name[1])
+
+
+def _answer(rows: pd.DataFrame, facts: pd.Series, native: pd.Series) -> str:
+    """What to do with one comparison's traffic, in words that are equal where the answer is."""
+    fit = facts["facts"].get("fit")
+    if native["status"] != "ok":
+        return "Inconclusive: the baseline was not measured, so there are no speedups"
+    if fit is not None and not Fit(**fit).holds():
+        return f"None: the model does not fit on EP {facts['ep_size']}"
+    if facts["oversubscribed"]:
+        return f"Inconclusive: {OVERSUBSCRIBED}"
+    if rows["is_pick"].any():
+        return f"Use {rows.loc[rows['is_pick'], 'label'].iloc[0]}"
+    if rows["pays"].any():
+        return "Keep native: none is significantly faster on draws that did not choose it"
+    return "Keep native: no candidate within the bounds is significantly faster"
+
+
+def _said(words: str, rows: pd.DataFrame, natives: pd.DataFrame) -> list[str]:
+    """The answer to one group of comparisons in two lines: the pick with its gain, and what it costs."""
+    picks = rows[rows["is_pick"]]
+    if picks.empty:
+        best = rows[rows["within"] & rows["fits"]].sort_values("speedup_median").tail(1)
+        fastest = [
+            f"The fastest within the bounds is {row.label}: {row.speedup_median:.3f} times native ({row.verdict})."
+            for row in best.itertuples()
+        ]
+        return [f"{words}.", *fastest]
+    is_judged = picks["judged"].notna().all()
+    speedup = picks["judged" if is_judged else "speedup_median"]
+    what = "a pass" if picks["scope"].iloc[0] == "model" else "a layer"
+    how = [str(picks["origin"].iloc[0])]
+    if (over := picks["over"].iloc[0]) is not None:
+        how.append(f"{picks['least'].min():.2f} to {picks['most'].max():.2f} by {over}")
+    how += ["on draws that did not choose it"] if is_judged else []
+    dropped, kept, memory = picks["dropped_share"].max(), picks["retained_mass"].min(), picks["more_gib"].max()
+    costs = [f"at most {100 * dropped:.1f} % of the pairs are dropped, at least {100 * kept:.1f} % of the mass is kept"]
+    if dropped == 0 and kept > 1 - _ROUNDING:
+        costs = ["nothing is dropped"]
+    costs += [f"{memory:.3g} GiB more memory on each rank"] if memory > 0 else []
+    if len(picks) == 1:
+        native, pick = natives.iloc[0], picks.iloc[0]
+        costs.append(f"{milliseconds(pick['median_ms'])} in place of {milliseconds(native['median_ms'])} ms {what}")
+        rates = [row.get("tokens_per_s_per_rank") for row in (pick, native)]
+        if not any(map(missing, rates)):
+            costs.append(f"{rates[0]:,.0f} of {rates[1]:,.0f} tokens/s per GPU")
+    gain = f"{what} is {_ends(speedup, '{:.3f}')} times as fast as native"
+    return [f"{words}: {gain} ({'; '.join(how)}).", f"It costs: {', '.join(costs)}."]
+
+
+def _joined(places: Sequence[str]) -> str:
+    ends = [places[0], places[-1].removeprefix("peak load ") if places[0].startswith("peak load ") else places[-1]]
+    return places[0] if len(places) == 1 else f"{ends[0]} {'and' if len(places) == 2 else 'to'} {ends[1]}"
+
+
+def _for(about: pd.DataFrame, bounds: Bounds, by_default: Sequence[str]) -> str:
+    """For what the answer holds: model, sizes, device, traffic and whose it is, and the bounds; one line."""
+    first = about.iloc[0]
+    parts = [
+        " / ".join(dict.fromkeys(about["model"])),
+        *about["sizes"].dropna().unique(),
+        *(scale_words(scale) for scale in about["scale"].unique() if scale != 1),
+        *(words.partition(": ")[0] for words in about["ran_on"].unique()),
+        *(words.partition(": ")[0] for words in about["links_words"].dropna().unique()),
+    ]
+    skews = list(dict.fromkeys(map(_skew, about["facts"])))
+    workload = first["facts"]["workload"]
+    is_known = workload.get("recording") or workload.get("skew") or "expert_loads" in workload["targets"]
+    assumed = "" if is_known else f", assumed, not {first['model']}'s own"
+    lost = 100 * (1 - bounds.min_retained)
+    limits = f"at most {100 * bounds.max_dropped:g} % of the pairs dropped and {lost:g} % of the score mass lost"
+    default = f"; by default {', '.join(by_default)}" if by_default else ""
+    return f"For {', '.join(dict.fromkeys(parts))}; {_joined(skews)}{assumed}; {limits}{default}."
+
+
+def _skew(facts: Row) -> str:
+    """Whose skew a comparison has."""
+    workload, model = facts["workload"], facts["model"]
+    if (recording := workload.get("recording")) is not None:
+        recorded, own = (
+            "".join(filter(str.isalnum, name.rpartition("/")[2].lower())) for name in (recording["model"], model)
+        )
+        is_own = recorded in own or own in recorded
+        return f"skew of {recording['model']}'s recording" + ("" if is_own else f", not {model}'s")
+    if (named := workload.get("skew")) is not None:
+        is_assumed = f", not {model}'s own" if named["basis"] == "assumed" else ""
+        return f"{named['name']} skew ({named['basis']}: {named['source']}){is_assumed}"
+    targets = workload["targets"]
+    if "expert_loads" in targets:
+        return "experts' loads as counted"
+    return _peak(targets["peak_load"]) if "peak_load" in targets else workload["description"]
+
+
+def _peak_load_decides(about: pd.DataFrame, groups: Sequence[object]) -> bool:
+    """Whether the pick differs between peak loads that were assumed because none is known."""
+    return len(groups) > 1 and all(list(json.loads(point)) == ["workload.peak_load"] for point in about["point"])
+
+
+# ---- candidates as a table -------------------------------------------------------------------------------------------
+
+
+def _instructive(rows: pd.DataFrame) -> pd.DataFrame:
+    """The five best that may be picked, the fastest that may not, and of the others the one that loses most time."""
+    keys = rows[_CANDIDATE].apply(tuple, axis=1)
+    allowed = rows[rows["within"] & rows["fits"]].sort_values(["is_pick", "pays", "speedup_median"], ascending=False)
+    best, by_speed = list(dict.fromkeys(keys[allowed.index])), list(keys[rows.sort_values("speedup_median").index])
+    barred = [key for key in by_speed if key not in best]
+    return rows[keys.isin([*best[:_BEST], *barred[-1:], *by_speed[:1]])] if len(rows) else rows
+
+
+def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
+    """A row per candidate, within 100 characters; of several comparisons ranges."""
+    found = []
+    for _, group in rows.groupby(_CANDIDATE, sort=False):
+        first, speedup = group.iloc[0], group["speedup_median"]
+        ends = f" [{first['speedup_low']:.2f}, {first['speedup_high']:.2f}]" if first["speedup_is_interval"] else ""
+        verdicts = group["verdict"].where(group["within"], "out of bounds").where(group["fits"], "does not fit")
+        found.append(
+            {
+                "label": short_label(first["label"]),
+                "speedup": f"{speedup.min():.3f}{ends}" if len(group) == 1 else _ends(speedup, "{:.3f}"),
+                "median_ms": first["median_ms"] if len(group) == 1 else np.nan,
+                "dropped_share": group["dropped_share"].max(),
+                "retained_mass": group["retained_mass"].min(),
+                "more_gib": group["more_gib"].max(),
+                "verdict": " / ".join(dict.fromkeys(verdicts)).replace(BELOW_MODEL, "below model"),
+            }
+        )
+    frame = pd.DataFrame(found, columns=found[0] if found else [])
+    columns = [
+        text("label", "candidate"),
+        text("speedup", "end to end" if is_model else "speedup"),
+        number("median_ms", "ms", milliseconds),
+        percentage("dropped_share", "drop %"),
+        percentage("retained_mass", "kept %"),
+        number("more_gib", "GiB", "{:.2g}"),
+        text("verdict"),
+    ]
+    return Table(frame, [column for column in columns if len(frame) == 0 or frame[column.source].notna().any()], title)
+
+
+def _ends(values: pd.Series, form: str) -> str:
+    """The least and the greatest value, or the one that there is."""
+    return " to ".join(dict.fromkeys(form.format(value) for value in (values.min(), values.max())))
+
+
+# ---- notes -----------------------------------------------------------------------------------------------------------
+
+
+def _notes(
+    store: Store, rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame, left_out: Sequence[str]
+) -> Iterator[str]:
+    """What has to be known to trust the answer."""
+    yield from (f"left out: {words}" for words in left_out)
+    facts = list(about["facts"])
+    yield from dict.fromkeys(
+        f"the model {Fit(**one['fit']).words}" for one in facts if one.get("fit") and not Fit(**one["fit"]).holds()
+    )
+    for _, group in rows[~rows["fits"] & (rows["more_gib"] > 0)].groupby(COMPARISON, sort=False):
+        fit = Fit(**group["facts"].iloc[0]["fit"])
+        if fit.holds():
+            labels = ", ".join(f"{row.label} ({row.more_gib:.3g} GiB)" for row in group.itertuples())
+            left_gib = (fit.device_bytes - fit.num_bytes) / 2**30
+            yield f"does not fit beside the model, which leaves {left_gib:.3g} GiB of {fit.device}: {labels}"
+    yield from dict.fromkeys(words for words in about["how"] if "MIXED" in words)
+    yield from chance_words(int(rows["speedup_is_interval"].eq(True).sum()))
+    yield from _draw_notes(rows, about, natives)
+    if rows["policy_params"].str.contains('"lp"').any():
+        yield "LP: the time to solve the linear program, assumed, is in the speedup (LPLB: about 100 us in a node)"
+    tails = set(about["tail_model"].dropna())
+    looking = sorted(set(rows["label"][rows["looks_past_top_k"].eq(True)]))
+    if tails and looking:
+        yield f"scores past the recorded top-k are modelled ({', '.join(sorted(tails))} tail): {', '.join(looking)}"
+    frame = cases(store)
+    ceilings = frame[(frame["role"] == "ceiling") & frame["speedup_median"].notna()]
+    if len(ceilings):
+        gains = ", ".join(f"{row['speedup_median']:.3f} at {_place(row)}" for row in ceilings.to_dict("records"))
+        yield f"perfect balance: {gains}; dropping also saves work"
+    if about["scope"].eq("model").any():
+        most = frame["most_by_amdahl"].dropna().unique()
+        yield from (f"no policy exceeds {bound:.3f} end to end (Amdahl)" for bound in most)
+    else:
+        yield "speedups are of one MoE layer: a whole model gains less (docs/model.md); score mass is no accuracy"
+    if any(one.get("device") is not None for one in facts):
+        yield MODEL_CAVEAT
+
+
+def _draw_notes(rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) -> Iterator[str]:
+    """What choosing the best of many, and chance in the traffic, do to what is said."""
+    picks = rows[rows["is_pick"]]
+    judged = picks[picks["judged"].notna()]
+    if len(judged):
+        counts = " / ".join(dict.fromkeys(f"{row.chosen_by:.0f} of {row.num_draws}" for row in judged.itertuples()))
+        yield f"the pick is judged on each draw by what the other draws would choose; {counts} would choose it"
+    elif len(picks) and rows.groupby(COMPARISON).size().max() > 1:
+        yield "the pick is judged by the traffic that chose it: its speedup is a little too high"
+    parts = rows["parts"].max()
+    overs = set(rows["over"].dropna())
+    if "layer" in overs:
+        yield f"the traffic is that of {parts:.0f} layers; intervals are over all of them"
+    elif "draw" in overs:
+        yield (
+            f"the traffic is drawn {parts:.0f} times: by chance other experts are busy and share a rank; yours is one "
+            "more draw; workload.rank_load sets how full a rank is"
+        )
+    else:
+        set_loads = {"rank_load", "expert_loads"}
+        by_chance = [
+            one["workload"]["kind"] == "synthetic" and not set_loads & one["workload"]["targets"].keys()
+            for one in about["facts"]
+        ]
+        loads = natives["fullest_rank"][np.array(by_chance) & (about["num_ranks"] > 1).to_numpy()].dropna()
+        if len(loads):
+            fullest = f"native's fullest rank has {_ends(loads, '{:.2f}')} x the mean load"
+            yield f"the traffic is one draw: {fullest} by chance; workload.rank_load sets it"
+    recordings = [one["workload"]["recording"] for one in about["facts"] if one["workload"].get("recording")]
+    dealt = [one for one in recordings if one["sources"] and one["arrangement"] == "sequences"]
+    passes = max((one["sources"][0]["passes_per_batch"] for one in dealt), default=0)
+    if passes > 1:
+        yield f"a batch uses the recording {passes:.2f} times, so that batches are alike: record more, or ask for fewer"
+
+
+# ---- prefill and decode ----------------------------------------------------------------------------------------------
+
+
+def picks(store: Store, bounds: Bounds) -> pd.DataFrame:
+    """The pick of each comparison and what it comes to in a whole model, by Amdahl's law; of runs with a ``rest``.
+
+    Returns:
+        A row per comparison, in order: ``at``, ``label`` of the pick or native, ``layer_speedup`` (1 for native),
+        ``moe_share`` of a native pass, where every MoE layer takes what this one does, ``end_to_end``, ``native_ms``
+        and ``pass_ms`` of such a pass or step, ``tokens_per_s`` and rank with the pick, ``dropped_share``,
+        ``retained_mass``, ``more_gib``.
+    """
+    rows, about = candidates(store, bounds), comparisons(store)
+    kept = ["label", "speedup_median", "judged", "dropped_share", "retained_mass", "more_gib"]
+    chosen = about[COMPARISON].merge(rows.loc[rows["is_pick"], [*COMPARISON, *kept]], "left", COMPARISON)
+    native = {"label": "native", "speedup_median": 1.0, "dropped_share": 0.0, "retained_mass": 1.0}
+    chosen = chosen.fillna({**native}).astype({"speedup_median": float})
+    rest = pd.DataFrame([facts["rest"] for facts in about["facts"]])
+    natives = cases(store).query("role == 'baseline'").set_index(COMPARISON)["median_ms"]
+    layer_ms = natives.reindex(pd.MultiIndex.from_frame(chosen[COMPARISON])).to_numpy()
+    speedup = chosen["judged"].astype(float).fillna(chosen["speedup_median"])
+    rest_ms = rest["us_per_moe_layer"] / 1e3
+    native_ms, pass_ms = (rest["num_moe_layers"] * (ms + rest_ms) for ms in (layer_ms, layer_ms / speedup))
+    return chosen.drop(columns=["judged", "speedup_median"]).assign(
+        at=[_place(row) for row in about.to_dict("records")],
+        layer_speedup=speedup,
+        moe_share=layer_ms / (layer_ms + rest_ms),
+        end_to_end=native_ms / pass_ms,
+        native_ms=native_ms,
+        pass_ms=pass_ms,
+        tokens_per_s=(about["num_tokens"] / about["world_size"]).to_numpy() / pass_ms * 1e3,
+    )
+
+
+def picks_text(phases: Mapping[str, Store], bounds: Bounds) -> str:
+    """One table of every phase's picks, from end to end."""
+    rows = pd.concat([picks(store, bounds).assign(phase=phase) for phase, store in phases.items()], ignore_index=True)
+    columns = [
+        text("phase"),
+        text("at", "traffic"),
+        text("label", "pick"),
+        number("layer_speedup", "MoE layer"),
+        percentage("moe_share", "MoE %"),
+        number("end_to_end", "end to end"),
+        number("native_ms", "native ms", milliseconds),
+        number("pass_ms", "pick ms", milliseconds),
+        number("tokens_per_s", "tokens/s/GPU", "{:,.0f}"),
+    ]
+    note = (
+        "modelled, by Amdahl's law: as if each MoE layer took what this one does, beside a roofline of the rest; ms of "
+        "a pass, at decode of a step; tokens/s with the pick (docs/model.md)"
+    )
+    rows["label"] = rows["label"].map(short_label)
+    return render([Table(rows, columns, "Prefill and decode, from end to end", [note])], "text")

@@ -1,0 +1,384 @@
+"""Papers' numbers beside ours, as ``papers`` left them: a frame with a row per claim, policy and traffic.
+
+Ours is a layer or, with ``scope: model``, a pass of a whole model; where the paper measured the other, the row says so.
+Comparisons that differ in their seed alone are draws of one traffic: their mean is ours. The traffic that was chosen
+beforehand is primary; the others are a range. No row is left out because it does not fit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, Store, cases, comparisons, load, routing
+from moe_ep_bench.analysis.compare import ALL, MOE, Times, times_of
+from moe_ep_bench.analysis.parts import Described, ResultsError, described, read_document
+from moe_ep_bench.analysis.render import NONE, Row, Table, missing, number, percentage, render, text
+from moe_ep_bench.files import atomic_path, inside
+from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS, PASS_METRICS, PHASE_METRICS, Metric, claims_path
+from moe_ep_bench.timing.statistics import Estimate, estimate_median, paired_ratios
+
+# Words of a metric.
+METRICS: dict[str, str] = {
+    "speedup": "speedup",
+    "dropped_fraction": "dropped share",
+    "retained_mass": "mass kept",
+    "gate_time": "relative time of gate and policy",
+    "permute_time": "relative time of permutation",
+    "comm_time": "relative time of communication",
+    "experts_time": "relative time of experts",
+    "layer_time": "relative time of the layer",
+    "activated_experts": "relative number of activated experts",
+    "moe_speedup": "speedup of all MoE layers in a pass",
+    "step_time": "relative time of a decode step",
+    "tokens_per_s": "relative tokens per second",
+    "imbalance_cut": "fullest expert, native over policy",
+    "native_layer_us": "native's layer (us)",
+    "native_activated_experts": "native's activated experts",
+}
+# What the paper measured, by what ours is: a layer, a pass, or a pass's MoE layers.
+_OF = {
+    ("layer", "layer"): "",
+    ("layer", "end_to_end"): ", end to end (ours: a layer)",
+    ("layer", "not_stated"): ", layer or end to end not stated (ours: a layer)",
+    ("end_to_end", "end_to_end"): ", end to end",
+    ("end_to_end", "not_stated"): ", layer or end to end not stated (ours: end to end)",
+    ("layers", "layer"): ", layers",
+    ("layers", "end_to_end"): ", end to end (ours: all MoE layers)",
+    ("layers", "not_stated"): ", layer or end to end not stated (ours: all MoE layers)",
+}
+_INVERSE = ("layer_time", "step_time")  # times over native's, where others are native's over the case's
+_VALUES = ["ours", "ours_low", "ours_high"]
+_MEANS = ["ours", "dropped_share", "ours_extrapolated_to_all_layers", "fullest_expert", "fullest_rank"]
+_NUMBERS = ["paper_low", "paper_high", *_VALUES[1:], *_MEANS]
+_CSV = [
+    "source", "of", "ours_of", "metric", "policy", "versus", "comparison", "traffic", "primary", "paper_low",
+    "paper_high", *_VALUES, "difference", "ours_extrapolated_to_all_layers", "dropped_share", "fullest_expert",
+    "fullest_rank", "mode", "device", "links", "note", "draws",
+]  # fmt: skip
+
+
+class _Row(Described):  # ``papers.run``
+    number: int
+    source: str
+    of: str
+    metric: Metric
+    paper: tuple[float | None, float | None] | None
+    note: str
+    comparison_id: str
+    case_id: str
+    versus_id: str | None
+    policy: str
+    versus: str | None
+    setting: dict[str, Any]
+    traffic: str
+    primary: bool
+    primary_because: str | None
+
+
+class _File(Described):
+    claims: list[_Row]
+
+
+class Claims(NamedTuple):
+    """A results directory with its claims.
+
+    Attributes:
+        frame: a row per claim, policy and traffic: what the claim says (``number`` counts claims x policies), ``ours``
+            with the ends of its interval, of its samples where batches are too few, or of its draws;  ``difference``
+            from the paper's nearest end; ``unmeasured``, why there is no ``ours``.
+    """
+
+    directory: Path
+    store: Store
+    frame: pd.DataFrame
+
+    @property
+    def measured(self) -> pd.DataFrame:
+        return self.frame[self.frame["ours"].notna()]
+
+
+def load_claims(directory: Path) -> Claims:
+    """Read what ``papers`` left.
+
+    Raises:
+        ResultsError: one line that names the file and what is wrong with it.
+    """
+    path = inside(directory, claims_path(directory))
+    if not path.is_file():
+        raise ResultsError(f"{path}: missing; a directory with claims is one that `papers` has written")
+    claimed = described(_File, path, "", read_document(path)).claims
+    store = load(directory, join_draws=False)
+    rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
+    activated = routing(store).groupby(CASE)["activated_fullest_rank"].mean()
+    rows["activated"] = [activated.get(key) for key in rows[CASE].itertuples(index=False, name=None)]
+    by_id = {(row["comparison_id"], row["case_id"]): row for row in rows.to_dict("records")}
+    natives = {row["comparison_id"]: row for row in by_id.values() if row["role"] == "baseline"}
+    times = times_of(store)
+    found = []
+    try:
+        for claim in claimed:
+            case, native = by_id[claim.comparison_id, claim.case_id], natives.get(claim.comparison_id)
+            against = by_id[claim.comparison_id, claim.versus_id] if claim.versus_id else native
+            found.append(_row(claim, case, native, against, times))
+    except KeyError as error:
+        raise ResultsError(f"{path}: of another run than run.json, or damaged: {error!r}"[:300]) from None
+    return Claims(directory, store, _over_draws(pd.DataFrame(found).astype(dict.fromkeys(_NUMBERS, float))))
+
+
+def _row(claim: _Row, case: Row, native: Row | None, against: Row | None, times: Times) -> Row:
+    """A row of ``Claims.frame`` before draws are joined."""
+    ours_of = "layer" if case["scope"] != "model" else "end_to_end" if claim.metric in PASS_METRICS else "layers"
+    is_measured = case["status"] == "ok" and against is not None and against["status"] == "ok"
+    value = _value(claim.metric, case, against, claim.versus_id, times) if is_measured else None
+    low, high = claim.paper or (None, None)
+    all_layers = None
+    if value and against is not None and claim.metric in PASS_METRICS:
+        ours_ms, against_ms = (one.get("all_layers_ms_extrapolated") for one in (case, against))
+        if not (missing(ours_ms) or missing(against_ms)):
+            all_layers = ours_ms / against_ms if claim.metric == "step_time" else against_ms / ours_ms
+    setting = ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {one}" for key, one in claim.setting.items())
+    traffic = case["facts"]
+    return {
+        **claim.model_dump(exclude={"paper", "versus_id", "case_id", "setting"}),
+        "claim": claim.source + _OF[ours_of, claim.of] + (f" ({setting})" if setting else ""),
+        "case": f"{claim.policy} against {claim.versus}" if claim.versus else claim.policy,
+        "ours_of": ours_of,
+        "comparison": case["title"],
+        "paper_low": low,
+        "paper_high": high,
+        **dict(zip(_VALUES, value or (None,) * 3, strict=True)),
+        "ours_extrapolated_to_all_layers": all_layers,
+        "dropped_share": value and case["dropped_share"],
+        **{name: native and native[name] for name in ("fullest_expert", "fullest_rank")},
+        "mode": case["how"],
+        "device": traffic.get("device") or case["device"],
+        "links": case["links_words"],
+        "unmeasured": None if value else case["reason"] or "it or what it is set against was not measured",
+    }
+
+
+def _value(
+    metric: str, case: Row, against: Row, versus_id: str | None, times: Times
+) -> tuple[float, float, float] | None:
+    """Value, low and high by the claim's metric; None where it was not measured."""
+    value: Any = None
+    if metric == "dropped_fraction":
+        value = case["dropped_share"]
+    elif metric == "retained_mass":
+        value = case["retained_mass"] / (against["retained_mass"] if versus_id else 1.0)
+    elif metric == "imbalance_cut":
+        value = against["fullest_expert"] / case["fullest_expert"]
+    elif metric == "native_activated_experts":
+        value = against["activated"]
+    elif metric == "activated_experts":
+        value = case["activated"] / (against["activated"] or np.nan)
+    elif metric in PHASE_METRICS:
+        group = f"{PHASE_METRICS[metric]}_ms"
+        value = case[group] / (against[group] or np.nan)
+    else:
+        found = _time_value(metric, case, against, times)
+        return found and (found.median, found.low, found.high)
+    return None if missing(value) else (float(value),) * 3
+
+
+def _time_value(metric: str, case: Row, against: Row, times: Times) -> Estimate | None:
+    quantity = MOE if metric == "moe_speedup" else ALL
+    ours_us, against_us = (times[tuple(row[name] for name in CASE)].get(quantity) for row in (case, against))
+    if ours_us is None or against_us is None:
+        return None
+    if metric == "native_layer_us":
+        return estimate_median(against_us)
+    pair = (ours_us, against_us) if metric in _INVERSE else (against_us, ours_us)
+    return estimate_median(paired_ratios(*pair))
+
+
+def _over_draws(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row per claim and traffic: means over its draws that were measured, the difference, and which is primary."""
+    groups = frame.groupby(["number", "traffic"], sort=False)
+    is_measured = frame["ours"].notna()
+    counted = frame[is_measured | (~is_measured.groupby([frame["number"], frame["traffic"]]).transform("any"))]
+    groups = counted.groupby(["number", "traffic"], sort=False)
+    rows = groups.nth(0).set_index(["number", "traffic"])
+    draws = groups["ours"].count().clip(lower=1).reindex(rows.index)
+    several = draws > 1
+    rows.loc[several, _MEANS] = groups[_MEANS].mean().reindex(rows.index)[several]
+    ends = groups["ours"].agg(["min", "max"]).reindex(rows.index)
+    rows.loc[several, ["ours_low", "ours_high"]] = ends[several].to_numpy()
+    rows = rows.assign(draws=draws).reset_index()
+    below, above = rows["ours"] - rows["paper_low"], rows["ours"] - rows["paper_high"]
+    difference = below.clip(upper=0).fillna(0) + above.clip(lower=0).fillna(0)
+    is_known = rows["ours"].notna() & (rows["paper_low"].notna() | rows["paper_high"].notna())
+    chosen = rows.groupby("number")["primary"].transform("any")
+    return rows.assign(
+        difference=difference.where(is_known),
+        primary=rows["primary"].where(chosen, ~rows.duplicated("number")).astype(bool),
+    )
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def write_claims(claims: Claims) -> str:
+    """Write ``claims.txt`` and ``claims.csv``; return the text."""
+    shown = claims_text(claims)
+    written = {"claims.txt": f"{shown}\n"}
+    if len(claims.measured):
+        written["claims.csv"] = render([Table(claims.measured[_CSV], ())], "csv")
+    for name, content in written.items():
+        with atomic_path(claims.directory / name) as temporary:
+            temporary.write_text(content)
+    return shown
+
+
+def claims_text(claims: Claims) -> str:
+    """The claims, the largest disagreement first; errors by metric; what the traffics are; and reasons."""
+    rows = _primary(claims.frame)
+    return render([_claims_table(claims, rows), *_errors_table(rows), _traffic_table(claims), _reasons(rows)], "text")
+
+
+def number_words(metric: str, value: float) -> str:
+    """A value by a claim's metric, with its unit where it is a share."""
+    if metric in OWN_METRICS:
+        return f"{100 * value:.1f} %"
+    return f"{value:.1f}" if metric in NATIVE_METRICS else f"{value:.2f}"
+
+
+def paper_words(row: Row) -> str:
+    """The number, ``above`` or ``below`` one, or from one to another."""
+    low, high = (
+        None if missing(row[end]) else number_words(row["metric"], row[end]) for end in ("paper_low", "paper_high")
+    )
+    if low is None or high is None:
+        return "not stated" if low == high else f"below {high}" if low is None else f"above {low}"
+    return low if low == high else f"{low} to {high}"
+
+
+def how_words(claims: Claims) -> str:
+    """How ours came about, by which device and links, and how many layers of how many."""
+    about = comparisons(claims.store)
+    about = about[about["comparison_id"].isin(claims.measured["comparison_id"])]
+    whole = [facts.get("whole") for facts in about["facts"]]
+    cut = [
+        f"the first {one['num_layers']} of {one['of_layers']} layers"
+        for one in whole
+        if one and one["num_layers"] < one["of_layers"]
+    ]
+    ran_on = [facts.get("device") or words for facts, words in zip(about["facts"], about["ran_on"], strict=True)]
+    parts = [about["how"], ran_on, about["links_words"].dropna(), cut]
+    return "; ".join(" / ".join(dict.fromkeys(values)) for values in parts if len(values))
+
+
+def _primary(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row per number of a paper: ours under the primary traffic, and the ends of ours under all."""
+    by_number = frame.groupby("number")["ours"]
+    rows = frame.assign(least=by_number.transform("min"), most=by_number.transform("max"))
+    rows = rows[rows["primary"]]
+    size = (rows["difference"] / rows[["paper_low", "paper_high"]].mean(axis=1)).abs()
+    suffix = rows["metric"].map(lambda name: "" if name == "speedup" else f": {METRICS[name]}")
+    return rows.assign(claim=rows["claim"] + suffix).iloc[size.fillna(-1).argsort(kind="stable")[::-1]]
+
+
+def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
+    records = rows.to_dict("records")
+    words = pd.DataFrame(
+        {
+            "paper": [paper_words(row) for row in records],
+            "ours_words": [_ours(row, "ours") + _all_layers(row) for row in records],
+            "difference_words": [_difference(row) for row in records],
+            "range_words": [
+                NONE if row["least"] == row["most"] else f"{_ours(row, 'least')} to {_ours(row, 'most')}"
+                for row in records
+            ],
+        },
+        rows.index,
+    )
+    columns = [
+        *(number("number", " ", "{}"), text("claim"), text("case", "policy"), number("paper", form="{}")),
+        *(number("ours_words", "ours", "{}"), number("difference_words", "ours - paper", "{}")),
+        *(number("range_words", "range", "{}"), text("traffic", "primary traffic")),
+        percentage("dropped_share", "dropped"),
+    ]
+    notes = [
+        "ours: under the primary traffic, mean over draws; range: under all traffics; dropped: share of the top-k "
+        "pairs, in %; the largest disagreement comes first"
+    ]
+    if rows["ours_extrapolated_to_all_layers"].notna().any():
+        notes.append(
+            "[all: ...] extrapolated: each further layer is taken to be like the mean MoE layer that was timed"
+        )
+    known = rows[rows["primary_because"].notna()].drop_duplicates(["traffic", "primary_because"])
+    notes += [f"{row.traffic} is primary: {row.primary_because}" for row in known.itertuples()]
+    ours = "whole models here, from end to end" if (rows["ours_of"] != "layer").any() else "one layer here"
+    return Table(rows.join(words), columns, f"Papers' numbers beside {ours}: {how_words(claims)}", notes)
+
+
+def _ours(row: Row, column: str) -> str:
+    return "not measured" if missing(row[column]) else number_words(row["metric"], row[column])
+
+
+def _all_layers(row: Row) -> str:
+    value = row["ours_extrapolated_to_all_layers"]
+    return "" if missing(value) else f" [all: {value:.2f}]"
+
+
+def _difference(row: Row) -> str:
+    """Signed, in the number's unit; of a range whether it holds."""
+    if missing(row["difference"]):
+        return NONE
+    if row["paper_low"] != row["paper_high"]:
+        return "holds" if row["difference"] == 0 else "does not hold"
+    factor = 100 if row["metric"] in OWN_METRICS else 1
+    digits = 1 if row["metric"] in (*OWN_METRICS, *NATIVE_METRICS) else 2
+    return f"{factor * row['difference']:+.{digits}f}"
+
+
+def _errors_table(rows: pd.DataFrame) -> list[Table]:
+    """How far ours lie from papers' single numbers, and to which side, by metric."""
+    single = rows[(rows["paper_low"] == rows["paper_high"]) & rows["difference"].notna()]
+    if single.empty:
+        return []
+    by_metric = single.assign(absolute=single["difference"].abs()).groupby("metric", sort=False)
+    frame = by_metric.agg(count=("difference", "size"), error=("absolute", "mean"), bias=("difference", "mean"))
+    frame = frame.reset_index().assign(words=lambda one: one["metric"].map(METRICS))
+    columns = [text("words", "metric"), number("count", "numbers", "{}"), number("error", "mean absolute error")]
+    columns.append(number("bias", "mean error", "{:+.3f}"))
+    return [Table(frame, columns, "How far ours is from single numbers")]
+
+
+def _traffic_table(claims: Claims) -> Table:
+    """Loads under each traffic, what balance alone gains, and of whole models what no policy exceeds."""
+    rows = cases(claims.store)
+    rows = rows[rows["comparison_id"].isin(claims.measured["comparison_id"])]
+    gains = rows[rows["role"] == "ceiling"].set_index("comparison_id")["speedup_median"]
+    native = rows[rows["role"] == "baseline"]
+    facts = comparisons(claims.store).set_index("comparison_id")["facts"]
+    native = native.assign(
+        gain=native["comparison_id"].map(gains),
+        basis=native["comparison_id"].map(facts).map(basis_words),
+    )
+    columns = [
+        text("title", "comparison"),
+        number("fullest_expert", "fullest expert", "{:.2f}"),
+        number("fullest_rank", "fullest rank", "{:.2f}"),
+        number("gain", "balance alone gains", "{:.2f}"),
+        text("basis", "what the traffic is"),
+    ]
+    if "moe_share" in native:
+        columns[4:4] = [percentage("moe_share", "MoE share %"), number("most_by_amdahl", "at most", "{:.2f}")]
+    return Table(native, columns)
+
+
+def basis_words(facts: Row) -> str:
+    """What a workload was calibrated to, without its other words."""
+    return facts["workload"]["description"].split("; synthetic", 1)[0].removeprefix("synthetic, ")
+
+
+def _reasons(rows: pd.DataFrame) -> Table:
+    """Each reason once, with the numbers of its claims."""
+    by_note = rows.sort_values("number").groupby("note", sort=False)["number"]
+    lines = [f"{', '.join(map(str, numbers))}: {note.strip()}" for note, numbers in by_note]
+    return Table(pd.DataFrame(), (), "Why they differ, and what was inferred", lines)

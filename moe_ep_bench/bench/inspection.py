@@ -1,0 +1,260 @@
+"""Look at cases before and after they are timed: what their layers chose and computed, held against the reference.
+
+Every case routes alone first, then runs once on every batch: kernels compile, every shape is seen, routing metrics are
+taken, and each layer's output is held against the dense reference for the input that it got. What raises where ranks do
+not meet, and what is wrong, costs the case and no rank: all agree on it (``Inspection.drop_failing``).
+
+Shapes: T = this rank's tokens, E = experts, N = tokens held against the reference, V = cases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.bench.job import split_reason
+from moe_ep_bench.bench.plan import BASELINE, CEILING
+from moe_ep_bench.bench.traffic import case_metrics
+from moe_ep_bench.kernels.dispatch import oracle_for
+from moe_ep_bench.layer.attention import kernels_of_attention
+from moe_ep_bench.layer.backends import MappedExperts
+from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
+from moe_ep_bench.layer.stack import layer_seed
+from moe_ep_bench.policies import Routing
+from moe_ep_bench.policies.megatron_drop import MegatronDrop
+from moe_ep_bench.policies.waits import watched_waits
+
+if TYPE_CHECKING:
+    from moe_ep_bench.bench.session import Case, Session
+
+NUM_CHECKED_TOKENS = 16
+
+
+class LayerLook(NamedTuple):
+    """What was seen of one MoE layer in an untimed run."""
+
+    routing: Routing
+    gated_TE: Tensor
+    """The gate's own logits, which the workload's scores replace."""
+    input_ND: Tensor
+    output_ND: Tensor
+
+
+class Observation(NamedTuple):
+    """One untimed run of a case on a batch."""
+
+    output: Tensor
+    layers: dict[int | None, LayerLook]
+    waits: Mapping[str, int] = MappingProxyType({})
+    """Where the host waited for a GPU (``policies.waits``)."""
+
+    @property
+    def problem(self) -> str:
+        """What of it is no number; empty where all is well."""
+        for layer, seen in self.layers.items():
+            where = "" if layer is None else f", layer {layer}"
+            parts = {"the gate's logits": seen.gated_TE, "routing weights": seen.routing.weights_TE}
+            for what, values in {**parts, "output": seen.output_ND}.items():
+                if not bool(values.isfinite().all()):
+                    return f"NaN or Inf in {what}{where}"
+        whole = "output" if None in self.layers else "the logits"
+        return "" if bool(self.output.isfinite().all()) else f"NaN or Inf in {whole}"
+
+
+def look(case: Case, batch: int) -> Observation:
+    """Run a case once, untimed, and look at what its MoE layers were given, chose and returned."""
+    inputs, session = case.prepare(batch), case.session
+    rows_N = checked_rows(session, batch)
+    seen: dict[int | None, dict[str, Any]] = defaultdict(dict)
+
+    def note_routing(layer: int | None, module: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        seen[layer]["routing"] = Routing(map_TE=output[1], weights_TE=output[0])
+
+    def note_ends(layer: int | None, module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> None:
+        ends = {"input_ND": inputs[0], "output_ND": output[0]}
+        seen[layer].update({name: hidden.flatten(0, 1)[rows_N].clone() for name, hidden in ends.items()})
+
+    with contextlib.ExitStack() as hooks:
+        for layer, moe in session.stack.moe_layers.items():
+            hooks.callback(moe.router.register_forward_hook(partial(note_routing, layer)).remove)
+            hooks.callback(moe.register_forward_hook(partial(note_ends, layer)).remove)
+            moe.router.look = partial(seen[layer].__setitem__, "gated_TE")
+            hooks.callback(setattr, moe.router, "look", None)
+        waits = hooks.enter_context(watched_waits(session.device)) if session.device.type == "cuda" else {}
+        output = session.stack.run(inputs)
+    return Observation(output, {layer: LayerLook(**parts) for layer, parts in seen.items()}, waits)
+
+
+def checked_rows(session: Session, batch: int) -> Tensor:
+    """Indices of this rank's tokens that are held against the dense reference: int64 [N]."""
+    num_tokens = len(next(iter(session.batches[batch].contexts.values())).request_id_T)
+    places_N = torch.linspace(0, max(num_tokens - 1, 0), min(NUM_CHECKED_TOKENS, num_tokens))
+    return places_N.long().to(session.device)
+
+
+class Inspection:
+    """What was seen of a session's cases.
+
+    Attributes:
+        rows: of each case by id, routing metrics of every batch and layer.
+        errors: the worst error beside the reference, by case id.
+        problems: by case id what this rank found wrong, in words.
+        waits: where the host waited for a GPU, by case id.
+        attention: torch's kernels of a model's attention, on all ranks.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.errors: dict[str, float] = {}
+        self.problems: dict[str, str] = {}
+        self.waits: dict[str, Counter[str]] = {}
+        self.attention: list[str] = []
+        self._alone: DenseReference | None = None
+
+    @contextlib.contextmanager
+    def without_others(self, case: Case) -> Iterator[None]:
+        """Let what is raised in the block, in which ranks do not meet, be the case's problem: ranks stay together."""
+        try:
+            yield
+        except Exception as error:
+            self.problems.setdefault(case.case_id, self.session.job.survive(error))
+
+    def try_all(self) -> None:
+        """Route every batch by every case: kernels compile, and what raises does so while no rank waits for another.
+
+        The statistics of a policy that looks at the whole batch are this rank's own.
+        """
+        job = self.session.job
+        for case in self.session.cases:
+            job.mark.set(case.case_id)
+            with self.without_others(case):
+                for batch in range(self.session.num_batches):
+                    job.watchdog.feed()
+                    case.route_alone(batch)
+
+    def observe_all(self) -> None:
+        """Run every case on every batch once: shapes are seen, routing metrics taken, every layer's output checked."""
+        session, subject, job = self.session, self.session.comparison.subject, self.session.job
+        for batch in range(session.num_batches):
+            native: Tensor | None = None
+            for case in session.cases:
+                job.begin(case.case_id)
+                if case.spec.role == BASELINE and batch == 0:  # Where it is lost, no case of this size can be had.
+                    job.mark.set(session.comparison.comparison_id)
+                seen = look(case, batch)
+                if case.spec.role == BASELINE:
+                    native = seen.output
+                with self.without_others(case):
+                    self.note_problem(case, seen, batch)
+                    for layer, of_layer in seen.layers.items():
+                        job.watchdog.feed()
+                        share = case.share(batch, layer)
+                        row = case_metrics(case.spec, of_layer.routing, share)
+                        row["reference_error"] = self.reference_error(case, layer, of_layer) if batch == 0 else None
+                        is_last = layer == subject.moe_layers[-1] and case.spec.role != CEILING and native is not None
+                        valid_T = share.context.token_mask_T
+                        row["output_error"] = relative_error(seen.output, native, valid_T) if is_last else None
+                        self.rows[case.case_id].append(row)
+        if subject.name == "model":  # One pass more shows which kernels torch takes for attention.
+            job.watchdog.feed()
+            kernels = kernels_of_attention(partial(session.stack.run, session.cases[0].prepare(0)))
+            of_ranks = [json.loads(text) for text in job.ranks.texts(json.dumps(kernels))]
+            self.attention = sorted({name for names in of_ranks for name in names})
+
+    def check_again(self) -> None:
+        """Hold every layer of every case against the reference once more, after it was timed."""
+        for case in self.session.cases:
+            self.session.job.begin(case.case_id)
+            seen = look(case, 0)
+            with self.without_others(case):
+                self.note_problem(case, seen, 0)
+            if self.session.replays is not None:
+                seen, problem = self.session.replays.looked_at(case, seen)
+                if problem:
+                    self.problems.setdefault(case.case_id, problem)
+            with self.without_others(case):
+                for row, (layer, of_layer) in zip(self.rows[case.case_id], seen.layers.items(), strict=False):
+                    self.session.job.watchdog.feed()
+                    row["reference_error"] = max(self.reference_error(case, layer, of_layer), row["reference_error"])
+
+    def note_problem(self, case: Case, seen: Observation, batch: int) -> None:
+        """Note what is no number. The reference is held against few tokens of one batch; this is found in all."""
+        self.waits[case.case_id] = Counter(seen.waits)  # The last look is a run in which nothing was compiled.
+        if seen.problem:
+            self.problems.setdefault(case.case_id, f"{seen.problem}, batch {batch}")
+
+    def reference_error(self, case: Case, layer: int | None, seen: LayerLook) -> float:
+        """Compare a layer's run on batch 0 with the dense reference; a policy's map also with the policy itself.
+
+        Not so the map of a policy whose statistics are summed over other ranks. Where Megatron-Core drops, which of
+        equals it keeps is open: then the loads must be the policy's.
+        """
+        weights_NE = seen.routing.weights_TE[checked_rows(self.session, 0)]
+        error = self._reference(layer, seen.input_ND).worst_error(seen.output_ND, weights_NE)
+        policy, share = case.spec.policy, case.share(0, layer)
+        context, alone = case.router.context(share, 0), self.session.comparison.ep_size == 1
+        if policy is not None and (alone or policy.batch_stats(share.scores_TE, context) is None):
+            expected = oracle_for(policy, self.session.device).route(share.scores_TE, case.router.context(share, 0))
+            maps = expected.map_TE, seen.routing.map_TE
+            if isinstance(policy, MegatronDrop):
+                maps = maps[0].sum(dim=0), maps[1].sum(dim=0)
+            if not torch.equal(*maps):
+                error = float("inf")
+        self.errors[case.case_id] = max(error, self.errors.get(case.case_id, 0.0))
+        return error
+
+    def _reference(self, layer: int | None, input_ND: Tensor) -> DenseReference:
+        if layer is None and self._alone is not None:  # All cases give a layer alone the same input.
+            return self._alone
+        model, seed = self.session.comparison.model, layer_seed(self.session.seed, layer)
+        reference = DenseReference(model, input_ND, seed)
+        if layer is None:
+            self._alone = reference
+        return reference
+
+    def drop_failing(self, when: str) -> None:
+        """Record cases whose output is wrong on any rank as failed, and go on without them."""
+        session, tolerance = self.session, TOLERANCE[self.session.dtype]
+        found = json.dumps([self.problems, self.errors])
+        of_ranks = [json.loads(text) for text in session.job.ranks.texts(found)]
+        for case in list(session.cases):
+            problems = [(rank, told[case.case_id]) for rank, (told, _) in enumerate(of_ranks) if case.case_id in told]
+            worst = [errors.get(case.case_id, 0.0) for _, errors in of_ranks]
+            if problems:
+                rank, reason = problems[0]
+                status, words = split_reason(reason)
+                session.drop(case, f"{when}: rank {rank}: {words}", status)
+            elif not all(error <= tolerance for error in worst):
+                what = f"output differs from the dense reference by {max(worst):.2g}, allowed is {tolerance:g}"
+                session.drop(case, f"{when}: {what}")
+        session.job.check_written()
+
+
+def compute_alone(session: Session) -> None:
+    """Compute a token by each local expert of the first MoE layer: experts' kernels compile."""
+    experts, model = next(iter(session.stack.moe_layers.values())).experts, session.comparison.model
+    num_local = model.num_experts // session.stack.ep_group.size()
+    hidden_ND = torch.zeros(num_local, model.hidden_size, dtype=session.dtype, device=session.device)
+    if isinstance(experts, MappedExperts):
+        map_NL = torch.eye(num_local, dtype=torch.bool, device=session.device)
+        experts(hidden_ND, map_NL, map_NL.float())
+    else:
+        counts_L = torch.ones(num_local, dtype=torch.int64)
+        experts(hidden_ND, counts_L, torch.ones(num_local, device=session.device))
+
+
+def relative_error(output_TD: Tensor, native_TD: Tensor, valid_T: Tensor | None) -> float:
+    """|output - native| / |native| over valid tokens; None = all are."""
+    if valid_T is not None:
+        output_TD, native_TD = output_TD[valid_T], native_TD[valid_T]
+    size = float(native_TD.float().norm())
+    return float((output_TD.float() - native_TD.float()).norm()) / size if size else 0.0

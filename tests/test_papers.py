@@ -1,0 +1,441 @@
+"""Claims in a config, and papers' numbers beside ours: layers and whole models, modelled and measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from pydantic import ValidationError
+from results_builder import FakeComparison, assert_nothing_is_clipped, standard_cases, write_run
+from test_compare import run_of
+from whole_builder import write_whole
+
+from moe_ep_bench.analysis.cases import cases, load, routing
+from moe_ep_bench.analysis.papers import Claims, claims_text, load_claims, paper_words
+from moe_ep_bench.analysis.papers_figure import claims_figure
+from moe_ep_bench.analysis.parts import ResultsError
+from moe_ep_bench.analysis.style import house_style
+from moe_ep_bench.bench.plan import VIRTUAL, Comparison
+from moe_ep_bench.cli import main
+from moe_ep_bench.config import ConfigError, load_experiments
+from moe_ep_bench.files import write_json
+from moe_ep_bench.papers.claims import Claim, claims_path
+from moe_ep_bench.papers.run import run_claims
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+
+TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.5}
+CLAIM = {"source": "Table 1", "policy": TOKEN_DROP, "paper": 1.1, "note": "nothing is inferred"}
+CONFIG: dict[str, Any] = {
+    "name": "claims",
+    "model": {"preset": "mixtral-8x7b"},
+    "workload": {"kind": "synthetic", "tokens_per_rank": 128, "num_batches": 2, "skew": "mixed", "seed": 3},
+    "layer": {"ep_size": 8},
+    "policies": [
+        {"name": "token_drop", "capacity_factor": [1.0, 1.5]},
+        {"name": "expanded_drop", "capacity_factor": 1.5, "scope": "global", "num_candidates": 2},
+    ],
+    "emulate": {"links": "h20-nvlink4", "device": "h20"},
+    "sweep": {"workload.skew": ["mixed", "worst_layer"]},
+}
+DECODE: dict[str, Any] = {
+    "model": {"preset": "qwen3-30b-a3b"},
+    "workload": {"kind": "synthetic", "num_tokens": 8, "num_batches": 3, "sequence_length": 1},
+    "policies": [{"name": "oea", "k0": 1}],
+    "emulate": {"links": "h20-nvlink4", "device": "h20"},
+    "sweep": {},
+}
+WHOLE = {
+    "scope": "model",
+    "model": {"preset": "olmoe-1b-7b", "scale": 1 / 64},
+    "whole": {"num_layers": 2, "context_length": 16},
+    "workload": {"kind": "synthetic", "num_tokens": 8, "num_batches": 1, "sequence_length": 1},
+    "layer": {"dtype": "float32"},
+    "policies": [TOKEN_DROP],
+    "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 0, "max_warmup": 1, "timeout_s": 60},
+    "emulate": {"links": "h20-nvlink4"},
+    "sweep": {},
+}
+
+
+def write(folder: Path, claims: object, **changes: Any) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump({**CONFIG, "claims": claims, **changes}))
+    return path
+
+
+def claim(**changes: Any) -> Claim:
+    return Claim.model_validate({**CLAIM, **changes})
+
+
+# ---- what may be claimed -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paper", ["much", [1.0], [None, None], [2.0, 1.0], True, math.inf])
+def test_what_is_no_number_is_refused(paper: Any) -> None:
+    with pytest.raises(ValidationError, match="expected a number"):
+        claim(paper=paper)
+
+
+MISTAKES: dict[str, tuple[dict, dict, str]] = {
+    "no such setting": ({"policy": {**TOKEN_DROP, "capacity_factor": 3.0}}, {}, "0.policy: expected one of the config"),
+    "no such policy": ({"policy": {"name": "tokendrop"}}, {}, r"0\.policy: .*tokendrop"),
+    "two on the other side": (
+        {"versus": {"name": "token_drop", "capacity_factor": [1.0, 1.5]}},
+        {},
+        r"0\.versus: expected one policy, got 2",
+    ),
+    "no policy": ({"policy": None}, {}, r"0: policy: expected one of the config's with speedup, got none"),
+    "native's own": ({"metric": "native_layer_us"}, {}, r"0: policy, versus: expected none with native_layer_us"),
+    "a share of one": ({"metric": "dropped_fraction", "versus": TOKEN_DROP}, {}, r"0: versus: expected none with"),
+    "a key": ({"papre": 1}, {}, r"0\.papre: no such key.*did you mean paper"),
+    "a number": ({"paper": "much"}, {}, r"0\.paper: expected a number, \[low, high\]"),
+    "a layer's of a model": (
+        {"metric": "layer_time"},
+        WHOLE,
+        r"0\.metric: expected one of .*moe_speedup.* got layer",
+    ),
+    "a layer's pass": ({"of": "layer"}, WHOLE, r"0\.of: expected end_to_end or not_stated with speedup, .*got layer"),
+    "layers end to end": (
+        {"metric": "moe_speedup", "of": "end_to_end"},
+        WHOLE,
+        r"0\.of: expected layer or not_stated with moe_speedup, got end_to_end",
+    ),
+    "a model's of a layer": ({"metric": "step_time"}, {}, r"0\.metric: expected a layer's without scope: model"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_that_names_the_claim(name: str, tmp_path: Path) -> None:
+    change, config, message = MISTAKES[name]
+    with pytest.raises(ConfigError, match=rf"^[^\n]*claims\.{message}[^\n]*$"):
+        load_experiments(write(tmp_path, [{**CLAIM, **change}], **config), on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("claims", "message"),
+    [
+        ([], "claims: expected at least one"),
+        ([{**CLAIM, "where": {"layer.ep_size": 4}}], "claims: expected a comparison .*layer.ep_size 4"),
+        ([{**CLAIM, "where": {"layer.epsize": 8}}], "claims.0.where: expected dotted keys of the config"),
+    ],
+)
+def test_what_papers_cannot_do_is_one_line_and_runs_nothing(
+    claims: object, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = write(tmp_path, claims)
+    assert main(["papers", str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"moe-ep-bench: {config}: ")
+    assert re.search(message, last)
+    assert not (tmp_path / "out").exists()
+
+
+def test_claims_decide_nothing_that_is_measured(tmp_path: Path) -> None:
+    ids = [
+        Comparison.of(load_experiments(write(tmp_path, claims), on_cpu=False)[0], VIRTUAL, on_cpu=True).comparison_id
+        for claims in ([], [CLAIM])
+    ]
+    assert ids[0] == ids[1]
+
+
+# ---- built results -------------------------------------------------------------------------------------------------
+
+
+def claimed(root: Path, rows: Sequence[dict[str, Any]], directory: str | None = None) -> Claims:
+    """Write claims of a directory's token_drop, against native or topk, and read them."""
+    by_policy = cases(load(root)).set_index("policy")
+    written = [
+        {
+            "number": number,
+            **claim(**row).model_dump(mode="json", include={"source", "of", "metric", "paper", "note"}),
+            "comparison_id": by_policy["comparison_id"].iloc[0],
+            "case_id": by_policy.at["token_drop", "case_id"],
+            "versus_id": by_policy.at["topk", "case_id"] if "versus" in row else None,
+            "policy": "token_drop capacity_factor=1.0",
+            "versus": "topk" if "versus" in row else None,
+            "setting": {},
+            "traffic": "mixed",
+            "primary": False,
+            "primary_because": None,
+        }
+        for number, row in enumerate(rows, 1)
+    ]
+    write_json(claims_path(root), {"claims": written})
+    return load_claims(root)
+
+
+# The paper's number, in words, and from which end of it ours, about 1.5, differs.
+PAPERS = [
+    (1.8, "1.80", 1.8),
+    ([0.5, 3.0], "0.50 to 3.00", None),
+    ([0.5, 1.0], "0.50 to 1.00", 1.0),
+    ([2.5, None], "above 2.50", 2.5),
+    ([None, 2.0], "below 2.00", None),
+    ([None, 1.05], "below 1.05", 1.05),
+]
+
+
+PAPER_ENDS = [*(paper for paper, _, _ in PAPERS), None]
+
+
+def test_the_difference_is_from_the_papers_nearest_end(tmp_path: Path) -> None:
+    frame = claimed(run_of(tmp_path / "run"), [{"paper": paper} for paper in PAPER_ENDS]).frame
+    *rows, unstated = frame.to_dict("records")
+    for row, (_, words, end) in zip(rows, PAPERS, strict=True):
+        assert row["difference"] == pytest.approx(0 if end is None else row["ours"] - end)
+        assert paper_words(row) == words
+    assert math.isnan(unstated["difference"])
+    assert paper_words(unstated) == "not stated"
+
+
+ROWS = [
+    {"paper": 1.2, "of": "end_to_end"},
+    {"metric": "moe_speedup", "paper": 1.4},
+    {"metric": "step_time", "paper": 0.9, "of": "end_to_end"},
+    {"metric": "tokens_per_s", "of": "not_stated", "paper": [1.1, None]},
+    {"metric": "dropped_fraction", "paper": 0.12},
+    {"paper": 1.2, "of": "end_to_end", "versus": {"name": "topk"}},
+    {"metric": "retained_mass", "paper": [1.0, None], "versus": {"name": "topk"}},
+]
+# In ``write_whole`` MoE layers take two thirds of native's pass.
+SHARE, LAYERS = 2 / 3, 1.5
+END_TO_END = 1 / (1 - SHARE + SHARE / LAYERS)
+
+
+def test_ours_is_the_pass_and_its_moe_layers(tmp_path: Path) -> None:
+    claims = claimed(write_whole(tmp_path, standard_cases()), ROWS)
+    rows = claims.frame
+    assert rows["ours"][:4].tolist() == pytest.approx([END_TO_END, LAYERS, 1 / END_TO_END, END_TO_END], rel=0.01)
+    drop = cases(claims.store).set_index("policy").loc["token_drop"]
+    assert rows["ours"][0] == drop["speedup_median"]
+    assert rows["ours"][4] == drop["dropped_share"]
+    assert rows["ours_of"].tolist() == [
+        "end_to_end",
+        "layers",
+        "end_to_end",
+        "end_to_end",
+        "layers",
+        "end_to_end",
+        "layers",
+    ]
+    text = " ".join(claims_text(claims).split())
+    for words in ("whole models here, from end to end: whole models, measured", "layer or end to end not stated"):
+        assert words in text
+    line = next(line for line in claims_text(claims).splitlines() if line.startswith("7"))
+    assert "does not hold" in line, "what drops keeps no more than what does not"
+
+
+def test_passes_of_the_first_layers_say_what_all_would_give(tmp_path: Path) -> None:
+    claims = claimed(write_whole(tmp_path, standard_cases(), of_layers=12), ROWS[:3])
+    assert "the first 3 of 12 layers" in claims_text(claims)
+    speedup = cases(claims.store).set_index("policy").at["token_drop", "speedup_extrapolated"]
+    expected = [speedup, math.nan, 1 / speedup]
+    assert claims.frame["ours_extrapolated_to_all_layers"].tolist() == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_layer_says_where_the_paper_measured_a_whole_model(tmp_path: Path) -> None:
+    text = claims_text(claimed(run_of(tmp_path / "run"), ROWS[:1]))
+    assert "Papers' numbers beside one layer here" in text
+    assert "Table 1, end to end (ours: a layer)" in text
+
+
+def test_a_draw_that_failed_counts_in_no_mean(tmp_path: Path) -> None:
+    settings = {"num_batches": 10, "noise": 0.0, "num_iterations": 1, "kinds": ("plain",)}
+    draws = []
+    for number, speedup in enumerate((1.2, 1.4, 9.0)):
+        drop, *others = standard_cases()
+        drop = dataclasses.replace(drop, speedup=speedup, status="oom" if number == 2 else "ok")
+        draws.append(FakeComparison(f"c{number}", cases=[drop, *others], **settings))
+    root = write_run(tmp_path, draws)
+    ids = [(one.comparison_id, one.case_id(one.cases[0])) for one in draws]
+    row = {"number": 1, "source": "T", "of": "layer", "metric": "speedup", "paper": [1.2, 1.2], "note": "x"}
+    row |= {"versus_id": None, "policy": "p", "versus": None, "setting": {}, "traffic": "mixed", "primary": False}
+    rows = [row | {"comparison_id": one, "case_id": case_id, "primary_because": None} for one, case_id in ids]
+    write_json(claims_path(root), {"claims": rows[::-1]})
+    (found,) = load_claims(root).frame.to_dict("records")
+    assert found["draws"] == 2
+    assert pd.isna(found["unmeasured"])
+    assert (found["ours"], found["ours_low"], found["ours_high"]) == pytest.approx((1.3, 1.2, 1.4))
+    assert found["difference"] == pytest.approx(0.1)
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+CLAIMS = [
+    {**CLAIM, "policy": {"name": "token_drop", "capacity_factor": [1.0, 1.5]}, "paper": 1.2, "of": "end_to_end"},
+    {**CLAIM, "source": "Table 2", "metric": "dropped_fraction", "paper": 0.12},
+    {**CLAIM, "source": "Table 3", "paper": 1.85},
+    {**CLAIM, "source": "Table 4", "paper": None, "where": {"workload.skew": "worst_layer"}},
+    {
+        **CLAIM,
+        "source": "Figure 5",
+        "policy": {"name": "expanded_drop", "capacity_factor": 1.5, "scope": "global", "num_candidates": 2},
+        "versus": TOKEN_DROP,
+        "metric": "comm_time",
+        "paper": [1, None],
+    },
+    {**CLAIM, "source": "Table 7", "metric": "layer_time", "paper": 0.9},
+    {**CLAIM, "source": "Table 8", "metric": "activated_experts", "paper": 1.0},
+    {**CLAIM, "source": "Table 9", "metric": "native_layer_us", "policy": None, "paper": 200},
+    {**CLAIM, "source": "Table 9", "metric": "native_activated_experts", "policy": None, "paper": 1.5},
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("papers")
+    assert main(["papers", str(write(folder, CLAIMS)), "--out", str(folder / "out")]) == OK
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def compared(finished: Path) -> Claims:
+    return load_claims(finished)
+
+
+def test_every_claim_stands_beside_ours_under_each_traffic(compared: Claims) -> None:
+    assert len(compared.measured) == len(compared.frame)
+    rows = compared.frame.groupby(["number", "source", "policy"])["traffic"].agg(list).reset_index()
+    assert rows["policy"].tolist()[:2] == [f"token_drop capacity_factor={factor}" for factor in (1.0, 1.5)]
+    alone = {"Table 4": ["worst_layer"]}
+    assert all(row.traffic == alone.get(row.source, ["mixed", "worst_layer"]) for row in rows.itertuples())
+
+
+def test_ours_is_what_the_results_say(compared: Claims) -> None:
+    by_label = cases(compared.store).set_index(["comparison_id", "label"])
+    for row in compared.frame.itertuples():
+        case = by_label.loc[row.comparison_id, row.policy]
+        native = by_label.loc[row.comparison_id, "native"]
+        if row.metric == "speedup":
+            ends = [case[f"speedup_{end}"] for end in ("median", "low", "high")]
+            assert [row.ours, row.ours_low, row.ours_high] == ends
+        elif row.metric == "layer_time":
+            assert row.ours == pytest.approx(case["median_ms"] / native["median_ms"], rel=0.02)
+        elif row.metric == "dropped_fraction":
+            assert row.ours == row.dropped_share == case["dropped_share"]
+        elif row.metric == "comm_time":
+            against = by_label.loc[row.comparison_id, "token_drop capacity_factor=1.5"]
+            assert row.ours == pytest.approx(case["comm_ms"] / against["comm_ms"])
+        elif row.metric == "native_layer_us":
+            assert row.ours == pytest.approx(1e3 * native["median_ms"])
+        elif row.metric == "native_activated_experts":
+            assert row.ours == 1, "one expert on each of eight ranks, and more than enough tokens"
+
+
+def test_fewer_activated_experts_count_on_the_rank_that_activates_most(tmp_path: Path) -> None:
+    claims = [
+        {"source": "Table 3", "metric": "native_activated_experts", "paper": 10, "note": "x"},
+        {**CLAIM, "policy": {"name": "oea", "k0": 1}, "metric": "activated_experts", "paper": 0.5},
+    ]
+    config = write(tmp_path, claims, **DECODE, layer={"ep_size": 2})
+    assert run_claims(config, tmp_path / "out", ["sweep.workload.peak_load=[null, 10]"]) == OK
+    claims = load_claims(tmp_path / "out")
+    native, oea = (claims.frame[claims.frame["number"] == number] for number in (1, 2))
+    assert native["traffic"].tolist() == ["unskewed", "peak load 10"]
+    rows = routing(claims.store)
+    for comparison_id, ours, relative in zip(native["comparison_id"], native["ours"], oea["ours"], strict=True):
+        means = {}
+        for role in ("baseline", "policy"):
+            of_case = rows[(rows["comparison_id"] == comparison_id) & (rows["role"] == role)]
+            means[role] = np.mean([max((load[:64] > 0).sum(), (load[64:] > 0).sum()) for load in of_case["load_E"]])
+        assert ours == means["baseline"]
+        assert relative == means["policy"] / means["baseline"] < 0.6
+
+
+def test_the_text_and_the_table_say_what_they_must(compared: Claims, finished: Path) -> None:
+    text = claims_text(compared)
+    assert (finished / "claims.txt").read_text() == text + "\n"
+    for words in (
+        "modelled by devices/h20",
+        "links/h20-nvlink4",
+        "not stated",
+        "Table 1, end to end",
+        "native's layer",
+    ):
+        assert words in text
+    figure_5 = next(line for line in text.splitlines() if "Figure 5" in line)
+    assert "above 1.00" in figure_5
+    assert " holds" in figure_5
+    rows = pd.read_csv(finished / "claims.csv")
+    assert rows["ours"].tolist() == compared.measured["ours"].tolist()
+    assert rows["difference"][0] == pytest.approx(rows["ours"][0] - 1.2)
+    assert rows["device"].str.startswith("modelled by devices/h20").all()
+
+
+def test_the_figure_marks_the_papers_numbers_and_ours_and_hides_nothing(compared: Claims) -> None:
+    long = "a name that goes on and on withALongWordThatHasNoPlaceToBreakAnywhereAtAll"
+    with house_style():
+        figure = claims_figure(compared)
+        frame = compared.frame.assign(claim=long, case=long + " " + compared.frame["case"])
+        assert_nothing_is_clipped(claims_figure(compared._replace(frame=frame)))
+    speedups, dropped, *_ = figure.axes
+    drawn = [
+        {tuple(line.get_xydata()[0]) for line in panel.lines if len(line.get_xydata()) == 1}
+        for panel in (speedups, dropped)
+    ]
+    assert (1.85, 2.0) in drawn[0]
+    assert (12.0, 0.0) in drawn[1]
+    ours = compared.frame[compared.frame["metric"] == "dropped_fraction"]["ours"]
+    assert {round(100 * share, 6) for share in ours} <= {round(x, 6) for x, _ in drawn[1]}
+
+
+def test_a_second_call_emulates_nothing(finished: Path, capsys: pytest.CaptureFixture) -> None:
+    before = json.loads(claims_path(finished).read_text())
+    assert run_claims(write(finished.parent, CLAIMS), finished, []) == OK
+    assert "all 12 cases were finished before" in capsys.readouterr().err
+    assert json.loads(claims_path(finished).read_text()) == before
+
+
+def test_a_narrowed_sweep_leaves_out_the_claims_that_it_has_nothing_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    claims = [one for one in CLAIMS if one["source"] in ("Table 2", "Table 4")]
+    config, out = write(tmp_path, claims, policies=[TOKEN_DROP]), tmp_path / "out"
+    assert run_claims(config, out, ["workload.skew=mixed"]) == OK
+    assert "left out: Table 4: no comparison has workload.skew worst_layer" in capsys.readouterr().err
+    assert set(load_claims(out).frame["source"]) == {"Table 2"}
+
+
+def test_a_directory_without_claims_or_with_damaged_ones_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match=r"claims\.json: missing"):
+        load_claims(tmp_path)
+    claims_path(tmp_path).write_text("[]")
+    with pytest.raises(ResultsError, match=r"claims\.json: damaged"):
+        load_claims(tmp_path)
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_claims_stand_beside_real_ranks_where_these_are_asked_for(scope: str, tmp_path: Path) -> None:
+    layer = {
+        "model": {"preset": "mixtral-8x7b", "scale": 1 / 64},
+        "workload": {"kind": "synthetic", "num_tokens": 12, "num_batches": 2, "sequence_length": 1},
+        "layer": {"dtype": "float32", "ep_size": 1, "dispatcher": "allgather", "experts": "decode"},
+        "measure": {"iterations": 1, "breakdown_iterations": 0, "max_warmup": 1},
+        "sweep": {},
+    }
+    metrics = {"layer": ["layer_time"], "model": ["step_time", "moe_speedup", "activated_experts"]}[scope]
+    of = {"step_time": "end_to_end"}
+    claims = [{**CLAIM, "metric": metric, "of": of.get(metric, "layer")} for metric in metrics]
+    config = write(tmp_path, claims, **(layer if scope == "layer" else WHOLE))
+    assert main(["papers", str(config), "--out", str(tmp_path / "out"), "--nproc", "1"]) == OK
+    found = load_claims(tmp_path / "out")
+    assert (found.frame["ours"] > 0).all()
+    assert found.frame["mode"].str.endswith("measured").all()
+
+
+@pytest.mark.parametrize(("device", "asked"), [("h100-sxm", "auto"), ("h100-sxm", "decode"), ("h20", "te")])
+def test_modelled_experts_refuse_nothing_for_lack_of_a_gpu(device: str, asked: str, tmp_path: Path) -> None:
+    emulate = {"links": "h20-nvlink4", "device": device}
+    config = write(tmp_path, [], layer={"ep_size": 8, "experts": asked}, emulate=emulate)
+    for on_cpu in (True, False):
+        parts = Comparison.of(load_experiments(config, on_cpu=False)[0], VIRTUAL, on_cpu=on_cpu).parts
+        assert (parts.experts, parts.permute) == ("grouped", "indexed")

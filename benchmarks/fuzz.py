@@ -146,9 +146,9 @@ def warm() -> None:
 
     import moe_ep_bench.analysis.advise
     import moe_ep_bench.analysis.compare
+    import moe_ep_bench.analysis.figures
     import moe_ep_bench.analysis.papers_figure
     import moe_ep_bench.analysis.plot
-    import moe_ep_bench.analysis.quality_figures
     import moe_ep_bench.analysis.report.page
     import moe_ep_bench.analysis.validate
     import moe_ep_bench.bench.question
@@ -464,9 +464,14 @@ SMALL = {
 SHAPED = {
     "name": "shaped",
     "model": {"num_experts": 8, "top_k": 2, "hidden_size": 64, "ffn_hidden_size": 32},
-    "workload": {"kind": "synthetic", "tokens_per_rank": 16, "num_batches": 2, "rank_shares": [1.0, 2.0]},
+    "workload": {
+        "kind": "synthetic",
+        "tokens_per_rank": 16,
+        "num_batches": 2,
+        "rank_shares": [1.0, 2.0],
+        "image_share": 0.5,
+    },
     "policies": [{"name": "token_drop", "capacity_factor": 1.0}],
-    "route": {"placement": "strided", "layer_weights": [1.0], "image_share": 0.5},
     "on_cpu": {"layer.dtype": "float32"},
 }
 QUALITY = ("quality-capacity", "quality-oea", "quality-small", "quality-tasks-capacity")
@@ -706,7 +711,6 @@ class Recordings:
 
         self.bases = bases
         save(bases / "toy.safetensors", *parts())
-        importers.gpt_oss(bases / "gpt-oss", answers=(("mmlu/law/True_True", 9, 2),))
         importers.megatron(bases / "megatron")
         np.savez(bases / "sglang.npz", **importers.sglang_arrays(importers.sglang()))
         importers.esft(bases / "esft", lengths=(2,), domains=("law",))
@@ -756,7 +760,6 @@ class Recordings:
 
 
 _OPTIONS = {
-    "gpt-oss": [],
     "megatron": ["--model", "toy", "--phase", "prefill", "--score-function", "softmax"],
     "sglang.npz": ["--model", "toy", "--assume-equal-scores"],
     "esft": ["--domain", "law"],
@@ -784,7 +787,6 @@ _RECORDED: list[tuple[str, list[str]]] = [
     *((name, _EPLB) for name in _COUNTS),
     *((name, [*_ROUTED, "--set", "workload.skew_from=IN", "--set", "workload.peak_load=2"]) for name in _COUNTS),
     ("counts.json", ["trace", "info", "IN"]),
-    ("placement.json", [*_ROUTED, "--set", "route.placement=IN"]),
     *(("model.json", [*_ROUTED, "--set", "model={hf_config: IN}"]) for _ in range(2)),
 ]
 _RECORDED = [(name, [word.replace("IN", name) for word in command]) for name, command in _RECORDED]

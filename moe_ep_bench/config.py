@@ -22,7 +22,6 @@ from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec, load_hf_model, naming_hub
 from moe_ep_bench.papers.claims import Claim
-from moe_ep_bench.placement import PLACEMENTS, Placement, make_placement
 from moe_ep_bench.policies import POLICIES, Policy
 from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import (
@@ -36,7 +35,7 @@ from moe_ep_bench.presets import (
     validated,
 )
 from moe_ep_bench.workload.counts import layer_loads, mean_peak_load, read_counts
-from moe_ep_bench.workload.skews import PATTERNS, SKEWS, RankLoad, Skew, load_skew
+from moe_ep_bench.workload.skews import PATTERNS, SKEWS, TARGETS, RankLoad, Skew, load_skew
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
 
@@ -154,6 +153,9 @@ class _Workload(Strict):
     """Padding tokens at the end of every rank's batch, as where decode batches are padded to a CUDA graph's size."""
     mask_padding: bool = True
     """Policies know the padding, and it selects no experts. ``native`` never knows it."""
+    image_share: float | None = Field(None, ge=0, le=1)
+    """Assumed share of image tokens, first in every sequence, for policies with a ``modality``; null = no token has
+    one."""
 
     @model_validator(mode="after")
     def _check(self) -> _Workload:
@@ -181,24 +183,12 @@ class SyntheticConfig(_Workload):
     """Load of the fullest expert over the mean; null = unskewed."""
     sequence_length: int = Field(128, ge=1)
     """1 = decode, 1 + L = speculative requests with L draft tokens."""
-    family: Literal["lognormal", "zipf", "dirichlet", "uniform"] = "lognormal"
-    """Distribution of popularity over experts."""
-    placement: Literal["scattered", "spread", "adjacent"] = "scattered"
-    """Positions of popular experts: as drawn, spread over the ranks, or side by side."""
     rank_load: RankLoad | None = None
     """Load of the fullest rank over the mean, for one number of ranks. On another number experts stand at random."""
     topk_share: float | None = Field(None, gt=0, lt=1)
     """Share of the score mass in the top-k."""
-    entropy: float | None = Field(None, gt=0, lt=1)
-    """Entropy of a token's scores, over the logarithm of the number of experts."""
     neighbour_overlap: float | None = Field(None, gt=0)
     """Experts shared by adjacent tokens of a sequence."""
-    drift: float = Field(0.0, ge=0, le=1)
-    """Share of the popularity that is new in each batch."""
-    burst_every: int | None = Field(None, ge=2)
-    """Batches from one burst to the next."""
-    burst_peak_load: float | None = Field(None, ge=1)
-    """Peak load of a burst's batch."""
 
     @model_validator(mode="after")
     def _check_pattern(self) -> SyntheticConfig:
@@ -223,25 +213,19 @@ class SyntheticConfig(_Workload):
         Raises:
             ValueError: there is no such skew of the model.
         """
-        named = {"kind", "skew", "skew_from", "skew_layer", "sequence_length"}
-        own = self.model_dump(exclude={*_Workload.model_fields, *named})
+        targets = self.model_dump(include=set(TARGETS))
         if self.skew_from is not None and self.skew_layer is not None:
-            own["expert_loads"] = tuple(layer_loads(self.skew_from, self.skew_layer))
+            targets["expert_loads"] = tuple(layer_loads(self.skew_from, self.skew_layer))
         elif self.skew_from is not None and "peak_load" not in self.model_fields_set:
-            own["peak_load"] = mean_peak_load(self.skew_from)
+            targets["peak_load"] = mean_peak_load(self.skew_from)
         if self.skew is not None and self.skew not in PATTERNS:
             calibrated = self.calibration(preset).targets()
-            # A rank's load cannot be met together with another placement or a skew that moves.
-            if self.placement != "scattered" or self.drift or self.burst_every or self.family == "uniform":
-                calibrated.pop("rank_load", None)
-            if self.sequence_length == 1:
-                calibrated.pop("neighbour_overlap", None)
-            if self.entropy is not None:
-                calibrated.pop("topk_share", None)
-            own |= {key: value for key, value in calibrated.items() if key not in self.model_fields_set}
-        if ep_size is not None and own["rank_load"] is not None and own["rank_load"]["ep_size"] != ep_size:
-            own["rank_load"] = None
-        return own
+            targets |= {key: value for key, value in calibrated.items() if key not in self.model_fields_set}
+            if self.sequence_length == 1 and "neighbour_overlap" not in self.model_fields_set:
+                targets["neighbour_overlap"] = None  # no token has neighbours
+        if ep_size is not None and targets["rank_load"] is not None and targets["rank_load"]["ep_size"] != ep_size:
+            targets["rank_load"] = None
+        return targets
 
     def calibration(self, preset: str | None) -> Skew:
         """What ``skew``, which is no pattern, was calibrated to; ValueError where the model has no such skew."""
@@ -350,28 +334,8 @@ class MeasureConfig(Strict):
 
     @property
     def definition(self) -> dict[str, Any]:
-        """What decides the samples."""
-        return self.model_dump(mode="json", exclude={"timeout_s", "launches"})
-
-
-class RouteConfig(Strict):
-    """Settings of ``route``; ``emulate`` reads the placement. ``run`` always places experts contiguously."""
-
-    placement: Annotated[
-        Literal["contiguous", "strided"] | Path | tuple[tuple[float, ...], ...],
-        FileKey(is_name=PLACEMENTS.__contains__),
-    ] = "contiguous"
-    """Placement of experts on ranks, for the load of ranks: a word, a matrix [ranks][experts] of shares, or a JSON
-    file with one, relative to the config's own folder."""
-    layer_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(None, min_length=1)
-    """Weights of the layers in the imbalance factor, in the order of the layers; null = equal."""
-    image_share: float | None = Field(None, ge=0, le=1)
-    """Assumed share of image tokens, first in every sequence; null = no token has a modality."""
-
-    def make_placement(self, num_experts: int, num_ranks: int) -> Placement:
-        """Place the experts; ValueError where the placement does not fit."""
-        with naming("route.placement"):
-            return make_placement(self.placement, num_experts, num_ranks)
+        """What decides the samples, where it differs from the defaults."""
+        return self.model_dump(mode="json", exclude={"timeout_s", "launches"}, exclude_defaults=True)
 
 
 # What a linear program takes to balance a batch inside a node, by the README of LPLB; longer beyond one.
@@ -384,9 +348,8 @@ class ReplicationConfig(Strict):
     spare_per_rank: int = Field(ge=1)
     """Experts that every rank holds beyond its share."""
     num_nodes: int = Field(1, ge=1)
-    """Nodes, each of neighbouring ranks; the hierarchical policy reads it."""
-    policy: Literal["auto", "hierarchical", "global"] = "auto"
-    """EPLB's policy; auto = hierarchical where groups of experts fit the nodes, else global."""
+    """Nodes, each of neighbouring ranks. Where groups of experts fit them, EPLB's hierarchical policy plans, else its
+    global one."""
     balancer: Literal["static", "lp"] = "static"
     """How replicas share their expert's pairs: evenly, or split anew for every batch by a linear program (LPLB)."""
     solve_us: float | None = Field(None, ge=0)
@@ -409,6 +372,21 @@ class ReplicationConfig(Strict):
         """What makes a case of it, JSON-ready; the default balancer is not named."""
         unnamed = {"balancer", "solve_us"} if self.balancer == "static" else set()
         return self.model_dump(mode="json", exclude=unnamed)
+
+
+class FigureConfig(Strict):
+    """A figure of any columns; ``plot DIR --x COLUMN --y COLUMN`` lists them."""
+
+    x: str
+    """Column along the bottom: of cases, batches or layers, or a policy's parameter."""
+    y: str
+    """Column upright; means where several rows stand at one place. ``COLUMN_p95``: a percentile over batches."""
+    by: str | None = None
+    """Column whose values are lines; null = policies, without ``x``."""
+    facet: str | None = None
+    """Column whose values are panels; null = comparisons."""
+    where: str | None = None
+    """Condition on columns, as pandas' ``query`` reads it."""
 
 
 # ``emulate.device``: this machine's own.
@@ -438,7 +416,7 @@ class EmulateConfig(Strict):
 
     @property
     def sent(self) -> dict[str, Any]:
-        """What is sent between ranks, for ids: left out at its defaults, which came later."""
+        """What is sent between ranks, for ids: where it differs from the defaults."""
         return self.model_dump(mode="json", include={"transport", "dispatch_dtype"}, exclude_defaults=True)
 
 
@@ -460,10 +438,11 @@ class Experiment(SweepPoint):
     layer: a mapping from bands (``{"0-5": 1.0, "6-25": 1.5}``), or in that list a list with one for each layer."""
     whole: WholeConfig = WholeConfig()
     measure: MeasureConfig = MeasureConfig()
-    route: RouteConfig = RouteConfig()
     emulate: EmulateConfig = EmulateConfig()
     claims: tuple[Claim, ...] = ()
     """Published numbers of these policies; only ``papers`` reads them. They change no measurement."""
+    figures: tuple[FigureConfig, ...] = ()
+    """Figures that ``plot`` draws beside its own: any column against any other. They change no measurement."""
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
@@ -670,6 +649,14 @@ def _place(values: list[Any], number: str, dotted: str, where: str) -> int:
 
 # Keys of earlier versions, and what to use in their place.
 REMOVED |= {
+    "workload.family": "workload.peak_load, or workload.skew_from for loads of any form",
+    "workload.placement": "workload.rank_load, the load of the fullest rank",
+    "workload.entropy": "workload.topk_share",
+    "workload.drift": "sweep.workload.seed or sweep.workload.peak_load, one comparison for each",
+    "workload.burst_every": "sweep.workload.peak_load, one comparison for each",
+    "workload.burst_peak_load": "sweep.workload.peak_load, one comparison for each",
+    "route": "workload.image_share for route.image_share; experts lie contiguously, and layers count alike",
+    "emulate.replication.policy": "emulate.replication.num_nodes, from which EPLB's policy follows",
     "layer.expert_tensor_parallel": "layer.ep_size: serving keeps experts whole; model.tensor_parallel times a shard",
     "layer.native_padded": "policies: {name: megatron_drop, pad_to_capacity: true}",
     "layer.shared_expert_overlap": "nothing: shared experts run before the gate, in breakdowns and plain iterations",
@@ -687,8 +674,8 @@ _NO_SWEEP = {
         for key in (
             "name",
             "measure.timeout_s",
-            "route.layer_weights",
             "claims",
+            "figures",
         )
     },
 }

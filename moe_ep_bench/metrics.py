@@ -15,7 +15,6 @@ Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R expert
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import top_k_map, without_padding
@@ -59,7 +57,7 @@ class ScoreMetrics:
 def score_metrics(scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
     """The part of ``routing_metrics`` that no policy changes; arguments as there."""
     num_tokens = context.num_valid(len(scores_TE))
-    top_k_TE = _top_k_map(scores_TE, context)
+    top_k_TE = chosen_experts(scores_TE, context)
     top_k_mass_T = _mass(scores_TE, top_k_TE)
     mass_T = _mass(scores_TE, without_padding(torch.ones_like(top_k_TE), context))
     single_head_T, plateau_T = _regimes(scores_TE, top_k_TE, top_k_mass_T)
@@ -77,7 +75,7 @@ def score_metrics(scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
 
 def moved(metrics: ScoreMetrics, scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
     """``score_metrics`` of ``scores_TE``, whose tokens have the scores of ``metrics`` at other experts."""
-    return replace(metrics, top_k_TE=_top_k_map(scores_TE, context))
+    return replace(metrics, top_k_TE=chosen_experts(scores_TE, context))
 
 
 def routing_metrics(
@@ -226,8 +224,14 @@ def _counts_by_numba(
     return RoutingCounts(*routing_counts(*maps, scores_TE.contiguous().numpy(), valid_T, context.num_ranks))
 
 
-def _top_k_map(scores_TE: Tensor, context: RoutingContext) -> Tensor:
+def chosen_experts(scores_TE: Tensor, context: RoutingContext) -> Tensor:
+    """The model's own choice of K experts per token, by numba on the host: bool [T, E], padding rows empty."""
     return top_k_map(scores_TE, context, (scores_TE.is_cpu and _host_steps()) or TORCH)
+
+
+def mass_share(scores_TE: Tensor, map_TE: Tensor) -> Tensor:
+    """Share of each token's score mass that the experts of ``map_TE`` hold: float64 [T], 0 for a row of zeros."""
+    return _share(_mass(scores_TE, map_TE), scores_TE.sum(dim=1, dtype=torch.float64))
 
 
 def _host_steps() -> Steps | None:
@@ -312,23 +316,10 @@ def imbalance(load_NE: ArrayLike) -> NDArray[np.float64]:
     return np.divide(load_NE.max(axis=-1), mean_N, out=np.ones_like(mean_N), where=mean_N > 0)
 
 
-def imbalance_factor(load_LBE: ArrayLike, weight_L: Sequence[float] | None = None) -> NDArray[np.float64]:
-    """Imbalance of every batch over all layers: the weighted mean of the layers' own (arXiv 2510.03293), [batches].
-
-    Args:
-        load_LBE: pairs, [layers, batches, experts or ranks].
-        weight_L: what each layer counts, non-negative; None = alike.
-
-    Raises:
-        ValueError: weights that are not one per layer, or all zero.
-    """
-    imbalance_LB = imbalance(load_LBE)
-    weight = np.ones(len(imbalance_LB)) if weight_L is None else np.asarray(weight_L, dtype=np.float64)
-    if weight.shape != (len(imbalance_LB),) or not weight.sum() > 0:
-        raise UserError(
-            f"layer_weights: expected {len(imbalance_LB)} numbers (layers), some above 0, got {weight.tolist()}"
-        )
-    return np.average(imbalance_LB, axis=0, weights=weight)
+def rank_imbalance(load_E: ArrayLike, num_ranks: int) -> NDArray[np.float64]:
+    """``imbalance`` of contiguous ranks from loads of experts, whose number they divide: [..., E] -> [...]."""
+    load_E = np.asarray(load_E)
+    return imbalance(load_E.reshape(*load_E.shape[:-1], num_ranks, -1).sum(axis=-1))
 
 
 def uniform_activated_experts(num_experts: int, top_k: int, num_tokens: float) -> float:
@@ -371,8 +362,6 @@ def token_overlap(
     if domain_T is None:
         domain_T = torch.zeros_like(sequence_id_T)
     chosen_TE = map_TE.double()
-    adjacent_T = sequence_id_T[1:] == sequence_id_T[:-1]
-    neighbours = (map_TE[1:] & map_TE[:-1]).sum(dim=1)[adjacent_T]
     itself = float(chosen_TE.sum())  # what a token shares with itself
     # Ordered pairs, a token with itself included, inside each group: how many, and what they share.
     everyone = _pairs_within(chosen_TE, torch.zeros_like(sequence_id_T))
@@ -382,9 +371,15 @@ def token_overlap(
         "same_domain": (domain[0] - sequence[0], domain[1] - sequence[1]),
         "cross_domain": (everyone[0] - domain[0], everyone[1] - domain[1]),
     }
-    found = {"neighbours": (len(neighbours), float(neighbours.sum()))}
-    found |= {kind: (pairs // 2, shared / 2) for kind, (pairs, shared) in ordered.items()}
-    return {kind: (pairs, shared / pairs) for kind, (pairs, shared) in found.items() if pairs}
+    kinds = {"neighbours": shared_by_neighbours(map_TE, sequence_id_T)}
+    kinds |= {kind: (pairs // 2, shared / 2) for kind, (pairs, shared) in ordered.items()}
+    return {kind: (pairs, shared / pairs) for kind, (pairs, shared) in kinds.items() if pairs}
+
+
+def shared_by_neighbours(map_TE: Tensor, sequence_id_T: Tensor) -> tuple[int, float]:
+    """Pairs of adjacent tokens of a sequence, and how many experts of ``map_TE`` they share in all."""
+    adjacent_T = sequence_id_T[1:] == sequence_id_T[:-1]
+    return int(adjacent_T.sum()), float((map_TE[1:] & map_TE[:-1])[adjacent_T].sum())
 
 
 def _pairs_within(chosen_TE: Tensor, group_T: Tensor) -> tuple[int, float]:

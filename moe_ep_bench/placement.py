@@ -1,15 +1,7 @@
-"""Place experts on ranks, once each or as replicas.
+"""Plan replicas of experts, and split a batch's pairs over them.
 
-A layer is as late as its fullest *rank*, and which experts share a rank decides how full that gets. A placement is a
-matrix [R, E] of shares: what part of an expert's load each rank serves. Every column sums to 1. An expert with one home
-has one share of 1; a *replicated* expert has several shares, which divide its load.
-
-- ``contiguous``: expert e lives on rank e // (E / R), as Megatron-Core and the policies have it.
-- ``strided``: expert e lives on rank e % R, dealt like cards.
-- a matrix: non-negative numbers whose columns are scaled to 1, so that ones in two rows mean half each.
-
-A placement says what load each rank would bear. Policies that look at ranks (expanded_drop with scope local, device
-granularity, xshare with scope rank, oea with rank_fill) route as if experts lay contiguously.
+A layer is as late as its fullest *rank*, and which experts share a rank decides how full that gets. Expert e lives on
+rank e // (E / R), as Megatron-Core and the policies have it; replicas of busy experts live in spare slots beside.
 
 **Replication** buys balance with memory. Routing stays as it is, and spare *slots* on every rank hold further copies of
 busy experts, which share their load. No quality is lost; the price is memory, and a forecast of the load, because
@@ -42,105 +34,24 @@ the batch at hand, so that the fullest rank is as empty as these replicas allow:
 replicas are placed. ``least_fullest`` bounds what any plan and any split could reach.
 
 Shapes: R = ranks, E = experts, L = layers, P = slots of all ranks (physical experts), S = P / R slots of a rank,
-X = layers x nodes; loads of a ``Placement`` may have any leading dimensions.
+X = layers x nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import read_json
 from moe_ep_bench.models import ModelSpec
-
-PLACEMENTS = ("contiguous", "strided")
-
-
-@dataclass(frozen=True, eq=False)
-class Placement:
-    """Shares of every expert's load by rank.
-
-    Attributes:
-        name: ``contiguous``, ``strided`` or ``matrix``.
-        share_RE: float64 [R, E], non-negative; columns sum to 1.
-    """
-
-    name: str
-    share_RE: NDArray[np.float64]
-
-    def rank_load(self, load_E: ArrayLike) -> NDArray[np.float64]:
-        """Pairs of every rank: [..., E] -> float64 [..., R]. Replicas divide an expert's pairs by their shares."""
-        return np.asarray(load_E, dtype=np.float64) @ self.share_RE.T
-
-    @property
-    def rank_E(self) -> NDArray[np.int64] | None:  # noqa: N802
-        """The rank of every expert, int64 [E]; None where an expert is shared by several."""
-        is_whole = bool((self.share_RE.max(axis=0) == 1).all())
-        return self.share_RE.argmax(axis=0) if is_whole else None
-
-    def activated_experts(self, load_E: ArrayLike) -> NDArray[np.int64]:
-        """Experts with at least one pair on every rank: [..., E] -> int64 [..., R].
-
-        Every rank with a share in an activated expert is taken to read its weights.
-        """
-        return (np.asarray(load_E) > 0).astype(np.int64) @ (self.share_RE > 0).astype(np.int64).T
 
 
 def default_ep_size(num_experts: int) -> int:
     """Virtual ranks where a config leaves them open: the largest number up to 8, a node's, that divides the experts."""
     return max(size for size in range(1, 9) if num_experts % size == 0)
-
-
-def make_placement(spec: str | Path | Sequence[Sequence[float]], num_experts: int, num_ranks: int) -> Placement:
-    """Place ``num_experts`` experts on ``num_ranks`` ranks.
-
-    Args:
-        spec: ``contiguous``, ``strided``, a matrix [R][E], or the path of a JSON file that holds one.
-
-    Raises:
-        ValueError: the experts do not divide among the ranks, or a matrix that is none of this shape; the message
-            says what was expected.
-    """
-    if isinstance(spec, str) and spec in PLACEMENTS:
-        if num_ranks < 1 or num_experts % num_ranks:
-            raise UserError(f"{spec}: expected ranks that divide the {num_experts} experts, got {num_ranks}")
-        expert_E = np.arange(num_experts)
-        rank_E = expert_E // (num_experts // num_ranks) if spec == "contiguous" else expert_E % num_ranks
-        return Placement(spec, (rank_E == np.arange(num_ranks)[:, None]).astype(np.float64))
-    if isinstance(spec, str | Path):
-        return _from_matrix(_read(Path(spec)), num_experts, num_ranks, f"{spec}: ")
-    return _from_matrix(spec, num_experts, num_ranks, "")
-
-
-def _read(path: Path) -> object:
-    try:
-        return read_json(path)
-    except OSError as error:
-        raise UserError(
-            f"expected {', '.join(PLACEMENTS)} or a JSON file with a matrix; {path}: {error.strerror}"
-        ) from None
-
-
-def _from_matrix(matrix: object, num_experts: int, num_ranks: int, where: str) -> Placement:
-    expected = f"{where}expected a matrix of {num_ranks} rows (ranks) and {num_experts} columns (experts)"
-    try:
-        share_RE = np.array(matrix, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise UserError(f"{expected} of numbers, got rows of different lengths or other things") from None
-    if share_RE.shape != (num_ranks, num_experts):
-        raise UserError(f"{expected}, got shape {list(share_RE.shape)}")
-    if not (np.isfinite(share_RE) & (share_RE >= 0)).all():
-        raise UserError(f"{expected} of finite, non-negative numbers, got some that are not")
-    homeless_E = np.flatnonzero(share_RE.sum(axis=0) == 0)
-    if homeless_E.size:
-        raise UserError(f"{expected} in which every expert has a rank, got none for expert {homeless_E[0]}")
-    return Placement("matrix", share_RE / share_RE.sum(axis=0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,14 +138,14 @@ def replicate(
     # Packed groups put the experts into the order of nodes.
     group_load_LG = load_LE.reshape(num_layers, num_groups, -1).sum(axis=2)
     expert_of_group_GI = np.arange(num_experts).reshape(num_groups, -1)
-    expert_LE = expert_of_group_GI[_pack(group_load_LG, num_nodes)].reshape(num_layers, num_experts)
+    expert_LE = expert_of_group_GI[pack(group_load_LG, num_nodes)].reshape(num_layers, num_experts)
 
     # From here on, every node of every layer is a row of its own.
     expert_XE = expert_LE.reshape(num_layers * num_nodes, -1)
     load_XE = np.take_along_axis(load_LE, expert_LE, axis=1).reshape(expert_XE.shape)
     replica_XP, replicas_XE = _spread(load_XE, num_slots // num_nodes)
     replica_load_XP = np.take_along_axis(load_XE / replicas_XE, replica_XP, axis=1)
-    slot_XP = np.take_along_axis(replica_XP, _pack(replica_load_XP, num_ranks // num_nodes), axis=1)
+    slot_XP = np.take_along_axis(replica_XP, pack(replica_load_XP, num_ranks // num_nodes), axis=1)
     slot_expert_LP = np.take_along_axis(expert_XE, slot_XP, axis=1).reshape(num_layers, num_slots)
     return Replication(policy, slot_expert_LP, num_experts, num_ranks)
 
@@ -273,7 +184,7 @@ def _spread(load_XE: NDArray[np.float64], num_slots: int) -> tuple[NDArray[np.in
     return replica_XP, replicas_XE
 
 
-def _pack(load_XI: NDArray[np.float64], num_packs: int) -> NDArray[np.int64]:
+def pack(load_XI: NDArray[np.float64], num_packs: int) -> NDArray[np.int64]:
     """Put items into packs of equal number, the heaviest first, each into the lightest pack that has room.
 
     Returns:

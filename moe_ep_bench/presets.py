@@ -13,6 +13,7 @@ Policies stand in all files alike: a name and fields, where a list in place of a
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from moe_ep_bench.errors import UserError, brief, did_you_mean
+from moe_ep_bench.errors import UserError, brief, did_you_mean, problem_words
 from moe_ep_bench.files import MOST_YAML_BYTES, parse_yaml, read_text
 from moe_ep_bench.policies import Policy, make_policy
 from moe_ep_bench.policies.own import without_folder
@@ -222,67 +223,11 @@ def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable
     if unknown is not None:
         known = [*_fields(models), *(() if keys else beside)]
         key = ".".join([*keys, unknown])
-        if key in REMOVED:
-            return f"{key}: is gone; use {REMOVED[key]}"
+        if instead := REMOVED.get(re.sub(r"\.\d+(?=\.|$)", "", key)):
+            return f"{key}: is gone; use {instead}"
         return f"{key}: no such key; expected one of {', '.join(known)}{did_you_mean(unknown, known)}"
     message = problem_words(problem)
     return f"{key}: {message}" if key else message
-
-
-# What a field expects, by pydantic's type of error; its context fills the braces.
-_EXPECTED = {
-    "greater_than": "a number above {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "a number below {lt}",
-    "less_than_equal": "at most {le}",
-    "finite_number": "a finite number",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_parsing_size": "a smaller whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "text",
-    "string_too_short": "text",
-    "string_pattern_mismatch": "text of the pattern {pattern}",
-    "path_type": "a path",
-    "literal_error": "{expected}",
-    "enum": "{expected}",
-    "too_short": "at least {min_length} of them",
-    "too_long": "at most {max_length} of them",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "dict_type": "keys with values",
-    "mapping_type": "keys with values",
-    "model_type": "keys with values",
-    "model_attributes_type": "keys with values",
-    "union_tag_not_found": "the key {discriminator}",
-    "union_tag_invalid": "{discriminator} as one of {expected_tags}",
-}
-
-
-def problem_words(problem: Mapping[str, Any]) -> str:
-    """One error of pydantic's in our words: ``expected ..., got value``."""
-    kind = problem["type"]
-    if kind == "missing":
-        return "missing"
-    if kind == "extra_forbidden":
-        return "no such key"
-    if kind == "json_invalid":
-        return f"not valid JSON: {problem['ctx']['error']}"
-    if kind == "value_error":
-        return problem["msg"].removeprefix("Value error, ")
-    context = {key: _plain(value) for key, value in problem.get("ctx", {}).items()}
-    if kind in _EXPECTED:
-        got = problem["ctx"]["tag"] if kind == "union_tag_invalid" else problem["input"]
-        return f"expected {_EXPECTED[kind].format(**context)}, got {brief(got)}"
-    return f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {brief(problem['input'])}"
-
-
-def _plain(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "")
 
 
 def _takes_flags(annotation: Any) -> bool:

@@ -26,14 +26,12 @@ class Phase:
     Attributes:
         group: what figures sum it into. The four of the capacity-aware paper (arXiv 2503.05066, Figure 2) are gate,
             permute, comm and experts.
-        colour: in figures; of a group that of its first phase.
         meets: of a waiting phase, the phase of what ranks do once the slowest has come; None = it is no waiting.
         of: whether an MoE layer has it, or a whole model beside these.
     """
 
     name: str
     group: str
-    colour: str
     meets: str | None = None
     of: Literal["layer", "model"] = "layer"
 
@@ -52,24 +50,24 @@ MOE_REST = "moe_rest"
 PHASES = {
     phase.name: phase
     for phase in (
-        Phase("shared", "shared", "#CC79A7"),
-        Phase("gate", "gate", "#56B4E9"),
-        Phase("wait_policy", "waiting", "#F0E442", meets="policy"),
-        Phase("policy", "gate", "#E69F00"),
-        Phase("permute", "permute", "#009E73"),
-        Phase("wait_metadata", "waiting", "#F0E442", meets="metadata"),
-        Phase("metadata", "permute", "#009E73"),
-        Phase("wait_dispatch", "waiting", "#F0E442", meets="dispatch"),
-        Phase("dispatch", "comm", "#D55E00"),
-        Phase("experts", "experts", "#0072B2"),
-        Phase("wait_combine", "waiting", "#F0E442", meets="combine"),
-        Phase("combine", "comm", "#D55E00"),
-        Phase("embedding", "rest", "#C9C9C9", of="model"),
-        Phase("attention", "attention", "#7F7F7F", of="model"),
-        Phase("dense", "rest", "#C9C9C9", of="model"),
-        Phase("rest", "rest", "#C9C9C9", of="model"),
-        Phase(MOE_REST, UNACCOUNTED, "white", of="model"),
-        Phase("output", "rest", "#C9C9C9", of="model"),
+        Phase("shared", "shared"),
+        Phase("gate", "gate"),
+        Phase("wait_policy", "waiting", meets="policy"),
+        Phase("policy", "gate"),
+        Phase("permute", "permute"),
+        Phase("wait_metadata", "waiting", meets="metadata"),
+        Phase("metadata", "permute"),
+        Phase("wait_dispatch", "waiting", meets="dispatch"),
+        Phase("dispatch", "comm"),
+        Phase("experts", "experts"),
+        Phase("wait_combine", "waiting", meets="combine"),
+        Phase("combine", "comm"),
+        Phase("embedding", "rest", of="model"),
+        Phase("attention", "attention", of="model"),
+        Phase("dense", "rest", of="model"),
+        Phase("rest", "rest", of="model"),
+        Phase(MOE_REST, UNACCOUNTED, of="model"),
+        Phase("output", "rest", of="model"),
     )
 }
 LAYER_PHASES = tuple(name for name, phase in PHASES.items() if phase.of == "layer")

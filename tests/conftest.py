@@ -109,6 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for marker, reason in (
+        ("scale", "runs with -m scale: draws many ranks and cases"),
         ("slurm", "runs with -m slurm, as root where slurm-wlm is installed"),
         ("browser", "runs with -m browser, where chromium is installed"),
     ):

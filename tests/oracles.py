@@ -419,12 +419,9 @@ def laser(
     context: RoutingContext,
     *,
     chunk_size: int = 1,
-    bands: Mapping[str, Mapping[str, Any]] | None = None,
     **values: Any,
 ) -> Routing:
-    third = Fraction(context.layer_fraction).limit_denominator(1000)
-    band = "early" if third < Fraction(1, 3) else "middle" if third < Fraction(2, 3) else "final"
-    rule = {"trim": "top", **values, **(bands or {}).get(band, {})}
+    rule = {"trim": "top", **values}
     scores = scores_TE.double().tolist()
     lists = preference_lists(scores_TE, context)
     random_TE = random_keys(scores_TE, context) if rule["trim"] == "random" else None

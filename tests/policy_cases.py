@@ -81,13 +81,6 @@ SPECS: list[Spec] = [
     {"name": "laser", "eps_high": 0.8, "t_fix": 0.1, "c": 1},
     {"name": "laser", "eps_high": 0.8, "t_fix": 0.02, "c": 10, "trim": "random"},
     {"name": "laser", "eps_high": 0.7, "t_fix": 0.1, "c": 11, "trim": "random", "chunk_size": 7},
-    {
-        "name": "laser",
-        "eps_high": 0.7,
-        "t_fix": 0.3,
-        "c": 12,
-        "bands": {"final": {"t_fix": 0, "c": 20}, "early": {"eps_high": 0.2, "trim": "random"}},
-    },
     {"name": "load_only"},
     {"name": "load_only", "chunk_size": 4},
     {"name": "load_only", "chunk_size": 10_000},
@@ -164,8 +157,7 @@ def fitted(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> Spec:
         is_pool = "c" in values
         return {**values, "c": min(max(values["c"], arguments["top_k"]), scores_TE.shape[1])} if is_pool else values
 
-    bands = {"bands": {band: fit(values) for band, values in spec["bands"].items()}} if "bands" in spec else {}
-    return {**fit(spec), **bands}
+    return fit(spec)
 
 
 def selected(routing: Routing) -> list[list[int]]:

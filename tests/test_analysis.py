@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,10 +29,8 @@ from results_builder import (
 
 import plot_results
 from moe_ep_bench.analysis.fidelity import fidelity
-from moe_ep_bench.analysis.figures import FIGURES, draw_figures
 from moe_ep_bench.analysis.load import ResultsError, load_run
 from moe_ep_bench.analysis.speedups import analyse, family_labels
-from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.tables import run_text
 from moe_ep_bench.schema import SAMPLES_SCHEMA
 
@@ -450,114 +444,6 @@ def test_one_rank_has_no_link(tmp_path):
     rates = results_of(run_of(tmp_path, **FEW, num_ranks=1))["native"].rates
     assert rates.dispatch_gbps is rates.combine_bus_gbps is None
     assert rates.experts_tflops > 0
-
-
-# ---- figures -----------------------------------------------------------------------------------------------------
-
-
-ALWAYS = ["speedup", "phases", "load", "dropped", "timeline", "pareto", "latency"]
-
-
-def small_run(root: Path, **changes) -> Path:
-    cases = [*standard_cases(), FakeCase("token_drop", params={"capacity_factor": 2.0}, speedup=1.2, dropped=0.1)]
-    return run_of(root, cases=cases, num_batches=3, num_iterations=2, **changes)
-
-
-def test_all_figures_are_drawn_and_equal_to_the_byte_in_another_process(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(small_run(tmp_path / "one"), tmp_path / "two")
-    assert plot_results.main(["one", "--format", "svg"]) == 0
-    drawn = [f"one/figures/{name}.{suffix}" for name in ALWAYS for suffix in ("svg", "csv")]
-    printed = capsys.readouterr()
-    assert (printed.out.splitlines(), printed.err) == (drawn, "")
-    assert plot_results.main(["one", "--figures", "speedup"]) == 0
-    # Another process, another hash seed, another user's matplotlib settings; pyplot and torch stay unimported.
-    (tmp_path / "matplotlibrc").write_text("font.size: 20\naxes.facecolor: red\n")
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
-    code = (
-        "import sys, matplotlib, pathlib\n"
-        "settings = lambda: {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != 'backend'}\n"
-        "before = settings()\n"
-        "from moe_ep_bench.analysis.figures import draw_figures\n"
-        "from moe_ep_bench.analysis.load import load_run\n"
-        "root = pathlib.Path('two')\n"
-        "draw_figures(load_run(root), root / 'figures', ['png', 'svg'], ['speedup'])\n"
-        "assert 'matplotlib.pyplot' not in sys.modules\n"
-        "assert not {m.split('.')[0] for m in sys.modules} & {'torch', 'megatron'}\n"
-        "assert settings() == before\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    again = sorted(Path("two/figures").iterdir())
-    assert [path.name for path in again] == ["speedup.csv", "speedup.png", "speedup.svg"]
-    there = {path.name: path.read_bytes() for path in (tmp_path / "one" / "figures").iterdir()}
-    assert sorted(there) == sorted(["speedup.png", *(Path(path).name for path in drawn)])
-    for name, content in there.items():
-        assert len(content) > (300 if name.endswith("csv") else 10_000)
-    for path in again:
-        assert path.read_bytes() == there[path.name]
-
-
-def test_figures_say_how_on_what_and_with_which_workload(tmp_path):
-    run = load_run(small_run(tmp_path, facts={"workload": TAIL, "scale": 0.5, "oversubscribed": True}))
-    with house_style():
-        for name in ("speedup", "load", "timeline"):
-            figure = FIGURES[name](run).figure
-            texts = " ".join(text.get_text() for text in figure.texts).replace("\n", " ")
-            for part in (
-                "measured",
-                "NVIDIA Fake 80GB x 2 ranks, nccl",
-                "Tiny-MoE, sizes x 0.5",
-                "tail model: geometric",
-            ):
-                assert part in texts, name
-            assert ("no straggler speedup is claimed" in texts) == (name != "load"), name
-            # The timeline's two panels stand above one time axis.
-            for axes in figure.axes[-1:] if name == "timeline" else figure.axes:
-                assert axes.get_ylabel() or axes.get_xlabel(), name
-
-
-def test_nothing_is_clipped_and_no_text_hides_another(tmp_path):
-    long = (
-        "a title that goes on and on, with $\\frac$ and aLongWordThatHasNoPlaceToBreakAnywhereAtAllAndYetMustFit " * 2
-    )
-    cases = [*standard_cases(), FakeCase("oea", params={"k0": 1}, label=long)]
-    cases += [FakeCase("token_drop", params={"capacity_factor": g, "metric": long}, label=long) for g in (1.0, 2.0)]
-    facts = {"title": long, "workload": {**TAIL, "description": long}}
-    comparisons = [
-        FakeComparison(f"c{i}", facts, [dataclasses.replace(case) for case in cases], num_batches=2, num_iterations=2)
-        for i in range(2)
-    ]
-    run = load_run(write_run(tmp_path, comparisons))
-    with house_style():
-        for name in ALWAYS:
-            figure = FIGURES[name](run).figure
-            figure.draw_without_rendering()
-            # Header, legend and footer, and every panel with its title, labels and ticks.
-            boxes = [artist.get_window_extent() for artist in (*figure.texts, *figure.legends)]
-            for axes in figure.axes:
-                # A heading may span its row of panels: it is a box of its own.
-                heading = axes._left_title
-                boxes += [heading.get_window_extent()] if heading.get_text().strip() else []
-                heading.set_visible(False)
-                boxes.append(axes.get_tightbbox())
-            for box in boxes:
-                assert min(box.x0, box.y0) >= 0, name
-                assert box.x1 <= figure.bbox.x1, name
-                assert box.y1 <= figure.bbox.y1, name
-            bars = [label.get_window_extent() for axes in figure.axes for label in axes.get_yticklabels()]
-            for group in (boxes, bars) if name == "phases" else (boxes,):
-                assert not any(one.overlaps(other) for one, other in itertools.combinations(group, 2)), name
-
-
-def test_a_figure_is_not_drawn_when_the_rows_for_it_are_missing(tmp_path, capsys):
-    cases = [case for case in standard_cases() if case.role != "policy"]
-    directory = run_of(tmp_path, cases=cases, kinds=("plain",), **FEW)
-    names = ["speedup", "load", "dropped", "phases"]
-    assert draw_figures(load_run(directory), tmp_path / "figures", ["svg"], names) == ([], names)
-    assert plot_results.main([str(directory), "--figures", "load"]) == 2
-    assert "load: not drawn" in capsys.readouterr().err
-    assert "probe overhead" not in run_text(load_run(directory))
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------

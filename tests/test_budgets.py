@@ -91,7 +91,7 @@ def test_a_list_in_a_list_is_by_layer_and_labels_tell_policies_apart() -> None:
     [
         ({"0-1": 1, "3-4": 1}, "capacity_factor: expected 2 or 2-LAST for the next band of layers, got '3-4'"),
         ({"early": 1}, "capacity_factor: expected 0 or 0-LAST for the next band of layers, got 'early'"),
-        ([1.0, -1.0], "capacity_factor: expected a finite number >= 0, got -1.0"),
+        ([1.0, -1.0], "capacity_factor: expected at least 0, got -1.0"),
         ([], "capacity_factor: expected a number for each layer, got []"),
     ],
 )

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from moe_ep_bench import cli
-from moe_ep_bench.cli.arguments import SUCCESSORS
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 COMMANDS = (
@@ -33,15 +32,6 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 def test_there_are_no_other_commands() -> None:
     assert {name.split()[0] for name in cli.COMMANDS} == set(COMMANDS)
-
-
-@pytest.mark.parametrize("command", SUCCESSORS)
-def test_a_command_that_went_names_its_successor(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([command, "configs/quickstart.yaml", "--any", "thing"]) == USER_ERROR
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert SUCCESSORS[command].split()[0] in COMMANDS
-    assert f"moe-ep-bench {SUCCESSORS[command]}" in said
 
 
 MISTAKES = {

@@ -238,10 +238,7 @@ REFUSED = {
     "layer.ep_size=7": "layer.ep_size: expected a divisor of the 64 experts",
     "layer.ep_size=16": "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks",
     "emulate.replication=[{spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts, got 57",
-    f"route.placement={[[1] * 64, *[[1] * 63 + [0]] * 7]}": "route.placement: expected as many experts on every rank",
-    "emulate.replication=[{spare_per_rank: 1, policy: hierarchical, num_nodes: 3}]": (
-        "emulate.replication: num_groups: expected a multiple of num_nodes=3"
-    ),
+    "emulate.replication=[{spare_per_rank: 1, policy: global}]": "emulate.replication.0.policy: is gone; use",
     "emulate.replication=[{spare_per_rank: 1, solve_us: 5}]": (
         "emulate.replication.0: solve_us: expected none with balancer static, got 5"
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from moe_ep_bench.bench.traffic import chunks_of, in_slots
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.metrics import routing_metrics
-from moe_ep_bench.placement import Placement, balance, make_placement, replicate
+from moe_ep_bench.placement import balance, replicate
 from moe_ep_bench.policies import RoutingContext, make_policy
 
 
@@ -106,27 +105,6 @@ def test_few_pairs_of_many_ranks_do_not_meet_in_one_replica() -> None:
     slots = ExpertPlacement(np.array([0, 1, 0, 0]), num_experts=2, num_ranks=4)
     one_pair = torch.tensor([[True, False]])
     assert {int(slots.spread(one_pair, rank).nonzero()[0, 1]) for rank in range(3)} == {0, 2, 3}
-
-
-def test_a_placement_becomes_slots() -> None:
-    slots = ExpertPlacement.of_placement(make_placement("strided", 6, 3))
-    assert slots.expert_P.tolist() == [0, 3, 1, 4, 2, 5]
-    assert not slots.is_contiguous
-    replicated = ExpertPlacement.of_placement(make_placement([[1, 1, 0], [0, 1, 1]], 3, 2))
-    assert replicated.expert_P.tolist() == [0, 1, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("shares", "message"),
-    [
-        ([[1, 1, 1], [0, 0, 1]], "as many experts on every rank, where a layer is run; got 1 to 3"),
-        ([[1, 0.25, 0], [0, 0.75, 1]], "even shares"),
-    ],
-)
-def test_placements_that_no_layer_can_run_are_refused(shares: list[list[float]], message: str) -> None:
-    share_RE = np.array(shares, dtype=float)
-    with pytest.raises(ValueError, match=message):
-        ExpertPlacement.of_placement(Placement("matrix", share_RE / share_RE.sum(0)))
 
 
 @given(st.integers(0, 50), st.integers(1, 9))

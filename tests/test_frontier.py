@@ -14,7 +14,8 @@ import yaml
 from policy_cases import random_scores
 from torch import Tensor
 
-from moe_ep_bench.analysis.figures.costs import pareto_figure
+from moe_ep_bench.analysis import cases
+from moe_ep_bench.analysis.figures import FIGURES, draw
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.render import render
@@ -186,15 +187,15 @@ def test_experts_with_several_homes_have_no_frontier(tmp_path: Path) -> None:
 
 def test_pareto_draws_the_frontier_and_no_policy_that_only_drops_is_above_it(folder: Path) -> None:
     with house_style():
-        drawing = pareto_figure(load_run(folder / "emulate"))
+        drawing = draw(FIGURES["pareto"], cases.load(folder / "emulate"))
     assert drawing is not None
     panel = drawing.figure.axes[2]
     kept_N, relief_N = max((line.get_data() for line in panel.lines), key=lambda data: len(data[0]))
     points = drawing.rows[drawing.rows["relief"].notna()]
-    points = points[points["policy"].str.contains("drop")]
+    points = points[points["label"].str.contains("drop")]
     assert len(points) == 5
     # Of the same mass the frontier's relief is the most; kept_N ascends, and 65 points leave a chord's error.
-    most = np.interp(points["kept_percent"], kept_N, relief_N)
+    most = np.interp(100 * points["kept_share"], kept_N, relief_N)
     assert (points["relief"] <= most * 1.001).all()
     assert (points["relief"] < most * 0.9).any()
     (legend,) = drawing.figure.legends

@@ -115,10 +115,9 @@ BALANCE: list[Spec] = [
 BANDS: list[Spec] = [
     {
         "name": "laser",
-        "eps_high": 0.436,
-        "t_fix": 0.313,
-        "c": 10,
-        "bands": {"early": {"eps_high": 0.3}, "middle": {"t_fix": 0.1}, "final": {"c": 20, "trim": "random"}},
+        "eps_high": {"0-8": 0.3, "9-25": 0.436},
+        "t_fix": {"0-8": 0.313, "9-17": 0.1, "18-25": 0.313},
+        "c": {"0-17": 10, "18-25": 20},
     },
 ]
 ALL: list[Spec] = [{"name": "topk"}, *CAPACITIES, *FEWER_EXPERTS, *BALANCE]
@@ -201,7 +200,7 @@ ROUTED = {
         },
         ("routing",),
     ),
-    # Weights normalised, experts strided over the ranks, images before text.
+    # Weights normalised, images before text.
     "route-normalised": Golden(
         "route",
         {
@@ -213,10 +212,10 @@ ROUTED = {
                 topk_share=0.6,
                 neighbour_overlap=2.5,
                 sequence_length=16,
+                image_share=0.5,
             ),
             "layer": {"ep_size": 4},
             "policies": [*ALL, *MODALITIES],
-            "route": {"placement": "strided", "image_share": 0.5},
         },
         ("routing",),
     ),
@@ -249,13 +248,8 @@ ROUTED = {
         ("routing",),
         {
             "unskewed": {},
-            "uniform": {"workload.family": "uniform"},
-            "zipf": {"workload.family": "zipf", "workload.peak_load": 4.0, "workload.placement": "spread"},
-            "dirichlet": {"workload.family": "dirichlet", "workload.peak_load": 4.0, "workload.placement": "adjacent"},
             "rank load": {"workload.peak_load": 4.0, "workload.rank_load": {"ep_size": 8, "load": 1.6}},
-            "entropy": {"workload.peak_load": 2.0, "workload.entropy": 0.8},
-            "drift": {"workload.peak_load": 3.0, "workload.drift": 0.5},
-            "bursts": {"workload.peak_load": 2.0, "workload.burst_every": 2, "workload.burst_peak_load": 5.0},
+            "sharp, alike": {"workload.peak_load": 2.0, "workload.topk_share": 0.7, "workload.neighbour_overlap": 2.5},
             **{
                 f"{model} {skew}": {"model.preset": model, "workload.skew": skew, "layer.ep_size": 4}
                 for model, skew in (
@@ -266,22 +260,6 @@ ROUTED = {
                     ("qwen1.5-moe-a2.7b", "mixed"),
                 )
             },
-        },
-    ),
-    # Where experts stand, which only figures show: routed rows count by experts.
-    "route-placed": Golden(
-        "route",
-        {
-            "model": {"preset": "olmoe-1b-7b"},
-            "workload": synthetic(num_tokens=128, peak_load=4.0),
-            "layer": {"ep_size": 2},
-            "policies": [{"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": [8, 16]}, {"name": "load_only"}],
-        },
-        ("figures",),
-        {
-            "contiguous": {},
-            "strided": {"route.placement": "strided"},
-            "replicated": {"route.placement": [[1, 0.5] * 32, [0, 0.5] * 32]},
         },
     ),
     # A recording of prefill: only the top-6 of 64 experts are known, the rest is assumed.
@@ -329,7 +307,7 @@ ROUTED = {
         {
             "model": {"preset": "deepseek-v2-lite"},
             "workload": recorded(
-                layer=[2, 24], num_batches=2, num_tokens=32, arrangement="decode", tokens_per_request=2
+                layer=[2, 24], num_batches=2, num_tokens=32, arrangement="decode", tokens_per_request=2, image_share=0.5
             ),
             "layer": {"ep_size": 4},
             "policies": [
@@ -345,7 +323,6 @@ ROUTED = {
                 {"name": "xshare", "scope": "rank", "k0": 1, "rank_budget": 4},
                 {"name": "lynx", "num_dropped": [2, 6]},
             ],
-            "route": {"image_share": 0.5, "placement": "strided", "layer_weights": [1, 2]},
             "sweep": {"workload.trace": [INTENT, [{"trace": INTENT}, {"trace": SUMMARY}]]},
         },
         ("figures",),
@@ -374,7 +351,7 @@ EMULATED = {
             "workload": synthetic(tokens_per_rank=64, peak_load=3.0),
             "layer": {"ep_size": 8},
             "policies": FEW,
-            "emulate": {"replication": [{"spare_per_rank": 1}, {"spare_per_rank": 2, "policy": "global"}]},
+            "emulate": {"replication": [{"spare_per_rank": 1}, {"spare_per_rank": 2}]},
         },
         ("routing", "times"),
         {
@@ -390,7 +367,7 @@ EMULATED = {
             "workload": synthetic(tokens_per_rank=16, num_batches=1, peak_load=5.0, sequence_length=8),
             "layer": {"ep_size": 16},
             "policies": FEWEST,
-            "emulate": {"replication": [{"spare_per_rank": 2, "num_nodes": 2, "policy": "hierarchical"}]},
+            "emulate": {"replication": [{"spare_per_rank": 2, "num_nodes": 2}]},
         },
         ("times",),
         {
@@ -437,7 +414,6 @@ EMULATED = {
         },
         ("routing", "times"),
         {
-            "strided": {"route.placement": "strided"},
             "tensor parallel": {"model.tensor_parallel": 2, "policies": FEWEST},
         },
     ),
@@ -695,7 +671,7 @@ def nothing_drawn() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", save)
-        patch.setattr(style, "settle_layout", lambda figure: None)
+        patch.setattr(style, "settle", lambda figure: None)
         yield
 
 

@@ -95,42 +95,6 @@ def esft(root, lengths=(5, 1, 3), domains=("intent", "law")):
     return rows
 
 
-def gpt_oss(
-    root, answers=(("gpqa/Genetics/True_False", 50, 4), ("mmlu/law/True_True", 9, 3), ("mmlu/law/False_False", 0, 0))
-):
-    """A checkout; returns by document the ids and probabilities [layers, tokens, 4]."""
-    random, rows = np.random.default_rng(5), {}
-    for name, first, num_tokens in answers:
-        ids = np.argsort(random.random((24, num_tokens, 32)), axis=2)[..., :4]
-        probs = random.random((24, num_tokens, 4)) + 0.1
-        probs = np.sort(probs / probs.sum(axis=2, keepdims=True), axis=2)[..., ::-1]
-        probs = torch.from_numpy(probs.copy()).bfloat16().double().numpy()
-        path = root / "data" / f"{name}_examples.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(gpt_oss_document(ids, probs, first)))
-        path.with_name(path.name.replace("_examples", "")).write_text('{"sample_count": 1}')
-        rows[name] = ids, probs
-    return rows
-
-
-def gpt_oss_document(ids, probs, first):
-    return {
-        "original_prompt": "?",
-        "router_data": [
-            {
-                f"token_{first + token}": {
-                    f"layer_{layer}": {
-                        "selected_experts": ids[layer, token].tolist(),
-                        "selected_probs": probs[layer, token].tolist(),
-                    }
-                    for layer in range(24)
-                }
-            }
-            for token in range(ids.shape[1])
-        ],
-    }
-
-
 def megatron(directory, passes=(6, 4), layers=(1, 3), num_experts=16, top_k=3, logits=True, rank=0):
     """A tracer's files; returns ids and logits by (pass, layer)."""
     random, rows = np.random.default_rng(7), {}
@@ -242,13 +206,13 @@ def as_lines(arrays):
     )
 
 
-OPTIONS = {"esft": {}, "flame-moe": FLAME, "gpt-oss": {}, "megatron": MEGATRON, "sglang": SGLANG, "vllm": VLLM}
+OPTIONS = {"esft": {}, "flame-moe": FLAME, "megatron": MEGATRON, "sglang": SGLANG, "vllm": VLLM}
 
 
 def prepared(kind, root):
     """A sound source of each kind, and its options."""
     root.mkdir(parents=True, exist_ok=True)
-    folders = {"esft": esft, "gpt-oss": gpt_oss, "megatron": megatron}
+    folders = {"esft": esft, "megatron": megatron}
     if kind in folders:
         folders[kind](root)
         return root, OPTIONS[kind]
@@ -293,24 +257,6 @@ def test_a_real_recording_survives_a_round_through_the_form_it_was_published_in(
     for ours, theirs in zip(read_back(out), read_back(trace.path), strict=True):
         recorded = np.s_[:, : start_S[-1]] if theirs.ndim == 3 else np.s_[: start_S[-1]]
         np.testing.assert_array_equal(ours, theirs[recorded])
-
-
-def test_gpt_oss_keeps_every_generated_token(tmp_path, out):
-    rows = gpt_oss(tmp_path)
-    trace = imported("gpt-oss", tmp_path, out).trace
-    ids, scores, sequence_id_T, position_T = read_back(out)
-    assert sequence_id_T.tolist() == [0] * 4 + [2] * 3
-    assert position_T.tolist() == [50, 51, 52, 53, 9, 10, 11]
-    names = ("gpqa/Genetics/True_False", "mmlu/law/True_True")
-    for layer in range(24):
-        ids_TK, probs_TK = (np.concatenate([rows[name][part][layer] for name in names]) for part in (0, 1))
-        assert_rows_match((ids[layer], scores[layer]), ids_TK, probs_TK)
-    facts = trace.metadata
-    assert (facts["source_files"], facts["phase"], facts["domain"]) == ("3", "decode", "mixed")
-    assert "1 answers without recorded tokens" in facts["note"]
-    assert trace.scores_are_normalised
-    out.unlink()
-    assert imported("gpt-oss", tmp_path, out, domain="mmlu/law").trace.num_tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -461,17 +407,12 @@ def damaged(kind, root, damage):
         source
         / {
             "esft": "results/expert_scores/intent/expert_weights_7.txt",
-            "gpt-oss": "data/gpqa/Genetics/True_False_examples.json",
             "megatron": "router_trace_rank0.jsonl",
         }[kind]
     )
     text = path.read_text()
     if kind == "esft":
         text = damage(text)
-    elif kind == "gpt-oss":
-        document = json.loads(text)
-        damage(document)
-        text = json.dumps(document)
     else:
         records = [json.loads(line) for line in text.splitlines()]
         damage(records)
@@ -489,16 +430,6 @@ def entry(line, column, value):
         halves[column >= 6][6 + column % 6] = value
         lines[line] = ["\t".join(half) for half in halves]
         return "".join("\t\t".join(row) + "\n" for row in lines)
-
-    return change
-
-
-def chosen(name, value):
-    """What a GPT-OSS layer chose for the second token; None removes it."""
-
-    def change(document):
-        layer = document["router_data"][1]["token_51"]["layer_3"]
-        layer.pop(name) if value is None else layer.update({name: value})
 
     return change
 
@@ -540,19 +471,6 @@ DAMAGE = {
         ),
         "3: token 1: scores: expected finite, non-negative values, got [": entry(2, 9, "nan"),
         "3: token 1: scores: expected the sum of part of a softmax (at most 1), got 1.": entry(2, 9, "0.99"),
-    },
-    "gpt-oss": {
-        "router_data: expected a list of tokens, got {'token_1'": lambda d: d.update(router_data={"token_1": 1}),
-        "token_51: expected layer_0 to layer_23, got one too many or few": lambda d: d["router_data"][1][
-            "token_51"
-        ].pop("layer_3"),
-        "token_52: expected places in ascending order, got others": lambda d: d["router_data"].reverse(),
-        "token_51: layer_3: selected_experts: expected 4 numbers, got [": chosen("selected_experts", [1, 2, 3, 4, 5]),
-        "layer_3: selected_experts: expected whole numbers of shape nx4, got [": chosen("selected_experts", [*"abcd"]),
-        "layer_3: token 51: expert_ids: expected distinct experts, got [": chosen("selected_experts", [1, 2, 3, 1]),
-        "layer_3: token 51: scores: expected the sum of a softmax over the top-k (1), got 0.8": chosen(
-            "selected_probs", [0.4, 0.2, 0.1, 0.1]
-        ),
     },
     "megatron": {
         ":2: expected block decoder or mtp and stage pre_dispatch": record(1, block="encoder"),
@@ -616,20 +534,15 @@ def test_parts_that_are_missing_are_refused(tmp_path, out):
     assert refusal("esft", source, out) == f"{path}: no such file, but expected layers 1 to 26"
     (tmp_path / "empty").mkdir()
     assert "expected results/expert_scores/<domain>/" in refusal("esft", tmp_path / "empty", out)
-    assert "expected data/<dataset>/<category>/" in refusal("gpt-oss", tmp_path / "empty", out)
-    source, _ = prepared("gpt-oss", tmp_path / "gpt-oss")
-    text = refusal("gpt-oss", source, out, domain="mm")
-    assert text.endswith("domain: expected one of gpqa, mmlu; got 'mm'")
     np.savez(tmp_path / "r.npz", **{"0.routed_experts": np.full((3, 4, 2), -1)})
     text = refusal("vllm", tmp_path / "r.npz", out, **VLLM)
     assert text.endswith("expected at least one token, got none (3 left out)")
 
 
 def test_what_is_no_json_is_refused(tmp_path, out):
-    gpt_oss(tmp_path / "gpt-oss")
-    path = tmp_path / "gpt-oss" / "data" / "mmlu" / "law" / "True_True_examples.json"
+    path = tmp_path / "r.jsonl"
     path.write_text("[" * 100_000)
-    assert refusal("gpt-oss", tmp_path / "gpt-oss", out).startswith(f"{path}: expected JSON, got ")
+    assert refusal("vllm", path, out, **VLLM).startswith(f"{path}:1: expected JSON, got ")
 
 
 @pytest.mark.parametrize("value", [0x7FC0, 0xFF80])  # NaN and an infinity in bfloat16
@@ -700,8 +613,6 @@ def test_a_line_without_end_is_refused(tmp_path, out, monkeypatch):
     path = tmp_path / "r.jsonl"
     path.write_text(as_lines(vllm_arrays()))
     assert refusal("vllm", path, out, **VLLM) == f"{path}:1: expected a line of at most 100 bytes, got a longer one"
-    gpt_oss(tmp_path / "gpt-oss")
-    assert "expected at most 100 bytes, got " in refusal("gpt-oss", tmp_path / "gpt-oss", out)
 
 
 # What all have in common
@@ -738,7 +649,7 @@ def test_pairs_of_every_expert_are_conserved_and_replayed_and_a_changed_source_h
         with zipfile.ZipFile(path, "a") as archive:
             archive.comment = b"changed"
     else:
-        path.write_text(path.read_text().replace("\n", "\r\n") + " " * (kind == "gpt-oss"))
+        path.write_text(path.read_text().replace("\n", "\r\n"))
     changed = imported(kind, source, out.with_name("changed"), **options).trace
     assert changed.metadata["source_sha256"] != trace.metadata["source_sha256"]
 
@@ -772,7 +683,7 @@ def test_a_failure_at_the_end_leaves_nothing_behind(tmp_path, out, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("tensorrt", {}, "kind: expected one of esft, flame-moe, gpt-oss, megatron, sglang, vllm; got 'tensorrt'"),
+        ("tensorrt", {}, "kind: expected one of esft, flame-moe, megatron, sglang, vllm; got 'tensorrt'"),
         ("esft", {"phase": "decode"}, "phase: not for esft recordings, which take domain; got 'decode'"),
         ("vllm", {"num_experts": 8, "assume_equal_scores": True}, "model: needed, because vllm recordings do not say"),
         ("vllm", {}, "model, num_experts, assume_equal_scores: needed, because vllm recordings do not say it, and"),

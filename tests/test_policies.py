@@ -144,7 +144,7 @@ def law_weights(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Argu
 def law_draws(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
     """Numbers that are drawn beforehand decide as those drawn meanwhile do; only what is random draws."""
     policy, context = make_policy(spec), context_of(arguments)
-    here = policy.at(context.layer_fraction) if spec["name"] == "laser" else policy
+    here = policy.in_layer(context.layer_fraction)
     random_TE = policy.draws(scores_TE, context)
     assert (random_TE is not None) == ("random" in (getattr(here, "metric", None), getattr(here, "trim", None)))
     if random_TE is not None:
@@ -389,70 +389,58 @@ DROP: Spec = {"name": "token_drop", "capacity_factor": 1.0}
 EXPANDED: Spec = {"name": "expanded_drop", "capacity_factor": 1.0}
 MEGATRON: Spec = {"name": "megatron_drop", "capacity_factor": 1.0}
 LASER: Spec = {"name": "laser", "eps_high": 0.5, "t_fix": 0.5, "c": 4}
-DROP_FIELDS = "capacity_factor, metric, granularity, modality, min_capacity, rounding"
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "key", "got"),
     [
-        ({"name": "token_dorp"}, f"name: expected one of {', '.join(POLICIES)}, package.module:Class or my_policy.py"),
-        ({"name": "topk", "k": 2}, "k: topk has no such field; expected no fields"),
-        (
-            {**DROP, "capacity_facto": 2},
-            f"capacity_facto: token_drop has no such field; expected {DROP_FIELDS} (did you mean capacity_factor?)",
-        ),
-        ({"name": "token_drop"}, "capacity_factor: token_drop needs it"),
-        ({**DROP, "capacity_factor": -0.5}, "capacity_factor: expected a finite number >= 0, got -0.5"),
-        ({**DROP, "metric": "scores"}, "metric: expected one of score, order, reverse_order, random; got 'scores'"),
-        ({**DROP, "modality": "image"}, "modality: expected one of uniform, image_first, text_first; got 'image'"),
-        ({**DROP, "min_capacity": -1}, "min_capacity: expected a whole number >= 0, got -1"),
-        ({**EXPANDED, "scope": "node"}, "scope: expected one of local, global; got 'node'"),
-        ({**EXPANDED, "scope": "global"}, "num_candidates: scope=global needs a whole number >= 0, got None"),
-        ({**EXPANDED, "num_candidates": -1}, "num_candidates: expected a whole number >= 0, got -1"),
-        ({**EXPANDED, "max_experts_per_token": 0}, "max_experts_per_token: expected a whole number >= 1, got 0"),
-        ({"name": "expert_drop", "fraction": 1.1}, "fraction: expected a number >= 0 and <= 1, got 1.1"),
-        ({"name": "budget_drop"}, "max_dropped and max_lost_mass: expected one of them, got neither"),
-        ({"name": "budget_drop", "max_dropped": 1.5}, "max_dropped: expected a number >= 0 and <= 1, got 1.5"),
-        (
-            {"name": "budget_drop", "max_dropped": 0.1, "bins_per_octave": 3},
-            "bins_per_octave: expected a power of two from 1 to 64, got 3",
-        ),
-        ({**MEGATRON, "drop_policy": "score"}, "drop_policy: expected one of probs, position; got 'score'"),
-        ({**MEGATRON, "pad_to_capacity": 1}, "pad_to_capacity: expected true or false, got 1"),
-        ({"name": "pruned", "k0": 0}, "k0: expected a whole number >= 1, got 0"),
-        ({"name": "pruned", "k0": 1, "p": 0}, "p: expected a number > 0 and <= 1, got 0"),
-        ({"name": "oea", "k0": 1, "rank_fill": "yes"}, "rank_fill: expected true or false, got 'yes'"),
-        ({"name": "laser", "eps_high": 0.5, "t_fix": 0.5}, "c: laser needs it"),
-        ({**LASER, "eps_high": 1.5}, "eps_high: expected a number >= 0 and <= 1, got 1.5"),
-        ({**LASER, "trim": "best"}, "trim: expected one of top, random; got 'best'"),
-        ({**LASER, "chunk_size": 0}, "chunk_size: expected a whole number >= 1, got 0"),
-        ({**LASER, "bands": {"late": {}}}, "bands: expected a mapping of early, middle, final; got {'late': {}}"),
-        (
-            {**LASER, "bands": {"early": {"chunk_size": 2}}},
-            "bands.early: expected a mapping of eps_high, t_fix, c, trim; got {'chunk_size': 2}",
-        ),
-        ({"name": "xshare", "k0": 1}, "budget and mass_threshold: scope=batch expects one of them, got neither"),
-        ({"name": "xshare", "k0": 1, "scope": "node"}, "scope: expected one of batch, request, rank; got 'node'"),
-        (
-            {"name": "xshare", "k0": 1, "budget": 1, "rank_budget": 2},
-            "rank_budget: scope=batch does not read it, got 2",
-        ),
-        (
-            {"name": "xshare", "k0": 1, "scope": "request"},
-            "request_budget: scope=request needs a whole number >= 0, got None",
-        ),
-        ({"name": "xshare", "k0": 1, "scope": "rank"}, "rank_budget: scope=rank needs a whole number >= 0, got None"),
+        ({"name": "token_dorp"}, "name", "token_dorp"),
+        ({"name": "topk", "k": 2}, "k", "no fields"),
+        ({**DROP, "capacity_facto": 2}, "capacity_facto", "(did you mean capacity_factor?)"),
+        ({"name": "token_drop"}, "capacity_factor", "token_drop needs it"),
+        ({**DROP, "capacity_factor": -0.5}, "capacity_factor", "-0.5"),
+        ({**DROP, "capacity_factor": float("nan")}, "capacity_factor", "nan"),
+        ({**DROP, "capacity_factor": True}, "capacity_factor", "True"),
+        ({**DROP, "metric": "scores"}, "metric", "'scores'"),
+        ({**DROP, "modality": "image"}, "modality", "'image'"),
+        ({**DROP, "min_capacity": -1}, "min_capacity", "-1"),
+        ({**EXPANDED, "scope": "node"}, "scope", "'node'"),
+        ({**EXPANDED, "scope": "global"}, "num_candidates", "None"),
+        ({**EXPANDED, "num_candidates": -1}, "num_candidates", "-1"),
+        ({**EXPANDED, "num_candidates": 2.0}, "num_candidates", "2.0"),
+        ({**EXPANDED, "max_experts_per_token": 0}, "max_experts_per_token", "0"),
+        ({"name": "expert_drop", "fraction": 1.1}, "fraction", "1.1"),
+        ({"name": "budget_drop"}, "max_dropped and max_lost_mass", "neither"),
+        ({"name": "budget_drop", "max_dropped": 1.5}, "max_dropped", "1.5"),
+        ({"name": "budget_drop", "max_dropped": 0.1, "bins_per_octave": 3}, "bins_per_octave", "3"),
+        ({**MEGATRON, "drop_policy": "score"}, "drop_policy", "'score'"),
+        ({**MEGATRON, "pad_to_capacity": 1}, "pad_to_capacity", "1"),
+        ({"name": "pruned", "k0": 0}, "k0", "0"),
+        ({"name": "pruned", "k0": 1, "p": 0}, "p", "0"),
+        ({"name": "oea", "k0": 1, "rank_fill": "yes"}, "rank_fill", "'yes'"),
+        ({"name": "laser", "eps_high": 0.5, "t_fix": 0.5}, "c", "laser needs it"),
+        ({**LASER, "bands": {"early": {"t_fix": 0}}}, "bands", "c, trim, chunk_size"),
+        ({**LASER, "eps_high": 1.5}, "eps_high", "1.5"),
+        ({**LASER, "eps_high": [0.5, 1.5]}, "eps_high", "1.5"),
+        ({**LASER, "trim": "best"}, "trim", "'best'"),
+        ({**LASER, "chunk_size": 0}, "chunk_size", "0"),
+        ({**LASER, "load_scope": "all"}, "load_scope", "false"),
+        ({"name": "xshare", "k0": 1}, "budget and mass_threshold", "neither"),
+        ({"name": "xshare", "k0": 1, "scope": "node"}, "scope", "'node'"),
+        ({"name": "xshare", "k0": 1, "budget": 1, "rank_budget": 2}, "rank_budget", "2"),
+        ({"name": "xshare", "k0": 1, "scope": "request"}, "request_budget", "None"),
+        ({"name": "xshare", "k0": 1, "scope": "rank"}, "rank_budget", "None"),
         (
             {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": 1, "mass_threshold": 0.5},
-            "mass_threshold: scope=rank does not read it, got 0.5",
+            "mass_threshold",
+            "0.5",
         ),
-        ({"name": "dynamic_skip", "beta": 1.5}, "beta: expected a number >= 0 and <= 1, got 1.5"),
+        ({"name": "dynamic_skip", "beta": 1.5}, "beta", "1.5"),
     ],
 )
-def test_a_wrong_spec_is_refused_with_a_message_that_names_the_field(spec: Spec, message: str) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared below
+def test_a_wrong_spec_is_one_line_that_names_the_field_and_its_value(spec: Spec, key: str, got: str) -> None:
+    with pytest.raises(ValueError, match=f"^{key}: [^\n]*{re.escape(got)}[^\n]*$"):
         make_policy(spec)
-    assert message in str(error.value)
 
 
 BAD_SCORES = "scores_TE: expected finite, non-negative values; got NaN, Inf or a negative score"
@@ -519,9 +507,8 @@ def test_every_form_of_every_policy_checks_scores_and_context(spec: Spec) -> Non
                     "modality_T: modality=image_first needs the tokens' modality, got None",
                 ),
                 ({**LASER, "trim": "random"}, f"generator: trim=random {NO_DRAWS}"),
-                ({**LASER, "bands": {"early": {"trim": "random"}}}, f"generator: trim=random {NO_DRAWS}"),
                 ({**LASER, "c": 1}, "c: expected 2 (top_k) to 8 (the experts), got 1"),
-                ({**LASER, "bands": {"early": {"c": 9}}}, "c: expected 2 (top_k) to 8 (the experts), got 9"),
+                ({**LASER, "c": [9]}, "c: expected 2 (top_k) to 8 (the experts), got 9"),
                 (
                     {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1},
                     "request_id_T: scope=request needs the tokens' requests, got None",

@@ -308,7 +308,7 @@ CONFIDENT = [0.125, 0.75, 0.125, 0.0]
 SIGMOID_LIKE = [4 * score for score in NEARLY_EVEN]
 LOADS = {"load_E": torch.tensor([3, 2, 2, 1])}
 FALLING = {"load_E": torch.tensor([4, 3, 2, 1])}
-BANDS = {"t_fix": 1, "bands": {"early": {"t_fix": 0}, "final": {"c": 2, "t_fix": 0}}}
+BY_LAYER = {"t_fix": {"0": 0, "1": 1, "2": 0}, "c": {"0-1": 4, "2": 2}}
 
 
 @pytest.mark.parametrize(
@@ -334,10 +334,10 @@ BANDS = {"t_fix": 1, "bands": {"early": {"t_fix": 0}, "final": {"c": 2, "t_fix":
             {"token_mask_T": torch.tensor([True, False, True, True, True])},
             [[0], [], [0], [1], [1]],
         ),
-        # Bands replace values by thirds of the depth.
+        # Every layer has values of its own.
         *(
-            (BANDS, [NEARLY_EVEN], {"layer_fraction": depth, **FALLING}, [[expert]])
-            for depth, expert in [(0.0, 3), (0.33, 3), (1 / 3, 0), (0.6, 0), (2 / 3, 1), (1.0, 1)]
+            (BY_LAYER, [NEARLY_EVEN], {"layer_fraction": depth, **FALLING}, [[expert]])
+            for depth, expert in [(0.0, 3), (1 / 3, 0), (2 / 3, 1)]
         ),
     ],
 )

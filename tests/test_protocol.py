@@ -40,7 +40,7 @@ from moe_ep_bench.timing.protocol import (
     warm_up,
 )
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, CudaClock, HostClock, PhaseRecorder, Stopwatch, clock_for, timed
-from moe_ep_bench.workload.skew import balanced_scores
+from moe_ep_bench.workload.batch import balanced_scores
 
 
 def test_nested_phases_are_taken_out_of_what_surrounds_them() -> None:

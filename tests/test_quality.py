@@ -21,6 +21,7 @@ import yaml
 from torch import Tensor
 from torch.nn import functional
 
+from moe_ep_bench.analysis.figures import QUALITY_FIGURES, draw
 from moe_ep_bench.analysis.load import is_quality
 from moe_ep_bench.analysis.parts import ResultsError
 from moe_ep_bench.analysis.quality import (
@@ -31,7 +32,6 @@ from moe_ep_bench.analysis.quality import (
     read_quality,
     text_costs,
 )
-from moe_ep_bench.analysis.quality_figures import capacity_figure
 from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
@@ -487,20 +487,20 @@ def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_pa
     config = write(folder / "gammas.yaml", {**CONFIG, "policies": drops})
     run_quality(config, tmp_path, ["text.num_sequences=4"])
     with house_style():
-        drawing = capacity_figure(read_quality(tmp_path))
+        drawing = draw(QUALITY_FIGURES["quality_capacity"], read_quality(tmp_path))
     assert drawing is not None
     assert sorted(drawing.rows["value"]) == [0.0, 1.0, 1.0, 3.0, 3.0]
     (axes,) = drawing.figure.axes
     lines = {tuple(line.get_xdata()): line.get_ydata() for line in axes.lines if len(line.get_xdata()) > 1}
     assert set(lines) >= {(0.0, 1.0, 3.0), (1.0, 3.0)}
-    rows = drawing.rows[drawing.rows["policy"] == "token_drop"].sort_values("value")
-    assert rows["half_width_nats"].isna().all()
+    rows = drawing.rows[drawing.rows["label"].str.fullmatch(r"token_drop capacity_factor=\S+")].sort_values("value")
+    assert rows["cross_entropy_added_half"].isna().all()
     assert "below 10 batches; got 1" in quality_text(tmp_path)
     native = costs(tmp_path)["native"]["cross_entropy"]
     answers = [costs(tmp_path)[make_policy({**DROP, "capacity_factor": gamma}).label] for gamma in (0, 1.0, 3.0)]
     expected = [(one["cross_entropy"] - native).mean() for one in answers]
-    assert rows["cross_entropy_added_nats"].tolist() == pytest.approx(expected)
-    assert list(lines[0.0, 1.0, 3.0]) == rows["cross_entropy_added_nats"].tolist()
+    assert rows["cross_entropy_added"].tolist() == pytest.approx(expected)
+    assert list(lines[0.0, 1.0, 3.0]) == rows["cross_entropy_added"].tolist()
 
 
 # --- Mistakes ------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ import pytest
 import yaml
 from results_builder import FAST_RANK, QUIET_MACHINE, FakeCase, FakeComparison, standard_cases, write_run
 
+from moe_ep_bench.analysis import plot
 from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.render import Table
-from moe_ep_bench.analysis.report import page as report_page
 from moe_ep_bench.analysis.report.page import Content, content_of, page_of, write_report
 from moe_ep_bench.analysis.report.provenance import (
     commands,
@@ -57,7 +57,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def content(directory: Path) -> Content:
     """With two of its figures: tests/test_analysis.py draws them all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_page, "FIGURES", {name: FIGURES[name] for name in ("speedup", "load", "map")})
+        patch.setattr(plot, "FIGURES", {name: FIGURES[name] for name in ("speedup", "load", "map")})
         return content_of(directory, [])
 
 
@@ -75,7 +75,7 @@ def page(content: Content) -> str:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """No figures, where they are not looked at."""
-    monkeypatch.setattr(report_page, "FIGURES", {})
+    monkeypatch.setattr(plot, "FIGURES", {})
 
 
 class Parsed(HTMLParser):
@@ -137,7 +137,7 @@ def test_the_rank_that_others_wait_for_shows_and_where_time_goes(content: Conten
 def test_several_comparisons_have_an_overview_of_their_fastest_policies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report_page, "FIGURES", {"map": FIGURES["map"]})
+    monkeypatch.setattr(plot, "FIGURES", {"map": FIGURES["map"]})
     native = [FakeCase("native", role="baseline"), FakeCase("native", role="noise", label="native again")]
     comparisons = [
         FakeComparison(
@@ -163,7 +163,7 @@ def test_several_comparisons_have_an_overview_of_their_fastest_policies(
 
 
 def test_a_route_directory_is_reported_without_a_word_of_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_page, "ROUTE_FIGURES", {"traffic": report_page.ROUTE_FIGURES["traffic"]})
+    monkeypatch.setattr(plot, "FIGURES", {"load": FIGURES["load"]})
     config = {
         "name": "loads",
         "model": {"preset": "olmoe-1b-7b"},

@@ -71,8 +71,8 @@ def test_what_others_found_and_solved_for_is_what_a_rank_would_have_found(name: 
             with (
                 mock.patch.object(Workload, "blocks", refused),
                 mock.patch.object(SyntheticWorkload, "_solve", refused),
-                mock.patch("moe_ep_bench.workload.synthetic.solve_correlation", refused),
-                mock.patch("moe_ep_bench.workload.synthetic.placed_for_rank_load", refused),
+                mock.patch("moe_ep_bench.workload.synthetic.solve_copying", refused),
+                mock.patch("moe_ep_bench.workload.synthetic.place_for_rank_load", refused),
             ):
                 fingerprint, achieved = own[seed].fingerprint(), own[seed].achieved()
                 batches = [list(own[seed].rank_batches(index, 2)) for index in range(2)]

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from moe_ep_bench.bench.plan import RANKS, ROUTING, VIRTUAL, Comparison, plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.config import ConfigError, Experiment, SyntheticConfig, load_experiments
+from moe_ep_bench.config import ConfigError, Experiment, load_experiments
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 CONFIG = {
@@ -44,9 +44,6 @@ OTHER = {
     "measure.launches": 2,
     "measure.flush_l2": True,
     "measure.timeout_s": 301,
-    "route.placement": "strided",
-    "route.layer_weights": [2.0],
-    "route.image_share": 0.5,
     "emulate.links": "pcie5",
     "emulate.bandwidth_scale": 0.5,
     "emulate.device": "h20",
@@ -83,7 +80,7 @@ def test_the_table_of_other_values_names_every_key() -> None:
 def definitions(one: Experiment, key: str) -> list[dict[str, Any]]:
     """What decides the ids of an experiment's comparison on every backend that takes it."""
     planned = [Comparison.of(one, RANKS, 4, on_cpu=True), Comparison.of(one, ROUTING, on_cpu=True)]
-    if key.startswith(("emulate.", "route.")):  # The others it shares with ``run``, or refuses.
+    if key.startswith("emulate."):  # The others it shares with ``run``, or refuses.
         planned.append(Comparison.of(one, VIRTUAL, on_cpu=True))
     return [one.definition for one in planned]
 
@@ -146,4 +143,4 @@ def test_points_that_a_command_cannot_tell_apart_are_refused_by_it_alone(name: s
 def test_the_scopes_read_synthetic_workloads_whole(tmp_path: Path) -> None:
     (one,) = plan(write(tmp_path, {}), [], RANKS, 2, on_cpu=True)
     # What the file of skew_from counts, in its skew_layer, stands in the definition as the loads that it counts.
-    assert set(SyntheticConfig.model_fields) - {"skew_from", "skew_layer"} <= set(one.definition["workload"])
+    assert one.experiment.workload.model_fields_set - {"skew_from", "skew_layer"} <= set(one.definition["workload"])

@@ -295,7 +295,6 @@ LINKS = {"emulate": {"links": "h100-nvlink4"}}
             "emulate.bandwidth_scale: expected 1.0, which is",
         ),
         ({"emulate": {"replication": [{"spare_per_rank": 1}]}}, 2, "emulate.replication: expected ()"),
-        ({"route": {"placement": "strided"}}, 2, "route.placement: expected 'contiguous', which is what real ranks do"),
         ({"sweep": {"emulate.links": ["pcie4", "pcie5"]}}, 2, "expected values that it measures differently"),
     ],
 )

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.workload import SyntheticWorkload, TokenBatch
+from moe_ep_bench.workload import SyntheticWorkload, TokenBatch, deal
+from moe_ep_bench.workload.batch import balanced_scores, deal_sequences, image_tokens
 from moe_ep_bench.workload.tail import fill_tail, fit_top_k
 
 few_examples = settings(max_examples=15)
@@ -57,6 +58,73 @@ def test_the_last_tokens_of_a_rank_are_padding_and_keep_their_scores(num_tokens,
 def test_padding_leaves_a_valid_token():
     with pytest.raises(ValueError, match=r"padding_per_rank: expected less than the 5 tokens .*, got 5"):
         TokenBatch(torch.rand(5, 4), torch.arange(5)).with_padding(5)
+
+
+def test_the_first_tokens_of_every_sequence_are_images():
+    sequence_id_T = torch.tensor([7, 7, 7, 7, 3, 3, 9])
+    assert image_tokens(sequence_id_T, 0.5).tolist() == [1, 1, 0, 0, 1, 0, 0]
+    assert image_tokens(sequence_id_T, 1.0).tolist() == [1] * 7
+
+
+# Dealing in shares
+
+
+@few_examples
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=60),
+    st.integers(1, 6),
+    st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=4),
+)
+def test_ranks_get_their_shares_as_nearly_as_whole_sequences_allow(length_S, num_ranks, shares):
+    ids_T = torch.arange(len(length_S)).repeat_interleave(torch.tensor(length_S))
+    share_R = [shares[rank % len(shares)] for rank in range(num_ranks)]
+    if not any(share_R):
+        with pytest.raises(ValueError, match="shares: expected one above 0"):
+            deal(ids_T, num_ranks, shares)
+        return
+    dealt = deal(ids_T, num_ranks, shares)
+    assert torch.equal(torch.cat(dealt).sort().values, torch.arange(len(ids_T)))
+    assert all((indices.diff() > 0).all() for indices in dealt)
+    num_pieces, num_active = sum(ids_T[indices].unique().numel() for indices in dealt), sum(map(bool, share_R))
+    assert num_pieces == max(len(length_S), min(num_active, len(ids_T))), "a sequence is cut only for an empty rank"
+    assert sum(len(indices) > 0 for indices in dealt) == min(num_active, num_pieces)
+    fills = []
+    for indices, share in zip(dealt, share_R, strict=True):
+        assert share > 0 or len(indices) == 0
+        if share:
+            fills.append((len(indices) / share, share))
+    for fill, share in fills:
+        assert fill - min(other for other, _ in fills) <= max(length_S) / share + 1e-9
+
+
+@few_examples
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9), st.integers(1, 7))
+def test_equal_sequences_are_dealt_in_turn_as_one_by_one(length, num_sequences, last, num_ranks):
+    length_S = np.array([*[length] * (num_sequences - 1), min(last, length)])
+    one_by_one = deal_sequences(length_S, num_ranks, [1.0])
+    np.testing.assert_array_equal(deal_sequences(length_S, num_ranks), one_by_one)
+
+
+@pytest.mark.parametrize(
+    ("length_S", "num_ranks", "tokens"),
+    [([4096] * 8, 16, [2048] * 16), ([9], 4, [2, 2, 2, 3]), ([4, 1], 3, [2, 2, 1]), ([1, 1], 3, [1, 1, 0])],
+)
+def test_the_longest_sequences_are_cut_evenly_where_a_rank_would_be_empty(length_S, num_ranks, tokens):
+    ids_T = torch.arange(len(length_S)).repeat_interleave(torch.tensor(length_S))
+    assert [len(indices) for indices in deal(ids_T, num_ranks)] == tokens
+
+
+# Balancing
+
+
+@few_examples
+@given(st.integers(0, 50), st.sampled_from([6, 8, 64]), st.integers(1, 6), st.integers(0, 9))
+def test_balanced_scores_are_each_tokens_own_with_its_best_dealt_in_turn(num_tokens, num_experts, top_k, seed):
+    scores_TE = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed))
+    balanced_TE = balanced_scores(scores_TE, top_k)
+    for token, (own_E, found_E) in enumerate(zip(scores_TE, balanced_TE, strict=True)):
+        place_E = (token * top_k + torch.arange(num_experts)) % num_experts
+        assert torch.equal(found_E[place_E], own_E.sort(descending=True).values)
 
 
 # Synthetic

@@ -41,7 +41,7 @@ from moe_ep_bench.layer.scores import logits_from_scores
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks, with_slots
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import balance, make_placement, replicate
+from moe_ep_bench.placement import balance, replicate
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import Ranks
 
@@ -165,7 +165,7 @@ def experts_in_slots_equal_the_dense_reference(lab: Lab) -> None:
     counts_RE = np.full((4, LITE.num_experts), 5)
     pairs_P = balance(plan.slot_expert_LP[0], counts_RE.sum(axis=0), 4)
     for slots in (
-        ExpertPlacement.of_placement(make_placement("strided", LITE.num_experts, 4)),
+        ExpertPlacement(torch.arange(LITE.num_experts).view(-1, 4).t().flatten(), LITE.num_experts, 4),
         even,
         replace(even, split=Split.of(even.expert_P, pairs_P, counts_RE)),
     ):

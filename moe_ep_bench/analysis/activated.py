@@ -64,20 +64,18 @@ def layer_words(facts: Comparison) -> str:
     return f"{facts.experts.ran} experts{dispatcher}{replayed}"
 
 
-def mean_activated(case: Case, facts: Comparison) -> float | None:
-    """Activated experts of the rank that activates most, mean over batches; None unless experts lie contiguously."""
-    return float(_fullest_rank(case, facts)["activated"].mean()) if facts.placement == "contiguous" else None
+def mean_activated(case: Case, facts: Comparison) -> float:
+    """Activated experts of the rank that activates most, mean over batches."""
+    return float(_fullest_rank(case, facts)["activated"].mean())
 
 
 def activated_by_case(result: ComparisonResult) -> dict[str, float]:
     """Activated experts of the fullest rank by case id, mean over batches; empty where all steps activate all experts.
 
-    Nothing has to be timed for it. Experts that are placed otherwise or held several times are left out: which rank
-    reads them does not follow from the counts.
+    Nothing has to be timed for it. Experts that are held several times are left out: which rank reads them does
+    not follow from the counts.
     """
     facts = result.comparison
-    if facts.placement != "contiguous":
-        return {}
     measured = [one.case for one in result.results if one.case.is_ok and one.case.role != "replication"]
     by_batch = {case: _fullest_rank(case, facts)["activated"] for case in measured}
     counts = [found for case, found in by_batch.items() if case.role in _ROLES]
@@ -90,7 +88,7 @@ def decode_steps(run: Run, comparisons: Sequence[ComparisonResult] | None = None
     """Pool a run's points; nothing where every batch activates all experts, or nothing was timed by phase."""
     pools: dict[tuple[object, ...], list[ComparisonResult]] = {}
     for result in analyse(run) if comparisons is None else comparisons:
-        if result.comparison.device is None and result.comparison.placement == "contiguous":
+        if result.comparison.device is None:
             pools.setdefault(_layer(result.comparison), []).append(result)
     found = []
     for pool in pools.values():

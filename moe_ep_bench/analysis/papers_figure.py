@@ -9,25 +9,24 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from moe_ep_bench.analysis.cases import comparisons
 from moe_ep_bench.analysis.papers import METRICS, Claims, basis_words, how_words
 from moe_ep_bench.analysis.render import missing
 from moe_ep_bench.analysis.style import (
     DEFAULT_FORMATS,
+    HOW,
     INK,
     MUTED,
     NOISE_FILL,
+    Sheet,
+    dress,
     house_style,
-    panel_title,
     save,
-    settle_layout,
-    sheet,
-    wrap,
+    settle,
+    wrapped,
 )
-from moe_ep_bench.analysis.words import Footer, Origin, scale_words
+from moe_ep_bench.analysis.words import scale_words
 from moe_ep_bench.files import refuse_links_out
 from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS
 
@@ -48,7 +47,7 @@ def draw_claims(claims: Claims) -> list[Path]:
     with house_style():
         figure = claims_figure(claims)
         if figure is not None:
-            settle_layout(figure)
+            settle(figure)
             for file_format in DEFAULT_FORMATS:
                 paths.append(claims.directory / "figures" / f"claims.{file_format}")
                 save(figure, paths[-1], file_format)
@@ -63,38 +62,32 @@ def claims_figure(claims: Claims) -> Figure | None:
     unstated = rows[["paper_low", "paper_high"]].isna().all(axis=1)
     panels = [(METRICS[name], panel) for name, panel in rows.groupby("metric", sort=False)]
     looks = dict(zip(dict.fromkeys(claims.frame["traffic"]), itertools.cycle(_LOOKS), strict=False))
-    legend = [
-        *([("paper", Line2D([], [], **_PAPER_LOOK))] if (rows["paper_low"] == rows["paper_high"]).any() else []),
-        *([("paper: a range", Patch(facecolor=NOISE_FILL))] if _is_range(rows).any() else []),
-        *((f"ours, {name.replace('_', ' ')}", Line2D([], [], **_style(look, True))) for name, look in looks.items()),
-    ]
     about = comparisons(claims.store)
     about = about[about["comparison_id"].isin(rows["comparison_id"])]
     models = dict.fromkeys(f"{one.model}, {scale_words(one.scale)}, {one.dtype}" for one in about.itertuples())
-    heights = [_row_height(panel) * panel["number"].nunique() for _, panel in panels]
     ours = "whole models, a pass from end to end" if (rows["ours_of"] != "layer").any() else "one layer"
-    figure = sheet(
+    figure = Sheet(11)
+    heights = [_row_height(figure, panel) * panel["number"].nunique() for _, panel in panels]
+    grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
+    for place, (title, panel) in enumerate(panels):
+        axes = figure.add_subplot(grid[place, 0])
+        axes.set_title(title)
+        _draw(axes, panel, looks)
+    figure.axes[0].plot([], [], label="paper", **_PAPER_LOOK)
+    figure.axes[0].fill_between([], [], color=NOISE_FILL, label="paper: a range")
+    for name, look in looks.items():
+        figure.axes[0].plot([], [], label=f"ours, {name.replace('_', ' ')}", **_style(look, True))
+    kinds = f"{' / '.join(models)} | {about['workload'].iloc[0]} traffic, "
+    dress(
+        figure,
         "Papers' numbers beside ours",
         f"Ours: {ours}; filled: the primary traffic. Whiskers: least and largest draw, or 95 % intervals, or smallest "
         "and largest pair below ten batches."
         + (" Rows without a mark: no number is stated." if unstated.any() else ""),
-        Footer(
-            [
-                how_words(claims),
-                f"{' / '.join(models)} | {about['workload'].iloc[0]} traffic, "
-                f"{'; '.join(dict.fromkeys(about['facts'].map(basis_words)))}",
-            ],
-            [Origin(one.origin, one.workload) for one in about.itertuples()],
-        ),
-        legend,
-        width=11,
+        [how_words(claims), kinds + "; ".join(dict.fromkeys(about["facts"].map(basis_words)))],
+        [word for word in (*HOW, "recorded", "synthetic") if word in {*about["origin"], *about["workload"]}],
         body=sum(heights) + 0.75 * len(heights),  # titles and axes
     )
-    grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
-    for place, (title, panel) in enumerate(panels):
-        axes = figure.add_subplot(grid[place, 0])
-        panel_title(axes, title, 7.0)
-        _draw(axes, panel, looks)
     return figure
 
 
@@ -122,21 +115,21 @@ def _draw(axes: Axes, panel: pd.DataFrame, looks: dict[str, dict[str, Any]]) -> 
             begin, end = low if missing(begin) else begin, high if missing(end) else end
             axes.barh(place, end - begin, 0.7, begin, color=NOISE_FILL, zorder=0.5)
     axes.set_xlim(low, high)
-    axes.set_yticks(range(len(of_claims)), [_name(rows) for _, rows in of_claims])
+    axes.set_yticks(range(len(of_claims)), [_name(axes.figure, rows) for _, rows in of_claims])
     axes.tick_params(axis="y", labelsize=8)
     axes.set_ylim(len(of_claims) - 0.5, -0.5)
     axes.grid(False, axis="y")
     axes.set_xlabel(f"{METRICS[metric]}{' (%)' if factor == 100 else ''}")
 
 
-def _name(rows: pd.DataFrame) -> str:
+def _name(figure: Figure, rows: pd.DataFrame) -> str:
     first = rows.iloc[0]
-    return f"{wrap(first['claim'], 4.0, 8)}\n{wrap(first['case'], 4.0, 8)}"
+    return "\n".join(wrapped(figure, first[words], 4.0, 8) for words in ("claim", "case"))
 
 
-def _row_height(panel: pd.DataFrame) -> float:
+def _row_height(figure: Figure, panel: pd.DataFrame) -> float:
     """Inches, enough for the longest name."""
-    most_lines = max(_name(rows).count("\n") + 1 for _, rows in panel.groupby("number"))
+    most_lines = max(_name(figure, rows).count("\n") + 1 for _, rows in panel.groupby("number"))
     return max(0.52, 0.15 * most_lines + 0.12)
 
 

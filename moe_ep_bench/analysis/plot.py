@@ -7,77 +7,159 @@ What cannot be trusted is named, a line each, and passed over; the rest is drawn
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from moe_ep_bench.analysis.choice import Choice, IterationChoice
-from moe_ep_bench.analysis.figures import FIGURES, WHOLE_FIGURES, draw_figures, draw_named
-from moe_ep_bench.analysis.gather import gather, kind_of
-from moe_ep_bench.analysis.style import FORMATS, SIZES, Drawing
+from moe_ep_bench.analysis.cases import Store, load
+from moe_ep_bench.analysis.figures import FIGURES, QUALITY_FIGURES, Drawing, Figure, Lines, draw
+from moe_ep_bench.analysis.load import is_quality
+from moe_ep_bench.analysis.parts import ResultsError
+from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
+from moe_ep_bench.analysis.timeline import DEFAULT, Choice
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import check_folder, refuse_links_out
-from moe_ep_bench.results import ValidationDirectory
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
-
-def figures_of(kind: str) -> Mapping[str, Callable[..., Drawing | None]]:
-    """The figures of a kind of directory: ``layers``, ``models``, ``routing`` or ``quality``."""
-    if kind == "routing":
-        from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES  # it imports torch
-
-        return ROUTE_FIGURES
-    if kind == "quality":
-        from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES  # likewise
-
-        return QUALITY_FIGURES
-    return {"layers": FIGURES, "models": WHOLE_FIGURES}[kind]
+_LINES = ("x", "y", "by", "facet", "where")
 
 
 def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Draw; print the files written, and ``say`` what was passed over, merged or lacks its rows.
+    """Draw; print the files written, and ``say`` what was passed over or lacks its rows.
 
     Args:
-        options: directories; format and figures (None = all), comma-separated; out (None = beside the one directory).
+        options: directories; format and figures (None = all), comma-separated; out (None = beside the one directory);
+            x, y, by, facet and where, of a figure of any columns; case and iteration of ``timeline``, and its bounds.
     """
     formats = _names("--format", options.format, FORMATS)
-    known = dict.fromkeys(name for kind in {*map(kind_of, options.directories)} for name in figures_of(kind))
-    asked = None if options.figures is None else _names("--figures", options.figures, known)
     size = _names("--size", options.size, SIZES)[0]
-    single = options.directories[0] / "figures" if len(options.directories) == 1 else Path("figures")
-    out = options.out or single
+    lines = _asked_lines(options)
+    known = {**FIGURES, **QUALITY_FIGURES, **{line.name: line for line in lines_of(options.directories)}}
+    asked = None if options.figures is None else _names("--figures", options.figures, known)
+    out = options.out or (options.directories[0] / "figures" if len(options.directories) == 1 else Path("figures"))
     if options.out is not None:
         check_folder(out, "--out")
     elif len(options.directories) == 1:
         refuse_links_out(out.parent, out)
-    choice = Choice(options.case, IterationChoice.parse(options.iteration))
-    for directory in options.directories:
-        if ValidationDirectory(directory).pairs.is_file():
-            raise UserError(
-                f"{directory}: holds two runs side by side: name {directory / 'real'} or {directory / 'emulated'}"
-            )
-    gathered = gather(options.directories)
-    for line in (*gathered.passed_over, *gathered.notes):
+    passed_over: list[str] = []
+    drawn = {}
+    for store in stores(options.directories, passed_over):
+        with house_style(size):
+            table = {lines.name: lines.figure()} if lines else figures_of(store, lines_of(options.directories))
+            names = [name for name in (asked or table) if name in table]
+            drawn |= drawings(store, {name: table[name] for name in names}, _choice(options))
+    for line in passed_over:
         say(line)
-    files: list[Path] = []
-    for kind, folders in gathered.found.items():
-        table = figures_of(kind) if folders else {}
-        names = [name for name in (asked or table) if name in table]
-        for folder, rows in folders.items():
-            if kind in ("layers", "models"):
-                written, lacking = draw_figures(rows, out / folder, formats, names, size=size, choice=choice)
-            else:
-                written, lacking = draw_named(table, rows, out / folder, formats, names, size)
-            files += written
-            # Figures of times that nobody named are missed only where there is no other.
-            is_missed = asked is not None or not written or kind in ("routing", "quality")
-            for name in lacking if is_missed else ():
-                say(f"{name}: not drawn, the run has no rows for it{f' ({folder})' if folder else ''}")
-    for path in files:
+    written = write(drawn, out, formats, size)
+    # Figures that nobody named are missed only where there is no other.
+    for name in (name for name, drawing in drawn.items() if drawing is None and (asked or lines or not written)):
+        say(f"{name}: not drawn, the run has no rows for it")
+    for path in written:
         print(os.path.relpath(path))
-    if not files:
-        return USER_ERROR
-    return CASES_FAILED if gathered.passed_over else OK
+    return USER_ERROR if not written else CASES_FAILED if passed_over else OK
+
+
+def stores(directories: Sequence[Path], passed_over: list[str]) -> Iterator[Any]:
+    """What the directories hold: times and routing as one ``Store``, and each of ``quality`` by itself.
+
+    A directory that cannot be read is named in ``passed_over``.
+    """
+    timed = []
+    for directory in dict.fromkeys(path.resolve() for path in directories):
+        try:
+            if is_quality(directory):
+                yield _quality(directory)
+            else:
+                load([directory], [])
+                timed.append(directory)
+        except ResultsError as error:
+            passed_over.append(str(error))
+    if timed:
+        yield load(timed, passed_over)
+
+
+def _quality(directory: Path) -> Any:
+    from moe_ep_bench.analysis.quality import read_quality  # it imports torch
+
+    quality = read_quality(directory)
+    if not quality.groups:
+        raise ResultsError(f"{directory}: holds scores of tasks, of which there are no figures; `show` prints them")
+    return quality
+
+
+def figures_of(store: Any, lines: Sequence[Lines] = ()) -> dict[str, Figure]:
+    """All figures that a store may have, those of its configs too, by name."""
+    if not isinstance(store, Store):
+        return QUALITY_FIGURES
+    return {**FIGURES, **{line.name: line.figure() for line in lines}}
+
+
+def drawings(store: Any, figures: Mapping[str, Figure], choice: Choice = DEFAULT) -> dict[str, Drawing | None]:
+    """Draw figures of a store; None where it has no rows for one. Inside of ``house_style``."""
+    options = {name: {"choice": choice} if name == "timeline" else {} for name in figures}
+    return {name: draw(figure, store, **options[name]) for name, figure in figures.items()}
+
+
+def write(
+    drawn: Mapping[str, Drawing | None], folder: Path, formats: Sequence[str] = DEFAULT_FORMATS, size: str = "page"
+) -> list[Path]:
+    """Write what was drawn, a file per format and the numbers in ``<name>.csv``; the files."""
+    written = []
+    with house_style(size):
+        for name, drawing in drawn.items():
+            if drawing is not None:
+                for file_format in formats:
+                    written.append(folder / f"{name}.{file_format}")
+                    save(drawing.figure, written[-1], file_format)
+                written.append(folder / f"{name}.csv")
+                drawing.write_rows(written[-1])
+    return written
+
+
+def draw_all(directory: Path) -> str:
+    """Draw all figures of a directory beside it, after its command; say in words which."""
+    passed_over: list[str] = []
+    drawn: dict[str, Drawing | None] = {}
+    with house_style():
+        for store in stores([directory], passed_over):
+            drawn |= drawings(store, figures_of(store, lines_of([directory])))
+    written = write(drawn, directory / "figures")
+    names = ", ".join(dict.fromkeys(path.stem for path in written))
+    return f"\nfigures in {os.path.relpath(directory / 'figures')}: {names}" if names else "\nno figure was drawn"
+
+
+def lines_of(directories: Sequence[Path]) -> list[Lines]:
+    """The ``figures:`` of the directories' configs, each once."""
+    found = []
+    for directory in directories:
+        try:
+            config = json.loads((directory / "run.json").read_text(encoding="utf-8")).get("config") or []
+        except (OSError, ValueError, AttributeError):
+            continue  # named where the directory is read
+        for experiment in config if isinstance(config, list) else [config]:
+            found += [Lines(**{key: line.get(key) for key in _LINES}) for line in experiment.get("figures") or ()]
+    return list(dict.fromkeys(found))
+
+
+def _asked_lines(options: argparse.Namespace) -> Lines | None:
+    given = {name: getattr(options, name) for name in _LINES}
+    if not any(given.values()):
+        return None
+    for name in ("x", "y"):
+        if given[name] is None:
+            raise UserError(f"--{name}: expected a column beside --{'y' if name == 'x' else 'x'}; got none")
+    if options.figures is not None:
+        raise UserError("--figures: expected none beside --x and --y, which ask for a figure of their own")
+    return Lines(**given)
+
+
+def _choice(options: argparse.Namespace) -> Choice:
+    from moe_ep_bench.bench.question import Bounds  # it imports the config's models
+
+    bounds = Bounds.of(options.max_dropped, options.max_lost_mass)
+    return Choice(options.case, options.iteration, bounds.max_dropped, 1 - bounds.min_retained)
 
 
 def _names(option: str, text: str, known: Collection[str]) -> list[str]:

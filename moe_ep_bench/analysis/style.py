@@ -1,43 +1,34 @@
-"""One look for all figures: colours, text sizes, and a sheet with title, legend and footer.
+"""One look for all figures: colours, text sizes, and a sheet with title, tags, legend and footer.
 
 Colours are those of Okabe and Ito, which most colour-blind readers tell apart; markers, line styles and hatches differ
 too, so that a grey print reads as well. What was taken from the world is *filled* (measured times, recorded scores),
 what stands in for it is *hollow* (emulated, synthetic), what was computed is *dashed* (modelled), what others measured
-is *dotted* (measured elsewhere): in the tags beside a title, in the frames of panels, and in marks where one panel
-holds several origins.
+is *dotted* (measured elsewhere): in the tags beside a title, in the frames of panels, in phases.
 
-A size (``SIZES``) sets matplotlib's parameters: width, fonts, dots per inch. Matplotlib's layout does the rest.
+A size (``SIZES``) sets matplotlib's parameters: width, fonts, dots per inch. Matplotlib measures and wraps all text.
 Equal input gives equal bytes: no dates, fixed salts, and no settings of the user.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import matplotlib.style
 import numpy as np
-import pandas as pd
 from matplotlib import rcParams
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.collections import LineCollection
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont
-from matplotlib.ft2font import FT2Font, LoadFlags
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from moe_ep_bench.analysis.words import HOW, PARTLY_ELSEWHERE, Origin, tags_of
-from moe_ep_bench.cost_model.tables import MEASURED_ELSEWHERE
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
-from moe_ep_bench.schema import PHASES, UNACCOUNTED
 
 # What a file of each format would otherwise say of its making; the date changes, the rest is noise.
 FORMATS = {
@@ -48,15 +39,11 @@ FORMATS = {
 DEFAULT_FORMATS = ("png", "svg")
 
 INK, MUTED, RULE, GREY = "#222222", "#5A5A5A", "#DDDDDD", "#C9C9C9"
-NATIVE_FILL, NOISE_FILL = GREY, "#E4E4E4"
+NOISE_FILL = "#E4E4E4"
 CEILING_LINE = {"color": MUTED, "linestyle": (0, (5, 2)), "linewidth": 1.4}
-NATIVE_LINE = {"color": INK, "linewidth": 1.2, "zorder": 1}
+NATIVE_LINE = {"color": INK, "linewidth": 1.2}
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
-_DASHES, _DOTS = (0, (3, 2)), (0, (1, 1))
-# Lines, frames and tags of what was not run here.
-_LINE_OF = {"modelled": _DASHES, PARTLY_ELSEWHERE: _DOTS}
 
-FONT = "DejaVu Sans"  # comes with matplotlib: the same on every machine
 FONT_SIZES = {
     "font.size": 10,  # "small" is 0.833 of it
     "figure.titlesize": 13,
@@ -71,7 +58,7 @@ STYLE = {
     "axes.titlepad": 8.0,
     **FONT_SIZES,
     "savefig.dpi": "figure",
-    "font.family": FONT,
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same on every machine
     "text.color": INK,
     "text.parse_math": False,  # labels are the user's: a dollar sign is a dollar sign
     "axes.titlelocation": "left",
@@ -98,48 +85,34 @@ STYLE = {
 # The greatest width in inches; the height, 0 = what a figure needs; text over the page's; dots per inch.
 SIZES = {"page": (13.0, 0.0, 1.0, 160), "column": (3.3, 0.0, 0.73, 300), "slide": (13.33, 7.5, 1.25, 144)}
 MIN_POINTS = 6.0  # of any text at any size
-_MARGIN, _HANDLE, _LEADING = 0.15, 0.56, 1.4 / 72  # inches; inches per point
-_LETTER, _BOLD_LETTER = 0.535 / 72, 0.65 / 72  # a mean letter's width, inches per point
-
-# Time that a rank works has a plain or lightly hatched colour; waiting must not be taken for work. Of a whole model
-# what is no MoE layer is grey. What is modelled is hollow and dashed, and waiting then keeps a tint.
-_PHASE_HATCHES = {"shared": "xx", "permute": "\\\\\\", "comm": "...", "waiting": "////"}
-_MODELLED_HATCHES = {"gate": "|||", "experts": "--", "attention": "oo"}
-_EDGES = {"waiting": INK, UNACCOUNTED: MUTED}
+_MARGIN = 0.15  # inches
+_DOLLAR = "\N{CURRENCY SIGN}"
+_LONG = 20  # letters of a word that may be wider than its line
 
 
-def _look(group: str, colour: str) -> dict[str, Any]:
-    hatch = {"hatch": _PHASE_HATCHES[group]} if group in _PHASE_HATCHES else {}
-    return {"facecolor": colour, "edgecolor": _EDGES.get(group, "white"), **hatch}
+@contextmanager
+def house_style(size: str = "page") -> Iterator[None]:
+    """Set matplotlib's parameters for one of ``SIZES``, whatever the user's own are, and restore these afterwards."""
+    if size not in SIZES:
+        raise UserError(f"size: expected one of {', '.join(SIZES)}; got {size!r}")
+    width, height, scale, dots = SIZES[size]
+    fonts = {name: max(MIN_POINTS, scale * points) for name, points in FONT_SIZES.items()}
+    settings = {**STYLE, **fonts, "figure.figsize": (width, height), "figure.dpi": dots}
+    with matplotlib.style.context(settings, after_reset=True):
+        yield
 
 
-# By group. Where the whole model is shown, choosing experts stands apart from the gate.
-PHASE_LOOKS = {phase.group: _look(phase.group, phase.colour) for phase in reversed(PHASES.values())}
-PHASE_LOOKS["policy"] = _look("policy", PHASES["policy"].colour)
-# What was not timed but follows from what was: a hatch on white, which no phase has.
-EXTRAPOLATED_LOOK = {"facecolor": "white", "edgecolor": MUTED, "hatch": "++"}
+def is_narrow() -> bool:
+    """Whether panels must stand one under another."""
+    return rcParams["figure.figsize"][0] < 5.0
 
 
-def phase_look(group: str, how: str) -> dict[str, Any]:
-    """How a group of phases is drawn that was measured, measured elsewhere or modelled."""
-    look = PHASE_LOOKS[group]
-    if how == "measured":
-        return look
-    if how == MEASURED_ELSEWHERE:  # Full, as what was measured, with dots on it and round it.
-        return {**look, "edgecolor": INK, "hatch": "..", "linestyle": _DOTS}
-    if group == "waiting":
-        return {**look, "facecolor": "#FBF7C4", "linestyle": (0, (2, 1))}
-    hatch = {"hatch": _MODELLED_HATCHES[group]} if group in _MODELLED_HATCHES else {}
-    edge = look["edgecolor"] if group == UNACCOUNTED else look["facecolor"]
-    return {**look, **hatch, "facecolor": "white", "edgecolor": edge, "linestyle": (0, (2, 1))}
+# ---- origins -------------------------------------------------------------------------------------------------------
 
-
-def mark_look(how: str, colour: str) -> dict[str, Any]:
-    """How marks and the line through them are drawn where a panel holds several origins."""
-    if how == "measured":
-        return {"markerfacecolor": colour, "markeredgecolor": "white", "markeredgewidth": 0.6, "linestyle": "-"}
-    line = _LINE_OF.get(how, "-")
-    return {"markerfacecolor": "white", "markeredgecolor": colour, "markeredgewidth": 1.3, "linestyle": line}
+# How times came about, and where router scores were taken from: the tags of a sheet.
+HOW = ("measured", "emulated", "partly measured elsewhere", "modelled", "routed")
+_DASHES, _DOTS = (0, (3, 2)), (0, (1, 1))
+_LINE_OF = {"modelled": _DASHES, "partly measured elsewhere": _DOTS}
 
 
 def frame(axes: Axes, how: str | None) -> None:
@@ -162,243 +135,290 @@ def _tag_look(word: str) -> dict[str, Any]:
     return {"color": ink, "bbox": box}
 
 
-# A label, and an artist or several on top of each other.
-Legend = Sequence[tuple[str, Artist | tuple[Artist, ...]]]
+# ---- phases --------------------------------------------------------------------------------------------------------
+
+# Of what a pass consists, by group. Time that a rank works has a plain or lightly hatched colour; waiting must not be
+# taken for work. Of a whole model what is no MoE layer is grey, and choosing experts stands apart from the gate.
+_PHASES = {
+    "attention": ("#7F7F7F", None),
+    "rest": ("#C9C9C9", None),
+    "policy": ("#E69F00", None),
+    "gate": ("#56B4E9", None),
+    "shared": ("#CC79A7", "xx"),
+    "permute": ("#009E73", "\\\\\\"),
+    "comm": ("#D55E00", "..."),
+    "experts": ("#0072B2", None),
+    "waiting": ("#F0E442", "////"),
+    "unaccounted": ("white", None),
+}
+_EDGES = {"waiting": INK, "unaccounted": MUTED}
+_MODELLED_HATCHES = {"gate": "|||", "experts": "--", "attention": "oo"}
+# What was not timed but follows from what was: a hatch on white, which no phase has.
+EXTRAPOLATED_LOOK = {"facecolor": "white", "edgecolor": MUTED, "hatch": "++"}
 
 
-@dataclass(frozen=True, eq=False)
-class Drawing:
-    """A figure, and the numbers that it shows: tidy rows, one per mark, units in the columns' names."""
-
-    figure: Figure
-    rows: pd.DataFrame
-
-    def write_rows(self, path: Path) -> None:
-        """Write the numbers as CSV; the file appears whole or not at all. Equal numbers give equal bytes.
-
-        Nine digits: more than any of them has, fewer than those in which two machines' sums differ.
-        """
-        with atomic_path(path) as temporary:
-            self.rows.infer_objects().to_csv(temporary, index=False, float_format="%.9g", lineterminator="\n")
+def phase_look(group: str, how: str = "measured") -> dict[str, Any]:
+    """How a group of phases is drawn that was measured, measured elsewhere or modelled (hollow and dashed)."""
+    colour, hatch = _PHASES.get(group, ("#999933", None))
+    look = {"facecolor": colour, "edgecolor": _EDGES.get(group, "white"), **({"hatch": hatch} if hatch else {})}
+    if how == "measured":
+        return look
+    if how == "measured elsewhere":  # Full, as what was measured, with dots on it and round it.
+        return {**look, "edgecolor": INK, "hatch": "..", "linestyle": _DOTS}
+    if group == "waiting":  # It keeps a tint.
+        return {**look, "facecolor": "#FBF7C4", "linestyle": (0, (2, 1))}
+    hatch = {"hatch": _MODELLED_HATCHES[group]} if group in _MODELLED_HATCHES else {}
+    edge = MUTED if group == "unaccounted" else colour
+    return {**look, **hatch, "facecolor": "white", "edgecolor": edge, "linestyle": (0, (2, 1))}
 
 
 # ---- policies ------------------------------------------------------------------------------------------------------
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # black is native's alone
+# Colour and marker of every policy, the same in every figure. Policies that rarely stand in
+# one figure share a colour.
+POLICY_LOOKS = {
+    "native": (INK, "*"),
+    "topk": ("#0072B2", "o"),
+    "token_drop": ("#D55E00", "s"),
+    "expanded_drop": ("#009E73", "^"),
+    "expert_drop": ("#CC79A7", "D"),
+    "megatron_drop": ("#E69F00", "v"),
+    "budget_drop": ("#E69F00", "s"),
+    "pruned": ("#56B4E9", "P"),
+    "oea": ("#CC79A7", "X"),
+    "laser": ("#0072B2", "<"),
+    "load_only": ("#E69F00", ">"),
+    "xshare": ("#009E73", "D"),
+    "lynx": ("#56B4E9", "v"),
+    "dynamic_skip": ("#D55E00", "P"),
+    "EPLB": ("#AA4499", "h"),
+}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _LINES = ("-", "--", "-.", (0, (1, 1.2)))
-_HATCHES = ("", "////", "....", "xxxx", "----")
+_ORDERED = LinearSegmentedColormap.from_list("ordered", ["#D55E00", "#E69F00", "#009E73", "#0072B2"])
 _LIGHTER = (0.0, 0.3, 0.5)  # of a policy's variants, in turn
 
-
-@dataclass(frozen=True)
-class Look:
-    """How one policy family is named and drawn in every figure of a run."""
-
-    label: str
-    colour: str
-    marker: str
-    line: str | tuple
-    hatch: str
-
-    @property
-    def marks(self) -> dict[str, Any]:
-        """Of its line and the marks on it."""
-        edge = {"markeredgecolor": "white", "markeredgewidth": 0.6}
-        return {"color": self.colour, "linestyle": self.line, "marker": self.marker, **edge}
+Look = dict[str, Any]
 
 
-Looks = dict[str, Look]
+def looks_of(names: Sequence[str]) -> dict[str, Look]:
+    """How the line of each name is drawn, as parameters of ``Axes.plot``.
 
-
-def looks_of(labels: Mapping[str, str]) -> Looks:
-    """Give each family (key -> label) a look.
-
-    A key that begins with a policy's name has that policy's colour and marker (``Policy.look``), in every figure of
-    every run. Variants of one policy share its colour, each lighter than the one before, and have other markers and
-    lines. What is no policy takes colours in turn.
+    A name that begins with a policy's has that policy's colour and marker, in every figure of every run. Variants of
+    one policy are each lighter than the one before, and have other markers and lines. Others take colours in turn.
     """
-    from moe_ep_bench.policies import POLICIES  # what only reads results need not wait for them
-
-    looks, variants, others = {}, Counter(), 0
-    for number, (family, label) in enumerate(labels.items()):
-        policy = POLICIES.get(family.split()[0].rstrip(",:")) if family.split() else None
-        if policy is not None and policy.look is not None:
-            colour, marker = policy.look
-            variant = variants[policy.name]
-            variants[policy.name] += 1
+    looks: dict[str, Look] = {}
+    variants: dict[str, int] = {}
+    others = 0
+    for number, name in enumerate(dict.fromkeys(names)):
+        policy = name.split()[0].rstrip(",:") if name.split() else ""
+        if policy in POLICY_LOOKS:
+            colour, marker = POLICY_LOOKS[policy]
+            variant = variants[policy] = variants.get(policy, -1) + 1
             white = _LIGHTER[variant % len(_LIGHTER)]
             colour = to_hex([part + white * (1 - part) for part in to_rgb(colour)]).upper()
             markers = MARKERS if marker in MARKERS else (marker, *MARKERS)
             marker = markers[(markers.index(marker) + variant) % len(markers)]
         else:
-            colour, marker = _COLOURS[others % len(_COLOURS)], MARKERS[others % len(MARKERS)]
+            colour, marker = COLOURS[others % len(COLOURS)], MARKERS[others % len(MARKERS)]
             others += 1
-        looks[family] = Look(label, colour, marker, _LINES[number % len(_LINES)], _HATCHES[number % len(_HATCHES)])
+        edge = {"markeredgecolor": "white", "markeredgewidth": 0.6}
+        if name == "native":
+            edge = {"markersize": 9, "markeredgewidth": 0, "linewidth": 1.2}
+        looks[name] = {"color": colour, "marker": marker, "linestyle": _LINES[number % len(_LINES)], **edge}
+    return looks
+
+
+def ordered_looks(names: Sequence[str]) -> dict[str, Look]:
+    """How lines of ordered things are drawn: colours run from the first to the last; replication is dotted."""
+    ordered = [name for name in dict.fromkeys(names) if not name.startswith("EPLB") and name != "perfect balance"]
+    dotted = [name for name in dict.fromkeys(names) if name.startswith("EPLB")]
+    edge = {"markeredgecolor": "white", "markeredgewidth": 0.6}
+    colours = _ORDERED(np.linspace(0, 1, len(ordered)))
+    looks: dict[str, Look] = {
+        name: {"color": to_hex(colours[at]), "marker": MARKERS[at % len(MARKERS)], **edge}
+        for at, name in enumerate(ordered)
+    }
+    for at, name in enumerate(dotted):
+        looks[name] = {"color": POLICY_LOOKS["EPLB"][0], "linestyle": (0, (1 + 2 * (at % 3), 1.2)), "linewidth": 2}
     return looks
 
 
 # ---- sheets --------------------------------------------------------------------------------------------------------
 
-
-@contextmanager
-def house_style(size: str = "page") -> Iterator[None]:
-    """Set matplotlib's parameters for one of ``SIZES``, whatever the user's own are, and restore these afterwards."""
-    if size not in SIZES:
-        raise UserError(f"size: expected one of {', '.join(SIZES)}; got {size!r}")
-    width, height, scale, dots = SIZES[size]
-    fonts = {name: max(MIN_POINTS, scale * points) for name, points in FONT_SIZES.items()}
-    settings = {**STYLE, **fonts, "figure.figsize": (width, height), "figure.dpi": dots}
-    with matplotlib.style.context(settings, after_reset=True):
-        yield
-
-
-def is_narrow() -> bool:
-    """Whether panels must stand one under another."""
-    return rcParams["figure.figsize"][0] < 5.0
+Legend = Sequence[tuple[str, Artist | tuple[Artist, ...]]]
 
 
 class Sheet(Figure):
-    """A figure with a header, a footer and panels between them, and the origins of what it shows."""
+    """A figure that is built from its panels outwards: panels first, then ``dress``, then ``settle``.
 
-    origins: tuple[Origin, ...] = ()
+    Attributes:
+        titles: panels with the one at the right end of what their title spans.
+        words: annotations beside marks, most important first; ``settle`` hides those for which there is no room.
+    """
+
+    def __init__(self, width: float) -> None:
+        """Make an empty sheet, at most ``width`` inches wide; of a slide the size is given."""
+        most, height = rcParams["figure.figsize"]
+        super().__init__(figsize=(most if height else min(width, most), height or 5.0), layout="constrained")
+        FigureCanvasAgg(self)
+        self.titles: list[tuple[Axes, Axes]] = []
+        self.words: list[Any] = []
 
 
-def sheet(title: str, subtitle: str, footer: Sequence[str], legend: Legend, *, width: float, body: float) -> Sheet:
-    """Make a figure with a header and a footer, and a free body for the panels.
+def wrapped(figure: Figure, words: str, inches: float, points: float, weight: str = "normal", most: int = 0) -> str:
+    """Break a text into lines that are no wider than ``inches``; of more than ``most`` lines the first ones."""
+    text = figure.text(0, 0, "", fontsize=points, weight=weight)
+    for word in (word for word in words.split() if len(word) > _LONG):  # matplotlib breaks lines at spaces alone
+        text.set_text(word)
+        size = int(0.9 * len(word) * inches * figure.dpi / text.get_window_extent().width)
+        words = words.replace(word, " ".join(word[at : at + size] for at in range(0, len(word), max(1, size))))
+    text.set(text=words.replace("$", _DOLLAR), wrap=True)  # whose width matplotlib would measure as a formula's
+    text._get_wrap_line_width = lambda: inches * figure.dpi  # matplotlib's own wraps at the figure's edge
+    text.get_window_extent()
+    lines = text._get_wrapped_text().replace(_DOLLAR, "$").split("\n")
+    text.remove()
+    if most and len(lines) > most:
+        lines[most - 1 :] = [f"{lines[most - 1][:-4]} ..."]
+    return "\n".join(lines)
+
+
+def dress(figure: Sheet, title: str, how: str, footer: Sequence[str], tags: Sequence[str], *, body: float) -> None:
+    """Put title, tags, subtitle, legend and footer round the panels, and give the sheet its height.
 
     Args:
-        footer: paragraphs, each cut after two lines: the CSV and run.json hold all. A ``Footer`` also says where the
-            numbers come from, which the sheet is tagged with.
-        legend: labels and what is drawn beside them, under the subtitle.
-        width, body: inches on the page; the height is what the body, the header and the footer need. A slide has a
-            size of its own.
+        how: the subtitle: how to read the figure.
+        footer: paragraphs, each cut after two lines: the CSV and run.json hold all.
+        tags: words of ``HOW``, and ``recorded`` or ``synthetic``.
+        body: inches of the panels on the page.
     """
-    scale = rcParams["font.size"] / FONT_SIZES["font.size"]
-    most_width, height = rcParams["figure.figsize"]
-    width = most_width if height else min(width, most_width)
-    room, small = width - 2 * _MARGIN, max(MIN_POINTS, 0.8 * rcParams["font.size"])
-    title_points, points, legend_points = (
-        rcParams[name] for name in ("figure.titlesize", "figure.labelsize", "legend.fontsize")
-    )
-    origins = getattr(footer, "origins", ())
-    tags = [(word.upper(), (len(word) + 3) * _BOLD_LETTER * small + 0.12 * scale) for word in tags_of(origins)]
-    tags_width = sum(tag_width for _, tag_width in tags)
-    title = wrap(title, room - tags_width, title_points, "bold")
-    subtitle = wrap(subtitle, room, points)
-    footer_text = "\n".join(wrap(paragraph, room, small, most=4 if is_narrow() else 2) for paragraph in footer)
-    labels = [wrap(label, room - _HANDLE * scale, legend_points) for label, _ in legend]
-    widths = [max(map(len, label.split("\n"))) * _LETTER * legend_points + _HANDLE * scale for label in labels]
-    columns = len(labels) if sum(widths) <= room else max(1, int(room / max(widths)))
-    lines = -(-len(labels) // max(1, columns)) * max((label.count("\n") + 1 for label in labels), default=0)
-
-    below_title = _MARGIN + 0.06 * scale + _height(title, title_points)
-    below_subtitle = below_title + 0.08 * scale + _height(subtitle, points)
-    header = below_subtitle + 1.55 / 72 * legend_points * lines + 0.1
-    foot = _MARGIN + _height(footer_text, small) + 0.08
-    height = height or header + min(1.0, scale) * body + foot
-
-    figure = Sheet(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.origins = tuple(origins)
+    width, dpi = figure.get_figwidth(), figure.dpi
+    scale, small = rcParams["font.size"] / FONT_SIZES["font.size"], max(MIN_POINTS, 0.8 * rcParams["font.size"])
+    fixed = rcParams["figure.figsize"][1]
+    room, gap = width - 2 * _MARGIN, 0.08 * scale
     texts = [
-        figure.text(_MARGIN, _MARGIN, title, fontsize=title_points, weight="bold", va="top"),
-        figure.text(_MARGIN, below_title, subtitle, fontsize=points, color=MUTED, va="top", linespacing=1.3),
-        figure.text(_MARGIN, height - _MARGIN, footer_text, fontsize=small, color=MUTED, linespacing=1.3, va="bottom"),
+        (title, "figure.titlesize", {"weight": "bold"}),
+        (how, "figure.labelsize", {"color": MUTED, "linespacing": 1.3}),
     ]
-    left = width - _MARGIN - tags_width + 0.1 * scale
-    for word, tag_width in tags:
-        texts.append(figure.text(left, _MARGIN + 0.1 * scale, word, fontsize=small, va="center"))
-        texts[-1].set(**_tag_look(word.lower()))
-        left += tag_width
-    for text in texts:  # inches from the left and from the top
-        text.set(x=text.get_position()[0] / width, y=1 - text.get_position()[1] / height, in_layout=False)
+    head = [figure.text(0, 0, "", fontsize=rcParams[size], va="top", **look) for _, size, look in texts]
+    boxes = [figure.text(0, 0, word.upper(), fontsize=small, va="center", **_tag_look(word)) for word in tags]
+    widths = [box.get_window_extent().width / dpi + 0.3 * scale for box in boxes]
+    below, placed = _MARGIN, []
+    for text, (words, size, look), inches in zip(head, texts, (room - sum(widths), room), strict=True):
+        text.set_text(wrapped(figure, words, inches, rcParams[size], look.get("weight", "normal")))
+        placed.append((text, _MARGIN, below))
+        below += text.get_window_extent().height / dpi + gap
+    placed += [(box, width - sum(widths[n:]), _MARGIN + 0.1 * scale) for n, box in enumerate(boxes)]
+    below += 0.04 * scale
+    legend = _legend(figure, room)
+    header = below + (legend.get_window_extent().height / dpi + gap if legend else 0.0)
+    lines = [wrapped(figure, words, room, small, most=4 if is_narrow() else 2) for words in footer]
+    foot = figure.text(0, 0, "\n".join(lines), fontsize=small, color=MUTED, linespacing=1.3, va="bottom")
+    bottom = _MARGIN + (foot.get_window_extent().height / dpi + gap if footer else 0.0)
+    height = fixed or header + min(1.0, scale) * body + bottom
+    figure.set_size_inches(width, height)
+    placed.append((foot, _MARGIN, height - _MARGIN))
+    for text, left, top in placed:
+        text.set(x=left / width, y=1 - top / height, in_layout=False)
     if legend:
-        place = {"loc": "upper left", "bbox_to_anchor": (_MARGIN / width, 1 - (below_subtitle + 0.06) / height)}
-        spacing = {"borderaxespad": 0, "borderpad": 0, "columnspacing": 1.6}
-        handles = [handle for _, handle in legend]
-        figure.legend(handles, labels, ncols=columns, **place, **spacing).set_in_layout(False)
-    rect = (_MARGIN / width, foot / height, room / width, (height - header - foot) / height)
+        legend.set_loc("upper left")
+        legend.set_bbox_to_anchor((_MARGIN / width, 1 - below / height))
+        legend.set_in_layout(False)
+    rect = (_MARGIN / width, bottom / height, room / width, (height - header - bottom) / height)
+    figure.get_layout_engine().set(rect=rect, w_pad=0.06 * scale, h_pad=0.06 * scale)
+
+
+def _legend(figure: Sheet, room: float) -> Any:
+    """The labelled artists of all panels, each label once, in as many columns as ``room`` inches hold; or None."""
+    found: dict[str, Artist] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    found = dict(sorted(found.items(), key=lambda item: not isinstance(item[1], BarContainer)))
+    points = rcParams["legend.fontsize"]
+    labels = [wrapped(figure, label, room - 4 * points / 72, points) for label in found]
+    look = {"loc": "upper left", "borderaxespad": 0, "borderpad": 0, "columnspacing": 1.6}
+    for columns in range(len(found), 0, -1):
+        legend = figure.legend(list(found.values()), labels, ncols=columns, **look)
+        if columns == 1 or legend.get_window_extent().width <= room * figure.dpi:
+            return legend
+        legend.remove()
+    return None
+
+
+def settle(figure: Figure) -> None:
+    """Fix the panels where matplotlib's layout puts them, and what depends on it: titles, words beside marks."""
     engine = figure.get_layout_engine()
-    assert isinstance(engine, ConstrainedLayoutEngine)
-    engine.set(rect=rect, w_pad=0.06 * scale, h_pad=0.06 * scale)
-    return figure
-
-
-def _height(text: str, points: float) -> float:
-    return _LEADING * points * (text.count("\n") + 1) if text else 0.0
-
-
-def panel_title(axes: Axes, text: str, inches: float) -> None:
-    """Title a panel that is ``inches`` wide on the page."""
-    # Labels of bars take up to two fifths of a narrow figure, and the title stands at the panel.
-    if is_narrow():
-        inches = 0.52 * rcParams["figure.figsize"][0]
-    axes.set_title(wrap(text, inches, rcParams["axes.titlesize"], "bold"))
-
-
-def settle_layout(figure: Figure) -> None:
-    """Fix the panels where the layout puts them; rounded, for the solver's last bits differ from run to run."""
-    engine = figure.get_layout_engine()
-    if not isinstance(engine, ConstrainedLayoutEngine):
+    if engine is None:
         return
-    hows = {origin.how for origin in getattr(figure, "origins", ())}
-    for axes in figure.axes if len(hows) == 1 else ():
-        if axes.get_subplotspec() is not None:
-            frame(axes, *hows)
+    if isinstance(figure, Sheet):
+        titles = [axes.get_title(loc="left") for axes, _ in figure.titles]
+        for axes, _ in figure.titles:
+            axes.set_title("")
+        engine.execute(figure)
+        _wrap_words(figure, titles)
     engine.execute(figure)
     figure.set_layout_engine("none")
-    for axes in figure.axes:
+    for axes in figure.axes:  # the solver's last bits differ from run to run
         axes.set_position(np.round(axes.get_position(original=True).bounds, 6).tolist())
+    if isinstance(figure, Sheet):
+        _place(figure.words)
+
+
+def _wrap_words(figure: Sheet, titles: Sequence[str]) -> None:
+    """Break titles and labels of axes into lines that are no longer than their panels."""
+    width, height = figure.get_size_inches()
+    points, small = rcParams["axes.titlesize"], rcParams["axes.labelsize"]
+    for (first, last), title in zip(figure.titles, titles, strict=True):
+        inches = (last.get_position().x1 - first.get_position().x0) * width
+        first.set_title(wrapped(figure, title, inches, points, "bold"))
+    for axes in figure.axes:
+        place = axes.get_position()
+        axes.set_xlabel(wrapped(figure, axes.get_xlabel(), place.width * width, small))
+        label = wrapped(figure, axes.get_ylabel(), max(1.0, place.height * height), small)
+        axes.yaxis.label.set_text(label)
+
+
+def _place(words: Sequence[Any]) -> None:
+    """Move each annotation to where it covers no mark of its panel and no other annotation; hide it where none is."""
+    taken: dict[Axes, list[Any]] = {}
+    for word in words:
+        axes = word.axes
+        if axes not in taken:
+            marked = [
+                line
+                for line in axes.lines
+                if line.get_marker() not in ("None", None, "") and len(line.get_xdata()) == 1
+            ]
+            spreads = [one for one in axes.collections if isinstance(one, LineCollection)]
+            taken[axes] = [artist.get_window_extent() for artist in (*marked, *spreads)]
+        panel = axes.get_window_extent()
+        x, y = word.get_position()
+        for offset, side, height in (
+            ((x, y), "left", "bottom"),
+            ((x, -y), "left", "top"),
+            ((-x, y), "right", "bottom"),
+            ((-x, -y), "right", "top"),
+        ):
+            word.set(position=offset, ha=side, va=height)
+            box = word.get_window_extent()
+            inside = panel.x0 <= box.x0 and box.x1 <= panel.x1 and panel.y0 <= box.y0 and box.y1 <= panel.y1
+            if inside and not any(box.overlaps(other) for other in taken[axes]):
+                taken[axes].append(box)
+                break
+        else:
+            word.set_visible(False)
 
 
 def save(figure: Figure, path: Path, file_format: str) -> None:
     """Write a figure; the file appears whole or not at all."""
-    settle_layout(figure)
+    settle(figure)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format=file_format, metadata=FORMATS[file_format])
 
 
-def fit_label(text: str, inches: float) -> str:
-    """Break a tick's label into lines of about ``inches`` on the page."""
-    return wrap(text, min(inches, 0.36 * rcParams["figure.figsize"][0]), rcParams["ytick.labelsize"])
-
-
-def wrap(text: str, inches: float, points: float, weight: str = "normal", most: int | None = None) -> str:
-    """Break a text into lines that are no wider than ``inches``, inside a word if it must be; at most so many."""
-    lines = [""]
-    for word in text.split():
-        line = f"{lines[-1]} {word}".strip()
-        if text_width(line, points, weight) <= inches:
-            lines[-1] = line
-            continue
-        lines += [word] if lines[-1] else []
-        lines[-1] = word
-        while len(word) > 1 and text_width(word, points, weight) > inches:
-            fits = (n for n in range(len(word) - 1, 0, -1) if n == 1 or text_width(word[:n], points, weight) <= inches)
-            cut = next(fits)
-            lines[-1:] = [word[:cut], word[cut:]]
-            word = word[cut:]
-    if most is not None and len(lines) > most:
-        last = lines[most - 1]
-        while last and text_width(f"{last} ...", points, weight) > inches:
-            last = last[:-1].rstrip()
-        lines[most - 1 :] = [f"{last} ..."]
-    return "\n".join(lines)
-
-
-def text_width(text: str, points: float, weight: str = "normal") -> float:
-    """Width of a line in inches, where it is drawn in pixels: whole ones for each letter, up to 3 % wider."""
-    return sum(_advance(letter, points, weight) for letter in text) / 72 * 1.03
-
-
-@lru_cache
-def _font(points: float, weight: str) -> FT2Font:
-    font = FT2Font(findfont(FontProperties(family=rcParams["font.family"], weight=weight)))
-    font.set_size(points, 72)
-    return font
-
-
-@lru_cache(maxsize=2**12)
-def _advance(letter: str, points: float, weight: str) -> float:
-    return _font(points, weight).load_char(ord(letter), LoadFlags.NO_HINTING).linearHoriAdvance / 65536
+def labels_of(figure: Figure, labels: Mapping[Any, str] | Sequence[str], inches: float) -> list[str]:
+    """Break the labels of ticks into lines of at most ``inches`` on the page."""
+    inches = min(inches, 0.36 * figure.get_figwidth())
+    return [wrapped(figure, label, inches, rcParams["ytick.labelsize"]) for label in labels]

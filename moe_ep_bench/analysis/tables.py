@@ -10,7 +10,6 @@ import pandas as pd
 
 from moe_ep_bench.analysis.activated import decode_steps, decode_words
 from moe_ep_bench.analysis.frames import speedups
-from moe_ep_bench.analysis.graphs import graph_pairs, graph_table
 from moe_ep_bench.analysis.load import Case, Run
 from moe_ep_bench.analysis.render import (
     NONE,
@@ -162,7 +161,7 @@ def run_text(run: Run, width: int | None = None) -> str:
 
 
 def more_tables(run: Run) -> list[Table]:
-    """What stands below the main tables: rates, layers one by one, fits, and replayed graphs beside eager runs."""
+    """What stands below the main tables: rates, layers one by one, and fits."""
     if run.scope == "model":
         models = analyse_whole(run)
         comparisons = [one.comparison for one in models]
@@ -174,7 +173,7 @@ def more_tables(run: Run) -> list[Table]:
             Table(pd.DataFrame(), (), f"{steps.title}: time and activated experts", decode_words(steps))
             for steps in decode_steps(run, comparisons)
         ]
-    return [*(table for table in found if table is not None), *(graph_table(pair) for pair in graph_pairs(comparisons))]
+    return [table for table in found if table is not None]
 
 
 def _reason(row: Row) -> str | None:

@@ -107,11 +107,10 @@ def check_emulated(experiment: Experiment) -> None:
 
 
 def check_placed(experiment: Experiment, slots: ExpertPlacement) -> None:
-    """Refuse more spare experts than the model has others; of a whole model replicas and placements."""
+    """Refuse more spare experts than the model has others; of a whole model replicas."""
     asked, num_experts = experiment.emulate, experiment.model.spec().num_experts
     if experiment.scope == "model":
         _refuse(asked.replication, "emulate.replication", "none with scope model", "some")
-        _refuse(not slots.is_contiguous, "route.placement", "contiguous with scope model", experiment.route.placement)
     most = num_experts - num_experts // slots.num_ranks
     expected = f"at most {most}, with which every rank holds all {num_experts} experts"
     for spare in (wanted.spare_per_rank for wanted in asked.replication):
@@ -127,14 +126,6 @@ def check_layers(experiment: Experiment, num_layers: int | None) -> None:
                 num_layers is None, key, "one value, for synthetic scores are of no layer (scope: model has all)", got
             )
             _refuse(len(values) != num_layers, key, f"values for the {num_layers} MoE layers", got)
-
-
-def check_layer_weights(experiment: Experiment, num_layers: int) -> None:
-    """Refuse layer weights of another number than there are layers."""
-    weights = experiment.route.layer_weights
-    wrong = weights is not None and (len(weights) != num_layers or not any(weights))
-    expected = f"{num_layers} numbers (layers), some above 0"
-    _refuse(wrong, "route.layer_weights", expected, list(weights or ()))
 
 
 # ---- whole models ----------------------------------------------------------------------------------------------------

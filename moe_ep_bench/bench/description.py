@@ -92,9 +92,6 @@ def describe_timed_run(
         ValueError: a batch cannot meet its targets; one line, on every rank.
     """
     for comparison in comparisons:
-        if comparison.links is not None:  # One process makes all ranks' tokens.
-            for workload in comparison.subject.workloads.values():
-                workload.keep_noise()
         # Of several comparisons the last would wait long for what is kept of it; a layer has one workload.
         is_model = comparison.subject.name == "model"
         keep = is_model and len(comparisons) == comparison.subject.world_size == 1
@@ -180,8 +177,6 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "kernel": comparison.describe_kernels(ranks.device.type if ranks else "cpu"),
     }
     if comparison.backend == ROUTING:
-        placement = comparison.placement
-        shares = placement.share_RE.tolist() if placement.name == "matrix" else None
         return {
             **described,
             "layer": comparison.layer,
@@ -190,10 +185,8 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
             # Equal for layers that are routed alike.
             "group": comparison.alike_but_for("layer"),
             "family": comparison.alike_but_for("layer", "num_tokens", "num_batches"),
-            "placement": {"name": placement.name, "shares": shares},
             "bytes_per_pair": int(model.hidden_size * PRECISIONS[experiment.layer.dtype].sent_bytes),
-            "layer_weights": experiment.route.layer_weights,
-            "image_share": experiment.route.image_share,
+            "image_share": experiment.workload.image_share,
         }
     assert ranks is not None
     parts, asked = comparison.parts, experiment.layer
@@ -219,7 +212,6 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
     if comparison.links is not None:
         described["links"] = comparison.links.describe()
         described["device"] = comparison.device and comparison.describe_device()
-        described["placement"] = comparison.placement.name
         described["transport"] = experiment.emulate.transport
         described["dispatch_dtype"] = experiment.emulate.dispatch_dtype
         described["fit"] = comparison.fit and comparison.fit.model_dump()
@@ -236,8 +228,6 @@ def describe_experiment(experiment: Experiment) -> dict[str, Any]:
         described["model"]["hf_config"] = experiment.model.spec().source
     if described["emulate"]["links"] is not None:
         described["emulate"]["links"] = Path(described["emulate"]["links"]).name
-    if isinstance(experiment.route.placement, Path):
-        described["route"]["placement"] = experiment.route.placement.name
     for recording in described["workload"].get("trace", ()):
         recording["trace"] = Path(recording["trace"]).name
     return described

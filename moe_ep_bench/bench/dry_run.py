@@ -64,7 +64,7 @@ def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
 def dry_run_routing(config: Path, overrides: Sequence[str]) -> int:
     """Print the cases; route nothing."""
     for comparison in plan(config, overrides, ROUTING, try_out=False):
-        print(f"{comparison.title}: {comparison.workload.num_batches} batches, {comparison.placement.name} placement")
+        print(f"{comparison.title}: {comparison.workload.num_batches} batches")
         _print_cases(comparison)
     return OK
 

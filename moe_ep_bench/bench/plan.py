@@ -15,7 +15,6 @@ Shapes: T = tokens, E = experts.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -42,7 +41,7 @@ from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.models.memory import Fit, Need, layer_rows_values
-from moe_ep_bench.placement import Placement, Replication, default_ep_size, replicate
+from moe_ep_bench.placement import Replication, default_ep_size, replicate
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.lazy import torch
@@ -196,10 +195,6 @@ class Comparison:
         one.describe_kernels("cpu" if on_cpu or backend == ROUTING else "cuda")  # Finds those that cannot run.
         if backend == RANKS:
             return one
-        placement = one.placement
-        if links is not None:  # Else a placement is applied to what routing counted.
-            with naming("route.placement"):
-                one = replace(one, slots=ExpertPlacement.of_placement(placement))
         checks.check_placed(experiment, one.slots)
         with naming("emulate.replication"):
             for wanted in experiment.emulate.replication:
@@ -237,11 +232,6 @@ class Comparison:
         """Which layer of a recording; None where scores are synthetic, or a whole model's."""
         recorded = self.subject.name == "layer" and isinstance(self.workload, RecordedWorkload)
         return self.workload.layer if recorded else None
-
-    @cached_property
-    def placement(self) -> Placement:
-        """Shares of every expert's load by rank, as the config has them."""
-        return self.experiment.route.make_placement(self.model.num_experts, self.ep_size)
 
     @property
     def exchange(self) -> Exchange:
@@ -281,11 +271,10 @@ class Comparison:
             "workload": self._workload_definition(),
             **self.subject.definition,
         }
-        if self.backend == ROUTING:  # A placement decides nothing: it is applied to what was counted.
-            routed = {"ep_size": self.ep_size, "seed": layer.seed}
-            return {**found, "layer": routed, "image_share": experiment.route.image_share}
+        if self.backend == ROUTING:
+            return {**found, "layer": {"ep_size": self.ep_size, "seed": layer.seed}}
         found |= {
-            "layer": {**layer.model_dump(mode="json"), "ep_size": self.ep_size},
+            "layer": {**layer.model_dump(mode="json", exclude_defaults=True), "ep_size": self.ep_size},
             "measure": experiment.measure.definition,
             "world_size": self.subject.world_size,
         }
@@ -295,18 +284,18 @@ class Comparison:
             **found,
             "links": self.links.model_dump(mode="json"),
             "device": self.device and self.device.model_dump(mode="json"),
-            "slots": self.slots.expert_P.tolist(),
             **experiment.emulate.sent,
         }
 
     def _workload_definition(self) -> dict[str, Any]:
         """All that decides what the batches are."""
         config = self.experiment.workload
-        workload = config.model_dump(mode="json")
+        workload = config.model_dump(mode="json", exclude_defaults=True) | {"kind": config.kind}
         if isinstance(config, SyntheticConfig):
             # What a skew's name or a file of counts stands for may change; what is measured then does too.
-            del workload["skew_from"], workload["skew_layer"]
-            workload |= config.targets(self.experiment.model.preset, self.ep_size)
+            targets = config.targets(self.experiment.model.preset, self.ep_size)
+            workload |= {key: value for key, value in targets.items() if value is not None}
+            workload = {key: value for key, value in workload.items() if key not in ("skew_from", "skew_layer")}
         if isinstance(self.workload, RecordedWorkload):
             traces = zip(self.workload.sources, self.workload.traces, strict=True)
             workload["trace"] = [{"trace": trace.sha256(), "share": source.share} for source, trace in traces]
@@ -339,15 +328,12 @@ class Comparison:
             checks.check_gathering(subject.rank_tokens)
         scores_TE = torch.rand(2, self.model.num_experts, generator=torch.Generator().manual_seed(0))
         text_T = torch.zeros(2, dtype=torch.int64)
-        has_images = self.backend == ROUTING and experiment.route.image_share is not None
         context = replace(subject.context(0, text_T, None), generator=torch.Generator())
-        context = replace(context, modality_T=text_T if has_images else None)
         for policy in experiment.make_policies():
             try:
                 check_routing(compiled(policy, "cpu").route(scores_TE, context), scores_TE)
             except ValueError as problem:
-                asks = self.backend == ROUTING and "modality_T" in str(problem)
-                hint = "; route.image_share assumes images" if asks else ""
+                hint = "; workload.image_share assumes images" if "modality_T" in str(problem) else ""
                 raise UserError(f"policies: {policy.name}: {problem}{hint}") from None
 
     def kernel_of(self, case: CaseSpec, device_type: str) -> str | None:
@@ -453,7 +439,6 @@ class Comparison:
             num_ranks=self.ep_size,
             num_nodes=wanted.num_nodes,
             num_groups=self.model.num_groups or 1,
-            policy=wanted.policy,
         )
 
     def extra_bytes_per_rank(self, case: CaseSpec) -> float | None:
@@ -558,10 +543,6 @@ def plan_experiments(
             if try_out:
                 comparisons[-1].try_out()
             bar.update()
-        if backend == ROUTING:
-            num_layers = Counter(one.alike_but_for("layer") for one in comparisons)
-            for one in comparisons:
-                checks.check_layer_weights(one.experiment, num_layers[one.alike_but_for("layer")])
     _check_distinct(config, comparisons)
     return Plan(config, overrides, tuple(comparisons))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +87,8 @@ def _route_comparison(
     rows_of: dict[str, dict[str, list[Any]]] = {case.case_id: defaultdict(list) for case in cases}
     beside: dict[str, dict[str, list[Any]]] = {"overlap": defaultdict(list), "score_curves": defaultdict(list)}
     frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    home_E = comparison.placement.rank_E
-    rank_E = None if home_E is None else torch.from_numpy(home_E)
+    num_experts = comparison.model.num_experts
+    rank_E = torch.arange(num_experts) // (num_experts // comparison.ep_size)
 
     def shares_of(case: CaseSpec, _: int | None, index: int) -> list[Share]:
         return _shares(comparison, comparison.workload.batch(index))
@@ -104,7 +103,7 @@ def _route_comparison(
             rows = _route_batch(router, shares, index, layer.kernel)
             for rank, row in enumerate(rows):
                 _append(rows_of[case.case_id], {**row, "rank": rank, "batch": index, "layer": comparison.layer})
-            if frontier is not None and rank_E is not None and case.role != REPLICATION:
+            if frontier is not None and case.role != REPLICATION:
                 load_E = torch.tensor([row["load_E"] for row in rows]).sum(dim=0)
                 own = {"batch": index, "layer": comparison.layer, **frontier_row(case, frontier, load_E, rank_E)}
                 frontiers[case.case_id].append(own)
@@ -123,35 +122,21 @@ def _route_comparison(
 
 def _shares(comparison: Comparison, batch: TokenBatch) -> list[Share]:
     """Every virtual rank's tokens of a batch."""
-    config, image_share = comparison.experiment.workload, comparison.experiment.route.image_share
+    config = comparison.experiment.workload
     shares = []
     for rank, tokens_T in enumerate(deal(batch, comparison.ep_size, config.rank_shares)):
         tokens = batch.rows(tokens_T).with_padding(config.padding_per_rank)
         context = comparison.subject.context(rank, tokens.sequence_id_T, tokens.valid_T)
-        if image_share is not None:
-            context = replace(context, modality_T=assumed_modality(tokens.sequence_id_T, image_share))
         shares.append(Share(None, rank, context, lambda scores_TE=tokens.scores_TE: scores_TE))
     return shares
 
 
-def _frontier(shares: Sequence[Share], rank_E: Tensor | None) -> Frontier | None:
-    """What dropping alone could keep of a batch; None where experts have several homes, or there are too many pairs."""
-    pairs: list[tuple[Tensor, Tensor]] | None = [] if rank_E is not None else None
+def _frontier(shares: Sequence[Share], rank_E: Tensor) -> Frontier | None:
+    """What dropping alone could keep of a batch; None where there are too many pairs."""
+    pairs: list[tuple[Tensor, Tensor]] | None = []
     for share in shares:
         pairs = None if pairs is None else with_pairs(pairs, share)
-    return None if pairs is None or rank_E is None else Frontier.of(pairs, rank_E)
-
-
-def assumed_modality(sequence_id_T: Tensor, image_share: float) -> Tensor:
-    """Call the first tokens of every sequence images, rounded to whole tokens: int64 [T], 0 = text.
-
-    Vision-language models put an image's tokens before the question about it. The recordings at hand are of
-    text, so the scores of these tokens are those of text.
-    """
-    _, sequence_T, length_S = torch.unique_consecutive(sequence_id_T, return_inverse=True, return_counts=True)
-    first_S = length_S.cumsum(0) - length_S
-    place_T = torch.arange(len(sequence_id_T)) - first_S[sequence_T]
-    return torch.where(place_T < (image_share * length_S).round()[sequence_T], IMAGE, 0)
+    return None if pairs is None else Frontier.of(pairs, rank_E)
 
 
 def _route_batch(router: CaseRouter, shares: Sequence[Share], index: int, kernel: str) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import BREAKDOWN, Step, measure, plan, probe_floor_us, warm_breakdowns, warm_up
 from moe_ep_bench.timing.timer import PhaseRecorder, Stopwatch, clock_for
 from moe_ep_bench.workload import TokenBatch
-from moe_ep_bench.workload.skew import balanced_scores
+from moe_ep_bench.workload.batch import balanced_scores
 
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:

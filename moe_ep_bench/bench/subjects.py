@@ -25,7 +25,7 @@ from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
-from moe_ep_bench.workload.batch import deal_pieces
+from moe_ep_bench.workload.batch import deal_pieces, image_tokens
 from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.patterns import PatternWorkload
 from moe_ep_bench.workload.skews import PATTERNS
@@ -134,7 +134,8 @@ class LayerSubject:
         return {key: LayerSubject(self.experiment, self.world_size, {key: one}) for key, one in self.workloads.items()}
 
     def context(self, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:
-        """What is so of a rank's tokens, but for modality and randomness; ``CaseSpec.told`` is what is known of it."""
+        """What is so of a rank's tokens, but for randomness; ``CaseSpec.told`` is what is known of it."""
+        share = self.experiment.workload.image_share
         return RoutingContext(
             top_k=self.model.top_k,
             num_ranks=self.ep_size,
@@ -145,6 +146,7 @@ class LayerSubject:
             top_groups=self.model.top_groups,
             token_mask_T=valid_T,
             request_id_T=request_id_T,
+            modality_T=None if share is None else image_tokens(request_id_T, share),
             layer_fraction=self.layer_fraction,
         )
 

@@ -20,7 +20,7 @@ import torch
 
 from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, Plan, plan
 from moe_ep_bench.bench.run import emulate, launch
-from moe_ep_bench.config import EmulateConfig, RouteConfig
+from moe_ep_bench.config import EmulateConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES, launch_calibrate
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError, naming
@@ -32,7 +32,7 @@ from moe_ep_bench.runtime.errors import complain
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
 # Keys of ``emulate`` that do not make it another layer than the real ranks'.
-_FREE = {"links", "chunk_tokens"}
+_FREE = {"links"}
 
 
 class _FailedStepError(Exception):
@@ -151,7 +151,6 @@ def _check_comparable(comparison: Comparison, num_ranks: int) -> None:
         raise UserError(f"layer.ep_size: expected {num_ranks}, which are all ranks, or null; got {comparison.ep_size}")
     ours, plain = experiment.emulate.model_dump(exclude=_FREE), EmulateConfig().model_dump(exclude=_FREE)
     settings = {f"emulate.{key}": (value, plain[key]) for key, value in ours.items()}
-    settings["route.placement"] = (experiment.route.placement, RouteConfig().placement)
     for key, (value, expected) in settings.items():
         if value != expected:
             raise UserError(f"{key}: expected {expected!r}, which is what real ranks do; got {value!r}")

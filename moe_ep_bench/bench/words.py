@@ -118,8 +118,7 @@ def traffic(experiment: Experiment, workload: Workload) -> str:
         domains = " + ".join(trace.metadata["domain"] for trace in workload.traces)
         source = f"{domains}, {phase(experiment, workload)}, {config.tail_words}"
     else:
-        is_uniform = config.family == "uniform" and config.skew is None and config.peak_load is None
-        source = f"synthetic, {'uniform' if is_uniform else workload_in_short(experiment)}"
+        source = f"synthetic, {workload_in_short(experiment)}"
     return source + padding_in_title(experiment)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_ep_bench.cli.arguments import PAPERS_LIST, SUCCESSORS, make_parser, with_list_joined
+from moe_ep_bench.cli.arguments import PAPERS_LIST, make_parser, with_list_joined
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.device import take_cpu
 from moe_ep_bench.runtime.errors import complain, tolerant_stderr
@@ -34,10 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status. User mistakes are one line on stderr and status 2 (``complain``)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     with tolerant_stderr(), _no_prompt():
-        if arguments and arguments[0] in SUCCESSORS:
-            instead = f"use: moe-ep-bench {SUCCESSORS[arguments[0]]}"
-            print(f"moe-ep-bench: there is no command {arguments[0]} any more; {instead}", file=sys.stderr)
-            return USER_ERROR
         parser = make_parser()
         options = parser.parse_args(with_list_joined(arguments))
         if options.command is None:
@@ -216,18 +212,15 @@ def _route(options: argparse.Namespace) -> int:
         from moe_ep_bench.bench.dry_run import dry_run_routing
 
         return dry_run_routing(options.config, options.overrides)
+    from moe_ep_bench.analysis.plot import draw_all
     from moe_ep_bench.analysis.render import render, terminal_width
-    from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES, draw_route_figures
     from moe_ep_bench.analysis.route.load import load_route
-    from moe_ep_bench.analysis.route.tables import drawn_words, route_tables
-    from moe_ep_bench.analysis.style import DEFAULT_FORMATS
+    from moe_ep_bench.analysis.route.tables import route_tables
     from moe_ep_bench.bench import route
 
     directory = route.route(options.config, _out(options), options.overrides, force=options.force)
-    loaded = load_route(directory.root)
-    print(render(route_tables(loaded), "text", width=terminal_width()))
-    figures = directory.root / "figures"
-    print(drawn_words(*draw_route_figures(loaded, figures, DEFAULT_FORMATS, ROUTE_FIGURES, "page")))
+    print(render(route_tables(load_route(directory.root)), "text", width=terminal_width()))
+    print(draw_all(directory.root))
     return OK
 
 
@@ -316,21 +309,17 @@ def _papers_list(options: argparse.Namespace) -> int:
 
 
 def _quality(options: argparse.Namespace) -> int:
+    from moe_ep_bench.analysis.plot import draw_all
     from moe_ep_bench.analysis.quality import read_quality
-    from moe_ep_bench.analysis.quality_figures import QUALITY_FIGURES, draw_quality_figures
-    from moe_ep_bench.analysis.route.tables import drawn_words
     from moe_ep_bench.analysis.show import quality_text
-    from moe_ep_bench.analysis.style import DEFAULT_FORMATS
     from moe_ep_bench.quality.session import run_quality
 
     out = _out(options)
     run_quality(options.config, out, options.overrides, force=options.force, dry_run=options.dry_run)
     if not options.dry_run:
         print(quality_text(out))
-        if (quality := read_quality(out)).groups:
-            print(
-                drawn_words(*draw_quality_figures(quality, out / "figures", DEFAULT_FORMATS, QUALITY_FIGURES, "page"))
-            )
+        if read_quality(out).groups:
+            print(draw_all(out))
     return OK
 
 

@@ -12,17 +12,6 @@ from typing import Any, NoReturn
 from moe_ep_bench.errors import brief, did_you_mean, printable
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
-# What took the place of commands that there were.
-SUCCESSORS = {
-    "launch": "run CONFIG",
-    "points": "run CONFIG --list-points",
-    "reproduce": "papers CONFIG",
-    "accuracy": "quality CONFIG",
-    "summary": "show DIR",
-    "export": "show DIR --format md|latex|csv|json|perfetto",
-    "report": "show DIR --format html",
-}
-
 # ``papers`` takes a config; with this action in its place it is a command of its own.
 PAPERS_LIST = "papers list"
 
@@ -173,7 +162,18 @@ def make_parser() -> argparse.ArgumentParser:
     plot.add_argument("--figures", help="comma-separated (default: all for which there are rows)")
     plot.add_argument("--out", type=Path, metavar="DIR", help="default: DIR/figures of one directory, else figures")
     _add_value(plot, "--size", "page", "SIZE", "page, column (3.3 inches) or slide (16:9)")
-    plot.add_argument("--case", metavar="CASE", help="of timeline and latency (default: the fastest significant one)")
+    of_any = plot.add_argument_group("any column against any other, in place of the figures")
+    for name, words in (
+        ("x", "along the bottom"),
+        ("y", "upright, means"),
+        ("by", "a line for each value (default: policies)"),
+    ):
+        of_any.add_argument(f"--{name}", metavar="COLUMN", help=words)
+    of_any.add_argument("--facet", metavar="COLUMN", help="a panel for each value (default: comparisons)")
+    of_any.add_argument("--where", metavar="EXPR", help="rows, such as \"policy == 'oea' and num_ranks == 8\"")
+    plot.add_argument("--case", metavar="CASE", help="of timeline (default: the fastest significant one within bounds)")
+    plot.add_argument("--max-dropped", metavar="SHARE", help="that case's most top-k pairs dropped (10%%)")
+    plot.add_argument("--max-lost-mass", metavar="SHARE", help="that case's most score mass lost (5%%)")
     plot.add_argument("--iteration", default="median", metavar="WHICH", help=f"of timeline: {_ITERATION}")
 
     compare = add("compare", "compare two results directories of the same cases")
@@ -296,7 +296,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     record.set_defaults(command="trace record")
 
     imported = actions.add_parser("import", help="convert another program's recording to moe-trace-v1")
-    imported.add_argument("kind", metavar="KIND", help="esft, flame-moe, gpt-oss, megatron, sglang or vllm")
+    imported.add_argument("kind", metavar="KIND", help="esft, flame-moe, megatron, sglang or vllm")
     imported.add_argument("source", type=Path, metavar="SOURCE", help="a checkout, directory or file")
     imported.add_argument("out", type=Path, metavar="OUT", help="the file to write; must not exist")
     for name, text in (

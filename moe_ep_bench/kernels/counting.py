@@ -1,6 +1,6 @@
 """Counting what batches and routings amount to, in one pass over memory, compiled for the host.
 
-Each has a slow form beside it that says the same: ``workload.skew.TopK.chosen``, ``metrics.counts_by_torch``.
+Each has a slow form beside it that says the same: ``workload.targets.chosen_experts``, ``metrics.counts_by_torch``.
 
 Shapes: T = tokens, E = experts, K = top_k, R = ranks.
 """
@@ -67,6 +67,16 @@ def top_k_loads(noise_TE, bias_E, top_k, num_groups=1, top_groups=1, sharpness=1
         for place in range(top_k):
             load_E[best_columns[place]] += 1
     return load_E
+
+
+@njit(cache=True, nogil=True)
+def copy_down(noise_TE, is_copied_TE, before_E):
+    """Give every marked place the number above it, in place; ``before_E`` stands above the first row."""
+    num_tokens, num_experts = noise_TE.shape
+    for token in range(num_tokens):
+        for expert in range(num_experts):
+            if is_copied_TE[token, expert]:
+                noise_TE[token, expert] = noise_TE[token - 1, expert] if token else before_E[expert]
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})

@@ -231,12 +231,10 @@ def _rule(policy: BatchWide, num_experts: int, context: RoutingContext) -> Rule:
             assert isinstance(policy, Lynx)
             rule |= {"RULE": ALL_BUT_LEAST_WANTED.value, "AMOUNT": policy.num_dropped}
     elif isinstance(policy, OEA):
-        k_max = top_k if policy.k_max is None else policy.k_max
-        rule |= {"COUNT": policy.k0, "SHARE": policy.p, "MOST": k_max}
+        rule |= {"COUNT": policy.k0, "SHARE": policy.p, "MOST": policy.most_added(context)}
         if policy.max_rank is not None:
             rule["DEPTH"] = policy.max_rank
-        # Otherwise the base, which opens the list and is open, is among the first k_max.
-        rule["KEEPS_WANTED"] = policy.k0 > k_max or policy.max_rank is not None
+        rule["KEEPS_WANTED"] = policy.keeps_base_apart(context)
         if policy.rank_fill:
             rule |= {"RULE": WITH_RANKS_FILLED.value, "WITH_SUMS": True, "PER_RANK": local}
     else:

@@ -24,7 +24,7 @@ from torch import Tensor
 from moe_ep_bench.kernels.tiles_triton import Layout, inputs, on_device
 from moe_ep_bench.policies.capacity import IMAGE, CapacityPolicy, ExpandedDrop, expert_capacity
 from moe_ep_bench.policies.contract import RoutingContext
-from moe_ep_bench.policies.field_checks import decimal
+from moe_ep_bench.policies.field_types import decimal
 
 MOST_PAIRS = 2**30
 """T * E, so that a standing stays below 2**63."""
@@ -76,7 +76,7 @@ class Job:
         range_bits = _FLOAT_BITS + is_signed if is_float else (num_tokens + 1).bit_length()
         index_bits = max(1, (scores_TE.numel() - 1).bit_length())
         favours = policy.modality != "uniform" and context.modality_T is not None
-        num_more, of_local, most = _expansion(policy, context.top_k, num_experts, num_local)
+        num_more, of_local, most = _expansion(policy, num_experts, context)
         room, of_valid = _room(policy, scores_TE.shape, context, num_shared)
         return cls(
             read=(
@@ -103,17 +103,13 @@ class Job:
         )
 
 
-def _expansion(policy: CapacityPolicy, top_k: int, num_experts: int, num_local: int) -> tuple[int, int, int | None]:
+def _expansion(policy: CapacityPolicy, num_experts: int, context: RoutingContext) -> tuple[int, int, int | None]:
     """How many further experts a token considers, of how many on its own rank, and how many it keeps at most."""
     if not isinstance(policy, ExpandedDrop):
         return 0, 0, None
-    if policy.scope == "global":
-        num_more, num_local = min(policy.num_candidates or 0, num_experts - top_k), 0
-    else:
-        num_more = num_local if policy.num_candidates is None else min(policy.num_candidates, num_local)
-        num_local = num_local if num_more else 0
-    most = policy.max_experts_per_token
-    return num_more, num_local, most if most is not None and most < top_k + num_more else None
+    num_more, most = policy.further_experts(num_experts, context), policy.max_experts_per_token
+    num_local = num_experts // context.num_ranks if policy.scope == "local" and num_more else 0
+    return num_more, num_local, most if most is not None and most < context.top_k + num_more else None
 
 
 def _room(policy: CapacityPolicy, shape: torch.Size, context: RoutingContext, num_shared: int) -> tuple[Room, bool]:

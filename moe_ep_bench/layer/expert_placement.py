@@ -16,8 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.errors import UserError
-from moe_ep_bench.placement import Placement, Replication
+from moe_ep_bench.placement import Replication
 from moe_ep_bench.policies.lazy import Tensor, torch
 
 
@@ -97,25 +96,6 @@ class ExpertPlacement:
     def of_replication(plan: Replication) -> ExpertPlacement:
         """The first layer of an EPLB plan."""
         return ExpertPlacement(plan.slot_expert_LP[0], plan.num_experts, plan.num_ranks)
-
-    @staticmethod
-    def of_placement(placement: Placement) -> ExpertPlacement:
-        """Slots for shares of load: each expert shared evenly, and as many slots on every rank.
-
-        Raises:
-            ValueError: ranks hold different numbers of experts, or an expert is shared unevenly.
-        """
-        held_RE = placement.share_RE > 0
-        counts_R = held_RE.sum(axis=1)
-        if len(set(counts_R.tolist())) > 1:
-            raise UserError(
-                "expected as many experts on every rank, where a layer is run;"
-                f" got {counts_R.min()} to {counts_R.max()}"
-            )
-        if not np.allclose(placement.share_RE, held_RE / held_RE.sum(axis=0)):
-            raise UserError("expected replicas that share their expert evenly, where a layer is run; got uneven shares")
-        num_ranks, num_experts = held_RE.shape
-        return ExpertPlacement(np.nonzero(held_RE)[1].astype(np.int64), num_experts, num_ranks)
 
     @property
     def num_slots(self) -> int:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
-from moe_ep_bench.errors import UserError, did_you_mean
+from pydantic import ValidationError
+
+from moe_ep_bench.errors import UserError, did_you_mean, problem_words
 from moe_ep_bench.policies.budget_drop import BudgetDrop
 from moe_ep_bench.policies.by_layer import ByLayer
 from moe_ep_bench.policies.capacity import ExpandedDrop, TokenDrop
@@ -69,7 +73,11 @@ def make_policy(spec: Mapping[str, object]) -> Policy:
     for key, field in known.items():
         if field.default is MISSING and key not in values:
             raise UserError(f"{key}: {name} needs it")
-    layered = {key: value for key, value in values.items() if _is_by_layer(known[key].type, value)}
+    layered = {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, list | tuple | Mapping) and key in _number_fields(policy)
+    }
     if policy is POLICIES.get(name):
         return _made(policy, values, layered)
     try:
@@ -80,23 +88,37 @@ def make_policy(spec: Mapping[str, object]) -> Policy:
     return made
 
 
-def _is_by_layer(annotation: object, value: object) -> bool:
-    """Whether a value is a list or a mapping where the field holds a number."""
-    kinds = set(str(getattr(annotation, "__name__", annotation)).replace(" ", "").split("|"))
-    return isinstance(value, list | tuple | Mapping) and {"None"} < kinds | {"None"} <= {"int", "float", "None"}
+@functools.cache
+def _number_fields(policy: type[Policy]) -> frozenset[str]:
+    """The fields that hold numbers, which may differ by layer."""
+    try:
+        hints = get_type_hints(policy)
+    except NameError:  # A policy of a user's own may name types that are there for type checkers alone.
+        return frozenset()
+    kinds = {name: set(get_args(kind) or (kind,)) for name, kind in hints.items()}
+    return frozenset(name for name, kind in kinds.items() if {NoneType} < kind | {NoneType} <= {int, float, NoneType})
 
 
 def _made(policy: type[Policy], values: Mapping[str, Any], layered: Mapping[str, Any]) -> Policy:
     """A policy whose checks have seen every layer's values."""
     if not layered:
-        return policy(**values)
+        return _checked(policy, values)
     columns = {key: ByLayer.of(key, value) for key, value in layered.items()}
     lengths = {key: len(column) for key, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise UserError(f"{', '.join(lengths)}: expected as many layers in each, got {list(lengths.values())}")
     rows = zip(*columns.values(), strict=True)
-    of_layers = [policy(**{**values, **dict(zip(columns, row, strict=True))}) for row in rows]
+    of_layers = [_checked(policy, {**values, **dict(zip(columns, row, strict=True))}) for row in rows]
     made = copy.copy(of_layers[0])
     for key in columns:
         object.__setattr__(made, key, ByLayer(getattr(one, key) for one in of_layers))
     return made
+
+
+def _checked(policy: type[Policy], values: Mapping[str, Any]) -> Policy:
+    """A policy whose values fit their fields; ValueError names the first field whose value does not."""
+    try:
+        return policy(**values)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise UserError(": ".join([*map(str, problem["loc"][:1]), problem_words(problem)])) from None

@@ -26,12 +26,11 @@ Shapes: T = local tokens, E = experts, S = 2 x bins, G = groups, C = cells of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_checks import decimal, real, require_choice, require_count
+from moe_ep_bench.policies.field_types import Positive, Share, decimal, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import top_k_map, weighted
 
@@ -42,7 +41,7 @@ NUM_OCTAVES = 16
 _SCORE_UNIT = 2.0**-32
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class BudgetDrop(SteppedPolicy):
     """Drop within a budget; of ``max_dropped`` and ``max_lost_mass`` give one.
 
@@ -54,24 +53,17 @@ class BudgetDrop(SteppedPolicy):
     """
 
     name: ClassVar[str] = "budget_drop"
-    look: ClassVar[tuple[str, str]] = ("#E69F00", "s")
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
-    max_dropped: float | None = None
-    max_lost_mass: float | None = None
+    max_dropped: Share | None = None
+    max_lost_mass: Share | None = None
     granularity: Granularity = "rank"
-    bins_per_octave: int = 8
+    bins_per_octave: Positive = 8
 
     def __post_init__(self) -> None:
-        budgets = {name: getattr(self, name) for name in ("max_dropped", "max_lost_mass")}
-        given = {name: value for name, value in budgets.items() if value is not None}
-        if len(given) != 1:
-            got = "both" if given else "neither"
+        if (self.max_dropped is None) == (self.max_lost_mass is None):
+            got = "neither" if self.max_dropped is None else "both"
             raise UserError(f"max_dropped and max_lost_mass: expected one of them, got {got}")
-        for name, value in given.items():
-            object.__setattr__(self, name, real(name, value, maximum=1))
-        require_choice("granularity", self.granularity, Granularity)
-        require_count("bins_per_octave", self.bins_per_octave, minimum=1)
         if self.bins_per_octave not in (1, 2, 4, 8, 16, 32, 64):
             raise UserError(f"bins_per_octave: expected a power of two from 1 to 64, got {self.bins_per_octave}")
 

@@ -49,12 +49,12 @@ class ByLayer(tuple[Any, ...]):
 
 
 def _of_bands(name: str, bands: Mapping[Any, Any]) -> list[Any]:
+    matches = {band: re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(band)) for band in bands}
     values: list[Any] = []
-    for band, value in bands.items():
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", str(band))
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (-1, -1)
+    for band, match in sorted(matches.items(), key=lambda item: int(item[1][1]) if item[1] else -1):
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)
         if first != len(values) or last < first:
             expected = f"{len(values)} or {len(values)}-LAST for the next band of layers"
             raise UserError(f"{name}: expected {expected}, got {band!r}")
-        values += [value] * (last - first + 1)
+        values += [bands[band]] * (last - first + 1)
     return values

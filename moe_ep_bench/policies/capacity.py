@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_checks import decimal, real, require_choice, require_count
+from moe_ep_bench.policies.field_types import Count, Factor, Positive, decimal, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import (
     integer_keys,
@@ -64,7 +63,7 @@ def expert_capacity(
     return math.floor(exact) if rounding == "floor" else math.ceil(exact)
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class CapacityPolicy(SteppedPolicy):
     """What ``token_drop`` and ``expanded_drop`` share.
 
@@ -78,23 +77,15 @@ class CapacityPolicy(SteppedPolicy):
         rounding: of a capacity: ``floor`` (the paper's algorithms), or ``ceil`` (its released code).
     """
 
-    capacity_factor: float
+    capacity_factor: Factor
     metric: Metric = "score"
     granularity: Granularity = "expert"
     modality: Modality = "uniform"
-    min_capacity: int = 0
+    min_capacity: Count = 0
     rounding: Rounding = "floor"
 
     torch_only: ClassVar[Mapping[str, object]] = {"rounding": "ceil"}
     optional: ClassVar[tuple[str, ...]] = ("rounding",)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "capacity_factor", real("capacity_factor", self.capacity_factor))
-        require_choice("metric", self.metric, Metric)
-        require_choice("granularity", self.granularity, Granularity)
-        require_choice("modality", self.modality, Modality)
-        require_count("min_capacity", self.min_capacity, minimum=0)
-        require_choice("rounding", self.rounding, Rounding)
 
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
@@ -144,12 +135,11 @@ class CapacityPolicy(SteppedPolicy):
         return integer_keys(keys_TE) + (favoured_T1.long() << 40)
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class TokenDrop(CapacityPolicy):
     """Capacity-aware Token Drop (arXiv 2503.05066, Algorithm 1)."""
 
     name: ClassVar[str] = "token_drop"
-    look: ClassVar[tuple[str, str]] = ("#D55E00", "s")
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
@@ -158,7 +148,7 @@ class TokenDrop(CapacityPolicy):
         return weighted(scores_TE, map_TE, top_k_TE, context, self.steps)
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class ExpandedDrop(CapacityPolicy):
     """Capacity-aware Expanded Drop (arXiv 2503.05066, Algorithm 2).
 
@@ -175,29 +165,25 @@ class ExpandedDrop(CapacityPolicy):
     """
 
     name: ClassVar[str] = "expanded_drop"
-    look: ClassVar[tuple[str, str]] = ("#009E73", "^")
     experts_in: ClassVar[tuple[str, ...]] = ("num_candidates", "max_experts_per_token")
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
     looks_past_top_k: ClassVar[bool] = True
 
-    num_candidates: int | None = None
+    num_candidates: Count | None = None
     scope: Scope = "local"
-    max_experts_per_token: int | None = None
+    max_experts_per_token: Positive | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        require_choice("scope", self.scope, Scope)
         if self.num_candidates is None and self.scope == "global":
             raise UserError("num_candidates: scope=global needs a whole number >= 0, got None")
-        if self.num_candidates is not None:
-            require_count("num_candidates", self.num_candidates, minimum=0)
-        if self.max_experts_per_token is not None:
-            require_count("max_experts_per_token", self.max_experts_per_token, minimum=1)
+
+    def further_experts(self, num_experts: int, context: RoutingContext) -> int:
+        """How many further experts a token considers: on its own rank, or beyond its top-k anywhere."""
+        most = num_experts - context.top_k if self.scope == "global" else num_experts // context.num_ranks
+        return most if self.num_candidates is None else min(self.num_candidates, most)
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        most = num_experts if self.scope == "global" else num_experts // context.num_ranks
-        more = most if self.num_candidates is None else min(self.num_candidates, most)
-        wanted = min(context.top_k + more, num_experts)
+        wanted = min(context.top_k + self.further_experts(num_experts, context), num_experts)
         return wanted if self.max_experts_per_token is None else min(wanted, self.max_experts_per_token)
 
     def most_pairs(self, num_tokens: int, num_experts: int, context: RoutingContext) -> int:
@@ -226,13 +212,12 @@ class ExpandedDrop(CapacityPolicy):
     def _expand(self, top_k_TE: Tensor, preference_TE: Tensor, context: RoutingContext) -> Tensor:
         """Add the further experts that each token considers: bool [T, E]."""
         num_experts = top_k_TE.shape[1]
+        count = self.further_experts(num_experts, context)
         if self.scope == "global":
-            count = min(self.num_candidates or 0, num_experts)
             others_TE = self.steps.best_per_row(preference_TE.masked_fill(top_k_TE, -torch.inf), count)
             return top_k_TE | without_padding(others_TE, context)
         num_local = num_experts // context.num_ranks
         local = slice(context.rank * num_local, (context.rank + 1) * num_local)
-        count = num_local if self.num_candidates is None else min(self.num_candidates, num_local)
         expanded_TE = top_k_TE.clone()
         expanded_TE[:, local] |= self.steps.best_per_row(preference_TE[:, local], count)
         return without_padding(expanded_TE, context)

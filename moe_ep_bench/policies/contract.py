@@ -98,8 +98,6 @@ class Policy:
 
     Attributes:
         name: what users write.
-        look: colour and marker in every figure; None = the next free ones. Policies that rarely stand in one figure
-            may share a colour, never the marker as well.
         acts_in: the phases in which it acts unless told otherwise. Capacities bound the straggler of prefill,
             batch-wide sets the weights that a decode step reads.
         looks_past_top_k: scores beyond the model's top-k decide, so that a recording which holds
@@ -111,7 +109,6 @@ class Policy:
     """
 
     name: ClassVar[str]
-    look: ClassVar[tuple[str, str] | None] = None
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     looks_past_top_k: ClassVar[bool] = False
     fewer_experts_by: ClassVar[str | None] = None

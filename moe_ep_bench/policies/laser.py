@@ -16,13 +16,11 @@ Shapes: T = local tokens, E = experts, K = top_k.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_checks import real, require_choice, require_count, require_flag
+from moe_ep_bench.policies.field_types import Flag, Positive, Share, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import list_keys, weighted
 from moe_ep_bench.policies.steps import LeastLoaded
@@ -30,20 +28,8 @@ from moe_ep_bench.policies.steps import LeastLoaded
 Trim = Literal["top", "random"]
 LoadScope = Literal["rank", "all"]
 
-BANDS = ("early", "middle", "final")
 
-
-class Bands(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
-    """What differs in the thirds of a model's depth: ((band, ((field, value), ...)), ...), hashable."""
-
-    def as_dict(self) -> dict[str, dict[str, Any]]:
-        return {band: dict(values) for band, values in self}
-
-    def __str__(self) -> str:
-        return "/".join(f"{band}({','.join(f'{k}={v}' for k, v in values)})" for band, values in self)
-
-
-@dataclass(frozen=True, kw_only=True)
+@policy
 class LoadAwarePolicy(SteppedPolicy):
     """What ``laser`` and ``load_only`` share: tokens in order, loads carried from one to the next.
 
@@ -57,12 +43,10 @@ class LoadAwarePolicy(SteppedPolicy):
     looks_past_top_k: ClassVar[bool] = True
     optional: ClassVar[tuple[str, ...]] = ("carry_loads", "load_scope")
 
-    carry_loads: bool = False
+    carry_loads: Flag = False
     load_scope: LoadScope = "rank"
 
     def __post_init__(self) -> None:
-        require_flag("carry_loads", self.carry_loads)
-        require_choice("load_scope", self.load_scope, LoadScope)
         if self.load_scope == "all" and not self.carry_loads:
             raise UserError("load_scope: all is of carried loads; expected carry_loads true, got false")
 
@@ -83,7 +67,7 @@ class LoadAwarePolicy(SteppedPolicy):
         return weighted(scores_TE, map_TE, map_TE, context, self.steps)
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class Laser(LoadAwarePolicy):
     """Load-aware choice among near-best experts.
 
@@ -95,81 +79,37 @@ class Laser(LoadAwarePolicy):
             more preferred first among equals.
         trim: keep the first c of the token's preference list (``top``), or any c (``random``), which
             may lose experts of the top-k.
-        bands: other values of the fields above for the ``early``, ``middle`` or ``final`` third of the
-            model's depth.
         chunk_size: valid tokens that see the same loads.
     """
 
     name: ClassVar[str] = "laser"
-    look: ClassVar[tuple[str, str]] = ("#0072B2", "<")
     experts_in: ClassVar[tuple[str, ...]] = ("c",)
 
-    eps_high: float
-    t_fix: float
-    c: int
+    eps_high: Share
+    t_fix: Share
+    c: Positive
     trim: Trim = "top"
-    bands: Bands | Mapping[str, Mapping[str, Any]] | None = None
-    chunk_size: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "eps_high", real("eps_high", self.eps_high, maximum=1))
-        object.__setattr__(self, "t_fix", real("t_fix", self.t_fix, maximum=1))
-        require_count("c", self.c, minimum=1)
-        require_choice("trim", self.trim, Trim)
-        require_count("chunk_size", self.chunk_size, minimum=1)
-        if self.bands is not None:
-            object.__setattr__(self, "bands", self._checked_bands(self.bands))
-
-    def _checked_bands(self, bands: Any) -> Bands:
-        allowed = ("eps_high", "t_fix", "c", "trim")
-        given = bands.as_dict() if isinstance(bands, Bands) else bands
-        if not isinstance(given, Mapping) or not given.keys() <= set(BANDS):
-            raise UserError(f"bands: expected a mapping of {', '.join(BANDS)}; got {brief(given)}")
-        checked = []
-        for band in filter(given.__contains__, BANDS):
-            values = given[band]
-            if not isinstance(values, Mapping) or not values.keys() <= set(allowed):
-                raise UserError(f"bands.{band}: expected a mapping of {', '.join(allowed)}; got {brief(values)}")
-            try:
-                other = replace(self, bands=None, **values)
-            except ValueError as error:
-                raise UserError(f"bands.{band}.{error}") from None
-            checked.append((band, tuple((name, getattr(other, name)) for name in allowed if name in values)))
-        return Bands(checked)
-
-    def at(self, layer_fraction: float) -> Laser:
-        """The same policy with the values of a layer's band."""
-        if self.bands is None:
-            return self
-        assert isinstance(self.bands, Bands)
-        band = BANDS[min(int(layer_fraction * len(BANDS)), len(BANDS) - 1)]
-        return replace(self, bands=None, **self.bands.as_dict().get(band, {}))
-
-    def params(self) -> dict[str, object]:
-        bands = self.bands.as_dict() if isinstance(self.bands, Bands) else None
-        return {**super().params(), "bands": bands}
+    chunk_size: Positive = 1
 
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
-        here, num_experts = self.at(context.layer_fraction), scores_TE.shape[1]
-        if not context.top_k <= here.c <= num_experts:
-            raise UserError(f"c: expected {context.top_k} (top_k) to {num_experts} (the experts), got {here.c}")
-        if here.trim == "random" and context.generator is None and context.random_TE is None:
+        num_experts = scores_TE.shape[1]
+        if not context.top_k <= self.c <= num_experts:
+            raise UserError(f"c: expected {context.top_k} (top_k) to {num_experts} (the experts), got {self.c}")
+        if self.trim == "random" and context.generator is None and context.random_TE is None:
             raise UserError("generator: trim=random needs a torch.Generator in the context, got None")
 
     def draws(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
-        return context.drawn(like_TE) if self.at(context.layer_fraction).trim == "random" else None
+        return context.drawn(like_TE) if self.trim == "random" else None
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, Tensor | None]:
-        here, random_TE = self.at(context.layer_fraction), self.draws(scores_TE, context)
         rule = LeastLoaded(
-            top_k=context.top_k, eps_high=here.eps_high, t_fix=here.t_fix, pool_size=here.c, chunk_size=here.chunk_size
+            top_k=context.top_k, eps_high=self.eps_high, t_fix=self.t_fix, pool_size=self.c, chunk_size=self.chunk_size
         )
-        return rule, random_TE
+        return rule, self.draws(scores_TE, context)
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class LoadOnly(LoadAwarePolicy):
     """The K least loaded of all experts, the more preferred first among equals: the balance bound.
 
@@ -178,13 +118,8 @@ class LoadOnly(LoadAwarePolicy):
     """
 
     name: ClassVar[str] = "load_only"
-    look: ClassVar[tuple[str, str]] = ("#E69F00", ">")
 
-    chunk_size: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_count("chunk_size", self.chunk_size, minimum=1)
+    chunk_size: Positive = 1
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, None]:
         """Everyone's pool is all experts."""

@@ -10,18 +10,17 @@ which it leaves open, go to the lower token, and a pair of weight 0 outranks one
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_checks import real, require_choice, require_flag
+from moe_ep_bench.policies.field_types import Factor, Flag, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import top_k_map, weighted, without_padding
 
 DropPolicy = Literal["probs", "position"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class MegatronDrop(SteppedPolicy):
     """Each expert keeps its best C = ceil(T * K / E * gamma) top-k pairs, T counting valid tokens.
 
@@ -33,17 +32,11 @@ class MegatronDrop(SteppedPolicy):
     """
 
     name: ClassVar[str] = "megatron_drop"
-    look: ClassVar[tuple[str, str]] = ("#E69F00", "v")
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
-    capacity_factor: float
+    capacity_factor: Factor
     drop_policy: DropPolicy = "probs"
-    pad_to_capacity: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "capacity_factor", real("capacity_factor", self.capacity_factor))
-        require_choice("drop_policy", self.drop_policy, DropPolicy)
-        require_flag("pad_to_capacity", self.pad_to_capacity)
+    pad_to_capacity: Flag = False
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         return num_experts if self.pad_to_capacity else context.top_k

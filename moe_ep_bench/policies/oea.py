@@ -11,17 +11,16 @@ Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R expert
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_checks import real, require_count, require_flag
+from moe_ep_bench.policies.field_types import Flag, Positive, ShareAboveZero, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import list_keys, summed_scores, weighted, without_padding
 from moe_ep_bench.policies.steps import lowest, place_in_row
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class Pruned(SteppedPolicy):
     """A token takes the first n of its list: k0, or fewer if these hold share p of its row sum.
 
@@ -31,17 +30,12 @@ class Pruned(SteppedPolicy):
     """
 
     name: ClassVar[str] = "pruned"
-    look: ClassVar[tuple[str, str]] = ("#56B4E9", "P")
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
     fewer_experts_by: ClassVar[str] = "k0"
     experts_in: ClassVar[tuple[str, ...]] = ("k0",)
 
-    k0: int
-    p: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_count("k0", self.k0, minimum=1)
-        object.__setattr__(self, "p", real("p", self.p, maximum=1, zero=False))
+    k0: Positive
+    p: ShareAboveZero = 1.0
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         return min(self.k0, num_experts)
@@ -57,7 +51,7 @@ class Pruned(SteppedPolicy):
         return weighted(scores_TE, map_TE, map_TE, context, self.steps, width=self.k0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class OEA(Pruned):
     """Base = ``pruned``; S = union of the batch's bases; then each token adds experts of S in list order.
 
@@ -72,26 +66,27 @@ class OEA(Pruned):
     """
 
     name: ClassVar[str] = "oea"
-    look: ClassVar[tuple[str, str]] = ("#CC79A7", "X")
     looks_past_top_k: ClassVar[bool] = True
     experts_in: ClassVar[tuple[str, ...]] = ("k0", "k_max", "max_rank")
 
-    k_max: int | None = None
-    max_rank: int | None = None
-    rank_fill: bool = False
+    k_max: Positive | None = None
+    max_rank: Positive | None = None
+    rank_fill: Flag = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.k_max is not None:
-            require_count("k_max", self.k_max, minimum=1)
-        if self.max_rank is not None:
-            require_count("max_rank", self.max_rank, minimum=1)
-        require_flag("rank_fill", self.rank_fill)
+    def most_added(self, context: RoutingContext) -> int:
+        """A token adds experts while it holds fewer than this."""
+        return context.top_k if self.k_max is None else self.k_max
+
+    def keeps_base_apart(self, context: RoutingContext) -> bool:
+        """Whether the base has to be kept beside what a token adds.
+
+        Otherwise the base, which opens the list and lies in S, is among the first of S that are added.
+        """
+        return self.k0 > self.most_added(context) or self.max_rank is not None
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
-        k_max = context.top_k if self.k_max is None else self.k_max
         within = num_experts if self.max_rank is None else self.max_rank
-        return min(max(self.k0, min(k_max, within)), num_experts)
+        return min(max(self.k0, min(self.most_added(context), within)), num_experts)
 
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         base_TE = self.base(scores_TE, list_keys(scores_TE, context, self.steps), context)
@@ -106,15 +101,14 @@ class OEA(Pruned):
         if self.rank_fill:
             shared_E = fill_ranks(shared_E, stats_SE[1], context.num_ranks)
         keys_TE = list_keys(scores_TE, context, self.steps)
-        k_max = context.top_k if self.k_max is None else self.k_max
+        k_max = self.most_added(context)
         if self.max_rank is None or self.max_rank >= scores_TE.shape[1]:
             map_TE = self.steps.best_per_row(keys_TE, k_max, shared_E)
         else:
             within_TE = self.steps.best_per_row(keys_TE, self.max_rank) & shared_E
             map_TE = self.steps.best_per_row(keys_TE.masked_fill(~within_TE, lowest(keys_TE)), k_max) & within_TE
         map_TE = without_padding(map_TE, context)
-        if self.k0 > k_max or self.max_rank is not None:
-            # Otherwise the base, which opens the list and lies in S, is among the first k_max of S.
+        if self.keeps_base_apart(context):
             map_TE = map_TE | self.base(scores_TE, keys_TE, context)
         return weighted(scores_TE, map_TE, map_TE, context, self.steps, width=max(self.k0, k_max))
 

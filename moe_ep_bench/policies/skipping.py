@@ -15,17 +15,16 @@ Shapes: T = local tokens, E = experts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_checks import decimal, real, require_count
+from moe_ep_bench.policies.field_types import Count, Share, decimal, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import top_k_map, weighted
 from moe_ep_bench.policies.steps import Steps
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class ClosingPolicy(SteppedPolicy):
     """What ``expert_drop`` and ``lynx`` share: experts are closed by their load in the batch."""
 
@@ -49,7 +48,7 @@ class ClosingPolicy(SteppedPolicy):
         return weighted(scores_TE, top_k_TE & ~self.closed(stats_SE[0]), top_k_TE, context, self.steps)
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class ExpertDrop(ClosingPolicy):
     """Skip the least loaded experts, unused ones included; the lower index first among equals.
 
@@ -59,17 +58,11 @@ class ExpertDrop(ClosingPolicy):
     """
 
     name: ClassVar[str] = "expert_drop"
-    look: ClassVar[tuple[str, str]] = ("#CC79A7", "D")
     experts_in: ClassVar[tuple[str, ...]] = ("count",)
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
-    fraction: float = 0.1
-    count: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fraction", real("fraction", self.fraction, maximum=1))
-        if self.count is not None:
-            require_count("count", self.count, minimum=0)
+    fraction: Share = 0.1
+    count: Count | None = None
 
     def closed(self, load_E: Tensor) -> Tensor:
         return least(self.steps, load_E, self.num_closed(load_E.numel()))
@@ -80,7 +73,7 @@ class ExpertDrop(ClosingPolicy):
         return max(1, math.floor(decimal(self.fraction) * num_experts))
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class Lynx(ClosingPolicy):
     """Close the least used of the experts that the batch activates; the lower index first among equals.
 
@@ -89,15 +82,11 @@ class Lynx(ClosingPolicy):
     """
 
     name: ClassVar[str] = "lynx"
-    look: ClassVar[tuple[str, str]] = ("#56B4E9", "v")
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
     fewer_experts_by: ClassVar[str] = "num_dropped"
     experts_in: ClassVar[tuple[str, ...]] = ("num_dropped",)
 
-    num_dropped: int
-
-    def __post_init__(self) -> None:
-        require_count("num_dropped", self.num_dropped, minimum=0)
+    num_dropped: Count
 
     def num_closed(self, num_experts: int) -> int:
         return min(self.num_dropped, num_experts)
@@ -107,7 +96,7 @@ class Lynx(ClosingPolicy):
         return is_activated_E & least(self.steps, load_E.masked_fill(~is_activated_E, torch.inf), self.num_dropped)
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class DynamicSkip(SteppedPolicy):
     """A token skips those of its top-k whose score is below ``beta`` times the best score among them.
 
@@ -116,12 +105,8 @@ class DynamicSkip(SteppedPolicy):
     """
 
     name: ClassVar[str] = "dynamic_skip"
-    look: ClassVar[tuple[str, str]] = ("#D55E00", "P")
 
-    beta: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "beta", real("beta", self.beta, maximum=1))
+    beta: Share
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         top_k_TE = top_k_map(scores_TE, context, self.steps)

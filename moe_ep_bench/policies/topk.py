@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy
+from moe_ep_bench.policies.field_types import policy
 from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.policies.selection import top_k_map, weighted
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class TopK(SteppedPolicy):
     """No policy at all: the baseline, on the path that the policies take."""
 
     name: ClassVar[str] = "topk"
-    look: ClassVar[tuple[str, str]] = ("#0072B2", "o")
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         map_TE = top_k_map(scores_TE, context, self.steps)

@@ -17,12 +17,11 @@ Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R, Q = r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_checks import real, require_choice, require_count
+from moe_ep_bench.policies.field_types import Count, Share, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import list_keys, summed_scores, top_k_map, weighted, without_padding
 from moe_ep_bench.policies.steps import best_first, place_in_row, share_of
@@ -38,7 +37,7 @@ _READS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@policy
 class XShare(SteppedPolicy):
     """S0 = union of the tokens' first k0; S = S0 and a budget of further experts; top-k inside S.
 
@@ -62,7 +61,6 @@ class XShare(SteppedPolicy):
     """
 
     name: ClassVar[str] = "xshare"
-    look: ClassVar[tuple[str, str]] = ("#009E73", "D")
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
     fewer_experts_by: ClassVar[str] = "budget"
     experts_in: ClassVar[tuple[str, ...]] = ("k0", "budget", "request_budget", "rank_budget")
@@ -70,23 +68,15 @@ class XShare(SteppedPolicy):
     torch_only: ClassVar[Mapping[str, object]] = {"scores": "topk"}
     optional: ClassVar[tuple[str, ...]] = ("scores",)
 
-    k0: int
-    budget: int | None = None
-    mass_threshold: float | None = None
+    k0: Count
+    budget: Count | None = None
+    mass_threshold: Share | None = None
     scope: Scope = "batch"
-    request_budget: int | None = None
-    rank_budget: int | None = None
+    request_budget: Count | None = None
+    rank_budget: Count | None = None
     scores: Scores = "full"
 
     def __post_init__(self) -> None:
-        require_count("k0", self.k0, minimum=0)
-        require_choice("scope", self.scope, Scope)
-        require_choice("scores", self.scores, Scores)
-        for name in ("budget", "request_budget", "rank_budget"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name), minimum=0)
-        if self.mass_threshold is not None:
-            object.__setattr__(self, "mass_threshold", real("mass_threshold", self.mass_threshold, maximum=1))
         for name in ("budget", "mass_threshold", "request_budget", "rank_budget"):
             if getattr(self, name) is not None and name not in _READS[self.scope]:
                 raise UserError(f"{name}: scope={self.scope} does not read it, got {getattr(self, name)!r}")

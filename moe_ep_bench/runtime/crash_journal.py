@@ -2,9 +2,10 @@
 
 Every rank keeps a *mark*, a small memory-mapped file that names its case: a memory copy to write, outside of anything
 timed, and it survives the process. A rank that ends in order clears its mark, or notes in it that it was stopped; any
-other mark that the next job finds is a lost attempt. A job is named by the first of its comparisons and collects the
-marks of its own comparisons alone, which it has locked. While a comparison is built or written its own id stands for
-the case.
+other mark that the next job finds is a lost attempt. A line written ahead of each case's first run would not do: cases
+are timed in turns, and a rank that dies meanwhile is to cost the case of that moment alone. A job is named by the first
+of its comparisons and collects the marks of its own comparisons alone, which it has locked. While a comparison is built
+or written, and in native's first run, its own id stands for the case.
 
     <out>/attempts/now-<job>-<rank>  the mark: 64 bytes of case id, 512 of reason
     <out>/attempts/<case_id>.json    reasons of the attempts that were lost, oldest first

@@ -1,4 +1,8 @@
-"""No hang lasts: a thread ends the process when nothing has moved for too long, and dumps all stacks to the log."""
+"""No hang lasts: a thread ends the process when nothing has moved for too long, and dumps all stacks to the log.
+
+``faulthandler.dump_traceback_later`` would end it as surely. But it leaves no reason, so that a rank which only waited
+for another would be blamed as the one that hung.
+"""
 
 from __future__ import annotations
 

@@ -64,6 +64,39 @@ class TokenBatch:
         return replace(self, valid_T=torch.arange(self.num_tokens) < self.num_tokens - num_padding)
 
 
+def balanced_scores(scores_TE: Tensor, top_k: int) -> Tensor:
+    """Permute each token's scores so that top-k loads differ by at most one pair between experts.
+
+    A token's values stay the same, so its weights do too; only which expert holds which value
+    changes: token t's K best go to experts t*K, t*K + 1, ... modulo E.
+
+    Args:
+        scores_TE: float32 [T, E].
+
+    Returns:
+        float32 [T, E].
+    """
+    num_tokens, num_experts = scores_TE.shape
+    if scores_TE.is_cpu:
+        ascending_TE = torch.from_numpy(np.sort(scores_TE.numpy(), axis=1))  # several times as fast as torch's
+    else:
+        ascending_TE = scores_TE.sort(dim=1).values
+    place_T1 = torch.arange(num_tokens, device=scores_TE.device).unsqueeze(1) * top_k
+    expert_TE = (place_T1 + torch.arange(num_experts, device=scores_TE.device)) % num_experts
+    return torch.empty_like(scores_TE).scatter_(1, expert_TE, ascending_TE.flip(1))
+
+
+def image_tokens(sequence_id_T: Tensor, share: float) -> Tensor:
+    """Mark a share of each sequence's tokens as an image's: int64 [T], 1 = image, 0 = text.
+
+    They are the first ones, rounded to whole tokens: vision-language models put an image before the question about it.
+    The scores of these tokens are those of text.
+    """
+    _, sequence_T, length_S = torch.unique_consecutive(sequence_id_T, return_inverse=True, return_counts=True)
+    place_T = torch.arange(len(sequence_id_T), device=length_S.device) - (length_S.cumsum(0) - length_S)[sequence_T]
+    return (place_T < (share * length_S).round()[sequence_T]).long()
+
+
 def deal(batch: TokenBatch | Tensor, num_ranks: int, shares: Sequence[float] | None = None) -> list[Tensor]:
     """Share a batch among ranks by whole sequences, as evenly in tokens as these allow.
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from torch import Tensor
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.frontier import Frontier, joint, top_k_pairs
-from moe_ep_bench.policies.laser import BANDS
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.workload.batch import deal_pieces
 from moe_ep_bench.workload.trace import Trace, open_trace
@@ -253,8 +251,8 @@ def laser_thresholds(path: str | Path, keep: float = 0.25) -> dict[str, Any]:
         keep: share of tokens that are to keep their top-k, 0 to 1.
 
     Returns:
-        ``eps_high`` and ``t_fix`` over all layers, and under ``bands`` those of every third of the depth that has a
-        layer: fields of the policy ``laser``, to be completed by ``c``.
+        ``eps_high`` and ``t_fix`` by ranges of layers, one for every third of the depth that has a layer: fields of the
+        policy ``laser``, to be completed by ``c``.
 
     Raises:
         ValueError: ``keep`` out of range, or a recording whose scores do not say what share of the mass the top-k hold.
@@ -265,22 +263,16 @@ def laser_thresholds(path: str | Path, keep: float = 0.25) -> dict[str, Any]:
     if trace.scores_are_assumed or trace.scores_are_normalised:
         what = "assumed" if trace.scores_are_assumed else "normalised over the top-k"
         raise UserError(f"{path}: score: expected shares of a token's whole score mass, got scores that are {what}")
-    shares: dict[str, list[np.ndarray]] = {}
-    nearness: dict[str, list[np.ndarray]] = {}
-    for layer in range(trace.num_layers):
-        scores_TK = trace.read_layer(layer)[1].astype(np.float64)
-        band = BANDS[layer * len(BANDS) // trace.num_layers]
-        best_T = scores_TK[:, 0]
-        shares.setdefault(band, []).append(scores_TK.sum(axis=1))
-        nearness.setdefault(band, []).append(scores_TK[best_T > 0, -1] / best_T[best_T > 0])
-    return {
-        **_thresholds(list(chain(*shares.values())), list(chain(*nearness.values())), keep),
-        "bands": {band: _thresholds(shares[band], nearness[band], keep) for band in shares},
-    }
-
-
-def _thresholds(shares: list[np.ndarray], nearness: list[np.ndarray], keep: float) -> dict[str, float]:
-    # Float16 scores may sum to a little more than 1, which no threshold may be.
-    eps_high = min(float(np.quantile(np.concatenate(shares), 1 - keep)), 1.0)
-    t_fix = float(np.median(np.concatenate(nearness)))
-    return {"eps_high": round(eps_high, _DECIMALS), "t_fix": round(t_fix, _DECIMALS)}
+    thresholds: dict[str, dict[str, float]] = {"eps_high": {}, "t_fix": {}}
+    third_L = np.arange(trace.num_layers) * 3 // trace.num_layers
+    for third in np.unique(third_L):
+        layers = np.flatnonzero(third_L == third).tolist()
+        scores_NK = np.concatenate([trace.read_layer(layer)[1].astype(np.float64) for layer in layers])
+        best_N = scores_NK[:, 0]
+        # Float16 scores may sum to a little more than 1, which no threshold may be.
+        eps_high = min(float(np.quantile(scores_NK.sum(axis=1), 1 - keep)), 1.0)
+        t_fix = float(np.median(scores_NK[best_N > 0, -1] / best_N[best_N > 0]))
+        band = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
+        thresholds["eps_high"][band] = round(eps_high, _DECIMALS)
+        thresholds["t_fix"][band] = round(t_fix, _DECIMALS)
+    return thresholds

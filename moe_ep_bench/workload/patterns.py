@@ -35,9 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.workload.noise import Noise
-from moe_ep_bench.workload.randomness import Run, Stream, generator
-from moe_ep_bench.workload.synthetic import GeneratedWorkload
+from moe_ep_bench.workload.randomness import Run, Stream, generator, row_numbers
+from moe_ep_bench.workload.synthetic import GeneratedWorkload, gumbel_noise, softmax
 
 # Above what noise differs by.
 _INSIDE = 40.0
@@ -65,14 +64,11 @@ class PatternWorkload(GeneratedWorkload):
             raise UserError(f"skew: megatron_w5 leaves {self.num_experts // 2} experts, fewer than top_k={self.top_k}")
 
     def make_scores(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float32]]:
-        row_T = np.concatenate([np.arange(run.first, run.end) for run in runs]) if runs else np.zeros(0, np.int64)
-        first = 0
-        for noise_TE in Noise(self.seed, index, self.num_tokens, self.num_experts).chunks(runs):
-            rows_T = row_T[first : first + len(noise_TE)]
+        row_T, first = row_numbers(runs), 0
+        for noise_TE in gumbel_noise(self.seed, index, runs, self.num_experts):
+            inside_TE = self.inside(index, row_T[first : first + len(noise_TE)])
             first += len(noise_TE)
-            logits_TE = noise_TE + _INSIDE * self.inside(index, rows_T)
-            odds_TE = np.exp(logits_TE - logits_TE.max(axis=1, keepdims=True))
-            yield (odds_TE / odds_TE.sum(axis=1, keepdims=True)).astype(np.float32)
+            yield softmax(noise_TE + _INSIDE * inside_TE)
 
     def inside(self, index: int, row_T: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Among which experts these tokens of a batch choose their top-k: bool [T, E], at least K in a row."""

@@ -1,10 +1,9 @@
-"""Where a workload's random numbers come from, and how its scores are kept free of ties.
+"""Random numbers by their place in a batch, rows in chunks, and scores without ties.
 
-Random numbers are numpy's counter-based Philox streams, one for each (seed, purpose, batch). So
-batch 7 can be made without batches 0 to 6, a row of it without the rows before it, and neither the
-number of ranks nor torch or its devices have a say in it. Scores are worked out in float64 and
-rounded to float32 last, which hides last-place differences between math libraries; where one shows
-after all, or a numpy release changes a distribution, the workload's fingerprint tells.
+Every (seed, purpose, batch) has one key of numpy's counter-based Philox generator, and every row of a batch its own
+place on the counter. So any rank makes any rows, and neither the number of ranks nor torch or its devices have a say.
+Scores are computed in float64 and rounded to float32 last. That hides last-place differences between math libraries;
+where one shows after all, or a numpy release changes a distribution, the workload's fingerprint tells.
 
 Rows are asked for as *runs* of adjacent ones and made in *chunks*: arrays of half a MiB, which may hold several short
 runs or a piece of a long one. So a batch may be larger than memory.
@@ -14,8 +13,9 @@ Shapes: T = tokens, E = experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ _CHUNK_SCORES = 2**16
 
 
 class Stream(IntEnum):
-    """What random numbers are for. The values are part of what makes the bytes: append, never renumber."""
+    """Purposes of random numbers. The values are part of what makes the bytes: append, never renumber."""
 
     POPULARITY = 0
     NOISE = 1
@@ -38,24 +38,26 @@ class Stream(IntEnum):
 
 
 def generator(seed: int, stream: Stream, batch: int = 0) -> np.random.Generator:
-    """Return the generator of one stream of one batch; ``seed`` is at least 0."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(stream, batch))))
+    """Return the generator of one purpose in one batch; ``seed`` is at least 0."""
+    return np.random.Generator(np.random.Philox(_seeds(seed, stream, batch)))
 
 
-def seek(random: np.random.Generator, word: int) -> None:
-    """Go to a place in a stream: the next number is drawn from its 64-bit word number ``word``, from 0."""
-    state = random.bit_generator.state
-    # Philox turns a counter into four words: what is drawn next is made from the counter after this one.
-    state["state"]["counter"] = np.array([word // 4, 0, 0, 0], dtype=np.uint64)
-    random.bit_generator.state = {**state, "buffer_pos": 4, "has_uint32": 0}
+def uniform_rows(seed: int, stream: Stream, batch: int, first: int, end: int, num_experts: int) -> NDArray[np.float64]:
+    """Draw the rows ``first`` to ``end - 1`` of a batch, uniform from 0 to below 1: float64 [end - first, E]."""
+    word = first * num_experts
+    philox = np.random.Philox(key=_key(seed, stream, batch), counter=word // 4)  # four words for each count
     if word % 4:
-        random.bit_generator.random_raw(word % 4)
+        philox.random_raw(word % 4)
+    return np.random.Generator(philox).random((end - first, num_experts))
 
 
-def tell(random: np.random.Generator) -> int:
-    """Which 64-bit word of its stream the next number is drawn from."""
-    state = random.bit_generator.state
-    return 4 * int(state["state"]["counter"][0]) - (4 - state["buffer_pos"])
+@lru_cache(maxsize=256)
+def _key(seed: int, stream: Stream, batch: int) -> NDArray[np.uint64]:
+    return _seeds(seed, stream, batch).generate_state(2, np.uint64)
+
+
+def _seeds(seed: int, stream: Stream, batch: int) -> np.random.SeedSequence:
+    return np.random.SeedSequence(seed, spawn_key=(stream, batch))
 
 
 class Run(NamedTuple):
@@ -104,35 +106,8 @@ def in_chunks(runs: Iterable[Run], num_rows: int) -> Iterator[list[Run]]:
 
 
 def row_numbers(chunk: Iterable[Run]) -> NDArray[np.int64]:
-    """The rows of a chunk, one by one."""
-    return np.concatenate([np.arange(first, end) for first, end in chunk])
-
-
-def draw_rows(
-    random: np.random.Generator, runs: Iterable[Run], num_experts: int, draw: Callable[..., NDArray[np.float64]]
-) -> Iterator[tuple[list[Run], NDArray[np.float64]]]:
-    """Draw random rows in chunks: which they are, and float64 [up to ``rows_at_once``, E].
-
-    A rejected word moves what is drawn with it on by one: ``gumbel`` rejects one in 2^53, ``random`` none.
-
-    Args:
-        random: at the beginning of its stream.
-        draw: its method, of those that take one word for a number.
-    """
-    row = 0
-    for chunk in in_chunks(runs, rows_at_once(num_experts)):
-        parts = []
-        for first, end in chunk:
-            if first != row:
-                seek(random, first * num_experts)
-            parts.append(draw(size=(end - first, num_experts)))
-            row = end
-        yield chunk, joined(parts)
-
-
-def joined(parts: list[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """All rows in one array; of one part no copy is made."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    """Number every row of a chunk."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, end) for first, end in chunk)])
 
 
 def separate_ties(scores_TE: NDArray[np.float32], order_TE: NDArray[np.float64]) -> None:

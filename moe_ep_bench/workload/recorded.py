@@ -23,7 +23,15 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.draws import Pool, apportion, draw_sequences, draw_steps
-from moe_ep_bench.workload.randomness import Run, Stream, draw_rows, generator, in_chunks, row_numbers, rows_at_once
+from moe_ep_bench.workload.randomness import (
+    Run,
+    Stream,
+    generator,
+    in_chunks,
+    row_numbers,
+    rows_at_once,
+    uniform_rows,
+)
 from moe_ep_bench.workload.tail import RECORDED, TAILS, FittedTopK, FullRows, fill_tail, fit_top_k, keep_top_k_ahead
 from moe_ep_bench.workload.trace import Trace, open_trace
 from moe_ep_bench.workload.workload import Workload
@@ -154,9 +162,9 @@ class RecordedWorkload(Workload):
                 yield self._full.scores_TE[tokens(chunk)]
             return
         ids_TK, fitted, weights_E = self._routing
-        random = generator(self.seed, Stream.TAIL, index)
-        for chunk, jitter_TE in draw_rows(random, runs, self.num_experts, random.random):
-            token_T = tokens(chunk)
+        for chunk in in_chunks(runs, rows_at_once(self.num_experts)):
+            jitter = [uniform_rows(self.seed, Stream.TAIL, index, *run, self.num_experts) for run in chunk]
+            token_T, jitter_TE = tokens(chunk), np.concatenate(jitter)
             yield fill_tail(ids_TK[token_T].astype(np.int64), fitted.scores_TK[token_T], weights_E, jitter_TE)
 
     def draw(self, index: int) -> NDArray[np.int64]:

@@ -48,7 +48,7 @@ class Skew(Strict):
 
     def targets(self) -> dict[str, Any]:
         """The targets that are known, by key of a synthetic workload."""
-        return self.model_dump(exclude={"basis", "source"}, exclude_none=True)
+        return self.model_dump(include=set(TARGETS), exclude_none=True)
 
 
 class Skews(Preset):
@@ -61,6 +61,7 @@ class Skews(Preset):
     worst_layer: Skew
 
 
+TARGETS = ("peak_load", "rank_load", "topk_share", "neighbour_overlap")
 SKEWS = tuple(Skews.model_fields)
 # Other benchmarks' patterns, of any model; see the module of that name.
 PATTERNS = (*(f"megatron_w{number}" for number in range(8)), "power_law_1.01", "power_law_1.2")

@@ -1,9 +1,8 @@
 """What every source of batches has in common.
 
-Any rows of a batch can be made alone, so a workload need not hold a batch to give a rank its tokens. A thousand
-ranks of 16,384 tokens and 1,024 experts have 64 GiB of scores together, one of them 64 MiB. Which sequences are a
-rank's depends on their lengths only (``batch.deal_pieces``), and a row's scores on the random numbers at its own
-place in the batch's stream (``randomness``).
+Any rows of a batch can be made alone, so a workload need not hold a batch to give a rank its tokens. A thousand ranks
+of 16,384 tokens and 1,024 experts have 64 GiB of scores together, one of them 64 MiB. Which sequences are a rank's
+depends on their lengths only (``batch.deal_pieces``), and a row's scores on the random numbers at its place.
 
 Shapes: T = tokens, E = experts, R = ranks, S = sequences of a batch, P = pieces of sequences.
 """
@@ -21,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.metrics import chosen_experts, imbalance, mass_share, rank_imbalance, shared_by_neighbours
+from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload.batch import TokenBatch, deal_pieces
 from moe_ep_bench.workload.randomness import Run, runs_of
-from moe_ep_bench.workload.skew import TopK, entropy, mass_share, rank_load, shared_by_neighbours
 
 
 class Workload(ABC):
@@ -43,7 +43,7 @@ class Workload(ABC):
     topk_share: float | None
     num_groups: int | None = None
     top_groups: int | None = None
-    _skips_survey = False
+    _skips_survey = _keeps_batches = False
 
     @abstractmethod
     def sequence_lengths(self, index: int) -> NDArray[np.int64]:
@@ -66,10 +66,12 @@ class Workload(ABC):
         (what was asked for), ``achieved`` (see ``achieved``), ``recording`` (provenance, else None).
         """
 
-    @property
-    def selection(self) -> TopK:
+    @cached_property
+    def selection(self) -> RoutingContext:
         """The model's own top-k."""
-        return TopK(self.top_k, self.num_groups, self.top_groups)
+        return RoutingContext(top_k=self.top_k, num_groups=self.num_groups, top_groups=self.top_groups)
+
+    # ---- batches and ranks' shares of them ---------------------------------------------------------------------------
 
     def batch(self, index: int) -> TokenBatch:
         """Return batch ``index``, 0 to ``num_batches - 1``."""
@@ -97,6 +99,22 @@ class Workload(ABC):
             return self._kept.pop(index)
         return self._of_rank(index, rank, *self._dealt(index, num_ranks, shares))
 
+    def tokens_of_ranks(self, index: int, num_ranks: int, shares: Sequence[float] | None = None) -> NDArray[np.int64]:
+        """Count the tokens that each rank gets of batch ``index``: int64 [R]; arguments as of ``rank_batches``."""
+        start_P, _, rank_P = self._dealt(index, num_ranks, shares)
+        return np.bincount(rank_P, np.diff(start_P), minlength=num_ranks).astype(np.int64)
+
+    def blocks(self, index: int) -> Iterator[TokenBatch]:
+        """Yield batch ``index`` a few rows at a time, in order; a sequence may go on in the next block."""
+        return self._blocks(index, self._starts(index))
+
+    def _blocks(self, index: int, start_S: NDArray[np.int64]) -> Iterator[TokenBatch]:
+        first = 0
+        for scores_TE in self.make_scores(index, [Run(0, int(start_S[-1]))]):
+            sequence_id_T = np.searchsorted(start_S, np.arange(first, first + len(scores_TE)), side="right") - 1
+            yield TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
+            first += len(scores_TE)
+
     def _dealt(
         self, index: int, num_ranks: int, shares: Sequence[float] | None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -114,25 +132,6 @@ class Workload(ABC):
         rank_P: NDArray[np.int64],
     ) -> TokenBatch:
         return self._tokens(index, np.flatnonzero(rank_P == rank), start_P, sequence_P)
-
-    def tokens_of_ranks(self, index: int, num_ranks: int, shares: Sequence[float] | None = None) -> NDArray[np.int64]:
-        """How many tokens each rank gets of batch ``index`` (``rank_batches``): int64 [R]; arguments as there."""
-        start_P, _, rank_P = self._dealt(index, num_ranks, shares)
-        tokens_R = np.zeros(num_ranks, dtype=np.int64)
-        np.add.at(tokens_R, rank_P, np.diff(start_P))
-        return tokens_R
-
-    def blocks(self, index: int) -> Iterator[TokenBatch]:
-        """Yield batch ``index`` a few rows at a time, in order; a sequence may go on in the next block."""
-        return self._blocks(index, self._starts(index))
-
-    def _blocks(self, index: int, start_S: NDArray[np.int64]) -> Iterator[TokenBatch]:
-        first = 0
-        for scores_TE in self.make_scores(index, [Run(0, int(start_S[-1]))]):
-            row_T = np.arange(first, first + len(scores_TE))
-            sequence_id_T = np.searchsorted(start_S, row_T, side="right") - 1
-            yield TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
-            first += len(scores_TE)
 
     def _starts(self, index: int) -> NDArray[np.int64]:
         """Where each sequence starts, and where the last one ends: int64 [S + 1]."""
@@ -159,6 +158,8 @@ class Workload(ABC):
                 f"topk_share: expected a number between {least:g} (top_k / experts) and 1, got {self.topk_share:g}"
             )
 
+    # ---- the survey: what the batches are and turned out to be -------------------------------------------------------
+
     def fingerprint(self) -> str | None:
         """16 hex digits of a sha256 over the bytes of all batches; makes every batch once. None if not surveyed."""
         digests = "".join(batch["digest"] for batch in self._surveyed_all())
@@ -169,9 +170,9 @@ class Workload(ABC):
 
         Means over batches: ``peak_load`` (max_E(load) / mean load; ``peak_load_range`` its least and
         greatest), ``rank_load`` (the same of contiguous ranks, by their number: powers of two that divide the
-        experts), ``activated_experts`` (with at least one token), ``topk_share`` of the score mass, ``entropy``
-        of the scores over log E, and ``neighbour_overlap`` (experts that adjacent tokens of a sequence share;
-        None without such tokens). Empty if not surveyed.
+        experts), ``activated_experts`` (with at least one token), ``topk_share`` of the score mass, and
+        ``neighbour_overlap`` (experts that adjacent tokens of a sequence share; None without such tokens). Empty if not
+        surveyed.
         """
         batches = self._surveyed_all()
         if not batches:
@@ -184,9 +185,7 @@ class Workload(ABC):
             "rank_load": {
                 ranks: fmean(batch["rank_load"][ranks] for batch in batches) for ranks in batches[0]["rank_load"]
             },
-            **{
-                name: fmean(batch[name] for batch in batches) for name in ("activated_experts", "topk_share", "entropy")
-            },
+            **{name: fmean(batch[name] for batch in batches) for name in ("activated_experts", "topk_share")},
             "neighbour_overlap": fmean(overlaps) if overlaps else None,
         }
 
@@ -210,16 +209,9 @@ class Workload(ABC):
             ValueError: a batch cannot meet them.
         """
 
-    def keep_noise(self) -> None:  # noqa: B027
-        """Keep random numbers of the last few batches, where workloads that differ in little follow each other."""
-
     def keep_batches(self) -> None:
         """Keep every batch that is gone through until one rank, which has all of it, asks for it once."""
-        self.__dict__["_keeps"] = True
-
-    @cached_property
-    def _kept(self) -> dict[int, TokenBatch]:
-        return {}
+        self.__dict__["_keeps_batches"] = True
 
     def findings(self) -> dict[str, Any]:
         """What going through batches has shown so far, JSON-ready, for others to take over."""
@@ -237,6 +229,10 @@ class Workload(ABC):
     def take_solved(self, solved: Mapping[str, Any]) -> None:
         """Take over what an equal workload has ``solved`` for."""
         assert not solved, "a subclass that solves for something takes it over"
+
+    @cached_property
+    def _kept(self) -> dict[int, TokenBatch]:
+        return {}
 
     @cached_property
     def _surveyed(self) -> dict[int, dict[str, Any]]:
@@ -260,52 +256,33 @@ class Workload(ABC):
         """
         if index in self._surveyed:
             return
-        digest, tally, ids, scores = hashlib.sha256(), _Tally(self.num_experts, self.selection), [], []
-        digest.update(repr((self.num_tokens, self.num_experts)).encode())
+        digest = hashlib.sha256(repr((self.num_tokens, self.num_experts)).encode())
+        load_E, topk_share, num_shared, num_neighbours = torch.zeros(self.num_experts, dtype=torch.int64), 0.0, 0, 0
+        # The last token of the block before, whose neighbour is in the block to come.
+        map_1E = torch.zeros(0, self.num_experts, dtype=torch.bool)
+        ids, scores = [torch.zeros(0, dtype=torch.int64)], []
         for block in self.blocks(index):
             digest.update(block.scores_TE.numpy().data.cast("B"))
+            map_TE = chosen_experts(block.scores_TE, self.selection)
+            load_E += map_TE.sum(0)
+            topk_share += float(mass_share(block.scores_TE, map_TE).sum())
+            sequence_id_T = torch.cat([ids[-1][-1:], block.sequence_id_T])
+            pairs, shared = shared_by_neighbours(torch.cat([map_1E, map_TE]), sequence_id_T)
+            num_neighbours, num_shared = num_neighbours + pairs, num_shared + shared
+            map_1E = map_TE[-1:]
             ids.append(block.sequence_id_T)
-            tally.add(block)
-            scores += [block.scores_TE] if "_keeps" in self.__dict__ else []
+            scores += [block.scores_TE] if self._keeps_batches else []
             yield
         if scores:
             self._kept[index] = TokenBatch(torch.cat(scores), torch.cat(ids))
         for sequence_id_T in ids:
             digest.update(sequence_id_T.numpy().data.cast("B"))
-        self._surveyed[index] = {"digest": digest.hexdigest(), **tally.result()}
-
-
-class _Tally:
-    """Takes in a batch block by block, in order, and says what it turned out to be (``Workload.achieved``)."""
-
-    def __init__(self, num_experts: int, selection: TopK) -> None:
-        self.selection = selection
-        self.load_E = torch.zeros(num_experts, dtype=torch.int64)
-        self.num_tokens = self.num_neighbours = self.num_shared = 0
-        self.topk_share = self.entropy = 0.0
-        # The last token's, whose neighbour is in the block to come.
-        self.map_1E = torch.zeros(0, num_experts, dtype=torch.bool)
-        self.sequence_id_1 = torch.zeros(0, dtype=torch.int64)
-
-    def add(self, block: TokenBatch) -> None:
-        map_TE = torch.from_numpy(self.selection.chosen(np.log(block.scores_TE.numpy())))
-        self.load_E += map_TE.sum(0)
-        self.num_tokens += block.num_tokens
-        self.topk_share += block.num_tokens * mass_share(block.scores_TE, map_TE)
-        self.entropy += block.num_tokens * entropy(block.scores_TE)
-        sequence_id_T = torch.cat([self.sequence_id_1, block.sequence_id_T])
-        num_shared, num_neighbours = shared_by_neighbours(torch.cat([self.map_1E, map_TE]), sequence_id_T)
-        self.num_shared += num_shared
-        self.num_neighbours += num_neighbours
-        self.map_1E, self.sequence_id_1 = map_TE[-1:], sequence_id_T[-1:]
-
-    def result(self) -> dict[str, Any]:
-        counts = [2**power for power in range(1, 9) if len(self.load_E) % 2**power == 0]
-        return {
-            "peak_load": rank_load(self.load_E, len(self.load_E)),
-            "rank_load": {str(num_ranks): rank_load(self.load_E, num_ranks) for num_ranks in counts},
-            "activated_experts": int((self.load_E > 0).sum()),
-            "topk_share": self.topk_share / self.num_tokens,
-            "entropy": self.entropy / self.num_tokens,
-            "neighbour_overlap": self.num_shared / self.num_neighbours if self.num_neighbours else None,
+        counts = [2**power for power in range(1, 9) if self.num_experts % 2**power == 0]
+        self._surveyed[index] = {
+            "digest": digest.hexdigest(),
+            "peak_load": float(imbalance(load_E)),
+            "rank_load": {str(num_ranks): float(rank_imbalance(load_E, num_ranks)) for num_ranks in counts},
+            "activated_experts": int((load_E > 0).sum()),
+            "topk_share": topk_share / self.num_tokens,
+            "neighbour_overlap": num_shared / num_neighbours if num_neighbours else None,
         }

@@ -24,8 +24,8 @@ from matplotlib.figure import Figure
 
 from moe_ep_bench.analysis.advise import advice_lines
 from moe_ep_bench.analysis.draws import over_draws
-from moe_ep_bench.analysis.figures import FIGURES, WHOLE_FIGURES
 from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_quality, is_route, is_whole, load_run
+from moe_ep_bench.analysis.plot import drawings, figures_of, lines_of, stores
 from moe_ep_bench.analysis.render import Table, interval, milliseconds, number, percentage, render, text
 from moe_ep_bench.analysis.report.provenance import (
     Provenance,
@@ -34,11 +34,10 @@ from moe_ep_bench.analysis.report.provenance import (
     provenance_tables,
     read_provenance,
 )
-from moe_ep_bench.analysis.route.figures import ROUTE_FIGURES
 from moe_ep_bench.analysis.route.load import RouteRun, load_route
 from moe_ep_bench.analysis.route.tables import route_tables
 from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
-from moe_ep_bench.analysis.style import FORMATS, Drawing, house_style, settle_layout
+from moe_ep_bench.analysis.style import FORMATS, house_style, settle
 from moe_ep_bench.analysis.tables import more_tables, run_tables
 from moe_ep_bench.analysis.timing import GROUPS
 from moe_ep_bench.analysis.validate import Validation, load_validation, validation_tables, verdict_line
@@ -198,7 +197,7 @@ def _warnings(tables: Sequence[Table]) -> list[str]:
 
 def _image(name: str, figure: Figure) -> dict[str, Any]:
     """A figure as the template wants it: its title, its own line on how to read it, and its bytes."""
-    settle_layout(figure)  # the layout's last bits differ from run to run until it is fixed
+    settle(figure)  # the layout's last bits differ from run to run until it is fixed
     kind, content = "svg+xml", _encoded(figure, "svg")
     if len(content) > MAX_SVG_BYTES:
         kind, content = "png", _encoded(figure, "png")
@@ -243,7 +242,7 @@ def _of_run(run: Run) -> Content:
         title=_title(pd.Series([one.title for one in facts]), [one.model for one in facts]),
         line=" ".join([*advice_lines(run.directory), f"{_listed(what)}; {count_words(run)}{weights}."]),
         tables=_run_tables(run, comparisons),
-        drawings=_drawn({name: draw(run) for name, draw in (WHOLE_FIGURES if is_model else FIGURES).items()}),
+        drawings=_drawn(run.directory),
         source=read_provenance(run.directory, max(one.world_size for one in facts)),
         lost=[
             f"{case.label}, {case.status}: {case.reason or 'no reason was recorded'} "
@@ -260,7 +259,7 @@ def _of_route(run: RouteRun) -> Content:
         title=f"Routing: {_title(run.cases['comparison'], run.cases['model'])}",
         line=f"{MODE_WORDS['route'].capitalize()}: loads are no times, and no speed is claimed.",
         tables=route_tables(run),
-        drawings=_drawn({name: draw(run) for name, draw in ROUTE_FIGURES.items()}),
+        drawings=_drawn(run.directory),
         source=read_provenance(run.directory, 1),
     )
 
@@ -296,8 +295,10 @@ def _listed(lines: Sequence[str]) -> str:
     return words if len(different) == 1 else f"{words}, and {len(different) - 1} more"
 
 
-def _drawn(drawings: dict[str, Drawing | None]) -> dict[str, Figure]:
-    return {name: drawing.figure for name, drawing in drawings.items() if drawing is not None}
+def _drawn(directory: Path) -> dict[str, Figure]:
+    (store,) = stores([directory], [])
+    drawn = drawings(store, figures_of(store, lines_of([directory])))
+    return {name: drawing.figure for name, drawing in drawn.items() if drawing is not None}
 
 
 # ---- tables that only a page has -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeInt, PositiveFloat
 
 from moe_ep_bench.analysis.load import CaseFacts, Count, Workload
 from moe_ep_bench.analysis.parts import (
@@ -34,7 +34,6 @@ from moe_ep_bench.analysis.parts import (
     read_table,
 )
 from moe_ep_bench.metrics import imbalance, mass_kept
-from moe_ep_bench.placement import make_placement
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import METRICS, OVERLAP_SCHEMA, ROUTING_SCHEMA, SCORE_CURVES_SCHEMA
 from moe_ep_bench.workload.formatting import tokens_words
@@ -62,14 +61,9 @@ FRONTIER = ["below_frontier", "below_frontier_experts"]
 # What run.json says of a comparison. Layers of a ``group``, and sizes of a ``family``, differ in nothing else.
 _FACTS = [
     "order", "group", "family", "model", "num_experts", "top_k", "num_ranks", "num_tokens", "num_batches", "traffic",
-    "phase", "layer_weights", "image_share",
+    "phase", "image_share",
 ]  # fmt: skip
 _LOADS = ["load_E", "load_R", "load_over_mean_E", "image_load_E", "pairs_RR"]
-
-
-class _Placement(Described):
-    name: str
-    shares: list[list[float]] | None = None
 
 
 class _Facts(Described):  # ``bench.description``
@@ -86,9 +80,7 @@ class _Facts(Described):  # ``bench.description``
     traffic: str
     phase: str | None
     layer: NonNegativeInt | None
-    layer_weights: list[NonNegativeFloat] | None
     image_share: float | None
-    placement: _Placement
     bytes_per_pair: PositiveFloat | None = None
     workload: Workload
 
@@ -110,7 +102,7 @@ class RouteRun:
     """Everything a route directory holds.
 
     Each frame names its ``group`` (layers that were routed alike) and ``layer``, and what is known of these:
-    ``comparison`` (the group's title), ``num_layers``, ``placement``, ``workload`` (its kind), ``description``,
+    ``comparison`` (the group's title), ``num_layers``, ``workload`` (its kind), ``description``,
     ``tail_model``, ``is_padded``, and ``_FACTS``.
 
     Attributes:
@@ -223,7 +215,6 @@ def _about(comparison_id: str, facts: Mapping[str, Any]) -> dict[str, Any]:
         "comparison": f"{facts['model']}, {size}, EP {facts['num_ranks']}, {facts['traffic']}",
         "layer": "-" if layer is None else str(layer),
         "layer_number": layer or 0,
-        "placement": facts["placement"]["name"],
         "bytes_per_pair": facts.get("bytes_per_pair"),
         "workload": workload["kind"],
         "description": workload["description"],
@@ -281,14 +272,11 @@ def _read_case(files: RunDirectory, case_id: str, case: Mapping[str, Any], facts
     means = dict(zip(_SHARES, np.nansum(weighted_BRN, axis=1).T / counts["num_tokens"], strict=True))
     load_BRE = np.stack(rows["load_E"].to_list()).reshape(shape)
     load_BE = load_BRE.sum(axis=1)
-    placement = make_placement(
-        facts["placement"]["shares"] or facts["placement"]["name"], num_experts, facts["num_ranks"]
-    )
     if case["role"] == "replication":  # Replicas stand elsewhere in every batch; their ranks were counted.
         pairs_NR, fullest_activated = np.stack(rows["load_R"].to_list()).astype(np.float64), np.nan
     else:
-        pairs_NR = placement.rank_load(load_BRE.reshape(-1, num_experts))
-        fullest_activated = placement.activated_experts(load_BE).max(axis=1)
+        pairs_NR = load_BRE.reshape(len(rows), facts["num_ranks"], -1).sum(axis=2).astype(np.float64)
+        fullest_activated = (load_BE > 0).reshape(*shape).sum(axis=2).max(axis=1)
     pairs_BRR = pairs_NR.reshape(shape)
     load_BR = pairs_BRR.sum(axis=1)
     has_images = bool(rows["image_load_E"].notna().all())

@@ -6,10 +6,7 @@ Every number is of one batch of one layer first, all ranks together; then the me
 from __future__ import annotations
 
 import json
-import os
-import textwrap
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import pandas as pd
 
@@ -34,7 +31,7 @@ _COLUMNS = (
     number("activated", "activated", "{:.1f}"),
     number("fullest_activated", "on one rank", "{:.1f}"),
 )
-_ABOUT = ["label", "mode", "title", "model", "num_ranks", "num_tokens", "num_batches", "layers", "placement"]
+_ABOUT = ["label", "mode", "title", "model", "num_ranks", "num_tokens", "num_batches", "layers"]
 _ABOUT += ["workload", "policy", "policy_params"]
 
 
@@ -56,7 +53,7 @@ def route_tables(run: RouteRun) -> list[Table]:
             else f"; layer{'s' if facts['num_layers'] > 1 else ''} {_listed(facts['layers'])}"
         )
         batches = f"{facts['num_batches']} batch{'es' if facts['num_batches'] > 1 else ''}"
-        how = f"{MODE_WORDS['route']}, {batches}, {facts['placement']} placement"
+        how = f"{MODE_WORDS['route']}, {batches}"
         title = f"{facts['comparison']}{layered}: {how}"
         left_out = {column.header for column in BELOW_FRONTIER if rows[column.source].isna().all()}
         if facts["phase"] != "decode":  # Of many tokens all experts are activated.
@@ -87,9 +84,6 @@ def _notes(rows: pd.DataFrame) -> list[str]:
         ),
         "EPLB: planned for the mean load of the other batches; what solving a linear program takes is not shown here, "
         "emulate counts it": rows["policy"].eq("eplb").any(),
-        "policies that look at ranks (local scope, devices, rank budgets) take experts to lie contiguously": (
-            facts["placement"] != "contiguous"
-        ),
     }
     if pd.notna(facts["image_share"]):
         found[f"assumed: the first {facts['image_share']:.0%} of every sequence's tokens are an image's"] = True
@@ -109,13 +103,3 @@ def _listed(layers: str) -> str:
     numbers = [int(layer) for layer in layers.split(", ")]
     is_range = len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1))
     return f"{numbers[0]} to {numbers[-1]}" if is_range else layers
-
-
-def drawn_words(written: Sequence[Path], lacking: Sequence[str]) -> str:
-    """Say which figures there are now, and for which the rows lack what they need."""
-    drawn = list(dict.fromkeys(path.stem for path in written))
-    folder = os.path.relpath(written[0].parent) if written else ""
-    lines = [f"figures in {folder}: {', '.join(drawn)}" if drawn else "no figure was drawn"]
-    if lacking:
-        lines.append(f"not drawn, the rows hold nothing for them: {', '.join(lacking)}")
-    return "\n".join(["", *(line for text in lines for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  "))])

@@ -5,7 +5,6 @@ kind       source                                                               
 =========  ==========================================================================  ==================
 esft       a checkout of deepseek-ai/ESFT (``results/expert_scores``)                  full softmax
 flame-moe  captured routing of cmu-flame/FLAME-MoE, as npz                             full softmax
-gpt-oss    a checkout of AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting (``data``)     softmax over top-k
 megatron   ``router_trace_rank*.jsonl`` of Megatron-Core 0.19's router tracer          with a logits sidecar
 sglang     a per_token dump of SGLang's recorder as npz, or responses as JSON lines    none
 vllm       vLLM's returned routed experts, as npz or JSON lines                        none
@@ -76,12 +75,6 @@ IMPORTERS: Mapping[str, Importer] = MappingProxyType(
             "an npz file",
             takes=("model", "num_experts", "domain", "licence", "phase"),
             needs=("model", "num_experts", "phase"),
-        ),
-        "gpt-oss": Importer(
-            published.read_gpt_oss,
-            "AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting",
-            "a checkout of GPT-OSS-MoE-ExpertFingerprinting",
-            is_folder=True,
         ),
         "megatron": Importer(
             megatron.read,

@@ -1,0 +1,224 @@
+"""One case on every rank beside native, during one layer: who waits for whom.
+
+A lane per rank; its phases are bars in the order in which the layer passes them, drawn from the durations that one
+breakdown iteration measured, so that a lane is as long as its rank's time. Waiting is hatched. The *critical rank* is
+the one for which the others wait: of the expert-parallel group with the slowest rank, the rank that itself waits least
+(of equals the one that works longest). Both panels show the same batch on the same axis of time. The iteration shown is
+typical, not chosen by eye: the one of the policy whose layer time is closest to the median of its breakdown iterations,
+and of native, in the same launch and batch, likewise. Of more ranks than there is room for, those are shown that stand
+evenly spaced from the most to the least native work, and both critical ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from moe_ep_bench.analysis.cases import Store, samples
+from moe_ep_bench.analysis.marks import Marks, milliseconds, name_rows
+from moe_ep_bench.analysis.style import INK, MUTED, Look, phase_look
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.schema import LAYER_PHASES, PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES, phase_groups
+
+ITERATION = ["launch", "batch", "iteration"]
+_MAX_LANES, _SHOWN_LANES = 24, 16
+_END_LINE = {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (4, 2))}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``plot`` is asked to show where there is room for one.
+
+    Attributes:
+        case: a label or an id; None = the fastest policy that is significantly faster and within the bounds.
+        iteration: ``median``, ``slowest``, ``fastest`` or ``[LAUNCH/]BATCH/ITERATION``.
+        max_dropped, max_lost_mass: shares of the top-k's pairs and score mass that the fastest policy may cost.
+    """
+
+    case: str | None = None
+    iteration: str = "median"
+    max_dropped: float = 0.10
+    max_lost_mass: float = 0.05
+
+
+DEFAULT = Choice()
+
+
+def chosen(rows: pd.DataFrame, choice: Choice) -> tuple[pd.Series, pd.Series, str] | None:
+    """The case that is shown, its native, and in words why it is this one; None where none has its native beside it.
+
+    Args:
+        rows: cases with breakdowns.
+
+    Raises:
+        UserError: there is no case of the name that was asked for.
+    """
+    native = rows[rows["role"] == "baseline"].drop_duplicates("facet").set_index("facet", drop=False)
+    others = rows[rows["facet"].isin(native.index) & (rows["role"] != "baseline")]
+    policies = others[others["role"] == "policy"]
+    faster = policies[policies["verdict"] == "faster"].sort_values("speedup_median", ascending=False, kind="stable")
+    cheap = faster[
+        (faster["dropped_share"] <= choice.max_dropped) & (faster["retained_mass"] >= 1 - choice.max_lost_mass)
+    ]
+    bounds = f"{choice.max_dropped:.0%} dropped and {choice.max_lost_mass:.0%} of the score mass lost"
+    if choice.case is not None:
+        found, why = others[(others["label"] == choice.case) | (others["case_id"] == choice.case)], "as chosen"
+        if found.empty:
+            labels = ", ".join(others["label"].unique()) or "none"
+            raise UserError(f"--case: expected a measured case's label or id, one of {labels}; got {choice.case!r}")
+    elif len(cheap):
+        found, why = cheap, f"the fastest policy within {bounds}"
+    elif len(faster):
+        found, why = faster, f"the fastest policy; none within {bounds} is faster than native"
+    else:
+        found, why = policies, "the first policy: none is faster beyond the noise"
+    return None if found.empty else (found.iloc[0], native.loc[found["facet"].iloc[0]], why)
+
+
+def timeline_rows(store: Store, cases: pd.DataFrame, choice: Choice) -> pd.DataFrame | None:
+    """A row per bar: a phase of a rank that took time, of native and of the case that is chosen.
+
+    Columns: those of the case; ``ITERATION``, ``rank``, ``is_critical``, ``phase``, ``begin_us``, ``time_us``;
+    ``end_us``, of the slowest rank; ``subtitle``; ``heading``, of the panel.
+    """
+    timed = cases[
+        (cases["status"] == "ok") & (cases["world_size"] > cases["num_replicas"]) & (cases["waiting_ms"].notna())
+    ]
+    found = chosen(timed, choice)
+    if found is None:
+        return None
+    case, native, why = found
+    both = {"after": case, "before": native}
+    times = {side: _broken_down(store, one) for side, one in both.items()}
+    if any(part.empty for part in times.values()):
+        return None
+    layer_us = {side: part[TOTAL].groupby(level=ITERATION).max() for side, part in times.items()}
+    keys = {"after": _iteration(layer_us["after"], choice.iteration, case["label"])}
+    here = layer_us["before"].loc[[key for key in layer_us["before"].index if key[:2] == keys["after"][:2]]]
+    if here.empty:
+        where = "/".join(map(str, keys["after"][:2]))
+        raise UserError(f"--iteration: native has no breakdown iteration in launch/batch {where}; choose another")
+    keys["before"] = (here - layer_us["before"].median()).abs().idxmin()
+    size = int(case["world_size"] // case["num_replicas"])
+    shown = {side: _of_slowest_group(times[side].xs(keys[side]), size) for side in keys}
+    critical = {side: critical_rank(part) for side, part in shown.items()}
+    ranks = _lanes(shown["before"], set(critical.values()))
+    fewer = f" {len(ranks)} of {len(shown['before'])} ranks." if len(ranks) < len(shown["before"]) else ""
+    if case["num_replicas"] > 1:
+        fewer += f" Of {case['num_replicas']:.0f} replicas the one with the slowest rank."
+    launch, batch, _ = keys["after"]
+    how = (
+        f"{case['name']} beside native; {case['title']}; {why}; launch {launch}, batch {batch}; phases are laid end to "
+        f"end, and the critical rank is the one that waits least.{fewer}"
+    )
+    parts = []
+    for side in ("before", "after"):
+        times_us = shown[side].loc[ranks, [*LAYER_PHASES, UNACCOUNTED]]
+        begins_us = times_us.cumsum(axis=1) - times_us
+        bars = pd.DataFrame({"time_us": times_us.stack(), "begin_us": begins_us.stack()}).reset_index()
+        title = _title(both[side], shown[side], layer_us[side].median())
+        about = {**dict(zip(ITERATION, keys[side], strict=True)), "heading": title, "facet": side, "subtitle": how}
+        bars = bars[bars["time_us"] > 0].merge(both[side].to_frame().T.infer_objects(), how="cross").assign(**about)
+        is_critical = bars["rank"] == critical[side]
+        parts.append(bars.assign(is_critical=is_critical, end_us=shown[side][TOTAL].max()))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _broken_down(store: Store, case: pd.Series) -> pd.DataFrame:
+    """Breakdown iterations of a case, indexed by ``ITERATION`` and rank, a column per phase; us."""
+    rows = samples(store, case.to_frame().T)
+    rows = rows[rows["kind"] == "breakdown"]
+    times = rows.pivot_table(index=[*ITERATION, "rank"], columns="phase", values="time_us", aggfunc="first")
+    return times.reindex(columns=[*LAYER_PHASES, UNACCOUNTED, TOTAL]).fillna(0.0)
+
+
+def _iteration(layer_us: pd.Series, asked: str, label: str) -> tuple[int, int, int]:
+    """The iteration that is asked for, of equals the first.
+
+    Raises:
+        UserError: there is no such iteration.
+    """
+    distance = {"median": (layer_us - layer_us.median()).abs(), "slowest": -layer_us, "fastest": layer_us}
+    if asked in distance:
+        return distance[asked].idxmin()
+    parts = asked.split("/")
+    if len(parts) not in (2, 3) or not all(part.isascii() and part.isdigit() for part in parts):
+        raise UserError(f"--iteration: expected {', '.join(distance)} or [LAUNCH/]BATCH/ITERATION; got {asked!r}")
+    key = tuple(map(int, ["0", *parts][-3:]))
+    if key not in layer_us.index:
+        numbers = layer_us.index.to_frame()[ITERATION]
+        ranges = ", ".join(f"{name} {values.min()}..{values.max()}" for name, values in numbers.items())
+        raise UserError(f"--iteration: expected a breakdown iteration of {label} ({ranges}); got {asked}")
+    return key
+
+
+def _of_slowest_group(times_us: pd.DataFrame, size: int) -> pd.DataFrame:
+    """Ranks that meet in the same experts as the slowest one."""
+    return times_us[times_us.index // size == times_us[TOTAL].idxmax() // size]
+
+
+def critical_rank(times_us: pd.DataFrame) -> int:
+    """The rank that waits least; of equals the one that takes longest, then the lower."""
+    waits_us = times_us[list(WAITING_PHASES)].sum(axis=1)
+    return min((int(rank) for rank in times_us.index), key=lambda r: (waits_us[r], -times_us.loc[r, TOTAL], r))
+
+
+def _lanes(times_us: pd.DataFrame, always: set[int]) -> list[int]:
+    """The ranks to show, in order; or of many those evenly spaced by work, most work first."""
+    ranks = [int(rank) for rank in times_us.index]
+    if len(ranks) <= _MAX_LANES:
+        return ranks
+    work_us = times_us[TOTAL] - times_us[list(WAITING_PHASES)].sum(axis=1)
+    by_work = work_us.sort_values(ascending=False, kind="stable").index.to_numpy()
+    places = set(np.linspace(0, len(by_work) - 1, _SHOWN_LANES).round().astype(int).tolist())
+    places |= {place for place, rank in enumerate(by_work) if rank in always}
+    return [int(by_work[place]) for place in sorted(places)]
+
+
+def _title(case: pd.Series, times_us: pd.DataFrame, median_us: float) -> str:
+    """A panel's title: the case, its time, what it costs, and how much of it is waiting."""
+    layer_us = times_us[TOTAL].max()
+    # As if each rank held its device until the slowest is done.
+    waiting = times_us[list(WAITING_PHASES)].to_numpy().sum() / (layer_us * len(times_us))
+    words = [f"{case['name']}: layer {milliseconds(layer_us / 1e3)} ms (median {milliseconds(median_us / 1e3)})"]
+    words += [] if np.isnan(case["speedup_median"]) else [f"speedup {case['speedup_median']:.3f}"]
+    words += [f"{100 * case['dropped_share']:.1f} % dropped"] if case["role"] == "policy" else []
+    return ", ".join([*words, f"{100 * waiting:.1f} % waiting"])
+
+
+def lanes() -> Marks:
+    """A lane per rank, its phases as bars; a box round the critical rank."""
+
+    def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+        del looks
+        ranks = list(rows["rank"].unique())
+        at = rows["rank"].map({rank: place for place, rank in enumerate(ranks)})
+        drawn = rows.assign(at=at, group=rows["phase"].map({name: phase.group for name, phase in PHASES.items()}))
+        drawn["group"] = drawn["group"].fillna(UNACCOUNTED)
+        order = {group: place for place, group in enumerate(phase_groups("layer"))}
+        drawn = drawn.sort_values("group", key=lambda group: group.map(order), kind="stable")
+        for (group, how), own in drawn.groupby(["group", "part_origin"], sort=False):
+            label = str(group) if how == "measured" else f"{group} ({how})"
+            where = {"left": own["begin_us"] / 1e3, "height": 0.8, "linewidth": 0.4}
+            axes.barh(own["at"], own["time_us"] / 1e3, label=label, **where, **phase_look(str(group), str(how)))
+        critical = rows[rows["is_critical"]]
+        lane = ranks.index(critical["rank"].iloc[0])
+        box = Rectangle(
+            (0, lane - 0.47), critical["time_us"].sum() / 1e3, 0.94, fill=False, edgecolor=INK, linewidth=1.8
+        )
+        box.set(zorder=4, clip_on=False, label="critical rank")
+        axes.add_patch(box)
+        axes.axvline(rows["end_us"].iloc[0] / 1e3, zorder=3, label="end of the slowest rank", **_END_LINE)
+        name_rows(axes, [f"critical: rank {rank}" if rank == ranks[lane] else f"rank {rank}" for rank in ranks])
+        axes.get_yticklabels()[lane].set_fontweight("bold")
+        if len(ranks) > 8:
+            axes.tick_params(axis="y", labelsize="x-small")
+        axes.set_xlim(0, 1.02 * rows["longest_us"].iloc[0] / 1e3)
+        axes.set_xlabel("time since the layer began (ms)")
+
+    return Marks(draw)

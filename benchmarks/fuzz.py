@@ -147,9 +147,9 @@ def warm() -> None:
     import moe_ep_bench.analysis.advise
     import moe_ep_bench.analysis.compare
     import moe_ep_bench.analysis.figures
+    import moe_ep_bench.analysis.page
     import moe_ep_bench.analysis.papers_figure
     import moe_ep_bench.analysis.plot
-    import moe_ep_bench.analysis.report.page
     import moe_ep_bench.analysis.validate
     import moe_ep_bench.bench.question
     import moe_ep_bench.bench.route

@@ -213,7 +213,10 @@ class RunDirectory:
         self, description: Mapping[str, Any], is_done: Callable[[str], bool] | None, keep_others: bool
     ) -> None:
         is_done = is_done or (lambda case_id: bool(self.statuses(case_id)))
-        provenance = {key: description.get(key) for key in ("created", "config", "environment", "hashes")}
+        provenance = {
+            key: description.get(key)
+            for key in ("created", "config", "config_text", "command", "environment", "hashes")
+        }
         merged = {**description, "runs": {description["run_id"]: provenance}}
         earlier = self.earlier() or {}
         merged["runs"] = {**earlier.get("runs", {}), **merged["runs"]}

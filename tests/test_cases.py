@@ -1,12 +1,39 @@
-"""The frame: a row per case whatever wrote it, and frames of samples and batches that join on it."""
+"""The frame: a row per case whatever wrote it, whose every number is known; other frames join on it."""
 
 from __future__ import annotations
 
-import pandas as pd
-import pytest
-from results_builder import FakeCase, FakeComparison, standard_cases, write_run
+import dataclasses
+from pathlib import Path
 
-from moe_ep_bench.analysis.cases import CASE, cases, comparisons, iterations, load, routing, samples
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from results_builder import (
+    CEILINGS,
+    FAST_RANK,
+    FFN_SIZE,
+    HIDDEN_SIZE,
+    FakeCase,
+    FakeComparison,
+    native_load,
+    standard_cases,
+    write_run,
+)
+from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, write_whole
+
+from moe_ep_bench.analysis.cases import CASE, cases, comparisons, iterations, layers, load, routing, samples
+
+FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
+DROP = "token_drop gamma 1"
+
+
+def frame_of(root: Path, mode: str = "run", **changes) -> pd.DataFrame:
+    """The rows of one comparison, by label."""
+    write_run(root, [FakeComparison(**{"cases": standard_cases(), "num_iterations": 3, **changes})], mode)
+    return cases(load(root)).set_index("label")
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +49,15 @@ def store(tmp_path_factory):
     return load([root / "a", root / "b"])
 
 
+# ---- frames join -----------------------------------------------------------------------------------------------------
+
+
 def test_directories_are_told_apart_by_a_column_and_never_pooled(store):
     rows = cases(store)
     assert len(rows) == 12
     assert not rows.duplicated(CASE).any()
     assert list(rows["directory"].unique()) == ["a", "b"]
     assert rows["comparison_id"].nunique() == 1
-    assert len(comparisons(store)) == 2
     assert set(rows["swept"]) == {"workload.peak_load"}
     assert list(comparisons(store)["swept_value"]) == [1.5, 2.5]
 
@@ -46,9 +75,12 @@ def test_every_frame_joins_on_the_case(store):
 
 
 def test_means_of_batches_are_the_cases_own(store):
-    means = routing(store).groupby(CASE)[["dropped_share", "retained_mass", "fullest_expert", "fullest_rank"]].mean()
-    rows = cases(store).set_index(CASE)
+    """But for the ceiling, whose scores are not the model's."""
+    names = ["dropped_share", "retained_mass", "fullest_expert", "fullest_rank"]
+    means = routing(store).query("role != 'ceiling'").groupby(CASE)[names].mean()
+    rows = cases(store).query("role != 'ceiling'").set_index(CASE)
     pd.testing.assert_frame_equal(rows[means.columns].astype(float).sort_index(), means.sort_index(), check_exact=False)
+    assert cases(store).query("role == 'ceiling'")[names[:2]].isna().all(axis=None)
 
 
 def test_a_case_is_as_slow_as_its_slowest_rank(store):
@@ -58,5 +90,236 @@ def test_a_case_is_as_slow_as_its_slowest_rank(store):
     keys = [*CASE, "launch", "batch", "iteration"]
     slowest = totals.groupby(keys)["time_us"].max()
     assert plain.set_index(keys)["time_us"].sort_index().to_numpy() == pytest.approx(slowest.sort_index().to_numpy())
-    medians = plain.groupby(CASE)["time_us"].median() / 1e3
-    assert cases(store).set_index(CASE)["median_ms"].sort_index().to_numpy() == pytest.approx(medians.to_numpy())
+    times = plain.groupby(CASE)["time_us"].quantile([0.5, 0.9, 0.99]).unstack() / 1e3
+    found = cases(store).set_index(CASE)[["median_ms", "p90_ms", "p99_ms"]].astype(float)
+    assert found.sort_index().to_numpy() == pytest.approx(times.sort_index().to_numpy())
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_verdicts_hold_speedups_against_the_noise_floor(tmp_path):
+    rows = frame_of(tmp_path, noise=0.01, cases=[*standard_cases(), FakeCase("oea", speedup=0.7)])
+    expected = {"native": "baseline", "native again": "noise floor", DROP: "faster", "native, balanced": "faster"}
+    assert rows["verdict"].to_dict() == {**expected, "topk": "no difference", "oea": "slower"}
+
+
+def test_fewer_than_ten_batches_give_a_range_and_no_verdict(tmp_path):
+    row = frame_of(tmp_path, num_batches=9, noise=0.02).loc[DROP]
+    assert not row["speedup_is_interval"]
+    assert row["speedup_low"] < 1.5 < row["speedup_high"]
+    assert row["verdict"] == "inconclusive"
+
+
+def test_speedups_over_topk_are_paired_with_it(tmp_path):
+    three = [FakeCase("native", role="baseline"), FakeCase("topk", speedup=0.8), FakeCase("oea", speedup=1.2)]
+    rows = frame_of(tmp_path, cases=three, **FEW)
+    ends = ["over_topk_median", "over_topk_low", "over_topk_high"]
+    assert rows.loc["oea", ends].tolist() == pytest.approx([1.5] * 3)
+    assert rows.loc["oea", "speedup_median"] == pytest.approx(1.2)
+    assert rows.loc["topk", ends].isna().all(), "nothing is held against itself"
+
+
+def test_launches_are_all_used_and_their_scatter_widens_the_interval(tmp_path):
+    two = [case for case in standard_cases() if case.policy in ("native", "topk")]
+    alone = frame_of(tmp_path / "one", noise=0.01, cases=two).loc["topk"]
+    # Each case of each launch is off by its own factor: what Student's t over launches is for.
+    three = frame_of(tmp_path / "three", noise=0.01, cases=two, num_launches=3, launch_noise=0.05).loc["topk"]
+    assert (alone["speedup_num_launches"], three["speedup_num_launches"]) == (1, 3)
+    assert three["speedup_high"] - three["speedup_low"] > 3 * (alone["speedup_high"] - alone["speedup_low"])
+    assert three["detectable"] > alone["detectable"] > 1
+
+
+def test_phases_show_waiting_and_the_slowest_rank_names_the_phase(tmp_path):
+    native, layer_ms = frame_of(tmp_path, **FEW).loc["native"], 2.0 * 1.005
+    assert native["breakdown_slowest_phase"] == "experts"
+    # Half the ranks save a fifth of 0.44 of the layer and wait for all of it but a hundredth.
+    expected = {
+        "breakdown_layer_ms": layer_ms,
+        "experts_ms": layer_ms * 0.44 * (1 + FAST_RANK) / 2,
+        "waiting_ms": layer_ms * 0.44 * (1 - FAST_RANK) * 0.99 / 2,
+        "gate_ms": layer_ms * 0.10,
+        "permute_ms": layer_ms * 0.20,
+        "comm_ms": layer_ms * 0.25,
+        "shared_ms": 0,
+        "breakdown_unaccounted_share": 0.01,
+        "breakdown_policy_share": 0.06,
+    }
+    assert native[list(expected)].to_dict() == pytest.approx(expected)
+
+
+def test_a_wait_is_named_as_waiting(tmp_path):
+    frame_of(tmp_path, **FEW)
+    for path in (tmp_path / "cases").glob("*.parquet"):
+        table, swapped = pq.read_table(path), {"experts": "wait_dispatch", "wait_dispatch": "experts"}
+        names = [swapped.get(phase, phase) for phase in table["phase"].to_pylist()]
+        pq.write_table(table.set_column(table.column_names.index("phase"), table.field("phase"), pa.array(names)), path)
+    row = cases(load(tmp_path)).set_index("label").loc["native"]
+    assert row["breakdown_slowest_phase"] == "waiting (dispatch)"
+
+
+def test_on_gpus_waits_are_less_what_a_probe_costs_when_nobody_waits(tmp_path):
+    def waiting_ms(backend: str, floor_us: float | None) -> float:
+        rank = {"probe_floor_us": floor_us} if floor_us else {}
+        root = tmp_path / f"{backend}{floor_us}"
+        two = {"cases": standard_cases()[3:], "facts": {"backend": backend}, "conditions": {"rank": rank}}
+        return frame_of(root, **FEW, **two).loc["native", "waiting_ms"]
+
+    whole = waiting_ms("nccl", None)
+    assert 0 < whole - waiting_ms("nccl", 4.0) <= 4 * 4e-3 + 1e-9, "four waits in a layer"
+    assert waiting_ms("gloo", 4.0) == whole
+    assert waiting_ms("nccl", 1e9) == 0
+
+
+def test_routing_weighs_ranks_by_their_tokens(tmp_path):
+    """Ranks hold 3/4 and 1/4 of the tokens and differ: their plain mean would be 0.02 off."""
+    row = frame_of(tmp_path, **FEW).loc[DROP]
+    assert row["dropped_share"] == pytest.approx(0.25, abs=1e-3)
+    assert row["retained_mass"] == pytest.approx(0.80, abs=1e-3)
+    assert row["output_error"] == pytest.approx(0.2)
+
+
+def test_load_is_summed_over_ranks_and_relative_to_the_models_own_mean(tmp_path):
+    load_E = np.full(8, 0.5)
+    load_E[3] = 1.5
+    case = FakeCase("token_drop", params={"capacity_factor": 1.5}, expert_load=load_E)
+    row = frame_of(tmp_path, cases=[*standard_cases(), case], **FEW).loc["token_drop gamma 1.5"]
+    assert (row["fullest_expert"], row["fullest_rank"]) == pytest.approx((1.5, 0.75))
+    # Over the mean of the pairs that are computed the same load is more.
+    assert (row["expert_imbalance"], row["rank_imbalance"]) == pytest.approx((2.4, 1.2))
+    unit = routing(load(tmp_path)).query("label == 'token_drop gamma 1.5'").iloc[0]
+    assert unit["load_E"] * 8 / unit["num_topk_pairs"] == pytest.approx(load_E)
+
+
+def test_the_fullest_expert_is_that_of_each_batch(tmp_path):
+    """Two experts that are hot in turn are hot in every batch, though not on average."""
+    frame_of(tmp_path, cases=[FakeCase("native", role="baseline")], **FEW)
+    path = next((tmp_path / "routing").glob("*.parquet"))
+    rows = pq.read_table(path).to_pylist()
+    for row in rows:
+        row["load_E"] = [row["num_topk_pairs"] * (expert == row["batch"] % 2) for expert in range(8)]
+    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(path)), path)
+    assert cases(load(tmp_path))["fullest_expert"].item() == pytest.approx(8)
+
+
+def test_layers_of_a_whole_model_have_busy_experts_of_their_own(tmp_path):
+    """Summed over two layers these loads would be even."""
+    frame_of(tmp_path, cases=[FakeCase("native", role="baseline")], num_ranks=1, **FEW)
+    path = next((tmp_path / "routing").glob("*.parquet"))
+    rows = [
+        {**row, "layer": layer, "load_E": [row["num_topk_pairs"] * (expert == layer) for expert in range(8)]}
+        for row in pq.read_table(path).to_pylist()
+        for layer in (1, 2)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(path)), path)
+    assert cases(load(tmp_path))["fullest_expert"].item() == pytest.approx(8)
+
+
+def test_rates_are_bytes_and_operations_over_time(tmp_path):
+    load_E = native_load(8)[::-1].copy()
+    load_E[4] = 0  # an expert that nobody selects is not read
+    cases_ = [dataclasses.replace(case, expert_load=load_E) for case in standard_cases()]
+    row = frame_of(tmp_path, noise=0.0, probe_overhead=0.0, cases=cases_).loc["native"]
+    batch = pq.read_table(tmp_path / "routing" / f"{row['case_id']}.parquet").to_pandas().query("batch == 0")
+    batch = batch.sort_values("rank")
+    matrix_RR = np.stack(batch.load_R.to_list())  # source rank, expert rank
+    fullest = max(matrix_RR.sum(axis=0).max(), matrix_RR.sum(axis=1).max())
+    dispatch_us, combine_us, experts_us = 0.15 * 2000, 0.1 * 2000, 0.44 * 2000  # of rank 0, the slowest
+    pairs_R = np.sum(batch.load_E.to_list(), axis=0).reshape(2, -1).sum(axis=1)
+    rank = pairs_R.argmax()
+    assert rank == 1, "the rank with the most pairs is not the first, so that a mixed-up rank would show"
+    experts_us -= (1 - FAST_RANK) * experts_us
+    tflops = 6 * HIDDEN_SIZE * FFN_SIZE * pairs_R[rank] / experts_us / 1e6
+    moved = 2 * (3 * HIDDEN_SIZE * FFN_SIZE * 3 + pairs_R[rank] * (2 * HIDDEN_SIZE + 6 * FFN_SIZE))
+    gbps = fullest * (HIDDEN_SIZE * 2 + 4) / dispatch_us / 1e3
+    expected = {
+        "crossing_pair_bytes": batch.crossing_pairs.sum() * HIDDEN_SIZE * 2,
+        "crossing_copy_bytes": batch.crossing_copies.sum() * HIDDEN_SIZE * 2,
+        "dispatch_gbps": gbps,
+        "dispatch_bus_gbps": gbps / 2,
+        "combine_gbps": fullest * HIDDEN_SIZE * 2 / combine_us / 1e3,
+        "experts_tflops": tflops,
+        "experts_of_matmul": tflops / CEILINGS["matmul_tflops"],
+        "experts_of_copy": moved / experts_us / 1e3 / CEILINGS["copy_gbps"],
+    }
+    assert row[list(expected)].to_dict() == pytest.approx(expected)
+    late = tmp_path / "cases" / f"{row['case_id']}.parquet"
+    table = pq.read_table(late)
+    is_late = pc.and_(pc.equal(table["phase"], "dispatch"), pc.equal(table["rank"], 1))
+    later = pc.if_else(is_late, pc.multiply(table["time_us"], 2.0), table["time_us"])
+    pq.write_table(table.set_column(table.column_names.index("time_us"), "time_us", later), late)
+    slower = cases(load(tmp_path)).set_index("label").loc["native"]
+    assert slower["dispatch_gbps"] == pytest.approx(gbps / 2)
+
+
+def test_one_rank_has_no_link(tmp_path):
+    row = frame_of(tmp_path, **FEW, num_ranks=1).loc["native"]
+    assert row[["dispatch_gbps", "combine_bus_gbps"]].isna().all()
+    assert row["experts_tflops"] > 0
+
+
+# ---- whole models ----------------------------------------------------------------------------------------------------
+
+# Native's MoE layers are two thirds of a pass; a policy that runs them so many times as fast gains what the law says.
+SHARE, LAYERS = 2 / 3, 1.5
+END_TO_END = 1 / (1 - SHARE + SHARE / LAYERS)
+WHOLE_CASES = [
+    FakeCase("token_drop", params={"capacity_factor": 2.0}, speedup=LAYERS, dropped=0.05, mass=0.97),
+    *(case for case in standard_cases() if case.policy != "token_drop"),
+]
+
+
+def test_a_pass_gains_what_amdahls_law_says_of_its_layers(tmp_path):
+    store = load(write_whole(tmp_path, WHOLE_CASES))
+    rows = cases(store).set_index("label")
+    policy, native = rows.loc["token_drop gamma 2"], rows.loc["native"]
+    assert policy["speedup_median"] == pytest.approx(END_TO_END, rel=0.01)
+    assert policy["by_amdahl"] == pytest.approx(END_TO_END, rel=0.02)
+    assert policy["moe_speedup_median"] == pytest.approx(LAYERS, rel=0.03)
+    assert native["moe_share"] == pytest.approx(SHARE, rel=0.01)
+    assert native["most_by_amdahl"] == pytest.approx(1 / (1 - SHARE), rel=0.03)
+    assert native["mean_rank_attention_ms"] == pytest.approx(ELSEWHERE_US["attention"] / 1e3)
+    assert rows["speedup_extrapolated"].isna().all()
+    of_native = layers(store).query("label == 'native'").set_index("layer")
+    assert list(of_native.index) == [0, 1, 2]
+    assert of_native["dense"].iloc[0] == pytest.approx(ELSEWHERE_US["dense"] / 1e3)
+
+
+def test_six_more_layers_take_six_times_the_mean_moe_layer(tmp_path):
+    rows = cases(load(write_whole(tmp_path, WHOLE_CASES, of_layers=9))).set_index("label")
+    moe_ms = 2 * ELSEWHERE_TOTAL_US / 1e3  # two layers
+    layer_ms = moe_ms / 2 + (ELSEWHERE_US["attention"] + ELSEWHERE_US["rest"]) / 3 / 1e3
+    expected = 3 * ELSEWHERE_TOTAL_US / 1e3 + 6 * layer_ms
+    assert rows.loc["native", "all_layers_ms_extrapolated"] == pytest.approx(expected, rel=0.01)
+    gain = rows.loc["token_drop gamma 2"]
+    assert gain["speedup_extrapolated"] > gain["speedup_median"]
+
+
+# ---- order and names -------------------------------------------------------------------------------------------------
+
+
+def test_cases_are_read_in_order_whatever_the_order_of_the_files(tmp_path):
+    more = [FakeCase("expanded_drop", params={"capacity_factor": 2.0})]
+    more += [FakeCase("token_drop", params={"capacity_factor": gamma}) for gamma in (10.0, 2.0)]
+    more += [FakeCase("lynx", params={"num_dropped": 1})]
+    assert list(frame_of(tmp_path, cases=[*standard_cases(), *more], **FEW).index) == [
+        *("native", "native again", "topk", DROP, "token_drop gamma 2", "token_drop gamma 10"),
+        *("expanded_drop gamma 2", "lynx", "native, balanced"),
+    ]
+
+
+def test_variants_of_one_policy_are_told_apart_by_what_differs(tmp_path):
+    def drop(factor: float, metric: str) -> FakeCase:
+        shared = {"modality": "uniform", "min_capacity": 0}
+        return FakeCase("token_drop", params={"capacity_factor": factor, "metric": metric, **shared})
+
+    variants = [
+        drop(1.0, "score"),
+        drop(2.0, "score"),
+        drop(1.0, "order"),
+        FakeCase("oea", params={"k0": 3, "p": None}),
+    ]
+    rows = frame_of(tmp_path, cases=[*standard_cases()[1:], *variants], **FEW)
+    names = ["topk", "token_drop metric=order", "token_drop metric=score", "oea"]
+    assert list(rows["family_label"].dropna().unique()) == names
+    assert rows["family"].nunique() == 4

@@ -7,7 +7,7 @@ import graphlib
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "moe_ep_bench"
-MOST_LOOSE_MODULES = 10
+MOST_LOOSE_MODULES = 11
 
 
 def modules() -> dict[str, Path]:
@@ -68,6 +68,6 @@ def test_a_circle_would_be_found() -> None:
     assert imports_of(for_types, {"package.b"}) == set()
 
 
-def test_at_most_ten_modules_lie_loose() -> None:
+def test_at_most_eleven_modules_lie_loose() -> None:
     loose = sorted(path.name for path in PACKAGE.glob("*.py"))
     assert len(loose) <= MOST_LOOSE_MODULES, loose

@@ -18,7 +18,7 @@ from test_run import launch
 
 from moe_ep_bench.analysis.frames import speedups
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.analysis.tables import run_text
+from moe_ep_bench.analysis.show import text_of
 from moe_ep_bench.analysis.words import READING
 from moe_ep_bench.bench.plan import RANKS, ROUTING, Comparison, plan
 from moe_ep_bench.bench.route import route
@@ -221,7 +221,7 @@ def test_a_recorded_decode_step_is_padded_likewise(tmp_path: Path) -> None:
 
 def test_the_table_says_what_padding_costs_from_the_rows(outs: dict[str, Path]) -> None:
     run = load_run(outs["run"])
-    text, frame, rows = run_text(run), speedups(run), rows_of(outs["run"])
+    text, frame, rows = text_of(run.directory), speedups(run), rows_of(outs["run"])
     for masked, known in ((True, "masked from policies"), (False, "of which policies are not told")):
         assert f"3 of 12 tokens a rank are padding, {known}" in text
         of_case = {label: found for label, found in rows[rows.masked == masked].groupby("label")}

@@ -19,12 +19,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, Store, cases, comparisons, load
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load
+from moe_ep_bench.analysis.columns import Row, milliseconds, missing, number, percentage, text
 from moe_ep_bench.analysis.compare import ALL, times_of
 from moe_ep_bench.analysis.labels import short_label
-from moe_ep_bench.analysis.parts import ResultsError
-from moe_ep_bench.analysis.render import Row, Table, milliseconds, missing, number, percentage, render, text
-from moe_ep_bench.analysis.words import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words, scale_words
+from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words
+from moe_ep_bench.analysis.origins import scale_words
+from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.render import Table, render
+from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.bench.question import Bounds, Question
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.models.memory import Fit
@@ -367,12 +370,12 @@ def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
         text("label", "candidate"),
         text("speedup", "end to end" if is_model else "speedup"),
         number("median_ms", "ms", milliseconds),
-        percentage("dropped_share", "drop %"),
-        percentage("retained_mass", "kept %"),
+        percentage("dropped_share", "drop"),
+        percentage("retained_mass", "kept"),
         number("more_gib", "GiB", "{:.2g}"),
         text("verdict"),
     ]
-    return Table(frame, [column for column in columns if len(frame) == 0 or frame[column.source].notna().any()], title)
+    return Table(frame, [column for column in columns if len(frame) == 0 or frame[column.name].notna().any()], title)
 
 
 def _ends(values: pd.Series, form: str) -> str:
@@ -498,7 +501,7 @@ def picks_text(phases: Mapping[str, Store], bounds: Bounds) -> str:
         text("at", "traffic"),
         text("label", "pick"),
         number("layer_speedup", "MoE layer"),
-        percentage("moe_share", "MoE %"),
+        percentage("moe_share", "MoE"),
         number("end_to_end", "end to end"),
         number("native_ms", "native ms", milliseconds),
         number("pass_ms", "pick ms", milliseconds),

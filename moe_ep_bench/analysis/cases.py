@@ -1,15 +1,17 @@
 """The frame that every table, figure and answer reads: a row per case, and rows per sample, batch and comparison.
 
 ``load`` gives a store of one or several directories; everything else is a function of it. Frames join on ``CASE``. A
-directory of ``route`` has the same columns as one of ``run``, without times; layers that were routed alike are one
-case there. Nothing in a frame is to be written to.
+directory of ``route`` has the columns of one of ``run``, without times; layers that were routed alike are one case
+there. Speedup = native / case, both the slowest rank's time in the same (launch, batch, iteration); the estimate is the
+median of these pairs (``timing.statistics``), and the verdict holds its interval against the noise floor of the same
+comparison, which comes from native run a second time. Nothing in a frame is to be written to.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,38 +19,58 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis import frames
-from moe_ep_bench.analysis.draws import over_draws
-from moe_ep_bench.analysis.gather import named
-from moe_ep_bench.analysis.load import Run, is_quality, is_route, is_whole, load_run
-from moe_ep_bench.analysis.parts import ResultsError
-from moe_ep_bench.analysis.speedups import analyse, family_key, family_labels
-from moe_ep_bench.analysis.words import device_words, mode_words, notes_of, origin, warnings_of, workload_words
-from moe_ep_bench.metrics import imbalance, mass_kept
-from moe_ep_bench.results import ValidationDirectory
+from moe_ep_bench.analysis.origins import device_words, file_of, how_words, origin_of, workload_words
+from moe_ep_bench.analysis.reading import read_table
+from moe_ep_bench.analysis.reduce import (
+    PASS_PARTS,
+    ROUTED,
+    all_layers_ms,
+    breakdown,
+    by_layer_ms,
+    host_bound_share,
+    joined_routing,
+    layer_time_us,
+    moe_time_us,
+    probe_floor_us,
+    rates,
+    routing_means,
+    slowest_us,
+)
+from moe_ep_bench.analysis.seeds import joined
+from moe_ep_bench.analysis.store import Case, Comparison, Store, read_store
+from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts
+from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.schema import TABLES, TOTAL
+from moe_ep_bench.timing.statistics import (
+    Estimate,
+    NoiseFloor,
+    drift,
+    estimate_median,
+    judge,
+    minimum_detectable_effect,
+    noise_floor,
+    outliers,
+    paired_ratios,
+)
+from moe_ep_bench.workload.formatting import tokens_words
 
 COMPARISON = ["directory", "comparison_id"]
 CASE = [*COMPARISON, "case_id"]
-# Summed over source ranks; weighted by their tokens.
-_COUNTS = [
-    "num_tokens", "num_pairs", "padding_pairs", "num_topk_pairs", "num_dropped_pairs", "tokens_without_expert",
-    "crossing_pairs", "crossing_copies",
-]  # fmt: skip
-_SHARES = ["topk_share", "entropy", "regime_single_head", "regime_smooth", "regime_plateau"]
-# Means over batches, then over layers, of the frame ``routing``.
-ROUTED = [
-    "fullest_expert", "fullest_rank", "expert_imbalance", "rank_imbalance", "dropped_share", "retained_mass",
-    "below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank",
-]  # fmt: skip
-_LOADS = ["load_E", "load_R", "image_load_E", "pairs_RR"]
-
-
-@dataclass(frozen=True, eq=False)
-class Store:
-    """What directories hold, by the name that the column ``directory`` has."""
-
-    runs: dict[str, Run]
-    routes: dict[str, Any]
+ESTIMATE = ("median", "low", "high", "is_interval")
+# Of what nothing was timed they are null.
+_TIMED = (
+    *("median_ms", "p90_ms", "p99_ms"),
+    *(f"speedup_{end}" for end in (*ESTIMATE, "num_launches")),
+    *(f"over_topk_{end}" for end in ESTIMATE),
+    *("floor_low", "floor_high", "verdict", "detectable"),
+)
+# Reading order: policies of the capacity-aware paper first, then by name.
+_ROLE_ORDER = ("baseline", "noise", "policy", "replication", "ceiling")
+_FIRST_POLICIES = ("topk", "token_drop", "expanded_drop")
+# Roles that have no verdict of their own.
+_ROLE_VERDICTS = {"baseline": "baseline", "noise": "noise floor"}
+# What a policy costs; nothing of the ceiling, whose scores are not the model's.
+_COSTS = ("dropped_share", "retained_mass", "output_error", "below_frontier", "below_frontier_experts")
 
 
 def load(directories: Path | Sequence[Path], passed_over: list[str] | None = None, *, join_draws: bool = True) -> Store:
@@ -57,27 +79,16 @@ def load(directories: Path | Sequence[Path], passed_over: list[str] | None = Non
     Args:
         passed_over: gets a line for each file that cannot be trusted and is left out; None = the first is raised.
         join_draws: comparisons that differ in the seed of their traffic, or in its layer, become one; ``samples`` are
-            of one draw each, so read them apart.
+            of one seed each, so read them apart.
 
     Raises:
         ResultsError: one line that names the file and what is wrong with it.
     """
-    runs, routes = {}, {}
-    for name, directory in named([directories] if isinstance(directories, Path) else directories).items():
-        if ValidationDirectory(directory).pairs.is_file():
-            raise ResultsError(
-                f"{directory}: holds two runs side by side: name {directory}/real or {directory}/emulated"
-            )
-        if is_quality(directory):
-            raise ResultsError(f"{directory}: holds what policies do to a model's answers, without times or loads")
-        if is_route(directory):
-            from moe_ep_bench.analysis.route.load import load_route  # it imports torch
+    store = read_store([directories] if isinstance(directories, Path) else directories, passed_over)
+    return joined(store) if join_draws else store
 
-            routes[name] = load_route(directory, passed_over)
-        else:
-            run = load_run(directory, passed_over, whole=is_whole(directory))
-            runs[name] = over_draws(run)[0] if join_draws else run
-    return Store(runs, routes)
+
+# ---- a row per case --------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4)
@@ -85,64 +96,210 @@ def cases(store: Store) -> pd.DataFrame:
     """A row per case in reading order: baseline, noise, topk, policies, replication, ceiling.
 
     Columns: ``CASE``; those of ``comparisons`` but ``facts``; what the case is (``policy``, ``policy_params`` (JSON),
-    ``label``, ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``extra_bytes_per_rank``;
-    ``family``, the policy with every parameter but the capacity factor; ``family_label``, the same for people);
-    ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native and ``over_topk_*`` over topk
-    (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``; ``detectable``; ``ROUTED``,
-    ``output_error``; ``<group>_ms`` of phase groups; rates; how steady the times were; of whole models ``moe_*``,
-    ``by_amdahl``, ``mean_rank_<part>_ms`` and extrapolations.
+    ``label``, ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``extra_bytes_per_rank``,
+    ``fits``, whether the model fits the device's memory; ``family``, the policy with every parameter but the capacity
+    factor; ``family_label``, the same for people); ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank;
+    ``speedup_*`` over native and ``over_topk_*`` over topk (median, low, high, is_interval); ``floor_low``,
+    ``floor_high``; ``verdict``; ``detectable``, the smallest speedup that would be called; ``reduce.ROUTED`` and
+    ``output_error``; of layers ``pass_ms``, ``reduce.breakdown`` and ``reduce.rates``;
+    of whole models ``moe_*``, ``by_amdahl``, ``mean_rank_<part>_ms`` and extrapolations; ``probe_overhead``,
+    ``host_bound_share``, ``drift``, ``outlier_share``, ``outlier_worst``.
     """
-    parts = [_timed(store, name, run) for name, run in store.runs.items()]
-    parts += [_routed(name, route) for name, route in store.routes.items()]
-    about = comparisons(store).drop(columns="facts")
-    rows = pd.concat([part for part in parts if len(part)], ignore_index=True)
-    rows = rows.drop(columns=[name for name in about if name in rows and name not in COMPARISON])
-    return rows.merge(about, on=COMPARISON, how="left", validate="m:1")
+    rows = [row for comparison in store.comparisons for row in _rows(comparison)]
+    frame = pd.DataFrame(rows)
+    frame = frame.reindex(columns=list(dict.fromkeys([*frame, *_TIMED])))
+    frame = frame.assign(**_families(frame)).astype({"speedup_num_launches": "Int64"})
+    return frame.merge(comparisons(store).drop(columns="facts"), on=COMPARISON, how="left", validate="m:1")
 
 
-def _timed(store: Store, name: str, run: Run) -> pd.DataFrame:
-    rows = frames.speedups(run)
-    found = [run.by_key[key] for key in rows[["comparison_id", "case_id"]].itertuples(index=False, name=None)]
-    labels = family_labels(analyse(run))
-    families = [family_key(case) if case.role == "policy" else None for case in found]
-    params = [case.policy_params for case in found]
-    means = _means(_routing(store, name)).reindex(pd.MultiIndex.from_frame(rows[["comparison_id", "case_id"]]))
-    return rows.assign(
-        directory=name,
-        capacity_factor=pd.Series([one.get("capacity_factor") for one in params], rows.index, float),
-        looks_past_top_k=[case.looks_past_top_k for case in found],
-        extra_bytes_per_rank=pd.Series([case.extra_bytes_per_rank for case in found], rows.index, float),
-        family=families,
-        family_label=[labels.get(key) for key in families],
-        **{column: means[column].to_numpy() for column in ROUTED if column not in rows},
+def _rows(comparison: Comparison) -> list[dict[str, Any]]:
+    facts = comparison.facts
+    listed = sorted(comparison.cases, key=_reading_order)
+    means = {case.case_id: routing_means(joined_routing(case, facts)) for case in listed if case.is_ok}
+    rows = [_identity(comparison, case) | _routed(case, means) for case in listed]
+    if isinstance(facts, RoutedFacts):
+        return rows
+    native = comparison.case_of("baseline")
+    topk = next((case for case in listed if case.facts.policy == "topk" and case.is_ok), None)
+    speedups = {case.case_id: _speedup(native, case) for case in listed}
+    again = next((speedups[case.case_id] for case in listed if case.facts.role == "noise"), None)
+    floor = None if again is None else noise_floor(again)
+    conditions = [comparison.conditions[launch] for launch in sorted(comparison.conditions)]
+    floor_us = probe_floor_us(facts, conditions)
+    for case, row in zip(listed, rows, strict=True):
+        row |= _times(case) | _values("speedup_", speedups[case.case_id], (*ESTIMATE, "num_launches"))
+        row |= _values("over_topk_", _speedup(topk, case), ESTIMATE)
+        row |= _verdict(case, facts, speedups[case.case_id], floor)
+        row |= breakdown(case, floor_us)
+        row |= _of_pass(case, facts, row) if facts.whole is None else _of_model(case, facts, row, native)
+        row |= rates(case, facts, conditions)
+        if "breakdown_layer_ms" in row and row["median_ms"] is not None and comparison.run.mode != "emulated":
+            row["probe_overhead"] = row["breakdown_layer_ms"] / row["median_ms"] - 1
+    return rows
+
+
+def _reading_order(case: Case) -> tuple:
+    facts = case.facts
+    first = _FIRST_POLICIES.index(facts.policy) if facts.policy in _FIRST_POLICIES else len(_FIRST_POLICIES)
+    factor = facts.policy_params.get("capacity_factor")
+    return (
+        _ROLE_ORDER.index(facts.role),
+        first,
+        _family(facts.policy, facts.policy_params),
+        factor or 0.0,
+        facts.label,
     )
 
 
-def _routed(name: str, route: Any) -> pd.DataFrame:
-    rows = route.cases.rename(columns=_ROUTE_NAMES)
-    keys = [_family(*one) for one in zip(rows["policy"], rows["params"], strict=True)]
-    return rows[[*ROUTED, "label", "policy", "looks_past_top_k"]].assign(
-        directory=name,
-        comparison_id=route.cases["group"],
-        case_id=rows["label"],
-        scope="layer",
-        status="ok",
-        role=np.where(rows["label"] == "native", "baseline", "policy"),
-        policy_params=[json.dumps(one, sort_keys=True) for one in rows["params"]],
-        capacity_factor=rows["params"].str.get("capacity_factor").astype(float),
-        family=keys,
-        family_label=keys,
-    )
+def _identity(comparison: Comparison, case: Case) -> dict[str, Any]:
+    facts, fit = case.facts, getattr(comparison.facts, "fit", None)
+    factor = facts.policy_params.get("capacity_factor")
+    return {
+        "directory": comparison.directory,
+        "comparison_id": comparison.comparison_id,
+        "case_id": case.case_id,
+        "policy": facts.policy,
+        "policy_params": json.dumps(facts.policy_params, sort_keys=True),
+        "label": facts.label,
+        "role": facts.role,
+        "status": case.status,
+        "reason": case.reason,
+        "capacity_factor": None if factor is None else float(factor),
+        "looks_past_top_k": facts.looks_past_top_k,
+        "extra_bytes_per_rank": facts.extra_bytes_per_rank,
+        "fits": fit and fit.holds(facts.extra_bytes_per_rank or 0),
+    }
 
 
-_ROUTE_NAMES = {"activated": "activated_experts", "fullest_activated": "activated_fullest_rank"}
+def _routed(case: Case, means: dict[str, dict[str, float]]) -> dict[str, Any]:
+    values = _values("", means.get(case.case_id), (*ROUTED, "output_error"))
+    return values | (dict.fromkeys(_COSTS) if case.facts.role == "ceiling" else {})
+
+
+def _values(prefix: str, source: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Attributes, or values of a mapping, as columns; none where there is no source."""
+    get = source.get if isinstance(source, dict) else lambda name: getattr(source, name, None)
+    return {f"{prefix}{name}": get(name) for name in names}
+
+
+def _speedup(native: Case | None, case: Case) -> Estimate | None:
+    """Of the case over another; None of that itself, and where nothing pairs."""
+    if native is None or native is case or not case.is_ok:
+        return None
+    return estimate_median(paired_ratios(layer_time_us(native), layer_time_us(case)))
+
+
+def _times(case: Case) -> dict[str, Any]:
+    """Quantiles of the layer's time, and how steady it was."""
+    times_us = layer_time_us(case)
+    if times_us.empty:
+        return dict.fromkeys(("median_ms", "p90_ms", "p99_ms"))
+    far = outliers(times_us)
+    return {
+        **dict(zip(("median_ms", "p90_ms", "p99_ms"), times_us.quantile([0.5, 0.9, 0.99]) / 1e3, strict=True)),
+        "host_bound_share": host_bound_share(case),
+        "drift": drift(times_us),
+        "outlier_share": far.share,
+        "outlier_worst": far.worst,
+    }
+
+
+def _verdict(case: Case, facts: TimedFacts, speedup: Estimate | None, floor: NoiseFloor | None) -> dict[str, Any]:
+    modelled = facts.device is not None
+    verdict = judge(speedup, floor, is_modelled=modelled, is_oversubscribed=facts.oversubscribed)
+    detectable = minimum_detectable_effect(speedup, floor, is_modelled=modelled) if speedup and floor else None
+    role_verdict = _ROLE_VERDICTS.get(case.facts.role, verdict)
+    return {
+        **_values("floor_", floor, ("low", "high")),
+        "verdict": role_verdict if case.is_ok else None,
+        "detectable": detectable,
+    }
+
+
+def _of_pass(case: Case, facts: TimedFacts, row: dict[str, Any]) -> dict[str, Any]:
+    """What a layer comes to in a pass of its model, where the rest of it is stated."""
+    if facts.rest is None or row["median_ms"] is None:
+        return {}
+    pass_ms = facts.rest.pass_ms(row["median_ms"])
+    return {"pass_ms": pass_ms, "tokens_per_s_per_rank": facts.num_tokens / facts.world_size / pass_ms * 1e3}
+
+
+def _of_model(case: Case, facts: TimedFacts, row: dict[str, Any], native: Case | None) -> dict[str, Any]:
+    """What the MoE layers have to do with a pass, and what it would be with all layers."""
+    assert facts.whole is not None
+    about = _values("", facts.whole, ("num_layers", "of_layers", "context_length"))
+    if row["median_ms"] is None:
+        return about
+    rate = facts.num_tokens / row["median_ms"] * 1e3
+    about |= {"tokens_per_s": rate, "tokens_per_s_per_rank": rate / facts.world_size}
+    times_us = slowest_us(case)
+    if times_us is None:
+        return about
+    moe_us, speedup, share, all_speedup = moe_time_us(case), None, None, None
+    all_ms = all_layers_ms(case, facts, row["median_ms"], row["breakdown_layer_ms"])
+    if native is not None and not native.breakdown.index.empty:
+        native_us = moe_time_us(native)
+        share = float(native_us.sum() / slowest_us(native)[TOTAL].sum())
+        speedup = estimate_median(paired_ratios(native_us, moe_us)) if case is not native else None
+    if native is not None and native is not case and all_ms is not None and not native.breakdown.index.empty:
+        native_ms = float(layer_time_us(native).median()) / 1e3
+        native_all_ms = all_layers_ms(native, facts, native_ms, breakdown(native)["breakdown_layer_ms"])
+        all_speedup = native_all_ms and native_all_ms / all_ms
+    return about | {
+        "moe_ms": float(moe_us.median()) / 1e3,
+        "moe_share": float(moe_us.sum() / times_us[TOTAL].sum()),
+        **_values("moe_speedup_", speedup, ESTIMATE),
+        "by_amdahl": 1 / (1 - share + share / speedup.median) if speedup and share is not None else None,
+        "most_by_amdahl": None if share is None else 1 / (1 - share),
+        "policy_ms": float(times_us["policy"].median()) / 1e3,
+        **{f"mean_rank_{part}_ms": time_ms for part, time_ms in case.breakdown.mean_ms(PASS_PARTS).items()},
+        "all_layers_ms_extrapolated": all_ms,
+        "speedup_extrapolated": all_speedup,
+    }
+
+
+# ---- families --------------------------------------------------------------------------------------------------------
+
+
+def _parameters(params: dict[str, Any]) -> list[str]:
+    """``key=value`` of what is set, all but the capacity factor."""
+    return [f"{key}={value}" for key, value in sorted(params.items()) if key != "capacity_factor" and value is not None]
 
 
 def _family(policy: str, params: dict[str, Any]) -> str:
-    words = [
-        f"{key}={value}" for key, value in sorted(params.items()) if key != "capacity_factor" and value is not None
-    ]
-    return " ".join([policy, *words])
+    return " ".join([policy, *_parameters(params)])
+
+
+def _families(rows: pd.DataFrame) -> dict[str, list[str | None]]:
+    """``family`` of policies, and ``family_label``: the case's label, which also tables show, without the factor.
+
+    That is the policy and those parameters that are not at their defaults. Where it names two families alike,
+    parameters that tell them apart are added.
+    """
+    known = [(policy, json.loads(params)) for policy, params in zip(rows["policy"], rows["policy_params"], strict=True)]
+    families = [_family(*case) if role == "policy" else None for case, role in zip(known, rows["role"], strict=True)]
+    first = {family: place for place, family in reversed(list(enumerate(families))) if family is not None}
+    short = {}
+    for family, place in first.items():
+        label, (policy, params) = rows["label"].iloc[place], known[place]
+        named = [(label.find(f" {words}"), words) for words in _parameters(params)]
+        short[family] = " ".join([policy, *(words for at, words in sorted(named) if at >= 0)])
+    labels = dict(short)
+    for family, place in first.items():
+        if list(short.values()).count(short[family]) > 1:
+            policy, params = known[place]
+            others = [set(_parameters(known[at][1])) for at in first.values() if known[at][0] == policy]
+            differing = [words for words in _parameters(params) if words not in set.intersection(*others)]
+            labels[family] = " ".join([policy, *differing])
+    return {"family": families, "family_label": [labels.get(family) for family in families]}
+
+
+# ---- a row per comparison --------------------------------------------------------------------------------------------
+
+_FACTS = (
+    "title", "sizes", "model", "scale", "num_experts", "top_k", "num_ranks", "world_size", "num_replicas", "num_tokens",
+    "num_batches", "dtype", "backend", "oversubscribed", "traffic",
+)  # fmt: skip
 
 
 @lru_cache(maxsize=4)
@@ -150,89 +307,123 @@ def comparisons(store: Store) -> pd.DataFrame:
     """A row per comparison, in the order of the sweep.
 
     Columns: ``COMPARISON``; ``title``, ``sizes``, ``model``, ``scale``, ``num_experts``, ``top_k``, ``num_ranks`` (and
-    ``ep_size``), ``world_size``, ``num_replicas``, ``num_tokens``, ``num_batches``, ``num_draws``, ``dtype``;
-    ``mode``, ``scope``, ``origin`` (measured, emulated, partly measured elsewhere, modelled, routed); ``workload`` (its
-    kind), ``tail_model``, ``seed``, ``peak_load``; ``device``, ``links``, ``oversubscribed``; ``point`` (JSON: swept
-    keys with values), ``swept`` and ``swept_value``, the first key whose values differ in the store; ``how``,
-    ``ran_on``, ``links_words``, ``workload_words``, for footers; ``facts``, the comparison's object in run.json.
+    ``ep_size``), ``world_size``, ``num_replicas``, ``num_tokens``, ``num_batches``, ``num_draws`` (seeds of
+    its traffic, where they were joined), ``num_launches``, ``dtype``, ``backend``, ``traffic`` (in
+    words, of ``route``); ``mode``, ``scope``, ``origin`` (``origins.ORIGINS``); ``workload`` (its kind),
+    ``tail_model``, ``seed``, ``peak_load``;
+    ``device``, ``links``, ``transport``, ``dispatch_dtype``, ``oversubscribed``; ``point`` (JSON: swept keys with
+    values), ``swept`` and ``swept_value``, the first key whose values differ in the store; ``how``, ``ran_on``,
+    ``links_words``, ``workload_words``, for footers; ``facts``, the comparison's object in run.json.
     """
+    frame = pd.DataFrame([_comparison(one) for one in store.comparisons])
+    points = [json.loads(point) for point in frame["point"]]
+    keys = dict.fromkeys(key for point in points for key in point)
+    swept = next((key for key in keys if len({json.dumps(point.get(key)) for point in points}) > 1), None)
+    return frame.assign(swept=swept, swept_value=[point.get(swept) for point in points])
+
+
+def _comparison(one: Comparison) -> dict[str, Any]:
+    facts, run = one.facts, one.run
+    timed = facts if isinstance(facts, TimedFacts) else None
+    return {
+        "directory": one.directory,
+        "comparison_id": one.comparison_id,
+        **_values("", facts, _FACTS),
+        "title": _title(facts),
+        "ep_size": facts.num_ranks,
+        "num_draws": getattr(facts, "draws", 1),
+        "num_launches": len(one.conditions),
+        "mode": run.mode,
+        "scope": run.scope,
+        "origin": origin_of(run, facts),
+        "workload": facts.workload.kind,
+        "tail_model": facts.workload.tail_model,
+        "seed": facts.workload.seed,
+        "peak_load": facts.workload.targets.get("peak_load"),
+        "device": timed and (file_of(timed.device) or run.environment.device_name),
+        "links": timed and file_of(timed.links),
+        **_values("", timed if timed and timed.links else None, ("transport", "dispatch_dtype")),
+        "point": json.dumps(timed.point if timed else {}, sort_keys=True),
+        "how": how_words(run, facts),
+        "ran_on": device_words(run, facts),
+        "links_words": timed and timed.links,
+        "workload_words": _workload_words(one),
+        "facts": facts.model_dump(mode="json"),
+    }
+
+
+def _title(facts: ComparisonFacts) -> str:
+    if not isinstance(facts, RoutedFacts):
+        return facts.title
+    return f"{facts.model}, {tokens_words(facts.num_tokens)}, EP {facts.num_ranks}, {facts.traffic}"
+
+
+def _workload_words(one: Comparison) -> str:
+    """The workload's own words, of all layers that were routed alike together."""
+    words = workload_words(one.facts)
+    layers = one.cases[0].routing["layer"].dropna().unique() if isinstance(one.facts, RoutedFacts) and one.cases else ()
+    if len(layers) < 2:
+        return words
+    return re.sub(r"layer \d+", f"{len(layers)} layers from {min(layers)} to {max(layers)}", words, count=1)
+
+
+@lru_cache(maxsize=4)
+def conditions(store: Store) -> pd.DataFrame:
+    """A row per comparison, launch and rank: ``COMPARISON``, ``launch``, ``rank`` and what was recorded of them."""
     rows = [
         {
-            "directory": name,
-            "comparison_id": comparison_id,
-            **{key: getattr(facts, key) for key in _FACTS},
-            "ep_size": facts.num_ranks,
-            "num_draws": facts.draws,
-            "mode": run.mode,
-            "scope": run.scope,
-            "origin": origin(run, facts),
-            "workload": facts.workload.kind,
-            "tail_model": facts.workload.tail_model,
-            "seed": facts.workload.seed,
-            "peak_load": facts.workload.targets.get("peak_load"),
-            "device": frames.model_name(facts.device) or run.device_name,
-            "links": frames.model_name(facts.links),
-            "point": json.dumps(facts.point, sort_keys=True),
-            "how": mode_words(run, facts),
-            "ran_on": device_words(run, facts),
-            "links_words": facts.links,
-            "workload_words": workload_words(facts),
-            "facts": facts.model_dump(mode="json"),
+            "directory": one.directory,
+            "comparison_id": one.comparison_id,
+            "launch": launch,
+            "rank": rank,
+            "run_id": of_launch.run_id,
+            "warm_up_rounds": of_launch.warm_up.rounds,
+            "hostname": of_rank.hostname,
+            **_values("", of_rank.ceilings, ("matmul_size", "matmul_tflops", "copy_gbps", "read_gbps")),
+            **_values("", of_rank, ("peak_memory_bytes", "probe_floor_us")),
+            "sm_clock_mhz": of_rank.machine.sm_clock_mhz and of_rank.machine.sm_clock_mhz[1],
         }
-        for name, run in store.runs.items()
-        for comparison_id, facts in run.comparisons.items()
+        for one in store.comparisons
+        for launch, of_launch in sorted(one.conditions.items())
+        for rank, of_rank in enumerate(of_launch.ranks)
     ]
-    for name, route in store.routes.items():
-        rows += [
-            {
-                **{
-                    key: case[key]
-                    for key in ("model", "num_experts", "top_k", "num_ranks", "num_tokens", "num_batches")
-                },
-                "directory": name,
-                "comparison_id": case["group"],
-                "title": case["comparison"],
-                "ep_size": case["num_ranks"],
-                "mode": "route",
-                "scope": "layer",
-                "origin": "routed",
-                "workload": case["workload"],
-                "tail_model": case["tail_model"],
-                "traffic": case["traffic"],
-                "point": "{}",
-                "how": "routing only (nothing was timed)",
-                "workload_words": case["description"],
-                "facts": {**case},
-            }
-            for case in route.cases.drop_duplicates("group").to_dict("records")
-        ]
-    found = pd.DataFrame(rows)
-    points = [json.loads(point) for point in found["point"]]
-    swept = next((key for key in dict.fromkeys(key for one in points for key in one) if _differs(key, points)), None)
-    return found.assign(swept=swept, swept_value=[one.get(swept) for one in points])
+    return pd.DataFrame(rows, columns=None if rows else [*COMPARISON, "launch", "rank"])
 
 
-_FACTS = (
-    "title", "sizes", "model", "scale", "num_experts", "top_k", "num_ranks", "world_size", "num_replicas", "num_tokens",
-    "num_batches", "dtype", "oversubscribed", "transport", "dispatch_dtype",
-)  # fmt: skip
+def jobs(store: Store) -> pd.DataFrame:
+    """A row per directory and job whose rows are there, in order of time.
+
+    Columns: ``directory``, ``run_id``, ``created``, ``command`` and ``config_text`` (word for word; null where they
+    were not recorded), ``config`` (resolved), ``environment`` and ``hashes`` (dicts).
+    """
+    runs = {one.directory: one.run for one in store.comparisons}
+    rows = [
+        {"directory": name, "run_id": run_id, **job.model_dump()}
+        for name, run in runs.items()
+        for run_id, job in sorted(run.runs.items(), key=lambda item: (str(item[1].created), item[0]))
+    ]
+    return pd.DataFrame(rows)
 
 
-def _differs(key: str, points: list[dict[str, Any]]) -> bool:
-    return len({json.dumps(one.get(key)) for one in points}) > 1
+# ---- rows per sample, iteration and batch ----------------------------------------------------------------------------
 
 
 def samples(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
     """A row per case, launch, rank, batch, iteration, kind, phase and layer: ``time_us`` and ``host_us``.
 
+    Of a whole model phases are each layer's own; ``layer`` is null where a phase is of none.
+
     Args:
         of: rows of ``cases``; None = all.
     """
+    order = ["launch", "batch", "iteration", "kind", "rank", "layer", "phase"]
     parts = []
-    for name, run in store.runs.items():
-        chosen = [case for case in run.cases if _is_of(of, name, case.comparison_id, case.case_id)]
-        if any(case.is_ok for case in chosen):
-            parts.append(frames.samples(run, chosen).assign(directory=name))
+    for comparison, case in _timed(store, of):
+        about = {"directory": comparison.directory, "comparison_id": comparison.comparison_id, "case_id": case.case_id}
+        about |= _values("", case.facts, ("role", "policy", "label"))
+        about["policy_params"] = json.dumps(case.facts.policy_params, sort_keys=True)
+        rows = case.samples.astype({"layer": "Int32"}).sort_values(order)
+        parts.append(pd.concat([pd.DataFrame(about, index=rows.index), rows], axis=1))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=CASE)
 
 
@@ -240,160 +431,94 @@ def iterations(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
     """A row per case, kind (plain, breakdown), launch, batch and iteration, on its slowest rank.
 
     Columns: ``CASE``, ``kind``, ``launch``, ``batch``, ``iteration``, ``time_us``, ``host_us``; in breakdowns
-    ``<phase>_us``, of a whole model summed over layers, less what a waiting probe costs when nobody waits.
+    ``<phase>_us``, of a whole model summed over layers.
     """
     parts = []
-    for name, run in store.runs.items():
-        for case in run.cases:
-            if not case.is_ok or not _is_of(of, name, case.comparison_id, case.case_id):
+    for comparison, case in _timed(store, of):
+        about = {"directory": comparison.directory, "comparison_id": comparison.comparison_id, "case_id": case.case_id}
+        for kind, times in (("plain", case.plain), ("breakdown", case.breakdown)):
+            if times.index.empty:
                 continue
-            for kind in ("plain", "breakdown"):
-                times = getattr(case, kind)
-                if times.index.empty:
-                    continue
-                rows = times.index.to_frame(index=False)
-                at = np.arange(len(rows)), times.slowest_rank()
-                rows = rows.assign(time_us=times.of("total")[at], host_us=times.host_us[at])
-                if kind == "breakdown":
-                    rows = rows.assign(
-                        **{f"{phase}_us": times.of(phase)[at] for phase in sorted(times.occurred - {"total"})}
-                    )
-                about = {"directory": name, "comparison_id": case.comparison_id, "case_id": case.case_id, "kind": kind}
-                parts.append(rows.assign(**about))
+            at = np.arange(len(times.index)), times.slowest_rank()
+            numbers = {"time_us": times.of(TOTAL)[at], "host_us": times.host_us[at]}
+            if kind == "breakdown":
+                numbers |= {f"{phase}_us": times.of(phase)[at] for phase in sorted(times.occurred - {TOTAL})}
+            parts.append(times.index.to_frame(index=False).assign(**about, kind=kind, **numbers))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=CASE)
 
 
-def _is_of(of: pd.DataFrame | None, *key: str) -> bool:
-    return of is None or key in set(of[CASE].itertuples(index=False, name=None))
+def layers(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
+    """A row per case and layer of whole models: ``attention``, ``moe``, ``dense`` and ``rest`` in milliseconds.
+
+    Mean over ranks, median over breakdown iterations.
+    """
+    parts = []
+    for comparison, case in _timed(store, of):
+        if getattr(comparison.facts, "whole", None) is None or case.breakdown.index.empty:
+            continue
+        about = {"directory": comparison.directory, "comparison_id": comparison.comparison_id, "case_id": case.case_id}
+        parts.append(by_layer_ms(case).reset_index().assign(label=case.facts.label, **about))
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=CASE)
+
+
+def _timed(store: Store, of: pd.DataFrame | None) -> list[tuple[Comparison, Case]]:
+    wanted = None if of is None else set(of[CASE].itertuples(index=False, name=None))
+    return [
+        (comparison, case)
+        for comparison in store.comparisons
+        for case in comparison.cases
+        if case.is_ok
+        and len(case.samples)
+        and (wanted is None or (comparison.directory, comparison.comparison_id, case.case_id) in wanted)
+    ]
 
 
 @lru_cache(maxsize=4)
 def routing(store: Store) -> pd.DataFrame:
     """A row per case, batch and layer, source ranks joined.
 
-    Columns: ``CASE``, ``label``, ``role``, ``policy``, ``batch``, ``layer`` (null of a lone layer); counts of all ranks
-    (``num_tokens``, ``num_pairs``, ``num_topk_pairs``, ...), shares of scores (``topk_share``, ``entropy``, regimes);
-    ``ROUTED``, ``output_error`` (worst rank); pairs as lists: ``load_E``, ``load_R``, ``image_load_E`` (null without
-    images), ``pairs_RR`` (from each source rank to each rank's experts, row by row).
+    Columns: ``CASE``, ``label``, ``role``, ``policy``, ``capacity_factor`` and those of ``reduce.joined_routing``.
     """
-    parts = [_routing(store, name).assign(directory=name) for name in store.runs]
-    for name, route in store.routes.items():
-        rows = route.batches.rename(columns=_ROUTE_NAMES)
-        about = {"directory": name, "comparison_id": rows["group"], "case_id": rows["label"], "output_error": np.nan}
-        role = np.where(rows["label"] == "native", "baseline", "policy")
-        layer = pd.to_numeric(rows["layer"], errors="coerce").astype("Int64")
-        wanted = ["label", "policy", "batch", *_SHARES, *[c for c in _COUNTS if c in rows], *ROUTED, *_LOADS]
-        parts.append(rows[wanted].assign(**about, role=role, layer=layer))
-    return pd.concat([part for part in parts if len(part)], ignore_index=True)
-
-
-@lru_cache(maxsize=8)
-def _routing(store: Store, name: str) -> pd.DataFrame:
-    run = store.runs[name]
-    parts = [_joined(case, run.comparisons[case.comparison_id]) for case in run.cases if case.is_ok]
-    return pd.concat(parts, ignore_index=True)
-
-
-def _joined(case: Any, facts: Any) -> pd.DataFrame:
-    """One case's rows, ranks joined."""
-    rows = case.routing.assign(layer=case.routing.get("layer", pd.Series(-1, case.routing.index)).fillna(-1))
-    rows = rows.sort_values(["layer", "batch", "rank"])
-    units = rows.groupby(["layer", "batch"])
-    found = units[_COUNTS].sum().reset_index()
-    num_units = len(found)
-    weighted = rows[_SHARES].astype(float).mul(rows["num_tokens"], axis=0).groupby([rows["layer"], rows["batch"]]).sum()
-    found[_SHARES] = weighted.to_numpy() / found[["num_tokens"]].to_numpy()
-    load_UE, load_URR = (
-        np.stack(rows[column].to_list()).reshape(num_units, -1, len(rows[column].iloc[0]))
-        for column in ("load_E", "load_R")
-    )
-    load_UE, load_UR = load_UE.sum(axis=1), load_URR.sum(axis=1)
-    topk_U = found["num_topk_pairs"].to_numpy()
-    kept_U = mass_kept(rows, units.ngroup())
-    activated_UR = (load_UE.reshape(num_units, facts.num_ranks, -1) > 0).sum(axis=2)
-    is_elsewhere = facts.placement != "contiguous" or case.role == "replication"
-    below = {name: np.nan for name in ("below_frontier", "below_frontier_experts")}
-    if case.frontier is not None:
-        most = case.frontier.sort_values(["layer", "batch"] if "layer" in case.routing else ["batch"])
-        kept_by = {"below_frontier": "kept_by_load", "below_frontier_experts": "kept_by_experts"}
-        below = {name: most[column].to_numpy() - kept_U for name, column in kept_by.items()}
-    return found.assign(
-        comparison_id=case.comparison_id,
-        case_id=case.case_id,
-        label=case.label,
-        role=case.role,
-        policy=case.policy,
-        layer=found["layer"].astype("Int64").where(found["layer"] >= 0),
-        output_error=units["output_error"].max().to_numpy(),
-        fullest_expert=load_UE.max(axis=1) * load_UE.shape[1] / topk_U,
-        fullest_rank=load_UR.max(axis=1) * load_UR.shape[1] / topk_U,
-        expert_imbalance=imbalance(load_UE),
-        rank_imbalance=imbalance(load_UR),
-        dropped_share=found["num_dropped_pairs"] / topk_U,
-        retained_mass=kept_U,
-        **below,
-        experts_per_token=(found["num_pairs"] - found["padding_pairs"]) / found["num_tokens"],
-        activated_experts=(load_UE > 0).sum(axis=1),
-        activated_fullest_rank=np.nan if is_elsewhere else activated_UR.max(axis=1),
-        load_E=list(load_UE),
-        load_R=list(load_UR),
-        image_load_E=None,
-        pairs_RR=list(load_URR.reshape(num_units, -1)),
-    )
-
-
-def _means(rows: pd.DataFrame) -> pd.DataFrame:
-    """By comparison and case: means over batches, then over layers."""
-    keys = ["comparison_id", "case_id"]
-    layers = rows.assign(layer=rows["layer"].fillna(-1)).groupby([*keys, "layer"])[ROUTED].mean()
-    return layers.groupby(keys).mean()
-
-
-def conditions(store: Store) -> pd.DataFrame:
-    """A row per comparison, launch and rank: ``COMPARISON``, ``launch``, ``rank`` and what was recorded of them."""
-    rows = [
-        {
-            "directory": name,
-            "comparison_id": comparison_id,
-            "launch": launch,
-            "rank": rank,
-            "run_id": found.run_id,
-            "warm_up_rounds": found.warm_up.rounds,
-            "hostname": about.hostname,
-            "matmul_tflops": about.ceilings.matmul_tflops,
-            "copy_gbps": about.ceilings.copy_gbps,
-            "read_gbps": about.ceilings.read_gbps,
-            "peak_memory_bytes": about.peak_memory_bytes,
-            "probe_floor_us": about.probe_floor_us,
-            "sm_clock_mhz": about.machine.sm_clock_mhz and about.machine.sm_clock_mhz[1],
-        }
-        for name, run in store.runs.items()
-        for comparison_id, launches in run.conditions.items()
-        for launch, found in launches.items()
-        for rank, about in enumerate(found.ranks)
-    ]
-    return pd.DataFrame(rows)
+    parts = []
+    for comparison in store.comparisons:
+        for case in (case for case in comparison.cases if case.is_ok):
+            about = {"directory": comparison.directory, "comparison_id": comparison.comparison_id}
+            about |= {"case_id": case.case_id, **_values("", case.facts, ("label", "role", "policy"))}
+            about["capacity_factor"] = case.facts.policy_params.get("capacity_factor")
+            rows = joined_routing(case, comparison.facts)
+            parts.append(pd.concat([pd.DataFrame(about, index=rows.index), rows], axis=1))
+    return pd.concat(parts, ignore_index=True).astype({"capacity_factor": float})
 
 
 @lru_cache(maxsize=4)
 def frontiers(store: Store) -> pd.DataFrame:
-    """A row per case, batch and layer of what dropping alone can keep at most: ``kept_by_load``, ``kept_by_experts``.
+    """A row per case, layer and batch of what dropping alone can keep at most: ``kept_by_load``, ``kept_by_experts``.
 
     Of native also the curve: ``curve_load`` (fullest rank over the mean, ascending) and ``curve_kept``, lists.
     """
     parts = [
-        case.frontier.assign(directory=name, comparison_id=case.comparison_id, case_id=case.case_id)
-        for name, run in store.runs.items()
-        for case in run.cases
+        case.frontier.assign(directory=one.directory, comparison_id=one.comparison_id, case_id=case.case_id)
+        for one in store.comparisons
+        for case in one.cases
         if case.frontier is not None
     ]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=CASE)
 
 
-def notes(store: Store, directory: str, comparison_id: str) -> list[str]:
-    """What has to be known to read a comparison's numbers, a sentence each; warnings begin with ``warning:``."""
-    if directory not in store.runs:
-        return []
-    run = store.runs[directory]
-    result = dict(zip(run.comparisons, analyse(run), strict=True))[comparison_id]
-    return [*notes_of(result), *(f"warning: {line}" for line in warnings_of(result, run))]
+def scores(store: Store) -> pd.DataFrame:
+    """The table ``score_curves`` of routed directories, with ``directory``."""
+    return _per_comparison(store, "score_curves")
+
+
+def overlap(store: Store) -> pd.DataFrame:
+    """The table ``overlap`` of routed directories, with ``directory``."""
+    return _per_comparison(store, "overlap")
+
+
+def _per_comparison(store: Store, table: str) -> pd.DataFrame:
+    parts = [
+        read_table(path, TABLES[table].schema).to_pandas().assign(directory=name)
+        for name, folder in store.folders.items()
+        for path in sorted(RunDirectory(folder).path(table, "any").parent.glob("*.parquet"))
+    ]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=COMPARISON)

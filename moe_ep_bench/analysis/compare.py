@@ -24,21 +24,13 @@ from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, Store, cases, comparisons, conditions, iterations, load, notes, samples
-from moe_ep_bench.analysis.parts import ResultsError, read_jobs
-from moe_ep_bench.analysis.render import (
-    NONE,
-    Column,
-    Row,
-    Table,
-    milliseconds,
-    missing,
-    number,
-    percentage,
-    render,
-    text,
-)
-from moe_ep_bench.analysis.words import MODE_WORDS, OVERSUBSCRIBED, chance_words
+from moe_ep_bench.analysis.cases import CASE, cases, comparisons, conditions, iterations, jobs, load, samples
+from moe_ep_bench.analysis.columns import NONE, Column, Row, milliseconds, missing, number, percentage, text
+from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, chance_words, notes
+from moe_ep_bench.analysis.origins import MODE_WORDS
+from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.render import Table, render
+from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.schema import LAYER_PHASES, MOE_REST
 from moe_ep_bench.timing.statistics import (
@@ -131,6 +123,9 @@ def compare_directories(base: Path, new: Path, *, intended: Collection[str] = ()
     for key in intended:
         if key not in CHANGEABLE:
             raise UserError(f"--changed: expected some of {', '.join(CHANGEABLE)}; got {key!r}")
+    for directory in (base, new):
+        if kind_of(directory) == "routed":
+            raise ResultsError(f"{directory}: holds routing without times; expected what `run` or `emulate` wrote")
     stores = [load(directory) for directory in (base, new)]
     old, now = frames = [cases(store) for store in stores]
     modes, scopes = ([frame[key].iloc[0] for frame in frames] for key in ("mode", "scope"))
@@ -371,10 +366,15 @@ def _differences(old: Row, now: Row, intended: Collection[str]) -> pd.DataFrame:
 
 def _conditions(store: Store, directory: Path) -> dict[str, Row]:
     """What was recorded of each comparison: texts, and numbers of ``_MEASURED``."""
-    jobs, launches, recorded = read_jobs(directory).runs, conditions(store), {}
+    by_run = {row.run_id: row for row in jobs(store).itertuples()}
+    launches, recorded = conditions(store), {}
     for row in comparisons(store).to_dict("records"):
         ranks = launches[launches["comparison_id"] == row["comparison_id"]] if len(launches) else launches
-        own = [jobs[run_id] for run_id in ranks["run_id"].unique() if run_id in jobs] if len(ranks) else jobs.values()
+        own = (
+            [by_run[run_id] for run_id in ranks["run_id"].unique() if run_id in by_run]
+            if len(ranks)
+            else by_run.values()
+        )
         environments = [job.environment | {"code": job.hashes.get("code")} for job in own]
         found: Row = {}
         for key in (*_ENVIRONMENT, *_INFORMATIVE):
@@ -473,15 +473,15 @@ _COLUMNS = (
     _POLICY,
     number("time_base", "base ms", lambda time_us: milliseconds(time_us / 1e3)),
     number("time_new", "new ms", lambda time_us: milliseconds(time_us / 1e3)),
-    Column("change %", lambda row: _change_words(row, "time_"), is_words=True),
-    percentage("floor", "floor %"),
+    Column("time_ratio", "change", "%", cell=lambda row: _change_words(row, "time_")),
+    percentage("floor", "floor"),
     text("time_verdict", "verdict"),
     number("speedup_base", "speedup base"),
     number("speedup_new", "new"),
-    Column("change %", lambda row: _change_words(row, "speedup_"), is_words=True),
+    Column("speedup_ratio", "change", "%", cell=lambda row: _change_words(row, "speedup_")),
     text("speedup_verdict", "verdict"),
-    percentage("dropped_share_new", "dropped %"),
-    percentage("retained_mass_new", "mass kept %"),
+    percentage("dropped_share_new", "dropped"),
+    percentage("retained_mass_new", "mass kept"),
 )
 _DIFFERENCES = (text("key", "condition"), text("base", "BASE"), text("new", "NEW"), text("takes", "verdicts"))
 

@@ -15,18 +15,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import (
-    CASE,
-    COMPARISON,
-    Store,
-    cases,
-    comparisons,
-    conditions,
-    frontiers,
-    routing,
-    samples,
-)
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, conditions, frontiers, routing, samples
 from moe_ep_bench.analysis.marks import front, full_colour
+from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA
 from moe_ep_bench.analysis.sweeps import along, key_words, scalings, swept_keys, value_words
 from moe_ep_bench.analysis.timeline import DEFAULT, Choice, timeline_rows

@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis import figure_rows as frame
-from moe_ep_bench.analysis.cases import Store
 from moe_ep_bench.analysis.marks import (
     Marks,
     bars,
@@ -32,10 +31,11 @@ from moe_ep_bench.analysis.marks import (
     scatter,
     stairs,
 )
+from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, interval_words
+from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, HOW, INK, MUTED, Look, Sheet, dress, looks_of, ordered_looks
 from moe_ep_bench.analysis.sweeps import value_words
 from moe_ep_bench.analysis.timeline import lanes
-from moe_ep_bench.analysis.words import NOT_FUSED, OVERSUBSCRIBED, interval_words
 from moe_ep_bench.errors import UserError, did_you_mean
 from moe_ep_bench.files import atomic_path
 

@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, Store, cases, comparisons, load, routing
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load, routing
+from moe_ep_bench.analysis.columns import NONE, Row, missing, number, percentage, text
 from moe_ep_bench.analysis.compare import ALL, MOE, Times, times_of
-from moe_ep_bench.analysis.parts import Described, ResultsError, described, read_document
-from moe_ep_bench.analysis.render import NONE, Row, Table, missing, number, percentage, render, text
+from moe_ep_bench.analysis.reading import ResultsError, read_document, typed
+from moe_ep_bench.analysis.render import Table, render
+from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.facts import JsonRecord
 from moe_ep_bench.files import atomic_path, inside
 from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS, PASS_METRICS, PHASE_METRICS, Metric, claims_path
 from moe_ep_bench.timing.statistics import Estimate, estimate_median, paired_ratios
@@ -61,7 +64,7 @@ _CSV = [
 ]  # fmt: skip
 
 
-class _Row(Described):  # ``papers.run``
+class _Row(JsonRecord):  # ``papers.run``
     number: int
     source: str
     of: str
@@ -79,7 +82,7 @@ class _Row(Described):  # ``papers.run``
     primary_because: str | None
 
 
-class _File(Described):
+class _File(JsonRecord):
     claims: list[_Row]
 
 
@@ -110,7 +113,7 @@ def load_claims(directory: Path) -> Claims:
     path = inside(directory, claims_path(directory))
     if not path.is_file():
         raise ResultsError(f"{path}: missing; a directory with claims is one that `papers` has written")
-    claimed = described(_File, path, "", read_document(path)).claims
+    claimed = typed(_File, path, "", read_document(path)).claims
     store = load(directory, join_draws=False)
     rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
     activated = routing(store).groupby(CASE)["activated_fullest_rank"].mean()
@@ -368,7 +371,7 @@ def _traffic_table(claims: Claims) -> Table:
         text("basis", "what the traffic is"),
     ]
     if "moe_share" in native:
-        columns[4:4] = [percentage("moe_share", "MoE share %"), number("most_by_amdahl", "at most", "{:.2f}")]
+        columns[4:4] = [percentage("moe_share", "MoE share"), number("most_by_amdahl", "at most", "{:.2f}")]
     return Table(native, columns)
 
 

@@ -11,8 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moe_ep_bench.analysis.cases import comparisons
+from moe_ep_bench.analysis.columns import missing
+from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.papers import METRICS, Claims, basis_words, how_words
-from moe_ep_bench.analysis.render import missing
 from moe_ep_bench.analysis.style import (
     DEFAULT_FORMATS,
     HOW,
@@ -26,7 +27,6 @@ from moe_ep_bench.analysis.style import (
     settle,
     wrapped,
 )
-from moe_ep_bench.analysis.words import scale_words
 from moe_ep_bench.files import refuse_links_out
 from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS
 

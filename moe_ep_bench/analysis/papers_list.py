@@ -21,9 +21,10 @@ def list_text(name: str | None) -> str:
     """A table for each item of a paper, or of all."""
     import pandas as pd
 
-    from moe_ep_bench.analysis.render import Column, Table, render, text
+    from moe_ep_bench.analysis.columns import Column, text
+    from moe_ep_bench.analysis.render import Table, render
 
-    columns = (text("model"), text("where"), Column("number", _shown), text("unit"))
+    columns = (text("model"), text("where"), Column("printed", "number", cell=_shown), text("unit"))
     tables = []
     for paper in map(load, [name] if name else names()):
         notes = [paper.version, *([paper.note] if paper.note else [])]

@@ -17,8 +17,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from moe_ep_bench.errors import UserError, brief, printable, problem_words
+from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.errors import UserError, brief, printable
 from moe_ep_bench.files import read_json
+from moe_ep_bench.presets import problem_words
 from moe_ep_bench.results import RunDirectory, check_size
 from moe_ep_bench.schema import (
     FRONTIER_SCHEMA,
@@ -41,13 +43,6 @@ LEAST_US, MOST_US = 1e-6, 1e15  # no clock tells less, no run lasts so long
 MOST_COUNT = 2**53  # beyond which a double does not count
 
 _Read = TypeVar("_Read")
-
-
-class ResultsError(UserError):
-    """A results directory, or a file of one, that cannot be read; one printable line, whatever the file holds."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(printable(text))
 
 
 class Tried:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.analysis.cases import Store, load
+from moe_ep_bench.analysis.cases import load
 from moe_ep_bench.analysis.figures import FIGURES, QUALITY_FIGURES, Drawing, Figure, Lines, draw
-from moe_ep_bench.analysis.load import is_quality
-from moe_ep_bench.analysis.parts import ResultsError
+from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
 from moe_ep_bench.analysis.timeline import DEFAULT, Choice
 from moe_ep_bench.errors import UserError
@@ -69,7 +69,7 @@ def stores(directories: Sequence[Path], passed_over: list[str]) -> Iterator[Any]
     timed = []
     for directory in dict.fromkeys(path.resolve() for path in directories):
         try:
-            if is_quality(directory):
+            if kind_of(directory) == "quality":
                 yield _quality(directory)
             else:
                 load([directory], [])

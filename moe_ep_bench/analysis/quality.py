@@ -28,12 +28,13 @@ import pyarrow as pa
 from pydantic import ConfigDict, Field, model_validator
 from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
+from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, text
 from moe_ep_bench.analysis.labels import short_label
-from moe_ep_bench.analysis.load import CaseFacts, Count
-from moe_ep_bench.analysis.parts import Described, ResultsError, check_counts, described, read_part, read_run_json
-from moe_ep_bench.analysis.render import NONE, Column, Row, Table, missing, number, percentage, text
-from moe_ep_bench.analysis.words import chance_words
+from moe_ep_bench.analysis.notes import chance_words
+from moe_ep_bench.analysis.reading import ResultsError, check_counts, read_part, read_run_json, typed
+from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.facts import CaseFacts, Count, JsonRecord
 from moe_ep_bench.papers.orderings import ORDERINGS, SET
 from moe_ep_bench.policies import POLICIES
 from moe_ep_bench.results import RunDirectory
@@ -48,7 +49,7 @@ _ROUTING_NEEDS = ("layer", "num_tokens", "load_E", "num_topk_pairs", "num_droppe
 _SCORE = ["task", "metric", "filter", "num_fewshot", "num_samples", "value", "stderr"]
 
 
-class _Number(Described):  # ``quality.tasks.published_numbers``
+class _Number(JsonRecord):  # ``quality.tasks.published_numbers``
     policy: str
     policy_params: dict[str, Any]
     metric: str
@@ -56,14 +57,14 @@ class _Number(Described):  # ``quality.tasks.published_numbers``
     percent: float
 
 
-class _Published(Described):
+class _Published(JsonRecord):
     model_config = ConfigDict(extra="allow")
 
     numbers: list[_Number] = Field([])
     unstated: list[str] = Field([])
 
 
-class _Facts(Described):  # ``quality.session``; a text's comparison has ``text``, a task's has ``task``
+class _Facts(JsonRecord):  # ``quality.session``; a text's comparison has ``text``, a task's has ``task``
     model_config = ConfigDict(extra="allow")
 
     title: str
@@ -93,7 +94,7 @@ class _Case(CaseFacts):
     phase: str | None
 
 
-class _RunFacts(Described):
+class _RunFacts(JsonRecord):
     mode: Literal["quality"]
     comparisons: dict[str, _Facts]
     cases: dict[str, _Case]
@@ -139,7 +140,7 @@ def read_quality(directory: Path) -> Quality:
     """
     files = RunDirectory(directory)
     path = files.run_json
-    written = described(_RunFacts, path, "", read_run_json(path))
+    written = typed(_RunFacts, path, "", read_run_json(path))
     by_order = sorted(written.comparisons.items(), key=lambda item: item[1].order)
     facts = {comparison_id: one.model_dump(exclude_unset=True) for comparison_id, one in by_order}
     order = list(facts)
@@ -431,7 +432,7 @@ def _fields(case: Row) -> Row:
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
-_POLICY = Column("policy", lambda row: short_label(row["label"]), is_words=True)
+_POLICY = Column("label", "policy", cell=lambda row: short_label(row["label"]))
 
 
 def _with_error(name: str, error: str, header: str, form: str, scale: float = 1.0) -> Column:
@@ -443,7 +444,7 @@ def _with_error(name: str, error: str, header: str, form: str, scale: float = 1.
         shown = form.format(scale * row[name])
         return shown if missing(row[error]) else f"{shown} +-{form.replace('+', '').format(scale * row[error])}"
 
-    return Column(header, cell)
+    return Column(name, header, cell=cell)
 
 
 _TEXT = (
@@ -452,9 +453,9 @@ _TEXT = (
     number("perplexity", "ppl", "{:.2f}"),
     _with_error("cross_entropy_added", "cross_entropy_added_half", "cross-entropy + nats", "{:+.4f}"),
     number("kl", "KL nats", "{:.4f}"),
-    percentage("agreement", "top-1 agree %"),
-    percentage("dropped_fraction", "dropped %"),
-    percentage("retained_mass_topk", "mass kept %"),
+    percentage("agreement", "top-1 agree"),
+    percentage("dropped_fraction", "dropped"),
+    percentage("retained_mass_topk", "mass kept"),
     number("experts_per_token", "experts/token", "{:.2f}"),
     number("activated_experts", "activated", "{:.1f}"),
     number("fullest_rank", "fullest rank", "{:.2f}"),
@@ -465,27 +466,29 @@ _CLAIM = (
     text("worse", "B"),
     _with_error("worse_costs_more", "half_width", "B costs more", "{:+.4f}"),
     text("verdict"),
-    Column("checkpoints", lambda row: f"{row['agree']} of {row['checkpoints']}"),
+    Column("agree", "checkpoints", cell=lambda row: f"{row['agree']} of {row['checkpoints']}"),
 )
 _TASK = (
     _POLICY,
     text("task"),
-    Column("metric", lambda row: row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})"), True),
+    Column(
+        "metric", "metric", cell=lambda row: row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})")
+    ),
     number("num_fewshot", "shots", "{}"),
     number("num_samples", "questions", "{:,}"),
     _with_error("value", "stderr", "ours %", "{:.1f}", 100),
     _with_error("added", "added_stderr", "over unpatched", "{:+.1f}", 100),
-    percentage("paper", "paper %"),
-    Column("ours - paper (std. errors)", lambda row: _against_paper(row)),
-    percentage("dropped_fraction", "dropped %"),
-    percentage("retained_mass_topk", "mass kept %"),
+    percentage("paper", "paper"),
+    Column("paper", "ours - paper (std. errors)", cell=lambda row: _against_paper(row)),
+    percentage("dropped_fraction", "dropped"),
+    percentage("retained_mass_topk", "mass kept"),
 )
 _MEAN = (
-    Column("mean over tasks", _POLICY.cell, is_words=True),
+    Column("label", "mean over tasks", cell=_POLICY.cell),
     number("tasks", form="{}"),
     _with_error("value", "stderr", "ours %", "{:.1f}", 100),
-    percentage("paper", "paper %"),
-    Column("ours - paper (std. errors)", lambda row: _against_paper(row)),
+    percentage("paper", "paper"),
+    Column("paper", "ours - paper (std. errors)", cell=lambda row: _against_paper(row)),
 )
 
 

@@ -1,4 +1,4 @@
-"""Render frames as tables: for a terminal, Markdown, LaTeX and HTML; as CSV and JSON with all columns, unrounded.
+"""Render tables for a terminal, Markdown, LaTeX and HTML; as CSV and JSON with all columns, unrounded.
 
 A ``Table`` is a frame, the columns that people read, a title and notes. Every command prints its results through
 ``render``, so that a number stands alike wherever it is read.
@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -18,13 +19,13 @@ from typing import Any
 
 import pandas as pd
 
+from moe_ep_bench.analysis.columns import NONE, Column, Row, missing
+
 PEOPLE = ("text", "md", "latex", "html")
 PROGRAMS = ("csv", "json")
 # Of ``render(..., "json")``: raised when a column changes its name or meaning, not when one is added.
-JSON_VERSION = 1
-NONE = "-"
+JSON_VERSION = 2
 
-Row = dict[str, Any]
 _GAP = "  "
 _LATEX = str.maketrans(
     {
@@ -38,22 +39,6 @@ _LATEX = str.maketrans(
     }
 )
 _MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\|*_`<>[]#~$"})
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column that people read.
-
-    Attributes:
-        cell: what a row's cell says.
-        is_words: whether it stands left.
-        source: the frame's column behind it, by whose numbers a page sorts.
-    """
-
-    header: str
-    cell: Callable[[Row], str]
-    is_words: bool = False
-    source: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,59 +62,22 @@ class Table:
     def rows(self) -> list[Row]:
         return self.frame.to_dict("records")
 
-
-def missing(value: Any) -> bool:
-    """Whether a frame's value is none."""
-    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
-
-
-def text(name: str, header: str | None = None) -> Column:
-    """The column ``name`` as it is."""
-    return Column(
-        header or name, lambda row: NONE if missing(row[name]) else str(row[name]), is_words=True, source=name
-    )
-
-
-def number(name: str, header: str | None = None, form: str | Callable[[Any], str] = "{:.3f}") -> Column:
-    """The column ``name``, each number in a form."""
-    shown = form.format if isinstance(form, str) else form
-    return Column(header or name, lambda row: NONE if missing(row[name]) else shown(row[name]), source=name)
-
-
-def percentage(name: str, header: str) -> Column:
-    """A share as a percentage with one decimal; the header has the sign."""
-    return number(name, header, lambda share: f"{100 * share:.1f}")
-
-
-def milliseconds(value: float, digits: int = 4) -> str:
-    """A time with as many digits as count, whatever its size."""
-    decimals = digits - 1 - math.floor(math.log10(value)) if value > 0 else 0
-    return f"{value:.{min(max(decimals, 0), 4)}f}"
-
-
-def interval(name: str, header: str, *, one: str | None = None) -> Column:
-    """``1.23 [1.20, 1.26]`` of ``NAME_median``, ``_low`` and ``_high``; ``(1.10..1.31)`` where it is no interval.
-
-    Args:
-        one: a role whose cell is 1, for all is set against it.
-    """
-
-    def cell(row: Row) -> str:
-        if one is not None and row["role"] == one:
-            return "1"
-        if missing(row[f"{name}_median"]):
-            return NONE
-        median, low, high = (f"{row[f'{name}_{end}']:.3f}" for end in ("median", "low", "high"))
-        return f"{median} [{low}, {high}]" if row[f"{name}_is_interval"] else f"{median} ({low}..{high})"
-
-    return Column(header, cell, is_words=True, source=f"{name}_median")
+    @property
+    def cells(self) -> list[list[str]]:
+        """The cells of all rows; of a row without numbers the first and the text that takes their place."""
+        return [
+            [column.shown(row) for column in self.columns]
+            if self.instead is None or missing(row[self.instead])
+            else [self.columns[0].shown(row), row[self.instead]]
+            for row in self.rows
+        ]
 
 
 def render(tables: Sequence[Table], to: str, *, width: int | None = None) -> str:
     """Render tables in one of ``PEOPLE`` or ``PROGRAMS``.
 
     Args:
-        width: of a terminal, in characters; wider tables of text go on below. None = as wide as they are.
+        width: of a terminal, in characters; columns of text for which it has no room are named below. None = all stand.
     """
     if to in PROGRAMS:
         frames = [table.frame for table in tables if len(table.frame)]
@@ -153,49 +101,53 @@ def terminal_width() -> int | None:
 
 def _plain(value: Any) -> Any:
     """A value as JSON has it."""
-    if not isinstance(value, list | dict) and missing(value):
+    if isinstance(value, list | dict):
+        return value
+    if missing(value):
         return None
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _cells(table: Table) -> list[list[str]]:
-    """The cells of all rows; of a row without numbers the first and the text that takes their place."""
-    return [
-        [column.cell(row) for column in table.columns]
-        if table.instead is None or missing(row[table.instead])
-        else [table.columns[0].cell(row), row[table.instead]]
-        for row in table.rows
-    ]
+# ---- for a terminal --------------------------------------------------------------------------------------------------
+
+
+def wrapped(line: str, width: int | None, indent: str = "") -> str:
+    """A line in as many as a terminal needs; the first begins with ``indent``, the others deeper."""
+    if width is None:
+        return f"{indent}{line}"
+    return textwrap.fill(line, max(width, 40), initial_indent=indent, subsequent_indent=f"{indent}  ")
 
 
 def _text(table: Table, width: int | None) -> str:
-    notes = "\n".join(f"  {note}" for note in table.notes)
-    parts = [table.title, "\n".join(_aligned(table, width)) if table.columns else "", notes]
-    return "\n\n".join(part for part in parts if part)
+    lines, left_out = _aligned(table, width) if table.columns else ([], [])
+    notes = [wrapped(note, width, "  ") for note in table.notes]
+    if left_out:
+        notes.append(wrapped(f"no room for: {', '.join(left_out)} (--columns, or --format csv)", width, "  "))
+    title = table.title and wrapped(table.title, width)
+    return "\n\n".join(part for part in (title, "\n".join(lines), "\n".join(notes)) if part)
 
 
-def _aligned(table: Table, width: int | None) -> list[str]:
-    """Lines of a table; columns for which a terminal has no room follow below, each time beside the first."""
-    rows = [[column.header for column in table.columns], *_cells(table)]
-    sizes = [max(len(row[place]) for row in rows if len(row) == len(rows[0])) for place in range(len(rows[0]))]
+def _aligned(table: Table, width: int | None) -> tuple[list[str], list[str]]:
+    """Lines of a table, and the titles of columns for which a terminal has no room: the last ones."""
+    columns, rows = table.columns, [[column.title for column in table.columns], *table.cells]
+    full = [row for row in rows if len(row) == len(columns)]
+    sizes = [max(len(row[place]) for row in full) for place in range(len(columns))]
     sizes[0] = max(len(row[0]) for row in rows)
-    blocks: list[list[int]] = [[0]]
-    for place, size in enumerate(sizes[1:], 1):
-        taken = sum(sizes[other] + len(_GAP) for other in blocks[-1])
-        if width is not None and len(blocks[-1]) > 1 and taken + size > width:
-            blocks.append([0])
-        blocks[-1].append(place)
-    lines: list[str] = []
-    for block in blocks:
-        lines += [""] if lines else []
-        for row in (rows[0], ["-" * size for size in sizes], *rows[1:]):
-            if len(row) == len(sizes):
-                cells = [row[p].ljust(sizes[p]) if table.columns[p].is_words else row[p].rjust(sizes[p]) for p in block]
-                lines.append(_GAP.join(cells).rstrip())
-            elif block is blocks[0]:
-                lines.append(f"{row[0]:<{sizes[0]}}{_GAP}{row[1]}")
-    return lines
+    places = list(range(len(columns)))
+    while width is not None and len(places) > 2 and sum(sizes[p] + len(_GAP) for p in places) - len(_GAP) > width:
+        places.pop()
+    lines = []
+    for row in (rows[0], ["-" * size for size in sizes], *rows[1:]):
+        if len(row) == len(columns):
+            cells = [row[p].ljust(sizes[p]) if columns[p].is_words else row[p].rjust(sizes[p]) for p in places]
+            lines.append(_GAP.join(cells).rstrip())
+        else:
+            lines.append(f"{row[0]:<{sizes[0]}}{_GAP}{row[1]}")
+    return lines, [columns[place].title for place in range(len(places), len(columns))]
+
+
+# ---- for documents ---------------------------------------------------------------------------------------------------
 
 
 def escape_latex(text: str) -> str:
@@ -210,7 +162,7 @@ def escape_markdown(text: str) -> str:
 
 def _grid(table: Table, escape: Callable[[str], str]) -> list[list[str]]:
     """The header and all rows, escaped, as many cells in each."""
-    rows = [[column.header for column in table.columns], *_cells(table)]
+    rows = [[column.title for column in table.columns], *table.cells]
     return [[escape(cell) for cell in row] + [""] * (len(table.columns) - len(row)) for row in rows]
 
 
@@ -236,15 +188,15 @@ def _markdown(table: Table) -> str:
 def _html(table: Table) -> str:
     """One ``table`` in a box that scrolls; the numbers behind its cells are ``data-value``, by which a page sorts."""
     kinds = ["" if column.is_words else " class=number" for column in table.columns]
-    head = "".join(f"<th{kind}>{html.escape(c.header)}</th>" for kind, c in zip(kinds, table.columns, strict=True))
+    head = "".join(f"<th{kind}>{html.escape(c.title)}</th>" for kind, c in zip(kinds, table.columns, strict=True))
     body = []
-    for row, cells in zip(table.rows, _cells(table), strict=True):
+    for row, cells in zip(table.rows, table.cells, strict=True):
         if len(cells) < len(table.columns):
             label, reason = map(html.escape, cells)
             body.append(f"<tr><td>{label}</td><td colspan={len(table.columns) - 1}>{reason}</td></tr>")
             continue
         values = [
-            "" if cell == NONE else _data_value(row.get(c.source)) for cell, c in zip(cells, table.columns, strict=True)
+            "" if cell == NONE else _data_value(row.get(c.name)) for cell, c in zip(cells, table.columns, strict=True)
         ]
         tags = (
             f"<td{kind}{value}>{html.escape(cell)}</td>" for kind, value, cell in zip(kinds, values, cells, strict=True)

@@ -1,4 +1,4 @@
-"""Show one results directory: as text, as a page, or in a format that other programs read."""
+"""Show results directories: as text, as a page, or in a format that other programs read."""
 
 from __future__ import annotations
 
@@ -7,72 +7,70 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from moe_ep_bench.analysis import frames
-from moe_ep_bench.analysis.choice import TYPICAL, IterationChoice
-from moe_ep_bench.analysis.draws import over_draws
-from moe_ep_bench.analysis.load import Case, ResultsError, Run, is_quality, is_route, load_times
-from moe_ep_bench.analysis.render import PROGRAMS, Table, render, terminal_width
-from moe_ep_bench.analysis.tables import run_tables, run_text
-from moe_ep_bench.analysis.trace_export import perfetto_trace
+import pandas as pd
+
+from moe_ep_bench.analysis.cases import COMPARISON, cases, load, samples
+from moe_ep_bench.analysis.columns import columns as columns_named
+from moe_ep_bench.analysis.notes import most_important
+from moe_ep_bench.analysis.origins import modelled_line
+from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.render import PROGRAMS, Table, render, terminal_width, wrapped
+from moe_ep_bench.analysis.store import Store, kind_of
+from moe_ep_bench.analysis.tables import MAIN, VIEWS, count_words, short_table, tables
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, check_folder
-from moe_ep_bench.results import ValidationDirectory
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
-FORMATS = ("text", "md", "latex", "csv", "json", "html", "perfetto")
+FORMATS = ("text", "md", "latex", "csv", "json", "html")
+# The end of a run fits terminals of this width.
+_SHORT_WIDTH = 100
 
 
 def show(
-    directory: Path,
+    directories: Sequence[Path],
     to: str,
     out: Path | None = None,
     *,
-    cases: Sequence[str] = (),
-    iterations: Sequence[str] = (),
-    samples: bool = False,
+    names: Sequence[str] = (),
+    views: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    all_samples: bool = False,
 ) -> int:
-    """Write what ``directory`` holds to ``out``, or to standard output (a page: to ``DIR/report.html``).
+    """Write what directories hold to ``out``, or to standard output (a page: to ``DIR/report.html``).
 
     Args:
         to: one of ``FORMATS``.
-        cases: ids, labels or policy names; the default is all.
-        iterations: of a trace, see ``choice.IterationChoice``; the default is the median one of each case.
-        samples: every sample in place of the results.
+        names: cases' ids, labels or policy names; the default is all.
+        views: of ``tables.VIEWS``; the default is the main one of each comparison.
+        columns: of the frame, in place of the view's.
+        all_samples: every sample in place of the results.
 
     Returns:
         The exit status: ``CASES_FAILED`` where a page lacks what cannot be trusted.
 
     Raises:
-        ValueError: what was asked for is not there, or does not go together; one line.
+        UserError: what was asked for is not there, or does not go together; one line.
     """
-    if to not in FORMATS:
-        raise UserError(f"--format: expected one of {', '.join(FORMATS)}; got {to!r}")
-    for option, given, formats in (
-        ("case", cases, ("md", "latex", "csv", "json", "perfetto")),
-        ("iteration", iterations, ("perfetto",)),
-        ("samples", samples, ("csv", "json")),
-    ):
-        if given and to not in formats:
-            raise UserError(f"--{option}: goes with --format {', '.join(formats)}; got --format {to}")
+    _check_options(to, names, views, columns, all_samples)
     if to == "html":
-        from moe_ep_bench.analysis.report.page import write_report
+        from moe_ep_bench.analysis.page import write_report
 
-        page, passed_over = write_report(directory, out)
+        page, passed_over = write_report(directories, out)
         for line in passed_over:
             print(f"moe-ep-bench: {line}", file=sys.stderr)
         print(os.path.relpath(page))
         return CASES_FAILED if passed_over else OK
-    choices = [IterationChoice.parse(text, several=True) for text in iterations] or [TYPICAL]
     if out is not None and out.is_dir():
         raise UserError(f"--out {out}: is a directory; expected a file to write")
     if out is not None:
         check_folder(out.parent, "--out: folder")
-    if to == "text":
-        text = f"{text_of(directory)}\n"
-    elif to == "perfetto" or cases or samples or not (is_route(directory) or is_quality(directory)):
-        text = _of_run(load_times(directory), to, cases, choices, samples)
+    kinds = {kind_of(directory) for directory in directories}
+    if kinds & {"quality", "validation"} and not (names or views or columns or all_samples):
+        if len(directories) > 1:
+            raise UserError(f"{directories[0]}: holds {'/'.join(sorted(kinds))}; expected one such directory at a time")
+        text = _text_of_other(directories[0], to)
     else:
-        text = route_text(directory, to) if is_route(directory) else quality_text(directory, to)
+        text = _of_store(load(list(directories), join_draws=not all_samples), to, names, views, columns, all_samples)
     if out is None:
         sys.stdout.write(text)
     else:
@@ -81,25 +79,32 @@ def show(
     return OK
 
 
-def text_of(directory: Path) -> str:
-    """The tables of any results directory."""
-    if ValidationDirectory(directory).pairs.is_file():
-        from moe_ep_bench.analysis.validate import load_validation, validation_text
+def _check_options(
+    to: str, names: Sequence[str], views: Sequence[str], columns: Sequence[str], all_samples: bool
+) -> None:
+    if to not in FORMATS:
+        raise UserError(f"--format: expected one of {', '.join(FORMATS)}; got {to!r}")
+    if unknown := [view for view in views if view not in VIEWS]:
+        raise UserError(f"--view: expected some of {', '.join(VIEWS)}; got {unknown[0]!r}")
+    for option, given, formats in (
+        ("case", names, FORMATS[:-1]),
+        ("view", views, FORMATS[:3]),
+        ("columns", columns, FORMATS[:-1]),
+        ("samples", all_samples, PROGRAMS),
+    ):
+        if given and to not in formats:
+            raise UserError(f"--{option}: goes with --format {', '.join(formats)}; got --format {to}")
 
-        return validation_text(load_validation(directory))
-    if is_route(directory):
-        return route_text(directory)
-    if is_quality(directory):
-        return quality_text(directory)
-    return run_text(over_draws(load_times(directory))[0], terminal_width())
 
+def _text_of_other(directory: Path, to: str) -> str:
+    """What ``validate`` or ``quality`` wrote."""
+    if kind_of(directory) == "quality":
+        return quality_text(directory, to) + "\n" * (to == "text")
+    from moe_ep_bench.analysis.validate import load_validation, validation_text
 
-def route_text(directory: Path, to: str = "text") -> str:
-    """Tables of what ``route`` wrote, in a format of ``render``."""
-    from moe_ep_bench.analysis.route.load import load_route  # it imports torch
-    from moe_ep_bench.analysis.route.tables import route_tables
-
-    return render(route_tables(load_route(directory)), to, width=terminal_width())
+    if to != "text":
+        raise ResultsError(f"{directory}: holds two runs side by side: name {directory}/real or {directory}/emulated")
+    return f"{validation_text(load_validation(directory))}\n"
 
 
 def quality_text(directory: Path, to: str = "text") -> str:
@@ -109,34 +114,57 @@ def quality_text(directory: Path, to: str = "text") -> str:
     return render(quality_tables(read_quality(directory)), to, width=terminal_width())
 
 
-def _of_run(run: Run, to: str, names: Sequence[str], choices: Sequence[IterationChoice], samples: bool) -> str:
-    """A run's results, samples or trace in one of ``FORMATS`` but text and html."""
-    if to != "perfetto" and not samples:  # which are of one draw each
-        run = over_draws(run)[0]
-    frame = frames.speedups(run)
-    by_id = {case.case_id: case for case in run.cases}
-    chosen = _find_cases(run, [by_id[case_id] for case_id in frame["case_id"]], names)
-    if to == "perfetto":
-        return perfetto_trace(run, [case for case in chosen if case.is_ok], choices)
-    if samples:
-        return render([Table(frames.samples(run, chosen), ())], to)
+def _of_store(
+    store: Store, to: str, names: Sequence[str], views: Sequence[str], columns: Sequence[str], all_samples: bool
+) -> str:
+    frame = chosen_cases(store, names)
     if to in PROGRAMS:
-        return render([Table(frame[frame["case_id"].isin([case.case_id for case in chosen])], ())], to)
-    return render(run_tables(run, chosen), to)
+        rows = samples(store, frame) if all_samples else frame
+        wanted = [column.name for column in columns_named(columns, rows)]
+        return render([Table(rows[wanted] if wanted else rows, ())], to)
+    listed = tables(store, views or MAIN, frame, columns)
+    if to != "text":
+        return render(listed, to)
+    width = terminal_width()
+    line = modelled_line(one.facts for one in store.comparisons)
+    body = "\n\n".join(filter(None, [line, render(listed, to, width=width), count_words(frame)]))
+    others = [name for name in VIEWS if name not in MAIN and tables(store, [name], frame)] if not views else []
+    return "\n\n".join(filter(None, [body, f"more: --view {', '.join(others)}" if others else ""])) + "\n"
 
 
-def _find_cases(run: Run, cases: Sequence[Case], wanted: Sequence[str]) -> list[Case]:
-    """Of ``cases`` those whose id, label or policy was named, in the order of naming; all where none was."""
-    if not wanted:
-        return list(cases)
-    found: dict[str, Case] = {}
-    for name in wanted:
-        fits = [case for case in cases if name in (case.case_id, case.label, case.policy)]
-        if not fits:
-            labels = ", ".join(dict.fromkeys(case.label for case in cases))
-            raise ResultsError(f"{run.directory}: --case {name}: expected a case's id, label or policy of: {labels}")
-        found.update((case.case_id, case) for case in fits)
-    if not any(case.is_ok for case in found.values()):
-        first = next(iter(found.values()))
-        raise ResultsError(f"{run.directory}: --case {', '.join(wanted)}: was not measured ({first.status})")
-    return list(found.values())
+def chosen_cases(store: Store, names: Sequence[str]) -> pd.DataFrame:
+    """Rows of ``cases`` whose id, label or policy was named; all where none was.
+
+    Raises:
+        ResultsError: no case has a name, or none was measured; the line lists the labels.
+    """
+    frame = cases(store)
+    if not names:
+        return frame
+    keys = frame[["case_id", "label", "policy"]]
+    for name in names:
+        if not keys.eq(name).any(axis=None):
+            labels = ", ".join(frame["label"].unique())
+            raise ResultsError(f"--case {name}: expected a case's id, label or policy of: {labels}")
+    found = frame[keys.isin(list(names)).any(axis=1)]
+    if not (found["status"] == "ok").any():
+        raise ResultsError(f"--case {', '.join(names)}: was not measured ({found['status'].iloc[0]})")
+    return found
+
+
+def text_of(directory: Path) -> str:
+    """What a directory holds, whoever wrote it, in full."""
+    if kind_of(directory) in ("quality", "validation"):
+        return _text_of_other(directory, "text").rstrip("\n")
+    return _of_store(load(directory), "text", (), (), (), False).rstrip("\n")
+
+
+def end_of_run(directory: Path) -> str:
+    """What ends ``run``, ``emulate`` and ``route``: the table of policies, three notes at most, where the rest lies."""
+    store = load(directory)
+    frame = cases(store)
+    listed = [short_table(rows) for _, rows in frame.groupby(COMPARISON, sort=False)]
+    blocks = [modelled_line(one.facts for one in store.comparisons), render(listed, "text", width=_SHORT_WIDTH)]
+    notes = [wrapped(line, _SHORT_WIDTH, "  ") for line in most_important(store)]
+    where = f"{count_words(frame)}; in {directory}\nmore: moe-ep-bench show {directory}; moe-ep-bench plot {directory}"
+    return "\n\n".join(filter(None, [*blocks, "\n".join(notes), where]))

@@ -1,207 +1,357 @@
-"""The tables of layers and of whole models: which columns of ``frames.speedups`` people read, and what stands below."""
+"""The tables of results: a view is columns of a frame, which of its rows, and in which order.
+
+``show`` and the page print views; a view is added by a row of ``VIEWS``, a column by a row of ``columns.COLUMNS``.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.activated import decode_steps, decode_words
-from moe_ep_bench.analysis.frames import speedups
-from moe_ep_bench.analysis.load import Case, Run
-from moe_ep_bench.analysis.render import (
-    NONE,
-    Column,
-    Row,
-    Table,
-    interval,
-    milliseconds,
-    missing,
-    number,
-    percentage,
-    render,
-    text,
-)
-from moe_ep_bench.analysis.speedups import ComparisonResult, analyse
-from moe_ep_bench.analysis.whole import WholeComparison, analyse_whole, layers_ms, whole_notes
-from moe_ep_bench.analysis.words import (
-    count_words,
-    hardware_words,
-    mode_words,
-    modelled_line,
-    notes_of,
-    scale_words,
-    warnings_of,
-)
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, layers, routing, samples
+from moe_ep_bench.analysis.columns import COLUMNS, Column, Row, columns, interval, times
+from moe_ep_bench.analysis.notes import WARNING, leaves_idle, notes
+from moe_ep_bench.analysis.origins import scale_words
+from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
+from moe_ep_bench.analysis.render import Table
+from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.schema import TOTAL
+from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 _REASON_WIDTH = 90
-_ROUNDING = 1e-6  # shares are sums of float32
 # What a speedup is, how certain it is, and what is extrapolated: even a caption says it.
 _CAPTION = ("speedup:", "end to end:", "noise floor:", "extrapolated:")
+# Of more ranks those that are slowest under native are shown; so many policies' layers, one by one.
+MAX_RANKS = 64
+_MOST_POLICIES = 4
 
 
-def _kept(column: Column) -> Column:
-    """What a policy keeps; nothing of the ceiling, whose scores are not the model's."""
-    return replace(column, cell=lambda row: NONE if row["role"] == "ceiling" else column.cell(row))
+@dataclass(frozen=True)
+class View:
+    """A table of one comparison.
+
+    Attributes:
+        of: the comparisons that have it: layer, model, route.
+        columns: names, of ``COLUMNS`` or the frame; those without a value in any row are left out.
+        headers: other headers than ``COLUMNS`` has, by name.
+        where: a query of the frame; empty = all rows.
+        order: a column, descending; None = reading order.
+        rows: the frame, of a store and the comparison's rows of ``cases``.
+        notes: below the table; None = all notes of the comparison.
+    """
+
+    of: str
+    columns: Sequence[str]
+    headers: dict[str, str] | None = None
+    where: str = ""
+    order: str | None = None
+    title: str = ""
+    rows: Callable[[Store, pd.DataFrame], pd.DataFrame] = lambda _, rows: rows
+    notes: Sequence[str] | None = ()
 
 
-_COST = (_kept(percentage("dropped_share", "dropped %")), _kept(percentage("retained_mass", "mass kept %")))
+def _by_layer(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
+    """Every layer's parts under native, and its MoE layer under the policies that gain most; empty without native's."""
+    frame = layers(store, rows)
+    labels = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")]["label"]
+    if frame.empty or labels.empty or labels.iloc[0] not in set(frame["label"]):
+        return pd.DataFrame()
+    gaining = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
+    gaining = gaining.dropna(subset=["speedup_median"]).sort_values("speedup_median", ascending=False)
+    shown = [labels.iloc[0], *gaining["label"].head(_MOST_POLICIES)]
+    moe = frame.pivot(index="layer", columns="label", values="moe").reindex(columns=shown).add_prefix("MoE, ")
+    native = frame[frame["label"] == labels.iloc[0]].set_index("layer")
+    return native[[part for part in ("attention", "dense") if part in native]].join(moe).reset_index()
 
 
-def _points(share: float) -> str:
-    """A difference of shares in percent, without the minus of a rounded zero."""
-    return f"{round(100 * share, 2) + 0.0:.2f}"
+def _by_rank(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
+    """What each rank had to do and how long it took, under native and the fastest policy; empty without native.
+
+    ``median_ms`` is a rank's own time, ``slowest_share`` how often it is the slowest, of plain iterations;
+    ``waiting_ms`` the median of breakdowns; ``load_over_mean`` its pairs over the model's own mean rank.
+    """
+    native = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")]
+    if native.empty:
+        return pd.DataFrame()
+    shown = pd.concat([native, fastest(rows)]).drop_duplicates(CASE)
+    frame = samples(store, shown)
+    key = ["launch", "batch", "iteration"]
+    totals = frame[(frame["kind"] == "plain") & (frame["phase"] == TOTAL)]
+    slowest = totals.loc[totals.groupby(["label", *key])["time_us"].idxmax()].groupby(["label", "rank"]).size()
+    waits = frame[frame["kind"] == "breakdown"]
+    waits_us = waits["time_us"].where(waits["phase"].isin(GROUPS["waiting"]), 0.0)
+    waits_us = (
+        waits_us.groupby([waits[name] for name in ("label", "rank", *key)]).sum().groupby(["label", "rank"]).median()
+    )
+    found = totals.groupby(["label", "rank"])["time_us"].median().div(1e3).rename("median_ms").to_frame()
+    shares = slowest / slowest.groupby("label").transform("sum")
+    found = found.assign(slowest_share=shares, waiting_ms=waits_us / 1e3).fillna({"slowest_share": 0.0}).reset_index()
+    loads = routing(store).merge(shown[[*CASE, "num_ranks"]], on=CASE)
+    over_mean = [np.multiply(one.load_R, one.num_ranks / one.num_topk_pairs) for one in loads.itertuples()]
+    of_rank = {
+        label: np.mean([over_mean[at] for at in places], axis=0)
+        for label, places in loads.groupby("label").indices.items()
+    }
+    number = int(rows["num_ranks"].iloc[0])
+    found["load_over_mean"] = [
+        of_rank[label][rank % number] for label, rank in zip(found["label"], found["rank"], strict=True)
+    ]
+    known = conditions(store)
+    known = known.merge(shown[COMPARISON].drop_duplicates(), on=COMPARISON) if len(known) else known
+    if len(known):
+        known = known[known["launch"] == known["launch"].min()].set_index("rank")
+        # One device in place of all ranks has one set of conditions.
+        at = found["rank"].where(found["rank"].isin(known.index), 0)
+        found = found.assign(
+            hostname=known["hostname"].reindex(at).to_numpy(),
+            memory_gib=known["peak_memory_bytes"].astype(float).reindex(at).to_numpy() / 2**30,
+            matmul_tflops=known["matmul_tflops"].reindex(at).to_numpy(),
+        )
+    most = found[found["label"] == native["label"].iloc[0]].nlargest(MAX_RANKS, "median_ms")["rank"]
+    return found[found["rank"].isin(most)].sort_values("rank", kind="stable")
 
 
-# Beside the mass kept: how much more of it dropping alone could keep. The second is of decode steps.
-BELOW_FRONTIER = (
-    number("below_frontier", "below frontier %", _points),
-    number("below_frontier_experts", "of experts %", _points),
-)
-_POLICY = text("label", "policy")
-_TAIL = (number("p90_ms", "p90", milliseconds), number("p99_ms", "p99", milliseconds))
-_OVER_TOPK = (interval("over_topk", "over topk"), text("verdict"))
-# Of a modelled layer, what it comes to in its model.
-PASS = number("pass_ms", "pass ms", milliseconds), number("tokens_per_s_per_rank", "tokens/s/GPU", "{:,.0f}")
-STEP = replace(PASS[0], header="step ms"), PASS[1]
-_LAYER = (
-    _POLICY,
-    number("median_ms", "layer ms", milliseconds),
-    *_TAIL,
-    *PASS,
-    interval("speedup", "speedup", one="baseline"),
-    *_OVER_TOPK,
-    *_COST,
-    *map(_kept, BELOW_FRONTIER),
-    _kept(number("output_error", "output error", "{:.2g}")),
-    number("activated_fullest_rank", "activated", "{:.1f}"),
-    text("breakdown_slowest_phase", "slowest phase"),
-)
-_RATES = (
-    _POLICY,
-    number("crossing_pair_bytes", "crossing MB", lambda size: f"{size / 1e6:.2f}"),
-    number("crossing_copy_bytes", "deduplicated", lambda size: f"{size / 1e6:.2f}"),
-    number("dispatch_gbps", "dispatch GB/s", "{:.3g}"),
-    number("dispatch_bus_gbps", "bus", "{:.3g}"),
-    number("combine_gbps", "combine GB/s", "{:.3g}"),
-    number("combine_bus_gbps", "bus", "{:.3g}"),
-    number("experts_tflops", "expert TFLOP/s", "{:.3g}"),
-    percentage("experts_of_matmul", "of matmul %"),
-    percentage("experts_of_copy", "of copy %"),
-)
-_MODEL = (
-    _POLICY,
-    number("median_ms", "pass ms", milliseconds),
-    _TAIL[0],
-    interval("speedup", "end to end", one="baseline"),
-    *_OVER_TOPK,
-    number("moe_ms", "MoE ms", milliseconds),
-    percentage("moe_share", "MoE share %"),
-    interval("moe_speedup", "MoE speedup", one="baseline"),
-    number("by_amdahl", "by Amdahl"),
-    number("policy_ms", "policy ms", milliseconds),
-    number("tokens_per_s", "tokens/s", "{:,.0f}"),
-    number("tokens_per_s_per_rank", "per rank", "{:,.0f}"),
-    *_COST,
-    number("all_layers_ms_extrapolated", "all layers ms, extrapolated", milliseconds),
-    number("speedup_extrapolated", "end to end, extrapolated"),
-)
-# Columns that stand there only where they hold something.
-_OF_SOME = (
-    "over topk",
-    "activated",
-    *(column.header for column in (*BELOW_FRONTIER, *PASS, *STEP)),
-    "all layers ms, extrapolated",
-    "end to end, extrapolated",
-)
+_COST = ("dropped_share", "retained_mass")
+VIEWS = {
+    "layer": View(
+        "layer",
+        (
+            *("label", "median_ms", "speedup_median", "verdict", *_COST, "p90_ms", "p99_ms", "pass_ms"),
+            *("tokens_per_s_per_rank", "over_topk_median", "below_frontier", "below_frontier_experts", "output_error"),
+            *("activated_fullest_rank", "breakdown_slowest_phase"),
+        ),
+        notes=None,
+    ),
+    "model": View(
+        "model",
+        (
+            *("label", "median_ms", "speedup_median", "verdict", *_COST, "p90_ms", "over_topk_median", "moe_ms"),
+            *("moe_share", "moe_speedup_median", "by_amdahl", "policy_ms", "tokens_per_s", "tokens_per_s_per_rank"),
+            *("all_layers_ms_extrapolated", "speedup_extrapolated"),
+        ),
+        {"median_ms": "pass", "speedup_median": "end to end"},
+        notes=None,
+    ),
+    "route": View(
+        "route",
+        (
+            *(
+                "label",
+                "fullest_expert",
+                "fullest_rank",
+                "expert_imbalance",
+                "rank_imbalance",
+                *_COST,
+                "below_frontier",
+            ),
+            *("below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank"),
+        ),
+        notes=None,
+    ),
+    "rates": View(
+        "layer",
+        (
+            *("label", "crossing_pair_bytes", "crossing_copy_bytes", "dispatch_gbps", "dispatch_bus_gbps"),
+            *("combine_gbps", "combine_bus_gbps", "experts_tflops", "experts_of_matmul", "experts_of_copy"),
+        ),
+        where="crossing_pair_bytes.notna()",
+        title="rates in breakdown iterations",
+        notes=("bandwidths by nccl-tests' formulas; experts over a square matmul and a copy of the same run",),
+    ),
+    "phases": View(
+        "layer model",
+        (
+            *("label", "fullest_expert", "fullest_rank", "breakdown_layer_ms", *(f"{group}_ms" for group in GROUPS)),
+            *(f"mean_rank_{part}_ms" for part in PASS_PARTS),
+            *("breakdown_unaccounted_share", "breakdown_policy_share", "probe_overhead"),
+        ),
+        where="status == 'ok'",
+        title="loads and phases",
+        notes=(
+            "fullest expert, fullest rank: pairs over native's mean",
+            "times: mean over ranks, so that waiting shows; median over iterations with probes; phases do not overlap",
+            "unaccounted, choosing: shares of the slowest rank's time; probes: what they add to the median",
+        ),
+    ),
+    "ranks": View(
+        "layer model",
+        (
+            *("label", "rank", "hostname", "median_ms", "slowest_share", "waiting_ms", "load_over_mean", "memory_gib"),
+            "matmul_tflops",
+        ),
+        {"median_ms": "p50"},
+        title="ranks",
+        rows=_by_rank,
+        notes=(
+            "p50, slowest in: a rank's own time, and how often it is the slowest, in iterations without probes",
+            "waiting: for slower ranks, in iterations with probes; load: pairs over the model's own mean rank",
+            f"of more than {MAX_RANKS} ranks the slowest",
+        ),
+    ),
+    "layers": View(
+        "model",
+        (),
+        title="by layer",
+        rows=_by_layer,
+        notes=(f"mean over ranks, median over breakdown iterations; of policies the {_MOST_POLICIES} that gain most",),
+    ),
+}
+MAIN = ("layer", "model", "route")
 
 
-def run_tables(run: Run, cases: Sequence[Case] | None = None) -> list[Table]:
-    """The main table of every comparison, or the rows of some cases, with what has to be known to read it."""
-    frame = speedups(run)
-    if cases is not None:
-        frame = frame[frame["case_id"].isin([case.case_id for case in cases])]
-    found: list[ComparisonResult | WholeComparison] = [*(analyse_whole(run) if run.scope == "model" else analyse(run))]
-    tables = []
-    for one in found:
-        comparison = one.comparison if isinstance(one, WholeComparison) else one
-        rows = frame[frame["case_id"].isin([result.case.case_id for result in comparison.results])]
-        if rows.empty:
-            continue
-        facts = comparison.comparison
-        columns, notes = (_MODEL, whole_notes(one)) if isinstance(one, WholeComparison) else (_LAYER, notes_of(one))
-        if facts.rest is not None and facts.rest.context_length:
-            columns = [STEP[0] if column is PASS[0] else column for column in columns]
-        columns = [c for c in columns if c.header not in _OF_SOME or rows[c.source].notna().any()]
-        if rows["activated_fullest_rank"].isna().all():
-            columns = [column for column in columns if column.header != BELOW_FRONTIER[1].header]
-        if facts.whole is None and rows["activated_fullest_rank"].notna().any():
-            held = facts.num_experts // facts.num_ranks
-            notes.append(
-                f"activated: experts with a token on the rank that has most of them, of {held}; mean over batches"
-            )
-        if (rows.loc[rows["role"] != "ceiling", "retained_mass"] > 1 + _ROUNDING).any():
-            notes.append("mass kept above 100 %: the policy adds experts to the top-k")
-        warnings = [f"warning: {line}" for line in warnings_of(comparison, run)]
-        instead = pd.Series([_reason(row) for row in rows.to_dict("records")], index=rows.index, dtype=object)
-        replicas = f" x {facts.num_replicas} replicas" if facts.num_replicas > 1 and facts.whole is None else ""
-        how = f"{mode_words(run, facts)}, {hardware_words(run, facts)}, {facts.ranks_words}{replicas}"
-        title = f"{facts.title}: {how}, {facts.dtype}, {scale_words(facts.scale)}"
-        caption = [note for note in notes if note.startswith(_CAPTION)]
-        tables.append(Table(rows.assign(instead=instead), columns, title, [*notes, *warnings], "instead", caption))
-    return tables
+def kind_of(rows: pd.DataFrame) -> str:
+    """``layer``, ``model`` or ``route``, of rows of one comparison."""
+    facts = rows.iloc[0]
+    return "route" if facts["mode"] == "route" else facts["scope"]
 
 
-def run_text(run: Run, width: int | None = None) -> str:
-    """All of a run for a terminal: its tables, and how many cases were measured."""
-    line, tables = modelled_line(run), render([*run_tables(run), *more_tables(run)], "text", width=width)
-    return "\n\n".join(["\n".join(filter(None, [line, tables])), count_words(run)])
+def tables(
+    store: Store,
+    views: Sequence[str] = MAIN,
+    wanted: pd.DataFrame | None = None,
+    names: Sequence[str] | None = None,
+) -> list[Table]:
+    """Views of every comparison.
+
+    Args:
+        wanted: rows of ``cases``; None = all.
+        names: of columns, in place of the view's own.
+
+    Raises:
+        UserError: a column is unknown; the line lists those that there are.
+    """
+    frame = cases(store) if wanted is None else wanted
+    found = []
+    for _, rows in frame.groupby(COMPARISON, sort=False):
+        for name in views:
+            if kind_of(rows) in VIEWS[name].of.split():
+                table = table_of(store, VIEWS[name], rows, names)
+                found += [table] if len(table.columns) > 1 else []
+    return found
 
 
-def more_tables(run: Run) -> list[Table]:
-    """What stands below the main tables: rates, layers one by one, and fits."""
-    if run.scope == "model":
-        models = analyse_whole(run)
-        comparisons = [one.comparison for one in models]
-        found = [_layers_table(one) for one in models]
-    else:
-        comparisons = analyse(run)
-        found = [_rates_table(run, one) for one in comparisons]
-        found += [
-            Table(pd.DataFrame(), (), f"{steps.title}: time and activated experts", decode_words(steps))
-            for steps in decode_steps(run, comparisons)
-        ]
-    return [table for table in found if table is not None]
+def table_of(store: Store, view: View, rows: pd.DataFrame, names: Sequence[str] | None = None) -> Table:
+    """A view of one comparison; without columns where it has no rows."""
+    frame = view.rows(store, rows)
+    if view.where and len(frame):
+        frame = frame.query(view.where, engine="python") if set(_needed(view)) <= set(frame) else frame.iloc[:0]
+    if frame.empty:
+        return Table(frame, ())
+    frame = frame if view.order is None else frame.sort_values(view.order, ascending=False)
+    chosen = columns(names, frame) if names else _columns_of(view, frame)
+    facts, has_status = rows.iloc[0], "status" in frame
+    instead = "instead" if has_status else None
+    if has_status:
+        frame = frame.assign(instead=pd.Series(list(map(_reason, frame.to_dict("records"))), frame.index, dtype=object))
+    lines = view.notes if view.notes is not None else notes(store, facts["directory"], facts["comparison_id"])
+    title = f"{facts['title']}: {view.title}" if view.title else _title(facts)
+    return Table(frame, chosen, title, lines, instead, [line for line in lines if line.startswith(_CAPTION)])
+
+
+def _needed(view: View) -> list[str]:
+    return [name for name in (*view.columns, "status") if name in view.where]
+
+
+def _columns_of(view: View, frame: pd.DataFrame) -> list[Column]:
+    """The view's columns that say something."""
+    if not view.columns:
+        return [Column("layer", "layer", form="{:.0f}"), *(times(name, name) for name in frame.columns[1:])]
+    names = [name for name in view.columns if name in frame and frame[name].notna().any()]
+    is_idle = "activated_fullest_rank" in frame and "role" in frame and leaves_idle(frame)
+    if "activated_fullest_rank" in names and not is_idle:
+        names = [name for name in names if name not in ("activated_fullest_rank", "below_frontier_experts")]
+    headers = view.headers or {}
+    return [replace(COLUMNS[name], header=headers.get(name, COLUMNS[name].header)) for name in names]
+
+
+def _title(facts: pd.Series) -> str:
+    """A comparison with how, on what and in which form it came about."""
+    if facts["mode"] == "route":
+        batches = f"{facts['num_batches']} batch{'es' if facts['num_batches'] > 1 else ''}"
+        return f"{facts['title']}: {facts['how']}, {batches}"
+    layer_only = facts["scope"] == "layer" and facts["num_replicas"] > 1
+    replicas = f" x {facts['num_replicas']:.0f} replicas" if layer_only else ""
+    on = ", ".join(filter(None, (facts["ran_on"], facts["links_words"])))
+    how = f"{facts['how']}, {on}, EP {facts['num_ranks']}{replicas}"
+    return f"{facts['title']}: {how}, {facts['dtype']}, {scale_words(facts['scale'])}"
 
 
 def _reason(row: Row) -> str | None:
     """Why a case was not measured; None where it was."""
-    if row["status"] == "ok" and not missing(row["median_ms"]):
+    if row["status"] == "ok":
         return None
     reason = textwrap.shorten(row["reason"] or "no reason was recorded", _REASON_WIDTH, placeholder=" ...")
     return f"{row['status']}: {reason}"
 
 
-def _rates_table(run: Run, comparison: ComparisonResult) -> Table | None:
-    """What links and experts achieved, beside what was measured of the machine; None without rates."""
-    rated = [result.case.case_id for result in comparison.results if result.rates is not None]
-    if not rated:
-        return None
-    ceilings = [rank.ceilings for launch in comparison.conditions for rank in launch.ranks]
-    tflops, gbps = min(c.matmul_tflops for c in ceilings), min(c.copy_gbps for c in ceilings)
-    measured = f"slowest rank's matmul {ceilings[0].matmul_size}^3: {tflops:.3g} TFLOP/s, copy: {gbps:.4g} GB/s"
-    frame = speedups(run)
-    title = f"{comparison.comparison.title}: rates in breakdown iterations ({measured})"
-    return Table(frame[frame["case_id"].isin(rated)], _RATES, title)
+def short_table(rows: pd.DataFrame) -> Table:
+    """What the end of a run prints of a comparison: six columns that fit 100 characters."""
+    of_route = ("fullest_expert", "fullest_rank", "rank_imbalance", *_COST)
+    names = of_route if kind_of(rows) == "route" else ("median_ms", "speedup_median", "verdict", *_COST)
+    headers = {"retained_mass": "kept", **(VIEWS["model"].headers or {} if kind_of(rows) == "model" else {})}
+    cells = {
+        "label": lambda row: textwrap.shorten(row["label"], 33, placeholder=" ..."),
+        "speedup_median": interval("speedup", "speedup", of_baseline="1", digits=2).cell,
+        "verdict": lambda row: "below the model" if row["verdict"] == BELOW_MODEL else COLUMNS["verdict"].shown(row),
+    }
+    shown = [
+        replace(COLUMNS[name], header=headers.get(name, COLUMNS[name].header), cell=cells.get(name, COLUMNS[name].cell))
+        for name in ("label", *names)
+    ]
+    instead = pd.Series(list(map(_reason, rows.to_dict("records"))), rows.index, dtype=object)
+    return Table(rows.assign(instead=instead), shown, rows["title"].iloc[0], (), "instead")
 
 
-def _layers_table(one: WholeComparison) -> Table | None:
-    """Every layer of a whole model: its parts under native, its MoE layer under the policies that gain most."""
-    times = layers_ms(one)
-    if times is None:
-        return None
-    frame = pd.concat([times.parts, times.moe.add_prefix("MoE, ")], axis=1).rename_axis("layer").reset_index()
-    columns = [text("layer"), *(number(name, form=milliseconds) for name in frame.columns[1:])]
-    return Table(frame, columns, f"By layer, ms ({times.shown_words})")
+def fastest(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of each comparison the policy with the largest speedup; ``topk`` has native's routing."""
+    policies = frame[(frame["role"] == "policy") & (frame["policy"] != "topk") & frame["speedup_median"].notna()]
+    return policies.loc[policies.groupby(COMPARISON)["speedup_median"].idxmax()]
+
+
+def overview(store: Store) -> Table:
+    """A row per comparison: its fastest policy, or native alone."""
+    frame = cases(store)
+    by_role = {role: frame[frame["role"] == role].set_index(COMPARISON) for role in ("baseline", "ceiling")}
+    unmeasured = (frame["status"] != "ok").groupby([frame[name] for name in COMPARISON], sort=False).sum()
+    rows = fastest(frame).set_index(COMPARISON).reindex(unmeasured.index)
+    rows = rows.assign(
+        title=frame.groupby(COMPARISON)["title"].first(),
+        native_ms=by_role["baseline"]["median_ms"],
+        balanced=by_role["ceiling"]["speedup_median"],
+        unmeasured=unmeasured[unmeasured > 0],
+    ).dropna(axis=1, how="all")
+    wanted: tuple[Any, ...] = (
+        COLUMNS["title"],
+        times("native_ms", "native"),
+        replace(COLUMNS["label"], header="fastest policy"),
+        *(COLUMNS[name] for name in ("speedup_median", "verdict", *_COST)),
+        Column("balanced", "native, if balanced"),
+        COLUMNS["most_by_amdahl"],
+        Column("unmeasured", "not measured", form="{:.0f}"),
+    )
+    title = "All comparisons; the fastest of many policies is in part the luckiest"
+    return Table(rows.reset_index(), [column for column in wanted if column.name in rows], title)
+
+
+def count_words(frame: pd.DataFrame) -> str:
+    """How many cases were measured, and what became of the others."""
+    counts = frame["status"].value_counts().sort_index()
+    lost = ", ".join(f"{number} {status}" for status, number in counts.items() if status != "ok")
+    number = counts.get("ok", 0)
+    return f"{len(frame)} cases: {number} measured, {len(frame) - number} not" + (f" ({lost})" if lost else "")
+
+
+def warnings_of(listed: Sequence[Table]) -> list[str]:
+    """Each warning of tables once, with the comparisons that it is of where it is not of all."""
+    names = {table.title.partition(": ")[0] for table in listed if table.notes}
+    found: dict[str, dict[str, None]] = {}
+    for table in listed:
+        for note in table.notes:
+            if note.startswith(WARNING):
+                found.setdefault(note.removeprefix(WARNING), {})[table.title.partition(": ")[0]] = None
+    return [line if len(of) == len(names) else f"{line} ({'; '.join(of)})" for line, of in found.items()]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
-from moe_ep_bench.analysis.render import Table, render, terminal_width, text
+from moe_ep_bench.analysis.columns import text
+from moe_ep_bench.analysis.render import Table, render, terminal_width
 from moe_ep_bench.cost_model.table_devices import backends_of
 from moe_ep_bench.cost_model.tables import (
     MOE,

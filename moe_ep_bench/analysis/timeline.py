@@ -19,8 +19,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from moe_ep_bench.analysis.cases import Store, samples
+from moe_ep_bench.analysis.cases import samples
 from moe_ep_bench.analysis.marks import Marks, milliseconds, name_rows
+from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import INK, MUTED, Look, phase_look
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.schema import LAYER_PHASES, PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES, phase_groups

@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, Store, cases, comparisons, load, routing
+from moe_ep_bench.analysis.cases import CASE, cases, comparisons, jobs, load, routing
+from moe_ep_bench.analysis.columns import interval, milliseconds, number, percentage, text
 from moe_ep_bench.analysis.compare import ALL, MOE, Times, times_of
-from moe_ep_bench.analysis.parts import ResultsError, read_jobs
-from moe_ep_bench.analysis.render import Table, interval, milliseconds, number, percentage, render, text
-from moe_ep_bench.analysis.words import OVERSUBSCRIBED, scale_words
+from moe_ep_bench.analysis.notes import OVERSUBSCRIBED
+from moe_ep_bench.analysis.origins import scale_words
+from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.render import Table, render
+from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.results import ValidationDirectory
 from moe_ep_bench.timing.statistics import equivalence, estimate_change, paired_ratios
@@ -75,7 +78,7 @@ def load_validation(directory: Path) -> Validation:
         raise ResultsError(f"the emulated run has no case {lost.iloc[0]}, which the real one has")
     times = {run: _by_id(times_of(store)) for run, store in stores.items()}
     loads = {run: _loads(store) for run, store in stores.items()}
-    threads = [read_jobs(root).environment.get("threads_per_rank") for root in roots.values()]
+    threads = [jobs(store)["environment"].iloc[-1].get("threads_per_rank") for store in stores.values()]
     notes, judged = {}, []
     for name, title in zip(ids["real"], titles, strict=True):
         group, facts = rows[rows["comparison"] == title], about["real"].loc[name]
@@ -158,8 +161,8 @@ _COLUMNS = (
     number("speedup_median_emulated", "emulated"),
     interval("ratio", "emulated / measured"),
     text("verdict"),
-    percentage("dropped_share", "dropped %"),
-    percentage("retained_mass", "mass kept %"),
+    percentage("dropped_share", "dropped"),
+    percentage("retained_mass", "mass kept"),
 )
 
 

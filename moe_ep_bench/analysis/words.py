@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.analysis.columns import NONE
+from moe_ep_bench.analysis.columns import milliseconds as milliseconds
 from moe_ep_bench.analysis.fidelity import source_loads
 from moe_ep_bench.analysis.load import Comparison, Part, Run
-from moe_ep_bench.analysis.render import NONE
-from moe_ep_bench.analysis.render import milliseconds as milliseconds
 from moe_ep_bench.analysis.speedups import CaseResult, ComparisonResult
 from moe_ep_bench.analysis.timing import probe_floor_us
 from moe_ep_bench.config import LPLB_SOLVE_US

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
@@ -49,6 +50,7 @@ def run_json(
         "mode": mode,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "config": list(configs),
+        **provenance.asked(sys.argv[1:]),
         "environment": dict(environment),
         "hashes": {
             "code": provenance.code_hash(),

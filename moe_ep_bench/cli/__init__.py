@@ -150,7 +150,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _shown_of_directory(status: int, out: Path) -> int:
     """Print the table of a results directory; where other jobs still write into it, where it is. The job's status."""
-    from moe_ep_bench.analysis.load import ResultsError
+    from moe_ep_bench.analysis.reading import ResultsError
 
     def report() -> str:
         try:
@@ -163,9 +163,9 @@ def _shown_of_directory(status: int, out: Path) -> int:
 
 def _results_text(out: Path) -> str:
     """The table of a results directory, where it is, and what to do with it next."""
-    from moe_ep_bench.analysis.show import text_of
+    from moe_ep_bench.analysis.show import end_of_run
 
-    return f"{text_of(out)}\n\nin {out}; moe-ep-bench plot {out} draws it"
+    return end_of_run(out)
 
 
 def _list_points(options: argparse.Namespace) -> int:
@@ -192,7 +192,7 @@ def _emulate(options: argparse.Namespace) -> int:
 
 def _shown(status: int, report: Callable[[], str]) -> int:
     """Print what a command that ended with ``status`` found, where there is anything; the status to end with."""
-    from moe_ep_bench.analysis.load import ResultsError
+    from moe_ep_bench.analysis.reading import ResultsError
 
     if status not in (OK, CASES_FAILED):
         return status
@@ -213,13 +213,10 @@ def _route(options: argparse.Namespace) -> int:
 
         return dry_run_routing(options.config, options.overrides)
     from moe_ep_bench.analysis.plot import draw_all
-    from moe_ep_bench.analysis.render import render, terminal_width
-    from moe_ep_bench.analysis.route.load import load_route
-    from moe_ep_bench.analysis.route.tables import route_tables
     from moe_ep_bench.bench import route
 
     directory = route.route(options.config, _out(options), options.overrides, force=options.force)
-    print(render(route_tables(load_route(directory.root)), "text", width=terminal_width()))
+    print(_results_text(directory.root))
     print(draw_all(directory.root))
     return OK
 
@@ -432,12 +429,13 @@ def _show(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.show import show
 
     return show(
-        options.directory,
+        options.directories,
         options.format,
         options.out,
-        cases=options.case,
-        iterations=options.iteration,
-        samples=options.samples,
+        names=options.case,
+        views=[name for name in options.view.split(",") if name],
+        columns=[name for name in options.columns.split(",") if name],
+        all_samples=options.samples,
     )
 
 

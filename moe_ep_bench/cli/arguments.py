@@ -16,7 +16,7 @@ from moe_ep_bench.runtime.exit_codes import USER_ERROR
 PAPERS_LIST = "papers list"
 
 _ITERATION = "median (default), slowest, fastest or [LAUNCH/]BATCH/ITERATION"
-_FORMATS = "text, md, latex, csv, json, html or perfetto"
+_FORMATS = "text, md, latex, csv, json or html"
 
 
 def with_list_joined(arguments: Sequence[str]) -> list[str]:
@@ -146,14 +146,15 @@ def make_parser() -> argparse.ArgumentParser:
     _add_overrides(doctor)
     _add_nproc(doctor)
 
-    show = add("show", "print the table of a results directory, or write it in another format")
-    show.add_argument("directory", type=Path, metavar="DIR")
+    show = add("show", "print the tables of results directories, or write them in another format")
+    show.add_argument("directories", type=Path, metavar="DIR", nargs="+")
     _add_value(show, "--format", "text", "FORMAT", _FORMATS)
     show.add_argument(
         "--out", type=Path, metavar="FILE", help="file to write (default: standard output; html: DIR/report.html)"
     )
     _add_repeated(show, "--case", "CASE", "only this id, label or policy; may be repeated")
-    _add_repeated(show, "--iteration", "WHICH", f"perfetto: {_ITERATION}, or all; repeatable")
+    _add_value(show, "--view", "", "VIEWS", "other tables, comma-separated: rates, phases, ranks, layers")
+    _add_value(show, "--columns", "", "COLUMNS", "of the frame, comma-separated, in place of a table's own")
     show.add_argument("--samples", action="store_true", help="csv, json: every sample instead of the results")
 
     plot = add("plot", "draw the figures of one or several results directories")

@@ -13,15 +13,17 @@ import importlib.util
 import os
 import platform
 import resource
+import shlex
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pynvml
 
+from moe_ep_bench.files import read_text
 from moe_ep_bench.machine.gpus import query_gpus
 from moe_ep_bench.policies.lazy import torch
 
@@ -138,6 +140,21 @@ def cache_bytes(device: torch.device) -> int:
         return int(text.removesuffix("K")) * 1024
     except (OSError, ValueError):
         return 64 * 2**20
+
+
+# Commands whose first argument is a config.
+_OF_A_CONFIG = ("run", "emulate", "route", "validate", "papers", "quality")
+
+
+def asked(arguments: Sequence[str]) -> dict[str, str]:
+    """The command line and its config, word for word; empty where no command with a config was given.
+
+    Args:
+        arguments: of the process, without its name.
+    """
+    if len(arguments) < 2 or arguments[0] not in _OF_A_CONFIG or not Path(arguments[1]).is_file():
+        return {}
+    return {"command": shlex.join(["moe-ep-bench", *arguments]), "config_text": read_text(Path(arguments[1]))}
 
 
 def describe(device: torch.device) -> dict[str, Any]:

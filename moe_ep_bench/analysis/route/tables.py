@@ -10,22 +10,23 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from moe_ep_bench.analysis.render import Column, Table, number, percentage
+from moe_ep_bench.analysis.columns import COLUMNS, Column, number, percentage
+from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.route.load import FRONTIER as BELOW
 from moe_ep_bench.analysis.route.load import ROUTED, RouteRun, short
-from moe_ep_bench.analysis.tables import BELOW_FRONTIER
 from moe_ep_bench.analysis.words import FRONTIER, MODE_WORDS, READING, stacked_note
 from moe_ep_bench.metrics import uniform_activated_experts
 
 _WIDTH = 120
+BELOW_FRONTIER = COLUMNS["below_frontier"], COLUMNS["below_frontier_experts"]
 _COLUMNS = (
-    Column("policy", lambda row: short(row["label"]), is_words=True),
+    Column("label", "policy", cell=lambda row: short(row["label"])),
     number("fullest_expert", "fullest expert", "{:.2f}"),
     number("fullest_rank", "fullest rank", "{:.2f}"),
     number("expert_imbalance", "expert imbalance", "{:.2f}"),
     number("rank_imbalance", "rank imbalance", "{:.2f}"),
-    percentage("dropped_share", "dropped %"),
-    percentage("retained_mass", "mass kept %"),
+    percentage("dropped_share", "dropped"),
+    percentage("retained_mass", "mass kept"),
     *BELOW_FRONTIER,
     number("experts_per_token", "experts/token", "{:.2f}"),
     number("activated", "activated", "{:.1f}"),
@@ -55,7 +56,7 @@ def route_tables(run: RouteRun) -> list[Table]:
         batches = f"{facts['num_batches']} batch{'es' if facts['num_batches'] > 1 else ''}"
         how = f"{MODE_WORDS['route']}, {batches}"
         title = f"{facts['comparison']}{layered}: {how}"
-        left_out = {column.header for column in BELOW_FRONTIER if rows[column.source].isna().all()}
+        left_out = {column.header for column in BELOW_FRONTIER if rows[column.name].isna().all()}
         if facts["phase"] != "decode":  # Of many tokens all experts are activated.
             left_out.add(BELOW_FRONTIER[1].header)
         columns = [column for column in _COLUMNS if column.header not in left_out]

@@ -11,7 +11,7 @@ from headless import CHROMIUM, Browser
 from results_builder import FakeCase, FakeComparison, standard_cases, write_run
 from whole_builder import write_whole
 
-from moe_ep_bench.analysis.report.page import write_report
+from moe_ep_bench.analysis.page import write_report
 
 pytestmark = pytest.mark.browser
 
@@ -47,7 +47,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ]
     many = [*(case for case in standard_cases() if case.policy != "token_drop"), *factors]
     write_whole(folder / "whole", many, of_layers=61, moe_layers=range(1, 27), num_batches=2)
-    return {name: write_report(folder / name)[0].as_uri() for name in ("one", "sweep", "whole")}
+    return {name: write_report([folder / name])[0].as_uri() for name in ("one", "sweep", "whole")}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,212 @@
+"""Each column of the frames once: its name in CSV, its header, unit and form, and which direction is better.
+
+Tables, the page and figures take headers and units from ``COLUMNS``; what stands in no row here is shown as it is. A
+column is added by a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pandas as pd
+
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.schema import PHASES, UNACCOUNTED
+
+NONE = "-"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column as people read it.
+
+    Attributes:
+        name: in the frame and in CSV.
+        form: of a number, after ``scale``; None = words, which stand left.
+        better: which direction is; none of what is neither.
+        cell: what a row's cell says where it takes more than this column; None = the value in its form.
+    """
+
+    name: str
+    header: str
+    unit: str = ""
+    form: str | Callable[[float], str] | None = "{:.3f}"
+    scale: float = 1.0
+    better: Literal["higher", "lower"] | None = None
+    cell: Callable[[Row], str] | None = None
+
+    @property
+    def title(self) -> str:
+        """The header with its unit, as tables and axes have it."""
+        return f"{self.header} {self.unit}".strip()
+
+    @property
+    def is_words(self) -> bool:
+        return self.form is None or self.cell is not None
+
+    def shown(self, row: Row) -> str:
+        """A row's cell."""
+        if self.cell is not None:
+            return self.cell(row)
+        value = row.get(self.name)
+        if missing(value):
+            return NONE
+        if self.form is None:
+            return str(value)
+        form = self.form.format if isinstance(self.form, str) else self.form
+        return form(value * self.scale if self.scale != 1 else value)
+
+
+def missing(value: Any) -> bool:
+    """Whether a frame's value is none."""
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def milliseconds(value: float, digits: int = 4) -> str:
+    """A time with as many digits as count, whatever its size."""
+    decimals = digits - 1 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{min(max(decimals, 0), 4)}f}"
+
+
+def without_minus_zero(value: float) -> str:
+    """A difference with two decimals."""
+    return f"{round(value, 2) + 0.0:.2f}"
+
+
+def text(name: str, header: str | None = None) -> Column:
+    """The column ``name`` as it is."""
+    return Column(name, header or name, form=None)
+
+
+def number(name: str, header: str | None = None, form: str | Callable[[Any], str] = "{:.3f}") -> Column:
+    """The column ``name``, each number in a form."""
+    return Column(name, header or name, form=form)
+
+
+def percentage(name: str, header: str, form: str | Callable[[float], str] = "{:.1f}", **more: Any) -> Column:
+    """A share in percent."""
+    return Column(name, header, "%", form, 100, **more)
+
+
+def times(name: str, header: str) -> Column:
+    """A time in milliseconds."""
+    return Column(name, header, "ms", milliseconds, better="lower")
+
+
+def interval(name: str, header: str, *, of_baseline: str | None = None, digits: int = 3) -> Column:
+    """``1.23 [1.20, 1.26]`` of ``NAME_median``, ``_low`` and ``_high``; ``(1.10..1.31)`` where it is no interval.
+
+    Args:
+        of_baseline: the baseline's cell, against which all are set.
+    """
+
+    def cell(row: Row) -> str:
+        if of_baseline is not None and row.get("role") == "baseline":
+            return of_baseline
+        if missing(row.get(f"{name}_median")):
+            return NONE
+        median, low, high = (f"{row[f'{name}_{end}']:.{digits}f}" for end in ("median", "low", "high"))
+        return f"{median} [{low}, {high}]" if row[f"{name}_is_interval"] else f"{median} ({low}..{high})"
+
+    return Column(f"{name}_median", header, better="higher", cell=cell)
+
+
+_PARTS = [*dict.fromkeys([*(phase.group for phase in PHASES.values()), UNACCOUNTED])]
+
+COLUMNS = {
+    column.name: column
+    for column in (
+        # What a case is.
+        text("directory"),
+        text("title", "comparison"),
+        text("label", "policy"),
+        text("policy", "policy's name"),
+        text("role"),
+        text("status"),
+        text("origin"),
+        text("workload"),
+        text("model"),
+        text("verdict"),
+        Column("capacity_factor", "capacity factor", form="{:g}"),
+        Column("num_ranks", "EP size", "ranks", "{:,.0f}"),
+        Column("num_tokens", "batch", "tokens", "{:,.0f}"),
+        Column("peak_load", "peak load", "x mean", "{:g}"),
+        # Times.
+        times("median_ms", "layer"),
+        times("p90_ms", "p90"),
+        times("p99_ms", "p99"),
+        times("pass_ms", "pass"),
+        interval("speedup", "speedup", of_baseline="1"),
+        interval("over_topk", "over topk"),
+        Column("tokens_per_s", "tokens/s", form="{:,.0f}", better="higher"),
+        Column("tokens_per_s_per_rank", "tokens/s/GPU", form="{:,.0f}", better="higher"),
+        # What a speedup costs.
+        percentage("dropped_share", "dropped", better="lower"),
+        percentage("retained_mass", "mass kept", better="higher"),
+        percentage("below_frontier", "below frontier", without_minus_zero, better="lower"),
+        percentage("below_frontier_experts", "of experts", without_minus_zero, better="lower"),
+        Column("output_error", "output error", form="{:.2g}", better="lower"),
+        Column("extra_gib_per_rank", "more memory", "GiB a rank", "{:.3g}", better="lower"),
+        # Loads.
+        Column("fullest_expert", "fullest expert", form="{:.2f}", better="lower"),
+        Column("fullest_rank", "fullest rank", form="{:.2f}", better="lower"),
+        Column("expert_imbalance", "expert imbalance", form="{:.2f}", better="lower"),
+        Column("rank_imbalance", "rank imbalance", form="{:.2f}", better="lower"),
+        Column("experts_per_token", "experts/token", form="{:.2f}"),
+        Column("activated_experts", "activated", form="{:.1f}", better="lower"),
+        Column("activated_fullest_rank", "activated on a rank", form="{:.1f}", better="lower"),
+        # Where time goes.
+        text("breakdown_slowest_phase", "slowest phase"),
+        times("breakdown_layer_ms", "layer, probed"),
+        *(times(f"{part}_ms", part) for part in _PARTS),
+        percentage("breakdown_unaccounted_share", "unaccounted"),
+        percentage("breakdown_policy_share", "choosing"),
+        percentage("probe_overhead", "probes"),
+        # Rates.
+        Column("crossing_pair_bytes", "crossing", "MB", "{:.2f}", 1e-6),
+        Column("crossing_copy_bytes", "deduplicated", "MB", "{:.2f}", 1e-6),
+        Column("dispatch_gbps", "dispatch", "GB/s", "{:.3g}", better="higher"),
+        Column("dispatch_bus_gbps", "dispatch, bus", "GB/s", "{:.3g}", better="higher"),
+        Column("combine_gbps", "combine", "GB/s", "{:.3g}", better="higher"),
+        Column("combine_bus_gbps", "combine, bus", "GB/s", "{:.3g}", better="higher"),
+        Column("experts_tflops", "experts", "TFLOP/s", "{:.3g}", better="higher"),
+        percentage("experts_of_matmul", "of matmul", better="higher"),
+        percentage("experts_of_copy", "of copy", better="higher"),
+        # Whole models.
+        times("moe_ms", "MoE"),
+        percentage("moe_share", "MoE share"),
+        interval("moe_speedup", "MoE speedup", of_baseline="1"),
+        Column("by_amdahl", "by Amdahl", better="higher"),
+        Column("most_by_amdahl", "at most, by Amdahl"),
+        times("policy_ms", "policy"),
+        *(times(f"mean_rank_{part}_ms", part) for part in (*_PARTS, "policy")),
+        times("all_layers_ms_extrapolated", "all layers, extrapolated"),
+        Column("speedup_extrapolated", "end to end, extrapolated", better="higher"),
+        # Ranks.
+        Column("rank", "rank", form="{:.0f}"),
+        text("hostname", "host"),
+        percentage("slowest_share", "slowest in", "{:.0f}"),
+        Column("load_over_mean", "load", "x mean", "{:.2f}"),
+        Column("memory_gib", "memory", "GiB", "{:.2f}"),
+        Column("matmul_tflops", "matmul", "TFLOP/s", "{:.3g}"),
+    )
+}
+
+
+def columns(names: Iterable[str], frame: pd.DataFrame, option: str = "--columns") -> list[Column]:
+    """Columns by name; one of the frame without a row in ``COLUMNS`` is shown as it is.
+
+    Raises:
+        UserError: the frame has no such column; the line lists those that it has.
+    """
+    found = []
+    for name in names:
+        if name not in frame:
+            raise UserError(f"{option}: expected some of {', '.join(frame.columns)}; got {name!r}")
+        is_number = pd.api.types.is_numeric_dtype(frame[name])
+        found.append(COLUMNS.get(name) or Column(name, name.replace("_", " "), form="{:.6g}" if is_number else None))
+    return found

@@ -1,0 +1,119 @@
+"""How and on what a comparison's numbers came about, in the words that tables, figures and the page share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.tables import DEEPEP_WORDS, MEASURED_ELSEWHERE
+from moe_ep_bench.cost_model.transport import exchange_words
+from moe_ep_bench.facts import ComparisonFacts, Component, RoutedFacts, RunFacts, TimedFacts
+
+MODE_WORDS = {
+    "run": "measured",
+    "emulated": "emulated (one device for all ranks, the all-to-all is modelled)",
+    "route": "routing only (nothing was timed)",
+}
+MODELLED = "modelled (nothing was run)"
+ELSEWHERE = "partly measured elsewhere, the rest modelled (nothing was run)"
+PARTLY_ELSEWHERE = "partly measured elsewhere"
+# How times came about: the values of the column ``origin``.
+ORIGINS = ("measured", "emulated", PARTLY_ELSEWHERE, "modelled", "routed")
+
+
+def origin_of(run: RunFacts, facts: ComparisonFacts) -> str:
+    """One of ``ORIGINS``; routed where there are no times."""
+    if isinstance(facts, TimedFacts) and facts.device is not None:
+        return PARTLY_ELSEWHERE if is_elsewhere(facts) else "modelled"
+    return {"run": "measured", "emulated": "emulated", "route": "routed"}[run.mode]
+
+
+def is_elsewhere(facts: TimedFacts) -> bool:
+    """Whether others measured the experts or the links of a device that is not here."""
+    return facts.device is not None and any(
+        f"{MEASURED_ELSEWHERE} (" in (words or "") for words in (facts.device, facts.links)
+    )
+
+
+def phase_origin(run: RunFacts, facts: TimedFacts, group: str) -> str:
+    """How a group of phases came about: measured, measured elsewhere or modelled.
+
+    Of a device that is not here all is modelled but what a table holds; of emulated ranks what moves between them.
+    """
+    words = facts.links if group == "comm" else facts.device if group == "experts" else None
+    if words is not None and f"{MEASURED_ELSEWHERE} (" in words:
+        return MEASURED_ELSEWHERE
+    modelled = facts.device is not None or (run.mode == "emulated" and group == "comm")
+    return "modelled" if modelled else "measured"
+
+
+def how_words(run: RunFacts, facts: ComparisonFacts) -> str:
+    """How the numbers came about."""
+    words = MODE_WORDS[run.mode]
+    if isinstance(facts, TimedFacts):
+        if facts.device is not None:
+            words = ELSEWHERE if is_elsewhere(facts) else MODELLED
+        elif facts.backend == "gloo" and (file_of(facts.links) or "").partition(",")[0] in Links.names():
+            words += f", MIXED MACHINES: experts of this CPU ({scale_words(facts.scale)}) behind links of GPUs"
+    return f"whole models, {words}" if run.scope == "model" else words
+
+
+def modelled_line(facts: Iterable[ComparisonFacts]) -> str:
+    """The first line of an answer whose links are modelled: what is sent and how; empty where nothing is modelled."""
+    modelled = [one for one in facts if isinstance(one, TimedFacts) and one.links is not None]
+    sent = dict.fromkeys(
+        exchange_words(one.dtype, one.transport, one.dispatch_dtype, by_deepep=DEEPEP_WORDS in (one.links or ""))
+        for one in modelled
+    )
+    what = "Modelled" if any(one.device is not None for one in modelled) else "Modelled links"
+    if any(map(is_elsewhere, modelled)):
+        what = f"{what}, {PARTLY_ELSEWHERE}"
+    return f"{what}: {' / '.join(sent)}." if sent else ""
+
+
+def device_words(run: RunFacts, facts: ComparisonFacts) -> str:
+    """The devices and how many ranks used them, without what carried the collectives; empty where nothing ran."""
+    if not isinstance(facts, TimedFacts):
+        return ""
+    environment = run.environment
+    if facts.device is not None:
+        return f"{facts.world_size} ranks {facts.device}"
+    if facts.links is not None:
+        return f"{environment.device_name} in place of {facts.world_size} ranks"
+    words = (
+        f"{environment.device_name} x {facts.world_size} rank{'' if facts.world_size == 1 else 's'}, {facts.backend}"
+    )
+    if facts.backend != "nccl":
+        return words
+    words += f" {environment.nccl}" if environment.nccl else ""
+    return words + (f", driver {environment.driver}" if environment.driver else "")
+
+
+def file_of(described: str | None) -> str | None:
+    """The file of a modelled device, or of links with a factor on their bandwidth; None where there is none."""
+    return None if described is None else re.sub("^modelled by (devices|links)/", "", described.partition(": ")[0])
+
+
+def scale_words(scale: float) -> str:
+    """Whether the model has its true sizes."""
+    return "true sizes" if scale == 1 else f"sizes x {scale:g} of the true ones"
+
+
+def component_words(component: Component) -> str:
+    """What ran, what was asked for where that was left open, and why."""
+    why = f": {component.why}" if component.why else ""
+    return (
+        component.ran
+        if component.ran == component.requested
+        else f"{component.ran} (asked for {component.requested}{why})"
+    )
+
+
+def workload_words(facts: ComparisonFacts) -> str:
+    """Where tokens and scores come from; a model of the tail is named, for it shapes what is measured."""
+    workload = facts.workload
+    if isinstance(facts, RoutedFacts):
+        return workload.description
+    tail = f", tail model: {workload.tail_model}" if workload.kind == "recorded" and workload.tail_model else ""
+    return f"{workload.kind} workload: {workload.description.removeprefix(f'{workload.kind} ')}{tail}"

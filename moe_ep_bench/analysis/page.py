@@ -1,0 +1,280 @@
+"""Results directories as one HTML page that can be sent to somebody and needs no network.
+
+The page begins with one screen of findings, then shows the views that ``show`` prints, with a few that only a page has
+room for, the figures, what weakens them, and where they come from. Figures are images with their bytes in the page, not
+SVG among the HTML: matplotlib gives the parts of every figure the same ids, and an image runs no script, whatever a
+label holds. They are SVG unless that takes more than ``MAX_SVG_BYTES``, as with many thousand marks: then PNG. A policy
+in the page forbids it to load anything. Equal input gives equal bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from moe_ep_bench.analysis.cases import cases, comparisons, jobs, load
+from moe_ep_bench.analysis.columns import COLUMNS, NONE, Column, missing
+from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.render import Table, render
+from moe_ep_bench.analysis.store import Store, kind_of
+from moe_ep_bench.analysis.style import FORMATS, house_style, settle
+from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, overview, tables, warnings_of
+from moe_ep_bench.files import atomic_path, check_folder, refuse_links_out
+
+MAX_SVG_BYTES = 400_000
+# Of more tables the others are closed at first.
+MAX_OPEN = 6
+# CSS pixels per inch: the size at which a sheet's text has the size that it says.
+_PIXELS = 96
+# Below this share of that size labels are too small to read: the sheet's box scrolls then.
+_LEAST_SCALE = 0.72
+_MOST_FINDINGS = 6
+
+
+def write_report(directories: Sequence[Path], out: Path | None = None) -> tuple[Path, list[str]]:
+    """Write the page of what ``run``, ``emulate``, ``route`` or ``validate`` left; it appears whole or not at all.
+
+    Args:
+        out: the file; None = ``report.html`` in the one directory.
+
+    Returns:
+        The file, and a line for each thing that could not be trusted and was left out.
+    """
+    if out is not None:
+        check_folder(out.parent, "--out: folder")
+    elif len(directories) > 1:
+        raise ResultsError("--out: expected a file for the page of several directories")
+    else:
+        refuse_links_out(directories[0])
+        out = directories[0] / "report.html"
+    if out.is_dir():
+        raise ResultsError(f"--out {out}: expected a file to write, got a directory")
+    passed_over: list[str] = []
+    with house_style():
+        page = page_of(directories, passed_over)
+    with atomic_path(out) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    return out, passed_over
+
+
+def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
+    """The whole page as text; ``passed_over`` gets a line for each thing that is left out."""
+    kinds = {kind_of(directory) for directory in directories}
+    if "quality" in kinds:
+        raise ResultsError(
+            f"{directories[0]}: holds what policies do to a model's answers, of which there is no page; "
+            "`moe-ep-bench show` and `plot` show it"
+        )
+    before: list[Table] = []
+    if kinds == {"validation"}:
+        from moe_ep_bench.analysis.validate import load_validation, validation_tables
+
+        before = validation_tables(load_validation(directories[0]))
+        directories = [directories[0] / "real", directories[0] / "emulated"]
+    store = load(list(directories), passed_over)
+    frame = cases(store)
+    listed = [*before, *([overview(store)] if len(comparisons(store)) > 1 else []), *tables(store, list(VIEWS))]
+    lost = [
+        f"not measured: {row['label']}, {row['status']}: {row['reason'] or 'no reason was recorded'} ({row['title']})"
+        for row in frame[frame["status"] != "ok"].to_dict("records")
+    ]
+    # Every value is escaped, those of tables by ``render``; the script holds none.
+    environment = Environment(
+        loader=PackageLoader("moe_ep_bench", "analysis/report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    script = files("moe_ep_bench.analysis.report").joinpath("report.js").read_text(encoding="utf-8")
+    provenance = jobs(store)
+    return environment.get_template("report.html").render(
+        title=_title(comparisons(store)),
+        name=", ".join(directory.resolve().name for directory in directories),
+        created=" to ".join(dict.fromkeys(str(provenance["created"].iloc[at]) for at in (0, -1))),
+        line=_line(store),
+        findings=findings(frame),
+        warnings=[*(f"left out: {line}" for line in passed_over), *lost, *warnings_of(listed)],
+        images=[_image(name, figure) for name, figure in _drawn(store)],
+        tables=_html(listed),
+        max_open=MAX_OPEN,
+        facts=_html(provenance_tables(store)),
+        configs=_configs(provenance),
+        commands="\n".join(_commands(provenance)),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def _title(facts: pd.DataFrame) -> str:
+    """The one comparison; of several how many there are."""
+    titles = facts["title"].unique()
+    if len(titles) == 1:
+        return titles[0]
+    return f"{len(titles)} comparisons of {', '.join(facts['model'].unique())}"
+
+
+def _line(store: Store) -> str:
+    """How, and on what, the numbers came about, without what a model is made of."""
+    facts = comparisons(store)
+    if (facts["mode"] == "route").all():
+        return "Routing only (nothing was timed): loads are no times, and no speed is claimed."
+    links = facts["links"].map(lambda name: "" if missing(name) else f", links {name}")
+    what = list(dict.fromkeys(facts["how"] + ": " + facts["ran_on"].str.partition(": ")[0] + links))
+    words = f"{what[0][:1].upper()}{what[0][1:]}" + (f", and {len(what) - 1} more" if len(what) > 1 else "")
+    random = any(getattr(one.facts, "random_weights", False) for one in store.comparisons)
+    return f"{words}; {count_words(cases(store))}{'; weights are random' if random else ''}."
+
+
+def findings(frame: pd.DataFrame) -> list[str]:
+    """What a reader wants to know first: of each comparison the fastest policy, how sure that is, and what it costs."""
+    timed = frame[frame["speedup_median"].notna()]
+    best = fastest(timed) if len(timed) else timed
+    if best.empty:
+        return []
+    best = best.sort_values("speedup_median", ascending=False).head(_MOST_FINDINGS)
+    lines = []
+    for row in best.to_dict("records"):
+        cells = {name: COLUMNS[name].shown(row) for name in ("speedup_median", "dropped_share", "retained_mass")}
+        what = "end to end" if row["scope"] == "model" else "the layer"
+        lines.append(
+            f"{row['title']}: {row['label']} gains most, {cells['speedup_median']} x native for {what} "
+            f"({row['verdict']}, {row['origin']}); it drops {cells['dropped_share']} % and keeps "
+            f"{cells['retained_mass']} % of the score mass."
+        )
+    return lines
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _html(listed: Iterable[Table]) -> list[tuple[str, Markup]]:
+    """Titles and tables without them; without warnings too, which are listed once for all tables."""
+    found = []
+    for table in listed:
+        notes = [note for note in table.notes if not note.startswith("warning: ")]
+        found.append((table.title, Markup(render([replace(table, title="", notes=notes)], "html"))))
+    return found
+
+
+def _drawn(store: Store) -> Iterator[tuple[str, Figure]]:
+    """The figures for which the store has rows."""
+    from moe_ep_bench.analysis.plot import drawings, figures_of, lines_of
+
+    for name, drawing in drawings(store, figures_of(store, lines_of(list(store.folders.values())))).items():
+        if drawing is not None:
+            yield name, drawing.figure
+
+
+def _image(name: str, figure: Figure) -> dict[str, Any]:
+    """A figure as the template wants it: its title, its own line on how to read it, and its bytes."""
+    settle(figure)  # the layout's last bits differ from run to run until it is fixed
+    kind, content = "svg+xml", _encoded(figure, "svg")
+    if len(content) > MAX_SVG_BYTES:
+        kind, content = "png", _encoded(figure, "png")
+    title, caption = (" ".join(part.get_text().split()) for part in figure.texts[:2])
+    width, height = (round(inches * _PIXELS) for inches in figure.get_size_inches())
+    uri = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    size = {"width": width, "height": height, "least_width": round(_LEAST_SCALE * width)}
+    return {"name": name, "title": title, "caption": caption, "uri": uri, **size}
+
+
+def _encoded(figure: Figure, file_format: str) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=file_format, metadata=FORMATS[file_format])
+    return buffer.getvalue()
+
+
+# ---- where the numbers come from -------------------------------------------------------------------------------------
+
+
+def provenance_tables(store: Store) -> list[Table]:
+    """The environment; the jobs with hashes of code, config and workload; the ranks; their machines while timed."""
+    listed = jobs(store).to_dict("records")
+    last = listed[-1]["environment"]
+    about = [
+        {"job": job["run_id"], "begun": job["created"], **job["hashes"]}
+        | {key: job["environment"].get(key) for key in ("git_commit", "git_dirty")}
+        for job in listed
+    ]
+    watched = [
+        {"comparison": one.facts.title, "launch": launch + 1, "rank": rank, "host": host, **state.as_dict()}
+        for one in store.comparisons
+        for launch, conditions in sorted(one.conditions.items())
+        for rank, (host, state) in enumerate(conditions.machines)
+    ]
+    environment = {key: value for key, value in last.items() if key != "ranks"}
+    found = {
+        "Environment": [{"key": key, "value": value} for key, value in sorted(_leaves(environment))],
+        "Jobs": about,
+        "Ranks": [{"rank": rank, **facts} for rank, facts in enumerate(last.get("ranks") or [])],
+        "Machines while timed": watched,
+    }
+    return [_plain_table(title, records) for title, records in found.items() if records]
+
+
+def _plain_table(title: str, records: Sequence[Mapping[str, Any]]) -> Table:
+    """Every key of some records as a column, those of mappings inside them too."""
+    frame = pd.DataFrame([dict(_leaves(record)) for record in records]).dropna(axis=1, how="all")
+    named = [Column(name, name.replace("_", " "), cell=partial(_cell, name)) for name in frame]
+    return Table(frame, named, title)
+
+
+def _cell(name: str, row: Mapping[str, Any]) -> str:
+    value = row[name]
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or NONE
+    if missing(value):
+        return NONE
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _leaves(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys with their values; lists are values."""
+    for key, value in record.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _configs(provenance: pd.DataFrame) -> dict[str, str]:
+    """The configs word for word, each once; of jobs that did not record them the resolved values."""
+    texts: dict[str, str] = {}
+    for job in provenance.to_dict("records"):
+        name = "config.yaml"
+        if isinstance(job["config_text"], str):
+            text = job["config_text"]
+        elif job["config"]:
+            name, text = "resolved config", yaml.safe_dump(job["config"], sort_keys=False, default_flow_style=None)
+        else:
+            continue
+        if text not in texts.values():
+            texts[f"{name} ({job['run_id']})" if name in texts else name] = text
+    return texts
+
+
+def _commands(provenance: pd.DataFrame) -> Iterator[str]:
+    """The command lines word for word, under the commit of their code."""
+    for job in provenance.to_dict("records"):
+        environment, code = job["environment"], job["hashes"].get("code") or "not recorded"
+        commit = environment.get("git_commit")
+        changed = " with uncommitted changes" if environment.get("git_dirty") else ""
+        where = f"commit {commit}{changed}" if commit else "no commit was recorded"
+        yield f"# {where}; code hash {json.dumps(code).strip(chr(34))}"
+        yield job["command"] if isinstance(job["command"], str) else "# the command was not recorded"

@@ -1,0 +1,269 @@
+"""What run.json and the conditions beside it say, typed: stated here once for those who write and those who read.
+
+``bench.description`` validates what it writes against these models, ``analysis.store`` what it reads. Keys that are not
+named here are kept as they stand. Shapes: R = expert-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    field_validator,
+    model_validator,
+)
+
+from moe_ep_bench.cost_model.transport import DispatchType, Transport
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.machine.monitor import MachineState
+from moe_ep_bench.models.memory import Fit
+from moe_ep_bench.schema import MODES
+
+Role = Literal["baseline", "noise", "ceiling", "policy", "replication"]
+# Roles that several cases of a comparison may hold; speedups need to know *the* baseline.
+SHARED_ROLES = ("policy", "replication")
+Count = Annotated[int, Field(ge=1, le=2**40)]
+
+
+class JsonRecord(BaseModel):
+    """An object of a JSON file: typed, finite, and free to say more."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+
+# ---- a comparison ----------------------------------------------------------------------------------------------------
+
+
+class Source(JsonRecord):
+    passes_per_batch: NonNegativeFloat  # how often a batch uses the recording
+
+
+class Recording(JsonRecord):
+    model: str
+    arrangement: Literal["sequences", "decode"]
+    sources: list[Source]
+
+
+class Workload(JsonRecord):
+    kind: Literal["synthetic", "recorded"]
+    description: str
+    tail_model: str | None
+    recording: Recording | None = None
+    skew: dict[str, Any] | None = None  # that was named: ``workload.skews.Skew``
+    targets: dict[str, Any] = Field({})  # of a synthetic workload
+    seed: int | None = None  # of the batches
+    padding: dict[str, Any] | None = None  # see ``bench.words.describe_workload``
+
+
+class Component(JsonRecord):
+    """A component of the layer: what the config asked for, what ran, and why where that was left open."""
+
+    requested: str
+    ran: str
+    why: str = ""
+
+
+class ModelExtent(JsonRecord):
+    """How much of a whole model was built (``bench.subjects``)."""
+
+    num_layers: Count  # that were built
+    of_layers: Count  # that the model has
+    moe_layers: list[NonNegativeInt] = Field(min_length=1)  # of those that were built
+    of_moe_layers: Count
+    context_length: NonNegativeInt  # tokens in the cache of each request that decodes; 0 = prefill
+    attention: str
+    peak_loads: list[float]  # fullest expert over mean, of each MoE layer's scores
+    shared_by_chance: list[float] = Field([])  # experts that neighbours share, of layers with more than was asked for
+
+
+class Rest(JsonRecord):
+    """What a modelled layer comes to in a pass of its whole model (``bench.rest``)."""
+
+    us_per_moe_layer: NonNegativeFloat  # of all that no MoE layer takes
+    num_moe_layers: Count
+    context_length: NonNegativeInt  # 0 = prefill
+    attention: str
+
+    def pass_ms(self, layer_ms: float) -> float:
+        """The pass as if every MoE layer took what this one does."""
+        return self.num_moe_layers * (layer_ms + self.us_per_moe_layer / 1e3)
+
+
+class ComparisonFacts(JsonRecord):
+    """Conditions that all cases of a comparison share; its cases may be paired."""
+
+    title: str
+    sizes: str | None = None  # EP ranks, tokens of all of them and of each, in words
+    model: str
+    num_experts: Count
+    top_k: Count
+    num_ranks: Count  # R
+    num_tokens: Count  # of all ranks
+    num_batches: Count
+    workload: Workload
+    kernel: Component | None = None  # of routing
+    order: int = 0  # in the config
+
+
+class RoutedFacts(ComparisonFacts):
+    """One layer of ``route``, where nothing is timed. Layers of a ``group`` are routed alike."""
+
+    group: str
+    family: str  # of groups that differ in their tokens alone
+    traffic: str
+    phase: str | None
+    layer: NonNegativeInt | None
+    image_share: float | None = None
+    bytes_per_pair: PositiveFloat | None = None
+
+
+class TimedFacts(ComparisonFacts):
+    """A comparison of ``run`` or ``emulate``."""
+
+    scale: PositiveFloat  # 1.0 = the model's true sizes
+    hidden_size: Count
+    ffn_hidden_size: Count
+    num_replicas: Count
+    world_size: Count
+    dtype: str
+    backend: Literal["nccl", "gloo"]
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    cuda_graph: str | None = None  # what graphs hold and replay; None = run eagerly
+    experts: Component
+    permute: Component
+    flush_l2: bool
+    oversubscribed: bool  # more ranks than cores
+    random_weights: bool
+    departures: list[str]  # where the layer is simpler than the model
+    links: str | None = None  # the model of what moved between ranks, where nothing did
+    device: str | None = None  # the model of the device, where nothing was run
+    placement: str = "contiguous"  # of experts on ranks, where they are emulated
+    transport: Transport = "pairs"  # what crossed these links
+    dispatch_dtype: DispatchType | None = None  # of dispatched rows; None = ``dtype``
+    rest: Rest | None = None  # of a pass, where a layer alone was modelled; None = not stated
+    fit: Fit | None = None  # what a rank of a deployment holds; None where it was not estimated
+    point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
+    whole: ModelExtent | None = None  # None = one layer was timed
+    draws: Count = 1  # of its traffic, where several were joined (``analysis.seeds``)
+
+    @model_validator(mode="after")
+    def _ranks_add_up(self) -> TimedFacts:
+        if self.world_size % self.num_ranks or self.num_experts % self.num_ranks:
+            raise UserError(
+                "expected a multiple of num_ranks in all ranks, and as many experts on each, got "
+                f"world_size {self.world_size}, num_ranks {self.num_ranks}, num_experts {self.num_experts}"
+            )
+        return self
+
+
+class CaseFacts(JsonRecord):
+    comparison_id: str
+    policy: str
+    policy_params: dict[str, Any]
+    label: str
+    role: Role
+    looks_past_top_k: bool
+    extra_bytes_per_rank: float | None = None  # beyond native's, for replicas of experts
+    order: int = 0  # in the config
+
+    @field_validator("policy_params")
+    @classmethod
+    def _factor_is_a_number(cls, value: dict[str, Any]) -> dict[str, Any]:
+        factor = value.get("capacity_factor")
+        if isinstance(factor, bool) or not isinstance(factor, int | float | None):
+            raise UserError(f"capacity_factor: expected a number or null, got {brief(factor)}")
+        return {key: one for key, one in value.items() if key != "name"}
+
+
+# ---- conditions ------------------------------------------------------------------------------------------------------
+
+
+class WarmUp(JsonRecord):
+    rounds: int  # untimed ones, over all batches and cases
+    change: float | None  # of the last round against the one before it
+    settled: bool
+
+
+class Ceilings(JsonRecord):
+    """What a rank's device reached beside the run (``timing.ceilings``)."""
+
+    matmul_size: int
+    matmul_tflops: PositiveFloat
+    copy_gbps: PositiveFloat
+    read_gbps: PositiveFloat | None = None
+
+
+def _has_cores(machine: MachineState) -> MachineState:
+    if machine.num_cores < 1:
+        raise ValueError(f"num_cores: expected at least 1, got {machine.num_cores}")
+    return machine
+
+
+class RankConditions(JsonRecord):
+    hostname: str
+    machine: Annotated[MachineState, AfterValidator(_has_cores)]
+    ceilings: Ceilings
+    peak_memory_bytes: int | None
+    allocating_iterations: dict[str, int] = Field({})  # timed ones that asked the driver for memory, by case
+    probe_floor_us: float | None = None  # what a waiting probe costs when nobody waits; None = ranks wait for nobody
+
+
+class Conditions(JsonRecord):
+    """Under which conditions one launch of a comparison was timed; ranks in order."""
+
+    run_id: str
+    attention: list[str] = Field([])  # torch's kernels for it; of whole models
+    waits: dict[str, dict[str, int]] = Field({})  # of the host for the device, beyond native's: by case and line
+    warm_up: WarmUp
+    ranks: Annotated[list[RankConditions], Field(min_length=1)]
+
+    @property
+    def machines(self) -> Sequence[tuple[str, MachineState]]:
+        return [(rank.hostname, rank.machine) for rank in self.ranks]
+
+
+# ---- run.json --------------------------------------------------------------------------------------------------------
+
+
+class Environment(JsonRecord):
+    device_name: str = "unknown device"
+    torch: str | None = None
+    megatron_core: str | None = None
+    nccl: str | None = None
+    driver: str | None = None
+
+
+class Job(JsonRecord):
+    """Where the rows of one job come from; null stands for nothing, as earlier versions wrote it."""
+
+    created: str | None = None
+    config: list[dict[str, Any]] | dict[str, Any] | None = None  # resolved
+    config_text: str | None = None  # the file, word for word
+    command: str | None = None  # the command line, likewise
+    environment: dict[str, Any] = Field({})
+    hashes: dict[str, Any] = Field({})
+
+    @field_validator("environment", "hashes", mode="before")
+    @classmethod
+    def _nothing(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+class RunFacts(JsonRecord):
+    """run.json; comparisons and cases are validated one by one, so that one damaged entry costs no other."""
+
+    run_id: str
+    mode: Literal[*MODES]
+    scope: Literal["layer", "model"] = "layer"
+    environment: Environment
+    comparisons: dict[str, Any]
+    cases: dict[str, Any]
+    runs: dict[str, Job] = Field({})

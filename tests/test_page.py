@@ -1,0 +1,227 @@
+"""The page: rows whose every number is known, and the HTML that is made of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from results_builder import FAST_RANK, QUIET_MACHINE, FakeCase, FakeComparison, standard_cases, write_run
+
+from moe_ep_bench.analysis import page as page_module
+from moe_ep_bench.analysis.cases import cases, load
+from moe_ep_bench.analysis.columns import COLUMNS
+from moe_ep_bench.analysis.page import write_report
+from moe_ep_bench.analysis.tables import VIEWS, overview, table_of
+from moe_ep_bench.cli import main
+from moe_ep_bench.files import write_json
+from moe_ep_bench.machine.provenance import asked
+
+ROOT = Path(__file__).resolve().parents[1]
+# What a label or a host name may try.
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}"
+FAILED = "rank 3: tried to allocate 12.3 GiB"
+
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small figure in place of all, which have tests of their own."""
+
+    def figure(_: object) -> Iterator[tuple[str, Figure]]:
+        sheet = Figure(figsize=(2, 1))
+        sheet.text(0, 0.9, "A title")
+        sheet.text(0, 0.5, f"how to read {HOSTILE}".replace("$", ""))
+        yield "speedup", sheet
+
+    monkeypatch.setattr(page_module, "_drawn", figure)
+    monkeypatch.setattr(page_module, "settle_layout", lambda _: None, raising=False)
+    monkeypatch.setattr(page_module, "settle", lambda _: None, raising=False)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One policy faster and one slower than native, one lost; a host that throttles and has a hostile name."""
+    more = [
+        FakeCase("oea", params={"k0": 2}, label=f"oea {HOSTILE}", speedup=0.8),
+        FakeCase("laser", status="oom", reason=FAILED),
+    ]
+    throttled = {**QUIET_MACHINE, "throttle_shares": {"hw_thermal": 0.2}}
+    rank = {"hostname": HOSTILE, "machine": throttled}
+    comparison = FakeComparison(cases=[*standard_cases(), *more], num_iterations=1, conditions={"rank": rank})
+    return write_run(tmp_path_factory.mktemp("one"), [comparison])
+
+
+class Parsed(HTMLParser):
+    """Every tag with its attributes, and all text between tags."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def page_of(directory: Path, out: Path) -> str:
+    return write_report([directory], out)[0].read_text()
+
+
+def test_the_page_begins_with_what_was_found_and_says_what_was_not(directory: Path, tmp_path: Path) -> None:
+    text = Parsed(page_of(directory, tmp_path / "page.html")).text
+    head = text[: text.index("Tables")]
+    assert "token_drop gamma 1 gains most, 1.5" in head
+    assert "it drops 25.0 % and keeps 80.0 % of the score mass" in head
+    assert "Measured: NVIDIA Fake 80GB x 2 ranks" in head
+    assert "1 not (1 oom); weights are random." in head
+    assert f"not measured: laser, oom: {FAILED}" in text
+    assert "was slowed down by heat in 20 % of the samples" in text
+
+
+def test_the_rank_that_others_wait_for_shows(directory: Path) -> None:
+    store = load(directory)
+    ranks = table_of(store, VIEWS["ranks"], cases(store)).frame.set_index(["label", "rank"])
+    native = ranks.loc["native"]
+    assert native["slowest_share"].tolist() == [1, 0]
+    assert native["median_ms"][1] == pytest.approx(FAST_RANK * native["median_ms"][0])
+    assert native["waiting_ms"][0] == 0 < native["waiting_ms"][1]
+    assert native["load_over_mean"].mean() == pytest.approx(1, rel=0.01)
+    assert set(ranks.index.get_level_values("label")) == {"native", "token_drop gamma 1"}
+
+
+def test_several_comparisons_have_an_overview_of_their_fastest_policies(tmp_path: Path) -> None:
+    comparisons = [
+        FakeComparison(
+            f"c{peak}", {"point": {"workload.peak_load": peak}, "title": f"peak {peak}"}, listed, num_batches=2
+        )
+        for peak, listed in ((1.0, standard_cases()), (2.0, standard_cases()[2:]), (3.0, standard_cases()[:3]))
+    ]
+    table = overview(load(write_run(tmp_path, comparisons)))
+    rows = table.frame.set_index("title")
+    assert list(rows.index) == ["peak 1.0", "peak 2.0", "peak 3.0"]
+    assert rows.loc["peak 1.0", "label"] == "token_drop gamma 1"
+    assert rows.loc[["peak 2.0", "peak 3.0"], "label"].isna().all(), "topk is no policy; without native nothing is fast"
+    assert rows.loc["peak 1.0", "native_ms"] == pytest.approx(2, rel=0.05)
+
+
+def test_labels_and_host_names_are_text_and_nothing_is_fetched(directory: Path, tmp_path: Path) -> None:
+    page = page_of(directory, tmp_path / "page.html")
+    parsed = Parsed(page)
+    assert [tag["id"] for name, tag in parsed.tags if name == "figure"] == ["figure-speedup"]
+    assert page.count('src="data:image/') == 1
+    assert "default-src 'none'" in page
+    for tag, attributes in parsed.tags:
+        named = (attributes.get(name) or "#" for name in ("src", "href", "srcset", "action", "data", "poster"))
+        assert all(address.startswith(("#", "data:")) for address in named), (tag, attributes)
+    values = {float(tag["data-value"] or "nan") for _, tag in parsed.tags if "data-value" in tag}  # by which it sorts
+    assert all(value == value for value in values)
+    assert set(cases(load(directory))["speedup_median"].dropna().astype(float)) <= values
+    assert [attributes for tag, attributes in parsed.tags if tag == "script"] == [{}]  # ours
+    assert all("onerror" not in attributes for _, attributes in parsed.tags)
+    assert HOSTILE in parsed.text  # written out, its braces included
+
+
+def test_config_and_command_stand_word_for_word(tmp_path: Path) -> None:
+    """And of jobs that recorded neither the resolved values."""
+    write_run(tmp_path, [FakeComparison(cases=standard_cases(), num_batches=1, num_iterations=1)])
+    path = tmp_path / "run.json"
+    content = json.loads(path.read_text())
+    content["runs"]["r0"] |= {
+        "config_text": "name: mine  # <why>\n",
+        "command": "moe-ep-bench run mine.yaml --set 'a=<b>'",
+    }
+    content["runs"]["r9"] = {
+        **content["runs"]["r0"],
+        "config_text": None,
+        "command": None,
+        "config": [{"name": "older"}],
+    }
+    write_json(path, content)
+    text = Parsed(page_of(tmp_path, tmp_path / "page.html")).text
+    for words in (
+        "name: mine  # <why>",
+        "run mine.yaml --set 'a=<b>'",
+        "{name: older}",
+        "# the command was not recorded",
+    ):
+        assert words in text
+
+
+def test_a_job_records_its_config_and_command_word_for_word(tmp_path: Path) -> None:
+    config = tmp_path / "mine.yaml"
+    config.write_text("name: mine  # why\n")
+    assert asked(["run", str(config), "--set", "a=b c"]) == {
+        "command": f"moe-ep-bench run {config} --set 'a=b c'",
+        "config_text": "name: mine  # why\n",
+    }
+    assert asked(["show", str(config)]) == asked([]) == asked(["run", str(tmp_path / "none.yaml")]) == {}
+
+
+def test_the_installed_package_writes_the_same_bytes(directory: Path, tmp_path: Path) -> None:
+    """Template and script are in the package; and equal input gives equal bytes, in another process too."""
+    source, built, out = tmp_path / "source", tmp_path / "built", tmp_path / "out.html"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source / name)
+    shutil.copytree(ROOT / "moe_ep_bench", source / "moe_ep_bench", ignore=shutil.ignore_patterns("__pycache__"))
+    setup = [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build_py", "--build-lib", str(built)]
+    subprocess.run(setup, cwd=source, check=True, capture_output=True)
+    code = (
+        "import sys, pathlib\n"
+        "from moe_ep_bench.analysis import page\n"
+        "page._drawn = lambda _: []\n"
+        "page.write_report([pathlib.Path(sys.argv[1])], pathlib.Path(sys.argv[2]))\n"
+    )
+    for root in (built, ROOT):
+        environment = {**os.environ, "PYTHONPATH": str(root)}
+        target = out if root is built else out.with_suffix(".here")
+        command = [sys.executable, "-c", code, str(directory), str(target)]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert out.read_bytes() == out.with_suffix(".here").read_bytes()
+
+
+def test_mistakes_are_one_line_and_nothing_is_written(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, expected in (
+        ([tmp_path / "none"], "no such directory"),
+        ([directory, "--out", tmp_path], "expected a file to write, got a directory"),
+        ([directory, directory], "--out: expected a file for the page of several directories"),
+    ):
+        assert main(["show", "--format", "html", *map(str, arguments)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert expected in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_part_is_left_out_and_named_among_the_warnings_of_a_modelled_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {"links": "modelled by links/x: 3 us", "device": "modelled by devices/y: a roofline of 1 TFLOP/s"}
+    comparison = FakeComparison(cases=standard_cases(), num_batches=1, num_iterations=1, facts=facts)
+    write_run(tmp_path, [comparison], mode="emulated")
+    (tmp_path / "cases" / "c0-0.parquet").write_bytes(b"PAR1")
+    assert main(["show", str(tmp_path), "--format", "html"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "c0-0.parquet: damaged" in line
+    text = Parsed((tmp_path / "report.html").read_text()).text
+    assert f"left out: {line.removeprefix('moe-ep-bench: ')}" in text
+    assert "Modelled (nothing was run): 2 ranks modelled by devices/y, links x;" in text
+
+
+def test_units_stand_in_the_heads_of_columns(directory: Path, tmp_path: Path) -> None:
+    page = page_of(directory, tmp_path / "page.html")
+    for name in ("median_ms", "dropped_share", "dispatch_gbps"):
+        assert f">{COLUMNS[name].title}</th>" in page

@@ -1,0 +1,311 @@
+"""Tables of results as people and programs read them: views of the frame, what has to be known, formats, mistakes."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from results_builder import QUIET_MACHINE, FakeCase, FakeComparison, standard_cases, write_run
+from whole_builder import write_whole
+
+from moe_ep_bench.analysis import columns
+from moe_ep_bench.analysis.cases import cases, load
+from moe_ep_bench.analysis.columns import COLUMNS, Column
+from moe_ep_bench.analysis.notes import most_important, notes
+from moe_ep_bench.analysis.render import JSON_VERSION, Table, escape_latex, escape_markdown, render
+from moe_ep_bench.analysis.show import end_of_run, text_of
+from moe_ep_bench.analysis.tables import VIEWS, View, table_of
+from moe_ep_bench.cli import main
+
+FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
+DROP = "token_drop gamma 1"
+# What LaTeX, Markdown and CSV each take for their own.
+NASTY = r'50% of_a|b & "c", $x^2 {~} #1 <i>\\'
+
+
+def run_of(root: Path, **changes) -> Path:
+    return write_run(root, [FakeComparison(**{"cases": standard_cases(), **FEW, **changes})])
+
+
+def lines_of(root: Path, **changes) -> list[str]:
+    """The notes of a directory's one comparison."""
+    store = load(run_of(root, **changes))
+    return notes(store, store.comparisons[0].directory, store.comparisons[0].comparison_id)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    more = [FakeCase("oea", label=NASTY, speedup=1.1, mass=0.9), FakeCase("lynx", status="oom", reason="too large")]
+    return run_of(tmp_path_factory.mktemp("show") / "run", cases=[*standard_cases(), *more], num_batches=5)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["show", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+# ---- what tables say -------------------------------------------------------------------------------------------------
+
+
+def test_a_table_shows_speedups_beside_their_cost(tmp_path):
+    """Without noise every ratio is exact, so a mean over ranks or an inverted ratio would show."""
+    text = text_of(run_of(tmp_path, num_batches=10))
+    title = text.splitlines()[0]
+    for words in ("measured", "NVIDIA Fake 80GB x 2 ranks", "nccl", "EP 2", "bfloat16", "true sizes"):
+        assert words in title
+    rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert rows[DROP][3:10] == ["1.333", "1.500", "[1.500,", "1.500]", "faster", "25.0", "80.0"]
+    assert rows["native"][1:3] == ["2.000", "1"]
+    assert "5 cases: 5 measured, 0 not" in text
+    assert "warning" not in text
+
+
+def test_cases_that_were_not_measured_are_rows_with_their_reason(tmp_path):
+    lost = [
+        FakeCase("expanded_drop", status="oom", reason="CUDA out of memory\n" + 60 * "tried "),
+        FakeCase("lynx", status="failed", reason="differs from the reference"),
+    ]
+    text = text_of(run_of(tmp_path, cases=[*standard_cases(), *lost]))
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert rows["lynx"].split(maxsplit=1)[1] == "failed: differs from the reference"
+    assert rows["expanded_drop"].split(maxsplit=1)[1].startswith("oom: CUDA out of memory tried")
+    assert len(rows["expanded_drop"]) < 130
+    assert "7 cases: 5 measured, 2 not (1 failed, 1 oom)" in text
+
+
+def test_whole_models_have_their_own_view_and_what_was_extrapolated_says_so(tmp_path):
+    text = text_of(write_whole(tmp_path, standard_cases(), of_layers=9))
+    header = next(line for line in text.splitlines() if line.startswith("policy"))
+    assert re.search(r"pass ms +end to end +verdict", header)
+    assert "all layers, extrapolated ms" in header
+    assert "extrapolated: 3 of 9 layers were built and timed" in text
+
+
+def test_a_column_is_added_by_one_row_and_a_view_by_another(directory, monkeypatch, capsys):
+    monkeypatch.setitem(columns.COLUMNS, "num_batches", Column("num_batches", "batches", "of all", "{:.0f}!"))
+    monkeypatch.setitem(VIEWS, "mine", View("layer", ("label", "num_batches"), where="role == 'policy'", title="mine"))
+    lines = shown(capsys, directory, "--view", "mine").splitlines()
+    assert lines[0].endswith(": mine")
+    assert lines[2].split("  ")[-1].strip() == "batches of all"
+    assert lines[4].split()[-1] == "5!"
+    assert shown(capsys, directory, "--columns", "label,num_ranks").splitlines()[2].split() == [
+        "policy",
+        "EP",
+        "size",
+        "ranks",
+    ]
+
+
+def test_every_view_names_columns_of_the_registry():
+    for view in VIEWS.values():
+        assert set(view.columns) <= set(COLUMNS)
+
+
+def test_columns_for_which_a_terminal_has_no_room_are_named(directory):
+    store = load(directory)
+    table = table_of(store, VIEWS["layer"], cases(store))
+    lines = render([table], "text", width=130).splitlines()
+    body = [line for line in lines if line.startswith(("policy", "native", "topk"))]
+    assert max(map(len, body)) <= 130
+    assert "mass kept %" in body[0]
+    assert "no room for:" in " ".join(lines)
+    assert "slowest phase" in " ".join(lines).partition("no room for:")[2]
+    assert max(map(len, lines)) <= 132, "notes are wrapped"
+
+
+@pytest.mark.parametrize("modelled", [False, True])
+def test_the_end_of_a_run_is_six_columns_that_fit_100_characters_and_three_notes_at_most(tmp_path, modelled):
+    facts = {"device": "modelled by devices/h100-sxm: roofline", "links": "modelled by links/x: y"} if modelled else {}
+    # Below what the model can tell has the longest verdict.
+    long = FakeCase("token_drop", label="token_drop capacity_factor=1.25 granularity=rank", speedup=1.01)
+    text = end_of_run(run_of(tmp_path, cases=[*standard_cases(), long], num_batches=10, facts=facts))
+    assert max(map(len, text.splitlines()[:-1])) <= 100
+    header = next(line for line in text.splitlines() if line.startswith("policy"))
+    assert re.split(r"\s{2,}", header) == ["policy", "layer ms", "speedup", "verdict", "dropped %", "kept %"]
+    assert f"moe-ep-bench plot {tmp_path}" in text
+    assert len(most_important(load(tmp_path))) <= 3
+
+
+# ---- what has to be known --------------------------------------------------------------------------------------------
+
+
+def test_without_baseline_or_noise_case_there_are_no_speedups_or_no_verdict(tmp_path):
+    lost = [*standard_cases()[:-1], FakeCase("native", role="baseline", status="timeout", reason="no answer for 60 s")]
+    assert "warning: the baseline was not measured, so there are no speedups" in lines_of(tmp_path / "a", cases=lost)
+    without = [case for case in standard_cases() if case.role != "noise"]
+    assert any("no noise floor" in line for line in lines_of(tmp_path / "b", cases=without))
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"probe_overhead": 0.05}, "probes cost more than 1.0 %"),
+        ({"probe_overhead": 0.05, "facts": {"backend": "gloo"}}, "probes are not free on CPU ranks (gloo)"),
+        ({"facts": {"oversubscribed": True}}, "no straggler speedup is claimed"),
+        ({"facts": {"permute": {"requested": "auto", "ran": "indexed"}}}, "not to be set beside a paper's"),
+        ({"facts": {"departures": ["The biases are left out."]}}, "simpler than Tiny-MoE's: The biases are left out."),
+        ({"host_share": 0.97}, "launch-bound: in 100.0 %"),
+        (
+            {"conditions": {"rank": {"allocating_iterations": {"c0-0": 7, "of another comparison": 9}}}},
+            "memory was asked of the driver in 7 timed iterations of one rank (",
+        ),
+        ({"conditions": {"warm_up": {"settled": False, "change": -0.08}}}, "did not settle: its last round took -8.0"),
+        (
+            {"conditions": {"rank": {"machine": {**QUIET_MACHINE, "machine_cpu_s": 80.0}}}},
+            "other processes used 6.00 cores",
+        ),
+        ({"conditions": {"rank": {"machine": {**QUIET_MACHINE, "stolen_s": 9.0}}}}, "the hypervisor took 0.90 cores"),
+    ],
+)
+def test_what_weakens_a_result_is_said(tmp_path, changes, warning):
+    warnings = [line for line in lines_of(tmp_path, cases=standard_cases()[2:], **changes) if "warning:" in line]
+    assert len(warnings) == 1
+    assert warning in warnings[0]
+
+
+def test_native_that_differs_from_itself_is_warned_of(tmp_path):
+    differing = [*standard_cases()[:-2], FakeCase("native", role="noise", speedup=1.1), standard_cases()[-1]]
+    lines = lines_of(tmp_path, cases=differing, num_batches=10)
+    assert any("noise floor: 0.909 to 1.100" in line for line in lines)
+    assert any("native differs from itself" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"conditions": {"waits": {"c0-1": {"own.py:9": 2, "steps.py:4": 1}}}}, "3 (own.py:9 x 2, steps.py:4)"),
+        ({"conditions": {"rank": {"probe_floor_us": 4.0}}}, "probe floor: 4.0 us"),
+        ({"num_launches": 3, "num_batches": 10}, "and Student's t over 3 launches"),
+        ({"num_batches": 10}, "of this launch only"),
+        ({"facts": {"cuda_graph": "the whole layer"}}, "replayed from CUDA graphs, which hold the whole layer"),
+        ({"facts": {"dispatcher": "allgather"}}, "dispatcher: allgather"),
+        (
+            {"cases": [*standard_cases()[2:], FakeCase("megatron_drop", params={"drop_policy": "position"})]},
+            "megatron_drop by position: a layer keeps any tokens",
+        ),
+    ],
+)
+def test_what_has_to_be_known_is_said_where_it_is_so(tmp_path, changes, note):
+    lines = lines_of(tmp_path / "so", **{"cases": standard_cases()[2:], **changes})
+    assert sum(note in line for line in lines) == 1
+    others = lines_of(tmp_path / "not", cases=standard_cases()[2:])
+    assert not any(note in line for line in others)
+
+
+def test_what_looks_past_a_recorded_top_k_is_said_to_rest_on_the_tail_model(tmp_path):
+    same = {"model": "a/Model", "arrangement": "sequences", "sources": []}
+
+    def warnings(root: Path, *tails: str, looks: bool = True, recordings: tuple[str, ...] = ("a", "a")) -> list[str]:
+        two = [FakeCase("laser", looks_past_top_k=looks), FakeCase("native", role="baseline")]
+        told = {"kind": "recorded", "description": "ShareGPT"}
+        comparisons = [
+            FakeComparison(
+                comparison_id=f"c{number}",
+                cases=two,
+                **FEW,
+                facts={"workload": {**told, "tail_model": tail, "recording": {**same, "sha256": recording}}},
+            )
+            for number, (tail, recording) in enumerate(zip(tails, recordings, strict=False))
+        ]
+        store = load(write_run(root, comparisons))
+        lines = [line for one in store.comparisons for line in notes(store, one.directory, one.comparison_id)]
+        return [line.partition("warning: ")[2] for line in lines if "are modelled (" in line]
+
+    begin = "scores past the recorded top-k are modelled (popularity tail), and what laser did rests on them: "
+    assert warnings(tmp_path / "one", "popularity") == [f"{begin}measured under this one only (workload.tail: both)"]
+    assert warnings(tmp_path / "two", "popularity", "uniform")[0] == f"{begin}set it beside the same under uniform"
+    alone = warnings(tmp_path / "other", "popularity", "uniform", recordings=("a", "b"))
+    assert ["this one only" in line for line in alone] == [True, True]
+    assert warnings(tmp_path / "none", "popularity", looks=False) == []
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+
+def test_latex_and_markdown_keep_their_columns_whatever_a_label_holds(directory, capsys):
+    latex, markdown = (shown(capsys, directory, "--format", to) for to in ("latex", "md"))
+    (row,) = (line for line in latex.splitlines() if line.startswith(escape_latex(NASTY)))
+    (alignment,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", latex)
+    assert len(re.findall(r"(?<!\\)&", row)) + 1 == len(alignment)
+    (row,) = (line for line in markdown.splitlines() if line.startswith(f"| {escape_markdown(NASTY)}"))
+    rule = next(line for line in markdown.splitlines() if line.startswith("| ---"))
+    assert len(re.findall(r"(?<!\\)\|", row)) == rule.count("|")
+
+
+def test_programs_get_every_column_unrounded_and_json_is_the_csvs_rows(directory, capsys):
+    frame = cases(load(directory))
+    rows = pd.read_csv(io.StringIO(shown(capsys, directory, "--format", "csv")))
+    assert list(rows.columns) == list(frame.columns)
+    numbers = rows.select_dtypes("number").columns
+    pd.testing.assert_frame_equal(rows[numbers], frame[numbers].astype(rows[numbers].dtypes), rtol=1e-12)
+    content = json.loads(shown(capsys, directory, "--format", "json"))
+    assert content["version"] == JSON_VERSION
+    assert [row["case_id"] for row in content["rows"]] == list(rows["case_id"])
+    assert content["rows"][-1].keys() == frame.columns.to_frame().index.to_series().to_dict().keys()
+
+
+def test_samples_are_all_there_of_the_cases_that_were_named(directory, capsys):
+    text = shown(capsys, directory, "--format", "csv", "--samples", "--case", "topk")
+    rows = pd.read_csv(io.StringIO(text))
+    path = directory / "cases" / f"{rows['case_id'].iloc[0]}.parquet"
+    assert sorted(rows["time_us"]) == pytest.approx(sorted(pd.read_parquet(path)["time_us"]))
+
+
+def test_a_modelled_row_names_its_device_links_and_traffic(tmp_path, capsys):
+    facts = {
+        "device": "modelled by devices/h100-sxm: roofline of 989.4 bf16 TFLOP/s",
+        "links": "modelled by links/h100-nvlink4-ndr, bandwidth x 2: inside a node of 8 10.6 us",
+        "transport": "copies",
+        "workload": {
+            "kind": "synthetic",
+            "description": "",
+            "tail_model": None,
+            "targets": {"peak_load": 4.0},
+            "seed": 7,
+        },
+    }
+    comparison = FakeComparison(cases=standard_cases(), **FEW, facts=facts, num_ranks=4)
+    write_run(tmp_path, [comparison], "emulated", environment={"device_name": "AMD EPYC"})
+    rows = pd.read_csv(io.StringIO(shown(capsys, tmp_path, "--format", "csv")))
+    expected = {"mode": "emulated", "origin": "modelled", "device": "h100-sxm", "transport": "copies", "ep_size": 4}
+    expected |= {"links": "h100-nvlink4-ndr, bandwidth x 2", "num_tokens": 4096, "peak_load": 4.0, "seed": 7}
+    for column, value in expected.items():
+        assert set(rows[column]) == {value}
+    assert "EPYC" not in rows.to_csv()
+
+
+def test_a_file_holds_the_same_bytes_as_standard_output(directory, capsys, tmp_path):
+    for to in ("text", "csv"):
+        text = shown(capsys, directory, "--format", to)
+        assert shown(capsys, directory, "--format", to, "--out", tmp_path / to) == ""
+        assert (tmp_path / to).read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--format", "xml"], "--format: expected one of text, md, latex, csv, json, html; got 'xml'"),
+        (["--case", "king"], "--case king: expected a case's id, label or policy of: native"),
+        (["--case", "lynx"], "--case lynx: was not measured (oom)"),
+        (["--samples"], "--samples: goes with --format csv, json; got --format text"),
+        (["--view", "king"], "--view: expected some of layer, model, route"),
+        (["--columns", "king"], "--columns: expected some of directory"),
+        (["--format", "csv", "--columns", "label,king"], "--columns: expected some of directory"),
+        (["--format", "csv", "--out", "."], "--out .: is a directory"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(directory, capsys, arguments, words):
+    assert main(["show", str(directory), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_html_escapes_and_sorts_by_the_number_behind_a_cell():
+    table = Table(pd.DataFrame({"label": ["<b>"], "median_ms": [1234.5]}), [COLUMNS["label"], COLUMNS["median_ms"]])
+    assert '<td>&lt;b&gt;</td><td class=number data-value="1234.5">1234</td>' in render([table], "html")

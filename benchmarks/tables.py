@@ -323,6 +323,10 @@ def page(out: Path) -> str:
         return frame
 
     fits = rooflines()
+    of_a100 = fits[
+        (fits["device"] == "a100-sxm-80gb") & (fits["stage"] == "after") & fits["held"] & (fits["ep_size"] == 1)
+    ]
+    at_one = errors_of(of_a100, ["device"])["median"].iloc[0]
     first = kept(errors_of(fits, ["device", "framework", "stage", "shapes"]), "rooflines")
     second = errors_of(fits[fits["stage"] == "after"], ["device", "framework", "shapes", "band"])
     second = kept(second.rename(columns={"band": "rows an expert"}), "rooflines-by-rows")
@@ -374,7 +378,8 @@ By rows of an expert, after the fit, on shapes that were held out:
 
 Few rows are the memory's, and any framework's kernels read weights alike. With many rows kernels differ by a factor of
 1.5, and one roofline lies between them: where that matters, take the table. On the A100 only SGLang's rows are of
-balanced loads, and beyond EP 1 they hold what its kernel does for other ranks' pairs: the fit took EP 1 alone.
+balanced loads, and beyond EP 1 they hold what its kernel does for other ranks' pairs: the fit took EP 1 alone. There
+its median error on held-out shapes is {at_one:.1%}, and the errors above are those of larger EP: take the table.
 
 ## (b) The straggler's law
 
@@ -419,8 +424,8 @@ our planner's. 288 slots gained no more than 256: placement alone is what helps 
 
 ## (d) Links
 
-An even all-to-all of nccl-tests on all GPUs of a node, 256 B to 512 MiB. *table*: `emulate.links: table:...`. Both
-curves let no message take longer than a larger one; the worst errors are rows that did (a disturbed 16 or 32 KiB).
+An even all-to-all of nccl-tests on all GPUs of a node, 256 B to 512 MiB. *table*: `emulate.links: table:...`. In both
+curves a message that took up to 10 % longer than a larger one takes what that did; others are as they were measured.
 
 {markdown(seventh, ("median", "mean", "worst"))}
 """

@@ -85,7 +85,7 @@ def test_tables_are_shown_without_torch() -> None:
 
 def test_results_go_below_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    fake = SimpleNamespace(dry_run_virtual=None, emulate=lambda config, out, *_, **__: seen.append(out) or USER_ERROR)
+    fake = SimpleNamespace(emulate=lambda config, out, *_, **__: seen.append(out) or USER_ERROR)
     monkeypatch.setitem(sys.modules, "moe_ep_bench.bench.run", fake)
     assert cli.main(["emulate", str(ROOT / "configs/quickstart.yaml")]) == USER_ERROR
     assert seen == [Path("results/quickstart")]

@@ -52,7 +52,7 @@ def test_a_split_gives_every_slot_its_pairs_and_every_rank_sends_each_its_share(
     generator = np.random.default_rng(seed)
     ranks = [map_TE[torch.from_numpy(generator.random(len(map_TE)) < 0.7)] for _ in range(slots.num_ranks)]
     counts_RE = np.stack([one.sum(0).numpy() for one in ranks])
-    pairs_P = balance(slots.expert_P.numpy(), counts_RE.sum(axis=0), slots.num_ranks)
+    pairs_P = balance(slots.expert_P, counts_RE.sum(axis=0), slots.num_ranks)
     split = Split.of(slots.expert_P, pairs_P, counts_RE)
     slots = ExpertPlacement(slots.expert_P, slots.num_experts, slots.num_ranks, split)
     maps = [slots.spread(one, rank) for rank, one in enumerate(ranks)]
@@ -61,7 +61,7 @@ def test_a_split_gives_every_slot_its_pairs_and_every_rank_sends_each_its_share(
         for expert in range(slots.num_experts):
             own_P = slots.expert_P == expert
             assert torch.equal(map_TP[:, own_P].sum(1), ranks[rank][:, expert].long())
-            even_P = pairs_P[own_P.numpy()] * (counts_RE[rank, expert] / max(counts_RE[:, expert].sum(), 1))
+            even_P = pairs_P[own_P] * (counts_RE[rank, expert] / max(counts_RE[:, expert].sum(), 1))
             assert np.abs(map_TP[:, own_P].sum(0).numpy() - even_P).max() <= len(even_P)
     # Another batch's tokens find a slot too: few of them are checked against the reference.
     assert torch.equal(slots.spread(map_TE, 0).sum(1), map_TE.sum(1))
@@ -73,7 +73,7 @@ def test_metrics_of_placed_experts_are_those_of_a_slow_count(case, is_split: boo
     slots, map_TE, rank = case
     if is_split:
         counts_RE = np.tile(map_TE.sum(0).numpy(), (slots.num_ranks, 1))
-        pairs_P = balance(slots.expert_P.numpy(), counts_RE.sum(axis=0), slots.num_ranks)
+        pairs_P = balance(slots.expert_P, counts_RE.sum(axis=0), slots.num_ranks)
         split = Split.of(slots.expert_P, pairs_P, counts_RE)
         slots = ExpertPlacement(slots.expert_P, slots.num_experts, slots.num_ranks, split)
     map_TP = slots.spread(map_TE, rank)
@@ -102,7 +102,7 @@ def test_contiguous_slots_change_no_metric() -> None:
 
 
 def test_few_pairs_of_many_ranks_do_not_meet_in_one_replica() -> None:
-    slots = ExpertPlacement(torch.tensor([0, 1, 0, 0]), num_experts=2, num_ranks=4)
+    slots = ExpertPlacement(np.array([0, 1, 0, 0]), num_experts=2, num_ranks=4)
     one_pair = torch.tensor([[True, False]])
     assert {int(slots.spread(one_pair, rank).nonzero()[0, 1]) for rank in range(3)} == {0, 2, 3}
 

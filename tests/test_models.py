@@ -74,6 +74,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-r1": DEEPSEEK_V3,
+    "kimi-k2": DEEPSEEK_V3 | {
+        "model_type": "kimi_k2", "first_k_dense_replace": 1, "vocab_size": 163840, "num_attention_heads": 64,
+        "num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+    },
     "qwen1.5-moe-a2.7b": {
         "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "hidden_act": "silu",
         "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
@@ -112,6 +117,7 @@ CHECKPOINTS = {
     "deepseek-moe-16b": (16_375_728_128, 2.8, True),
     "deepseek-v3": (671_026_419_200, 37, False),
     "deepseek-r1": (671_026_419_200, 37, False),
+    "kimi-k2": (1_026_408_232_448, 32, False),
     "qwen1.5-moe-a2.7b": (14_315_784_192, 2.7, True),
     "qwen3-30b-a3b": (30_532_122_624, 3.3, True),
     "qwen3-235b-a22b": (235_093_634_560, 22, True),

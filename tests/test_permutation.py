@@ -84,7 +84,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Parts]:
     def chosen(asked: tuple[str, ...], where: str, te: str | None, **options: object) -> Parts:
         version, _, problem = (te or "").partition(" ")
         found = TransformerEngine("ImportError: undefined symbol" if problem else "", routes=te == "2.9.0")
-        monkeypatch.setattr(parts, "package_versions", lambda: {"transformer_engine": version or None})
+        monkeypatch.setattr(parts, "version_of", lambda distribution: version or None)
         monkeypatch.setattr(parts, "transformer_engine", lambda: found)
         return Parts.choose(*asked, on_cpu=where == "CPU", **options)
 

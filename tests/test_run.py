@@ -22,7 +22,8 @@ import torch
 import yaml
 
 from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.bench import dry_run, run
+from moe_ep_bench.bench import dry_run
+from moe_ep_bench.bench import run as run_module
 from moe_ep_bench.cli import main
 from moe_ep_bench.layer import parts, te_check
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, OK, USER_ERROR
@@ -357,15 +358,15 @@ def test_a_dry_run_tells_cases_memory_and_arithmetic_of_a_sweeps_points_and_runs
     assert main(["run", str(config), "--list-points"]) == OK
     lines = capsys.readouterr().out.splitlines()
     assert (len(lines), lines[1]) == (4, "1 workload.peak_load=3.0 workload.seed=2")
-    dry_run = ["run", str(config), "--nproc", "2", "--dry-run", "--out", str(tmp_path / "out")]
-    assert main([*dry_run, "--point", "2"]) == OK
+    asked = ["run", str(config), "--nproc", "2", "--dry-run", "--out", str(tmp_path / "out")]
+    assert main([*asked, "--point", "2"]) == OK
     printed = capsys.readouterr().out
     assert printed.count("GiB of activations a rank") == 1
     assert re.search(r"; [\d,]+ iterations with [\d.]+ TFLOP a rank$", printed, re.MULTILINE)
     assert "peak load 5" in printed
     assert "token_drop capacity_factor=2.0, routed by numba" in printed
     for wrong in ("4", "-1"):
-        assert main([*dry_run, f"--point={wrong}"]) == USER_ERROR
+        assert main([*asked, f"--point={wrong}"]) == USER_ERROR
         assert f"--point: expected 0 to 3 (the points of {config}'s sweep), got {wrong}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -382,8 +383,7 @@ def test_a_dry_run_makes_no_cuda_context_and_runs_no_kernel(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu["name"])
     monkeypatch.setattr(dry_run, "query_gpus", lambda: [gpu | {"memory_free_mib": 75 * 1024}, gpu])
-    versions = parts.package_versions() | {"transformer_engine": "2.7"}
-    monkeypatch.setattr(parts, "package_versions", lambda: versions)
+    monkeypatch.setattr(parts, "version_of", lambda distribution: "2.7")
     monkeypatch.setattr(te_check, "_of_a_child", refused)
     for name in ("_lazy_init", "mem_get_info", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, refused)
@@ -401,8 +401,8 @@ def test_a_request_to_close_in_a_launchs_last_comparison_ends_before_the_next_la
     asked = iter([False, True])
     jobs: list[object] = []
     monkeypatch.setattr(
-        run, "torchrun", lambda *arguments, **_: (jobs.append(arguments), Ended(OK, True, next(asked)))[1]
+        run_module, "torchrun", lambda *arguments, **_: (jobs.append(arguments), Ended(OK, True, next(asked)))[1]
     )
-    ended = run.launch(write_config(tmp_path, measure__launches=3), tmp_path / "out", [], 2)
+    ended = run_module.launch(write_config(tmp_path, measure__launches=3), tmp_path / "out", [], 2)
     assert ended.status == CLOSED
     assert len(jobs) == 2

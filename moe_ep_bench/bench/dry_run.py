@@ -1,4 +1,7 @@
-"""``--dry-run`` of ``run`` and ``emulate``: cases, memory and arithmetic to expect; nothing runs."""
+"""``--dry-run`` of ``run``, ``emulate`` and ``route``: cases, memory and arithmetic to expect; nothing runs.
+
+Needs no torch where there is no GPU: the plan of a sweep is printed before torch would be imported.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +10,43 @@ from pathlib import Path
 from typing import Any
 
 import pynvml
-import torch
 
-from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.plan import RANKS, ROUTING, VIRTUAL, Comparison, plan
 from moe_ep_bench.cost_model.devices import device_of_gpu
 from moe_ep_bench.cost_model.transport import exchange_words
 from moe_ep_bench.layer.te_check import untried
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.gpus import query_gpus
-from moe_ep_bench.runtime.device import device_type
+from moe_ep_bench.runtime.device import device_type, num_gpus
 from moe_ep_bench.runtime.exit_codes import OK
 
 
 def dry_run(config: Path, overrides: Sequence[str], world_size: int, point: int | None = None) -> int:
     """Print the cases, the memory that each rank needs and the arithmetic to expect; run nothing, touch no device."""
-    device = torch.device(device_type())
+    device = device_type()
     with untried():
-        comparisons = plan(
-            config, overrides, RANKS, world_size, on_cpu=device.type == "cpu", point=point, try_out=False
-        )
-    gpu = _gpu_by_driver() if device.type == "cuda" else {}
+        comparisons = plan(config, overrides, RANKS, world_size, on_cpu=device == "cpu", point=point, try_out=False)
+    gpu = _gpu_by_driver() if device == "cuda" else {}
     for comparison in comparisons:
         print(f"{comparison.title} on {world_size} rank(s), {_asked_for(comparison)}")
-        print_cases(comparison, device)
+        _print_cases(comparison, device)
         print(f"  {comparison.need.describe(_free_bytes(device, gpu, world_size))}; {_work_words(comparison, gpu)}")
     return OK
 
 
 def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
     """Print the cases and how often a layer would be run, or nothing where it is modelled; run nothing."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if num_gpus() else "cpu"
     with untried():
-        comparisons = plan(config, overrides, VIRTUAL, on_cpu=device.type == "cpu", try_out=False)
-    gpu = _gpu_by_driver() if device.type == "cuda" else {}
+        comparisons = plan(config, overrides, VIRTUAL, on_cpu=device == "cpu", try_out=False)
+    gpu = _gpu_by_driver() if device == "cuda" else {}
     for comparison in comparisons:
         assert comparison.links is not None
         emulate, dtype = comparison.experiment.emulate, comparison.experiment.layer.dtype
         sent = exchange_words(dtype, emulate.transport, emulate.dispatch_dtype)
         print(f"{comparison.title}, {_asked_for(comparison)}")
         print(f"  {comparison.links.describe()}; {sent}")
-        print_cases(comparison)
+        _print_cases(comparison)
         # What a GPU that is here has is not asked: a dry run touches no device.
         if comparison.device is not None and comparison.fit is not None and comparison.fit.words:
             print(f"  {comparison.fit.words}")
@@ -61,6 +61,14 @@ def dry_run_virtual(config: Path, overrides: Sequence[str]) -> int:
     return OK
 
 
+def dry_run_routing(config: Path, overrides: Sequence[str]) -> int:
+    """Print the cases; route nothing."""
+    for comparison in plan(config, overrides, ROUTING, try_out=False):
+        print(f"{comparison.title}: {comparison.workload.num_batches} batches")
+        _print_cases(comparison)
+    return OK
+
+
 def _asked_for(comparison: Comparison) -> str:
     """The workload in words, without what its batches would turn out to be: none is made."""
     for workload in comparison.subject.workloads.values():
@@ -68,10 +76,10 @@ def _asked_for(comparison: Comparison) -> str:
     return comparison.describe_workload()["description"]
 
 
-def print_cases(comparison: Comparison, device: torch.device | None = None) -> None:
+def _print_cases(comparison: Comparison, device: str | None = None) -> None:
     """Print the cases of a plan; with a device also what routes by each policy there."""
     for case in comparison.cases:
-        kernel = device and comparison.kernel_of(case, device.type)
+        kernel = device and comparison.kernel_of(case, device)
         print(f"  {case.case_id}  {case.role:11}  {case.label}" + (f", routed by {kernel}" if kernel else ""))
 
 
@@ -84,10 +92,10 @@ def _gpu_by_driver() -> dict[str, Any]:
     return min(gpus, key=lambda gpu: gpu["memory_free_mib"], default={})
 
 
-def _free_bytes(device: torch.device, gpu: dict[str, Any], ranks_per_node: int) -> int | None:
+def _free_bytes(device: str, gpu: dict[str, Any], ranks_per_node: int) -> int | None:
     """Memory that a rank may take; None = unknown."""
-    if device.type == "cpu":
-        return provenance.available_memory_bytes(device, ranks_per_node)
+    if device == "cpu":
+        return provenance.host_memory_bytes(ranks_per_node)
     return int(gpu["memory_free_mib"] * 2**20) if gpu else None
 
 

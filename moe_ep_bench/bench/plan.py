@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from moe_ep_bench.bench import checks, words
@@ -45,6 +44,7 @@ from moe_ep_bench.models.memory import Fit, Need, layer_rows_values
 from moe_ep_bench.placement import Replication, default_ep_size, replicate
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.contract import check_routing
+from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.policies.own import source_hash
 from moe_ep_bench.runtime.progress import SILENT_S, progress_bar

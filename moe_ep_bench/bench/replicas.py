@@ -12,13 +12,14 @@ Shapes: B = batches, R = ranks, E = experts, P = slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from moe_ep_bench.bench.plan import BASELINE, CaseSpec, Comparison
-from moe_ep_bench.bench.traffic import CaseRouter, Share, one_thread
+from moe_ep_bench.bench.traffic import CaseRouter, Share, in_order, rank_pool
 from moe_ep_bench.config import ReplicationConfig
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.placement import balance, load_of_others
@@ -40,12 +41,17 @@ class Replicas:
         """Pairs of each rank's tokens and each expert under the model's own top-k, [B, R, E]."""
         native = CaseSpec("", BASELINE, "native", None)
         router = CaseRouter(native, self._comparison.slots, self._comparison.experiment.layer.seed)
-        with one_thread():
-            counts = [
-                [router.route(share, index, None).map_TE.sum(0).tolist() for share in self._shares(native, None, index)]
-                for index in range(self._comparison.workload.num_batches)
-            ]
-        return np.array(counts)
+
+        def counts_of(index: int, share: Share) -> list[int]:
+            return router.map_of(share, index, None).sum(0).tolist()
+
+        with rank_pool(torch.device("cpu")) as pool:
+            return np.array(
+                [
+                    list(in_order(pool, partial(counts_of, index), self._shares(native, None, index)))
+                    for index in range(self._comparison.workload.num_batches)
+                ]
+            )
 
     def slots(self, case: CaseSpec, index: int) -> ExpertPlacement:
         """Where a case's experts stand for batch ``index``: with one batch alone, planned for itself."""

@@ -21,7 +21,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_ep_bench.bench.description import describe_run
-from moe_ep_bench.bench.dry_run import print_cases
 from moe_ep_bench.bench.job import fill, identity
 from moe_ep_bench.bench.plan import REPLICATION, ROUTING, CaseSpec, Comparison, plan
 from moe_ep_bench.bench.replicas import Replicas
@@ -43,7 +42,6 @@ from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.policies.frontier import Frontier
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.exit_codes import OK
 from moe_ep_bench.workload import RecordedWorkload, TokenBatch, deal
 
 _CPU = torch.device("cpu")
@@ -79,14 +77,6 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
         force=force,
     )
     return directory
-
-
-def dry_run(config: Path, overrides: Sequence[str]) -> int:
-    """Print the cases; route nothing."""
-    for comparison in plan(config, overrides, ROUTING, try_out=False):
-        print(f"{comparison.title}: {comparison.workload.num_batches} batches")
-        print_cases(comparison)
-    return OK
 
 
 def _route_comparison(

@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from moe_ep_bench.bench import checks, words
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.errors import naming
 from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.policies import RoutingContext
+from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
 from moe_ep_bench.workload.batch import deal_pieces, image_tokens
 from moe_ep_bench.workload.formatting import tokens_words

@@ -67,6 +67,14 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
+@contextlib.contextmanager
+def rank_pool(device: torch.device) -> Iterator[ThreadPoolExecutor]:
+    """Threads that take a rank each: as many as torch would use on the host, one where a GPU works."""
+    num_threads = torch.get_num_threads() if device.type == "cpu" else 1
+    with one_thread(), ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield pool
+
+
 @dataclass(frozen=True, eq=False)
 class Share:
     """One rank's tokens of a batch in one MoE layer, on the device that routes them.
@@ -167,17 +175,28 @@ class CaseRouter:
 
     def map_of(self, share: Share, index: int, stats_SE: Tensor | None) -> Tensor:
         """The map of ``route``, bool [T, E], found with what other cases found of the same scores."""
-        if share.steps is None or type(self.rule) not in share.steps.policies:
+        if not self._shares_steps(share):
             return self.route(share, index, stats_SE).map_TE
-        context = self.context(share, index)
-        rule = self.rule.in_layer(context.layer_fraction)
-        if share.rank == 0:  # All ranks' scores are of one workload.
-            rule.check(share.scores_TE, context)
+        rule, context = self._in_place(share, index)
         return rule.by(share.steps).select(share.scores_TE, context, stats_SE).map_TE
 
     def stats_of(self, share: Share, index: int) -> Tensor | None:
         """Of a batch-wide policy what is summed over ranks, float64 [S, E]."""
-        return compiled(self.rule, share.scores_TE.device).batch_stats(share.scores_TE, self.context(share, index))
+        if not self._shares_steps(share):
+            return compiled(self.rule, share.scores_TE.device).batch_stats(share.scores_TE, self.context(share, index))
+        rule, context = self._in_place(share, index)
+        return rule.by(share.steps).stats(share.scores_TE, context)
+
+    def _shares_steps(self, share: Share) -> bool:
+        return share.steps is not None and type(self.rule) in share.steps.policies
+
+    def _in_place(self, share: Share, index: int) -> tuple[Policy, RoutingContext]:
+        """The rule with its values in the share's layer, and what it knows there."""
+        context = self.context(share, index)
+        rule = self.rule.in_layer(context.layer_fraction)
+        if share.rank == 0:  # All ranks' scores are of one workload.
+            rule.check(share.scores_TE, context)
+        return rule, context
 
     def on_slots(self, routing: Routing, rank: int) -> Routing:
         """A rank's routing over slots."""
@@ -286,8 +305,7 @@ def traffic_of(
         num_chunks: C; chunks are of tokens that follow each other, as even as can be (``chunks_of``).
         ranks_per_node: count copies too, for nodes of so many ranks; None = do not.
     """
-    num_threads = torch.get_num_threads() if device.type == "cpu" else 1
-    with one_thread(), ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with rank_pool(device) as pool:
         for router in routers:
             router.carried(router.case, next(iter(layer.workloads)), index, 0)  # worked out before threads ask for it
         stats = _statistics(routers, _shares_of(layer, ranks, device), index, pool)
@@ -300,7 +318,7 @@ def traffic_of(
         pairs: list[tuple[Tensor, Tensor]] | None = [] if known is None else None
         how = {"index": index, "stats": stats, "num_chunks": num_chunks, "ranks_per_node": ranks_per_node}
         route = partial(_route_rank, routers, **how)
-        for rank, (found, of_rank) in enumerate(_in_order(pool, route, _shares_of(layer, ranks, device), num_threads)):
+        for rank, (found, of_rank) in enumerate(in_order(pool, route, _shares_of(layer, ranks, device))):
             num_tokens.append(of_rank.num_tokens)
             if pairs is not None:
                 pairs = with_pairs(pairs, _seen(routers, of_rank))
@@ -388,8 +406,9 @@ def _shares_of(layer: LayerSubject, ranks: Iterable[TokenBatch], device: torch.d
     return (Shares(layer, tokens, rank, device) for rank, tokens in enumerate(ranks))
 
 
-def _in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable[Any], ahead: int) -> Iterator[Any]:
-    """``map`` over threads that holds no more than ``ahead`` items that are begun."""
+def in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable[Any]) -> Iterator[Any]:
+    """``map`` over threads that holds no more items that are begun than there are threads."""
+    ahead = pool._max_workers
     if ahead == 1:
         yield from map(function, items)
         return
@@ -467,7 +486,7 @@ def _statistics(
                 total[number] = stats_SE
         break
     asked = list(total)
-    for found in _in_order(pool, partial(of_rank, numbers=asked), ranks if asked else (), pool._max_workers):
+    for found in in_order(pool, partial(of_rank, numbers=asked), ranks if asked else ()):
         for number, stats_SE in zip(asked, found, strict=True):
             total[number] = total[number] + stats_SE
     return [total.get(number) for number in range(len(routers))]
@@ -517,7 +536,8 @@ class RankBatches:
     def __init__(self, layer: LayerSubject, index: int, num_layers: int = 1) -> None:
         self._layer, self.index = layer, index
         num_bytes = bytes_of_batch(layer)
-        self._held = list(self._made()) if num_bytes <= min(_HELD_BYTES, _HELD_BYTES_OF_ALL // num_layers) else None
+        is_held = num_bytes <= min(_HELD_BYTES, _HELD_BYTES_OF_ALL // num_layers)
+        self._held = self._made_at_once() if is_held else None
         self._holds_shares = num_bytes * num_layers <= _HELD_SHARES_BYTES
         self._shares: dict[torch.device, list[Shares]] = {}
         self.frontier: Frontier | None = None
@@ -534,6 +554,18 @@ class RankBatches:
         if device not in self._shares:
             self._shares[device] = list(made)
         return self._shares[device]
+
+    def _made_at_once(self) -> list[TokenBatch]:
+        """All ranks' tokens, in threads; the first rank's alone, which solves for the batch's targets."""
+        config, ep_size = self._layer.experiment.workload, self._layer.ep_size
+
+        def tokens_of(rank: int) -> TokenBatch:
+            tokens = self._layer.workload.rank_batch(self.index, rank, ep_size, config.rank_shares)
+            return tokens.with_padding(config.padding_per_rank)
+
+        first = tokens_of(0)
+        with rank_pool(torch.device("cpu")) as pool:
+            return [first, *pool.map(tokens_of, range(1, ep_size))]
 
     def _made(self) -> Iterator[TokenBatch]:
         config = self._layer.experiment.workload

@@ -127,13 +127,15 @@ def _run(options: argparse.Namespace) -> int:
         raise UserError("--launch: only for ranks that torchrun started; without it, run does all of measure.launches")
     else:
         _check_config(options)
-    from moe_ep_bench.bench import run
-    from moe_ep_bench.bench.dry_run import dry_run
     from moe_ep_bench.runtime.torchrun import is_launched, num_nodes
 
     if options.dry_run:
+        from moe_ep_bench.bench.dry_run import dry_run
+
         num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else _nproc(options) * num_nodes()
         return dry_run(options.config, options.overrides, num_ranks, options.point)
+    from moe_ep_bench.bench import run
+
     what = (options.config, _out(options), options.overrides)
     how = {"force": options.force, "profile": options.profile, "point": options.point}
     if is_rank:
@@ -178,11 +180,12 @@ def _list_points(options: argparse.Namespace) -> int:
 
 def _emulate(options: argparse.Namespace) -> int:
     _check_config(options)
-    from moe_ep_bench.bench.dry_run import dry_run_virtual
+    if options.dry_run:
+        from moe_ep_bench.bench.dry_run import dry_run_virtual
+
+        return dry_run_virtual(options.config, options.overrides)
     from moe_ep_bench.bench.run import emulate
 
-    if options.dry_run:
-        return dry_run_virtual(options.config, options.overrides)
     out = _out(options)
     return _shown_of_directory(emulate(options.config, out, options.overrides, force=options.force), out)
 
@@ -205,11 +208,13 @@ def _shown(status: int, report: Callable[[], str]) -> int:
 
 def _route(options: argparse.Namespace) -> int:
     _check_config(options)
+    if options.dry_run:
+        from moe_ep_bench.bench.dry_run import dry_run_routing
+
+        return dry_run_routing(options.config, options.overrides)
     from moe_ep_bench.analysis.plot import draw_all
     from moe_ep_bench.bench import route
 
-    if options.dry_run:
-        return route.dry_run(options.config, options.overrides)
     directory = route.route(options.config, _out(options), options.overrides, force=options.force)
     print(_results_text(directory.root))
     print(draw_all(directory.root))

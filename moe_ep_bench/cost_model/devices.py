@@ -12,6 +12,7 @@ Shapes: L = experts of a rank, D = hidden size, F = expert FFN size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -140,9 +141,13 @@ class Device(Preset):
 
         The table is interpolated linearly over the logarithms of rows and share; beyond it its ends hold.
         """
-        table_rows, table_share = np.asarray(self.arithmetic_efficiency).T
         rows = np.maximum(np.asarray(rows, dtype=np.float64), np.finfo(np.float64).tiny)
-        return np.exp(np.interp(np.log(rows), np.log(table_rows), np.log(table_share)))
+        return np.exp(np.interp(np.log(rows), *self._log_efficiency))
+
+    @cached_property
+    def _log_efficiency(self) -> NDArray[np.float64]:
+        """Logarithms of rows and of the share, asked for by every phase of every rank."""
+        return np.log(np.asarray(self.arithmetic_efficiency).T)
 
     def arithmetic_us(self, flops: ArrayLike, rows: ArrayLike) -> NDArray[np.float64]:
         """flops / (arithmetic x efficiency(rows)), elementwise."""

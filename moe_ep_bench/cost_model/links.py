@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,6 +36,34 @@ Duplex = Literal["full", "half"]
 """Whether both directions have the bandwidth, or share it, as where a processor copies both."""
 
 
+class Curve(NamedTuple):
+    """Measured times over sizes (bytes, tokens, pairs), as logarithms: float64 [N] each, sizes rising."""
+
+    sizes_N: NDArray[np.float64]
+    times_N: NDArray[np.float64]
+
+    @staticmethod
+    def of(sizes_N: ArrayLike, times_us_N: ArrayLike) -> Curve:
+        return Curve(*(np.log(np.asarray(values, dtype=np.float64)) for values in (sizes_N, times_us_N)))
+
+    @property
+    def growth(self) -> float:
+        """Microseconds for each unit of size between the last two points; 0 where time falls, and of one point."""
+        if len(self.sizes_N) == 1:
+            return 0.0
+        return max(float(np.diff(np.exp(self.times_N[-2:]))[0] / np.diff(np.exp(self.sizes_N[-2:]))[0]), 0.0)
+
+    def at(self, sizes: ArrayLike, growth: float | None = None) -> NDArray[np.float64]:
+        """Microseconds, linear over the logarithms of size and time; below the first point what that takes.
+
+        Beyond the last point time grows by ``growth`` for each unit of size; None = as between the last two.
+        """
+        sizes = np.asarray(sizes, dtype=np.float64)
+        inside = np.exp(np.interp(np.log(np.maximum(sizes, np.finfo(np.float64).tiny)), *self))
+        over = sizes - np.exp(self.sizes_N[-1])
+        return inside + np.maximum(over, 0) * (self.growth if growth is None else growth)
+
+
 class Link(Strict):
     """One rank's way to others."""
 
@@ -49,15 +78,13 @@ class Link(Strict):
     duplex: Duplex = "full"
     """With ``half`` the bandwidth counts bytes sent and received together."""
     curve: tuple[tuple[PositiveFloat, PositiveFloat], ...] | None = Field(None, min_length=2)
-    """Measured (bytes, microseconds), both rising. It replaces latency and bandwidth up to its last point."""
+    """Measured (bytes, microseconds) with rising bytes. It replaces latency and bandwidth up to its last point."""
 
     @model_validator(mode="after")
     def _check(self) -> Link:
         for before, after in pairwise(self.curve or ()):
-            if after[0] <= before[0] or after[1] < before[1]:
-                raise UserError(
-                    f"curve: expected rising bytes and times that do not fall, got {list(after)} after {list(before)}"
-                )
+            if after[0] <= before[0]:
+                raise UserError(f"curve: expected rising bytes, got {list(after)} after {list(before)}")
         return self
 
     @property
@@ -74,14 +101,14 @@ class Link(Strict):
         latency + bytes / (bandwidth x efficiency). A curve is interpolated linearly over the logarithms of bytes and
         time. Below it the first point's time holds; beyond it bytes take the link's bandwidth.
         """
-        sizes = np.asarray(num_bytes, dtype=np.float64)
-        if self.curve is None:
-            times = self.latency_us + sizes / (self.reached_gbps * 1e3)
-        else:
-            curve_bytes, curve_us = np.asarray(self.curve).T
-            inside = np.exp(np.interp(np.log(np.maximum(sizes, 1)), np.log(curve_bytes), np.log(curve_us)))
-            times = inside + np.maximum(sizes - curve_bytes[-1], 0) / (self.reached_gbps * 1e3)
+        sizes, byte_us = np.asarray(num_bytes, dtype=np.float64), 1 / (self.reached_gbps * 1e3)
+        times = self.latency_us + sizes * byte_us if self.curve is None else self._measured.at(sizes, byte_us)
         return np.where(sizes > 0, times, 0.0)
+
+    @cached_property
+    def _measured(self) -> Curve:
+        assert self.curve is not None
+        return Curve.of(*np.asarray(self.curve).T)
 
     def scaled(self, factor: float) -> Link:
         """The same link with ``factor`` times the bandwidth, and the same latency."""

@@ -24,7 +24,7 @@ Shapes: N = measured points, L = experts (or slots) of a rank, R = ranks, E = ex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
-from moe_ep_bench.cost_model.links import Link, Links
+from moe_ep_bench.cost_model.links import Curve, Link, Links
 from moe_ep_bench.cost_model.tables import (
     A2A,
     DEEPEP,
@@ -78,6 +78,9 @@ _LINKS = {
 _OTHER_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")
 
 
+_SHAPE_FIELDS = ("hidden_size", "ffn_hidden_size", "num_experts", "top_k")
+
+
 class ExpertTable(Strict):
     """Measured times of one shape, dtype and EP size under balanced scores (see the module)."""
 
@@ -118,29 +121,28 @@ class ExpertTable(Strict):
         if num_tokens is None:
             num_tokens = max(1, round(rows_L.sum() * self.ep_size / self.top_k))
         common_us = self.token_us * num_tokens
-        balanced_us = float(_between(num_tokens, *self._by_tokens))
+        balanced_us = float(self._by_tokens.at(num_tokens))
         rest_us = max(balanced_us - common_us, _LEAST_REST * balanced_us)
         return balanced_us - rest_us + rest_us * self._work_us(rows_L) / self._balanced_us(num_tokens)
 
     @cached_property
-    def _by_tokens(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        return np.asarray(self.tokens, dtype=np.float64), np.asarray(self.times_us)
+    def _by_tokens(self) -> Curve:
+        return Curve.of(self.tokens, self.times_us)
 
     @cached_property
-    def _by_pairs(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _by_pairs(self) -> Curve:
         """f by the rank's pairs; rows with as many pairs are averaged."""
-        tokens_N, times_us_N = self._by_tokens
+        times_us_N, tokens_N = np.asarray(self.times_us), np.asarray(self.tokens)
         rest_us_N = np.maximum(times_us_N - self.token_us * tokens_N, _LEAST_REST * times_us_N)
-        pairs_N = np.array([self.loads(number).sum() for number in self.tokens])
-        pairs, of_N = np.unique(pairs_N, return_inverse=True)
+        pairs, of_N = np.unique([self.loads(number).sum() for number in self.tokens], return_inverse=True)
         means = np.bincount(of_N, rest_us_N) / np.bincount(of_N)
-        return pairs[pairs > 0].astype(np.float64), means[pairs > 0]
+        return Curve.of(pairs[pairs > 0], means[pairs > 0])
 
     def _work_us(self, rows_L: NDArray[np.float64]) -> float:
         """S: rows of activated experts."""
         curve, local, active = self._by_pairs, self.num_local, len(rows_L)
-        one_each_us = float(_between(min(active, local), *curve)) + max(active - local, 0) * self.expert_us
-        grown_us = (_between(local * rows_L, *curve) - _between(local, *curve)) / local
+        one_each_us = float(curve.at(min(active, local))) + max(active - local, 0) * self.expert_us
+        grown_us = (curve.at(local * rows_L) - curve.at(local)) / local
         return max(one_each_us + float(grown_us.sum()), _LEAST_REST * one_each_us)
 
     @cached_property
@@ -163,16 +165,6 @@ class ExpertTable(Strict):
         )
 
 
-def _between(sizes: ArrayLike, sizes_N: NDArray[np.float64], times_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Times between measured points, linear over the logarithms of both; beyond the last as between the last two."""
-    sizes = np.asarray(sizes, dtype=np.float64)
-    inside = np.exp(np.interp(np.log(np.maximum(sizes, 1e-9)), np.log(sizes_N), np.log(times_N)))
-    if len(sizes_N) == 1:
-        return inside
-    growth = max((times_N[-1] - times_N[-2]) / (sizes_N[-1] - sizes_N[-2]), 0.0)
-    return inside + growth * np.maximum(sizes - sizes_N[-1], 0.0)
-
-
 # ---- from rows to tables ---------------------------------------------------------------------------------------------
 
 Roofline = Callable[[int, int, ArrayLike], float]
@@ -180,38 +172,26 @@ Roofline = Callable[[int, int, ArrayLike], float]
 
 def tables_of_shape(rows: pd.DataFrame) -> dict[int, ExpertTable]:
     """One shape's balanced rows of one dtype as a table for each EP size."""
-    hidden, ffn, experts, top_k = (int(rows[name].iloc[0]) for name in SHAPE)
-    found = {}
-    for ep_size, points in rows.sort_values("num_tokens").groupby("ep_size"):
-        found[int(ep_size)] = ExpertTable(
-            hidden_size=hidden,
-            ffn_hidden_size=ffn,
-            num_experts=experts,
-            top_k=top_k,
-            ep_size=int(ep_size),
-            tokens=tuple(points["num_tokens"].astype(int)),
-            times_us=tuple(points["us"]),
-        )
-    token_us = _token_us(list(found.values()))
-    return {ep_size: table.model_copy(update={"token_us": token_us}) for ep_size, table in found.items()}
+    rows = rows.sort_values("num_tokens")
+    shared = {**dict(zip(_SHAPE_FIELDS, rows[SHAPE].iloc[0].tolist(), strict=True)), "token_us": _token_us(rows)}
+    points = rows.groupby("ep_size").agg(tokens=("num_tokens", list), times_us=("us", list))
+    return {
+        ep_size: ExpertTable(**shared, ep_size=ep_size, tokens=tokens, times_us=times_us)
+        for ep_size, tokens, times_us in points.itertuples(name=None)
+    }
 
 
-def _token_us(tables: Sequence[ExpertTable]) -> float:
+def _token_us(rows: pd.DataFrame) -> float:
     """b: growth of time at many tokens, as a part in proportion to a rank's pairs and a constant one, neither below 0.
 
     Least squares in relative error over EP sizes; 0 where there are few of them.
     """
-    grown = []
-    for table in tables:
-        tokens_N, times_us_N = np.asarray(table.tokens), np.asarray(table.times_us)
-        first = int(np.searchsorted(tokens_N, _MANY_TOKENS))
-        if first < len(tokens_N) - 1:
-            grown.append(((times_us_N[-1] - times_us_N[first]) / (tokens_N[-1] - tokens_N[first]), table))
-    grown = [(growth, table) for growth, table in grown if growth > 0]
+    many = rows[rows["num_tokens"] >= _MANY_TOKENS].groupby("ep_size")[["num_tokens", "us"]]
+    grown = (many.last() - many.first()).query("num_tokens > 0 and us > 0")
     if len(grown) < _FEWEST_SIZES:
         return 0.0
-    growth_R = np.array([growth for growth, _ in grown])
-    pairs_R = np.array([table.top_k / table.ep_size for _, table in grown])
+    growth_R = (grown["us"] / grown["num_tokens"]).to_numpy()
+    pairs_R = rows["topk"].iloc[0] / grown.index.to_numpy()
     columns = np.stack([pairs_R / growth_R, 1 / growth_R], axis=1)  # Residuals are relative.
     per_pair_us, token_us = np.linalg.lstsq(columns, np.ones(len(grown)))[0]
     if per_pair_us < 0:
@@ -237,7 +217,7 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, roofline_us: 
         if ep_size in tables:
             return tables[ep_size]
     points = rows[[*SHAPE, "ep_size"]].drop_duplicates()
-    points = points[[shape[:3] not in UNGATED for shape in points[SHAPE].itertuples(index=False, name=None)]]
+    points = points[~points[SHAPE[:3]].apply(tuple, axis=1).isin(UNGATED)]
     if not len(points):
         raise UserError("expected rows of gated experts; there are none")
     hidden, ffn, experts, top_k = (points[name].astype(float) for name in SHAPE)
@@ -254,18 +234,11 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, roofline_us: 
             f"expected experts like {wanted[0]} x {wanted[1]} with {wanted[2] / ep_size:g} on a rank, within a factor"
             f" of {_MOST_SCALED:g}; measured: {'; '.join(shape_words(rows))}"
         )
-    source = points.loc[nearest]
-    same = of_shape(rows, [source[name] for name in SHAPE])
-    table = tables_of_shape(same)[int(source["ep_size"])]
-    return _scaled(table, wanted, ep_size, roofline_us)
+    *shape, source_size = points.loc[nearest]
+    return _scaled(tables_of_shape(of_shape(rows, shape))[source_size], wanted, ep_size, roofline_us)
 
 
-def _scaled(
-    table: ExpertTable,
-    wanted: tuple[int, int, int, int],
-    ep_size: int,
-    roofline_us: Callable[[int, int, ArrayLike], float],
-) -> ExpertTable:
+def _scaled(table: ExpertTable, wanted: tuple[int, int, int, int], ep_size: int, roofline_us: Roofline) -> ExpertTable:
     """A table for another shape or EP size: the same rows an expert, times the ratio of the roofline's times."""
     hidden, ffn, experts, top_k = wanted
     share = table.top_k / table.num_experts * experts / top_k
@@ -277,10 +250,7 @@ def _scaled(
         if theirs > 0 and ours > 0:
             times[number] = time_us * ours / theirs
     return ExpertTable(
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_experts=experts,
-        top_k=top_k,
+        **dict(zip(_SHAPE_FIELDS, wanted, strict=True)),
         ep_size=ep_size,
         tokens=tuple(times),
         times_us=tuple(times.values()),
@@ -420,49 +390,49 @@ def _base(tables: Tables) -> Device:
 
 # ---- links -----------------------------------------------------------------------------------------------------------
 
-_COLLECTIVES = {"alltoall": "exchanges", "all_gather": "gathers", "all_reduce": "reduces"}
 _VALUE_BYTES = {"half": 2, "int8": 1}
+_NOISE = 0.1
 
 
 class NcclLinks(Links):
-    """Links of one node by nccl-tests, with a curve of bytes for each collective and number of GPUs."""
+    """Links of one node by nccl-tests."""
 
     words: str
-    exchanges: tuple[tuple[int, Link], ...]
-    """Bytes that a rank sends to others."""
-    gathers: tuple[tuple[int, Link], ...]
-    """Bytes that a rank gets from others."""
-    reduces: tuple[tuple[int, Link], ...]
-    """Bytes of a rank's values."""
+    curves: tuple[tuple[str, int, Link], ...]
+    """(collective, GPUs, times over bytes): those that a rank sends to others (alltoall), gets from others (all_gather)
+    or has to sum (all_reduce)."""
 
     def each(self, change: Callable[[Link], Link]) -> Links:
-        curves = {
-            name: tuple((gpus, change(link)) for gpus, link in getattr(self, name)) for name in _COLLECTIVES.values()
-        }
-        return super().each(change).model_copy(update=curves)
+        curves = tuple((collective, gpus, change(link)) for collective, gpus, link in self.curves)
+        return super().each(change).model_copy(update={"curves": curves})
 
     def describe(self) -> str:
-        sizes = ", ".join(str(gpus) for gpus, _ in self.exchanges)
+        sizes = ", ".join(str(gpus) for collective, gpus, _ in self.curves if collective == "alltoall")
         return (
             f"{MEASURED_ELSEWHERE} ({self.words}): all-to-all, all-gather and all-reduce of nccl-tests on {sizes} GPUs"
             f" of a node, over bytes; uneven splits by each rank's larger direction; {self.name}"
         )
 
     def busy_us(self, intra_RR: NDArray[np.float64], inter_RR: NDArray[np.float64]) -> NDArray[np.float64]:
-        return _of(self.exchanges, len(intra_RR)).exchange_us(intra_RR.sum(axis=1), intra_RR.sum(axis=0))
+        return self._curve("alltoall", len(intra_RR)).exchange_us(intra_RR.sum(axis=1), intra_RR.sum(axis=0))
 
     def all_gather_us(self, num_bytes: float, num_ranks: int) -> float:
-        self._check_ranks(num_ranks)
-        return float(_of(self.gathers, num_ranks).time_us((num_ranks - 1) * num_bytes)) if num_ranks > 1 else 0.0
+        return float(self._curve("all_gather", num_ranks).time_us((num_ranks - 1) * num_bytes))
 
     def all_reduce_us(self, num_bytes: float, num_ranks: int) -> float:
+        return float(self._curve("all_reduce", num_ranks).time_us(num_bytes)) if num_ranks > 1 else 0.0
+
+    def _curve(self, wanted: str, num_ranks: int) -> Link:
+        """Of the fewest GPUs that are no fewer than the ranks."""
         self._check_ranks(num_ranks)
-        return float(_of(self.reduces, num_ranks).time_us(num_bytes)) if num_ranks > 1 else 0.0
+        return next(link for collective, gpus, link in self.curves if collective == wanted and gpus >= num_ranks)
 
 
-def _of(curves: tuple[tuple[int, Link], ...], num_ranks: int) -> Link:
-    """The curve of the fewest GPUs that are no fewer than the ranks."""
-    return next(link for gpus, link in curves if gpus >= num_ranks)
+_DEEPEP_SHAPE = ["hidden_size", "topk", "num_experts", "ep_size"]
+
+
+def _deepep_words(hidden: int, top_k: int, experts: int, ep_size: int) -> str:
+    return f"{hidden}, top-{top_k} of {experts}, EP {ep_size}"
 
 
 class DeepEpLinks(Links):
@@ -472,51 +442,36 @@ class DeepEpLinks(Links):
     table_name: str
     backend: str
     top_k: int = 0
-    num_ranks: int = 0
-    dispatches: tuple[tuple[float, float], ...] = ()
-    """(tokens of a rank, microseconds)"""
-    combines: tuple[tuple[float, float], ...] = ()
+    curves: dict[str, tuple[tuple[float, float], ...]] | None = None
+    """By phase, (tokens of a rank, microseconds)."""
 
     def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> DeepEpLinks:
-        tables = Tables.named(self.table_name, "comm")
-        rows = _deepep_rows(tables, self.backend, dtype)
-        wanted = (model.hidden_size, model.top_k, model.num_experts)
-        known = rows[["hidden_size", "topk", "num_experts", "ep_size"]].drop_duplicates()
-        mine = rows[
-            (rows["hidden_size"] == wanted[0])
-            & (rows["topk"] == wanted[1])
-            & (rows["num_experts"] == wanted[2])
-            & (rows["ep_size"] == ep_size)
-        ]
+        rows = _deepep_rows(Tables.named(self.table_name, "comm"), self.backend, dtype)
+        wanted = (model.hidden_size, model.top_k, model.num_experts, ep_size)
+        mine = rows[(rows[_DEEPEP_SHAPE] == list(wanted)).all(axis=1)]
         if not len(mine):
-            listed = "; ".join(
-                f"{one.hidden_size}, top-{one.topk} of {one.num_experts}, EP {one.ep_size}"
-                for one in known.itertuples()
-            )
+            known = rows[_DEEPEP_SHAPE].drop_duplicates().itertuples(index=False, name=None)
             raise UserError(
-                f"{self.table_name}: expected hidden size {wanted[0]}, top-{wanted[1]} of {wanted[2]} experts, EP"
-                f" {ep_size}; measured: {listed}"
+                f"{self.table_name}: expected {_deepep_words(*wanted)}; measured:"
+                f" {'; '.join(_deepep_words(*shape) for shape in known)}"
             )
+        fastest = mine.groupby(["phase", "num_tokens"])["us"].min()
         curves = {
-            phase: tuple(
-                (float(tokens), float(us))
-                for tokens, us in mine[mine["phase"] == phase].groupby("num_tokens")["us"].min().items()
-            )
-            for phase in ("dispatch", "combine")
+            phase: tuple((float(tokens), us) for (_, tokens), us in points.items())
+            for phase, points in fastest.groupby("phase")
         }
-        update = {"dispatches": curves["dispatch"], "combines": curves["combine"]}
-        return self.model_copy(update={**update, "top_k": model.top_k, "num_ranks": ep_size})
+        return self.model_copy(update={"top_k": model.top_k, "curves": curves})
 
     def dispatch_us(self, pairs_RR: NDArray[np.float64], row_bytes: float, weight_bytes: float) -> NDArray[np.float64]:
-        return self._deepep_us(pairs_RR, self.dispatches)
+        return self._deepep_us(pairs_RR, "dispatch")
 
     def combine_us(self, pairs_RR: NDArray[np.float64], row_bytes: float) -> NDArray[np.float64]:
-        return self._deepep_us(pairs_RR, self.combines)
+        return self._deepep_us(pairs_RR, "combine")
 
-    def _deepep_us(self, pairs_RR: NDArray[np.float64], curve: tuple[tuple[float, float], ...]) -> NDArray[np.float64]:
+    def _deepep_us(self, pairs_RR: NDArray[np.float64], phase: str) -> NDArray[np.float64]:
+        assert self.curves is not None, "no layer's rows were taken"
         tokens_R = np.maximum(pairs_RR.sum(axis=1), pairs_RR.sum(axis=0)) / self.top_k
-        tokens_N, times_N = np.asarray(curve).T
-        return np.where(tokens_R > 0, _between(tokens_R, tokens_N, times_N), 0.0)
+        return np.where(tokens_R > 0, Curve.of(*zip(*self.curves[phase], strict=True)).at(tokens_R), 0.0)
 
     def describe(self) -> str:
         rest = super().describe().removeprefix("modelled by ")
@@ -557,24 +512,18 @@ def load_links(name: str) -> Links:
 
 def _nccl_links(tables: Tables) -> NcclLinks:
     rows = read_nccl(tables)
-    gpus = int(rows["num_gpus"].max())
-    curves = {
-        name: tuple(
-            (int(number), _curve(points)) for number, points in rows[rows["op_name"] == collective].groupby("num_gpus")
-        )
-        for collective, name in _COLLECTIVES.items()
-    }
-    for collective, name in _COLLECTIVES.items():
-        if not curves[name]:
-            raise UserError(f"{tables.where('comm', NCCL)}: no rows of {collective}; take another version of nccl")
+    missing = {"alltoall", "all_gather", "all_reduce"} - set(rows["op_name"])
+    if missing:
+        raise UserError(f"{tables.where('comm', NCCL)}: no rows of {min(missing)}; take another version of nccl")
+    curves = [(*key, _curve(points)) for key, points in rows.groupby(["op_name", "num_gpus"])]
     return NcclLinks(
         name=tables.name,
         source=tables.where("comm", NCCL),
         words=tables.words,
-        ranks_per_node=gpus,
-        intra=curves["exchanges"][-1][1],
+        ranks_per_node=int(rows["num_gpus"].max()),
+        intra=[link for collective, _, link in curves if collective == "alltoall"][-1],
         inter=None,
-        **curves,
+        curves=curves,
     )
 
 
@@ -593,10 +542,15 @@ def read_nccl(tables: Tables) -> pd.DataFrame:
 
 
 def _curve(points: pd.DataFrame) -> Link:
-    """A link by measured points. A message that took longer than a larger one was disturbed: it takes what that did."""
+    """A link by measured points.
+
+    A message that took up to ``_NOISE`` longer than a larger one was disturbed: it takes what that did. One that took
+    longer still went by another protocol of NCCL's, and keeps its time.
+    """
     points = points.sort_values("bytes")
     sizes, times = points["bytes"].to_numpy(), points["us"].to_numpy()
-    times = np.minimum.accumulate(times[::-1])[::-1]
+    least = np.minimum.accumulate(times[::-1])[::-1]
+    times = np.where(least < (1 - _NOISE) * times, times, least)
     reached_gbps = (sizes[-1] - sizes[-2]) / max(times[-1] - times[-2], 1e-9) / 1e3
     return Link(
         latency_us=float(times[0]),

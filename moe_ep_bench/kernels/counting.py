@@ -7,6 +7,8 @@ Shapes: T = tokens, E = experts, K = top_k, R = ranks.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numba import njit
 
@@ -14,19 +16,54 @@ from moe_ep_bench.kernels.row_selection import PADDING, find_best
 
 
 @njit(cache=True, nogil=True)
-def top_k_loads(noise_TE, bias_E, top_k):
-    """How many tokens have each expert among the ``top_k`` best by ``noise + bias``: int64 [E]."""
+def top_k_loads(noise_TE, bias_E, top_k, num_groups=1, top_groups=1, sharpness=1.0):
+    """How many tokens have each expert among the ``top_k`` best by ``noise + bias``: int64 [E].
+
+    Args:
+        num_groups, top_groups: the top-k looks only into the best groups of neighbours. A group's value is the sum of
+            its best ``top_k // top_groups`` scores; the lower group wins a tie.
+        sharpness: a factor on logits, of which scores are the softmax; decides only where groups are compared.
+    """
     num_tokens, num_experts = noise_TE.shape
+    size, counted = num_experts // num_groups, top_k // top_groups
     load_E = np.zeros(num_experts, np.int64)
     columns = np.arange(num_experts)
     keys = np.empty(num_experts, noise_TE.dtype)
     best_keys = np.empty(num_experts + PADDING, noise_TE.dtype)
     best_columns = np.empty(num_experts + PADDING, np.int64)
     near_keys, near_columns = np.empty_like(best_keys), np.empty_like(best_columns)
+    rest, values = np.empty_like(keys), np.empty(num_groups)
+    tops = np.empty((counted, num_groups))
     for token in range(num_tokens):
         for expert in range(num_experts):
             keys[expert] = noise_TE[token, expert] + bias_E[expert]
-        find_best(keys, columns, top_k, best_keys, best_columns, near_keys, near_columns)
+        if num_groups > 1:
+            tops[:] = -np.inf
+            rest[:] = keys
+            for index in range(size):
+                for place in range(counted):  # Branches could not be predicted.
+                    for group in range(num_groups):
+                        key, top = rest[index + group * size], tops[place, group]
+                        tops[place, group] = key if key > top else top
+                        rest[index + group * size] = top if key > top else key
+            greatest = tops[0].max()
+            for group in range(num_groups):
+                values[group] = 0.0
+                for place in range(counted):
+                    values[group] += math.exp(sharpness * (tops[place, group] - greatest))
+            num_columns = 0
+            for group in range(num_groups):
+                place = 0  # among the groups, best first
+                for other in range(num_groups):
+                    place += values[other] > values[group] or (values[other] == values[group] and other < group)
+                if place < top_groups:
+                    for expert in range(group * size, (group + 1) * size):
+                        columns[num_columns] = expert
+                        num_columns += 1
+            columns_N = columns[:num_columns]
+        else:
+            columns_N = columns
+        find_best(keys, columns_N, top_k, best_keys, best_columns, near_keys, near_columns)
         for place in range(top_k):
             load_E[best_columns[place]] += 1
     return load_E

@@ -20,14 +20,13 @@ Shapes: T = tokens, E = experts, S = rows of batch statistics.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TypeGuard
-
-import torch
-from torch import Tensor
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels.toolchain import triton_lacks
@@ -36,6 +35,7 @@ from moe_ep_bench.policies.budget_drop import BudgetDrop
 from moe_ep_bench.policies.capacity import CapacityPolicy, ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import SteppedPolicy
 from moe_ep_bench.policies.laser import Laser, LoadAwarePolicy, LoadOnly
+from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.oea import OEA, Pruned
 from moe_ep_bench.policies.skipping import DynamicSkip, ExpertDrop, Lynx
 from moe_ep_bench.policies.steps import TORCH, Steps
@@ -118,11 +118,16 @@ class Compiled:
         return self.kernel
 
 
+def type_of(device: torch.device | str) -> str:
+    """``cpu`` or ``cuda``; a plan asks, which does not import torch."""
+    return str(device).partition(":")[0]
+
+
 # A timed layer asks anew in every iteration.
 @functools.lru_cache(maxsize=1024)
 def compiled(policy: Policy, device: torch.device | str, kernel: str = AUTO) -> Compiled:
     """The fastest exact form of a policy for scores on a device, or the one that is named."""
-    return Compiled(policy, torch.device(device).type, kernel)
+    return Compiled(policy, type_of(device), kernel)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -143,7 +148,7 @@ def _form(compiled: Compiled, num_tokens: int, num_experts: int) -> Form:
 
 def oracle_for(policy: Policy, device: torch.device | str) -> Compiled:
     """The form to hold others against: torch, but where torch would go token by token, numba's loop."""
-    device_type = torch.device(device).type
+    device_type = type_of(device)
     by_numba = isinstance(policy, LoadAwarePolicy) and numba_steps(device_type)
     return compiled(policy, device_type, "numba" if by_numba else "torch")
 
@@ -169,7 +174,7 @@ def _objection(policy: Policy, kernel: str, device_type: str, num_tokens: int, n
     elif kernel == "numba":
         if not _is_stepped(policy):
             return "there is no numba form of it"
-        if numba_steps(device_type) is None:
+        if not has_numba():
             return "numba is not installed"
         if device_type != "cpu" and not isinstance(policy, LoadAwarePolicy):
             return "numba runs on the host, and the scores lie on a GPU"
@@ -179,6 +184,11 @@ def _objection(policy: Policy, kernel: str, device_type: str, num_tokens: int, n
 def _is_stepped(policy: Policy) -> TypeGuard[SteppedPolicy]:
     """Whether its rule is that of ``select`` and not a ``route`` of its own."""
     return type(policy).route is SteppedPolicy.route
+
+
+def has_numba() -> bool:
+    """Whether numba can be imported, as far as that is known: a plan asks, which does not wait for it."""
+    return numba_steps("cpu") is not None if "numba" in sys.modules else find_spec("numba") is not None
 
 
 @functools.cache

@@ -1,11 +1,14 @@
 """Several policies on the same scores, of whose routing only the map is read.
 
-Most rules begin with the model's own top-k: it is found once for all. Weights, which only a layer needs, are left out.
+Most rules begin with the model's own top-k, or with the order in which it prefers experts: both are found once for
+all. Weights, which only a layer needs, are left out.
 
 Shapes: T = tokens, E = experts; a "row" is whatever competes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -29,14 +32,24 @@ class SharedSteps(HostSteps):
 
     def __init__(self, scores_TE: Tensor) -> None:
         self._scores_TE = scores_TE
-        self._best: dict[int, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}
+        self._best: dict[tuple[int, int], Tensor] = {}
+
+    def kept(self, name: str, scores_TE: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        if scores_TE is not self._scores_TE:
+            return make()
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
 
     def best_per_row(self, keys_RN: Tensor, count: int, columns_N: Tensor | None = None) -> Tensor:
-        if keys_RN is not self._scores_TE or columns_N is not None:
+        lasts = any(keys_RN is one for one in (self._scores_TE, *self._kept.values()))
+        if not lasts or columns_N is not None:
             return super().best_per_row(keys_RN, count, columns_N)
-        if count not in self._best:
-            self._best[count] = super().best_per_row(keys_RN, count)
-        return self._best[count]
+        place = id(keys_RN), count
+        if place not in self._best:
+            self._best[place] = super().best_per_row(keys_RN, count)
+        return self._best[place]
 
     def weights(
         self, scores_TE: Tensor, map_TE: Tensor, norm_map_TE: Tensor | None, width: int, scale: float

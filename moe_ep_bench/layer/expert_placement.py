@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from moe_ep_bench.placement import Replication
+from moe_ep_bench.policies.lazy import Tensor, torch
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +38,14 @@ class Split:
     before_RE: Tensor
 
     @staticmethod
-    def of(expert_P: Tensor, pairs_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Split:
+    def of(expert_P: NDArray[np.int64], pairs_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Split:
         """Give slots ``pairs_P`` pairs, where ranks have ``counts_RE`` for each expert.
 
         Slots are interleaved, so that every rank sends each of them about the same share.
         """
         parts = []
         for expert in range(counts_RE.shape[1]):
-            slots = np.flatnonzero(expert_P.numpy() == expert)
+            slots = np.flatnonzero(expert_P == expert)
             sizes = pairs_P[slots]
             places = [(np.arange(size) + 0.5) / size for size in sizes if size] or [np.zeros(1)]
             owner = np.repeat(slots, sizes) if sizes.any() else slots[:1]
@@ -57,11 +56,12 @@ class Split:
         return Split(*map(torch.from_numpy, arrays))
 
     @staticmethod
-    def in_turn(expert_P: Tensor, num_experts: int, num_ranks: int) -> Split:
+    def in_turn(expert_P: NDArray[np.int64], num_experts: int, num_ranks: int) -> Split:
         """Give an expert's slots its pairs in turn; rank r begins with the r-th, so that few pairs do not all meet."""
-        pairs_E = torch.bincount(expert_P, minlength=num_experts)
+        pairs_E = torch.from_numpy(np.bincount(expert_P, minlength=num_experts))
         before_RE = torch.arange(num_ranks)[:, None].expand(-1, num_experts)
-        return Split(expert_P.argsort(stable=True), pairs_E.cumsum(0) - pairs_E, pairs_E, before_RE)
+        slot_N = torch.from_numpy(expert_P.argsort(kind="stable"))
+        return Split(slot_N, pairs_E.cumsum(0) - pairs_E, pairs_E, before_RE)
 
     def slot_of(self, number_TC: Tensor, expert_C: Tensor, rank: int) -> Tensor:
         """The slots of a rank's pairs, by their number among its pairs of an expert: int64 [T, C]."""
@@ -82,7 +82,7 @@ class ExpertPlacement:
         split: of a batch's pairs over the slots; None = an expert's slots take its pairs in turn.
     """
 
-    expert_P: Tensor
+    expert_P: NDArray[np.int64]
     num_experts: int
     num_ranks: int
     split: Split | None = None
@@ -90,12 +90,12 @@ class ExpertPlacement:
     @staticmethod
     def contiguous(num_experts: int, num_ranks: int) -> ExpertPlacement:
         """Expert e in slot e, Megatron-Core's own placement."""
-        return ExpertPlacement(torch.arange(num_experts), num_experts, num_ranks)
+        return ExpertPlacement(np.arange(num_experts), num_experts, num_ranks)
 
     @staticmethod
     def of_replication(plan: Replication) -> ExpertPlacement:
         """The first layer of an EPLB plan."""
-        return ExpertPlacement(torch.from_numpy(plan.slot_expert_LP[0]), plan.num_experts, plan.num_ranks)
+        return ExpertPlacement(plan.slot_expert_LP[0], plan.num_experts, plan.num_ranks)
 
     @property
     def num_slots(self) -> int:
@@ -103,21 +103,21 @@ class ExpertPlacement:
 
     @cached_property
     def is_contiguous(self) -> bool:
-        return self.num_slots == self.num_experts and torch.equal(self.expert_P, torch.arange(self.num_experts))
+        return self.num_slots == self.num_experts and np.array_equal(self.expert_P, np.arange(self.num_experts))
 
     @cached_property
     def rank_E(self) -> Tensor | None:  # noqa: N802
         """The rank of every expert, int64 [E]; None where an expert has several slots."""
         if self.num_slots != self.num_experts:
             return None
-        rank_P = torch.arange(self.num_slots) // (self.num_slots // self.num_ranks)
-        return torch.empty_like(rank_P).scatter(0, self.expert_P, rank_P)
+        slot_E = np.argsort(self.expert_P)
+        return torch.from_numpy(slot_E // (self.num_slots // self.num_ranks))
 
     def spread(self, map_TE: Tensor, rank: int) -> Tensor:
         """Send every pair of source ``rank`` to one slot of its expert, as ``split`` says: bool [T, P]."""
         if self.is_contiguous:
             return map_TE
-        expert_P = self.expert_P.to(map_TE.device)
+        expert_P = torch.from_numpy(self.expert_P).to(map_TE.device)
         map_TP = map_TE[:, expert_P]
         slot_C = (expert_P.bincount() > 1)[expert_P].nonzero()[:, 0]  # those that share their expert
         if len(slot_C):
@@ -130,4 +130,4 @@ class ExpertPlacement:
         """The weights of pairs whose slots are chosen: float32 [T, P], 0 elsewhere."""
         if self.is_contiguous:
             return weights_TE
-        return weights_TE[:, self.expert_P.to(map_TP.device)] * map_TP
+        return weights_TE[:, torch.from_numpy(self.expert_P).to(map_TP.device)] * map_TP

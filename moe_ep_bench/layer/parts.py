@@ -35,7 +35,7 @@ from importlib.util import find_spec
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.layer.te_check import TransformerEngine, transformer_engine
-from moe_ep_bench.machine.provenance import package_versions
+from moe_ep_bench.machine.provenance import version_of
 
 # Megatron-Core takes Transformer Engine's permutation kernels from this version on.
 _FUSED_PERMUTE_SINCE = (2, 1)
@@ -90,7 +90,7 @@ class Parts:
         """
         for error in _errors(experts, dispatcher, cuda_graph=cuda_graph, on_cpu=on_cpu):
             raise UserError(error)
-        version = package_versions()["transformer_engine"]
+        version = version_of("transformer-engine")
         lacking = "a GPU" if on_cpu else "" if version else "Transformer Engine, which is not installed"
         there, refused = TransformerEngine(), ""
         if not lacking and {experts, permute} & {"auto", "te", "fused"}:

@@ -22,10 +22,10 @@ from typing import Any
 
 import psutil
 import pynvml
-import torch
 
 from moe_ep_bench.files import read_text
 from moe_ep_bench.machine.gpus import query_gpus
+from moe_ep_bench.policies.lazy import torch
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -61,14 +61,14 @@ def package_versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "megatron_core": _version("megatron-core"),
-        "transformer_engine": _version("transformer-engine"),
+        "megatron_core": version_of("megatron-core"),
+        "transformer_engine": version_of("transformer-engine"),
         "apex": nvidia_apex_version(),
         "cuda": torch.version.cuda,
         "nccl": nccl_version(),
-        "triton": _version("triton") or _version("pytorch-triton"),
-        "deep_ep": _version("deep_ep"),
-        "transformers": _version("transformers"),
+        "triton": version_of("triton") or version_of("pytorch-triton"),
+        "deep_ep": version_of("deep_ep"),
+        "transformers": version_of("transformers"),
     }
 
 
@@ -83,7 +83,7 @@ def nvidia_apex_version() -> str | None:
     """Version of NVIDIA Apex. Another project holds the name ``apex`` on the package index."""
     if importlib.util.find_spec("apex") is None or importlib.util.find_spec("apex.optimizers") is None:
         return None
-    return _version("apex") or "unknown"
+    return version_of("apex") or "unknown"
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
@@ -111,6 +111,11 @@ def available_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
     """Memory that one rank may still take on its device. A batch system's own limit is not known here."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    return host_memory_bytes(ranks_per_node)
+
+
+def host_memory_bytes(ranks_per_node: int) -> int:
+    """Memory of this machine that one rank may still take."""
     return psutil.virtual_memory().available // ranks_per_node
 
 
@@ -222,7 +227,7 @@ def conditions(device: torch.device) -> dict[str, Any]:
     return comparable({**hardware(device), **package_versions()})
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

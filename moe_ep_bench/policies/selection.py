@@ -17,7 +17,7 @@ def preference(scores_TE: Tensor, context: RoutingContext) -> Tensor:
 
 def top_k_map(scores_TE: Tensor, context: RoutingContext, steps: Steps = TORCH) -> Tensor:
     """The model's own choice of K experts per token: bool [T, E], padding rows empty."""
-    return without_padding(_top_k(preference(scores_TE, context), context, steps), context)
+    return without_padding(_top_k(scores_TE, context, steps), context)
 
 
 def list_keys(scores_TE: Tensor, context: RoutingContext, steps: Steps = TORCH) -> Tensor:
@@ -29,10 +29,13 @@ def list_keys(scores_TE: Tensor, context: RoutingContext, steps: Steps = TORCH) 
     Returns:
         [T, E], float32, or int64 where there are groups; among equal keys the lower expert comes first.
     """
-    preference_TE = preference(scores_TE, context)
     if context.num_groups is None:
-        return preference_TE
-    return integer_keys(preference_TE) + (_top_k(preference_TE, context, steps).long() << 40)
+        return preference(scores_TE, context)
+
+    def keys() -> Tensor:
+        return integer_keys(preference(scores_TE, context)) + (_top_k(scores_TE, context, steps).long() << 40)
+
+    return steps.kept("list_keys", scores_TE, keys)
 
 
 def integer_keys(keys_TE: Tensor) -> Tensor:
@@ -44,11 +47,17 @@ def integer_keys(keys_TE: Tensor) -> Tensor:
     return torch.where(bits_TE < 0, -(bits_TE & 0x7FFFFFFF), bits_TE)
 
 
-def _top_k(preference_TE: Tensor, context: RoutingContext, steps: Steps) -> Tensor:
+def _top_k(scores_TE: Tensor, context: RoutingContext, steps: Steps) -> Tensor:
     """The K best of every row, inside its best groups where the model has groups: bool [T, E]."""
-    if context.num_groups is not None and context.top_groups is not None:
-        preference_TE = _inside_top_groups(preference_TE, context.top_k, context.num_groups, context.top_groups, steps)
-    return steps.best_per_row(preference_TE, context.top_k)
+    preference_TE, top_k = preference(scores_TE, context), context.top_k
+    num_groups, top_groups = context.num_groups, context.top_groups
+    if num_groups is None or top_groups is None:
+        return steps.best_per_row(preference_TE, top_k)
+
+    def best() -> Tensor:
+        return steps.best_per_row(_inside_top_groups(preference_TE, top_k, num_groups, top_groups, steps), top_k)
+
+    return steps.kept("top_k", scores_TE, best)
 
 
 def _inside_top_groups(preference_TE: Tensor, top_k: int, num_groups: int, top_groups: int, steps: Steps) -> Tensor:

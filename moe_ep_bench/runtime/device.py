@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ _CPU = "MOE_EP_BENCH_CPU"
 _GPU_VARIABLES = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES")
 _NONE = ("", "-1", "NoDevFiles")
 _DEVICES = Path("/dev")
+# Of NVIDIA, of it under Windows or on boards, and of AMD.
+_GPU_FILES = ("nvidia*", "dxg", "nvhost*", "kfd")
 # So many CPU ranks per core at most, and this many wherever: they share time slices, and rows say so.
 _RANKS_PER_CORE, _LEAST_RANKS = 2, 4
 
@@ -33,6 +36,15 @@ _RANKS_PER_CORE, _LEAST_RANKS = 2, 4
 def take_cpu() -> None:
     """Measure on the CPU, whatever is here; before torch is imported, and for all processes that this one starts."""
     os.environ |= {_CPU: "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def num_gpus() -> int:
+    """GPUs that torch can use; it is not imported where nothing in /dev could be one."""
+    if "torch" not in sys.modules and not any(any(_DEVICES.glob(name)) for name in _GPU_FILES):
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def device_type() -> str:
@@ -43,14 +55,14 @@ def device_type() -> str:
     Raises:
         UserError: the CPU is not asked for, and there are GPUs that torch cannot use, or a Slurm job without any.
     """
-    import torch
-
-    if torch.cuda.is_available():
+    if num_gpus():
         return "cuda"
     in_slurm, hidden = "SLURM_JOB_ID" in os.environ, os.environ.get("CUDA_VISIBLE_DEVICES")
     if os.environ.get(_CPU) or (not in_slurm and hidden is not None and hidden.strip() in _NONE):
         return "cpu"
     if seen := gpus_in_sight():
+        import torch
+
         raise UserError(
             f"GPUs: {seen}, but torch {torch.__version__} cannot use them ({why_torch_has_none()}); expected a torch "
             "for this driver (launch/setup.sh --cuda12 for CUDA 12), or --cpu to measure on the CPU"
@@ -93,11 +105,9 @@ def local_ranks(wanted: int | None) -> int:
     Raises:
         UserError: none are wanted.
     """
-    import torch
-
     if wanted is not None and wanted < 1:
         raise UserError(f"--nproc: expected at least 1, got {wanted}")
-    return wanted or torch.cuda.device_count() or min(max(len(os.sched_getaffinity(0)), 2), 4)
+    return wanted or num_gpus() or min(max(len(os.sched_getaffinity(0)), 2), 4)
 
 
 def check_num_ranks(nproc: int) -> None:

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.policies.lazy import Tensor, torch
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.kernels.counting import copy_down
 from moe_ep_bench.workload.randomness import (
     Run,
     Stream,
@@ -358,6 +357,8 @@ def _noise_rows(
     start_SE = gumbel(uniform_TE[starts])
     is_copied_TE, noise_TE = copied(uniform_TE, copying)
     is_copied_TE[starts], noise_TE[starts] = False, start_SE
+    from moe_ep_bench.kernels.counting import copy_down  # Planning does without numba.
+
     copy_down(noise_TE, is_copied_TE, before_E)
     return noise_TE
 

@@ -17,12 +17,12 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.metrics import chosen_experts, imbalance, mass_share, rank_imbalance, shared_by_neighbours
 from moe_ep_bench.policies import RoutingContext
+from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload.batch import TokenBatch, deal_pieces
 from moe_ep_bench.workload.randomness import Run, runs_of
 

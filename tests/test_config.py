@@ -12,9 +12,8 @@ from test_workload import top_k_load
 from moe_ep_bench.bench.description import describe_experiment
 from moe_ep_bench.bench.plan import RANKS, Comparison
 from moe_ep_bench.config import ConfigError, SyntheticConfig, load_experiments
-from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.presets import REMOVED
-from moe_ep_bench.workload.skews import SKEWS, load_skew
+from moe_ep_bench.workload.skews import SKEWS, Skews, load_skew
 
 
 def experiment(folder: Path, *, model: dict | None = None, workload: dict | None = None, layer: dict | None = None):
@@ -70,7 +69,7 @@ def skewed(folder: Path, ep_size: int, seed: int) -> Comparison:
 
 
 def test_skews_grow_from_mixed_to_the_worst_layer() -> None:
-    for preset in ModelSpec.names():
+    for preset in Skews.names():
         peaks = [load_skew(preset, skew).peak_load for skew in SKEWS]
         assert peaks == sorted(peaks), preset
 

@@ -301,33 +301,6 @@ ROUTED = {
         },
         traces=(INTENT, SUMMARY, TRANSLATION, GPT_OSS),
     ),
-    # All figures of routing: several layers, traffics and values of every policy's field.
-    "route-figures": Golden(
-        "route",
-        {
-            "model": {"preset": "deepseek-v2-lite"},
-            "workload": recorded(
-                layer=[2, 24], num_batches=2, num_tokens=32, arrangement="decode", tokens_per_request=2, image_share=0.5
-            ),
-            "layer": {"ep_size": 4},
-            "policies": [
-                {"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": [6, 24]},
-                {"name": "load_only"},
-                {"name": "token_drop", "capacity_factor": [1.0, 2.0]},
-                {"name": "token_drop", "capacity_factor": 1.0, "modality": ["image_first", "text_first"]},
-                {"name": "expanded_drop", "capacity_factor": 1.0, "num_candidates": [0, 4]},
-                {"name": "pruned", "k0": [2, 4]},
-                {"name": "oea", "k0": [2, 4]},
-                {"name": "xshare", "k0": [0, 1], "budget": [4, 8]},
-                {"name": "xshare", "scope": "request", "k0": 1, "request_budget": 1},
-                {"name": "xshare", "scope": "rank", "k0": 1, "rank_budget": 4},
-                {"name": "lynx", "num_dropped": [2, 6]},
-            ],
-            "sweep": {"workload.trace": [INTENT, [{"trace": INTENT}, {"trace": SUMMARY}]]},
-        },
-        ("figures",),
-        traces=(INTENT, SUMMARY),
-    ),
     # What grows with a step's tokens.
     "route-sizes": Golden(
         "route",

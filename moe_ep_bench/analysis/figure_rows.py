@@ -80,7 +80,8 @@ def case_rows(store: Store) -> pd.DataFrame:
         rows["family_label"].astype(object).where(~is_replica, rows["label"].str.partition(",")[0]).where(~is_ceiling)
     )
     step = rows["capacity_factor"].astype(object).mask(is_replica, spare.map("{:.0f} spare".format, "ignore"))
-    factor = rows["capacity_factor"].map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}").astype("str")
+    factors = rows["capacity_factor"].astype(float)
+    factor = factors.map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}").astype("str")
     in_several = rows.groupby("title")["directory"].transform("nunique") > 1
     absent = dict.fromkeys(name for name in (*_NUMBERS, *_OTHERS) if name not in rows)
     rows = rows.assign(**dict.fromkeys(absent)).astype(dict.fromkeys(_NUMBERS, float)).copy()  # of one piece again
@@ -133,7 +134,7 @@ def with_origin(rows: pd.DataFrame, group: str) -> pd.DataFrame:
         modelled = facts.get("device") is not None or (mode == "emulated" and of == "comm")
         is_elsewhere = f"{MEASURED_ELSEWHERE} (" in words
         origins.append(MEASURED_ELSEWHERE if is_elsewhere else "modelled" if modelled else "measured")
-    return rows.assign(part_origin=origins)
+    return rows.assign(part_origin=origins).copy()  # of one piece again
 
 
 def named_bars(rows: pd.DataFrame, *, with_cost: bool = True) -> pd.DataFrame:

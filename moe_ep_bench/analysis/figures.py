@@ -444,7 +444,7 @@ def _with_legend(rows: pd.DataFrame) -> pd.DataFrame:
     if "name" not in rows or "legend" in rows:
         return rows.assign(legend=rows["line"])
     number = rows.groupby("line")["name"].transform("nunique")
-    return rows.assign(legend=rows["name"].where((number == 1) & (rows["role"] == "policy"), rows["line"]))
+    return rows.copy().assign(legend=rows["name"].where((number == 1) & (rows["role"] == "policy"), rows["line"]))
 
 
 def _intervals(rows: pd.DataFrame) -> str:

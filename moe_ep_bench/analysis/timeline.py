@@ -124,7 +124,8 @@ def timeline_rows(store: Store, cases: pd.DataFrame, choice: Choice) -> pd.DataF
         bars = pd.DataFrame({"time_us": times_us.stack(), "begin_us": begins_us.stack()}).reset_index()
         title = _title(both[side], shown[side], layer_us[side].median())
         about = {**dict(zip(ITERATION, keys[side], strict=True)), "heading": title, "facet": side, "subtitle": how}
-        bars = bars[bars["time_us"] > 0].merge(both[side].to_frame().T.infer_objects(), how="cross").assign(**about)
+        of_case = both[side].to_frame().T.infer_objects().copy()  # of one piece again
+        bars = bars[bars["time_us"] > 0].merge(of_case, how="cross").assign(**about)
         is_critical = bars["rank"] == critical[side]
         parts.append(bars.assign(is_critical=is_critical, end_us=shown[side][TOTAL].max()))
     return pd.concat(parts, ignore_index=True)

@@ -30,7 +30,7 @@ import numpy as np
 import yaml
 from scipy.stats import t as student_t
 
-from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.cases import cases, load
 
 CASES_PER_COMPARISON = 10
 _POLICIES = [
@@ -101,12 +101,12 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
         time.sleep(0.1)
     if job.returncode:
         return [f"exit status {job.returncode}: {(folder / 'errors').read_text()[-500:]}"]
-    run = load_run(out)
-    measured = sum(case.is_ok for case in run.cases)
-    print(f"soak: {measured} of {len(run.cases)} cases measured on 2 CPU ranks")
-    problems = [] if measured == len(run.cases) >= num_cases else [f"only {measured} cases were measured"]
+    rows = cases(load(out, join_draws=False))
+    measured = int(rows["status"].eq("ok").sum())
+    print(f"soak: {measured} of {len(rows)} cases measured on 2 CPU ranks")
+    problems = [] if measured == len(rows) >= num_cases else [f"only {measured} cases were measured"]
     for name in sorted(samples):
-        problems += _judge(name, samples[name], len(run.cases))
+        problems += _judge(name, samples[name], len(rows))
     # Whose parent has ended has another now.
     known = {(one.pid, one.started) for one in seen}
     left = [f"process {one.pid}" for one in _processes() if (one.pid, one.started) in known]

@@ -16,7 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from moe_ep_bench.analysis.route.load import load_route
+from moe_ep_bench.analysis.cases import cases, load, routing
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import POLICIES, Policy, Routing, RoutingContext
 from moe_ep_bench.runtime.exit_codes import OK
@@ -50,11 +50,11 @@ def test_a_policy_is_added_in_its_module_and_one_row(tmp_path: Path, monkeypatch
     config.write_text(yaml.safe_dump(CONFIG))
     assert main(["route", str(config), "--out", str(out)]) == OK
 
-    run = load_route(out)
-    own = run.cases[run.cases["policy"] == "best_only"]
-    (label,) = own["label"].unique()
-    assert own["params"].tolist() == 3 * [{"scale": 0.5}]
-    assert sorted(int(run.loads(group, label, "load_E").sum()) for group in own["group"]) == [2 * 16, 2 * 48, 2 * 96]
+    store = load(out)
+    added = cases(store).query("policy == 'best_only'")
+    assert added["policy_params"].tolist() == 3 * ['{"scale": 0.5}']
+    loads = routing(store).query("policy == 'best_only'").groupby("comparison_id")["load_E"].sum()
+    assert sorted(int(load_E.sum()) for load_E in loads) == [2 * 16, 2 * 48, 2 * 96]
 
 
 TREE = Path(__file__).parents[1]

@@ -29,7 +29,7 @@ import pytest
 import torch
 from test_run import cases_of, environment, free_port, launch, statuses, write_config
 
-from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.bench.directory import check_agreement
 from moe_ep_bench.cli import main
 from moe_ep_bench.machine.provenance import nccl_version
@@ -194,9 +194,9 @@ def test_cases_whose_ranks_are_lost_while_timed_and_numbers_that_are_none_become
     natives = {"native", "native again", "native, balanced scores"}
     assert found.keys() == {*natives, "token_drop capacity_factor=1.0", "topk"}
     assert {status for status, _ in found.values()} == {"ok"}
-    assert len([case for case in load_run(out).cases if case.is_ok]) == len(found)
-    cases = json.loads((out / "run.json").read_text())["cases"]
-    (hung,) = [case_id for case_id, case in cases.items() if case["label"] == "topk"]
+    rows = cases(load(out))
+    assert sorted(rows[rows.status == "ok"].label) == sorted(found)
+    (hung,) = rows[rows.label == "topk"].case_id
     assert lost_attempts(out / "attempts", hung) == ["timeout: no progress for 8 s in _strike (rank 1)"]
     # The log shows where every thread of that rank stood.
     assert re.search(r'File ".*sitecustomize.py", line \d+ in _strike\n', done.stderr)
@@ -256,7 +256,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_leaves_what_was_written(small_
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
     done = run_alone(config, out)
     assert done.returncode == OK, done.stderr
-    assert len(load_run(out).cases) == 7
+    assert len(cases(load(out))) == 7
 
 
 def test_a_directory_that_cannot_be_written_is_refused_before_anything_runs(small_disk: Path) -> None:
@@ -314,7 +314,7 @@ def test_half_written_parts_are_measured_again(finished: Path, tmp_path: Path) -
     (out / "attempts" / f"{first}.json").write_text('["failed: a ra')
     done = run_alone(config, out)
     assert done.returncode == OK, done.stderr
-    assert all(case.is_ok for case in load_run(out).cases)
+    assert cases(load(out)).status.eq("ok").all()
     assert len(pd.read_parquet(out / "routing" / f"{second}.parquet")) == 1
     assert hidden_files(out) == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +15,9 @@ from torch import Tensor
 
 from moe_ep_bench.analysis import cases
 from moe_ep_bench.analysis.figures import FIGURES, draw
-from moe_ep_bench.analysis.frames import speedups
-from moe_ep_bench.analysis.load import load_run
 from moe_ep_bench.analysis.render import render
-from moe_ep_bench.analysis.route.load import load_route
-from moe_ep_bench.analysis.route.tables import route_tables
 from moe_ep_bench.analysis.style import house_style
+from moe_ep_bench.analysis.tables import tables
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import RoutingContext, make_policy
@@ -147,8 +143,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_route_and_emulate_hold_each_policy_against_the_frontier_of_its_batches(folder: Path) -> None:
-    routed = load_route(folder / "route").cases.set_index("label")
-    emulated = speedups(load_run(folder / "emulate")).set_index("label")
+    routed, emulated = (
+        cases.cases(cases.load(folder / command)).set_index("label") for command in ("route", "emulate")
+    )
     (comparison,) = plan(folder / "config.yaml", [], ROUTING)
     expected: dict[str, list[float]] = {}
     for batch in (comparison.workload.batch(0), comparison.workload.batch(1)):
@@ -168,21 +165,9 @@ def test_route_and_emulate_hold_each_policy_against_the_frontier_of_its_batches(
         assert emulated.loc[label, "below_frontier"] == pytest.approx(sum(found) / 2, abs=1e-6)
     assert routed.loc["native", "below_frontier"] == pytest.approx(0, abs=1e-6)
     assert routed.loc["token_drop capacity_factor=0.8", "below_frontier"] > 0.01
-    assert pd.isna(emulated.loc["EPLB, 1 spare per rank", "below_frontier"])
-    assert "below frontier" in render(route_tables(load_route(folder / "route")), "text")
-
-
-def test_experts_with_several_homes_have_no_frontier(tmp_path: Path) -> None:
-    matrix = np.zeros((4, 64))
-    matrix[np.arange(64) % 4, np.arange(64)] = 1
-    matrix[:, 0] = 1
-    (tmp_path / "matrix.json").write_text(json.dumps(matrix.tolist()))
-    config = {**TINY, "route": {"placement": str(tmp_path / "matrix.json")}, "policies": [{"name": "load_only"}]}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    assert main(["route", str(tmp_path / "config.yaml"), "--out", str(tmp_path / "out")]) == OK
-    run = load_route(tmp_path / "out")
-    assert run.cases["below_frontier"].isna().all()
-    assert "below frontier" not in render(route_tables(run), "text")
+    for frame in (routed, emulated):  # experts with several homes have no frontier
+        assert pd.isna(frame.loc["EPLB, 1 spare per rank", "below_frontier"])
+    assert "below frontier" in render(tables(cases.load(folder / "route")), "text")
 
 
 def test_pareto_draws_the_frontier_and_no_policy_that_only_drops_is_above_it(folder: Path) -> None:

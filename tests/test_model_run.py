@@ -15,8 +15,8 @@ import yaml
 from safetensors.numpy import save_file
 from test_run import launch
 
-from moe_ep_bench.analysis.load import load_run
-from moe_ep_bench.analysis.whole import analyse_whole
+from moe_ep_bench.analysis.cases import cases, load
+from moe_ep_bench.analysis.reduce import RATES
 from moe_ep_bench.bench.directory import check_agreement
 from moe_ep_bench.bench.plan import RANKS, plan
 from moe_ep_bench.cli import main
@@ -146,19 +146,20 @@ def test_emulated_ranks_route_every_layer_as_real_ones_do(finished: Path, tmp_pa
 def test_the_summary_sets_the_pass_beside_its_moe_layers(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(finished)]) == OK
     printed = capsys.readouterr().out
-    for text in ("pass ms", "end to end", "MoE speedup", "by Amdahl", "tokens/s", "extrapolated", "By layer"):
+    for text in ("pass ms", "end to end", "MoE speedup", "by Amdahl", "tokens/s", "extrapolated"):
         assert text in printed
-    (one,) = analyse_whole(load_run(finished, whole=True))
     assert "what was built is simpler than DeepSeek-V2-Lite's: Rotary positions" in printed
-    assert one.results[0].result.rates is None, "bytes and operations of one layer over the time of all"
-    native, policy = one.results[0], next(r for r in one.results if r.result.case.policy == "token_drop")
+    rows = cases(load(finished))
+    assert rows.columns.intersection(RATES).empty, "bytes and operations of one layer over the time of all"
+    native, policy = rows[rows.role == "baseline"].squeeze(), rows[rows.policy == "token_drop"].squeeze()
     assert 0 < native.moe_share < 1
-    assert one.most == pytest.approx(1 / (1 - native.moe_share))
-    assert policy.expected == pytest.approx(1 / (1 - native.moe_share + native.moe_share / policy.moe_speedup.median))
-    assert policy.expected < one.most
-    assert native.tokens_per_s == pytest.approx(200 / native.result.layer.median_ms * 1e3)
+    assert policy.most_by_amdahl == pytest.approx(1 / (1 - native.moe_share))
+    in_layers = native.moe_share / policy.moe_speedup_median
+    assert policy.by_amdahl == pytest.approx(1 / (1 - native.moe_share + in_layers))
+    assert policy.by_amdahl < policy.most_by_amdahl
+    assert native.tokens_per_s == pytest.approx(200 / native.median_ms * 1e3)
     # 24 more layers like the two MoE layers that were built: more than their share, less than 24 passes.
-    assert 2 < native.all_layers_ms / native.result.layer.median_ms < 24
+    assert 2 < native.all_layers_ms_extrapolated / native.median_ms < 24
 
 
 def test_decode_steps_are_one_token_of_each_request(decoded: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ import itertools
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -21,11 +20,11 @@ from safetensors.numpy import load_file
 from trace_files import write_trace
 
 import plot_results
-from moe_ep_bench.analysis.fidelity import fidelity
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load, overlap, routing, scores
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import render
-from moe_ep_bench.analysis.route.load import RouteRun, load_route
-from moe_ep_bench.analysis.route.tables import route_tables
+from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.analysis.tables import tables
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
@@ -105,8 +104,8 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(full: Path) -> RouteRun:
-    return load_route(full)
+def loaded(full: Path) -> Store:
+    return load(full)
 
 
 # ---- metrics over several tokens, layers and batches --------------------------------------------------------------
@@ -168,8 +167,7 @@ def test_overlap_is_the_mean_over_all_pairs_of_tokens(data: st.DataObject) -> No
 def test_what_the_whole_batch_decides_does_not_depend_on_the_ranks(num_ranks: int, tmp_path: Path) -> None:
     """Native and OEA as one call over all tokens of the batch, without any ranks."""
     config = write_config(tmp_path, layer__ep_size=num_ranks)
-    run = load_route(route(config, tmp_path / "out", []).root)
-    batches = run.batches.set_index(["label", "batch"])
+    batches = routing(load(route(config, tmp_path / "out", []).root)).set_index(["label", "batch"])
     workload = plan(config, [], ROUTING)[0].workload
     for label, spec in (("native", {"name": "topk"}), ("oea k0=2", {"name": "oea", "k0": 2})):
         for batch in range(2):
@@ -180,7 +178,7 @@ def test_what_the_whole_batch_decides_does_not_depend_on_the_ranks(num_ranks: in
             top_k_TE = make_policy({"name": "topk"}).route(scores_TE, RoutingContext(top_k=6)).map_TE
             mass = (scores_TE * map_TE).double().sum() / (scores_TE * top_k_TE).double().sum()
             assert found["retained_mass"] == pytest.approx(float(mass))
-            assert found["activated"] == int(map_TE.any(dim=0).sum())
+            assert found["activated_experts"] == int(map_TE.any(dim=0).sum())
             dropped = float((top_k_TE & ~map_TE).sum() / top_k_TE.sum())
             assert found["dropped_share"] == pytest.approx(dropped)
 
@@ -207,8 +205,8 @@ def test_rows_are_the_schema_s_and_name_the_layer_and_the_mode(full: Path) -> No
     assert rows.groupby(["case_id", "batch"])["num_tokens"].sum().isin([8, 16, 96]).all()
 
 
-def test_ranks_bear_the_loads_of_their_experts_side_by_side(loaded: RouteRun) -> None:
-    native = loaded.batches.iloc[0]
+def test_ranks_bear_the_loads_of_their_experts_side_by_side(loaded: Store) -> None:
+    native = routing(loaded).iloc[0]
     assert native["load_R"].tolist() == [part.sum() for part in np.split(native["load_E"], 4)]
 
 
@@ -216,8 +214,8 @@ def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: 
     """Two batches, each planned for the other; EPLB's even shares, and those of the linear program."""
     replication = [{"spare_per_rank": 1}, {"spare_per_rank": 1, "balancer": "lp"}, {"spare_per_rank": 16}]
     config = write_config(tmp_path, emulate={"replication": replication})
-    loaded = load_route(route(config, tmp_path / "out", []).root)
-    routed = loaded.batches
+    store = load(route(config, tmp_path / "out", []).root)
+    routed = routing(store)
     static, lp = (routed[routed["label"] == f"EPLB{how}, 1 spare per rank"] for how in ("", " + LP"))
     native = routed[routed["label"] == "native"]
     counts = [row["pairs_RR"].reshape(4, 4) for _, row in native.iterrows()]
@@ -230,7 +228,7 @@ def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: 
         assert split_R.max() <= even_R.max()
         assert split_R.max() < counts[index].sum(axis=0).max()
     one, many = (sum(replicate(of, num_slots=n, num_ranks=4).stacked.sum() for of in load_BE) for n in (68, 128))
-    notes = [note for note in route_tables(loaded)[0].notes if "two replicas of one expert stand together" in note]
+    notes = [note for note in tables(store)[0].notes if "two replicas of one expert stand together" in note]
     assert notes[-1].startswith("EPLB, 16 spare per rank: ")
     assert notes[-1].endswith(f", on {many} of 8 ranks of batches")
     assert many > one
@@ -239,16 +237,17 @@ def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: 
         assert rows["num_pairs"].tolist() == native["num_pairs"].tolist()
 
 
-def test_overlap_and_scores_are_those_of_the_batches(full: Path, loaded: RouteRun) -> None:
+def test_overlap_and_scores_are_those_of_the_batches(full: Path) -> None:
     comparison = plan(full.parent / "config.yaml", [], ROUTING)[0]
     scores_TE = comparison.workload.batch(0).scores_TE
-    scores, overlap = (
-        rows[(rows["num_tokens"] == 8) & (rows["layer"] == "0")] for rows in (loaded.scores, loaded.overlap)
-    )
-    assert scores["mean_score"].to_numpy() == pytest.approx(
+    store = load(full, join_draws=False)
+    known = comparisons(store)
+    known = known[(known["num_tokens"] == 8) & (known["facts"].map(lambda facts: facts["layer"]) == 0)][COMPARISON]
+    by_position, pairs = (table(store).merge(known, on=COMPARISON) for table in (scores, overlap))
+    assert by_position["mean_score"].to_numpy() == pytest.approx(
         np.sort(scores_TE.numpy(), axis=1)[:, ::-1].mean(axis=0), rel=1e-5
     )
-    kinds = overlap.groupby("kind")["num_pairs"].sum().to_dict()
+    kinds = pairs.groupby("kind")["num_pairs"].sum().to_dict()
     # Four requests of two tokens, two of either domain.
     assert kinds == {"neighbours": 4, "same_sequence": 4, "same_domain": 8, "cross_domain": 16}
 
@@ -285,7 +284,7 @@ def test_finished_cases_are_not_routed_again(tmp_path: Path) -> None:
     route(config, tmp_path / "out", [], force=True)
     assert all(path.stat().st_mtime_ns != after[path] for path in after)
     route(config, tmp_path / "out", ["workload.seed=5"])
-    assert load_route(out).cases["group"].nunique() == 2  # a directory keeps what another config left
+    assert len(load(out).comparisons) == 2  # a directory keeps what another config left
 
 
 def test_without_ep_size_there_are_up_to_eight_ranks_that_divide_the_experts(tmp_path: Path) -> None:
@@ -328,26 +327,35 @@ def test_a_dry_run_lists_the_cases_and_routes_nothing(tmp_path: Path, capsys: py
 # ---- table and figures ---------------------------------------------------------------------------------------------
 
 
-def test_the_table_shows_the_means_of_every_case(loaded: RouteRun) -> None:
-    tables = route_tables(loaded)
-    table = tables[-1]
-    cases = loaded.cases[loaded.cases["comparison"] == table.frame["title"].iloc[0]]
-    facts = cases.iloc[0]
-    for case, row in zip(cases.itertuples(), table.rows, strict=True):
-        loads_LBE = loaded.loads(case.group, case.label, "load_E")
-        peaks = [load_E.max() * 64 / load_E.sum() for load_BE in loads_LBE for load_E in load_BE]
+def test_the_table_shows_the_means_of_every_case(loaded: Store) -> None:
+    listed = tables(loaded)
+    table = listed[-1]
+    assert len(table.rows) == (cases(loaded)["comparison_id"] == table.frame["comparison_id"].iloc[0]).sum()
+    batches = routing(loaded).set_index(CASE)
+    facts = table.rows[0]
+    for row in table.rows:
+        own_batches = batches.loc[[tuple(row[name] for name in CASE)]]
+        assert set(own_batches["layer"]) == {0, 1, 2}
+        peaks = [load_E.max() * 64 / load_E.sum() for load_E in own_batches["load_E"]]
         assert row["expert_imbalance"] == pytest.approx(np.mean(peaks))
         # Over native's mean, as beside times of a run: what a policy drops is no load.
         mean = facts["num_tokens"] * facts["top_k"] / facts["num_experts"]
-        over_native = [load_E.max() / mean for load_BE in loads_LBE for load_E in load_BE]
+        over_native = [load_E.max() / mean for load_E in own_batches["load_E"]]
         assert row["fullest_expert"] == pytest.approx(np.mean(over_native))
-        assert table.columns[0].cell(row) == case.label
-        cells = {column.header: column.cell(row) for column in table.columns}
-        assert cells["dropped %"] == f"{100 * case.dropped_share:.1f}"
-        assert cells["on one rank"] == f"{case.fullest_activated:.1f}"
-    said = render(tables, "text")
-    for words in ("routing only (nothing was timed)", "popularity tail model", "first 50% of every sequence's tokens"):
-        assert said.count(words) >= len(tables)
+        dropped = own_batches["num_dropped_pairs"] / own_batches["num_topk_pairs"]
+        fullest = [(load_E.reshape(4, 16) > 0).sum(axis=1).max() for load_E in own_batches["load_E"]]
+        shown = {column.title: column.shown(row) for column in table.columns}
+        assert shown["policy"] == row["label"]
+        assert shown["dropped %"] == f"{100 * dropped.mean():.1f}"
+        assert shown["activated on a rank"] == f"{np.mean(fullest):.1f}"
+    said = render(listed, "text")
+    for words in (
+        "routing only (nothing was timed)",
+        "3 layers from 0 to 2",
+        "popularity tail",
+        "50% of every sequence's tokens",
+    ):
+        assert said.count(words) >= len(listed), words
 
 
 @pytest.mark.parametrize("has_scores", [True, False])
@@ -365,7 +373,7 @@ def test_ids_alone_are_marked_and_choices_by_score_need_a_share_that_is_assumed(
         assert "topk_share: needed" in capsys.readouterr().err
         config = write_config(tmp_path, workload={**workload, "topk_share": 0.6})
     out = route(config, tmp_path / "out", []).root
-    shown = " ".join(render(route_tables(load_route(out)), "text").split())
+    shown = " ".join(render(tables(load(out)), "text").split())
     marks = (
         "scores were not recorded and are assumed equal",
         "mass, and what policies choose by scores",
@@ -406,23 +414,14 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return route(write_config(folder), folder / "out", []).root
 
 
-def test_loads_and_mass_kept_have_the_yardsticks_that_stand_beside_times(sound: Path) -> None:
-    means = load_route(sound).layers.set_index("label")
-    for case_id, case in json.loads((sound / "run.json").read_text())["cases"].items():
-        rows = pd.read_parquet(sound / "routing" / f"{case_id}.parquet").drop(columns="layer")
-        beside_times = fidelity(SimpleNamespace(routing=rows, frontier=None))
-        for name in ("fullest_expert", "fullest_rank", "retained_mass", "dropped_share"):
-            assert means.at[case["label"], name] == pytest.approx(getattr(beside_times, name)), name
-
-
 @pytest.mark.parametrize(
     ("what", "role"),
     [("missing part", "policy"), ("damaged part", "policy"), ("lost rows", "baseline"), ("no json", "baseline")],
 )
 def test_a_directory_that_cannot_be_trusted_is_refused(what: str, role: str, sound: Path, tmp_path: Path) -> None:
     out = shutil.copytree(sound, tmp_path / "out")
-    cases = json.loads((out / "run.json").read_text())["cases"]
-    part = out / "routing" / f"{next(key for key, case in cases.items() if case['role'] == role)}.parquet"
+    listed = json.loads((out / "run.json").read_text())["cases"]
+    part = out / "routing" / f"{next(key for key, case in listed.items() if case['role'] == role)}.parquet"
     if what == "missing part":
         part.unlink()
     elif what == "damaged part":
@@ -432,15 +431,15 @@ def test_a_directory_that_cannot_be_trusted_is_refused(what: str, role: str, sou
     else:
         (out / "run.json").write_text("{")
     with pytest.raises(ResultsError, match=str(out)) as refused:
-        load_route(out)
-    # Whoever wants the rest has it, and the same line first; without native, or run.json, there is no rest.
+        load(out)
+    # Whoever wants the rest has it, and the same line first; without run.json there is no rest.
     lines: list[str] = []
-    if role == "baseline" or what == "no json":
+    if what == "no json":
         with pytest.raises(ResultsError):
-            load_route(out, lines)
+            load(out, lines)
     else:
-        assert "native" in load_route(out, lines).cases["label"].tolist()
-    assert what == "no json" or lines[0] == str(refused.value)
+        assert set(cases(load(out, lines))["case_id"]) == set(listed) - {part.stem}
+        assert lines[0] == str(refused.value)
 
 
 # ---- thresholds of LASER, and recordings ---------------------------------------------------------------------------

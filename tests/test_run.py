@@ -21,7 +21,7 @@ import pytest
 import torch
 import yaml
 
-from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.bench import dry_run
 from moe_ep_bench.bench import run as run_module
 from moe_ep_bench.cli import main
@@ -152,8 +152,12 @@ def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
     assert sorted(case["role"] for case in run["cases"].values()) == [
         "baseline", "ceiling", "noise", "policy", "policy", "policy", "policy",
     ]  # fmt: skip
-    assert str(finished.parent) not in (finished / "run.json").read_text(), "a path of this machine"
-    assert len(load_run(finished).comparisons) == 1
+    config = finished.parent / "config.yaml"
+    assert run["config_text"] == config.read_text()
+    assert run["command"].startswith(f"moe-ep-bench run {config} ")
+    beside = (finished / "run.json").read_text().replace(run["command"], "")
+    assert str(finished.parent) not in beside, "a path of this machine that no command named"
+    assert len(cases(load(finished))) == NUM_CASES
     (path,) = (finished / "conditions").iterdir()
     conditions = json.loads(path.read_text())
     assert 1 <= conditions["warm_up"]["rounds"] <= 5
@@ -198,7 +202,7 @@ def test_launches_repeat_the_process_and_one_that_lost_a_part_is_measured_again(
     assert rows.run_id.nunique() == 2
     times = rows[rows.phase == TOTAL].groupby("launch").time_us.apply(list)
     assert times[0] != times[1]
-    assert {tuple(case.run_ids) for case in load_run(out).cases} == {(0, 1)}
+    assert set(cases(load(out)).speedup_num_launches.dropna()) == {2}
     # It is measured whole, and the other stays.
     first = rows[rows.launch == 0].set_index(["case_id", "rank", "batch", "iteration", "kind", "phase"]).time_us
     part = next((out / "cases").iterdir())
@@ -254,8 +258,8 @@ def test_lost_cases_become_rows_with_their_reason_and_the_others_are_measured(tm
     for label, (status, reason) in expected.items():
         assert found[label][0] == status, found
         assert re.search(reason, found[label][1]), found
-    measured = load_run(tmp_path / "out")
-    assert sorted(case.policy for case in measured.cases if case.is_ok) == ["native", "native", "native_balanced"]
+    rows = cases(load(tmp_path / "out"))
+    assert sorted(rows[rows.status == "ok"].policy) == ["native", "native", "native_balanced"]
     assert "Traceback" not in done.stderr
 
 

@@ -22,7 +22,7 @@ import pytest
 from slurm_cluster import NAMES, Cluster, cluster, wait_for, why_not
 from test_run import TESTS, write_config
 
-from moe_ep_bench.analysis.load import load_run
+from moe_ep_bench.analysis.cases import cases, comparisons, load
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, USER_ERROR
 
 pytestmark = pytest.mark.slurm
@@ -192,16 +192,15 @@ def check_stopped(slurm: Cluster, job: str, out: Path, kept: dict[str, int]) -> 
 def test_a_job_that_is_interrupted_in_every_way_keeps_what_is_finished_and_then_does_only_the_rest(
     interrupted: Path,
 ) -> None:
-    run = load_run(interrupted)
-    assert [one.point for one in run.comparisons.values()] == [{"workload.seed": seed} for seed in SEEDS]
-    assert all(case.is_ok for case in run.cases)
+    store = load(interrupted, join_draws=False)
+    assert comparisons(store).seed.tolist() == SEEDS
+    assert cases(store).status.eq("ok").all()
     assert not list(TESTS.parent.glob(".slurm-job-*"))
 
 
 def test_an_array_fills_one_directory_without_collisions(array: Path) -> None:
     assert len(parts(array)) == NUM_CASES * len(SEEDS)
-    run = load_run(array)
-    assert [one.point for one in run.comparisons.values()] == [{"workload.seed": seed} for seed in SEEDS]
+    assert comparisons(load(array, join_draws=False)).seed.tolist() == SEEDS
 
 
 def test_a_task_fills_its_node_with_points_of_one_rank(slurm: Cluster, tmp_path: Path) -> None:
@@ -209,7 +208,7 @@ def test_a_task_fills_its_node_with_points_of_one_rank(slurm: Cluster, tmp_path:
     config, out = write_config(tmp_path, **SMALL, sweep={"workload.seed": SEEDS}), tmp_path / "out"
     job = slurm.submit("sweep.sbatch", config, "--out", out, options=("--array=0,2",), POINTS_PER_TASK=2)
     assert slurm.finish(f"{job}_0", STEP_S) == ALL_DONE, slurm.printed(job)
-    assert [one.point["workload.seed"] for one in load_run(out).comparisons.values()] == SEEDS[:2]
+    assert comparisons(load(out, join_draws=False)).seed.tolist() == SEEDS[:2]
     assert slurm.finish(f"{job}_2", STEP_S) == ("FAILED", f"{USER_ERROR}:0")
     assert "--point: expected 0 to 2, got 4" in slurm.printed(job)
 

@@ -11,14 +11,15 @@ import pandas as pd
 import pytest
 import yaml
 
+from moe_ep_bench.analysis.origins import origin_of, phase_origin
 from moe_ep_bench.analysis.style import phase_look
-from moe_ep_bench.analysis.words import origin, phase_origin
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model import tables as reading
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.table_devices import TableDevice, load_device, load_links
 from moe_ep_bench.cost_model.tables import SHAPE, Tables, balanced_loads, power_law_loads, read_moe
+from moe_ep_bench.facts import TimedFacts
 from moe_ep_bench.models import ModelSpec, load_model
 
 HAS_PACKAGE = find_spec("aiconfigurator_core") is not None
@@ -221,6 +222,8 @@ def test_advise_takes_a_table_in_low_precision(tmp_path: Path, capsys: pytest.Ca
     )
     out = tmp_path / "out"
     assert main(["emulate", str(config), "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["show", str(out)]) == 0
     said = capsys.readouterr().out
     assert "measured elsewhere (aiconfigurator-core 0.0, vLLM 1.0 on H100 SXM, fp8_block)" in said
     assert main(["emulate", str(config), "--out", str(out), "--set", "emulate.device=h100-sxm"]) == 2
@@ -244,11 +247,11 @@ def test_advise_takes_a_table_in_low_precision(tmp_path: Path, capsys: pytest.Ca
 def test_parts_that_were_measured_elsewhere_are_told_from_those_that_are_modelled(
     device: str | None, links: str, expected: list[str]
 ) -> None:
-    facts, run = SimpleNamespace(device=device, links=links), SimpleNamespace(mode="emulated")
+    facts, run = TimedFacts.model_construct(device=device, links=links), SimpleNamespace(mode="emulated")
     found = [phase_origin(run, facts, group) for group in ("experts", "comm", "gate")]
     assert found == expected
     words = "partly measured elsewhere" if "measured elsewhere" in expected else "modelled"
-    assert origin(run, facts) == (words if device else "emulated")
+    assert origin_of(run, facts) == (words if device else "emulated")
     looks = [str(phase_look("experts", how)) for how in ("measured", "measured elsewhere", "modelled")]
     assert len(set(looks)) == 3
 

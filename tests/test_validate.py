@@ -92,13 +92,8 @@ def cases(drop: float = 1.5, balance: float = 1.6, **of_drop: object) -> list[Fa
     ]
 
 
-def finish(root: Path, threads: tuple[int, int] = (1, 1)) -> Path:
+def finish(root: Path) -> Path:
     """Write beside two runs what ``validate`` writes."""
-    for what, count in zip(("real", "emulated"), threads, strict=True):
-        path = root / what / "run.json"
-        described = json.loads(path.read_text())
-        described["environment"]["threads_per_rank"] = count
-        path.write_text(json.dumps(described))
     ValidationDirectory(root).write_pairs([("r", "e")], "calibrated on these ranks")
     return root
 
@@ -107,10 +102,12 @@ def built(
     root: Path, real: dict | None = None, emulated: dict | None = None, threads: tuple[int, int] = (1, 1)
 ) -> Path:
     """A directory of ``validate``; keyword arguments of ``FakeComparison`` for its two runs."""
-    for what, changes, mode in (("real", real, "run"), ("emulated", emulated, "emulated")):
+    runs = ("real", real, "run"), ("emulated", emulated, "emulated")
+    for (what, changes, mode), count in zip(runs, threads, strict=True):
         fields = {"cases": cases(), "noise": 0.001, "num_iterations": 2, "comparison_id": what[0], **(changes or {})}
-        write_run(root / what, [FakeComparison(**fields)], mode, seed=len(what))
-    return finish(root, threads)
+        environment = {"threads_per_rank": count}
+        write_run(root / what, [FakeComparison(**fields)], mode, seed=len(what), environment=environment)
+    return finish(root)
 
 
 def built_models(root: Path, **of_drop: Any) -> Path:

@@ -69,7 +69,8 @@ def test_the_pass_its_layers_and_the_law_stand_side_by_side(run: Path) -> None:
     assert shown(rows, "by Amdahl").origin.item() == "computed"
     assert rows[rows.role == "bound"].speedup_median.item() == pytest.approx(1 / (1 - SHARE), rel=0.03)
     assert (rows[rows.shows == "end to end"].origin == "measured").all()
-    assert "noise" in set(rows.role)
+    ends = rows[rows.shows == "end to end"]
+    assert (ends.floor_low < ends.floor_high).all(), "no speedup without its noise floor"
     assert any("no pass gains more than" in text for text in texts)
     assert num_hatched == 0
     assert not any("extrapolated" in text for text in texts)
@@ -89,7 +90,8 @@ def test_what_was_extrapolated_is_hatched_and_said_and_nothing_else_is(cut: Path
     assert num_hatched == len(extrapolated)
     assert shown(rows, "all layers").speedup_median.item() > shown(rows, "end to end").speedup_median.item()
     assert "all 9 layers, extrapolated (ms)" in texts
-    assert any("3 of 9 layers were built and timed" in " ".join(text.split()) for text in texts)
+    for note in ("3 of 9 layers were built and timed", "no pass gains more than"):
+        assert any(note in " ".join(text.split()) for text in texts)
 
 
 def test_a_page_of_whole_models_is_written(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

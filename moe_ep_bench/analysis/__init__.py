@@ -1,8 +1,8 @@
-"""From a run's files to speedups, tables and figures. Reads ``run.json``, conditions and Parquet, and nothing else.
+"""From results directories to one frame, and from it to tables, figures and answers.
 
-The data flow: ``load`` with ``parts`` (files, checked; ``gather``: several directories) -> ``timing`` and ``fidelity``
-(numbers of one case) -> ``speedups`` (cases set against their baseline) -> ``frames`` (a row per case) -> ``tables``,
-printed by ``render``, and ``figures``, which take their looks from ``style`` and leave their numbers by
-``marks``. ``show`` and ``plot`` are the commands; ``words`` holds what tables and figures must say alike, and
-what stands below them.
+The data flow: ``store`` (run.json and Parquet, checked by ``reading``; typed by ``facts``) with ``seeds`` (comparisons
+that differ in their traffic alone) -> ``reduce`` (ranks joined, ratios formed, of one case) -> ``cases`` (the frame: a
+row per case). All else reads that: ``tables`` (views, printed by ``render``) with ``notes``, ``figures`` (whose numbers
+``marks`` draws and ``style`` dresses), ``page``, ``compare``, ``advise``, ``papers`` and ``validate``. ``columns``
+names each column once; ``show`` and ``plot`` are the commands.
 """

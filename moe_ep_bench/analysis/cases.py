@@ -108,7 +108,7 @@ def cases(store: Store) -> pd.DataFrame:
     rows = [row for comparison in store.comparisons for row in _rows(comparison)]
     frame = pd.DataFrame(rows)
     frame = frame.reindex(columns=list(dict.fromkeys([*frame, *_TIMED])))
-    frame = frame.assign(**_families(frame)).astype({"speedup_num_launches": "Int64"})
+    frame = frame.assign(**_families(frame)).astype({"speedup_num_launches": "Int64", "capacity_factor": float})
     return frame.merge(comparisons(store).drop(columns="facts"), on=COMPARISON, how="left", validate="m:1")
 
 

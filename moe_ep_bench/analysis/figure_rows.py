@@ -399,18 +399,17 @@ def whole_rows(store: Store) -> pd.DataFrame | None:
     most = rows["most_by_amdahl"].map(
         "however fast its MoE layers, no pass gains more than {:.3f} (Amdahl)".format, "ignore"
     )
-    built = "of {:.0f} layers {:.0f} were built and timed; hatched: extrapolated from the mean MoE layer"
-    built = [built.format(*pair) for pair in rows[["of_layers", "num_layers"]].itertuples(index=False)]
-    rows = rows.assign(note=most.where(rows["all_layers_ms_extrapolated"].isna(), built))
+    built = "{:.0f} of {:.0f} layers were built and timed; hatched: extrapolated from the mean MoE layer"
+    built = [built.format(*pair) for pair in rows[["num_layers", "of_layers"]].itertuples(index=False)]
     all_layers = {"time_ms": rows["all_layers_ms_extrapolated"], "speedup_median": rows["speedup_extrapolated"]}
     parts = [
         in_parts(blank.assign(shows="part"), {f"mean_rank_{part}_ms": part for part in PARTS}, "part"),
-        rows[rows["speedup_median"].notna()].assign(shows="end to end"),
+        rows.assign(note=most)[rows["speedup_median"].notna()].assign(shows="end to end"),
         of_layers[others & rows["moe_speedup_median"].notna()].assign(shows="MoE layers alone"),
         blank.assign(speedup_median=rows["by_amdahl"].astype(float), shows="by Amdahl", origin="computed")[
             others & rows["by_amdahl"].notna()
         ],
-        blank.assign(**all_layers, shows="all layers", origin="extrapolated")[
+        blank.assign(**all_layers, note=built, shows="all layers", origin="extrapolated")[
             rows["all_layers_ms_extrapolated"].notna()
         ],
         bounds.assign(

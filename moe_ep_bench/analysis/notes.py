@@ -18,7 +18,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import COMPARISON, cases, routing
 from moe_ep_bench.analysis.columns import NONE
-from moe_ep_bench.analysis.origins import component_words, workload_words
+from moe_ep_bench.analysis.origins import component_words
 from moe_ep_bench.analysis.reduce import probe_floor_us
 from moe_ep_bench.analysis.store import Comparison, Store
 from moe_ep_bench.config import LPLB_SOLVE_US
@@ -428,7 +428,7 @@ NOTES = (
         "model (modelled: attention{} {}, dense layers, norms, output)",
         _pass_words,
     ),
-    Note(_ALL, "{}", lambda of: workload_words(of.facts), 6),
+    Note(_ALL, "{}", lambda of: of.rows["workload_words"].iloc[0], 6),
     Note("model", "MoE layers: {}, each with scores of its own: fullest expert {:.2f} to {:.2f} x mean", _model_extent),
     Note("model", "{}", lambda of: shared_by_chance_words(of.facts.whole.shared_by_chance)),
     Note("model", "attention: {}, data-parallel; {}", _attention),

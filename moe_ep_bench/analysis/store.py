@@ -346,7 +346,7 @@ def _read_conditions(
 def _without_baseline(path: Path, comparison: Comparison) -> Sequence[str]:
     """A line where a comparison can have no speedups."""
     number = sum(case.is_ok for case in comparison.cases)
-    if not number or comparison.case_of("baseline") is not None:
+    if isinstance(comparison.facts, RoutedFacts) or not number or comparison.case_of("baseline") is not None:
         return []
     return [
         f"{path}: comparisons.{comparison.comparison_id} ({comparison.facts.title}): native, its baseline, is not "

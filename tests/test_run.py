@@ -154,7 +154,7 @@ def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
     ]  # fmt: skip
     config = finished.parent / "config.yaml"
     assert run["config_text"] == config.read_text()
-    assert run["command"].startswith(f"moe-ep-bench run {config} ")
+    assert run["command"].startswith(f"moe-ep-bench run --nproc 2 {config} "), "as the user gave it"
     beside = (finished / "run.json").read_text().replace(run["command"], "")
     assert str(finished.parent) not in beside, "a path of this machine that no command named"
     assert len(cases(load(finished))) == NUM_CASES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
@@ -21,6 +20,7 @@ from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.ranks import Ranks
+from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
 from moe_ep_bench.workload import Workload
 
@@ -50,7 +50,7 @@ def run_json(
         "mode": mode,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "config": list(configs),
-        **provenance.asked(sys.argv[1:]),
+        **provenance.asked(asked_arguments()),
         "environment": dict(environment),
         "hashes": {
             "code": provenance.code_hash(),

@@ -152,9 +152,10 @@ def asked(arguments: Sequence[str]) -> dict[str, str]:
     Args:
         arguments: of the process, without its name.
     """
-    if len(arguments) < 2 or arguments[0] not in _OF_A_CONFIG or not Path(arguments[1]).is_file():
+    config = next((Path(argument) for argument in arguments[1:] if Path(argument).is_file()), None)
+    if config is None or arguments[0] not in _OF_A_CONFIG:
         return {}
-    return {"command": shlex.join(["moe-ep-bench", *arguments]), "config_text": read_text(Path(arguments[1]))}
+    return {"command": shlex.join(["moe-ep-bench", *arguments]), "config_text": read_text(config)}
 
 
 def describe(device: torch.device) -> dict[str, Any]:

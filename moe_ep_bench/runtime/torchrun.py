@@ -9,6 +9,7 @@ whatever became of the cases, so that nothing is restarted; the first of a node 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -23,6 +24,8 @@ from moe_ep_bench.runtime.exit_codes import LOST
 
 # Of ranks: the folder in which they leave their status, and find a request to close.
 _FOLDER = "MOE_EP_BENCH_LAUNCH"
+# Of ranks: the arguments of the command that started them, as JSON.
+_ARGUMENTS = "MOE_EP_BENCH_ARGUMENTS"
 
 
 def num_nodes() -> int:
@@ -61,7 +64,10 @@ def torchrun(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) -> 
     options += [] if "PET_MAX_RESTARTS" in os.environ else [f"--max-restarts={max_restarts}"]
     options += ["--standalone"] if num_nodes() == 1 else []
     with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as folder:
-        with _environment({**_defaults(), _FOLDER: folder}), _closing_on_signal(Path(folder)):
+        with (
+            _environment({**_defaults(), _FOLDER: folder, _ARGUMENTS: json.dumps(sys.argv[1:])}),
+            _closing_on_signal(Path(folder)),
+        ):
             try:
                 main([*options, f"--log-dir={folder}", "-m", "moe_ep_bench", *arguments])
             except SignalException as stopped:
@@ -91,6 +97,11 @@ def leave_status(status: int) -> int:
 def is_launched() -> bool:
     """In a rank: whether ``torchrun`` above started it, and not somebody's own."""
     return _FOLDER in os.environ
+
+
+def asked_arguments() -> list[str]:
+    """Arguments of the command that the user gave: in a rank those of the process that started it."""
+    return json.loads(os.environ[_ARGUMENTS]) if _ARGUMENTS in os.environ else sys.argv[1:]
 
 
 def asked_to_close() -> bool:

@@ -187,7 +187,7 @@ FIGURES = {
             f"{GAMMA}; above them what has none."
         ),
         columns=_SWEPT,
-        height=lambda rows: (_most_of(rows, "step") + 0.3) * 0.48 + 1.1,
+        height=lambda rows: (_most_of(rows, "step") + 0.3) * 0.48 + 1.1 + 0.4 * (rows["title"].str.len().max() // 60),
         limit=8,
     ),
     "sweep": Figure(

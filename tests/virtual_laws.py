@@ -165,7 +165,7 @@ def experts_in_slots_equal_the_dense_reference(lab: Lab) -> None:
     counts_RE = np.full((4, LITE.num_experts), 5)
     pairs_P = balance(plan.slot_expert_LP[0], counts_RE.sum(axis=0), 4)
     for slots in (
-        ExpertPlacement(torch.arange(LITE.num_experts).view(-1, 4).t().flatten(), LITE.num_experts, 4),
+        ExpertPlacement(np.arange(LITE.num_experts).reshape(-1, 4).T.flatten(), LITE.num_experts, 4),
         even,
         replace(even, split=Split.of(even.expert_P, pairs_P, counts_RE)),
     ):

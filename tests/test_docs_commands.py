@@ -171,7 +171,8 @@ def arguments_of(line: str) -> list[str]:
     if line in LISTED:
         return [*arguments, LISTED[line][0]]
     if line.startswith("plot"):
-        return [*arguments, "--format", "svg", "--figures", "speedup"]  # the report draws all
+        # The page draws all.
+        return [*arguments, "--format", "svg", *(() if "--x" in arguments else ("--figures", "speedup"))]
     configs = [one for one in arguments if one.endswith(".yaml")] if "--list-points" not in arguments else []
     for config in configs:
         stem = Path(config).stem

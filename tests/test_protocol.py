@@ -308,26 +308,6 @@ def calibrates(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrate._measure(ranks, [calibrate.Exchange("all_reduce", "both", "even", 8)], 6, lambda: None)
 
 
-def times_experts_alone(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_ep_bench.bench import validate
-
-    experts = SimpleNamespace(native=SimpleNamespace(experts=clock.does("work")))
-    built = SimpleNamespace(subject=SimpleNamespace(pairs={None: experts}))
-    monkeypatch.setattr(validate, "clock_for", clock.of)
-    monkeypatch.setattr(validate, "builder", lambda *_: None)
-    monkeypatch.setattr(validate, "VirtualRanks", lambda *_: built)
-    monkeypatch.setattr(validate, "counts_of", lambda *_: np.array([[1, 2]]))
-    monkeypatch.setattr(validate, "chosen_cases", lambda comparison: [SimpleNamespace(case_id="case")])
-    layer, timing = SimpleNamespace(seed=0, dtype="float32"), SimpleNamespace(flush_l2=False, preroll_us=300)
-    comparison = SimpleNamespace(
-        model=SimpleNamespace(hidden_size=4),
-        ep_size=2,
-        comparison_id="comparison",
-        experiment=SimpleNamespace(layer=layer, measure=timing),
-    )
-    assert len(list(validate._time_alone(comparison, None, torch.device("cpu")))) == 2 * validate.REPETITIONS
-
-
 def profiles(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
     from moe_ep_bench.bench.profile import _iterate
 
@@ -365,7 +345,7 @@ ALIGNED, ALONE = ["hold", "meet", "stamp", "work", "stamp"], ["hold", "stamp", "
     ("times", "expected"),
     [
         *((times, ALIGNED) for times in (probes, calibrates, profiles)),
-        *((times, ALONE) for times in (finds_ceilings, times_experts_alone, benchmarks_experts, benchmarks_policies)),
+        *((times, ALONE) for times in (finds_ceilings, benchmarks_experts, benchmarks_policies)),
         (measures, ["flush", *ALIGNED]),
         (benchmarks_decode, ["flush", *ALONE]),
     ],

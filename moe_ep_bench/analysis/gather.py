@@ -65,7 +65,7 @@ def gather(directories: Sequence[Path]) -> Gathered:
     found: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
     passed_over, notes = [], []
     pools: dict[tuple, dict[str, Run]] = {}
-    for name, directory in named(directories).items():
+    for name, directory in _named(directories).items():
         kind = kind_of(directory)
         try:
             run = _read(kind, directory, passed_over)
@@ -116,18 +116,18 @@ def _read(kind: str, directory: Path, passed_over: list[str]) -> Any:
     return over_draws(run)[0] if kind == "models" else run
 
 
-def named(directories: Iterable[Path]) -> dict[str, Path]:
+def _named(directories: Iterable[Path]) -> dict[str, Path]:
     """Directories by a short name of each: its own, with as many of the folders above it as tell it from the others."""
     different: dict[Path, Path] = {}
     for directory in directories:
         different.setdefault(directory.resolve(), directory)
     parts = {directory: Path(os.path.abspath(directory)).parts[1:] for directory in different.values()}
-    found = {}
+    named = {}
     for directory, own in parts.items():
         ends = (own[-number:] for number in range(1, len(own) + 1))
         unique = (end for end in ends if sum(other[-len(end) :] == end for other in parts.values()) == 1)
-        found["-".join(next(unique, own)) or "root"] = directory
-    return found
+        named["-".join(next(unique, own)) or "root"] = directory
+    return named
 
 
 def pool(runs: dict[str, Run]) -> tuple[Run, list[str]]:

@@ -58,7 +58,7 @@ class Ranks:
     def oversubscribed(self) -> bool:
         """More ranks on this node than cores they may use: they share time slices, on GPUs those of their hosts."""
         cores = os.sched_getaffinity(0)
-        if "RANK" in os.environ:  # A rank may be bound to some of them (torchrun binds them).
+        if "RANK" in os.environ:  # A rank may be bound to some of its parent's.
             with contextlib.suppress(OSError):
                 cores |= os.sched_getaffinity(os.getppid())
         return self.local_world_size > len(cores)

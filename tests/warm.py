@@ -74,6 +74,8 @@ def _job(call: Sequence[object]) -> dict[str, object] | None:
         unbuffered |= arguments.pop(0) == "-u"
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
         return None
+    if arguments[0] == "-c" and "from multiprocessing" in arguments[1]:  # its children carry pickled state
+        return None
     env = None if call[_ENV] is None else [os.fsdecode(one) for one in call[_ENV]]
     env = dict(os.environ) if env is None else dict(one.split("=", 1) for one in env)
     if any(env.get(name) != value for name, value in READ_AT_START.items()):

@@ -207,8 +207,8 @@ def solve_sharpness(logits_TE: NDArray[np.float64], selection: RoutingContext, t
 def place_for_rank_load(load_E: NDArray[np.int64], num_ranks: int, target: float, hot_rank: int) -> NDArray[np.int64]:
     """Place experts so that the fullest of ``num_ranks`` contiguous ranks gets ``target`` times the mean load.
 
-    The hot rank starts from the hottest experts and exchanges them until its load is met; the others share the rest as
-    evenly as ``placement.pack`` does it.
+    The hot rank starts from the hottest experts and exchanges them until its load is met; where exchanges end short of
+    it, the next start takes one more of the coldest. The others share the rest as evenly as ``placement.pack`` does it.
 
     Args:
         load_E: load of each expert as drawn.
@@ -222,24 +222,33 @@ def place_for_rank_load(load_E: NDArray[np.int64], num_ranks: int, target: float
     """
     per_rank, mean = len(load_E) // num_ranks, load_E.sum() / num_ranks
     hottest_first_E = np.argsort(-load_E, kind="stable")
-    hot, others = hottest_first_E[:per_rank].copy(), hottest_first_E[per_rank:].copy()
+    for num_cold in range(per_rank + 1):
+        start = np.roll(hottest_first_E, num_cold)
+        hot, others = _exchanged(load_E, start[:per_rank], start[per_rank:], target * mean)
+        rank_RL = np.insert(_packed(load_E, np.sort(others), num_ranks - 1), hot_rank, np.sort(hot), axis=0)
+        achieved = load_E[rank_RL].sum(axis=1).max() / mean
+        if abs(achieved - target) <= RANK_LOAD_TOLERANCE * target:
+            return rank_RL.ravel()
+    most = load_E[hottest_first_E[:per_rank]].sum() / mean
+    least = load_E[_packed(load_E, np.arange(len(load_E)), num_ranks)].sum(axis=1).max() / mean
+    raise UserError(
+        f"rank_load: expected about {least:.2f} to {most:.2f} on {num_ranks} ranks with this peak load, got {target:g}"
+    )
+
+
+def _exchanged(
+    load_E: NDArray[np.int64], hot: NDArray[np.int64], others: NDArray[np.int64], wanted: float
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Exchange experts of the hot rank for others as long as that brings its load nearer to what is wanted."""
+    hot, others = hot.copy(), others.copy()
     while others.size:
-        surplus = load_E[hot].sum() - target * mean
+        surplus = load_E[hot].sum() - wanted
         after = np.abs(surplus + load_E[others][None, :] - load_E[hot][:, None])  # if the two change places
         place = np.unravel_index(np.argmin(after), after.shape)
         if after[place] >= abs(surplus):
             break
         hot[place[0]], others[place[1]] = others[place[1]], hot[place[0]]
-    rank_RL = np.insert(_packed(load_E, np.sort(others), num_ranks - 1), hot_rank, np.sort(hot), axis=0)
-    achieved = load_E[rank_RL].sum(axis=1).max() / mean
-    if abs(achieved - target) > RANK_LOAD_TOLERANCE * target:
-        most = load_E[hottest_first_E[:per_rank]].sum() / mean
-        least = load_E[_packed(load_E, np.arange(len(load_E)), num_ranks)].sum(axis=1).max() / mean
-        raise UserError(
-            f"rank_load: expected about {least:.2f} to {most:.2f} on {num_ranks} ranks with this peak load, "
-            f"got {target:g}"
-        )
-    return rank_RL.ravel()
+    return hot, others
 
 
 def _packed(load_E: NDArray[np.int64], experts: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:

@@ -143,7 +143,7 @@ def test_without_baseline_or_noise_case_there_are_no_speedups_or_no_verdict(tmp_
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
-        ({"probe_overhead": 0.05}, "probes cost more than 1.0 %"),
+        ({"probe_overhead": 0.05}, "probes cost more than 1 %"),
         ({"probe_overhead": 0.05, "facts": {"backend": "gloo"}}, "probes are not free on CPU ranks (gloo)"),
         ({"facts": {"oversubscribed": True}}, "no straggler speedup is claimed"),
         ({"facts": {"permute": {"requested": "auto", "ran": "indexed"}}}, "not to be set beside a paper's"),

@@ -164,6 +164,47 @@ class TimedFacts(ComparisonFacts):
         return self
 
 
+class PublishedNumber(JsonRecord):
+    """A paper's number for a task; of the unpatched model the policy is ``native``."""
+
+    policy: str
+    policy_params: dict[str, Any]
+    metric: str | None
+    num_fewshot: int | None
+    percent: float
+
+
+class Published(JsonRecord):
+    source: str
+    note: str
+    model: str  # as the paper calls it
+    numbers: list[PublishedNumber]
+    unstated: list[str] = Field([])  # fields of policies that the paper leaves open
+
+
+class JudgedFacts(JsonRecord):
+    """A comparison of ``quality``: a text or a task of the lm-evaluation-harness."""
+
+    title: str
+    model: str
+    order: int
+    num_experts: Count
+    num_ranks: Count  # virtual ones
+    top_k: Count
+    batch_size: Count
+    text: str | None = None
+    task: str | None = None
+    metric: str | None = None  # that tables show; None = all of the task's
+    limit: int | float | None = None  # of questions
+    published: Published | None = None
+
+    @model_validator(mode="after")
+    def _is_of_one(self) -> JudgedFacts:
+        if (self.text is None) == (self.task is None):
+            raise UserError("expected either text or task")
+        return self
+
+
 class CaseFacts(JsonRecord):
     comparison_id: str
     policy: str
@@ -173,6 +214,7 @@ class CaseFacts(JsonRecord):
     looks_past_top_k: bool
     extra_bytes_per_rank: float | None = None  # beyond native's, for replicas of experts
     order: int = 0  # in the config
+    phase: str | None = None  # of ``quality``: in which it is judged
 
     @field_validator("policy_params")
     @classmethod

@@ -25,6 +25,7 @@ from moe_ep_bench.analysis.figures import QUALITY_FIGURES, draw
 from moe_ep_bench.analysis.quality import (
     Quality,
     claims,
+    comparisons_of,
     half_over_batches,
     quality_tables,
     read_quality,
@@ -328,7 +329,7 @@ def quality_of(*comparisons: tuple[dict[str, Any], list[Judged]]) -> Quality:
                 row |= {"num_image_tokens": math.nan, **case["routing"], **ids, "batch": batch}
                 routing.append(row | {"peak_load": row["peak_load"] + 0.01 * batch})
     table = pd.DataFrame.from_dict(cases, orient="index", columns=list(columns))
-    return Quality(facts, table, pd.DataFrame(scores), pd.DataFrame(routing))
+    return Quality(comparisons_of(facts), table.rename_axis("case_id"), pd.DataFrame(scores), pd.DataFrame(routing))
 
 
 NATIVE = judged("native", {}, [0.0] * 12)
@@ -424,7 +425,8 @@ def test_checkpoints_are_put_together_by_pairs_that_all_have_and_other_texts_are
     first, (about, (native, score, _)) = seeds(0.1, 0.2)
     assert claims(quality_of(first, (about, [native, score]))).empty
     quality = quality_of(*seeds(0.1, 0.2), *seeds(0.1, text="other"))
-    assert [quality.title(group) for group in quality.groups] == ["2 checkpoints on words", "small-0 on words"]
+    titles = quality.comparisons.groupby("group")["comparison"].first()
+    assert titles.tolist() == ["2 checkpoints on words", "small-0 on words"]
 
 
 def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path, tmp_path: Path) -> None:
@@ -436,7 +438,7 @@ def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path,
     policies = f"policies=[{json.dumps({**DROP, 'metric': ['score', 'random']})}]"
     run_quality(folder / "config.yaml", tmp_path, ["sweep.model.checkpoint=[seed-1, seed-2]", policies])
     quality = read_quality(tmp_path)
-    assert [facts["model"] for facts in quality.facts.values()] == ["seed-1", "seed-2"]
+    assert quality.comparisons["model"].tolist() == ["seed-1", "seed-2"]
     assert set(text_costs(quality)["checkpoints"]) == {2}
 
 

@@ -19,7 +19,7 @@ import torch
 import yaml
 from test_quality import parts, refused
 
-from moe_ep_bench.analysis.quality import Quality, read_quality, task_means, task_scores, text_costs
+from moe_ep_bench.analysis.quality import Quality, comparisons_of, read_quality, task_means, task_scores, text_costs
 from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.cli import main
 from moe_ep_bench.papers.accuracies import load_table
@@ -365,7 +365,7 @@ def answered(*tasks: tuple[str, dict[str, float], float], shots: int | None = 5)
         common |= {"metric": "exact_match", "stderr": 0.01}
         rows += [{**common, "filter": name, "value": value} for name, value in by_filter.items()]
     cases = pd.DataFrame([{"case_id": task, "comparison_id": task, **case} for task in facts]).set_index("case_id")
-    return Quality(facts, cases, pd.DataFrame(rows), pd.DataFrame())
+    return Quality(comparisons_of(facts), cases, pd.DataFrame(rows), pd.DataFrame())
 
 
 def test_a_task_with_several_numbers_for_the_papers_one_is_left_out_of_the_means_and_named() -> None:

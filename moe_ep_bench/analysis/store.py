@@ -35,7 +35,7 @@ from moe_ep_bench.analysis.reading import (
 )
 from moe_ep_bench.analysis.reduce import Iterations, iterations_of, over_layers
 from moe_ep_bench.errors import printable
-from moe_ep_bench.facts import SHARED_ROLES, CaseFacts, Conditions, RoutedFacts, RunFacts, TimedFacts
+from moe_ep_bench.facts import SHARED_ROLES, CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.schema import LAYER_PHASES, PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA
 
@@ -171,7 +171,7 @@ def _read_directory(name: str, folder: Path, passed_over: list[str] | None) -> l
     run = typed(RunFacts, files.run_json, "", read_run_json(files.run_json))
     if run.mode not in _PARTS:
         raise ResultsError(f"{files.run_json}: mode: expected one of {', '.join(_PARTS)}, got {run.mode!r}")
-    facts, listed = _facts_of(files.run_json, run, errors)
+    facts, listed = facts_of(files.run_json, run, errors)
     for path in sorted(
         path for table in ("samples", "routing") for path in files.path(table, "").parent.glob("*.parquet")
     ):
@@ -212,11 +212,9 @@ def _read_directory(name: str, folder: Path, passed_over: list[str] | None) -> l
     return found
 
 
-def _facts_of(
-    path: Path, run: RunFacts, errors: Errors
-) -> tuple[dict[str, TimedFacts | RoutedFacts], dict[str, CaseFacts]]:
+def facts_of(path: Path, run: RunFacts, errors: Errors) -> tuple[dict[str, Any], dict[str, CaseFacts]]:
     """The comparisons and cases of run.json that can be trusted; with a comparison go its cases."""
-    model = RoutedFacts if run.mode == "route" else TimedFacts
+    model = {"route": RoutedFacts, "quality": JudgedFacts}.get(run.mode, TimedFacts)
     read = {
         key: errors.read(typed, model, path, f"comparisons.{key}", content) for key, content in run.comparisons.items()
     }

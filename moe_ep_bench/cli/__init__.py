@@ -315,7 +315,7 @@ def _quality(options: argparse.Namespace) -> int:
     run_quality(options.config, out, options.overrides, force=options.force, dry_run=options.dry_run)
     if not options.dry_run:
         print(quality_text(out))
-        if read_quality(out).groups:
+        if read_quality(out).comparisons["text"].notna().any():
             print(draw_all(out))
     return OK
 

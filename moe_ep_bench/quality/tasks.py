@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_ep_bench.bench.plan import CaseSpec
 from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.facts import Published, PublishedNumber
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.papers.accuracies import load_table
 from moe_ep_bench.quality.config import QualityExperiment, TaskConfig
@@ -31,7 +32,7 @@ class Task:
     config: TaskConfig
     tokenizer: Any
     index: TaskIndex
-    published: dict[str, Any] | None
+    published: Published | None
 
     @property
     def questions(self) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class Task:
             "metric": self.config.metric,
             "batch_size": self.experiment.batch_size,
             "limit": self.experiment.limit,
-            "published": self.published,
+            "published": self.published and self.published.model_dump(),
         }
 
     def manager(self) -> Any:
@@ -80,7 +81,7 @@ class Task:
             yield case, {"quality": rows}
 
 
-def published_numbers(experiment: QualityExperiment, task: str) -> dict[str, Any] | None:
+def published_numbers(experiment: QualityExperiment, task: str) -> Published | None:
     """What the table of ``published`` says of a task; None where the config names none.
 
     Raises:
@@ -95,20 +96,18 @@ def published_numbers(experiment: QualityExperiment, task: str) -> dict[str, Any
         raise UserError(f"published.table: {problem}") from None
     if chosen.model not in table.models:
         raise UserError(f"published.model: expected one of {', '.join(table.models)}, got {brief(chosen.model)}")
-    numbers = [
-        {
-            "policy": "native" if cell.policy is None else cell.policy.name,
-            "policy_params": {
-                key: value
-                for key, value in ({} if cell.policy is None else cell.policy.params()).items()
-                if key not in chosen.unstated
-            },
-            "num_fewshot": cell.column.num_fewshot,
-            "metric": cell.column.metric,
-            "percent": cell.percent,
-        }
-        for cell in table.cells(chosen.model)
-        if cell.column.task == task
-    ]
-    about = {"source": table.source, "note": table.note, "model": chosen.model, "numbers": numbers}
-    return about | ({"unstated": list(chosen.unstated)} if chosen.unstated else {})
+    numbers = []
+    for cell in table.cells(chosen.model):
+        if cell.column.task == task:
+            params = {} if cell.policy is None else cell.policy.params()
+            number = PublishedNumber(
+                policy="native" if cell.policy is None else cell.policy.name,
+                policy_params={key: value for key, value in params.items() if key not in chosen.unstated},
+                metric=cell.column.metric,
+                num_fewshot=cell.column.num_fewshot,
+                percent=cell.percent,
+            )
+            numbers.append(number)
+    return Published(
+        source=table.source, note=table.note, model=chosen.model, numbers=numbers, unstated=list(chosen.unstated)
+    )

@@ -333,7 +333,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _trace_info(options: argparse.Namespace) -> int:
-    from moe_ep_bench.workload.trace_info import trace_info
+    from moe_ep_bench.workload.trace import trace_info
 
     print(trace_info(options.file))
     return OK

@@ -96,6 +96,12 @@ def recorded(path, **changes):
     return RecordedWorkload(path, **{**fields, "tail": "popularity", **changes})
 
 
+def tokens_of(workload, index):
+    """Which recorded tokens make up a batch, counted through all recordings, one after the other."""
+    spans = zip(*workload._spans(index), strict=True)
+    return np.concatenate([np.arange(first, first + length) for first, length in spans])
+
+
 @pytest.mark.parametrize("tail", TAILS)
 def test_the_top_k_of_a_batch_are_the_recorded_experts_in_their_order(trace, tail):
     workload = recorded(trace, tail=tail, num_tokens=150)
@@ -103,7 +109,7 @@ def test_the_top_k_of_a_batch_are_the_recorded_experts_in_their_order(trace, tai
     assert (np.diff(scores_TK.astype(float), axis=1) == 0).any(), "the file should hold ties"
     for index in range(2):
         scores_TE = workload.batch(index).scores_TE
-        token_T = workload.draw(index)
+        token_T = tokens_of(workload, index)
         assert_rows_are_distributions_without_ties(scores_TE)
         best = scores_TE.topk(K + 1, dim=1)
         np.testing.assert_array_equal(best.indices[:, :K].numpy(), ids_TK[token_T])
@@ -113,7 +119,7 @@ def test_the_top_k_of_a_batch_are_the_recorded_experts_in_their_order(trace, tai
 
 def test_a_short_recording_is_gone_through_as_often_as_it_takes_and_says_so(trace):
     workload = recorded(trace, num_tokens=3 * TOKENS)
-    assert np.bincount(workload.draw(0)).tolist() == [3] * TOKENS
+    assert np.bincount(tokens_of(workload, 0)).tolist() == [3] * TOKENS
     assert workload.batch(0).sequence_id_T[-1] == 3 * len(LENGTHS) - 1
     facts = workload.describe()
     assert facts["recording"]["sources"][0]["passes_per_batch"] == 3.0
@@ -156,7 +162,7 @@ def test_normalised_scores_get_the_share_that_the_user_names(normalised_trace):
     assert_rows_are_distributions_without_ties(scores_TE)
     best_TK = scores_TE.topk(K, dim=1).values
     torch.testing.assert_close(best_TK.sum(1), torch.full((50,), 0.85), rtol=0, atol=1e-6)
-    token_T = workload.draw(0)
+    token_T = tokens_of(workload, 0)
     ratio_TK = best_TK.numpy() / workload.traces[0].read_layer(1)[1][token_T].astype(np.float32)
     np.testing.assert_allclose(ratio_TK, 0.85, rtol=2e-3)
     assert workload.describe()["targets"] == {"topk_share": 0.85}
@@ -257,7 +263,7 @@ def test_a_mixture_replays_the_routing_of_every_recording_to_the_letter(domains,
     workload = recorded([(path, 1) for path in domains], num_tokens=40, arrangement=arrangement)
     ids_TK = np.concatenate([open_trace(path).read_layer(1)[0] for path in domains])
     for index in range(2):
-        token_T = workload.draw(index)
+        token_T = tokens_of(workload, index)
         assert len(set((token_T >= 70).tolist())) == 2
         scores_TE = workload.batch(index).scores_TE
         assert_rows_are_distributions_without_ties(scores_TE)
@@ -380,7 +386,7 @@ def test_mixed_batches_are_the_same_bytes_whenever_and_beside_whichever_others_t
     assert torch.equal(again.batch(1).sequence_id_T, fresh.sequence_id_T)
     same, other = recorded(sources, num_tokens=24, **change), recorded(sources, num_tokens=24, seed=1, **change)
     assert same.fingerprint() != other.fingerprint()
-    drawn = [np.concatenate([workload.draw(index) for index in range(2)]) for workload in (same, other)]
+    drawn = [np.concatenate([tokens_of(workload, index) for index in range(2)]) for workload in (same, other)]
     assert not np.array_equal(*drawn)
 
 

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -37,12 +36,10 @@ from moe_ep_bench.bench.traffic import (
 )
 from moe_ep_bench.kernels import compiled
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.metrics import score_order, token_overlap
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.policies.frontier import Frontier
-from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.workload import RecordedWorkload, TokenBatch, deal
+from moe_ep_bench.workload import TokenBatch, deal
 
 _CPU = torch.device("cpu")
 
@@ -72,8 +69,6 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
         lambda run_id: describe_run(run_id, comparisons, provenance.describe(_CPU)),
         routed,
         unit=("batch", lambda comparison, cases: comparison.workload.num_batches),
-        # What a comparison leaves beside its cases stands under the same rule.
-        is_left=lambda comparison: force or not directory.is_done("score_curves", comparison.comparison_id),
         force=force,
     )
     return directory
@@ -85,7 +80,6 @@ def _route_comparison(
     """Route ``cases`` and write their parts; one batch is in memory at a time."""
     layer = comparison.experiment.layer
     rows_of: dict[str, dict[str, list[Any]]] = {case.case_id: defaultdict(list) for case in cases}
-    beside: dict[str, dict[str, list[Any]]] = {"overlap": defaultdict(list), "score_curves": defaultdict(list)}
     frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
     num_experts = comparison.model.num_experts
     rank_E = torch.arange(num_experts) // (num_experts // comparison.ep_size)
@@ -107,17 +101,11 @@ def _route_comparison(
                 load_E = torch.tensor([row["load_E"] for row in rows]).sum(dim=0)
                 own = {"batch": index, "layer": comparison.layer, **frontier_row(case, frontier, load_E, rank_E)}
                 frontiers[case.case_id].append(own)
-        found = {"overlap": _overlap_rows(comparison, batch, index), "score_curves": _score_rows(batch)}
-        for table, row in ((table, row) for table, of_batch in found.items() for row in of_batch):
-            _append(beside[table], {**row, "batch": index, "comparison_id": comparison.comparison_id})
         progress.update()
     for case in cases:
         named = identity("route", run_id, comparison, case)
         write_frontier(directory, comparison, case, frontiers[case.case_id])
         directory.write("routing", case.case_id, {**named, **rows_of[case.case_id]})
-    for table, columns in beside.items():  # There may be no pair of tokens.
-        if columns:
-            directory.write(table, comparison.comparison_id, columns)
 
 
 def _shares(comparison: Comparison, batch: TokenBatch) -> list[Share]:
@@ -155,23 +143,6 @@ def _route_batch(router: CaseRouter, shares: Sequence[Share], index: int, kernel
             row["image_load_E"] = routing.map_TE[is_image_T].sum(dim=0).tolist()
         rows.append(row)
     return rows
-
-
-def _score_rows(batch: TokenBatch) -> list[dict[str, Any]]:
-    columns = score_order(batch.scores_TE)
-    places = range(batch.scores_TE.shape[1])
-    return [{"position": place + 1, **{name: float(of[place]) for name, of in columns.items()}} for place in places]
-
-
-def _overlap_rows(comparison: Comparison, batch: TokenBatch, index: int) -> list[dict[str, Any]]:
-    map_TE = top_k_map(batch.scores_TE, comparison.subject.context(0, batch.sequence_id_T, None))
-    domain_T = None
-    if isinstance(comparison.workload, RecordedWorkload):
-        token_T = comparison.workload.draw(index)
-        ends = np.cumsum([trace.num_tokens for trace in comparison.workload.traces])
-        domain_T = torch.from_numpy(np.searchsorted(ends, token_T, side="right"))
-    found = token_overlap(map_TE, batch.sequence_id_T, domain_T)
-    return [{"kind": kind, "num_pairs": pairs, "shared_experts": shared} for kind, (pairs, shared) in found.items()]
 
 
 def _append(rows: dict[str, list[Any]], row: Mapping[str, Any]) -> None:

@@ -167,11 +167,6 @@ class RecordedWorkload(Workload):
             token_T, jitter_TE = tokens(chunk), np.concatenate(jitter)
             yield fill_tail(ids_TK[token_T].astype(np.int64), fitted.scores_TK[token_T], weights_E, jitter_TE)
 
-    def draw(self, index: int) -> NDArray[np.int64]:
-        """Which recorded tokens make up a batch: int64 [T], counted through all recordings, one after the other."""
-        first_S, length_S = self._spans(index)
-        return np.arange(self.num_tokens) + (first_S + length_S - length_S.cumsum()).repeat(length_S)
-
     def _spans(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The first recorded token of each sequence (or slot) of a batch, and how many there are: both int64 [S]."""
         if self.arrangement == "decode":

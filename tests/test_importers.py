@@ -491,6 +491,7 @@ def array(name, value):
 MAP, IDS, LENGTHS = "last_physical_to_logical_map", "topk_ids_of_layer", "extend_seq_lens"
 ROUTED = "routed_experts"
 NOBODY = np.array([[{}]], dtype=object)
+# fmt: off
 # What is wrong: the place that the error names behind the file, and the change.
 DAMAGE = {
     "flame-moe": {
@@ -499,20 +500,16 @@ DAMAGE = {
         "another shape": ("0.2.probs: ", array("0.2.probs", np.zeros((2, 2)))),
         "more than all mass": ("0.2: token 0: scores: ", item("0.2.probs", 0, 0.9)),
         "a pickle": ("0.2.ids: ", array("0.2.ids", NOBODY)),
-        "another number of tokens": (
-            "1.3: layer 3: ",
-            lambda made: made.update({f"1.3.{name}": made[f"1.3.{name}"][:2] for name in ("ids", "probs")}),
-        ),
+        "another number of tokens": ("1.3: layer 3: ", lambda made: made.update(
+            {f"1.3.{name}": made[f"1.3.{name}"][:2] for name in ("ids", "probs")})),
     },
     "esft": {
         "a weight too many": (":1: ", lambda text: text.replace("\t\t", "\t\t0.1\t", 1)),
         "no whole id": (":1: ", lambda text: "8.5" + text[text.index("\t") :]),
         "an empty line": (": ", lambda text: text + "\n"),
         "a text too few": (": ", lambda text: text[: text[:-1].rindex("\n") + 1]),
-        "texts change places": (
-            ":2: layer 7: ",
-            lambda text: "".join(text.splitlines(keepends=True)[line] for line in (0, 2, 1)),
-        ),
+        "texts change places": (":2: layer 7: ", lambda text: "".join(
+            text.splitlines(keepends=True)[line] for line in (0, 2, 1))),
         "NaN": (":3: token 1: scores: ", entry(2, 9, "nan")),
         "more than all mass": (":3: token 1: scores: ", entry(2, 9, "0.99")),
     },
@@ -528,10 +525,8 @@ DAMAGE = {
         "another shape": (":2: logit_shape: ", record(1, logit_shape=[5, 16])),
         "beyond the sidecar": (":4: logits_rank0.bin: ", record(3, logit_offset=10**6)),
         "a layer less": (": step 1: layer 3: ", lambda records: records.pop()),
-        "another pass": (
-            ": step 1: layer 3: ",
-            record(3, num_tokens=2, top_indices=[[1, 2, 3]] * 2, logit_shape=[2, 16], logit_bytes=64),
-        ),
+        "another pass": (": step 1: layer 3: ", record(
+            3, num_tokens=2, top_indices=[[1, 2, 3]] * 2, logit_shape=[2, 16], logit_bytes=64)),
     },
     "sglang": {
         "no map": (MAP, array(MAP, None)),
@@ -540,7 +535,8 @@ DAMAGE = {
         "another number of layers": (f"0.{IDS}: ", array(MAP, np.zeros((3, 20), int))),
         "no such expert": (f"0.{IDS}: layer 2: ", item(f"0.{IDS}", (2, 3, 1), 20)),
         "an expert less": (f"0.{IDS}: token 3: ", item(f"0.{IDS}", (2, 3, 1), -1)),
-        "filling with experts": (f"0.{IDS}: token 7: ", item(f"0.{IDS}", (slice(1, 4), 7), [1, 2, 3, *[-1] * 5])),
+        "filling with experts": (
+            f"0.{IDS}: token 7: ", item(f"0.{IDS}", (slice(1, 4), 7), [1, 2, 3, *[-1] * 5])),
         "lengths of more": (f"0.{LENGTHS}: ", array(f"0.{LENGTHS}", np.array([6, 3]))),
         "no place": (f"0.{IDS}: position: ", item("0.positions", 1, -5)),
         "a layer more": (f"1.{IDS}: layer 0: ", lambda made: made[f"1.{IDS}"].__setitem__(0, made[f"1.{IDS}"][1])),
@@ -554,6 +550,7 @@ DAMAGE = {
         "nothing recorded": ("", lambda made: [value.fill(-1) for value in made.values()]),
     },
 }
+# fmt: on
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in DAMAGE for name in DAMAGE[kind]])

@@ -220,7 +220,7 @@ def _counts_by_numba(
     from moe_ep_bench.kernels.counting import routing_counts
 
     valid_T = np.empty(0, np.bool_) if context.token_mask_T is None else context.token_mask_T.numpy()
-    maps = (one.contiguous().numpy().view(np.uint8) for one in (map_TE, top_k_TE))
+    maps = (map_.contiguous().numpy().view(np.uint8) for map_ in (map_TE, top_k_TE))
     return RoutingCounts(*routing_counts(*maps, scores_TE.contiguous().numpy(), valid_T, context.num_ranks))
 
 

@@ -84,8 +84,8 @@ class Compiled:
     def _form(self, scores_TE: Tensor, context: RoutingContext) -> Form:
         num_tokens, num_experts = scores_TE.shape
         here = self.policy.in_layer(context.layer_fraction)
-        one = self if here is self.policy else compiled(here, self.device_type, self.kernel)
-        return _form(one, num_tokens, num_experts)
+        form = self if here is self.policy else compiled(here, self.device_type, self.kernel)
+        return _form(form, num_tokens, num_experts)
 
     def select_all(self, scores: Sequence[Tensor], contexts: Sequence[RoutingContext]) -> list[Routing]:
         """``select`` for all ranks at once, where one process holds every rank's scores.
@@ -109,7 +109,7 @@ class Compiled:
             raise UserError(f"kernel: expected one of {AUTO}, {', '.join(KERNELS)}; got {self.kernel!r}")
 
         shape = self.device_type, num_tokens, num_experts
-        able = (one for one in KERNELS if not _objection(self.policy, one, *shape))
+        able = (kernel for kernel in KERNELS if not _objection(self.policy, kernel, *shape))
         if self.kernel == AUTO:
             return next(able)
         if reason := _objection(self.policy, self.kernel, *shape):

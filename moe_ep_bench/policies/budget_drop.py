@@ -86,7 +86,7 @@ class BudgetDrop(SteppedPolicy):
         """Which cells are given up, from the statistics of all ranks: bool [bins, E]."""
         pairs_SE, mass_SE = stats_SE.view(2, self.num_bins, -1)
         num_groups = num_ranks if self.granularity == "rank" else pairs_SE.shape[1]
-        pairs_GC, mass_GC = (_by_group(one, num_groups) for one in (pairs_SE, mass_SE))
+        pairs_GC, mass_GC = (_by_group(values_SE, num_groups) for values_SE in (pairs_SE, mass_SE))
         # Empty cells go last, where they change nothing.
         mean_GC = torch.where(pairs_GC > 0, mass_GC / pairs_GC, torch.inf)
         order_GC = mean_GC.sort(dim=1, stable=True).indices

@@ -171,8 +171,8 @@ class Policy:
     @cached_property
     def by_layer(self) -> dict[str, ByLayer]:
         """The fields that differ by layer."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in found.items() if isinstance(value, ByLayer)}
+        values_of = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values_of.items() if isinstance(value, ByLayer)}
 
     def in_layer(self, layer_fraction: float) -> Self:
         """The policy with the values of one layer (``RoutingContext.layer_fraction``), which routes there.
@@ -189,9 +189,9 @@ class Policy:
         """
         default = {field.name: field.default for field in fields(self)}
         values = asdict(self)
-        found = {key: value for key, value in values.items() if key not in self.optional or value != default[key]}
+        told = {key: value for key, value in values.items() if key not in self.optional or value != default[key]}
         layered = {name: list(values) for name, values in self.by_layer.items()}
-        return {**found, **dict.fromkeys(layered), "by_layer": layered} if layered else found
+        return {**told, **dict.fromkeys(layered), "by_layer": layered} if layered else told
 
     @property
     def label(self) -> str:

@@ -37,7 +37,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Import a name of ``__all__`` when it is first used: a config opens recordings, and must not wait for torch."""
     for module in ("trace", "batch", "workload", "replay", "synthetic") if name in __all__ else ():
-        found = importlib.import_module(f"{__name__}.{module}")
-        if hasattr(found, name):
-            return getattr(found, name)
+        content = importlib.import_module(f"{__name__}.{module}")
+        if hasattr(content, name):
+            return getattr(content, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

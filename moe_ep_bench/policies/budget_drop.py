@@ -38,7 +38,7 @@ Granularity = Literal["rank", "expert"]
 
 NUM_OCTAVES = 16
 # Sums of multiples of it are exact up to 2**21, two million tokens of softmax scores.
-_SCORE_UNIT = 2.0**-32
+SCORE_UNIT = 2.0**-32
 
 
 @policy
@@ -73,7 +73,7 @@ class BudgetDrop(SteppedPolicy):
 
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         top_k_TE = top_k_map(scores_TE, context, self.steps)
-        return self.steps.histogram(scores_TE, top_k_TE, self.num_bins, self.bins_per_octave, _SCORE_UNIT)
+        return self.steps.histogram(scores_TE, top_k_TE, self.num_bins, self.bins_per_octave, SCORE_UNIT)
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         stats_SE = self.stats(scores_TE, context) if stats_SE is None else stats_SE

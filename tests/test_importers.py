@@ -562,6 +562,21 @@ def test_a_damaged_source_is_refused_with_file_and_place(tmp_path, out, kind, na
     assert place in text.removeprefix(str(path))
 
 
+@pytest.mark.parametrize(
+    ("ids_TLN", "known", "layers"),
+    [
+        ([[[0, 0], [3, 1]], [[0, 0], [0, 2]]], [True, True], {1: [[3, 1], [0, 2]]}),  # a layer of zeros does not route
+        ([[[-1, -1], [3, -1]], [[-1, -1], [0, -1]]], [True, True], {1: [[3], [0]]}),  # K = 1 of two places
+        ([[[0], [0]]], [True], {0: [[0]], 1: [[0]]}),  # K = 1: zeros are experts
+        ([[[1, 0]], [[-1, -1]], [[2, 3]]], [True, False, True], {0: [[1, 0], [2, 3]]}),
+        ([[[-1, -1]]], [False], {}),
+    ],
+)
+def test_what_was_recorded_is_told_from_what_fills_up_an_array(ids_TLN, known, layers):
+    known_T, found = arrays.routed_part(np.array(ids_TLN), "here")
+    assert (known_T.tolist(), {layer: ids_TK.tolist() for layer, ids_TK in found.items()}) == (known, layers)
+
+
 @pytest.mark.parametrize("value", [0x7FC0, 0xFF80])  # NaN and an infinity in bfloat16
 def test_megatrons_logits_must_be_finite(tmp_path, out, value):
     megatron(tmp_path / "trace")
@@ -581,6 +596,7 @@ RESPONSES = {
     "no experts": ("vllm", '{"choices": [{"text": ""}]}'),
     "ragged": ("vllm", [[[1, 2], [3]]]),
     "a pickle": ("vllm", npy(NOBODY)),
+    "a broken header": ("vllm", base64.b64encode(base64.b64decode(npy(np.zeros(6))).replace(b"}", b" ")).decode()),
     "floats": ("vllm", npy(np.zeros((1, 2, 3)))),
     "flat": ("vllm", npy(np.zeros(6, np.int32))),
     "no text": ("sglang", {}),

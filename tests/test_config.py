@@ -10,7 +10,8 @@ import yaml
 from test_workload import top_k_load
 
 from moe_ep_bench.bench.description import describe_experiment
-from moe_ep_bench.bench.plan import RANKS, Comparison
+from moe_ep_bench.bench.plan import RANKS, Comparison, compare
+from moe_ep_bench.bench.words import describe_workload
 from moe_ep_bench.config import ConfigError, SyntheticConfig, load_experiments
 from moe_ep_bench.presets import REMOVED
 from moe_ep_bench.workload.skews import SKEWS, Skews, load_skew
@@ -30,13 +31,13 @@ def experiment(folder: Path, *, model: dict | None = None, workload: dict | None
 
 
 def comparison(folder: Path, world_size: int = 1, **sections: dict) -> Comparison:
-    return Comparison.of(experiment(folder, **sections), RANKS, world_size, on_cpu=True)
+    return compare(experiment(folder, **sections), RANKS, world_size, on_cpu=True)
 
 
 @pytest.mark.parametrize("skew", SKEWS)
 def test_a_named_skew_says_what_it_was_calibrated_to(skew: str, tmp_path: Path) -> None:
     sections = {"model": {"preset": "qwen3-30b-a3b", "scale": 0.03125}, "workload": {"skew": skew, "num_tokens": 512}}
-    described = comparison(tmp_path, 8, **sections).describe_workload()
+    described = describe_workload(comparison(tmp_path, 8, **sections))
     assert described["description"].startswith(f"synthetic, calibrated to {skew} (")
     assert described["kind"] == "synthetic"
     assert described["skew"]["peak_load"] == load_skew("qwen3-30b-a3b", skew).peak_load
@@ -49,7 +50,7 @@ def test_a_skews_rank_load_holds_at_its_ep_size_and_experts_stand_at_random_at_o
     ep_size: int, tmp_path: Path
 ) -> None:
     found = skewed(tmp_path, ep_size, seed=0)
-    described = found.describe_workload()
+    described = describe_workload(found)
     load_R = top_k_load(found.workload.batch(0).scores_TE, found.model.top_k).view(ep_size, -1).sum(dim=1)
     is_its_own = ep_size == 8
     assert ("rank_load" in described["targets"]) == is_its_own
@@ -227,13 +228,13 @@ def test_padding_makes_another_case_and_is_named(tmp_path: Path) -> None:
     masked, computed = planned(padding_per_rank=3), planned(padding_per_rank=3, mask_padding=False)
     assert len({one.cases[2].case_id for one in (plain, masked, computed)}) == 3
     assert masked.workload.fingerprint() == plain.workload.fingerprint()
-    assert plain.describe_workload()["padding"] is None
+    assert describe_workload(plain)["padding"] is None
     assert masked.title.endswith(", unskewed, 3 padding a rank (masked)")
     assert computed.title.endswith(", unskewed, 3 padding a rank (not masked)")
-    assert computed.describe_workload()["description"].endswith(
+    assert describe_workload(computed)["description"].endswith(
         "; 3 of 32 tokens a rank are padding, of which policies are not told"
     )
-    uneven = planned(padding_per_rank=3, rank_shares=[3, 1]).describe_workload()
+    uneven = describe_workload(planned(padding_per_rank=3, rank_shares=[3, 1]))
     assert uneven["padding"] == {"per_rank": 3, "of": [16, 48], "masked": True}
     assert "; 3 of 16 to 48 tokens a rank are padding, masked from policies" in uneven["description"]
 

@@ -228,10 +228,10 @@ def test_every_layer_takes_its_own_of_a_recording_for_the_same_tokens(tmp_path: 
     workload = {"kind": "recorded", "trace": str(trace), "tail": "popularity", "num_tokens": 200, "num_batches": 1}
     config = write_config(tmp_path, workload=workload)
     (one,) = plan(config, [], RANKS, 2, on_cpu=True)
-    first, second = (workload.batch(0) for workload in one.subject.workloads.values())
+    first, second = (workload.batch(0) for workload in one.workloads.values())
     assert torch.equal(first.sequence_id_T, second.sequence_id_T)
     assert not torch.equal(first.scores_TE.topk(6).indices, second.scores_TE.topk(6).indices)
-    assert [own.layer_fraction for own in one.subject.layers().values()] == [0, 1 / 26]
+    assert [one.layer_fraction(layer) for layer in one.workloads] == [0, 1 / 26]
     with pytest.raises(ValueError, match=r"expected the 3 MoE layers that are built of DeepSeek-V2-Lite; .*, got 2"):
         plan(config, ["whole.num_layers=4"], RANKS, 2, on_cpu=True)
 

@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 import torch
 from tqdm import tqdm
 
+from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.directory import check_agreement, given_up, hold_comparisons, keep_other_policies, writes_to
-from moe_ep_bench.bench.plan import CaseSpec, Comparison
+from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash, write_json
 from moe_ep_bench.layer.host import free_memory
@@ -55,7 +56,7 @@ def identity(mode: str, run_id: str, comparison: Any, case: CaseSpec) -> dict[st
         "case_id": case.case_id,
         "comparison_id": comparison.comparison_id,
         "mode": mode,
-        "subject": planned.subject.name if planned else "model",
+        "subject": planned.scope if planned else "model",
         "backend": planned.backend if planned else None,
         "model": comparison.model.name,
         "policy": case.name,

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.directory import check_timing, hold_comparisons, left_of, status_of, writes_to
 from moe_ep_bench.bench.job import is_of_peers, measure_each, new_run_id, open_job
-from moe_ep_bench.bench.plan import RANKS, VIRTUAL, CaseSpec, Comparison, Plan, plan
+from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, find_case, plan
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
@@ -65,7 +66,7 @@ def launch(
     arguments = ["run", str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     arguments += ["--point", str(point)] if point is not None else []
     if profile is not None:
-        comparisons.find_case(profile)  # Raises, and lists what there is.
+        find_case(comparisons, profile)  # Raises, and lists what there is.
         return torchrun([*arguments, "--profile", profile], nproc)
     arguments += ["--force"] if force else []
     worst, last = Ended(OK), max(one.experiment.measure.launches for one in comparisons) - 1
@@ -147,7 +148,7 @@ def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = 
     return emulate_plan(plan(config, overrides, VIRTUAL, on_cpu=on_cpu), out, force=force)
 
 
-def emulate_plan(comparisons: Plan, out: Path, *, force: bool = False, survey: bool = True) -> int:
+def emulate_plan(comparisons: list[Comparison], out: Path, *, force: bool = False, survey: bool = True) -> int:
     """Measure comparisons of virtual ranks in this process; return the exit status, 128 + signal where one ended it.
 
     Args:
@@ -192,7 +193,7 @@ class _Launch:
         kept = f"{finished} of {len(cases)} cases are kept in {self.directory.root}" if finished else "no case is kept"
         print(f"moe-ep-bench: stopped: {kept}; the same command does what is left", file=sys.stderr, flush=True)
 
-    def plan(self, config: Path, overrides: Sequence[str], point: int | None) -> Plan:
+    def plan(self, config: Path, overrides: Sequence[str], point: int | None) -> list[Comparison]:
         """Every rank reads the config and opens the workloads.
 
         Raises:
@@ -201,7 +202,7 @@ class _Launch:
         ranks, setup = self.ranks, self.setup
         assert setup is not None
 
-        def read() -> Plan:
+        def read() -> list[Comparison]:
             # Whoever launched this rank has tried out what it is to do.
             how: Any = {"on_cpu": ranks.device.type == "cpu", "point": point, "try_out": not is_launched()}
             before = lambda experiment: setup.allow(experiment.measure.timeout_s)  # noqa: E731
@@ -226,7 +227,7 @@ class _Launch:
         ranks.end_where(_other_versions(ranks))
         return comparisons
 
-    def measure(self, comparisons: Plan, *, is_point: bool = False, survey: bool = True) -> int:
+    def measure(self, comparisons: list[Comparison], *, is_point: bool = False, survey: bool = True) -> int:
         """Measure what is left of this launch; return the exit status."""
         # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
         ranks, directory, setup = self.ranks, self.directory, self.setup
@@ -257,12 +258,12 @@ class _Launch:
             print(f"moe-ep-bench: {cases}; --force runs them again", file=sys.stderr)
         return int(ranks.of_first(str(status)))
 
-    def profile(self, comparisons: Plan, wanted: str) -> int:
+    def profile(self, comparisons: list[Comparison], wanted: str) -> int:
         """Profile the case that is ``wanted``; return the exit status."""
         from moe_ep_bench.bench.profile import profile_case
 
         assert self.setup is not None
-        comparison, case = self.ranks.agree(partial(comparisons.find_case, wanted))
+        comparison, case = self.ranks.agree(partial(find_case, comparisons, wanted))
         self._on_first(partial(self._hold, [comparison], force=True))
         with open_job(self.ranks, self.directory, [comparison], self.directory.profiles) as job, self.setup.paused():
             profile_case(job, comparison, case)

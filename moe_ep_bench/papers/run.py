@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-from moe_ep_bench.bench.plan import BASELINE, POLICY, RANKS, VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.cases import BASELINE, POLICY
+from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, plan
 from moe_ep_bench.bench.run import emulate, launch
+from moe_ep_bench.bench.words import workload_in_short
 from moe_ep_bench.config import Experiment, SyntheticConfig, load_experiments
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash, write_json
@@ -108,7 +110,7 @@ def _rows(
             "policy": policy.label if policy else "native",
             "versus": versus.label if versus else None,
             "setting": {} if claim.where else _beside_traffic(comparison),
-            "traffic": skew or comparison.subject.workload_in_short,
+            "traffic": skew or workload_in_short(comparison.experiment),
             "primary": primary is not None
             and all(str(_value(comparison.experiment, key)) == wanted for key, wanted in primary.at.items()),
             "primary_because": primary and primary.why,

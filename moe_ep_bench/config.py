@@ -661,7 +661,7 @@ REMOVED |= {
     "layer.native_padded": "policies: {name: megatron_drop, pad_to_capacity: true}",
     "layer.shared_expert_overlap": "nothing: shared experts run before the gate, in breakdowns and plain iterations",
     "measure.microbatch_tokens": "fewer workload.num_tokens, in more workload.num_batches",
-    "emulate.chunk_tokens": "nothing: emulate cuts a rank's tokens where memory asks for it",
+    "emulate.chunk_tokens": "fewer workload.num_tokens or more layer.ep_size: a rank's tokens run whole",
 }
 
 # Keys that never enter a comparison's id: points that differ in them alone would overwrite each other.

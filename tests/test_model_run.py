@@ -18,6 +18,7 @@ from test_run import launch
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.reduce import RATES
 from moe_ep_bench.bench.directory import check_agreement
+from moe_ep_bench.bench.fit import need_of
 from moe_ep_bench.bench.plan import RANKS, plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory
@@ -262,7 +263,7 @@ def test_more_layers_and_a_longer_context_take_more_memory_and_are_other_compari
             {"whole__num_layers": 4}, {"whole__num_layers": 5}, DECODE, {**DECODE, "whole__context_length": 41}
         )
     ]  # fmt: skip
-    fewer, more, step, longer = (one.need for one in made)
+    fewer, more, step, longer = (need_of(one) for one in made)
     assert fewer.weights_bytes < more.weights_bytes
     assert step.activation_bytes < longer.activation_bytes
     assert len({one.comparison_id for one in made}) == 4

@@ -41,7 +41,12 @@ _ALL: tuple[type[Policy], ...] = (
 )
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _ALL}
 
-__all__ = ["POLICIES", "Policy", "Routing", "RoutingContext", "make_policy", "policy_class"]
+__all__ = ["POLICIES", "Policy", "Routing", "RoutingContext", "fields_by_policy", "make_policy", "policy_class"]
+
+
+def fields_by_policy() -> dict[str, tuple[str, ...]]:
+    """The names of the fields that each policy of ``POLICIES`` has."""
+    return {name: tuple(field.name for field in fields(policy)) for name, policy in POLICIES.items()}
 
 
 def policy_class(name: object) -> type[Policy]:

@@ -22,7 +22,7 @@ from test_run import cases_of, environment, routing_of, statuses, write_config
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.show import text_of
 from moe_ep_bench.bench import small_layers, virtual
-from moe_ep_bench.bench.plan import VIRTUAL, plan
+from moe_ep_bench.bench.plan import VIRTUAL, Comparison, plan
 from moe_ep_bench.bench.rank_timers import RankTime
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
@@ -137,32 +137,29 @@ def test_adding_a_policy_models_that_policy_alone(tmp_path: Path) -> None:
     assert set(cases(load(out)).label) >= {"native", "topk", "pruned k0=2"}, "of two jobs, and all stand"
 
 
-def test_modelled_cases_are_kept_as_they_finish_and_the_end_says_which(
+def test_modelled_comparisons_are_kept_as_they_finish_and_the_end_says_which(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    modelled = {"links": "h100-nvlink4", "device": "h100-sxm"}
-    config, out = write_config(tmp_path, layer__ep_size=4, workload__num_batches=3, emulate=modelled), tmp_path / "out"
-    monkeypatch.setattr(virtual, "_KEPT_AFTER_S", 1e-9)
-    left, model = [4 * 7 + 2 * 4 * 3], virtual.modelled_time  # batch 0 of all cases, the others of a few
+    modelled, sweep = {"links": "h100-nvlink4", "device": "h100-sxm"}, {"workload.seed": [0, 1]}
+    config, out = write_config(tmp_path, layer__ep_size=4, emulate=modelled, sweep=sweep), tmp_path / "out"
+    comparisons, model = plan(config, [], VIRTUAL, on_cpu=True), virtual.modelled_time
 
-    def until_interrupted(*arguments: object, **options: object) -> RankTime:
-        left[0] -= 1
-        if left[0] < 0:
+    def until_interrupted(comparison: Comparison, *arguments: object) -> RankTime:
+        if comparison.comparison_id != comparisons[0].comparison_id:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(60)
-        return model(*arguments, **options)
+        return model(comparison, *arguments)
 
     monkeypatch.setattr(virtual, "modelled_time", until_interrupted)
-    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
     interrupted = multiprocessing.get_context("fork").Process(
         target=main, args=(["emulate", str(config), "--out", str(out)],)
     )
     interrupted.start()
     interrupted.join(120)
     assert interrupted.exitcode == 128 + signal.SIGINT
-    kept = written(out)
-    assert 0 < len(kept) < len(comparison.cases)
-    said = f"stopped: {len(kept)} of {len(comparison.cases)} cases are kept in {out}; the same command does what is"
+    kept, num_cases = written(out), sum(len(one.cases) for one in comparisons)
+    assert {name.removesuffix(".parquet") for name in kept} == {case.case_id for case in comparisons[0].cases}
+    said = f"stopped: {len(kept)} of {num_cases} cases are kept in {out}; the same command does what is"
     assert said in capfd.readouterr().err
     monkeypatch.setattr(virtual, "modelled_time", model)
     assert main(["emulate", str(config), "--out", str(out)]) == OK

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +30,6 @@ if TYPE_CHECKING:  # It imports torch, for which a dry run does not wait.
 
 # Memory of a rank that batches may take until they are used.
 _MOST_KEPT_BYTES = 4 * 2**30
-# While ranks go through batches they meet so often.
-_MEETS_AFTER_S = 5.0
 
 
 def run_json(
@@ -126,37 +123,33 @@ def survey_together(
 ) -> None:
     """Go through all batches of all workloads, so that each knows its ``findings`` on every rank; all call this alike.
 
-    Ranks share the batches and tell the others what they found and solved for. All meet every few seconds, where
-    ``before`` is called: batches may take many minutes, in which those that are done wait and are alive.
+    Ranks share the batches and tell the others what they found and solved for. They meet after a batch each, so that
+    none waits for others for longer than a batch takes.
 
     Args:
+        before: called before each meeting and each piece of a batch.
         keep: keep what a rank alone makes, where it fits into memory.
 
     Raises:
         ValueError: some batch cannot meet its targets; on every rank.
     """
-    size = sum(one.num_batches * one.num_tokens * one.num_experts * 4 for one in workloads)
+    size = sum(workload.num_batches * workload.num_tokens * workload.num_experts * 4 for workload in workloads)
     if keep and ranks.world_size == 1 and size <= _MOST_KEPT_BYTES:
         for workload in workloads:
             workload.keep_batches()
     batches = [(workload, index) for workload in workloads for index in range(workload.num_batches)]
-    steps = chain.from_iterable(workload.survey(index) for workload, index in batches[ranks.rank :: ranks.world_size])
-    problem, are_done = "", [False]
-    while not all(are_done):
-        meets_at, is_done = time.monotonic() + _MEETS_AFTER_S, False
+    for first in range(ranks.rank, len(batches) + ranks.rank, ranks.world_size):
+        problem = ""
+        before()
         try:
-            while not is_done:
-                is_done = next(steps, "end") == "end"
-                if time.monotonic() >= meets_at:
-                    break
+            for workload, index in batches[first : first + 1]:
+                for _ in workload.survey(index):
+                    before()
         except ValueError as error:
             problem = str(error)
-        before()
-        told = [json.loads(text) for text in ranks.texts(json.dumps([problem, is_done]))]
-        for found, _ in told:
-            if found:
-                raise UserError(found)
-        are_done = [is_done for _, is_done in told]
+        for told in ranks.texts(problem):
+            if told:
+                raise UserError(told)
     told = ranks.texts(json.dumps([workload.findings() for workload in workloads]))
     for rank, text in enumerate(told):
         if rank != ranks.rank:

@@ -1,4 +1,4 @@
-"""``--dry-run`` of ``run``, ``emulate`` and ``route``: cases, memory and arithmetic to expect; nothing runs.
+"""``--dry-run`` of ``run``, ``emulate`` and ``route``: cases, memory and iterations to expect; nothing runs.
 
 Needs no torch where there is no GPU: the plan of a sweep is printed before torch would be imported.
 """
@@ -15,7 +15,6 @@ from moe_ep_bench.bench.description import device_words
 from moe_ep_bench.bench.fit import fit_of, need_of
 from moe_ep_bench.bench.plan import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison, plan
 from moe_ep_bench.bench.words import describe_workload
-from moe_ep_bench.cost_model.devices import device_of_gpu
 from moe_ep_bench.cost_model.transport import exchange_words
 from moe_ep_bench.layer.te_check import untried
 from moe_ep_bench.machine import provenance
@@ -70,7 +69,7 @@ def _lines(comparison: Comparison, device: str, gpu: dict[str, Any]) -> Iterator
         free = int(gpu["memory_free_mib"] * 2**20)
     memory = need_of(comparison).describe(free)
     if backend == RANKS:
-        yield f"{memory}; {_arithmetic(comparison, gpu)}"
+        yield f"{memory}; {comparison.num_iterations() * comparison.experiment.measure.launches:,} iterations"
         return
     runs = f"{comparison.num_iterations():,} runs of a rank's {comparison.scope} at most"
     yield f"{runs}, fewer where ranks have the same to do; {memory}"
@@ -90,22 +89,3 @@ def _gpu_by_driver() -> dict[str, Any]:
     except pynvml.NVMLError:
         return {}
     return min(gpus, key=lambda gpu: gpu["memory_free_mib"], default={})
-
-
-def _arithmetic(comparison: Comparison, gpu: dict[str, Any]) -> str:
-    """The arithmetic of a rank, and the least time that it takes where a file of data/devices/ has this GPU."""
-    experiment, model = comparison.experiment, comparison.model
-    iterations = comparison.num_iterations() * experiment.measure.launches
-    ffn = 3 * (model.ffn_hidden_size * model.top_k + model.shared_ffn_hidden_size)
-    of_token = 2 * len(comparison.workloads) * model.hidden_size * (ffn + model.num_experts)
-    if comparison.scope == "model":
-        assert model.attention is not None
-        dense = 6 * model.first_dense_layers * model.hidden_size * (model.dense_ffn_hidden_size or 0)
-        of_token += dense + 2 * comparison.num_layers * model.attention.num_parameters(model.hidden_size)
-    num_operations = comparison.num_tokens / comparison.world_size * of_token * iterations
-    words = f"{iterations:,} iterations with {num_operations / 1e12:.3g} TFLOP a rank"
-    known = device_of_gpu(gpu["name"]) if gpu else None
-    if known is None or experiment.layer.dtype != "bfloat16":
-        return words
-    least_s, source = num_operations / (known.bf16_tflops * 1e12), f"devices/{known.name}"
-    return f"{words}, at least {least_s:.0f} s (modelled: the data sheet's arithmetic, {source}; no transfers)"

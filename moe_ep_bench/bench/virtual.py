@@ -13,8 +13,6 @@ Shapes: R = virtual ranks, V = cases, B = batches, C = columns of a sample.
 
 from __future__ import annotations
 
-import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,8 +41,6 @@ from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, measure
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
-# Modelled cases are written after so many seconds.
-_KEPT_AFTER_S = 30.0
 # Bytes of what travels beside rows: a count, a number of a policy's statistics.
 _COUNT_BYTES, _STATISTIC_BYTES = 8, 8
 
@@ -61,21 +57,17 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
 def _measure(job: Job, emulation: Emulation) -> None:
     comparison = emulation.comparison
     if comparison.device is not None:
-        emulation.model(partial(_keep, job, emulation))
-        return
-    # Only a layer that is built needs Megatron-Core.
-    from moe_ep_bench.layer.megatron import expert_parallel_groups
+        emulation.model()
+    else:
+        # Only a layer that is built needs Megatron-Core.
+        from moe_ep_bench.layer.megatron import expert_parallel_groups
 
-    expert_parallel_groups(1, comparison.experiment.measure.timeout_s + 60)
-    for case, reason in emulation.check(job.survive).items():
-        job.write_unmeasured(comparison, case, *split_reason(reason))
-    job.write_conditions(comparison, emulation.measure())
-    _keep(job, emulation, range(len(emulation.cases)))
-
-
-def _keep(job: Job, emulation: Emulation, numbers: Sequence[int]) -> None:
+        expert_parallel_groups(1, comparison.experiment.measure.timeout_s + 60)
+        for case, reason in emulation.check(job.survive).items():
+            job.write_unmeasured(comparison, case, *split_reason(reason))
+        job.write_conditions(comparison, emulation.measure())
     with job.writing():
-        emulation.write(job, numbers)
+        emulation.write(job)
     job.check_written()
 
 
@@ -163,22 +155,17 @@ class Emulation:
         self.samples, self.metrics = self.samples[: len(self.cases)], self.metrics[: len(self.cases)]
         return failed
 
-    def model(self, keep: Callable[[Sequence[int]], object] = lambda numbers: None) -> None:
-        """Model all batches on a device that is not here.
-
-        Args:
-            keep: called with the numbers of cases that are finished. They are no more at once than take
-                ``_KEPT_AFTER_S`` or so, for what is not kept is lost where the job ends.
-        """
-        self._routers(0)  # Replicas are planned, once for all batches.
-        begin, num_cases = time.monotonic(), len(self.cases)
-        self._model_batch(0, range(num_cases))
-        to_come_s = (time.monotonic() - begin) * (self.num_batches - 1)
-        num_groups = min(num_cases, max(1, math.ceil(to_come_s / _KEPT_AFTER_S)))
-        for numbers in np.array_split(np.arange(num_cases), num_groups):
-            for index in range(1, self.num_batches):
-                self._model_batch(index, numbers.tolist())
-            keep(numbers.tolist())
+    def model(self) -> None:
+        """Model all batches on a device that is not here."""
+        for index in range(self.num_batches):
+            for number, router, traffic in self._routed(index):
+                done: dict[tuple[Any, ...], RankTime] = {}
+                times = []
+                for rank in range(self.num_ranks):
+                    self.begin(router.case.case_id)
+                    run = partial(modelled_time, self.comparison, router, traffic, rank)
+                    times.append([self.once(traffic.work(rank), done, run)])
+                self._store(number, index, times, traffic)
 
     def measure(self) -> dict[str, Any]:
         """Time all batches; return the conditions under which that was done."""
@@ -197,18 +184,17 @@ class Emulation:
             "waits": beyond(timer.waits, baseline),
         }
 
-    def write(self, job: Job, numbers: Sequence[int]) -> None:
-        """Write the routing of the cases of these numbers, and their samples, which make them finished."""
+    def write(self, job: Job) -> None:
+        """Write the routing of all cases, and their samples, which make them finished."""
         steps = [Step(index, 0, kind) for kind in (PLAIN, BREAKDOWN) for index in range(self.num_batches)]
         whole = [self.columns.index(name) for name in (TOTAL, HOST, THREAD_CPU)]
         samples = Samples((), steps, self.columns)
-        for number in numbers:
-            case, samples_RBC = self.cases[number], self.samples[number]
+        for case, metrics, samples_RBC in zip(self.cases, self.metrics, self.samples, strict=True):
             plain_RBC = np.full_like(samples_RBC, np.nan)
             plain_RBC[..., whole] = samples_RBC[..., whole]
             times_RSC = np.concatenate([plain_RBC, samples_RBC], axis=1)
             write_frontier(job.directory, self.comparison, case, self.frontiers[case.case_id])
-            write_case(job, self.comparison, case, samples, times_RSC, self.metrics[number])
+            write_case(job, self.comparison, case, samples, times_RSC, metrics)
 
     # ---- one batch ---------------------------------------------------------------------------------------------------
 
@@ -220,21 +206,10 @@ class Emulation:
             self.timed_runs += 1
         return done[work]
 
-    def _model_batch(self, index: int, numbers: Sequence[int]) -> None:
-        """Model the cases of these numbers on one batch."""
-        for number, router, traffic in self._routed(index, numbers):
-            done: dict[tuple[Any, ...], RankTime] = {}
-            times = []
-            for rank in range(self.num_ranks):
-                self.begin(router.case.case_id)
-                run = partial(modelled_time, self.comparison, router, traffic, rank)
-                times.append([self.once(traffic.work(rank), done, run)])
-            self._store(number, index, times, traffic)
-
     def _measure_batch(self, index: int, timer: MeasuredRanks) -> None:
         """Run the measuring loop on one batch, rank after rank; the last rounds count."""
         settings, layers = self.comparison.experiment.measure, list(self.comparison.workloads)
-        routed = self._routed(index, range(len(self.cases)))
+        routed = self._routed(index)
         rounds, times = 1 + settings.warmup + settings.iterations, defaultdict(list)
 
         def keep(number: int, step: Step, rank_time: RankTime) -> None:
@@ -251,16 +226,16 @@ class Emulation:
         for number, _, traffic in routed:
             self._store(number, index, [times[number, rank] for rank in range(self.num_ranks)], traffic)
 
-    def _routed(self, index: int, numbers: Sequence[int]) -> list[tuple[int, CaseRouter, Traffic]]:
-        """Of the cases of these numbers what their routing of a batch amounts to; metrics are kept."""
-        comparison, routers = self.comparison, [self._router(self.cases[number], index) for number in numbers]
+    def _routed(self, index: int) -> list[tuple[int, CaseRouter, Traffic]]:
+        """Of every case its number, and what its routing of a batch amounts to; metrics are kept."""
+        comparison, routers = self.comparison, self._routers(index)
         by_layer: dict[int | None, list[LayerTraffic]] = {}
         for place, layer in enumerate(comparison.workloads, index * len(comparison.workloads)):
             if layer is not None:
                 self.begin(comparison.comparison_id)
             by_layer[layer] = self._layer_traffic(layer, index, routers)
-            for number, traffic in zip(numbers, by_layer[layer], strict=True):
-                case_id, metrics = self.cases[number].case_id, self.metrics[number]
+            for case, metrics, traffic in zip(self.cases, self.metrics, by_layer[layer], strict=True):
+                case_id = case.case_id
                 error = self.errors.get((case_id, layer)) if index == 0 else None
                 checked = {} if error is None else {"reference_error": np.full(self.num_ranks, error)}
                 metrics.put((slice(None), place), {**traffic.metrics, **checked})
@@ -269,7 +244,7 @@ class Emulation:
         lengths_R = comparison.lengths_of_ranks(index) if comparison.scope == "model" else None
         of_cases = ({layer: of_layer[place] for layer, of_layer in by_layer.items()} for place in range(len(routers)))
         traffic = [Traffic(index, layers, lengths_R) for layers in of_cases]
-        return list(zip(numbers, routers, traffic, strict=True))
+        return list(zip(range(len(routers)), routers, traffic, strict=True))
 
     def _layer_traffic(self, layer: int | None, index: int, routers: Sequence[CaseRouter]) -> list[LayerTraffic]:
         """Of every case. Native runs a second time for the noise floor, but routes the same."""
@@ -313,9 +288,6 @@ class Emulation:
             }
         return meetings
 
-    def _router(self, case: CaseSpec, index: int) -> CaseRouter:
-        seed = self.comparison.experiment.layer.seed
-        return CaseRouter(case, self.replicas.slots(case, index), seed, self.carried)
-
     def _routers(self, index: int) -> list[CaseRouter]:
-        return [self._router(case, index) for case in self.cases]
+        seed = self.comparison.experiment.layer.seed
+        return [CaseRouter(case, self.replicas.slots(case, index), seed, self.carried) for case in self.cases]

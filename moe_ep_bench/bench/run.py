@@ -23,6 +23,7 @@ from moe_ep_bench.bench.directory import check_timing, hold_comparisons, left_of
 from moe_ep_bench.bench.job import Job, is_of_peers, new_run_id
 from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, find_case, plan
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.crash_journal import PEER_LOST, collect_lost
@@ -205,16 +206,30 @@ def _agreed_plan(job: Job, config: Path, overrides: Sequence[str], point: int | 
 
     comparisons = ranks.agree(read)
     planned = [(comparison.definition, [case.case_id for case in comparison.cases]) for comparison in comparisons]
-    for what, value in (
-        ("the config", json.dumps([planned, job.launch], sort_keys=True)),
-        ("what computes experts and permutes", str([comparison.parts for comparison in comparisons])),
-        ("the code of moe-ep-bench", provenance.code_hash()),
-    ):
-        differing = ", ".join(map(str, ranks.differing(value)))
-        unlike = f"{what} is not the same on all ranks: rank {differing} differ(s) from rank 0; start all ranks alike"
-        ranks.end_where(unlike if differing else "")
-    ranks.end_where(_other_versions(ranks))
+    facts = {
+        "the config": stable_hash([planned, job.launch]),
+        "what computes experts and permutes": str([comparison.parts for comparison in comparisons]),
+        "the code of moe-ep-bench": provenance.code_hash(),
+    }
+    ranks.end_where(_unlike(ranks, facts))
     return comparisons
+
+
+def _unlike(ranks: Ranks, facts: dict[str, str]) -> str:
+    """In what the first rank that is unlike rank 0 differs from it: these facts, or packages; empty where none is."""
+    mine = json.dumps([facts, provenance.package_versions()])
+    of_ranks = [json.loads(text) for text in ranks.texts(mine)]
+    first, ours = of_ranks[0]
+    for rank, (told, theirs) in enumerate(of_ranks):
+        if unlike := [what for what in told if told[what] != first[what]]:
+            return f"{unlike[0]} is not the same on all ranks: rank {rank} differs from rank 0; start all ranks alike"
+        if differing := [name for name in theirs if theirs[name] != ours[name]]:
+            has, had = (
+                ", ".join(f"{name} {there[name]}" if there[name] else f"no {name}" for name in differing)
+                for there in (theirs, ours)
+            )
+            return f"packages are not the same on all ranks: rank {rank} has {has}, rank 0 has {had}; install alike"
+    return ""
 
 
 def _measure(
@@ -297,17 +312,3 @@ def _on_first(job: Job, act: Callable[[], object]) -> None:
 
 def _num_launches(comparisons: Sequence[Comparison]) -> int:
     return max(comparison.experiment.measure.launches for comparison in comparisons)
-
-
-def _other_versions(ranks: Ranks) -> str:
-    """What the first rank with other packages than rank 0 has in their place; empty where all have the same."""
-    versions = [json.loads(text) for text in ranks.texts(json.dumps(provenance.package_versions()))]
-    for rank, of_rank in enumerate(versions):
-        differing = [name for name in of_rank if of_rank[name] != versions[0][name]]
-        if differing:
-            theirs, ours = (
-                ", ".join(f"{name} {there[name]}" if there[name] else f"no {name}" for name in differing)
-                for there in (of_rank, versions[0])
-            )
-            return f"packages are not the same on all ranks: rank {rank} has {theirs}, rank 0 has {ours}; install alike"
-    return ""

@@ -8,19 +8,18 @@ with as many compute threads as one real rank has.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, plan
-from moe_ep_bench.bench.run import emulate, launch
+from moe_ep_bench.bench.run import launch
 from moe_ep_bench.config import EmulateConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES, launch_calibrate
 from moe_ep_bench.cost_model.links import Links
@@ -29,7 +28,6 @@ from moe_ep_bench.files import refuse_links_out
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.results import EQUIVALENCE_MARGIN, RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime.device import device_type
-from moe_ep_bench.runtime.errors import complain
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
 
@@ -81,8 +79,8 @@ def validate(
             _step(what, launch_calibrate, Path(links), num_ranks, max_bytes=most)
         what = f"the real run on {num_ranks} ranks ({files.real})"
         real_status = _step(what, _launch, config, files.real, overrides, num_ranks, force=force)
-        what, arguments = f"the emulated run ({files.emulated})", (emulate, config, files.emulated, as_real)
-        status = _step(what, _in_place_of_a_rank, num_ranks, *arguments, force=force)
+        what = f"the emulated run ({files.emulated})"
+        status = _step(what, _emulate, config, files.emulated, as_real, num_ranks, force=force)
     except _FailedStepError as failure:
         step, status = failure.args
         print(f"moe-ep-bench: validate: {step} failed with exit status {status}; nothing was compared", file=sys.stderr)
@@ -97,6 +95,16 @@ def validate(
 
 def _launch(*arguments: Any, force: bool) -> int:
     return launch(*arguments, force=force).status
+
+
+def _emulate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, *, force: bool) -> int:
+    """``emulate`` in a process that takes the share of this machine that one of so many ranks has."""
+    arguments = ["emulate", str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
+    # What torchrun tells a rank; the process itself is no rank.
+    share = {"LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    command = [sys.executable, "-m", "moe_ep_bench", *arguments, *["--force"] * force]
+    status = subprocess.run(command, env={**os.environ, **share}, stdout=subprocess.DEVNULL, check=False).returncode
+    return 128 - status if status < 0 else status
 
 
 def _step(what: str, function: Callable[..., int], *arguments: Any, **options: Any) -> int:
@@ -149,32 +157,3 @@ def _check_directory(files: ValidationDirectory, num_ranks: int, given_links: st
                 f"--out {out}: holds links measured on {measured_on} ranks, here are {num_ranks}; "
                 "choose another directory or --force"
             )
-
-
-# ---- in place of a rank ----------------------------------------------------------------------------------------------
-
-
-def _in_place_of_a_rank(num_ranks: int, command: Callable[..., int], *arguments: Any, **options: Any) -> int:
-    """Run a command in a process of its own that takes the share of this machine that one of so many ranks has."""
-    process = multiprocessing.get_context("spawn").Process(target=_as_command, args=(command, arguments, options))
-    # What torchrun tells a rank; the process itself is no rank.
-    share = {"LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    with mock.patch.dict(os.environ, share):
-        process.start()
-    try:
-        process.join()
-    finally:
-        if process.is_alive():
-            process.terminate()
-            process.join()
-    status = process.exitcode
-    assert status is not None
-    return 128 - status if status < 0 else status
-
-
-def _as_command(command: Callable[..., int], arguments: Sequence[Any], options: dict[str, Any]) -> None:
-    try:
-        status = command(*arguments, **options)
-    except Exception as error:
-        status = complain(error)  # A traceback of Python's own ends with 1, as if the job had gone through.
-    sys.exit(status)

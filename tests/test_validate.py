@@ -280,7 +280,7 @@ LINKS = {"emulate": {"links": "h100-nvlink4"}}
     ("changes", "nproc", "message"),
     [
         ({}, 1, "--nproc: expected at least 2 ranks to hold emulated ones against, got 1"),
-        ({"layer__ep_size": 1}, 2, "layer.ep_size: expected 2, which are all ranks, or null; got 1"),
+        ({"layer__ep_size": 1}, 2, "layer.ep_size: expected 2, which are all ranks, or null, got 1"),
         ({"layer__ep_size": 4}, 2, "layer.ep_size: expected a divisor of the 2 ranks, got 4"),
         ({"emulate": {"links": "h100-nvlnk4"}}, 2, "h100-nvlnk4"),
         (

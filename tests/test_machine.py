@@ -162,7 +162,7 @@ def test_without_nvml_or_with_one_that_hangs_the_run_goes_on(monkeypatch: pytest
         assert sampler.stop().notes == ("the GPU could not be read: NVML Shared Library Not Found",)
     monkeypatch.setattr(monitor, "_PATIENCE_S", 0.01)
     asked, answered = threading.Event(), threading.Event()
-    with MachineSampler(CUDA, read=lambda name: (asked.set(), answered.wait(60))) as sampler:
+    with MachineSampler(CUDA, read=lambda name: asked.set() or (answered.wait(60) and None)) as sampler:
         assert asked.wait(20)
         assert "NVML did not answer within 0.01 s" in sampler.stop().notes[0]
         answered.set()

@@ -100,7 +100,7 @@ def _measured(config: Path) -> dict[str, float]:
     _forget_peak()
     start = time.process_time()
     with torch.inference_mode():
-        emulation.measure()
+        emulation.model()
     seconds = time.process_time() - start
     peak = provenance.peak_memory_bytes(torch.device("cpu")) or 0
     return {"CPU s": seconds, "peak MB": (peak - before) / 2**20}

@@ -14,7 +14,7 @@ from policy_cases import random_scores
 from trace_files import write_trace
 
 from moe_ep_bench.bench.plan import ROUTING, plan
-from moe_ep_bench.bench.traffic import CaseRouter, Share
+from moe_ep_bench.bench.routing import CaseRouter, Share
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
 from moe_ep_bench.kernels import compiled
@@ -111,7 +111,7 @@ def test_a_config_by_layer_needs_as_many_layers(tmp_path: Path) -> None:
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     (comparison,) = plan(tmp_path / "config.yaml", [], ROUTING)
-    assert round(comparison.subject.layer_fraction * 3) == 2
+    assert round(comparison.layer_fraction(None) * 3) == 2
     for change, expected in (
         ("policies.0.capacity_factor={0-1: 1.0}", "expected values for the 3 MoE layers, got values for 2"),
         ("workload={kind: synthetic, num_tokens: 16}", "expected one value, for synthetic scores"),

@@ -355,7 +355,7 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_tells_cases_memory_and_arithmetic_of_a_sweeps_points_and_runs_nothing(
+def test_a_dry_run_tells_cases_and_memory_of_a_sweeps_points_and_runs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path, sweep={"workload.peak_load": [3.0, 5.0], "workload.seed": [1, 2]})
@@ -366,7 +366,7 @@ def test_a_dry_run_tells_cases_memory_and_arithmetic_of_a_sweeps_points_and_runs
     assert main([*asked, "--point", "2"]) == OK
     printed = capsys.readouterr().out
     assert printed.count("GiB of activations a rank") == 1
-    assert re.search(r"; [\d,]+ iterations with [\d.]+ TFLOP a rank$", printed, re.MULTILINE)
+    assert re.search(r"; [\d,]+ iterations$", printed, re.MULTILINE)
     assert "peak load 5" in printed
     assert "token_drop capacity_factor=2.0, routed by numba" in printed
     for wrong in ("4", "-1"):
@@ -396,7 +396,6 @@ def test_a_dry_run_makes_no_cuda_context_and_runs_no_kernel(
     printed = capsys.readouterr().out
     if command == "run":
         assert "70.0 GiB are free" in printed
-        assert re.search(r"TFLOP a rank, at least \d+ s \(modelled: .* devices/h100-sxm; no transfers\)", printed)
 
 
 def test_a_request_to_close_in_a_launchs_last_comparison_ends_before_the_next_launch(

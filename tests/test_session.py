@@ -74,7 +74,7 @@ def test_ceilings_are_measured_before_anything_is_built_or_warmed_up(monkeypatch
     mark = SimpleNamespace(explain=lambda reason: steps.append("explain"), withdraw=lambda: steps.append("withdraw"))
     here = mock.Mock(ranks=ranks, mark=mark, write_unmeasured=lambda *row: rows.append(row))
     here.survive = partial(job.Job.survive, here)
-    comparison = mock.Mock()
+    comparison = mock.MagicMock()
     comparison.experiment.layer.dtype = "float32"
     assert session._built(here, comparison, ["native", "topk"]) is None
     assert steps == ["ceilings", "free", "build", "explain", "withdraw"]

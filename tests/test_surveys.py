@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_ep_bench.bench import description
 from moe_ep_bench.bench.description import survey_together
 from moe_ep_bench.workload import SyntheticWorkload, Workload
 
@@ -87,13 +86,9 @@ def test_what_others_found_and_solved_for_is_what_a_rank_would_have_found(name: 
 def test_ranks_share_the_batches_of_one_workload_and_all_are_fed() -> None:
     of_rank = [[SyntheticWorkload(**{**SIZES, "num_batches": 5, "seed": 0})] for _ in range(3)]
     gone_through = mock.Mock(side_effect=Workload.blocks, autospec=True)
-    with (
-        mock.patch.object(Workload, "blocks", lambda *arguments: gone_through(*arguments)),
-        mock.patch.object(description, "_MEETS_AFTER_S", 0.0),
-    ):
+    with mock.patch.object(Workload, "blocks", lambda *arguments: gone_through(*arguments)):
         counts = surveyed(3, of_rank)
-    assert len(set(counts)) == 1
-    assert counts[0] >= 2, "the one with the fewest batches too"
+    assert min(counts) >= 2, "the one with the fewest batches too"
     passes = [
         [index for one, index in (call.args for call in gone_through.call_args_list) if one is own] for [own] in of_rank
     ]

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from moe_ep_bench import policies
 from moe_ep_bench.analysis.origins import component_words
+from moe_ep_bench.bench.description import describe_kernels
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.facts import Component
 from moe_ep_bench.kernels import compiled, dispatch, toolchain
@@ -189,10 +190,10 @@ def test_without_a_c_compiler_torch_runs_and_results_say_why(monkeypatch: pytest
     config = write_config(tmp_path, policies=policies)
     comparison = plan(config, [], ROUTING)[0]
     with pytest.warns(RuntimeWarning, match=r"no C compiler.*: on the GPU policies and activations run as torch"):
-        described = comparison.describe_kernels("cuda")
+        described = describe_kernels(comparison, "cuda")
     assert described == {"requested": "auto", "ran": "numba, torch", "why": why}
     assert component_words(Component(**described)) == f"numba, torch (asked for auto: {why})"
-    assert comparison.describe_kernels("cpu") == {"requested": "auto", "ran": "numba"}
+    assert describe_kernels(comparison, "cpu") == {"requested": "auto", "ran": "numba"}
     with pytest.raises(ValueError, match=r"triton cannot run topk: no C compiler .*; expected auto, torch"):
         compiled(TopK(), "cuda", "triton").runs(8, 64)
     rows_N2F, weights_N = torch.rand(3, 8), torch.rand(3)

@@ -27,6 +27,12 @@ CHANGES = {
     "workload.num_tokens=0": "workload.num_tokens: expected at least 1, got 0",
     "workload.peak_load=.inf": "workload.peak_load: expected a finite number, got inf",
     "workload.topk_share=1": "workload.topk_share: expected a number below 1, got 1",
+    "workload.rank_load={ep_size: 8}": "workload.rank_load.load: missing",
+    "workload.rank_load={ep_size: 8, load: 1.5, ranks: 8}": "workload.rank_load.ranks: no such key; ",
+    "workload.padding_per_rank=-1": "workload.padding_per_rank: expected at least 0, got -1",
+    "model.hf_config=x": "model: give either preset or hf_config",
+    "model={hf_config: nowhere/config.json}": "nowhere/config.json",
+    "model.tensor_parallel=5": "model: tensor_parallel: ",
     "workload.rank_shares=[]": "workload.rank_shares: expected at least 1 of them, got []",
     "workload.rank_shares=[true]": "workload.rank_shares.0: expected a number, got true",
     "workload.family=zipf": "workload.family: is gone; use workload.peak_load",
@@ -179,7 +185,7 @@ def test_a_model_may_be_given_by_its_shape(tmp_path: Path) -> None:
         ({**SHAPE, "preset": "olmoe-1b-7b"}, "model: give either preset or hf_config, or the shape"),
         ({"top_k": 2, "hidden_size": 32}, "model: num_experts: missing beside top_k, hidden_size"),
         ({**SHAPE, "top_k": 1025}, "top_k: expected at most num_experts=1024, got 1025"),
-        ({"preset": "olmoe-1b-7b", "normalize": True}, "model: num_experts: missing beside normalize"),
+        ({**SHAPE, "normalize": True}, "model.normalize: is gone; use model.hf_config"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             load_experiments(write(tmp_path, model=model), on_cpu=False)

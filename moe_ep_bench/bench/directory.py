@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from moe_ep_bench.bench.plan import MODELLED, CaseSpec, Comparison
+from moe_ep_bench.bench.cases import CaseSpec
+from moe_ep_bench.bench.plan import MODELLED, Comparison
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import refuse_links_out
 from moe_ep_bench.machine import provenance
@@ -57,7 +58,7 @@ def check_agreement(
 def check_timing(directory: RunDirectory, comparison: Comparison, device: torch.device, *, force: bool) -> None:
     """Raise unless such times can be written here, and earlier ones are of this machine, code and packages."""
     conditions = provenance.conditions(device)
-    check_agreement(directory, comparison.mode, conditions, force=force, scope=comparison.subject.name)
+    check_agreement(directory, comparison.mode, conditions, force=force, scope=comparison.scope)
 
 
 def hold_comparisons(directory: RunDirectory, comparisons: Iterable[Comparison]) -> AbstractContextManager[None]:

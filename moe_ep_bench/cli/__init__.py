@@ -133,7 +133,7 @@ def _run(options: argparse.Namespace) -> int:
         from moe_ep_bench.bench.dry_run import dry_run
 
         num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else _nproc(options) * num_nodes()
-        return dry_run(options.config, options.overrides, num_ranks, options.point)
+        return dry_run(options.config, options.overrides, "ranks", num_ranks, options.point)
     from moe_ep_bench.bench import run
 
     what = (options.config, _out(options), options.overrides)
@@ -181,9 +181,9 @@ def _list_points(options: argparse.Namespace) -> int:
 def _emulate(options: argparse.Namespace) -> int:
     _check_config(options)
     if options.dry_run:
-        from moe_ep_bench.bench.dry_run import dry_run_virtual
+        from moe_ep_bench.bench.dry_run import dry_run
 
-        return dry_run_virtual(options.config, options.overrides)
+        return dry_run(options.config, options.overrides, "virtual")
     from moe_ep_bench.bench.run import emulate
 
     out = _out(options)
@@ -209,9 +209,9 @@ def _shown(status: int, report: Callable[[], str]) -> int:
 def _route(options: argparse.Namespace) -> int:
     _check_config(options)
     if options.dry_run:
-        from moe_ep_bench.bench.dry_run import dry_run_routing
+        from moe_ep_bench.bench.dry_run import dry_run
 
-        return dry_run_routing(options.config, options.overrides)
+        return dry_run(options.config, options.overrides, "routing")
     from moe_ep_bench.analysis.plot import draw_all
     from moe_ep_bench.bench import route
 

@@ -134,7 +134,7 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
         alike = not ranks.differing(json.dumps([str(out), most_bytes, repetitions, ranks.local_world_size]))
         if ranks.complain(what_to_change(ranks, out, most_bytes, repetitions, alike=alike)):
             return USER_ERROR
-        watchdog = Watchdog(timeout_s, lambda reason: None, partial(is_busy, ranks.device))
+        watchdog = Watchdog(timeout_s, partial(is_busy, ranks.device))
         samples = _measure(ranks, _exchanges(ranks, most_bytes), repetitions, watchdog.feed)
         watchdog.stop()
         error = ""

@@ -174,17 +174,17 @@ def disk(out: Path) -> Finding:
 
 def _memory(config: Path, overrides: Sequence[str], num_ranks: int, of_node: int) -> list[Finding]:
     """What every comparison of a config takes on a rank, beside what is free: an estimate refuses nothing."""
+    from moe_ep_bench.bench.fit import need_of
     from moe_ep_bench.bench.plan import RANKS, plan
 
     device = torch.device(device_type())
     available = provenance.available_memory_bytes(device, of_node)
-    comparisons = plan(config, overrides, RANKS, num_ranks, on_cpu=device.type == "cpu")
-    return [
-        Finding(
-            OK if one.need.num_bytes <= available else NOTE, "memory", f"{one.title}: {one.need.describe(available)}"
-        )
-        for one in comparisons
-    ]
+    findings = []
+    for comparison in plan(config, overrides, RANKS, num_ranks, on_cpu=device.type == "cpu"):
+        need = need_of(comparison)
+        status = OK if need.num_bytes <= available else NOTE
+        findings.append(Finding(status, "memory", f"{comparison.title}: {need.describe(available)}"))
+    return findings
 
 
 # ---- the all-to-all --------------------------------------------------------------------------------------------------

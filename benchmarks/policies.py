@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.files import atomic_path, write_json
-from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels import form_of
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import POLICIES, RoutingContext, make_policy
 
@@ -98,7 +98,7 @@ def _contenders(num_tokens: int, num_experts: int) -> dict[str, Callable[[], obj
     }
     for policy in map(make_policy, SPECS):
         policy.check(scores_TE, context)
-        contenders[policy.label] = functools.partial(compiled(policy, "cpu").select, scores_TE, context)
+        contenders[policy.label] = functools.partial(form_of(policy, "cpu").select, scores_TE, context)
     return contenders
 
 

@@ -17,7 +17,7 @@ from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.bench.routing import CaseRouter, Share
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
-from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels import form_of
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.policies.by_layer import ByLayer
 from moe_ep_bench.presets import expand_policies
@@ -46,7 +46,7 @@ def test_each_layer_is_routed_by_its_own_values(name: str, fields: dict, of_laye
     for layer, own in enumerate(of_layers):
         context = RoutingContext(top_k=2, num_ranks=4, layer_fraction=layer / len(of_layers))
         expected = make_policy({"name": name, **own}).route(scores_TE, context)
-        for form in (policy, compiled(policy, "cpu"), compiled(policy, "cpu", "torch")):
+        for form in (policy, form_of(policy, "cpu"), form_of(policy, "cpu", "torch")):
             for stats_SE in (None, form.batch_stats(scores_TE, context)):
                 found = form.route(scores_TE, context, stats_SE)
                 assert torch.equal(found.map_TE, expected.map_TE)

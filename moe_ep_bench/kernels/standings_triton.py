@@ -81,7 +81,7 @@ class Job:
             read=(
                 *inputs(scores_TE, context),
                 on_device(context.modality_T, device, torch.int64) if favours else None,
-                on_device(policy.draws(scores_TE, context), device, torch.float32),
+                on_device(policy.random_keys(scores_TE, context), device, torch.float32),
             ),
             index_bits=index_bits,
             range_bits=range_bits,

@@ -96,8 +96,8 @@ class CapacityPolicy(SteppedPolicy):
         if self.modality != "uniform" and context.modality_T is None:
             raise UserError(f"modality_T: modality={self.modality} needs the tokens' modality, got None")
 
-    def draws(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
-        return context.drawn(like_TE) if self.metric == "random" else None
+    def random_keys(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        return context.random_keys(like_TE) if self.metric == "random" else None
 
     def room(self, num_experts: int, context: RoutingContext) -> Room:
         num_shared = num_experts // context.num_ranks if self.granularity == "device" else 1
@@ -130,7 +130,7 @@ class CapacityPolicy(SteppedPolicy):
         elif self.metric == "reverse_order":
             keys_TE = token_T1.expand_as(scores_TE)
         else:
-            keys_TE = context.drawn(scores_TE)
+            keys_TE = context.random_keys(scores_TE)
         if self.modality == "uniform" or context.modality_T is None:
             return keys_TE
         is_image_T = context.modality_T == IMAGE

@@ -47,7 +47,7 @@ class RoutingContext:
         layer_fraction: where in the depth of the model the layer stands, 0 to 1.
         load_E: expert load carried over from earlier batches, for policies with ``carry_loads``.
         generator: the only source of randomness.
-        random_TE: what ``Policy.draws`` returned before, in place of new draws: a captured graph can make none.
+        random_TE: what ``Policy.random_keys`` returned before, in place of new draws: a captured graph can make none.
     """
 
     top_k: int
@@ -75,7 +75,7 @@ class RoutingContext:
         assert self.token_mask_T is not None
         return int(self.token_mask_T.sum())
 
-    def drawn(self, like_TE: Tensor) -> Tensor:
+    def random_keys(self, like_TE: Tensor) -> Tensor:
         """Uniform numbers below 1: float32 in the shape and on the device of ``like_TE``."""
         if self.random_TE is not None:
             return self.random_TE
@@ -134,7 +134,7 @@ class Policy:
         """Return what ``route`` must know of all ranks' tokens: float64 [S, E], summed over ranks; None = nothing."""
         return None
 
-    def draws(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
+    def random_keys(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
         """The random numbers by which ``route`` decides for scores of this shape: float32 [T, E]; None = by none."""
         return None
 

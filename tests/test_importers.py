@@ -12,6 +12,7 @@ import itertools
 import json
 import shlex
 import sys
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -305,8 +306,21 @@ def test_interleaved_sequences_are_told_apart(tmp_path, out):
     assert position_T.tolist() == [0, 1, 2, 0, 1, 2]
     for token, recorded in enumerate((0, 2, 4, 1, 3, 5)):  # [place, batch] flattened
         assert set(ids[1, token]) == set(rows[0, 3][0][recorded])
+    megatron(tmp_path / "both", passes=(4, 2))
+    imported("megatron", tmp_path / "both", out.with_name("both"), micro_batch_size=2)
+    assert read_back(out.with_name("both"))[2].tolist() == [0, 0, 1, 1, 2, 3]
+    imported("megatron", tmp_path / "both", out.with_name("decode"), phase="decode")
+    assert read_back(out.with_name("decode"))[2].tolist() == list(range(6))
     options = {**OPTIONS["megatron"], "micro_batch_size": 4}
     assert ":1: num_tokens: " in refusal("megatron", tmp_path / "trace", tmp_path / "o" / "x", options)
+
+
+def test_choices_of_others_than_the_largest_logits_are_counted(tmp_path, out):
+    _, path = damaged("megatron", tmp_path / "trace", record(0, top_indices=[[0, 1, 2]] * 6))
+    logits_TE = megatron(tmp_path / "same")[0, 1][1]
+    others_T = np.sort(logits_TE, axis=1)[:, -3] > logits_TE[:, :3].min(axis=1)
+    facts = imported("megatron", path, out).trace.metadata
+    assert f"in {others_T.sum()} rows" in facts["note"]
 
 
 @pytest.mark.seam
@@ -500,6 +514,8 @@ DAMAGE = {
         "another shape": ("0.2.probs: ", array("0.2.probs", np.zeros((2, 2)))),
         "more than all mass": ("0.2: token 0: scores: ", item("0.2.probs", 0, 0.9)),
         "a pickle": ("0.2.ids: ", array("0.2.ids", NOBODY)),
+        "another top-k": ("1.2: expected top-3", lambda made: made.update(
+            {f"1.2.{name}": made[f"1.2.{name}"][:, :2] for name in ("ids", "probs")})),
         "another number of tokens": ("1.3: layer 3: ", lambda made: made.update(
             {f"1.3.{name}": made[f"1.3.{name}"][:2] for name in ("ids", "probs")})),
     },
@@ -523,6 +539,7 @@ DAMAGE = {
         "an expert twice": (":2: layer 3: token 0: expert_ids: ", record(1, top_indices=[[1, 2, 1]] * 6)),
         "no such expert": (":2: layer 3: token 0: expert_ids: ", record(1, top_indices=[[1, 2, 16]] * 6)),
         "another shape": (":2: logit_shape: ", record(1, logit_shape=[5, 16])),
+        "as many bytes": (":1: logit_shape: ", record(0, logit_shape=[12, 8])),
         "beyond the sidecar": (":4: logits_rank0.bin: ", record(3, logit_offset=10**6)),
         "a layer less": (": step 1: layer 3: ", lambda records: records.pop()),
         "another pass": (": step 1: layer 3: ", record(
@@ -630,7 +647,12 @@ def test_an_array_that_claims_to_be_huge_is_refused_before_it_is_held(tmp_path, 
         with zipfile.ZipFile(path, "w") as archive:
             claim = b"(" + rows.strip() + b", 4, 2), }" + b" " * (5 + rows.count(b" "))
             archive.writestr("0.routed_experts.npy", data.replace(b"(3, 4, 2), }" + b" " * 17, claim))
-        assert refusal("vllm", path, out).startswith(f"{path}: 0.routed_experts: ")
+        tracemalloc.start()
+        try:
+            assert refusal("vllm", path, out).startswith(f"{path}: 0.routed_experts: ")
+            assert tracemalloc.get_traced_memory()[1] < 2**24
+        finally:
+            tracemalloc.stop()
     assert "(--max-bytes)" in refusal("vllm", path, out, {**OPTIONS["vllm"], "max_bytes": 100})
 
 

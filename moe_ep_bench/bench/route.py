@@ -22,14 +22,14 @@ from moe_ep_bench.bench.description import describe_run
 from moe_ep_bench.bench.job import fill, identity
 from moe_ep_bench.bench.plan import ROUTING, Comparison, plan
 from moe_ep_bench.bench.replicas import Replicas
-from moe_ep_bench.bench.routing import Batches, CarriedLoads, CaseRouter
+from moe_ep_bench.bench.routing import Batches, CarriedLoads, CaseRouter, one_thread
 from moe_ep_bench.bench.rows import PackedMetrics, routing_columns, write_frontier
 from moe_ep_bench.bench.traffic import traffic_of
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.metrics import score_order, token_overlap
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.workload import RecordedWorkload
+from moe_ep_bench.workload import RecordedWorkload, TokenBatch
 
 _CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
     directory = RunDirectory(out)
 
     def routed(run_id: str, comparison: Comparison, cases: Sequence[CaseSpec], progress: tqdm) -> None:
-        with torch.inference_mode():
+        with one_thread(), torch.inference_mode():
             _route_comparison(directory, run_id, comparison, cases, progress)
 
     fill(
@@ -85,7 +85,7 @@ def _route_comparison(
             packed.put((slice(None), index), traffic.metrics)
             if traffic.frontier is not None:
                 frontiers[case.case_id].append({"batch": index, "layer": comparison.layer, **traffic.frontier})
-        for table, rows in _of_batch(comparison, index).items():
+        for table, rows in _of_batch(comparison, batches.whole(index), index).items():
             tables[table] += [{**row, "batch": index, "comparison_id": comparison.comparison_id} for row in rows]
         progress.update()
     for case, packed in zip(cases, metrics, strict=True):
@@ -98,9 +98,9 @@ def _route_comparison(
             directory.write(table, comparison.comparison_id, columns)
 
 
-def _of_batch(comparison: Comparison, index: int) -> dict[str, list[dict[str, Any]]]:
+def _of_batch(comparison: Comparison, batch: TokenBatch, index: int) -> dict[str, list[dict[str, Any]]]:
     """Rows of the tables that no policy changes: experts that tokens share, and scores by their place in a token."""
-    batch, workload = comparison.workload.batch(index), comparison.workload
+    workload = comparison.workload
     columns, num_experts = score_order(batch.scores_TE), batch.scores_TE.shape[1]
     scores = [
         {"position": place + 1, **{name: float(values[place]) for name, values in columns.items()}}

@@ -333,7 +333,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _trace_info(options: argparse.Namespace) -> int:
-    from moe_ep_bench.workload.trace_info import trace_info
+    from moe_ep_bench.workload.trace import trace_info
 
     print(trace_info(options.file))
     return OK
@@ -378,9 +378,8 @@ def _trace_import(options: argparse.Namespace) -> int:
 
     # All but what only a preset gives.
     names = [field.name for field in dataclasses.fields(ImportOptions) if field.name not in ("top_k", "num_layers")]
-    chosen = {name: getattr(options, name) for name in names}
-    what = (options.kind, options.source, options.out, ImportOptions(**chosen))
-    print(import_trace(*what, max_bytes=options.max_bytes).text())
+    chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
+    print(import_trace(options.kind, options.source, options.out, ImportOptions(**chosen)).text())
     return OK
 
 

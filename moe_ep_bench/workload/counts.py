@@ -70,17 +70,14 @@ def mean_peak_load(path: Path) -> float:
 
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, _: int) -> NDArray[np.float64]:
-    from moe_ep_bench.workload.importers.sources import opened_npz, read_json, reals
+    from moe_ep_bench.workload.importers.arrays import REAL, checked, json_document, opened_npz
 
-    if path.suffix == ".pt":
-        raise UserError(f"{path}: a pickle, which is not read; convert it where SGLang runs: {CONVERT}")
-    if path.suffix == ".npz":
-        with opened_npz(path) as npz:
-            counts = npz.reals(COUNT)
-        return _checked(counts, f"{path}: {COUNT}")
+    if path.suffix in (".npz", ".pt"):
+        with opened_npz(path, CONVERT) as npz:
+            return _layers(npz.array(COUNT, kinds=REAL), npz.where(COUNT))
     if path.suffix != ".json":
         return _of_recording(path)
-    content: Any = read_json(path)
+    content: Any = json_document(path)
     if isinstance(content, dict):
         content = content.get(COUNT)
         if not isinstance(content, list):
@@ -91,7 +88,7 @@ def _read(path: Path, _: int) -> NDArray[np.float64]:
         content = list(layers.values())
     nested = isinstance(content, list) and content and isinstance(content[0], list)
     deep = bool(nested and content[0] and isinstance(content[0][0], list))
-    return _checked(reals(content, str(path), (None,) * (3 if deep else 2)), str(path))
+    return _layers(checked(content, str(path), (None,) * (3 if deep else 2), REAL), str(path))
 
 
 def _of_recording(path: Path) -> NDArray[np.float64]:
@@ -102,7 +99,7 @@ def _of_recording(path: Path) -> NDArray[np.float64]:
     return np.stack([np.bincount(ids_TK.ravel(), minlength=trace.num_experts) for ids_TK in layers]).astype(np.float64)
 
 
-def _checked(counts: NDArray[Any], where: str) -> NDArray[np.float64]:
+def _layers(counts: NDArray[Any], where: str) -> NDArray[np.float64]:
     if counts.ndim == 3:
         counts = counts.sum(axis=0)
     if counts.ndim != 2 or 0 in counts.shape:

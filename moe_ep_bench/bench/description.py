@@ -59,8 +59,13 @@ def run_json(
             "config": stable_hash([comparison.definition for comparison in comparisons]),
             "workload": {comparison.comparison_id: fingerprint(comparison) for comparison in comparisons},
         },
-        "comparisons": {one.comparison_id: {**describe(one), "order": order} for order, one in enumerate(comparisons)},
-        "cases": {case.case_id: {**one.describe_case(case), "order": order} for one, order, case in cases},
+        "comparisons": {
+            comparison.comparison_id: {**describe(comparison), "order": order}
+            for order, comparison in enumerate(comparisons)
+        },
+        "cases": {
+            case.case_id: {**comparison.describe_case(case), "order": order} for comparison, order, case in cases
+        },
     }
 
 
@@ -74,8 +79,8 @@ def describe_run(
     """
     configs = (describe_experiment(comparison.experiment) for comparison in comparisons)
     described = partial(_describe, ranks=ranks)
-    found = run_json(run_id, comparisons[0].mode, comparisons, environment, configs, _fingerprint, described)
-    return {**found, "scope": comparisons[0].scope}
+    facts = run_json(run_id, comparisons[0].mode, comparisons, environment, configs, _fingerprint, described)
+    return {**facts, "scope": comparisons[0].scope}
 
 
 def describe_timed_run(

@@ -224,8 +224,8 @@ class Inspection:
     def drop_failing(self, when: str) -> None:
         """Record cases whose output is wrong on any rank as failed, and go on without them."""
         session, tolerance = self.session, TOLERANCE[self.session.dtype]
-        found = json.dumps([self.problems, self.errors])
-        of_ranks = [json.loads(text) for text in session.job.ranks.texts(found)]
+        mine = json.dumps([self.problems, self.errors])
+        of_ranks = [json.loads(text) for text in session.job.ranks.texts(mine)]
         for case in list(session.cases):
             problems = [(rank, told[case.case_id]) for rank, (told, _) in enumerate(of_ranks) if case.case_id in told]
             worst = [errors.get(case.case_id, 0.0) for _, errors in of_ranks]

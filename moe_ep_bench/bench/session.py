@@ -288,6 +288,8 @@ class Session:
                 if ranks.is_first and case in self.cases:
                     self.job.watchdog.feed()
                     times_RSC = np.stack([times_VSC[index].numpy() for times_VSC in times_RVSC])
-                    of_case = {key: np.stack([one[index].numpy() for one in values]) for key, values in metrics.items()}
+                    of_case = {
+                        key: np.stack([of_rank[index].numpy() for of_rank in values]) for key, values in metrics.items()
+                    }
                     write_case(self.job, self.comparison, case.spec, self.samples, times_RSC, of_case)
         self.job.check_written()

@@ -319,42 +319,6 @@ def test_two_nodes_give_the_routing_of_one(finished: Path, tmp_path: Path) -> No
         pd.testing.assert_frame_equal(one.drop(columns="run_id"), two.drop(columns="run_id"))
 
 
-BAD = {
-    "pool below top-k": (
-        {"policies": [{"name": "laser", "eps_high": 0.9, "t_fix": 0.1, "c": 4}]}, [],
-        "policies: laser: c: expected 6 (top_k) to 64", "got 4",
-    ),
-    "experts over ranks": ({"model__preset": "mixtral-8x7b"}, ["--nproc", "3"], "8 experts of Mixtral-8x7B", "got 3"),
-    "ranks over groups": ({"layer__ep_size": 4}, [], "layer.ep_size: expected a divisor of the 2 ranks", "got 4"),
-    "missing trace": (
-        {"workload": {"kind": "recorded", "trace": "no.safetensors", "layer": 0, "tail": "uniform", "num_tokens": 8}},
-        [], "no.safetensors", "config.yaml",
-    ),
-    "experts that cannot run": ({"layer__experts": "te"}, [], "layer.experts: te needs", "grouped"),
-    "kernel that cannot run": (
-        {"layer__kernel": "triton"}, [],
-        "layer.kernel: triton cannot run topk: Triton compiles for CUDA GPUs", "expected auto, numba, torch",
-    ),
-    "warm-up upside down": ({"measure__warmup": 3, "measure__max_warmup": 2}, [], "at least warmup=3", "got 2"),
-    "profile of nothing": ({}, ["--profile", "token"], "--profile token: expected a case", "native, balanced scores"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_clear_line_and_leaves_nothing(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes, arguments, *expected = BAD[name]
-    config = write_config(tmp_path, **changes)
-    nproc = [] if "--nproc" in arguments else ["--nproc", "2"]
-    assert main(["run", str(config), "--out", str(tmp_path / "out"), *nproc, *arguments]) == USER_ERROR
-    printed = capsys.readouterr()
-    assert printed.err.count("\n") == 1, printed.err
-    for text in expected:
-        assert text in printed.err
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_dry_run_tells_cases_and_memory_of_a_sweeps_points_and_runs_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

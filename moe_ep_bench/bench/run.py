@@ -22,7 +22,7 @@ from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.directory import check_timing, hold_comparisons, left_of, status_of, writes_to
 from moe_ep_bench.bench.job import Job, is_of_peers, new_run_id
 from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, find_case, plan
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
@@ -131,7 +131,7 @@ def run(
         return leave_status(USER_ERROR)
     except Exception as error:
         if is_of_peers(error):
-            print(f"moe-ep-bench: {PEER_LOST}: {' '.join(str(error).split())[:200]}", file=sys.stderr, flush=True)
+            print(f"moe-ep-bench: {PEER_LOST}: {brief(error, 200, quoted=False)}", file=sys.stderr, flush=True)
         else:
             # Not a user's mistake and not a case's failure: show all of it.
             traceback.print_exc()

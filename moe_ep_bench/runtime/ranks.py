@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.runtime.device import device_type
-from moe_ep_bench.runtime.errors import in_short
 
 # NCCL's own threads would abort a rank whose peer is gone, or whose device waits for long: it would leave no word, and
 # be blamed for it. Our watchdog ends it instead, and says for what it waited.
@@ -177,9 +176,10 @@ def join(timeout_s: float, *, measures: bool = True) -> Ranks:
             if world_size != str(local_world_size):  # gloo takes the one that the host's name leads to.
                 taken = os.environ.get("GLOO_SOCKET_IFNAME", "unset")
                 interface = f", over a network that GLOO_SOCKET_IFNAME names (here {taken})"
+            why = brief(error, 200, quoted=False)
             raise NotMetError(
                 f"rank {rank} of {world_size} did not meet the others at {host}:{port} within {timeout_s:g} s; "
-                f"expected {world_size} ranks, all started with that WORLD_SIZE{interface}: {in_short(error)}"
+                f"expected {world_size} ranks, all started with that WORLD_SIZE{interface}: {why}"
             ) from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

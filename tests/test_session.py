@@ -136,7 +136,7 @@ def capturing(
         others: what rank 1 says of its captures.
     """
     reasons, replayed = [], []
-    ranks = mock.Mock(texts=lambda text: [text, others])
+    ranks = mock.Mock(told=lambda text: [text, others])
     ranks.first_word = partial(Ranks.first_word, ranks)
     job = SimpleNamespace(mark=SimpleNamespace(explain=reasons.append), watchdog=mock.Mock(), ranks=ranks)
     held = mock.Mock(job=job, num_batches=num_batches, device=torch.device("cpu"))

@@ -130,7 +130,7 @@ class Job:
                 self.check_written()
                 if not cases:
                     continue
-                if self.ranks.of_first("asked" if asked_to_close() else ""):
+                if self.ranks.of_first(asked_to_close()):
                     return False
                 launches = comparison.experiment.measure.launches
                 repetition = f", launch {self.launch + 1} of {launches}" if launches > 1 else ""

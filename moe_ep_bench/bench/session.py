@@ -12,7 +12,6 @@ Shapes: T = this rank's tokens, E = experts, D = hidden size, V = cases, S = ste
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -267,7 +266,7 @@ class Session:
             here["cuda_graphs"] = {"count": len(self.replays.captured), **self.replays.graphs.num_bytes()}
         if self.meet.size > 1:
             here["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device), self.settings.preroll_us)
-        self.conditions["ranks"] = [json.loads(text) for text in self.job.ranks.texts(json.dumps(here))]
+        self.conditions["ranks"] = self.job.ranks.told(here)
 
     def write(self) -> None:
         """Gather all ranks' samples and metrics on rank 0, which writes conditions and then case by case."""

@@ -157,13 +157,13 @@ class SyntheticConfig(_Workload):
     """Scores are drawn, to meet the targets below."""
     skew: Literal[(*SKEWS, *PATTERNS)] | None = None
     """Targets calibrated to the model (data/skews/): keys given beside it win, null included. Or another benchmark's
-    pattern: ``megatron_w0`` to ``megatron_w7``, ``power_law_1.01``, ``power_law_1.2``; no targets beside it."""
+    pattern (``megatron_*``, ``power_law_*``), without targets beside it."""
     skew_from: Annotated[Path | None, FILE, NAME] = None
     """Counts of chosen experts, for ``peak_load`` as their mean over layers: a recording, SGLang's ``logical_count``
     (JSON or npz), or [layers][experts] in JSON; in place of ``skew``."""
     skew_layer: int | None = Field(None, ge=0)
-    """Counted layer of ``skew_from`` whose loads every expert gets, in its place; or ``all``: one comparison for each.
-    null = the peak load alone, mean over layers."""
+    """Counted layer of ``skew_from`` whose loads experts get; or ``all``: one comparison for each. null = its peak load
+    alone, mean over layers."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean; null = unskewed."""
     sequence_length: int = Field(128, ge=1)
@@ -268,12 +268,12 @@ class LayerConfig(Strict):
     seed: int = Field(0, ge=0)
     """Seed of weights and of random policies."""
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
-    """Implementation of the experts: ``sequential`` (Megatron-Core's, one after another), ``grouped`` (ours, grouped
-    GEMMs), ``decode`` (ours, for few tokens) or ``te`` (Transformer Engine)."""
+    """Experts: ``sequential`` (Megatron-Core's, one by one), ``grouped`` (our grouped GEMMs), ``decode`` (ours, for few
+    tokens) or ``te`` (Transformer Engine)."""
     permute: Literal["auto", "megatron", "indexed", "fused"] = "auto"
-    """Implementation of token permutation: ``megatron``, ``indexed`` (ours) or ``fused`` (Transformer Engine)."""
+    """Permutation of tokens: ``megatron``, ``indexed`` (ours) or ``fused`` (Transformer Engine)."""
     kernel: Literal["auto", "torch", "triton", "numba"] = "auto"
-    """Implementation of the policies: ``torch``, ``numba`` on the CPU, ``triton`` on a GPU."""
+    """What runs the policies: ``torch``, ``numba`` on the CPU, ``triton`` on a GPU."""
     dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """Megatron-Core's dispatcher; ``flex`` needs DeepEP. Behind ``allgather``, ``decode`` experts permute nothing."""
     cuda_graph: bool = False
@@ -382,17 +382,17 @@ class EmulateConfig(Strict):
     """Settings of ``emulate``."""
 
     links: Annotated[str | None, PRESET_OR_FILE] = None
-    """Links between virtual ranks: a file of data/links/ without its ending, the path of one by ``calibrate``, or
-    measured elsewhere, ``table:SYSTEM/nccl/VERSION`` or ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND`` (``tables``)."""
+    """Links between virtual ranks: a name of data/links/, the path of a file by ``calibrate``, or measured elsewhere,
+    ``table:SYSTEM/nccl/VERSION`` or ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND`` (``tables``)."""
     bandwidth_scale: float = Field(1.0, gt=0)
     """Factor on the bandwidth of all links."""
     device: Annotated[str, PRESET_OR_FILE] = MEASURED
-    """``measured``: this device runs every virtual rank's layer. Else nothing is run: phases are modelled for a device,
-    a file of data/devices/ without its ending, or the path of such a file; ``table:SYSTEM/FRAMEWORK/VERSION`` takes
-    experts' times that were measured elsewhere (``tables``)."""
+    """``measured``: this device runs every virtual rank's layer. Else nothing is run: phases are modelled for a name of
+    data/devices/ or the path of such a file; ``table:SYSTEM/FRAMEWORK/VERSION`` takes experts' times that were measured
+    elsewhere (``tables``)."""
     transport: Transport = "pairs"
-    """Rows on the links: ``pairs``, one for each (token, expert), as NCCL's all-to-all sends; ``copies``, one for each
-    (token, rank) and between nodes for each (token, node), as DeepEP sends."""
+    """Rows on the links: ``pairs``, one per (token, expert), as NCCL's all-to-all sends; ``copies``, one per (token,
+    rank) and between nodes per (token, node), as DeepEP sends."""
     dispatch_dtype: DispatchType | None = None
     """Type of dispatched rows: ``bf16``, or ``fp8`` with a scale for each 128 values; null = ``layer.dtype``, in which
     combined rows are always."""

@@ -706,7 +706,7 @@ class Recordings:
 
     def __init__(self, bases: Path) -> None:
         import test_importers as importers
-        from test_importers_served import PRESET, npy, raw, routing, written
+        from test_importers import npy, raw, routing, written
         from test_trace import parts, save
 
         self.bases = bases
@@ -726,7 +726,6 @@ class Recordings:
         model |= {"num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
         model |= {"num_key_value_heads": 4, "norm_topk_prob": False}
         (bases / "model.json").write_text(json.dumps(model))
-        del PRESET
 
     def __call__(self, rand: random.Random, box: Path) -> list[str]:
         name, command = rand.choice(_RECORDED)

@@ -113,7 +113,11 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
     # torch's cache of compiled code is one folder per user, which it means to keep.
     left += [str(file) for file in temporary.iterdir() if not file.name.startswith("torchinductor_")]
     left += [str(file) for file in out.rglob("*") if file.name.startswith((".", "now-"))]
-    left += sorted(unmapped_segments() - shared_before)
+    segments = unmapped_segments() - shared_before
+    for _ in range(2):  # another program may be about to map, or to remove, what it has just made
+        time.sleep(0.5)
+        segments &= unmapped_segments()
+    left += sorted(segments)
     print(f"soak: left behind: {', '.join(left) or 'no process, temporary file or shared-memory segment'}")
     return problems + [f"left behind: {one}" for one in left]
 

@@ -97,8 +97,11 @@ def policy_rows() -> Iterator[tuple[str, str, str, str]]:
 
 def table(rows: Iterable[tuple[str, str, str, str]]) -> str:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key, kind, default, text in dict.fromkeys(rows):  # Both kinds of workload share keys.
-        cells = (f"`{key}`", kind, default, text.replace("``", "`").replace("|", "\\|"))
+    keys: dict[tuple[str, ...], list[str]] = {}
+    for key, *facts in dict.fromkeys(rows):  # Both kinds of workload share keys, and policies fields.
+        keys.setdefault((key.rpartition(".")[2], *facts), []).append(key)
+    for (_, kind, default, text), named in keys.items():
+        cells = (", ".join(f"`{key}`" for key in named), kind, default, text.replace("``", "`").replace("|", "\\|"))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -72,7 +72,7 @@ class Component(JsonRecord):
 
 
 class ModelExtent(JsonRecord):
-    """How much of a whole model was built (``bench.subjects``)."""
+    """How much of a whole model was built (``bench.description``)."""
 
     num_layers: Count  # that were built
     of_layers: Count  # that the model has
@@ -85,7 +85,7 @@ class ModelExtent(JsonRecord):
 
 
 class Rest(JsonRecord):
-    """What a modelled layer comes to in a pass of its whole model (``bench.rest``)."""
+    """What a modelled layer comes to in a pass of its whole model (``bench.description.rest_of``)."""
 
     us_per_moe_layer: NonNegativeFloat  # of all that no MoE layer takes
     num_moe_layers: Count

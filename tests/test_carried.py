@@ -13,7 +13,6 @@ from oracles import expected_routing
 from test_run import launch
 
 from moe_ep_bench.bench.plan import ROUTING, Comparison, plan
-from moe_ep_bench.bench.route import _shares
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.quality.routed import RouterCall, routed
@@ -57,9 +56,9 @@ def expected(comparison: Comparison, scope: str | None) -> list[list[int]]:
     kept_RE, found = torch.zeros(2, 64), []
     for batch in range(3):
         before_RE = {None: torch.zeros(2, 64), "rank": kept_RE, "all": kept_RE.sum(0).expand(2, 64)}[scope].clone()
-        for rank, share in enumerate(_shares(comparison, comparison.workload.batch(batch))):
+        for rank, tokens in enumerate(comparison.rank_batches(None, batch)):
             context = RoutingContext(top_k=8, num_ranks=2, rank=rank, load_E=before_RE[rank])
-            load_E = expected_routing(LASER, share.scores_TE, context).map_TE.sum(0)
+            load_E = expected_routing(LASER, tokens.scores_TE, context).map_TE.sum(0)
             kept_RE[rank] += load_E
             found.append(load_E.tolist())
     return found

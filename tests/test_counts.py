@@ -13,7 +13,8 @@ from test_workload import top_k_load
 from trace_files import loads_entry, write_loads
 
 from moe_ep_bench import cli
-from moe_ep_bench.bench.plan import ROUTING, Comparison
+from moe_ep_bench.bench.plan import ROUTING, compare
+from moe_ep_bench.bench.words import describe_workload
 from moe_ep_bench.config import ConfigError, load_experiments
 from moe_ep_bench.placement import replicate
 from moe_ep_bench.workload.counts import mean_peak_load, read_counts
@@ -61,13 +62,13 @@ def config(folder: Path, **workload: Any) -> Path:
 def test_a_workload_is_as_skewed_as_was_counted(tmp_path: Path) -> None:
     written(tmp_path, "matrix")
     (found,) = load_experiments(config(tmp_path), on_cpu=True)
-    comparison = Comparison.of(found, ROUTING, on_cpu=True)
-    described = comparison.describe_workload()
+    comparison = compare(found, ROUTING, on_cpu=True)
+    described = describe_workload(comparison)
     assert described["achieved"]["peak_load"] == pytest.approx(9 / 4, rel=0.02)
     assert "peak load counted in counts.json" in described["description"]
     assert str(tmp_path) not in json.dumps(comparison.definition)
     (plain,) = load_experiments(config(tmp_path, skew_from=None, peak_load=9 / 4), on_cpu=True)
-    assert Comparison.of(plain, ROUTING, on_cpu=True).comparison_id == comparison.comparison_id
+    assert compare(plain, ROUTING, on_cpu=True).comparison_id == comparison.comparison_id
     (given,) = load_experiments(config(tmp_path, peak_load=1.5), on_cpu=True)
     assert given.workload.targets(None)["peak_load"] == 1.5
 
@@ -78,10 +79,10 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
     found = load_experiments(config(tmp_path, skew_layer="all", num_tokens=4096), on_cpu=True)
     assert [one.workload.skew_layer for one in found] == [0, 1]
     for one, count_E in zip(found, COUNTS[1:], strict=True):
-        comparison = Comparison.of(one, ROUTING, on_cpu=True)
+        comparison = compare(one, ROUTING, on_cpu=True)
         load_E = top_k_load(comparison.workload.batch(0).scores_TE, 1).numpy()
         np.testing.assert_allclose(load_E / 4096, np.array(count_E) / 16, atol=0.01)
-        described = comparison.describe_workload()
+        described = describe_workload(comparison)
         assert f"loads of layer {one.workload.skew_layer} counted in counts.json" in described["description"]
         in_order = np.array(count_E).reshape(2, 2).sum(axis=1).max() / 8
         assert described["achieved"]["rank_load"]["2"] == pytest.approx(in_order, rel=0.02)

@@ -22,9 +22,8 @@ from test_run import cases_of, environment, routing_of, statuses, write_config
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.show import text_of
 from moe_ep_bench.bench import small_layers, virtual
-from moe_ep_bench.bench.plan import VIRTUAL, plan
-from moe_ep_bench.bench.rank_timers import ModelledRanks, RankTime
-from moe_ep_bench.bench.rows import PackedMetrics
+from moe_ep_bench.bench.plan import VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.rank_timers import RankTime
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
 from moe_ep_bench.files import write_json
@@ -78,8 +77,6 @@ def test_ranks_with_the_same_to_do_are_timed_once(tmp_path: Path) -> None:
     asked = {"model": model, "policies": [{"name": "topk"}], "workload__peak_load": None, "workload__num_batches": 1}
     (comparison,) = plan(write_config(tmp_path, **asked, **size, **LINKS), [], VIRTUAL, on_cpu=True)
     emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), lambda case_id: None)
-    emulation.samples = np.full((4, 8, 1, len(emulation.columns)), np.nan)
-    emulation.metrics = [PackedMetrics(8, 1) for _ in range(4)]
     timer = SimpleNamespace(time=lambda *_, **__: RankTime([{"experts": 2.0}], []))
     emulation._measure_batch(0, timer)
     assert emulation.timed_runs + emulation.shared_runs == 4 * 4 * 8
@@ -114,12 +111,14 @@ def test_a_case_that_raises_in_its_check_is_left_out_and_the_others_stay(monkeyp
     monkeypatch.setattr(Emulation, "_routers", lambda self, batch: [])
     emulation, survived = Emulation.__new__(Emulation), []
     emulation.comparison, emulation.cases = SimpleNamespace(device=None), [raises, wrong, right]
-    emulation.layers, emulation.device, emulation.begin, emulation.errors = {}, None, None, {}
+    emulation.device, emulation.begin, emulation.errors = None, None, {}
+    emulation.samples, emulation.metrics = np.zeros(3), [1, 2, 3]
     reasons = {raises: "failed: IndexError", wrong: "output differs from the dense reference by 1 in layer 0"}
     failed = emulation.check(lambda error: (survived.append(error), "failed: IndexError")[1])
     assert {case: reason.partition(", allowed")[0] for case, reason in failed.items()} == reasons
     assert [type(error) for error in survived] == [IndexError]
     assert emulation.cases == [right]
+    assert len(emulation.samples) == len(emulation.metrics) == 1
 
 
 def written(out: Path) -> dict[str, int]:
@@ -138,34 +137,31 @@ def test_adding_a_policy_models_that_policy_alone(tmp_path: Path) -> None:
     assert set(cases(load(out)).label) >= {"native", "topk", "pruned k0=2"}, "of two jobs, and all stand"
 
 
-def test_modelled_cases_are_kept_as_they_finish_and_the_end_says_which(
+def test_modelled_comparisons_are_kept_as_they_finish_and_the_end_says_which(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    modelled = {"links": "h100-nvlink4", "device": "h100-sxm"}
-    config, out = write_config(tmp_path, layer__ep_size=4, workload__num_batches=3, emulate=modelled), tmp_path / "out"
-    monkeypatch.setattr(virtual, "_KEPT_AFTER_S", 1e-9)
-    left, model = [4 * 7 + 2 * 4 * 3], ModelledRanks.time  # batch 0 of all cases, the others of a few
+    modelled, sweep = {"links": "h100-nvlink4", "device": "h100-sxm"}, {"workload.seed": [0, 1]}
+    config, out = write_config(tmp_path, layer__ep_size=4, emulate=modelled, sweep=sweep), tmp_path / "out"
+    comparisons, model = plan(config, [], VIRTUAL, on_cpu=True), virtual.modelled_time
 
-    def until_interrupted(*arguments: object, **options: object) -> RankTime:
-        left[0] -= 1
-        if left[0] < 0:
+    def until_interrupted(comparison: Comparison, *arguments: object) -> RankTime:
+        if comparison.comparison_id != comparisons[0].comparison_id:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(60)
-        return model(*arguments, **options)
+        return model(comparison, *arguments)
 
-    monkeypatch.setattr(ModelledRanks, "time", until_interrupted)
-    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
+    monkeypatch.setattr(virtual, "modelled_time", until_interrupted)
     interrupted = multiprocessing.get_context("fork").Process(
         target=main, args=(["emulate", str(config), "--out", str(out)],)
     )
     interrupted.start()
     interrupted.join(120)
     assert interrupted.exitcode == 128 + signal.SIGINT
-    kept = written(out)
-    assert 0 < len(kept) < len(comparison.cases)
-    said = f"stopped: {len(kept)} of {len(comparison.cases)} cases are kept in {out}; the same command does what is"
+    kept, num_cases = written(out), sum(len(one.cases) for one in comparisons)
+    assert {name.removesuffix(".parquet") for name in kept} == {case.case_id for case in comparisons[0].cases}
+    said = f"stopped: {len(kept)} of {num_cases} cases are kept in {out}; the same command does what is"
     assert said in capfd.readouterr().err
-    monkeypatch.setattr(ModelledRanks, "time", model)
+    monkeypatch.setattr(virtual, "modelled_time", model)
     assert main(["emulate", str(config), "--out", str(out)]) == OK
     assert {name: when for name, when in written(out).items() if name in kept} == kept
 
@@ -225,32 +221,6 @@ def test_what_is_sent_is_a_key_and_the_first_line(tmp_path: Path, capsys: pytest
     assert comm_ms["copies", "bf16"] < 0.9 * comm_ms["pairs", "bf16"]
     assert comm_ms["copies", "fp8"] < comm_ms["copies", "bf16"]
     assert comm_ms["pairs", "fp8"] < comm_ms["pairs", "bf16"]
-
-
-REFUSED = {
-    "emulate.links=null": "emulate.links: expected one of a100-nvlink3",
-    "emulate.links=h100-nvlnk4": "h100-nvlnk4",
-    "measure.launches=3": "measure.launches: expected 1, for emulate makes one launch, got 3",
-    "layer.ep_size=7": "layer.ep_size: expected a divisor of the 64 experts",
-    "layer.ep_size=16": "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks",
-    "emulate.replication=[{spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts, got 57",
-    "emulate.replication=[{spare_per_rank: 1, policy: global}]": "emulate.replication.0.policy: is gone; use",
-    "emulate.replication=[{spare_per_rank: 1, solve_us: 5}]": (
-        "emulate.replication.0: solve_us: expected none with balancer static, got 5"
-    ),
-}
-
-
-@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change[:40])
-def test_bad_input_is_one_line_and_leaves_nothing(
-    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config, out = write_config(tmp_path, **LINKS), tmp_path / "out"
-    assert main(["emulate", str(config), "--out", str(out), "--set", change]) == USER_ERROR
-    printed = capsys.readouterr()
-    assert printed.err.count("\n") == 1, printed.err
-    assert REFUSED[change] in printed.err
-    assert not out.exists()
 
 
 def test_a_skew_that_a_later_batch_cannot_have_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

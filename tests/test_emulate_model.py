@@ -121,11 +121,11 @@ DECODE = {"whole__context_length": 40, "workload__sequence_length": 1, "workload
 def test_a_pass_takes_what_its_layers_and_the_rest_take(changes: dict, tmp_path: Path) -> None:
     config = write_config(tmp_path, model__scale=1, layer__ep_size=4, emulate=MODELLED, **changes)
     (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
-    lengths_R = comparison.subject.lengths_of_ranks(0)
-    assert sum(map(sum, lengths_R)) == comparison.subject.num_tokens
+    lengths_R = comparison.lengths_of_ranks(0)
+    assert sum(map(sum, lengths_R)) == comparison.num_tokens
     begun: list[str] = []
     emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), begun.append)
-    assert emulation.measure() is None
+    emulation.model()
     assert len(begun) == comparison.num_iterations()
     native_us, again_us, topk_us, drop_us, _ = emulation.layer_us
     assert (native_us == again_us).all()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.bench.traffic import chunks_of, in_slots
+from moe_ep_bench.bench.traffic import in_slots
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.placement import balance, replicate
@@ -68,8 +68,8 @@ def test_a_split_gives_every_slot_its_pairs_and_every_rank_sends_each_its_share(
 
 
 @settings(max_examples=15)
-@given(cases(), st.booleans(), st.integers(1, 3))
-def test_metrics_of_placed_experts_are_those_of_a_slow_count(case, is_split: bool, num_chunks: int) -> None:
+@given(cases(), st.booleans())
+def test_metrics_of_placed_experts_are_those_of_a_slow_count(case, is_split: bool) -> None:
     slots, map_TE, rank = case
     if is_split:
         counts_RE = np.tile(map_TE.sum(0).numpy(), (slots.num_ranks, 1))
@@ -79,8 +79,8 @@ def test_metrics_of_placed_experts_are_those_of_a_slow_count(case, is_split: boo
     map_TP = slots.spread(map_TE, rank)
     per_rank = slots.num_slots // slots.num_ranks
     pairs = [(token, int(slot) // per_rank, int(slot)) for token, slot in map_TP.nonzero()]
-    counts_CP, found = in_slots(map_TE, slots, rank, num_chunks)
-    assert counts_CP.tolist() == [map_TP[chunk].sum(0).tolist() for chunk in chunks_of(len(map_TE), num_chunks)]
+    counts_P, found = in_slots(map_TE, slots, rank)
+    assert counts_P.tolist() == map_TP.sum(0).tolist()
     assert found["load_R"] == [sum(to == other for _, to, _ in pairs) for other in range(slots.num_ranks)]
     assert found["crossing_pairs"] == sum(to != rank for _, to, _ in pairs)
     assert found["crossing_copies"] == len({(int(token), to) for token, to, _ in pairs if to != rank})
@@ -97,7 +97,7 @@ def test_contiguous_slots_change_no_metric() -> None:
     map_TP = slots.spread(routing.map_TE, 1)
     assert torch.equal(map_TP, routing.map_TE)
     metrics = routing_metrics(routing, scores_TE, context)
-    _, placed = in_slots(routing.map_TE, slots, 1, 1)
+    _, placed = in_slots(routing.map_TE, slots, 1)
     assert placed == {key: metrics[key] for key in placed}
 
 
@@ -105,12 +105,3 @@ def test_few_pairs_of_many_ranks_do_not_meet_in_one_replica() -> None:
     slots = ExpertPlacement(np.array([0, 1, 0, 0]), num_experts=2, num_ranks=4)
     one_pair = torch.tensor([[True, False]])
     assert {int(slots.spread(one_pair, rank).nonzero()[0, 1]) for rank in range(3)} == {0, 2, 3}
-
-
-@given(st.integers(0, 50), st.integers(1, 9))
-def test_chunks_are_all_tokens_in_order_and_even(num_tokens: int, num_chunks: int) -> None:
-    chunks = chunks_of(num_tokens, num_chunks)
-    assert [token for chunk in chunks for token in range(num_tokens)[chunk]] == list(range(num_tokens))
-    sizes = [chunk.stop - chunk.start for chunk in chunks]
-    assert len(sizes) == num_chunks
-    assert max(sizes) - min(sizes) <= 1

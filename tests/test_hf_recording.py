@@ -19,6 +19,7 @@ import yaml
 from numpy.typing import NDArray
 from safetensors.torch import load_file as load_weights
 from safetensors.torch import save_file as save_weights
+from test_recorded import tokens_of
 
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.bench.route import route
@@ -88,7 +89,7 @@ def test_a_replayed_recording_is_routed_as_the_model_routes(recording: Path, olm
     assert first.routing is not None
     workload = RecordedWorkload(recording, 0, 8, 3, NUM * LENGTH, 1, "recorded", seed=0)
     batch = workload.batch(0)
-    assert np.array_equal(batch.scores_TE, open_trace(recording).read_full_scores(0)[workload.draw(0)])
+    assert np.array_equal(batch.scores_TE, open_trace(recording).read_full_scores(0)[tokens_of(workload, 0)])
     replayed = policy.route(batch.scores_TE, first.context)
     assert torch.equal(replayed.map_TE.sum(0), first.routing.map_TE.sum(0))
     described = workload.describe()
@@ -224,7 +225,7 @@ def test_a_recording_of_the_top_k_needs_a_tail_model(recording: Path, tmp_path: 
     with pytest.raises(ValueError, match="tail: expected popularity or uniform, because the recording holds"):
         RecordedWorkload(tmp_path / "top.safetensors", 0, 8, 3, 32, 1, "recorded", seed=0)
     save_file({**tensors, "full_scores": full[:, :, :4]}, tmp_path / "cut.safetensors", metadata)
-    with pytest.raises(ValueError, match=r"full_scores: expected shape \(2, 192, 8\)"):
+    with pytest.raises(ValueError, match="full_scores: "):
         open_trace(tmp_path / "cut.safetensors")
     full = full.copy()
     full[1, 5, 0] = -1

@@ -7,6 +7,7 @@ import json
 import math
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -70,52 +71,33 @@ def gpu_state(**shares) -> MachineState:
     return state(sm_clock_mhz=(1950.0, 1980.0, 1980.0), throttle_shares=dict.fromkeys(THROTTLE_REASONS, 0.0) | shares)
 
 
-# ---- the CPU's counters
+# ---- reading
 
 
-@pytest.mark.parametrize("times", [FileNotFoundError("/proc/stat"), SimpleNamespace(user=0.0, system=0.0)])
-def test_a_host_that_hides_its_counters_is_a_note_and_the_watch_goes_on(times, monkeypatch):
-    monkeypatch.setattr(monitor.psutil, "cpu_times", Mock(side_effect=[times] * 2))
-    with MachineSampler(torch.device("cpu")) as sampler:
-        result = sampler.stop()
-        monkeypatch.undo()
-    assert (result.machine_cpu_s, result.stolen_s) == (None, None)
-    assert "the CPU time of other processes could not be read: " in result.notes[0]
-    assert disturbances([("a", result)]) == []
-
-
-def test_a_state_is_the_difference_of_two_readings():
+def test_a_state_is_the_difference_of_two_readings() -> None:
     result = state_between(Counters(100.0, 5.0, 50.0, 1.0), Counters(110.0, 12.0, 65.0, 0.0), [], {})
     assert (result.wall_s, result.own_cpu_s, result.machine_cpu_s, result.notes) == (10.0, 7.0, 15.0, ())
-    assert result.stolen_s == 0  # a counter that went back
+    assert result.stolen_s == 0, "a counter that went back"
 
 
-def test_this_very_machine_is_read_plausibly():
+def test_this_very_machine_is_read_plausibly_and_one_that_hides_itself_is_a_note(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with MachineSampler(torch.device("cpu")) as sampler:
-        used_until = time.process_time() + 0.2
+        used_until = time.process_time() + 0.1
         while time.process_time() < used_until:
             pass
         result = sampler.stop()
-    assert result.own_cpu_s > 0.15
-    assert result.wall_s > 0
-    assert result.num_cores >= 1
-    assert result.num_samples == 0
-    assert result.sm_clock_mhz is None
-    if not result.notes:  # a container may hide its machine
-        assert result.machine_cpu_s > 0
-        assert result.stolen_s >= 0
-
-
-# ---- the GPU's samples
-
-
-def test_a_steady_gpu_is_summarised():
-    result = watched()
-    assert result.sm_clock_mhz == (1980, 1980, 1980)
-    assert (result.power_median_w, result.temperature_max_c) == (650, 61)
-    assert result.throttle_shares == dict.fromkeys(THROTTLE_REASONS, 0)
-    assert result.num_samples >= 3
-    assert result.notes == ()
+    assert result.own_cpu_s > 0.05
+    assert (result.num_samples, result.sm_clock_mhz) == (0, None)
+    assert result.notes or (result.machine_cpu_s > 0 <= result.stolen_s)
+    for times in (FileNotFoundError("/proc/stat"), SimpleNamespace(user=0.0, system=0.0)):
+        monkeypatch.setattr(monitor.psutil, "cpu_times", Mock(side_effect=[times] * 2))
+        with MachineSampler(torch.device("cpu")) as sampler:
+            hidden = sampler.stop()
+        assert (hidden.machine_cpu_s, hidden.stolen_s) == (None, None)
+        assert "the CPU time of other processes could not be read: " in hidden.notes[0]
+        assert disturbances([("a", hidden)]) == []
 
 
 WORKING, IDLING = {"sm_clock_mhz": 1980, "throttle_reasons": 0}, {"sm_clock_mhz": 345, "throttle_reasons": IDLE}
@@ -125,8 +107,7 @@ SLOWDOWN, SET_CLOCKS = pynvml.nvmlClocksEventReasonHwSlowdown, pynvml.nvmlClocks
 SUMMARISED = {
     "quantiles of all samples": (
         [{"sm_clock_mhz": 1000 + i, "power_w": i, "temperature_c": i} for i in range(101)],
-        {"sm_clock_mhz": (1005, 1050, 1095), "power_median_w": 50, "temperature_max_c": 100,
-         "throttle_shares": None},
+        {"sm_clock_mhz": (1005, 1050, 1095), "power_median_w": 50, "temperature_max_c": 100, "throttle_shares": None},
     ),
     "the clock of an idle GPU is not that of the work": (
         [WORKING, IDLING, IDLING, WORKING], {"sm_clock_mhz": (1980, 1980, 1980)},
@@ -141,60 +122,54 @@ SUMMARISED = {
 
 
 @pytest.mark.parametrize("name", SUMMARISED)
-def test_samples_are_summarised(name):
+def test_samples_are_summarised(name: str) -> None:
     samples, expected = SUMMARISED[name]
     result = of_samples(*samples).as_dict()
     assert {field: result[field] for field in expected} == expected
 
 
-# ---- an NVML that fails
+def lost_after(*readings: int) -> Callable[[], int]:
+    left = iter(readings)
 
-
-def test_a_missing_nvml_is_said_in_words(monkeypatch):
-    monkeypatch.setattr(pynvml, "nvmlInit", Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)))
-    with MachineSampler(CUDA) as sampler:
-        sampler._thread.join(20)
-        result = sampler.stop()
-    assert result.notes == ("the GPU could not be read: NVML Shared Library Not Found",)
-    assert result.num_samples == 0
-
-
-def test_a_field_that_a_gpu_does_not_have_costs_only_itself():
-    result = watched(power_w=pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED))
-    assert (result.power_median_w, result.temperature_max_c) == (None, 61)
-    assert result.notes == ("power_w could not be read: Not Supported",)
-
-
-def test_a_gpu_that_is_lost_midway_keeps_what_was_read():
-    readings = iter([60, 62])
-
-    def temperature():
-        for reading in readings:
+    def read() -> int:
+        for reading in left:
             return reading
         raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 
-    result = watched(temperature_c=temperature)
-    assert result.temperature_max_c == 62
-    assert result.notes == ("temperature_c could not always be read: GPU is lost",)
+    return read
 
 
-def test_a_driver_that_never_answers_does_not_hold_up_the_run(monkeypatch):
+@pytest.mark.parametrize(
+    ("readings", "temperature", "notes"),
+    [
+        ({}, 61, ()),
+        ({"power_w": pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)}, 61, ("power_w could not be read: Not Supp",)),
+        ({"temperature_c": lost_after(60, 62)}, 62, ("temperature_c could not always be read: GPU is lost",)),
+    ],
+)
+def test_what_a_gpu_does_not_say_costs_only_itself(readings: dict, temperature: int, notes: tuple[str, ...]) -> None:
+    result = watched(**readings)
+    assert (result.sm_clock_mhz, result.temperature_max_c) == ((1980, 1980, 1980), temperature)
+    assert result.throttle_shares == dict.fromkeys(THROTTLE_REASONS, 0)
+    assert len(result.notes) == len(notes)
+    assert all(note.startswith(begin) for note, begin in zip(result.notes, notes, strict=True))
+
+
+def test_without_nvml_or_with_one_that_hangs_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynvml, "nvmlInit", Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)))
+    with MachineSampler(CUDA) as sampler:
+        sampler._thread.join(20)
+        assert sampler.stop().notes == ("the GPU could not be read: NVML Shared Library Not Found",)
     monkeypatch.setattr(monitor, "_PATIENCE_S", 0.01)
     asked, answered = threading.Event(), threading.Event()
-
-    def hang(name):
-        asked.set()
-        answered.wait(60)
-
-    with MachineSampler(CUDA, read=hang) as sampler:
+    with MachineSampler(CUDA, read=lambda name: asked.set() or (answered.wait(60) and None)) as sampler:
         assert asked.wait(20)
-        result = sampler.stop()
-        assert result.notes == ("the GPU to its end could not be read: NVML did not answer within 0.01 s",)
+        assert "NVML did not answer within 0.01 s" in sampler.stop().notes[0]
         answered.set()
         sampler._thread.join(20)
 
 
-def test_the_gpu_is_found_by_the_uuid_that_torch_knows(monkeypatch):
+def test_the_gpu_is_found_by_the_uuid_that_torch_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of-{device.index}"))
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)

@@ -18,6 +18,7 @@ from test_run import launch
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.reduce import RATES
 from moe_ep_bench.bench.directory import check_agreement
+from moe_ep_bench.bench.fit import need_of
 from moe_ep_bench.bench.plan import RANKS, plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory
@@ -228,10 +229,10 @@ def test_every_layer_takes_its_own_of_a_recording_for_the_same_tokens(tmp_path: 
     workload = {"kind": "recorded", "trace": str(trace), "tail": "popularity", "num_tokens": 200, "num_batches": 1}
     config = write_config(tmp_path, workload=workload)
     (one,) = plan(config, [], RANKS, 2, on_cpu=True)
-    first, second = (workload.batch(0) for workload in one.subject.workloads.values())
+    first, second = (workload.batch(0) for workload in one.workloads.values())
     assert torch.equal(first.sequence_id_T, second.sequence_id_T)
     assert not torch.equal(first.scores_TE.topk(6).indices, second.scores_TE.topk(6).indices)
-    assert [own.layer_fraction for own in one.subject.layers().values()] == [0, 1 / 26]
+    assert [one.layer_fraction(layer) for layer in one.workloads] == [0, 1 / 26]
     with pytest.raises(ValueError, match=r"expected the 3 MoE layers that are built of DeepSeek-V2-Lite; .*, got 2"):
         plan(config, ["whole.num_layers=4"], RANKS, 2, on_cpu=True)
 
@@ -262,7 +263,7 @@ def test_more_layers_and_a_longer_context_take_more_memory_and_are_other_compari
             {"whole__num_layers": 4}, {"whole__num_layers": 5}, DECODE, {**DECODE, "whole__context_length": 41}
         )
     ]  # fmt: skip
-    fewer, more, step, longer = (one.need for one in made)
+    fewer, more, step, longer = (need_of(one) for one in made)
     assert fewer.weights_bytes < more.weights_bytes
     assert step.activation_bytes < longer.activation_bytes
     assert len({one.comparison_id for one in made}) == 4

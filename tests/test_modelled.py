@@ -187,7 +187,7 @@ def _print_forms(config: Path) -> None:
     import torch
 
     from moe_ep_bench.bench.plan import VIRTUAL, plan
-    from moe_ep_bench.bench.rank_timers import MeasuredRanks, ModelledRanks
+    from moe_ep_bench.bench.rank_timers import MeasuredRanks, modelled_time
     from moe_ep_bench.bench.virtual import Emulation
     from moe_ep_bench.layer.host import device_scope
     from moe_ep_bench.layer.megatron import expert_parallel_groups
@@ -197,15 +197,14 @@ def _print_forms(config: Path) -> None:
     with device_scope(), torch.inference_mode():
         expert_parallel_groups(1, 60)
         for comparison in plan(config, [], VIRTUAL, on_cpu=True):
-            measured, modelled = MeasuredRanks(comparison, ranks.device), ModelledRanks(comparison, DEVICES["h20"])
+            measured, as_h20 = MeasuredRanks(comparison, ranks.device), replace(comparison, device=DEVICES["h20"])
             emulation = Emulation(comparison, comparison.cases, ranks.device, lambda case_id: None)
-            routers = emulation._routers(0)
-            batches, traffic = emulation._routed(0, routers, keep=True)
-            *_, shares = emulation.shares_of_ranks(batches)
-            for router, of_case in zip(routers, traffic, strict=True):
-                own = {layer: one.of(router.case) for layer, one in shares.items()}
-                last = comparison.ep_size - 1
-                times = measured.time(router, of_case, last, own, first=True), modelled.time(router, of_case, last)
+            last, layers = comparison.ep_size - 1, list(comparison.workloads)
+            ends = {layer: list(emulation.batches.shares(layer, 0))[last] for layer in layers}
+            for router, traffic in emulation._routed(0):
+                shares = {layer: of_rank.of(router.case) for layer, of_rank in ends.items()}
+                modelled = modelled_time(as_h20, router, traffic, last)
+                times = measured.time(router, traffic, last, shares, first=True), modelled
                 looks = [([list(leg) for leg in time.legs], time.meetings) for time in times]
                 forms.append((f"{comparison.title}: {router.case.label}", *looks))
     ranks.close()

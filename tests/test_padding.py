@@ -158,7 +158,7 @@ def test_the_layer_equals_the_dense_reference_and_native_on_valid_tokens(outs: d
 def routings(planned: Comparison, spec: dict, index: int, kept: int) -> list[Routing]:
     """All ranks' routing of the first ``kept`` tokens of each, as if there were no others."""
     policy, size = make_policy(spec), {"top_k": TOP_K, "num_ranks": planned.ep_size}
-    ranks = list(planned.workload.rank_batches(index, planned.subject.world_size))
+    ranks = list(planned.workload.rank_batches(index, planned.world_size))
     given = [
         (tokens.scores_TE[:kept], RoutingContext(**size, rank=rank, request_id_T=tokens.sequence_id_T[:kept]))
         for rank, tokens in enumerate(ranks)

@@ -24,7 +24,7 @@ from moe_ep_bench.analysis.papers import Claims, claims_text, load_claims, paper
 from moe_ep_bench.analysis.papers_figure import claims_figure
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.style import house_style
-from moe_ep_bench.bench.plan import VIRTUAL, Comparison
+from moe_ep_bench.bench.plan import VIRTUAL, compare
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import ConfigError, load_experiments
 from moe_ep_bench.files import write_json
@@ -141,7 +141,7 @@ def test_what_papers_cannot_do_is_one_line_and_runs_nothing(
 
 def test_claims_decide_nothing_that_is_measured(tmp_path: Path) -> None:
     ids = [
-        Comparison.of(load_experiments(write(tmp_path, claims), on_cpu=False)[0], VIRTUAL, on_cpu=True).comparison_id
+        compare(load_experiments(write(tmp_path, claims), on_cpu=False)[0], VIRTUAL, on_cpu=True).comparison_id
         for claims in ([], [CLAIM])
     ]
     assert ids[0] == ids[1]
@@ -437,5 +437,5 @@ def test_modelled_experts_refuse_nothing_for_lack_of_a_gpu(device: str, asked: s
     emulate = {"links": "h20-nvlink4", "device": device}
     config = write(tmp_path, [], layer={"ep_size": 8, "experts": asked}, emulate=emulate)
     for on_cpu in (True, False):
-        parts = Comparison.of(load_experiments(config, on_cpu=False)[0], VIRTUAL, on_cpu=on_cpu).parts
+        parts = compare(load_experiments(config, on_cpu=False)[0], VIRTUAL, on_cpu=on_cpu).parts
         assert (parts.experts, parts.permute) == ("grouped", "indexed")

@@ -9,7 +9,9 @@ import pytest
 import torch
 import yaml
 
-from moe_ep_bench.bench.plan import MODELLED, NOISE, RANKS, REPLICATION, ROUTING, VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.cases import NOISE, REPLICATION
+from moe_ep_bench.bench.plan import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison, find_case, plan
+from moe_ep_bench.bench.words import describe_workload
 
 CONFIG = {
     "name": "tiny",
@@ -47,11 +49,11 @@ def test_a_plan_has_the_same_cases_and_workloads_on_ranks_and_on_virtual_ones(co
         assert [one.backend for one in comparisons] == [backend] * 2
         for one, real in zip(comparisons, planned[RANKS], strict=True):
             assert cases(one) == cases(real)
-            assert one.ep_size == one.subject.world_size == real.subject.world_size == NUM_RANKS
-            assert one.subject.workloads.keys() == real.subject.workloads.keys()
-            for mine, theirs in zip(one.subject.workloads.values(), real.subject.workloads.values(), strict=True):
+            assert one.ep_size == one.world_size == real.world_size == NUM_RANKS
+            assert one.workloads.keys() == real.workloads.keys()
+            for mine, theirs in zip(one.workloads.values(), real.workloads.values(), strict=True):
                 assert torch.equal(mine.batch(1).scores_TE, theirs.batch(1).scores_TE)
-            assert one.describe_workload() == real.describe_workload()
+            assert describe_workload(one) == describe_workload(real)
 
 
 def test_ids_tell_points_backends_and_cases_apart(config: Path) -> None:
@@ -64,14 +66,12 @@ def test_ids_tell_points_backends_and_cases_apart(config: Path) -> None:
 
 def test_a_model_is_planned_layer_by_layer(config: Path) -> None:
     (one, _) = on(VIRTUAL, config)
-    layers = one.subject.layers()
-    assert list(layers) == ([None] if one.subject.name == "layer" else [1, 2])
-    for (layer, own), workload in zip(layers.items(), one.subject.workloads.values(), strict=True):
-        assert (own.name, own.workload) == ("layer", workload)
-        assert own.layer_fraction == (0 if layer is None else (layer - 1) / one.model.num_moe_layers)
-        context = own.context(1, torch.zeros(2, dtype=torch.int64), None)
-        assert (context.rank, context.num_ranks, context.layer_fraction) == (1, NUM_RANKS, own.layer_fraction)
-    for mine, theirs in itertools.pairwise(one.subject.workloads.values()):
+    assert list(one.workloads) == ([None] if one.scope == "layer" else [1, 2])
+    for layer in one.workloads:
+        fraction = 0 if layer is None else (layer - 1) / one.model.num_moe_layers
+        context = one.context(layer, 1, torch.zeros(2, dtype=torch.int64), None)
+        assert (context.rank, context.num_ranks, context.layer_fraction) == (1, NUM_RANKS, fraction)
+    for mine, theirs in itertools.pairwise(one.workloads.values()):
         assert not torch.equal(mine.batch(0).scores_TE, theirs.batch(0).scores_TE)
 
 
@@ -88,7 +88,7 @@ def test_routing_has_a_baseline_and_policies_that_differ_from_it(config: Path) -
 def test_only_virtual_ranks_replicate_experts(config: Path) -> None:
     wanted = "emulate.replication=[{spare_per_rank: 4}]"
     assert REPLICATION not in {case.role for case in on(RANKS, config, wanted)[0].cases}
-    if on(RANKS, config)[0].subject.name == "model":
+    if on(RANKS, config)[0].scope == "model":
         with pytest.raises(ValueError, match=r"emulate.replication: expected none with scope model"):
             on(VIRTUAL, config, wanted)
         return
@@ -121,8 +121,8 @@ def test_a_case_is_found_by_id_label_or_name_where_it_is_one(config: Path) -> No
     planned = plan(config, ["workload.seed=0"], RANKS, NUM_RANKS, on_cpu=True)
     (comparison,) = planned
     for wanted in (comparison.cases[3].case_id, comparison.cases[3].label):
-        assert planned.find_case(wanted) == (comparison, comparison.cases[3])
-    assert planned.find_case("topk")[1].name == "topk"
+        assert find_case(planned, wanted) == (comparison, comparison.cases[3])
+    assert find_case(planned, "topk")[1].name == "topk"
     for wanted, expected in (("token_drop", "expected one of"), (NOISE, "expected a case: its id, label or policy of")):
         with pytest.raises(ValueError, match=f"--profile {wanted}: {expected}"):
-            planned.find_case(wanted)
+            find_case(planned, wanted)

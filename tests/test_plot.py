@@ -172,9 +172,13 @@ def test_what_holds_two_runs_or_is_a_file_is_one_line(good: Path, tmp_path, caps
     assert "expected a directory" in capsys.readouterr().err
 
 
-def test_a_figure_that_was_asked_for_and_has_no_rows_is_named(good: Path, tmp_path: Path, capsys) -> None:
-    assert plotted(tmp_path, good, "--figures", "whole") == (2, tmp_path / "drawn")
-    assert "whole: not drawn" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [(["--figures", "whole"], "whole"), (["--x", "eps_high", "--y", "dropped_share"], "dropped_share-over-eps_high")],
+)
+def test_a_figure_that_was_asked_for_and_has_no_rows_is_named(asked, name, good: Path, tmp_path: Path, capsys) -> None:
+    assert plotted(tmp_path, good, *asked) == (2, tmp_path / "drawn")
+    assert f"{name}: not drawn" in capsys.readouterr().err
 
 
 # ---- any column against any other ----------------------------------------------------------------------------------

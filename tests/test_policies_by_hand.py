@@ -1,10 +1,9 @@
-"""Policies on hand-made cases, and laws of some of them; ``test_policies`` holds all to their oracles."""
+"""Policies on cases made by hand, as the papers' rules are read; ``test_policies`` holds all to their oracles."""
 
 from __future__ import annotations
 
 import itertools
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -30,21 +29,193 @@ from torch import Tensor
 from moe_ep_bench.policies import Routing
 
 TOKEN_DROP: Spec = {"name": "token_drop", "capacity_factor": 1}
+EXPANDED: Spec = {"name": "expanded_drop", "capacity_factor": 99}
 LASER: Spec = {"name": "laser", "eps_high": 1, "t_fix": 0.5, "c": 4}
+OEA: Spec = {"name": "oea", "k0": 1}
+XSHARE: Spec = {"name": "xshare"}
+REQUESTS: Spec = {"name": "xshare", "k0": 1, "scope": "request"}
+MEGATRON: Spec = {"name": "megatron_drop", "capacity_factor": 1.0}
 
 
-def chosen(spec: Spec, rows: Any, top_k: int, arguments: Arguments | None = None) -> list[list[int]]:
+def chosen(spec: Spec, rows: list[list[float]], top_k: int, arguments: Arguments | None = None) -> list[list[int]]:
     """Every token's experts."""
-    scores_TE = rows if isinstance(rows, Tensor) else torch.tensor(rows)
-    return selected(route(spec, scores_TE, {"top_k": top_k, **(arguments or {})}))
+    return selected(route(spec, torch.tensor(rows), {"top_k": top_k, **(arguments or {})}))
 
 
-# --- topk ------------------------------------------------------------------------------------------
+# Three tokens with K = 2: experts 0 (3 pairs), 1 (2), 2 (1), 3 and 4 (none).
+USED = [[0.5, 0.3, 0.1, 0.1, 0.0], [0.5, 0.3, 0.1, 0.1, 0.0], [0.5, 0.1, 0.3, 0.1, 0.0]]
+ALL, NONE = [[0, 1], [0, 1], [0, 2]], [[], [], []]
+# Preference lists: 0 1 2 3, and 3 2 1 0.
+OPPOSITE = [[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]
+# Both tokens insist on rank 0 (experts 0 to 2). Rank 1 adds two: 4 (0.3 in all), then 3 before 5 (0.1 each).
+INSISTENT = [[0.5, 0.1, 0.1, 0.05, 0.2, 0.05], [0.1, 0.5, 0.1, 0.05, 0.1, 0.05]]
+NEARLY_EVEN, CONFIDENT = [0.375, 0.25, 0.25, 0.125], [0.125, 0.75, 0.125, 0.0]
+SIGMOID_LIKE = [4 * score for score in NEARLY_EVEN]
+LOADS, FALLING = {"load_E": torch.tensor([3, 2, 2, 1])}, {"load_E": torch.tensor([4, 3, 2, 1])}
+BY_LAYER = {**LASER, "t_fix": {"0": 0, "1": 1, "2": 0}, "c": {"0-1": 4, "2": 2}}
+# Sums: 0.9, 0.8, 0.7, 0.6 for experts 0 to 3; the top-1s are 0, 1 and 0.
+SUMS = [[0.4, 0.1, 0.3, 0.2], [0.1, 0.4, 0.3, 0.2], [0.4, 0.3, 0.1, 0.2]]
+# Two requests of one token each, and one that is padding. Their second choices are 1 and 2.
+OF_REQUESTS = [[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.9, 0.9, 0.9, 0.9]]
+APART = {"request_id_T": torch.tensor([7, 3, 5]), "token_mask_T": torch.tensor([True, True, False])}
+TOGETHER = {**APART, "request_id_T": torch.tensor([3, 3, 5])}
+BY_ROUNDS = [[0.5, 0.2, 0.1, 0.3, 0.2, 0.1], [0.2, 0.5, 0.1, 0.3, 0.2, 0.1]]
+# Rank 1 of two hosts experts 2 and 3 of four; K = 1; gamma is large, so candidates are what is kept.
+RANK_1 = {"num_ranks": 2, "rank": 1}
+# Expert 0 has one place. Token 0 scores it higher, but token 1 weighs it higher.
+WEIGHED, NORMALIZE = [[0.4, 0.4, 0.0, 0.0], [0.3, 0.0, 0.1, 0.0]], {"normalize": True}
+
+# fmt: off
+# By hand: (policy, scores, K, context, every token's experts).
+BY_HAND: dict[str, list[tuple[Spec, list[list[float]], int, Arguments, list[list[int]]]]] = {
+    "topk: ties go to the lower expert": [
+        ({"name": "topk"}, [[0.5, 0.25, 0.5, 0.5]], 2, {}, [[0, 2]]),
+        ({"name": "topk"}, [[0.0] * 4], 3, {}, [[0, 1, 2]]),
+    ],
+    "expanded_drop: what a token considers": [
+        *(({**EXPANDED, **more}, [[0.4, 0.3, 0.1, 0.2]], 1, RANK_1, [kept]) for more, kept in (
+            ({}, [0, 2, 3]),  # all local experts
+            ({"num_candidates": 1}, [0, 3]),  # the best local one
+            ({"num_candidates": 99}, [0, 2, 3]),  # clamped to L
+            ({"num_candidates": 0}, [0]),
+            ({"num_candidates": 1, "scope": "global"}, [0, 1]),  # the next best anywhere
+            ({"num_candidates": 2, "scope": "global"}, [0, 1, 3]),
+            ({"max_experts_per_token": 2}, [0, 3]),
+            ({"max_experts_per_token": 1}, [0]),
+        )),
+        # Expert 3 is the top-1 and the best on rank 1, so m = 1 adds nothing.
+        ({**EXPANDED, "num_candidates": 1}, [[0.1, 0.2, 0.3, 0.4]], 1, RANK_1, [[3]]),
+    ],
+    # Token 0 keeps only its best expert. Expert 1 stays empty: token 1 lost it before.
+    "expanded_drop: freed places are not refilled": [
+        ({**EXPANDED, "capacity_factor": 1, "max_experts_per_token": 1}, [[0.55, 0.45], [0.3, 0.4]], 1, {}, [[0], []]),
+    ],
+    "expert_drop closes the least used": [
+        *(({"name": "expert_drop", **fields}, USED, 2, {}, experts) for fields, experts in (
+            ({}, ALL),  # floor(0.1 * 5) = 0, but at least one: expert 3, which nobody uses
+            ({"fraction": 0.4}, ALL),  # 3 and 4
+            ({"fraction": 0.6}, [[0, 1], [0, 1], [0]]),  # and 2
+            ({"fraction": 0.1, "count": 4}, [[0], [0], [0]]),  # count wins
+            ({"count": 0}, ALL),
+            ({"count": 5}, NONE),
+        )),
+        # Experts 1, 2 and 3 once each, 0 never: the lower of equals is closed.
+        ({"name": "expert_drop", "count": 2}, torch.eye(4)[[3, 1, 2]].tolist(), 1, {}, [[3], [], [2]]),
+        # 0.29 * 100 is 29; in doubles it is 28.999999999999996.
+        ({"name": "expert_drop", "fraction": 0.29}, torch.eye(100).tolist(), 1, {},
+         [*[[]] * 29, *([expert] for expert in range(29, 100))]),
+    ],
+    "lynx closes the least used of those that are used": [
+        *(({"name": "lynx", "num_dropped": dropped}, USED, 2, {}, experts) for dropped, experts in (
+            (0, ALL), (1, [[0, 1], [0, 1], [0]]), (2, [[0], [0], [0]]), (3, NONE), (9, NONE),
+        )),
+        ({"name": "lynx", "num_dropped": 2}, torch.eye(4)[[3, 1, 2]].tolist(), 1, {}, [[3], [], []]),
+    ],
+    "dynamic_skip skips what is below a share of the best": [
+        *(({"name": "dynamic_skip", "beta": beta}, [[0.5, 0.25, 0.125, 0.0625]], 3, {}, [experts])
+          for beta, experts in (
+              (0, [0, 1, 2]), (0.25, [0, 1, 2]), (0.26, [0, 1]), (0.5, [0, 1]), (0.51, [0]), (1, [0]))),
+        # The top-k is {2, 0} by the bias; its best score, without it, is expert 0's.
+        ({"name": "dynamic_skip", "beta": 0.9}, [[0.6, 0.3, 0.1]], 2, {"bias_E": torch.tensor([0.0, 0.0, 1.0])}, [[0]]),
+    ],
+    # Rows need not sum to 1: shares of 1.25 are 0.2, 0.1, 0.4, 0.3.
+    "pruned takes as few as reach the share": [
+        ({"name": "pruned", **fields}, [[0.25, 0.125, 0.5, 0.375]], 2, {}, [experts]) for fields, experts in (
+            ({"k0": 1}, [2]),
+            ({"k0": 3}, [0, 2, 3]),
+            ({"k0": 3, "p": 0.4}, [2]),  # 0.4 of the row's mass reaches 0.4
+            ({"k0": 3, "p": 0.41}, [2, 3]),
+            ({"k0": 3, "p": 0.7}, [2, 3]),
+            ({"k0": 2, "p": 0.99}, [2, 3]),  # never more than k0
+            ({"k0": 99}, [0, 1, 2, 3]),
+        )
+    ],
+    "oea adds what others activate in order of preference": [
+        ({**OEA, **fields}, OPPOSITE, 2, {}, experts) for fields, experts in (
+            ({}, [[0, 3], [0, 3]]),  # S = {0, 3}: each adds what the other insists on
+            ({"k_max": 1}, [[0], [3]]),
+            ({"max_rank": 3}, [[0], [3]]),  # the other's expert stands at position 4
+            ({"k0": 2, "k_max": 3}, [[0, 1, 2], [1, 2, 3]]),
+            ({"k0": 2, "k_max": 1}, [[0, 1], [2, 3]]),  # the base always stays
+            ({"k0": 3, "max_rank": 1}, [[0, 1, 2], [1, 2, 3]]),
+            ({"k0": 2, "p": 0.35, "k_max": 4}, [[0, 3], [0, 3]]),
+        )
+    ],
+    "oea: rank_fill activates as many on every rank by summed score": [
+        (OEA, INSISTENT, 4, {"num_ranks": 2}, [[0, 1], [0, 1]]),
+        ({**OEA, "rank_fill": True}, INSISTENT, 4, {"num_ranks": 2}, [[0, 1, 3, 4]] * 2),
+    ],
+    "laser spreads a plateau over the least loaded": [
+        # The pool is {0, 1, 2}; loads decide, ties go to the higher score and then to the lower index.
+        (LASER, [NEARLY_EVEN] * 4, 1, {}, [[0], [1], [2], [0]]),
+        # A confident token takes its top-k, and its load counts.
+        ({**LASER, "eps_high": 0.75}, [CONFIDENT] * 2 + [NEARLY_EVEN] * 2, 1, {}, [[1], [1], [0], [2]]),
+        # Confidence is the share of the row sum.
+        ({**LASER, "eps_high": 0.375}, [SIGMOID_LIKE] * 2, 1, {}, [[0], [0]]),
+        ({**LASER, "eps_high": 0.376}, [SIGMOID_LIKE] * 2, 1, {}, [[0], [1]]),
+        # The pool is what scores near the best.
+        *(({**LASER, "t_fix": t_fix}, [NEARLY_EVEN], 1, LOADS, [[expert]])
+          for t_fix, expert in ((1, 0), (0.67, 0), (0.66, 1), (0.5, 1), (0.3, 3))),
+        # A chunk sees the loads that the chunks before it left; padding has no place in a chunk.
+        ({**LASER, "chunk_size": 2}, [NEARLY_EVEN] * 5, 1, {}, [[0], [0], [1], [1], [2]]),
+        ({**LASER, "chunk_size": 2}, [NEARLY_EVEN] * 5, 1,
+         {"token_mask_T": torch.tensor([True, False, True, True, True])}, [[0], [], [0], [1], [1]]),
+        # Every layer has values of its own.
+        *((BY_LAYER, [NEARLY_EVEN], 1, {"layer_fraction": depth, **FALLING}, [[expert]])
+          for depth, expert in ((0.0, 3), (1 / 3, 0), (2 / 3, 1))),
+    ],
+    "xshare chooses inside what the batch shares": [
+        ({**XSHARE, **fields}, SUMS, 2, {}, experts) for fields, experts in (
+            ({"k0": 1, "budget": 0}, [[0, 1], [0, 1], [0, 1]]),
+            ({"k0": 1, "budget": 1}, [[0, 2], [1, 2], [0, 1]]),  # in addition to S0 = {0, 1}
+            ({"k0": 0, "budget": 1}, [[0], [0], [0]]),  # fewer than K in S
+            ({"k0": 0, "budget": 3}, [[0, 2], [1, 2], [0, 1]]),
+            ({"k0": 0, "budget": 0}, NONE),
+            ({"k0": 0, "mass_threshold": 0.25}, [[0], [0], [0]]),
+            ({"k0": 0, "mass_threshold": 0.5}, [[0, 1], [0, 1], [0, 1]]),
+            ({"k0": 1, "mass_threshold": 0.5}, [[0, 1], [0, 1], [0, 1]]),  # S0 holds 0.57
+            ({"k0": 1, "mass_threshold": 0.6}, [[0, 2], [1, 2], [0, 1]]),
+        )
+    ],
+    "xshare: a share that is just met is reached": [
+        ({**XSHARE, "k0": 0, "mass_threshold": share}, [[0.5, 0.25, 0.25]], 3, {}, [experts]) for share, experts in (
+            (0, []), (0.5, [0]), (0.75, [0, 1]), (0.76, [0, 1, 2]), (1, [0, 1, 2]))
+    ],
+    "xshare: every request adds its best": [
+        ({**REQUESTS, **fields}, OF_REQUESTS, 4, arguments, [shared, shared, []]) for arguments, fields, shared in (
+            (APART, {"request_budget": 0}, [0, 3]),
+            (APART, {"request_budget": 1}, [0, 1, 2, 3]),
+            (TOGETHER, {"request_budget": 1}, [0, 1, 3]),  # the sums of the rest are 0.5 each
+            (APART, {"request_budget": 0, "budget": 1}, [0, 1, 3]),  # on top, by the batch's sums
+        )
+    ],
+    "xshare: ranks add one each and round": [
+        ({**XSHARE, "k0": k0, "scope": "rank", "rank_budget": budget}, BY_ROUNDS, 6, {"num_ranks": 2}, [shared] * 2)
+        for k0, budget, shared in (
+            (0, 0, []),
+            (0, 1, [0, 3]),  # one round: the best of each rank
+            (0, 2, [0, 1, 3, 4]),
+            (1, 1, [0, 1]),  # S0 = {0, 1} fills the budget of both ranks
+            (1, 2, [0, 1, 2, 3]),  # then each rank its best remaining one: 4 = 2 * 2
+            (0, 9, [0, 1, 2, 3, 4, 5]),
+        )
+    ],
+    "megatron_drop orders by the normalised weight where token_drop orders by the score": [
+        (MEGATRON, WEIGHED, 2, NORMALIZE, [[1], [0, 2]]),
+        (TOKEN_DROP, WEIGHED, 2, NORMALIZE, [[0, 1], [2]]),
+        ({**MEGATRON, "drop_policy": "position"}, WEIGHED, 2, NORMALIZE, [[0, 1], [2]]),
+    ],
+}
+# fmt: on
 
 
-def test_topk_ties_go_to_the_lower_expert_and_the_bias_selects_but_does_not_weigh() -> None:
-    assert chosen({"name": "topk"}, [[0.5, 0.25, 0.5, 0.5]], 2) == [[0, 2]]
-    assert chosen({"name": "topk"}, [[0.0, 0.0, 0.0, 0.0]], 3) == [[0, 1, 2]]
+@pytest.mark.parametrize("claim", BY_HAND)
+def test_a_rule_chooses_what_one_finds_by_hand(claim: str) -> None:
+    for spec, rows, top_k, arguments, experts in BY_HAND[claim]:
+        assert chosen(spec, rows, top_k, arguments) == experts, (spec, arguments)
+
+
+def test_a_bias_selects_but_does_not_weigh() -> None:
     biased = {"top_k": 2, "bias_E": torch.tensor([-1.0, 0.0, 0.0, 0.0])}
     routing = route({"name": "topk"}, torch.tensor([[0.5, 0.3, 0.2, 0.0]]), biased)
     assert routing.map_TE.tolist() == [[False, True, True, False]]
@@ -72,8 +243,6 @@ def test_what_cuts_nothing_is_top_k(case: tuple[Tensor, Arguments]) -> None:
         assert_same(route(spec, scores_TE, arguments), top_k)
 
 
-# --- token_drop ------------------------------------------------------------------------------------
-
 EQUAL = torch.full([10, 8], 0.125)  # all tokens want experts 0 and 1
 
 
@@ -96,7 +265,7 @@ def test_capacity_is_the_floor_of_the_exact_decimal_product(fields: Spec, num_to
 
 def test_random_keeps_different_tokens_for_different_seeds_and_the_same_for_the_same() -> None:
     spec = {**TOKEN_DROP, "metric": "random"}
-    kept = [chosen(spec, torch.full([64, 4], 0.25), 1, {"seed": seed}) for seed in (1, 1, 2)]
+    kept = [chosen(spec, [[0.25] * 4] * 64, 1, {"seed": seed}) for seed in (1, 1, 2)]
     assert kept[0] == kept[1] != kept[2]
     assert kept[0].count([0]) == 16
 
@@ -173,180 +342,6 @@ def test_capacities_of_all_source_ranks_bound_the_global_load(name: str, granula
         assert int(load_E.view(-1, size).sum(dim=1).max()) <= Fraction(str(gamma)) * mean_load * size
 
 
-# --- expanded_drop ---------------------------------------------------------------------------------
-
-
-# Rank 1 of two hosts experts 2 and 3 of four; K = 1; gamma is large, so candidates are what is kept.
-@pytest.mark.parametrize(
-    ("expansion", "kept"),
-    [
-        ({}, [0, 2, 3]),  # all local experts
-        ({"num_candidates": 1}, [0, 3]),  # the best local one
-        ({"num_candidates": 99}, [0, 2, 3]),  # clamped to L
-        ({"num_candidates": 0}, [0]),
-        ({"num_candidates": 1, "scope": "global"}, [0, 1]),  # the next best anywhere
-        ({"num_candidates": 2, "scope": "global"}, [0, 1, 3]),
-        ({"max_experts_per_token": 2}, [0, 3]),
-        ({"max_experts_per_token": 1}, [0]),
-    ],
-)
-def test_what_a_token_considers(expansion: Spec, kept: list[int]) -> None:
-    spec = {"name": "expanded_drop", "capacity_factor": 99, **expansion}
-    assert chosen(spec, [[0.4, 0.3, 0.1, 0.2]], 1, {"num_ranks": 2, "rank": 1}) == [kept]
-
-
-def test_top_k_experts_on_the_own_rank_count_and_freed_places_are_not_refilled() -> None:
-    # Expert 3 is the top-1 and the best on rank 1, so m = 1 adds nothing.
-    spec = {"name": "expanded_drop", "capacity_factor": 99, "num_candidates": 1}
-    assert chosen(spec, [[0.1, 0.2, 0.3, 0.4]], 1, {"num_ranks": 2, "rank": 1}) == [[3]]
-    # Token 0 keeps only its best expert. Expert 1 stays empty: token 1 lost it before.
-    spec = {"name": "expanded_drop", "capacity_factor": 1, "max_experts_per_token": 1}
-    assert chosen(spec, [[0.55, 0.45], [0.3, 0.4]], 1) == [[0], []]
-
-
-# --- expert_drop, lynx, dynamic_skip ---------------------------------------------------------------
-
-# Three tokens with K = 2: experts 0 (3 pairs), 1 (2), 2 (1), 3 and 4 (none).
-USED = torch.tensor([[0.5, 0.3, 0.1, 0.1, 0.0], [0.5, 0.3, 0.1, 0.1, 0.0], [0.5, 0.1, 0.3, 0.1, 0.0]])
-ALL, NONE = [[0, 1], [0, 1], [0, 2]], [[], [], []]
-
-
-@pytest.mark.parametrize(
-    ("spec", "experts"),
-    [
-        ({"name": "expert_drop"}, ALL),  # floor(0.1 * 5) = 0, but at least one: expert 3, which nobody uses
-        ({"name": "expert_drop", "fraction": 0.4}, ALL),  # 3 and 4
-        ({"name": "expert_drop", "fraction": 0.6}, [[0, 1], [0, 1], [0]]),  # and 2
-        ({"name": "expert_drop", "fraction": 0.1, "count": 4}, [[0], [0], [0]]),  # count wins
-        ({"name": "expert_drop", "count": 0}, ALL),
-        ({"name": "expert_drop", "count": 5}, NONE),
-        ({"name": "lynx", "num_dropped": 0}, ALL),
-        ({"name": "lynx", "num_dropped": 1}, [[0, 1], [0, 1], [0]]),  # expert 2, used once; unused ones do not count
-        ({"name": "lynx", "num_dropped": 2}, [[0], [0], [0]]),
-        ({"name": "lynx", "num_dropped": 3}, NONE),
-        ({"name": "lynx", "num_dropped": 9}, NONE),
-    ],
-    ids=str,
-)
-def test_the_least_used_are_closed(spec: Spec, experts: list[list[int]]) -> None:
-    assert chosen(spec, USED, 2) == experts
-
-
-def test_fractions_are_exact_decimals_and_the_lower_expert_of_equals_is_closed() -> None:
-    # 0.29 * 100 is 29; in doubles it is 28.999999999999996.
-    assert chosen({"name": "expert_drop", "fraction": 0.29}, torch.eye(100), 1).count([]) == 29
-    scores_TE = torch.eye(4)[[3, 1, 2]]  # experts 1, 2 and 3 once each, 0 never
-    assert chosen({"name": "expert_drop", "count": 2}, scores_TE, 1) == [[3], [], [2]]
-    assert chosen({"name": "lynx", "num_dropped": 2}, scores_TE, 1) == [[3], [], []]
-
-
-@pytest.mark.parametrize(
-    ("beta", "experts"), [(0, [0, 1, 2]), (0.25, [0, 1, 2]), (0.26, [0, 1]), (0.5, [0, 1]), (0.51, [0]), (1, [0])]
-)
-def test_dynamic_skip_skips_what_is_below_a_share_of_the_best(beta: float, experts: list[int]) -> None:
-    assert chosen({"name": "dynamic_skip", "beta": beta}, [[0.5, 0.25, 0.125, 0.0625]], 3) == [experts]
-
-
-def test_dynamic_skip_compares_scores_without_bias_and_normalises_what_stays() -> None:
-    arguments = {"top_k": 2, "normalize": True, "bias_E": torch.tensor([0.0, 0.0, 1.0])}
-    routing = route({"name": "dynamic_skip", "beta": 0.9}, torch.tensor([[0.6, 0.3, 0.1]]), arguments)
-    assert selected(routing) == [[0]]  # the top-k is {2, 0}; its best score is expert 0's
-    assert routing.weights_TE.tolist() == [[1.0, 0.0, 0.0]]
-
-
-# --- pruned and oea --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "experts"),
-    [
-        ({"k0": 1}, [2]),
-        ({"k0": 3}, [0, 2, 3]),
-        ({"k0": 3, "p": 0.4}, [2]),  # 0.4 of the row's mass reaches 0.4
-        ({"k0": 3, "p": 0.41}, [2, 3]),
-        ({"k0": 3, "p": 0.7}, [2, 3]),
-        ({"k0": 2, "p": 0.99}, [2, 3]),  # never more than k0
-        ({"k0": 99}, [0, 1, 2, 3]),
-    ],
-)
-def test_pruned_takes_as_few_as_reach_the_share(fields: Spec, experts: list[int]) -> None:
-    # Rows need not sum to 1: shares of 1.25 are 0.2, 0.1, 0.4, 0.3.
-    assert chosen({"name": "pruned", **fields}, [[0.25, 0.125, 0.5, 0.375]], 2) == [experts]
-
-
-# Preference lists: 0 1 2 3, and 3 2 1 0.
-OPPOSITE = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]])
-
-
-@pytest.mark.parametrize(
-    ("fields", "experts"),
-    [
-        ({"k0": 1}, [[0, 3], [0, 3]]),  # S = {0, 3}: each adds what the other insists on
-        ({"k0": 1, "k_max": 1}, [[0], [3]]),
-        ({"k0": 1, "max_rank": 3}, [[0], [3]]),  # the other's expert stands at position 4
-        ({"k0": 2, "k_max": 3}, [[0, 1, 2], [1, 2, 3]]),
-        ({"k0": 2, "k_max": 1}, [[0, 1], [2, 3]]),  # the base always stays
-        ({"k0": 3, "max_rank": 1}, [[0, 1, 2], [1, 2, 3]]),
-        ({"k0": 2, "p": 0.35, "k_max": 4}, [[0, 3], [0, 3]]),
-    ],
-)
-def test_oea_adds_what_others_activate_in_order_of_preference(fields: Spec, experts: list[list[int]]) -> None:
-    assert chosen({"name": "oea", **fields}, OPPOSITE, 2) == experts
-
-
-def test_rank_fill_activates_as_many_on_every_rank_by_summed_score() -> None:
-    # Both tokens insist on rank 0 (experts 0 to 2). Rank 1 adds two: 4 (0.3 in all), then 3 before 5 (0.1 each).
-    rows = [[0.5, 0.1, 0.1, 0.05, 0.2, 0.05], [0.1, 0.5, 0.1, 0.05, 0.1, 0.05]]
-    assert chosen({"name": "oea", "k0": 1}, rows, 4, {"num_ranks": 2}) == [[0, 1], [0, 1]]
-    assert chosen({"name": "oea", "k0": 1, "rank_fill": True}, rows, 4, {"num_ranks": 2}) == [[0, 1, 3, 4]] * 2
-
-
-# --- laser and load_only ---------------------------------------------------------------------------
-
-NEARLY_EVEN = [0.375, 0.25, 0.25, 0.125]
-CONFIDENT = [0.125, 0.75, 0.125, 0.0]
-SIGMOID_LIKE = [4 * score for score in NEARLY_EVEN]
-LOADS = {"load_E": torch.tensor([3, 2, 2, 1])}
-FALLING = {"load_E": torch.tensor([4, 3, 2, 1])}
-BY_LAYER = {"t_fix": {"0": 0, "1": 1, "2": 0}, "c": {"0-1": 4, "2": 2}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "rows", "arguments", "experts"),
-    [
-        # The pool is {0, 1, 2}; loads decide, ties go to the higher score and then to the lower index.
-        ({}, [NEARLY_EVEN] * 4, {}, [[0], [1], [2], [0]]),
-        # A confident token takes its top-k, and its load counts.
-        ({"eps_high": 0.75}, [CONFIDENT] * 2 + [NEARLY_EVEN] * 2, {}, [[1], [1], [0], [2]]),
-        # Confidence is the share of the row sum.
-        ({"eps_high": 0.375}, [SIGMOID_LIKE] * 2, {}, [[0], [0]]),
-        ({"eps_high": 0.376}, [SIGMOID_LIKE] * 2, {}, [[0], [1]]),
-        # The pool is what scores near the best.
-        *(
-            ({"t_fix": t_fix}, [NEARLY_EVEN], LOADS, [[expert]])
-            for t_fix, expert in [(1, 0), (0.67, 0), (0.66, 1), (0.5, 1), (0.3, 3)]
-        ),
-        # A chunk sees the loads that the chunks before it left; padding has no place in a chunk.
-        ({"chunk_size": 2}, [NEARLY_EVEN] * 5, {}, [[0], [0], [1], [1], [2]]),
-        (
-            {"chunk_size": 2},
-            [NEARLY_EVEN] * 5,
-            {"token_mask_T": torch.tensor([True, False, True, True, True])},
-            [[0], [], [0], [1], [1]],
-        ),
-        # Every layer has values of its own.
-        *(
-            (BY_LAYER, [NEARLY_EVEN], {"layer_fraction": depth, **FALLING}, [[expert]])
-            for depth, expert in [(0.0, 3), (1 / 3, 0), (2 / 3, 1)]
-        ),
-    ],
-)
-def test_laser_spreads_a_plateau_over_the_least_loaded(
-    fields: Spec, rows: list[list[float]], arguments: Arguments, experts: list[list[int]]
-) -> None:
-    assert chosen({**LASER, **fields}, rows, 1, arguments) == experts
-
-
 def test_random_trimming_may_lose_the_top_k_and_draws_from_the_generator() -> None:
     spec = {**LASER, "t_fix": 0, "c": 1, "trim": "random"}
     drawn = [[chosen(spec, [[0.4, 0.3, 0.2, 0.1]], 1, {"seed": seed})[0][0] for seed in range(60)] for _ in range(2)]
@@ -363,78 +358,6 @@ def test_laser_without_confidence_or_threshold_is_load_only(case: tuple[Tensor, 
     positive_TE = scores_TE + 2**-10  # no top-k holds a whole row
     spec = {"name": "laser", "eps_high": 1, "t_fix": 0, "c": scores_TE.shape[1]}
     assert_same(route(spec, positive_TE, arguments), route({"name": "load_only"}, positive_TE, arguments))
-
-
-# --- xshare ----------------------------------------------------------------------------------------
-
-# Sums: 0.9, 0.8, 0.7, 0.6 for experts 0 to 3; the top-1s are 0, 1 and 0.
-SUMS = torch.tensor([[0.4, 0.1, 0.3, 0.2], [0.1, 0.4, 0.3, 0.2], [0.4, 0.3, 0.1, 0.2]])
-
-
-@pytest.mark.parametrize(
-    ("fields", "experts"),
-    [
-        ({"k0": 1, "budget": 0}, [[0, 1], [0, 1], [0, 1]]),
-        ({"k0": 1, "budget": 1}, [[0, 2], [1, 2], [0, 1]]),  # in addition to S0 = {0, 1}
-        ({"k0": 0, "budget": 1}, [[0], [0], [0]]),  # fewer than K in S
-        ({"k0": 0, "budget": 3}, [[0, 2], [1, 2], [0, 1]]),
-        ({"k0": 0, "budget": 0}, [[], [], []]),
-        ({"k0": 0, "mass_threshold": 0.25}, [[0], [0], [0]]),
-        ({"k0": 0, "mass_threshold": 0.5}, [[0, 1], [0, 1], [0, 1]]),
-        ({"k0": 1, "mass_threshold": 0.5}, [[0, 1], [0, 1], [0, 1]]),  # S0 holds 0.57
-        ({"k0": 1, "mass_threshold": 0.6}, [[0, 2], [1, 2], [0, 1]]),
-    ],
-)
-def test_xshare_chooses_inside_what_the_batch_shares(fields: Spec, experts: list[list[int]]) -> None:
-    assert chosen({"name": "xshare", **fields}, SUMS, 2) == experts
-
-
-def test_a_mass_threshold_that_is_just_met_is_reached() -> None:
-    for threshold, experts in [(0, []), (0.5, [0]), (0.75, [0, 1]), (0.76, [0, 1, 2]), (1, [0, 1, 2])]:
-        assert chosen({"name": "xshare", "k0": 0, "mass_threshold": threshold}, [[0.5, 0.25, 0.25]], 3) == [experts]
-
-
-def test_every_request_adds_its_own_best() -> None:
-    # Two requests of one token each, and one that is padding. Their second choices are 1 and 2.
-    rows = [[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.9, 0.9, 0.9, 0.9]]
-    mask = {"token_mask_T": torch.tensor([True, True, False])}
-    for ids, fields, shared in (
-        ([7, 3, 5], {"request_budget": 0}, [0, 3]),
-        ([7, 3, 5], {"request_budget": 1}, [0, 1, 2, 3]),
-        ([3, 3, 5], {"request_budget": 1}, [0, 1, 3]),  # one request: the sums of the rest are 0.5 each
-        ([7, 3, 5], {"request_budget": 0, "budget": 1}, [0, 1, 3]),  # on top, by the batch's sums
-    ):
-        spec = {"name": "xshare", "k0": 1, "scope": "request", **fields}
-        assert chosen(spec, rows, 4, {"request_id_T": torch.tensor(ids), **mask}) == [shared, shared, []]
-
-
-@pytest.mark.parametrize(
-    ("k0", "rank_budget", "shared"),
-    [
-        (0, 0, []),
-        (0, 1, [0, 3]),  # one round: the best of each rank
-        (0, 2, [0, 1, 3, 4]),
-        (1, 1, [0, 1]),  # S0 = {0, 1} fills the budget of both ranks
-        (1, 2, [0, 1, 2, 3]),  # then each rank its best remaining one: 4 = 2 * 2
-        (0, 9, [0, 1, 2, 3, 4, 5]),
-    ],
-)
-def test_ranks_add_one_each_and_round(k0: int, rank_budget: int, shared: list[int]) -> None:
-    rows = [[0.5, 0.2, 0.1, 0.3, 0.2, 0.1], [0.2, 0.5, 0.1, 0.3, 0.2, 0.1]]
-    spec = {"name": "xshare", "k0": k0, "scope": "rank", "rank_budget": rank_budget}
-    assert chosen(spec, rows, 6, {"num_ranks": 2}) == [shared] * 2
-
-
-# --- Megatron-Core's rules -------------------------------------------------------------------------
-
-
-def test_megatron_drop_orders_by_the_normalised_weight_where_token_drop_orders_by_the_score() -> None:
-    # Expert 0 has one place. Token 0 scores it higher, but token 1 weighs it higher.
-    rows, normalize = [[0.4, 0.4, 0.0, 0.0], [0.3, 0.0, 0.1, 0.0]], {"normalize": True}
-    megatron = {"name": "megatron_drop", "capacity_factor": 1.0}
-    assert chosen(megatron, rows, 2, normalize) == [[1], [0, 2]]
-    assert chosen(TOKEN_DROP, rows, 2, normalize) == [[0, 1], [2]]
-    assert chosen({**megatron, "drop_policy": "position"}, rows, 2, normalize) == [[0, 1], [2]]
 
 
 @pytest.mark.seam

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from moe_ep_bench.bench.plan import VIRTUAL, Comparison
+from moe_ep_bench.bench.plan import VIRTUAL, compare
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
 from moe_ep_bench.cost_model.links import Links
@@ -223,7 +223,7 @@ def test_configs_of_papers_are_sound_and_refer_to_published_numbers_and_a_primar
         assert one.emulate.device == device
         Links.load(one.emulate.links)
         if one.scope == "layer":
-            Comparison.of(one, VIRTUAL, on_cpu=True)
+            compare(one, VIRTUAL, on_cpu=True)
     for number, claim in enumerate(experiments[0].claims):
         assert any(_is_at(one, claim, number) for one in experiments), claim.source
         assert claim.paper in (None, (1.0, None))

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
-from types import SimpleNamespace
 
-import pytest
 from test_run import environment, free_port
 
-from moe_ep_bench.bench import run
 from moe_ep_bench.runtime.exit_codes import OK
-from moe_ep_bench.runtime.watchdog import Watchdog
 
 ALONE = """
 import os, sys
@@ -56,28 +50,3 @@ def test_a_rank_waits_for_nothing_at_its_end_and_all_that_it_said_arrives() -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
     assert done.returncode == OK, done.stderr
     assert done.stdout == "0\n"
-
-
-def test_no_moment_of_a_job_is_unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Watchdog(60.0, lambda reason: None)
-    seen = []
-
-    @contextlib.contextmanager
-    def open_job(*arguments: object, **options: object) -> Iterator[None]:
-        seen.append(("opens", setup._paused))
-        yield
-        seen.append(("closes", setup._paused))
-
-    profile = SimpleNamespace(profile_case=lambda *arguments: seen.append(("works", setup._paused)))
-    experiment = SimpleNamespace(measure=SimpleNamespace(timeout_s=1))
-    comparison = SimpleNamespace(comparison_id="", scope="layer", experiment=experiment)
-    monkeypatch.setitem(sys.modules, "moe_ep_bench.bench.profile", profile)
-    monkeypatch.setattr(run, "open_job", open_job)
-    comparisons = SimpleNamespace(find_case=lambda wanted: (comparison, None))
-    monkeypatch.setattr(run._Launch, "_on_first", lambda *arguments: None)
-    directory = SimpleNamespace(profiles=None)
-    ranks = SimpleNamespace(agree=lambda act: act())
-    launch = run._Launch(ranks, setup, contextlib.ExitStack(), directory, number=0, force=False)
-    assert launch.profile(comparisons, "case") == OK
-    setup.stop()
-    assert seen == [("opens", False), ("works", True), ("closes", False)]

@@ -291,38 +291,42 @@ def test_a_hash_follows_content_and_not_order() -> None:
     assert stable_hash({"a": 1}) != stable_hash({"a": 2})
 
 
-def lose(folder: Path, case_id: str, reasons: list[str]) -> None:
-    """Leave the marks of ranks that did not end in order."""
-    for rank, reason in enumerate(reasons):
-        mark = Mark(folder, "job", rank)
-        mark.set(case_id)
+PEER, DIED = "peer lost: closed", "ended without a word (killed, or out of memory)"
+# Marks that ranks left (a case and a reason; no case = it never ran one), whether the job was asked to end, and the
+# attempts that are recorded.
+LOST_JOBS = {
+    "who failed on its own is the cause": ([("case", PEER), ("case", "oom: 20 GiB")], False, "oom: 20 GiB (rank 1)"),
+    "else who died": ([("later", PEER), ("case", "")], False, f"failed: rank 1 {DIED}"),
+    "all died": ([("case", ""), ("case", "")], False, f"failed: all ranks {DIED}"),
+    "all noticed": ([("case", PEER), ("case", "peer lost: reset")], False, PEER),
+    "all waited": ([("case", f"{WAITED} 6 s")] * 2, False, "timeout: every rank waited for others for 6 s"),
+    "one waited": ([("case", f"{WAITED} 6 s"), ("case", PEER)], False, f"{WAITED} 6 s"),
+    "stopped, and one died": ([("case", stopped_reason(15)), ("case", "")], False, f"failed: rank 1 {DIED}"),
+    "stopped, and one hung": ([("case", stopped_reason(15)), ("case", "timeout: 5 s")], False, "timeout: 5 s (rank 1)"),
+    "stopped": ([("case", stopped_reason(15)), ("case", PEER)], False, None),
+    "killed because it did not end when asked to": ([("case", stopped_reason(15)), ("case", "")], True, None),
+    "failed before it was asked": ([("case", "failed: before"), ("case", "")], True, "failed: before (rank 0)"),
+    "ran nothing": ([(None, "")], False, None),
+}
+
+
+@pytest.mark.parametrize("name", LOST_JOBS)
+def test_the_reason_is_the_one_who_failed_not_those_who_noticed(name: str, tmp_path: Path) -> None:
+    marks, stopped, expected = LOST_JOBS[name]
+    for rank, (case_id, reason) in enumerate(marks):
+        mark = Mark(tmp_path, "job", rank)
+        if case_id is not None:
+            mark.set(case_id)
         if reason:
             mark.explain(reason)
+    collect_lost(tmp_path, ["another"])
+    assert len(list(tmp_path.iterdir())) == len(marks), "they are another job's"
+    collect_lost(tmp_path, ["job"], stopped=stopped)
+    assert lost_attempts(tmp_path, "case") == [expected] * (expected is not None)
+    assert [path.name for path in tmp_path.iterdir()] == ["case.json"] * (expected is not None)
 
 
-@pytest.mark.parametrize(
-    ("reasons", "expected"),
-    [
-        (["peer lost: closed", "oom: 20 GiB"], "oom: 20 GiB (rank 1)"),
-        (["peer lost: closed", ""], "failed: rank 1 ended without a word (killed, or out of memory)"),
-        (["", ""], "failed: all ranks ended without a word (killed, or out of memory)"),
-        (["peer lost: closed", "peer lost: reset"], "peer lost: closed"),
-        ([f"{WAITED} 6 s", f"{WAITED} 6 s"], "timeout: every rank waited for others for 6 s"),
-        ([f"{WAITED} 6 s", "peer lost: closed"], f"{WAITED} 6 s"),
-        ([stopped_reason(15), ""], "failed: rank 1 ended without a word (killed, or out of memory)"),
-        ([stopped_reason(15), "timeout: 5 s"], "timeout: 5 s (rank 1)"),
-    ],
-)
-def test_the_reason_is_the_one_who_failed_not_those_who_noticed(
-    reasons: list[str], expected: str, tmp_path: Path
-) -> None:
-    lose(tmp_path, "case", reasons)
-    collect_lost(tmp_path, ["job"])
-    assert lost_attempts(tmp_path, "case") == [expected]
-    assert [path.name for path in tmp_path.iterdir()] == ["case.json"]
-
-
-def test_attempts_add_up_and_the_first_explanation_stays(tmp_path: Path) -> None:
+def test_attempts_add_up_the_first_explanation_stays_and_one_taken_back_blames_nobody(tmp_path: Path) -> None:
     for reason in ("timeout: one", "timeout: two"):
         mark = Mark(tmp_path, "job", 0)
         mark.set("case")
@@ -330,48 +334,21 @@ def test_attempts_add_up_and_the_first_explanation_stays(tmp_path: Path) -> None
         mark.explain("peer lost: later")
         collect_lost(tmp_path, ["job"])
     assert lost_attempts(tmp_path, "case") == ["timeout: one (rank 0)", "timeout: two (rank 0)"]
-
-
-def test_a_rank_that_ends_in_order_or_ran_nothing_is_no_attempt(tmp_path: Path) -> None:
-    Mark(tmp_path, "job", 0)  # Never ran a case.
-    ended = Mark(tmp_path, "job", 1)
-    ended.set("case")
+    mark = Mark(tmp_path, "job", 0)
+    mark.set("case")
+    mark.explain("failed: it cannot be captured")
+    mark.withdraw()
+    mark.set("second")
+    collect_lost(tmp_path, ["job"])
+    assert len(lost_attempts(tmp_path, "case")) == 2
+    assert lost_attempts(tmp_path, "second") == [f"failed: all ranks {DIED}"]
+    ended = Mark(tmp_path, "job", 0)
+    ended.set("third")
     ended.clear()
     collect_lost(tmp_path, ["job"])
-    assert lost_attempts(tmp_path, "case") == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_job_that_was_stopped_blames_nobody_for_it(tmp_path: Path) -> None:
-    lose(tmp_path, "case", [stopped_reason(15), "peer lost: closed"])
-    collect_lost(tmp_path, ["job"])
-    assert list(tmp_path.iterdir()) == []
-    # Nor whom torchrun killed because it did not end when asked to.
-    lose(tmp_path, "case", [stopped_reason(15), ""])
-    collect_lost(tmp_path, ["job"], stopped=True)
-    assert list(tmp_path.iterdir()) == []
-    lose(tmp_path, "case", ["failed: before", ""])
-    collect_lost(tmp_path, ["job"], stopped=True)
-    assert lost_attempts(tmp_path, "case") == ["failed: before (rank 0)"]
-
-
-def test_only_the_rank_that_died_says_which_case_was_lost(tmp_path: Path) -> None:
-    lose(tmp_path, "later", ["peer lost: closed"])
-    Mark(tmp_path, "job", 1).set("culprit")
-    collect_lost(tmp_path, ["job"])
-    assert lost_attempts(tmp_path, "later") == []
-    assert lost_attempts(tmp_path, "culprit") == ["failed: rank 1 ended without a word (killed, or out of memory)"]
-
-
-def test_marks_of_another_job_are_left_to_it(tmp_path: Path) -> None:
-    lose(tmp_path, "case", ["", ""])
-    collect_lost(tmp_path, ["another"])
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_damaged_list_of_attempts_is_none(tmp_path: Path) -> None:
+    assert lost_attempts(tmp_path, "third") == []
     (tmp_path / "case.json").write_text('["failed: o')
-    assert lost_attempts(tmp_path, "case") == []
+    assert lost_attempts(tmp_path, "case") == [], "a damaged list is none"
 
 
 def test_a_comparison_that_another_job_is_at_is_not_dropped_from_the_description(tmp_path: Path) -> None:
@@ -437,14 +414,3 @@ def test_what_the_check_finds_under_the_lock_keeps_run_json_as_it_was(tmp_path: 
     with pytest.raises(ValueError, match="another device"):
         RunDirectory(tmp_path).write_run({"run_id": "2", "comparisons": {}, "cases": {}}, check=refuse)
     assert set(json.loads(RunDirectory(tmp_path).run_json.read_text())["runs"]) == {"1"}
-
-
-def test_a_reason_that_came_to_nothing_is_blamed_on_no_later_case(tmp_path: Path) -> None:
-    mark = Mark(tmp_path, "job", 0)
-    mark.set("first")
-    mark.explain("failed: it cannot be captured")
-    mark.withdraw()
-    mark.set("second")
-    collect_lost(tmp_path, ["job"])
-    assert lost_attempts(tmp_path, "first") == []
-    assert lost_attempts(tmp_path, "second") == ["failed: all ranks ended without a word (killed, or out of memory)"]

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_ep_bench.bench import description
 from moe_ep_bench.bench.description import survey_together
 from moe_ep_bench.workload import SyntheticWorkload, Workload
 
@@ -28,14 +27,14 @@ def make(name: str, seed: int) -> SyntheticWorkload:
 
 
 class Together:
-    """As much of ``Ranks`` as tells texts, for ranks that are threads."""
+    """As much of ``Ranks`` as tells values, for ranks that are threads."""
 
     def __init__(self, rank: int, told: list[str], barrier: threading.Barrier) -> None:
         self.rank, self.world_size = rank, len(told)
         self._told, self._barrier = told, barrier
 
-    def texts(self, text: str) -> list[str]:
-        self._told[self.rank] = text
+    def told(self, value: object) -> list:
+        self._told[self.rank] = value
         self._barrier.wait(60)
         told = list(self._told)
         self._barrier.wait(60)
@@ -87,13 +86,9 @@ def test_what_others_found_and_solved_for_is_what_a_rank_would_have_found(name: 
 def test_ranks_share_the_batches_of_one_workload_and_all_are_fed() -> None:
     of_rank = [[SyntheticWorkload(**{**SIZES, "num_batches": 5, "seed": 0})] for _ in range(3)]
     gone_through = mock.Mock(side_effect=Workload.blocks, autospec=True)
-    with (
-        mock.patch.object(Workload, "blocks", lambda *arguments: gone_through(*arguments)),
-        mock.patch.object(description, "_MEETS_AFTER_S", 0.0),
-    ):
+    with mock.patch.object(Workload, "blocks", lambda *arguments: gone_through(*arguments)):
         counts = surveyed(3, of_rank)
-    assert len(set(counts)) == 1
-    assert counts[0] >= 2, "the one with the fewest batches too"
+    assert min(counts) >= 2, "the one with the fewest batches too"
     passes = [
         [index for one, index in (call.args for call in gone_through.call_args_list) if one is own] for [own] in of_rank
     ]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from moe_ep_bench.bench.plan import RANKS, ROUTING, VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.plan import RANKS, ROUTING, VIRTUAL, compare, plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import ConfigError, Experiment, load_experiments
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
@@ -79,9 +79,9 @@ def test_the_table_of_other_values_names_every_key() -> None:
 
 def definitions(one: Experiment, key: str) -> list[dict[str, Any]]:
     """What decides the ids of an experiment's comparison on every backend that takes it."""
-    planned = [Comparison.of(one, RANKS, 4, on_cpu=True), Comparison.of(one, ROUTING, on_cpu=True)]
+    planned = [compare(one, RANKS, 4, on_cpu=True), compare(one, ROUTING, on_cpu=True)]
     if key.startswith("emulate."):  # The others it shares with ``run``, or refuses.
-        planned.append(Comparison.of(one, VIRTUAL, on_cpu=True))
+        planned.append(compare(one, VIRTUAL, on_cpu=True))
     return [one.definition for one in planned]
 
 

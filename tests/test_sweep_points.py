@@ -9,7 +9,7 @@ import yaml
 
 import plot_results
 from moe_ep_bench.bench.description import describe_experiment, describe_point
-from moe_ep_bench.bench.plan import RANKS, Comparison
+from moe_ep_bench.bench.plan import RANKS, compare
 from moe_ep_bench.config import load_experiments
 
 PEAK, LINKS, EP_SIZE = "workload.peak_load", "emulate.links", "layer.ep_size"
@@ -39,7 +39,7 @@ def test_an_experiment_knows_where_in_the_sweep_it_stands(tmp_path: Path) -> Non
 def test_the_point_is_described_without_folders_and_changes_no_id(tmp_path: Path) -> None:
     swept = load_experiments(write_config(tmp_path, sweep={PEAK: [2.0, 3.0]}), on_cpu=True)[0]
     (alone,) = load_experiments(write_config(tmp_path), on_cpu=True)
-    one, other = (Comparison.of(experiment, RANKS, 1, on_cpu=True) for experiment in (swept, alone))
+    one, other = (compare(experiment, RANKS, 1, on_cpu=True) for experiment in (swept, alone))
     assert [case.case_id for case in one.cases] == [case.case_id for case in other.cases]
     assert describe_experiment(swept) == describe_experiment(alone)
     (tmp_path / "mine.yaml").write_text("")

@@ -1,7 +1,8 @@
-"""Claims about reading ``moe-trace-v1``: what is refused, in which words, and how little of a file is held."""
+"""Reading ``moe-trace-v1``: what is refused, how little of a file is held, and what ``trace info`` says."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 import tracemalloc
@@ -13,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from test_recorded import EXPERTS, METADATA, real
+from trace_files import loads_entry, write_loads, write_trace
 
+from moe_ep_bench.cli import main
 from moe_ep_bench.workload.trace import find_problem, open_trace
 
 few_examples = settings(max_examples=25)
@@ -62,7 +65,7 @@ def refusal(path):
     return text.removeprefix(f"{path}: ")
 
 
-# What is read
+# ---- what is read ----------------------------------------------------------------------------------------------------
 
 
 def test_a_trace_reads_back_as_it_was_written(path):
@@ -122,111 +125,110 @@ def test_a_layer_is_read_without_the_others(tmp_path):
         tracemalloc.stop()
 
 
-# What is refused
+def info_of(path, capsys):
+    assert main(["trace", "info", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    return {name: value.strip() for name, _, value in (line.partition("  ") for line in lines)}
 
 
-def set_(part, name, value):
+def test_info_states_the_facts_of_a_file(tmp_path, capsys):
+    path = write_trace(tmp_path / "toy.safetensors", length_S=(5, 1, 7), domain="poems")
+    said = info_of(path, capsys)
+    assert said["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert said["routing"] == "2 MoE layers, 8 experts, top-3"
+    assert said["tokens"] == "13 in 3 sequences of 1 to 7 (median 5)"
+    facts = {"file": "toy.safetensors", "model": "tiny", "phase": "prefill", "domain": "poems", "licence": "MIT"}
+    assert facts.items() <= said.items()
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ({}, "scores", "not renormalised"),
+        ({"normalised": True}, "scores", "share of all experts' mass is unknown"),
+        ({"equal": True, "score": "assumed equal"}, "scores", "nobody recorded scores"),
+        ({"gaps": True}, "tokens", " gaps"),
+    ],
+)
+def test_info_states_what_scores_are_and_where_tokens_are_missing(changes, key, words, tmp_path, capsys):
+    assert words in info_of(write_trace(tmp_path / "toy.safetensors", **changes), capsys)[key]
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: write_loads(path, loads_entry())])
+def test_info_of_what_is_no_recording_is_one_line(make, tmp_path, capsys):
+    path = tmp_path / "loads.json"
+    make(path)
+    assert main(["trace", "info", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert (str(path) in said, said.count("\n")) == (True, 1)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def given_(part, name, value):
     def change(tensors, metadata):
-        (tensors if part == "tensors" else metadata)[name] = value
+        {"tensors": tensors, "metadata": metadata}[part].update({name: value})
 
     return change
 
 
 def poke(name, where, value):
-    def change(tensors, metadata):
-        tensors[name][where] = value
-
-    return change
+    return lambda tensors, metadata: tensors[name].__setitem__(where, value)
 
 
 def drop(name):
-    def change(tensors, metadata):
-        tensors.pop(name, None)
-        metadata.pop(name, None)
-
-    return change
+    return lambda tensors, metadata: (tensors.pop(name, None), metadata.pop(name, None))
 
 
+def without_tokens(tensors, _):
+    for name, tensor in tensors.items():
+        tensors[name] = tensor[..., :0, :] if tensor.ndim == 3 else tensor[:0]
+
+
+# What the error names behind the file, and the change.
 WRONG = {
-    "id out of range": (poke("expert_ids", (1, 7, 2), 16), "layer 1: token 7: expert_ids: expected 0 to 15, got 16"),
-    "repeated expert": (
-        poke("expert_ids", (2, 39), [3, 5, 3, 1]),
-        "layer 2: token 39: expert_ids: expected distinct experts, got [3, 5, 3, 1]",
-    ),
-    "NaN": (
-        poke("scores", (0, 7), [0.5, np.nan, 0.1, 0.1]),
-        "layer 0: token 7: scores: expected finite, non-negative values, got [0.5, nan, ",
-    ),
-    "not sorted": (
-        poke("scores", (1, 0), [0.125, 0.25, 0.125, 0.125]),
-        "layer 1: token 0: scores: expected descending values, got [0.125, 0.25, 0.125, 0.125]",
-    ),
-    "sum over 1": (
-        poke("scores", (1, 0), [0.5, 0.5, 0.25, 0.25]),
-        "layer 1: token 0: scores: expected the sum of part of a softmax (at most 1), got 1.5",
-    ),
-    "sum not 1": (
-        set_("metadata", "score", "softmax over the top-k"),
-        "layer 0: token 0: scores: expected the sum of a softmax over the top-k (1), got 0.",
-    ),
-    "wrong K": (set_("metadata", "top_k", "5"), "top_k: the metadata says 5, expert_ids has 4"),
-    "nothing": (
-        lambda tensors, _: tensors.update(
-            {name: tensor[..., :0, :] if tensor.ndim == 3 else tensor[:0] for name, tensor in tensors.items()}
-        ),
-        "expert_ids: expected at least one layer, token and expert, got shape (3, 0, 4)",
-    ),
-    "fewer tokens than layers have": (
-        set_("tensors", "position", np.arange(TOKENS - 1, dtype=np.int32)),
-        "position: expected shape (40,) to agree with expert_ids, got (39,)",
-    ),
-    "dtype of ids": (
-        set_("tensors", "expert_ids", np.zeros((LAYERS, TOKENS, K), np.int64)),
-        "expert_ids: expected dtype U8, U16, got I64",
-    ),
-    "scattered sequence": (
-        poke("sequence_id", 39, 0),
-        "sequence_id: expected the tokens of a sequence side by side, got one in several runs",
-    ),
-    "position comes back": (
-        poke("position", 12, 3),
-        "position: token 12: expected more than 4, the one before it in its sequence, got 3",
-    ),
-    "more experts than the format names": (
-        set_("metadata", "num_experts", "1025"),
-        "num_experts: expected at most 1024, got 1025",
-    ),
-    "no number": (set_("metadata", "num_experts", "-1"), "num_experts: expected a number in the metadata, got '-1'"),
-    "two lines": (
-        set_("metadata", "domain", "law\nerror: all is well"),
-        "domain: expected words on one line in the metadata, got 'law\\nerror: all is well'",
-    ),
-    "other format": (set_("metadata", "format", "v9"), "format: expected moe-trace-v1, got v9"),
-    "no tensor": (drop("position"), "missing tensors: position"),
-    "no metadata": (drop("licence"), "missing metadata: licence"),
+    "id out of range": ("layer 1: token 7: expert_ids: ", poke("expert_ids", (1, 7, 2), 16)),
+    "repeated expert": ("layer 2: token 39: expert_ids: ", poke("expert_ids", (2, 39), [3, 5, 3, 1])),
+    "NaN": ("layer 0: token 7: scores: ", poke("scores", (0, 7), [0.5, np.nan, 0.1, 0.1])),
+    "not sorted": ("layer 1: token 0: scores: ", poke("scores", (1, 0), [0.125, 0.25, 0.125, 0.125])),
+    "sum over 1": ("layer 1: token 0: scores: ", poke("scores", (1, 0), [0.5, 0.5, 0.25, 0.25])),
+    "sum not 1": ("layer 0: token 0: scores: ", given_("metadata", "score", "softmax over the top-k")),
+    "wrong K": ("expert_ids: ", given_("metadata", "top_k", "5")),
+    "nothing": ("expert_ids: ", without_tokens),
+    "fewer tokens": ("position: ", given_("tensors", "position", np.arange(TOKENS - 1, dtype=np.int32))),
+    "dtype of ids": ("expert_ids: ", given_("tensors", "expert_ids", np.zeros((LAYERS, TOKENS, K), np.int64))),
+    "flat ids": ("expert_ids: ", given_("tensors", "expert_ids", np.zeros((LAYERS, K), np.uint8))),
+    "scattered sequence": ("sequence_id: ", poke("sequence_id", 39, 0)),
+    "negative sequence": ("sequence_id: token 5: ", poke("sequence_id", 5, -1)),
+    "position comes back": ("position: token 12: ", poke("position", 12, 3)),
+    "too many experts": ("num_experts: ", given_("metadata", "num_experts", "1025")),
+    "no choice": ("num_experts: ", given_("metadata", "num_experts", "4")),
+    "no number": ("num_experts: ", given_("metadata", "num_experts", "-1")),
+    "two lines": ("domain: ", given_("metadata", "domain", "law\nerror: all is well")),
+    "other format": ("format: ", given_("metadata", "format", "v9")),
+    "no tensor": ("missing tensors: position", drop("position")),
+    "no metadata": ("missing metadata: licence", drop("licence")),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_recording_is_refused_in_one_line(tmp_path, name):
-    change, message = WRONG[name]
+    begin, change = WRONG[name]
     tensors, metadata = parts()
     change(tensors, metadata)
     path = save(tmp_path / "wrong.safetensors", tensors, metadata)
-    assert refusal(path).startswith(message)
+    assert refusal(path).startswith(begin)
 
 
 @pytest.mark.parametrize("length", [2**64 - 1, 2**20 + 1, 2**16])
 def test_a_header_longer_than_its_file_is_refused_before_it_is_read(path, length):
     whole = path.read_bytes()
     path.write_bytes(struct.pack("<Q", length) + whole[8:])
-    most = min(2**20, len(whole) - 8)
     tracemalloc.start()
     try:
-        expected = (
-            f"not a whole, readable safetensors file (header length: expected at most {most} bytes, got {length})"
-        )
-        assert refusal(path) == expected
+        assert f"got {length}" in refusal(path)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
@@ -235,33 +237,21 @@ def test_a_header_longer_than_its_file_is_refused_before_it_is_read(path, length
 @pytest.mark.parametrize("left", [0, 8, 100, -1])
 def test_a_truncated_file_is_refused(path, left):
     path.write_bytes(path.read_bytes()[:left])
-    reason = f"expected at least 8 bytes, got {left})" if 0 <= left < 8 else ""
-    assert refusal(path).startswith(f"not a whole, readable safetensors file ({reason}")
+    assert refusal(path).startswith("not a whole, readable safetensors file (")
 
 
 def test_a_missing_file_is_refused(tmp_path):
     assert refusal(tmp_path / "toy.safetensors") == "no such file"
 
 
-def edited(path, change):
-    """Rewrite the header of a file, its data as it is."""
+@pytest.mark.parametrize("shape", [[LAYERS, TOKENS + 1, K], [2**40, 2**40, 2**40]])
+def test_shapes_that_the_data_do_not_have_are_refused(path, shape):
     whole = path.read_bytes()
     length = struct.unpack("<Q", whole[:8])[0]
     header = json.loads(whole[8 : 8 + length])
-    change(header)
+    header["expert_ids"]["shape"] = shape
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + length :])
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("expert_ids", [LAYERS, TOKENS + 1, K]),  # layers longer than the data
-        ("expert_ids", [2**40, 2**40, 2**40]),
-    ],
-)
-def test_shapes_that_the_data_do_not_have_are_refused(path, name, shape):
-    edited(path, lambda header: header[name].update(shape=shape))
     assert refusal(path).startswith("not a whole, readable safetensors file (")
 
 
@@ -280,9 +270,6 @@ def test_a_flipped_bit_of_the_header_is_refused_or_harmless(tmp_path_factory, pl
         message = str(error)
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
-
-
-# The check that importers share
 
 
 @few_examples
@@ -318,9 +305,6 @@ def test_a_row_is_wrong_where_a_slow_loop_finds_it_wrong(seed, normalised):
     assert (problem is not None) == any(wrong)
     if problem:
         assert wrong[problem[0]]
-
-
-# Real recordings
 
 
 @pytest.mark.parametrize(

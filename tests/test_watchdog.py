@@ -23,9 +23,9 @@ from moe_ep_bench.runtime.watchdog import Watchdog
 def sleeps():
     time.sleep(60.0)
 
-dog = Watchdog(0.2, lambda reason: print(reason, flush=True), lambda: "busy" in sys.argv)
-dog.allow(1.0)
-sleeps()
+dog = Watchdog(60.0, lambda: "busy" in sys.argv)
+with dog.during(1.0, lambda reason: print(reason, flush=True)):
+    sleeps()
 """
 
 
@@ -61,7 +61,7 @@ def test_a_rank_is_to_blame_only_where_its_device_has_nothing_left_to_do(
     """Its host may wait in ``bool(tensor)``, in any line of anybody's: this very one, say."""
     monkeypatch.setattr(watchdog.Watchdog, "_watch", lambda self: None)
     monkeypatch.setattr(watchdog, "_ANSWER_S", 0.2)
-    reason = watchdog.Watchdog(9.0, print, device)._reason()
+    reason = watchdog.Watchdog(9.0, device)._reason()
     assert reason.startswith("peer lost" if waits else "timeout: no progress for 9 s in ")
 
 
@@ -83,15 +83,17 @@ def test_only_what_stands_still_for_too_long_is_overdue(monkeypatch: pytest.Monk
     now_s = 0.0
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(watchdog.Watchdog, "_watch", lambda self: None)
-    dog = watchdog.Watchdog(1.0, print)
+    dog = watchdog.Watchdog(1.0)
 
     def overdue_after(seconds: float) -> bool:
         nonlocal now_s
         now_s += seconds
         return dog.is_overdue()
 
-    with dog.paused():
+    with dog.during(3.0, print):
         assert not overdue_after(2.0)
+        assert overdue_after(2.0)
+    assert not overdue_after(0.75), "leaving is moving"
     for _ in range(4):
         dog.feed()
         assert not overdue_after(0.75)
@@ -114,8 +116,8 @@ def fails(reason):
 reads, writes = os.pipe()
 os.close(reads)
 os.dup2(writes, sys.stderr.fileno())
-Watchdog(0.2, fails if sys.argv[1] == "mark" else print)
-time.sleep(60.0)
+with Watchdog().during(0.2, fails if sys.argv[1] == "mark" else print):
+    time.sleep(60.0)
 """
 
 

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from moe_ep_bench.bench.plan import VIRTUAL, plan
 from moe_ep_bench.bench.rank_timers import MeasuredRanks
-from moe_ep_bench.bench.traffic import CaseRouter, RankBatches, Shares, Traffic, traffic_of
+from moe_ep_bench.bench.routing import Batches, CaseRouter
+from moe_ep_bench.bench.traffic import Traffic, traffic_of
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.layer.megatron import expert_parallel_groups
@@ -184,7 +185,7 @@ def a_rank_without_tokens_takes_part(lab: Lab) -> None:
 
 
 CONFIG = """
-name: chunks
+name: slots
 model: {preset: deepseek-v2-lite, scale: 0.03125}
 workload: {kind: synthetic, peak_load: 4, tokens_per_rank: 53, num_batches: 1, sequence_length: 7}
 layer: {ep_size: 4, dtype: float32}
@@ -194,28 +195,27 @@ emulate: {links: h100-nvlink4, replication: [{spare_per_rank: 1}]}
 
 
 @law(1)
-def chunks_and_slots_compute_what_was_worked_out(lab: Lab) -> None:
+def experts_in_slots_compute_what_was_worked_out(lab: Lab) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(CONFIG)
         (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
     plain = ExpertPlacement.contiguous(64, 4)
     spare = ExpertPlacement.of_replication(replicate(torch.arange(64).numpy(), num_slots=68, num_ranks=4))
-    batches = RankBatches(comparison.subject, 0)
-    for case, slots, num_chunks in itertools.product(comparison.cases[:4], (plain, spare), (1, 3)):
+    batches, timer = Batches(comparison, lab.device), MeasuredRanks(comparison, lab.device)
+    for case, slots in itertools.product(comparison.cases[:4], (plain, spare)):
         router = CaseRouter(case, slots, seed=0)
-        (of_layer,) = traffic_of(comparison.subject, [router], batches, 0, lab.device, num_chunks)
+        (of_layer,) = traffic_of(batches, None, 0, [router])
         traffic = Traffic(0, {None: of_layer})
-        timer = MeasuredRanks(comparison, lab.device, num_chunks)
-        for rank, tokens in list(enumerate(batches))[::3]:
-            shares = {None: Shares(comparison.subject, tokens, rank, lab.device).of(case)}
+        for rank, tokens in list(enumerate(batches.shares(None, 0)))[::3]:
+            shares = {None: tokens.of(case)}
             timer.time(router, traffic, rank, shares)  # builds the layers
-            layer = timer._virtual(slots.num_slots).stack.forms[None].native
+            layer = timer._built(slots.num_slots).stack.forms[None].native
             seen: list[Tensor] = []
             hook = layer.experts.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[1].cpu()))
             took = timer.time(router, traffic, rank, shares, first=True)
             hook.remove()
-            assert torch.equal(torch.stack(seen), torch.from_numpy(of_layer.received(rank))), (case.label, rank)
+            assert [counts_L.tolist() for counts_L in seen] == [of_layer.received(rank).tolist()], (case.label, rank)
             meetings = ["wait_metadata", "wait_dispatch", "wait_combine"]
             assert took.meetings == (["wait_policy"] if case.name == "lynx" else []) + meetings
             assert len(took.legs) == len(took.meetings) + 1

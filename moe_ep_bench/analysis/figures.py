@@ -38,6 +38,7 @@ from moe_ep_bench.analysis.sweeps import value_words
 from moe_ep_bench.analysis.timeline import lanes
 from moe_ep_bench.errors import UserError, did_you_mean
 from moe_ep_bench.files import atomic_path
+from moe_ep_bench.policies import fields_by_policy
 
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
 SPEEDUP = ("speedup_median", "speedup_low", "speedup_high", "speedup_is_interval", "floor_low", "floor_high")
@@ -363,13 +364,16 @@ class Lines:
         )
 
     def rows(self, store: Store) -> pd.DataFrame:
-        """A row per panel, line and place.
+        """A row per panel, line and place; none where no policy that ran has a field asked for.
 
         Raises:
             UserError: a column is unknown, or the query cannot be read.
         """
         asked = {name: getattr(self, name) for name in ("x", "y", "by", "facet") if getattr(self, name)}
         rows, known = frame.wide_rows(store, list(asked.values()))
+        absent = [column for column in asked.values() if column not in rows]
+        if absent and all(any(column in names for names in fields_by_policy().values()) for column in absent):
+            return rows.iloc[:0]  # no policy that has such a field ran
         for name, column in asked.items():
             if column not in rows:
                 raise UserError(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from moe_ep_bench.bench.plan import VIRTUAL, Plan, plan_experiments
+from moe_ep_bench.bench.description import rest_of
+from moe_ep_bench.bench.plan import VIRTUAL, Comparison, plan_experiments
 from moe_ep_bench.bench.question import Question
-from moe_ep_bench.bench.rest import rest_of
 from moe_ep_bench.bench.run import emulate_plan
 from moe_ep_bench.files import atomic_path
 
@@ -35,6 +35,6 @@ def check_rest(question: Question) -> None:
         rest_of(comparison)
 
 
-def _planned(question: Question, *, try_out: bool = True) -> Plan:
+def _planned(question: Question, *, try_out: bool = True) -> list[Comparison]:
     config, on_cpu = Path(question.config.name), not torch.cuda.is_available()
     return plan_experiments(config, question.experiments, VIRTUAL, on_cpu=on_cpu, try_out=try_out)

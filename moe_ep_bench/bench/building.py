@@ -23,13 +23,14 @@ def builder(comparison: Comparison, device: torch.device, num_slots: int | None 
     Args:
         num_slots: for experts, whose replicas need more; None = one for each.
     """
-    model, subject, settings = comparison.model, comparison.subject, comparison.experiment.layer
+    model, settings = comparison.model, comparison.experiment.layer
     if num_slots not in (None, model.num_experts):
         model = with_slots(model, num_slots)
     build = partial(Stack, model, DTYPES[settings.dtype], device, seed=settings.seed, parts=comparison.parts)
-    if subject.name == "layer":
+    if comparison.scope == "layer":
         return build
-    return partial(build, num_layers=subject.num_layers, max_length=subject.context_length + subject.most_tokens)
+    longest = comparison.context_length + comparison.most_tokens
+    return partial(build, num_layers=comparison.num_layers, max_length=longest)
 
 
 def random_pass(

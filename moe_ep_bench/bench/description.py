@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from moe_ep_bench.bench import words
+from moe_ep_bench.bench import checks, words
+from moe_ep_bench.bench.fit import fit_of
 from moe_ep_bench.bench.plan import MODELLED, ROUTING, Comparison
-from moe_ep_bench.bench.rest import rest_of
 from moe_ep_bench.config import Experiment
-from moe_ep_bench.cost_model.devices import PRECISIONS
+from moe_ep_bench.cost_model.devices import PRECISIONS, VALUE_BYTES
+from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
+from moe_ep_bench.kernels.dispatch import AUTO, KERNELS
+from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
-from moe_ep_bench.workload import Workload
+from moe_ep_bench.workload import SyntheticWorkload, Workload
+
+if TYPE_CHECKING:  # It imports torch, for which a dry run does not wait.
+    from moe_ep_bench.runtime.ranks import Ranks
 
 # Memory of a rank that batches may take until they are used.
 _MOST_KEPT_BYTES = 4 * 2**30
-# While ranks go through batches they meet so often.
-_MEETS_AFTER_S = 5.0
 
 
 def run_json(
@@ -57,8 +58,13 @@ def run_json(
             "config": stable_hash([comparison.definition for comparison in comparisons]),
             "workload": {comparison.comparison_id: fingerprint(comparison) for comparison in comparisons},
         },
-        "comparisons": {one.comparison_id: {**describe(one), "order": order} for order, one in enumerate(comparisons)},
-        "cases": {case.case_id: {**one.describe_case(case), "order": order} for one, order, case in cases},
+        "comparisons": {
+            comparison.comparison_id: {**describe(comparison), "order": order}
+            for order, comparison in enumerate(comparisons)
+        },
+        "cases": {
+            case.case_id: {**comparison.describe_case(case), "order": order} for comparison, order, case in cases
+        },
     }
 
 
@@ -72,8 +78,8 @@ def describe_run(
     """
     configs = (describe_experiment(comparison.experiment) for comparison in comparisons)
     described = partial(_describe, ranks=ranks)
-    found = run_json(run_id, comparisons[0].mode, comparisons, environment, configs, _fingerprint, described)
-    return {**found, "scope": comparisons[0].subject.name}
+    facts = run_json(run_id, comparisons[0].mode, comparisons, environment, configs, _fingerprint, described)
+    return {**facts, "scope": comparisons[0].scope}
 
 
 def describe_timed_run(
@@ -95,15 +101,15 @@ def describe_timed_run(
     """
     for comparison in comparisons:
         # Of several comparisons the last would wait long for what is kept of it; a layer has one workload.
-        is_model = comparison.subject.name == "model"
-        keep = is_model and len(comparisons) == comparison.subject.world_size == 1
+        is_model = comparison.scope == "model"
+        keep = is_model and len(comparisons) == comparison.world_size == 1
         with naming(comparison.title):
             if survey or is_model:
-                survey_together(tuple(comparison.subject.workloads.values()), ranks, before, keep=keep)
+                survey_together(tuple(comparison.workloads.values()), ranks, before, keep=keep)
             else:
                 comparison.workload.skip_survey()
     mine = provenance.describe_rank(ranks.device, several_nodes=ranks.local_world_size < ranks.world_size)
-    of_ranks = [json.loads(text) for text in ranks.texts(json.dumps(mine))]
+    of_ranks = ranks.told(mine)
     # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
     described = provenance.describe(ranks.device) if ranks.is_first else {}
     description = describe_run(run_id, comparisons, {**described, "ranks": of_ranks}, ranks)
@@ -121,51 +127,54 @@ def survey_together(
 ) -> None:
     """Go through all batches of all workloads, so that each knows its ``findings`` on every rank; all call this alike.
 
-    Ranks share the batches and tell the others what they found and solved for. All meet every few seconds, where
-    ``before`` is called: batches may take many minutes, in which those that are done wait and are alive.
+    Ranks share the batches and tell the others what they found and solved for. They meet after a batch each, so that
+    none waits for others for longer than a batch takes.
 
     Args:
+        before: called before each meeting and each piece of a batch.
         keep: keep what a rank alone makes, where it fits into memory.
 
     Raises:
         ValueError: some batch cannot meet its targets; on every rank.
     """
-    size = sum(one.num_batches * one.num_tokens * one.num_experts * 4 for one in workloads)
+    size = sum(workload.num_batches * workload.num_tokens * workload.num_experts * 4 for workload in workloads)
     if keep and ranks.world_size == 1 and size <= _MOST_KEPT_BYTES:
         for workload in workloads:
             workload.keep_batches()
     batches = [(workload, index) for workload in workloads for index in range(workload.num_batches)]
-    steps = chain.from_iterable(workload.survey(index) for workload, index in batches[ranks.rank :: ranks.world_size])
-    problem, are_done = "", [False]
-    while not all(are_done):
-        meets_at, is_done = time.monotonic() + _MEETS_AFTER_S, False
+    for first in range(ranks.rank, len(batches) + ranks.rank, ranks.world_size):
+        problem = ""
+        before()
         try:
-            while not is_done:
-                is_done = next(steps, "end") == "end"
-                if time.monotonic() >= meets_at:
-                    break
+            for workload, index in batches[first : first + 1]:
+                for _ in workload.survey(index):
+                    before()
         except ValueError as error:
             problem = str(error)
-        before()
-        told = [json.loads(text) for text in ranks.texts(json.dumps([problem, is_done]))]
-        for found, _ in told:
-            if found:
-                raise UserError(found)
-        are_done = [is_done for _, is_done in told]
-    told = ranks.texts(json.dumps([workload.findings() for workload in workloads]))
-    for rank, text in enumerate(told):
+        for refused in filter(None, ranks.told(problem)):
+            raise UserError(refused)
+    for rank, of_rank in enumerate(ranks.told([workload.findings() for workload in workloads])):
         if rank != ranks.rank:
-            for workload, findings in zip(workloads, json.loads(text), strict=True):
+            for workload, findings in zip(workloads, of_rank, strict=True):
                 workload.take_findings(findings)
 
 
 def _fingerprint(comparison: Comparison) -> str | None:
-    of_layers = [workload.fingerprint() for workload in comparison.subject.workloads.values()]
+    of_layers = [workload.fingerprint() for workload in comparison.workloads.values()]
     return of_layers[0] if len(of_layers) == 1 else stable_hash(of_layers)
 
 
+def describe_kernels(comparison: Comparison, device_type: str) -> dict[str, str]:
+    """What was asked for, all that ran, and why on a GPU Triton did not where it was left open."""
+    ran = {comparison.kernel_of(case, device_type) for case in comparison.cases}
+    asked = comparison.experiment.layer.kernel
+    why = triton_lacks() if device_type == "cuda" and asked == AUTO else ""
+    described = {"requested": asked, "ran": ", ".join(name for name in KERNELS if name in ran)}
+    return {**described, "why": why} if why else described
+
+
 def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
-    model, subject, experiment = comparison.model, comparison.subject, comparison.experiment
+    model, experiment = comparison.model, comparison.experiment
     described: dict[str, Any] = {
         "title": comparison.title,
         "sizes": words.sizes_of(comparison),
@@ -173,17 +182,17 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "num_experts": model.num_experts,
         "top_k": model.top_k,
         "num_ranks": comparison.ep_size,
-        "num_tokens": subject.num_tokens,
+        "num_tokens": comparison.num_tokens,
         "num_batches": comparison.workload.num_batches,
-        "workload": comparison.describe_workload(),
-        "kernel": comparison.describe_kernels(ranks.device.type if ranks else "cpu"),
+        "workload": words.describe_workload(comparison),
+        "kernel": describe_kernels(comparison, ranks.device.type if ranks else "cpu"),
     }
     if comparison.backend == ROUTING:
         return {
             **described,
             "layer": comparison.layer,
-            "traffic": words.traffic(experiment, comparison.workload),
-            "phase": words.phase(experiment, comparison.workload),
+            "traffic": words.traffic(comparison),
+            "phase": words.phase(comparison),
             # Equal for layers that are routed alike.
             "group": comparison.alike_but_for("layer"),
             "family": comparison.alike_but_for("layer", "num_tokens", "num_batches"),
@@ -194,14 +203,14 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
     parts, asked = comparison.parts, experiment.layer
     described |= {
         "scale": model.scale,
-        "num_replicas": subject.world_size // subject.ep_size,
-        "world_size": subject.world_size,
+        "num_replicas": comparison.world_size // comparison.ep_size,
+        "world_size": comparison.world_size,
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.ffn_hidden_size,
         "dtype": asked.dtype,
         "backend": ranks.backend,
         "dispatcher": parts.dispatcher,
-        "cuda_graph": parts.held_by_graphs(comparison.ep_size, subject.name),
+        "cuda_graph": parts.held_by_graphs(comparison.ep_size, comparison.scope),
         "experts": {"requested": asked.experts, "ran": parts.experts, "why": parts.experts_why},
         "permute": {"requested": asked.permute, "ran": parts.permute},
         "fusions": parts.fusions,
@@ -209,18 +218,81 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "oversubscribed": ranks.oversubscribed,
         "random_weights": True,
         "point": describe_point(experiment),
-        **subject.describe(modelled=comparison.backend == MODELLED),
+        "departures": list(model.departures),
     }
+    is_modelled = comparison.backend == MODELLED
+    if comparison.scope == "model":
+        described["whole"] = _describe_model(comparison, modelled=is_modelled)
+        described["departures"] += words.departures(model, comparison.context_length, modelled=is_modelled)
     if comparison.links is not None:
         described["links"] = comparison.links.describe()
-        described["device"] = comparison.device and comparison.describe_device()
+        described["device"] = device_words(comparison) if is_modelled else None
         described["transport"] = experiment.emulate.transport
         described["dispatch_dtype"] = experiment.emulate.dispatch_dtype
-        described["fit"] = comparison.fit and comparison.fit.model_dump()
-    if comparison.backend == MODELLED and subject.name == "layer":
+        fit = fit_of(comparison)
+        described["fit"] = fit and fit.model_dump()
+    if is_modelled and comparison.scope == "layer":
         with contextlib.suppress(UserError):  # Not every model states the rest of itself.
             described["rest"] = rest_of(comparison)
     return described
+
+
+def _describe_model(comparison: Comparison, *, modelled: bool) -> dict[str, Any]:
+    """How much of a whole model is built, and what its layers' traffic turned out to be."""
+    model, context, workloads = comparison.model, comparison.context_length, comparison.workloads
+    achieved = {layer: workload.achieved() for layer, workload in workloads.items()}
+    # What adjacent tokens share in layers where that is more than was asked for.
+    by_chance = [
+        achieved[layer]["neighbour_overlap"]
+        for layer, workload in workloads.items()
+        if isinstance(workload, SyntheticWorkload) and workload.shares_by_chance
+    ]
+    built = "torch scaled_dot_product_attention"
+    return {
+        "num_layers": comparison.num_layers,
+        "of_layers": model.num_layers,
+        "moe_layers": list(workloads),
+        "of_moe_layers": model.num_moe_layers,
+        "context_length": context,
+        "attention": words.modelled_attention(model, context) if modelled else built,
+        "peak_loads": [of_layer["peak_load"] for of_layer in achieved.values()],
+        "shared_by_chance": [float(overlap) for overlap in by_chance if overlap is not None],
+    }
+
+
+def device_words(comparison: Comparison) -> str:
+    """What stands for each rank, where that is modelled."""
+    assert comparison.device is not None
+    return comparison.device.describe(whole=comparison.scope == "model", num_tokens=comparison.num_tokens)
+
+
+def rest_of(comparison: Comparison) -> dict[str, Any]:
+    """What a modelled layer comes to in a pass of its whole model: attention, dense layers, norms, the output layer.
+
+    They are modelled as in whole models (``cost_model.whole_model``), of the slowest rank, in batch 0: its prompts, or
+    one step of its requests with ``whole.context_length`` tokens each in the cache.
+
+    Returns:
+        Microseconds of a pass that no MoE layer takes, over the number of MoE layers; as ``run.json`` has it.
+
+    Raises:
+        ValueError: the model or the device does not state what a whole model needs; one line.
+    """
+    experiment, model, device = comparison.experiment, comparison.model, comparison.device
+    assert device is not None
+    checks.refuse(checks.whole_model(model, experiment))
+    context, value_bytes = experiment.whole.context_length, VALUE_BYTES[experiment.layer.dtype]
+    passes = [
+        PassWork((), sum(lengths), context, {}) if context else PassWork(lengths, 0, 0, {})
+        for lengths in comparison.lengths_of_ranks(0)
+    ]
+    slowest_us = max(outside_moe_us(device, model, work, bytes_per_value=value_bytes) for work in passes)
+    return {
+        "us_per_moe_layer": slowest_us / model.num_moe_layers,
+        "num_moe_layers": model.num_moe_layers,
+        "context_length": context,
+        "attention": words.modelled_attention(model, context),
+    }
 
 
 def describe_experiment(experiment: Experiment) -> dict[str, Any]:

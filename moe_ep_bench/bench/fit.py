@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.models.memory import Fit, Need, footprint
+from moe_ep_bench.policies.lazy import torch
+
+if TYPE_CHECKING:
+    from moe_ep_bench.bench.plan import Comparison
+
+
+def fit_of(comparison: Comparison) -> Fit | None:
+    """Whether the model, served on as many ranks, fits what stands for each; None on real ranks and CPUs."""
+    experiment, ep_size, device = comparison.experiment, comparison.ep_size, comparison.device
+    if device is not None:
+        return fit_on(experiment, ep_size, device.name, device.memory_gb * 1e9)
+    if comparison.backend != "virtual" or not comparison.on_gpu:
+        return None
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return fit_on(experiment, ep_size, gpu.name, gpu.total_memory)
 
 
 def fit_on(experiment: Experiment, ep_size: int, device: str, device_bytes: float) -> Fit:
@@ -20,10 +37,11 @@ def fit_on(experiment: Experiment, ep_size: int, device: str, device_bytes: floa
     return on(ep_size).model_copy(update={"fitting_ep_size": fitting})
 
 
-def need_of(experiment: Experiment, world_size: int, ep_size: int) -> Need:
-    """What a rank holds of the layer, or the layers, that are built here."""
+def need_of(comparison: Comparison) -> Need:
+    """What a rank holds, roughly, of the layer or the layers that are built here."""
+    experiment = comparison.experiment
     built = 0 if experiment.scope == "layer" else experiment.whole.num_layers
-    sizes = _footprint(experiment, world_size, ep_size, built)
+    sizes = _footprint(experiment, comparison.world_size, comparison.ep_size, built)
     return Need(sizes["expert_bytes"] + sizes["other_weight_bytes"], sizes["cache_bytes"] + sizes["row_bytes"])
 
 

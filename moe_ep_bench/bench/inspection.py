@@ -10,7 +10,6 @@ Shapes: T = this rank's tokens, E = experts, N = tokens held against the referen
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -20,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_ep_bench.bench.cases import BASELINE, CEILING
 from moe_ep_bench.bench.job import split_reason
-from moe_ep_bench.bench.plan import BASELINE, CEILING
-from moe_ep_bench.bench.traffic import case_metrics
+from moe_ep_bench.bench.routing import case_metrics
 from moe_ep_bench.kernels.dispatch import oracle_for
 from moe_ep_bench.layer.attention import kernels_of_attention
 from moe_ep_bench.layer.backends import MappedExperts
@@ -95,7 +94,7 @@ def look(case: Case, batch: int) -> Observation:
 
 def checked_rows(session: Session, batch: int) -> Tensor:
     """Indices of this rank's tokens that are held against the dense reference: int64 [N]."""
-    num_tokens = len(next(iter(session.batches[batch].contexts.values())).request_id_T)
+    num_tokens = session.shares[batch][session.layers[0]].num_tokens
     places_N = torch.linspace(0, max(num_tokens - 1, 0), min(NUM_CHECKED_TOKENS, num_tokens))
     return places_N.long().to(session.device)
 
@@ -143,7 +142,7 @@ class Inspection:
 
     def observe_all(self) -> None:
         """Run every case on every batch once: shapes are seen, routing metrics taken, every layer's output checked."""
-        session, subject, job = self.session, self.session.comparison.subject, self.session.job
+        session, job = self.session, self.session.job
         for batch in range(session.num_batches):
             native: Tensor | None = None
             for case in session.cases:
@@ -160,15 +159,14 @@ class Inspection:
                         share = case.share(batch, layer)
                         row = case_metrics(case.spec, of_layer.routing, share)
                         row["reference_error"] = self.reference_error(case, layer, of_layer) if batch == 0 else None
-                        is_last = layer == subject.moe_layers[-1] and case.spec.role != CEILING and native is not None
+                        is_last = layer == session.layers[-1] and case.spec.role != CEILING and native is not None
                         valid_T = share.context.token_mask_T
                         row["output_error"] = relative_error(seen.output, native, valid_T) if is_last else None
                         self.rows[case.case_id].append(row)
-        if subject.name == "model":  # One pass more shows which kernels torch takes for attention.
+        if session.comparison.scope == "model":  # One pass more shows which kernels torch takes for attention.
             job.watchdog.feed()
             kernels = kernels_of_attention(partial(session.stack.run, session.cases[0].prepare(0)))
-            of_ranks = [json.loads(text) for text in job.ranks.texts(json.dumps(kernels))]
-            self.attention = sorted({name for names in of_ranks for name in names})
+            self.attention = sorted({name for names in job.ranks.told(list(kernels)) for name in names})
 
     def check_again(self) -> None:
         """Hold every layer of every case against the reference once more, after it was timed."""
@@ -224,8 +222,7 @@ class Inspection:
     def drop_failing(self, when: str) -> None:
         """Record cases whose output is wrong on any rank as failed, and go on without them."""
         session, tolerance = self.session, TOLERANCE[self.session.dtype]
-        found = json.dumps([self.problems, self.errors])
-        of_ranks = [json.loads(text) for text in session.job.ranks.texts(found)]
+        of_ranks = session.job.ranks.told((self.problems, self.errors))
         for case in list(session.cases):
             problems = [(rank, told[case.case_id]) for rank, (told, _) in enumerate(of_ranks) if case.case_id in told]
             worst = [errors.get(case.case_id, 0.0) for _, errors in of_ranks]

@@ -1,7 +1,7 @@
 """Go through comparisons one after another: a job's ranks, where it writes, its watchdog, how it ends.
 
 Timed backends work under a watchdog and leave a mark of what they are at, so that the next job knows what was lost
-(``measure_each``). Nothing of an untimed one can be lost but its own time (``fill``).
+(``Job``). Nothing of an untimed one can be lost but its own time (``fill``).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any, NoReturn
 import torch
 from tqdm import tqdm
 
+from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.directory import check_agreement, given_up, hold_comparisons, keep_other_policies, writes_to
-from moe_ep_bench.bench.plan import CaseSpec, Comparison
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.bench.plan import Comparison
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import stable_hash, write_json
 from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.monitor import MachineSampler
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.crash_journal import PEER_LOST, Mark
-from moe_ep_bench.runtime.device import is_busy
 from moe_ep_bench.runtime.exit_codes import LOST
 from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.runtime.ranks import Ranks, ToldError
@@ -55,7 +55,7 @@ def identity(mode: str, run_id: str, comparison: Any, case: CaseSpec) -> dict[st
         "case_id": case.case_id,
         "comparison_id": comparison.comparison_id,
         "mode": mode,
-        "subject": planned.subject.name if planned else "model",
+        "subject": planned.scope if planned else "model",
         "backend": planned.backend if planned else None,
         "model": comparison.model.name,
         "policy": case.name,
@@ -65,22 +65,80 @@ def identity(mode: str, run_id: str, comparison: Any, case: CaseSpec) -> dict[st
     }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """One job on this rank, which makes one launch of timed comparisons.
 
     Attributes:
+        watchdog: from the first step to the last.
+        launch: which of ``measure.launches``, from 0.
+        mark, progress: of what is being tried (``trying``).
         unwritten: what this rank could not write, in words.
     """
 
     ranks: Ranks
     directory: RunDirectory
-    run_id: str
-    launch: int
-    mark: Mark
     watchdog: Watchdog
-    progress: tqdm
+    launch: int = 0
+    run_id: str = ""
+    mark: Mark = field(init=False)
+    progress: tqdm = field(init=False)
     unwritten: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def trying(self, comparisons: Sequence[Comparison], folder: Path, num_iterations: int = 0) -> Iterator[None]:
+        """Keep a mark in ``folder``, named by the first comparison, of what is tried in the block.
+
+        Where the block fails, the process group is lost: the mark keeps the reason and this process ends with ``LOST``
+        at once, because destructors would wait for peers that may never come.
+
+        Raises:
+            ToldError: results cannot be written; on all ranks, after one line to the user.
+        """
+        marks: list[Mark] = []
+        place = folder, comparisons[0].comparison_id, self.ranks.rank
+        timeout_s = max(comparison.experiment.measure.timeout_s for comparison in comparisons)
+        with contextlib.ExitStack() as ending:
+            self.progress = progress_bar(num_iterations, "iteration", shown=self.ranks.is_first)
+            ending.callback(self.progress.close)
+            ending.callback(lambda: [mark.clear() for mark in marks])
+            self.ranks.agree(writes_to(self.directory.root)(lambda: marks.append(Mark(*place))))
+            (self.mark,) = marks
+            with self.watchdog.during(timeout_s, self.mark.explain), explaining(self.mark.explain):
+                try:
+                    yield
+                except ToldError:
+                    raise
+                except Exception as error:
+                    self._lose(reason_of(error))
+
+    def measure(
+        self,
+        comparisons: Sequence[Comparison],
+        todo: Sequence[Sequence[CaseSpec]],
+        measure: Callable[[Job, Comparison, Sequence[CaseSpec]], object],
+    ) -> bool:
+        """Measure what is to do, comparison by comparison; whether all was done before the job was asked to end.
+
+        Args:
+            todo: the cases of each comparison that are to be measured.
+        """
+        counts = [comparison.num_iterations(cases) for comparison, cases in zip(comparisons, todo, strict=True)]
+        with self.trying(comparisons, self.directory.attempts, sum(counts)):
+            for comparison, cases, count in zip(comparisons, todo, counts, strict=True):
+                self._write_lost(comparison, cases)
+                self.check_written()
+                if not cases:
+                    continue
+                if self.ranks.of_first(asked_to_close()):
+                    return False
+                launches = comparison.experiment.measure.launches
+                repetition = f", launch {self.launch + 1} of {launches}" if launches > 1 else ""
+                self.progress.set_description(comparison.title + repetition)
+                others = self.progress.total - self.progress.n - count
+                measure(self, comparison, cases)
+                self.progress.total = self.progress.n + others  # They may have been more or fewer than planned.
+        return True
 
     def enter(self, comparison: Comparison) -> None:
         """Note that work on a comparison as a whole begins: building its layers, writing its parts."""
@@ -111,9 +169,11 @@ class Job:
                 torch.cuda.synchronize(self.ranks.device)
             except RuntimeError:
                 raise error from None
-        reason = in_a_line(reason_of(error))
+        reason = brief(reason_of(error), 300, quoted=False)
         print(f"moe-ep-bench: rank {self.ranks.rank}: {reason}", file=sys.stderr, flush=True)
         return reason
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
 
     def write_unmeasured(self, comparison: Comparison, case: CaseSpec, status: str, reason: str) -> None:
         """Write the one row of a case that has no measurements, on rank 0."""
@@ -146,103 +206,29 @@ class Job:
         Raises:
             ToldError: after one line to the user.
         """
-        said = self.unwritten[0] if self.unwritten else ""
-        if said:
+        problem = self.unwritten[0] if self.unwritten else ""
+        if problem:
             self.progress.close()  # So that what is said begins a line.
-        self.ranks.end_where(f"{said}; what is finished stays, the same command goes on from there" if said else "")
+            problem = f"{problem}; what is finished stays, the same command goes on from there"
+        self.ranks.end_where(problem)
 
+    def _write_lost(self, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
+        """Give every case that was lost too often its row."""
+        for case in comparison.cases if self.ranks.is_first else ():
+            reasons = given_up(self.directory, comparison, case)
+            if case not in cases and reasons and not self.directory.is_finished(case.case_id, self.launch):
+                status, words = split_reason(reasons[-1])
+                self.write_unmeasured(comparison, case, status, f"{words} ({len(reasons)} attempts)")
 
-@contextlib.contextmanager
-def open_job(
-    ranks: Ranks,
-    directory: RunDirectory,
-    comparisons: Sequence[Comparison],
-    marks: Path,
-    *,
-    run_id: str = "",
-    launch: int = 0,
-    num_iterations: int = 0,
-) -> Iterator[Job]:
-    """A job under a watchdog, with a mark in the folder ``marks``, named by the first of its comparisons.
-
-    Where the block fails, the process group is lost: the mark keeps the reason and this process ends
-    with ``LOST`` at once, because destructors would wait for peers that may never come.
-
-    Raises:
-        ToldError: results cannot be written; on all ranks, after one line to the user.
-    """
-    made: list[Mark] = []
-    try:
-        of_rank = marks, comparisons[0].comparison_id, ranks.rank
-        ranks.agree(writes_to(directory.root)(lambda: made.append(Mark(*of_rank))))
-        (mark,) = made
-    except ToldError:
-        for mark in made:
-            mark.clear()
-        raise
-    timeout_s = max(one.experiment.measure.timeout_s for one in comparisons)
-    watchdog = Watchdog(timeout_s, mark.explain, partial(is_busy, ranks.device))
-    progress = progress_bar(num_iterations, "iteration", shown=ranks.is_first)
-    job = Job(ranks, directory, run_id, launch, mark, watchdog, progress)
-    try:
-        with explaining(mark.explain):
-            yield job
-    except ToldError:
-        watchdog.stop()
-        mark.clear()
-        progress.close()
-        raise
-    except Exception as error:
-        _lose(job, reason_of(error))
-    watchdog.stop()
-    mark.clear()
-    progress.close()
-
-
-def measure_each(
-    ranks: Ranks,
-    directory: RunDirectory,
-    comparisons: Sequence[Comparison],
-    todo: Sequence[Sequence[CaseSpec]],
-    run_id: str,
-    measure: Callable[[Job, Comparison, Sequence[CaseSpec]], object],
-    *,
-    meanwhile: contextlib.AbstractContextManager | None = None,
-    launch: int = 0,
-) -> bool:
-    """Measure what is to do, comparison by comparison; whether it was all done before the job was asked to end.
-
-    Args:
-        todo: the cases of each comparison that are to be measured.
-        meanwhile: entered once the job's own watchdog is there, and left before it ends.
-    """
-    counts = [comparison.num_iterations(cases) for comparison, cases in zip(comparisons, todo, strict=True)]
-    how = {"run_id": run_id, "launch": launch, "num_iterations": sum(counts)}
-    opened = open_job(ranks, directory, comparisons, directory.attempts, **how)
-    with opened as job, meanwhile or contextlib.nullcontext():
-        for comparison, cases, count in zip(comparisons, todo, counts, strict=True):
-            _record_lost(job, comparison, cases)
-            job.check_written()
-            if not cases:
-                continue
-            if ranks.of_first("asked" if asked_to_close() else ""):
-                return False
-            launches = comparison.experiment.measure.launches
-            repetition = f", launch {launch + 1} of {launches}" if launches > 1 else ""
-            job.progress.set_description(comparison.title + repetition)
-            others = job.progress.total - job.progress.n - count
-            measure(job, comparison, cases)
-            job.progress.total = job.progress.n + others  # They may have been more or fewer than planned.
-    return True
-
-
-def _record_lost(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
-    """Give every case that was lost too often its row."""
-    for case in comparison.cases if job.ranks.is_first else ():
-        reasons = given_up(job.directory, comparison, case)
-        if case not in cases and reasons and not job.directory.is_finished(case.case_id, job.launch):
-            status, words = split_reason(reasons[-1])
-            job.write_unmeasured(comparison, case, status, f"{words} ({len(reasons)} attempts)")
+    def _lose(self, reason: str) -> NoReturn:
+        try:
+            self.mark.explain(reason)
+            self.progress.close()
+            print(
+                f"moe-ep-bench: rank {self.ranks.rank}: {brief(reason, 300, quoted=False)}", file=sys.stderr, flush=True
+            )
+        finally:  # Though nobody may hear it.
+            os._exit(LOST)
 
 
 def fill(
@@ -255,7 +241,6 @@ def fill(
     measure: Callable[[str, Any, Sequence[CaseSpec], tqdm], object],
     *,
     unit: tuple[str, Callable[[Any, Sequence[CaseSpec]], int]],
-    is_left: Callable[[Any], bool] = lambda comparison: False,
     force: bool = False,
 ) -> None:
     """Go through untimed comparisons, case by case: one whose rows are in the directory is not done again.
@@ -266,7 +251,6 @@ def fill(
         describe: returns ``run.json`` for a run's id.
         measure: writes the parts of a comparison's cases, given the run's id and a progress bar.
         unit: of progress, and how many of it the cases of a comparison are.
-        is_left: whether a comparison lacks something beside its cases.
 
     Raises:
         ValueError: the directory cannot be used; one line.
@@ -274,19 +258,22 @@ def fill(
     check_agreement(directory, mode, conditions, force=force)
     with hold_comparisons(directory, comparisons):
         is_done, run_id, todo = partial(directory.is_done, table), new_run_id(), {}
-        for one in comparisons:
-            cases = [case for case in one.cases if force or not is_done(case.case_id)]
-            if cases or is_left(one):
-                todo[one] = cases
+        for comparison in comparisons:
+            cases = [case for case in comparison.cases if force or not is_done(case.case_id)]
+            if cases:
+                todo[comparison] = cases
         description = describe(run_id)
         keep_other_policies(directory, description, is_done)
         directory.write_run(description, is_done)
         if not todo:
             print("moe-ep-bench: all cases are there from before; --force begins anew", file=sys.stderr)
-        with progress_bar(sum(unit[1](*one) for one in todo.items()), unit[0]) as progress:
-            for one, cases in todo.items():
-                progress.set_description(one.title)
-                measure(run_id, one, cases, progress)
+        with progress_bar(sum(unit[1](*pair) for pair in todo.items()), unit[0]) as progress:
+            for comparison, cases in todo.items():
+                progress.set_description(comparison.title)
+                measure(run_id, comparison, cases, progress)
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
 
 
 def ceilings_of(device: torch.device, dtype: torch.dtype) -> Ceilings:
@@ -306,17 +293,19 @@ def watched_machine(device: torch.device, ceilings: Ceilings) -> Iterator[dict[s
     Args:
         ceilings: measured before anything was warmed up (``ceilings_of``).
     """
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     with MachineSampler(device) as sampler:
-        yield found
+        yield facts
         state = sampler.stop()
-    found |= {
+    facts |= {
         "hostname": socket.gethostname(),
         "machine": state.as_dict(),
         "ceilings": asdict(ceilings),
         "peak_memory_bytes": provenance.peak_memory_bytes(device),
     }
 
+
+# ---- reasons ---------------------------------------------------------------------------------------------------------
 
 # How gloo, NCCL and the store say that another rank has ended. NCCL's other errors (of CUDA, of the fabric) are this
 # rank's own.
@@ -350,17 +339,3 @@ def split_reason(reason: str) -> tuple[str, str]:
     if kind not in ("oom", "timeout", "failed", PEER_LOST):
         return "failed", reason
     return (kind if kind in ("oom", "timeout") else "failed"), words or reason
-
-
-def in_a_line(reason: str) -> str:
-    """The reason without line breaks, cut where it is very long."""
-    return " ".join(reason.split())[:300]
-
-
-def _lose(job: Job, reason: str) -> NoReturn:
-    try:
-        job.mark.explain(reason)
-        job.progress.close()
-        print(f"moe-ep-bench: rank {job.ranks.rank}: {in_a_line(reason)}", file=sys.stderr, flush=True)
-    finally:  # Though nobody may hear it.
-        os._exit(LOST)

@@ -1,7 +1,6 @@
-"""Plan a measurement: subject x backend, for every point of a config's sweep, before anything runs.
+"""Plan a measurement: one comparison for every point of a config's sweep, before anything runs.
 
-A *comparison* is one point: a subject (``subjects``: an MoE layer, or a whole model) on a backend, with its cases. A
-*case* is a policy, or a reference beside them. A *plan* is all comparisons of a config on one backend:
+A *comparison* is one experiment on one backend, with its cases (``cases``). It measures an MoE layer or a whole model:
 
 ``ranks``     real processes; times them
 ``virtual``   this device in place of every rank, one after another, behind modelled links
@@ -10,12 +9,12 @@ A *comparison* is one point: a subject (``subjects``: an MoE layer, or a whole m
 
 Whatever the backend, the same config gives the same cases on the same batches.
 
-Shapes: T = tokens, E = experts.
+Shapes: B = batches, R = ranks, T = tokens of a rank, E = experts, S = sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,112 +24,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.bench import checks, words
-from moe_ep_bench.bench.fit import fit_on, need_of
-from moe_ep_bench.bench.subjects import SUBJECTS, LayerSubject, ep_size_on
+from moe_ep_bench.bench.cases import CaseSpec, cases_of
+from moe_ep_bench.bench.workloads import open_workloads
 from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
-from moe_ep_bench.cost_model.devices import PRECISIONS, VALUE_BYTES, Device
+from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.table_devices import load_device, load_links
 from moe_ep_bench.cost_model.transport import Exchange
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
-from moe_ep_bench.kernels import compiled
-from moe_ep_bench.kernels.dispatch import AUTO, KERNELS
-from moe_ep_bench.kernels.toolchain import triton_lacks
+from moe_ep_bench.kernels import form_of
+from moe_ep_bench.kernels.dispatch import AUTO
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.models.memory import Fit, Need, layer_rows_values
 from moe_ep_bench.placement import Replication, default_ep_size, replicate
-from moe_ep_bench.policies import Policy, RoutingContext, make_policy
+from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.contract import check_routing
-from moe_ep_bench.policies.lazy import torch
+from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
-from moe_ep_bench.policies.own import source_hash
 from moe_ep_bench.runtime.progress import SILENT_S, progress_bar
-from moe_ep_bench.workload import RecordedWorkload, Workload
+from moe_ep_bench.workload import RecordedWorkload, TokenBatch, Workload
+from moe_ep_bench.workload.batch import deal_pieces, image_tokens
 
 RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
-
-BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
-# Native routing on replicated experts: what spare memory buys in place of a policy.
-REPLICATION = "replication"
-
-# What the baseline computes.
-NATIVE = make_policy({"name": "topk"})
-
-
-@dataclass(frozen=True)
-class CaseSpec:
-    """One policy, or one of the references, on a comparison's workload.
-
-    Attributes:
-        policy: None for the references and replication, which take Megatron-Core's own router.
-        masks_padding: what routes the case is told which tokens are padding; no router of Megatron-Core's own is.
-    """
-
-    case_id: str
-    role: str
-    name: str
-    policy: Policy | None
-    replication: ReplicationConfig | None = None
-    masks_padding: bool = False
-
-    def told(self, context: RoutingContext) -> RoutingContext:
-        """What of ``context`` the case's router is told."""
-        return context if self.masks_padding else replace(context, token_mask_T=None)
-
-    @property
-    def params(self) -> dict[str, Any]:
-        if self.replication is not None:
-            return self.replication.params()
-        return self.policy.params() if self.policy else {}
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether pairs of no weight fill every expert up to its capacity."""
-        return isinstance(self.policy, MegatronDrop) and self.policy.pad_to_capacity
-
-    @property
-    def policy_code(self) -> list[str]:
-        """The hash of a policy's file where it is none of this package: an edited rule never meets old results."""
-        code = None if self.policy is None else source_hash(type(self.policy))
-        return [] if code is None else [code]
-
-    @property
-    def capacity_factor(self) -> float:
-        """By which its excess load is counted: the policy's own, 1 where it has none."""
-        factor = self.params.get("capacity_factor")
-        return factor if isinstance(factor, float) else 1.0
-
-    @property
-    def label(self) -> str:
-        if self.replication is not None:
-            spare, solve_us = self.replication.spare_per_rank, self.replication.solve_us
-            solving = "" if solve_us is None else f" ({solve_us:g} us to solve)"
-            balancer = f" + LP{solving}" if self.replication.balancer == "lp" else ""
-            return f"EPLB{balancer}, {spare} spare per rank"
-        references = {NOISE: "native again", CEILING: "native, balanced scores"}
-        return self.policy.label if self.policy else references.get(self.role, self.name)
-
-    def describe(self, comparison_id: str) -> dict[str, Any]:
-        return {
-            "comparison_id": comparison_id,
-            "policy": self.name,
-            "policy_params": self.params,
-            "label": self.label,
-            "role": self.role,
-            **({"policy_code": self.policy_code[0]} if self.policy_code else {}),
-            "looks_past_top_k": self.policy is not None and self.policy.looks_past_top_k,
-        }
-
-
-def cases_of(comparison_id: str, specs: Iterable[CaseSpec]) -> list[CaseSpec]:
-    """The same cases with their ids: hashes of the comparison and of all that makes a case."""
-    return [
-        replace(one, case_id=stable_hash([comparison_id, one.role, one.name, one.params, *one.policy_code]))
-        for one in specs
-    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,72 +55,22 @@ class Comparison:
     """One experiment, at one point of its sweep, on one backend: cases that see the same batches.
 
     Attributes:
+        world_size: ranks, real or virtual.
+        workloads: by MoE layer, in order (``workloads``).
         parts: what computes the experts and what permutes; nothing does in ``routing``.
-        slots: where experts stand, but for cases that replicate them; real ranks hold them contiguously.
         links: what stands between virtual ranks; None on real ones.
         device: what stands for each virtual rank; None = the device that is here.
         on_gpu: layers run on a GPU, whose libraries take memory too.
     """
 
-    subject: LayerSubject
+    experiment: Experiment
     backend: str
+    world_size: int
+    workloads: Mapping[int | None, Workload]
     parts: Parts
-    slots: ExpertPlacement
     links: Links | None = None
     device: Device | None = None
     on_gpu: bool = False
-
-    @classmethod
-    def of(cls, experiment: Experiment, backend: str, world_size: int | None = None, *, on_cpu: bool) -> Comparison:
-        """Check that the experiment fits its subject and backend, and open its workloads; no batch is made.
-
-        Args:
-            backend: ``virtual`` is ``modelled`` where the config names a device (``emulate.device``).
-            world_size: real ranks. Other backends have ``layer.ep_size`` ranks, or ``default_ep_size``.
-
-        Raises:
-            ValueError: naming the key whose value does not fit.
-        """
-        links, device, num_experts = None, None, experiment.model.spec().num_experts
-        if backend == ROUTING and experiment.scope != "layer":
-            raise UserError(f"scope: expected layer for this command, got {experiment.scope}")
-        if backend in (RANKS, ROUTING):
-            checks.check_context(experiment)
-        if backend != RANKS:
-            world_size = experiment.layer.ep_size or default_ep_size(num_experts)
-        if backend in (VIRTUAL, MODELLED):
-            checks.check_emulated(experiment)
-            links, device = _load_models(experiment)
-            backend = VIRTUAL if device is None else MODELLED
-        assert world_size is not None
-        ep_size = ep_size_on(experiment, world_size)
-        checks.check_ranks(experiment, world_size, ep_size)
-        if backend in (RANKS, VIRTUAL):
-            checks.check_dtype(experiment)
-        if links is not None:
-            with naming("emulate.links"):
-                links = links.for_layer(experiment.model.spec(), ep_size, experiment.layer.dtype)
-        if device is not None:
-            with naming("emulate.device"):
-                device = device.for_layer(experiment.model.spec(), ep_size, experiment.layer.dtype)
-        if backend != ROUTING:
-            checks.check_baseline(experiment, ep_size)
-        parts = _parts(experiment, backend, on_cpu, device)
-        subject = SUBJECTS[experiment.scope].of(experiment, world_size)
-        checks.check_layers(experiment, subject.num_places)
-        one = cls(subject, backend, parts, ExpertPlacement.contiguous(num_experts, ep_size), links, device, not on_cpu)
-        one.describe_kernels("cpu" if on_cpu or backend == ROUTING else "cuda")  # Finds those that cannot run.
-        if backend == RANKS:
-            return one
-        checks.check_placed(experiment, one.slots)
-        with naming("emulate.replication"):
-            for wanted in experiment.emulate.replication:
-                one.replicate(wanted, np.ones(num_experts))
-        if links is None:
-            return one
-        with naming("emulate.links, layer.ep_size"):
-            links.all_gather_us(0, ep_size)
-        return one
 
     @property
     def mode(self) -> str:
@@ -211,157 +78,51 @@ class Comparison:
         return {RANKS: "run", ROUTING: "route"}.get(self.backend, "emulated")
 
     @property
-    def experiment(self) -> Experiment:
-        return self.subject.experiment
+    def scope(self) -> str:
+        """One of ``schema.SCOPES``."""
+        return self.experiment.scope
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        return self.experiment.model.spec()
+
+    @cached_property
+    def ep_size(self) -> int:
+        """Expert-parallel ranks of a group; other ranks are replicas of the group."""
+        return self.experiment.layer.ep_size or self.world_size
+
+    @cached_property
+    def slots(self) -> ExpertPlacement:
+        """Where experts stand, but for cases that replicate them."""
+        return ExpertPlacement.contiguous(self.model.num_experts, self.ep_size)
 
     @property
     def workload(self) -> Workload:
         """The first layer's."""
-        return self.subject.workload
-
-    @property
-    def model(self) -> ModelSpec:
-        return self.subject.model
-
-    @property
-    def ep_size(self) -> int:
-        return self.subject.ep_size
+        return next(iter(self.workloads.values()))
 
     @property
     def layer(self) -> int | None:
         """Which layer of a recording; None where scores are synthetic, or a whole model's."""
-        recorded = self.subject.name == "layer" and isinstance(self.workload, RecordedWorkload)
+        recorded = self.scope == "layer" and isinstance(self.workload, RecordedWorkload)
         return self.workload.layer if recorded else None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are built, dense ones too."""
+        return 1 if self.scope == "layer" else self.experiment.whole.num_layers or self.model.num_layers
+
+    @property
+    def context_length(self) -> int:
+        """Tokens in the cache of each request of a model that decodes; 0 where a batch is no decode step of a model."""
+        return self.experiment.whole.context_length if self.scope == "model" else 0
 
     @property
     def exchange(self) -> Exchange:
         """How rows travel between virtual ranks."""
-        experiment, model = self.experiment, self.model
-        sizes = model.hidden_size, model.top_k, PRECISIONS[experiment.layer.dtype]
-        return Exchange(*sizes, experiment.emulate.transport, experiment.emulate.dispatch_dtype)
-
-    # ---- cases and ids -----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def cases(self) -> list[CaseSpec]:
-        """The baseline, its repetition for the noise floor, all policies, replications, and the ceiling.
-
-        Routing needs neither noise nor ceiling, and ``topk`` only where it is told of padding: else it is the baseline.
-        """
-        config, asked = self.experiment.workload, self.experiment.emulate.replication
-        baseline, noise = CaseSpec("", BASELINE, "native", None), CaseSpec("", NOISE, "native", None)
-        replicated = [CaseSpec("", REPLICATION, "eplb", None, one) for one in asked if self.backend != RANKS]
-        made = self.experiment.make_policies()
-        policies = [CaseSpec("", POLICY, one.name, one, masks_padding=config.mask_padding) for one in made]
-        if self.backend == ROUTING:
-            masks = config.mask_padding and config.padding_per_rank > 0
-            specs = [baseline, *(one for one in policies if masks or one.policy != NATIVE), *replicated]
-        else:
-            specs = [baseline, noise, *policies, *replicated, CaseSpec("", CEILING, "native_balanced", None)]
-        return cases_of(self.comparison_id, specs)
-
-    @cached_property
-    def definition(self) -> dict[str, Any]:
-        """All that decides what is measured, and nothing of where: equal on any machine; JSON-ready."""
-        experiment, layer = self.experiment, self.experiment.layer
-        found = {
-            "subject": self.subject.name,
-            "backend": self.backend,
-            "model": self.model.model_dump(mode="json"),
-            "workload": self._workload_definition(),
-            **self.subject.definition,
-        }
-        if self.backend == ROUTING:
-            return {**found, "layer": {"ep_size": self.ep_size, "seed": layer.seed}}
-        found |= {
-            "layer": {**layer.model_dump(mode="json", exclude_defaults=True), "ep_size": self.ep_size},
-            "measure": experiment.measure.definition,
-            "world_size": self.subject.world_size,
-        }
-        if self.links is None:
-            return found
-        return {
-            **found,
-            "links": self.links.model_dump(mode="json"),
-            "device": self.device and self.device.model_dump(mode="json"),
-            **experiment.emulate.sent,
-        }
-
-    def _workload_definition(self) -> dict[str, Any]:
-        """All that decides what the batches are."""
-        config = self.experiment.workload
-        workload = config.model_dump(mode="json", exclude_defaults=True) | {"kind": config.kind}
-        if isinstance(config, SyntheticConfig):
-            # What a skew's name or a file of counts stands for may change; what is measured then does too.
-            targets = config.targets(self.experiment.model.preset, self.ep_size)
-            workload |= {key: value for key, value in targets.items() if value is not None}
-            workload = {key: value for key, value in workload.items() if key not in ("skew_from", "skew_layer")}
-        if isinstance(self.workload, RecordedWorkload):
-            traces = zip(self.workload.sources, self.workload.traces, strict=True)
-            workload["trace"] = [{"trace": trace.sha256(), "share": source.share} for source, trace in traces]
-        return {**workload, "num_tokens": self.subject.num_tokens, "tokens_per_rank": None}
-
-    @cached_property
-    def comparison_id(self) -> str:
-        return stable_hash(self.definition)
-
-    def alike_but_for(self, *keys: str) -> str:
-        """Equal for comparisons that differ in these keys of their workload only."""
-        workload = {key: value for key, value in self.definition["workload"].items() if key not in keys}
-        return stable_hash({**self.definition, "workload": workload})
-
-    # ---- found to work -----------------------------------------------------------------------------------------------
-
-    def try_out(self) -> None:
-        """Make a batch and route two tokens by every policy: finds what only then can be seen not to fit.
-
-        Raises:
-            ValueError: naming the key, or the policy and its field.
-        """
-        experiment, subject = self.experiment, self.subject
-        if experiment.workload.padding_per_rank:
-            checks.check_padding(experiment.workload.padding_per_rank, subject.rank_tokens)
-        # Finds skews that cannot be had; a batch of all ranks may not fit into memory.
-        num_ranks = self.subject.world_size if self.links is None else self.ep_size
-        self.workload.rank_batch(0, 0, num_ranks, experiment.workload.rank_shares)
-        if self.parts.dispatcher == "allgather" and self.ep_size > 1:
-            checks.check_gathering(subject.rank_tokens)
-        scores_TE = torch.rand(2, self.model.num_experts, generator=torch.Generator().manual_seed(0))
-        text_T = torch.zeros(2, dtype=torch.int64)
-        context = replace(subject.context(0, text_T, None), generator=torch.Generator())
-        for policy in experiment.make_policies():
-            try:
-                check_routing(compiled(policy, "cpu").route(scores_TE, context), scores_TE)
-            except ValueError as problem:
-                hint = "; workload.image_share assumes images" if "modality_T" in str(problem) else ""
-                raise UserError(f"policies: {policy.name}: {problem}{hint}") from None
-
-    def kernel_of(self, case: CaseSpec, device_type: str) -> str | None:
-        """What routes by a case's policy for scores on a "cpu" or "cuda" device; None where Megatron-Core routes.
-
-        Raises:
-            ValueError: ``layer.kernel`` asks for what cannot run this policy here.
-        """
-        if case.policy is None or self._drops_itself(case):
-            return None
-        with naming("layer.kernel"):
-            twin = compiled(case.policy, device_type, self.experiment.layer.kernel)
-            return twin.runs(self.subject.fullest_tokens, self.model.num_experts)
-
-    def _drops_itself(self, case: CaseSpec) -> bool:
-        """Whether Megatron-Core's own router drops in the layer that runs (``layer.router``)."""
-        masked = self.experiment.workload.padding_per_rank > 0 and case.masks_padding
-        runs = self.backend in (RANKS, VIRTUAL) and not masked and self.experiment.layer.kernel == AUTO
-        return runs and isinstance(case.policy, MegatronDrop)
-
-    def describe_kernels(self, device_type: str) -> dict[str, str]:
-        """What was asked for, all that ran, and why on a GPU Triton did not where it was left open."""
-        ran, asked = [self.kernel_of(case, device_type) for case in self.cases], self.experiment.layer.kernel
-        why = triton_lacks() if device_type == "cuda" and asked == AUTO else ""
-        described = {"requested": asked, "ran": ", ".join(one for one in KERNELS if one in ran)}
-        return {**described, "why": why} if why else described
-
-    # ---- words -------------------------------------------------------------------------------------------------------
+        emulate, model = self.experiment.emulate, self.model
+        sizes = model.hidden_size, model.top_k, PRECISIONS[self.experiment.layer.dtype]
+        return Exchange(*sizes, emulate.transport, emulate.dispatch_dtype)
 
     @property
     def title(self) -> str:
@@ -369,19 +130,157 @@ class Comparison:
 
     def describe_case(self, case: CaseSpec) -> dict[str, Any]:
         """What ``run.json`` says of a case."""
-        return {**case.describe(self.comparison_id), "subject": self.subject.name, "backend": self.backend}
+        return {**case.describe(self.comparison_id), "subject": self.scope, "backend": self.backend}
 
-    def describe_workload(self) -> dict[str, Any]:
-        """See ``words.describe_workload``."""
-        return words.describe_workload(self.experiment, self.workload, self.subject.rank_tokens, self.ep_size)
+    # ---- cases and ids -----------------------------------------------------------------------------------------------
 
-    def describe_device(self) -> str:
-        """What stands for each rank, where that is modelled."""
-        assert self.device is not None
-        whole, num_tokens = self.subject.name == "model", self.subject.num_tokens
-        return self.device.describe(whole=whole, num_tokens=num_tokens)
+    @cached_property
+    def cases(self) -> list[CaseSpec]:
+        how = {"timed": self.backend != ROUTING, "replicates": self.backend != RANKS}
+        return cases_of(self.experiment, self.comparison_id, **how)
 
-    # ---- how much ----------------------------------------------------------------------------------------------------
+    @cached_property
+    def comparison_id(self) -> str:
+        return stable_hash(self.definition)
+
+    @cached_property
+    def definition(self) -> dict[str, Any]:
+        """All that decides what is measured, and nothing of where: equal on any machine; JSON-ready."""
+        experiment, layer = self.experiment, self.experiment.layer
+        facts = {
+            "subject": self.scope,
+            "backend": self.backend,
+            "model": self.model.model_dump(mode="json"),
+            "workload": self._workload_definition(),
+        }
+        if self.scope == "model":
+            facts["whole"] = {**experiment.whole.model_dump(mode="json"), "num_layers": self.num_layers}
+        if self.backend == ROUTING:
+            return {**facts, "layer": {"ep_size": self.ep_size, "seed": layer.seed}}
+        facts |= {
+            "layer": {**layer.model_dump(mode="json", exclude_defaults=True), "ep_size": self.ep_size},
+            "measure": experiment.measure.definition,
+            "world_size": self.world_size,
+        }
+        if self.links is not None:
+            facts |= {"links": self.links.model_dump(mode="json"), **experiment.emulate.sent}
+            facts["device"] = self.device and self.device.model_dump(mode="json")
+        return facts
+
+    def _workload_definition(self) -> dict[str, Any]:
+        """All that decides what the batches are."""
+        config, workload = self.experiment.workload, self.workload
+        facts = config.model_dump(mode="json", exclude_defaults=True) | {"kind": config.kind}
+        if isinstance(config, SyntheticConfig):
+            # What a skew's name or a file of counts stands for may change; what is measured then does too.
+            targets = config.targets(self.experiment.model.preset, self.ep_size)
+            facts |= {key: value for key, value in targets.items() if value is not None}
+            facts = {key: value for key, value in facts.items() if key not in ("skew_from", "skew_layer")}
+        if isinstance(workload, RecordedWorkload):
+            traces = zip(workload.sources, workload.traces, strict=True)
+            facts["trace"] = [{"trace": trace.sha256(), "share": source.share} for source, trace in traces]
+        return {**facts, "num_tokens": self.num_tokens, "tokens_per_rank": None}
+
+    def alike_but_for(self, *keys: str) -> str:
+        """Equal for comparisons that differ in these keys of their workload only."""
+        workload = {key: value for key, value in self.definition["workload"].items() if key not in keys}
+        return stable_hash({**self.definition, "workload": workload})
+
+    # ---- tokens of ranks ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a batch over all ranks."""
+        return self.experiment.workload.total_tokens(self.world_size)
+
+    @cached_property
+    def rank_tokens(self) -> NDArray[np.int64]:
+        """Tokens of every rank in every batch: int64 [B, R]."""
+        workload, shares = self.workload, self.experiment.workload.rank_shares
+        return np.stack([workload.tokens_of_ranks(i, self.world_size, shares) for i in range(workload.num_batches)])
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the rank that has most of them in any batch."""
+        return int(self.rank_tokens.max())
+
+    def lengths_of_ranks(self, index: int) -> list[tuple[int, ...]]:
+        """Tokens of each sequence, or of its part, that each rank has of batch ``index``, in order."""
+        length_S = self.workload.sequence_lengths(index)
+        start_P, rank_P = deal_pieces(length_S, self.world_size, self.experiment.workload.rank_shares)
+        length_P = np.diff(start_P)
+        return [tuple(length_P[rank_P == rank].tolist()) for rank in range(self.world_size)]
+
+    def rank_batch(self, layer: int | None, index: int, rank: int) -> TokenBatch:
+        """A rank's tokens of batch ``index`` as a layer sees them, padding marked."""
+        config = self.experiment.workload
+        tokens = self.workloads[layer].rank_batch(index, rank, self.world_size, config.rank_shares)
+        return tokens.with_padding(config.padding_per_rank)
+
+    def rank_batches(self, layer: int | None, index: int) -> Iterator[TokenBatch]:
+        """The same of all ranks, rank by rank: one rank's tokens are held at a time."""
+        config = self.experiment.workload
+        ranks = self.workloads[layer].rank_batches(index, self.world_size, config.rank_shares)
+        return (tokens.with_padding(config.padding_per_rank) for tokens in ranks)
+
+    def context(self, layer: int | None, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:
+        """Facts of a rank's tokens in a layer, but for randomness; ``CaseSpec.told`` is what a policy sees of them."""
+        share = self.experiment.workload.image_share
+        return RoutingContext(
+            top_k=self.model.top_k,
+            num_ranks=self.ep_size,
+            rank=rank,
+            normalize=self.model.normalize,
+            scale=self.model.routed_scale,
+            num_groups=self.model.num_groups,
+            top_groups=self.model.top_groups,
+            token_mask_T=valid_T,
+            request_id_T=request_id_T,
+            modality_T=None if share is None else image_tokens(request_id_T, share),
+            layer_fraction=self.layer_fraction(layer),
+        )
+
+    def layer_fraction(self, layer: int | None) -> float:
+        """A layer's place in the depth of the model's MoE layers: 0 to below 1; 0 where that is unknown."""
+        if layer is not None:
+            return (layer - self.model.first_dense_layers) / self.model.num_moe_layers
+        return 0.0 if self.layer is None else self.layer / self.workload.traces[0].num_layers
+
+    @property
+    def num_places(self) -> int | None:
+        """MoE layers that ``layer_fraction`` is a place among; None where that is unknown."""
+        if self.scope == "model":
+            return self.model.num_moe_layers
+        return None if self.layer is None else self.workload.traces[0].num_layers
+
+    # ---- kernels and replicas ----------------------------------------------------------------------------------------
+
+    def kernel_of(self, case: CaseSpec, device_type: str) -> str | None:
+        """What routes by a case's policy for scores on a "cpu" or "cuda" device; None where Megatron-Core routes.
+
+        Raises:
+            ValueError: ``layer.kernel`` asks for what cannot run this policy here.
+        """
+        config, asked = self.experiment.workload, self.experiment.layer.kernel
+        is_masked = config.padding_per_rank > 0 and case.masks_padding
+        drops_itself = self.backend in (RANKS, VIRTUAL) and not is_masked and asked == AUTO
+        if case.policy is None or (drops_itself and isinstance(case.policy, MegatronDrop)):
+            return None
+        with naming("layer.kernel"):
+            return form_of(case.policy, device_type, asked).runs(self.most_tokens, self.model.num_experts)
+
+    def replicate(self, wanted: ReplicationConfig, load_E: NDArray[np.float64]) -> Replication:
+        """Place replicas for a load; see ``placement.replicate``."""
+        num_slots = self.model.num_experts + wanted.spare_per_rank * self.ep_size
+        groups = {"num_nodes": wanted.num_nodes, "num_groups": self.model.num_groups or 1}
+        return replicate(load_E, num_slots=num_slots, num_ranks=self.ep_size, **groups)
+
+    def extra_bytes_per_rank(self, case: CaseSpec) -> float | None:
+        """Memory that a case's spare slots take on every rank, in all layers of the model; None for other cases."""
+        if case.replication is None:
+            return None
+        plan = self.replicate(case.replication, np.ones(self.model.num_experts))
+        return plan.extra_bytes_per_rank(self.model, PRECISIONS[self.experiment.layer.dtype].weight_bytes)
 
     def num_iterations(self, cases: Sequence[CaseSpec] | None = None) -> int:
         """Runs of ``cases`` (None = all) in one launch, checks included: of one real rank, or of all virtual ones.
@@ -391,97 +290,20 @@ class Comparison:
         the layers ahead counts too.
         """
         num_cases, measure = len(self.cases if cases is None else cases), self.experiment.measure
-        num_batches, num_layers = self.workload.num_batches, len(self.subject.workloads)
-        if self.backend == ROUTING:
-            return num_batches * num_cases
+        num_batches, num_layers = self.workload.num_batches, len(self.workloads)
+        routed = num_layers * num_batches if self.scope == "model" else 0
         rounds = 1 + measure.warmup + measure.iterations
-        if self.links is None:
-            checked = 3 if self.parts.cuda_graph else 1
-            breakdowns = measure.breakdown_iterations + bool(measure.breakdown_iterations)
-            return ((rounds + breakdowns) * num_batches + checked) * num_cases
-        routed = num_layers * num_batches if self.subject.name == "model" else 0
-        if self.device is not None:
-            return num_batches * self.ep_size * num_cases + routed
-        return (rounds * num_batches * self.ep_size + num_layers) * num_cases + routed
-
-    @property
-    def need(self) -> Need:
-        """What a rank holds of what is built here, roughly."""
-        return need_of(self.experiment, self.subject.world_size, self.ep_size)
-
-    @property
-    def in_chunks(self) -> bool:
-        """Whether virtual ranks run this in as many chunks of tokens as memory asks for."""
-        return self.backend == VIRTUAL and self.subject.name == "layer"
-
-    @property
-    def bytes_per_row(self) -> int:
-        """Memory that a (token, expert) pair takes while a rank computes it: permuted twice, and inside the FFN."""
-        return layer_rows_values(self.model, 1) * VALUE_BYTES[self.experiment.layer.dtype]
-
-    @cached_property
-    def fit(self) -> Fit | None:
-        """Whether the model, served on as many ranks, fits what stands for each; None on real ranks and CPUs."""
-        if self.device is not None:
-            return fit_on(self.experiment, self.ep_size, self.device.name, self.device.memory_gb * 1e9)
-        if self.backend != VIRTUAL or not self.on_gpu:
-            return None
-        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return fit_on(self.experiment, self.ep_size, gpu.name, gpu.total_memory)
-
-    # ---- replication -------------------------------------------------------------------------------------------------
-
-    def replicate(self, wanted: ReplicationConfig, load_E: NDArray[np.float64]) -> Replication:
-        """Place replicas for a load; see ``placement.replicate``."""
-        return replicate(
-            load_E,
-            num_slots=self.model.num_experts + wanted.spare_per_rank * self.ep_size,
-            num_ranks=self.ep_size,
-            num_nodes=wanted.num_nodes,
-            num_groups=self.model.num_groups or 1,
-        )
-
-    def extra_bytes_per_rank(self, case: CaseSpec) -> float | None:
-        """Memory that a case's spare slots take on every rank, in all layers of the model; None for other cases."""
-        if case.replication is None:
-            return None
-        replicas = self.replicate(case.replication, np.ones(self.model.num_experts))
-        return replicas.extra_bytes_per_rank(self.model, PRECISIONS[self.experiment.layer.dtype].weight_bytes)
+        checked = 3 if self.parts.cuda_graph else 1
+        breakdowns = measure.breakdown_iterations + bool(measure.breakdown_iterations)
+        return {
+            ROUTING: num_batches * num_cases,
+            RANKS: ((rounds + breakdowns) * num_batches + checked) * num_cases,
+            MODELLED: num_batches * self.ep_size * num_cases + routed,
+            VIRTUAL: (rounds * num_batches * self.ep_size + num_layers) * num_cases + routed,
+        }[self.backend]
 
 
-@dataclass(frozen=True, eq=False)
-class Plan(Sequence[Comparison]):
-    """What a config asks of one backend: a comparison for each point of its sweep, in the sweep's order.
-
-    Attributes:
-        overrides: of the config's keys (``--set``).
-    """
-
-    config: Path
-    overrides: tuple[str, ...]
-    comparisons: tuple[Comparison, ...]
-
-    def __len__(self) -> int:
-        return len(self.comparisons)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.comparisons[index]
-
-    def find_case(self, wanted: str) -> tuple[Comparison, CaseSpec]:
-        """The one case whose id, label or policy name is ``wanted``.
-
-        Raises:
-            ValueError: none or several are; the message lists them.
-        """
-        cases = [(comparison, case) for comparison in self.comparisons for case in comparison.cases]
-        keys = ("case_id", "label", "name")
-        matches = ([pair for pair in cases if getattr(pair[1], key) == wanted] for key in keys)
-        found = next(filter(None, matches), [])
-        if len(found) == 1:
-            return found[0]
-        listed = "; ".join(f"{case.case_id} ({case.label}, {one.title})" for one, case in found or cases)
-        expected = "one" if found else "a case: its id, label or policy"
-        raise UserError(f"--profile {wanted}: expected {expected} of {listed}")
+# ---- planning --------------------------------------------------------------------------------------------------------
 
 
 def plan(
@@ -492,32 +314,32 @@ def plan(
     *,
     on_cpu: bool = False,
     point: int | None = None,
-    before: Callable[[Experiment], object] = lambda experiment: None,
-    try_out: bool = True,
-) -> Plan:
+    **how: Any,
+) -> list[Comparison]:
     """Plan a config on a backend: every comparison is found to fit, and its workload found to be there.
 
     Args:
-        backend, world_size: see ``Comparison.of``.
+        overrides: ``key=value`` (``--set``).
         on_cpu: apply the config's ``on_cpu`` section, wherever a layer runs.
         point: only this point of the sweep, from 0.
-        before: called ahead of each comparison, which may take long to make: batches are solved for, recordings read.
-        try_out: make a batch of each (``Comparison.try_out``). Else nothing is drawn or solved for.
+        how: as of ``plan_experiments``.
 
     Raises:
         ValueError: one line naming the file, the key and what is allowed.
     """
     overrides = tuple(overrides)
-    experiments: Sequence[Experiment] = load_experiments(config, overrides, on_cpu=on_cpu and backend == RANKS)
-    if on_cpu and backend in (VIRTUAL, MODELLED) and any(one.emulate.device == MEASURED for one in experiments):
+    experiments = load_experiments(config, overrides, on_cpu=on_cpu and backend == RANKS)
+    runs_here = backend in (VIRTUAL, MODELLED) and any(
+        experiment.emulate.device == MEASURED for experiment in experiments
+    )
+    if on_cpu and runs_here:
         experiments = load_experiments(config, overrides, on_cpu=True)
     if point is not None:
         if not 0 <= point < len(experiments):
             last = len(experiments) - 1
             raise UserError(f"--point: expected 0 to {last} (the points of {config}'s sweep), got {point}")
         experiments = [experiments[point]]
-    how: Any = {"overrides": overrides, "on_cpu": on_cpu, "before": before, "try_out": try_out}
-    return plan_experiments(config, experiments, backend, world_size, **how)
+    return plan_experiments(config, experiments, backend, world_size, on_cpu=on_cpu, **how)
 
 
 def plan_experiments(
@@ -526,25 +348,130 @@ def plan_experiments(
     backend: str,
     world_size: int | None = None,
     *,
-    overrides: tuple[str, ...] = (),
     on_cpu: bool = False,
     before: Callable[[Experiment], object] = lambda experiment: None,
     try_out: bool = True,
-) -> Plan:
-    """Plan experiments that are read already; ``config`` names their file in errors. See ``plan``."""
+) -> list[Comparison]:
+    """Plan experiments that are read already.
+
+    Args:
+        config: names their file in errors.
+        backend, world_size, on_cpu: see ``compare``.
+        before: called ahead of each comparison, which may take long to make: batches are solved for, recordings read.
+        try_out: make a batch of each (``try_out``). Else nothing is drawn or solved for.
+
+    Raises:
+        ValueError: see ``plan``.
+    """
     comparisons = []
     shown = progress_bar(len(experiments), "point", shown=backend != RANKS, delay=SILENT_S)
     with naming(str(config)), shown as bar:
         for experiment in experiments:
             bar.set_description(f"planning {config.name}")
-            checks.check_size(experiment, world_size or 1)
             before(experiment)
-            comparisons.append(Comparison.of(experiment, backend, world_size, on_cpu=on_cpu))
+            comparisons.append(compare(experiment, backend, world_size, on_cpu=on_cpu))
             if try_out:
-                comparisons[-1].try_out()
+                _try_out(comparisons[-1])
             bar.update()
     _check_distinct(config, comparisons)
-    return Plan(config, overrides, tuple(comparisons))
+    return comparisons
+
+
+def compare(experiment: Experiment, backend: str, world_size: int | None = None, *, on_cpu: bool) -> Comparison:
+    """Check that an experiment fits a backend, and open its workloads; no batch is made.
+
+    Args:
+        backend: ``virtual`` is ``modelled`` where the config names a device (``emulate.device``).
+        world_size: real ranks. Other backends have ``layer.ep_size`` ranks, or ``default_ep_size``.
+
+    Raises:
+        ValueError: naming the key whose value does not fit.
+    """
+    checks.refuse(checks.sizes(experiment, world_size or 1))
+    model, layer, links, device = experiment.model.spec(), experiment.layer, None, None
+    if backend == ROUTING:
+        checks.refuse(checks.routed_alone(experiment))
+    if backend in (RANKS, ROUTING):
+        checks.refuse(checks.without_cache(experiment))
+    if backend != RANKS:
+        world_size = layer.ep_size or default_ep_size(model.num_experts)
+    assert world_size is not None
+    ep_size = layer.ep_size or world_size
+    if backend in (VIRTUAL, MODELLED):
+        checks.refuse(checks.emulated(experiment))
+        links, device = _load_models(experiment)
+        backend = VIRTUAL if device is None else MODELLED
+    checks.refuse(checks.ranks(experiment, world_size, ep_size))
+    if backend in (RANKS, VIRTUAL):
+        checks.refuse(checks.dtype(experiment))
+    if links is not None:
+        with naming("emulate.links"):
+            links = links.for_layer(model, ep_size, layer.dtype)
+        with naming("emulate.links, layer.ep_size"):
+            links.all_gather_us(0, ep_size)
+    if device is not None:
+        with naming("emulate.device"):
+            device = device.for_layer(model, ep_size, layer.dtype)
+    if backend != ROUTING:
+        checks.refuse(checks.baseline(experiment, ep_size))
+    if backend != RANKS:
+        checks.refuse(checks.replicas(experiment, ep_size))
+    parts = _parts(experiment, backend, on_cpu, device)
+    if experiment.scope == "model":
+        checks.refuse(checks.whole_model(model, experiment))
+        checks.refuse(checks.whole_batches(experiment))
+    workloads = open_workloads(experiment, world_size)
+    comparison = Comparison(experiment, backend, world_size, workloads, parts, links, device, not on_cpu)
+    if experiment.scope == "model":
+        checks.refuse(checks.dealing(comparison.rank_tokens))
+    checks.refuse(checks.by_layer(experiment, comparison.num_places))
+    for case in comparison.cases:  # Finds kernels that cannot run, and replicas that cannot be placed.
+        comparison.kernel_of(case, "cpu" if on_cpu or backend == ROUTING else "cuda")
+        with naming("emulate.replication"):
+            comparison.extra_bytes_per_rank(case)
+    return comparison
+
+
+def find_case(comparisons: Sequence[Comparison], wanted: str) -> tuple[Comparison, CaseSpec]:
+    """The one case whose id, label or policy name is ``wanted``.
+
+    Raises:
+        ValueError: none or several are; the message lists them.
+    """
+    cases = [(comparison, case) for comparison in comparisons for case in comparison.cases]
+    keys = ("case_id", "label", "name")
+    matches = ([pair for pair in cases if getattr(pair[1], key) == wanted] for key in keys)
+    matching = next(filter(None, matches), [])
+    if len(matching) == 1:
+        return matching[0]
+    listed = "; ".join(f"{case.case_id} ({case.label}, {comparison.title})" for comparison, case in matching or cases)
+    expected = "one" if matching else "a case: its id, label or policy"
+    raise UserError(f"--profile {wanted}: expected {expected} of {listed}")
+
+
+def _try_out(comparison: Comparison) -> None:
+    """Make a batch and route two tokens by every policy: finds what only then can be seen not to fit.
+
+    Raises:
+        ValueError: naming the key, or the policy and its field.
+    """
+    experiment = comparison.experiment
+    num_padding = experiment.workload.padding_per_rank
+    if num_padding:
+        checks.refuse(checks.padding(num_padding, comparison.rank_tokens))
+    # Finds skews that cannot be had; a batch of all ranks may not fit into memory.
+    comparison.workload.rank_batch(0, 0, comparison.world_size, experiment.workload.rank_shares)
+    if comparison.parts.dispatcher == "allgather" and comparison.ep_size > 1:
+        checks.refuse(checks.gathering(comparison.rank_tokens))
+    scores_TE = torch.rand(2, comparison.model.num_experts, generator=torch.Generator().manual_seed(0))
+    context = comparison.context(next(iter(comparison.workloads)), 0, torch.zeros(2, dtype=torch.int64), None)
+    context = replace(context, generator=torch.Generator())
+    for policy in experiment.make_policies():
+        try:
+            check_routing(form_of(policy, "cpu").route(scores_TE, context), scores_TE)
+        except ValueError as problem:
+            hint = "; workload.image_share assumes images" if "modality_T" in str(problem) else ""
+            raise UserError(f"policies: {policy.name}: {problem}{hint}") from None
 
 
 def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:
@@ -556,11 +483,11 @@ def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:
         ConfigError: one line naming the file, the swept key and its values.
     """
     first: dict[str, Comparison] = {}
-    for one in comparisons:
-        other = first.setdefault(one.comparison_id, one)
-        if other is one:
+    for comparison in comparisons:
+        earlier = first.setdefault(comparison.comparison_id, comparison)
+        if earlier is comparison:
             continue
-        mine, theirs = dict(one.experiment.point), dict(other.experiment.point)
+        mine, theirs = dict(comparison.experiment.point), dict(earlier.experiment.point)
         differing = [key for key in mine if mine[key] != theirs[key]]
         if not differing:
             point = ", ".join(f"{key}={value}" for key, value in mine.items())

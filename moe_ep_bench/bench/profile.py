@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
+from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.job import Job
-from moe_ep_bench.bench.plan import CaseSpec, Comparison
+from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.bench.session import Session, form_groups
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.layer.host import device_scope

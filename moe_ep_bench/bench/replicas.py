@@ -11,51 +11,44 @@ Shapes: B = batches, R = ranks, E = experts, P = slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache, partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_ep_bench.bench.plan import BASELINE, CaseSpec, Comparison
-from moe_ep_bench.bench.traffic import CaseRouter, Share, in_order, rank_pool
+from moe_ep_bench.bench.cases import BASELINE, CaseSpec
+from moe_ep_bench.bench.routing import Batches, CaseRouter, Shares, in_order, rank_pool
 from moe_ep_bench.config import ReplicationConfig
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.placement import balance, load_of_others
 
+_NATIVE = CaseSpec("", BASELINE, "native", None)
+
 
 class Replicas:
-    """The placements of a comparison's replicated cases.
+    """The placements of a comparison's replicated cases."""
 
-    Args:
-        shares: every rank's tokens of a batch as a case sees them, rank by rank (``CarriedLoads``).
-    """
-
-    def __init__(self, comparison: Comparison, shares: Callable[[CaseSpec, None, int], Iterable[Share]]) -> None:
-        self._comparison, self._shares = comparison, shares
+    def __init__(self, batches: Batches) -> None:
+        self._batches, self._comparison = batches, batches.comparison
         self._planned = lru_cache(None)(self._plan)
-
-    @cached_property
-    def _counts(self) -> NDArray[np.int64]:
-        """Pairs of each rank's tokens and each expert under the model's own top-k, [B, R, E]."""
-        native = CaseSpec("", BASELINE, "native", None)
-        router = CaseRouter(native, self._comparison.slots, self._comparison.experiment.layer.seed)
-
-        def counts_of(index: int, share: Share) -> list[int]:
-            return router.map_of(share, index, None).sum(0).tolist()
-
-        with rank_pool(torch.device("cpu")) as pool:
-            return np.array(
-                [
-                    list(in_order(pool, partial(counts_of, index), self._shares(native, None, index)))
-                    for index in range(self._comparison.workload.num_batches)
-                ]
-            )
 
     def slots(self, case: CaseSpec, index: int) -> ExpertPlacement:
         """Where a case's experts stand for batch ``index``: with one batch alone, planned for itself."""
         return self._comparison.slots if case.replication is None else self._planned(case.replication, index)
+
+    @cached_property
+    def _counts(self) -> NDArray[np.int64]:
+        """Pairs of each rank's tokens and each expert under the model's own top-k, [B, R, E]."""
+        router = CaseRouter(_NATIVE, self._comparison.slots, self._comparison.experiment.layer.seed)
+
+        def counts_of(index: int, shares: Shares) -> list[int]:
+            return router.map_of(shares.of(_NATIVE), index, None).sum(0).tolist()
+
+        with rank_pool(torch.device("cpu"), self._batches.num_bytes) as pool:
+            indices = range(self._comparison.workload.num_batches)
+            ranks = (in_order(pool, partial(counts_of, i), self._batches.shares(None, i)) for i in indices)
+            return np.array([list(counts_RE) for counts_RE in ranks])
 
     def _plan(self, wanted: ReplicationConfig, index: int) -> ExpertPlacement:
         counts_BRE = self._counts

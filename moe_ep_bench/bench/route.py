@@ -4,45 +4,28 @@ A routing decision needs scores and nothing else, so that a laptop can answer ho
 or how full the fullest of 256 ranks would be. Batches are made and dealt to virtual ranks exactly as ``run`` deals
 them to real ones, and a policy sees what it would see there. ``on_cpu`` is not applied: a size that is too much work
 for a CPU's experts is none for routing.
-
-Shapes: T = tokens of a rank, E = experts, K = top_k, R = EP ranks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
+from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.description import describe_run
 from moe_ep_bench.bench.job import fill, identity
-from moe_ep_bench.bench.plan import REPLICATION, ROUTING, CaseSpec, Comparison, plan
+from moe_ep_bench.bench.plan import ROUTING, Comparison, plan
 from moe_ep_bench.bench.replicas import Replicas
-from moe_ep_bench.bench.rows import write_frontier
-from moe_ep_bench.bench.traffic import (
-    CarriedLoads,
-    CaseRouter,
-    Share,
-    case_metrics,
-    frontier_row,
-    in_slots,
-    one_thread,
-    with_pairs,
-)
-from moe_ep_bench.kernels import compiled
+from moe_ep_bench.bench.routing import Batches, CarriedLoads, CaseRouter, one_thread
+from moe_ep_bench.bench.rows import PackedMetrics, routing_columns, write_frontier
+from moe_ep_bench.bench.traffic import traffic_of
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.metrics import score_order, token_overlap
-from moe_ep_bench.policies.capacity import IMAGE
-from moe_ep_bench.policies.frontier import Frontier
-from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.workload import RecordedWorkload, TokenBatch, deal
 
 _CPU = torch.device("cpu")
 
@@ -72,8 +55,6 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
         lambda run_id: describe_run(run_id, comparisons, provenance.describe(_CPU)),
         routed,
         unit=("batch", lambda comparison, cases: comparison.workload.num_batches),
-        # What a comparison leaves beside its cases stands under the same rule.
-        is_left=lambda comparison: force or not directory.is_done("score_curves", comparison.comparison_id),
         force=force,
     )
     return directory
@@ -82,98 +63,23 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
 def _route_comparison(
     directory: RunDirectory, run_id: str, comparison: Comparison, cases: Sequence[CaseSpec], progress: tqdm
 ) -> None:
-    """Route ``cases`` and write their parts; one batch is in memory at a time."""
-    layer = comparison.experiment.layer
-    rows_of: dict[str, dict[str, list[Any]]] = {case.case_id: defaultdict(list) for case in cases}
-    beside: dict[str, dict[str, list[Any]]] = {"overlap": defaultdict(list), "score_curves": defaultdict(list)}
+    """Route ``cases`` and write their parts."""
+    layer, batches, num_batches = (
+        comparison.experiment.layer,
+        Batches(comparison, _CPU),
+        comparison.workload.num_batches,
+    )
+    carried, replicas = CarriedLoads(batches), Replicas(batches)
+    metrics = [PackedMetrics(comparison.ep_size, num_batches) for _ in cases]
     frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    num_experts = comparison.model.num_experts
-    rank_E = torch.arange(num_experts) // (num_experts // comparison.ep_size)
-
-    def shares_of(case: CaseSpec, _: int | None, index: int) -> list[Share]:
-        return _shares(comparison, comparison.workload.batch(index))
-
-    carried, replicas = CarriedLoads(shares_of, comparison.slots, layer.seed), Replicas(comparison, shares_of)
-    for index in range(comparison.workload.num_batches):
-        batch = comparison.workload.batch(index)
-        shares = _shares(comparison, batch)
-        frontier = _frontier(shares, rank_E)
-        for case in cases:
-            router = CaseRouter(case, replicas.slots(case, index), layer.seed, carried)
-            rows = _route_batch(router, shares, index, layer.kernel)
-            for rank, row in enumerate(rows):
-                _append(rows_of[case.case_id], {**row, "rank": rank, "batch": index, "layer": comparison.layer})
-            if frontier is not None and case.role != REPLICATION:
-                load_E = torch.tensor([row["load_E"] for row in rows]).sum(dim=0)
-                own = {"batch": index, "layer": comparison.layer, **frontier_row(case, frontier, load_E, rank_E)}
-                frontiers[case.case_id].append(own)
-        found = {"overlap": _overlap_rows(comparison, batch, index), "score_curves": _score_rows(batch)}
-        for table, row in ((table, row) for table, of_batch in found.items() for row in of_batch):
-            _append(beside[table], {**row, "batch": index, "comparison_id": comparison.comparison_id})
+    for index in range(num_batches):
+        routers = [CaseRouter(case, replicas.slots(case, index), layer.seed, carried, layer.kernel) for case in cases]
+        for case, packed, traffic in zip(cases, metrics, traffic_of(batches, None, index, routers), strict=True):
+            packed.put((slice(None), index), traffic.metrics)
+            if traffic.frontier is not None:
+                frontiers[case.case_id].append({"batch": index, "layer": comparison.layer, **traffic.frontier})
         progress.update()
-    for case in cases:
-        named = identity("route", run_id, comparison, case)
+    for case, packed in zip(cases, metrics, strict=True):
         write_frontier(directory, comparison, case, frontiers[case.case_id])
-        directory.write("routing", case.case_id, {**named, **rows_of[case.case_id]})
-    for table, columns in beside.items():  # There may be no pair of tokens.
-        if columns:
-            directory.write(table, comparison.comparison_id, columns)
-
-
-def _shares(comparison: Comparison, batch: TokenBatch) -> list[Share]:
-    """Every virtual rank's tokens of a batch."""
-    config = comparison.experiment.workload
-    shares = []
-    for rank, tokens_T in enumerate(deal(batch, comparison.ep_size, config.rank_shares)):
-        tokens = batch.rows(tokens_T).with_padding(config.padding_per_rank)
-        context = comparison.subject.context(rank, tokens.sequence_id_T, tokens.valid_T)
-        shares.append(Share(None, rank, context, lambda scores_TE=tokens.scores_TE: scores_TE))
-    return shares
-
-
-def _frontier(shares: Sequence[Share], rank_E: Tensor) -> Frontier | None:
-    """What dropping alone could keep of a batch; None where there are too many pairs."""
-    pairs: list[tuple[Tensor, Tensor]] | None = []
-    for share in shares:
-        pairs = None if pairs is None else with_pairs(pairs, share)
-    return None if pairs is None else Frontier.of(pairs, rank_E)
-
-
-def _route_batch(router: CaseRouter, shares: Sequence[Share], index: int, kernel: str) -> list[dict[str, Any]]:
-    """Route one batch by one case as its ranks would together: the metrics of every source rank."""
-    contexts = [router.context(share, index) for share in shares]
-    routings = compiled(router.rule, _CPU, kernel).select_all([share.scores_TE for share in shares], contexts)
-    rows = []
-    for share, routing in zip(shares, routings, strict=True):
-        row = case_metrics(router.case, routing, share)
-        if router.case.replication is not None:
-            row |= in_slots(routing.map_TE, router.slots, share.rank, 1)[1]
-        if share.context.modality_T is not None:
-            is_image_T = share.context.modality_T == IMAGE
-            valid_T = share.context.token_mask_T
-            row["num_image_tokens"] = int((is_image_T if valid_T is None else is_image_T & valid_T).sum())
-            row["image_load_E"] = routing.map_TE[is_image_T].sum(dim=0).tolist()
-        rows.append(row)
-    return rows
-
-
-def _score_rows(batch: TokenBatch) -> list[dict[str, Any]]:
-    columns = score_order(batch.scores_TE)
-    places = range(batch.scores_TE.shape[1])
-    return [{"position": place + 1, **{name: float(of[place]) for name, of in columns.items()}} for place in places]
-
-
-def _overlap_rows(comparison: Comparison, batch: TokenBatch, index: int) -> list[dict[str, Any]]:
-    map_TE = top_k_map(batch.scores_TE, comparison.subject.context(0, batch.sequence_id_T, None))
-    domain_T = None
-    if isinstance(comparison.workload, RecordedWorkload):
-        token_T = comparison.workload.draw(index)
-        ends = np.cumsum([trace.num_tokens for trace in comparison.workload.traces])
-        domain_T = torch.from_numpy(np.searchsorted(ends, token_T, side="right"))
-    found = token_overlap(map_TE, batch.sequence_id_T, domain_T)
-    return [{"kind": kind, "num_pairs": pairs, "shared_experts": shared} for kind, (pairs, shared) in found.items()]
-
-
-def _append(rows: dict[str, list[Any]], row: Mapping[str, Any]) -> None:
-    for name, value in row.items():
-        rows[name].append(value)
+        columns = routing_columns(packed, [comparison.layer])
+        directory.write("routing", case.case_id, {**identity("route", run_id, comparison, case), **columns})

@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.job import Job
-from moe_ep_bench.bench.plan import CaseSpec, Comparison
-from moe_ep_bench.bench.subjects import LayerSubject
+from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import METRICS, TOTAL, UNACCOUNTED, PhaseKey, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.protocol import COLUMNS, PLAIN, Step, sample_keys
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
 
-def columns_of(subject: LayerSubject) -> tuple[PhaseKey, ...]:
+def columns_of(comparison: Comparison) -> tuple[PhaseKey, ...]:
     """Columns of a sample: every phase that the layer or model may pass, and what concerns the whole iteration."""
-    if subject.name == "layer":
+    if comparison.scope == "layer":
         return COLUMNS
-    return sample_keys(phases_in_depth(subject.num_layers, subject.moe_layers))
+    return sample_keys(phases_in_depth(comparison.num_layers, list(comparison.workloads)))
 
 
 class Samples:
@@ -32,7 +32,7 @@ class Samples:
     def __init__(self, cases: Sequence[Any], steps: Sequence[Step], columns: Sequence[PhaseKey]) -> None:
         self.steps, self.columns = steps, columns
         self.times_VSC = np.full((len(cases), len(steps), len(columns)), np.nan)
-        self._step, self._column = ({one: place for place, one in enumerate(of)} for of in (steps, columns))
+        self._step, self._column = ({key: place for place, key in enumerate(keys)} for keys in (steps, columns))
 
     def add(self, case: int, step: Step, times: Mapping[PhaseKey, float]) -> None:
         """Take in one iteration; of a plain one nothing was to be accounted for."""
@@ -75,7 +75,7 @@ def write_case(
     """
     # Routing is the same in every launch. The part with the times is what makes a case finished: last.
     if not job.directory.is_done("routing", case.case_id):
-        routing = _routing_columns(metrics, comparison.subject.moe_layers)
+        routing = routing_columns(metrics, list(comparison.workloads))
         job.directory.write("routing", case.case_id, {**job.identity(comparison, case), **routing})
     rows = _sample_columns(samples.steps, times_RSC, samples.columns)
     job.directory.write("samples", case.case_id, {**job.identity(comparison, case), **rows}, job.launch)
@@ -112,7 +112,7 @@ def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Seque
     }
 
 
-def _routing_columns(metrics: Mapping[str, np.ndarray], layers: Sequence[int | None]) -> dict[str, list[Any]]:
+def routing_columns(metrics: Mapping[str, np.ndarray], layers: Sequence[int | None]) -> dict[str, list[Any]]:
     """Rows of one case, one per rank, batch and layer, from the metrics of [R, rows]."""
     num_ranks, num_rows = next(iter(metrics.values())).shape[:2]
     rank_N, row_N = np.indices((num_ranks, num_rows)).reshape(2, -1).tolist()

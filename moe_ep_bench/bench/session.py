@@ -12,37 +12,32 @@ Shapes: T = this rank's tokens, E = experts, D = hidden size, V = cases, S = ste
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from moe_ep_bench.bench.building import builder, random_pass
+from moe_ep_bench.bench.cases import BASELINE, CaseSpec
 from moe_ep_bench.bench.inspection import Inspection, compute_alone
 from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
-from moe_ep_bench.bench.plan import BASELINE, CEILING, CaseSpec, Comparison
+from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.bench.replays import Replays
+from moe_ep_bench.bench.routing import Batches, CarriedLoads, CaseRouter, Share, Shares
 from moe_ep_bench.bench.rows import PackedMetrics, Samples, columns_of, write_case
-from moe_ep_bench.bench.traffic import CarriedLoads, CaseRouter, Share, Shares
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import ProcessGroupCollection, expert_parallel_groups
 from moe_ep_bench.layer.passes import KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous, replaced
-from moe_ep_bench.layer.scores import logits_from_scores
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.waits import beyond
 from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import BREAKDOWN, Step, measure, plan, probe_floor_us, warm_breakdowns, warm_up
 from moe_ep_bench.timing.timer import PhaseRecorder, Stopwatch, clock_for
-from moe_ep_bench.workload import TokenBatch
-from moe_ep_bench.workload.batch import balanced_scores
 
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
@@ -108,17 +103,6 @@ def form_groups(comparison: Comparison) -> ProcessGroupCollection:
     return expert_parallel_groups(comparison.ep_size, comparison.experiment.measure.timeout_s + 60)
 
 
-class RankBatch(NamedTuple):
-    """This rank's share of a batch, on its device."""
-
-    next_input: Callable[[], Any]
-    """Returns what the layer or model is run on."""
-    logits: dict[int | None, tuple[Tensor, Tensor]]
-    """By layer what its router is to see, [T, E]: the workload's logits, and the same balanced."""
-    contexts: dict[int | None, RoutingContext]
-    """By layer what is so of its tokens, but for randomness."""
-
-
 @dataclass(frozen=True, eq=False)
 class Case:
     """A case that can run any batch; see ``timing.protocol.Runnable``."""
@@ -136,26 +120,22 @@ class Case:
 
     def share(self, batch: int, layer: int | None) -> Share:
         """What a layer sees of this rank's tokens."""
-        held, session = self.session.batches[batch], self.session
-        logits_TE = held.logits[layer][self.spec.role == CEILING]
-        function = session.comparison.model.score_function
-        return Share.of_logits(layer, session.job.ranks.rank, held.contexts[layer], logits_TE, function)
+        return self.session.shares[batch][layer].of(self.spec)
 
     def prepare(self, batch: int) -> Any:
         """Put this case's MoE layers and the batch's routing in place; return the batch's input."""
         shares = {layer: self.share(batch, layer) for layer in self.session.layers}
         self.router.enter(self.session.stack, shares, batch)
-        return self.session.batches[batch].next_input()
+        return self.session.inputs[batch]()
 
     def route_alone(self, batch: int) -> None:
         """Route this rank's tokens of a batch in every layer, as a run would, without the other ranks."""
         self.prepare(batch)
         for layer, moe in self.session.stack.moe_layers.items():
-            logits_TE = self.session.batches[batch].logits[layer][self.spec.role == CEILING]
             with contextlib.ExitStack() as alone:
                 if hasattr(moe.router, "sum_over_ranks"):
                     alone.enter_context(replaced(moe.router, "sum_over_ranks", lambda stats_SE: stats_SE))
-                moe.router.routing(logits_TE.unsqueeze(1))
+                moe.router.routing(self.share(batch, layer).logits_TE.unsqueeze(1))
 
     @contextlib.contextmanager
     def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], object]]:
@@ -178,7 +158,7 @@ class Session:
 
     Attributes:
         cases: those that are still in order.
-        layers: each MoE layer as a subject of its own.
+        shares: this rank's tokens by batch and layer; ``inputs`` hand out what a batch is run on.
         stack: the layer or model that runs.
         meet: where the ranks that talk to each other are waited for.
         replays: the cases' CUDA graphs; None where they run eagerly.
@@ -189,19 +169,20 @@ class Session:
         self, job: Job, comparison: Comparison, cases: Sequence[CaseSpec], groups: ProcessGroupCollection
     ) -> None:
         self.job, self.comparison, self.device = job, comparison, job.ranks.device
-        planned, settings, measure = comparison.subject, comparison.experiment.layer, comparison.experiment.measure
+        settings, measure = comparison.experiment.layer, comparison.experiment.measure
         self.settings, self.seed, self.dtype = measure, settings.seed, DTYPES[settings.dtype]
         self.ceilings = ceilings_of(self.device, self.dtype)
         provenance.forget_peak_memory(self.device)
         self.meet = Rendezvous(groups.ep, self.device)
-        self.layers, self.num_batches = planned.layers(), comparison.workload.num_batches
+        self.layers, self.num_batches = tuple(comparison.workloads), comparison.workload.num_batches
         self.stack = builder(comparison, self.device)(groups=groups)
         self._cache: KeyValueCache | None = None
-        if planned.context_length:
-            most_requests = int(planned.rank_tokens[:, job.ranks.rank].max())
-            self._cache = KeyValueCache(most_requests, planned.context_length)
-        self.batches = [self._batch(number) for number in range(self.num_batches)]
-        carried = CarriedLoads(self._shares, comparison.slots, self.seed)
+        if comparison.context_length:
+            most_requests = int(comparison.rank_tokens[:, job.ranks.rank].max())
+            self._cache = KeyValueCache(most_requests, comparison.context_length)
+        self.shares = [self._shares(number) for number in range(self.num_batches)]
+        self.inputs = [self._new_input(number) for number in range(self.num_batches)]
+        carried = CarriedLoads(Batches(comparison, self.device))
         self.cases = [Case(CaseRouter(case, comparison.slots, self.seed, carried), self) for case in cases]
         self.is_replayed = comparison.parts.cuda_graph
         self.replays: Replays | None = None
@@ -231,38 +212,21 @@ class Session:
         self.cases.remove(case)
         self.job.write_unmeasured(self.comparison, case.spec, status, reason)
 
-    def _batch(self, number: int) -> RankBatch:
-        model, config, ranks = self.comparison.model, self.comparison.experiment.workload, self.job.ranks
-        logits: dict[int | None, tuple[Tensor, Tensor]] = {}
-        mine: TokenBatch | None = None
-        for layer, subject in self.layers.items():
+    def _shares(self, number: int) -> dict[int | None, Shares]:
+        """This rank's tokens of a batch in each layer."""
+        rank, shares = self.job.ranks.rank, {}
+        for layer in self.layers:
             self.job.watchdog.feed()
-            tokens = subject.workload.rank_batch(number, ranks.rank, ranks.world_size, config.rank_shares)
-            tokens = tokens.with_padding(config.padding_per_rank)
-            assert mine is None or torch.equal(tokens.sequence_id_T, mine.sequence_id_T), "layers see other tokens"
-            mine, scores_TE = tokens, tokens.scores_TE.to(self.device)
-            balanced_TE = balanced_scores(scores_TE, model.top_k)
-            own, even = (logits_from_scores(one, model.score_function) for one in (scores_TE, balanced_TE))
-            logits[layer] = own, even
-        assert mine is not None
-        valid_T = None if mine.valid_T is None else mine.valid_T.to(self.device)
-        tokens = self.stack.ep_group.rank(), mine.sequence_id_T.to(self.device), valid_T
-        contexts = {layer: subject.context(*tokens) for layer, subject in self.layers.items()}
-        return RankBatch(self._new_input(number, mine), logits, contexts)
+            tokens = self.comparison.rank_batch(layer, number, rank)
+            shares[layer] = Shares(self.comparison, layer, tokens, rank, self.device)
+        return shares
 
-    def _shares(self, case: CaseSpec, layer: int | None, number: int) -> Iterator[Share]:
-        """Every rank's tokens of a batch in a layer."""
-        of, config = self.layers[layer], self.comparison.experiment.workload
-        rank_batches = of.workload.rank_batches(number, self.job.ranks.world_size, config.rank_shares)
-        for rank, tokens in enumerate(rank_batches):
-            tokens = tokens.with_padding(config.padding_per_rank)
-            yield replace(Shares(of, tokens, rank % of.ep_size, self.device).of(case), rank=rank)
-
-    def _new_input(self, number: int, mine: TokenBatch) -> Callable[[], Any]:
+    def _new_input(self, number: int) -> Callable[[], Any]:
         """What hands out the input for this rank's tokens of a batch: hidden states of a layer, a model's pass."""
-        sequences, lengths = torch.unique_consecutive(mine.sequence_id_T, return_counts=True)
+        ids_T = self.shares[number][self.layers[0]].tokens.sequence_id_T
+        sequences, lengths = torch.unique_consecutive(ids_T, return_counts=True)
         device, size = self.device, self.comparison.model.hidden_size
-        if self.comparison.subject.name == "model":
+        if self.comparison.scope == "model":
             run = random_pass(self.comparison, device, number, self.job.ranks.rank, lengths.tolist(), self._cache)
             return lambda: run
         # Hidden states follow from the sequence, not from the number of ranks.
@@ -294,7 +258,7 @@ class Session:
         """Run the measuring loop, and say what this rank's machine did meanwhile."""
         self.timed = list(self.cases)  # Later checks may take cases away; samples stay in this order.
         steps = plan(self.num_batches, self.settings.iterations, self.settings.breakdown_iterations)
-        self.samples = Samples(self.timed, steps, columns_of(self.comparison.subject))
+        self.samples = Samples(self.timed, steps, columns_of(self.comparison))
         with watched_machine(self.device, self.ceilings) as here:
             measure(self.timed, steps, self.job.begin, self.samples.add)
         here["allocating_iterations"] = dict(self.watch.allocations.iterations)
@@ -302,7 +266,7 @@ class Session:
             here["cuda_graphs"] = {"count": len(self.replays.captured), **self.replays.graphs.num_bytes()}
         if self.meet.size > 1:
             here["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device), self.settings.preroll_us)
-        self.conditions["ranks"] = [json.loads(text) for text in self.job.ranks.texts(json.dumps(here))]
+        self.conditions["ranks"] = self.job.ranks.told(here)
 
     def write(self) -> None:
         """Gather all ranks' samples and metrics on rank 0, which writes conditions and then case by case."""
@@ -323,6 +287,8 @@ class Session:
                 if ranks.is_first and case in self.cases:
                     self.job.watchdog.feed()
                     times_RSC = np.stack([times_VSC[index].numpy() for times_VSC in times_RVSC])
-                    of_case = {key: np.stack([one[index].numpy() for one in values]) for key, values in metrics.items()}
+                    of_case = {
+                        key: np.stack([of_rank[index].numpy() for of_rank in values]) for key, values in metrics.items()
+                    }
                     write_case(self.job, self.comparison, case.spec, self.samples, times_RSC, of_case)
         self.job.check_written()

@@ -1,45 +1,50 @@
-"""Describe a comparison and its workload in a few words: for titles, ``run.json`` and its figures.
-
-Shapes: B = batches, R = ranks.
-"""
+"""Describe a comparison and its workload in a few words: for titles, ``run.json`` and its figures."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.models import LatentAttention, ModelSpec
-from moe_ep_bench.workload import RecordedWorkload, Workload
+from moe_ep_bench.workload import RecordedWorkload
 from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.skews import PATTERNS
 
+if TYPE_CHECKING:
+    from moe_ep_bench.bench.plan import Comparison
 
-def title(comparison: Any) -> str:
-    """Model, sizes and workload of a ``Comparison``."""
-    experiment, model, subject = comparison.experiment, comparison.model, comparison.subject
-    sizes = sizes_of(comparison)
+
+def title(comparison: Comparison) -> str:
+    """Model, sizes and workload."""
+    experiment, model, sizes = comparison.experiment, comparison.model, sizes_of(comparison)
     if comparison.backend == "routing":
         layer = "" if comparison.layer is None else f", layer {comparison.layer}"
-        return f"{model.name}, {sizes}, {traffic(experiment, comparison.workload)}{layer}"
+        return f"{model.name}, {sizes}, {traffic(comparison)}{layer}"
     scaled = f" x {model.scale:g}" if model.scale != 1 else ""
+    extent, source = "", workload_in_short(experiment)
+    if comparison.scope == "model":
+        whole, context = model.num_layers, comparison.context_length
+        cut = f"first {comparison.num_layers} of {whole}" if comparison.num_layers < whole else f"all {whole}"
+        extent = f"{cut} layers, {f'decode after {tokens_words(context)}' if context else 'prefill'}, "
     by_chance = ", experts placed at random, one draw" if ranks_by_chance(experiment, comparison.ep_size) else ""
-    ending = by_chance + padding_in_title(experiment) + (", CUDA graph" if comparison.parts.cuda_graph else "")
-    return f"{model.name}{scaled}, {subject.extent}{sizes}, {subject.workload_in_short}{ending}"
+    ending = by_chance + _padding(experiment) + (", CUDA graph" if comparison.parts.cuda_graph else "")
+    return f"{model.name}{scaled}, {extent}{sizes}, {source}{ending}"
 
 
-def sizes_of(comparison: Any) -> str:
+def sizes_of(comparison: Comparison) -> str:
     """Ranks, tokens of all of them together, and those of a rank: in any batch, from the least to the most."""
-    subject = comparison.subject
-    sizes = f"EP {comparison.ep_size}, {tokens_words(subject.num_tokens)}"
-    if subject.world_size == 1:
+    sizes = f"EP {comparison.ep_size}, {tokens_words(comparison.num_tokens)}"
+    if comparison.world_size == 1:
         return sizes
-    least, most = int(subject.rank_tokens.min()), int(subject.rank_tokens.max())
+    workload, tokens_BR = comparison.workload, comparison.rank_tokens
+    least, most = int(tokens_BR.min()), int(tokens_BR.max())
+    # A sequence is cut where there are fewer than ranks that get any tokens.
+    active = int((tokens_BR > 0).any(axis=0).sum())
+    is_cut = any(len(workload.sequence_lengths(index)) < active for index in range(workload.num_batches))
     num_tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    cut = ", sequences cut" if subject.cuts_sequences else ""
-    return f"{sizes} ({num_tokens} a rank{cut})"
+    return f"{sizes} ({num_tokens} a rank{', sequences cut' * is_cut})"
 
 
 def ranks_by_chance(experiment: Experiment, ep_size: int) -> str:
@@ -55,71 +60,69 @@ def ranks_by_chance(experiment: Experiment, ep_size: int) -> str:
     return f"experts placed at random, in one draw of the traffic: {whose} is of EP {known['ep_size']}"
 
 
-def describe_workload(
-    experiment: Experiment, workload: Workload, tokens_BR: NDArray[np.int64], ep_size: int
-) -> dict[str, Any]:
+def describe_workload(comparison: Comparison) -> dict[str, Any]:
     """The workload's own words and numbers, its padding, and what a named skew was calibrated to."""
-    config, described = experiment.workload, {**workload.describe(), "padding": None, "seed": experiment.workload.seed}
+    experiment, config = comparison.experiment, comparison.experiment.workload
+    facts: dict[str, Any] = {**comparison.workload.describe(), "padding": None, "seed": config.seed}
     if config.padding_per_rank:
-        some = tokens_BR[tokens_BR > 0]
-        of = [int(some.min()), int(some.max())]
-        described["padding"] = {"per_rank": config.padding_per_rank, "of": of, "masked": config.mask_padding}
-        tokens = " to ".join(f"{number:,}" for number in sorted(set(of)))
+        some = comparison.rank_tokens[comparison.rank_tokens > 0]
+        extremes = [int(some.min()), int(some.max())]
+        facts["padding"] = {"per_rank": config.padding_per_rank, "of": extremes, "masked": config.mask_padding}
+        tokens = " to ".join(f"{number:,}" for number in np.unique(extremes))
         known = "masked from policies" if config.mask_padding else "of which policies are not told"
-        described["description"] += f"; {config.padding_per_rank:,} of {tokens} tokens a rank are padding, {known}"
-    if isinstance(config, SyntheticConfig) and config.skew_from is not None:
-        counted = "peak load" if config.skew_layer is None else f"loads of layer {config.skew_layer}"
-        described["description"] = (
-            f"synthetic, {counted} counted in {config.skew_from.name}; {described['description']}"
-        )
-        return described
-    if isinstance(config, SyntheticConfig) and config.skew in PATTERNS:
-        return described
-    if isinstance(config, SyntheticConfig) and experiment.model.preset is None:
-        described["description"] += "; the skew is assumed: nothing was recorded of this model"
-    if isinstance(config, SyntheticConfig) and config.skew is not None:
-        assert experiment.model.preset is not None
+        facts["description"] += f"; {config.padding_per_rank:,} of {tokens} tokens a rank are padding, {known}"
+    if not isinstance(config, SyntheticConfig) or config.skew in PATTERNS:
+        return facts
+    if config.skew_from is not None:
+        counted = f"synthetic, {_counted(config)} counted in {config.skew_from.name}"
+        return {**facts, "description": f"{counted}; {facts['description']}"}
+    if experiment.model.preset is None:
+        facts["description"] += "; the skew is assumed: nothing was recorded of this model"
+    if config.skew is not None:
         skew = config.calibration(experiment.model.preset)
         calibrated = f"synthetic, calibrated to {config.skew} ({skew.basis}: {skew.source})"
-        described["description"] = f"{calibrated}; {described['description']}"
-        if by_chance := ranks_by_chance(experiment, ep_size):
-            described["description"] += f"; {by_chance}"
-        described["skew"] = {"name": config.skew, **skew.model_dump(mode="json", exclude_none=True)}
-    return described
-
-
-def padding_in_title(experiment: Experiment) -> str:
-    """Padding in a title, behind a comma; empty where there is none."""
-    config = experiment.workload
-    known = "masked" if config.mask_padding else "not masked"
-    return f", {config.padding_per_rank:,} padding a rank ({known})" if config.padding_per_rank else ""
+        by_chance = ranks_by_chance(experiment, comparison.ep_size)
+        facts["description"] = "; ".join(filter(None, (calibrated, facts["description"], by_chance)))
+        facts["skew"] = {"name": config.skew, **skew.model_dump(mode="json", exclude_none=True)}
+    return facts
 
 
 def workload_in_short(experiment: Experiment) -> str:
-    """Skew or recording, in the title of a timed layer."""
-    config = experiment.workload
+    """Skew or recording, in the title of what is timed."""
+    config, is_model = experiment.workload, experiment.scope == "model"
     if isinstance(config, RecordedConfig):
         step = " decode," if config.arrangement == "decode" else ""
-        return f"recorded, layer {config.layer},{step} {config.tail_words}"
+        where = "layer by layer," if is_model else f"layer {config.layer},{step}"
+        return f"recorded{' ' if is_model else ', '}{where} {config.tail_words}"
+    ending = " in each layer" if is_model else ""
     if config.skew is not None:
         of = None if config.skew in PATTERNS else config.calibration(experiment.model.preset).of
-        return config.skew.replace("_", " ") + (f" skew of {of}" if of else "")
+        return config.skew.replace("_", " ") + (f" skew of {of}" if of else "") + ending
     if config.skew_from is not None:
-        counted = "peak load" if config.skew_layer is None else f"loads of layer {config.skew_layer}"
-        return f"{counted} of {config.skew_from.name}"
-    return "unskewed" if config.peak_load is None else f"peak load {config.peak_load:g}"
+        return f"{_counted(config)} of {config.skew_from.name}{ending}"
+    return ("unskewed" if config.peak_load is None else f"peak load {config.peak_load:g}") + ending
 
 
-def traffic(experiment: Experiment, workload: Workload) -> str:
+def traffic(comparison: Comparison) -> str:
     """Where tokens come from, without layer and size, in the title of routing."""
-    config = experiment.workload
+    config, workload = comparison.experiment.workload, comparison.workload
     if isinstance(config, RecordedConfig):
         assert isinstance(workload, RecordedWorkload)
         domains = " + ".join(trace.metadata["domain"] for trace in workload.traces)
-        source = f"{domains}, {phase(experiment, workload)}, {config.tail_words}"
+        source = f"{domains}, {phase(comparison)}, {config.tail_words}"
     else:
-        source = f"synthetic, {workload_in_short(experiment)}"
-    return source + padding_in_title(experiment)
+        source = f"synthetic, {workload_in_short(comparison.experiment)}"
+    return source + _padding(comparison.experiment)
+
+
+def phase(comparison: Comparison) -> str:
+    """``decode`` where a batch is one step of many requests or was recorded in decoding, else ``prefill``."""
+    config, workload = comparison.experiment.workload, comparison.workload
+    if isinstance(config, SyntheticConfig):
+        return "decode" if config.sequence_length == 1 else "prefill"
+    assert isinstance(workload, RecordedWorkload)
+    recorded = {trace.metadata["phase"] for trace in workload.traces}
+    return "decode" if config.arrangement == "decode" or recorded == {"decode"} else "prefill"
 
 
 def modelled_attention(model: ModelSpec, context_length: int) -> str:
@@ -131,11 +134,32 @@ def modelled_attention(model: ModelSpec, context_length: int) -> str:
     return "modelled on Megatron-Core's static cache, whose keys get their positions anew in every step"
 
 
-def phase(experiment: Experiment, workload: Workload) -> str:
-    """``decode`` where a batch is one step of many requests or was recorded in decoding, else ``prefill``."""
+def departures(model: ModelSpec, context_length: int, *, modelled: bool) -> list[str]:
+    """Where attention as it is built is simpler than the model's, or than an engine's."""
+    attention, is_latent = model.attention, isinstance(model.attention, LatentAttention)
+    latent = "it holds whole keys and values, not their latent."
+    plain = "it holds keys without positions, which every step gives to all of them anew."
+    sentences = {
+        "Rotary positions have the base 10,000 and are not scaled; every layer attends to all earlier tokens.": True,
+        "Attention's sinks are left out.": getattr(attention, "sinks", False),
+        "The bias of attention's output is left out.": getattr(attention, "bias", "none") == "all",
+        "Queries and keys are normalised head by head, the model's over all heads together.": (
+            getattr(attention, "qk_norm", "none") == "all_heads"
+        ),
+        f"The cache is Megatron-Core's static one: {latent if is_latent else plain}": (
+            context_length > 0 and not (modelled and is_latent)
+        ),
+    }
+    return [sentence for sentence, holds in sentences.items() if holds]
+
+
+def _padding(experiment: Experiment) -> str:
+    """Padding in a title, behind a comma; empty where there is none."""
     config = experiment.workload
-    if isinstance(config, SyntheticConfig):
-        return "decode" if config.sequence_length == 1 else "prefill"
-    assert isinstance(workload, RecordedWorkload)
-    recorded = {trace.metadata["phase"] for trace in workload.traces}
-    return "decode" if config.arrangement == "decode" or recorded == {"decode"} else "prefill"
+    known = "masked" if config.mask_padding else "not masked"
+    return f", {config.padding_per_rank:,} padding a rank ({known})" if config.padding_per_rank else ""
+
+
+def _counted(config: SyntheticConfig) -> str:
+    """What of ``skew_from`` is taken."""
+    return "peak load" if config.skew_layer is None else f"loads of layer {config.skew_layer}"

@@ -133,7 +133,7 @@ def _run(options: argparse.Namespace) -> int:
         from moe_ep_bench.bench.dry_run import dry_run
 
         num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else _nproc(options) * num_nodes()
-        return dry_run(options.config, options.overrides, num_ranks, options.point)
+        return dry_run(options.config, options.overrides, "ranks", num_ranks, options.point)
     from moe_ep_bench.bench import run
 
     what = (options.config, _out(options), options.overrides)
@@ -181,9 +181,9 @@ def _list_points(options: argparse.Namespace) -> int:
 def _emulate(options: argparse.Namespace) -> int:
     _check_config(options)
     if options.dry_run:
-        from moe_ep_bench.bench.dry_run import dry_run_virtual
+        from moe_ep_bench.bench.dry_run import dry_run
 
-        return dry_run_virtual(options.config, options.overrides)
+        return dry_run(options.config, options.overrides, "virtual")
     from moe_ep_bench.bench.run import emulate
 
     out = _out(options)
@@ -209,9 +209,9 @@ def _shown(status: int, report: Callable[[], str]) -> int:
 def _route(options: argparse.Namespace) -> int:
     _check_config(options)
     if options.dry_run:
-        from moe_ep_bench.bench.dry_run import dry_run_routing
+        from moe_ep_bench.bench.dry_run import dry_run
 
-        return dry_run_routing(options.config, options.overrides)
+        return dry_run(options.config, options.overrides, "routing")
     from moe_ep_bench.analysis.plot import draw_all
     from moe_ep_bench.bench import route
 
@@ -236,7 +236,7 @@ def _advise(options: argparse.Namespace) -> int:
     questions = ask_both(options, bounds)
     settle()
     if options.dry_run:
-        print("\n\n".join(one.plan for one in questions.values()))
+        print("\n\n".join(question.plan for question in questions.values()))
         return OK
     for question in questions.values():
         question.check_out()
@@ -333,7 +333,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _trace_info(options: argparse.Namespace) -> int:
-    from moe_ep_bench.workload.trace_info import trace_info
+    from moe_ep_bench.workload.trace import trace_info
 
     print(trace_info(options.file))
     return OK
@@ -378,9 +378,8 @@ def _trace_import(options: argparse.Namespace) -> int:
 
     # All but what only a preset gives.
     names = [field.name for field in dataclasses.fields(ImportOptions) if field.name not in ("top_k", "num_layers")]
-    chosen = {name: getattr(options, name) for name in names}
-    what = (options.kind, options.source, options.out, ImportOptions(**chosen))
-    print(import_trace(*what, max_bytes=options.max_bytes).text())
+    chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
+    print(import_trace(options.kind, options.source, options.out, ImportOptions(**chosen)).text())
     return OK
 
 

@@ -77,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
         return added
 
     run = add("run", "time an expert-parallel layer or model on real ranks, which it starts")
-    _add_config(run, dry_run="print cases, memory and arithmetic to expect; run nothing")
+    _add_config(run, dry_run="print cases, memory and iterations to expect; run nothing")
     run.add_argument("--profile", metavar="CASE", help="trace one iteration of a case (id, label or policy) per rank")
     run.add_argument("--list-points", action="store_true", help="print the points of the sweep, one per line, and end")
     run.add_argument(

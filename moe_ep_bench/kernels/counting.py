@@ -119,29 +119,26 @@ def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks):
 
 
 @njit(cache=True, nogil=True)
-def slot_counts(map_TE, slot_N, first_E, pairs_E, before_E, num_slots, num_ranks, bounds_C):
-    """What ``ExpertPlacement.spread`` sends to each slot, chunk by chunk, and tokens with a pair on each rank.
+def slot_counts(map_TE, slot_N, first_E, pairs_E, before_E, num_slots, num_ranks):
+    """What ``ExpertPlacement.spread`` sends to each slot, and tokens with a pair on each rank.
 
     Args:
         slot_N, first_E, pairs_E, before_E: of ``layer.expert_placement.Split``, the last of this rank.
-        bounds_C: int64 [C + 1], where chunks of tokens begin, and where the last one ends.
 
     Returns:
-        int64 [C, P] and [R].
+        int64 [P] and [R].
     """
-    num_experts = map_TE.shape[1]
-    counts_CP = np.zeros((bounds_C.size - 1, num_slots), np.int64)
-    copies_R = np.zeros(num_ranks, np.int64)
+    num_tokens, num_experts = map_TE.shape
+    counts_P, copies_R = np.zeros(num_slots, np.int64), np.zeros(num_ranks, np.int64)
     last_R = np.full(num_ranks, -1, np.int64)  # the last token with a pair there
     number_E = before_E.copy()
-    for chunk in range(bounds_C.size - 1):
-        for token in range(bounds_C[chunk], bounds_C[chunk + 1]):
-            for expert in range(num_experts):
-                if map_TE[token, expert]:
-                    slot = slot_N[first_E[expert] + number_E[expert] % pairs_E[expert]]
-                    number_E[expert] += 1
-                    counts_CP[chunk, slot] += 1
-                    rank = slot * num_ranks // num_slots
-                    copies_R[rank] += last_R[rank] != token
-                    last_R[rank] = token
-    return counts_CP, copies_R
+    for token in range(num_tokens):
+        for expert in range(num_experts):
+            if map_TE[token, expert]:
+                slot = slot_N[first_E[expert] + number_E[expert] % pairs_E[expert]]
+                number_E[expert] += 1
+                counts_P[slot] += 1
+                rank = slot * num_ranks // num_slots
+                copies_R[rank] += last_R[rank] != token
+                last_R[rank] = token
+    return counts_P, copies_R

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
-from moe_ep_bench.bench.plan import BASELINE, POLICY, RANKS, VIRTUAL, Comparison, plan
-from moe_ep_bench.bench.run import emulate, launch
+from moe_ep_bench.bench.cases import BASELINE, POLICY
+from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.run import emulate_plan, launch
+from moe_ep_bench.bench.words import workload_in_short
 from moe_ep_bench.config import Experiment, SyntheticConfig, load_experiments
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash, write_json
 from moe_ep_bench.papers.claims import Claim, claims_path
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
@@ -41,17 +43,11 @@ def run_claims(
     on_cpu = not torch.cuda.is_available()
     if not load_experiments(config, overrides, on_cpu=False)[0].claims:
         raise UserError(f"{config}: claims: expected at least one, got none; without any, use emulate")
-    comparisons: Sequence[Comparison]
-    if nproc is None:
-        comparisons = plan(config, overrides, VIRTUAL, on_cpu=on_cpu, try_out=False)  # ``emulate`` tries it out.
-    else:
-        comparisons = plan(config, overrides, RANKS, nproc, on_cpu=on_cpu)
-    try:
+    comparisons = plan(config, overrides, VIRTUAL if nproc is None else RANKS, nproc, on_cpu=on_cpu)
+    with naming(str(config)):
         rows = claim_rows(comparisons)
-    except ValueError as problem:
-        raise UserError(f"{config}: {problem}") from None
     if nproc is None:
-        status = emulate(config, out, overrides, force=force)
+        status = emulate_plan(comparisons, out, force=force)
     else:
         status = launch(config, out, overrides, nproc, force=force).status
     if status in (OK, CASES_FAILED):
@@ -108,7 +104,7 @@ def _rows(
             "policy": policy.label if policy else "native",
             "versus": versus.label if versus else None,
             "setting": {} if claim.where else _beside_traffic(comparison),
-            "traffic": skew or comparison.subject.workload_in_short,
+            "traffic": skew or workload_in_short(comparison.experiment),
             "primary": primary is not None
             and all(str(_value(comparison.experiment, key)) == wanted for key, wanted in primary.at.items()),
             "primary_because": primary and primary.why,

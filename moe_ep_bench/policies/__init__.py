@@ -41,7 +41,12 @@ _ALL: tuple[type[Policy], ...] = (
 )
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _ALL}
 
-__all__ = ["POLICIES", "Policy", "Routing", "RoutingContext", "make_policy", "policy_class"]
+__all__ = ["POLICIES", "Policy", "Routing", "RoutingContext", "fields_by_policy", "make_policy", "policy_class"]
+
+
+def fields_by_policy() -> dict[str, tuple[str, ...]]:
+    """The names of the fields that each policy of ``POLICIES`` has."""
+    return {name: tuple(field.name for field in fields(policy)) for name, policy in POLICIES.items()}
 
 
 def policy_class(name: object) -> type[Policy]:
@@ -111,7 +116,7 @@ def _made(policy: type[Policy], values: Mapping[str, Any], layered: Mapping[str,
     of_layers = [_checked(policy, {**values, **dict(zip(columns, row, strict=True))}) for row in rows]
     made = copy.copy(of_layers[0])
     for key in columns:
-        object.__setattr__(made, key, ByLayer(getattr(one, key) for one in of_layers))
+        object.__setattr__(made, key, ByLayer(getattr(of_layer, key) for of_layer in of_layers))
     return made
 
 

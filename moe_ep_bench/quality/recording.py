@@ -37,8 +37,7 @@ from moe_ep_bench.quality.checkpoint import (
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime import locks
 from moe_ep_bench.runtime.progress import progress_bar
-from moe_ep_bench.workload.importers.sources import sha256_of
-from moe_ep_bench.workload.importers.writer import ImportSummary, TraceWriter
+from moe_ep_bench.workload.importers.writer import ImportSummary, TraceWriter, sha256_of
 
 _PROGRESS = "progress.json"
 
@@ -143,7 +142,7 @@ def _resume(writer: TraceWriter, folder: Path, asked: str) -> int:
     try:
         noted = read_json(file)
     except FileNotFoundError:
-        noted = {"asked": asked, "sequences": 0, "writer": writer.progress() | {"spools": {}}}
+        noted = {"asked": asked, "sequences": 0, "writer": writer.progress()}
     except ValueError:
         raise UserError(f"{file}: damaged, or not written by this program; remove its folder to begin anew") from None
     if noted["asked"] != asked:
@@ -167,8 +166,9 @@ def _record(writer: TraceWriter, model: Any, batch: list[list[int]], first: int)
 
     with torch.inference_mode(), routed(model, None, observe=add):
         model.base_model(torch.tensor(batch, device=model.device), use_cache=False)
-    for number, tokens in enumerate(batch, first):
-        writer.add_tokens(number, np.arange(len(tokens)), f"sequence {number}")
+    number, length = len(batch), len(batch[0])
+    sequence_T = first + np.arange(number).repeat(length)
+    writer.add_tokens(sequence_T, np.tile(np.arange(length), number), f"from sequence {first}")
 
 
 def shares(scores_TE: torch.Tensor) -> NDArray[np.float32]:

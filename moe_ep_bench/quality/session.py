@@ -17,9 +17,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from moe_ep_bench.bench.cases import BASELINE, POLICY, CaseSpec, with_ids
 from moe_ep_bench.bench.description import run_json
 from moe_ep_bench.bench.job import fill, identity
-from moe_ep_bench.bench.plan import BASELINE, POLICY, CaseSpec, cases_of
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
@@ -76,7 +76,7 @@ class QualityComparison:
     def cases(self) -> list[CaseSpec]:
         """The unpatched model, and all policies."""
         policies = (CaseSpec("", POLICY, one.name, one) for one in self.experiment.make_policies())
-        return cases_of(self.comparison_id, [CaseSpec("", BASELINE, "native", None), *policies])
+        return with_ids(self.comparison_id, [CaseSpec("", BASELINE, "native", None), *policies])
 
     def phase(self, case: CaseSpec) -> Phase:
         """The phase in which known text is judged under a case."""

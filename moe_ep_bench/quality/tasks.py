@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ep_bench.bench.plan import CaseSpec
+from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.facts import Published, PublishedNumber
 from moe_ep_bench.files import stable_hash

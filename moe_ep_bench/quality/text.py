@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ep_bench.bench.plan import CaseSpec
+from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -35,22 +36,19 @@ class Watchdog:
     waits for the device (``bool(tensor)``, ``.tolist()``: no frame of torch's shows it).
 
     Args:
-        on_timeout: told the reason first. It begins with "peer lost" where this rank was waiting for others, with
-            "timeout" where it was itself what took so long.
         is_busy: whether the rank's device has work left; asked in a thread of its own.
-        status: gives the exit status.
+        status: gives the exit status, outside of ``during``.
     """
 
     def __init__(
         self,
-        timeout_s: float,
-        on_timeout: Callable[[str], None],
+        timeout_s: float = math.inf,
         is_busy: Callable[[], bool] = lambda: False,
         status: Callable[[], int] = lambda: LOST,
     ) -> None:
-        self._timeout_s, self._on_timeout, self._is_busy, self._status = timeout_s, on_timeout, is_busy, status
-        self._fed, self._paused = time.monotonic(), False
-        self._stopped, self._watched = threading.Event(), threading.get_ident()
+        self._timeout_s, self._is_busy, self._status = timeout_s, is_busy, status
+        self._on_timeout: Callable[[str], object] = lambda reason: None
+        self._fed, self._stopped, self._watched = time.monotonic(), threading.Event(), threading.get_ident()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def feed(self) -> None:
@@ -62,17 +60,24 @@ class Watchdog:
         self.feed()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave it to another watchdog while the block lasts."""
-        self._paused = True
+    def during(self, timeout_s: float, on_timeout: Callable[[str], object]) -> Iterator[None]:
+        """Allow so long while the block lasts, and end with ``LOST``.
+
+        Args:
+            on_timeout: told the reason first. It begins with "peer lost" where this rank was waiting for others, with
+                "timeout" where it was itself what took so long.
+        """
+        outside = self._timeout_s, self._on_timeout, self._status
+        self.feed()
+        self._timeout_s, self._on_timeout, self._status = timeout_s, on_timeout, lambda: LOST
         try:
             yield
         finally:
             self.feed()
-            self._paused = False
+            self._timeout_s, self._on_timeout, self._status = outside
 
     def is_overdue(self) -> bool:
-        return not self._paused and time.monotonic() - self._fed > self._timeout_s
+        return time.monotonic() - self._fed > self._timeout_s
 
     def stop(self) -> None:
         self._stopped.set()

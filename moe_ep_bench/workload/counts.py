@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, check_folder
+from moe_ep_bench.metrics import imbalance, rank_imbalance
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import replicate, stacking_words
 
@@ -64,23 +65,19 @@ def layer_loads(path: Path, layer: int) -> list[float]:
 
 def mean_peak_load(path: Path) -> float:
     """Load of the fullest expert over the mean, mean over layers."""
-    count_LE = read_counts(path)
-    return float((count_LE.max(axis=1) / count_LE.mean(axis=1)).mean())
+    return float(imbalance(read_counts(path)).mean())
 
 
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, _: int) -> NDArray[np.float64]:
-    from moe_ep_bench.workload.importers.sources import opened_npz, read_json, reals
+    from moe_ep_bench.workload.importers.arrays import REAL, checked, json_document, opened_npz
 
-    if path.suffix == ".pt":
-        raise UserError(f"{path}: a pickle, which is not read; convert it where SGLang runs: {CONVERT}")
-    if path.suffix == ".npz":
-        with opened_npz(path) as npz:
-            counts = npz.reals(COUNT)
-        return _checked(counts, f"{path}: {COUNT}")
+    if path.suffix in (".npz", ".pt"):
+        with opened_npz(path, CONVERT) as npz:
+            return _layers(npz.array(COUNT, kinds=REAL), npz.where(COUNT))
     if path.suffix != ".json":
         return _of_recording(path)
-    content: Any = read_json(path)
+    content: Any = json_document(path)
     if isinstance(content, dict):
         content = content.get(COUNT)
         if not isinstance(content, list):
@@ -89,9 +86,7 @@ def _read(path: Path, _: int) -> NDArray[np.float64]:
         if len(content) != 1 or not isinstance(layers := content[0].get(LOADS), dict):
             raise UserError(f"{path}: expected one recording with {LOADS}, got {len(content)} entries")
         content = list(layers.values())
-    nested = isinstance(content, list) and content and isinstance(content[0], list)
-    deep = bool(nested and content[0] and isinstance(content[0][0], list))
-    return _checked(reals(content, str(path), (None,) * (3 if deep else 2)), str(path))
+    return _layers(checked(content, str(path), None, REAL), str(path))
 
 
 def _of_recording(path: Path) -> NDArray[np.float64]:
@@ -102,7 +97,7 @@ def _of_recording(path: Path) -> NDArray[np.float64]:
     return np.stack([np.bincount(ids_TK.ravel(), minlength=trace.num_experts) for ids_TK in layers]).astype(np.float64)
 
 
-def _checked(counts: NDArray[Any], where: str) -> NDArray[np.float64]:
+def _layers(counts: NDArray[Any], where: str) -> NDArray[np.float64]:
     if counts.ndim == 3:
         counts = counts.sum(axis=0)
     if counts.ndim != 2 or 0 in counts.shape:
@@ -164,11 +159,10 @@ def write_expert_map(
     check_folder(out.parent, "OUT: folder")
     with atomic_path(out) as temporary:
         temporary.write_text(json.dumps({MAP: rows}) + "\n")
-    before_LR = load_LE.reshape(len(load_LE), num_ranks, -1).sum(axis=2)
-    peaks = [(load_LR.max(axis=1) / load_LR.mean(axis=1)).mean() for load_LR in (before_LR, plan.rank_load(load_LE))]
+    before, after = rank_imbalance(load_LE, num_ranks).mean(), imbalance(plan.rank_load(load_LE)).mean()
     return (
         f"{out}: {len(rows)} layers ({dense} of them dense), {num_slots} slots on {num_ranks} ranks, "
-        f"{plan.policy} policy\nfullest rank over the mean, mean over recorded layers: {peaks[0]:.2f} in order, "
-        f"{peaks[1]:.2f} as planned for the same loads"
+        f"{plan.policy} policy\nfullest rank over the mean, mean over recorded layers: {before:.2f} in order, "
+        f"{after:.2f} as planned for the same loads"
         f"\n{stacking_words(plan.stacked, 'ranks of layers')}"
     )

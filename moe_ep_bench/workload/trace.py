@@ -44,11 +44,13 @@ from moe_ep_bench.files import free_memory_bytes
 FORMAT = "moe-trace-v1"
 METADATA = ("format", "model", "num_experts", "top_k", "score", "phase", "domain", "source", "licence")
 FULL_SCORES = "full_scores"
+# Types and shapes: L = layers.
 TENSORS = {
-    "expert_ids": ("U8, U16", 3),
-    "scores": ("F16", 3),
-    "sequence_id": ("I32", 1),
-    "position": ("I32", 1),
+    "expert_ids": (("U8", "U16"), "LTK"),
+    "scores": (("F16",), "LTK"),
+    "sequence_id": (("I32",), "T"),
+    "position": (("I32",), "T"),
+    FULL_SCORES: (("F32",), "LTE"),
 }
 # How far a row may sum beyond what its score function allows: K roundings to float16 or bfloat16
 # stay below half of this (the worst row of our recordings is off by 0.0034).
@@ -142,6 +144,38 @@ class Trace:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def trace_info(path: Path) -> str:
+    """State what a recording holds, a line per fact; ``route`` of ``topk`` says the rest.
+
+    Raises:
+        ValueError: the file cannot be used; the message names it and says what is wrong.
+    """
+    trace = open_trace(path)
+    facts, length_S = trace.metadata, np.diff(trace.start_S)
+    gaps = len(trace.consecutive_starts()) - len(trace.start_S)
+    scores = facts["score"]
+    if trace.scores_are_assumed:
+        scores += "; nobody recorded scores"
+    elif trace.has_full_scores:
+        scores += "; of all experts"
+    elif trace.scores_are_normalised:
+        scores += "; their share of all experts' mass is unknown"
+    rows = {
+        "file": path.name,
+        "sha256": trace.sha256(),
+        "model": facts["model"],
+        "routing": f"{trace.num_layers} MoE layers, {trace.num_experts} experts, top-{trace.top_k}",
+        "tokens": f"{trace.num_tokens:,} in {trace.num_sequences:,} sequences of {length_S.min():,} to "
+        f"{length_S.max():,} (median {np.median(length_S):,.0f}){f', {gaps:,} gaps' if gaps else ''}",
+        **{name: facts[name] for name in ("phase", "domain")},
+        "scores": scores,
+        **{name: facts[name] for name in ("source", "licence")},
+    }
+    width = max(map(len, rows))
+    hint = "loads, drops and activated experts, layer by layer: moe-ep-bench route with workload.trace and policy topk"
+    return "\n".join([*(f"{name:<{width}}  {value}" for name, value in rows.items()), "", hint])
+
+
 def id_type(num_experts: int) -> tuple[type[np.unsignedinteger], str]:
     """Of so many experts' ids: numpy's type and safetensors' name of it."""
     return (np.uint8, "U8") if num_experts <= 256 else (np.uint16, "U16")
@@ -206,44 +240,37 @@ def open_trace(path: str | Path) -> Trace:
     """
     path = Path(path)
     with _opened(path) as file:
-        metadata = file.metadata() or {}
-        missing = [name for name in METADATA if name not in metadata]
-        if missing:
-            raise UserError(f"{path}: missing metadata: {', '.join(missing)}")
+        facts, names = file.metadata() or {}, set(file.keys())
+        required = set(TENSORS) - {FULL_SCORES}
+        for kind, missing in (("metadata", set(METADATA) - set(facts)), ("tensors", required - names)):
+            if missing:
+                raise UserError(f"{path}: missing {kind}: {', '.join(sorted(missing))}")
         for name in METADATA:
-            if not (metadata[name].strip() and metadata[name].isprintable()):
-                raise UserError(f"{path}: {name}: expected words on one line in the metadata, got {metadata[name]!r}")
-        if metadata["format"] != FORMAT:
-            raise UserError(f"{path}: format: expected {FORMAT}, got {metadata['format']}")
-        missing = [name for name in TENSORS if name not in set(file.keys())]
-        if missing:
-            raise UserError(f"{path}: missing tensors: {', '.join(missing)}")
-        shapes = {name: _shape(path, file, name, *expected) for name, expected in TENSORS.items()}
-        num_layers, num_tokens, top_k = shapes["expert_ids"]
-        _agree(path, "scores", shapes["expert_ids"], shapes["scores"])
-        for name in ("sequence_id", "position"):
-            _agree(path, name, (num_tokens,), shapes[name])
-        if 0 in shapes["expert_ids"]:
-            raise UserError(
-                f"{path}: expert_ids: expected at least one layer, token and expert, got shape {shapes['expert_ids']}"
-            )
-        counts = {name: _count(path, metadata, name) for name in ("num_experts", "top_k")}
-        if counts["top_k"] != top_k:
-            raise UserError(f"{path}: top_k: the metadata says {counts['top_k']}, expert_ids has {top_k}")
-        if counts["num_experts"] <= top_k:
-            raise UserError(f"{path}: num_experts: expected more than top_k ({top_k}), got {counts['num_experts']}")
-        if counts["num_experts"] > MAX_EXPERTS:
-            raise UserError(f"{path}: num_experts: expected at most {MAX_EXPERTS}, got {counts['num_experts']}")
-        has_full = FULL_SCORES in set(file.keys())
-        if has_full:
-            shape = _shape(path, file, FULL_SCORES, "F32", 3)
-            _agree(path, FULL_SCORES, (num_layers, num_tokens, counts["num_experts"]), shape)
+            if not (facts[name].strip() and facts[name].isprintable()):
+                raise UserError(f"{path}: {name}: expected words on one line in the metadata, got {facts[name]!r}")
+        if facts["format"] != FORMAT:
+            raise UserError(f"{path}: format: expected {FORMAT}, got {facts['format']}")
+        num_experts, top_k = (_count(path, facts, name) for name in ("num_experts", "top_k"))
+        if not top_k < num_experts <= MAX_EXPERTS:
+            expected = f"{top_k + 1} (more than top_k) to {MAX_EXPERTS}"
+            raise UserError(f"{path}: num_experts: expected {expected}, got {num_experts}")
+        shape = file.get_slice("expert_ids").get_shape()
+        sizes = {**dict(zip("LT", shape, strict=False)), "K": top_k, "E": num_experts}
+        for name, (dtypes, axes) in TENSORS.items():
+            if name not in names:
+                continue
+            stored = file.get_slice(name)
+            expected, got = tuple(sizes.get(axis, 0) for axis in axes), tuple(stored.get_shape())
+            if stored.get_dtype() not in dtypes or got != expected or 0 in got:
+                words = f"{' or '.join(dtypes)} of shape {axes} = {expected}, none of them 0"
+                raise UserError(f"{path}: {name}: expected {words}; got {stored.get_dtype()} of shape {got}")
+        has_full = FULL_SCORES in names
         # Of a layer's arrays and the places of all tokens; layers are read one at a time.
-        row = top_k * (4 if counts["num_experts"] > 256 else 3) + (4 * counts["num_experts"] if has_full else 0)
-        if num_tokens * (row + 16) > (free := free_memory_bytes()):
+        row = top_k * (4 if num_experts > 256 else 3) + (4 * num_experts if has_full else 0)
+        if sizes["T"] * (row + 16) > (free := free_memory_bytes()):
             raise UserError(f"{path}: expected layers that fit the {free:,} bytes of memory that are free")
         start_S = _sequences(path, file)
-    return Trace(path, metadata, num_layers, num_tokens, counts["num_experts"], top_k, start_S, has_full)
+    return Trace(path, facts, sizes["L"], sizes["T"], num_experts, top_k, start_S, has_full)
 
 
 @contextmanager
@@ -291,20 +318,6 @@ def _sequences(path: Path, file: Any) -> NDArray[np.int64]:
     if np.unique(sequence_id_T[start_S[:-1]]).size != start_S.size - 1:
         raise UserError(f"{path}: sequence_id: expected the tokens of a sequence side by side, got one in several runs")
     return start_S
-
-
-def _shape(path: Path, file: Any, name: str, dtype: str, num_dims: int) -> tuple[int, ...]:
-    stored = file.get_slice(name)
-    if stored.get_dtype() not in dtype.split(", "):
-        raise UserError(f"{path}: {name}: expected dtype {dtype}, got {stored.get_dtype()}")
-    if len(stored.get_shape()) != num_dims:
-        raise UserError(f"{path}: {name}: expected {num_dims} dimensions, got shape {tuple(stored.get_shape())}")
-    return tuple(stored.get_shape())
-
-
-def _agree(path: Path, name: str, expected: tuple[int, ...], got: tuple[int, ...]) -> None:
-    if got != expected:
-        raise UserError(f"{path}: {name}: expected shape {expected} to agree with expert_ids, got {got}")
 
 
 def _count(path: Path, metadata: Mapping[str, str], name: str) -> int:

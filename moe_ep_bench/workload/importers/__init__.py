@@ -10,11 +10,10 @@ sglang     a per_token dump of SGLang's recorder as npz, or responses as JSON li
 vllm       vLLM's returned routed experts, as npz or JSON lines                        none
 =========  ==========================================================================  ==================
 
-An importer is a row of ``IMPORTERS`` and a function ``read(source, options, writer)`` that hands the writer
-blocks of (layer, experts, scores) and the tokens that they belong to. All else is shared. Importers stream: they
-hold a line, a document or an array at a time. Nothing is unpickled. The writer checks every block, counts the
-experts again after writing, and the file appears under its name only when it is whole; its metadata has the hash
-of the source.
+An importer is a row of ``IMPORTERS`` and a function ``read(source, options, writer)`` that hands the writer each pass's
+blocks of (layer, experts, scores) and then its tokens. Importers stream: they hold a line, a pass or an array at a
+time. The writer checks every block, counts the experts again after writing, and the file appears under its name only
+when it is whole; its metadata has the hash of the source.
 
 Without scores a recording says which experts worked but not how willingly. Such sources are imported only with
 ``assume_equal_scores``; the trace's score is then ``assumed``, and every result that is made from it says so.
@@ -24,96 +23,70 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
-from moe_ep_bench.workload.importers import megatron, published, sglang, vllm
-from moe_ep_bench.workload.importers.sources import MAX_ARRAY_BYTES, ImportOptions, most_bytes
+from moe_ep_bench.workload.importers import ids_only, with_scores
+from moe_ep_bench.workload.importers.options import ASSUMED, ImportOptions
 from moe_ep_bench.workload.importers.writer import ImportSummary, TraceWriter
 
 __all__ = ["IMPORTERS", "ImportOptions", "ImportSummary", "import_trace"]
 
 
-@dataclass(frozen=True)
-class Importer:
+class Importer(NamedTuple):
     """How one kind of source is imported.
 
     Attributes:
-        read: hands the writer what the source holds; its module describes the format.
+        read: hands the writer what the source holds; its docstring describes the format.
         recorder: who made the source: the trace's ``source``.
-        expects: what the source is, for the error where it is a file and should be a folder, or the reverse.
-        is_folder: whether the source is a folder; None = either.
         takes: the options that suit it.
         needs: those that must be given, or follow from ``preset``.
-        has_scores: whether scores are recorded; None = the reader finds out.
     """
 
     read: Callable[[Path, ImportOptions, TraceWriter], None]
     recorder: str
-    expects: str
-    is_folder: bool | None = False
-    takes: tuple[str, ...] = ("domain",)
+    takes: tuple[str, ...]
     needs: tuple[str, ...] = ()
-    has_scores: bool | None = True
 
 
-_OWN = ("preset", "model", "num_experts", "domain", "licence", "assume_equal_scores")
+_ASSUMED = "assume_equal_scores"
+_COMMON = ("preset", "model", "num_experts", "domain", "licence", "max_bytes", _ASSUMED)
 IMPORTERS: Mapping[str, Importer] = MappingProxyType(
     {
-        "esft": Importer(
-            published.read_esft,
-            "deepseek-ai/ESFT results/expert_scores",
-            "a checkout of deepseek-ai/ESFT",
-            is_folder=True,
-        ),
+        "esft": Importer(with_scores.read_esft, "deepseek-ai/ESFT results/expert_scores", ("domain",)),
         "flame-moe": Importer(
-            published.read_flame_moe,
+            with_scores.read_flame_moe,
             "cmu-flame/FLAME-MoE captured routing",
-            "an npz file",
-            takes=("model", "num_experts", "domain", "licence", "phase"),
-            needs=("model", "num_experts", "phase"),
+            ("model", "num_experts", "domain", "licence", "max_bytes", "phase"),
+            ("model", "num_experts", "phase"),
         ),
         "megatron": Importer(
-            megatron.read,
+            with_scores.read_megatron,
             "Megatron-Core router trace",
-            "router_trace_rank<rank>.jsonl",
-            is_folder=None,
-            takes=(*_OWN, "phase", "score_function", "micro_batch_size"),
-            needs=("model", "phase"),
-            has_scores=None,
+            (*_COMMON, "phase", "score_function", "micro_batch_size"),
+            ("model", "phase"),
         ),
-        "sglang": Importer(
-            sglang.read,
-            "SGLang expert distribution recorder",
-            "one dump's npz file, or responses as JSON lines",
-            takes=_OWN,
-            needs=("model",),
-            has_scores=False,
-        ),
+        "sglang": Importer(ids_only.read_sglang, "SGLang expert distribution recorder", _COMMON, ("model", _ASSUMED)),
         "vllm": Importer(
-            vllm.read,
+            ids_only.read_vllm,
             "vLLM routed experts",
-            "an npz or JSONL file",
-            takes=(*_OWN, "phase"),
-            needs=("model", "num_experts"),
-            has_scores=False,
+            (*_COMMON, "phase"),
+            ("model", "num_experts", _ASSUMED),
         ),
     }
 )
 
 
-def import_trace(
-    kind: str, source: Path, out: Path, options: ImportOptions | None = None, *, max_bytes: int | None = None
-) -> ImportSummary:
+def import_trace(kind: str, source: Path, out: Path, options: ImportOptions | None = None) -> ImportSummary:
     """Write the recording at ``source`` as the ``moe-trace-v1`` file ``out``.
 
     Args:
-        kind: one of ``IMPORTERS``, whose module describes the source.
+        kind: one of ``IMPORTERS``.
         out: must not exist yet; parent directories are made.
-        max_bytes: of the source's largest array; None = ``sources.MAX_ARRAY_BYTES``.
 
     Raises:
         ValueError: an unknown kind, an option that does not suit it, a source that is missing, damaged or not
@@ -134,29 +107,19 @@ def import_trace(
         raise UserError(f"{source}: no such file or directory")
     if out.exists():
         raise UserError(f"{out}: expected a name that is free, but there is such a file already")
-    missing = [name for name in importer.needs if getattr(options, name) is None]
-    if importer.has_scores is False and not options.assume_equal_scores and missing:
-        missing.append("assume_equal_scores")  # Asked for at once, and not after the rest was given.
-    if len(missing) > 1:
-        hint = "; preset says what belongs to a model" if {"model", "num_experts"} & set(missing) else ""
-        scores = ", and they have no scores, only expert ids" if "assume_equal_scores" in missing else ""
+    if missing := [name for name in importer.needs if not getattr(options, name)]:
+        hint = "; preset says what belongs to a model" if "preset" in importer.takes else ""
+        scores = ", and they have no scores, only expert ids (loads stay true)" if _ASSUMED in missing else ""
         raise UserError(f"{', '.join(missing)}: needed, because {kind} recordings do not say it{scores}{hint}")
-    for name in missing:
-        options.need(name, f"{kind} recordings do not say it")
-    if importer.is_folder not in (None, source.is_dir()):
-        raise UserError(f"{source}: expected {importer.expects}, got a {'file' if importer.is_folder else 'directory'}")
-    if max_bytes is not None and max_bytes < 1:
-        raise UserError(f"--max-bytes: expected at least 1, got {max_bytes}")
     metadata = options.metadata() | {"source": importer.recorder}
-    if importer.has_scores is False:
-        metadata["score"] = options.accept_no_scores(str(source))
+    if _ASSUMED in importer.needs:
+        metadata["score"] = ASSUMED
     try:
         with (
-            most_bytes(max_bytes or MAX_ARRAY_BYTES),
             atomic_path(out) as temporary,
             tempfile.TemporaryDirectory(dir=out.parent, prefix=".importing.") as directory,
         ):
-            writer = TraceWriter(Path(directory), source, metadata)
+            writer = TraceWriter(Path(directory), source, metadata, options.top_k)
             importer.read(source, options, writer)
             return writer.write(temporary, out)
     except OSError as error:

@@ -1,0 +1,115 @@
+"""A case: one policy, or one of the references beside it, on the workload of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe_ep_bench.config import Experiment, ReplicationConfig
+from moe_ep_bench.files import stable_hash
+from moe_ep_bench.policies import Policy, RoutingContext, make_policy
+from moe_ep_bench.policies.megatron_drop import MegatronDrop
+from moe_ep_bench.policies.own import source_hash
+
+BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
+# Native routing on replicated experts: what spare memory buys in place of a policy.
+REPLICATION = "replication"
+
+_LABELS = {NOISE: "native again", CEILING: "native, balanced scores"}
+
+# What the baseline computes.
+NATIVE = make_policy({"name": "topk"})
+
+
+@dataclass(frozen=True)
+class CaseSpec:
+    """What a case is.
+
+    Attributes:
+        policy: None for the references and replication, which take Megatron-Core's own router.
+        masks_padding: the policy is told which tokens are padding; no router of Megatron-Core's own is.
+    """
+
+    case_id: str
+    role: str
+    name: str
+    policy: Policy | None
+    replication: ReplicationConfig | None = None
+    masks_padding: bool = False
+
+    def told(self, context: RoutingContext) -> RoutingContext:
+        """Fields of the context that the policy may see."""
+        return context if self.masks_padding else replace(context, token_mask_T=None)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        described = self.replication or self.policy
+        return described.params() if described else {}
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether pairs of no weight fill every expert up to its capacity."""
+        return isinstance(self.policy, MegatronDrop) and self.policy.pad_to_capacity
+
+    @property
+    def policy_code(self) -> list[str]:
+        """The hash of a user's policy file: an edited rule never meets old results."""
+        code = None if self.policy is None else source_hash(type(self.policy))
+        return [] if code is None else [code]
+
+    @property
+    def capacity_factor(self) -> float:
+        """By which excess load is counted: the policy's own, 1 where it has none."""
+        factor = self.params.get("capacity_factor")
+        return factor if isinstance(factor, float) else 1.0
+
+    @property
+    def label(self) -> str:
+        if self.replication is None:
+            return self.policy.label if self.policy else _LABELS.get(self.role, self.name)
+        spare, solve_us = self.replication.spare_per_rank, self.replication.solve_us
+        solving = "" if solve_us is None else f" ({solve_us:g} us to solve)"
+        return f"EPLB{f' + LP{solving}' * (self.replication.balancer == 'lp')}, {spare} spare per rank"
+
+    def describe(self, comparison_id: str) -> dict[str, Any]:
+        """What run.json says of the case."""
+        return {
+            "comparison_id": comparison_id,
+            "policy": self.name,
+            "policy_params": self.params,
+            "label": self.label,
+            "role": self.role,
+            **({"policy_code": self.policy_code[0]} if self.policy_code else {}),
+            "looks_past_top_k": self.policy is not None and self.policy.looks_past_top_k,
+        }
+
+
+def with_ids(comparison_id: str, specs: Iterable[CaseSpec]) -> list[CaseSpec]:
+    """The same cases with their ids: hashes of the comparison and of all that makes a case."""
+    return [
+        replace(case, case_id=stable_hash([comparison_id, case.role, case.name, case.params, *case.policy_code]))
+        for case in specs
+    ]
+
+
+def cases_of(experiment: Experiment, comparison_id: str, *, timed: bool, replicates: bool) -> list[CaseSpec]:
+    """The baseline, its repetition for the noise floor, all policies, replications, and the ceiling.
+
+    Args:
+        timed: routing needs neither noise nor ceiling, and ``topk`` only where it is told of padding: else it is the
+            baseline.
+        replicates: experts may be replicated.
+    """
+    workload = experiment.workload
+    masks = workload.mask_padding and workload.padding_per_rank > 0
+    baseline, noise = CaseSpec("", BASELINE, "native", None), CaseSpec("", NOISE, "native", None)
+    policies = [
+        CaseSpec("", POLICY, policy.name, policy, masks_padding=workload.mask_padding)
+        for policy in experiment.make_policies()
+        if timed or masks or policy != NATIVE
+    ]
+    replicated = [CaseSpec("", REPLICATION, "eplb", None, wanted) for wanted in experiment.emulate.replication]
+    ceiling = CaseSpec("", CEILING, "native_balanced", None)
+    specs = [baseline, *[noise] * timed, *policies, *replicated * replicates, *[ceiling] * timed]
+    return with_ids(comparison_id, specs)

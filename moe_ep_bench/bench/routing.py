@@ -1,0 +1,348 @@
+"""Route a rank's tokens by a case, on virtual ranks as on real ones.
+
+``Batches`` has every rank's tokens; ``Shares`` are one rank's, and a ``Share`` is what of them a case sees; a
+``CaseRouter`` routes a share. A layer that stands alone has the key None.
+
+Shapes: R = ranks, T = tokens of one rank, E = experts, S = rows of a batch-wide policy's statistics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.bench.cases import CEILING, NATIVE, CaseSpec
+from moe_ep_bench.bench.plan import ROUTING, Comparison
+from moe_ep_bench.kernels import form_of
+from moe_ep_bench.kernels.dispatch import AUTO, numba_steps
+from moe_ep_bench.layer.expert_placement import ExpertPlacement
+from moe_ep_bench.layer.experts import DRAWS, seeded_generator
+from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
+from moe_ep_bench.metrics import ScoreMetrics, moved, routing_metrics, score_metrics
+from moe_ep_bench.policies import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.capacity import IMAGE
+from moe_ep_bench.policies.frontier import Frontier
+from moe_ep_bench.policies.laser import LoadAwarePolicy
+from moe_ep_bench.workload import TokenBatch
+from moe_ep_bench.workload.batch import balanced_scores
+
+if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
+    from moe_ep_bench.kernels.shared import SharedSteps
+    from moe_ep_bench.layer.stack import Stack
+
+# Metrics of what a token gets, whatever else an expert is filled up with.
+_OF_KEPT = ("retained_mass_topk", "retained_mass_all", "tokens_without_expert", "experts_per_token")
+
+# Scores of a batch whose ranks are shared among threads; of fewer, threads would wait for each other.
+_LEAST_SHARED_BYTES = 2**20
+# Scores of a batch that are kept rather than made again: of one layer, and of all together.
+_MOST_LAYER_BYTES, _MOST_MODEL_BYTES = 2**28, 2**32
+# Batches whose scores take no more keep all that cases see of them too, which takes several times as much.
+_MOST_SHARES_BYTES = 2**27
+# Scores of batches that are kept beside each other, so that replicas are planned without making any batch again.
+_MOST_BATCHES_BYTES = 2**28
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch work in one thread: a rank's share is small, and handing it out costs more than it saves."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@contextlib.contextmanager
+def rank_pool(device: torch.device, num_bytes: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that take a rank each: as many as torch would use on the host, one where a GPU works or all is small.
+
+    Args:
+        num_bytes: of the scores of all ranks' tokens.
+    """
+    workers = torch.get_num_threads() if device.type == "cpu" and num_bytes >= _LEAST_SHARED_BYTES else 1
+    with one_thread(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield pool
+
+
+def in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable[Any]) -> Iterator[Any]:
+    """``map`` over threads that holds no more items that are begun than there are threads."""
+    most = pool._max_workers
+    if most == 1:
+        yield from map(function, items)
+        return
+    begun: deque[Future] = deque()
+    for item in items:
+        begun.append(pool.submit(function, item))
+        if len(begun) >= most:
+            yield begun.popleft().result()
+    while begun:
+        yield begun.popleft().result()
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One rank's tokens of a batch in one MoE layer, as a case sees them, on the device that routes them.
+
+    Attributes:
+        rank: of all ranks: random policies draw by it.
+        context: facts of the tokens, but for randomness; a policy sees ``CaseRouter.context``.
+        make_scores: returns what a policy sees, float32 [T, E].
+        logits_TE: what the layer's router sees in place of its gate's output; None where no layer is asked for.
+    """
+
+    layer: int | None
+    rank: int
+    context: RoutingContext
+    make_scores: Callable[[], Tensor]
+    logits_TE: Tensor | None = None
+
+    @cached_property
+    def scores_TE(self) -> Tensor:  # noqa: N802
+        return self.make_scores()
+
+    @cached_property
+    def of_scores(self) -> ScoreMetrics:
+        return score_metrics(self.scores_TE, self.context)
+
+    @cached_property
+    def steps(self) -> SharedSteps | None:
+        """By which policies that route these scores share what they have in common; None where they cannot."""
+        if not self.scores_TE.is_cpu or numba_steps("cpu") is None:
+            return None
+        from moe_ep_bench.kernels.shared import SharedSteps
+
+        return SharedSteps(self.scores_TE)
+
+
+class Shares:
+    """One rank's tokens of a batch in one MoE layer: as the model scores them, and balanced for the ceiling."""
+
+    def __init__(
+        self, comparison: Comparison, layer: int | None, tokens: TokenBatch, rank: int, device: torch.device
+    ) -> None:
+        self.tokens, self.rank = tokens, rank
+        model, valid_T = comparison.model, None if tokens.valid_T is None else tokens.valid_T.to(device)
+        ids_T, scores_TE = tokens.sequence_id_T.to(device), tokens.scores_TE.to(device)
+        context = comparison.context(layer, rank % comparison.ep_size, ids_T, valid_T)
+
+        def share_of(balanced: bool) -> Share:
+            seen_TE = balanced_scores(scores_TE, model.top_k) if balanced else scores_TE
+            if comparison.backend == ROUTING:
+                return Share(layer, rank, context, lambda: seen_TE)
+            logits_TE = logits_from_scores(seen_TE, model.score_function)
+            # A policy sees what the layer makes of its logits.
+            as_seen = partial(scores_from_logits, logits_TE, model.score_function)
+            share = Share(layer, rank, context, as_seen, logits_TE)
+            if balanced and model.num_groups is None:  # A token's K best stay its K best, in other places.
+                share.__dict__["of_scores"] = moved(self._share_of(False).of_scores, share.scores_TE, context)
+            return share
+
+        self._share_of = functools.lru_cache(2)(share_of)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.num_tokens
+
+    def of(self, case: CaseSpec) -> Share:
+        return self._share_of(case.role == CEILING)
+
+
+class Batches:
+    """All ranks' tokens of a comparison's batches: kept where they are small, else made anew, rank by rank.
+
+    Args:
+        few: only so many of each rank's tokens, from the first to the last; None = all.
+
+    Attributes:
+        frontiers: by layer and batch, once they are known.
+        num_bytes: of the scores of a batch in a layer.
+    """
+
+    def __init__(self, comparison: Comparison, device: torch.device, few: int | None = None) -> None:
+        self.comparison, self.device, self._few = comparison, device, few
+        self.frontiers: dict[tuple[int | None, int], Frontier] = {}
+        num_tokens, num_layers = comparison.num_tokens, len(comparison.workloads)
+        if few is not None:
+            num_tokens = min(num_tokens, few * comparison.world_size)
+        layer_bytes = self.num_bytes = num_tokens * comparison.model.num_experts * torch.float32.itemsize
+        self._keeps_tokens = layer_bytes <= min(_MOST_LAYER_BYTES, _MOST_MODEL_BYTES // num_layers)
+        self._keeps_shares = layer_bytes * num_layers <= _MOST_SHARES_BYTES
+        keep = functools.lru_cache(max(1, _MOST_BATCHES_BYTES // (layer_bytes * num_layers)) * num_layers)
+        self._kept = keep(self._shares if self._keeps_shares else self._tokens)
+
+    def shares(self, layer: int | None, index: int) -> Iterable[Shares]:
+        """Every rank's tokens of a batch in a layer, rank by rank."""
+        if self._keeps_shares:
+            return self._kept(layer, index)
+        tokens = self._kept(layer, index) if self._keeps_tokens else self._made(layer, index)
+        return (self._share(layer, of_rank, rank) for rank, of_rank in enumerate(tokens))
+
+    def _shares(self, layer: int | None, index: int) -> list[Shares]:
+        return [self._share(layer, tokens, rank) for rank, tokens in enumerate(self._tokens(layer, index))]
+
+    def _share(self, layer: int | None, tokens: TokenBatch, rank: int) -> Shares:
+        return Shares(self.comparison, layer, tokens, rank, self.device)
+
+    def _tokens(self, layer: int | None, index: int) -> list[TokenBatch]:
+        """All ranks' tokens, made in threads; the first rank's alone, which solves for the batch's targets."""
+        make = partial(self.comparison.rank_batch, layer, index)
+        first = make(0)
+        with rank_pool(torch.device("cpu"), self.num_bytes) as pool:
+            others = in_order(pool, make, range(1, self.comparison.world_size))
+            return [self._cut(tokens) for tokens in (first, *others)]
+
+    def _made(self, layer: int | None, index: int) -> Iterator[TokenBatch]:
+        return map(self._cut, self.comparison.rank_batches(layer, index))
+
+    def _cut(self, tokens: TokenBatch) -> TokenBatch:
+        """Some of a rank's tokens from the first to the last, and so of both where some are padding."""
+        if self._few is None:
+            return tokens
+        num_tokens = min(self._few, tokens.num_tokens)
+        return tokens.rows(torch.linspace(0, max(tokens.num_tokens - 1, 0), num_tokens).long())
+
+
+# ---- routing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class CaseRouter:
+    """How a case routes; its experts stand in ``slots``.
+
+    Attributes:
+        carried: gives the loads that a batch starts from (``CarriedLoads``).
+        kernel: of policies (``layer.kernel``), where no layer runs them.
+    """
+
+    case: CaseSpec
+    slots: ExpertPlacement
+    seed: int
+    carried: Callable[[CaseSpec, int | None, int, int], Tensor | None] = lambda *_: None
+    kernel: str = AUTO
+
+    @property
+    def rule(self) -> Policy:
+        """What routes: the policy, or the model's own top-k."""
+        return self.case.policy or NATIVE
+
+    def context(self, share: Share, index: int) -> RoutingContext:
+        """What the rule knows of a rank's tokens of batch ``index``, its randomness at its start."""
+        place = () if share.layer is None else (share.layer,)
+        draws = seeded_generator(share.context.request_id_T.device, self.seed, DRAWS, index, share.rank, *place)
+        load_E = self.carried(self.case, share.layer, index, share.rank)
+        return replace(self.case.told(share.context), generator=draws, load_E=load_E)
+
+    def route(self, share: Share, index: int, stats_SE: Tensor | None) -> Routing:
+        """Over experts; ``on_slots`` sends pairs on."""
+        return self._form(share).route(share.scores_TE, self.context(share, index), stats_SE)
+
+    def map_of(self, share: Share, index: int, stats_SE: Tensor | None) -> Tensor:
+        """The map of ``route``, bool [T, E], found with what other cases found of the same scores."""
+        if not self._shares_steps(share):
+            return self.route(share, index, stats_SE).map_TE
+        rule, context = self._in_place(share, index)
+        return rule.by(share.steps).select(share.scores_TE, context, stats_SE).map_TE
+
+    def stats_of(self, share: Share, index: int) -> Tensor | None:
+        """Of a batch-wide policy what is summed over ranks, float64 [S, E]."""
+        if not self._shares_steps(share):
+            return self._form(share).batch_stats(share.scores_TE, self.context(share, index))
+        rule, context = self._in_place(share, index)
+        return rule.by(share.steps).stats(share.scores_TE, context)
+
+    def _form(self, share: Share) -> Any:
+        return form_of(self.rule, share.scores_TE.device, self.kernel)
+
+    def _shares_steps(self, share: Share) -> bool:
+        return self.kernel == AUTO and share.steps is not None and type(self.rule) in share.steps.policies
+
+    def _in_place(self, share: Share, index: int) -> tuple[Policy, RoutingContext]:
+        """The rule with its values in the share's layer, and what it knows there."""
+        context = self.context(share, index)
+        rule = self.rule.in_layer(context.layer_fraction)
+        if share.rank == 0:  # All ranks' scores are of one workload.
+            rule.check(share.scores_TE, context)
+        return rule, context
+
+    def on_slots(self, routing: Routing, rank: int) -> Routing:
+        """A rank's routing over slots."""
+        map_TP: Tensor = self.slots.spread(routing.map_TE, rank)
+        return Routing(map_TP, self.slots.spread_weights(routing.weights_TE, map_TP))
+
+    def enter(self, stack: Stack, shares: Mapping[int | None, Share], index: int) -> None:
+        """Put the case's routing of a rank's tokens of batch ``index`` into the MoE layers of ``stack``."""
+        policy = self.case.policy
+        stack.take(() if policy is None else stack.forms)
+        for layer, share in shares.items():
+            assert share.logits_TE is not None
+            if policy is None:  # By Megatron-Core's own router.
+                stack.route(layer, share.logits_TE)
+                continue
+            told = self.context(share, index)
+            here = policy.in_layer(told.layer_fraction)
+            context = replace(told, random_TE=here.random_keys(share.logits_TE, told))  # a captured graph cannot draw
+            stack.route(layer, share.logits_TE, here, context)
+
+
+class CarriedLoads:
+    """Loads that earlier batches left on the experts, for policies with ``carry_loads`` (``policies.laser``).
+
+    Batch b starts from what routing batches 0 to b - 1, in this order, left. The chain is worked out once and apart
+    from all that is timed: so a batch is routed alike on every backend, whichever batch is run first and however often.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches, comparison = batches, batches.comparison
+        self._slots, self._seed = comparison.slots, comparison.experiment.layer.seed
+        self._known: dict[tuple[str, int | None, int], Tensor] = {}
+
+    def __call__(self, case: CaseSpec, layer: int | None, index: int, rank: int) -> Tensor | None:
+        """What batch ``index`` starts from on a rank, float64 [E]; None = nothing."""
+        policy = case.policy
+        if index == 0 or not isinstance(policy, LoadAwarePolicy) or not policy.carry_loads:
+            return None
+        for after in range(1, index + 1):
+            if (case.case_id, layer, after) not in self._known:
+                self._known[case.case_id, layer, after] = self._left(case, layer, after - 1)
+        load_RE = self._known[case.case_id, layer, index]
+        return load_RE.sum(dim=0) if policy.load_scope == "all" else load_RE[rank]
+
+    def _left(self, case: CaseSpec, layer: int | None, index: int) -> Tensor:
+        """Pairs of every rank's tokens up to batch ``index``: float64 [R, E]."""
+        router = CaseRouter(case, self._slots, self._seed, self)
+        shares = self._batches.shares(layer, index)
+        maps = (router.route(of_rank.of(case), index, None).map_TE for of_rank in shares)
+        load_RE = torch.stack([map_TE.sum(dim=0).double() for map_TE in maps])
+        return load_RE if index == 0 else load_RE + self._known[case.case_id, layer, index]
+
+
+def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, Any]:
+    """``routing_metrics`` of a case's routing, excess load by its own capacity factor; loads of image tokens."""
+    how: dict[str, Any] = {"of_scores": share.of_scores, "capacity_factor": case.capacity_factor}
+    row = routing_metrics(routing, share.scores_TE, share.context, **how)
+    if case.is_padded:  # What fills an expert up weighs nothing: it is computed, and no mass of it is kept.
+        kept = replace(routing, map_TE=routing.weights_TE > 0)
+        of_kept = routing_metrics(kept, share.scores_TE, share.context, **how)
+        row |= {key: of_kept[key] for key in _OF_KEPT}
+    if share.context.modality_T is not None:
+        is_image_T, valid_T = share.context.modality_T == IMAGE, share.context.token_mask_T
+        row["num_image_tokens"] = int((is_image_T if valid_T is None else is_image_T & valid_T).sum())
+        row["image_load_E"] = routing.map_TE[is_image_T].sum(dim=0).tolist()
+    return row

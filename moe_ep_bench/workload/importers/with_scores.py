@@ -1,0 +1,325 @@
+"""Recordings that hold scores: ESFT's, FLAME-MoE's and Megatron-Core's.
+
+Shapes: T = tokens of a pass, E = experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import expit, softmax
+
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.workload.importers.arrays import REAL, checked, json_lines, lines, opened_npz, whole_number
+from moe_ep_bench.workload.importers.options import ImportOptions
+from moe_ep_bench.workload.importers.writer import TraceWriter
+
+# ---- ESFT ------------------------------------------------------------------------------------------------------------
+
+# scripts/get_expert_scores.py of the repository names the first two; the model's first of 27 layers is dense.
+ESFT_EXPERTS, ESFT_TOP_K = 64, 6
+ESFT_LAYERS = range(1, 27)
+
+
+def read_esft(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
+    """Import one domain of deepseek-ai/ESFT (MIT) or, without ``domain``, all one after the other.
+
+    ``results/expert_scores/<domain>/expert_weights_<layer>.txt`` hold what the vanilla DeepSeek-V2-Lite router chose
+    for samples of training sets (intent, law, summary, translation). One file per MoE layer, one line per text:
+
+        id TAB id ... TAB TAB weight TAB weight ...
+
+    with 6 ids and 6 weights per token, tokens in the order of the text, the six in no order. Weights are the softmax
+    over all 64 experts, rounded to four decimals, not renormalised. A text's first token begins every text alike and is
+    left out, as it would be counted once per text: it is routed the same each time, unlike all others.
+
+    Args:
+        source: the checkout, its ``results/expert_scores``, or the directory of one domain.
+    """
+    domains = _esft_domains(source, options.domain)
+    about = {"model": "deepseek-v2-lite", "score": "softmax, not renormalised", "phase": "prefill", "licence": "MIT"}
+    about |= {"domain": "+".join(domains), "where": str(source)}
+    writer.describe(num_experts=ESFT_EXPERTS, top_k=ESFT_TOP_K, **about)
+    writer.notes.append("first token of each sequence left out")
+    sequences = itertools.count()
+    for directory in domains.values():
+        paths = [directory / f"expert_weights_{layer}.txt" for layer in ESFT_LAYERS]
+        for path in paths:
+            if not path.is_file():
+                raise UserError(f"{path}: no such file, but expected layers {ESFT_LAYERS[0]} to {ESFT_LAYERS[-1]}")
+        for texts in itertools.zip_longest(*map(lines, paths)):
+            num_tokens = 0
+            is_over = [text is None for text in texts]
+            if any(is_over):
+                odd = is_over.index(2 * sum(is_over) < len(texts))
+                raise UserError(f"{paths[odd]}: expected as many texts as the other layers have")
+            for layer, text in zip(ESFT_LAYERS, texts, strict=True):
+                where, (ids_TK, weights_TK) = text[0], _esft_text(*text)
+                num_tokens = num_tokens or len(ids_TK)
+                writer.add(layer, ids_TK[1:], weights_TK[1:], where, range(1, len(ids_TK)))
+            writer.add_tokens(next(sequences), np.arange(1, num_tokens), str(directory))
+            writer.left_out += 1
+        writer.sources += paths
+
+
+def _esft_text(where: str, text: bytes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    halves = text.split(b"\t\t")
+    if len(halves) != 2:
+        raise UserError(f"{where}: expected ids, two tabs, weights; got {len(halves)} part(s)")
+    try:
+        ids, weights = np.array(halves[0].split(b"\t")).astype(np.int64), np.array(halves[1].split(b"\t")).astype(float)
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"{where}: expected numbers between tabs ({brief(str(error))})") from None
+    if ids.size != weights.size or ids.size % ESFT_TOP_K:
+        raise UserError(f"{where}: expected {ESFT_TOP_K} ids and weights per token, got {ids.size} and {weights.size}")
+    return ids.reshape(-1, ESFT_TOP_K), weights.reshape(-1, ESFT_TOP_K)
+
+
+def _esft_domains(source: Path, domain: str | None) -> dict[str, Path]:
+    """Directories by domain."""
+    root = source / "results" / "expert_scores"
+    root = root if root.is_dir() else source
+    name = f"expert_weights_{ESFT_LAYERS[0]}.txt"
+    folders = [root] if (root / name).is_file() else sorted(path.parent for path in root.glob(f"*/{name}"))
+    if not folders:
+        raise UserError(f"{source}: expected results/expert_scores/<domain>/{name}, got none")
+    domains = {path.resolve().name: path for path in folders}
+    if domain not in (None, *domains):
+        raise UserError(f"{source}: domain: expected one of {', '.join(domains)}; got {domain!r}")
+    return domains if domain is None else {domain: domains[domain]}
+
+
+# ---- FLAME-MoE -------------------------------------------------------------------------------------------------------
+
+FLAME_CONVERT = (
+    'python -c "import sys, pathlib, numpy, torch; a = {}; '
+    "[a.update({f'{i}.{d.name}.ids': x[1].numpy(), f'{i}.{d.name}.probs': x[0].float().numpy()}) "
+    "for d in pathlib.Path(sys.argv[1]).iterdir() for i, f in enumerate(sorted(d.glob('*.pt'))) "
+    "for x in [torch.load(f, map_location='cpu', weights_only=True)] "
+    "for x in [x if isinstance(x, (tuple, list)) else x.topk(int((x[0] > 0).sum()))]]; "
+    'numpy.savez(sys.argv[2], **a)" actives/STEP step.npz'
+)
+FLAME_FORM = re.compile(r"(\d{1,9})\.(\d{1,9})\.(ids|probs)")
+
+
+def read_flame_moe(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
+    """Import one checkpoint step of cmu-flame/FLAME-MoE's captured routing (scripts/empirical_analysis), as npz.
+
+    A capture has a file per forward pass and layer, ``actives/<checkpoint step>/<layer>/<pass>.pt``: of newer ones the
+    pair (probabilities, expert ids), both [tokens, K]; of older ones the router's probabilities [tokens, E], 0 outside
+    of the top-k. They are pickles; ``FLAME_CONVERT``, typed where they are trusted, makes arrays ``<pass>.<layer>.ids``
+    and ``.probs``, passes numbered in the order of their names. The models route by a softmax over all experts that is
+    not renormalised (``--moe-router-pre-softmax``), so that probabilities are shares of a token's whole mass. What
+    tokens are of one text is not captured: a pass is a sequence.
+    """
+    with opened_npz(source, FLAME_CONVERT, options.max_bytes) as npz:
+        forms = [FLAME_FORM.fullmatch(name) for name in npz.names]
+        if None in forms:
+            raise UserError(
+                f"{source}: expected <pass>.<layer>.ids and .probs, got {brief(npz.names[forms.index(None)])}"
+            )
+        places = sorted({(int(form[1]), int(form[2])) for form in forms if form})
+        for sequence, (number, layers) in enumerate(itertools.groupby(places, key=lambda place: place[0])):
+            num_tokens = 0
+            for _, layer in layers:
+                name = f"{number}.{layer}"
+                ids_TK = npz.array(f"{name}.ids", (None, None))
+                probs_TK = npz.array(f"{name}.probs", ids_TK.shape, REAL).astype(np.float64)
+                if not writer.num_experts:
+                    about = {"where": npz.where(name), "score": "softmax, not renormalised"}
+                    writer.describe(num_experts=options.num_experts, top_k=ids_TK.shape[1], **about)
+                writer.add(layer, ids_TK, probs_TK, npz.where(name))
+                num_tokens = num_tokens or len(ids_TK)
+            writer.add_tokens(sequence, np.arange(num_tokens), npz.where(str(number)))
+    writer.notes.append("a pass is a sequence: texts were not captured")
+
+
+# ---- Megatron-Core ---------------------------------------------------------------------------------------------------
+
+_MEGATRON_FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")
+_ROWS_AT_ONCE = 4096
+
+
+class _Record(NamedTuple):
+    """One line: what a router did in one forward pass."""
+
+    where: str
+    step: int
+    layer: int
+    ids_TK: NDArray[np.integer] | None
+    """None of multi-token prediction."""
+    logits: tuple[int, int] | None
+    """Offset into the sidecar, and number of experts."""
+
+
+def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
+    """Import one rank's file of Megatron-Core 0.19's router tracer, and its logits sidecar.
+
+    ``--moe-routing-trace-path`` makes Megatron-Core (``moe/router_trace.py`` there; 0.16.1 has no tracer) write one
+    JSON object per forward pass and MoE layer of one rank:
+
+        {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0,
+         "num_tokens": 128, "topk": 8, "top_indices": [[ids], ...]}
+
+    Ids come in ascending order of experts, not of scores. Scores are there only with
+    ``--moe-routing-trace-capture-logits``: the record then has ``logit_offset``, ``logit_bytes`` and ``logit_shape``
+    [tokens, experts] into ``logits_rank<rank>.bin`` beside it, bfloat16, before any score function. From these each
+    token's shares of the whole score mass are made; a bias or groups in the selection may have chosen others than the
+    largest, which the trace's note counts. What the tracer does not say, and what follows:
+
+    * Texts. A forward pass is taken as one sequence; as ``micro_batch_size`` of them where these are interleaved
+      ([sequence place, batch] flattened); in ``phase`` decode every token stands alone.
+    * Which tokens and layers a rank has. Ranks of one tensor-parallel group see the same tokens, and pipeline stages
+      number their own layers, so one import takes one rank's file.
+    * Activation recomputation calls routers twice; such passes are in the file twice and cannot be told apart.
+
+    Multi-token-prediction heads (``block`` mtp) are passed over.
+
+    Args:
+        source: the JSONL file, or a directory with one.
+    """
+    path = _megatron_file(source)
+    sidecar = path.with_name(path.name.replace("router_trace", "logits").replace(".jsonl", ".bin"))
+    writer.sources = [path]
+    batch, num_sequences, num_other, num_mtp, has_logits = options.micro_batch_size, 0, 0, 0, None
+    for step, records in itertools.groupby(_megatron_records(path), key=lambda record: record.step):
+        passes: dict[int, list[int]] = {}  # tokens of each pass of the step, by layer
+        for record in records:
+            if record.ids_TK is None:
+                num_mtp += 1
+                continue
+            if has_logits is None:
+                has_logits = record.logits is not None
+                writer.sources += [sidecar] * has_logits
+                _describe_megatron(record, options, writer)
+            if (record.logits is not None) != has_logits:
+                raise UserError(f"{record.where}: expected logits in all records or in none, as in the first")
+            num_tokens = len(record.ids_TK)
+            if num_tokens % batch:
+                expected = f"a multiple of micro_batch_size ({batch})"
+                raise UserError(f"{record.where}: num_tokens: expected {expected}, got {num_tokens}")
+            passes.setdefault(record.layer, []).append(num_tokens)
+            num_other += _add_megatron(record, sidecar, options, writer)
+        lengths = passes[min(passes)] if passes else []
+        for layer in passes:
+            if passes[layer] != lengths:
+                expected = f"passes of {brief(lengths)} tokens like layer {min(passes)}"
+                raise UserError(f"{path}: step {step}: layer {layer}: expected {expected}, got {brief(passes[layer])}")
+        sequences, positions = [], []
+        for num_tokens in lengths:
+            number = num_tokens if options.phase == "decode" else batch
+            long = num_tokens // max(number, 1)
+            sequences.append(num_sequences + np.repeat(np.arange(number), long))
+            positions.append(np.tile(np.arange(long), number))
+            num_sequences += number
+        if passes:
+            writer.add_tokens(np.concatenate(sequences), np.concatenate(positions), f"{path}: step {step}")
+    if has_logits is None:
+        raise UserError(f"{path}: expected records of block decoder, got none")
+    what = "a token is a sequence" if options.phase == "decode" else "a sequence is a forward pass or part of one"
+    writer.notes.append(what)
+    if num_other:
+        writer.notes.append(f"in {num_other} rows of all layers others than the largest logits were chosen")
+    if num_mtp:
+        writer.notes.append(f"{num_mtp} records of multi-token prediction left out")
+
+
+def _megatron_file(source: Path) -> Path:
+    files = [source] if source.is_file() else sorted(source.iterdir())
+    files = [path for path in files if _MEGATRON_FILE.fullmatch(path.name)]
+    if len(files) != 1:
+        names = ", ".join(path.name for path in files) or "none"
+        raise UserError(
+            f"{source}: expected one router_trace_rank<rank>.jsonl, got {names}: name one file, as ranks may hold the "
+            "same tokens or other layers"
+        )
+    return files[0]
+
+
+def _megatron_records(path: Path) -> Iterator[_Record]:
+    for where, record in json_lines(path):
+        if not isinstance(record, dict):
+            raise UserError(f"{where}: expected an object, got {brief(record)}")
+        block, stage = record.get("block"), record.get("stage")
+        if block not in ("decoder", "mtp") or stage != "pre_dispatch":
+            expected = "block decoder or mtp and stage pre_dispatch"
+            raise UserError(f"{where}: expected {expected}, got {brief(block)} and {brief(stage)}")
+        step, layer, num_tokens = (whole_number(record, name, where) for name in ("step", "layer", "num_tokens"))
+        top_k = whole_number(record, "topk", where, 1)
+        # Without tokens there is no list that would say how long it is.
+        shape = (num_tokens, top_k) if num_tokens else (0,)
+        ids_TK = checked(record.get("top_indices"), f"{where}: top_indices", shape).reshape(num_tokens, top_k)
+        logits = None
+        if "logit_offset" in record:
+            logits = whole_number(record, "logit_offset", where), whole_number(record, "logit_bytes", where)
+            lengths = checked(record.get("logit_shape"), f"{where}: logit_shape", (2,)).tolist()
+            if lengths[0] != num_tokens or math.prod(lengths) * 2 != logits[1]:
+                expected = f"{num_tokens} tokens in {logits[1]} bytes of bfloat16"
+                raise UserError(f"{where}: logit_shape: expected {expected}, got {lengths}")
+            logits = logits[0], lengths[1]
+        yield _Record(where, step, layer, ids_TK if block == "decoder" else None, logits)
+
+
+def _describe_megatron(record: _Record, options: ImportOptions, writer: TraceWriter) -> None:
+    """Describe the trace by its first record."""
+    if record.logits is None:
+        score = options.accept_no_scores(record.where, "record with --moe-routing-trace-capture-logits, or ")
+        num_experts = options.need("num_experts", "the trace has no logits to tell it by")
+    else:
+        function = options.need("score_function", "the trace has logits before the score function")
+        num_experts = record.logits[1]
+        if options.num_experts not in (None, num_experts):
+            raise UserError(f"{record.where}: num_experts: expected {options.num_experts}, got {num_experts} logits")
+        score = "softmax" if function == "softmax" else "sigmoid, divided by the sum over all experts"
+        score += ", not renormalised, from bfloat16 logits"
+    writer.describe(num_experts=num_experts, top_k=record.ids_TK.shape[1], where=record.where, score=score)
+
+
+def _add_megatron(record: _Record, sidecar: Path, options: ImportOptions, writer: TraceWriter) -> int:
+    """Add a layer's pass; return in how many rows an expert was chosen before one with a larger logit."""
+    num_other, num_tokens = 0, len(record.ids_TK)
+    # Interleaved sequences come one after the other.
+    order_T = np.arange(num_tokens).reshape(-1, options.micro_batch_size).T.ravel()
+    where = f"{record.where}: layer {record.layer}"
+    if not num_tokens or record.logits is None:
+        writer.add(record.layer, record.ids_TK[order_T], None, where, order_T)
+        return 0
+    for first in range(0, num_tokens, _ROWS_AT_ONCE):
+        rows_T = order_T[first : first + _ROWS_AT_ONCE]
+        ids_TK = record.ids_TK[rows_T]
+        logits_TE = _megatron_logits(record, rows_T, sidecar, writer.num_experts)
+        scores_TE = softmax(logits_TE, axis=1) if options.score_function == "softmax" else expit(logits_TE)
+        scores_TE /= scores_TE.sum(axis=1, keepdims=True)
+        safe_TK = ids_TK.clip(0, writer.num_experts - 1)  # what is out of range the writer refuses
+        writer.add(record.layer, ids_TK, np.take_along_axis(scores_TE, safe_TK, axis=1), where, rows_T)
+        least_T = np.take_along_axis(logits_TE, ids_TK, axis=1).min(axis=1)
+        np.put_along_axis(logits_TE, ids_TK, -np.inf, axis=1)
+        num_other += int((logits_TE.max(axis=1) > least_T).sum())
+    return num_other
+
+
+def _megatron_logits(
+    record: _Record, rows_T: NDArray[np.int64], sidecar: Path, num_experts: int
+) -> NDArray[np.float64]:
+    """Logits of some tokens of a record: [T, E]."""
+    assert record.logits is not None
+    offset, recorded_experts = record.logits
+    if recorded_experts != num_experts:
+        raise UserError(f"{record.where}: logit_shape: expected {num_experts} experts, got {recorded_experts}")
+    end = offset + len(record.ids_TK) * num_experts * 2
+    if not sidecar.is_file() or sidecar.stat().st_size < end:
+        size = sidecar.stat().st_size if sidecar.is_file() else "no such file"
+        raise UserError(f"{record.where}: {sidecar.name}: expected at least {end} bytes, got {size}")
+    stored = np.memmap(sidecar, np.dtype("<u2"), "r", offset, (len(record.ids_TK), num_experts))
+    logits_TE = (stored[rows_T].astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if not np.isfinite(logits_TE).all():
+        token = rows_T[(~np.isfinite(logits_TE)).any(axis=1).argmax()]
+        raise UserError(f"{record.where}: {sidecar.name}: token {token}: expected finite logits, got others")
+    return logits_TE

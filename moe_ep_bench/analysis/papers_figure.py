@@ -74,7 +74,8 @@ def claims_figure(claims: Claims) -> Figure | None:
         axes.set_title(title)
         _draw(axes, panel, looks)
     figure.axes[0].plot([], [], label="paper", **_PAPER_LOOK)
-    figure.axes[0].fill_between([], [], color=NOISE_FILL, label="paper: a range")
+    if _is_range(rows).any():
+        figure.axes[0].fill_between([], [], color=NOISE_FILL, label="paper: a range")
     for name, look in looks.items():
         figure.axes[0].plot([], [], label=f"ours, {name.replace('_', ' ')}", **_style(look, True))
     kinds = f"{' / '.join(models)} | {about['workload'].iloc[0]} traffic, "

@@ -11,14 +11,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from markupsafe import escape
 from results_builder import FakeCase, FakeComparison, write_run
 from safetensors.numpy import save_file
 from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
+from moe_ep_bench.analysis import page
 from moe_ep_bench.analysis.advise import advice_lines, advice_text, candidates, load_timed, picks
 from moe_ep_bench.analysis.cases import cases, comparisons, iterations, load
 from moe_ep_bench.analysis.compare import compare_directories
 from moe_ep_bench.analysis.labels import short_label
+from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.bench.question import Bounds, Question, ask, ask_both
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
@@ -639,7 +642,7 @@ def test_a_directory_is_only_read(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert sorted(directory.rglob("*")) == before
 
 
-def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkeypatch) -> None:
     out = tmp_path / "out"
     command = ["advise", "--model", "olmoe-1b-7b", "--ep", "4", "--tokens", "64", "--out", str(out)]
     assert main([*command, "--dry-run"]) == OK
@@ -657,6 +660,9 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys: pytest
     assert first.out.splitlines()[-1] == f"config: {out}/advise.yaml"
     assert first.out.startswith((out / "advice.txt").read_text().rstrip())
     assert advice_lines(out) == list(filter(None, first.out.partition("\n\ncandidate")[0].splitlines()))
+    monkeypatch.setattr(page, "_drawn", lambda store: ())  # figures have tests of their own
+    shown = " ".join(page_of([out], []).split())
+    assert all(str(escape(line)) in shown for line in advice_lines(out))
     assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 12 candidates x 5 batches x 2 points, modelled on h100-sxm")
     described = json.loads((out / "run.json").read_text())
     assert set(described["hashes"]["workload"].values()) == {None}, "nobody asked for a survey"

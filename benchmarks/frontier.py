@@ -47,10 +47,11 @@ def compare(path: Path) -> pd.DataFrame:
         for bins in BINS if budget == 0.01 else ():
             spec = {"name": "budget_drop", "max_lost_mass": budget, "bins_per_octave": bins}
             policies[f"budget_drop, {bins} bins"] = make_policy(spec)
-        for row in judge(path, budget, SETTINGS["device"], policies):
-            rows.append({"recording": path.stem, "held_out_batches": num_batches // 2, "budget": budget, **row})
+        about = {"recording": path.stem, "held_out_batches": num_batches // 2, "budget": budget}
+        judged = judge(path, budget, SETTINGS["device"], policies)
+        rows.append(pd.DataFrame(about, index=judged.index).join(judged))
         print(f"{path.stem}: budget {budget:g}", file=sys.stderr, flush=True)
-    return pd.DataFrame(rows)
+    return pd.concat(rows, ignore_index=True)
 
 
 def markdown(rows: pd.DataFrame, made: str) -> str:

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.files import atomic_path, write_json
-from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels import form_of
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import POLICIES, RoutingContext, make_policy
-from moe_ep_bench.policies.capacity import expert_capacity
 
 TOP_K = 8
 NUM_RANKS = 8
@@ -99,7 +98,7 @@ def _contenders(num_tokens: int, num_experts: int) -> dict[str, Callable[[], obj
     }
     for policy in map(make_policy, SPECS):
         policy.check(scores_TE, context)
-        contenders[policy.label] = functools.partial(compiled(policy, "cpu").select, scores_TE, context)
+        contenders[policy.label] = functools.partial(form_of(policy, "cpu").select, scores_TE, context)
     return contenders
 
 
@@ -109,8 +108,7 @@ def published(scores_TE: Tensor, num_local: int) -> Tensor:
     top = scores_TE.topk(TOP_K, dim=1)
     candidates_TE = torch.zeros_like(scores_TE).scatter(1, top.indices, top.values)
     candidates_TE[:, :num_local] = scores_TE[:, :num_local]
-    capacity = expert_capacity(1.0, num_tokens, TOP_K, num_experts)
-    kept = candidates_TE.topk(capacity, dim=0)
+    kept = candidates_TE.topk(num_tokens * TOP_K // num_experts, dim=0)
     return torch.zeros_like(scores_TE).scatter(0, kept.indices, kept.values)
 
 

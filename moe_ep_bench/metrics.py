@@ -260,7 +260,7 @@ def _counts_by_numba(
         return None
     from moe_ep_bench.kernels.counting import routing_counts
 
-    maps = (one.contiguous().numpy().view(np.uint8) for one in (map_TE, top_k_TE))
+    maps = (map_.contiguous().numpy().view(np.uint8) for map_ in (map_TE, top_k_TE))
     return RoutingCounts(*routing_counts(*maps, scores_TE.contiguous().numpy(), _valid(context), context.num_ranks))
 
 
@@ -367,65 +367,7 @@ def uniform_activated_experts(num_experts: int, top_k: int, num_tokens: float) -
     return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
 
 
-def score_order(scores_TE: Tensor) -> dict[str, NDArray[np.float64]]:
-    """Mean, least and greatest score at each place from a token's best expert to its last, [E]."""
-    sorted_TE = scores_TE.sort(dim=1, descending=True).values.double()
-    return {
-        "mean_score": sorted_TE.mean(dim=0).numpy(),
-        "min_score": sorted_TE.amin(dim=0).numpy(),
-        "max_score": sorted_TE.amax(dim=0).numpy(),
-    }
-
-
-def token_overlap(
-    map_TE: Tensor, sequence_id_T: Tensor, domain_T: Tensor | None = None
-) -> dict[str, tuple[int, float]]:
-    """How many experts two tokens of a batch share, by how the tokens are related.
-
-    - ``neighbours``: adjacent tokens of a sequence.
-    - ``same_sequence``: any two of a sequence.
-    - ``same_domain``: any two of a domain that are of different sequences.
-    - ``cross_domain``: any two of different domains.
-
-    Means over *all* such pairs, from counts: the pairs of two groups share sum_E n_E m_E experts, if n and m
-    count the tokens of each group that choose expert E. A text that is in a batch twice counts as two sequences.
-
-    Args:
-        map_TE: bool, the experts of each token.
-        sequence_id_T: int64; the tokens of a sequence are adjacent.
-        domain_T: int64; None = all of one domain.
-
-    Returns:
-        By kind, the number of unordered pairs and the mean number of experts that a pair shares; kinds of which
-        the batch has no pair are left out.
-    """
-    if domain_T is None:
-        domain_T = torch.zeros_like(sequence_id_T)
-    chosen_TE = map_TE.double()
-    itself = float(chosen_TE.sum())  # what a token shares with itself
-    # Ordered pairs, a token with itself included, inside each group: how many, and what they share.
-    everyone = _pairs_within(chosen_TE, torch.zeros_like(sequence_id_T))
-    domain, sequence = _pairs_within(chosen_TE, domain_T), _pairs_within(chosen_TE, sequence_id_T)
-    ordered = {
-        "same_sequence": (sequence[0] - len(map_TE), sequence[1] - itself),
-        "same_domain": (domain[0] - sequence[0], domain[1] - sequence[1]),
-        "cross_domain": (everyone[0] - domain[0], everyone[1] - domain[1]),
-    }
-    kinds = {"neighbours": shared_by_neighbours(map_TE, sequence_id_T)}
-    kinds |= {kind: (pairs // 2, shared / 2) for kind, (pairs, shared) in ordered.items()}
-    return {kind: (pairs, shared / pairs) for kind, (pairs, shared) in kinds.items() if pairs}
-
-
 def shared_by_neighbours(map_TE: Tensor, sequence_id_T: Tensor) -> tuple[int, float]:
     """Pairs of adjacent tokens of a sequence, and how many experts of ``map_TE`` they share in all."""
     adjacent_T = sequence_id_T[1:] == sequence_id_T[:-1]
     return int(adjacent_T.sum()), float((map_TE[1:] & map_TE[:-1])[adjacent_T].sum())
-
-
-def _pairs_within(chosen_TE: Tensor, group_T: Tensor) -> tuple[int, float]:
-    """Ordered pairs of tokens of one group, over all groups, and the experts that they share."""
-    _, group_T = group_T.unique(return_inverse=True)
-    num_groups = int(group_T.max()) + 1 if len(group_T) else 0
-    count_GE = chosen_TE.new_zeros(num_groups, chosen_TE.shape[1]).index_add(0, group_T, chosen_TE)
-    size_G = torch.bincount(group_T, minlength=num_groups)
-    return int((size_G**2).sum()), float((count_GE**2).sum())

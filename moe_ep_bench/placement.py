@@ -238,11 +238,11 @@ def balance(slot_expert_P: ArrayLike, load_E: ArrayLike, num_ranks: int) -> NDAr
         share_S, values, minus_t = np.arange(S), np.ones(S), (-np.ones(R), (np.arange(R), np.full(R, S)))
         on_ranks = csr_array((values, (rank_S, share_S)), shape=(R, S + 1)) + csr_array(minus_t, shape=(R, S + 1))
         of_experts = csr_array((values, (expert_S, share_S)), shape=(len(load_X), S + 1))
-        found = linprog(
+        solution = linprog(
             np.r_[np.zeros(S), 1.0], A_ub=on_ranks, b_ub=-fixed_R, A_eq=of_experts, b_eq=load_X, method="highs-ds"
         )
-        assert found.status == 0, found.message
-        pairs_V[is_shared_V] = _whole_pairs(found.fun, load_X, fixed_R.astype(np.int64), expert_S, rank_S)
+        assert solution.status == 0, solution.message
+        pairs_V[is_shared_V] = _whole_pairs(solution.fun, load_X, fixed_R.astype(np.int64), expert_S, rank_S)
     pairs_P = np.zeros(len(expert_P), dtype=np.int64)
     pairs_P[first_V] = pairs_V
     return pairs_P
@@ -272,9 +272,9 @@ def _whole_pairs(
     while True:
         room_R = np.maximum(most - fixed_R, 0)
         capacities = np.r_[load_X, load_X[expert_S], room_R].astype(np.int32)
-        found = maximum_flow(csr_array((capacities, (tails, heads)), shape=(num_nodes, num_nodes)), source, sink)
-        if found.flow_value == load_X.sum():
-            return np.asarray(found.flow.toarray()[expert_S, X + rank_S], dtype=np.int64)
+        flow = maximum_flow(csr_array((capacities, (tails, heads)), shape=(num_nodes, num_nodes)), source, sink)
+        if flow.flow_value == load_X.sum():
+            return np.asarray(flow.flow.toarray()[expert_S, X + rank_S], dtype=np.int64)
         most += 1
 
 

@@ -175,14 +175,13 @@ _UNITS = {
         *("image_load_E", "num_dropped_image_pairs"),
     ),
     "copies": ("crossing_copies",),
-    "experts": (*("experts_per_token", "activated_experts", "activated_experts_fullest_rank", "shared_experts"),),
+    "experts": (*("experts_per_token", "activated_experts", "activated_experts_fullest_rank"),),
     "share": (
         *("dropped_fraction", "retained_mass_topk", "retained_mass_all", "excess_load", "topk_share", "entropy"),
         *("regime_single_head", "regime_smooth", "regime_plateau", "reference_error", "output_error"),
         *("kept_by_load", "kept_by_experts", "curve_kept"),
     ),
     "over mean": ("peak_load", "max_violation", "load_cv", "curve_load", "rank_peak_load"),
-    "score": ("mean_score", "min_score", "max_score"),
 }
 UNIT_OF = {name: unit for unit, names in _UNITS.items() for name in names}
 
@@ -233,29 +232,6 @@ ROUTING_SCHEMA = _table(
         *_IDENTITY,
         ("layer", pa.int32()),  # of the model or the recording; null = a layer alone, or synthetic scores
         *((name, metric.dtype) for name, metric in METRICS.items()),
-    ]
-)
-
-# What ``route`` leaves of the scores, which no policy changes: one row per batch and rank in the token's own order.
-SCORE_CURVES_SCHEMA = _table(
-    [
-        ("comparison_id", pa.string()),
-        ("batch", pa.int32()),
-        ("position", pa.int32()),  # 1 = the best expert of a token, up to E
-        ("mean_score", pa.float64()),  # over tokens, of the score at this position
-        ("min_score", pa.float64()),
-        ("max_score", pa.float64()),
-    ]
-)
-
-# How alike tokens are: mean number of top-k experts that two tokens share (``metrics.token_overlap``).
-OVERLAP_SCHEMA = _table(
-    [
-        ("comparison_id", pa.string()),
-        ("batch", pa.int32()),
-        ("kind", pa.string()),  # neighbours, same_sequence, same_domain, cross_domain
-        ("num_pairs", pa.int64()),  # unordered pairs of tokens that the mean is over
-        ("shared_experts", pa.float64()),
     ]
 )
 
@@ -322,7 +298,7 @@ QUALITY_ROUTING_SCHEMA = _table(
 
 @dataclass(frozen=True)
 class Table:
-    """A table on disk: a Parquet part per case, or per comparison, in a folder of a results directory."""
+    """A table on disk: a Parquet part per case, in a folder of a results directory."""
 
     folder: str
     schema: pa.Schema
@@ -331,8 +307,6 @@ class Table:
 TABLES = {
     "samples": Table("cases", SAMPLES_SCHEMA),
     "routing": Table("routing", ROUTING_SCHEMA),
-    "score_curves": Table("scores", SCORE_CURVES_SCHEMA),  # per comparison
-    "overlap": Table("overlap", OVERLAP_SCHEMA),  # per comparison
     "frontier": Table("frontier", FRONTIER_SCHEMA),
     "quality": Table("quality", QUALITY_SCHEMA),
     "quality_routing": Table("routing", QUALITY_ROUTING_SCHEMA),

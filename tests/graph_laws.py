@@ -56,11 +56,11 @@ class RandomOnDevice(TopKOnDevice):
 
     name = "random_on_device"
 
-    def draws(self, like_TE: Tensor, context: RoutingContext) -> Tensor:
-        return context.drawn(like_TE)
+    def random_keys(self, like_TE: Tensor, context: RoutingContext) -> Tensor:
+        return context.random_keys(like_TE)
 
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-        map_TE = super().route(context.drawn(scores_TE), context).map_TE
+        map_TE = super().route(context.random_keys(scores_TE), context).map_TE
         return weighted(scores_TE, map_TE, map_TE, context)
 
 
@@ -113,7 +113,7 @@ def captured(
     if policy is not None:
         # As ``Traffic.enter`` has it: a graph can draw nothing.
         context = lab.context(stack.forms[None])
-        context = replace(context, random_TE=policy.draws(scores_TE, context))
+        context = replace(context, random_TE=policy.random_keys(scores_TE, context))
         layer.router.policy, layer.router.context = policy, context
     meet = Rendezvous(lab.ep_group, lab.ranks.device)
     return CapturedRun(stack, hidden_TD.unsqueeze(1), TapeGraph(), TapeClock(), meet, by_phase=by_phase)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels import form_of
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 
 Spec = dict[str, Any]
@@ -147,7 +147,7 @@ def context_of(arguments: Arguments) -> RoutingContext:
 
 def route(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> Routing:
     """By what runs on the host; ``law_twins`` holds it to torch."""
-    return compiled(make_policy(spec), "cpu").route(scores_TE, context_of(arguments))
+    return form_of(make_policy(spec), "cpu").route(scores_TE, context_of(arguments))
 
 
 def fitted(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> Spec:

@@ -17,12 +17,12 @@ from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.bench.routing import CaseRouter, Share
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
-from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels import form_of
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.policies.by_layer import ByLayer
 from moe_ep_bench.presets import expand_policies
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
-from moe_ep_bench.workload.derived import Setting, compared_policies, derive_factors, judge, layers_of, needed_factors
+from moe_ep_bench.workload.derived import Setting, compared_policies, derive_factors, judge, needed_factors
 from moe_ep_bench.workload.trace import open_trace
 
 # ---- fields by layer -------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def test_each_layer_is_routed_by_its_own_values(name: str, fields: dict, of_laye
     for layer, own in enumerate(of_layers):
         context = RoutingContext(top_k=2, num_ranks=4, layer_fraction=layer / len(of_layers))
         expected = make_policy({"name": name, **own}).route(scores_TE, context)
-        for form in (policy, compiled(policy, "cpu"), compiled(policy, "cpu", "torch")):
+        for form in (policy, form_of(policy, "cpu"), form_of(policy, "cpu", "torch")):
             for stats_SE in (None, form.batch_stats(scores_TE, context)):
                 found = form.route(scores_TE, context, stats_SE)
                 assert torch.equal(found.map_TE, expected.map_TE)
@@ -146,23 +146,23 @@ def test_a_derived_factor_is_the_least_that_keeps_the_budget(granularity: str, t
             shares.append(1 - kept / sum(float(part.sum()) for part in parts))
         return float(np.mean(shares))
 
-    layers = list(layers_of(trace, setting))
+    layers = list(setting.layers(trace))
     assert len(layers[0]) == 4  # of five sequences each
     for batches, factor in zip(layers, derived.layers, strict=True):
         assert lost(factor, batches) <= 0.05 < lost(factor - 0.002, batches)
-    both = [lost(derived.one, batches) for batches in layers]
-    assert np.mean(both) <= 0.05 < np.mean([lost(derived.one - 0.002, batches) for batches in layers])
-    factors, shares = needed_factors(layers[0][0], setting, 2)
-    assert (len(factors), float(shares.sum())) == (2 * 40, pytest.approx(1))
+    both = [lost(derived.common, batches) for batches in layers]
+    assert np.mean(both) <= 0.05 < np.mean([lost(derived.common - 0.002, batches) for batches in layers])
+    needed = needed_factors(layers[0][0], setting, 2)
+    assert (len(needed), needed["share"].sum()) == (2 * 40, pytest.approx(1))
 
 
 def test_budget_drop_keeps_its_budget_in_each_batch_and_nothing_beats_the_frontier(tmp_path: Path) -> None:
     path = random_trace(tmp_path / "a.safetensors")
     rows = judge(path, 0.05, SETTING, compared_policies(0.05, derive_factors(path, 0.05, SETTING), SETTING))
-    found = {row["method"]: row for row in rows}
+    found = rows.set_index("method").to_dict("index")
     assert found["native"]["lost"] == pytest.approx(0, abs=1e-6)
     assert found["budget_drop"]["most_lost"] <= 0.05 + 1e-6
-    assert all(row["above"] >= -1e-9 for row in rows)
+    assert (rows["above"] >= -1e-9).all()
     assert found["native"]["fullest"] > found["budget_drop"]["fullest"] >= found["frontier"]["fullest"]
     assert found["frontier"]["fullest"] >= found["frontier, spread"]["fullest"]
 

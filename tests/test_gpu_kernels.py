@@ -11,7 +11,7 @@ from policy_cases import SPECS, Spec, distinct_scores, fitted, possible_groups, 
 from torch import Tensor
 from twin_laws import assert_same_choice
 
-from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.dispatch import oracle_for, triton_twins
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 
@@ -70,7 +70,7 @@ def both(policy: Policy, scores_TE: Tensor, options: dict[str, Any]) -> tuple[Ro
     def context() -> RoutingContext:
         return RoutingContext(generator=torch.Generator(device).manual_seed(1), **options)
 
-    fastest = compiled(policy, "cuda")
+    fastest = form_of(policy, "cuda")
     assert fastest.runs(*scores_TE.shape) == "triton"
     return fastest.route(scores_TE, context()), oracle_for(policy, "cuda").route(scores_TE, context())
 
@@ -123,7 +123,7 @@ def test_the_largest_batches_are_routed_like_torch(shape: tuple[int, int], spec:
     options = {"top_k": 8, "num_ranks": 8, "normalize": True, "request_id_T": request_T}
     ours, expected = both(policy, scores_TE, options)
     assert_same_choice(ours, expected)
-    again = compiled(policy, "cuda").route(scores_TE, RoutingContext(**options))
+    again = form_of(policy, "cuda").route(scores_TE, RoutingContext(**options))
     assert torch.equal(again.map_TE, ours.map_TE)
     assert torch.equal(again.weights_TE, ours.weights_TE)
 

@@ -19,6 +19,7 @@ import yaml
 from numpy.typing import NDArray
 from safetensors.torch import load_file as load_weights
 from safetensors.torch import save_file as save_weights
+from test_recorded import tokens_of
 
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.bench.route import route
@@ -88,7 +89,7 @@ def test_a_replayed_recording_is_routed_as_the_model_routes(recording: Path, olm
     assert first.routing is not None
     workload = RecordedWorkload(recording, 0, 8, 3, NUM * LENGTH, 1, "recorded", seed=0)
     batch = workload.batch(0)
-    assert np.array_equal(batch.scores_TE, open_trace(recording).read_full_scores(0)[workload.draw(0)])
+    assert np.array_equal(batch.scores_TE, open_trace(recording).read_full_scores(0)[tokens_of(workload, 0)])
     replayed = policy.route(batch.scores_TE, first.context)
     assert torch.equal(replayed.map_TE.sum(0), first.routing.map_TE.sum(0))
     described = workload.describe()

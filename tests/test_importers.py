@@ -12,12 +12,13 @@ import itertools
 import json
 import shlex
 import sys
+import tracemalloc
 import zipfile
 
 import numpy as np
 import pytest
 import torch
-from test_recorded import real
+from test_recorded import real, tokens_of
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.workload import RecordedWorkload
@@ -305,8 +306,21 @@ def test_interleaved_sequences_are_told_apart(tmp_path, out):
     assert position_T.tolist() == [0, 1, 2, 0, 1, 2]
     for token, recorded in enumerate((0, 2, 4, 1, 3, 5)):  # [place, batch] flattened
         assert set(ids[1, token]) == set(rows[0, 3][0][recorded])
+    megatron(tmp_path / "both", passes=(4, 2))
+    imported("megatron", tmp_path / "both", out.with_name("both"), micro_batch_size=2)
+    assert read_back(out.with_name("both"))[2].tolist() == [0, 0, 1, 1, 2, 3]
+    imported("megatron", tmp_path / "both", out.with_name("decode"), phase="decode")
+    assert read_back(out.with_name("decode"))[2].tolist() == list(range(6))
     options = {**OPTIONS["megatron"], "micro_batch_size": 4}
     assert ":1: num_tokens: " in refusal("megatron", tmp_path / "trace", tmp_path / "o" / "x", options)
+
+
+def test_choices_of_others_than_the_largest_logits_are_counted(tmp_path, out):
+    _, path = damaged("megatron", tmp_path / "trace", record(0, top_indices=[[0, 1, 2]] * 6))
+    logits_TE = megatron(tmp_path / "same")[0, 1][1]
+    others_T = np.sort(logits_TE, axis=1)[:, -3] > logits_TE[:, :3].min(axis=1)
+    facts = imported("megatron", path, out).trace.metadata
+    assert f"in {others_T.sum()} rows" in facts["note"]
 
 
 @pytest.mark.seam
@@ -491,6 +505,7 @@ def array(name, value):
 MAP, IDS, LENGTHS = "last_physical_to_logical_map", "topk_ids_of_layer", "extend_seq_lens"
 ROUTED = "routed_experts"
 NOBODY = np.array([[{}]], dtype=object)
+# fmt: off
 # What is wrong: the place that the error names behind the file, and the change.
 DAMAGE = {
     "flame-moe": {
@@ -499,20 +514,18 @@ DAMAGE = {
         "another shape": ("0.2.probs: ", array("0.2.probs", np.zeros((2, 2)))),
         "more than all mass": ("0.2: token 0: scores: ", item("0.2.probs", 0, 0.9)),
         "a pickle": ("0.2.ids: ", array("0.2.ids", NOBODY)),
-        "another number of tokens": (
-            "1.3: layer 3: ",
-            lambda made: made.update({f"1.3.{name}": made[f"1.3.{name}"][:2] for name in ("ids", "probs")}),
-        ),
+        "another top-k": ("1.2: expected top-3", lambda made: made.update(
+            {f"1.2.{name}": made[f"1.2.{name}"][:, :2] for name in ("ids", "probs")})),
+        "another number of tokens": ("1.3: layer 3: ", lambda made: made.update(
+            {f"1.3.{name}": made[f"1.3.{name}"][:2] for name in ("ids", "probs")})),
     },
     "esft": {
         "a weight too many": (":1: ", lambda text: text.replace("\t\t", "\t\t0.1\t", 1)),
         "no whole id": (":1: ", lambda text: "8.5" + text[text.index("\t") :]),
         "an empty line": (": ", lambda text: text + "\n"),
         "a text too few": (": ", lambda text: text[: text[:-1].rindex("\n") + 1]),
-        "texts change places": (
-            ":2: layer 7: ",
-            lambda text: "".join(text.splitlines(keepends=True)[line] for line in (0, 2, 1)),
-        ),
+        "texts change places": (":2: layer 7: ", lambda text: "".join(
+            text.splitlines(keepends=True)[line] for line in (0, 2, 1))),
         "NaN": (":3: token 1: scores: ", entry(2, 9, "nan")),
         "more than all mass": (":3: token 1: scores: ", entry(2, 9, "0.99")),
     },
@@ -526,12 +539,11 @@ DAMAGE = {
         "an expert twice": (":2: layer 3: token 0: expert_ids: ", record(1, top_indices=[[1, 2, 1]] * 6)),
         "no such expert": (":2: layer 3: token 0: expert_ids: ", record(1, top_indices=[[1, 2, 16]] * 6)),
         "another shape": (":2: logit_shape: ", record(1, logit_shape=[5, 16])),
+        "as many bytes": (":1: logit_shape: ", record(0, logit_shape=[12, 8])),
         "beyond the sidecar": (":4: logits_rank0.bin: ", record(3, logit_offset=10**6)),
         "a layer less": (": step 1: layer 3: ", lambda records: records.pop()),
-        "another pass": (
-            ": step 1: layer 3: ",
-            record(3, num_tokens=2, top_indices=[[1, 2, 3]] * 2, logit_shape=[2, 16], logit_bytes=64),
-        ),
+        "another pass": (": step 1: layer 3: ", record(
+            3, num_tokens=2, top_indices=[[1, 2, 3]] * 2, logit_shape=[2, 16], logit_bytes=64)),
     },
     "sglang": {
         "no map": (MAP, array(MAP, None)),
@@ -540,7 +552,8 @@ DAMAGE = {
         "another number of layers": (f"0.{IDS}: ", array(MAP, np.zeros((3, 20), int))),
         "no such expert": (f"0.{IDS}: layer 2: ", item(f"0.{IDS}", (2, 3, 1), 20)),
         "an expert less": (f"0.{IDS}: token 3: ", item(f"0.{IDS}", (2, 3, 1), -1)),
-        "filling with experts": (f"0.{IDS}: token 7: ", item(f"0.{IDS}", (slice(1, 4), 7), [1, 2, 3, *[-1] * 5])),
+        "filling with experts": (
+            f"0.{IDS}: token 7: ", item(f"0.{IDS}", (slice(1, 4), 7), [1, 2, 3, *[-1] * 5])),
         "lengths of more": (f"0.{LENGTHS}: ", array(f"0.{LENGTHS}", np.array([6, 3]))),
         "no place": (f"0.{IDS}: position: ", item("0.positions", 1, -5)),
         "a layer more": (f"1.{IDS}: layer 0: ", lambda made: made[f"1.{IDS}"].__setitem__(0, made[f"1.{IDS}"][1])),
@@ -554,6 +567,7 @@ DAMAGE = {
         "nothing recorded": ("", lambda made: [value.fill(-1) for value in made.values()]),
     },
 }
+# fmt: on
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in DAMAGE for name in DAMAGE[kind]])
@@ -563,6 +577,21 @@ def test_a_damaged_source_is_refused_with_file_and_place(tmp_path, out, kind, na
     text = refusal(kind, source, out)
     assert text.startswith(str(path))
     assert place in text.removeprefix(str(path))
+
+
+@pytest.mark.parametrize(
+    ("ids_TLN", "known", "layers"),
+    [
+        ([[[0, 0], [3, 1]], [[0, 0], [0, 2]]], [True, True], {1: [[3, 1], [0, 2]]}),  # a layer of zeros does not route
+        ([[[-1, -1], [3, -1]], [[-1, -1], [0, -1]]], [True, True], {1: [[3], [0]]}),  # K = 1 of two places
+        ([[[0], [0]]], [True], {0: [[0]], 1: [[0]]}),  # K = 1: zeros are experts
+        ([[[1, 0]], [[-1, -1]], [[2, 3]]], [True, False, True], {0: [[1, 0], [2, 3]]}),
+        ([[[-1, -1]]], [False], {}),
+    ],
+)
+def test_what_was_recorded_is_told_from_what_fills_up_an_array(ids_TLN, known, layers):
+    known_T, found = arrays.routed_part(np.array(ids_TLN), "here")
+    assert (known_T.tolist(), {layer: ids_TK.tolist() for layer, ids_TK in found.items()}) == (known, layers)
 
 
 @pytest.mark.parametrize("value", [0x7FC0, 0xFF80])  # NaN and an infinity in bfloat16
@@ -584,6 +613,7 @@ RESPONSES = {
     "no experts": ("vllm", '{"choices": [{"text": ""}]}'),
     "ragged": ("vllm", [[[1, 2], [3]]]),
     "a pickle": ("vllm", npy(NOBODY)),
+    "a broken header": ("vllm", base64.b64encode(base64.b64decode(npy(np.zeros(6))).replace(b"}", b" ")).decode()),
     "floats": ("vllm", npy(np.zeros((1, 2, 3)))),
     "flat": ("vllm", npy(np.zeros(6, np.int32))),
     "no text": ("sglang", {}),
@@ -617,7 +647,12 @@ def test_an_array_that_claims_to_be_huge_is_refused_before_it_is_held(tmp_path, 
         with zipfile.ZipFile(path, "w") as archive:
             claim = b"(" + rows.strip() + b", 4, 2), }" + b" " * (5 + rows.count(b" "))
             archive.writestr("0.routed_experts.npy", data.replace(b"(3, 4, 2), }" + b" " * 17, claim))
-        assert refusal("vllm", path, out).startswith(f"{path}: 0.routed_experts: ")
+        tracemalloc.start()
+        try:
+            assert refusal("vllm", path, out).startswith(f"{path}: 0.routed_experts: ")
+            assert tracemalloc.get_traced_memory()[1] < 2**24
+        finally:
+            tracemalloc.stop()
     assert "(--max-bytes)" in refusal("vllm", path, out, {**OPTIONS["vllm"], "max_bytes": 100})
 
 
@@ -676,7 +711,7 @@ def test_pairs_of_every_expert_are_conserved_and_replayed_and_a_changed_source_h
     share = 0.6 if trace.scores_are_normalised else None
     workload = RecordedWorkload(out, 1, **sizes, tail="uniform", seed=0, topk_share=share)
     best = workload.batch(0).scores_TE.topk(trace.top_k, dim=1).indices
-    np.testing.assert_array_equal(best.numpy(), trace.read_layer(1)[0][workload.draw(0)])
+    np.testing.assert_array_equal(best.numpy(), trace.read_layer(1)[0][tokens_of(workload, 0)])
     again = imported(kind, source, out.with_name("again")).trace
     assert again.path.read_bytes() == out.read_bytes()
     files = [source] if source.is_file() else source.rglob("*")

@@ -30,7 +30,7 @@ from policy_cases import (
 )
 from torch import Tensor
 
-from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.policy_steps import DeviceSteps, HostSteps
 from moe_ep_bench.policies import POLICIES, Routing, RoutingContext, laws, make_policy
 from moe_ep_bench.policies.steps import TORCH
@@ -50,7 +50,7 @@ def law_of_all_policies(routing: Routing, spec: Spec, scores_TE: Tensor, argumen
     """What ``check-policy`` holds a policy of a user's to."""
     policy = make_policy(spec)
     for law in laws.LAWS:
-        law(laws.Trial(policy, scores_TE, arguments, compiled(policy, "cpu")), routing)
+        law(laws.Trial(policy, scores_TE, arguments, form_of(policy, "cpu")), routing)
 
 
 def law_twins(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
@@ -145,7 +145,7 @@ def law_draws(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Argume
     """Numbers that are drawn beforehand decide as those drawn meanwhile do; only what is random draws."""
     policy, context = make_policy(spec), context_of(arguments)
     here = policy.in_layer(context.layer_fraction)
-    random_TE = policy.draws(scores_TE, context)
+    random_TE = policy.random_keys(scores_TE, context)
     assert (random_TE is not None) == ("random" in (getattr(here, "metric", None), getattr(here, "trim", None)))
     if random_TE is not None:
         assert_same(policy.route(scores_TE, dataclasses.replace(context, generator=None, random_TE=random_TE)), routing)
@@ -457,7 +457,7 @@ def test_every_form_of_every_policy_checks_scores_and_context(spec: Spec) -> Non
         ("rank", UNIFORM, {"rank": 4, "num_ranks": 4}),
         ("scores_TE", UNIFORM.double(), {}),
     )
-    for form in (policy, compiled(policy, "cpu")):
+    for form in (policy, form_of(policy, "cpu")):
         for call in (form.route, form.batch_stats):
             for key, scores_TE, context in wrong:
                 with pytest.raises(ValueError, match=rf"\A{key}: [^\n]*\Z"):

@@ -65,6 +65,7 @@ RANK_1 = {"num_ranks": 2, "rank": 1}
 # Expert 0 has one place. Token 0 scores it higher, but token 1 weighs it higher.
 WEIGHED, NORMALIZE = [[0.4, 0.4, 0.0, 0.0], [0.3, 0.0, 0.1, 0.0]], {"normalize": True}
 
+# fmt: off
 # By hand: (policy, scores, K, context, every token's experts).
 BY_HAND: dict[str, list[tuple[Spec, list[list[float]], int, Arguments, list[list[int]]]]] = {
     "topk: ties go to the lower expert": [
@@ -204,7 +205,8 @@ BY_HAND: dict[str, list[tuple[Spec, list[list[float]], int, Arguments, list[list
         (TOKEN_DROP, WEIGHED, 2, NORMALIZE, [[0, 1], [2]]),
         ({**MEGATRON, "drop_policy": "position"}, WEIGHED, 2, NORMALIZE, [[0, 1], [2]]),
     ],
-}  # fmt: skip
+}
+# fmt: on
 
 
 @pytest.mark.parametrize("claim", BY_HAND)

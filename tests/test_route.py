@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -13,14 +12,12 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import test_run
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 from safetensors.numpy import load_file
 from trace_files import write_trace
 
 import plot_results
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load, overlap, routing, scores
+from moe_ep_bench.analysis.cases import CASE, cases, load, routing
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import render
 from moe_ep_bench.analysis.store import Store
@@ -31,7 +28,6 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.metrics import (
     imbalance,
     rank_imbalance,
-    token_overlap,
     uniform_activated_experts,
 )
 from moe_ep_bench.placement import balance, replicate
@@ -134,32 +130,6 @@ def test_uniform_choices_activate_what_the_papers_say(num_experts: int, top_k: i
     assert np.mean(drawn) == pytest.approx(expected, abs=1)
 
 
-@few_examples
-@given(data=st.data())
-def test_overlap_is_the_mean_over_all_pairs_of_tokens(data: st.DataObject) -> None:
-    lengths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
-    domains = data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
-    num_tokens, num_experts = sum(lengths), data.draw(st.integers(1, 6))
-    bits = data.draw(st.lists(st.booleans(), min_size=num_tokens * num_experts, max_size=num_tokens * num_experts))
-    map_TE = torch.tensor(bits).view(num_tokens, num_experts)
-    sequence_T = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    domain_T = torch.tensor(domains)[sequence_T]
-    slow: dict[str, list[int]] = {}
-    for first, second in itertools.combinations(range(num_tokens), 2):
-        shared = int((map_TE[first] & map_TE[second]).sum())
-        if sequence_T[first] == sequence_T[second]:
-            kinds = ["same_sequence"] + ["neighbours"] * (second == first + 1)
-        else:
-            kinds = ["same_domain" if domain_T[first] == domain_T[second] else "cross_domain"]
-        for kind in kinds:
-            slow.setdefault(kind, []).append(shared)
-    found = token_overlap(map_TE, sequence_T, domain_T)
-    assert found.keys() == slow.keys()
-    for kind, values in slow.items():
-        assert found[kind][0] == len(values)
-        assert found[kind][1] == pytest.approx(np.mean(values))
-
-
 # ---- routing -------------------------------------------------------------------------------------------------------
 
 
@@ -237,21 +207,6 @@ def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: 
         assert rows["num_pairs"].tolist() == native["num_pairs"].tolist()
 
 
-def test_overlap_and_scores_are_those_of_the_batches(full: Path) -> None:
-    comparison = plan(full.parent / "config.yaml", [], ROUTING)[0]
-    scores_TE = comparison.workload.batch(0).scores_TE
-    store = load(full, join_draws=False)
-    known = comparisons(store)
-    known = known[(known["num_tokens"] == 8) & (known["facts"].map(lambda facts: facts["layer"]) == 0)][COMPARISON]
-    by_position, pairs = (table(store).merge(known, on=COMPARISON) for table in (scores, overlap))
-    assert by_position["mean_score"].to_numpy() == pytest.approx(
-        np.sort(scores_TE.numpy(), axis=1)[:, ::-1].mean(axis=0), rel=1e-5
-    )
-    kinds = pairs.groupby("kind")["num_pairs"].sum().to_dict()
-    # Four requests of two tokens, two of either domain.
-    assert kinds == {"neighbours": 4, "same_sequence": 4, "same_domain": 8, "cross_domain": 16}
-
-
 def test_random_drops_do_not_depend_on_the_other_cases(tmp_path: Path) -> None:
     drawn = {"name": "token_drop", "capacity_factor": 1.0, "metric": "random"}
     out = route(write_config(tmp_path, policies=[drawn]), tmp_path / "alone", []).root
@@ -274,7 +229,7 @@ def test_finished_cases_are_not_routed_again(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     out = route(config, tmp_path / "out", []).root
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
-    assert len(before) == 8  # native and two policies with their frontiers, scores, overlap
+    assert len(before) == 6  # native and two policies with their frontiers
     victim = next((out / "routing").glob("*.parquet"))
     victim.unlink()
     route(config, tmp_path / "out", [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from twin_laws import assert_routes_like_torch, assert_same_choice
 from moe_ep_bench.kernels import capacity_passes_triton, laser_triton, requests_triton, sets_triton
 from moe_ep_bench.kernels.dispatch import triton_twins
 from moe_ep_bench.policies import RoutingContext, make_policy
-from moe_ep_bench.policies.capacity import expert_capacity
 
 pytestmark = pytest.mark.usefixtures("patched_once")
 
@@ -174,7 +174,7 @@ def test_a_capacity_of_valid_tokens_is_the_exact_decimal_one(gamma: float) -> No
     valid_T = torch.arange(400) < 360
     scores_TE = distinct_scores(400, 8, 6) * 0.001 + torch.eye(8)[0] + torch.eye(8)[5]
     map_TE = assert_like_torch({**TOKEN_DROP, "capacity_factor": gamma}, scores_TE, token_mask_T=valid_T)
-    room = min(360, expert_capacity(gamma, 360, 2, 8))
+    room = min(360, int(Fraction(str(gamma)) * 360 * 2 / 8))
     assert map_TE.sum(dim=0).tolist() == [room, 0, 0, 0, 0, room, 0, 0]
 
 

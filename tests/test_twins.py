@@ -31,7 +31,7 @@ from moe_ep_bench.analysis.origins import component_words
 from moe_ep_bench.bench.description import describe_kernels
 from moe_ep_bench.bench.plan import ROUTING, plan
 from moe_ep_bench.facts import Component
-from moe_ep_bench.kernels import compiled, dispatch, toolchain
+from moe_ep_bench.kernels import dispatch, form_of, toolchain
 from moe_ep_bench.kernels.dispatch import KERNELS
 from moe_ep_bench.kernels.shared import SharedSteps
 from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
@@ -50,7 +50,7 @@ every_policy = pytest.mark.parametrize("policy", EVERYONE, ids=lambda policy: po
 
 def runs(policy: Policy, kernel: str, device_type: str, num_tokens: int = 100, num_experts: int = 64) -> bool:
     try:
-        return compiled(policy, device_type, kernel).runs(num_tokens, num_experts) == kernel
+        return form_of(policy, device_type, kernel).runs(num_tokens, num_experts) == kernel
     except ValueError:
         return False
 
@@ -77,13 +77,13 @@ def test_a_kernel_that_cannot_run_is_refused_with_the_reason(
 ) -> None:
     [policy] = [policy for policy in EVERYONE if policy.name == name]
     with pytest.raises(ValueError, match=message):
-        compiled(policy, device_type, kernel).runs(*shape)
+        form_of(policy, device_type, kernel).runs(*shape)
 
 
 def test_beyond_a_twins_size_auto_falls_back_and_says_what_runs() -> None:
     policy = make_policy({"name": "token_drop", "capacity_factor": 1.0})
-    assert compiled(policy, "cuda").runs(2**21, 1024) == "torch"
-    assert compiled(policy, "cuda").runs(2**20, 1024) == "triton"
+    assert form_of(policy, "cuda").runs(2**21, 1024) == "torch"
+    assert form_of(policy, "cuda").runs(2**20, 1024) == "triton"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,13 +117,13 @@ def test_a_policy_of_one_s_own_needs_nothing_but_its_route(policy: Policy) -> No
     halves = list(random_scores("softmax", 10, 8, seed=1).split(5))
     context = RoutingContext(top_k=3)
     whole = policy.route(torch.cat(halves), context)
-    one = compiled(policy, "cpu")
+    one = form_of(policy, "cpu")
     assert_same(one.route(torch.cat(halves), context), whole)
     parts = one.select_all(halves, [context, context])
     assert torch.equal(torch.cat([part.map_TE for part in parts]), whole.map_TE)
-    assert compiled(policy, "cuda").runs(5, 8) == "torch"
+    assert form_of(policy, "cuda").runs(5, 8) == "torch"
     with pytest.raises(ValueError, match=r"numba cannot run own.*: there is no numba form of it; expected auto, torch"):
-        compiled(policy, "cpu", "numba").runs(5, 8)
+        form_of(policy, "cpu", "numba").runs(5, 8)
 
 
 def test_policies_import_torch_and_pydantic_and_nothing_of_this_package_but_themselves() -> None:
@@ -141,9 +141,9 @@ def test_policies_import_torch_and_pydantic_and_nothing_of_this_package_but_them
 def test_neither_numba_nor_triton_is_imported_before_it_is_chosen() -> None:
     code = """
 import sys, torch
-from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels import form_of
 from moe_ep_bench.policies import RoutingContext, make_policy
-compiled(make_policy({"name": "topk"}), "cpu", "torch").route(torch.rand(3, 8), RoutingContext(top_k=2))
+form_of(make_policy({"name": "topk"}), "cpu", "torch").route(torch.rand(3, 8), RoutingContext(top_k=2))
 assert not {"numba", "triton"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -168,10 +168,10 @@ def test_a_missing_package_is_said_once_and_torch_runs(
     monkeypatch.setitem(sys.modules, module, None)
     policy = make_policy({"name": name})
     with pytest.warns(RuntimeWarning, match="cannot be imported"):
-        assert compiled(policy, device_type).runs(8, 64) == "torch"
-    assert compiled(policy, device_type).runs(8, 64) == "torch"  # warnings are errors here
+        assert form_of(policy, device_type).runs(8, 64) == "torch"
+    assert form_of(policy, device_type).runs(8, 64) == "torch"  # warnings are errors here
     with pytest.raises(ValueError, match="is not installed"):
-        compiled(policy, device_type, module).runs(8, 64)
+        form_of(policy, device_type, module).runs(8, 64)
 
 
 class OnGpu(torch.Tensor):
@@ -195,7 +195,7 @@ def test_without_a_c_compiler_torch_runs_and_results_say_why(monkeypatch: pytest
     assert component_words(Component(**described)) == f"numba, torch (asked for auto: {why})"
     assert describe_kernels(comparison, "cpu") == {"requested": "auto", "ran": "numba"}
     with pytest.raises(ValueError, match=r"triton cannot run topk: no C compiler .*; expected auto, torch"):
-        compiled(TopK(), "cuda", "triton").runs(8, 64)
+        form_of(TopK(), "cuda", "triton").runs(8, 64)
     rows_N2F, weights_N = torch.rand(3, 8), torch.rand(3)
     expected_NF = weighted_swiglu_formula(rows_N2F, weights_N)
     assert torch.equal(weighted_swiglu(rows_N2F.as_subclass(OnGpu), weights_N), expected_NF)
@@ -219,4 +219,4 @@ def test_cases_that_share_what_they_find_of_scores_find_the_same(spec: Spec, cas
             continue
         here = policy.in_layer(arguments["layer_fraction"])
         map_TE = here.by(steps).select(scores_TE, context_of(arguments)).map_TE
-        assert torch.equal(map_TE, compiled(policy, "cpu").route(scores_TE, context_of(arguments)).map_TE)
+        assert torch.equal(map_TE, form_of(policy, "cpu").route(scores_TE, context_of(arguments)).map_TE)

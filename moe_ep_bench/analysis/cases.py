@@ -20,7 +20,6 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.origins import device_words, file_of, how_words, origin_of, workload_words
-from moe_ep_bench.analysis.reading import read_table
 from moe_ep_bench.analysis.reduce import (
     PASS_PARTS,
     ROUTED,
@@ -39,8 +38,7 @@ from moe_ep_bench.analysis.reduce import (
 from moe_ep_bench.analysis.seeds import joined
 from moe_ep_bench.analysis.store import Case, Comparison, Store, read_store
 from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts
-from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.schema import TABLES, TOTAL
+from moe_ep_bench.schema import TOTAL
 from moe_ep_bench.timing.statistics import (
     Estimate,
     NoiseFloor,
@@ -503,22 +501,3 @@ def frontiers(store: Store) -> pd.DataFrame:
         if case.frontier is not None
     ]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=CASE)
-
-
-def scores(store: Store) -> pd.DataFrame:
-    """The table ``score_curves`` of routed directories, with ``directory``."""
-    return _per_comparison(store, "score_curves")
-
-
-def overlap(store: Store) -> pd.DataFrame:
-    """The table ``overlap`` of routed directories, with ``directory``."""
-    return _per_comparison(store, "overlap")
-
-
-def _per_comparison(store: Store, table: str) -> pd.DataFrame:
-    parts = [
-        read_table(path, TABLES[table].schema).to_pandas().assign(directory=name)
-        for name, folder in store.folders.items()
-        for path in sorted(RunDirectory(folder).path(table, "any").parent.glob("*.parquet"))
-    ]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=COMPARISON)

@@ -239,7 +239,6 @@ def fill(
     measure: Callable[[str, Any, Sequence[CaseSpec], tqdm], object],
     *,
     unit: tuple[str, Callable[[Any, Sequence[CaseSpec]], int]],
-    is_left: Callable[[Any], bool] = lambda comparison: False,
     force: bool = False,
 ) -> None:
     """Go through untimed comparisons, case by case: one whose rows are in the directory is not done again.
@@ -250,7 +249,6 @@ def fill(
         describe: returns ``run.json`` for a run's id.
         measure: writes the parts of a comparison's cases, given the run's id and a progress bar.
         unit: of progress, and how many of it the cases of a comparison are.
-        is_left: whether a comparison lacks something beside its cases.
 
     Raises:
         ValueError: the directory cannot be used; one line.
@@ -260,7 +258,7 @@ def fill(
         is_done, run_id, todo = partial(directory.is_done, table), new_run_id(), {}
         for comparison in comparisons:
             cases = [case for case in comparison.cases if force or not is_done(case.case_id)]
-            if cases or is_left(comparison):
+            if cases:
                 todo[comparison] = cases
         description = describe(run_id)
         keep_other_policies(directory, description, is_done)

@@ -33,7 +33,7 @@ from moe_ep_bench.cost_model.table_devices import load_device, load_links
 from moe_ep_bench.cost_model.transport import Exchange
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
-from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.dispatch import AUTO
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
@@ -269,7 +269,7 @@ class Comparison:
         shares = np.resize(config.rank_shares or (1.0,), self.world_size)
         fullest = -(-int(self.num_tokens * float(shares.max() * self.world_size / shares.sum())) // self.world_size)
         with naming("layer.kernel"):
-            return compiled(case.policy, device_type, asked).runs(fullest, self.model.num_experts)
+            return form_of(case.policy, device_type, asked).runs(fullest, self.model.num_experts)
 
     def replicate(self, wanted: ReplicationConfig, load_E: NDArray[np.float64]) -> Replication:
         """Place replicas for a load; see ``placement.replicate``."""
@@ -470,7 +470,7 @@ def _try_out(comparison: Comparison) -> None:
     context = replace(context, generator=torch.Generator())
     for policy in experiment.make_policies():
         try:
-            check_routing(compiled(policy, "cpu").route(scores_TE, context), scores_TE)
+            check_routing(form_of(policy, "cpu").route(scores_TE, context), scores_TE)
         except ValueError as problem:
             hint = "; workload.image_share assumes images" if "modality_T" in str(problem) else ""
             raise UserError(f"policies: {policy.name}: {problem}{hint}") from None

@@ -330,6 +330,8 @@ def _counted(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
 
 def _refuse_counts(path: Path) -> None:
     """Say of a file that is given as a recording that it holds counts, if it does."""
+    if not path.is_file():  # A pipe without a writer would be waited for.
+        return
     try:
         with path.open("rb") as file:
             is_text = file.read(64).lstrip()[:1] in (b"{", b"[")

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -26,10 +25,7 @@ from moe_ep_bench.bench.routing import Batches, CarriedLoads, CaseRouter
 from moe_ep_bench.bench.rows import PackedMetrics, routing_columns, write_frontier
 from moe_ep_bench.bench.traffic import traffic_of
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.metrics import score_order, token_overlap
-from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.workload import RecordedWorkload
 
 _CPU = torch.device("cpu")
 
@@ -59,8 +55,6 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
         lambda run_id: describe_run(run_id, comparisons, provenance.describe(_CPU)),
         routed,
         unit=("batch", lambda comparison, cases: comparison.workload.num_batches),
-        # What a comparison leaves beside its cases stands under the same rule.
-        is_left=lambda comparison: force or not directory.is_done("score_curves", comparison.comparison_id),
         force=force,
     )
     return directory
@@ -78,41 +72,14 @@ def _route_comparison(
     carried, replicas = CarriedLoads(batches), Replicas(batches)
     metrics = [PackedMetrics(comparison.ep_size, num_batches) for _ in cases]
     frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    tables: dict[str, list[dict[str, Any]]] = {"overlap": [], "score_curves": []}
     for index in range(num_batches):
         routers = [CaseRouter(case, replicas.slots(case, index), layer.seed, carried, layer.kernel) for case in cases]
         for case, packed, traffic in zip(cases, metrics, traffic_of(batches, None, index, routers), strict=True):
             packed.put((slice(None), index), traffic.metrics)
             if traffic.frontier is not None:
                 frontiers[case.case_id].append({"batch": index, "layer": comparison.layer, **traffic.frontier})
-        for table, rows in _of_batch(comparison, index).items():
-            tables[table] += [{**row, "batch": index, "comparison_id": comparison.comparison_id} for row in rows]
         progress.update()
     for case, packed in zip(cases, metrics, strict=True):
         write_frontier(directory, comparison, case, frontiers[case.case_id])
         columns = routing_columns(packed, [comparison.layer])
         directory.write("routing", case.case_id, {**identity("route", run_id, comparison, case), **columns})
-    for table, rows in tables.items():
-        if rows:  # There may be no pair of tokens.
-            columns = {name: [row[name] for row in rows] for name in rows[0]}
-            directory.write(table, comparison.comparison_id, columns)
-
-
-def _of_batch(comparison: Comparison, index: int) -> dict[str, list[dict[str, Any]]]:
-    """Rows of the tables that no policy changes: experts that tokens share, and scores by their place in a token."""
-    batch, workload = comparison.workload.batch(index), comparison.workload
-    columns, num_experts = score_order(batch.scores_TE), batch.scores_TE.shape[1]
-    scores = [
-        {"position": place + 1, **{name: float(values[place]) for name, values in columns.items()}}
-        for place in range(num_experts)
-    ]
-    map_TE = top_k_map(batch.scores_TE, comparison.context(None, 0, batch.sequence_id_T, None))
-    domain_T = None
-    if isinstance(workload, RecordedWorkload):
-        ends = np.cumsum([trace.num_tokens for trace in workload.traces])
-        domain_T = torch.from_numpy(np.searchsorted(ends, workload.draw(index), side="right"))
-    shared = token_overlap(map_TE, batch.sequence_id_T, domain_T)
-    overlap = [
-        {"kind": kind, "num_pairs": pairs, "shared_experts": experts} for kind, (pairs, experts) in shared.items()
-    ]
-    return {"overlap": overlap, "score_curves": scores}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_ep_bench.bench.cases import CEILING, NATIVE, CaseSpec
 from moe_ep_bench.bench.plan import ROUTING, Comparison
-from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.dispatch import AUTO, numba_steps
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
@@ -258,7 +258,7 @@ class CaseRouter:
         return rule.by(share.steps).stats(share.scores_TE, context)
 
     def _form(self, share: Share) -> Any:
-        return compiled(self.rule, share.scores_TE.device, self.kernel)
+        return form_of(self.rule, share.scores_TE.device, self.kernel)
 
     def _shares_steps(self, share: Share) -> bool:
         return self.kernel == AUTO and share.steps is not None and type(self.rule) in share.steps.policies
@@ -287,7 +287,7 @@ class CaseRouter:
                 continue
             told = self.context(share, index)
             here = policy.in_layer(told.layer_fraction)
-            context = replace(told, random_TE=here.draws(share.logits_TE, told))  # a captured graph cannot draw
+            context = replace(told, random_TE=here.random_keys(share.logits_TE, told))  # a captured graph cannot draw
             stack.route(layer, share.logits_TE, here, context)
 
 

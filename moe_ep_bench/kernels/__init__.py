@@ -1,5 +1,5 @@
-"""Compiled twins of memory-bound steps, each equal to the torch code beside it; ``compiled`` finds a policy's."""
+"""Compiled twins of memory-bound steps, each equal to the torch code beside it; ``form_of`` finds a policy's."""
 
-from moe_ep_bench.kernels.dispatch import compiled
+from moe_ep_bench.kernels.dispatch import form_of
 
-__all__ = ["compiled"]
+__all__ = ["form_of"]

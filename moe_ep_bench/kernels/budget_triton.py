@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ep_bench.kernels import tiles_triton as tiles
-from moe_ep_bench.policies.budget_drop import BudgetDrop
+from moe_ep_bench.policies.budget_drop import SCORE_UNIT, BudgetDrop
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 from moe_ep_bench.policies.steps import bin_shift
 
 _ONE = tl.constexpr(127 << 23)  # the bits of 1.0
-_UNITS = tl.constexpr(2.0**32)  # of a score of 1, to whose multiples scores are rounded
+_UNITS = tl.constexpr(1 / SCORE_UNIT)  # of a score of 1, to whose multiples scores are rounded
 _WHOLE = tl.constexpr(2.0**52)  # from here on every float64 is whole
 
 

@@ -282,10 +282,10 @@ def _combine_kernel(rows_ptr, map_ptr, out_ptr, num_tokens, NUM_EXPERTS: tl.cons
     for _ in range(0, count, _SUMMED_ROWS):
         # Unrolled: where a row lies does not follow from the sum, so that their loads overlap.
         for _ in tl.static_range(_SUMMED_ROWS):
-            one = tl.min(left, 0)
-            left = tl.where(left == one, NUM_EXPERTS, left)
-            at = (one.to(tl.int64) * num_tokens + token) * HIDDEN + column
-            total += tl.load(rows_ptr + at, mask=inside & (one < NUM_EXPERTS), other=0.0).to(tl.float32)
+            next_expert = tl.min(left, 0)
+            left = tl.where(left == next_expert, NUM_EXPERTS, left)
+            at = (next_expert.to(tl.int64) * num_tokens + token) * HIDDEN + column
+            total += tl.load(rows_ptr + at, mask=inside & (next_expert < NUM_EXPERTS), other=0.0).to(tl.float32)
     tl.store(out_ptr + token * HIDDEN + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -46,12 +46,12 @@ AUTO = "auto"
 KERNELS = ("triton", "numba", "torch")
 """The fastest first."""
 
-Form = tuple[Callable[..., Routing], Callable[..., Tensor | None]]
-"""What ``Compiled.select`` and ``Compiled.stats`` call."""
+Calls = tuple[Callable[..., Routing], Callable[..., Tensor | None]]
+"""What ``PolicyForm.select`` and ``PolicyForm.stats`` call."""
 
 
 @dataclass(frozen=True)
-class Compiled:
+class PolicyForm:
     """A policy in its fastest exact form: ``route`` and ``batch_stats``, and both for inputs that were checked before.
 
     Attributes:
@@ -75,17 +75,17 @@ class Compiled:
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """``route`` unchecked: what a timed layer calls."""
-        return self._form(scores_TE, context)[0](scores_TE, context, stats_SE)
+        return self._calls(scores_TE, context)[0](scores_TE, context, stats_SE)
 
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
         """``batch_stats`` unchecked."""
-        return self._form(scores_TE, context)[1](scores_TE, context)
+        return self._calls(scores_TE, context)[1](scores_TE, context)
 
-    def _form(self, scores_TE: Tensor, context: RoutingContext) -> Form:
+    def _calls(self, scores_TE: Tensor, context: RoutingContext) -> Calls:
         num_tokens, num_experts = scores_TE.shape
         here = self.policy.in_layer(context.layer_fraction)
-        one = self if here is self.policy else compiled(here, self.device_type, self.kernel)
-        return _form(one, num_tokens, num_experts)
+        form = self if here is self.policy else form_of(here, self.device_type, self.kernel)
+        return _calls(form, num_tokens, num_experts)
 
     def select_all(self, scores: Sequence[Tensor], contexts: Sequence[RoutingContext]) -> list[Routing]:
         """``select`` for all ranks at once, where one process holds every rank's scores.
@@ -109,7 +109,7 @@ class Compiled:
             raise UserError(f"kernel: expected one of {AUTO}, {', '.join(KERNELS)}; got {self.kernel!r}")
 
         shape = self.device_type, num_tokens, num_experts
-        able = (one for one in KERNELS if not _objection(self.policy, one, *shape))
+        able = (kernel for kernel in KERNELS if not _objection(self.policy, kernel, *shape))
         if self.kernel == AUTO:
             return next(able)
         if reason := _objection(self.policy, self.kernel, *shape):
@@ -125,32 +125,32 @@ def type_of(device: torch.device | str) -> str:
 
 # A timed layer asks anew in every iteration.
 @functools.lru_cache(maxsize=1024)
-def compiled(policy: Policy, device: torch.device | str, kernel: str = AUTO) -> Compiled:
+def form_of(policy: Policy, device: torch.device | str, kernel: str = AUTO) -> PolicyForm:
     """The fastest exact form of a policy for scores on a device, or the one that is named."""
-    return Compiled(policy, type_of(device), kernel)
+    return PolicyForm(policy, type_of(device), kernel)
 
 
 @functools.lru_cache(maxsize=4096)
-def _form(compiled: Compiled, num_tokens: int, num_experts: int) -> Form:
+def _calls(form: PolicyForm, num_tokens: int, num_experts: int) -> Calls:
     """What runs for scores of this shape."""
-    kernel, policy = compiled.runs(num_tokens, num_experts), compiled.policy
+    kernel, policy = form.runs(num_tokens, num_experts), form.policy
     if kernel == "triton":
         twin = triton_twins()[type(policy)]
         stats = getattr(twin, "stats", lambda policy, scores_TE, context: None)
         return functools.partial(twin.select, policy), functools.partial(stats, policy)
     if not _is_stepped(policy):
         return policy.route, policy.batch_stats
-    steps = numba_steps(compiled.device_type) if kernel == "numba" else TORCH
+    steps = numba_steps(form.device_type) if kernel == "numba" else TORCH
     assert steps is not None
     stepped = policy.by(steps)
     return stepped.select, stepped.stats
 
 
-def oracle_for(policy: Policy, device: torch.device | str) -> Compiled:
+def oracle_for(policy: Policy, device: torch.device | str) -> PolicyForm:
     """The form to hold others against: torch, but where torch would go token by token, numba's loop."""
     device_type = type_of(device)
     by_numba = isinstance(policy, LoadAwarePolicy) and numba_steps(device_type)
-    return compiled(policy, device_type, "numba" if by_numba else "torch")
+    return form_of(policy, device_type, "numba" if by_numba else "torch")
 
 
 def _objection(policy: Policy, kernel: str, device_type: str, num_tokens: int, num_experts: int) -> str:

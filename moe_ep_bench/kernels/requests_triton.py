@@ -35,8 +35,8 @@ def _add_rows(wanted, sums, token, is_there, scores_ptr, bias_ptr, expert, is_ex
         scores = tiles.load_rows(scores_ptr, token, is_there, expert, is_expert, LAYOUT.num_experts)
         order = tiles.order_rows(scores, is_there, bias_ptr, expert, is_expert, COUNT, LAYOUT)
         wanted += tl.sum(tiles.first_of_list(order, COUNT, LAYOUT.num_experts).to(tl.int32), 0)
-    for one in range(BLOCK):
-        is_one = (row == one) & is_there
+    for place in range(BLOCK):
+        is_one = (row == place) & is_there
         at = tl.sum(tl.where(is_one, token, 0), 0) * LAYOUT.num_experts + expert
         is_score = is_expert & (tl.sum(is_one.to(tl.int32), 0) > 0)
         sums += tl.load(scores_ptr + at, mask=is_score, other=0.0).to(tl.float64)

@@ -43,7 +43,7 @@ class SharedSteps(HostSteps):
         return self._kept[name]
 
     def best_per_row(self, keys_RN: Tensor, count: int, columns_N: Tensor | None = None) -> Tensor:
-        lasts = any(keys_RN is one for one in (self._scores_TE, *self._kept.values()))
+        lasts = any(keys_RN is kept for kept in (self._scores_TE, *self._kept.values()))
         if not lasts or columns_N is not None:
             return super().best_per_row(keys_RN, count, columns_N)
         place = id(keys_RN), count

@@ -22,9 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ep_bench.kernels.tiles_triton import Layout, inputs, on_device
-from moe_ep_bench.policies.capacity import IMAGE, CapacityPolicy, ExpandedDrop, expert_capacity
+from moe_ep_bench.policies.capacity import IMAGE, CapacityPolicy, ExpandedDrop, Room
 from moe_ep_bench.policies.contract import RoutingContext
-from moe_ep_bench.policies.field_types import decimal
 
 MOST_PAIRS = 2**30
 """T * E, so that a standing stays below 2**63."""
@@ -32,7 +31,7 @@ NO_PAIR = tl.constexpr(-1)
 
 _FLOAT_BITS = 31  # of a float that is not negative
 
-Room = tuple[int, int, int, int]
+Linear = tuple[int, int, int, int]
 """A capacity that a kernel can compute, (least, whole, part, per): max(least, whole * T + part * T // per)."""
 
 
@@ -57,7 +56,7 @@ class Job:
     range_bits: int
     bits: int
     tells_score: bool
-    room: Room
+    room: Linear
     room_of_valid: bool
     first_local: int
     num_shared: int
@@ -70,28 +69,28 @@ class Job:
         """The order of ``CapacityPolicy._keys``, drawn from the context's generator where it is random."""
         (num_tokens, num_experts), device = scores_TE.shape, scores_TE.device
         num_local = num_experts // context.num_ranks
-        num_shared = num_local if policy.granularity == "device" else 1
+        room = policy.room(num_experts, context)
         is_signed = policy.metric == "score" and context.bias_E is not None
         is_float = policy.metric in ("score", "random")
         range_bits = _FLOAT_BITS + is_signed if is_float else (num_tokens + 1).bit_length()
         index_bits = max(1, (scores_TE.numel() - 1).bit_length())
         favours = policy.modality != "uniform" and context.modality_T is not None
         num_more, of_local, most = _expansion(policy, num_experts, context)
-        room, of_valid = _room(policy, scores_TE.shape, context, num_shared)
+        capacity, of_valid = _linear(room, num_tokens, num_experts, is_masked=context.token_mask_T is not None)
         return cls(
             read=(
                 *inputs(scores_TE, context),
                 on_device(context.modality_T, device, torch.int64) if favours else None,
-                on_device(policy.draws(scores_TE, context), device, torch.float32),
+                on_device(policy.random_keys(scores_TE, context), device, torch.float32),
             ),
             index_bits=index_bits,
             range_bits=range_bits,
             bits=range_bits + favours + index_bits,
             tells_score=policy.metric == "score" and not is_signed,
-            room=room,
+            room=capacity,
             room_of_valid=of_valid,
             first_local=context.rank * num_local,
-            num_shared=num_shared,
+            num_shared=room.num_shared,
             layout=Layout.of(num_experts, context),
             offers={
                 "METRIC": policy.metric,
@@ -112,17 +111,13 @@ def _expansion(policy: CapacityPolicy, num_experts: int, context: RoutingContext
     return num_more, num_local, most if most is not None and most < context.top_k + num_more else None
 
 
-def _room(policy: CapacityPolicy, shape: torch.Size, context: RoutingContext, num_shared: int) -> tuple[Room, bool]:
-    """The capacity of groups of ``num_shared`` experts (``policies.capacity.expert_capacity``), no tokens counted."""
-    num_tokens, num_experts = shape
-    least = min(num_shared * policy.min_capacity, 2**31 - 1)
-    if context.token_mask_T is None or num_tokens == 0:
-        of_all = expert_capacity(policy.capacity_factor, num_tokens, context.top_k, num_experts, num_shared)
-        return (min(max(least, of_all), 2**31 - 1), 0, 0, 1), False
-    of_token = decimal(policy.capacity_factor) * num_shared * context.top_k / num_experts
+def _linear(room: Room, num_tokens: int, num_experts: int, *, is_masked: bool) -> tuple[Linear, bool]:
+    """A ``Room`` as a kernel computes it from the number of valid tokens; all of it, where the host knows them."""
+    if not is_masked or num_tokens == 0:
+        return (min(room.pairs(num_tokens), 2**31 - 1), 0, 0, 1), False
     # More room than there are pairs is room for all.
-    of_token = largest_below(min(of_token, Fraction(num_experts)), num_tokens)
-    return (least, *divmod(of_token.numerator, of_token.denominator), of_token.denominator), True
+    of_token = largest_below(min(room.of_token, Fraction(num_experts)), num_tokens)
+    return (min(room.least, 2**31 - 1), *divmod(of_token.numerator, of_token.denominator), of_token.denominator), True
 
 
 def largest_below(number: Fraction, most: int) -> Fraction:
@@ -153,7 +148,7 @@ def favour(modality_ptr, token, is_token, range_bits, FAVOURED: tl.constexpr):
 
 @triton.jit
 def capacity_of(num_valid, least, whole, part, per):
-    """A ``Room``'s capacity for so many valid tokens: int64."""
+    """A ``Linear`` capacity for so many valid tokens: int64."""
     count = num_valid.to(tl.int64)
     return tl.maximum(least.to(tl.int64), whole * count + part * count // per)
 

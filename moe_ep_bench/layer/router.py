@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.dispatch import AUTO
 from moe_ep_bench.layer.megatron import TopKRouter
 from moe_ep_bench.layer.scores import scores_from_logits
@@ -84,7 +84,7 @@ class PolicyRouter(ReplayRouter):
         if routes_itself(here, self.context, self.kernel):
             return self._dropping(here, logits)
         scores_TE = scores_from_logits(logits_TE, self.score_function)
-        policy = compiled(here, scores_TE.device, self.kernel)
+        policy = form_of(here, scores_TE.device, self.kernel)
         # Without other ranks the selection takes its statistics itself, in the same launch.
         alone = self.ep_group.size() == 1 and self.context.num_ranks == 1
         stats_SE = None if alone else policy.stats(scores_TE, self.context)

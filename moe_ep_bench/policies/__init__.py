@@ -116,7 +116,7 @@ def _made(policy: type[Policy], values: Mapping[str, Any], layered: Mapping[str,
     of_layers = [_checked(policy, {**values, **dict(zip(columns, row, strict=True))}) for row in rows]
     made = copy.copy(of_layers[0])
     for key in columns:
-        object.__setattr__(made, key, ByLayer(getattr(one, key) for one in of_layers))
+        object.__setattr__(made, key, ByLayer(getattr(of_layer, key) for of_layer in of_layers))
     return made
 
 

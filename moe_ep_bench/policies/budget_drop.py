@@ -38,7 +38,7 @@ Granularity = Literal["rank", "expert"]
 
 NUM_OCTAVES = 16
 # Sums of multiples of it are exact up to 2**21, two million tokens of softmax scores.
-_SCORE_UNIT = 2.0**-32
+SCORE_UNIT = 2.0**-32
 
 
 @policy
@@ -73,7 +73,7 @@ class BudgetDrop(SteppedPolicy):
 
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         top_k_TE = top_k_map(scores_TE, context, self.steps)
-        return self.steps.histogram(scores_TE, top_k_TE, self.num_bins, self.bins_per_octave, _SCORE_UNIT)
+        return self.steps.histogram(scores_TE, top_k_TE, self.num_bins, self.bins_per_octave, SCORE_UNIT)
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         stats_SE = self.stats(scores_TE, context) if stats_SE is None else stats_SE
@@ -86,7 +86,7 @@ class BudgetDrop(SteppedPolicy):
         """Which cells are given up, from the statistics of all ranks: bool [bins, E]."""
         pairs_SE, mass_SE = stats_SE.view(2, self.num_bins, -1)
         num_groups = num_ranks if self.granularity == "rank" else pairs_SE.shape[1]
-        pairs_GC, mass_GC = (_by_group(one, num_groups) for one in (pairs_SE, mass_SE))
+        pairs_GC, mass_GC = (_by_group(values_SE, num_groups) for values_SE in (pairs_SE, mass_SE))
         # Empty cells go last, where they change nothing.
         mean_GC = torch.where(pairs_GC > 0, mass_GC / pairs_GC, torch.inf)
         order_GC = mean_GC.sort(dim=1, stable=True).indices

@@ -28,18 +28,18 @@ class ByLayer(tuple[Any, ...]):
             ValueError: an empty list, or bands that are no ranges, overlap or leave layers out.
         """
         values = _of_bands(name, value) if isinstance(value, Mapping) else list(value)
-        if not values or any(isinstance(one, list | tuple | Mapping) or one is None for one in values):
+        if not values or any(isinstance(entry, list | tuple | Mapping) or entry is None for entry in values):
             raise UserError(f"{name}: expected a number for each layer, got {value!r}")
         return cls(values)
 
     def bands(self) -> dict[str, Any]:
         """The shortest mapping of bands."""
-        found, first = {}, 0
+        bands, first = {}, 0
         for value, equal in groupby(self):
             last = first + len(list(equal)) - 1
-            found[f"{first}-{last}" if last > first else str(first)] = value
+            bands[f"{first}-{last}" if last > first else str(first)] = value
             first = last + 1
-        return found
+        return bands
 
     def __str__(self) -> str:
         bands = self.bands()

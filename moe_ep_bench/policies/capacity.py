@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from fractions import Fraction
+from typing import ClassVar, Literal, NamedTuple
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
@@ -43,24 +44,25 @@ Rounding = Literal["floor", "ceil"]
 IMAGE = 1  # in RoutingContext.modality_T
 
 
-def expert_capacity(
-    capacity_factor: float,
-    num_tokens: int,
-    top_k: int,
-    num_experts: int,
-    num_shared: int = 1,
-    rounding: Rounding = "floor",
-) -> int:
-    """Return num_shared * gamma * T * K / E, rounded to a whole number of pairs, exactly.
+class Room(NamedTuple):
+    """What neighbouring experts that share a capacity have room for; the Triton forms read the same numbers.
 
-    The capacity factor is taken as the decimal that the user wrote: gamma = 0.7, T = 360, K = 2,
-    E = 8 gives 63, where products of doubles give 62.
-
-    Args:
-        num_shared: experts that share the capacity (L under device granularity).
+    Attributes:
+        of_token: pairs per token of the rank, num_shared * gamma * K / E. It is exact: the capacity factor is taken as
+            the decimal that the user wrote. gamma = 0.7, T = 360, K = 2, E = 8 gives 63, where doubles give 62.
+        least: pairs that are always accepted.
+        num_shared: experts that share the capacity (L under device granularity, else 1).
     """
-    exact = decimal(capacity_factor) * num_shared * num_tokens * top_k / num_experts
-    return math.floor(exact) if rounding == "floor" else math.ceil(exact)
+
+    of_token: Fraction
+    least: int
+    num_shared: int
+    rounding: Rounding
+
+    def pairs(self, num_tokens: int) -> int:
+        """The capacity for so many valid tokens."""
+        exact = self.of_token * num_tokens
+        return max(self.least, math.floor(exact) if self.rounding == "floor" else math.ceil(exact))
 
 
 @policy
@@ -94,27 +96,28 @@ class CapacityPolicy(SteppedPolicy):
         if self.modality != "uniform" and context.modality_T is None:
             raise UserError(f"modality_T: modality={self.modality} needs the tokens' modality, got None")
 
-    def draws(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
-        return context.drawn(like_TE) if self.metric == "random" else None
+    def random_keys(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        return context.random_keys(like_TE) if self.metric == "random" else None
 
-    def room(self, num_tokens: int, num_experts: int, context: RoutingContext) -> tuple[int, int]:
-        """Pairs that each group of neighbouring experts has room for, and how many experts are a group."""
+    def room(self, num_experts: int, context: RoutingContext) -> Room:
         num_shared = num_experts // context.num_ranks if self.granularity == "device" else 1
-        sizes = context.num_valid(num_tokens), context.top_k, num_experts, num_shared
-        capacity = expert_capacity(self.capacity_factor, *sizes, rounding=self.rounding)
-        return max(num_shared * self.min_capacity, capacity), num_shared
+        of_token = decimal(self.capacity_factor) * num_shared * context.top_k / num_experts
+        return Room(of_token, num_shared * self.min_capacity, num_shared, self.rounding)
 
     def most_pairs(self, num_tokens: int, num_experts: int, context: RoutingContext) -> int:
-        capacity, num_shared = self.room(num_tokens, num_experts, context)
-        return min(capacity * num_experts // num_shared, super().most_pairs(num_tokens, num_experts, context))
+        room = self.room(num_experts, context)
+        within = room.pairs(context.num_valid(num_tokens)) * num_experts // room.num_shared
+        return min(within, super().most_pairs(num_tokens, num_experts, context))
 
     def within_capacity(self, candidates_TE: Tensor, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """Keep of the candidate pairs what the experts (or devices) have room for: bool [T, E]."""
-        capacity, num_shared = self.room(*candidates_TE.shape, context)
-        capacity = min(capacity, candidates_TE.numel())  # a whole number of any size is no number of torch's
+        num_tokens, num_experts = candidates_TE.shape
+        room = self.room(num_experts, context)
+        # A whole number of any size is no number of torch's.
+        capacity = min(room.pairs(context.num_valid(num_tokens)), candidates_TE.numel())
         # Keys come first and always: what a random metric draws must not depend on the data.
         keys_TE = self._keys(scores_TE, context)
-        return self.steps.within_capacity(candidates_TE, keys_TE, capacity, num_shared)
+        return self.steps.within_capacity(candidates_TE, keys_TE, capacity, room.num_shared)
 
     def _keys(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         """What an expert orders its pairs by, the largest first: [T, E], float32 or int64."""
@@ -127,7 +130,7 @@ class CapacityPolicy(SteppedPolicy):
         elif self.metric == "reverse_order":
             keys_TE = token_T1.expand_as(scores_TE)
         else:
-            keys_TE = context.drawn(scores_TE)
+            keys_TE = context.random_keys(scores_TE)
         if self.modality == "uniform" or context.modality_T is None:
             return keys_TE
         is_image_T = context.modality_T == IMAGE
@@ -192,11 +195,11 @@ class ExpandedDrop(CapacityPolicy):
         # Experts of the token's own rank keep what they have room for. Candidates elsewhere are top-k pairs, of which
         # there are T x K at most, and the other R - 1 ranks have room too. With whole capacities, gamma x T x K / R
         # a rank, that is min(gamma, 1 + gamma / R) x T x K.
-        capacity, num_shared = self.room(num_tokens, num_experts, context)
         num_local, num_valid = num_experts // context.num_ranks, context.num_valid(num_tokens)
-        room = capacity * num_local // num_shared
-        here = min(room, num_valid * num_local)
-        elsewhere = min(room * (context.num_ranks - 1), num_valid * min(context.top_k, num_experts - num_local))
+        room = self.room(num_experts, context)
+        of_rank = room.pairs(num_valid) * num_local // room.num_shared
+        here = min(of_rank, num_valid * num_local)
+        elsewhere = min(of_rank * (context.num_ranks - 1), num_valid * min(context.top_k, num_experts - num_local))
         return min(here + elsewhere, num_valid * self.most_experts(num_experts, context))
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:

@@ -47,7 +47,7 @@ class RoutingContext:
         layer_fraction: where in the depth of the model the layer stands, 0 to 1.
         load_E: expert load carried over from earlier batches, for policies with ``carry_loads``.
         generator: the only source of randomness.
-        random_TE: what ``Policy.draws`` returned before, in place of new draws: a captured graph can make none.
+        random_TE: what ``Policy.random_keys`` returned before, in place of new draws: a captured graph can make none.
     """
 
     top_k: int
@@ -75,7 +75,7 @@ class RoutingContext:
         assert self.token_mask_T is not None
         return int(self.token_mask_T.sum())
 
-    def drawn(self, like_TE: Tensor) -> Tensor:
+    def random_keys(self, like_TE: Tensor) -> Tensor:
         """Uniform numbers below 1: float32 in the shape and on the device of ``like_TE``."""
         if self.random_TE is not None:
             return self.random_TE
@@ -134,7 +134,7 @@ class Policy:
         """Return what ``route`` must know of all ranks' tokens: float64 [S, E], summed over ranks; None = nothing."""
         return None
 
-    def draws(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
+    def random_keys(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
         """The random numbers by which ``route`` decides for scores of this shape: float32 [T, E]; None = by none."""
         return None
 
@@ -171,8 +171,8 @@ class Policy:
     @cached_property
     def by_layer(self) -> dict[str, ByLayer]:
         """The fields that differ by layer."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in found.items() if isinstance(value, ByLayer)}
+        values_of = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values_of.items() if isinstance(value, ByLayer)}
 
     def in_layer(self, layer_fraction: float) -> Self:
         """The policy with the values of one layer (``RoutingContext.layer_fraction``), which routes there.
@@ -189,9 +189,9 @@ class Policy:
         """
         default = {field.name: field.default for field in fields(self)}
         values = asdict(self)
-        found = {key: value for key, value in values.items() if key not in self.optional or value != default[key]}
+        told = {key: value for key, value in values.items() if key not in self.optional or value != default[key]}
         layered = {name: list(values) for name, values in self.by_layer.items()}
-        return {**found, **dict.fromkeys(layered), "by_layer": layered} if layered else found
+        return {**told, **dict.fromkeys(layered), "by_layer": layered} if layered else told
 
     @property
     def label(self) -> str:

@@ -99,14 +99,14 @@ class Laser(LoadAwarePolicy):
         if self.trim == "random" and context.generator is None and context.random_TE is None:
             raise UserError("generator: trim=random needs a torch.Generator in the context, got None")
 
-    def draws(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
-        return context.drawn(like_TE) if self.trim == "random" else None
+    def random_keys(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        return context.random_keys(like_TE) if self.trim == "random" else None
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, Tensor | None]:
         rule = LeastLoaded(
             top_k=context.top_k, eps_high=self.eps_high, t_fix=self.t_fix, pool_size=self.c, chunk_size=self.chunk_size
         )
-        return rule, self.draws(scores_TE, context)
+        return rule, self.random_keys(scores_TE, context)
 
 
 @policy

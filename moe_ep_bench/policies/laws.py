@@ -55,11 +55,11 @@ class Trial:
 
     @property
     def title(self) -> str:
-        (num_tokens, num_experts), found = self.scores_TE.shape, self.arguments
-        mask_T = found.get("token_mask_T")
+        (num_tokens, num_experts), arguments = self.scores_TE.shape, self.arguments
+        mask_T = arguments.get("token_mask_T")
         padding = 0 if mask_T is None else int((~mask_T).sum())
-        shape = f"T={num_tokens} E={num_experts} K={found['top_k']} R={found.get('num_ranks', 1)}"
-        return f"{shape} padding={padding} seed={found.get('seed', 0)}"
+        shape = f"T={num_tokens} E={num_experts} K={arguments['top_k']} R={arguments.get('num_ranks', 1)}"
+        return f"{shape} padding={padding} seed={arguments.get('seed', 0)}"
 
 
 def law_types(trial: Trial, routing: Routing) -> None:
@@ -79,8 +79,8 @@ def law_bounds(trial: Trial, routing: Routing) -> None:
     num_experts = trial.scores_TE.shape[1]
     most = trial.policy.most_experts(num_experts, trial.context())
     _require(1 <= most <= num_experts, f"most_experts: expected 1 to {num_experts}, got {most}")
-    found = int(routing.map_TE.sum(dim=1).max()) if len(trial.scores_TE) else 0
-    _require(found <= most, f"a token has {found} experts, most_experts says {most}")
+    most_found = int(routing.map_TE.sum(dim=1).max()) if len(trial.scores_TE) else 0
+    _require(most_found <= most, f"a token has {most_found} experts, most_experts says {most}")
     pairs, bound = int(routing.map_TE.sum()), trial.policy.most_pairs(*trial.scores_TE.shape, trial.context())
     _require(bound is None or pairs <= bound, f"there are {pairs} pairs, most_pairs says {bound}")
 
@@ -125,7 +125,7 @@ def law_split(trial: Trial, routing: Routing) -> None:
         part_T = trial.arguments["request_id_T"] % 3
     parts = [part_T == part for part in range(4)]  # The last is a rank without tokens.
     stats = [trial.policy.batch_stats(trial.scores_TE[rows_T], trial.context(rows_T)) for rows_T in parts]
-    kinds = {(str(one.dtype), tuple(one.shape)) if isinstance(one, torch.Tensor) else str(one) for one in stats}
+    kinds = {(str(part.dtype), tuple(part.shape)) if isinstance(part, torch.Tensor) else str(part) for part in stats}
     _require(len(kinds) == 1, f"batch_stats: expected one shape whatever the tokens, got {sorted(map(str, kinds))}")
     _require(stats[0].dtype == torch.float64, f"batch_stats: expected float64, got {stats[0].dtype}")
     total_SE = torch.stack(stats).sum(dim=0)
@@ -152,8 +152,8 @@ def law_weights(trial: Trial, routing: Routing) -> None:
     if not wrong_TE.any():
         return
     token, expert = wrong_TE.nonzero()[0].tolist()
-    found, expected = float(routing.weights_TE[token, expert]), float(model_TE[token, expert])
-    times = f"{found / expected:.4g} times the model's" if expected else f"{found:.4g}, the model's 0"
+    weight, expected = float(routing.weights_TE[token, expert]), float(model_TE[token, expert])
+    times = f"{weight / expected:.4g} times the model's" if expected else f"{weight:.4g}, the model's 0"
     reasons = [
         f"context.scale is {context.scale:g}" if context.scale != 1 else "",
         "context.bias_E is for the selection alone" if context.bias_E is not None else "",
@@ -172,10 +172,10 @@ def _require(condition: bool, broken: str) -> None:
         raise LawBroken(broken)
 
 
-def _require_same(found: Routing, expected: Routing, what: str) -> None:
+def _require_same(routing: Routing, expected: Routing, what: str) -> None:
     """Bit for bit."""
-    _require(torch.equal(found.map_TE, expected.map_TE), f"{what} has another map")
-    _require(torch.equal(found.weights_TE, expected.weights_TE), f"{what} has other weights")
+    _require(torch.equal(routing.map_TE, expected.map_TE), f"{what} has another map")
+    _require(torch.equal(routing.weights_TE, expected.weights_TE), f"{what} has other weights")
 
 
 def _rows(routing: Routing, rows_T: Tensor) -> Routing:
@@ -277,8 +277,8 @@ def _waits(policy: Policy) -> Counter[str]:
             policy.check(trial.scores_TE, context)
             if len(trial.scores_TE):
                 context.num_valid(len(trial.scores_TE))  # Counted beforehand.
-                with watched_waits(trial.scores_TE.device) as found:
+                with watched_waits(trial.scores_TE.device) as waits:
                     getattr(here, "select", here.route)(trial.scores_TE, context)
-                found["most_pairs is unknown"] += here.most_pairs(*trial.scores_TE.shape, context) is None
-                return +found
+                waits["most_pairs is unknown"] += here.most_pairs(*trial.scores_TE.shape, context) is None
+                return +waits
     return Counter()

@@ -55,15 +55,15 @@ def find_policy(reference: object, taken: Collection[str]) -> type[Policy]:
         points = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
         if reference not in points:
             known = [*taken, *points]
-            own = "package.module:Class or my_policy.py:Class"
+            paths = "package.module:Class or my_policy.py:Class"
             raise UserError(
-                f"name: expected one of {', '.join(known)}, {own}; got {brief(reference)}"
+                f"name: expected one of {', '.join(known)}, {paths}; got {brief(reference)}"
                 f"{did_you_mean(reference, known)}"
             )
-        found = find_policy(points[reference], taken)
-        if found.name != reference:
-            raise UserError(f"name: entry point {reference} leads to a policy of another name, {found.name}")
-        return found
+        policy = find_policy(points[reference], taken)
+        if policy.name != reference:
+            raise UserError(f"name: entry point {reference} leads to a policy of another name, {policy.name}")
+        return policy
     if is_file(reference):
         module = _load_file(reference, Path(place))
     else:
@@ -77,8 +77,8 @@ def find_policy(reference: object, taken: Collection[str]) -> type[Policy]:
 def source_hash(policy: type[Policy]) -> str | None:
     """SHA-256 of the files that define a policy; None for one of this package, whose code results name as a whole."""
     modules = [kind.__module__ for kind in policy.__mro__ if kind not in (object, Policy)]
-    own = [name for name in dict.fromkeys(modules) if name.partition(".")[0] != _PACKAGE and name in sys.modules]
-    return hashlib.sha256("".join(map(_module_hash, own)).encode()).hexdigest() if own else None
+    names = [name for name in dict.fromkeys(modules) if name.partition(".")[0] != _PACKAGE and name in sys.modules]
+    return hashlib.sha256("".join(map(_module_hash, names)).encode()).hexdigest() if names else None
 
 
 def _module_hash(name: str) -> str:
@@ -122,22 +122,22 @@ def _module_of(path: Path, content: bytes) -> ModuleType:
     return module
 
 
-def _checked(found: object, reference: str, taken: Collection[str]) -> type[Policy]:
-    if not isinstance(found, type):
+def _checked(kind: object, reference: str, taken: Collection[str]) -> type[Policy]:
+    if not isinstance(kind, type):
         raise UserError(f"name: {reference}: there is no such class in it")
-    if not issubclass(found, Policy):
+    if not issubclass(kind, Policy):
         raise UserError(f"name: {reference}: expected a class that extends moe_ep_bench.policies.Policy")
-    options = found.__dict__.get("__dataclass_params__")
-    if not dataclasses.is_dataclass(found) or options is None or not options.frozen:
+    options = kind.__dict__.get("__dataclass_params__")
+    if not dataclasses.is_dataclass(kind) or options is None or not options.frozen:
         raise UserError(f"name: {reference}: expected @dataclass(frozen=True, kw_only=True) above the class")
-    name = getattr(found, "name", None)
+    name = getattr(kind, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UserError(f"name: {reference}: expected its name in lower case, digits and _, got {brief(name)}")
     if name in (*taken, *_RESERVED):
         raise UserError(f"name: {reference}: its name {name} is that of a policy of moe-ep-bench; give it another")
-    if found.route is Policy.route:
+    if kind.route is Policy.route:
         raise UserError(f"name: {reference}: expected a method route(scores_TE, context, stats=None)")
-    return found
+    return kind
 
 
 def _in_short(error: BaseException) -> str:

@@ -261,8 +261,8 @@ def score_bins(scores_TE: Tensor, num_bins: int, bins_per_octave: int) -> Tensor
     """
     shift = bin_shift(bins_per_octave)
     bits_TE = (scores_TE + 0).contiguous().view(torch.int32).long()  # -0.0 is 0.0
-    one = 127 << 23  # the bits of 1.0
-    return (((bits_TE - one) >> shift) + num_bins).clamp(0, num_bins - 1)
+    bits_of_1 = 127 << 23  # the bits of 1.0
+    return (((bits_TE - bits_of_1) >> shift) + num_bins).clamp(0, num_bins - 1)
 
 
 def bin_shift(bins_per_octave: int) -> int:

@@ -52,16 +52,16 @@ def would_wait(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @contextlib.contextmanager
 def watched_waits(device: torch.device) -> Iterator[Counter[str]]:
     """Count the waits in the block by the line, ``file.py:12``, that is to blame."""
-    found: Counter[str] = Counter()
-    with _warned(found) if device.type == "cuda" else _dispatched(found):
-        yield found
+    waits: Counter[str] = Counter()
+    with _warned(waits) if device.type == "cuda" else _dispatched(waits):
+        yield waits
 
 
 @contextlib.contextmanager
-def _warned(found: Counter[str]) -> Iterator[None]:
+def _warned(waits: Counter[str]) -> Iterator[None]:
     def note(message: Warning | str, *others: Any, **options: Any) -> None:
         if _NOTICE in str(message):
-            found[_place()] += 1
+            waits[_place()] += 1
 
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -74,13 +74,13 @@ def _warned(found: Counter[str]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-def _dispatched(found: Counter[str]) -> contextlib.AbstractContextManager[Any]:
+def _dispatched(waits: Counter[str]) -> contextlib.AbstractContextManager[Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if would_wait(func, args, kwargs or {}):
-                found[_place()] += 1
+                waits[_place()] += 1
             return func(*args, **(kwargs or {}))
 
     return Watch()
@@ -98,10 +98,10 @@ def _place() -> str:
 def beyond(waits: Mapping[str, Counter[str]], base: str | None) -> dict[str, dict[str, int]]:
     """By case the waits that case ``base`` has not, which are in every case's time; cases without any are left out."""
     common = waits.get(base or "", Counter())
-    return {case_id: dict(more) for case_id, found in waits.items() if (more := found - common)}
+    return {case_id: dict(more) for case_id, lines in waits.items() if (more := lines - common)}
 
 
-def waits_words(found: Mapping[str, int]) -> str:
+def waits_words(waits: Mapping[str, int]) -> str:
     """``3 (steps.py:72, own.py:9 x 2)``."""
-    places = ", ".join(place if count == 1 else f"{place} x {count}" for place, count in sorted(found.items()))
-    return f"{sum(found.values())} ({places})"
+    places = ", ".join(place if count == 1 else f"{place} x {count}" for place, count in sorted(waits.items()))
+    return f"{sum(waits.values())} ({places})"

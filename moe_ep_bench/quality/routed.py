@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.kernels import compiled
+from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.laser import LoadAwarePolicy
@@ -194,7 +194,7 @@ class _Patch:
         generators = [seeded_generator(scores_TE.device, *key, rank) for rank in range(self.num_ranks)]
         asked = replace(context, request_id_T=self.forward_pass.sequence_T, generator=generators[0])
         policy.in_layer(context.layer_fraction).check(scores_TE, asked)
-        form = compiled(policy, scores_TE.device)
+        form = form_of(policy, scores_TE.device)
         routing = Routing(torch.zeros_like(scores_TE, dtype=torch.bool), torch.zeros_like(scores_TE))
         for batch in self.forward_pass.batches(self.num_ranks):
             scores = [scores_TE[token_N] for _, token_N in batch]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from moe_ep_bench.workload.batch import TokenBatch, deal
-    from moe_ep_bench.workload.recorded import RecordedWorkload, Source
+    from moe_ep_bench.workload.replay import RecordedWorkload, Source
     from moe_ep_bench.workload.synthetic import SyntheticWorkload
     from moe_ep_bench.workload.trace import Trace, open_trace
     from moe_ep_bench.workload.workload import Workload
@@ -36,8 +36,8 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import a name of ``__all__`` when it is first used: a config opens recordings, and must not wait for torch."""
-    for module in ("trace", "batch", "workload", "recorded", "synthetic") if name in __all__ else ():
-        found = importlib.import_module(f"{__name__}.{module}")
-        if hasattr(found, name):
-            return getattr(found, name)
+    for module in ("trace", "batch", "workload", "replay", "synthetic") if name in __all__ else ():
+        content = importlib.import_module(f"{__name__}.{module}")
+        if hasattr(content, name):
+            return getattr(content, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, check_folder
+from moe_ep_bench.metrics import imbalance, rank_imbalance
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import replicate, stacking_words
 
@@ -64,8 +65,7 @@ def layer_loads(path: Path, layer: int) -> list[float]:
 
 def mean_peak_load(path: Path) -> float:
     """Load of the fullest expert over the mean, mean over layers."""
-    count_LE = read_counts(path)
-    return float((count_LE.max(axis=1) / count_LE.mean(axis=1)).mean())
+    return float(imbalance(read_counts(path)).mean())
 
 
 @functools.lru_cache(maxsize=16)
@@ -86,9 +86,7 @@ def _read(path: Path, _: int) -> NDArray[np.float64]:
         if len(content) != 1 or not isinstance(layers := content[0].get(LOADS), dict):
             raise UserError(f"{path}: expected one recording with {LOADS}, got {len(content)} entries")
         content = list(layers.values())
-    nested = isinstance(content, list) and content and isinstance(content[0], list)
-    deep = bool(nested and content[0] and isinstance(content[0][0], list))
-    return _layers(checked(content, str(path), (None,) * (3 if deep else 2), REAL), str(path))
+    return _layers(checked(content, str(path), None, REAL), str(path))
 
 
 def _of_recording(path: Path) -> NDArray[np.float64]:
@@ -161,11 +159,10 @@ def write_expert_map(
     check_folder(out.parent, "OUT: folder")
     with atomic_path(out) as temporary:
         temporary.write_text(json.dumps({MAP: rows}) + "\n")
-    before_LR = load_LE.reshape(len(load_LE), num_ranks, -1).sum(axis=2)
-    peaks = [(load_LR.max(axis=1) / load_LR.mean(axis=1)).mean() for load_LR in (before_LR, plan.rank_load(load_LE))]
+    before, after = rank_imbalance(load_LE, num_ranks).mean(), imbalance(plan.rank_load(load_LE)).mean()
     return (
         f"{out}: {len(rows)} layers ({dense} of them dense), {num_slots} slots on {num_ranks} ranks, "
-        f"{plan.policy} policy\nfullest rank over the mean, mean over recorded layers: {peaks[0]:.2f} in order, "
-        f"{peaks[1]:.2f} as planned for the same loads"
+        f"{plan.policy} policy\nfullest rank over the mean, mean over recorded layers: {before:.2f} in order, "
+        f"{after:.2f} as planned for the same loads"
         f"\n{stacking_words(plan.stacked, 'ranks of layers')}"
     )

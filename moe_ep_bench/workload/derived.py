@@ -17,18 +17,19 @@ The rule here is our own: for each third of the depth, over all tokens of its la
 - ``t_fix``: the median of the K-th best score over the best. So the pool holds experts that come as near to
   the best one as the last of the model's own choices does in the median token.
 
-Shapes: T = tokens of a source rank, E = experts, K = top_k, R = ranks, L = E / R, N = pairs.
+Shapes: T = tokens of a source rank, E = experts, K = top_k, R = ranks, L = E / R.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 import yaml
 from numpy.typing import NDArray
@@ -44,8 +45,8 @@ from moe_ep_bench.workload.trace import Trace, open_trace
 # Factors are rounded up to so many decimals, thresholds rounded: what is printed is what was meant.
 _DECIMALS = 3
 
-Parts = list[Tensor]
-"""A batch: float32 [T, E] of every source rank, 0 outside the top-k."""
+Batch = list[Tensor]
+"""float32 [T, E] of every source rank, 0 outside the top-k."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,9 @@ class Setting:
     num_tokens: int = 2048
     granularity: str = "device"
 
-    def check(self, trace: Trace) -> None:
-        """Raise ValueError where the recording does not fit."""
+    def opened(self, path: Path | str) -> Trace:
+        """Open a recording. Raises ValueError: it does not fit the setting."""
+        trace = open_trace(path)
         if trace.scores_are_assumed:
             raise UserError(f"{trace.path}: score: expected recorded scores, got scores that are assumed")
         if self.num_ranks < 1 or trace.num_experts % self.num_ranks:
@@ -71,86 +73,84 @@ class Setting:
         if len(self.batches(trace)) < 2:
             expected = f"at most half of the {trace.num_tokens} recorded"
             raise UserError(f"tokens: expected {expected}, for two batches of whole sequences, got {self.num_tokens}")
+        return trace
 
     def batches(self, trace: Trace) -> list[list[NDArray[np.int64]]]:
         """Of every batch each source rank's tokens; what is left at the end is no batch."""
-        found, first = [], 0
+        batches, first = [], 0
         for last in range(1, trace.num_sequences + 1):
             start = trace.start_S[first : last + 1]
             if start[-1] - start[0] >= self.num_tokens:
                 start_P, rank_P = deal_pieces(np.diff(start), self.num_ranks)
                 rank_T = np.repeat(rank_P, np.diff(start_P))
-                found.append([start[0] + np.flatnonzero(rank_T == rank) for rank in range(self.num_ranks)])
+                batches.append([start[0] + np.flatnonzero(rank_T == rank) for rank in range(self.num_ranks)])
                 first = last
-        return found
+        return batches
+
+    def layers(self, trace: Trace) -> Iterator[list[Batch]]:
+        """The batches of every layer."""
+        batches = self.batches(trace)
+        for layer in range(trace.num_layers):
+            ids_TK, scores_TK = trace.read_layer(layer)
+            all_TE = torch.zeros(len(ids_TK), trace.num_experts)
+            all_TE.scatter_(1, torch.from_numpy(ids_TK.astype(np.int64)), torch.from_numpy(scores_TK).float())
+            yield [[all_TE[torch.from_numpy(rows_T)] for rows_T in batch] for batch in batches]
 
     def context(self, trace: Trace, rank: int = 0, layer: int = 0) -> RoutingContext:
         sizes = {"top_k": trace.top_k, "num_ranks": self.num_ranks, "rank": rank}
         return RoutingContext(**sizes, layer_fraction=layer / trace.num_layers)
 
 
-def layers_of(trace: Trace, setting: Setting) -> Iterator[list[Parts]]:
-    """The batches of every layer."""
-    batches = setting.batches(trace)
-    for layer in range(trace.num_layers):
-        ids_TK, scores_TK = trace.read_layer(layer)
-        whole_TE = torch.zeros(len(ids_TK), trace.num_experts)
-        whole_TE.scatter_(1, torch.from_numpy(ids_TK.astype(np.int64)), torch.from_numpy(scores_TK).float())
-        yield [[whole_TE[torch.from_numpy(rows_T)] for rows_T in batch] for batch in batches]
+# ---- factors ---------------------------------------------------------------------------------------------------------
 
 
-def needed_factors(parts: Parts, setting: Setting, top_k: int) -> tuple[Tensor, Tensor]:
-    """The factor below which each pair of a batch is lost, and its share of the batch's mass: float64 [N] each."""
-    factors, scores = [], []
-    num_experts = parts[0].shape[1]
+def needed_factors(batch: Batch, setting: Setting, top_k: int) -> pd.DataFrame:
+    """A row per pair of a batch: the ``factor`` below which it is lost, and its ``share`` of the batch's mass."""
+    frames = []
+    num_experts = batch[0].shape[1]
     size = num_experts // setting.num_ranks if setting.granularity == "device" else 1
-    for part_TE in parts:
-        if not len(part_TE):
-            continue
+    for part_TE in batch:
         score_N, expert_N = top_k_pairs(part_TE, top_k_map(part_TE, RoutingContext(top_k=top_k)))
-        score_N, order_N = score_N.double().sort(descending=True, stable=True)
-        group_N, by_group_N = (expert_N[order_N] // size).sort(stable=True)
-        counts_G = group_N.bincount(minlength=num_experts // size)
-        place_N = torch.arange(len(group_N)) - (counts_G.cumsum(0) - counts_G)[group_N] + 1
-        factors.append(place_N.double() * num_experts / (size * len(part_TE) * top_k))
-        scores.append(score_N[by_group_N])
-    score_N = torch.cat(scores)
-    return torch.cat(factors), score_N / score_N.sum().clamp(min=1e-300)
+        pairs = pd.DataFrame({"score": score_N.double().numpy(), "group": expert_N.numpy() // size})
+        pairs = pairs.sort_values("score", ascending=False, kind="stable")
+        place_N = pairs.groupby("group").cumcount() + 1
+        frames.append(pairs.assign(factor=place_N * num_experts / (size * max(len(part_TE), 1) * top_k)))
+    pairs = pd.concat(frames)
+    return pairs[["factor"]].assign(share=pairs["score"] / max(pairs["score"].sum(), 1e-300))
 
 
-def least_factor(needed: Sequence[tuple[Tensor, Tensor]], budget: float) -> float:
+def least_factor(needed: pd.DataFrame, num_batches: int, budget: float) -> float:
     """The smallest factor whose mean loss over batches (and layers) is within the budget, rounded up."""
-    factor_N, order_N = torch.cat([factors for factors, _ in needed]).sort(descending=True)
-    lost_N = torch.cat([shares for _, shares in needed])[order_N].cumsum(0) / len(needed)
-    num_lost = int((lost_N <= budget).sum())
-    factor = float(factor_N[num_lost]) if num_lost < len(factor_N) else 0.0
+    needed = needed.sort_values("factor", ascending=False)
+    num_lost = int((needed["share"].cumsum() / num_batches <= budget).sum())
+    factor = needed["factor"].iloc[num_lost] if num_lost < len(needed) else 0.0
     return math.ceil(round(factor * 10**_DECIMALS, 6)) / 10**_DECIMALS
 
 
-@dataclass(frozen=True)
-class Derived:
+class Factors(NamedTuple):
     """What one half of a recording says of a budget: one factor for all layers, and one for each."""
 
-    one: float
+    common: float
     layers: list[float]
 
 
-def derive_factors(path: Path | str, budget: float, setting: Setting) -> Derived:
+def derive_factors(path: Path | str, budget: float, setting: Setting) -> Factors:
     """Derive capacity factors from every second batch, beginning with the first.
 
     Raises:
         ValueError: a recording that does not fit the setting.
     """
-    trace = open_trace(path)
-    setting.check(trace)
-    needed = [
-        [needed_factors(parts, setting, trace.top_k) for parts in batches[::2]] for batches in layers_of(trace, setting)
-    ]
-    together = [one for of_layer in needed for one in of_layer]
-    return Derived(least_factor(together, budget), [least_factor(of_layer, budget) for of_layer in needed])
+    trace = setting.opened(path)
+    used = [batches[::2] for batches in setting.layers(trace)]
+    needed = [pd.concat([needed_factors(batch, setting, trace.top_k) for batch in batches]) for batches in used]
+    common = least_factor(pd.concat(needed), len(used) * len(used[0]), budget)
+    return Factors(common, [least_factor(of_layer, len(used[0]), budget) for of_layer in needed])
 
 
-def judge(path: Path | str, budget: float, setting: Setting, policies: dict[str, Policy]) -> list[dict[str, Any]]:
+# ---- judged on the other half ----------------------------------------------------------------------------------------
+
+
+def judge(path: Path | str, budget: float, setting: Setting, policies: Mapping[str, Policy]) -> pd.DataFrame:
     """Hold policies against the frontier on the batches from which nothing was derived.
 
     Returns:
@@ -160,87 +160,79 @@ def judge(path: Path | str, budget: float, setting: Setting, policies: dict[str,
         ``frontier`` (the least fullest rank for the same loss in the same batch); ``above`` = fullest / frontier - 1;
         ``most_lost``, of any batch and layer.
     """
-    trace = open_trace(path)
-    setting.check(trace)
+    trace = setting.opened(path)
     rank_E = torch.arange(trace.num_experts) // (trace.num_experts // setting.num_ranks)
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in [*policies, "frontier"]}
-    curves = []
-    for layer, batches in enumerate(layers_of(trace, setting)):
+    rows, curves = [], []
+    for layer, batches in enumerate(setting.layers(trace)):
         contexts = [setting.context(trace, rank, layer) for rank in range(setting.num_ranks)]
-        for parts in batches[1::2]:
-            frontier = Frontier.of([top_k_pairs(part, top_k_map(part, contexts[0])) for part in parts], rank_E)
+        for batch in batches[1::2]:
+            frontier = Frontier.of([top_k_pairs(part, top_k_map(part, contexts[0])) for part in batch], rank_E)
             mean = frontier.num_pairs / setting.num_ranks
             for name, policy in policies.items():
-                kept, fullest = _routed(policy, parts, contexts, rank_E)
+                kept, fullest = _routed(policy, batch, contexts, rank_E)
                 share = min(kept / frontier.mass, 1.0)
                 # What a policy keeps is a sum in another order.
-                found[name].append((1 - share, fullest / mean, frontier.least_load(share - 1e-9) / mean))
+                rows.append((name, 1 - share, fullest / mean, frontier.least_load(share - 1e-9) / mean))
             least = frontier.least_load(1 - budget)
-            found["frontier"].append((1 - frontier.kept(least), least / mean, least / mean))
+            rows.append(("frontier", 1 - frontier.kept(least), least / mean, least / mean))
             curves.append(frontier.curve())
-    rows = []
-    for name, values in found.items():
-        lost, fullest, least = np.mean(values, axis=0)
-        most = max(value[0] for value in values)
-        rows.append({"method": name, "lost": lost, "most_lost": most, "fullest": fullest, "frontier": least})
+    judged = pd.DataFrame(rows, columns=["method", "lost", "fullest", "frontier"])
+    means = judged.groupby("method", sort=False).mean().assign(most_lost=judged.groupby("method")["lost"].max())
     load_N, kept_N = joint(curves)
     least = float(np.interp(1 - budget, kept_N.numpy(), load_N.numpy()))
-    spread = {"lost": budget, "most_lost": math.nan, "fullest": least, "frontier": least}
-    rows.append({"method": "frontier, spread", **spread})
-    return [{**row, "above": row["fullest"] / row["frontier"] - 1} for row in rows]
+    means.loc["frontier, spread"] = {"lost": budget, "most_lost": math.nan, "fullest": least, "frontier": least}
+    means = means[["lost", "most_lost", "fullest", "frontier"]]
+    return means.assign(above=means["fullest"] / means["frontier"] - 1).rename_axis("method").reset_index()
 
 
-def compared_policies(budget: float, derived: Derived, setting: Setting) -> dict[str, Policy]:
+def _routed(policy: Policy, batch: Batch, contexts: Sequence[RoutingContext], rank_E: Tensor) -> tuple[float, int]:
+    """The mass that a policy keeps of a batch, and the pairs of the fullest rank."""
+    here = policy.in_layer(contexts[0].layer_fraction)
+    stats = [here.batch_stats(part, context) for part, context in zip(batch, contexts, strict=True)]
+    known = [part_SE for part_SE in stats if part_SE is not None]
+    total = torch.stack(known).sum(dim=0) if known else None
+    maps = [here.route(part, context, total).map_TE for part, context in zip(batch, contexts, strict=True)]
+    kept = sum(float((part * map_TE).sum(dtype=torch.float64)) for part, map_TE in zip(batch, maps, strict=True))
+    load_E = torch.stack([map_TE.sum(dim=0) for map_TE in maps]).sum(dim=0)
+    return kept, int(torch.zeros(len(contexts), dtype=torch.int64).index_add(0, rank_E, load_E).max())
+
+
+def compared_policies(budget: float, factors: Factors, setting: Setting) -> dict[str, Policy]:
     """One factor, factors by layer, and ``budget_drop``."""
     drop = {"name": "token_drop", "granularity": setting.granularity}
     return {
         "native": make_policy({"name": "topk"}),
-        "one factor": make_policy({**drop, "capacity_factor": derived.one}),
-        "by layer": make_policy({**drop, "capacity_factor": derived.layers}),
+        "one factor": make_policy({**drop, "capacity_factor": factors.common}),
+        "by layer": make_policy({**drop, "capacity_factor": factors.layers}),
         "budget_drop": make_policy({"name": "budget_drop", "max_lost_mass": budget}),
     }
 
 
 def budget_text(path: Path | str, budget: float, setting: Setting) -> str:
     """``token_drop`` with factors by layer as an entry of a config, below comments that say what it does elsewhere."""
-    derived = derive_factors(path, budget, setting)
-    rows = judge(path, budget, setting, compared_policies(budget, derived, setting))
+    factors = derive_factors(path, budget, setting)
+    rows = judge(path, budget, setting, compared_policies(budget, factors, setting))
     num_batches = len(setting.batches(open_trace(path)))
-    entry = {"name": "token_drop", "granularity": setting.granularity, "capacity_factor": [derived.layers]}
+    entry = {"name": "token_drop", "granularity": setting.granularity, "capacity_factor": [factors.layers]}
+    percents = {"lost": "mass lost %", "most_lost": "at most %", "above": "above frontier %"}
+    shown = rows.assign(**{name: (100 * rows[name]).round(2) for name in percents}, fullest=rows["fullest"].round(3))
+    shown = shown.set_index("method").rename_axis(None)[["lost", "most_lost", "fullest", "above"]]
+    shown = shown.rename(columns={**percents, "fullest": "fullest rank"})
     lines = [
-        f"# Factors by layer for {100 * budget:g} % of the score mass, from {(num_batches + 1) // 2} of {num_batches} "
+        f"Factors by layer for {100 * budget:g} % of the score mass, from {(num_batches + 1) // 2} of {num_batches} "
         f"batches of at least {setting.num_tokens:,} tokens, EP {setting.num_ranks}.",
-        f"# One factor for all layers: {derived.one:g}. The other batches, means over batches and layers:",
-        "#",
-        "#                    mass lost %  at most %  fullest rank  above frontier %",
+        f"One factor for all layers: {factors.common:g}. The other batches, means over batches and layers:",
+        "",
+        *shown.to_string(na_rep="-").splitlines(),
+        "",
+        "Fullest rank: pairs over the mean before anything is dropped. Above frontier: over the least possible for",
+        "the same loss in the same batch; spread: over batches and layers, by who knows all of them.",
     ]
-    lines += [
-        f"# {row['method']:<18} {100 * row['lost']:>11.2f}  {_or_none(100 * row['most_lost'])}  {row['fullest']:>12.3f}"
-        f"  {100 * row['above']:>16.2f}"
-        for row in rows
-    ]
-    lines += [
-        "#",
-        "# Fullest rank: pairs over the mean before anything is dropped. Above frontier: over the least possible for",
-        "# the same loss in the same batch; spread: over batches and layers, by who knows all of them.",
-    ]
-    return "\n".join([*lines, yaml.safe_dump([entry], sort_keys=False, default_flow_style=None, width=110).rstrip()])
+    entries = yaml.safe_dump([entry], sort_keys=False, default_flow_style=None, width=110).rstrip()
+    return "\n".join([*(f"# {line}".rstrip() for line in lines), entries])
 
 
-def _or_none(percent: float) -> str:
-    return f"{'-':>9}" if math.isnan(percent) else f"{percent:>9.2f}"
-
-
-def _routed(policy: Policy, parts: Parts, contexts: Sequence[RoutingContext], rank_E: Tensor) -> tuple[float, int]:
-    """The mass that a policy keeps of a batch, and the pairs of the fullest rank."""
-    here = policy.in_layer(contexts[0].layer_fraction)
-    stats = [here.batch_stats(part, context) for part, context in zip(parts, contexts, strict=True)]
-    known = [one for one in stats if one is not None]
-    total = torch.stack(known).sum(dim=0) if known else None
-    maps = [here.route(part, context, total).map_TE for part, context in zip(parts, contexts, strict=True)]
-    kept = sum(float((part * map_TE).sum(dtype=torch.float64)) for part, map_TE in zip(parts, maps, strict=True))
-    load_E = torch.stack([map_TE.sum(dim=0) for map_TE in maps]).sum(dim=0)
-    return kept, int(torch.zeros(len(contexts), dtype=torch.int64).index_add(0, rank_E, load_E).max())
+# ---- LASER -----------------------------------------------------------------------------------------------------------
 
 
 def laser_thresholds(path: str | Path, keep: float = 0.25) -> dict[str, Any]:

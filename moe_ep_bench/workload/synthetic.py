@@ -32,6 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.metrics import shared_by_neighbours
+from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload.randomness import (
     Run,
     Stream,
@@ -203,9 +205,10 @@ class SyntheticWorkload(GeneratedWorkload):
     def _shared(self, bias_E: NDArray[np.float64], num_rows: int, copying: float) -> float:
         """Experts that neighbours share, mean over the first rows of batch 0, or of one that would have so many."""
         noise = self._first_noise(Run(0, num_rows), copying)
-        chosen_TE = np.concatenate([chosen_experts(noise_TE + bias_E, self.selection) for noise_TE in noise])
-        adjacent_T = np.arange(1, num_rows) % self.sequence_length > 0
-        return float((chosen_TE[1:] & chosen_TE[:-1])[adjacent_T].sum(axis=1).mean())
+        map_TE = np.concatenate([chosen_experts(noise_TE + bias_E, self.selection) for noise_TE in noise])
+        sequence_id_T = torch.arange(num_rows) // self.sequence_length
+        pairs, num_shared = shared_by_neighbours(torch.from_numpy(map_TE), sequence_id_T)
+        return num_shared / pairs
 
     @property
     def shares_by_chance(self) -> bool:

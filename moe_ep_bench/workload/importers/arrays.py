@@ -31,11 +31,11 @@ MAX_ARRAY_BYTES = 2**30
 WHOLE, REAL = "iu", "iuf"
 
 
-def checked(value: Any, where: str, shape: tuple[int | None, ...], kinds: str = WHOLE) -> NDArray[Any]:
+def checked(value: Any, where: str, shape: tuple[int | None, ...] | None, kinds: str = WHOLE) -> NDArray[Any]:
     """Hold an array, or nested lists, against what a format expects.
 
     Args:
-        shape: lengths by dimension; None takes any.
+        shape: lengths by dimension, of which None takes any; None = any shape.
         kinds: ``WHOLE`` numbers or ``REAL`` ones.
 
     Raises:
@@ -45,6 +45,7 @@ def checked(value: Any, where: str, shape: tuple[int | None, ...], kinds: str = 
         array = value if isinstance(value, np.ndarray) else np.array(value)
     except (ValueError, OverflowError):
         raise UserError(f"{where}: expected lists of equal length, got {brief(value)}") from None
+    shape = (None,) * array.ndim if shape is None else shape
     fits = array.ndim == len(shape) and all(
         length in (None, got) for length, got in zip(shape, array.shape, strict=True)
     )
@@ -103,7 +104,7 @@ class Npz:
             raise UserError(f"{self.where(name)}: {brief(str(error), 200, quoted=False)}") from None
         if not isinstance(array, np.ndarray):
             raise UserError(f"{self.where(name)}: expected numbers, got no array")
-        return checked(array, self.where(name), (None,) * array.ndim if shape is None else shape, kinds)
+        return checked(array, self.where(name), shape, kinds)
 
     def _check_header(self, name: str) -> None:
         """Hold what an array announces against what its member holds: numpy allocates it before it reads."""

@@ -1,0 +1,416 @@
+"""Batches that replay what a real model's router chose.
+
+Batches are *whole* recorded sequences (prefill), or requests that decode sequences side by side, so that the skew of a
+text, and the likeness of neighbouring tokens, reach the ranks as they do in service. Recorded choices are kept to the
+letter, and their scores but for what ``tail.fit_top_k`` had to mend and a unit in the last place of float32 where they
+tie. Scores below the top-k come from a tail model (``tail``), or from the recording where it has them.
+
+* *Sequences*: recorded sequences, one after the other, until the batch has its tokens; the last one is cut to fit.
+  Batches are independent of each other, except that together they keep to the shares.
+* *Decode*: a batch is one step of B requests that are served side by side, and the next batch is the next step. A slot
+  replays a recorded sequence, s tokens a step (s = 1, or more with speculative decoding); when fewer than s are left it
+  goes on with another. Which experts a token chooses depends only on the tokens before it, so a text recorded in
+  prefill may be replayed as decoding.
+
+Sequences are drawn without putting back: every one of a recording comes once before any comes again. Where several
+recordings are mixed, the popularity of an expert is that in the mixture, each recording counted by its share, and two
+rules keep the tokens of each to its share:
+
+* sequences: the next one is taken from the recording that is *furthest behind*, the one of least tokens / share,
+  counting this batch and those before it (the first named on ties); a count for each batch by itself would favour long
+  sequences, since the last is cut. With L the longest sequence of a recording, after M tokens a recording of share p is
+  then at most (1 - p) * L above p * M tokens, and at most p times the sum of the others' L below. The order in a batch
+  is shuffled, or sequences of equal length would take turns in step with the ranks that they are dealt to;
+* decode: the B slots are apportioned by largest remainder (Hamilton's method), and a slot stays with its recording. So
+  every step has the same shares, less than one request from those asked for.
+
+Shapes: T = tokens, E = experts, K = top_k, B = requests of a decoding step, N = batches, S = sequences.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.workload.randomness import Run, Stream, generator, in_chunks, row_numbers, rows_at_once, uniform_rows
+from moe_ep_bench.workload.tail import RECORDED, TAILS, FittedTopK, FullRows, fill_tail, fit_top_k, keep_top_k_ahead
+from moe_ep_bench.workload.trace import Trace, open_trace
+from moe_ep_bench.workload.workload import Workload
+
+Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Of a batch's sequences or slots: each one's first token, counted through all recordings, and how many; int64 [S]."""
+
+
+class Source(NamedTuple):
+    """A recording and how much of the tokens come from it, in relation to the shares of the others."""
+
+    path: str | Path
+    share: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedWorkload(Workload):
+    """Batches of one layer of one or several ``moe-trace-v1`` recordings.
+
+    A recording that is shorter than a batch is gone through again, in a fresh order, as often as it takes.
+
+    Attributes: those of ``config.RecordedConfig``, and
+        path: the recording, or several with their shares. These must be of one model, with the same layers and kind
+            of scores.
+        num_experts, top_k: of the model that is measured; the recordings must agree.
+        num_tokens: tokens in a batch, all ranks together.
+        topk_share: needed where the recorded scores are normalised over the top-k (GPT-OSS), and only there. Every row
+            gets exactly this share unless no tail would fit under its K-th score: such rows get more, and are counted.
+        arrangement: with ``decode`` ``sequence_id_T`` is a request's slot, so a slot stays on its rank.
+        tokens_per_request: a sequence that has fewer left is over. So it is at a gap, where tokens were left out.
+
+    Raises:
+        ValueError: a file that cannot be used or a field that does not suit it; the message names which.
+    """
+
+    path: str | Path | Sequence[Source | tuple[str | Path, float]]
+    layer: int
+    num_experts: int
+    top_k: int
+    num_tokens: int
+    num_batches: int
+    tail: str
+    seed: int
+    topk_share: float | None = None
+    arrangement: str = "sequences"
+    tokens_per_request: int = 1
+
+    def __post_init__(self) -> None:
+        per_request = self.tokens_per_request
+        if self.arrangement == "sequences" and per_request != 1:
+            raise UserError(f"tokens_per_request: expected 1 where arrangement is sequences, got {per_request}")
+        if self.num_tokens % per_request:
+            expected = f"a multiple of tokens_per_request ({per_request})"
+            raise UserError(f"num_tokens: expected {expected}, got {self.num_tokens}")
+        for trace in self.traces:
+            self._check(trace, self.traces[0])
+        # Too few requests, too short sequences or a damaged layer are found now, not in the middle of a run.
+        _ = self._num_requests, self._pools, self._full if self.tail == RECORDED else self._routing
+
+    def _check(self, trace: Trace, first: Trace) -> None:
+        facts, others = trace.metadata, first.metadata
+        for name, got, expected, whose in (
+            ("num_experts", trace.num_experts, self.num_experts, "the model"),
+            ("top_k", trace.top_k, self.top_k, "the model"),
+            ("layers", trace.num_layers, first.num_layers, first.path.name),
+            *((name, facts[name], others[name], first.path.name) for name in ("model", "score")),
+        ):
+            if got != expected:
+                raise UserError(f"{trace.path}: {name}: expected {expected!r} as {whose} has, got {got!r}")
+        if self.tail == RECORDED and not trace.has_full_scores:
+            expected = f"{' or '.join(TAILS)}, because the recording holds the scores of the top-k only"
+            raise UserError(f"{trace.path}: tail: expected {expected}; got {RECORDED!r}")
+        if trace.scores_are_normalised and self.topk_share is None:
+            least = self.top_k / self.num_experts
+            raise UserError(
+                f"{trace.path}: topk_share: needed, because the recorded scores are normalised over the top-k; "
+                f"expected a number between {least:g} and 1"
+            )
+        if not trace.scores_are_normalised and self.topk_share is not None:
+            expected = "none, because the recorded scores are not normalised over the top-k"
+            raise UserError(f"{trace.path}: topk_share: expected {expected}; got {self.topk_share:g}")
+        self._check_topk_share()
+
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """The recordings, with shares that sum to 1."""
+        if isinstance(self.path, str | Path):
+            return (Source(self.path),)
+        sources = [Source(*source) for source in self.path]
+        files: set[Path] = set()
+        for path, _ in sources:
+            if Path(path).resolve() in files:
+                raise UserError(f"{path}: expected every recording once, got it twice")
+            files.add(Path(path).resolve())
+        total = math.fsum(share for _, share in sources)
+        return tuple(Source(path, share / total) for path, share in sources)
+
+    @cached_property
+    def traces(self) -> tuple[Trace, ...]:
+        """The opened recordings, in the order of ``sources``."""
+        return tuple(open_trace(source.path) for source in self.sources)
+
+    def sequence_lengths(self, index: int) -> NDArray[np.int64]:
+        return self._spans[index][1]
+
+    def make_scores(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float32]]:
+        first_S, length_S = self._spans[index]
+        end_S = length_S.cumsum()
+        offset_S = first_S + length_S - end_S
+        for chunk in in_chunks(runs, rows_at_once(self.num_experts)):
+            row_T = row_numbers(chunk)
+            token_T = row_T + offset_S[np.searchsorted(end_S, row_T, side="right")]
+            if self.tail == RECORDED:
+                yield self._full.scores_TE[token_T]
+                continue
+            ids_TK, fitted, weights_E = self._routing
+            jitter = [uniform_rows(self.seed, Stream.TAIL, index, *run, self.num_experts) for run in chunk]
+            recorded = ids_TK[token_T].astype(np.int64), fitted.scores_TK[token_T]
+            yield fill_tail(*recorded, weights_E, np.concatenate(jitter))
+
+    # ---- what the batches are ----------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, object]:
+        sources, metadata = self._describe_sources(), self.traces[0].metadata
+        requests = sum(source["requests_per_batch"] for source in sources)
+        if self.arrangement == "decode":
+            tokens = f"{self.tokens_per_request} token{'s' * (self.tokens_per_request > 1)}"
+            num_sequences = sum(source["num_sequences"] for source in sources)
+            size = f"decoding steps of {requests:g} requests x {tokens} from {num_sequences} sequences"
+        else:
+            passes = " + ".join(f"{source['passes_per_batch']:.2f}" for source in sources)
+            size = f"x {self.num_tokens} tokens in whole sequences, a batch uses the recording"
+            size += f"{'s' * (len(sources) > 1)} {passes} times"
+        num_recorded = int(self._offsets[-1])
+        if self.tail == RECORDED:
+            scaled = raised = 0
+            capped = self._full.rows_capped
+            changed = f"all scores recorded, {capped} rows of {num_recorded} capped to keep the recorded top-k ahead"
+        else:
+            _, (_, scaled, raised), _ = self._routing
+            changed = (
+                f"{self.tail} tail, {scaled} rows scaled and {raised} raised of {num_recorded} to make room for it"
+            )
+        assumed = "scores assumed, " if self.traces[0].scores_are_assumed else ""
+        return {
+            "kind": "recorded",
+            "description": f"{metadata['model']}, layer {self.layer}, {assumed}{_mixture_words(sources)}, "
+            f"{self.num_batches} {size}, {changed}, seed {self.seed}",
+            "tail_model": None if self.tail == RECORDED else self.tail,
+            "targets": {} if self.topk_share is None else {"topk_share": self.topk_share},
+            "achieved": self.achieved(),
+            "recording": {
+                "model": metadata["model"],
+                "score": metadata["score"],
+                "layer": self.layer,
+                "num_tokens": num_recorded,
+                "rows_scaled": scaled,
+                "rows_raised": raised,
+                "arrangement": self.arrangement,
+                "requests_per_batch": requests,
+                "tokens_per_request": self.tokens_per_request,
+                "sources": sources,
+            },
+        }
+
+    def _describe_sources(self) -> list[dict[str, Any]]:
+        """Provenance of each recording, and what of it the batches hold."""
+        counts = []
+        for first_S, length_S in self._spans:
+            source_S = np.searchsorted(self._offsets, first_S, side="right") - 1
+            counts.append([np.bincount(source_S, of_S, minlength=len(self.traces)) for of_S in (length_S, None)])
+        described = []
+        for number, (trace, pool) in enumerate(zip(self.traces, self._pools, strict=True)):
+            tokens_N, requests_N = np.array(counts)[:, :, number].T
+            share_N = tokens_N / self.num_tokens
+            described.append(
+                {
+                    "file": trace.path.name,
+                    "sha256": trace.sha256(),
+                    **{name: trace.metadata[name] for name in ("domain", "phase", "source", "licence")},
+                    "num_tokens": trace.num_tokens,
+                    "num_sequences": pool.start_S.size,
+                    "share": pool.share,
+                    "share_achieved": float(tokens_N.mean() / self.num_tokens),
+                    "share_achieved_range": [float(share_N.min()), float(share_N.max())],
+                    "requests_per_batch": float(requests_N.mean()),
+                    "passes_per_batch": float(tokens_N.mean() / trace.num_tokens),
+                }
+            )
+        return described
+
+    # ---- what is drawn from ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _offsets(self) -> NDArray[np.int64]:
+        """Where each recording's tokens begin among those of all, and where all end."""
+        return np.cumsum([0, *(trace.num_tokens for trace in self.traces)])
+
+    @cached_property
+    def _routing(self) -> tuple[NDArray[np.unsignedinteger], FittedTopK, NDArray[np.float64]]:
+        """The layer as it will be used, of all recordings: recorded ids, fitted scores, tail weights."""
+        layers = [trace.read_layer(self.layer) for trace in self.traces]
+        ids_TK, recorded_TK = (np.concatenate(parts) for parts in zip(*layers, strict=True))
+        scores_TK = recorded_TK.astype(np.float64)
+        if self.topk_share is not None:
+            # The sums are 1 but for rounding; dividing by them gives the share asked for exactly.
+            scores_TK *= self.topk_share / scores_TK.sum(axis=1, keepdims=True)
+        # As if there were as many tokens as recorded, but in the shares of the mixture.
+        load_E = np.zeros(self.num_experts)
+        for source, (part_TK, _) in zip(self.sources, layers, strict=True):
+            part_E = np.bincount(part_TK.ravel(), minlength=self.num_experts)
+            load_E += part_E * (source.share * (len(ids_TK) / len(part_TK)))
+        weights_E = np.ones(self.num_experts) if self.tail == "uniform" else load_E + 1
+        return ids_TK, fit_top_k(scores_TK, self.num_experts), weights_E
+
+    @cached_property
+    def _full(self) -> FullRows:
+        """The layer's scores of all experts as they will be used, of all recordings."""
+        layers = [trace.read_layer(self.layer)[0] for trace in self.traces]
+        full = [trace.read_full_scores(self.layer) for trace in self.traces]
+        return keep_top_k_ahead(np.concatenate(layers).astype(np.int64), np.concatenate(full))
+
+    @cached_property
+    def _pools(self) -> list[Pool]:
+        """What is drawn from: sequences, but for those that are too short for a request's step."""
+        pools = []
+        for source, trace, offset in zip(self.sources, self.traces, self._offsets.tolist(), strict=False):
+            bound_S = trace.start_S if self.tokens_per_request == 1 else trace.consecutive_starts()
+            start_S, end_S = bound_S[:-1], bound_S[1:]
+            enough_S = end_S - start_S >= self.tokens_per_request
+            if not enough_S.any():
+                expected = f"at most {(end_S - start_S).max()}, the longest sequence"
+                raise UserError(f"{trace.path}: tokens_per_request: expected {expected}, got {self.tokens_per_request}")
+            pools.append(Pool(start_S[enough_S] + offset, end_S[enough_S] + offset, source.share))
+        return pools
+
+    @cached_property
+    def _num_requests(self) -> list[int]:
+        """Slots of each recording in a decoding step."""
+        if self.arrangement != "decode":
+            return []
+        total = self.num_tokens // self.tokens_per_request
+        num_requests = apportion([source.share for source in self.sources], total)
+        for source, requests in zip(self.sources, num_requests, strict=True):
+            if not requests:
+                raise UserError(
+                    f"{source.path}: share: expected a share that gives a request in every step, got "
+                    f"{source.share:.3g} of {total} requests (num_tokens / tokens_per_request)"
+                )
+        return num_requests
+
+    @cached_property
+    def _spans(self) -> list[Spans]:
+        """Of every batch."""
+        if self.arrangement == "decode":
+            sizes = self._num_requests, self.tokens_per_request, self.num_batches
+            first_NB = draw_steps(self._pools, *sizes, generator(self.seed, Stream.SEQUENCES))
+            return [(first_B, np.full_like(first_B, self.tokens_per_request)) for first_B in first_NB]
+        randoms = (generator(self.seed, Stream.SEQUENCES, index) for index in range(self.num_batches))
+        bounds = (np.array(runs, np.int64).T for runs in draw_sequences(self._pools, self.num_tokens, randoms))
+        return [(first_S, end_S - first_S) for first_S, end_S in bounds]
+
+
+def _mixture_words(sources: Sequence[dict[str, Any]]) -> str:
+    """Domains with their shares, and who recorded them how."""
+    domains = [str(source["domain"]) for source in sources]
+    if len(sources) > 1:
+        domains = [
+            f"{source['domain']} {source['share_achieved']:.1%} (asked for {source['share']:.1%})" for source in sources
+        ]
+    origins = dict.fromkeys(f"{source['phase']} by {source['source']} ({source['licence']})" for source in sources)
+    return f"{' + '.join(domains)}, recorded in {' and '.join(origins)}"
+
+
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+
+
+class Pool(NamedTuple):
+    """The sequences of one recording, and the share of all tokens that are to come from it.
+
+    Sequence s holds the tokens ``start_S[s]`` to ``end_S[s] - 1``; both int64.
+    """
+
+    start_S: NDArray[np.int64]
+    end_S: NDArray[np.int64]
+    share: float
+
+
+def draw_sequences(pools: Sequence[Pool], num_tokens: int, randoms: Iterable[np.random.Generator]) -> list[list[Run]]:
+    """Draw runs of recorded tokens, whole sequences, for one batch of ``num_tokens`` from each of ``randoms``.
+
+    Batch n depends on the first n of ``randoms``.
+    """
+    taken = [0] * len(pools)
+    batches = []
+    for random in randoms:
+        queues = [_whole(random, pool) for pool in pools]
+        pieces: list[Run] = []
+        missing = num_tokens
+        while missing:
+            behind = min(range(len(pools)), key=lambda index: taken[index] / pools[index].share)
+            first, end = next(queues[behind])
+            pieces.append(Run(first, min(end, first + missing)))
+            taken[behind] += pieces[-1].end - first
+            missing -= pieces[-1].end - first
+        if len(pools) > 1:
+            pieces = [pieces[place] for place in random.permutation(len(pieces))]
+        batches.append(pieces)
+    return batches
+
+
+def draw_steps(
+    pools: Sequence[Pool],
+    num_requests: Sequence[int],
+    tokens_per_request: int,
+    num_steps: int,
+    random: np.random.Generator,
+) -> NDArray[np.int64]:
+    """Let requests decode side by side: the first of the consecutive tokens of every slot in every step.
+
+    The clock starts in the middle of things. A slot's first sequence is drawn with odds of its length, and a
+    place in it uniformly, which is how a server in steady state is met; sequences that follow are drawn evenly and
+    played from their beginning. A step does not depend on how many come after it.
+
+    Args:
+        pools: every sequence holds ``tokens_per_request`` tokens or more.
+        num_requests: slots of each pool (see ``apportion``). Which slots these are is drawn.
+
+    Returns:
+        int64 [N, B].
+    """
+    first_NB = np.empty((num_steps, sum(num_requests)), dtype=np.int64)
+    pool_B = random.permutation(np.repeat(np.arange(len(pools)), num_requests))
+    # A stream for each recording: how often one is drawn from is no concern of the others.
+    for index, (pool, stream) in enumerate(zip(pools, random.spawn(len(pools)), strict=True)):
+        free = [(0, slot) for slot in np.flatnonzero(pool_B == index).tolist()]  # from which step; already a heap
+        pieces = chain(islice(_openings(stream, pool, tokens_per_request), len(free)), _whole(stream, pool))
+        while free and free[0][0] < num_steps:
+            step, slot = free[0]
+            first, end = next(pieces)
+            taken_N = np.arange(first, end - tokens_per_request + 1, tokens_per_request)
+            first_NB[step : step + taken_N.size, slot] = taken_N[: num_steps - step]
+            heapq.heapreplace(free, (step + taken_N.size, slot))
+    return first_NB
+
+
+def apportion(shares: Sequence[float], num_requests: int) -> list[int]:
+    """Whole requests by largest remainder; the first named on ties. ``shares`` sum to 1."""
+    quotas = [share * num_requests for share in shares]
+    seats = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(shares)), key=lambda index: seats[index] - quotas[index])
+    for index in by_remainder[: num_requests - sum(seats)]:
+        seats[index] += 1
+    return seats
+
+
+def _whole(random: np.random.Generator, pool: Pool) -> Iterator[Run]:
+    """All sequences in a random order, then all in a fresh one, and so on; nothing is drawn before it is asked for."""
+    while True:
+        for sequence in random.permutation(pool.start_S.size).tolist():
+            yield Run(int(pool.start_S[sequence]), int(pool.end_S[sequence]))
+
+
+def _openings(random: np.random.Generator, pool: Pool, tokens_per_request: int) -> Iterator[Run]:
+    """Rests of sequences, from a random place on; long sequences tend to come early, each once before any again."""
+    places_S = pool.end_S - pool.start_S - tokens_per_request + 1
+    while True:
+        # The first of exponentials with rates w is number s with odds w_s (Efraimidis and Spirakis 2006).
+        for sequence in np.argsort(random.exponential(size=places_S.size) / places_S).tolist():
+            place = random.integers(places_S[sequence])
+            yield Run(int(pool.start_S[sequence] + place), int(pool.end_S[sequence]))

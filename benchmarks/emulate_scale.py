@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.config:
         print(json.dumps(_measured(options.config)))
         return 0
-    tokens = 64 if options.quick else options.tokens
+    tokens = 512 if options.quick else options.tokens
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "model.json").write_text(json.dumps(MODEL))

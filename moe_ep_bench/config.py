@@ -157,13 +157,13 @@ class SyntheticConfig(_Workload):
     """Scores are drawn, to meet the targets below."""
     skew: Literal[(*SKEWS, *PATTERNS)] | None = None
     """Targets calibrated to the model (data/skews/): keys given beside it win, null included. Or another benchmark's
-    pattern: ``megatron_w0`` to ``megatron_w7``, ``power_law_1.01``, ``power_law_1.2``; no targets beside it."""
+    pattern (``megatron_*``, ``power_law_*``), without targets beside it."""
     skew_from: Annotated[Path | None, FILE, NAME] = None
     """Counts of chosen experts, for ``peak_load`` as their mean over layers: a recording, SGLang's ``logical_count``
     (JSON or npz), or [layers][experts] in JSON; in place of ``skew``."""
     skew_layer: int | None = Field(None, ge=0)
-    """Counted layer of ``skew_from`` whose loads every expert gets, in its place; or ``all``: one comparison for each.
-    null = the peak load alone, mean over layers."""
+    """Counted layer of ``skew_from`` whose loads experts get; or ``all``: one comparison for each. null = its peak load
+    alone, mean over layers."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean; null = unskewed."""
     sequence_length: int = Field(128, ge=1)
@@ -268,12 +268,12 @@ class LayerConfig(Strict):
     seed: int = Field(0, ge=0)
     """Seed of weights and of random policies."""
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
-    """Implementation of the experts: ``sequential`` (Megatron-Core's, one after another), ``grouped`` (ours, grouped
-    GEMMs), ``decode`` (ours, for few tokens) or ``te`` (Transformer Engine)."""
+    """Experts: ``sequential`` (Megatron-Core's, one by one), ``grouped`` (our grouped GEMMs), ``decode`` (ours, for few
+    tokens) or ``te`` (Transformer Engine)."""
     permute: Literal["auto", "megatron", "indexed", "fused"] = "auto"
-    """Implementation of token permutation: ``megatron``, ``indexed`` (ours) or ``fused`` (Transformer Engine)."""
+    """Permutation of tokens: ``megatron``, ``indexed`` (ours) or ``fused`` (Transformer Engine)."""
     kernel: Literal["auto", "torch", "triton", "numba"] = "auto"
-    """Implementation of the policies: ``torch``, ``numba`` on the CPU, ``triton`` on a GPU."""
+    """What runs the policies: ``torch``, ``numba`` on the CPU, ``triton`` on a GPU."""
     dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """Megatron-Core's dispatcher; ``flex`` needs DeepEP. Behind ``allgather``, ``decode`` experts permute nothing."""
     cuda_graph: bool = False
@@ -382,17 +382,17 @@ class EmulateConfig(Strict):
     """Settings of ``emulate``."""
 
     links: Annotated[str | None, PRESET_OR_FILE] = None
-    """Links between virtual ranks: a file of data/links/ without its ending, the path of one by ``calibrate``, or
-    measured elsewhere, ``table:SYSTEM/nccl/VERSION`` or ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND`` (``tables``)."""
+    """Links between virtual ranks: a name of data/links/, the path of a file by ``calibrate``, or measured elsewhere,
+    ``table:SYSTEM/nccl/VERSION`` or ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND`` (``tables``)."""
     bandwidth_scale: float = Field(1.0, gt=0)
     """Factor on the bandwidth of all links."""
     device: Annotated[str, PRESET_OR_FILE] = MEASURED
-    """``measured``: this device runs every virtual rank's layer. Else nothing is run: phases are modelled for a device,
-    a file of data/devices/ without its ending, or the path of such a file; ``table:SYSTEM/FRAMEWORK/VERSION`` takes
-    experts' times that were measured elsewhere (``tables``)."""
+    """``measured``: this device runs every virtual rank's layer. Else nothing is run: phases are modelled for a name of
+    data/devices/ or the path of such a file; ``table:SYSTEM/FRAMEWORK/VERSION`` takes experts' times that were measured
+    elsewhere (``tables``)."""
     transport: Transport = "pairs"
-    """Rows on the links: ``pairs``, one for each (token, expert), as NCCL's all-to-all sends; ``copies``, one for each
-    (token, rank) and between nodes for each (token, node), as DeepEP sends."""
+    """Rows on the links: ``pairs``, one per (token, expert), as NCCL's all-to-all sends; ``copies``, one per (token,
+    rank) and between nodes per (token, node), as DeepEP sends."""
     dispatch_dtype: DispatchType | None = None
     """Type of dispatched rows: ``bf16``, or ``fp8`` with a scale for each 128 values; null = ``layer.dtype``, in which
     combined rows are always."""
@@ -435,8 +435,10 @@ class Experiment(SweepPoint):
             raise UserError("whole.num_layers: expected with scope: model alone; one layer is timed")
         counted = self.workload.skew_from if isinstance(self.workload, SyntheticConfig) else None
         num_experts = self.model.spec().num_experts
-        if counted is not None and (found := read_counts(counted).shape[1]) != num_experts:
-            raise UserError(f"workload.skew_from: {counted}: expected counts of {num_experts} experts, got {found}")
+        if counted is not None and (num_counted := read_counts(counted).shape[1]) != num_experts:
+            raise UserError(
+                f"workload.skew_from: {counted}: expected counts of {num_experts} experts, got {num_counted}"
+            )
         if counted is not None and isinstance(self.workload, SyntheticConfig) and self.workload.skew_layer is not None:
             with naming("workload"):
                 layer_loads(counted, self.workload.skew_layer)
@@ -470,19 +472,19 @@ class Experiment(SweepPoint):
         claim, known = self.claims[number], self.make_policies()
         if claim.policy is None:
             return [(None, None)]
-        found: dict[str, list[Policy]] = {}
+        named: dict[str, list[Policy]] = {}
         for key, entry in (("policy", claim.policy), ("versus", claim.versus)):
-            found[key] = [] if entry is None else expand_policies([entry])
-            for policy in found[key]:
+            named[key] = [] if entry is None else expand_policies([entry])
+            for policy in named[key]:
                 if policy not in known:
-                    labels = ", ".join(one.label for one in known)
+                    labels = ", ".join(other.label for other in known)
                     raise UserError(
                         f"claims.{number}.{key}: expected one of the config's policies ({labels}); got {policy.label}"
                     )
-        if len(found["versus"]) > 1:
-            raise UserError(f"claims.{number}.versus: expected one policy, got {len(found['versus'])}")
-        versus = found["versus"][0] if found["versus"] else None
-        return [(policy, versus) for policy in found["policy"]]
+        if len(named["versus"]) > 1:
+            raise UserError(f"claims.{number}.versus: expected one policy, got {len(named['versus'])}")
+        versus = named["versus"][0] if named["versus"] else None
+        return [(policy, versus) for policy in named["policy"]]
 
 
 def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool) -> list[Experiment]:
@@ -584,29 +586,30 @@ def _check_policys_field(raw: dict[str, Any], key: str, where: str) -> None:
     field, names = place[2], [entry.get("name") if isinstance(entry, dict) else None for entry in entries]
     name = names[int(place[1])]
     having = [f"policies.{n} ({names[n]})" for n, entry in enumerate(entries) if names[n] and field in entry]
-    if name in POLICIES and having and field not in {"name", *(one.name for one in fields(POLICIES[name]))}:
+    if name in POLICIES and having and field not in {"name", *(known.name for known in fields(POLICIES[name]))}:
         raise ConfigError(f"{where}: policies.{place[1]} is {name}, which has no {field}; have it: {', '.join(having)}")
 
 
 def _file_keys(kind: type[BaseModel], above: str = "") -> dict[str, FileKey]:
     """The dotted keys of a schema that are marked as naming files."""
-    found: dict[str, FileKey] = {}
+    keys: dict[str, FileKey] = {}
     for name, field in kind.model_fields.items():
         key = above + name
-        found.update((key, mark) for mark in field.metadata if isinstance(mark, FileKey))
+        keys.update((key, mark) for mark in field.metadata if isinstance(mark, FileKey))
         for model in models_in(field.annotation):
-            found |= _file_keys(model, f"{key}.")
-    return found
+            keys |= _file_keys(model, f"{key}.")
+    return keys
 
 
 def _resolved(value: Any, key: str, files: Mapping[str, FileKey], folder: Path) -> Any:
     """A copy of a key's value in which relative paths are read from ``folder``."""
     if isinstance(value, dict):
         return {
-            name: _resolved(one, f"{key}.{name}" if key else str(name), files, folder) for name, one in value.items()
+            name: _resolved(inner, f"{key}.{name}" if key else str(name), files, folder)
+            for name, inner in value.items()
         }
     if isinstance(value, list):
-        return [_resolved(one, key, files, folder) for one in value]
+        return [_resolved(entry, key, files, folder) for entry in value]
     is_path = isinstance(value, str) and key in files and not files[key].is_name(value)
     return str(folder / value) if is_path else value
 
@@ -680,15 +683,15 @@ def _points(path: Path, schema: type[_Schema], raw: dict[str, Any], sweep: Mappi
                 f"{path}: sweep.{key}: its {len(values)} values would be measured as one and the same comparison: "
                 f"{_NO_SWEEP[key]}"
             )
-    found = []
+    experiments = []
     for chosen in itertools.product(*sweep.values()):
         point, values = tuple(zip(sweep, chosen, strict=True)), copy.deepcopy(raw)
         for key, value in point:
             _put(values, key, copy.deepcopy(value), f"{path}: sweep")
         experiment = validated(schema, values, path, schema.BESIDE)
         experiment._point = point
-        found.append(experiment)
-    return found
+        experiments.append(experiment)
+    return experiments
 
 
 def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> None:
@@ -720,7 +723,7 @@ def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> 
     elif isinstance(layer, list):
         if not layer:
             raise ConfigError(f"{path}: workload.layer: expected a layer, several or all, got []")
-        sweep["workload.layer"] = [one for number, one in enumerate(layer) if one not in layer[:number]]
+        sweep["workload.layer"] = [place for number, place in enumerate(layer) if place not in layer[:number]]
     elif layer == "all":
         # The first recording stands for all: a workload refuses recordings whose layers differ.
         trace = sweep.get("workload.trace", [workload.get("trace")])

@@ -180,7 +180,7 @@ def a_capture_meets_no_other_rank_and_a_failed_one_keeps_nobody_waiting(lab: Lab
         for by_phase in (False, True):
             if lab.ranks.is_first:  # The others do nothing meanwhile.
                 captured(lab, stack, TopKOnDevice(), hidden_TD, scores_TE, by_phase=by_phase)
-        assert lab.ranks.texts("captured") == ["captured"] * lab.ranks.world_size
+        assert lab.ranks.told("captured") == ["captured"] * lab.ranks.world_size
 
 
 @law(1)

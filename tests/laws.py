@@ -103,7 +103,7 @@ def run(suite: str, report: Path) -> None:
                 error = ""
             except Exception:
                 error = traceback.format_exc()[-1500:]
-            errors = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.texts(error)) if text]
+            errors = [f"rank {rank}: {text}" for rank, text in enumerate(ranks.told(error)) if text]
             results[name] = "\n".join(errors) or None
             if ranks.is_first:
                 report.write_text(json.dumps(results))

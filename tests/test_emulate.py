@@ -223,32 +223,6 @@ def test_what_is_sent_is_a_key_and_the_first_line(tmp_path: Path, capsys: pytest
     assert comm_ms["pairs", "fp8"] < comm_ms["pairs", "bf16"]
 
 
-REFUSED = {
-    "emulate.links=null": "emulate.links: expected one of a100-nvlink3",
-    "emulate.links=h100-nvlnk4": "h100-nvlnk4",
-    "measure.launches=3": "measure.launches: expected 1, for emulate makes one launch, got 3",
-    "layer.ep_size=7": "layer.ep_size: expected a divisor of the 64 experts",
-    "layer.ep_size=16": "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks",
-    "emulate.replication=[{spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts, got 57",
-    "emulate.replication=[{spare_per_rank: 1, policy: global}]": "emulate.replication.0.policy: is gone; use",
-    "emulate.replication=[{spare_per_rank: 1, solve_us: 5}]": (
-        "emulate.replication.0: solve_us: expected none with balancer static, got 5"
-    ),
-}
-
-
-@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change[:40])
-def test_bad_input_is_one_line_and_leaves_nothing(
-    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config, out = write_config(tmp_path, **LINKS), tmp_path / "out"
-    assert main(["emulate", str(config), "--out", str(out), "--set", change]) == USER_ERROR
-    printed = capsys.readouterr()
-    assert printed.err.count("\n") == 1, printed.err
-    assert REFUSED[change] in printed.err
-    assert not out.exists()
-
-
 def test_a_skew_that_a_later_batch_cannot_have_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the first batch is made while a run is planned."""
     small = {"layer__ep_size": 2, "workload__num_tokens": 28, "workload__peak_load": 2.0}

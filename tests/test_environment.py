@@ -61,21 +61,31 @@ def failing(error: int) -> Callable[..., Any]:
     return fail
 
 
-def test_a_gpu_is_read_field_by_field_in_the_units_of_the_names(nvml: pytest.MonkeyPatch) -> None:
-    assert query_gpus() == [H100]
+NOT_SAID = failing(pynvml.NVML_ERROR_NOT_SUPPORTED)
+DRIVERS = {
+    "all is said, in the units of the names": ({}, {}),
+    "what is not said is unknown and not zero": (
+        dict.fromkeys(
+            ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetMigMode", "nvmlDeviceGetTotalEccErrors"), NOT_SAID
+        ),
+        dict.fromkeys(("power_limit_w", "mig", "ecc_errors")),
+    ),
+    "an older driver has reasons by the older name": (
+        {
+            "nvmlDeviceGetCurrentClocksEventReasons": failing(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND),
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 64,
+        },
+        {"throttle_reasons": 64},
+    ),
+}
 
 
-def test_what_the_driver_does_not_say_is_unknown_and_not_zero(nvml: pytest.MonkeyPatch) -> None:
-    for name in ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetMigMode", "nvmlDeviceGetTotalEccErrors"):
-        nvml.setattr(pynvml, name, failing(pynvml.NVML_ERROR_NOT_SUPPORTED))
-    unknown = dict.fromkeys(("power_limit_w", "mig", "ecc_errors"))
-    assert query_gpus() == [{**H100, **unknown}]
-
-
-def test_an_older_driver_is_asked_for_its_reasons_by_the_older_name(nvml: pytest.MonkeyPatch) -> None:
-    nvml.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", failing(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
-    nvml.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda gpu: 64)
-    assert query_gpus()[0]["throttle_reasons"] == 64
+@pytest.mark.parametrize("name", DRIVERS)
+def test_a_gpu_is_read_field_by_field(name: str, nvml: pytest.MonkeyPatch) -> None:
+    answers, expected = DRIVERS[name]
+    for function, answer in answers.items():
+        nvml.setattr(pynvml, function, answer)
+    assert query_gpus() == [{**H100, **expected}]
 
 
 # As directories were compared before there was more provenance; these still have to be resumed.

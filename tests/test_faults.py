@@ -94,10 +94,12 @@ def rank_environment(rank: int, port: int, world_size: int) -> dict[str, str]:
     return {key: str(value) for key, value in torchrun.items()}
 
 
-def start_rank(config: Path, out: Path, rank: int, port: int, faults: str, world_size: int = 2) -> subprocess.Popen:
+def start_rank(
+    config: Path, out: Path, rank: int, port: int, faults: str = "", world_size: int = 2, *arguments: str
+) -> subprocess.Popen:
     """One of two ranks, as somebody's own torchrun would start it."""
     env = {**environment(faults), **rank_environment(rank, port, world_size), "LOCAL_WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(out)]
+    command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(out), *arguments]
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
 
@@ -376,15 +378,23 @@ def test_two_jobs_fill_one_directory_where_their_comparisons_differ_and_ctrl_c_e
     assert hidden_files(out) == []
 
 
-def test_ranks_of_different_versions_refuse_together(tmp_path: Path) -> None:
-    config, port = write_config(tmp_path), free_port()
-    jobs = [start_rank(config, tmp_path / "out", rank, port, faults="torch=1.0,nccl=2.0") for rank in range(2)]
+@pytest.mark.parametrize("unlike", ["packages", "the config"])
+def test_ranks_that_are_unlike_refuse_together(unlike: str, tmp_path: Path) -> None:
+    config, port, out, jobs = write_config(tmp_path), free_port(), tmp_path / "out", []
+    for rank in range(2):
+        how = ("torch=1.0,nccl=2.0", 2) if unlike == "packages" else ("", 2, f"--set=workload.seed={rank}")
+        jobs.append(start_rank(config, out, rank, port, *how))
     errors = [job.communicate(timeout=600)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [USER_ERROR, USER_ERROR], errors
     nccl = f"nccl {nccl_version()}" if nccl_version() else "no nccl"
     expected = f"rank 1 has torch 1.0, nccl 2.0, rank 0 has torch {torch.__version__}, {nccl}; install alike"
-    assert errors == [f"moe-ep-bench: packages are not the same on all ranks: {expected}\n", ""]
-    assert not (tmp_path / "out").exists()
+    if unlike == "the config":
+        expected = "rank 1 differs from rank 0; start all ranks alike"
+    first, second = errors
+    assert first.startswith(f"moe-ep-bench: {unlike} ")
+    assert first.endswith(f" not the same on all ranks: {expected}\n")
+    assert (first.count("\n"), second) == (1, "")
+    assert not out.exists()
 
 
 def test_a_rank_that_hangs_before_its_first_comparison_does_not_keep_the_others(tmp_path: Path) -> None:

@@ -247,31 +247,6 @@ def test_without_ep_size_there_are_up_to_eight_ranks_that_divide_the_experts(tmp
     assert plan(config, [], ROUTING)[0].ep_size == 6  # of 60
 
 
-BAD = {
-    "ep size": ({"layer__ep_size": 5}, "layer.ep_size: expected a divisor of the 64 experts"),
-    "no images": (
-        {"policies": [{"name": "token_drop", "capacity_factor": 1, "modality": "image_first"}]},
-        "workload.image_share assumes images",
-    ),
-    "pool": ({"policies": [{"name": "laser", "eps_high": 0.9, "t_fix": 0.1, "c": 4}]}, "c: expected 6 (top_k) to 64"),
-    "a key that went": ({"route": {"layer_weights": [1, 2]}}, "route: is gone; use workload.image_share"),
-    "all layers of nothing": ({"workload__layer": "all"}, "workload.layer: all needs a recording"),
-    "kernel": ({"layer__kernel": "triton"}, "layer.kernel: triton cannot run"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_line_and_leaves_nothing(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes, expected = BAD[name]
-    assert main(["route", str(write_config(tmp_path, **changes)), "--out", str(tmp_path / "out")]) == USER_ERROR
-    printed = capsys.readouterr()
-    assert printed.err.count("\n") == 1, printed.err
-    assert expected in printed.err
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_dry_run_lists_the_cases_and_routes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["route", str(write_config(tmp_path)), "--out", str(tmp_path / "out"), "--dry-run"]) == OK
     printed = capsys.readouterr().out

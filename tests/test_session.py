@@ -14,12 +14,11 @@ import torch
 
 from moe_ep_bench.bench import inspection, job, replays, session
 from moe_ep_bench.bench.replays import Replays
-from moe_ep_bench.bench.session import Session, measure_comparison
+from moe_ep_bench.bench.session import measure_comparison
 from moe_ep_bench.layer.graphs import Graphs
 from moe_ep_bench.policies.waits import beyond
 from moe_ep_bench.runtime.ranks import Ranks, ToldError
 from moe_ep_bench.timing.ceilings import Ceilings
-from moe_ep_bench.timing.protocol import WarmUp
 
 
 class Recorded:
@@ -86,20 +85,6 @@ def test_ceilings_are_measured_before_anything_is_built_or_warmed_up(monkeypatch
     assert steps.count("ceilings") == 1
 
 
-@pytest.mark.parametrize("breakdown_iterations", [0, 2])
-def test_breakdowns_are_warmed_up_where_there_are_any(
-    breakdown_iterations: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, steps = Session.__new__(Session), []
-    found.settings = SimpleNamespace(warmup=1, max_warmup=1, breakdown_iterations=breakdown_iterations)
-    found.device, found.num_batches, found.cases, found.meet = torch.device("cpu"), 1, [], None
-    found.conditions, found.job = {}, SimpleNamespace(progress=SimpleNamespace(total=0), begin=None)
-    monkeypatch.setattr(session, "warm_breakdowns", lambda *_: steps.append("breakdowns"))
-    monkeypatch.setattr(session, "warm_up", lambda *_: (steps.append("plain"), WarmUp(1, None, False))[1])
-    found.warm_up()
-    assert steps == ["breakdowns"] * bool(breakdown_iterations) + ["plain"]
-
-
 @pytest.mark.parametrize(
     ("error", "survives"),
     [
@@ -136,7 +121,7 @@ def capturing(
         others: what rank 1 says of its captures.
     """
     reasons, replayed = [], []
-    ranks = mock.Mock(texts=lambda text: [text, others])
+    ranks = mock.Mock(told=lambda text: [text, others])
     ranks.first_word = partial(Ranks.first_word, ranks)
     job = SimpleNamespace(mark=SimpleNamespace(explain=reasons.append), watchdog=mock.Mock(), ranks=ranks)
     held = mock.Mock(job=job, num_batches=num_batches, device=torch.device("cpu"))

@@ -27,14 +27,14 @@ def make(name: str, seed: int) -> SyntheticWorkload:
 
 
 class Together:
-    """As much of ``Ranks`` as tells texts, for ranks that are threads."""
+    """As much of ``Ranks`` as tells values, for ranks that are threads."""
 
     def __init__(self, rank: int, told: list[str], barrier: threading.Barrier) -> None:
         self.rank, self.world_size = rank, len(told)
         self._told, self._barrier = told, barrier
 
-    def texts(self, text: str) -> list[str]:
-        self._told[self.rank] = text
+    def told(self, value: object) -> list:
+        self._told[self.rank] = value
         self._barrier.wait(60)
         told = list(self._told)
         self._barrier.wait(60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
@@ -59,8 +58,13 @@ def run_json(
             "config": stable_hash([comparison.definition for comparison in comparisons]),
             "workload": {comparison.comparison_id: fingerprint(comparison) for comparison in comparisons},
         },
-        "comparisons": {one.comparison_id: {**describe(one), "order": order} for order, one in enumerate(comparisons)},
-        "cases": {case.case_id: {**one.describe_case(case), "order": order} for one, order, case in cases},
+        "comparisons": {
+            comparison.comparison_id: {**describe(comparison), "order": order}
+            for order, comparison in enumerate(comparisons)
+        },
+        "cases": {
+            case.case_id: {**comparison.describe_case(case), "order": order} for comparison, order, case in cases
+        },
     }
 
 
@@ -74,8 +78,8 @@ def describe_run(
     """
     configs = (describe_experiment(comparison.experiment) for comparison in comparisons)
     described = partial(_describe, ranks=ranks)
-    found = run_json(run_id, comparisons[0].mode, comparisons, environment, configs, _fingerprint, described)
-    return {**found, "scope": comparisons[0].scope}
+    facts = run_json(run_id, comparisons[0].mode, comparisons, environment, configs, _fingerprint, described)
+    return {**facts, "scope": comparisons[0].scope}
 
 
 def describe_timed_run(
@@ -105,7 +109,7 @@ def describe_timed_run(
             else:
                 comparison.workload.skip_survey()
     mine = provenance.describe_rank(ranks.device, several_nodes=ranks.local_world_size < ranks.world_size)
-    of_ranks = [json.loads(text) for text in ranks.texts(json.dumps(mine))]
+    of_ranks = ranks.told(mine)
     # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
     described = provenance.describe(ranks.device) if ranks.is_first else {}
     description = describe_run(run_id, comparisons, {**described, "ranks": of_ranks}, ranks)
@@ -147,13 +151,11 @@ def survey_together(
                     before()
         except ValueError as error:
             problem = str(error)
-        for told in ranks.texts(problem):
-            if told:
-                raise UserError(told)
-    told = ranks.texts(json.dumps([workload.findings() for workload in workloads]))
-    for rank, text in enumerate(told):
+        for refused in filter(None, ranks.told(problem)):
+            raise UserError(refused)
+    for rank, of_rank in enumerate(ranks.told([workload.findings() for workload in workloads])):
         if rank != ranks.rank:
-            for workload, findings in zip(workloads, json.loads(text), strict=True):
+            for workload, findings in zip(workloads, of_rank, strict=True):
                 workload.take_findings(findings)
 
 

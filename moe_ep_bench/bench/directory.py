@@ -67,7 +67,7 @@ def hold_comparisons(directory: RunDirectory, comparisons: Iterable[Comparison])
     Raises:
         ValueError: another job is at one of them; one line that says which and whose.
     """
-    return locks.hold(directory.root, {one.comparison_id: one.title for one in comparisons})
+    return locks.hold(directory.root, {comparison.comparison_id: comparison.title for comparison in comparisons})
 
 
 def left_of(
@@ -78,9 +78,9 @@ def left_of(
     Measured cases of a comparison are paired, so a launch that is incomplete is measured whole again, except for cases
     that were lost too often. Modelled ones are not.
     """
-    ids = [one.comparison_id for one in comparisons]
+    ids = [comparison.comparison_id for comparison in comparisons]
     collect_lost(directory.attempts, ids)
-    directory.remove_unfinished([*ids, *(case.case_id for one in comparisons for case in one.cases)])
+    directory.remove_unfinished([*ids, *(case.case_id for comparison in comparisons for case in comparison.cases)])
     left = []
     for comparison in comparisons:
         # The first launch begins anew; later ones were forgotten with it.
@@ -109,8 +109,13 @@ def given_up(directory: RunDirectory, comparison: Comparison, case: CaseSpec) ->
 
 def status_of(directory: RunDirectory, comparisons: Sequence[Comparison], launch: int = 0) -> int:
     """The exit status: whether this launch measured all cases that it should have."""
-    meant = [one for one in comparisons if launch < one.experiment.measure.launches]
-    failed = any(directory.statuses(case.case_id).get(launch) != "ok" for one in meant for case in one.cases)
+    cases = [
+        case
+        for comparison in comparisons
+        if launch < comparison.experiment.measure.launches
+        for case in comparison.cases
+    ]
+    failed = any(directory.statuses(case.case_id).get(launch) != "ok" for case in cases)
     return CASES_FAILED if failed else OK
 
 

@@ -10,7 +10,6 @@ Shapes: T = this rank's tokens, E = experts, N = tokens held against the referen
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -167,8 +166,7 @@ class Inspection:
         if session.comparison.scope == "model":  # One pass more shows which kernels torch takes for attention.
             job.watchdog.feed()
             kernels = kernels_of_attention(partial(session.stack.run, session.cases[0].prepare(0)))
-            of_ranks = [json.loads(text) for text in job.ranks.texts(json.dumps(kernels))]
-            self.attention = sorted({name for names in of_ranks for name in names})
+            self.attention = sorted({name for names in job.ranks.told(list(kernels)) for name in names})
 
     def check_again(self) -> None:
         """Hold every layer of every case against the reference once more, after it was timed."""
@@ -224,8 +222,7 @@ class Inspection:
     def drop_failing(self, when: str) -> None:
         """Record cases whose output is wrong on any rank as failed, and go on without them."""
         session, tolerance = self.session, TOLERANCE[self.session.dtype]
-        found = json.dumps([self.problems, self.errors])
-        of_ranks = [json.loads(text) for text in session.job.ranks.texts(found)]
+        of_ranks = session.job.ranks.told((self.problems, self.errors))
         for case in list(session.cases):
             problems = [(rank, told[case.case_id]) for rank, (told, _) in enumerate(of_ranks) if case.case_id in told]
             worst = [errors.get(case.case_id, 0.0) for _, errors in of_ranks]

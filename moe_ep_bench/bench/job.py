@@ -24,7 +24,7 @@ from tqdm import tqdm
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.directory import check_agreement, given_up, hold_comparisons, keep_other_policies, writes_to
 from moe_ep_bench.bench.plan import Comparison
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import stable_hash, write_json
 from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.machine import provenance
@@ -130,7 +130,7 @@ class Job:
                 self.check_written()
                 if not cases:
                     continue
-                if self.ranks.of_first("asked" if asked_to_close() else ""):
+                if self.ranks.of_first(asked_to_close()):
                     return False
                 launches = comparison.experiment.measure.launches
                 repetition = f", launch {self.launch + 1} of {launches}" if launches > 1 else ""
@@ -169,7 +169,7 @@ class Job:
                 torch.cuda.synchronize(self.ranks.device)
             except RuntimeError:
                 raise error from None
-        reason = in_a_line(reason_of(error))
+        reason = brief(reason_of(error), 300, quoted=False)
         print(f"moe-ep-bench: rank {self.ranks.rank}: {reason}", file=sys.stderr, flush=True)
         return reason
 
@@ -224,7 +224,9 @@ class Job:
         try:
             self.mark.explain(reason)
             self.progress.close()
-            print(f"moe-ep-bench: rank {self.ranks.rank}: {in_a_line(reason)}", file=sys.stderr, flush=True)
+            print(
+                f"moe-ep-bench: rank {self.ranks.rank}: {brief(reason, 300, quoted=False)}", file=sys.stderr, flush=True
+            )
         finally:  # Though nobody may hear it.
             os._exit(LOST)
 
@@ -337,8 +339,3 @@ def split_reason(reason: str) -> tuple[str, str]:
     if kind not in ("oom", "timeout", "failed", PEER_LOST):
         return "failed", reason
     return (kind if kind in ("oom", "timeout") else "failed"), words or reason
-
-
-def in_a_line(reason: str) -> str:
-    """The reason without line breaks, cut where it is very long."""
-    return " ".join(reason.split())[:300]

@@ -266,10 +266,8 @@ class Comparison:
         drops_itself = self.backend in (RANKS, VIRTUAL) and not is_masked and asked == AUTO
         if case.policy is None or (drops_itself and isinstance(case.policy, MegatronDrop)):
             return None
-        shares = np.resize(config.rank_shares or (1.0,), self.world_size)
-        fullest = -(-int(self.num_tokens * float(shares.max() * self.world_size / shares.sum())) // self.world_size)
         with naming("layer.kernel"):
-            return form_of(case.policy, device_type, asked).runs(fullest, self.model.num_experts)
+            return form_of(case.policy, device_type, asked).runs(self.most_tokens, self.model.num_experts)
 
     def replicate(self, wanted: ReplicationConfig, load_E: NDArray[np.float64]) -> Replication:
         """Place replicas for a load; see ``placement.replicate``."""

@@ -45,7 +45,7 @@ class Replicas:
         def counts_of(index: int, shares: Shares) -> list[int]:
             return router.map_of(shares.of(_NATIVE), index, None).sum(0).tolist()
 
-        with rank_pool(torch.device("cpu")) as pool:
+        with rank_pool(torch.device("cpu"), self._batches.num_bytes) as pool:
             indices = range(self._comparison.workload.num_batches)
             ranks = (in_order(pool, partial(counts_of, i), self._batches.shares(None, i)) for i in indices)
             return np.array([list(counts_RE) for counts_RE in ranks])

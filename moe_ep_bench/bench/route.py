@@ -21,7 +21,7 @@ from moe_ep_bench.bench.description import describe_run
 from moe_ep_bench.bench.job import fill, identity
 from moe_ep_bench.bench.plan import ROUTING, Comparison, plan
 from moe_ep_bench.bench.replicas import Replicas
-from moe_ep_bench.bench.routing import Batches, CarriedLoads, CaseRouter
+from moe_ep_bench.bench.routing import Batches, CarriedLoads, CaseRouter, one_thread
 from moe_ep_bench.bench.rows import PackedMetrics, routing_columns, write_frontier
 from moe_ep_bench.bench.traffic import traffic_of
 from moe_ep_bench.machine import provenance
@@ -43,7 +43,7 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
     directory = RunDirectory(out)
 
     def routed(run_id: str, comparison: Comparison, cases: Sequence[CaseSpec], progress: tqdm) -> None:
-        with torch.inference_mode():
+        with one_thread(), torch.inference_mode():
             _route_comparison(directory, run_id, comparison, cases, progress)
 
     fill(

@@ -32,7 +32,7 @@ from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.policies.frontier import Frontier
 from moe_ep_bench.policies.laser import LoadAwarePolicy
-from moe_ep_bench.workload import TokenBatch
+from moe_ep_bench.workload import TokenBatch, deal
 from moe_ep_bench.workload.batch import balanced_scores
 
 if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
 # Metrics of what a token gets, whatever else an expert is filled up with.
 _OF_KEPT = ("retained_mass_topk", "retained_mass_all", "tokens_without_expert", "experts_per_token")
 
+# Scores of a batch whose ranks are shared among threads; of fewer, threads would wait for each other.
+_LEAST_SHARED_BYTES = 2**20
 # Scores of a batch that are kept rather than made again: of one layer, and of all together.
 _MOST_LAYER_BYTES, _MOST_MODEL_BYTES = 2**28, 2**32
 # Of a batch whose scores take no more all that cases see is kept too, which takes several times as much.
@@ -54,19 +56,26 @@ _MOST_BATCHES_BYTES = 2**28
 
 
 @contextlib.contextmanager
-def rank_pool(device: torch.device) -> Iterator[ThreadPoolExecutor]:
-    """Threads that take a rank each: as many as torch would use on the host, one where a GPU works.
-
-    Inside, torch works in one thread: a rank's share is small, and handing it out costs more than it saves.
-    """
+def one_thread() -> Iterator[None]:
+    """Let torch work in one thread: a rank's share is small, and handing it out costs more than it saves."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    workers = num_threads if device.type == "cpu" else 1
     try:
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield pool
+        yield
     finally:
         torch.set_num_threads(num_threads)
+
+
+@contextlib.contextmanager
+def rank_pool(device: torch.device, num_bytes: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that take a rank each: as many as torch would use on the host, one where a GPU works or all is small.
+
+    Args:
+        num_bytes: of the scores of all ranks' tokens.
+    """
+    workers = torch.get_num_threads() if device.type == "cpu" and num_bytes >= _LEAST_SHARED_BYTES else 1
+    with one_thread(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield pool
 
 
 def in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable[Any]) -> Iterator[Any]:
@@ -163,6 +172,8 @@ class Batches:
 
     Attributes:
         frontiers: by layer and batch, once they are known.
+        num_bytes: of the scores of a batch in a layer.
+        whole: gives a batch of all ranks together, in its own order.
     """
 
     def __init__(self, comparison: Comparison, device: torch.device, few: int | None = None) -> None:
@@ -171,7 +182,7 @@ class Batches:
         num_tokens, num_layers = comparison.num_tokens, len(comparison.workloads)
         if few is not None:
             num_tokens = min(num_tokens, few * comparison.world_size)
-        layer_bytes = num_tokens * comparison.model.num_experts * torch.float32.itemsize
+        layer_bytes = self.num_bytes = num_tokens * comparison.model.num_experts * torch.float32.itemsize
         self._keeps_tokens = layer_bytes <= min(_MOST_LAYER_BYTES, _MOST_MODEL_BYTES // num_layers)
         self._keeps_shares = layer_bytes * num_layers <= _MOST_SHARES_BYTES
         num_batches = max(1, _MOST_BATCHES_BYTES // (layer_bytes * num_layers))
@@ -193,13 +204,21 @@ class Batches:
 
     def _tokens(self, layer: int | None, index: int) -> list[TokenBatch]:
         """All ranks' tokens, made in threads; the first rank's alone, which solves for the batch's targets."""
+        if self.comparison.backend == ROUTING:
+            return list(self._made(layer, index))
         make = partial(self.comparison.rank_batch, layer, index)
         first = make(0)
-        with rank_pool(torch.device("cpu")) as pool:
-            return [self._cut(tokens) for tokens in (first, *pool.map(make, range(1, self.comparison.world_size)))]
+        with rank_pool(torch.device("cpu"), self.num_bytes) as pool:
+            others = in_order(pool, make, range(1, self.comparison.world_size))
+            return [self._cut(tokens) for tokens in (first, *others)]
 
     def _made(self, layer: int | None, index: int) -> Iterator[TokenBatch]:
-        return map(self._cut, self.comparison.rank_batches(layer, index))
+        """All ranks' tokens, rank by rank; of routing, which looks at the batch as a whole too, as it is dealt."""
+        if self.comparison.backend != ROUTING:
+            return map(self._cut, self.comparison.rank_batches(layer, index))
+        config, batch = self.comparison.experiment.workload, self.whole(index)
+        dealt = deal(batch, self.comparison.world_size, config.rank_shares)
+        return (self._cut(batch.rows(tokens_T).with_padding(config.padding_per_rank)) for tokens_T in dealt)
 
     def _cut(self, tokens: TokenBatch) -> TokenBatch:
         """Some of a rank's tokens from the first to the last, and so of both where some are padding."""

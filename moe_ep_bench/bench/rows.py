@@ -32,7 +32,7 @@ class Samples:
     def __init__(self, cases: Sequence[Any], steps: Sequence[Step], columns: Sequence[PhaseKey]) -> None:
         self.steps, self.columns = steps, columns
         self.times_VSC = np.full((len(cases), len(steps), len(columns)), np.nan)
-        self._step, self._column = ({one: place for place, one in enumerate(of)} for of in (steps, columns))
+        self._step, self._column = ({key: place for place, key in enumerate(keys)} for keys in (steps, columns))
 
     def add(self, case: int, step: Step, times: Mapping[PhaseKey, float]) -> None:
         """Take in one iteration; of a plain one nothing was to be accounted for."""

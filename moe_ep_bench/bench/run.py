@@ -7,7 +7,6 @@ the same thing. Then each comparison is measured, by ``session`` or by ``virtual
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.directory import check_timing, hold_comparisons, left_of, status_of, writes_to
 from moe_ep_bench.bench.job import Job, is_of_peers, new_run_id
 from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, find_case, plan
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
@@ -131,7 +130,7 @@ def run(
         return leave_status(USER_ERROR)
     except Exception as error:
         if is_of_peers(error):
-            print(f"moe-ep-bench: {PEER_LOST}: {' '.join(str(error).split())[:200]}", file=sys.stderr, flush=True)
+            print(f"moe-ep-bench: {PEER_LOST}: {brief(error, 200, quoted=False)}", file=sys.stderr, flush=True)
         else:
             # Not a user's mistake and not a case's failure: show all of it.
             traceback.print_exc()
@@ -217,8 +216,7 @@ def _agreed_plan(job: Job, config: Path, overrides: Sequence[str], point: int | 
 
 def _unlike(ranks: Ranks, facts: dict[str, str]) -> str:
     """In what the first rank that is unlike rank 0 differs from it: these facts, or packages; empty where none is."""
-    mine = json.dumps([facts, provenance.package_versions()])
-    of_ranks = [json.loads(text) for text in ranks.texts(mine)]
+    of_ranks = ranks.told((facts, provenance.package_versions()))
     first, ours = of_ranks[0]
     for rank, (told, theirs) in enumerate(of_ranks):
         if unlike := [what for what in told if told[what] != first[what]]:
@@ -267,7 +265,7 @@ def _measure(
         num_cases = sum(len(comparison.cases) for comparison in comparisons)
         before = f"all {num_cases} cases were finished before{number}"
         print(f"moe-ep-bench: {before}; --force runs them again", file=sys.stderr)
-    return int(ranks.of_first(str(status)))
+    return ranks.of_first(status)
 
 
 def _left(
@@ -285,7 +283,7 @@ def _left(
         wanted.extend(case.case_id for cases in left for case in cases)
 
     _on_first(job, look)
-    ids = set(json.loads(job.ranks.of_first(json.dumps(wanted))))
+    ids = set(job.ranks.of_first(wanted))
     return [[case for case in comparison.cases if case.case_id in ids] for comparison in comparisons]
 
 

@@ -12,7 +12,6 @@ Shapes: T = this rank's tokens, E = experts, D = hidden size, V = cases, S = ste
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -267,7 +266,7 @@ class Session:
             here["cuda_graphs"] = {"count": len(self.replays.captured), **self.replays.graphs.num_bytes()}
         if self.meet.size > 1:
             here["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device), self.settings.preroll_us)
-        self.conditions["ranks"] = [json.loads(text) for text in self.job.ranks.texts(json.dumps(here))]
+        self.conditions["ranks"] = self.job.ranks.told(here)
 
     def write(self) -> None:
         """Gather all ranks' samples and metrics on rank 0, which writes conditions and then case by case."""
@@ -288,6 +287,8 @@ class Session:
                 if ranks.is_first and case in self.cases:
                     self.job.watchdog.feed()
                     times_RSC = np.stack([times_VSC[index].numpy() for times_VSC in times_RVSC])
-                    of_case = {key: np.stack([one[index].numpy() for one in values]) for key, values in metrics.items()}
+                    of_case = {
+                        key: np.stack([of_rank[index].numpy() for of_rank in values]) for key, values in metrics.items()
+                    }
                     write_case(self.job, self.comparison, case.spec, self.samples, times_RSC, of_case)
         self.job.check_written()

@@ -111,7 +111,7 @@ def traffic_of(
     copies: list[list[tuple[Tensor, Tensor]]] = [[] for _ in routers]
     num_tokens: list[int] = []
     pairs: list[tuple[Tensor, Tensor]] | None = None if place in batches.frontiers else []
-    with rank_pool(batches.device) as pool:
+    with rank_pool(batches.device, batches.num_bytes) as pool:
         for router in routers:
             router.carried(router.case, layer, index, 0)  # worked out before threads ask for it
         stats = _statistics(batches, layer, index, routers, pool)
@@ -123,7 +123,7 @@ def traffic_of(
                 metrics[number].put((rank,), row)
                 counts[number][rank] = counts_P
                 copies[number] += [] if copied is None else [copied]
-    frontiers = _frontier_rows(batches, place, pairs, routers, counts)
+        frontiers = _frontier_rows(batches, place, pairs, routers, counts)
     stacked = [[torch.stack(part) for part in zip(*of_ranks, strict=True)] for of_ranks in copies]
     parts = zip(counts, stats, metrics, frontiers, stacked, strict=True)
     return [LayerTraffic(num_tokens, *facts, *copied) for *facts, copied in parts]

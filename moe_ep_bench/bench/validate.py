@@ -87,7 +87,7 @@ def validate(
         return status
     # Ids depend on the links that were measured meanwhile.
     emulated = plan(config, as_real, VIRTUAL, on_cpu=on_cpu, try_out=False) if given is None else emulated
-    pairs = [(one.comparison_id, other.comparison_id) for one, other in zip(real, emulated, strict=True)]
+    pairs = [(ran.comparison_id, other.comparison_id) for ran, other in zip(real, emulated, strict=True)]
     source = "calibrated on these ranks" if given is None else f"given as emulate.links {Path(given).name}"
     files.write_pairs(pairs, f"{source}, {Links.load(links).describe()}", margin)
     return max(real_status, status)
@@ -123,8 +123,8 @@ def _largest_bytes(real: Sequence[Comparison]) -> int:
     Small layers are calibrated up to ENOUGH_BYTES: below, the bandwidth is lost in the latency's noise.
     """
     most = max(
-        one.num_tokens * one.model.top_k * one.model.hidden_size * DTYPES[one.experiment.layer.dtype].itemsize
-        for one in real
+        ran.num_tokens * ran.model.top_k * ran.model.hidden_size * DTYPES[ran.experiment.layer.dtype].itemsize
+        for ran in real
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return min(max(1 << (most - 1).bit_length(), ENOUGH_BYTES), DEFAULT_MAX_BYTES[device])

@@ -64,7 +64,8 @@ def _measure(job: Job, emulation: Emulation) -> None:
         expert_parallel_groups(1, comparison.experiment.measure.timeout_s + 60)
         for case, reason in emulation.check(job.survive).items():
             job.write_unmeasured(comparison, case, *split_reason(reason))
-        job.write_conditions(comparison, emulation.measure())
+        if emulation.cases:
+            job.write_conditions(comparison, emulation.measure())
     with job.writing():
         emulation.write(job)
     job.check_written()
@@ -157,7 +158,7 @@ class Emulation:
     def model(self) -> None:
         """Model all batches on a device that is not here."""
         for index in range(self.num_batches):
-            for number, router, traffic in self._routed(index):
+            for number, (router, traffic) in enumerate(self._routed(index)):
                 done: dict[tuple[Any, ...], RankTime] = {}
                 times = []
                 for rank in range(self.num_ranks):
@@ -220,13 +221,13 @@ class Emulation:
             ranks = zip(*(self.batches.shares(layer, index) for layer in layers), strict=True)
             for rank, shares in enumerate(ranks):
                 of_rank = dict(zip(layers, shares, strict=True))
-                turns = [_Turn(self, timer, router, traffic, of_rank, done) for _, router, traffic in routed]
+                turns = [_Turn(self, timer, router, traffic, of_rank, done) for router, traffic in routed]
                 measure(turns, [Step(index, iteration, PLAIN, rank)], self.begin, keep)
-        for number, _, traffic in routed:
+        for number, (_, traffic) in enumerate(routed):
             self._store(number, index, [times[number, rank] for rank in range(self.num_ranks)], traffic)
 
-    def _routed(self, index: int) -> list[tuple[int, CaseRouter, Traffic]]:
-        """Of every case its number, and what its routing of a batch amounts to; metrics are kept."""
+    def _routed(self, index: int) -> list[tuple[CaseRouter, Traffic]]:
+        """Of every case its router, and what its routing of a batch amounts to; metrics are kept."""
         comparison, routers = self.comparison, self._routers(index)
         by_layer: dict[int | None, list[LayerTraffic]] = {}
         for place, layer in enumerate(comparison.workloads, index * len(comparison.workloads)):
@@ -243,7 +244,7 @@ class Emulation:
         lengths_R = comparison.lengths_of_ranks(index) if comparison.scope == "model" else None
         of_cases = ({layer: of_layer[place] for layer, of_layer in by_layer.items()} for place in range(len(routers)))
         traffic = [Traffic(index, layers, lengths_R) for layers in of_cases]
-        return list(zip(range(len(routers)), routers, traffic, strict=True))
+        return list(zip(routers, traffic, strict=True))
 
     def _layer_traffic(self, layer: int | None, index: int, routers: Sequence[CaseRouter]) -> list[LayerTraffic]:
         """Of every case. Native runs a second time for the noise floor, but routes the same."""

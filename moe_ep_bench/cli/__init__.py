@@ -236,7 +236,7 @@ def _advise(options: argparse.Namespace) -> int:
     questions = ask_both(options, bounds)
     settle()
     if options.dry_run:
-        print("\n\n".join(one.plan for one in questions.values()))
+        print("\n\n".join(question.plan for question in questions.values()))
         return OK
     for question in questions.values():
         question.check_out()

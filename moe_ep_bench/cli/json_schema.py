@@ -41,7 +41,7 @@ def config_schema(which: str) -> dict[str, Any]:
         raise UserError(f"CONFIGS: expected run (for all commands but quality) or quality, got {which!r}")
     kind = kinds[which]
     schema = kind.model_json_schema(by_alias=True)
-    models = {one.__name__: one for one in _models(kind)}
+    models = {model.__name__: model for model in _models(kind)}
     for name, part in {kind.__name__: schema, **schema.get("$defs", {})}.items():
         for key, text in described(models[name]).items():
             part["properties"][key]["description"] = text
@@ -67,22 +67,22 @@ def config_schema(which: str) -> dict[str, Any]:
 
 def described(model: type[BaseModel]) -> dict[str, str]:
     """The string below each field of a model's source, inherited fields included."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for kind in reversed(model.__mro__):
         if not (issubclass(kind, BaseModel) and kind.__module__.startswith("moe_ep_bench")):
             continue
         body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
         for field, text in itertools.pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                found[field.target.id] = " ".join(inspect.cleandoc(text.value.value).split())
-    return {key: text for key, text in found.items() if key in model.model_fields}
+                texts[field.target.id] = " ".join(inspect.cleandoc(text.value.value).split())
+    return {key: text for key, text in texts.items() if key in model.model_fields}
 
 
 def _models(kind: type[BaseModel]) -> list[type[BaseModel]]:
     from moe_ep_bench.presets import models_in
 
     below = [model for field in kind.model_fields.values() for model in models_in(field.annotation)]
-    return [kind, *(found for model in below for found in _models(model))]
+    return [kind, *(inner for model in below for inner in _models(model))]
 
 
 def _policy_schema() -> dict[str, Any]:

@@ -14,7 +14,6 @@ Shapes: R = ranks.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -131,7 +130,7 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
         return LOST if isinstance(error, NotMetError) else USER_ERROR
     try:
         most_bytes = DEFAULT_MAX_BYTES[ranks.device.type] if max_bytes is None else max_bytes
-        alike = not ranks.differing(json.dumps([str(out), most_bytes, repetitions, ranks.local_world_size]))
+        alike = len(set(ranks.told((str(out), most_bytes, repetitions, ranks.local_world_size)))) == 1
         if ranks.complain(what_to_change(ranks, out, most_bytes, repetitions, alike=alike)):
             return USER_ERROR
         watchdog = Watchdog(timeout_s, partial(is_busy, ranks.device))

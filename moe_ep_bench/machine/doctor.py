@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from packaging.requirements import Requirement
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.kernels import toolchain
 from moe_ep_bench.layer.te_check import transformer_engine
@@ -36,7 +36,6 @@ from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.gpus import THROTTLE_REASONS, query_gpus
 from moe_ep_bench.runtime import exit_codes
 from moe_ep_bench.runtime.device import check_num_ranks, device_type, gpus_in_sight, local_ranks, why_torch_has_none
-from moe_ep_bench.runtime.errors import in_short
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
@@ -206,7 +205,7 @@ def ranks_and_exchange(num_ranks: int) -> Iterator[Finding]:
         yield Finding(PROBLEM, "ranks", str(error))
     except (dist.DistError, RuntimeError, mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         hint = "NCCL_DEBUG=INFO says more" if backend == "nccl" else "GLOO_SOCKET_IFNAME names the network"
-        why = in_short(Exception(str(error).strip().splitlines()[-1]))
+        why = brief(str(error).strip().splitlines()[-1], 200, quoted=False)
         yield Finding(PROBLEM, "all-to-all", f"{here} over {backend}: {why}; {hint}")
     else:
         yield Finding(OK, "all-to-all", f"{here} over {backend}: every value was right")

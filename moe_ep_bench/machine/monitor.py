@@ -231,9 +231,9 @@ def remarks(states: Sequence[tuple[str, MachineState]]) -> list[str]:
     return [*_worst(capped, MIN_POWER_CAP_SHARE, "ranks"), *(note + some.get(note, "") for note in notes)]
 
 
-def _worst(found: Sequence[tuple[float, str]], limit: float, kind: str) -> list[str]:
+def _worst(lines: Sequence[tuple[float, str]], limit: float, kind: str) -> list[str]:
     """The line with the highest share if that is above ``limit``, and how many others are."""
-    above = [line for share, line in sorted(found, reverse=True) if share > limit]
+    above = [line for share, line in sorted(lines, reverse=True) if share > limit]
     return [above[0] + (f" ({len(above)} {kind} in all)" if len(above) > 1 else "")] if above else []
 
 

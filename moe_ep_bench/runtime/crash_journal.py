@@ -106,7 +106,7 @@ class _Left(NamedTuple):
 
 
 def _marks(folder: Path) -> list[_Left]:
-    found = []
+    marks = []
     for path in sorted(folder.glob("now-*-*")):
         _, job, rank = path.name.split("-")
         try:
@@ -114,8 +114,8 @@ def _marks(folder: Path) -> list[_Left]:
         except FileNotFoundError:
             continue  # Of another job, which has just ended.
         parts = (data[:_MARK_BYTES], data[_MARK_BYTES:])
-        found.append(_Left(path, job, int(rank), *(part.rstrip(b"\0").decode(errors="replace") for part in parts)))
-    return found
+        marks.append(_Left(path, job, int(rank), *(part.rstrip(b"\0").decode(errors="replace") for part in parts)))
+    return marks
 
 
 def _blamed(marks: list[_Left]) -> dict[str, str]:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import pynvml
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.machine.gpus import query_gpus
-from moe_ep_bench.runtime.errors import in_short
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +94,7 @@ def why_torch_has_none() -> str:
     try:
         torch.cuda.init()
     except Exception as error:  # of whatever kind: it is the answer
-        return in_short(error)
+        return brief(error, 200, quoted=False)
     return f"it is built for CUDA {torch.version.cuda} and finds no device"
 
 

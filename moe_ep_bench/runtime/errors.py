@@ -43,11 +43,6 @@ def status_of(error: Exception) -> int:
     return USER_ERROR if unwritable or isinstance(error, MISTAKES) else LOST
 
 
-def in_short(error: Exception) -> str:
-    """A library's error in one line of at most 200 characters."""
-    return " ".join(str(error).split())[:200]
-
-
 class _Tolerant:
     """A stream whose writes never fail; all else is the stream's own."""
 

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.runtime.device import device_type
-from moe_ep_bench.runtime.errors import in_short
 
 # NCCL's own threads would abort a rank whose peer is gone, or whose device waits for long: it would leave no word, and
 # be blamed for it. Our watchdog ends it instead, and says for what it waited.
@@ -72,11 +70,11 @@ class Ranks:
                 cores |= os.sched_getaffinity(os.getppid())
         return self.local_world_size > len(cores)
 
-    def texts(self, text: str) -> list[str]:
-        """Every rank's text, in order of rank, on every rank."""
-        texts = [""] * self.world_size
-        dist.all_gather_object(texts, text, group=self.side_group)
-        return texts
+    def told(self, value: T) -> list[T]:
+        """Every rank's value, in order of rank, on every rank: plain values, for agreement and results."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.side_group)
+        return values
 
     def gather(self, tensor: Tensor, *, everywhere: bool = False) -> list[Tensor]:
         """Every rank's tensor (equal shapes) in order of rank; on rank 0 only unless ``everywhere``."""
@@ -89,27 +87,22 @@ class Ranks:
             dist.gather(tensor, rows or None, dst=0, group=self.side_group)
         return rows
 
-    def differing(self, value: str) -> list[int]:
-        """Ranks whose ``value`` is not rank 0's."""
-        digests = self.texts(hashlib.sha256(value.encode()).hexdigest())
-        return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-
     def complain(self, error: str) -> bool:
         """Print the first error of any rank (empty = none), once; tell all ranks whether there was one."""
-        errors = self.texts(error)
+        errors = self.told(error)
         failing = [rank for rank, text in enumerate(errors) if text]
         if failing and self.is_first:
             where = "" if len(failing) == self.world_size or failing[0] == 0 else f"rank {failing[0]}: "
             print(f"moe-ep-bench: {where}{errors[failing[0]]}", file=sys.stderr, flush=True)
         return bool(failing)
 
-    def of_first(self, text: str) -> str:
-        """Rank 0's text, on every rank."""
-        return self.texts(text)[0]
+    def of_first(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        return self.told(value)[0]
 
     def first_word(self, text: str) -> str:
         """What the first rank that has something to say says; empty where none has. Every rank calls this."""
-        return next((f"rank {rank}: {said}" for rank, said in enumerate(self.texts(text)) if said), "")
+        return next((f"rank {rank}: {said}" for rank, said in enumerate(self.told(text)) if said), "")
 
     def end_where(self, error: str) -> None:
         """Raise ToldError on all ranks where any has an error (empty = none), after ``complain``."""
@@ -177,9 +170,10 @@ def join(timeout_s: float, *, measures: bool = True) -> Ranks:
             if world_size != str(local_world_size):  # gloo takes the one that the host's name leads to.
                 taken = os.environ.get("GLOO_SOCKET_IFNAME", "unset")
                 interface = f", over a network that GLOO_SOCKET_IFNAME names (here {taken})"
+            why = brief(error, 200, quoted=False)
             raise NotMetError(
                 f"rank {rank} of {world_size} did not meet the others at {host}:{port} within {timeout_s:g} s; "
-                f"expected {world_size} ranks, all started with that WORLD_SIZE{interface}: {in_short(error)}"
+                f"expected {world_size} ranks, all started with that WORLD_SIZE{interface}: {why}"
             ) from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -18,8 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_ep_bench.errors import UserError
-from moe_ep_bench.runtime.errors import in_short
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.runtime.exit_codes import LOST
 
 # Of ranks: the folder in which they leave their status, and find a request to close.
@@ -76,7 +75,7 @@ def torchrun(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) -> 
                 return Ended(LOST)
             except Exception as error:  # Nodes that do not meet, say; torch keeps what went wrong in the cause.
                 where = f" at {endpoint}" if (endpoint := os.environ.get("PET_RDZV_ENDPOINT")) else ""
-                words = in_short(error.__cause__ or error)
+                words = brief(error.__cause__ or error, 200, quoted=False)
                 print(f"moe-ep-bench: torchrun{where}: {type(error).__name__}: {words}", file=sys.stderr)
                 return Ended(LOST)
         agreed = Path(folder, "status")

@@ -1,0 +1,66 @@
+"""Claims about ranks' tokens and traffic: what is kept, made anew or routed side by side changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_run import write_config
+
+from moe_ep_bench.bench import routing
+from moe_ep_bench.bench.plan import ROUTING, VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.routing import Batches, CaseRouter
+from moe_ep_bench.bench.traffic import traffic_of
+
+CPU = torch.device("cpu")
+POLICIES = [{"name": "token_drop", "capacity_factor": 1.0}, {"name": "lynx", "num_dropped": 8}]
+
+
+def planned(folder: Path, backend: str) -> Comparison:
+    config = write_config(folder, layer__ep_size=4, policies=POLICIES, emulate={"links": "h100-nvlink4"})
+    return plan(config, [], backend, on_cpu=True)[0]
+
+
+def seen_of(comparison: Comparison, few: int | None = None) -> list[tuple]:
+    """Of every case in both batches its traffic and metrics, as plain values; and the ranks' tokens."""
+    batches, rows = Batches(comparison, CPU, few), []
+    with torch.inference_mode():
+        for index in range(2):
+            routers = [CaseRouter(case, comparison.slots, 0) for case in comparison.cases]
+            for traffic in traffic_of(batches, None, index, routers):
+                metrics = {name: values.tolist() for name, values in traffic.metrics.items()}
+                rows.append((traffic.counts_RP.tolist(), traffic.num_tokens_R, traffic.frontier, repr(metrics)))
+            rows += [tuple(shares.tokens.sequence_id_T.tolist()) for shares in batches.shares(None, index)]
+    return rows
+
+
+@pytest.mark.parametrize("backend", [VIRTUAL, ROUTING])
+def test_batches_that_are_kept_or_made_anew_and_ranks_in_threads_give_the_same_traffic(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comparison = planned(tmp_path, backend)
+    kept = seen_of(comparison)
+    assert len({repr(row) for row in kept}) > 8, "batches, ranks and policies differ"
+    for name, value in (("_MOST_SHARES_BYTES", 0), ("_MOST_LAYER_BYTES", 0), ("_LEAST_SHARED_BYTES", 0)):
+        monkeypatch.setattr(routing, name, value)
+        assert seen_of(comparison) == kept, name
+
+
+def test_a_few_tokens_are_of_every_rank_from_its_first_to_its_last(tmp_path: Path) -> None:
+    comparison = planned(tmp_path, VIRTUAL)
+    few = list(Batches(comparison, CPU, few=3).shares(None, 0))
+    for shares, all_of_rank in zip(few, Batches(comparison, CPU).shares(None, 0), strict=True):
+        last = all_of_rank.num_tokens - 1
+        rows = torch.linspace(0, last, 3).long()
+        assert torch.equal(shares.tokens.scores_TE, all_of_rank.tokens.scores_TE[rows])
+        assert rows[-1] == last
+
+
+def test_routing_sees_scores_as_they_are_and_layers_what_their_logits_say(tmp_path: Path) -> None:
+    for backend in (ROUTING, VIRTUAL):
+        comparison = planned(tmp_path, backend)
+        (first, *_) = Batches(comparison, CPU).shares(None, 0)
+        share = first.of(comparison.cases[0])
+        assert (share.logits_TE is None) == (backend == ROUTING)
+        torch.testing.assert_close(share.scores_TE, first.tokens.scores_TE, rtol=1e-5, atol=1e-7)

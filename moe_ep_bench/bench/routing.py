@@ -32,7 +32,7 @@ from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.policies.frontier import Frontier
 from moe_ep_bench.policies.laser import LoadAwarePolicy
-from moe_ep_bench.workload import TokenBatch, deal
+from moe_ep_bench.workload import TokenBatch
 from moe_ep_bench.workload.batch import balanced_scores
 
 if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
@@ -173,7 +173,6 @@ class Batches:
     Attributes:
         frontiers: by layer and batch, once they are known.
         num_bytes: of the scores of a batch in a layer.
-        whole: gives a batch of all ranks together, in its own order.
     """
 
     def __init__(self, comparison: Comparison, device: torch.device, few: int | None = None) -> None:
@@ -204,8 +203,6 @@ class Batches:
 
     def _tokens(self, layer: int | None, index: int) -> list[TokenBatch]:
         """All ranks' tokens, made in threads; the first rank's alone, which solves for the batch's targets."""
-        if self.comparison.backend == ROUTING:
-            return list(self._made(layer, index))
         make = partial(self.comparison.rank_batch, layer, index)
         first = make(0)
         with rank_pool(torch.device("cpu"), self.num_bytes) as pool:
@@ -213,12 +210,8 @@ class Batches:
             return [self._cut(tokens) for tokens in (first, *others)]
 
     def _made(self, layer: int | None, index: int) -> Iterator[TokenBatch]:
-        """All ranks' tokens, rank by rank; of routing, which looks at the batch as a whole too, as it is dealt."""
-        if self.comparison.backend != ROUTING:
-            return map(self._cut, self.comparison.rank_batches(layer, index))
-        config, batch = self.comparison.experiment.workload, self.whole(index)
-        dealt = deal(batch, self.comparison.world_size, config.rank_shares)
-        return (self._cut(batch.rows(tokens_T).with_padding(config.padding_per_rank)) for tokens_T in dealt)
+        """All ranks' tokens, rank by rank."""
+        return map(self._cut, self.comparison.rank_batches(layer, index))
 
     def _cut(self, tokens: TokenBatch) -> TokenBatch:
         """Some of a rank's tokens from the first to the last, and so of both where some are padding."""

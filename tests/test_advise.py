@@ -208,7 +208,7 @@ def test_one_traffic_stands_after_another_where_the_pick_differs(tmp_path: Path)
     assert same.startswith("Use token_drop gamma 1.5: a layer is 1.500 to 1.600 times as fast as native (measured).")
 
 
-def test_where_the_peak_load_decides_the_answer_ends_with_how_to_get_it(tmp_path: Path) -> None:
+def test_where_the_peak_load_is_assumed_the_answer_ends_with_how_to_get_it(tmp_path: Path) -> None:
     def told(*speedups: float, key: str = "workload.peak_load") -> str:
         directory = write_run(tmp_path / f"{key}-{speedups}", at_peaks(*speedups, key=key), "emulated")
         return advice_text(load_timed(directory), BOUNDS)
@@ -216,7 +216,7 @@ def test_where_the_peak_load_decides_the_answer_ends_with_how_to_get_it(tmp_path
     text = told(1.0, 1.3)
     commands = [line.strip().partition(":")[0] for line in text.splitlines() if "curl" in line]
     assert commands == ["vLLM", "SGLang"]
-    assert "curl" not in told(1.3, 1.3), "at any peak load the pick is the same"
+    assert "curl" in told(1.3, 1.3), "the pick is the same, but not what it gains"
     assert "curl" not in told(1.0, 1.3, key="layer.ep_size")
 
 
@@ -505,6 +505,18 @@ def test_a_config_becomes_a_question(name: str) -> None:
     assert all(one.emulate.device != "measured" and one.emulate.links for one in question.experiments)
     assert all(one.workload.num_batches >= 10 for one in question.experiments)
     assert "measure" not in yaml.safe_load(question.text)
+
+
+def test_what_was_not_asked_for_is_said_to_be_assumed() -> None:
+    keys = ["workload.num_batches=4", "workload.skew=null", "workload.peak_load=null"]
+    of_config = asked(ROOT / "configs/quickstart.yaml", *(word for key in keys for word in ("--set", key))).assumed
+    assert any(words.startswith("10 batches in place of 4") for words in of_config)
+    assert any(words.startswith("unskewed traffic") for words in of_config)
+    plain = asked(ROOT / "configs/quickstart.yaml").assumed
+    assert not any(words.startswith(("10 batches", "unskewed")) for words in plain)
+    of_options = asked("--model", "deepseek-v3", "--ep", 32, "--tokens", 65536)
+    assert any(words.startswith("bfloat16, ") for words in of_options.assumed)
+    assert of_options.measured_elsewhere == ()
 
 
 def test_the_same_question_has_the_same_candidates_whatever_the_config_says() -> None:

@@ -58,19 +58,16 @@ def score_metrics(scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
     """The part of ``routing_metrics`` that no policy changes; arguments as there."""
     num_tokens = context.num_valid(len(scores_TE))
     top_k_TE = chosen_experts(scores_TE, context)
-    top_k_mass_T = _mass(scores_TE, top_k_TE)
-    mass_T = _mass(scores_TE, without_padding(torch.ones_like(top_k_TE), context))
-    single_head_T, plateau_T = _regimes(scores_TE, top_k_TE, top_k_mass_T)
-    num_single_head, num_plateau = int(single_head_T.sum()), int(plateau_T.sum())
-    sums = {
-        "topk_share": float(_share(top_k_mass_T, mass_T).sum()),
-        "entropy": float(_normalised_entropy(scores_TE, mass_T).sum()),
-        "regime_single_head": num_single_head,
-        "regime_smooth": num_tokens - num_single_head - num_plateau,
-        "regime_plateau": num_plateau,
+    sums = _sums_by_numba(scores_TE, top_k_TE, context) or sums_by_torch(scores_TE, top_k_TE, context)
+    totals = {
+        "topk_share": sums.topk_share,
+        "entropy": sums.entropy,
+        "regime_single_head": sums.num_single_head,
+        "regime_smooth": num_tokens - sums.num_single_head - sums.num_plateau,
+        "regime_plateau": sums.num_plateau,
     }
-    means = {name: _ratio(value, num_tokens) for name, value in sums.items()}
-    return ScoreMetrics(top_k_TE, int(top_k_TE.sum()), float(top_k_mass_T.sum()), float(mass_T.sum()), means)
+    means = {name: _ratio(value, num_tokens) for name, value in totals.items()}
+    return ScoreMetrics(top_k_TE, sums.num_topk_pairs, sums.top_k_mass, sums.mass, means)
 
 
 def moved(metrics: ScoreMetrics, scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
@@ -179,6 +176,50 @@ def routing_metrics(
     return {name: values[name] for name in ROUTING_METRICS}
 
 
+class ScoreSums(NamedTuple):
+    """What of scores is summed over valid tokens; see ``routing_metrics``."""
+
+    num_topk_pairs: int
+    top_k_mass: float
+    mass: float
+    topk_share: float
+    entropy: float
+    num_single_head: int
+    num_plateau: int
+
+
+def sums_by_torch(scores_TE: Tensor, top_k_TE: Tensor, context: RoutingContext) -> ScoreSums:
+    """Sum by torch, on any device: what the compiled form is held against."""
+    top_k_mass_T = _mass(scores_TE, top_k_TE)
+    mass_T = _mass(scores_TE, without_padding(torch.ones_like(top_k_TE), context))
+    single_head_T, plateau_T = _regimes(scores_TE, top_k_TE, top_k_mass_T)
+    return ScoreSums(
+        int(top_k_TE.sum()),
+        float(top_k_mass_T.sum()),
+        float(mass_T.sum()),
+        float(_share(top_k_mass_T, mass_T).sum()),
+        float(_normalised_entropy(scores_TE, mass_T).sum()),
+        int(single_head_T.sum()),
+        int(plateau_T.sum()),
+    )
+
+
+def _sums_by_numba(scores_TE: Tensor, top_k_TE: Tensor, context: RoutingContext) -> ScoreSums | None:
+    """Sum in one pass; None where the tensors are not on the host or numba is missing."""
+    if not scores_TE.is_cpu or _host_steps() is None:
+        return None
+    from moe_ep_bench.kernels.counting import score_sums
+
+    top_k = top_k_TE.contiguous().numpy().view(np.uint8)
+    scores, valid_T = scores_TE.contiguous().numpy(), _valid(context)
+    return ScoreSums(*score_sums(top_k, scores, valid_T, _SINGLE_HEAD, _PLATEAU))
+
+
+def _valid(context: RoutingContext) -> NDArray[np.bool_]:
+    """Which tokens are valid, as compiled forms take it: bool [T]; empty = all."""
+    return np.empty(0, np.bool_) if context.token_mask_T is None else context.token_mask_T.numpy()
+
+
 class RoutingCounts(NamedTuple):
     """What of a routing is counted.
 
@@ -219,9 +260,8 @@ def _counts_by_numba(
         return None
     from moe_ep_bench.kernels.counting import routing_counts
 
-    valid_T = np.empty(0, np.bool_) if context.token_mask_T is None else context.token_mask_T.numpy()
     maps = (map_.contiguous().numpy().view(np.uint8) for map_ in (map_TE, top_k_TE))
-    return RoutingCounts(*routing_counts(*maps, scores_TE.contiguous().numpy(), valid_T, context.num_ranks))
+    return RoutingCounts(*routing_counts(*maps, scores_TE.contiguous().numpy(), _valid(context), context.num_ranks))
 
 
 def chosen_experts(scores_TE: Tensor, context: RoutingContext) -> Tensor:

@@ -128,6 +128,18 @@ def test_lines_say_the_time_left_and_follow_each_other_at_intervals(
     ]
 
 
+def test_of_the_first_hundredth_nobody_says_how_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress_bar(1000, "batch") as bar:
+        for number in (9, 1):
+            now[0] += 20.0
+            bar.update(number)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "left" not in first
+    assert second.endswith("1 %, 10 of 1,000 batches, 66 min left")
+
+
 def test_a_command_that_is_silent_for_long_says_what_it_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,15 @@ from oracles import expected_metrics
 from policy_cases import cases, context_of
 from torch import Tensor
 
-from moe_ep_bench.metrics import _counts_by_numba, counts_by_torch, mass_kept, routing_metrics, score_metrics
+from moe_ep_bench.metrics import (
+    _counts_by_numba,
+    _sums_by_numba,
+    counts_by_torch,
+    mass_kept,
+    routing_metrics,
+    score_metrics,
+    sums_by_torch,
+)
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 from moe_ep_bench.schema import ROUTING_SCHEMA
 
@@ -156,6 +164,8 @@ def test_counting_in_one_pass_is_counting_by_torch(case) -> None:
     fast, slow = _counts_by_numba(*how), counts_by_torch(*how)
     assert [np.asarray(one).tolist() for one in fast[:-1]] == [np.asarray(one).tolist() for one in slow[:-1]]
     assert fast.mass == pytest.approx(slow.mass, rel=1e-12)
+    sums = [by(scores_TE, how[2], context) for by in (_sums_by_numba, sums_by_torch)]
+    assert sums[0] == pytest.approx(sums[1], rel=1e-12, abs=1e-12)
 
 
 @st.composite

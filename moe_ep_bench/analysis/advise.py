@@ -29,6 +29,7 @@ from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.bench.question import Bounds, Question
+from moe_ep_bench.cost_model.tables import MEASURED_ELSEWHERE
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.timing.statistics import BELOW_MODEL, NoiseFloor, estimate_median, judge, paired_ratios
@@ -39,6 +40,7 @@ _TIE = 0.02
 _DIGITS = 6
 _ROUNDING = 10**-_DIGITS
 _BEST = 5
+_FEW_DRAWS = 4
 _CANDIDATE = ["policy", "role", "policy_params"]  # labels may be shared
 # How a user gets what decides: documented with vLLM 0.21 (training/routed_experts_replay) and by SGLang's server.
 RECORD_YOURS = """The peak load decides, and it is assumed. Your server returns yours once it is started with
@@ -210,7 +212,7 @@ def advice_text(
     more = [f"{hidden} more candidates: --all"] if hidden > 0 and not show_all else []
     notes = "\n".join(f"  {note}" for note in (*more, *_notes(store, rows, about, natives, left_out)))
     parts = [*blocks, *(render([table], "text") for table in tables if len(table.frame)), notes]
-    return "\n\n".join([*parts, *([RECORD_YOURS] if _peak_load_decides(about, groups) else [])])
+    return "\n\n".join([*parts, *([RECORD_YOURS] if _peak_load_is_assumed(about) else [])])
 
 
 def answer_text(questions: Mapping[str, Question], bounds: Bounds, *, show_all: bool = False) -> str:
@@ -224,6 +226,7 @@ def answer_text(questions: Mapping[str, Question], bounds: Bounds, *, show_all: 
         with atomic_path(question.out / ADVICE) as temporary:
             temporary.write_text(f"{advice}\n")
         told.append(f"{f'{phase.upper()}  ' if phase else ''}{advice}\n\nconfig: {question.config}")
+    told = [words.replace(f"\n\n{RECORD_YOURS}", "") for words in told[:-1]] + told[-1:]
     return "\n\n".join([*([picks_text(stores, bounds)] if len(stores) > 1 else []), *told])
 
 
@@ -277,9 +280,9 @@ def _said(words: str, rows: pd.DataFrame, natives: pd.DataFrame) -> list[str]:
     if dropped == 0 and kept > 1 - _ROUNDING:
         costs = ["nothing is dropped"]
     costs += [f"{memory:.3g} GiB more memory on each rank"] if memory > 0 else []
+    costs.append(f"{_ends_ms(picks['median_ms'])} in place of {_ends_ms(natives['median_ms'])} ms {what}")
     if len(picks) == 1:
         native, pick = natives.iloc[0], picks.iloc[0]
-        costs.append(f"{milliseconds(pick['median_ms'])} in place of {milliseconds(native['median_ms'])} ms {what}")
         rates = [row.get("tokens_per_s_per_rank") for row in (pick, native)]
         if not any(map(missing, rates)):
             costs.append(f"{rates[0]:,.0f} of {rates[1]:,.0f} tokens/s per GPU")
@@ -299,7 +302,7 @@ def _for(about: pd.DataFrame, bounds: Bounds, by_default: Sequence[str]) -> str:
         " / ".join(dict.fromkeys(about["model"])),
         *about["sizes"].dropna().unique(),
         *(scale_words(scale) for scale in about["scale"].unique() if scale != 1),
-        *(words.partition(": ")[0] for words in about["ran_on"].unique()),
+        *(_ran_on(words) for words in about["ran_on"].unique()),
         *(words.partition(": ")[0] for words in about["links_words"].dropna().unique()),
     ]
     skews = list(dict.fromkeys(map(_skew, about["facts"])))
@@ -310,6 +313,12 @@ def _for(about: pd.DataFrame, bounds: Bounds, by_default: Sequence[str]) -> str:
     limits = f"at most {100 * bounds.max_dropped:g} % of the pairs dropped and {lost:g} % of the score mass lost"
     default = f"; by default {', '.join(by_default)}" if by_default else ""
     return f"For {', '.join(dict.fromkeys(parts))}; {_joined(skews)}{assumed}; {limits}{default}."
+
+
+def _ran_on(words: str) -> str:
+    """On what the layers ran or were modelled, without what a model is made of."""
+    rest = ", the rest of them modelled" if MEASURED_ELSEWHERE in words else ""
+    return words.partition(": ")[0] + rest
 
 
 def _skew(facts: Row) -> str:
@@ -330,9 +339,9 @@ def _skew(facts: Row) -> str:
     return _peak(targets["peak_load"]) if "peak_load" in targets else workload["description"]
 
 
-def _peak_load_decides(about: pd.DataFrame, groups: Sequence[object]) -> bool:
-    """Whether the pick differs between peak loads that were assumed because none is known."""
-    return len(groups) > 1 and all(list(json.loads(point)) == ["workload.peak_load"] for point in about["point"])
+def _peak_load_is_assumed(about: pd.DataFrame) -> bool:
+    """Whether several peak loads were assumed because none is known."""
+    return all(list(json.loads(point)) == ["workload.peak_load"] for point in about["point"])
 
 
 # ---- candidates as a table -------------------------------------------------------------------------------------------
@@ -354,6 +363,8 @@ def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
         first, speedup = group.iloc[0], group["speedup_median"]
         ends = f" [{first['speedup_low']:.2f}, {first['speedup_high']:.2f}]" if first["speedup_is_interval"] else ""
         verdicts = group["verdict"].where(group["within"], "out of bounds").where(group["fits"], "does not fit")
+        if verdicts.nunique() > 1:
+            verdicts += group["at"].map(lambda at: f" at {at.removeprefix('peak load ').removesuffix(' traffic')}")
         found.append(
             {
                 "label": short_label(first["label"]),
@@ -376,6 +387,10 @@ def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
         text("verdict"),
     ]
     return Table(frame, [column for column in columns if len(frame) == 0 or frame[column.name].notna().any()], title)
+
+
+def _ends_ms(values: pd.Series) -> str:
+    return " to ".join(dict.fromkeys(milliseconds(value) for value in (values.min(), values.max())))
 
 
 def _ends(values: pd.Series, form: str) -> str:
@@ -421,7 +436,9 @@ def _notes(
     else:
         yield "speedups are of one MoE layer: a whole model gains less (docs/model.md); score mass is no accuracy"
     if any(one.get("device") is not None for one in facts):
+        yield "times are modelled or measured elsewhere, as said above; drops and mass are counted by routing"
         yield MODEL_CAVEAT
+    yield "EPLB comes with vLLM, SGLang and TensorRT-LLM; who drops or reroutes changes a server's router"
 
 
 def _draw_notes(rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) -> Iterator[str]:
@@ -438,6 +455,8 @@ def _draw_notes(rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) 
     if "layer" in overs:
         yield f"the traffic is that of {parts:.0f} layers; intervals are over all of them"
     elif "draw" in overs:
+        if parts < _FEW_DRAWS:
+            yield f"{parts:.0f} draws rarely reach a verdict; without --draws there are more"
         yield (
             f"the traffic is drawn {parts:.0f} times: by chance other experts are busy and share a rank; yours is one "
             "more draw; workload.rank_load sets how full a rank is"

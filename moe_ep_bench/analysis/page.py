@@ -1,10 +1,11 @@
 """Results directories as one HTML page that can be sent to somebody and needs no network.
 
-The page begins with one screen of findings, then shows the views that ``show`` prints, with a few that only a page has
-room for, the figures, what weakens them, and where they come from. Figures are images with their bytes in the page, not
-SVG among the HTML: matplotlib gives the parts of every figure the same ids, and an image runs no script, whatever a
-label holds. They are SVG unless that takes more than ``MAX_SVG_BYTES``, as with many thousand marks: then PNG. A policy
-in the page forbids it to load anything. Equal input gives equal bytes.
+The page begins with the answer of ``advise``, where it was asked, and one screen of findings. Then come the views that
+``show`` prints, with a few that only a page has room for, the figures, what weakens them, and where they come from.
+Figures are images with their bytes in the page, not SVG among the HTML: matplotlib gives the parts of every figure the
+same ids, and an image runs no script, whatever a label holds. They are SVG unless that takes more than
+``MAX_SVG_BYTES``, as with many thousand marks: then PNG. A policy in the page forbids it to load anything. Equal input
+gives equal bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +28,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from moe_ep_bench.analysis.advise import advice_lines
 from moe_ep_bench.analysis.cases import cases, comparisons, jobs, load
 from moe_ep_bench.analysis.columns import COLUMNS, NONE, Column, missing
 from moe_ep_bench.analysis.reading import ResultsError
@@ -108,7 +111,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         name=", ".join(directory.resolve().name for directory in directories),
         created=" to ".join(dict.fromkeys(str(provenance["created"].iloc[at]) for at in (0, -1))),
         line=_line(store),
-        findings=findings(frame),
+        findings=[*itertools.chain.from_iterable(map(advice_lines, directories)), *findings(frame)],
         warnings=[*(f"left out: {line}" for line in passed_over), *lost, *warnings_of(listed)],
         images=[_image(name, figure) for name, figure in _drawn(store)],
         tables=_html(listed),

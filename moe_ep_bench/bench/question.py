@@ -25,7 +25,8 @@ from moe_ep_bench.config import (
     experiments_of,
     read_config,
 )
-from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device, load_links
+from moe_ep_bench.cost_model.table_devices import DTYPE, default_links, dtype_of, load_device, load_links
+from moe_ep_bench.cost_model.tables import is_table
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
@@ -136,8 +137,20 @@ class Question:
         points = f" x {num_points} points" if num_points > 1 else ""
         return (
             f"{first.model.spec().name}, {num_candidates} candidates x {first.workload.num_batches} batches{points}, "
-            f"modelled on {first.emulate.device} and {first.emulate.links}: about {time}, a minute more the first time"
+            f"modelled on {first.emulate.device} and {first.emulate.links}: about {time} on two idle "
+            "cores, a minute more the first time"
         )
+
+    @property
+    def measured_elsewhere(self) -> tuple[str, ...]:
+        """Of devices that are tables what was measured, by whom, and what is modelled; a line each."""
+        found = []
+        for one in self.experiments:
+            model, num_ranks = one.model.spec(), one.layer.ep_size or default_ep_size(one.model.spec().num_experts)
+            if is_table(one.emulate.device):
+                device = load_device(one.emulate.device).for_layer(model, num_ranks, one.layer.dtype)
+                found.append(device.describe(num_tokens=one.workload.total_tokens(num_ranks)))
+        return tuple(dict.fromkeys(found))
 
     @property
     def unfit(self) -> tuple[str, ...]:
@@ -153,7 +166,7 @@ class Question:
     def plan(self) -> str:
         """The summary, what is assumed and left out, and the config with candidates and traffic."""
         notes = [f"by default: {words}" for words in self.assumed] + [f"left out: {words}" for words in self.left_out]
-        notes += self.unfit
+        notes += [*self.measured_elsewhere, *self.unfit]
         return "\n".join([self.summary, *notes, f"config: {self.config} (not written)", "", self.text.rstrip()])
 
     def check_out(self) -> None:
@@ -216,12 +229,17 @@ def _asked(options: argparse.Namespace, bounds: Bounds, *, decode: bool) -> Ques
         raw, sweep, assumed = _of_flags(options, decode)
     else:
         where, assumed = options.config, []
-        raw, sweep = _of_config(options)
+        raw, sweep = _of_config(options, assumed)
     if decode:
         raw["whole"] = {"context_length": CONTEXT_LENGTH if options.context is None else options.context}
     raw["emulate"] = _with_links(raw, sweep, options, assumed)
     raw["policies"] = [{"name": "topk"}]  # Any will do to find what the workloads are.
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
+    if options.config is not None and any(map(_is_unskewed, experiments)):
+        loads = ", ".join(f"{load:g}" for load in PEAK_LOADS)
+        assumed.append(f"unskewed traffic, as the config sets no skew (sweep workload.peak_load over {loads})")
+    if options.config is None and dtype_of(options.device) == DTYPE:
+        assumed.append(f"{DTYPE}, unless a table's name ends in another (tables)")
     raw["policies"], spare, left_out = candidates(experiments, bounds)
     raw["emulate"]["replication"] = spare
     draws = DRAWS if options.draws is None else options.draws
@@ -371,8 +389,8 @@ def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any
     return found, assumed
 
 
-def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A config's values and its sweep, without what does not enter the question."""
+def _of_config(options: argparse.Namespace, assumed: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A config's values and its sweep, without what does not enter the question; what is ``assumed`` is added."""
     _refuse(options, _OF_MODEL, "with a config, whose keys say that; --set KEY=VALUE changes one")
     raw, sweep = read_config(options.config, options.overrides)
     experiments_of(options.config, *copy.deepcopy((raw, sweep)))  # what is wrong with it is said as of any config
@@ -381,7 +399,10 @@ def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, A
         (raw.get(section) or {} if section else raw).pop(name, None)
     sweep = {key: values for key, values in sweep.items() if not key.startswith(_UNREAD)}
     sweep.pop("workload.num_batches", None)
-    raw["workload"]["num_batches"] = max(raw["workload"].get("num_batches", _BATCHES), _BATCHES)
+    wanted = raw["workload"].get("num_batches", _BATCHES)
+    if wanted < _BATCHES:
+        assumed.append(f"{_BATCHES} batches in place of {wanted}, of which there would be no intervals")
+    raw["workload"]["num_batches"] = max(wanted, _BATCHES)
     return raw, sweep
 
 
@@ -470,6 +491,14 @@ def _is_drawn(experiment: Experiment) -> bool:
         return False
     ep_size = experiment.layer.ep_size or default_ep_size(experiment.model.spec().num_experts)
     return ep_size != 1 and workload.targets(experiment.model.preset, ep_size)["rank_load"] is None
+
+
+def _is_unskewed(experiment: Experiment) -> bool:
+    """Whether no key of a synthetic workload says how busy experts are."""
+    workload = experiment.workload
+    if not isinstance(workload, SyntheticConfig):
+        return False
+    return workload.skew is None and workload.skew_from is None and workload.peak_load is None
 
 
 def _is_step(workload: SyntheticConfig | RecordedConfig) -> bool:

@@ -46,8 +46,8 @@ _OF_KEPT = ("retained_mass_topk", "retained_mass_all", "tokens_without_expert", 
 _LEAST_SHARED_BYTES = 2**20
 # Scores of a batch that are kept rather than made again: of one layer, and of all together.
 _MOST_LAYER_BYTES, _MOST_MODEL_BYTES = 2**28, 2**32
-# Batches whose scores take no more keep all that cases see of them too, which takes several times as much.
-_MOST_SHARES_BYTES = 2**27
+# Of a batch whose scores take no more all that cases see is kept too, which takes several times as much.
+_MOST_SHARES_BYTES = 2**25
 # Scores of batches that are kept beside each other, so that replicas are planned without making any batch again.
 _MOST_BATCHES_BYTES = 2**28
 
@@ -184,18 +184,19 @@ class Batches:
         layer_bytes = self.num_bytes = num_tokens * comparison.model.num_experts * torch.float32.itemsize
         self._keeps_tokens = layer_bytes <= min(_MOST_LAYER_BYTES, _MOST_MODEL_BYTES // num_layers)
         self._keeps_shares = layer_bytes * num_layers <= _MOST_SHARES_BYTES
-        keep = functools.lru_cache(max(1, _MOST_BATCHES_BYTES // (layer_bytes * num_layers)) * num_layers)
-        self._kept = keep(self._shares if self._keeps_shares else self._tokens)
+        num_batches = max(1, _MOST_BATCHES_BYTES // (layer_bytes * num_layers))
+        self._kept_tokens = functools.lru_cache(num_batches * num_layers)(self._tokens)
+        self._kept_shares = functools.lru_cache(num_layers)(self._shares)
 
     def shares(self, layer: int | None, index: int) -> Iterable[Shares]:
         """Every rank's tokens of a batch in a layer, rank by rank."""
         if self._keeps_shares:
-            return self._kept(layer, index)
-        tokens = self._kept(layer, index) if self._keeps_tokens else self._made(layer, index)
+            return self._kept_shares(layer, index)
+        tokens = self._kept_tokens(layer, index) if self._keeps_tokens else self._made(layer, index)
         return (self._share(layer, of_rank, rank) for rank, of_rank in enumerate(tokens))
 
     def _shares(self, layer: int | None, index: int) -> list[Shares]:
-        return [self._share(layer, tokens, rank) for rank, tokens in enumerate(self._tokens(layer, index))]
+        return [self._share(layer, tokens, rank) for rank, tokens in enumerate(self._kept_tokens(layer, index))]
 
     def _share(self, layer: int | None, tokens: TokenBatch, rank: int) -> Shares:
         return Shares(self.comparison, layer, tokens, rank, self.device)
@@ -209,6 +210,7 @@ class Batches:
             return [self._cut(tokens) for tokens in (first, *others)]
 
     def _made(self, layer: int | None, index: int) -> Iterator[TokenBatch]:
+        """All ranks' tokens, rank by rank."""
         return map(self._cut, self.comparison.rank_batches(layer, index))
 
     def _cut(self, tokens: TokenBatch) -> TokenBatch:

@@ -50,8 +50,7 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
     job.enter(comparison)
     with device_scope(), torch.inference_mode():
         _measure(job, Emulation(comparison, cases, job.ranks.device, job.begin))
-    if comparison.device is None:
-        free_memory(job.ranks.device)
+    free_memory(job.ranks.device)  # what is kept of batches holds itself, and may be gigabytes
 
 
 def _measure(job: Job, emulation: Emulation) -> None:

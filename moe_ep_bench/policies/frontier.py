@@ -23,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from moe_ep_bench.policies.lazy import Tensor, torch
 
 NUM_POINTS = 65
@@ -51,12 +53,12 @@ class Frontier:
             rank_E: int64 [E], the rank on which each expert lives; the highest is the last rank.
         """
         scores, experts = (torch.cat(list(part)) for part in zip(*pairs, strict=True))
-        score_N, order_N = scores.double().sort(descending=True, stable=True)
-        expert_N = experts[order_N]
-        rank_N, by_rank_N = rank_E[expert_N].sort(stable=True)
-        counts_R = rank_N.bincount(minlength=int(rank_E.max()) + 1).tolist()
-        mass_E = score_N.new_zeros(len(rank_E)).index_add(0, expert_N, score_N)
-        best_R = tuple(_from_zero(of_rank) for of_rank in score_N[by_rank_N].split(counts_R))
+        rank_N, by_rank_N = rank_E.to(torch.int16)[experts].sort(stable=True)
+        counts_R = rank_N.bincount(minlength=int(rank_E.max()) + 1)
+        of_ranks = np.split(scores[by_rank_N].numpy(), counts_R.cumsum(0)[:-1])
+        # numpy sorts values alone, ten times as fast as torch sorts them and their places.
+        best_R = tuple(_from_zero(torch.from_numpy(np.sort(score_N)[::-1].astype(np.float64))) for score_N in of_ranks)
+        mass_E = torch.zeros(len(rank_E), dtype=torch.float64).index_add(0, experts, scores.double())
         return cls(best_R, _from_zero(mass_E.sort(descending=True).values))
 
     @property

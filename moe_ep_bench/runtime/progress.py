@@ -11,6 +11,8 @@ from tqdm import tqdm
 
 # Lines follow each other after so long at least, but for those of a new description.
 _EVERY_S = 10.0
+# Of less that is done nobody can tell how long the rest takes.
+_LEAST_SHARE = 0.01
 # What takes no longer says nothing.
 SILENT_S = 1.5
 
@@ -55,7 +57,8 @@ class _Lines(tqdm):
             return
         settle()
         self._said, taken_s = now, now - self._began
-        left = f", {duration(taken_s / self.n * (self.total - self.n))} left" if self.n and taken_s >= 1 else ""
+        is_known = taken_s >= 1 and self.n >= max(1, _LEAST_SHARE * self.total)
+        left = f", {duration(taken_s / self.n * (self.total - self.n))} left" if is_known else ""
         done = f"{100 * self.n / self.total:.0f} %, {self.n:,} of {self.total:,} {self._units}{left}"
         print(f"{self._description}: {done}", file=sys.stderr, flush=True)
 

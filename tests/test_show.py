@@ -15,7 +15,7 @@ from whole_builder import write_whole
 from moe_ep_bench.analysis import columns
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import COLUMNS, Column
-from moe_ep_bench.analysis.notes import most_important, notes
+from moe_ep_bench.analysis.notes import most_important, notes, solving_words
 from moe_ep_bench.analysis.render import JSON_VERSION, Table, escape_latex, escape_markdown, render
 from moe_ep_bench.analysis.show import end_of_run, text_of
 from moe_ep_bench.analysis.tables import VIEWS, View, table_of
@@ -115,6 +115,12 @@ def test_columns_for_which_a_terminal_has_no_room_are_named(directory):
     assert "no room for:" in " ".join(lines)
     assert "slowest phase" in " ".join(lines).partition("no room for:")[2]
     assert max(map(len, lines)) <= 132, "notes are wrapped"
+
+
+def test_what_solving_takes_is_what_each_case_says() -> None:
+    params = [{"spare_per_rank": 1}, {"balancer": "lp", "solve_us": None}, {"balancer": "lp", "solve_us": 7.0}]
+    assert solving_words(map(json.dumps, params)) == "7 or 100"
+    assert solving_words(map(json.dumps, params[:1])) == ""
 
 
 @pytest.mark.parametrize("modelled", [False, True])

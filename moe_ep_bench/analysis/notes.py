@@ -7,7 +7,8 @@ Warnings are the rows that forbid or weaken a reading; they come last and begin 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from string import Formatter
 from typing import Any, NamedTuple
@@ -366,7 +367,7 @@ def _of_times(facts: TimedFacts, rows: pd.DataFrame, of_role: dict[str, pd.DataF
             f"{row['label']}: {row['extra_bytes_per_rank'] / 2**30:.3g} GiB"
             for row in replicas.dropna(subset="extra_bytes_per_rank").to_dict("records")
         ],
-        "solving": f"{LPLB_SOLVE_US:g}" if replicas["policy_params"].str.contains('"balancer": "lp"').any() else "",
+        "solving": solving_words(replicas["policy_params"]),
     }
     if len(native):
         known |= {"native_expert": native["fullest_expert"].iloc[0], "native_rank": native["fullest_rank"].iloc[0]}
@@ -406,6 +407,13 @@ def leaves_idle(rows: pd.DataFrame) -> bool:
     rows = rows[rows["role"].isin(["baseline", "policy"])]
     held = rows["num_experts"] / rows["num_ranks"]
     return bool((rows["activated_fullest_rank"] <= (1 - _LEAST_IDLE) * held).any())
+
+
+def solving_words(policy_params: Iterable[str]) -> str:
+    """What solving is taken to need for each replicated case whose balancer is a linear program; empty without one."""
+    solved = [params for params in map(json.loads, policy_params) if params.get("balancer") == "lp"]
+    times_us = {LPLB_SOLVE_US if params.get("solve_us") is None else params["solve_us"] for params in solved}
+    return " or ".join(f"{time_us:g}" for time_us in sorted(times_us))
 
 
 # ---- words of statistics ---------------------------------------------------------------------------------------------

@@ -74,52 +74,67 @@ class SweepPoint(Strict):
 _Schema = TypeVar("_Schema", bound=SweepPoint)
 
 
-# A model's MoE layer by hand, in place of a preset.
-_SIZES = ("num_experts", "top_k", "hidden_size", "ffn_hidden_size")
+class Shape(Strict):
+    """A model's MoE layer by hand, in place of a preset."""
 
-
-class ModelConfig(Strict):
-    preset: str | None = None
-    """Model shape: a file of data/models/, without its ending."""
-    hf_config: Annotated[Path | None, FILE] = None
-    """Hugging Face config.json, or its folder, in place of a preset; relative to the config's own folder."""
     num_experts: int | None = Field(None, ge=1)
-    """Routed experts of one MoE layer by hand, in place of a preset: softmax scores, normalised weights. Needs the
-    three keys below."""
+    """Routed experts, in place of a preset; needs top_k, hidden_size and ffn_hidden_size beside it."""
     top_k: int | None = Field(None, ge=1)
     """Experts of a token."""
     hidden_size: int | None = Field(None, ge=1)
     """Width of a token."""
     ffn_hidden_size: int | None = Field(None, ge=1)
     """Width of one routed expert's gated FFN."""
+    num_layers: int | None = Field(None, ge=1)
+    """MoE layers of the model; null = 1."""
+    shared_ffn_hidden_size: int | None = Field(None, ge=0)
+    """Width of all shared experts together; null = none."""
+    score_function: Literal["softmax", "sigmoid"] | None = None
+    """Score function of the router; null = softmax."""
+    normalize: bool | None = None
+    """Weights of a token's experts are divided by their sum; null = they are."""
+
+    def shape(self) -> ModelSpec | None:
+        """The model that is given by hand, or None.
+
+        Raises:
+            ValueError: a key is missing, or given without ``num_experts``.
+        """
+        given = {key: getattr(self, key) for key in Shape.model_fields if getattr(self, key) is not None}
+        if not given:
+            return None
+        if missing := [key for key in ("num_experts", "top_k", "hidden_size", "ffn_hidden_size") if key not in given]:
+            raise UserError(f"{missing[0]}: missing beside {', '.join(given)}, which give a shape by hand")
+        named = {"name": f"{self.num_experts} experts, top-{self.top_k}", "source": "shape given in the config"}
+        return ModelSpec(**{**named, "num_layers": 1, "normalize": True, **given})
+
+
+class ModelConfig(Shape):
+    preset: str | None = None
+    """Model shape: a file of data/models/, without its ending."""
+    hf_config: Annotated[Path | None, FILE] = None
+    """Hugging Face config.json, or its folder, in place of a preset; relative to the config's own folder."""
     scale: float = Field(1.0, gt=0, le=1)
     """Factor on the hidden sizes."""
     tensor_parallel: int = Field(1, ge=1)
     """Tensor-parallel ranks that share every expert. One rank's shard runs, without the all-reduce."""
 
-    @property
-    def _by_hand(self) -> dict[str, int]:
-        return {key: getattr(self, key) for key in _SIZES if getattr(self, key) is not None}
-
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
-        given = self._by_hand
-        if [self.preset is not None, self.hf_config is not None, bool(given)].count(True) != 1:
+        if sum(one is not None for one in (self.preset, self.hf_config, self.shape())) != 1:
             raise UserError("give either preset or hf_config, or the shape: num_experts, top_k, ...")
-        if given and (missing := [key for key in _SIZES if key not in given]):
-            raise UserError(f"{missing[0]}: missing beside {', '.join(given)}, which give a shape by hand")
         self.spec()  # Raises where there is no such model, and lists what there is.
         return self
 
     def spec(self) -> ModelSpec:
-        if self.hf_config is not None:
+        if (by_hand := self.shape()) is not None:
+            whole = by_hand
+        elif self.hf_config is not None:
             whole = load_hf_model(self.hf_config)
-        elif self.preset is not None:
+        else:
+            assert self.preset is not None
             with naming("preset"), naming_hub(self.preset):
                 whole = ModelSpec.named(self.preset)
-        else:
-            name, source = f"{self.num_experts} experts, top-{self.top_k}", "shape given in the config"
-            whole = ModelSpec(name=name, source=source, num_layers=1, normalize=True, **self._by_hand)
         return whole.sharded(self.tensor_parallel).scaled(self.scale)
 
 
@@ -637,10 +652,6 @@ def _place(values: list[Any], number: str, dotted: str, where: str) -> int:
 
 # Keys of earlier versions, and what to use in their place.
 REMOVED |= {
-    **{
-        f"model.{key}": "model.hf_config, a Hugging Face config.json, or a preset"
-        for key in ("num_layers", "shared_ffn_hidden_size", "score_function", "normalize")
-    },
     "workload.family": "workload.peak_load, or workload.skew_from for loads of any form",
     "workload.placement": "workload.rank_load, the load of the fullest rank",
     "workload.entropy": "workload.topk_share",

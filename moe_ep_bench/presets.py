@@ -19,7 +19,15 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from moe_ep_bench.errors import UserError, brief, did_you_mean, problem_words
@@ -68,7 +76,8 @@ class Strict(BaseModel):
             if isinstance(value, int) and abs(value) > _MOST:
                 raise UserError(f"{key}: expected a whole number of 64 bits, got {brief(value)}")
         flags = {name for name, field in cls.model_fields.items() if _takes_flags(field.annotation)}
-        flags |= {str(cls.model_fields[name].alias) for name in flags}
+        aliases = [cls.model_fields[name].validation_alias for name in flags]
+        flags.update(*(alias.choices if isinstance(alias, AliasChoices) else [str(alias)] for alias in aliases))
         return {key: value if key in flags else _marked(value) for key, value in values.items()}
 
 

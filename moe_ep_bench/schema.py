@@ -235,7 +235,7 @@ ROUTING_SCHEMA = _table(
     ]
 )
 
-# The frontier of dropping (``policies.frontier``): one row per case x batch x layer, all ranks together. A case without
+# The frontier of dropping (``workload.frontier``): one row per case x batch x layer, all ranks together. A case without
 # a part has none: real ranks see their own scores alone, replicas lose nothing, and very large batches are passed over.
 FRONTIER_SCHEMA = _table(
     [

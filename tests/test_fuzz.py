@@ -159,7 +159,7 @@ def test_a_zip_bomb_is_refused_by_what_it_announces(box: Path) -> None:
         archive.writestr("0.routed_experts.npy", b"\x00" * 2**24)
     command = ("trace", "import", "vllm", "x.npz", "out/made.safetensors", *VLLM, "--max-bytes")
     assert "expected at most 1,000,000 bytes (--max-bytes), got 16,777,216" in refused(box, *command, "1000000")
-    assert "--max-bytes: expected at least 1, got 0" in refused(box, *command, "0")
+    assert "max_bytes: expected at least 1, got 0" in refused(box, *command, "0")
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

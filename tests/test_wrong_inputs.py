@@ -196,7 +196,7 @@ def test_a_model_may_be_given_by_its_shape(tmp_path: Path) -> None:
         ({**SHAPE, "preset": "olmoe-1b-7b"}, "model: give either preset or hf_config, or the shape"),
         ({"top_k": 2, "hidden_size": 32}, "model: num_experts: missing beside top_k, hidden_size"),
         ({**SHAPE, "top_k": 1025}, "top_k: expected at most num_experts=1024, got 1025"),
-        ({**SHAPE, "normalize": True}, "model.normalize: is gone; use model.hf_config"),
+        ({"preset": "olmoe-1b-7b", "normalize": True}, "model: num_experts: missing beside normalize"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             load_experiments(write(tmp_path, model=model), on_cpu=False)

@@ -368,7 +368,7 @@ def pareto_rows(store: Store) -> pd.DataFrame:
 
 def _curves(store: Store, most: pd.DataFrame) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """By facet: how much less the fullest rank computes than native's, and the share of mass that is kept at most."""
-    from moe_ep_bench.policies.frontier import joint  # it imports torch
+    from moe_ep_bench.workload.frontier import joint  # it imports torch
 
     native = cases(store).query("role == 'baseline' and status == 'ok'")[CASE]
     found = {}

@@ -30,10 +30,10 @@ from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
 from moe_ep_bench.metrics import ScoreMetrics, moved, routing_metrics, score_metrics
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import IMAGE
-from moe_ep_bench.policies.frontier import Frontier
 from moe_ep_bench.policies.laser import LoadAwarePolicy
 from moe_ep_bench.workload import TokenBatch
 from moe_ep_bench.workload.batch import balanced_scores
+from moe_ep_bench.workload.frontier import Frontier
 
 if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
     from moe_ep_bench.kernels.shared import SharedSteps

@@ -28,7 +28,7 @@ from moe_ep_bench.bench.rows import PackedMetrics
 from moe_ep_bench.kernels.dispatch import numba_steps
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.policies import Routing
-from moe_ep_bench.policies.frontier import Frontier, top_k_pairs
+from moe_ep_bench.workload.frontier import Frontier, top_k_pairs
 
 if TYPE_CHECKING:  # It needs Megatron-Core, which routing alone does not.
     from moe_ep_bench.layer.virtual import Announced

@@ -1,9 +1,9 @@
 """Read a model's shape from a Hugging Face config.json, without the transformers package.
 
 A class for each ``model_type`` says by which keys its files state the fields of a ``ModelSpec``: an alias is the file's
-key, null stands for a key that is missing. A missing size is an error. A default holds only where the family's own
-configuration class has one that older files rely on. What no spec can express (another activation, dense layers in
-between) is refused, not guessed.
+key, null stands for a key that is missing. A missing size is an error. A default is that of the family's own
+configuration class in transformers. What no spec can express (another activation, dense layers in between) is refused,
+not guessed; attention that none can express is None, and a whole model is refused then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import MOST_YAML_BYTES, parse_json, read_bytes
 from moe_ep_bench.presets import Strict, validated
 
@@ -43,6 +43,8 @@ class _Family(Strict):
     """Fields of attention likewise."""
     BIASES: ClassVar[tuple[str, ...]] = ("attention_bias",)
     """Flags of attention that the family's code knows."""
+    NULLS: ClassVar[tuple[str, ...]] = ()
+    """Keys whose null is a value of its own, not a missing key."""
 
     num_layers: PositiveInt = Field(alias="num_hidden_layers")
     hidden_size: PositiveInt
@@ -91,6 +93,23 @@ class _Family(Strict):
         }
 
 
+def _leading_dense(layers: object) -> int:
+    """How many layers are dense, which must be the first ones, of a list of their kinds: "dense", or 0."""
+    if not isinstance(layers, list):
+        raise UserError(f"expected a list, got {brief(layers)}")
+    kinds = [kind in ("dense", 0) for kind in layers]
+    if kinds != sorted(kinds, reverse=True) or not all(kind in ("dense", "sparse", 0, 1) for kind in layers):
+        raise UserError(f"expected dense layers, then sparse ones, got {brief(layers)}")
+    return sum(kinds)
+
+
+class _NoAttention:
+    """Attention that no spec can express: linear, indexed or windowed layers, or values of another width than keys."""
+
+    def attention(self) -> None:
+        return None
+
+
 class _Deepseek(_Family):
     first_dense_layers: int = Field(alias="first_k_dense_replace", ge=0)
     num_experts: PositiveInt = Field(alias="n_routed_experts")
@@ -102,6 +121,20 @@ class _Deepseek(_Family):
     routed_scale: PositiveFloat = Field(1.0, alias="routed_scaling_factor")
     moe_layer_freq: Literal[1] = 1
 
+    @model_validator(mode="before")
+    @classmethod
+    def _count_dense(cls, stated: dict[str, Any]) -> dict[str, Any]:
+        """Later files list the kind of each layer."""
+        stated, counted = dict(stated), stated.get("first_k_dense_replace")
+        for key in ("mlp_layer_types", "moe_layer_freq"):
+            if isinstance(stated.get(key), list):
+                with naming(key):
+                    dense = _leading_dense(stated.pop(key))
+                    if counted not in (None, dense):
+                        raise UserError(f"expected {counted} dense layers, as first_k_dense_replace says, got {dense}")
+                stated["first_k_dense_replace"] = counted = dense
+        return stated
+
     def spec(self) -> dict[str, Any]:
         found = {**super().spec(), "shared_ffn_hidden_size": self.n_shared_experts * self.ffn_hidden_size}
         # A group's score is the sum of so many of its best experts'.
@@ -112,7 +145,12 @@ class _Deepseek(_Family):
 
 
 class _DeepseekV2(_Deepseek):
-    q_lora_rank: PositiveInt | None = None
+    """Weights are never normalised, though files have the key."""
+
+    NULLS: ClassVar = ("q_lora_rank",)
+    n_shared_experts: int = Field(2, ge=0)
+    normalize: Literal[False] = Field(False, alias="norm_topk_prob")
+    q_lora_rank: PositiveInt | None = 1536
     kv_lora_rank: PositiveInt
     qk_nope_head_dim: PositiveInt
     qk_rope_head_dim: PositiveInt
@@ -123,19 +161,71 @@ class _DeepseekV2(_Deepseek):
         return self.model_dump(include={"num_heads", *sizes})
 
 
-class _DeepseekV3(_DeepseekV2):
+class _V3Routing(_Deepseek):
+    """DeepSeek-V3's routing: a sigmoid, a selection bias, and groups by the sum of their two best."""
+
     FACTS: ClassVar = {"score_function": "sigmoid", "selection_bias": True}
+    n_shared_experts: int = Field(1, ge=0)
+    num_groups: PositiveInt = Field(1, alias="n_group")
+    top_groups: PositiveInt = Field(1, alias="topk_group")
+    normalize: bool = Field(True, alias="norm_topk_prob")
     topk_method: Literal["noaux_tc"] = "noaux_tc"
     scoring_func: Literal["sigmoid"] = "sigmoid"
     routed_scale: PositiveFloat = Field(alias="routed_scaling_factor")
 
 
-class _Glm4(_Deepseek):
+class _DeepseekV3(_V3Routing, _DeepseekV2):
+    num_groups: PositiveInt = Field(8, alias="n_group")
+    top_groups: PositiveInt = Field(4, alias="topk_group")
+
+
+class _Glm4Lite(_V3Routing, _DeepseekV2):
+    """GLM-4.7-Flash: DeepSeek-V3 without groups."""
+
+    q_lora_rank: PositiveInt | None = 768
+
+
+class _V3Indexed(_NoAttention, _V3Routing):
+    """DeepSeek-V3's routing without groups, beside sparse, linear or windowed attention: GLM-5, MiMo-V2, Hunyuan-V4."""
+
+    head_dim: NonNegativeInt | None = None
+
+
+class _DeepseekV32(_V3Indexed):
+    num_groups: PositiveInt = Field(8, alias="n_group")
+    top_groups: PositiveInt = Field(4, alias="topk_group")
+
+
+class _MimoV2(_V3Indexed):
+    n_shared_experts: Literal[0] = 0
+    routed_scale: PositiveFloat = Field(1.0, alias="routed_scaling_factor")
+
+
+class _ExaoneMoe(_V3Indexed):
+    num_experts: PositiveInt
+    n_shared_experts: int = Field(1, ge=0, alias="num_shared_experts")
+
+
+class _KimiLinear(_V3Indexed):
+    """Kimi Linear; Ling 3 with groups."""
+
+    num_experts: PositiveInt
+    top_k: PositiveInt = Field(validation_alias=AliasChoices("num_experts_per_token", "num_experts_per_tok"))
+    n_shared_experts: int = Field(1, ge=0, alias="num_shared_experts")
+    num_groups: PositiveInt = Field(1, validation_alias=AliasChoices("num_expert_group", "n_group"))
+    normalize: bool = Field(True, validation_alias=AliasChoices("moe_renormalize", "norm_topk_prob"))
+
+
+class _BailingHybrid(_KimiLinear):
+    num_groups: PositiveInt = Field(8, validation_alias=AliasChoices("num_expert_group", "n_group"))
+    top_groups: PositiveInt = Field(4, alias="topk_group")
+
+
+class _Glm4(_V3Routing):
     """GLM-4.5: DeepSeek-V3's routing, grouped-query attention whose output projection never has a bias."""
 
-    FACTS: ClassVar = {"score_function": "sigmoid", "selection_bias": True}
-    topk_method: Literal["noaux_tc"] = "noaux_tc"
-    scoring_func: Literal["sigmoid"] = "sigmoid"
+    num_kv_heads: PositiveInt = Field(8, alias="num_key_value_heads")
+    routed_scale: PositiveFloat = Field(1.0, alias="routed_scaling_factor")
     use_qk_norm: bool = False
 
     def attention(self) -> dict[str, Any]:
@@ -143,8 +233,27 @@ class _Glm4(_Deepseek):
         return {**super().attention(), "bias": "qkv" if self.attention_bias else "none", "qk_norm": qk_norm}
 
 
+class _Glm4v(_Glm4):
+    attention_bias: bool = True
+
+
+class _SolarOpen(_Glm4):
+    head_dim: PositiveInt = 128
+    first_dense_layers: int = Field(0, alias="first_k_dense_replace", ge=0)
+
+
+class _Dots1(_V3Routing):
+    ATTENTION: ClassVar = {"qk_norm": "head"}
+    num_kv_heads: PositiveInt = Field(32, alias="num_key_value_heads")
+    first_dense_layers: int = Field(0, alias="first_k_dense_replace", ge=0)
+    n_shared_experts: int = Field(0, ge=0)
+    normalize: bool = Field(False, alias="norm_topk_prob")
+    routed_scale: PositiveFloat = Field(1.0, alias="routed_scaling_factor")
+
+
 class _Mixtral(_Family):
     BIASES: ClassVar = ()
+    num_kv_heads: PositiveInt = Field(8, alias="num_key_value_heads")
     num_experts: PositiveInt = Field(alias="num_local_experts")
     ffn_hidden_size: PositiveInt = Field(alias="intermediate_size")
     normalize: Literal[True] = Field(True, alias="norm_topk_prob")  # a softmax of the top-k
@@ -180,6 +289,10 @@ class _Llama4(_Family):
 
     def spec(self) -> dict[str, Any]:
         return {**super().spec(), "shared_ffn_hidden_size": self.ffn_hidden_size}  # one, as wide as a routed one
+
+
+class _Minimax(_NoAttention, _Mixtral):
+    """MiniMax-01: Mixtral's routing; most layers have linear attention."""
 
 
 class _GptOss(_Mixtral):
@@ -250,16 +363,34 @@ def _leading_layers(layers: object) -> int:
 
 class _Qwen3(_Family):
     ATTENTION: ClassVar = {"qk_norm": "head"}
+    num_kv_heads: PositiveInt = Field(4, alias="num_key_value_heads")
     first_dense_layers: Annotated[int, BeforeValidator(_leading_layers)] = Field(0, alias="mlp_only_layers")
     # The first in files of later transformers.
     num_experts: PositiveInt = Field(validation_alias=AliasChoices("num_local_experts", "num_experts"))
     decoder_sparse_step: Literal[1] = 1
 
 
+class _Qwen3Vl(_Qwen3):
+    """Weights are normalised, whatever the file says."""
+
+    FACTS: ClassVar = {"normalize": True}
+    num_kv_heads: PositiveInt = Field(16, alias="num_key_value_heads")
+    normalize: bool = Field(True, alias="norm_topk_prob")
+
+
+class _Mellum(_Qwen3):
+    """Qwen3's routing; later files list the kind of each layer, none of which may be dense or windowed."""
+
+    head_dim: PositiveInt = 128
+    mlp_layer_types: list[Literal["sparse"]] = Field(default_factory=list)
+    layer_types: list[Literal["full_attention"]] = Field(default_factory=list)
+
+
 class _Qwen2(_Qwen3):
     FACTS: ClassVar = {"shared_expert_gate": True}
     ATTENTION: ClassVar = {}
     BIASES: ClassVar = ("qkv_bias",)
+    num_kv_heads: PositiveInt = Field(16, alias="num_key_value_heads")
     num_experts: PositiveInt
     shared_ffn_hidden_size: PositiveInt = Field(alias="shared_expert_intermediate_size")
     qkv_bias: bool = True
@@ -276,26 +407,51 @@ class _Qwen3Next(_Qwen3):
         return None
 
 
-# Files of models that see and read hold the language model's keys below ``text_config``.
-_NESTED = ("llama4", "qwen3_vl_moe")
+class _Qwen35(_Qwen3Next):
+    """Qwen3.5: Qwen3-Next's layers; weights are normalised, whatever the file says."""
+
+    FACTS: ClassVar = {"shared_expert_gate": True, "normalize": True}
+    normalize: bool = Field(True, alias="norm_topk_prob")
+
+
+# Files of models that see, hear and read hold the language model's keys below one of these.
+_NESTED = ("thinker_config", "text_config", "llm_config")
 
 _FAMILIES: dict[str, type[_Family]] = {
     "deepseek": _Deepseek,
     "deepseek_v2": _DeepseekV2,
     "deepseek_v3": _DeepseekV3,
+    "axk1": _DeepseekV3,
+    "bailing_hybrid": _BailingHybrid,
+    "deepseek_v32": _DeepseekV32,
+    "dots1": _Dots1,
+    "exaone_moe": _ExaoneMoe,
+    "flex_olmo": _Olmoe,
     "glm4_moe": _Glm4,
+    "glm4_moe_lite": _Glm4Lite,
+    "glm4v_moe": _Glm4v,
+    "glm5_next": _V3Indexed,
+    "glm_moe_dsa": _V3Indexed,
     "gpt_oss": _GptOss,
+    "hy_v4": _V3Indexed,
     "kimi_k2": _DeepseekV3,
+    "kimi_linear": _KimiLinear,
     "llama4": _Llama4,
+    "mellum": _Mellum,
+    "mimo_v2_flash": _MimoV2,
+    "minimax": _Minimax,
     "minimax_m2": _MinimaxM2,
     "mixtral": _Mixtral,
     "molmo": _Molmo,
     "molmoe": _Molmoe,
     "olmoe": _Olmoe,
     "qwen2_moe": _Qwen2,
+    "qwen3_5_moe": _Qwen35,
     "qwen3_moe": _Qwen3,
     "qwen3_next": _Qwen3Next,
-    "qwen3_vl_moe": _Qwen3,
+    "qwen3_omni_moe": _Qwen3,
+    "qwen3_vl_moe": _Qwen3Vl,
+    "solar_open": _SolarOpen,
 }
 
 
@@ -320,20 +476,28 @@ def read_hf_config(path: Path, keys: Iterable[str]) -> dict[str, Any]:
     values = parse_json(content, file)
     if not isinstance(values, dict):
         raise UserError(f"{file}: expected keys with values, got {type(values).__name__}")
-    stated = {key: value for key, value in values.items() if value is not None}
-    family = stated.get("model_type")
-    if family in _NESTED and isinstance(inner := stated.get("text_config"), dict):
-        above = {key: stated[key] for key in ("_name_or_path", "architectures", "tie_word_embeddings") if key in stated}
-        stated = {key: value for key, value in {**inner, **above}.items() if value is not None}
-    elif isinstance(family, str) and family.removesuffix("_text") in _NESTED:
-        family = family.removesuffix("_text")
+    values = _language_model(values)
+    family = values.get("model_type")
+    family = family.removesuffix("_text") if isinstance(family, str) else family
     if not isinstance(family, str) or family not in _FAMILIES:
         raise UserError(f"{file}: model_type: expected one of {', '.join(_FAMILIES)}, got {brief(family)}; {BY_HAND}")
-    if family == "deepseek" and "kv_lora_rank" in stated:
+    if family == "deepseek" and values.get("kv_lora_rank") is not None:
         family = "deepseek_v2"  # which was first published under this model_type
+    nulls = _FAMILIES[family].NULLS
+    stated = {key: value for key, value in values.items() if value is not None or key in nulls}
     spec = validated(_FAMILIES[family], stated, file).spec()
     source = f"config.json by path, sha256 {hashlib.sha256(content).hexdigest()}"
     return {"name": _name(stated), "source": source, **{key: spec[key] for key in keys if key in spec}}
+
+
+def _language_model(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys of the language model, where they are nested; with those names of the whole that count."""
+    inner = next((values[key] for key in _NESTED if isinstance(values.get(key), dict)), None)
+    if inner is None:
+        return values
+    above = {key: values[key] for key in ("_name_or_path", "architectures", "tie_word_embeddings") if key in values}
+    kind = {} if values.get("model_type") is None else {"model_type": values["model_type"]}
+    return _language_model({**kind, **inner, **above})
 
 
 def _name(stated: Mapping[str, Any]) -> str:

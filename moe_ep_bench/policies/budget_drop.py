@@ -15,7 +15,7 @@ alike:
 
 The budget is exact: it is never exceeded, for cells know their pairs and their mass (scores are rounded to 2**-32, so
 that sums are exact whatever their order). The bins cost optimality alone. A cell's scores differ by less than a
-factor 1 + 1 / bins_per_octave, and groups stop at whole cells; ``policies.frontier`` says what is possible.
+factor 1 + 1 / bins_per_octave, and groups stop at whole cells; ``workload.frontier`` says what is possible.
 
 Pairs go by score alone: a selection bias has chosen them, and has no part in what they are worth.
 

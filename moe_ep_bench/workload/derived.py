@@ -37,9 +37,9 @@ from torch import Tensor
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
-from moe_ep_bench.policies.frontier import Frontier, joint, top_k_pairs
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.workload.batch import deal_pieces
+from moe_ep_bench.workload.frontier import Frontier, joint, top_k_pairs
 from moe_ep_bench.workload.trace import Trace, open_trace
 
 # Factors are rounded up to so many decimals, thresholds rounded: what is printed is what was meant.

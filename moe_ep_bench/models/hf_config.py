@@ -180,7 +180,7 @@ class _DeepseekV3(_V3Routing, _DeepseekV2):
 
 
 class _Glm4Lite(_V3Routing, _DeepseekV2):
-    """GLM-4.7-Flash: DeepSeek-V3 without groups."""
+    """DeepSeek-V3 without groups."""
 
     q_lora_rank: PositiveInt | None = 768
 
@@ -207,7 +207,7 @@ class _ExaoneMoe(_V3Indexed):
 
 
 class _KimiLinear(_V3Indexed):
-    """Kimi Linear; Ling 3 with groups."""
+    """Kimi Linear, and with groups Bailing's hybrid models."""
 
     num_experts: PositiveInt
     top_k: PositiveInt = Field(validation_alias=AliasChoices("num_experts_per_token", "num_experts_per_tok"))

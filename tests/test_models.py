@@ -424,6 +424,9 @@ def test_what_no_spec_can_express_says_how_to_write_it_by_hand(tmp_path: Path) -
     maverick = {**LATER["llama4"][0]["text_config"], "interleave_moe_layer_step": 2, "moe_layers": [1]}
     for values in ({"model_type": "llama4", "text_config": maverick}, {"model_type": "new_moe"}):
         assert "or give the shape: model: {num_experts: ..., top_k: ..." in one_line_error(written(tmp_path, values))
+    sizes = {"n_routed_experts": 64, "num_experts_per_tok": 6, "hidden_size": 48, "moe_intermediate_size": 16}
+    told = one_line_error(written(tmp_path, {"model_type": "new_moe", "text_config": sizes}))
+    assert told.endswith("model: {num_experts: 64, top_k: 6, hidden_size: 48, ffn_hidden_size: 16}")
 
 
 def test_a_hub_id_says_that_nothing_is_fetched(tmp_path: Path) -> None:

@@ -30,6 +30,13 @@ from moe_ep_bench.files import MOST_YAML_BYTES, parse_json, read_bytes
 from moe_ep_bench.presets import Strict, validated
 
 BY_HAND = "or give the shape: model: {num_experts: ..., top_k: ..., hidden_size: ..., ffn_hidden_size: ...}"
+# Of files of families that are not known: keys that mostly state a size of a shape by hand.
+_USUAL = {
+    "num_experts": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk"),
+    "hidden_size": ("hidden_size",),
+    "ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
+}
 
 
 class _Family(Strict):
@@ -480,7 +487,9 @@ def read_hf_config(path: Path, keys: Iterable[str]) -> dict[str, Any]:
     family = values.get("model_type")
     family = family.removesuffix("_text") if isinstance(family, str) else family
     if not isinstance(family, str) or family not in _FAMILIES:
-        raise UserError(f"{file}: model_type: expected one of {', '.join(_FAMILIES)}, got {brief(family)}; {BY_HAND}")
+        raise UserError(
+            f"{file}: model_type: expected one of {', '.join(_FAMILIES)}, got {brief(family)}; {_by_hand(values)}"
+        )
     if family == "deepseek" and values.get("kv_lora_rank") is not None:
         family = "deepseek_v2"  # which was first published under this model_type
     nulls = _FAMILIES[family].NULLS
@@ -498,6 +507,21 @@ def _language_model(values: dict[str, Any]) -> dict[str, Any]:
     above = {key: values[key] for key in ("_name_or_path", "architectures", "tie_word_embeddings") if key in values}
     kind = {} if values.get("model_type") is None else {"model_type": values["model_type"]}
     return _language_model({**kind, **inner, **above})
+
+
+def _by_hand(values: Mapping[str, Any]) -> str:
+    """How to give a shape by hand, with what the file seems to say of it."""
+    sizes = {
+        field: next((values[key] for key in keys if _is_size(values.get(key))), None) for field, keys in _USUAL.items()
+    }
+    if None in sizes.values():
+        return BY_HAND
+    stated = ", ".join(f"{field}: {size}" for field, size in sizes.items())
+    return f"or give the shape in a config, by what the file seems to say: model: {{{stated}}}"
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _name(stated: Mapping[str, Any]) -> str:

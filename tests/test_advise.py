@@ -507,6 +507,13 @@ def test_a_config_becomes_a_question(name: str) -> None:
     assert "measure" not in yaml.safe_load(question.text)
 
 
+def test_a_config_that_is_only_asked_about_needs_no_policies(tmp_path: Path) -> None:
+    shape = {"num_experts": 16, "top_k": 2, "hidden_size": 64, "ffn_hidden_size": 32}
+    values = {"name": "mine", "model": shape, "workload": {"kind": "synthetic", "num_tokens": 256, "peak_load": 2.0}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**values, "layer": {"ep_size": 4}}))
+    assert "token_drop" in candidates_of(asked(tmp_path / "mine.yaml"))[0]
+
+
 def test_what_was_not_asked_for_is_said_to_be_assumed() -> None:
     keys = ["workload.num_batches=4", "workload.skew=null", "workload.peak_load=null"]
     of_config = asked(ROOT / "configs/quickstart.yaml", *(word for key in keys for word in ("--set", key))).assumed

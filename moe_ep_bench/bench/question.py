@@ -393,6 +393,7 @@ def _of_config(options: argparse.Namespace, assumed: list[str]) -> tuple[dict[st
     """A config's values and its sweep, without what does not enter the question; what is ``assumed`` is added."""
     _refuse(options, _OF_MODEL, "with a config, whose keys say that; --set KEY=VALUE changes one")
     raw, sweep = read_config(options.config, options.overrides)
+    raw.setdefault("policies", [{"name": "topk"}])  # its own are no candidates, so it needs none
     experiments_of(options.config, *copy.deepcopy((raw, sweep)))  # what is wrong with it is said as of any config
     for key in _UNREAD:
         section, _, name = key.rpartition(".")

@@ -447,7 +447,10 @@ def _draw_notes(rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) 
     judged = picks[picks["judged"].notna()]
     if len(judged):
         counts = " / ".join(dict.fromkeys(f"{row.chosen_by:.0f} of {row.num_draws}" for row in judged.itertuples()))
-        yield f"the pick is judged on each draw by what the other draws would choose; {counts} would choose it"
+        yield (
+            f"the pick is judged on each draw by what the other draws would choose ({counts} would choose it); its row "
+            "in the table is of all draws, and so a little better"
+        )
     elif len(picks) and rows.groupby(COMPARISON).size().max() > 1:
         yield "the pick is judged by the traffic that chose it: its speedup is a little too high"
     parts = rows["parts"].max()

@@ -317,7 +317,7 @@ def _for(about: pd.DataFrame, bounds: Bounds, by_default: Sequence[str]) -> str:
 
 def _ran_on(words: str) -> str:
     """On what the layers ran or were modelled, without what a model is made of."""
-    rest = ", the rest of them modelled" if MEASURED_ELSEWHERE in words else ""
+    rest = ", the rest of them modelled" if f"{MEASURED_ELSEWHERE} (" in words.partition(": ")[0] else ""
     return words.partition(": ")[0] + rest
 
 

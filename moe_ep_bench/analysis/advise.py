@@ -12,7 +12,7 @@ stays. Of one draw the answer says that its speedup is not so judged.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -280,13 +280,15 @@ def _said(words: str, rows: pd.DataFrame, natives: pd.DataFrame) -> list[str]:
     if dropped == 0 and kept > 1 - _ROUNDING:
         costs = ["nothing is dropped"]
     costs += [f"{memory:.3g} GiB more memory on each rank"] if memory > 0 else []
-    costs.append(f"{_ends_ms(picks['median_ms'])} in place of {_ends_ms(natives['median_ms'])} ms {what}")
+    costs.append(
+        f"{_ends(picks['median_ms'], milliseconds)} in place of {_ends(natives['median_ms'], milliseconds)} ms {what}"
+    )
     if len(picks) == 1:
         native, pick = natives.iloc[0], picks.iloc[0]
         rates = [row.get("tokens_per_s_per_rank") for row in (pick, native)]
         if not any(map(missing, rates)):
             costs.append(f"{rates[0]:,.0f} of {rates[1]:,.0f} tokens/s per GPU")
-    gain = f"{what} is {_ends(speedup, '{:.3f}')} times as fast as native"
+    gain = f"{what} is {_ends(speedup, '{:.3f}'.format)} times as fast as native"
     return [f"{words}: {gain} ({'; '.join(how)}).", f"It costs: {', '.join(costs)}."]
 
 
@@ -368,7 +370,7 @@ def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
         found.append(
             {
                 "label": short_label(first["label"]),
-                "speedup": f"{speedup.min():.3f}{ends}" if len(group) == 1 else _ends(speedup, "{:.3f}"),
+                "speedup": f"{speedup.min():.3f}{ends}" if len(group) == 1 else _ends(speedup, "{:.3f}".format),
                 "median_ms": first["median_ms"] if len(group) == 1 else np.nan,
                 "dropped_share": group["dropped_share"].max(),
                 "retained_mass": group["retained_mass"].min(),
@@ -389,13 +391,9 @@ def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
     return Table(frame, [column for column in columns if len(frame) == 0 or frame[column.name].notna().any()], title)
 
 
-def _ends_ms(values: pd.Series) -> str:
-    return " to ".join(dict.fromkeys(milliseconds(value) for value in (values.min(), values.max())))
-
-
-def _ends(values: pd.Series, form: str) -> str:
+def _ends(values: pd.Series, form: Callable[[float], str]) -> str:
     """The least and the greatest value, or the one that there is."""
-    return " to ".join(dict.fromkeys(form.format(value) for value in (values.min(), values.max())))
+    return " to ".join(dict.fromkeys(form(value) for value in (values.min(), values.max())))
 
 
 # ---- notes -----------------------------------------------------------------------------------------------------------
@@ -472,7 +470,7 @@ def _draw_notes(rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) 
         ]
         loads = natives["fullest_rank"][np.array(by_chance) & (about["num_ranks"] > 1).to_numpy()].dropna()
         if len(loads):
-            fullest = f"native's fullest rank has {_ends(loads, '{:.2f}')} x the mean load"
+            fullest = f"native's fullest rank has {_ends(loads, '{:.2f}'.format)} x the mean load"
             yield f"the traffic is one draw: {fullest} by chance; workload.rank_load sets it"
     recordings = [one["workload"]["recording"] for one in about["facts"] if one["workload"].get("recording")]
     dealt = [one for one in recordings if one["sources"] and one["arrangement"] == "sequences"]

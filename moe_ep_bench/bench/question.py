@@ -146,7 +146,7 @@ class Question:
         """Of devices that are tables what was measured, by whom, and what is modelled; a line each."""
         found = []
         for one in self.experiments:
-            model, num_ranks = one.model.spec(), one.layer.ep_size or default_ep_size(one.model.spec().num_experts)
+            model, num_ranks = one.model.spec(), _ep_size(one)
             if is_table(one.emulate.device):
                 device = load_device(one.emulate.device).for_layer(model, num_ranks, one.layer.dtype)
                 found.append(device.describe(num_tokens=one.workload.total_tokens(num_ranks)))
@@ -158,8 +158,7 @@ class Question:
         found = []
         for one in self.experiments:
             device = load_device(one.emulate.device)
-            ep_size = one.layer.ep_size or default_ep_size(one.model.spec().num_experts)
-            found.append(fit_on(one, ep_size, device.name, device.memory_gb * 1e9).words)
+            found.append(fit_on(one, _ep_size(one), device.name, device.memory_gb * 1e9).words)
         return tuple(dict.fromkeys(filter(None, found)))
 
     @property
@@ -258,8 +257,7 @@ def _asked(options: argparse.Namespace, bounds: Bounds, *, decode: bool) -> Ques
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
     with naming("--links, --ep" if options.config is None else f"{where}: emulate.links, layer.ep_size"):
         for one in experiments:
-            ep_size = one.layer.ep_size or default_ep_size(one.model.spec().num_experts)
-            load_links(one.emulate.links or "").all_gather_us(0, ep_size)
+            load_links(one.emulate.links or "").all_gather_us(0, _ep_size(one))
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
     out = options.out or Path("results", name)
     if decode and options.context is None:
@@ -483,6 +481,10 @@ def candidates(
     return kept, [] if why else [spare, {**spare, "balancer": "lp", "solve_us": LPLB_SOLVE_US}], left_out
 
 
+def _ep_size(experiment: Experiment) -> int:
+    return experiment.layer.ep_size or default_ep_size(experiment.model.spec().num_experts)
+
+
 def _is_drawn(experiment: Experiment) -> bool:
     """Whether chance decides how busy ranks are. A whole model's layers are several draws as they are."""
     workload = experiment.workload
@@ -490,7 +492,7 @@ def _is_drawn(experiment: Experiment) -> bool:
         return False
     if workload.skew_layer is not None:  # Every expert has its load, in its place.
         return False
-    ep_size = experiment.layer.ep_size or default_ep_size(experiment.model.spec().num_experts)
+    ep_size = _ep_size(experiment)
     return ep_size != 1 and workload.targets(experiment.model.preset, ep_size)["rank_load"] is None
 
 

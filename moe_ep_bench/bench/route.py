@@ -24,6 +24,7 @@ from moe_ep_bench.bench.replicas import Replicas
 from moe_ep_bench.bench.routing import Batches, CarriedLoads, CaseRouter, one_thread
 from moe_ep_bench.bench.rows import PackedMetrics, routing_columns, write_frontier
 from moe_ep_bench.bench.traffic import traffic_of
+from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 
@@ -45,6 +46,7 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
     def routed(run_id: str, comparison: Comparison, cases: Sequence[CaseSpec], progress: tqdm) -> None:
         with one_thread(), torch.inference_mode():
             _route_comparison(directory, run_id, comparison, cases, progress)
+        free_memory(_CPU)  # what is kept of batches holds itself, and may be gigabytes
 
     fill(
         directory,

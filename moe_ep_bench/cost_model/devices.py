@@ -85,7 +85,7 @@ class Device(Preset):
     """(rows, share of the arithmetic) with rising rows."""
     arithmetic_basis: Basis
     gpu_names: tuple[str, ...] = ()
-    """The driver's names of such a GPU, by which a dry run finds its arithmetic."""
+    """The driver's names of such a GPU."""
     memory_efficiency: _Share
     """Share of the memory bandwidth."""
     memory_basis: Basis
@@ -249,9 +249,3 @@ def gated_ffn(
     hidden, ffn = hidden_size, ffn_hidden_size
     num_bytes = value_bytes * (3 * hidden * ffn * (rows > 0) + rows * (2 * hidden + 6 * ffn))
     return 6 * rows * hidden * ffn, num_bytes, rows
-
-
-def device_of_gpu(gpu_name: str) -> Device | None:
-    """The device of data/devices/ whose ``gpu_names`` have this name; None where there is none."""
-    devices = (Device.named(name) for name in Device.names())
-    return next((device for device in devices if gpu_name in device.gpu_names), None)

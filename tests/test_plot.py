@@ -20,7 +20,8 @@ from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped,
 
 import plot_results
 from moe_ep_bench.analysis.cases import cases, load, routing
-from moe_ep_bench.analysis.figures import FIGURES, Lines
+from moe_ep_bench.analysis.figures import FIGURES
+from moe_ep_bench.analysis.lines import Lines
 from moe_ep_bench.analysis.plot import drawings, figures_of, lines_of, stores
 from moe_ep_bench.analysis.style import house_style, settle
 from moe_ep_bench.cli import main

@@ -210,16 +210,6 @@ def test_random_drops_do_not_depend_on_the_other_cases(tmp_path: Path) -> None:
     assert (alone == beside).all()
 
 
-def test_the_kernel_that_is_asked_for_runs_and_changes_nothing(tmp_path: Path) -> None:
-    rows = {}
-    for kernel in ("torch", "numba"):
-        out = route(write_config(tmp_path, layer__kernel=kernel), tmp_path / kernel, []).root
-        (comparison,) = json.loads((out / "run.json").read_text())["comparisons"].values()
-        assert comparison["kernel"] == {"requested": kernel, "ran": kernel}
-        rows[kernel] = rows_of(out).drop(columns=["run_id"])
-    pd.testing.assert_frame_equal(rows["torch"], rows["numba"])
-
-
 def test_finished_cases_are_not_routed_again(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     out = route(config, tmp_path / "out", []).root

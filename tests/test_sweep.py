@@ -33,11 +33,8 @@ OTHER = {
     "layer.ep_size": 4,
     "layer.seed": 1,
     "layer.experts": "grouped",
-    "layer.permute": "indexed",
-    "layer.kernel": "torch",
     "layer.dispatcher": "allgather",
     "measure.iterations": 6,
-    "measure.preroll_us": 0,
     "measure.breakdown_iterations": 1,
     "measure.warmup": 2,
     "measure.max_warmup": 6,
@@ -142,5 +139,5 @@ def test_points_that_a_command_cannot_tell_apart_are_refused_by_it_alone(name: s
 
 def test_the_scopes_read_synthetic_workloads_whole(tmp_path: Path) -> None:
     (one,) = plan(write(tmp_path, {}), [], RANKS, 2, on_cpu=True)
-    # What the file of skew_from counts, in its skew_layer, stands in the definition as the loads that it counts.
-    assert one.experiment.workload.model_fields_set - {"skew_from", "skew_layer"} <= set(one.definition["workload"])
+    # What the file of skew_from counts, in its layer, stands in the definition as the loads that it counts.
+    assert one.experiment.workload.model_fields_set - {"skew_from", "layer"} <= set(one.definition["workload"])

@@ -200,10 +200,10 @@ def test_without_a_c_compiler_torch_runs_and_results_say_why(monkeypatch: pytest
     expected_NF = weighted_swiglu_formula(rows_N2F, weights_N)
     assert torch.equal(weighted_swiglu(rows_N2F.as_subclass(OnGpu), weights_N), expected_NF)
     monkeypatch.setattr(parts, "transformer_engine", TransformerEngine)
-    for asked, key in ((("decode", "auto"), "layer.experts: decode"), (("auto", "auto"), "layer.cuda_graph: true")):
+    for asked, key in (("decode", "layer.experts: decode"), ("auto", "layer.cuda_graph: true")):
         graph = {"cuda_graph": True, "dispatcher": "allgather"} if "graph" in key else {}
         with pytest.raises(ValueError, match=f"{key} needs Triton's kernels on a GPU: no C compiler"):
-            Parts.choose(*asked, **graph, on_cpu=False)
+            Parts.choose(asked, **graph, on_cpu=False)
 
 
 @every_spec

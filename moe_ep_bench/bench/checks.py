@@ -66,15 +66,13 @@ def without_cache(experiment: Experiment) -> Rows:
 
 
 def ranks(experiment: Experiment, world_size: int, ep_size: int) -> Rows:
-    """Experts or tokens that cannot be divided among the ranks."""
-    model, shares = experiment.model.spec(), list(experiment.workload.rank_shares or (1.0,))
+    """Experts that cannot be divided among the ranks."""
+    model = experiment.model.spec()
     hint = "--nproc starts more; the command emulate lays out any number on one device"
     yield world_size % ep_size, "layer.ep_size", f"a divisor of the {world_size} ranks", f"{ep_size}; {hint}"
     got = f"{ep_size}{'' if experiment.layer.ep_size else ' (all ranks)'}"
     divisor = f"a divisor of the {model.num_experts} experts of {model.name}"
     yield model.num_experts % ep_size, "layer.ep_size", divisor, got
-    is_empty = not any(shares[rank % len(shares)] for rank in range(world_size))
-    yield is_empty, "workload.rank_shares", f"one above 0 among the {world_size} ranks", shares
 
 
 def dtype(experiment: Experiment) -> Rows:
@@ -164,12 +162,7 @@ def whole_recording(model: ModelSpec, num_moe: int, num_recorded: int) -> Rows:
 def dealing(tokens_BR: NDArray[np.int64]) -> Rows:
     """Batches of a whole model that leave a rank without tokens: its attention has nothing to do."""
     for batch, rank in np.argwhere(tokens_BR == 0):
-        yield (
-            True,
-            "workload",
-            "tokens for every rank: more tokens, or rank_shares above 0",
-            (f"none for rank {rank} in batch {batch}"),
-        )
+        yield True, "workload", "more tokens, so that every rank has some", f"none for rank {rank} in batch {batch}"
 
 
 def padding(num_padding: int, tokens_BR: NDArray[np.int64]) -> Rows:

@@ -165,11 +165,10 @@ def _fingerprint(comparison: Comparison) -> str | None:
 
 
 def describe_kernels(comparison: Comparison, device_type: str) -> dict[str, str]:
-    """What was asked for, all that ran, and why on a GPU Triton did not where it was left open."""
+    """All that ran, and why on a GPU Triton did not."""
     ran = {comparison.kernel_of(case, device_type) for case in comparison.cases}
-    asked = comparison.experiment.layer.kernel
-    why = triton_lacks() if device_type == "cuda" and asked == AUTO else ""
-    described = {"requested": asked, "ran": ", ".join(name for name in KERNELS if name in ran)}
+    why = triton_lacks() if device_type == "cuda" else ""
+    described = {"requested": AUTO, "ran": ", ".join(name for name in KERNELS if name in ran)}
     return {**described, "why": why} if why else described
 
 
@@ -212,7 +211,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "dispatcher": parts.dispatcher,
         "cuda_graph": parts.held_by_graphs(comparison.ep_size, comparison.scope),
         "experts": {"requested": asked.experts, "ran": parts.experts, "why": parts.experts_why},
-        "permute": {"requested": asked.permute, "ran": parts.permute},
+        "permute": {"requested": AUTO, "ran": parts.permute},
         "fusions": parts.fusions,
         "flush_l2": experiment.measure.flush_l2,
         "oversubscribed": ranks.oversubscribed,

@@ -175,7 +175,7 @@ class Comparison:
             # What a skew's name or a file of counts stands for may change; what is measured then does too.
             targets = config.targets(self.experiment.model.preset, self.ep_size)
             facts |= {key: value for key, value in targets.items() if value is not None}
-            facts = {key: value for key, value in facts.items() if key not in ("skew_from", "skew_layer")}
+            facts = {key: value for key, value in facts.items() if key not in ("skew_from", "layer")}
         if isinstance(workload, RecordedWorkload):
             traces = zip(workload.sources, workload.traces, strict=True)
             facts["trace"] = [{"trace": trace.sha256(), "share": source.share} for source, trace in traces]
@@ -196,8 +196,8 @@ class Comparison:
     @cached_property
     def rank_tokens(self) -> NDArray[np.int64]:
         """Tokens of every rank in every batch: int64 [B, R]."""
-        workload, shares = self.workload, self.experiment.workload.rank_shares
-        return np.stack([workload.tokens_of_ranks(i, self.world_size, shares) for i in range(workload.num_batches)])
+        num_batches = self.workload.num_batches
+        return np.stack([self.workload.tokens_of_ranks(index, self.world_size) for index in range(num_batches)])
 
     @property
     def most_tokens(self) -> int:
@@ -207,21 +207,20 @@ class Comparison:
     def lengths_of_ranks(self, index: int) -> list[tuple[int, ...]]:
         """Tokens of each sequence, or of its part, that each rank has of batch ``index``, in order."""
         length_S = self.workload.sequence_lengths(index)
-        start_P, rank_P = deal_pieces(length_S, self.world_size, self.experiment.workload.rank_shares)
+        start_P, rank_P = deal_pieces(length_S, self.world_size)
         length_P = np.diff(start_P)
         return [tuple(length_P[rank_P == rank].tolist()) for rank in range(self.world_size)]
 
     def rank_batch(self, layer: int | None, index: int, rank: int) -> TokenBatch:
         """A rank's tokens of batch ``index`` as a layer sees them, padding marked."""
-        config = self.experiment.workload
-        tokens = self.workloads[layer].rank_batch(index, rank, self.world_size, config.rank_shares)
-        return tokens.with_padding(config.padding_per_rank)
+        tokens = self.workloads[layer].rank_batch(index, rank, self.world_size)
+        return tokens.with_padding(self.experiment.workload.padding_per_rank)
 
     def rank_batches(self, layer: int | None, index: int) -> Iterator[TokenBatch]:
         """The same of all ranks, rank by rank: one rank's tokens are held at a time."""
-        config = self.experiment.workload
-        ranks = self.workloads[layer].rank_batches(index, self.world_size, config.rank_shares)
-        return (tokens.with_padding(config.padding_per_rank) for tokens in ranks)
+        num_padding = self.experiment.workload.padding_per_rank
+        ranks = self.workloads[layer].rank_batches(index, self.world_size)
+        return (tokens.with_padding(num_padding) for tokens in ranks)
 
     def context(self, layer: int | None, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:
         """Facts of a rank's tokens in a layer, but for randomness; ``CaseSpec.told`` is what a policy sees of them."""
@@ -256,24 +255,17 @@ class Comparison:
     # ---- kernels and replicas ----------------------------------------------------------------------------------------
 
     def kernel_of(self, case: CaseSpec, device_type: str) -> str | None:
-        """What routes by a case's policy for scores on a "cpu" or "cuda" device; None where Megatron-Core routes.
-
-        Raises:
-            ValueError: ``layer.kernel`` asks for what cannot run this policy here.
-        """
-        config, asked = self.experiment.workload, self.experiment.layer.kernel
-        is_masked = config.padding_per_rank > 0 and case.masks_padding
-        drops_itself = self.backend in (RANKS, VIRTUAL) and not is_masked and asked == AUTO
+        """What routes by a case's policy for scores on a "cpu" or "cuda" device; None where Megatron-Core routes."""
+        config, asked = self.experiment.workload, self.parts.kernel
+        drops_itself = self.backend in (RANKS, VIRTUAL) and not config.padding_per_rank and asked == AUTO
         if case.policy is None or (drops_itself and isinstance(case.policy, MegatronDrop)):
             return None
-        with naming("layer.kernel"):
-            return form_of(case.policy, device_type, asked).runs(self.most_tokens, self.model.num_experts)
+        return form_of(case.policy, device_type, asked).runs(self.most_tokens, self.model.num_experts)
 
     def replicate(self, wanted: ReplicationConfig, load_E: NDArray[np.float64]) -> Replication:
         """Place replicas for a load; see ``placement.replicate``."""
         num_slots = self.model.num_experts + wanted.spare_per_rank * self.ep_size
-        groups = {"num_nodes": wanted.num_nodes, "num_groups": self.model.num_groups or 1}
-        return replicate(load_E, num_slots=num_slots, num_ranks=self.ep_size, **groups)
+        return replicate(load_E, num_slots=num_slots, num_ranks=self.ep_size, num_groups=self.model.num_groups or 1)
 
     def extra_bytes_per_rank(self, case: CaseSpec) -> float | None:
         """Memory that a case's spare slots take on every rank, in all layers of the model; None for other cases."""
@@ -425,8 +417,7 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     if experiment.scope == "model":
         checks.refuse(checks.dealing(comparison.rank_tokens))
     checks.refuse(checks.by_layer(experiment, comparison.num_places))
-    for case in comparison.cases:  # Finds kernels that cannot run, and replicas that cannot be placed.
-        comparison.kernel_of(case, "cpu" if on_cpu or backend == ROUTING else "cuda")
+    for case in comparison.cases:  # Finds replicas that cannot be placed.
         with naming("emulate.replication"):
             comparison.extra_bytes_per_rank(case)
     return comparison
@@ -460,7 +451,7 @@ def _try_out(comparison: Comparison) -> None:
     if num_padding:
         checks.refuse(checks.padding(num_padding, comparison.rank_tokens))
     # Finds skews that cannot be had; a batch of all ranks may not fit into memory.
-    comparison.workload.rank_batch(0, 0, comparison.world_size, experiment.workload.rank_shares)
+    comparison.workload.rank_batch(0, 0, comparison.world_size)
     if comparison.parts.dispatcher == "allgather" and comparison.ep_size > 1:
         checks.refuse(checks.gathering(comparison.rank_tokens))
     scores_TE = torch.rand(2, comparison.model.num_experts, generator=torch.Generator().manual_seed(0))
@@ -513,9 +504,8 @@ def _parts(experiment: Experiment, backend: str, on_cpu: bool, modelled: Device 
     """What computes and permutes here; on a modelled device what it is modelled with, whatever this machine has."""
     asked = experiment.layer
     if backend == ROUTING:
-        return Parts(experts="none", permute="none", kernel=asked.kernel)
+        return Parts(experts="none", permute="none")
     if modelled is not None:
         experts, why = modelled.experts_ran
-        return Parts(experts=experts, permute="indexed", kernel=asked.kernel, experts_why=why)
-    how = asked.experts, asked.permute, asked.kernel, asked.dispatcher
-    return Parts.choose(*how, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
+        return Parts(experts=experts, permute="indexed", experts_why=why)
+    return Parts.choose(asked.experts, asked.dispatcher, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)

@@ -91,4 +91,4 @@ def _traced(job: Job, comparison: Comparison, session: Session, recorder: PhaseR
 
 def _iterate(session: Session, case: Runnable, recorder: PhaseRecorder) -> None:
     with case.ready(0, recorder) as run:
-        timed(run, recorder, session.meet, session.settings.preroll_us)
+        timed(run, recorder, session.meet)

@@ -93,7 +93,7 @@ class MeasuredRanks:
         measure, layer = comparison.experiment.measure, comparison.experiment.layer
         flush = CacheFlush(device) if measure.flush_l2 else None
         recorder = PhaseRecorder(clock_for(device))
-        self.watch = Stopwatch(recorder, no_meeting, measure.preroll_us, flush, Allocations(device))
+        self.watch = Stopwatch(recorder, no_meeting, flush, Allocations(device))
         self.waits: dict[str, Counter[str]] = {}
         self._built = cache(self._build)
         most, virtual = comparison.most_tokens, self._built(comparison.model.num_experts)

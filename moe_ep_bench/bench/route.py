@@ -75,7 +75,7 @@ def _route_comparison(
     metrics = [PackedMetrics(comparison.ep_size, num_batches) for _ in cases]
     frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for index in range(num_batches):
-        routers = [CaseRouter(case, replicas.slots(case, index), layer.seed, carried, layer.kernel) for case in cases]
+        routers = [CaseRouter(case, replicas.slots(case, index), layer.seed, carried) for case in cases]
         for case, packed, traffic in zip(cases, metrics, traffic_of(batches, None, index, routers), strict=True):
             packed.put((slice(None), index), traffic.metrics)
             if traffic.frontier is not None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from moe_ep_bench.bench.cases import CEILING, NATIVE, CaseSpec
 from moe_ep_bench.bench.plan import ROUTING, Comparison
 from moe_ep_bench.kernels import form_of
-from moe_ep_bench.kernels.dispatch import AUTO, numba_steps
+from moe_ep_bench.kernels.dispatch import numba_steps
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
@@ -230,14 +230,12 @@ class CaseRouter:
 
     Attributes:
         carried: gives the loads that a batch starts from (``CarriedLoads``).
-        kernel: of policies (``layer.kernel``), where no layer runs them.
     """
 
     case: CaseSpec
     slots: ExpertPlacement
     seed: int
     carried: Callable[[CaseSpec, int | None, int, int], Tensor | None] = lambda *_: None
-    kernel: str = AUTO
 
     @property
     def rule(self) -> Policy:
@@ -270,10 +268,10 @@ class CaseRouter:
         return rule.by(share.steps).stats(share.scores_TE, context)
 
     def _form(self, share: Share) -> Any:
-        return form_of(self.rule, share.scores_TE.device, self.kernel)
+        return form_of(self.rule, share.scores_TE.device)
 
     def _shares_steps(self, share: Share) -> bool:
-        return self.kernel == AUTO and share.steps is not None and type(self.rule) in share.steps.policies
+        return share.steps is not None and type(self.rule) in share.steps.policies
 
     def _in_place(self, share: Share, index: int) -> tuple[Policy, RoutingContext]:
         """The rule with its values in the share's layer, and what it knows there."""

@@ -189,7 +189,7 @@ class Session:
         self.inspection = Inspection(self)
         flush = CacheFlush(self.device) if measure.flush_l2 else None
         clock, allocations = clock_for(self.device), Allocations(self.device)
-        self.watch = Stopwatch(PhaseRecorder(clock), self.meet, measure.preroll_us, flush, allocations)
+        self.watch = Stopwatch(PhaseRecorder(clock), self.meet, flush, allocations)
         self.conditions: dict[str, Any] = {}
         self.timed: list[Case] = []
         self.samples = Samples((), (), ())
@@ -265,7 +265,7 @@ class Session:
         if self.replays is not None:
             here["cuda_graphs"] = {"count": len(self.replays.captured), **self.replays.graphs.num_bytes()}
         if self.meet.size > 1:
-            here["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device), self.settings.preroll_us)
+            here["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device))
         self.conditions["ranks"] = self.job.ranks.told(here)
 
     def write(self) -> None:

@@ -56,8 +56,7 @@ def ranks_by_chance(experiment: Experiment, ep_size: int) -> str:
     known = config.targets(preset)["rank_load"]
     if known is None or config.targets(preset, ep_size)["rank_load"] is not None:
         return ""
-    whose = "the skew's rank load" if config.rank_load is None else "rank_load"
-    return f"experts placed at random, in one draw of the traffic: {whose} is of EP {known['ep_size']}"
+    return f"experts placed at random, in one draw of the traffic: the skew's rank load is of EP {known['ep_size']}"
 
 
 def describe_workload(comparison: Comparison) -> dict[str, Any]:
@@ -67,10 +66,11 @@ def describe_workload(comparison: Comparison) -> dict[str, Any]:
     if config.padding_per_rank:
         some = comparison.rank_tokens[comparison.rank_tokens > 0]
         extremes = [int(some.min()), int(some.max())]
-        facts["padding"] = {"per_rank": config.padding_per_rank, "of": extremes, "masked": config.mask_padding}
+        facts["padding"] = {"per_rank": config.padding_per_rank, "of": extremes}
         tokens = " to ".join(f"{number:,}" for number in np.unique(extremes))
-        known = "masked from policies" if config.mask_padding else "of which policies are not told"
-        facts["description"] += f"; {config.padding_per_rank:,} of {tokens} tokens a rank are padding, {known}"
+        facts["description"] += (
+            f"; {config.padding_per_rank:,} of {tokens} tokens a rank are padding, masked from policies"
+        )
     if not isinstance(config, SyntheticConfig) or config.skew in PATTERNS:
         return facts
     if config.skew_from is not None:
@@ -155,11 +155,10 @@ def departures(model: ModelSpec, context_length: int, *, modelled: bool) -> list
 
 def _padding(experiment: Experiment) -> str:
     """Padding in a title, behind a comma; empty where there is none."""
-    config = experiment.workload
-    known = "masked" if config.mask_padding else "not masked"
-    return f", {config.padding_per_rank:,} padding a rank ({known})" if config.padding_per_rank else ""
+    num_padding = experiment.workload.padding_per_rank
+    return f", {num_padding:,} padding a rank" if num_padding else ""
 
 
 def _counted(config: SyntheticConfig) -> str:
     """What of ``skew_from`` is taken."""
-    return "peak load" if config.skew_layer is None else f"loads of layer {config.skew_layer}"
+    return "peak load" if config.layer is None else f"loads of layer {config.layer}"

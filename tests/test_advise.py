@@ -18,7 +18,7 @@ from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
 from moe_ep_bench.analysis import page
 from moe_ep_bench.analysis.advise import advice_lines, advice_text, candidates, load_timed, picks
-from moe_ep_bench.analysis.cases import cases, comparisons, iterations, load
+from moe_ep_bench.analysis.cases import cases, comparisons, load, timings
 from moe_ep_bench.analysis.compare import compare_directories
 from moe_ep_bench.analysis.labels import short_label
 from moe_ep_bench.analysis.page import page_of
@@ -307,7 +307,7 @@ def test_draws_of_one_traffic_are_launches_of_one_comparison(tmp_path: Path) -> 
         for number, (speedup, dropped) in enumerate(zip(speedups_D, drops_D, strict=True))
     }
     directory = write_run(tmp_path / "draws", of_draws(**draws))
-    apart = iterations(load(directory, join_draws=False)).query("kind == 'plain'")
+    apart = timings(load(directory, join_draws=False)).query("quantity == 'all'")
     roles = cases(load(directory, join_draws=False)).query("role == 'baseline' or policy == 'token_drop'")
     wide = apart.merge(roles[["comparison_id", "case_id", "role"]]).pivot(
         index=["comparison_id", "batch", "iteration"], columns="role", values="time_us"

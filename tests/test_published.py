@@ -218,7 +218,7 @@ def test_configs_of_papers_are_sound_and_refer_to_published_numbers_and_a_primar
     assert experiments[0].claims
     device = "h20" if "capacity" in file.stem else "h100-sxm"
     # The paper's GPU, whose measured table holds the shape; LASER's claims and Table 2's are counts.
-    is_timed = "oea" in file.stem or "xshare" in file.stem and file.stem != "xshare-table2"
+    is_timed = "oea" in file.stem or ("xshare" in file.stem and file.stem != "xshare-table2")
     device = "table:h100_sxm/vllm/0.24.0" if is_timed else device
     for one in experiments:
         assert one.emulate.device == device

@@ -19,20 +19,20 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load
+from moe_ep_bench.analysis.cases import ALL, CASE, COMPARISON, cases, comparisons, load, timings
 from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, text
-from moe_ep_bench.analysis.compare import ALL, times_of
 from moe_ep_bench.analysis.labels import short_label
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.reduce import ITERATION
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.bench.question import Bounds, Question
 from moe_ep_bench.cost_model.tables import MEASURED_ELSEWHERE
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.models.memory import Fit
-from moe_ep_bench.timing.statistics import BELOW_MODEL, NoiseFloor, estimate_median, judge, paired_ratios
+from moe_ep_bench.timing.statistics import BELOW_MODEL, NoiseFloor, estimate_median, judge
 
 ADVICE = "advice.txt"
 _TIE = 0.02
@@ -100,10 +100,9 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
 
 def _ratios(store: Store, rows: pd.DataFrame) -> dict[int, pd.Series]:
     """Native's time over each row's, by launch, batch and iteration; by index of the row."""
-    times, natives = times_of(store), cases(store)
-    natives = natives[natives["role"] == "baseline"].set_index(COMPARISON)["case_id"]
-    keys = zip(rows.index, rows[CASE].itertuples(index=False, name=None), strict=True)
-    return {index: paired_ratios(times[*key[:2], natives[key[:2]]][ALL], times[key][ALL]) for index, key in keys}
+    times = timings(store)
+    speedups = times[times["quantity"] == ALL].set_index([*CASE, *ITERATION])["speedup"].sort_index()
+    return {index: speedups.loc[key] for index, key in rows[CASE].apply(tuple, axis=1).items()}
 
 
 def _parts(store: Store, rows: pd.DataFrame) -> Iterator[tuple[str | None, float, float, float]]:

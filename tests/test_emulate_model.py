@@ -131,6 +131,6 @@ def test_a_pass_takes_what_its_layers_and_the_rest_take(changes: dict, tmp_path:
     assert (native_us == again_us).all()
     assert (native_us > 0).all()
     assert (drop_us < topk_us).all()
-    total = emulation.columns.index(TOTAL)
-    parts_RBC = np.delete(emulation.samples[0], [total, total + 1, total + 2], axis=-1)
-    np.testing.assert_allclose(np.nansum(parts_RBC, axis=-1), emulation.samples[0][..., total])
+    total, native_RBC = emulation.columns.index(TOTAL), emulation.samples[comparison.cases[0].case_id]
+    parts_RBC = np.delete(native_RBC, [total, total + 1, total + 2], axis=-1)
+    np.testing.assert_allclose(np.nansum(parts_RBC, axis=-1), native_RBC[..., total])

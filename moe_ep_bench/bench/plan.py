@@ -108,6 +108,11 @@ class Comparison:
         return self.workload.layer if recorded else None
 
     @property
+    def row_layers(self) -> dict[int | None, int | None]:
+        """By key of ``workloads`` how rows name the layer: a routed recording's by its own number."""
+        return {key: self.layer if self.backend == ROUTING else key for key in self.workloads}
+
+    @property
     def num_layers(self) -> int:
         """Layers that are built, dense ones too."""
         return 1 if self.scope == "layer" else self.experiment.whole.num_layers or self.model.num_layers

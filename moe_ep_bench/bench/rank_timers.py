@@ -173,7 +173,7 @@ class MeasuredRanks:
     def _batch(self, traffic: Traffic, rank: int, shares: Mapping[int | None, Share]) -> Tensor | Pass:
         """What runs: hidden states [T, 1, D] of a layer, a model's pass."""
         if self._hidden is not None:
-            return self._hidden.next()[: len(shares[None].context.request_id_T)]
+            return self._hidden.next()[: shares[None].num_tokens]
         from moe_ep_bench.bench.building import random_pass
 
         assert traffic.lengths_R is not None

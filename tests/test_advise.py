@@ -18,7 +18,7 @@ from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
 from moe_ep_bench.analysis import page
 from moe_ep_bench.analysis.advise import advice_lines, advice_text, candidates, load_timed, picks
-from moe_ep_bench.analysis.cases import cases, comparisons, iterations, load
+from moe_ep_bench.analysis.cases import cases, comparisons, load, timings
 from moe_ep_bench.analysis.compare import compare_directories
 from moe_ep_bench.analysis.labels import short_label
 from moe_ep_bench.analysis.page import page_of
@@ -307,7 +307,7 @@ def test_draws_of_one_traffic_are_launches_of_one_comparison(tmp_path: Path) -> 
         for number, (speedup, dropped) in enumerate(zip(speedups_D, drops_D, strict=True))
     }
     directory = write_run(tmp_path / "draws", of_draws(**draws))
-    apart = iterations(load(directory, join_draws=False)).query("kind == 'plain'")
+    apart = timings(load(directory, join_draws=False)).query("quantity == 'all'")
     roles = cases(load(directory, join_draws=False)).query("role == 'baseline' or policy == 'token_drop'")
     wide = apart.merge(roles[["comparison_id", "case_id", "role"]]).pivot(
         index=["comparison_id", "batch", "iteration"], columns="role", values="time_us"
@@ -708,6 +708,7 @@ def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
         "end_to_end": [8 / 7, 1.0],
         "native_ms": [24.0, 24.0],
         "pass_ms": [21.0, 24.0],
+        "native_tokens_per_s": [2048 / 0.024, 2048 / 0.024],
         "tokens_per_s": [2048 / 0.021, 2048 / 0.024],
     }
     for name, values in expected.items():
@@ -717,7 +718,7 @@ def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
 def test_milliseconds_and_tokens_per_second_stand_beside_the_pick(tmp_path: Path) -> None:
     text = advised(tmp_path, *USUAL, facts={"rest": REST})
     # 2 ms / 1.3, three of them beside 6 ms each.
-    assert "1.538 in place of 2.000 ms a layer, 90,558 of 85,333 tokens/s per GPU." in text.splitlines()[1]
+    assert "1.538 in place of 2.000 ms a layer, 90,558 in place of 85,333 tokens/s per GPU." in text.splitlines()[1]
 
 
 def test_prefill_and_decode_are_answered_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,7 +182,10 @@ BAD = {
         {"whole__context_length": 8},
         "workload.sequence_length: expected 1, for whole.context_length=8 makes a batch one decode step, got 24",
     ),
-    "a rank without tokens": ({"workload__num_tokens": 1}, "workload: expected more tokens, so that every rank has"),
+    "a rank without tokens": (
+        {"workload__num_tokens": 1},
+        "workload: expected more tokens, so that every rank has some",
+    ),
     "padding": ({"workload__padding_per_rank": 2}, "workload.padding_per_rank: expected 0 with scope model"),
     "a shard": ({"model__tensor_parallel": 2}, "model.tensor_parallel: expected 1 with scope model, got 2"),
     "swept scope": ({"sweep": {"scope": ["layer", "model"]}}, "sweep.scope: expected one value"),

@@ -16,7 +16,7 @@ import pytest
 
 from moe_ep_bench.bench.fit import fit_on
 from moe_ep_bench.config import load_experiments
-from moe_ep_bench.models import ModelSpec, load_hf_model, load_model
+from moe_ep_bench.models import ModelSpec, load_hf_model, load_model, preset_of
 from moe_ep_bench.models.memory import Fit, footprint
 
 DEEPSEEK_V3 = {
@@ -117,7 +117,7 @@ CHECKPOINTS = {
     "deepseek-moe-16b": (16_375_728_128, 2.8, True),
     "deepseek-v3": (671_026_419_200, 37, False),
     "deepseek-r1": (671_026_419_200, 37, False),
-    "kimi-k2": (1_026_408_232_448, 32, False),
+    "kimi-k2": (1_026_408_232_448, 32, False),  # the hub lists 1026.5 billion with 62 million block scales of fp8
     "qwen1.5-moe-a2.7b": (14_315_784_192, 2.7, True),
     "qwen3-30b-a3b": (30_532_122_624, 3.3, True),
     "qwen3-235b-a22b": (235_093_634_560, 22, True),
@@ -151,6 +151,12 @@ def test_every_preset_is_checked_here() -> None:
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_a_published_config_json_gives_the_preset(tmp_path: Path, name: str) -> None:
     assert facts(load_model(str(written(tmp_path, PUBLISHED[name])))) == facts(load_model(name))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_answers_to_its_id_on_the_hub_and_to_capitals(name: str) -> None:
+    assert load_model(load_model(name).hub_id) == load_model(name.upper()) == load_model(name)
+    assert preset_of(f"else/{name}") is None  # another's checkpoint may have another shape
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

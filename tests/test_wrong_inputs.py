@@ -81,7 +81,7 @@ COMMANDS = {
     "advise --model qwen3-30b-a3b --ep 8 --tokens 32k": "--tokens: expected a whole number such as 32768, got '32k'",
     "advise --model qwen3-30b-a3b --ep 8 --tokens 64 --peak-load 2x": "--peak-load: expected a number, got '2x'",
     "advise --model qwen3-30b-a3b --ep 8 --tokens 64 --transport nccl": "--transport: expected one of pairs, copies;",
-    "advise --model Qwen/Qwen3-30B-A3B --ep 8 --tokens 64": "nothing is fetched from a hub: hf download Qwen/Qwen3-30B",
+    "advise --model Qwen/Qwen3-Next --ep 8 --tokens 64": "nothing is fetched from a hub: hf download Qwen/Qwen3-Next",
     "advise --model nonsense --ep 8 --tokens 64": "--model: expected a path of a config.json or one of deepseek",
     "advise olmoe-1b-7b": "olmoe-1b-7b: is a model's name; expected a config's path (advise takes --model olmoe-1b-7b)",
     ONE_NODE: "--links, --ep: links/h100-nvlink4: expected at most 8 ranks (inter is null: one node), got 16; "

@@ -19,20 +19,20 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load
-from moe_ep_bench.analysis.columns import Row, milliseconds, missing, number, percentage, text
-from moe_ep_bench.analysis.compare import ALL, times_of
+from moe_ep_bench.analysis.cases import ALL, CASE, COMPARISON, cases, comparisons, load, timings
+from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, text
 from moe_ep_bench.analysis.labels import short_label
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.reduce import ITERATION
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.bench.question import Bounds, Question
 from moe_ep_bench.cost_model.tables import MEASURED_ELSEWHERE
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.models.memory import Fit
-from moe_ep_bench.timing.statistics import BELOW_MODEL, NoiseFloor, estimate_median, judge, paired_ratios
+from moe_ep_bench.timing.statistics import BELOW_MODEL, NoiseFloor, estimate_median, judge
 
 ADVICE = "advice.txt"
 _TIE = 0.02
@@ -100,10 +100,9 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
 
 def _ratios(store: Store, rows: pd.DataFrame) -> dict[int, pd.Series]:
     """Native's time over each row's, by launch, batch and iteration; by index of the row."""
-    times, natives = times_of(store), cases(store)
-    natives = natives[natives["role"] == "baseline"].set_index(COMPARISON)["case_id"]
-    keys = zip(rows.index, rows[CASE].itertuples(index=False, name=None), strict=True)
-    return {index: paired_ratios(times[*key[:2], natives[key[:2]]][ALL], times[key][ALL]) for index, key in keys}
+    times = timings(store)
+    speedups = times[times["quantity"] == ALL].set_index([*CASE, *ITERATION])["speedup"].sort_index()
+    return {index: speedups.loc[key] for index, key in rows[CASE].apply(tuple, axis=1).items()}
 
 
 def _parts(store: Store, rows: pd.DataFrame) -> Iterator[tuple[str | None, float, float, float]]:
@@ -283,11 +282,9 @@ def _said(words: str, rows: pd.DataFrame, natives: pd.DataFrame) -> list[str]:
     costs.append(
         f"{_ends(picks['median_ms'], milliseconds)} in place of {_ends(natives['median_ms'], milliseconds)} ms {what}"
     )
-    if len(picks) == 1:
-        native, pick = natives.iloc[0], picks.iloc[0]
-        rates = [row.get("tokens_per_s_per_rank") for row in (pick, native)]
-        if not any(map(missing, rates)):
-            costs.append(f"{rates[0]:,.0f} of {rates[1]:,.0f} tokens/s per GPU")
+    rates = [frame.get("tokens_per_s_per_rank", pd.Series(np.nan, frame.index)) for frame in (picks, natives)]
+    if not any(rate.isna().any() for rate in rates):
+        costs.append(" in place of ".join(_ends(rate, "{:,.0f}".format) for rate in rates) + " tokens/s per GPU")
     gain = f"{what} is {_ends(speedup, '{:.3f}'.format)} times as fast as native"
     return [f"{words}: {gain} ({'; '.join(how)}).", f"It costs: {', '.join(costs)}."]
 
@@ -488,8 +485,8 @@ def picks(store: Store, bounds: Bounds) -> pd.DataFrame:
     Returns:
         A row per comparison, in order: ``at``, ``label`` of the pick or native, ``layer_speedup`` (1 for native),
         ``moe_share`` of a native pass, where every MoE layer takes what this one does, ``end_to_end``, ``native_ms``
-        and ``pass_ms`` of such a pass or step, ``tokens_per_s`` and rank with the pick, ``dropped_share``,
-        ``retained_mass``, ``more_gib``.
+        and ``pass_ms`` of such a pass or step, ``native_tokens_per_s`` and ``tokens_per_s`` of a rank likewise,
+        ``dropped_share``, ``retained_mass``, ``more_gib``.
     """
     rows, about = candidates(store, bounds), comparisons(store)
     kept = ["label", "speedup_median", "judged", "dropped_share", "retained_mass", "more_gib"]
@@ -502,6 +499,7 @@ def picks(store: Store, bounds: Bounds) -> pd.DataFrame:
     speedup = chosen["judged"].astype(float).fillna(chosen["speedup_median"])
     rest_ms = rest["us_per_moe_layer"] / 1e3
     native_ms, pass_ms = (rest["num_moe_layers"] * (ms + rest_ms) for ms in (layer_ms, layer_ms / speedup))
+    tokens = (about["num_tokens"] / about["world_size"]).to_numpy()
     return chosen.drop(columns=["judged", "speedup_median"]).assign(
         at=[_place(row) for row in about.to_dict("records")],
         layer_speedup=speedup,
@@ -509,7 +507,8 @@ def picks(store: Store, bounds: Bounds) -> pd.DataFrame:
         end_to_end=native_ms / pass_ms,
         native_ms=native_ms,
         pass_ms=pass_ms,
-        tokens_per_s=(about["num_tokens"] / about["world_size"]).to_numpy() / pass_ms * 1e3,
+        native_tokens_per_s=tokens / native_ms * 1e3,
+        tokens_per_s=tokens / pass_ms * 1e3,
     )
 
 
@@ -525,11 +524,12 @@ def picks_text(phases: Mapping[str, Store], bounds: Bounds) -> str:
         number("end_to_end", "end to end"),
         number("native_ms", "native ms", milliseconds),
         number("pass_ms", "pick ms", milliseconds),
-        number("tokens_per_s", "tokens/s/GPU", "{:,.0f}"),
+        number("native_tokens_per_s", "native tok/s", "{:,.0f}"),
+        number("tokens_per_s", "pick tok/s", "{:,.0f}"),
     ]
     note = (
         "modelled, by Amdahl's law: as if each MoE layer took what this one does, beside a roofline of the rest; ms of "
-        "a pass, at decode of a step; tokens/s with the pick (docs/model.md)"
+        "a pass, at decode of a step; tok/s of a GPU (docs/model.md)"
     )
     rows["label"] = rows["label"].map(short_label)
     return render([Table(rows, columns, "Prefill and decode, from end to end", [note])], "text")

@@ -16,11 +16,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.origins import device_words, file_of, how_words, origin_of, workload_words
 from moe_ep_bench.analysis.reduce import (
+    ITERATION,
     PASS_PARTS,
     ROUTED,
     all_layers_ms,
@@ -38,7 +38,7 @@ from moe_ep_bench.analysis.reduce import (
 from moe_ep_bench.analysis.seeds import joined
 from moe_ep_bench.analysis.store import Case, Comparison, Store, read_store
 from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts
-from moe_ep_bench.schema import TOTAL
+from moe_ep_bench.schema import LAYER_PHASES, TOTAL
 from moe_ep_bench.timing.statistics import (
     Estimate,
     NoiseFloor,
@@ -425,24 +425,39 @@ def samples(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=CASE)
 
 
-def iterations(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
-    """A row per case, kind (plain, breakdown), launch, batch and iteration, on its slowest rank.
+# Quantities of ``timings``: the layer, or the pass of a whole model; then the parts of a pass.
+ALL = "all"
+MOE, ATTENTION, REST = PARTS = ("MoE layers", "attention", "the rest")
 
-    Columns: ``CASE``, ``kind``, ``launch``, ``batch``, ``iteration``, ``time_us``, ``host_us``; in breakdowns
-    ``<phase>_us``, of a whole model summed over layers.
+
+@lru_cache(maxsize=4)
+def timings(store: Store) -> pd.DataFrame:
+    """A row per case, quantity, launch, batch and iteration: ``time_us``, and ``speedup`` over native in the same one.
+
+    Columns: ``CASE``, ``role``, ``quantity``, ``ITERATION``, ``time_us``, ``speedup`` (null of native, and where either
+    took no time). Quantities: ``ALL``, of plain iterations. Of breakdown iterations the ``PARTS`` of a whole model's
+    pass, on the rank that is slowest in each, where they add up: MoE layers, waiting included; attention; and the rest,
+    which no policy reaches. Then every phase of a layer, on the rank that spends most in it, all MoE layers together.
     """
     parts = []
-    for comparison, case in _timed(store, of):
+    for comparison, case in _timed(store):
+        broken, quantities = case.breakdown, {ALL: layer_time_us(case)}
+        if len(broken.index) and getattr(comparison.facts, "whole", None) is not None:
+            pass_us, moe_us = slowest_us(case), moe_time_us(case)
+            quantities |= {MOE: moe_us, ATTENTION: pass_us["attention"]}
+            quantities[REST] = pass_us[TOTAL] - moe_us - pass_us["attention"]
+        occurred = [phase for phase in LAYER_PHASES if phase in broken.occurred]
+        quantities |= {phase: broken.series(broken.of(phase).max(axis=1)) for phase in occurred}
         about = {"directory": comparison.directory, "comparison_id": comparison.comparison_id, "case_id": case.case_id}
-        for kind, times in (("plain", case.plain), ("breakdown", case.breakdown)):
-            if times.index.empty:
-                continue
-            at = np.arange(len(times.index)), times.slowest_rank()
-            numbers = {"time_us": times.of(TOTAL)[at], "host_us": times.host_us[at]}
-            if kind == "breakdown":
-                numbers |= {f"{phase}_us": times.of(phase)[at] for phase in sorted(times.occurred - {TOTAL})}
-            parts.append(times.index.to_frame(index=False).assign(**about, kind=kind, **numbers))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=CASE)
+        rows = pd.concat(quantities, names=["quantity"]).rename("time_us").reset_index()
+        parts.append(rows.assign(**about, role=case.facts.role))
+    if not parts:
+        return pd.DataFrame(columns=[*CASE, "role", "quantity", *ITERATION, "time_us", "speedup"])
+    frame = pd.concat(parts, ignore_index=True)
+    pair = [*COMPARISON, "quantity", *ITERATION]
+    natives = frame[frame["role"] == "baseline"].set_index(pair)["time_us"].rename("native_us")
+    native_us = frame.join(natives, on=pair)["native_us"].mask(frame["role"] == "baseline")
+    return frame.assign(speedup=(native_us / frame["time_us"]).where((native_us > 0) & (frame["time_us"] > 0)))
 
 
 def layers(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
@@ -459,7 +474,7 @@ def layers(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=CASE)
 
 
-def _timed(store: Store, of: pd.DataFrame | None) -> list[tuple[Comparison, Case]]:
+def _timed(store: Store, of: pd.DataFrame | None = None) -> list[tuple[Comparison, Case]]:
     wanted = None if of is None else set(of[CASE].itertuples(index=False, name=None))
     return [
         (comparison, case)

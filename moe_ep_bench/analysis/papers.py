@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load, routing
+from moe_ep_bench.analysis.cases import ALL, CASE, COMPARISON, MOE, cases, comparisons, load, routing, timings
 from moe_ep_bench.analysis.columns import NONE, Row, missing, number, percentage, text
-from moe_ep_bench.analysis.compare import ALL, MOE, Times, times_of
 from moe_ep_bench.analysis.reading import ResultsError, read_document, typed
+from moe_ep_bench.analysis.reduce import ITERATION
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.facts import JsonRecord
@@ -62,6 +62,10 @@ _CSV = [
     "paper_high", *_VALUES, "difference", "ours_extrapolated_to_all_layers", "dropped_share", "fullest_expert",
     "fullest_rank", "mode", "device", "links", "note", "draws",
 ]  # fmt: skip
+
+
+# Microseconds of each case and quantity, by launch, batch and iteration.
+Times = dict[tuple[str, ...], pd.Series]
 
 
 class _Row(JsonRecord):  # ``papers.run``
@@ -120,7 +124,8 @@ def load_claims(directory: Path) -> Claims:
     rows["activated"] = [activated.get(key) for key in rows[CASE].itertuples(index=False, name=None)]
     by_id = {(row["comparison_id"], row["case_id"]): row for row in rows.to_dict("records")}
     natives = {row["comparison_id"]: row for row in by_id.values() if row["role"] == "baseline"}
-    times = times_of(store)
+    times = timings(store).set_index(ITERATION)
+    times = dict(iter(times.groupby([*CASE, "quantity"], sort=False)["time_us"]))
     found = []
     try:
         for claim in claimed:
@@ -190,7 +195,7 @@ def _value(
 
 def _time_value(metric: str, case: Row, against: Row, times: Times) -> Estimate | None:
     quantity = MOE if metric == "moe_speedup" else ALL
-    ours_us, against_us = (times[tuple(row[name] for name in CASE)].get(quantity) for row in (case, against))
+    ours_us, against_us = (times.get((*(row[name] for name in CASE), quantity)) for row in (case, against))
     if ours_us is None or against_us is None:
         return None
     if metric == "native_layer_us":

@@ -29,7 +29,7 @@ from moe_ep_bench.cost_model.table_devices import DTYPE, default_links, dtype_of
 from moe_ep_bench.cost_model.tables import is_table
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import check_folder, stable_hash
-from moe_ep_bench.models import ModelSpec, load_model
+from moe_ep_bench.models import ModelSpec, load_model, preset_of
 from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import policy_class
 from moe_ep_bench.workload import open_trace
@@ -290,8 +290,8 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
     ):
         if not is_right:
             raise UserError(f"--{option}: expected {expected}; got {'none' if value is None else f'{value:g}'}")
-    is_preset = options.model in ModelSpec.names()
-    model_keys = {"preset": options.model} if is_preset else {"hf_config": str(Path(options.model).absolute())}
+    preset = preset_of(options.model)
+    model_keys = {"preset": preset} if preset else {"hf_config": str(Path(options.model).absolute())}
     workload: dict[str, Any] = {"num_tokens": tokens, "num_batches": _BATCHES, "seed": 1}
     sweep: dict[str, Any] = {}
     if options.trace is not None:

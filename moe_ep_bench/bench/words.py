@@ -131,7 +131,7 @@ def modelled_attention(model: ModelSpec, context_length: int) -> str:
         return "modelled"
     if isinstance(model.attention, LatentAttention):
         return "modelled as absorbed MLA, which engines serve"
-    return "modelled on Megatron-Core's static cache, whose keys get their positions anew in every step"
+    return "modelled on a cache as engines keep it, with positions in its keys"
 
 
 def departures(model: ModelSpec, context_length: int, *, modelled: bool) -> list[str]:
@@ -147,7 +147,7 @@ def departures(model: ModelSpec, context_length: int, *, modelled: bool) -> list
             getattr(attention, "qk_norm", "none") == "all_heads"
         ),
         f"The cache is Megatron-Core's static one: {latent if is_latent else plain}": (
-            context_length > 0 and not (modelled and is_latent)
+            context_length > 0 and not modelled
         ),
     }
     return [sentence for sentence, holds in sentences.items() if holds]

@@ -26,7 +26,7 @@ _SIZE_MULTIPLE = 16
 
 
 class Widths(NamedTuple):
-    """Numbers of a token in attention, of all heads together; keys and values as a static cache holds them."""
+    """Numbers of a token in attention, of all heads together."""
 
     queries: int
     keys: int
@@ -214,6 +214,11 @@ class ModelSpec(Preset):
             raise UserError(f"group_score_experts: expected at most the {size} experts of a group, got {scored}")
 
     @property
+    def hub_id(self) -> str:
+        """A preset's model on Hugging Face, as ``source`` begins."""
+        return self.source.partition(" ")[0]
+
+    @property
     def num_moe_layers(self) -> int:
         return self.num_layers - self.first_dense_layers
 
@@ -294,17 +299,28 @@ class ModelSpec(Preset):
         return self.model_copy(update={**sizes, "scale": scale})
 
 
+def preset_of(name: str) -> str | None:
+    """The preset that a user means: its name, or the id on Hugging Face of the config.json that it was copied from.
+
+    Capital letters do not count. None where it is neither.
+    """
+    wanted, names = name.lower(), ModelSpec.names()
+    if wanted in names or "/" not in wanted:
+        return wanted if wanted in names else None
+    return next((known for known in names if ModelSpec.named(known).hub_id.lower() == wanted), None)
+
+
 def load_model(name_or_path: str) -> ModelSpec:
-    """Load a preset by name, or a Hugging Face config.json by path: a file that ends in .json, or its folder.
+    """Load a preset (``preset_of``), or a Hugging Face config.json by path: a file that ends in .json, or its folder.
 
     Raises:
         ValueError: see ``ModelSpec.named`` and ``load_hf_model``.
     """
-    path = Path(name_or_path)
-    if name_or_path not in ModelSpec.names() and (path.suffix == ".json" or path.exists()):
+    path, preset = Path(name_or_path), preset_of(name_or_path)
+    if preset is None and (path.suffix == ".json" or path.exists()):
         return load_hf_model(path)
     with naming_hub(name_or_path):
-        return ModelSpec.named(name_or_path, "a path of a config.json or ")
+        return ModelSpec.named(preset or name_or_path, "a path of a config.json or ")
 
 
 def naming_hub(name: str) -> contextlib.AbstractContextManager[None]:

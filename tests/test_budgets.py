@@ -13,7 +13,8 @@ import yaml
 from policy_cases import random_scores
 from trace_files import write_trace
 
-from moe_ep_bench.bench.plan import ROUTING, plan
+from moe_ep_bench.bench.comparison import ROUTING
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import CaseRouter, Share
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments

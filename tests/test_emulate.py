@@ -22,7 +22,8 @@ from test_run import cases_of, environment, routing_of, statuses, write_config
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.show import text_of
 from moe_ep_bench.bench import small_layers, virtual
-from moe_ep_bench.bench.plan import VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.comparison import VIRTUAL, Comparison
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.rank_timers import RankTime
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main

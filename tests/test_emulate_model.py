@@ -13,7 +13,8 @@ import pytest
 import torch
 from test_model_run import KEY, parts, write_config
 
-from moe_ep_bench.bench.plan import VIRTUAL, plan
+from moe_ep_bench.bench.comparison import VIRTUAL
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model.links import Links

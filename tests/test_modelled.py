@@ -186,7 +186,8 @@ def _print_forms(config: Path) -> None:
     """Time the last of all ranks by each case, and print what its legs look like beside modelled ones."""
     import torch
 
-    from moe_ep_bench.bench.plan import VIRTUAL, plan
+    from moe_ep_bench.bench.comparison import VIRTUAL
+    from moe_ep_bench.bench.plan import plan
     from moe_ep_bench.bench.rank_timers import MeasuredRanks, modelled_time
     from moe_ep_bench.bench.virtual import Emulation
     from moe_ep_bench.layer.host import device_scope

@@ -11,7 +11,8 @@ import torch
 from test_run import write_config
 
 from moe_ep_bench.bench import routing
-from moe_ep_bench.bench.plan import ROUTING, VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.comparison import ROUTING, VIRTUAL, Comparison
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import Batches, CaseRouter
 from moe_ep_bench.bench.traffic import RoutedBatches, traffic_of
 

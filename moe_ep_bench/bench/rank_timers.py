@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_ep_bench.bench.plan import Comparison
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.routing import CaseRouter, Share
 from moe_ep_bench.bench.traffic import Traffic
 from moe_ep_bench.cost_model.devices import VALUE_BYTES

@@ -15,9 +15,10 @@ import torch
 from tqdm import tqdm
 
 from moe_ep_bench.bench.cases import CaseSpec
+from moe_ep_bench.bench.comparison import ROUTING, Comparison
 from moe_ep_bench.bench.description import describe_run
 from moe_ep_bench.bench.job import fill, identity
-from moe_ep_bench.bench.plan import ROUTING, Comparison, plan
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import one_thread
 from moe_ep_bench.bench.rows import write_routing
 from moe_ep_bench.bench.traffic import RoutedBatches

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.bench.cases import CEILING, NATIVE, CaseSpec
-from moe_ep_bench.bench.plan import ROUTING, Comparison
+from moe_ep_bench.bench.comparison import ROUTING, Comparison
 from moe_ep_bench.config import ReplicationConfig
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.dispatch import numba_steps

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from moe_ep_bench.bench.cases import CaseSpec
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.job import Job
-from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import METRICS, TOTAL, UNACCOUNTED, PhaseKey, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.protocol import COLUMNS, PLAIN, Step, sample_keys

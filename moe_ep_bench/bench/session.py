@@ -22,9 +22,9 @@ import torch
 
 from moe_ep_bench.bench.building import builder, random_pass
 from moe_ep_bench.bench.cases import BASELINE, CaseSpec
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.inspection import Inspection, compute_alone
 from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
-from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.bench.replays import Replays
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Routers, Share
 from moe_ep_bench.bench.rows import PackedMetrics, Samples, columns_of, write_case

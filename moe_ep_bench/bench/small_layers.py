@@ -8,7 +8,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from moe_ep_bench.bench.plan import Comparison
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.routing import Batches, CaseRouter
 from moe_ep_bench.bench.traffic import traffic_of
 from moe_ep_bench.layer.reference import DenseReference

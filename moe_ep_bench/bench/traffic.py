@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.bench.cases import BASELINE, CEILING, NOISE, CaseSpec
-from moe_ep_bench.bench.plan import Comparison
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Routers, Share, case_metrics, in_order, rank_pool
 from moe_ep_bench.bench.rows import PackedMetrics
 from moe_ep_bench.kernels.dispatch import numba_steps

@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from moe_ep_bench.bench.cases import BASELINE, CaseSpec
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
-from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.bench.rank_timers import MeasuredRanks, RankTime, modelled_time
 from moe_ep_bench.bench.routing import CaseRouter, Share
 from moe_ep_bench.bench.rows import Samples, columns_of, write_case

@@ -13,7 +13,8 @@ from test_workload import top_k_load
 from trace_files import loads_entry, write_loads
 
 from moe_ep_bench import cli
-from moe_ep_bench.bench.plan import ROUTING, compare
+from moe_ep_bench.bench.comparison import ROUTING
+from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.bench.words import describe_workload
 from moe_ep_bench.config import ConfigError, load_experiments
 from moe_ep_bench.placement import replicate

@@ -17,7 +17,8 @@ import pandas as pd
 import pytest
 from test_run import TESTS, cases_of, environment, write_config
 
-from moe_ep_bench.bench.plan import RANKS, plan
+from moe_ep_bench.bench.comparison import RANKS
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR

@@ -17,9 +17,10 @@ from test_run import launch
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.reduce import RATES
+from moe_ep_bench.bench.comparison import RANKS
 from moe_ep_bench.bench.directory import check_agreement
-from moe_ep_bench.bench.fit import need_of
-from moe_ep_bench.bench.plan import RANKS, plan
+from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.words import need_of
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR

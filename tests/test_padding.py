@@ -19,7 +19,8 @@ from test_run import launch
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.notes import READING
 from moe_ep_bench.analysis.show import text_of
-from moe_ep_bench.bench.plan import RANKS, ROUTING, Comparison, plan
+from moe_ep_bench.bench.comparison import RANKS, ROUTING, Comparison
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy

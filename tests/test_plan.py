@@ -10,7 +10,8 @@ import torch
 import yaml
 
 from moe_ep_bench.bench.cases import NOISE, REPLICATION
-from moe_ep_bench.bench.plan import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison, find_case, plan
+from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison
+from moe_ep_bench.bench.plan import find_case, plan
 from moe_ep_bench.bench.words import describe_workload
 
 CONFIG = {
@@ -102,7 +103,7 @@ def test_megatron_drop_is_megatrons_own_where_a_layer_runs(config: Path) -> None
     ours = {}
     for backend in (RANKS, VIRTUAL, MODELLED):
         one = on(backend, config, *asked)[0]
-        ours[backend] = one.kernel_of(next(case for case in one.cases if case.policy), "cpu")
+        ours[backend] = one.kernel_of(next(case for case in one.cases if case.policy))
     assert ours == {RANKS: None, VIRTUAL: None, MODELLED: "numba"}
 
 

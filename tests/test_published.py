@@ -14,7 +14,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from moe_ep_bench.bench.plan import VIRTUAL, compare
+from moe_ep_bench.bench.comparison import VIRTUAL
+from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
 from moe_ep_bench.cost_model.links import Links

@@ -22,7 +22,8 @@ from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.tables import tables
-from moe_ep_bench.bench.plan import ROUTING, plan
+from moe_ep_bench.bench.comparison import ROUTING
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
 from moe_ep_bench.metrics import (

@@ -15,8 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from moe_ep_bench.bench.cases import CaseSpec
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.job import Job
-from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.bench.session import Session, form_groups
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.layer.host import device_scope

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from moe_ep_bench.bench.fit import fit_on
+from moe_ep_bench.bench.words import fit_on
 from moe_ep_bench.config import (
     LPLB_SOLVE_US,
     MEASURED,

@@ -22,6 +22,7 @@ from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec, load_hf_model, naming_hub
 from moe_ep_bench.papers.claims import Claim
+from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import POLICIES, Policy
 from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import (
@@ -187,6 +188,21 @@ class SyntheticConfig(_Workload):
     neighbour_overlap: float | None = Field(None, gt=0)
     """Experts shared by adjacent tokens of a sequence."""
 
+    @property
+    def is_step(self) -> bool:
+        """A batch is one token of each request that decodes."""
+        return self.sequence_length == 1
+
+    @property
+    def request_tokens(self) -> int | None:
+        """Tokens of a request in a batch; None = whole sequences, as recorded."""
+        return self.sequence_length
+
+    @property
+    def is_unskewed(self) -> bool:
+        """No key says how busy experts are."""
+        return self.skew is None and self.skew_from is None and self.peak_load is None
+
     @model_validator(mode="after")
     def _check_pattern(self) -> SyntheticConfig:
         if self.skew is not None and self.skew_from is not None:
@@ -258,6 +274,18 @@ class RecordedConfig(_Workload):
     ``recorded`` assumes nothing: the recording has all experts' scores."""
     topk_share: float | None = Field(None, gt=0, le=1)
     """Assumed score mass of the top-k, where the recording's scores are normalised over the top-k."""
+
+    is_unskewed: ClassVar[bool] = False
+
+    @property
+    def is_step(self) -> bool:
+        """A batch is a step of requests that decode."""
+        return self.arrangement == "decode"
+
+    @property
+    def request_tokens(self) -> int | None:
+        """Tokens of a request in a batch; None = whole sequences, as recorded."""
+        return self.tokens_per_request if self.is_step else None
 
     @property
     def tail_words(self) -> str:
@@ -460,6 +488,11 @@ class Experiment(SweepPoint):
             except ValueError as problem:
                 raise UserError(f"claims.{number}.{problem}") from None
         return self
+
+    @property
+    def virtual_ranks(self) -> int:
+        """EP ranks where none are real."""
+        return self.layer.ep_size or default_ep_size(self.model.spec().num_experts)
 
     def make_policies(self) -> list[Policy]:
         """All policies, lists expanded, in the order of the file; repeated ones once."""

@@ -185,6 +185,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "world_size": comparison.world_size,
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.ffn_hidden_size,
+        "expert_matrices": model.expert_matrices,
         "dtype": asked.dtype,
         "backend": ranks.backend,
         "dispatcher": parts.dispatcher,

@@ -239,17 +239,18 @@ def open_workloads(experiment: Experiment, world_size: int) -> dict[int | None, 
     if experiment.scope == "layer":
         return {None: _open(experiment, world_size)}
     model, config = experiment.model.spec(), experiment.workload
-    num_moe = (experiment.whole.num_layers or model.num_layers) - model.first_dense_layers
+    num_built = experiment.whole.num_layers or model.num_layers
+    moe_layers = [layer for layer in model.moe_layers if layer < num_built]
     workloads: dict[int | None, Workload] = {}
-    for number in range(num_moe):
+    for number, layer in enumerate(moe_layers):
         changed: dict[str, Any] = {"layer": number}
         if isinstance(config, SyntheticConfig):
             changed = {"seed": int(np.random.SeedSequence((config.seed, number)).generate_state(1)[0])}
         of_layer = experiment.model_copy(update={"workload": config.model_copy(update=changed)})
         workload = _open(of_layer, world_size, or_chance=True)
         if isinstance(workload, RecordedWorkload):
-            checks.refuse(checks.of_recording(model, num_moe, workload.traces[0].num_layers))
-        workloads[model.first_dense_layers + number] = workload
+            checks.refuse(checks.of_recording(model, len(moe_layers), workload.traces[0].num_layers))
+        workloads[layer] = workload
     return workloads
 
 

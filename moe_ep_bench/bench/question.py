@@ -32,7 +32,7 @@ from moe_ep_bench.files import atomic_path, check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.policies import policy_class
 from moe_ep_bench.workload import open_trace
-from moe_ep_bench.workload.counts import read_counts
+from moe_ep_bench.workload.counts import one_rank_words, read_counts
 from moe_ep_bench.workload.skews import PATTERNS
 
 if TYPE_CHECKING:
@@ -364,13 +364,15 @@ def _batches_of_a_layer(num_layers: int) -> int:
 def _counted(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
     """The workload of counted experts, in all counted layers."""
     with naming("--counts"):
-        num_layers, num_experts = read_counts(path).shape
+        load_LE = read_counts(path)
+    num_layers, num_experts = load_LE.shape
     if num_experts != model.num_experts:
         raise UserError(
             f"--counts {path}: expected counts of {model.num_experts} experts, as {model.name} has; got {num_experts}"
         )
     found = {"skew_from": str(Path(path).absolute()), "layer": "all"}
     assumed = [f"loads of all {num_layers} counted layers, experts in order on ranks, tokens that choose independently"]
+    assumed += [words] if (words := one_rank_words(load_LE)) else []
     return {**found, "num_batches": _batches_of_a_layer(num_layers)}, assumed
 
 

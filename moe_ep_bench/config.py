@@ -35,7 +35,7 @@ from moe_ep_bench.presets import (
     validated,
 )
 from moe_ep_bench.workload.counts import layer_loads, mean_peak_load, read_counts
-from moe_ep_bench.workload.skews import PATTERNS, SKEWS, TARGETS, RankLoad, Skew, load_skew
+from moe_ep_bench.workload.skews import PATTERNS, SKEWS, TARGETS, Skew, load_skew
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
 
@@ -147,12 +147,9 @@ class _Workload(Strict):
     """Batches. They are the same for any number of ranks; intervals need ten."""
     seed: int = Field(0, ge=0)
     """Seed of the batches."""
-    rank_shares: tuple[Annotated[float, Field(ge=0)], ...] | None = Field(None, min_length=1)
-    """Relative numbers of tokens of the ranks, repeated to the number of ranks; 0 = no tokens."""
     padding_per_rank: int = Field(0, ge=0)
-    """Padding tokens at the end of every rank's batch, as where decode batches are padded to a CUDA graph's size."""
-    mask_padding: bool = True
-    """Policies know the padding, and it selects no experts. ``native`` never knows it."""
+    """Padding tokens that end every rank's batch, as in decode steps padded to a CUDA graph's size. Under policies they
+    select no experts; ``native`` computes them."""
     image_share: float | None = Field(None, ge=0, le=1)
     """Assumed share of image tokens, first in every sequence, for policies with a ``modality``; null = no token has
     one."""
@@ -174,17 +171,17 @@ class SyntheticConfig(_Workload):
     """Targets calibrated to the model (data/skews/): keys given beside it win, null included. Or another benchmark's
     pattern (``megatron_*``, ``power_law_*``), without targets beside it."""
     skew_from: Annotated[Path | None, FILE, NAME] = None
-    """Counts of chosen experts, for ``peak_load`` as their mean over layers: a recording, SGLang's ``logical_count``
-    (JSON or npz), or [layers][experts] in JSON; in place of ``skew``."""
-    skew_layer: int | None = Field(None, ge=0)
-    """Counted layer of ``skew_from`` whose loads experts get; or ``all``: one comparison for each. null = its peak load
-    alone, mean over layers."""
+    """Counts of chosen experts, in place of ``skew``: a recording, SGLang's ``logical_count`` (JSON or npz), or
+    [layers][experts] in JSON."""
+    layer: int | None = Field(None, ge=0)
+    """Layer of ``skew_from`` whose loads experts get; several or ``all``: one comparison for each. null = the counts'
+    ``peak_load`` alone, mean over layers."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean; null = unskewed."""
     sequence_length: int = Field(128, ge=1)
     """1 = decode, 1 + L = speculative requests with L draft tokens."""
-    rank_load: RankLoad | None = None
-    """Load of the fullest rank over the mean, for one number of ranks. On another number experts stand at random."""
+    rank_load: float | None = Field(None, ge=1)
+    """Load of the fullest rank over the mean; null = experts stand at random."""
     topk_share: float | None = Field(None, gt=0, lt=1)
     """Share of the score mass in the top-k."""
     neighbour_overlap: float | None = Field(None, gt=0)
@@ -194,28 +191,28 @@ class SyntheticConfig(_Workload):
     def _check_pattern(self) -> SyntheticConfig:
         if self.skew is not None and self.skew_from is not None:
             raise UserError("skew, skew_from: expected one of the two, got both")
-        if self.skew_layer is not None and self.skew_from is None:
-            raise UserError(f"skew_layer: expected skew_from beside it, whose layer it is; got {self.skew_layer}")
+        if self.layer is not None and self.skew_from is None:
+            raise UserError(f"layer: expected skew_from beside it, whose layer it is; got {self.layer}")
         if self.skew in PATTERNS:
             beside = self.model_fields_set - {*_Workload.model_fields, "kind", "skew", "sequence_length"}
             if beside:
                 raise UserError(f"skew: {self.skew} prescribes all loads; expected no {', '.join(sorted(beside))}")
-            if self.skew == "megatron_w4" and self.rank_shares is None:
-                raise UserError("rank_shares: needed by skew megatron_w4, whose sources are ragged, e.g. [2, 1, 1, 0]")
         return self
 
     def targets(self, preset: str | None, ep_size: int | None = None) -> dict[str, Any]:
         """All targets of a ``SyntheticWorkload``, those of ``skew`` included.
 
         Args:
-            ep_size: EP ranks. A ``rank_load`` is of one number of them; on others experts stand at random. None = any.
+            ep_size: EP ranks, None = the skew's own. On another number of them than that experts stand at random.
 
         Raises:
             ValueError: there is no such skew of the model.
         """
         targets = self.model_dump(include=set(TARGETS))
-        if self.skew_from is not None and self.skew_layer is not None:
-            targets["expert_loads"] = tuple(layer_loads(self.skew_from, self.skew_layer))
+        several = ep_size is not None and ep_size > 1
+        targets["rank_load"] = {"ep_size": ep_size, "load": self.rank_load} if self.rank_load and several else None
+        if self.skew_from is not None and self.layer is not None:
+            targets["expert_loads"] = tuple(layer_loads(self.skew_from, self.layer))
         elif self.skew_from is not None and "peak_load" not in self.model_fields_set:
             targets["peak_load"] = mean_peak_load(self.skew_from)
         if self.skew is not None and self.skew not in PATTERNS:
@@ -285,10 +282,6 @@ class LayerConfig(Strict):
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
     """Experts: ``sequential`` (Megatron-Core's, one by one), ``grouped`` (our grouped GEMMs), ``decode`` (ours, for few
     tokens) or ``te`` (Transformer Engine)."""
-    permute: Literal["auto", "megatron", "indexed", "fused"] = "auto"
-    """Permutation of tokens: ``megatron``, ``indexed`` (ours) or ``fused`` (Transformer Engine)."""
-    kernel: Literal["auto", "torch", "triton", "numba"] = "auto"
-    """What runs the policies: ``torch``, ``numba`` on the CPU, ``triton`` on a GPU."""
     dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """Megatron-Core's dispatcher; ``flex`` needs DeepEP. Behind ``allgather``, ``decode`` experts permute nothing."""
     cuda_graph: bool = False
@@ -318,9 +311,6 @@ class MeasureConfig(Strict):
     """Runs of the whole process, on the same batches; the report uses all."""
     flush_l2: bool = False
     """Overwrite the last-level cache before every timed iteration."""
-    preroll_us: float = Field(300, ge=0)
-    """Hold a GPU for so long before every timed iteration, so that the alignment of ranks and its first launches are
-    issued ahead."""
     timeout_s: float = Field(300, gt=0)
     """Time limit of every iteration and every rendezvous."""
 
@@ -347,9 +337,6 @@ class ReplicationConfig(Strict):
 
     spare_per_rank: int = Field(ge=1)
     """Experts that every rank holds beyond its share."""
-    num_nodes: int = Field(1, ge=1)
-    """Nodes, each of neighbouring ranks. Where groups of experts fit them, EPLB's hierarchical policy plans, else its
-    global one."""
     balancer: Literal["static", "lp"] = "static"
     """How replicas share their expert's pairs: evenly, or split anew for every batch by a linear program (LPLB)."""
     solve_us: float | None = Field(None, ge=0)
@@ -454,9 +441,9 @@ class Experiment(SweepPoint):
             raise UserError(
                 f"workload.skew_from: {counted}: expected counts of {num_experts} experts, got {num_counted}"
             )
-        if counted is not None and isinstance(self.workload, SyntheticConfig) and self.workload.skew_layer is not None:
+        if counted is not None and self.workload.layer is not None:
             with naming("workload"):
-                layer_loads(counted, self.workload.skew_layer)
+                layer_loads(counted, self.workload.layer)
         classes: dict[str, type[Policy]] = {}
         for number, entry in enumerate(self.policies):
             for policy in expand_policies([entry]):
@@ -659,7 +646,14 @@ REMOVED |= {
     "workload.burst_every": "sweep.workload.peak_load, one comparison for each",
     "workload.burst_peak_load": "sweep.workload.peak_load, one comparison for each",
     "route": "workload.image_share for route.image_share; experts lie contiguously, and layers count alike",
-    "emulate.replication.policy": "emulate.replication.num_nodes, from which EPLB's policy follows",
+    "workload.rank_shares": "nothing: tokens are dealt to ranks as evenly as whole sequences allow",
+    "workload.mask_padding": "nothing: policies know the padding; native computes it",
+    "workload.skew_layer": "workload.layer",
+    "emulate.replication.policy": "nothing: replicas are planned by EPLB's global policy",
+    "emulate.replication.num_nodes": "nothing: EPLB's global policy plans; trace eplb --nodes plans for an engine",
+    "layer.permute": "nothing: Transformer Engine's permutation runs where it is there, else ours",
+    "layer.kernel": "nothing: the fastest form of a policy runs, and all route alike",
+    "measure.preroll_us": "nothing: a GPU is held for 300 us ahead of every timed iteration",
     "layer.expert_tensor_parallel": "layer.ep_size: serving keeps experts whole; model.tensor_parallel times a shard",
     "layer.native_padded": "policies: {name: megatron_drop, pad_to_capacity: true}",
     "layer.shared_expert_overlap": "nothing: shared experts run before the gate, in breakdowns and plain iterations",
@@ -709,13 +703,6 @@ def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> 
     """Sweep a recording's layers and tails where the workload asks for several."""
     workload = raw["workload"]
     layer = workload.get("layer")
-    if workload.get("skew_layer") == "all":
-        if not isinstance(workload.get("skew_from"), str):
-            raise ConfigError(f"{path}: workload.skew_layer: all needs counts in workload.skew_from")
-        try:
-            sweep["workload.skew_layer"] = list(range(len(read_counts(Path(workload["skew_from"])))))
-        except ValueError as error:
-            raise ConfigError(f"{path}: workload.skew_from: {error}") from None
     if workload.get("tail") == "both":
         sweep["workload.tail"] = list(TAILS)
     if raw.get("scope") == "model" and workload.get("kind") == "recorded":
@@ -735,6 +722,9 @@ def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> 
         if not layer:
             raise ConfigError(f"{path}: workload.layer: expected a layer, several or all, got []")
         sweep["workload.layer"] = [place for number, place in enumerate(layer) if place not in layer[:number]]
+    elif layer == "all" and workload.get("skew_from") is not None:
+        with naming(f"{path}: workload.skew_from"):
+            sweep["workload.layer"] = list(range(len(read_counts(Path(workload["skew_from"])))))
     elif layer == "all":
         # The first recording stands for all: a workload refuses recordings whose layers differ.
         trace = sweep.get("workload.trace", [workload.get("trace")])

@@ -454,7 +454,7 @@ def test_counts_are_told_from_a_recording_by_content_and_give_every_experts_load
     with pytest.raises(ValueError, match=r"--trace .*counts.json: expected a recording, got counts of 3 layers"):
         asked(*olmoe, "--trace", counts)
     question = asked(*olmoe, "--counts", counts)
-    assert [one.workload.skew_layer for one in question.experiments] == [0, 1, 2]
+    assert [one.workload.layer for one in question.experiments] == [0, 1, 2]
     assert all(one.workload.skew_from == counts for one in question.experiments)
     assert "workload.seed" not in yaml.safe_load(question.text).get("sweep", {}), "chance decides no rank's load"
     with pytest.raises(ValueError, match=r"--counts .*expected counts of 128 experts, as .* has; got 64"):

@@ -12,7 +12,8 @@ from hf_models import tiny
 from oracles import expected_routing
 from test_run import launch
 
-from moe_ep_bench.bench.plan import ROUTING, Comparison, plan
+from moe_ep_bench.bench.comparison import ROUTING, Comparison
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.quality.routed import RouterCall, routed

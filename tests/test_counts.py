@@ -13,7 +13,8 @@ from test_workload import top_k_load
 from trace_files import loads_entry, write_loads
 
 from moe_ep_bench import cli
-from moe_ep_bench.bench.plan import ROUTING, compare
+from moe_ep_bench.bench.comparison import ROUTING
+from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.bench.words import describe_workload
 from moe_ep_bench.config import ConfigError, load_experiments
 from moe_ep_bench.placement import replicate
@@ -76,18 +77,18 @@ def test_a_workload_is_as_skewed_as_was_counted(tmp_path: Path) -> None:
 def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path) -> None:
     """Where the peak load alone leaves to chance which experts share a rank."""
     written(tmp_path, "matrix")
-    found = load_experiments(config(tmp_path, skew_layer="all", num_tokens=4096), on_cpu=True)
-    assert [one.workload.skew_layer for one in found] == [0, 1]
+    found = load_experiments(config(tmp_path, layer="all", num_tokens=4096), on_cpu=True)
+    assert [one.workload.layer for one in found] == [0, 1]
     for one, count_E in zip(found, COUNTS[1:], strict=True):
         comparison = compare(one, ROUTING, on_cpu=True)
         load_E = top_k_load(comparison.workload.batch(0).scores_TE, 1).numpy()
         np.testing.assert_allclose(load_E / 4096, np.array(count_E) / 16, atol=0.01)
         described = describe_workload(comparison)
-        assert f"loads of layer {one.workload.skew_layer} counted in counts.json" in described["description"]
+        assert f"loads of layer {one.workload.layer} counted in counts.json" in described["description"]
         in_order = np.array(count_E).reshape(2, 2).sum(axis=1).max() / 8
         assert described["achieved"]["rank_load"]["2"] == pytest.approx(in_order, rel=0.02)
-    for wrong, message in (({"skew_layer": 2}, "expected 0 to 1"), ({"skew_layer": 0, "skew_from": None}, "skew_from")):
-        with pytest.raises(ConfigError, match=f"skew_layer: .*{message}"):
+    for wrong, message in (({"layer": 2}, "expected 0 to 1"), ({"layer": 0, "skew_from": None}, "skew_from")):
+        with pytest.raises(ConfigError, match=f"layer: .*{message}"):
             load_experiments(config(tmp_path, **wrong), on_cpu=True)
 
 

@@ -21,7 +21,8 @@ from safetensors.torch import load_file as load_weights
 from safetensors.torch import save_file as save_weights
 from test_recorded import tokens_of
 
-from moe_ep_bench.bench.plan import ROUTING, plan
+from moe_ep_bench.bench.comparison import ROUTING
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.bench.run import emulate
 from moe_ep_bench.cli import main

@@ -15,7 +15,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from moe_ep_bench.bench.plan import VIRTUAL, compare
+from moe_ep_bench.bench.comparison import VIRTUAL
+from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
 from moe_ep_bench.cost_model.links import Links
@@ -455,7 +456,7 @@ def test_another_implementation_of_xshare_saves_more_than_the_paper_and_less_tha
     ours = rows.loc[(rows["metric"] == "step_time") & rows["policy"].str.startswith("xshare k0=0 budget=24"), "ours"]
     paper, vllm = 1 / (1 + otps / 100), 1 + measured / 100
     assert ours.max() < vllm < paper
-    assert f"| {paper:.2f}; {vllm:.2f} | {ours.min():.2f} to {ours.max():.2f} |" in DOCS
+    assert f"| {paper:.2f}; {vllm:.2f} | {ours.min():.2f} to {ours.max():.2f}; " in DOCS
 
 
 def test_limits_that_numbers_break() -> None:
@@ -536,3 +537,33 @@ def test_the_docs_have_the_modelled_numbers_of_figure_4() -> None:
     for _, of_one in bars.groupby(["source", "method"]):
         paper, ours = (" / ".join(f"{value:.2f}" for value in of_one[name]) for name in ("paper_low", "ours"))
         assert f"| {paper} | {ours} (" in DOCS
+
+
+@pytest.mark.parametrize(
+    ("config", "metric", "at", "decimals"),
+    [
+        ("oea-table3", "native_layer_us", "16 tokens", 0),
+        ("oea-table3", "layer_time", "16 tokens", 2),
+        ("oea-table5", "native_layer_us", "16 tokens", 0),
+        ("oea-table5", "layer_time", "16 tokens", 2),
+        ("whole-xshare", "step_time", "k0=1", 2),
+        ("xshare-table4", "layer_time", "", 2),
+    ],
+)
+def test_the_docs_have_the_numbers_of_measured_kernels_and_the_rooflines(
+    config: str, metric: str, at: str, decimals: int
+) -> None:
+    rows = pd.read_csv(MODELLED.with_suffix(".csv"))
+    rows = rows[(rows["config"] == config) & (rows["metric"] == metric)]
+    rows = rows[rows["about"].str.contains(at) | rows["policy"].str.contains(at)]
+    assert rows["device"].eq("table:h100_sxm/vllm/0.24.0").all()
+    if config == "whole-xshare":
+        errors = [f"{(rows[name] - rows['paper_low']).abs().mean():.2f}" for name in ("ours", "ours_by_roofline")]
+        assert f"mean absolute error of its numbers {errors[0]}, by the roofline {errors[1]}" in DOCS
+    primary, both = rows[rows["primary"]], ("ours", "ours_by_roofline")
+    if metric == "native_layer_us":
+        (ours, roofline), span = ([f"{primary[name].item():.0f}" for name in both], rows["ours"])
+        assert f"| {ours} ({span.min():.0f} to {span.max():.0f}); {roofline} |" in DOCS
+    else:
+        ends = [f"{primary[name].min():.{decimals}f} to {primary[name].max():.{decimals}f}" for name in both]
+        assert f"| {'; '.join(ends)} |" in DOCS

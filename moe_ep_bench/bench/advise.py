@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
+from moe_ep_bench.bench.comparison import VIRTUAL, Comparison
 from moe_ep_bench.bench.description import rest_of
-from moe_ep_bench.bench.plan import VIRTUAL, Comparison, plan_experiments
+from moe_ep_bench.bench.plan import plan_experiments
 from moe_ep_bench.bench.question import Question
 from moe_ep_bench.bench.run import emulate_plan
 from moe_ep_bench.files import atomic_path

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_ep_bench.bench import checks, words
-from moe_ep_bench.bench.fit import fit_of
-from moe_ep_bench.bench.plan import MODELLED, ROUTING, Comparison
+from moe_ep_bench.bench.comparison import MODELLED, ROUTING, Comparison
+from moe_ep_bench.bench.words import fit_of
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.cost_model.devices import PRECISIONS, VALUE_BYTES
 from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us
@@ -112,14 +112,7 @@ def describe_timed_run(
     of_ranks = ranks.told(mine)
     # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
     described = provenance.describe(ranks.device) if ranks.is_first else {}
-    description = describe_run(run_id, comparisons, {**described, "ranks": of_ranks}, ranks)
-    for comparison in comparisons:
-        for case in comparison.cases:
-            of_case = description["cases"][case.case_id]
-            of_case["kernel"] = comparison.kernel_of(case, ranks.device.type)
-            if comparison.links is not None:
-                of_case["extra_bytes_per_rank"] = comparison.extra_bytes_per_rank(case)
-    return description
+    return describe_run(run_id, comparisons, {**described, "ranks": of_ranks}, ranks)
 
 
 def survey_together(
@@ -164,12 +157,11 @@ def _fingerprint(comparison: Comparison) -> str | None:
     return of_layers[0] if len(of_layers) == 1 else stable_hash(of_layers)
 
 
-def describe_kernels(comparison: Comparison, device_type: str) -> dict[str, str]:
-    """What was asked for, all that ran, and why on a GPU Triton did not where it was left open."""
-    ran = {comparison.kernel_of(case, device_type) for case in comparison.cases}
-    asked = comparison.experiment.layer.kernel
-    why = triton_lacks() if device_type == "cuda" and asked == AUTO else ""
-    described = {"requested": asked, "ran": ", ".join(name for name in KERNELS if name in ran)}
+def describe_kernels(comparison: Comparison) -> dict[str, str]:
+    """All that ran, and why on a GPU Triton did not."""
+    ran = {comparison.kernel_of(case) for case in comparison.cases}
+    why = triton_lacks() if comparison.on_gpu else ""
+    described = {"requested": AUTO, "ran": ", ".join(name for name in KERNELS if name in ran)}
     return {**described, "why": why} if why else described
 
 
@@ -185,7 +177,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "num_tokens": comparison.num_tokens,
         "num_batches": comparison.workload.num_batches,
         "workload": words.describe_workload(comparison),
-        "kernel": describe_kernels(comparison, ranks.device.type if ranks else "cpu"),
+        "kernel": describe_kernels(comparison),
     }
     if comparison.backend == ROUTING:
         return {
@@ -212,7 +204,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "dispatcher": parts.dispatcher,
         "cuda_graph": parts.held_by_graphs(comparison.ep_size, comparison.scope),
         "experts": {"requested": asked.experts, "ran": parts.experts, "why": parts.experts_why},
-        "permute": {"requested": asked.permute, "ran": parts.permute},
+        "permute": {"requested": AUTO, "ran": parts.permute},
         "fusions": parts.fusions,
         "flush_l2": experiment.measure.flush_l2,
         "oversubscribed": ranks.oversubscribed,

@@ -15,8 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from moe_ep_bench.bench.cases import CaseSpec
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.job import Job
-from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.bench.session import Session, form_groups
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.layer.host import device_scope
@@ -91,4 +91,4 @@ def _traced(job: Job, comparison: Comparison, session: Session, recorder: PhaseR
 
 def _iterate(session: Session, case: Runnable, recorder: PhaseRecorder) -> None:
     with case.ready(0, recorder) as run:
-        timed(run, recorder, session.meet, session.settings.preroll_us)
+        timed(run, recorder, session.meet)

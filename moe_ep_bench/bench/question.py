@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from moe_ep_bench.bench.fit import fit_on
+from moe_ep_bench.bench.words import fit_on
 from moe_ep_bench.config import (
     LPLB_SOLVE_US,
     MEASURED,
@@ -339,7 +339,7 @@ def _counted(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
         raise UserError(
             f"--counts {path}: expected counts of {model.num_experts} experts, as {model.name} has; got {num_experts}"
         )
-    found = {"skew_from": str(Path(path).absolute()), "skew_layer": "all"}
+    found = {"skew_from": str(Path(path).absolute()), "layer": "all"}
     assumed = [f"loads of all {num_layers} counted layers, experts in order on ranks, tokens that choose independently"]
     return {**found, "num_batches": _batches_of_a_layer(num_layers)}, assumed
 
@@ -490,7 +490,7 @@ def _is_drawn(experiment: Experiment) -> bool:
     workload = experiment.workload
     if not isinstance(workload, SyntheticConfig) or workload.skew in PATTERNS or experiment.scope == "model":
         return False
-    if workload.skew_layer is not None:  # Every expert has its load, in its place.
+    if workload.layer is not None:  # Every expert has its load, in its place.
         return False
     ep_size = _ep_size(experiment)
     return ep_size != 1 and workload.targets(experiment.model.preset, ep_size)["rank_load"] is None

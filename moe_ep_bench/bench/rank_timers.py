@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moe_ep_bench.bench.plan import Comparison
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.routing import CaseRouter, Share
 from moe_ep_bench.bench.traffic import Traffic
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
@@ -93,7 +93,7 @@ class MeasuredRanks:
         measure, layer = comparison.experiment.measure, comparison.experiment.layer
         flush = CacheFlush(device) if measure.flush_l2 else None
         recorder = PhaseRecorder(clock_for(device))
-        self.watch = Stopwatch(recorder, no_meeting, measure.preroll_us, flush, Allocations(device))
+        self.watch = Stopwatch(recorder, no_meeting, flush, Allocations(device))
         self.waits: dict[str, Counter[str]] = {}
         self._built = cache(self._build)
         most, virtual = comparison.most_tokens, self._built(comparison.model.num_experts)
@@ -173,7 +173,7 @@ class MeasuredRanks:
     def _batch(self, traffic: Traffic, rank: int, shares: Mapping[int | None, Share]) -> Tensor | Pass:
         """What runs: hidden states [T, 1, D] of a layer, a model's pass."""
         if self._hidden is not None:
-            return self._hidden.next()[: len(shares[None].context.request_id_T)]
+            return self._hidden.next()[: shares[None].num_tokens]
         from moe_ep_bench.bench.building import random_pass
 
         assert traffic.lengths_R is not None

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from moe_ep_bench.bench.cases import CaseSpec
+from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.directory import check_timing, hold_comparisons, left_of, status_of, writes_to
 from moe_ep_bench.bench.job import Job, is_of_peers, new_run_id
-from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, find_case, plan
+from moe_ep_bench.bench.plan import find_case, plan
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance

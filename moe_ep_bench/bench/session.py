@@ -22,11 +22,11 @@ import torch
 
 from moe_ep_bench.bench.building import builder, random_pass
 from moe_ep_bench.bench.cases import BASELINE, CaseSpec
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.inspection import Inspection, compute_alone
 from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
-from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.bench.replays import Replays
-from moe_ep_bench.bench.routing import Batches, CarriedLoads, CaseRouter, Share, Shares
+from moe_ep_bench.bench.routing import Batches, CaseRouter, Routers, Share
 from moe_ep_bench.bench.rows import PackedMetrics, Samples, columns_of, write_case
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.layer.host import device_scope, free_memory
@@ -182,14 +182,14 @@ class Session:
             self._cache = KeyValueCache(most_requests, comparison.context_length)
         self.shares = [self._shares(number) for number in range(self.num_batches)]
         self.inputs = [self._new_input(number) for number in range(self.num_batches)]
-        carried = CarriedLoads(Batches(comparison, self.device))
-        self.cases = [Case(CaseRouter(case, comparison.slots, self.seed, carried), self) for case in cases]
+        routers = Routers(Batches(comparison, self.device))
+        self.cases = [Case(routers.of(case), self) for case in cases]
         self.is_replayed = comparison.parts.cuda_graph
         self.replays: Replays | None = None
         self.inspection = Inspection(self)
         flush = CacheFlush(self.device) if measure.flush_l2 else None
         clock, allocations = clock_for(self.device), Allocations(self.device)
-        self.watch = Stopwatch(PhaseRecorder(clock), self.meet, measure.preroll_us, flush, allocations)
+        self.watch = Stopwatch(PhaseRecorder(clock), self.meet, flush, allocations)
         self.conditions: dict[str, Any] = {}
         self.timed: list[Case] = []
         self.samples = Samples((), (), ())
@@ -212,18 +212,18 @@ class Session:
         self.cases.remove(case)
         self.job.write_unmeasured(self.comparison, case.spec, status, reason)
 
-    def _shares(self, number: int) -> dict[int | None, Shares]:
+    def _shares(self, number: int) -> dict[int | None, Share]:
         """This rank's tokens of a batch in each layer."""
         rank, shares = self.job.ranks.rank, {}
         for layer in self.layers:
             self.job.watchdog.feed()
             tokens = self.comparison.rank_batch(layer, number, rank)
-            shares[layer] = Shares(self.comparison, layer, tokens, rank, self.device)
+            shares[layer] = Share.of_rank(self.comparison, layer, tokens, rank, self.device)
         return shares
 
     def _new_input(self, number: int) -> Callable[[], Any]:
         """What hands out the input for this rank's tokens of a batch: hidden states of a layer, a model's pass."""
-        ids_T = self.shares[number][self.layers[0]].tokens.sequence_id_T
+        ids_T = self.shares[number][self.layers[0]].context.request_id_T
         sequences, lengths = torch.unique_consecutive(ids_T, return_counts=True)
         device, size = self.device, self.comparison.model.hidden_size
         if self.comparison.scope == "model":
@@ -265,7 +265,7 @@ class Session:
         if self.replays is not None:
             here["cuda_graphs"] = {"count": len(self.replays.captured), **self.replays.graphs.num_bytes()}
         if self.meet.size > 1:
-            here["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device), self.settings.preroll_us)
+            here["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device))
         self.conditions["ranks"] = self.job.ranks.told(here)
 
     def write(self) -> None:

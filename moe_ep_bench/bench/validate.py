@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from moe_ep_bench.bench import checks
-from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import launch
 from moe_ep_bench.config import EmulateConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES, launch_calibrate

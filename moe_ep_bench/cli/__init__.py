@@ -377,7 +377,7 @@ def _trace_import(options: argparse.Namespace) -> int:
     from moe_ep_bench.workload.importers import ImportOptions, import_trace
 
     # All but what only a preset gives.
-    names = [field.name for field in dataclasses.fields(ImportOptions) if field.name not in ("top_k", "num_layers")]
+    names = [field.name for field in dataclasses.fields(ImportOptions) if hasattr(options, field.name)]
     chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
     print(import_trace(options.kind, options.source, options.out, ImportOptions(**chosen)).text())
     return OK

@@ -219,8 +219,13 @@ class ModelSpec(Preset):
         return self.source.partition(" ")[0]
 
     @property
+    def moe_layers(self) -> range:
+        """The layers that route; all others have a dense FFN."""
+        return range(self.first_dense_layers, self.num_layers)
+
+    @property
     def num_moe_layers(self) -> int:
-        return self.num_layers - self.first_dense_layers
+        return len(self.moe_layers)
 
     @property
     def departures(self) -> tuple[str, ...]:

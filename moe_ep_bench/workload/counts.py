@@ -59,7 +59,7 @@ def layer_loads(path: Path, layer: int) -> list[float]:
     """
     count_LE = read_counts(path)
     if layer >= len(count_LE):
-        raise UserError(f"skew_layer: expected 0 to {len(count_LE) - 1} (the counted layers of {path}), got {layer}")
+        raise UserError(f"layer: expected 0 to {len(count_LE) - 1} (the counted layers of {path}), got {layer}")
     return count_LE[layer].tolist()
 
 

@@ -79,7 +79,7 @@ class Workload(ABC):
         sequences = np.arange(len(start_S) - 1)
         return self._tokens(index, sequences, start_S, sequences)
 
-    def rank_batches(self, index: int, num_ranks: int, shares: Sequence[float] | None = None) -> Iterator[TokenBatch]:
+    def rank_batches(self, index: int, num_ranks: int) -> Iterator[TokenBatch]:
         """Yield each rank's tokens of batch ``index``, rank by rank: those that ``deal`` gives it of ``batch(index)``.
 
         One rank's tokens are held at a time.
@@ -89,19 +89,19 @@ class Workload(ABC):
             ValueError: see ``deal``.
         """
         if num_ranks == 1:
-            return iter([self.rank_batch(index, 0, 1, shares)])
-        dealt = self._dealt(index, num_ranks, shares)
+            return iter([self.rank_batch(index, 0, 1)])
+        dealt = self._dealt(index, num_ranks)
         return (self._of_rank(index, rank, *dealt) for rank in range(num_ranks))
 
-    def rank_batch(self, index: int, rank: int, num_ranks: int, shares: Sequence[float] | None = None) -> TokenBatch:
+    def rank_batch(self, index: int, rank: int, num_ranks: int) -> TokenBatch:
         """Make one rank's tokens of batch ``index`` and no others; see ``rank_batches``."""
         if num_ranks == 1 and index in self._kept:
             return self._kept.pop(index)
-        return self._of_rank(index, rank, *self._dealt(index, num_ranks, shares))
+        return self._of_rank(index, rank, *self._dealt(index, num_ranks))
 
-    def tokens_of_ranks(self, index: int, num_ranks: int, shares: Sequence[float] | None = None) -> NDArray[np.int64]:
+    def tokens_of_ranks(self, index: int, num_ranks: int) -> NDArray[np.int64]:
         """Count the tokens that each rank gets of batch ``index``: int64 [R]; arguments as of ``rank_batches``."""
-        start_P, _, rank_P = self._dealt(index, num_ranks, shares)
+        start_P, _, rank_P = self._dealt(index, num_ranks)
         return np.bincount(rank_P, np.diff(start_P), minlength=num_ranks).astype(np.int64)
 
     def blocks(self, index: int) -> Iterator[TokenBatch]:
@@ -115,12 +115,10 @@ class Workload(ABC):
             yield TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
             first += len(scores_TE)
 
-    def _dealt(
-        self, index: int, num_ranks: int, shares: Sequence[float] | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _dealt(self, index: int, num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Where pieces of sequences start, int64 [P + 1]; of which sequence each is, and whose, int64 [P]."""
         start_S = self._starts(index)
-        start_P, rank_P = deal_pieces(np.diff(start_S), num_ranks, shares)
+        start_P, rank_P = deal_pieces(np.diff(start_S), num_ranks)
         return start_P, np.searchsorted(start_S, start_P[:-1], side="right") - 1, rank_P
 
     def _of_rank(

@@ -662,7 +662,10 @@ def test_prompts_and_what_was_generated_are_told_apart(tmp_path, out, form):
         summary = imported("vllm", path, out.with_name(phase), phase=phase)
         ids, _, _, position_T = read_back(out.with_name(phase))
         assert position_T.tolist() == expected
-        kept = [ids_TLK[:length] if phase == "prefill" else ids_TLK[length:] for ids_TLK, length in zip(made, (4, 3), strict=True)]
+        kept = [
+            ids_TLK[:length] if phase == "prefill" else ids_TLK[length:]
+            for ids_TLK, length in zip(made, (4, 3), strict=True)
+        ]
         np.testing.assert_array_equal(ids, np.concatenate(kept)[:, 1:].transpose(1, 0, 2))
         assert summary.left_out == 11 - len(expected)
 

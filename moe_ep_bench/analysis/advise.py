@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import ALL, CASE, COMPARISON, cases, comparisons, load, timings
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load, timings
 from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, text
 from moe_ep_bench.analysis.labels import short_label
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words
@@ -32,6 +32,7 @@ from moe_ep_bench.bench.question import Bounds, Question
 from moe_ep_bench.cost_model.tables import MEASURED_ELSEWHERE
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.models.memory import Fit
+from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import BELOW_MODEL, NoiseFloor, estimate_median, judge
 
 ADVICE = "advice.txt"

@@ -90,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measured(config: Path) -> dict[str, float]:
     """CPU seconds of one batch, and the memory that it took."""
-    from moe_ep_bench.bench.plan import VIRTUAL, plan
+    from moe_ep_bench.bench.comparison import VIRTUAL
+    from moe_ep_bench.bench.plan import plan
     from moe_ep_bench.bench.virtual import Emulation
 
     torch.set_num_threads(1)

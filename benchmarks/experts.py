@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     title = f"{model.name} x {model.scale:g}, {options.tokens:,} tokens, {options.dtype}, skew {options.skew:g}"
     print(f"{title}\n{provenance.describe(ranks.device)['device_name']}, medians of {options.rounds} rounds\n")
     print(table.to_string(index=False, float_format="{:.3g}".format))
-    if why := refused(ranks.device, permute="fused"):
+    if why := no_transformer_engine(ranks.device):
         print(f"\npermute and unpermute, fused: not timed; {why}")
     if options.out:
         with atomic_path(options.out / "experts.csv") as path:
@@ -106,7 +106,7 @@ def _contenders(
     product = torch.empty_like(square)
     contenders = [Contender("square matmul", lambda: torch.mm(square, square, out=product), 2.0 * options.square**3)]
     backends = ["sequential", "grouped"]
-    if not refused(device, experts="te"):
+    if not no_transformer_engine(device):
         backends.append("te")
     for backend in backends:
         experts = Stack(model, dtype, device, groups, 0, Parts(backend, "indexed")).forms[None].native.experts
@@ -163,7 +163,7 @@ def permutations(model: ModelSpec, num_tokens: int, dtype: torch.dtype, device: 
         return moe_utils.unpermute(permuted[0], permuted[2], hidden_TD.shape, routing_map=map_TE, fused=fused)
 
     ways: dict[str, Callable[[], torch.Tensor]] = {"indexed": indexed, "megatron": lambda: megatron(False)}
-    if not refused(device, permute="fused"):
+    if not no_transformer_engine(device):
         ways["fused"] = lambda: megatron(True)
     moved = 2.0 * rows_ND.nbytes
     return [
@@ -172,10 +172,10 @@ def permutations(model: ModelSpec, num_tokens: int, dtype: torch.dtype, device: 
     ]
 
 
-def refused(device: torch.device, experts: str = "sequential", permute: str = "indexed") -> str:
-    """Why these parts of a layer cannot run here; empty where they can."""
+def no_transformer_engine(device: torch.device) -> str:
+    """Why Transformer Engine's parts of a layer cannot run here; empty where they can."""
     try:
-        Parts.choose(experts, permute, on_cpu=device.type == "cpu")
+        Parts.choose("te", on_cpu=device.type == "cpu")
     except UserError as error:
         return str(error)
     return ""

@@ -468,7 +468,7 @@ SHAPED = {
         "kind": "synthetic",
         "tokens_per_rank": 16,
         "num_batches": 2,
-        "rank_shares": [1.0, 2.0],
+        "peak_load": 1.5,
         "image_share": 0.5,
     },
     "policies": [{"name": "token_drop", "capacity_factor": 1.0}],

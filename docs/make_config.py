@@ -107,9 +107,12 @@ def table(rows: Iterable[tuple[str, str, str, str]]) -> str:
 
 
 def page() -> str:
+    common = [*rows_of(Experiment), *BESIDE]
     parts = {
-        "Configs of all commands but `quality`": [*rows_of(Experiment), *BESIDE],
-        "Configs of `quality`": [*rows_of(QualityExperiment), BESIDE[0]],
+        "Configs of all commands but `quality`": common,
+        "Configs of `quality`, besides keys above that mean the same": [
+            row for row in rows_of(QualityExperiment) if row not in common
+        ],
         "Fields of policies": list(policy_rows()),
     }
     return HEAD + "".join(f"\n## {title}\n\n{table(rows)}\n" for title, rows in parts.items())

@@ -208,12 +208,6 @@ decode decode-graph 110 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
 [ -n "$rehearse" ] || step decode-tests 80 "${tests[@]}" tests/test_decode_experts.py
 emulate papers mixtral 150 "${measured[@]}" --set model.preset=mixtral-8x7b
 show policies 240 "$python" benchmarks/policies_gpu.py --out "$out" $rehearse ${rehearse:+--rounds 1}
-step no-preroll 90 "${module[@]}" run configs/gpu-check.yaml --out "$out/no-preroll" --nproc 1 \
-  --set measure.preroll_us=0 --set model.preset=olmoe-1b-7b
-show no-preroll-table 30 "${module[@]}" show "$out/no-preroll"
-step no-preroll-decode 40 "${module[@]}" run configs/decode-graph.yaml --nproc 1 --out "$out/no-preroll-decode" \
-  --set measure.preroll_us=0 --set 'sweep.workload.num_tokens=[16]' "${small[@]}"
-show no-preroll-decode-table 30 "${module[@]}" show "$out/no-preroll-decode"
 decode model-decode-graph 50 --set whole.num_layers=4 --set workload.num_batches=3 --set measure.iterations=5 \
   --set sweep.workload.tokens_per_rank=[16] ${rehearse:+--set whole.num_layers=2 --set whole.context_length=16}
 table oea-table5 40 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}

@@ -22,7 +22,7 @@ from moe_ep_bench.policies.topk import TopK
 
 def _choose(*asked: str, cuda_graph: bool, **rest: object) -> parts.Parts:
     found = _CHOOSE(*asked, **rest)
-    return parts.replace(found, cuda_graph=cuda_graph)
+    return parts.replace(found, kernel="torch", cuda_graph=cuda_graph)
 
 
 def _unseen(self: Pruned, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:

@@ -81,7 +81,7 @@ def test_a_phase_is_added_by_one_row_and_its_hook_and_a_model_by_one_yaml(tmp_pa
         "name": "tiny",
         "model": {"preset": "own-moe", "scale": 0.03125},
         "workload": {"kind": "synthetic", "num_tokens": 64, "num_batches": 1, "peak_load": 2.0},
-        "layer": {"dtype": "float32", "kernel": "torch"},
+        "layer": {"dtype": "float32"},
         "policies": [{"name": "topk"}],
         "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 0, "max_warmup": 1},
     }

@@ -13,7 +13,8 @@ import yaml
 from policy_cases import random_scores
 from trace_files import write_trace
 
-from moe_ep_bench.bench.plan import ROUTING, plan
+from moe_ep_bench.bench.comparison import ROUTING
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import CaseRouter, Share
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import load_experiments
@@ -71,7 +72,7 @@ def test_every_layer_of_a_model_is_given_its_own_values() -> None:
     shares = {}
     for layer in range(3):
         context = RoutingContext(top_k=2, request_id_T=torch.arange(4), layer_fraction=layer / 3)
-        shares[layer] = Share(layer, 0, context, lambda: torch.rand(4, 8), torch.zeros(4, 8))
+        shares[layer] = Share(layer, 0, context, torch.rand(4, 8), "softmax")
     CaseRouter(case, None, seed=0).enter(stack, shares, 0)
     assert [here.capacity_factor for here in given.values()] == [0.5, 1.0, 2.0]
 

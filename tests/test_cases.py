@@ -24,7 +24,7 @@ from results_builder import (
 )
 from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, write_whole
 
-from moe_ep_bench.analysis.cases import CASE, cases, comparisons, iterations, layers, load, routing, samples
+from moe_ep_bench.analysis.cases import CASE, cases, comparisons, layers, load, routing, samples, timings
 
 FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
 DROP = "token_drop gamma 1"
@@ -64,7 +64,7 @@ def test_directories_are_told_apart_by_a_column_and_never_pooled(store):
 
 def test_every_frame_joins_on_the_case(store):
     rows = cases(store)
-    for frame in (samples(store), iterations(store), routing(store)):
+    for frame in (samples(store), timings(store), routing(store)):
         joined = frame.merge(rows[CASE], on=CASE, how="left", indicator=True)
         assert len(joined) == len(frame)
         assert (joined["_merge"] == "both").all()
@@ -85,7 +85,7 @@ def test_means_of_batches_are_the_cases_own(store):
 
 def test_a_case_is_as_slow_as_its_slowest_rank(store):
     """The frame of iterations agrees with a plain maximum over the samples of all ranks."""
-    rows, plain = samples(store), iterations(store).query("kind == 'plain'")
+    rows, plain = samples(store), timings(store).query("quantity == 'all'")
     totals = rows[(rows["kind"] == "plain") & (rows["phase"] == "total")]
     keys = [*CASE, "launch", "batch", "iteration"]
     slowest = totals.groupby(keys)["time_us"].max()

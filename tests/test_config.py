@@ -9,10 +9,10 @@ import pytest
 import yaml
 from test_workload import top_k_load
 
+from moe_ep_bench.bench.comparison import RANKS, Comparison
 from moe_ep_bench.bench.description import describe_experiment
-from moe_ep_bench.bench.fit import need_of
-from moe_ep_bench.bench.plan import RANKS, Comparison, compare, plan_experiments
-from moe_ep_bench.bench.words import describe_workload
+from moe_ep_bench.bench.plan import compare, plan_experiments
+from moe_ep_bench.bench.words import describe_workload, need_of
 from moe_ep_bench.config import ConfigError, SyntheticConfig, load_experiments
 from moe_ep_bench.presets import REMOVED
 from moe_ep_bench.workload.skews import SKEWS, Skews, load_skew
@@ -80,13 +80,14 @@ def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:
     def targets(**workload: object) -> dict:
         config = experiment(tmp_path, workload={"skew": "single_domain", **workload}).workload
         assert isinstance(config, SyntheticConfig)
-        return config.targets("deepseek-v2-lite")
+        return config.targets("deepseek-v2-lite", 4 if workload.get("rank_load") else None)
 
     assert targets()["peak_load"] == 4.6
     assert targets()["rank_load"] == {"ep_size": 8, "load": 1.51}
     assert targets(peak_load=3.0)["peak_load"] == 3.0
     assert targets(peak_load=None)["peak_load"] is None
     assert targets(rank_load=None)["rank_load"] is None
+    assert targets(rank_load=1.2)["rank_load"] == {"ep_size": 4, "load": 1.2}
     assert targets(sequence_length=1)["neighbour_overlap"] is None
     assert targets()["topk_share"] == 0.37
     # A skew's numbers are part of what is measured.
@@ -114,7 +115,9 @@ def test_a_model_by_its_config_json_is_found_beside_the_config_and_leaves_no_pat
         assert "sha256" in text
 
 
-@pytest.mark.parametrize("key", sorted(key for key in REMOVED if "." in key and "replication" not in key))
+@pytest.mark.parametrize(
+    "key", sorted(key for key in REMOVED if "." in key and "replication" not in key and "published" not in key)
+)
 def test_a_key_of_an_earlier_version_says_what_to_use(key: str, tmp_path: Path) -> None:
     experiment(tmp_path)
     with pytest.raises(ConfigError, match=f"^[^\n]*{key}: is gone; use [^\n]*$"):
@@ -133,7 +136,6 @@ GROUPED = {
     ("model", "workload", "message"),
     [
         (HF, {"skew": "mixed"}, "workload: skew: expected none for a model that is"),
-        (HF, {"rank_shares": [0, 0]}, "workload.rank_shares: expected one above 0 among the 1 ranks"),
         # Megatron-Core would route it otherwise.
         (GROUPED, {}, "sigmoid weights to be normalised, .* got normalize false"),
     ],
@@ -197,31 +199,25 @@ def test_padding_makes_another_case_and_is_named(tmp_path: Path) -> None:
     def planned(**workload: object) -> Comparison:
         return comparison(tmp_path, 2, workload={"num_tokens": 64, "sequence_length": 1, **workload})
 
-    plain = planned()
-    assert planned(padding_per_rank=0, mask_padding=True).comparison_id == plain.comparison_id
-    masked, computed = planned(padding_per_rank=3), planned(padding_per_rank=3, mask_padding=False)
-    assert len({one.cases[2].case_id for one in (plain, masked, computed)}) == 3
+    plain, masked = planned(), planned(padding_per_rank=3)
+    assert planned(padding_per_rank=0).comparison_id == plain.comparison_id
+    assert plain.cases[2].case_id != masked.cases[2].case_id
     assert masked.workload.fingerprint() == plain.workload.fingerprint()
     assert describe_workload(plain)["padding"] is None
-    assert masked.title.endswith(", unskewed, 3 padding a rank (masked)")
-    assert computed.title.endswith(", unskewed, 3 padding a rank (not masked)")
-    assert describe_workload(computed)["description"].endswith(
-        "; 3 of 32 tokens a rank are padding, of which policies are not told"
-    )
-    uneven = describe_workload(planned(padding_per_rank=3, rank_shares=[3, 1]))
-    assert uneven["padding"] == {"per_rank": 3, "of": [16, 48], "masked": True}
-    assert "; 3 of 16 to 48 tokens a rank are padding, masked from policies" in uneven["description"]
+    assert masked.title.endswith(", unskewed, 3 padding a rank")
+    uneven = describe_workload(planned(padding_per_rank=3, num_tokens=63))
+    assert uneven["padding"] == {"per_rank": 3, "of": [31, 32]}
+    assert "; 3 of 31 to 32 tokens a rank are padding, masked from policies" in uneven["description"]
 
 
 def test_a_rank_keeps_a_valid_token_or_has_none_at_all(tmp_path: Path) -> None:
-    def planned(padding: int, shares: list[float]) -> None:
-        workload = {"num_tokens": 64, "num_batches": 3, "sequence_length": 1, "rank_shares": shares}
-        asked = experiment(tmp_path, workload={**workload, "padding_per_rank": padding})
-        plan_experiments(tmp_path, [asked], RANKS, 4, on_cpu=True)
+    def planned(padding: int, num_tokens: int) -> None:
+        workload = {"num_tokens": num_tokens, "num_batches": 3, "sequence_length": 1, "padding_per_rank": padding}
+        plan_experiments(tmp_path, [experiment(tmp_path, workload=workload)], RANKS, 4, on_cpu=True)
 
-    planned(15, [1])
-    planned(31, [1, 1, 0, 0])
+    planned(15, 64)
+    planned(0, 3)  # rank 3 has no tokens
     with pytest.raises(ValueError, match="than the 16 tokens that rank 0 has in batch 0, got 16"):
-        planned(16, [1])
-    with pytest.raises(ValueError, match="than the 8 tokens that rank 1 has in batch 0, got 9"):
-        planned(9, [3, 1, 3, 1])
+        planned(16, 64)
+    with pytest.raises(ValueError, match="than the 15 tokens that rank 2 has in batch 0, got 15"):
+        planned(15, 62)

@@ -22,7 +22,8 @@ from test_run import cases_of, environment, routing_of, statuses, write_config
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.show import text_of
 from moe_ep_bench.bench import small_layers, virtual
-from moe_ep_bench.bench.plan import VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.comparison import VIRTUAL, Comparison
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.rank_timers import RankTime
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
@@ -78,10 +79,10 @@ def test_ranks_with_the_same_to_do_are_timed_once(tmp_path: Path) -> None:
     (comparison,) = plan(write_config(tmp_path, **asked, **size, **LINKS), [], VIRTUAL, on_cpu=True)
     emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), lambda case_id: None)
     timer = SimpleNamespace(time=lambda *_, **__: RankTime([{"experts": 2.0}], []))
-    emulation._measure_batch(0, timer)
-    assert emulation.timed_runs + emulation.shared_runs == 4 * 4 * 8
-    assert emulation.shared_runs >= 4 * 7
-    assert (emulation.samples[..., emulation.columns.index(TOTAL)] == 2).all()
+    emulation.measure_batch(0, timer)
+    assert emulation.runs.total() == 4 * 4 * 8
+    assert emulation.runs["shared"] >= 4 * 7
+    assert (emulation.layer_us == 2).all()
 
 
 def test_sigterm_ends_it_in_order_and_blames_no_case(tmp_path: Path) -> None:
@@ -104,21 +105,20 @@ def test_sigterm_ends_it_in_order_and_blames_no_case(tmp_path: Path) -> None:
 
 
 def test_a_case_that_raises_in_its_check_is_left_out_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    raises, wrong, right = (Mock(case_id=name) for name in ("raises", "wrong", "right"))
-    results = [(raises, lambda: [][0]), (wrong, lambda: 1.0), (right, lambda: 0.0)]
-    checked = [(case, layer, error) for layer in (0, 1) for case, error in results]
-    monkeypatch.setattr(small_layers, "checks_of", lambda *_: checked)
-    monkeypatch.setattr(Emulation, "_routers", lambda self, batch: [])
-    emulation, survived = Emulation.__new__(Emulation), []
-    emulation.comparison, emulation.cases = SimpleNamespace(device=None), [raises, wrong, right]
-    emulation.device, emulation.begin, emulation.errors = None, None, {}
-    emulation.samples, emulation.metrics = np.zeros(3), [1, 2, 3]
+    raises, wrong, right = cases = [Mock(case_id=name) for name in ("raises", "wrong", "right")]
+    errors = {raises: lambda: [][0], wrong: lambda: 1.0, right: lambda: 0.0}
+    small = SimpleNamespace(error=lambda case, layer: errors[case]())
+    monkeypatch.setattr(small_layers, "SmallLayers", lambda *_: small)
+    emulation, survived, written = Emulation.__new__(Emulation), [], {case.case_id: Mock() for case in cases}
+    emulation.comparison, emulation.num_ranks = SimpleNamespace(workloads=[0, 1]), 2
+    emulation.device, emulation.begin = None, lambda case_id: None
+    emulation.routed = SimpleNamespace(cases=cases, metrics=written, routers=SimpleNamespace(of=lambda case: case))
     reasons = {raises: "failed: IndexError", wrong: "output differs from the dense reference by 1 in layer 0"}
     failed = emulation.check(lambda error: (survived.append(error), "failed: IndexError")[1])
     assert {case: reason.partition(", allowed")[0] for case, reason in failed.items()} == reasons
     assert [type(error) for error in survived] == [IndexError]
     assert emulation.cases == [right]
-    assert len(emulation.samples) == len(emulation.metrics) == 1
+    assert [written[case.case_id].put.call_count for case in cases] == [0, 1, 2]
 
 
 def written(out: Path) -> dict[str, int]:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from test_model_run import KEY, parts, write_config
 
-from moe_ep_bench.bench.plan import VIRTUAL, plan
+from moe_ep_bench.bench.comparison import VIRTUAL
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model.links import Links
@@ -131,6 +132,6 @@ def test_a_pass_takes_what_its_layers_and_the_rest_take(changes: dict, tmp_path:
     assert (native_us == again_us).all()
     assert (native_us > 0).all()
     assert (drop_us < topk_us).all()
-    total = emulation.columns.index(TOTAL)
-    parts_RBC = np.delete(emulation.samples[0], [total, total + 1, total + 2], axis=-1)
-    np.testing.assert_allclose(np.nansum(parts_RBC, axis=-1), emulation.samples[0][..., total])
+    total, native_RBC = emulation.columns.index(TOTAL), emulation.samples[comparison.cases[0].case_id]
+    parts_RBC = np.delete(native_RBC, [total, total + 1, total + 2], axis=-1)
+    np.testing.assert_allclose(np.nansum(parts_RBC, axis=-1), native_RBC[..., total])

@@ -19,7 +19,8 @@ from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.render import render
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.tables import tables
-from moe_ep_bench.bench.plan import ROUTING, plan
+from moe_ep_bench.bench.comparison import ROUTING
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.policies.selection import top_k_map

@@ -231,8 +231,6 @@ ROUTED = {
         ("routing",),
         {
             "padding": {"workload.padding_per_rank": 3},
-            "padding, nobody told": {"workload.padding_per_rank": 3, "workload.mask_padding": False},
-            "uneven ranks": {"layer.ep_size": 4, "workload.rank_shares": [2, 1, 0]},
             "one rank": {"layer.ep_size": 1, "workload.sequence_length": 1},
         },
     ),
@@ -248,7 +246,7 @@ ROUTED = {
         ("routing",),
         {
             "unskewed": {},
-            "rank load": {"workload.peak_load": 4.0, "workload.rank_load": {"ep_size": 8, "load": 1.6}},
+            "rank load": {"workload.peak_load": 4.0, "workload.rank_load": 1.6},
             "sharp, alike": {"workload.peak_load": 2.0, "workload.topk_share": 0.7, "workload.neighbour_overlap": 2.5},
             **{
                 f"{model} {skew}": {"model.preset": model, "workload.skew": skew, "layer.ep_size": 4}
@@ -332,7 +330,7 @@ EMULATED = {
             "h20": {"emulate.device": "h20", "emulate.links": "h20-nvlink4", "policies": FEWEST},
         },
     ),
-    # Over two nodes, with shared experts; slower links; ranks of different sizes.
+    # Over two nodes, with shared experts; slower links.
     "emulate-nodes": Golden(
         "emulate",
         {
@@ -340,7 +338,7 @@ EMULATED = {
             "workload": synthetic(tokens_per_rank=16, num_batches=1, peak_load=5.0, sequence_length=8),
             "layer": {"ep_size": 16},
             "policies": FEWEST,
-            "emulate": {"replication": [{"spare_per_rank": 2, "num_nodes": 2}]},
+            "emulate": {"replication": [{"spare_per_rank": 2}]},
         },
         ("times",),
         {
@@ -350,11 +348,7 @@ EMULATED = {
                 "emulate.links": "pcie5-ndr",
                 "emulate.bandwidth_scale": 0.25,
             },
-            "a100, uneven ranks": {
-                "emulate.device": "a100-sxm-80gb",
-                "emulate.links": "a100-nvlink3-hdr",
-                "workload.rank_shares": [3, 1, 0, 2],
-            },
+            "a100": {"emulate.device": "a100-sxm-80gb", "emulate.links": "a100-nvlink3-hdr"},
         },
     ),
     # Steps that take as long as the weights that they read.

@@ -17,7 +17,8 @@ import pandas as pd
 import pytest
 from test_run import TESTS, cases_of, environment, write_config
 
-from moe_ep_bench.bench.plan import RANKS, plan
+from moe_ep_bench.bench.comparison import RANKS
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
@@ -27,7 +28,7 @@ LAYER = {
     "name": "taped",
     "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
     "workload": {"kind": "synthetic", "num_tokens": 12, "num_batches": 2, "sequence_length": 1},
-    "layer": {"dtype": "float32", "kernel": "torch", "dispatcher": "allgather", "experts": "decode"},
+    "layer": {"dtype": "float32", "dispatcher": "allgather", "experts": "decode"},
     "policies": [
         {"name": "topk"},
         {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1},  # counts requests on the host
@@ -151,14 +152,6 @@ REFUSED = {
     "graphs on the CPU": (
         {"layer": {"cuda_graph": True, "dispatcher": "allgather"}}, "run", 1, "layer.cuda_graph: true needs a GPU",
     ),
-    "decode experts permute nothing": (
-        {"layer": {"dispatcher": "allgather", "experts": "decode", "permute": "indexed"}}, "run", 1,
-        "layer.permute: expected auto",
-    ),
-    "indexed behind allgather": (
-        {"layer": {"dispatcher": "allgather", "permute": "indexed"}}, "run", 1,
-        "indexed serves layer.dispatcher alltoall only",
-    ),
     "flex on one rank": (
         {"layer": {"dispatcher": "flex"}}, "run", 1,
         "layer.dispatcher: expected alltoall on one rank in layer.ep_size, got flex",
@@ -184,7 +177,7 @@ def test_what_cannot_be_is_refused_in_a_line(name: str, tmp_path: Path, capsys: 
 
 
 def choose(experts: str = "auto", dispatcher: str = "allgather", *, on_cpu: bool = False, graph: bool = False) -> Parts:
-    return Parts.choose(experts, "auto", "auto", dispatcher, cuda_graph=graph, on_cpu=on_cpu)
+    return Parts.choose(experts, dispatcher, cuda_graph=graph, on_cpu=on_cpu)
 
 
 def test_graphs_take_what_does_not_wait_for_the_host() -> None:

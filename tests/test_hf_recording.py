@@ -21,14 +21,16 @@ from safetensors.torch import load_file as load_weights
 from safetensors.torch import save_file as save_weights
 from test_recorded import tokens_of
 
-from moe_ep_bench.bench.plan import ROUTING, plan
+from moe_ep_bench.bench.comparison import ROUTING
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.bench.run import emulate
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences, token_sequences
+from moe_ep_bench.quality.passes import RouterCall
 from moe_ep_bench.quality.recording import RecordOptions, record_trace, shares
-from moe_ep_bench.quality.routed import RouterCall, routed
+from moe_ep_bench.quality.routed import routed
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.workload import RecordedWorkload, open_trace
 from moe_ep_bench.workload.tail import keep_top_k_ahead

@@ -590,8 +590,144 @@ def test_a_damaged_source_is_refused_with_file_and_place(tmp_path, out, kind, na
     ],
 )
 def test_what_was_recorded_is_told_from_what_fills_up_an_array(ids_TLN, known, layers):
-    known_T, found = arrays.routed_part(np.array(ids_TLN), "here")
+    known_T, found, num_padding = arrays.routed_part(np.array(ids_TLN), "here")
     assert (known_T.tolist(), {layer: ids_TK.tolist() for layer, ids_TK in found.items()}) == (known, layers)
+    assert num_padding == 0
+
+
+@pytest.mark.parametrize("fill", [0, 255])
+def test_a_token_with_one_fill_in_all_its_places_is_padding(fill):
+    """At 256 experts a wrapped -1 looks like expert 255; no router gives a token one expert twice."""
+    routed = np.array([[[0, 0], [3, 1], [255, 0]], [[0, 0], [fill, fill], [fill, fill]]], dtype=np.uint8)
+    known_T, found, num_padding = arrays.routed_part(routed, "here")
+    assert (known_T.tolist(), sorted(found), num_padding) == ([True, False], [1, 2], 1)
+    known_T, found, num_padding = arrays.routed_part(np.full((4, 3, 2), fill, np.uint8), "here")
+    assert (known_T.any(), num_padding) == (False, 4)
+
+
+def test_a_source_full_of_padding_is_refused_and_a_little_is_named(tmp_path, out):
+    ids_TLK = routing(20, 4, 16, 3)
+    for num_padding, name in ((1, "little"), (5, "much")):
+        ids_TLK[:num_padding] = 0
+        source = written(tmp_path / f"{name}.jsonl", {"choices": [{"routed_experts": npy(ids_TLK)}]})
+        if name == "little":
+            summary = imported("vllm", source, out)
+            assert (summary.trace.num_tokens, summary.left_out) == (19, 1)
+            assert "1 of 20 tokens are padding" in summary.trace.metadata["note"]
+        else:
+            assert "5 of 20 tokens are padding" in refusal("vllm", source, tmp_path / "o" / "much")
+
+
+def test_a_top_1_models_dense_layers_are_those_that_the_model_names(tmp_path, out):
+    """Zeros of a dense layer look like expert 0."""
+    config = {
+        "model_type": "llama4_text", "hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 128,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64,
+        "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ids_TLK = np.random.default_rng(0).integers(0, 4, (6, 4, 1), np.uint8)
+    ids_TLK[:, ::2] = 0
+    source = written(tmp_path / "r.jsonl", {"choices": [{"routed_experts": npy(ids_TLK)}]})
+    assert refusal("vllm", source, out).startswith("preset: needed, because ")
+    options = ImportOptions(preset=str(tmp_path / "config.json"), assume_equal_scores=True)
+    trace = import_trace("vllm", source, out, options).trace
+    assert trace.metadata["source_layers"] == "1,3"
+    np.testing.assert_array_equal(read_back(out)[0], ids_TLK.transpose(1, 0, 2)[1::2])
+
+
+def vllm_0_32(form, path, lengths=(4, 3), generated=3, **choice):
+    """Responses of releases that return a prompt's tokens and generated ones together, as they tell the prompt."""
+    made = [routing(length + generated - 1, 4, 16, 3, seed=length) for length in lengths]
+    if form == "npz":
+        named = {f"{index}.routed_experts": ids for index, ids in enumerate(made)}
+        np.savez(path, **named, **{f"{index}.prompt_length": length for index, length in enumerate(lengths)})
+        return made
+    held = [{"choices": [{"routed_experts": npy(ids), **choice}]} for ids in made]
+    for one, length in zip(held, lengths, strict=True):
+        if form == "usage":
+            one["usage"] = {"prompt_tokens": length}
+        else:
+            one["choices"][0]["prompt_token_ids"] = list(range(length))
+    written(path, *held)
+    return made
+
+
+@pytest.mark.parametrize("form", ["npz", "usage", "token ids"])
+def test_prompts_and_what_was_generated_are_told_apart(tmp_path, out, form):
+    path = tmp_path / f"r.{'npz' if form == 'npz' else 'jsonl'}"
+    made = vllm_0_32(form, path)
+    assert imported("vllm", path, out).trace.num_tokens == sum(map(len, made))
+    for phase, expected in (("prefill", [0, 1, 2, 3, 0, 1, 2]), ("decode", [4, 5, 3, 4])):
+        summary = imported("vllm", path, out.with_name(phase), phase=phase)
+        ids, _, _, position_T = read_back(out.with_name(phase))
+        assert position_T.tolist() == expected
+        kept = [
+            ids_TLK[:length] if phase == "prefill" else ids_TLK[length:]
+            for ids_TLK, length in zip(made, (4, 3), strict=True)
+        ]
+        np.testing.assert_array_equal(ids, np.concatenate(kept)[:, 1:].transpose(1, 0, 2))
+        assert summary.left_out == 11 - len(expected)
+
+
+def test_a_phase_that_nothing_tells_is_refused(tmp_path, out):
+    source = written(tmp_path / "r.jsonl", {"choices": [{"routed_experts": npy(routing(5, 4, 16, 3))}]})
+    assert refusal("vllm", source, out, OPTIONS["vllm"] | {"phase": "decode"}).startswith("phase: ")
+    assert not out.exists()
+
+
+def test_a_prompt_counts_once_for_all_its_completions(tmp_path, out):
+    first, second = routing(6, 4, 16, 3), routing(6, 4, 16, 3, seed=1)
+    second[:4] = first[:4]
+    choices = [{"routed_experts": npy(ids), "prompt_token_ids": [7, 8, 9, 7]} for ids in (first, second)]
+    summary = imported("vllm", written(tmp_path / "r.jsonl", {"choices": choices}), out)
+    assert (summary.trace.num_tokens, summary.left_out) == (8, 4)
+    told = [{"meta_info": {"routed_experts": raw(routing(6, 27, 64, 6)), "prompt_tokens": 4}}] * 2
+    source = written(tmp_path / "s.jsonl", told)
+    trace = imported("sglang", source, out.with_name("s"), model=None, preset="deepseek-v2-lite").trace
+    assert (trace.num_tokens, trace.num_sequences) == (8, 2)
+
+
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_tokens_of_the_prefix_cache_are_named_and_may_be_left_out(tmp_path, out, leave_out):
+    response = {
+        "choices": [{"routed_experts": npy(routing(6, 4, 16, 3))}],
+        "usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}},
+    }
+    summary = imported("vllm", written(tmp_path / "r.jsonl", response), out, leave_out_cached=leave_out)
+    assert summary.trace.num_tokens == 3 * (2 - leave_out)
+    assert ("3 tokens that the prefix cache held left out" if leave_out else "3 tokens were in the prefix cache") in (
+        summary.trace.metadata["note"]
+    )
+
+
+def test_positions_of_a_prompt_of_which_the_server_left_out_the_start(tmp_path, out):
+    response = {"choices": [{"routed_experts": npy(routing(3, 4, 16, 3)), "prompt_token_ids": [0] * 7}]}
+    source = written(tmp_path / "r.jsonl", response)
+    assert "--prompt-start" in refusal("vllm", source, out)
+    imported("vllm", source, out, prompt_start=5, phase="prefill")
+    assert read_back(out)[3].tolist() == [5, 6]
+
+
+def test_lines_without_a_response_lose_no_others(tmp_path, out):
+    held = json.dumps({"choices": [{"routed_experts": npy(routing(5, 4, 16, 3))}]})
+    source = tmp_path / "r.jsonl"
+    source.write_text(f'\n{held}\nnull\n{{"error": {{"message": "too long"}}}}\n{held[:40]}\n{held}\n')
+    summary = imported("vllm", source, out)
+    assert summary.trace.num_tokens == 10
+    assert f"3 lines without a response left out, the first {source}:3: null" in summary.trace.metadata["note"]
+    source.write_text("null\n")
+    assert refusal("vllm", source, tmp_path / "o" / "x") == f"{source}:1: null"
+    source.write_text(f"data: {held}\n")
+    assert "stream" in refusal("vllm", source, tmp_path / "o" / "y")
+
+
+def test_pretty_printed_responses_are_read_one_after_another(tmp_path, out):
+    held = [{"choices": [{"routed_experts": npy(routing(5, 4, 16, 3, seed=seed))}]} for seed in range(2)]
+    source = tmp_path / "r.jsonl"
+    source.write_text("\n".join(json.dumps(one, indent=2) for one in held) + "\n")
+    trace = imported("vllm", source, out).trace
+    assert (trace.num_tokens, trace.num_sequences) == (10, 2)
 
 
 @pytest.mark.parametrize("value", [0x7FC0, 0xFF80])  # NaN and an infinity in bfloat16

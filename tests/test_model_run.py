@@ -17,9 +17,10 @@ from test_run import launch
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.reduce import RATES
+from moe_ep_bench.bench.comparison import RANKS
 from moe_ep_bench.bench.directory import check_agreement
-from moe_ep_bench.bench.fit import need_of
-from moe_ep_bench.bench.plan import RANKS, plan
+from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.words import need_of
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
@@ -182,7 +183,10 @@ BAD = {
         {"whole__context_length": 8},
         "workload.sequence_length: expected 1, for whole.context_length=8 makes a batch one decode step, got 24",
     ),
-    "a rank without tokens": ({"workload__num_tokens": 1}, "workload: expected tokens for every rank"),
+    "a rank without tokens": (
+        {"workload__num_tokens": 1},
+        "workload: expected more tokens, so that every rank has some",
+    ),
     "padding": ({"workload__padding_per_rank": 2}, "workload.padding_per_rank: expected 0 with scope model"),
     "a shard": ({"model__tensor_parallel": 2}, "model.tensor_parallel: expected 1 with scope model, got 2"),
     "swept scope": ({"sweep": {"scope": ["layer", "model"]}}, "sweep.scope: expected one value"),

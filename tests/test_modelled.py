@@ -186,7 +186,8 @@ def _print_forms(config: Path) -> None:
     """Time the last of all ranks by each case, and print what its legs look like beside modelled ones."""
     import torch
 
-    from moe_ep_bench.bench.plan import VIRTUAL, plan
+    from moe_ep_bench.bench.comparison import VIRTUAL
+    from moe_ep_bench.bench.plan import plan
     from moe_ep_bench.bench.rank_timers import MeasuredRanks, modelled_time
     from moe_ep_bench.bench.virtual import Emulation
     from moe_ep_bench.layer.host import device_scope
@@ -200,8 +201,8 @@ def _print_forms(config: Path) -> None:
             measured, as_h20 = MeasuredRanks(comparison, ranks.device), replace(comparison, device=DEVICES["h20"])
             emulation = Emulation(comparison, comparison.cases, ranks.device, lambda case_id: None)
             last, layers = comparison.ep_size - 1, list(comparison.workloads)
-            ends = {layer: list(emulation.batches.shares(layer, 0))[last] for layer in layers}
-            for router, traffic in emulation._routed(0):
+            ends = {layer: list(emulation.routed.batches.shares(layer, 0))[last] for layer in layers}
+            for router, traffic in emulation.routed.route(0):
                 shares = {layer: of_rank.of(router.case) for layer, of_rank in ends.items()}
                 modelled = modelled_time(as_h20, router, traffic, last)
                 times = measured.time(router, traffic, last, shares, first=True), modelled

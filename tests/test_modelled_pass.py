@@ -113,8 +113,8 @@ def test_norms_of_queries_and_keys_by_hand() -> None:
 def test_grouped_attention_of_a_decode_step_by_hand() -> None:
     # One request after 9,999 tokens. Weights: 2.4e6 and 1.6e6 bytes, rows 4.4e3 and 3.6e3.
     projections = 2.4044 + 1.6036
-    # Rotary: 10,000 cached keys of 200 numbers and 800 of queries, read and written.
-    rotary = 2 * 2 * (2_000_000 + 800) / 1e6
+    # Rotary: the new key's 200 numbers and the query's 800, read and written; cached keys have their positions.
+    rotary = 2 * 2 * (200 + 800) / 1e6
     # Core: keys and values of 10,000 tokens, and a query's row in and out. Its 3.2e7 operations take 1.6 us.
     core = 2 * (2 * 2_000_000 + 1600) / 1e6
     assert phases(decode(1, 9999))[2, "attention"] == pytest.approx(projections + rotary + core)

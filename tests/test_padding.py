@@ -19,7 +19,8 @@ from test_run import launch
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.notes import READING
 from moe_ep_bench.analysis.show import text_of
-from moe_ep_bench.bench.plan import RANKS, ROUTING, Comparison, plan
+from moe_ep_bench.bench.comparison import RANKS, ROUTING, Comparison
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
@@ -52,7 +53,6 @@ CONFIG = {
     "policies": POLICIES,
     "measure": {"iterations": 1, "breakdown_iterations": 0, "warmup": 0, "max_warmup": 0, "timeout_s": 60},
     "emulate": {"links": "h100-nvlink4"},
-    "sweep": {"workload.mask_padding": [True, False]},
 }
 
 
@@ -63,13 +63,11 @@ def write_config(folder: Path, **workload: object) -> Path:
 
 
 def rows_of(out: Path) -> pd.DataFrame:
-    """All routing rows, with their case's label and whether padding is masked from its policy."""
+    """All routing rows, with their case's label."""
     described = json.loads((out / "run.json").read_text())
     rows = pd.concat(pq.read_table(path).to_pandas() for path in sorted((out / "routing").glob("*.parquet")))
-    padding = {key: one["workload"]["padding"] for key, one in described["comparisons"].items()}
     labels = rows.case_id.map({key: case["label"] for key, case in described["cases"].items()})
-    rows = rows.assign(label=labels, masked=rows.comparison_id.map(lambda key: padding[key]["masked"]))
-    return rows.sort_values(["masked", "label", "rank", "batch"]).reset_index(drop=True)
+    return rows.assign(label=labels).sort_values(["label", "rank", "batch"]).reset_index(drop=True)
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +105,10 @@ ALIKE = ["retained_mass_topk", "experts_per_token", "topk_share", "entropy"]
 
 @pytest.mark.parametrize("other", ["emulate", "route"])
 def test_every_scope_routes_padded_batches_alike(other: str, outs: dict[str, Path]) -> None:
-    real, others = (rows_of(outs[name]).set_index(["masked", "label", "rank", "batch"]) for name in ("run", other))
+    real, others = (rows_of(outs[name]).set_index(["label", "rank", "batch"]) for name in ("run", other))
     shared = real.index.intersection(others.index)
-    # Routed alone, the ceiling, the noise case and topk that equals native are not there.
-    assert len(real) - len(shared) == (2 * 2 * (2 + 2 + 1) if other == "route" else 0)
+    # Routed alone, the ceiling and the noise case are not there.
+    assert len(real) - len(shared) == (2 * 2 * 2 if other == "route" else 0)
     for name in SAME:
         assert column(real.loc[shared], name) == column(others.loc[shared], name), name
     pd.testing.assert_frame_equal(real.loc[shared, ALIKE], others.loc[shared, ALIKE], rtol=1e-6)
@@ -118,19 +116,10 @@ def test_every_scope_routes_padded_batches_alike(other: str, outs: dict[str, Pat
 
 def test_masked_padding_selects_nothing_and_native_computes_it_always(rows: pd.DataFrame) -> None:
     is_policy = ~rows.policy.isin(["native", "native_balanced"])
-    assert (rows[is_policy & rows.masked].padding_pairs == 0).all()
+    assert (rows[is_policy].padding_pairs == 0).all()
     assert (rows[~is_policy].padding_pairs == PADDING * TOP_K).all()
-    assert (rows[is_policy & ~rows.masked].groupby("label").padding_pairs.sum() > 0).all()
     native = rows[rows.label == "native"]
     assert (native.num_pairs == TOKENS * TOP_K).all()
-    assert column(native[native.masked], "load_E") == column(native[~native.masked], "load_E")
-
-
-def test_topk_that_is_not_told_of_padding_loads_experts_as_native_does(rows: pd.DataFrame) -> None:
-    native, topk = (rows[(rows.label == label) & ~rows.masked] for label in ("native", "topk"))
-    assert len(topk) > 0
-    for metric in ("load_E", "load_R", "activated_experts", "crossing_pairs", "crossing_copies", "padding_pairs"):
-        assert column(topk, metric) == column(native, metric), metric
 
 
 def test_fidelity_speaks_of_valid_tokens_whatever_padding_computes(rows: pd.DataFrame) -> None:
@@ -169,16 +158,14 @@ def routings(planned: Comparison, spec: dict, index: int, kept: int) -> list[Rou
 
 
 def test_masked_padding_changes_no_valid_tokens_routing(config: Path, outs: dict[str, Path]) -> None:
-    """It is as if padding were not there; and padding that is not told of is a token like any other."""
-    rows, valid = rows_of(outs["route"]), TOKENS - PADDING
-    for planned in plan(config, [], RANKS, 2, on_cpu=True):
-        masked = planned.experiment.workload.mask_padding
-        for spec, index in itertools.product(POLICIES[not masked :] + OTHERS, range(2)):  # topk is native then
-            mine = rows[(rows.label == make_policy(spec).label) & (rows.masked == masked) & (rows.batch == index)]
-            expected = routings(planned, spec, index, valid if masked else TOKENS)
-            assert column(mine, "load_E") == [one.map_TE.sum(dim=0).tolist() for one in expected], (spec, masked)
-            pairs = [int(one.map_TE[:valid].sum()) for one in expected]
-            assert [all_pairs - padding for all_pairs, padding in mine[["num_pairs", "padding_pairs"]].values] == pairs
+    """It is as if padding were not there."""
+    rows = rows_of(outs["route"])
+    (planned,) = plan(config, [], RANKS, 2, on_cpu=True)
+    for spec, index in itertools.product(POLICIES + OTHERS, range(2)):
+        mine = rows[(rows.label == make_policy(spec).label) & (rows.batch == index)]
+        expected = routings(planned, spec, index, TOKENS - PADDING)
+        assert column(mine, "load_E") == [one.map_TE.sum(dim=0).tolist() for one in expected], spec
+        assert mine["num_pairs"].tolist() == [int(one.map_TE.sum()) for one in expected]
 
 
 def test_padding_that_leaves_no_valid_token_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,10 +177,11 @@ def test_padding_that_leaves_no_valid_token_is_one_line(tmp_path: Path, capsys: 
         assert not (tmp_path / "out").exists()
 
 
-def test_ranks_without_tokens_have_no_padding_either(tmp_path: Path) -> None:
-    rows = rows_of(route(write_config(tmp_path, rank_shares=[1, 0]), tmp_path / "out", []).root)
+def test_ranks_without_tokens_route_nothing(tmp_path: Path) -> None:
+    few = write_config(tmp_path, tokens_per_rank=None, num_tokens=1, padding_per_rank=0)
+    rows = rows_of(route(few, tmp_path / "out", []).root)
     native = rows[rows.label == "native"]
-    assert native[native["rank"] == 0].num_tokens.eq(2 * TOKENS - PADDING).all()
+    assert native[native["rank"] == 0].num_tokens.eq(1).all()
     empty = native[native["rank"] == 1]
     assert empty.num_tokens.eq(0).all()
     assert empty.num_pairs.eq(0).all()
@@ -205,10 +193,10 @@ def test_a_recorded_decode_step_is_padded_likewise(tmp_path: Path) -> None:
     sizes = {key: raw["workload"][key] for key in ("tokens_per_rank", "num_batches", "padding_per_rank")}
     recorded = {"kind": "recorded", "trace": "a.safetensors", "layer": 1, "arrangement": "decode", "tail": "popularity"}
     # Sequences of the recording are few.
-    raw |= {"workload": {**recorded, **sizes, "tokens_per_rank": 2, "padding_per_rank": 1}, "sweep": {}}
+    raw |= {"workload": {**recorded, **sizes, "tokens_per_rank": 2, "padding_per_rank": 1}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(raw))
     (planned,) = plan(tmp_path / "config.yaml", [], ROUTING)
-    assert planned.title.endswith("decode, popularity tail, 1 padding a rank (masked), layer 1")
+    assert planned.title.endswith("decode, popularity tail, 1 padding a rank, layer 1")
     rows = rows_of(route(tmp_path / "config.yaml", tmp_path / "out", []).root)
     assert (rows.num_tokens == 1).all()
     assert (rows[rows.label == "native"].padding_pairs == TOP_K).all()
@@ -220,14 +208,13 @@ def test_a_recorded_decode_step_is_padded_likewise(tmp_path: Path) -> None:
 
 def test_the_table_says_what_padding_costs_from_the_rows(outs: dict[str, Path]) -> None:
     text, frame, rows = text_of(outs["run"]), cases(load(outs["run"])), rows_of(outs["run"])
-    for masked, known in ((True, "masked from policies"), (False, "of which policies are not told")):
-        assert f"3 of 12 tokens a rank are padding, {known}" in text
-        of_case = {label: found for label, found in rows[rows.masked == masked].groupby("label")}
-        counts = {}
-        for label in ("native", "topk"):
-            loads_B = of_case[label].groupby("batch").load_E.apply(lambda loads: np.sum(loads.tolist(), axis=0))
-            counts[label] = np.mean([(load.reshape(2, -1) > 0).sum(axis=1).max() for load in loads_B])
-        shown = frame[frame["case_id"].isin(of_case["native"]["case_id"])]
-        assert shown["activated_fullest_rank"].tolist() == [counts["native"]]
-        assert (counts["topk"] < counts["native"]) == masked
-    assert text.count(f"{READING}; native spends 25.0 % of its pairs on it") == 2
+    assert "3 of 12 tokens a rank are padding, masked from policies" in text
+    of_case = dict(list(rows.groupby("label")))
+    counts = {}
+    for label in ("native", "topk"):
+        loads_B = of_case[label].groupby("batch").load_E.apply(lambda loads: np.sum(loads.tolist(), axis=0))
+        counts[label] = np.mean([(load.reshape(2, -1) > 0).sum(axis=1).max() for load in loads_B])
+    shown = frame[frame["case_id"].isin(of_case["native"]["case_id"])]
+    assert shown["activated_fullest_rank"].tolist() == [counts["native"]]
+    assert counts["topk"] < counts["native"]
+    assert text.count(f"{READING}; native spends 25.0 % of its pairs on it") == 1

@@ -25,7 +25,8 @@ from moe_ep_bench.analysis.drawing import draw
 from moe_ep_bench.analysis.papers import Claims, claims_text, load_claims, paper_words
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.style import house_style, settle
-from moe_ep_bench.bench.plan import VIRTUAL, compare
+from moe_ep_bench.bench.comparison import VIRTUAL
+from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import ConfigError, load_experiments
 from moe_ep_bench.files import write_json

@@ -62,20 +62,17 @@ def test_rows_by_expert_and_rank_are_found_among_rows_by_rank_and_expert(
 
 # What is asked for, on a CPU or not, beside which Transformer Engine (and its problem): what runs, or the error.
 REQUESTS = [
-    (("auto", "auto"), "GPU", None, Parts("grouped", "indexed")),
-    (("decode", "auto"), "GPU", None, Parts("decode", "indexed")),
-    (("te", "auto"), "GPU", None, "layer.experts: te needs Transformer Engine, which is not installed; exp"),
-    (("auto", "fused"), "GPU", None, "layer.permute: fused needs Transformer Engine, which is not installed; exp"),
-    (("auto", "auto"), "CPU", "2.4.0+abc", Parts("grouped", "indexed")),
-    (("sequential", "megatron"), "CPU", None, Parts("sequential", "megatron")),
-    (("auto", "auto", "auto", "allgather"), "CPU", None, Parts("grouped", "megatron", "auto", "allgather")),
-    (("decode", "auto", "auto", "allgather"), "CPU", None, Parts("decode", "none", "auto", "allgather")),
-    (("te", "auto"), "CPU", "2.4.0+abc", "layer.experts: te needs a GPU; expected auto, grouped or sequential"),
-    (("auto", "auto"), "GPU", "2.4.0+abc", Parts("te", "fused")),
-    (("auto", "auto"), "GPU", "1.13.0", Parts("te", "indexed")),
-    (("auto", "fused"), "GPU", "1.13.0", "fused needs Transformer Engine >= 2.1, found 1.13.0; expected auto"),
-    (("te", "auto"), "GPU", "2.9.0 broken", r"a Transformer Engine that works; 2.9.0 does not \(ImportError"),
-    (("auto", "fused"), "GPU", "2.9.0 broken", r"a Transformer Engine that works; 2.9.0 does not \(ImportError"),
+    (("auto",), "GPU", None, Parts("grouped", "indexed")),
+    (("decode",), "GPU", None, Parts("decode", "indexed")),
+    (("te",), "GPU", None, "layer.experts: te needs Transformer Engine, which is not installed; exp"),
+    (("auto",), "CPU", "2.4.0+abc", Parts("grouped", "indexed")),
+    (("sequential",), "CPU", None, Parts("sequential", "indexed")),
+    (("auto", "allgather"), "CPU", None, Parts("grouped", "megatron", dispatcher="allgather")),
+    (("decode", "allgather"), "CPU", None, Parts("decode", "none", dispatcher="allgather")),
+    (("te",), "CPU", "2.4.0+abc", "layer.experts: te needs a GPU; expected auto, grouped or sequential"),
+    (("auto",), "GPU", "2.4.0+abc", Parts("te", "fused")),
+    (("auto",), "GPU", "1.13.0", Parts("te", "indexed")),
+    (("te",), "GPU", "2.9.0 broken", r"a Transformer Engine that works; 2.9.0 does not \(ImportError"),
 ]
 
 
@@ -103,9 +100,9 @@ def test_every_request_and_what_runs(
 
 
 def test_auto_fuses_what_the_version_can(choose) -> None:
-    assert choose(("auto", "auto"), "GPU", "2.9.0").fusions == ["activation", "top-k"]
-    assert choose(("grouped", "indexed"), "GPU", "2.9.0").fusions == []
-    chosen = choose(("auto", "auto"), "GPU", "2.9.0 broken")
+    assert choose(("auto",), "GPU", "2.9.0").fusions == ["activation", "top-k"]
+    assert choose(("grouped",), "GPU", "2.9.0").fusions == ["top-k"]
+    chosen = choose(("auto",), "GPU", "2.9.0 broken")
     why = "Transformer Engine 2.9.0 does not work here (ImportError: undefined symbol)"
     assert (chosen.experts, chosen.permute, chosen.experts_why, chosen.fusions) == ("grouped", "indexed", why, [])
 

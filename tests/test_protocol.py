@@ -136,7 +136,7 @@ def measured(
     samples = Samples(cases, steps, COLUMNS)
     none = Allocations(torch.device("cpu"))
     for case in cases:
-        case.watch = Stopwatch(PhaseRecorder(clock), meet, hold_us, flush, allocations or none)
+        case.watch = Stopwatch(PhaseRecorder(clock), meet, flush, allocations or none, hold_us)
     measure(cases, steps, before, samples.add)
     return samples.times_VSC
 
@@ -314,7 +314,7 @@ def measures(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
 
 def probes(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
     turns = itertools.cycle(["meet", "work"])
-    probe_floor_us(lambda: clock.note(next(turns)), clock, 300, count=2)
+    probe_floor_us(lambda: clock.note(next(turns)), clock, count=2)
 
 
 def finds_ceilings(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def calibrates(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
 def profiles(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
     from moe_ep_bench.bench.profile import _iterate
 
-    session = SimpleNamespace(meet=clock.does("meet"), settings=SimpleNamespace(preroll_us=300))
+    session = SimpleNamespace(meet=clock.does("meet"))
     _iterate(session, FakeCase(clock.does("work")), PhaseRecorder(clock))
 
 

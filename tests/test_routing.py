@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,10 @@ import torch
 from test_run import write_config
 
 from moe_ep_bench.bench import routing
-from moe_ep_bench.bench.plan import ROUTING, VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.comparison import ROUTING, VIRTUAL, Comparison
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import Batches, CaseRouter
-from moe_ep_bench.bench.traffic import traffic_of
+from moe_ep_bench.bench.traffic import RoutedBatches, traffic_of
 
 CPU = torch.device("cpu")
 POLICIES = [{"name": "token_drop", "capacity_factor": 1.0}, {"name": "lynx", "num_dropped": 8}]
@@ -31,7 +34,7 @@ def seen_of(comparison: Comparison, few: int | None = None) -> list[tuple]:
             for traffic in traffic_of(batches, None, index, routers):
                 metrics = {name: values.tolist() for name, values in traffic.metrics.items()}
                 rows.append((traffic.counts_RP.tolist(), traffic.num_tokens_R, traffic.frontier, repr(metrics)))
-            rows += [tuple(shares.tokens.sequence_id_T.tolist()) for shares in batches.shares(None, index)]
+            rows += [tuple(share.context.request_id_T.tolist()) for share in batches.shares(None, index)]
     return rows
 
 
@@ -53,7 +56,7 @@ def test_a_few_tokens_are_of_every_rank_from_its_first_to_its_last(tmp_path: Pat
     for shares, all_of_rank in zip(few, Batches(comparison, CPU).shares(None, 0), strict=True):
         last = all_of_rank.num_tokens - 1
         rows = torch.linspace(0, last, 3).long()
-        assert torch.equal(shares.tokens.scores_TE, all_of_rank.tokens.scores_TE[rows])
+        assert torch.equal(shares.drawn_TE, all_of_rank.drawn_TE[rows])
         assert rows[-1] == last
 
 
@@ -62,5 +65,20 @@ def test_routing_sees_scores_as_they_are_and_layers_what_their_logits_say(tmp_pa
         comparison = planned(tmp_path, backend)
         (first, *_) = Batches(comparison, CPU).shares(None, 0)
         share = first.of(comparison.cases[0])
-        assert (share.logits_TE is None) == (backend == ROUTING)
-        torch.testing.assert_close(share.scores_TE, first.tokens.scores_TE, rtol=1e-5, atol=1e-7)
+        assert (share.score_function is None) == (backend == ROUTING)
+        torch.testing.assert_close(share.scores_TE, first.drawn_TE, rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_kept_of_batches_is_freed_without_the_garbage_collector(tmp_path: Path) -> None:
+    """It may be gigabytes, and the next comparison's come at once."""
+    comparison = planned(tmp_path, ROUTING)
+    found = RoutedBatches(comparison, comparison.cases, CPU)
+    with torch.inference_mode():
+        found.route(0)
+    share = weakref.ref(next(iter(found.batches.shares(None, 0))))
+    gc.disable()
+    try:
+        del found
+        assert share() is None
+    finally:
+        gc.enable()

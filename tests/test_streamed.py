@@ -38,19 +38,16 @@ def few_rows():
 
 
 chunk_sizes = st.sampled_from([50, 300, 2048, 2**16])
-rank_shares = st.one_of(
-    st.none(), st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=4).filter(lambda shares: shares[0])
-)
 
 
-def assert_ranks_are_dealt(streamed: Workload, whole: Workload, index, num_ranks, shares=None):
+def assert_ranks_are_dealt(streamed: Workload, whole: Workload, index, num_ranks):
     batch = whole.batch(index)
-    ranks = list(streamed.rank_batches(index, num_ranks, shares))
-    for rank, tokens_T in zip(ranks, deal(batch, num_ranks, shares), strict=True):
+    ranks = list(streamed.rank_batches(index, num_ranks))
+    for rank, tokens_T in zip(ranks, deal(batch, num_ranks), strict=True):
         assert torch.equal(rank.scores_TE, batch.scores_TE[tokens_T])
         assert torch.equal(rank.sequence_id_T, batch.sequence_id_T[tokens_T])
     tokens_R = [tokens.num_tokens for tokens in ranks]
-    assert streamed.tokens_of_ranks(index, num_ranks, shares).tolist() == tokens_R
+    assert streamed.tokens_of_ranks(index, num_ranks).tolist() == tokens_R
 
 
 def assert_blocks_are_the_batch(streamed: Workload, whole: Workload, index):
@@ -84,11 +81,10 @@ KINDS = {
     st.one_of(st.integers(1, 20), st.sampled_from([128, 1000])),
     st.integers(0, 2),
     st.integers(1, 64),
-    rank_shares,
     chunk_sizes,
 )
 def test_a_ranks_synthetic_tokens_are_those_it_is_dealt(
-    kind, num_tokens, sequence_length, index, num_ranks, shares, chunk_scores
+    kind, num_tokens, sequence_length, index, num_ranks, chunk_scores
 ):
     if "neighbour_overlap" in KINDS[kind]:
         sequence_length += 1
@@ -96,7 +92,7 @@ def test_a_ranks_synthetic_tokens_are_those_it_is_dealt(
     whole = synthetic(**fields)
     with sizes(chunk_scores):
         streamed = synthetic(**fields)
-        assert_ranks_are_dealt(streamed, whole, index, num_ranks, shares)
+        assert_ranks_are_dealt(streamed, whole, index, num_ranks)
         assert_blocks_are_the_batch(streamed, whole, index)
 
 
@@ -147,9 +143,9 @@ def recorded(paths, **changes):
 @pytest.mark.parametrize("arrangement", ["sequences", "decode"])
 @pytest.mark.parametrize(("num_recordings", "tail"), [(1, "popularity"), (2, "uniform")])
 @few_examples
-@given(st.integers(5, 300), st.integers(1, 4), st.integers(0, 2), st.integers(1, 64), rank_shares, chunk_sizes)
+@given(st.integers(5, 300), st.integers(1, 4), st.integers(0, 2), st.integers(1, 64), chunk_sizes)
 def test_a_ranks_recorded_tokens_are_those_it_is_dealt(
-    recordings, num_recordings, tail, arrangement, num_tokens, per_request, index, num_ranks, shares, chunk_scores
+    recordings, num_recordings, tail, arrangement, num_tokens, per_request, index, num_ranks, chunk_scores
 ):
     fields = {"num_tokens": num_tokens, "tail": tail, "arrangement": arrangement}
     if arrangement == "decode":
@@ -157,7 +153,7 @@ def test_a_ranks_recorded_tokens_are_those_it_is_dealt(
     whole = recorded(recordings[:num_recordings], **fields)
     with sizes(chunk_scores):
         streamed = recorded(recordings[:num_recordings], **fields)
-        assert_ranks_are_dealt(streamed, whole, index, num_ranks, shares)
+        assert_ranks_are_dealt(streamed, whole, index, num_ranks)
         assert_blocks_are_the_batch(streamed, whole, index)
 
 
@@ -171,15 +167,13 @@ def workloads(recordings):
     yield recorded(recordings, arrangement="decode")
 
 
-def test_wrong_batches_ranks_and_shares_are_refused_as_ever(recordings):
+def test_wrong_batches_are_refused_as_ever(recordings):
     for workload in workloads(recordings):
         for index in (-1, 3):
             with pytest.raises(IndexError, match=f"^batch: expected 0 to 2, got {index}$"):
                 workload.rank_batches(index, 2)
             with pytest.raises(IndexError, match=f"^batch: expected 0 to 2, got {index}$"):
                 workload.blocks(index)
-        with pytest.raises(ValueError, match=r"^shares: expected one above 0 among the 2 ranks"):
-            list(workload.rank_batches(0, 2, [0, 0, 1]))
 
 
 def test_the_fingerprint_and_what_is_achieved_are_those_of_whole_batches(recordings):

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from moe_ep_bench.bench.plan import RANKS, ROUTING, VIRTUAL, compare, plan
+from moe_ep_bench.bench.comparison import RANKS, ROUTING, VIRTUAL
+from moe_ep_bench.bench.plan import compare, plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import ConfigError, Experiment, load_experiments
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
@@ -33,11 +34,8 @@ OTHER = {
     "layer.ep_size": 4,
     "layer.seed": 1,
     "layer.experts": "grouped",
-    "layer.permute": "indexed",
-    "layer.kernel": "torch",
     "layer.dispatcher": "allgather",
     "measure.iterations": 6,
-    "measure.preroll_us": 0,
     "measure.breakdown_iterations": 1,
     "measure.warmup": 2,
     "measure.max_warmup": 6,
@@ -142,5 +140,5 @@ def test_points_that_a_command_cannot_tell_apart_are_refused_by_it_alone(name: s
 
 def test_the_scopes_read_synthetic_workloads_whole(tmp_path: Path) -> None:
     (one,) = plan(write(tmp_path, {}), [], RANKS, 2, on_cpu=True)
-    # What the file of skew_from counts, in its skew_layer, stands in the definition as the loads that it counts.
-    assert one.experiment.workload.model_fields_set - {"skew_from", "skew_layer"} <= set(one.definition["workload"])
+    # What the file of skew_from counts, in its layer, stands in the definition as the loads that it counts.
+    assert one.experiment.workload.model_fields_set - {"skew_from", "layer"} <= set(one.definition["workload"])

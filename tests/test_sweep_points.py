@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 import plot_results
+from moe_ep_bench.bench.comparison import RANKS
 from moe_ep_bench.bench.description import describe_experiment, describe_point
-from moe_ep_bench.bench.plan import RANKS, compare
+from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.config import load_experiments
 
 PEAK, LINKS, EP_SIZE = "workload.peak_load", "emulate.links", "layer.ep_size"

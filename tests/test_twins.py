@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,8 +28,9 @@ from torch import Tensor
 
 from moe_ep_bench import policies
 from moe_ep_bench.analysis.origins import component_words
+from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.description import describe_kernels
-from moe_ep_bench.bench.plan import ROUTING, plan
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.facts import Component
 from moe_ep_bench.kernels import dispatch, form_of, toolchain
 from moe_ep_bench.kernels.dispatch import KERNELS
@@ -190,20 +191,20 @@ def test_without_a_c_compiler_torch_runs_and_results_say_why(monkeypatch: pytest
     config = write_config(tmp_path, policies=policies)
     comparison = plan(config, [], ROUTING)[0]
     with pytest.warns(RuntimeWarning, match=r"no C compiler.*: on the GPU policies and activations run as torch"):
-        described = describe_kernels(comparison, "cuda")
+        described = describe_kernels(replace(comparison, on_gpu=True))
     assert described == {"requested": "auto", "ran": "numba, torch", "why": why}
     assert component_words(Component(**described)) == f"numba, torch (asked for auto: {why})"
-    assert describe_kernels(comparison, "cpu") == {"requested": "auto", "ran": "numba"}
+    assert describe_kernels(comparison) == {"requested": "auto", "ran": "numba"}
     with pytest.raises(ValueError, match=r"triton cannot run topk: no C compiler .*; expected auto, torch"):
         form_of(TopK(), "cuda", "triton").runs(8, 64)
     rows_N2F, weights_N = torch.rand(3, 8), torch.rand(3)
     expected_NF = weighted_swiglu_formula(rows_N2F, weights_N)
     assert torch.equal(weighted_swiglu(rows_N2F.as_subclass(OnGpu), weights_N), expected_NF)
     monkeypatch.setattr(parts, "transformer_engine", TransformerEngine)
-    for asked, key in ((("decode", "auto"), "layer.experts: decode"), (("auto", "auto"), "layer.cuda_graph: true")):
+    for asked, key in (("decode", "layer.experts: decode"), ("auto", "layer.cuda_graph: true")):
         graph = {"cuda_graph": True, "dispatcher": "allgather"} if "graph" in key else {}
         with pytest.raises(ValueError, match=f"{key} needs Triton's kernels on a GPU: no C compiler"):
-            Parts.choose(*asked, **graph, on_cpu=False)
+            Parts.choose(asked, **graph, on_cpu=False)
 
 
 @every_spec

@@ -66,43 +66,28 @@ def test_the_first_tokens_of_every_sequence_are_images():
     assert image_tokens(sequence_id_T, 1.0).tolist() == [1] * 7
 
 
-# Dealing in shares
+# Dealing
 
 
 @few_examples
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=60),
-    st.integers(1, 6),
-    st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=4),
-)
-def test_ranks_get_their_shares_as_nearly_as_whole_sequences_allow(length_S, num_ranks, shares):
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(1, 6))
+def test_ranks_get_as_many_tokens_as_nearly_as_whole_sequences_allow(length_S, num_ranks):
     ids_T = torch.arange(len(length_S)).repeat_interleave(torch.tensor(length_S))
-    share_R = [shares[rank % len(shares)] for rank in range(num_ranks)]
-    if not any(share_R):
-        with pytest.raises(ValueError, match="shares: expected one above 0"):
-            deal(ids_T, num_ranks, shares)
-        return
-    dealt = deal(ids_T, num_ranks, shares)
+    dealt = deal(ids_T, num_ranks)
     assert torch.equal(torch.cat(dealt).sort().values, torch.arange(len(ids_T)))
     assert all((indices.diff() > 0).all() for indices in dealt)
-    num_pieces, num_active = sum(ids_T[indices].unique().numel() for indices in dealt), sum(map(bool, share_R))
-    assert num_pieces == max(len(length_S), min(num_active, len(ids_T))), "a sequence is cut only for an empty rank"
-    assert sum(len(indices) > 0 for indices in dealt) == min(num_active, num_pieces)
-    fills = []
-    for indices, share in zip(dealt, share_R, strict=True):
-        assert share > 0 or len(indices) == 0
-        if share:
-            fills.append((len(indices) / share, share))
-    for fill, share in fills:
-        assert fill - min(other for other, _ in fills) <= max(length_S) / share + 1e-9
+    num_pieces = sum(ids_T[indices].unique().numel() for indices in dealt)
+    assert num_pieces == max(len(length_S), min(num_ranks, len(ids_T))), "a sequence is cut only for an empty rank"
+    fills = [len(indices) for indices in dealt]
+    assert sum(map(bool, fills)) == min(num_ranks, num_pieces)
+    assert max(fills) - min(fills) <= max(length_S)
 
 
 @few_examples
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9), st.integers(1, 7))
-def test_equal_sequences_are_dealt_in_turn_as_one_by_one(length, num_sequences, last, num_ranks):
+def test_equal_sequences_are_dealt_in_turn(length, num_sequences, last, num_ranks):
     length_S = np.array([*[length] * (num_sequences - 1), min(last, length)])
-    one_by_one = deal_sequences(length_S, num_ranks, [1.0])
-    np.testing.assert_array_equal(deal_sequences(length_S, num_ranks), one_by_one)
+    np.testing.assert_array_equal(deal_sequences(length_S, num_ranks), np.arange(num_sequences) % num_ranks)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ from layer_laws import (
 )
 from torch import Tensor
 
-from moe_ep_bench.bench.plan import VIRTUAL, plan
+from moe_ep_bench.bench.comparison import VIRTUAL
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.rank_timers import MeasuredRanks
 from moe_ep_bench.bench.routing import Batches, CaseRouter
 from moe_ep_bench.bench.traffic import Traffic, traffic_of

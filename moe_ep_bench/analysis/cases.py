@@ -16,11 +16,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.origins import device_words, file_of, how_words, origin_of, workload_words
 from moe_ep_bench.analysis.reduce import (
+    ITERATION,
     PASS_PARTS,
     ROUTED,
     all_layers_ms,
@@ -38,7 +38,7 @@ from moe_ep_bench.analysis.reduce import (
 from moe_ep_bench.analysis.seeds import joined
 from moe_ep_bench.analysis.store import Case, Comparison, Store, read_store
 from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts
-from moe_ep_bench.schema import TOTAL
+from moe_ep_bench.schema import ALL, ATTENTION, LAYER_PHASES, MOE, REST, TOTAL
 from moe_ep_bench.timing.statistics import (
     Estimate,
     NoiseFloor,
@@ -103,18 +103,18 @@ def cases(store: Store) -> pd.DataFrame:
     of whole models ``moe_*``, ``by_amdahl``, ``mean_rank_<part>_ms`` and extrapolations; ``probe_overhead``,
     ``host_bound_share``, ``drift``, ``outlier_share``, ``outlier_worst``.
     """
-    rows = [row for comparison in store.comparisons for row in _rows(comparison)]
+    means = routing_means(routing(store)).to_dict("index")
+    rows = [row for comparison in store.comparisons for row in _rows(comparison, means)]
     frame = pd.DataFrame(rows)
     frame = frame.reindex(columns=list(dict.fromkeys([*frame, *_TIMED])))
     frame = frame.assign(**_families(frame)).astype({"speedup_num_launches": "Int64", "capacity_factor": float})
     return frame.merge(comparisons(store).drop(columns="facts"), on=COMPARISON, how="left", validate="m:1")
 
 
-def _rows(comparison: Comparison) -> list[dict[str, Any]]:
+def _rows(comparison: Comparison, means: dict[tuple, dict[str, float]]) -> list[dict[str, Any]]:
     facts = comparison.facts
     listed = sorted(comparison.cases, key=_reading_order)
-    means = {case.case_id: routing_means(joined_routing(case, facts)) for case in listed if case.is_ok}
-    rows = [_identity(comparison, case) | _routed(case, means) for case in listed]
+    rows = [_identity(comparison, case) | _routed(comparison, case, means) for case in listed]
     if isinstance(facts, RoutedFacts):
         return rows
     native = comparison.case_of("baseline")
@@ -149,13 +149,16 @@ def _reading_order(case: Case) -> tuple:
     )
 
 
+def _key(comparison: Comparison, case: Case) -> dict[str, str]:
+    """``CASE``, on which all frames join."""
+    return dict(zip(CASE, (comparison.directory, comparison.comparison_id, case.case_id), strict=True))
+
+
 def _identity(comparison: Comparison, case: Case) -> dict[str, Any]:
     facts, fit = case.facts, getattr(comparison.facts, "fit", None)
     factor = facts.policy_params.get("capacity_factor")
     return {
-        "directory": comparison.directory,
-        "comparison_id": comparison.comparison_id,
-        "case_id": case.case_id,
+        **_key(comparison, case),
         "policy": facts.policy,
         "policy_params": json.dumps(facts.policy_params, sort_keys=True),
         "label": facts.label,
@@ -169,8 +172,8 @@ def _identity(comparison: Comparison, case: Case) -> dict[str, Any]:
     }
 
 
-def _routed(case: Case, means: dict[str, dict[str, float]]) -> dict[str, Any]:
-    values = _values("", means.get(case.case_id), (*ROUTED, "output_error"))
+def _routed(comparison: Comparison, case: Case, means: dict[tuple, dict[str, float]]) -> dict[str, Any]:
+    values = _values("", means.get(tuple(_key(comparison, case).values())), (*ROUTED, "output_error"))
     return values | (dict.fromkeys(_COSTS) if case.facts.role == "ceiling" else {})
 
 
@@ -417,32 +420,39 @@ def samples(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
     order = ["launch", "batch", "iteration", "kind", "rank", "layer", "phase"]
     parts = []
     for comparison, case in _timed(store, of):
-        about = {"directory": comparison.directory, "comparison_id": comparison.comparison_id, "case_id": case.case_id}
-        about |= _values("", case.facts, ("role", "policy", "label"))
+        about = _key(comparison, case) | _values("", case.facts, ("role", "policy", "label"))
         about["policy_params"] = json.dumps(case.facts.policy_params, sort_keys=True)
-        rows = case.samples.astype({"layer": "Int32"}).sort_values(order)
-        parts.append(pd.concat([pd.DataFrame(about, index=rows.index), rows], axis=1))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=CASE)
+        parts.append(_beside(about, case.samples.astype({"layer": "Int32"}).sort_values(order)))
+    return _together(parts)
 
 
-def iterations(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
-    """A row per case, kind (plain, breakdown), launch, batch and iteration, on its slowest rank.
+@lru_cache(maxsize=4)
+def timings(store: Store) -> pd.DataFrame:
+    """A row per case, quantity, launch, batch and iteration: ``time_us``, and ``speedup`` over native in the same one.
 
-    Columns: ``CASE``, ``kind``, ``launch``, ``batch``, ``iteration``, ``time_us``, ``host_us``; in breakdowns
-    ``<phase>_us``, of a whole model summed over layers.
+    Columns: ``CASE``, ``role``, ``quantity``, ``ITERATION``, ``time_us``, ``speedup`` (null of native, and where either
+    took no time). Quantities: ``ALL``, of plain iterations. Of breakdown iterations the ``PARTS`` of a whole model's
+    pass, on the rank that is slowest in each, where they add up: MoE layers, waiting included; attention; and the rest,
+    which no policy reaches. Then every phase of a layer, on the rank that spends most in it, all MoE layers together.
     """
     parts = []
-    for comparison, case in _timed(store, of):
-        about = {"directory": comparison.directory, "comparison_id": comparison.comparison_id, "case_id": case.case_id}
-        for kind, times in (("plain", case.plain), ("breakdown", case.breakdown)):
-            if times.index.empty:
-                continue
-            at = np.arange(len(times.index)), times.slowest_rank()
-            numbers = {"time_us": times.of(TOTAL)[at], "host_us": times.host_us[at]}
-            if kind == "breakdown":
-                numbers |= {f"{phase}_us": times.of(phase)[at] for phase in sorted(times.occurred - {TOTAL})}
-            parts.append(times.index.to_frame(index=False).assign(**about, kind=kind, **numbers))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=CASE)
+    for comparison, case in _timed(store):
+        broken, quantities = case.breakdown, {ALL: layer_time_us(case)}
+        if len(broken.index) and getattr(comparison.facts, "whole", None) is not None:
+            pass_us, moe_us = slowest_us(case), moe_time_us(case)
+            quantities |= {MOE: moe_us, ATTENTION: pass_us["attention"]}
+            quantities[REST] = pass_us[TOTAL] - moe_us - pass_us["attention"]
+        occurred = [phase for phase in LAYER_PHASES if phase in broken.occurred]
+        quantities |= {phase: broken.series(broken.of(phase).max(axis=1)) for phase in occurred}
+        rows = pd.concat(quantities, names=["quantity"]).rename("time_us").reset_index()
+        parts.append(_beside(_key(comparison, case) | {"role": case.facts.role}, rows))
+    if not parts:
+        return pd.DataFrame(columns=[*CASE, "role", "quantity", *ITERATION, "time_us", "speedup"])
+    frame = pd.concat(parts, ignore_index=True)
+    pair = [*COMPARISON, "quantity", *ITERATION]
+    natives = frame[frame["role"] == "baseline"].set_index(pair)["time_us"].rename("native_us")
+    native_us = frame.join(natives, on=pair)["native_us"].mask(frame["role"] == "baseline")
+    return frame.assign(speedup=(native_us / frame["time_us"]).where((native_us > 0) & (frame["time_us"] > 0)))
 
 
 def layers(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
@@ -454,12 +464,21 @@ def layers(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
     for comparison, case in _timed(store, of):
         if getattr(comparison.facts, "whole", None) is None or case.breakdown.index.empty:
             continue
-        about = {"directory": comparison.directory, "comparison_id": comparison.comparison_id, "case_id": case.case_id}
-        parts.append(by_layer_ms(case).reset_index().assign(label=case.facts.label, **about))
+        about = _key(comparison, case) | {"label": case.facts.label}
+        parts.append(_beside(about, by_layer_ms(case).reset_index()))
+    return _together(parts)
+
+
+def _beside(about: dict[str, Any], rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of a case behind the columns that say which it is."""
+    return pd.concat([pd.DataFrame(about, index=rows.index), rows], axis=1)
+
+
+def _together(parts: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=CASE)
 
 
-def _timed(store: Store, of: pd.DataFrame | None) -> list[tuple[Comparison, Case]]:
+def _timed(store: Store, of: pd.DataFrame | None = None) -> list[tuple[Comparison, Case]]:
     wanted = None if of is None else set(of[CASE].itertuples(index=False, name=None))
     return [
         (comparison, case)
@@ -480,12 +499,10 @@ def routing(store: Store) -> pd.DataFrame:
     parts = []
     for comparison in store.comparisons:
         for case in (case for case in comparison.cases if case.is_ok):
-            about = {"directory": comparison.directory, "comparison_id": comparison.comparison_id}
-            about |= {"case_id": case.case_id, **_values("", case.facts, ("label", "role", "policy"))}
+            about = _key(comparison, case) | _values("", case.facts, ("label", "role", "policy"))
             about["capacity_factor"] = case.facts.policy_params.get("capacity_factor")
-            rows = joined_routing(case, comparison.facts)
-            parts.append(pd.concat([pd.DataFrame(about, index=rows.index), rows], axis=1))
-    return pd.concat(parts, ignore_index=True).astype({"capacity_factor": float})
+            parts.append(_beside(about, joined_routing(case, comparison.facts)))
+    return _together(parts).astype({"capacity_factor": float})
 
 
 @lru_cache(maxsize=4)
@@ -494,10 +511,11 @@ def frontiers(store: Store) -> pd.DataFrame:
 
     Of native also the curve: ``curve_load`` (fullest rank over the mean, ascending) and ``curve_kept``, lists.
     """
-    parts = [
-        case.frontier.assign(directory=one.directory, comparison_id=one.comparison_id, case_id=case.case_id)
-        for one in store.comparisons
-        for case in one.cases
-        if case.frontier is not None
-    ]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=CASE)
+    return _together(
+        [
+            case.frontier.assign(**_key(comparison, case))
+            for comparison in store.comparisons
+            for case in comparison.cases
+            if case.frontier is not None
+        ]
+    )

@@ -1,7 +1,7 @@
 """Compare two runs of the same cases: what became slower, what faster, and what is inconclusive. A gate for CI.
 
 Cases are paired by case id, a hash of all that defines them. Of each pair are compared the time of the layer, or of a
-whole model's pass; what it consists of (``times_of``); and the speedup over native. Two jobs share no moment;
+whole model's pass; what it consists of (``cases.timings``); and the speedup over native. Two jobs share no moment;
 ``timing.statistics`` says how a change is estimated all the same. Each change is held against the noise floors of both
 runs, of the same quantity: what native differs by from itself.
 
@@ -18,64 +18,76 @@ is soon switched off; ``--strict`` makes them a status of their own.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, cases, comparisons, conditions, iterations, jobs, load, samples
+from moe_ep_bench.analysis.cases import cases, comparisons, conditions, jobs, load, timings
 from moe_ep_bench.analysis.columns import NONE, Column, Row, milliseconds, missing, number, percentage, text
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, chance_words, notes
 from moe_ep_bench.analysis.origins import MODE_WORDS
 from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.reduce import ITERATION
 from moe_ep_bench.analysis.render import Table, render
-from moe_ep_bench.analysis.store import Store, kind_of
+from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.schema import LAYER_PHASES, MOE_REST
+from moe_ep_bench.schema import ALL, MOE, PARTS
 from moe_ep_bench.timing.statistics import (
     BELOW_MODEL,
     MIN_BATCHES,
     Estimate,
+    NoiseFloor,
     estimate_change,
     estimate_median,
     joint_floor,
     judge,
     noise_floor,
-    paired_ratios,
 )
 
-# The layer, or the pass of a whole model, from plain iterations; then the parts of a pass.
-ALL = "all"
-MOE, ATTENTION, REST = PARTS = ("MoE layers", "attention", "the rest")
-_ITERATION = ["launch", "batch", "iteration"]
-Times = dict[tuple[str, ...], dict[str, pd.Series]]
 
-# Of run.json's ``environment``: what decides times.
+class Condition(NamedTuple):
+    """What was recorded of a run and may decide its times.
+
+    Attributes:
+        takes: the verdicts that it takes away where it differs, unless it was changed on purpose: all, times, or none.
+        allowed: by how much numbers may differ, relative; None = texts, which are equal or not.
+        form: of a number.
+    """
+
+    key: str
+    takes: str = "all"
+    allowed: float | None = None
+    form: str = ""
+
+
+# Of run.json's ``environment``; of its ``comparisons``, what the same config may have become on another machine.
 _ENVIRONMENT = (
     *("device_name", "driver", "cpu_name", "num_cores", "threads_per_rank", "python", "torch", "cuda", "nccl"),
     *("triton", "megatron_core", "transformer_engine", "apex", "deep_ep", "variables"),
 )
-# Of run.json's ``comparisons``: what the same config may have become on another machine.
 _LAYER = ("backend", "experts", "permute", "kernel", "cuda_graph", "oversubscribed", "links", "device", "placement")
+# Code is what ``compare`` mostly compares.
 _INFORMATIVE = ("hostname", "code", "git_commit")
-CHANGEABLE = (*_ENVIRONMENT, *_LAYER, "clocks")
-# Measured conditions: how far they may differ, and their form. A GPU's clock moves in steps of 15 MHz, under 1 %; the
+# A GPU's clock moves in steps of 15 MHz, under 1 %; a speedup is paired inside its run, so that the clock cancels. The
 # matmul and the copy beside a run are taken a few times only, too rough to take a verdict away.
-_MEASURED = {
-    "clocks": (0.02, "SM clock {:,.0f} MHz (median)"),
-    "matmul beside the run": (0.05, "{:.3g} TFLOP/s"),
-    "copy beside the run": (0.05, "{:.3g} GB/s"),
-}
-# Which verdicts a condition takes away: of times and speedups, of times only, or none.
-_WEIGHTS = {**dict.fromkeys(CHANGEABLE, "all"), "clocks": "times"}
+_CONDITIONS = (
+    *map(Condition, (*_ENVIRONMENT, *_LAYER)),
+    Condition("clocks", "times", 0.02, "SM clock {:,.0f} MHz (median)"),
+    Condition("matmul beside the run", "none", 0.05, "{:.3g} TFLOP/s"),
+    Condition("copy beside the run", "none", 0.05, "{:.3g} GB/s"),
+    *(Condition(key, "none") for key in _INFORMATIVE),
+)
+CHANGEABLE = tuple(condition.key for condition in _CONDITIONS if condition.takes != "none")
 # Of a run's own warnings, those that say that its times may not be those of another day.
 _WEAKENS = ("disturbed machine", "warm-up did not settle", "times drifted", "more ranks than cores", "launch-bound")
 # What ``judge`` says of a ratio above the floor, in words for a time and for a speedup.
 _WORDS = {"time": {"faster": "slower", "slower": "faster"}, "speedup": {"faster": "higher", "slower": "lower"}}
 # Verdicts on a time and on a speedup that say the same.
 _SAME = ("no difference", BELOW_MODEL)
-_AGREE = {("slower", "lower"), ("faster", "higher"), *((one, other) for one in _SAME for other in _SAME)}
+_AGREE = {("slower", "lower"), ("faster", "higher"), *((time, speedup) for time in _SAME for speedup in _SAME)}
 # A share of pairs or score mass that differs by less is rounding.
 _ROUTING_STEP = 5e-4
 # What is measured of a policy, beside controls: these decide ``--fail-over``.
@@ -93,7 +105,7 @@ class Change(NamedTuple):
             (``statistics.judge``; a higher or lower speedup in place of a faster or slower time), and ``why`` it is
             inconclusive.
         only_base, only_new: rows of ``cases.cases``.
-        differences: conditions that differ (``_differences``), with their comparison id.
+        differences: conditions that differ (``_differences``), by comparison_id.
         warnings: what weakens either run: comparison_id and line.
         about: NEW's comparisons by id.
     """
@@ -123,22 +135,9 @@ def compare_directories(base: Path, new: Path, *, intended: Collection[str] = ()
     for key in intended:
         if key not in CHANGEABLE:
             raise UserError(f"--changed: expected some of {', '.join(CHANGEABLE)}; got {key!r}")
-    for directory in (base, new):
-        if kind_of(directory) == "routed":
-            raise ResultsError(f"{directory}: holds routing without times; expected what `run` or `emulate` wrote")
     stores = [load(directory) for directory in (base, new)]
     old, now = frames = [cases(store) for store in stores]
-    modes, scopes = ([frame[key].iloc[0] for frame in frames] for key in ("mode", "scope"))
-    for directory, mode in zip((base, new), modes, strict=True):
-        if mode == "route":
-            raise ResultsError(f"{directory}: holds routing without times; expected what `run` or `emulate` wrote")
-    if scopes[0] != scopes[1]:
-        raise ResultsError(f"{new}: holds times of a {scopes[1]}, but {base} of a {scopes[0]}; expected one scope")
-    if modes[0] != modes[1]:
-        raise ResultsError(
-            f"{new}: {MODE_WORDS[modes[1]]}, but {base} is {MODE_WORDS[modes[0]]}: not compared; "
-            "`moe-ep-bench validate` holds one against the other"
-        )
+    _check_kinds(base, new, *frames)
     state = ["status", "reason", "dropped_share", "retained_mass"]
     common = old[["comparison_id", "case_id", "title", "label", "policy", "role", *state]].merge(
         now[["case_id", *state]], on="case_id", suffixes=("_base", "_new")
@@ -152,15 +151,14 @@ def compare_directories(base: Path, new: Path, *, intended: Collection[str] = ()
             "ids in run.json)"
         )
     about = comparisons(stores[1]).set_index("comparison_id")
-    shared = list(common["comparison_id"].unique())
-    recorded = [_conditions(store, directory) for store, directory in zip(stores, (base, new), strict=True)]
-    differences = pd.concat(
-        _differences(*(of_run[name] for of_run in recorded), intended).assign(comparison_id=name) for name in shared
-    )
-    changes = _changes(list(map(_values, stores)), measured, differences, about, same_machine)
+    differences = _differences(*map(_recorded, stores), intended)
+    differences = differences[differences["comparison_id"].isin(common["comparison_id"])]
+    changes = _changes(stores, measured, differences, about)
+    changes = changes if same_machine else _held_against_native(changes)
     for of in _WORDS:
         of_all = changes[(changes["quantity"] == ALL) & (changes["of"] == of)].set_index("case_id")
-        common = common.join(of_all.drop(columns=["quantity", "of"]).add_prefix(f"{of}_"), on="case_id")
+        numbers = of_all.drop(columns=["quantity", "of", "comparison_id", "role"])
+        common = common.join(numbers.add_prefix(f"{of}_"), on="case_id")
     warnings = [
         (comparison_id, f"{name}: {line.removeprefix('warning: ')}")
         for name, store in zip(("BASE", "NEW"), stores, strict=True)
@@ -170,7 +168,23 @@ def compare_directories(base: Path, new: Path, *, intended: Collection[str] = ()
     ]
     only_base, only_new = (frame[~frame["case_id"].isin(common["case_id"])] for frame in frames)
     warned = pd.DataFrame(warnings, columns=["comparison_id", "warning"])
+    changes = changes.drop(columns=["comparison_id", "role"])
     return Change(base, new, common, changes, only_base, only_new, differences, warned, about, same_machine)
+
+
+def _check_kinds(base: Path, new: Path, old: pd.DataFrame, now: pd.DataFrame) -> None:
+    """Raise a ResultsError unless both hold times, of one mode and scope."""
+    modes, scopes = ([frame[key].iloc[0] for frame in (old, now)] for key in ("mode", "scope"))
+    for directory, mode in zip((base, new), modes, strict=True):
+        if mode == "route":
+            raise ResultsError(f"{directory}: holds routing without times; expected what `run` or `emulate` wrote")
+    if scopes[0] != scopes[1]:
+        raise ResultsError(f"{new}: holds times of a {scopes[1]}, but {base} of a {scopes[0]}; expected one scope")
+    if modes[0] != modes[1]:
+        raise ResultsError(
+            f"{new}: {MODE_WORDS[modes[1]]}, but {base} is {MODE_WORDS[modes[0]]}: not compared; "
+            "`moe-ep-bench validate` holds one against the other"
+        )
 
 
 def _not_compared(row: Row) -> str | None:
@@ -192,251 +206,201 @@ def _routes_differently(row: Row) -> str | None:
     return "; ".join(words) or None
 
 
-# ---- times -----------------------------------------------------------------------------------------------------------
-
-
-def times_of(store: Store, *, phases: bool = False) -> Times:
-    """Microseconds of each quantity of every measured case by ``CASE``, indexed by (launch, batch, iteration).
-
-    ``ALL``; of a whole model with breakdown iterations also its parts, on the rank that is slowest in each iteration,
-    where they add up: MoE layers, waiting included; attention; and all the rest, which no policy reaches.
-
-    Args:
-        phases: also every phase that occurred, on the rank that spends most in it; of a whole model those of all its
-            MoE layers together.
-    """
-    rows = iterations(store)
-    is_model = cases(store)["scope"].eq("model").any()
-    times: Times = {}
-    for key, of_case in rows.groupby(CASE, sort=False):
-        of_case = of_case.set_index(_ITERATION)
-        plain, broken = (of_case[of_case["kind"] == kind] for kind in ("plain", "breakdown"))
-        times[key] = {ALL: plain["time_us"]}
-        if is_model and len(broken):
-            moe = broken[[f"{phase}_us" for phase in (*LAYER_PHASES, MOE_REST) if f"{phase}_us" in broken]].sum(axis=1)
-            attention = broken["attention_us"]
-            times[key] |= {MOE: moe, ATTENTION: attention, REST: broken["time_us"] - moe - attention}
-    if phases:
-        found = samples(store)
-        found = found[(found["kind"] == "breakdown") & found["phase"].isin(LAYER_PHASES)]
-        by_rank = found.groupby([*CASE, "phase", *_ITERATION, "rank"])["time_us"].sum()
-        most = by_rank.groupby([*CASE, "phase", *_ITERATION]).max()
-        for (*key, phase), series in most.groupby(level=[*CASE, "phase"]):
-            times[tuple(key)][phase] = series.droplevel([*CASE, "phase"])
-        for key, of_case in times.items():
-            order = [name for name in (ALL, *PARTS, *LAYER_PHASES) if name in of_case]
-            times[key] = {name: of_case[name] for name in order}
-    return times
-
-
-def _values(store: Store) -> dict[str, dict[tuple[str, str], tuple[pd.Series, Estimate | None]]]:
-    """Of each case id by quantity and (time or speedup): its values, and native over native again of the quantity."""
-    times, values = times_of(store, phases=True), {}
-    for _, group in cases(store).groupby(CASE[:2], sort=False):
-        by_role = dict(zip(group["role"], group[CASE].itertuples(index=False, name=None), strict=True))
-        native, again = (times.get(by_role.get(role, ()), {}) for role in ("baseline", "noise"))
-        floors = {name: estimate_median(_speedups(native.get(name), series)) for name, series in again.items()}
-        for key in group[CASE].itertuples(index=False, name=None):
-            values[key[-1]] = {
-                (name, of): (series if of == "time" else _speedups(native.get(name), series), floors.get(name))
-                for name, series in times.get(key, {}).items()
-                for of in _WORDS
-            }
-    return values
-
-
-def _speedups(native: pd.Series | None, case: pd.Series) -> pd.Series:
-    if native is None:
-        return case.iloc[:0]
-    ratios = paired_ratios(native, case[case > 0])
-    return ratios[ratios > 0]
-
-
 # ---- changes ---------------------------------------------------------------------------------------------------------
 
 
+def changes_of(base: pd.DataFrame, new: pd.DataFrame, key: Sequence[str]) -> pd.DataFrame:
+    """The one join of two jobs: NEW over BASE, batch by batch (``statistics.estimate_change``).
+
+    Args:
+        base, new: ``value`` by key, launch, batch and iteration; null where there is nothing to compare.
+
+    Returns:
+        A row per key that both hold, in the order of BASE: ``base`` and ``new``, medians; ``estimate`` of the ratio,
+        None where no batch is common or one has no value above 0; ``ratio`` and the estimate's other fields.
+    """
+    old, now = (
+        {name: rows.set_index(ITERATION)["value"].dropna() for name, rows in frame.groupby(list(key), sort=False)}
+        for frame in (base, new)
+    )
+    rows = []
+    for name in (name for name in old if name in now):
+        pair = old[name], now[name]
+        estimate = None if any(values.empty for values in pair) else estimate_change(*pair)
+        ends = {
+            end: getattr(estimate, end, None) for end in ("low", "high", "is_interval", "num_batches", "num_launches")
+        }
+        medians = {"base": pair[0].median(), "new": pair[1].median(), "ratio": getattr(estimate, "median", None)}
+        rows.append(dict(zip(key, name, strict=True)) | medians | ends | {"estimate": estimate})
+    return pd.DataFrame(rows)
+
+
 def _changes(
-    values: list[dict[str, Any]],
-    common: pd.DataFrame,
-    differences: pd.DataFrame,
-    about: pd.DataFrame,
-    same_machine: bool,
+    stores: Sequence[Store], measured: pd.DataFrame, differences: pd.DataFrame, about: pd.DataFrame
 ) -> pd.DataFrame:
-    """``Change.changes`` of cases that both runs measured, native's ahead of the others of its comparison."""
+    """``Change.changes`` of cases that both runs measured, without regard to native."""
+    frames = [timings(store).rename(columns={"time_us": "time"}) for store in stores]
+    floors = [_floors(frame) for frame in frames]
+    key = ["case_id", "quantity", "of"]
+    values = [frame.melt([*key[:2], *ITERATION], list(_WORDS), var_name="of") for frame in frames]
+    found = measured[["comparison_id", "case_id", "role"]].merge(changes_of(*values, key), on="case_id")
+    found = found[(found["role"] != "baseline") | (found["of"] == "time")]
     weighty = differences[~differences["intended"].astype(bool)]
-    forbidding = {
-        of: weighty[weighty["takes_verdicts_on"].isin(weights)].groupby("comparison_id")["key"].agg(", ".join)
-        for of, weights in (("time", ["all", "times"]), ("speedup", ["all"]))
-    }
-    found: dict[tuple[str, str, str], Row] = {}  # by case, quantity and (time or speedup)
-    natives: dict[str, str] = {}
-    for case_id, comparison_id, role in common[["case_id", "comparison_id", "role"]].itertuples(index=False):
-        old, now = (of_run[case_id] for of_run in values)
-        natives |= {comparison_id: case_id} if role == "baseline" else {}
-        for name, of in (key for key in old if key in now and (role != "baseline" or key[1] == "time")):
-            why = forbidding[of].get(comparison_id)
-            change = _change(*old[name, of], *now[name, of], of, about.loc[comparison_id], why)
-            found[case_id, name, of] = {"case_id": case_id, "quantity": name, "of": of} | change
-            if of == "speedup" and not same_machine:
-                native = found.get((natives.get(comparison_id, ""), name, "time"))
-                _hold_against_native(found[case_id, name, "time"], found[case_id, name, of], native)
-    return pd.DataFrame(found.values())
+    rows = []
+    for row in found.to_dict("records"):
+        own = weighty[(weighty["comparison_id"] == row["comparison_id"])]
+        forbids = own[own["takes_verdicts_on"].isin(["all", "times"] if row["of"] == "time" else ["all"])]["key"]
+        pair = [of_run.get((row["comparison_id"], row["quantity"])) for of_run in floors]
+        floor = joint_floor(*pair) if all(pair) else None
+        verdict, why = _verdict(row["estimate"], floor, about.loc[row["comparison_id"]], ", ".join(forbids))
+        ends = {f"floor_{end}": getattr(floor, end, None) for end in ("low", "high")}
+        rows.append(row | ends | {"verdict": _WORDS[row["of"]].get(verdict, verdict), "why": why})
+    return pd.DataFrame(rows).drop(columns="estimate")
 
 
-def _change(
-    base: pd.Series,
-    old_again: Estimate | None,
-    new: pd.Series,
-    new_again: Estimate | None,
-    of: str,
-    facts: pd.Series,
-    differing: str | None,
-) -> Row:
-    """The numbers of one change, its verdict, and why it is inconclusive."""
-    ratio = None if base.empty or new.empty else estimate_change(base, new)
-    floor = joint_floor(noise_floor(old_again), noise_floor(new_again)) if old_again and new_again else None
-    is_modelled, is_shared = facts["facts"].get("device") is not None, bool(facts["oversubscribed"])
-    verdict, why = judge(ratio, floor, is_modelled=is_modelled, is_oversubscribed=is_shared), None
-    if differing:
-        why = f"conditions differ: {differing}"
-    elif verdict == "inconclusive":
-        why = "nothing to divide: no common batch, or a time of 0"
-        if ratio is not None and not ratio.is_interval:
-            why = f"{ratio.num_batches} batches: fewer than {MIN_BATCHES} give no interval"
-        elif is_shared:
-            why = OVERSUBSCRIBED
-        elif ratio is not None and floor is None:
-            why = "a run lacks its noise floor"
-        elif ratio is not None and floor is not None:
-            low, high, noise = (100 * (end - 1) for end in (ratio.low, ratio.high, floor.high))
-            why = f"the interval ({low:+.1f} to {high:+.1f} %) lies partly in the noise floor ({noise:.1f} %)"
+def _floors(times: pd.DataFrame) -> dict[tuple[str, str], NoiseFloor]:
+    """What native run twice differs by, by comparison and quantity."""
+    again = times[(times["role"] == "noise") & times["speedup"].notna()]
     return {
-        "base": base.median(),
-        "new": new.median(),
-        "ratio": getattr(ratio, "median", None),
-        **{name: getattr(ratio, name, None) for name in ("low", "high", "is_interval", "num_batches", "num_launches")},
-        **{f"floor_{end}": getattr(floor, end, None) for end in ("low", "high")},
-        "verdict": "inconclusive" if why else _WORDS[of].get(verdict, verdict),
-        "why": why,
+        name: noise_floor(estimate)
+        for name, rows in again.groupby(["comparison_id", "quantity"])
+        if (estimate := estimate_median(rows.set_index(ITERATION)["speedup"])) is not None
     }
 
 
-def _hold_against_native(time: Row, speedup: Row, native: Row | None) -> None:
-    """Take the verdict on a time away where native's own change forbids it; see the module."""
-    if time["verdict"] == "inconclusive" or (time["verdict"], speedup["verdict"]) in _AGREE:
-        return
-    if native is None or native["ratio"] is None:
-        why = "native was not measured in both, so the machine has no control"
-    elif time["verdict"] not in _SAME and native["verdict"] not in _SAME:
-        why = f"native changed by {_percent(native['ratio'])} %: perhaps the machine, not the case"
-    elif native["verdict"] in ("slower", "faster"):
-        why = f"native became {native['verdict']} ({_percent(native['ratio'])} %), and this did not"
-    else:
-        return
-    time |= {"verdict": "inconclusive", "why": why}
+def _verdict(
+    ratio: Estimate | None, floor: NoiseFloor | None, about: pd.Series, differing: str
+) -> tuple[str, str | None]:
+    """``statistics.judge`` of a change, and why it is inconclusive."""
+    if differing:
+        return "inconclusive", f"conditions differ: {differing}"
+    is_modelled, is_shared = about["facts"].get("device") is not None, bool(about["oversubscribed"])
+    verdict = judge(ratio, floor, is_modelled=is_modelled, is_oversubscribed=is_shared)
+    if verdict != "inconclusive":
+        return verdict, None
+    if ratio is None:
+        return verdict, "nothing to divide: no common batch, or a time of 0"
+    if not ratio.is_interval:
+        return verdict, f"{ratio.num_batches} batches: fewer than {MIN_BATCHES} give no interval"
+    if is_shared:
+        return verdict, OVERSUBSCRIBED
+    if floor is None:
+        return verdict, "a run lacks its noise floor"
+    low, high, noise = (100 * (end - 1) for end in (ratio.low, ratio.high, floor.high))
+    return verdict, f"the interval ({low:+.1f} to {high:+.1f} %) lies partly in the noise floor ({noise:.1f} %)"
+
+
+def _held_against_native(changes: pd.DataFrame) -> pd.DataFrame:
+    """The changes without verdicts on times that native's own change forbids; see the module."""
+    speedups = changes.loc[changes["of"] == "speedup", ["case_id", "quantity", "verdict"]]
+    natives = changes.loc[changes["role"] == "baseline", ["comparison_id", "quantity", "verdict", "ratio"]]
+    held = changes.merge(speedups, "left", ["case_id", "quantity"], suffixes=("", "_of_speedup"))
+    held = held.merge(natives, "left", ["comparison_id", "quantity"], suffixes=("", "_of_native"))
+    whys = pd.Series([_uncontrolled(row) for row in held.to_dict("records")], changes.index, dtype=object)
+    verdicts = changes["verdict"].mask(whys.notna(), "inconclusive")
+    return changes.assign(verdict=verdicts, why=whys.where(whys.notna(), changes["why"]))
+
+
+def _uncontrolled(row: Row) -> str | None:
+    """Why a verdict on a time does not stand beside native's; None where it does."""
+    verdict, native = row["verdict"], row["verdict_of_native"]
+    if row["of"] != "time" or row["role"] == "baseline" or verdict == "inconclusive":
+        return None
+    if (verdict, row["verdict_of_speedup"]) in _AGREE:
+        return None
+    if missing(row["ratio_of_native"]):
+        return "native was not measured in both, so the machine has no control"
+    if verdict not in _SAME and native not in _SAME:
+        return f"native changed by {_percent(row['ratio_of_native'])} %: perhaps the machine, not the case"
+    if native in ("slower", "faster"):
+        return f"native became {native} ({_percent(row['ratio_of_native'])} %), and this did not"
+    return None
 
 
 # ---- conditions ------------------------------------------------------------------------------------------------------
 
 
-def _differences(old: Row, now: Row, intended: Collection[str]) -> pd.DataFrame:
-    """The conditions of a comparison that differ; what a run did not record differs from nothing.
-
-    Another GPU, driver or package takes away the verdicts on times and speedups, unless the user names it as changed on
-    purpose. Another clock takes the verdicts on times only, for a speedup is paired inside its run. Other code and
-    another host are listed and take nothing: code is what ``compare`` mostly compares.
+def _differences(old: pd.DataFrame, now: pd.DataFrame, intended: Collection[str]) -> pd.DataFrame:
+    """Conditions of comparisons that differ; what a run did not record differs from nothing.
 
     Returns:
-        key, base, new (texts), takes_verdicts_on (all, times or none), intended (changed on purpose: of no weight).
+        comparison_id, key, base, new (texts), takes_verdicts_on (all, times or none), intended (changed on purpose: of
+        no weight).
     """
     rows = []
-    for key in (*_ENVIRONMENT, *_LAYER, *_MEASURED, *_INFORMATIVE):
-        base, new = old.get(key), now.get(key)
-        if base is None or new is None:
+    both = old.merge(now, on=["comparison_id", "key"], suffixes=("_base", "_new"))
+    for row in both.to_dict("records"):
+        condition, base, new = _BY_KEY[row["key"]], row["value_base"], row["value_new"]
+        if base == new or (condition.allowed is not None and abs(new - base) <= condition.allowed * abs(base)):
             continue
-        is_same = base == new
-        if key in _MEASURED:
-            allowed, form = _MEASURED[key]
-            is_same = abs(new - base) <= allowed * abs(base)
-            base, new = form.format(base), form.format(new)
-        if not is_same:
-            rows.append((key, base, new, _WEIGHTS.get(key, "none"), key in intended))
-    return pd.DataFrame(rows, columns=["key", "base", "new", "takes_verdicts_on", "intended"])
+        texts = (condition.form.format(value) if condition.form else value for value in (base, new))
+        rows.append((row["comparison_id"], row["key"], *texts, condition.takes, row["key"] in intended))
+    return pd.DataFrame(rows, columns=["comparison_id", "key", "base", "new", "takes_verdicts_on", "intended"])
 
 
-def _conditions(store: Store, directory: Path) -> dict[str, Row]:
-    """What was recorded of each comparison: texts, and numbers of ``_MEASURED``."""
-    by_run = {row.run_id: row for row in jobs(store).itertuples()}
-    launches, recorded = conditions(store), {}
-    for row in comparisons(store).to_dict("records"):
-        ranks = launches[launches["comparison_id"] == row["comparison_id"]] if len(launches) else launches
-        own = (
-            [by_run[run_id] for run_id in ranks["run_id"].unique() if run_id in by_run]
-            if len(ranks)
-            else by_run.values()
-        )
-        environments = [job.environment | {"code": job.hashes.get("code")} for job in own]
+_BY_KEY = {condition.key: condition for condition in _CONDITIONS}
+
+
+def _recorded(store: Store) -> pd.DataFrame:
+    """What was recorded of each comparison: comparison_id, key (in the order of ``_CONDITIONS``), value."""
+    by_run, ranks = jobs(store).set_index("run_id"), conditions(store)
+    rows = []
+    for about in comparisons(store).to_dict("records"):
+        own = ranks[ranks["comparison_id"] == about["comparison_id"]] if len(ranks) else ranks
+        runs = by_run[by_run.index.isin(own["run_id"])] if len(own) else by_run
+        environments = [job.environment | {"code": job.hashes.get("code")} for job in runs.itertuples()]
         found: Row = {}
         for key in (*_ENVIRONMENT, *_INFORMATIVE):
-            texts = {_text(one[key]) for one in environments if one.get(key) is not None}
-            if texts:
-                found[key] = " and ".join(sorted(texts))
+            texts = {_text(environment[key]) for environment in environments if environment.get(key) is not None}
+            found[key] = " and ".join(sorted(texts)) or None
         for key in _LAYER:
-            value = row["facts"].get(key)
+            value = about["facts"].get(key)
             found[key] = value["ran"].partition(" (")[0] if isinstance(value, dict) else _text(value)
-        if row["facts"].get("kernel") is None:  # not recorded
+        if about["facts"].get("kernel") is None:  # not recorded
             del found["kernel"]
-        if len(ranks):
-            measured = {
-                "clocks": ranks["sm_clock_mhz"].median(),
-                "matmul beside the run": ranks["matmul_tflops"].min(),
-                "copy beside the run": ranks["copy_gbps"].min(),
-            }
-            found |= {key: float(value) for key, value in measured.items() if not missing(value)}
-        recorded[row["comparison_id"]] = found
-    return recorded
+        if len(own):
+            found["clocks"] = own["sm_clock_mhz"].astype(float).median()
+            found["matmul beside the run"] = own["matmul_tflops"].min()
+            found["copy beside the run"] = own["copy_gbps"].min()
+        rows += [(about["comparison_id"], key, found[key]) for key in _BY_KEY if not missing(found.get(key))]
+    return pd.DataFrame(rows, columns=["comparison_id", "key", "value"])
 
 
 def _text(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, dict):
-        return " ".join(f"{key}={one}" for key, one in sorted(value.items())) or "none"
+        return " ".join(f"{key}={value[key]}" for key in sorted(value)) or "none"
     return value if isinstance(value, str) else json.dumps(value)
 
 
 # ---- the gate --------------------------------------------------------------------------------------------------------
 
 
-def outcome(case: Row, limit: float) -> Literal["slower", "open", "passed"]:
-    """The gate's answer on a row of ``Change.cases``.
+def outcomes(change: Change, limit: float | None) -> pd.Series:
+    """The gate's answer by row of ``change.cases``: slower, open or passed.
 
     A lower speedup counts as slower too, unless the case itself became faster: then it is native that gained more.
-    """
-    verdict = case["time_verdict"]
-    if missing(verdict):
-        return "open"
-    if verdict == "slower" and case["time_ratio"] > 1 + limit:
-        return "slower"
-    if case["speedup_verdict"] == "lower" and 1 / case["speedup_ratio"] > 1 + limit and verdict != "faster":
-        return "slower"
-    if verdict in ("slower", "faster"):
-        return "passed"
-    is_known = case["time_is_interval"] and not str(case["time_why"]).startswith("conditions differ")
-    return "passed" if is_known and case["time_high"] <= 1 + limit else "open"
-
-
-def outcomes(change: Change, limit: float | None) -> pd.Series:
-    """The gate's answer by row of ``change.cases``.
-
     None without a limit, and of controls, unless the machine is known to be the same.
     """
-    is_judged = change.cases["role"].isin(_JUDGED_ROLES) | change.same_machine
-    found = [
-        outcome(row, limit) if limit is not None and judged else None
-        for row, judged in zip(change.cases.to_dict("records"), is_judged, strict=True)
-    ]
-    return pd.Series(found, index=change.cases.index, dtype=object)
+    rows = change.cases
+    if limit is None:
+        return pd.Series(None, rows.index, dtype=object)
+    verdict, time, speedup = rows["time_verdict"], rows["time_ratio"].astype(float), rows["speedup_ratio"].astype(float)
+    fell = rows["speedup_verdict"].eq("lower") & (1 / speedup > 1 + limit) & verdict.ne("faster")
+    differing = rows["time_why"].astype(object).str.startswith("conditions differ").eq(True)
+    excluded = rows["time_is_interval"].eq(True) & ~differing & (rows["time_high"].astype(float) <= 1 + limit)
+    answers = np.select(
+        [
+            verdict.isna(),
+            (verdict.eq("slower") & (time > 1 + limit)) | fell,
+            verdict.isin(["slower", "faster"]) | excluded,
+        ],
+        ["open", "slower", "passed"],
+        "open",
+    )
+    is_judged = rows["role"].isin(_JUDGED_ROLES) | change.same_machine
+    return pd.Series(answers, rows.index, dtype=object).where(is_judged, None)
 
 
 def exit_status(change: Change, limit: float | None, *, strict: bool = False) -> int:

@@ -119,9 +119,9 @@ PHASE_AXIS = (*PHASES, UNACCOUNTED, TOTAL)
 _PHASE_PLACES = {phase: place for place, phase in enumerate(PHASE_AXIS)}
 
 
-def iterations_of(timings: pd.DataFrame, kind: str) -> Iterations:
-    """Lay out the samples of plain or of breakdown iterations; a layer's phases are summed over layers already."""
-    rows = timings[timings["kind"] == kind]
+def iterations_of(samples: pd.DataFrame, kind: str) -> Iterations:
+    """Lay out the samples of plain or of breakdown iterations; a phase is summed over all layers that have it."""
+    rows = samples[samples["kind"] == kind]
     levels, place_N = [], np.zeros(len(rows), dtype=np.int64)
     for name in ITERATION:
         values, code_N = np.unique(rows[name].to_numpy(dtype=np.int64), return_inverse=True)
@@ -133,20 +133,12 @@ def iterations_of(timings: pd.DataFrame, kind: str) -> Iterations:
     phases, phase_N = np.unique(rows["phase"].to_numpy(dtype=str), return_inverse=True)
     axis_N = np.array([_PHASE_PLACES[phase] for phase in phases], dtype=np.int64)[phase_N]
     time_us = np.zeros((len(places), max(len(ranks), 1), len(PHASE_AXIS)))
-    time_us[iteration_N, rank_N, axis_N] = rows["time_us"]
+    np.add.at(time_us, (iteration_N, rank_N, axis_N), rows["time_us"].to_numpy())
     host_us = np.full(time_us.shape[:2], np.nan)
     is_total_N = axis_N == _PHASE_PLACES[TOTAL]
     host_us[iteration_N[is_total_N], rank_N[is_total_N]] = rows["host_us"].to_numpy(dtype=float)[is_total_N]
     arrays = [values[code] for values, code in zip(levels, codes, strict=True)]
     return Iterations(pd.MultiIndex.from_arrays(arrays, names=ITERATION), time_us, host_us, frozenset(map(str, phases)))
-
-
-def over_layers(samples: pd.DataFrame) -> pd.DataFrame:
-    """Samples with each phase once, the sum of it over all layers that have it; ``layer`` goes."""
-    if samples["layer"].isna().all():
-        return samples.drop(columns="layer")
-    by = ["rank", *ITERATION, "kind", "phase"]
-    return samples.groupby(by, sort=False).agg({"time_us": "sum", "host_us": "first"}).reset_index()
 
 
 # ---- times -----------------------------------------------------------------------------------------------------------
@@ -262,8 +254,9 @@ def _expert_rates(case: Case, facts: TimedFacts, conditions: Sequence[Conditions
         by_rank = np.median([[getattr(rank.ceilings, name) for rank in launch.ranks] for launch in conditions], axis=0)
         # One device may have stood in for all ranks.
         ceilings.append(by_rank[rank_I] if len(by_rank) > 1 else by_rank[0])
-    tflops_I = 6 * hidden * ffn * pairs_I / time_us_I / 1e6
-    moved_bytes_I = size * (3 * hidden * ffn * activated_I + pairs_I * (2 * hidden + 6 * ffn))
+    matrices = facts.expert_matrices
+    tflops_I = 2 * matrices * hidden * ffn * pairs_I / time_us_I / 1e6
+    moved_bytes_I = size * (matrices * hidden * ffn * activated_I + pairs_I * 2 * (hidden + matrices * ffn))
     found = tflops_I, tflops_I / ceilings[0], moved_bytes_I / time_us_I / 1e3 / ceilings[1]
     return tuple(float(np.median(values_I)) for values_I in found)
 
@@ -389,15 +382,16 @@ def joined_routing(case: Case, facts: TimedFacts | RoutedFacts) -> pd.DataFrame:
     )
 
 
-def routing_means(routing: pd.DataFrame) -> dict[str, float]:
-    """``ROUTED`` of one case, means over batches, then over layers; of output errors the worst of each batch first."""
-    num_batches = routing["batch"].nunique()  # of which every layer has a row
-    values_LBM = routing[ROUTED].to_numpy(dtype=float).reshape(-1, num_batches, len(ROUTED))
-    error_LB = routing["output_error"].to_numpy(dtype=float).reshape(-1, num_batches)
-    with warnings.catch_warnings(action="ignore"):  # of what no batch has
-        means_M = np.nanmean(values_LBM, axis=1).mean(axis=0)
-        error = np.nanmean(np.nanmax(error_LB, axis=0))
-    return {**dict(zip(ROUTED, means_M.tolist(), strict=True)), "output_error": float(error)}
+def routing_means(routing: pd.DataFrame) -> pd.DataFrame:
+    """``ROUTED`` by case, means over batches, then over layers; of output errors the worst layer of each batch first.
+
+    Args:
+        routing: of ``joined_routing``, with directory, comparison_id and case_id.
+    """
+    case = ["directory", "comparison_id", "case_id"]
+    by_layer = routing.groupby([*case, "layer"], dropna=False)[ROUTED].mean()
+    errors = routing.groupby([*case, "batch"])["output_error"].max()
+    return by_layer.groupby(case).mean().join(errors.groupby(case).mean())
 
 
 def source_loads(routing: pd.DataFrame, column: str) -> tuple[pd.Index, np.ndarray]:

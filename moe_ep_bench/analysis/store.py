@@ -33,7 +33,7 @@ from moe_ep_bench.analysis.reading import (
     samples_of,
     typed,
 )
-from moe_ep_bench.analysis.reduce import Iterations, iterations_of, over_layers
+from moe_ep_bench.analysis.reduce import Iterations, iterations_of
 from moe_ep_bench.errors import printable
 from moe_ep_bench.facts import SHARED_ROLES, CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
@@ -70,17 +70,13 @@ class Case:
         return self.status == "ok"
 
     @cached_property
-    def _timings(self) -> pd.DataFrame:
-        return over_layers(self.samples)
-
-    @cached_property
     def plain(self) -> Iterations:
         """Plain iterations, of which only the totals are timed."""
-        return iterations_of(self._timings, "plain")
+        return iterations_of(self.samples, "plain")
 
     @cached_property
     def breakdown(self) -> Iterations:
-        return iterations_of(self._timings, "breakdown")
+        return iterations_of(self.samples, "breakdown")
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,14 +8,15 @@ runs' times stand beside it. A whole pass dilutes the error of its MoE layers, w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, cases, comparisons, jobs, load, routing
-from moe_ep_bench.analysis.columns import interval, milliseconds, number, percentage, text
-from moe_ep_bench.analysis.compare import ALL, MOE, Times, times_of
+from moe_ep_bench.analysis.cases import cases, comparisons, jobs, load, routing, timings
+from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, text
+from moe_ep_bench.analysis.compare import changes_of
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reading import ResultsError
@@ -23,13 +24,17 @@ from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.results import ValidationDirectory
-from moe_ep_bench.timing.statistics import equivalence, estimate_change, paired_ratios
+from moe_ep_bench.schema import ALL, MOE
+from moe_ep_bench.timing.statistics import equivalence
 
 _RUNS = ("real", "emulated")
 # What names a case in both runs; ids differ, for they say how it was measured.
 _KEY = ["comparison", "role", "policy", "policy_params", "quantity"]
-_FACTS = ["label", "case_id", "status", "reason"]
+# What both runs have of a case, and what the routing, which is the same, says once.
 _NUMBERS = ["median_ms", *(f"speedup_{end}" for end in ("median", "low", "high", "is_interval"))]
+_CONDITIONS = ["threads", "loads"]
+_OF_EITHER = ["case_id", "status", "reason", *_NUMBERS, *_CONDITIONS]
+_OF_BOTH = ["label", "dropped_share", "retained_mass"]
 _CLAIMS = ("policy", "ceiling")  # native's own speedup claims nothing
 
 
@@ -60,94 +65,87 @@ def load_validation(directory: Path) -> Validation:
         pairs, links, margin = files.read_pairs()
     except ValueError as error:
         raise ResultsError(str(error)) from None
-    roots = {"real": files.real, "emulated": files.emulated}
-    stores = {run: load(root, join_draws=False) for run, root in roots.items()}
-    about = {run: comparisons(store).set_index("comparison_id") for run, store in stores.items()}
-    ids = dict(zip(_RUNS, zip(*pairs, strict=True), strict=True))
-    for run in _RUNS:
-        if unknown := [name for name in ids[run] if name not in about[run].index]:
-            raise ResultsError(f"{roots[run]}: holds no comparison {unknown[0]}, which {files.pairs} names")
-    scope, other = (about[run]["scope"].iloc[0] for run in _RUNS)
+    roots, ids = (files.real, files.emulated), tuple(zip(*pairs, strict=True))
+    stores = [load(root, join_draws=False) for root in roots]
+    about = [comparisons(store).set_index("comparison_id") for store in stores]
+    for root, wanted, known in zip(roots, ids, about, strict=True):
+        if unknown := [name for name in wanted if name not in known.index]:
+            raise ResultsError(f"{root}: holds no comparison {unknown[0]}, which {files.pairs} names")
+    scope, other = (known["scope"].iloc[0] for known in about)
     if scope != other:
-        raise ResultsError(f"{roots['emulated']}: expected times of a {scope}, as in {roots['real']}; got {other}")
-    titles = [about["real"].at[name, "title"] for name in ids["real"]]
-    frames = {run: _rows(cases(stores[run]), dict(zip(ids[run], titles, strict=True))) for run in _RUNS}
-    routed = ["dropped_share", "retained_mass"]
-    rows = frames["real"].merge(frames["emulated"].drop(columns=routed), "left", _KEY, suffixes=("_real", "_emulated"))
-    if len(lost := rows["label_real"][rows["case_id_emulated"].isna()]):
+        raise ResultsError(f"{roots[1]}: expected times of a {scope}, as in {roots[0]}; got {other}")
+    facts = about[0].loc[list(ids[0])].set_index("title")
+    titles = (dict(zip(of_run, facts.index, strict=True)) for of_run in ids)
+    (real, real_speedups), (emulated, speedups) = map(_rows_and_speedups, stores, titles)
+    rows = real.merge(emulated.drop(columns=_OF_BOTH), "left", _KEY, suffixes=("_real", "_emulated"))
+    if len(lost := rows["label"][rows["case_id_emulated"].isna()]):
         raise ResultsError(f"the emulated run has no case {lost.iloc[0]}, which the real one has")
-    times = {run: _by_id(times_of(store)) for run, store in stores.items()}
-    loads = {run: _loads(store) for run, store in stores.items()}
-    threads = [jobs(store)["environment"].iloc[-1].get("threads_per_rank") for store in stores.values()]
-    notes, judged = {}, []
-    for name, title in zip(ids["real"], titles, strict=True):
-        group, facts = rows[rows["comparison"] == title], about["real"].loc[name]
-        both = group[(group["quantity"] == ALL) & (group["status_real"] == "ok") & (group["status_emulated"] == "ok")]
-        other = [
-            row["label_real"]
-            for row in both.to_dict("records")
-            if not loads["real"][row["case_id_real"]].equals(loads["emulated"][row["case_id_emulated"]])
+    rows = rows.iloc[facts.index.get_indexer(rows["comparison"]).argsort(kind="stable")].reset_index(drop=True)
+    reasons = {
+        title: list(_reasons(group, facts.loc[title])) for title, group in rows.groupby("comparison", sort=False)
+    }
+    notes = {
+        title: [
+            f"real ranks: {of_title['ran_on']}, {of_title['dtype']}, {scale_words(of_title['scale'])}",
+            f"links: {links}",
+            *(f"warning: not comparable: {reason}" for reason in reasons[title]),
         ]
-        reasons = [
-            *([OVERSUBSCRIBED] if facts["oversubscribed"] else []),
-            *([_THREADS.format(*threads)] if threads[0] != threads[1] else []),
-            *([f"routing is not the same in both runs: {', '.join(other)}"] if other else []),
-        ]
-        ranks = f"real ranks: {facts['ran_on']}, {facts['dtype']}, {scale_words(facts['scale'])}"
-        notes[title] = [ranks, f"links: {links}", *(f"warning: not comparable: {reason}" for reason in reasons)]
-        judged.append(_judged(group, times, margin, is_sound=not reasons))
-    joined = pd.concat(judged, ignore_index=True).drop(columns="label_emulated")
-    return Validation(joined.rename(columns={"label_real": "label"}), notes, margin)
+        for title, of_title in facts.to_dict("index").items()
+    }
+    ratios = changes_of(real_speedups, speedups, _KEY).rename(columns={"ratio": "median"}).set_index(_KEY)
+    rows = rows.join(ratios[["median", "low", "high", "is_interval", "estimate"]].add_prefix("ratio_"), on=_KEY)
+    numbers = rows.drop(columns=["ratio_estimate", *(f"{name}_{run}" for name in _CONDITIONS for run in _RUNS)])
+    rows = rows.to_dict("records")
+    numbers["verdict"] = [_verdict(row, margin, is_sound=not reasons[row["comparison"]]) for row in rows]
+    numbers["unmeasured"] = [_unmeasured(row) for row in rows]
+    return Validation(numbers, notes, margin)
 
 
-_THREADS = "each real rank computed with {} thread(s), the emulated one with {}"
-
-
-def _rows(frame: pd.DataFrame, titles: dict[str, str]) -> pd.DataFrame:
-    """A row per case and quantity of one run; ``comparison`` is the real run's title."""
-    frame = frame[frame["comparison_id"].isin(titles)].assign(quantity=ALL)
+def _rows_and_speedups(store: Store, titles: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """A row per case and quantity of one run, and per iteration of its claims; ``comparison`` is the real title."""
+    frame = cases(store)
+    pairs = routing(store).sort_values(["batch", "layer"], na_position="first")
+    loads = (pairs["load_E"].map(tuple) + pairs["pairs_RR"].map(tuple)).groupby(pairs["case_id"]).agg(tuple)
+    frame = frame.assign(
+        comparison=frame["comparison_id"].map(titles),
+        quantity=ALL,
+        loads=frame["case_id"].map(loads),
+        threads=jobs(store)["environment"].iloc[-1].get("threads_per_rank"),
+    )
+    frame = frame[frame["comparison"].notna()]
+    claims = frame[frame["role"].isin(_CLAIMS)]
     if frame["scope"].eq("model").any():
         moe = {"moe_ms": "median_ms", **{f"moe_{name}": name for name in _NUMBERS[1:]}}
-        layers = frame[frame["role"].isin(_CLAIMS)].drop(columns=_NUMBERS).rename(columns=moe).assign(quantity=MOE)
-        frame = pd.concat([frame, layers], ignore_index=True)
-    columns = [*_KEY, *_FACTS, *_NUMBERS, "dropped_share", "retained_mass"]
-    return frame.assign(comparison=frame["comparison_id"].map(titles))[columns]
+        frame = pd.concat([frame, claims.drop(columns=_NUMBERS).rename(columns=moe).assign(quantity=MOE)])
+    iterations = timings(store).merge(claims[["case_id", "comparison", "policy", "policy_params"]], on="case_id")
+    return frame[[*_KEY, *_OF_EITHER, *_OF_BOTH]], iterations.rename(columns={"speedup": "value"})
 
 
-def _by_id(times: Times) -> dict[str, dict[str, pd.Series]]:
-    return {case_id: of_case for (*_, case_id), of_case in times.items()}
+def _reasons(rows: pd.DataFrame, facts: pd.Series) -> Iterator[str]:
+    """Why a comparison's runs are not comparable."""
+    if facts["oversubscribed"]:
+        yield OVERSUBSCRIBED
+    threads = [rows[f"threads_{run}"].iloc[0] for run in _RUNS]
+    if threads[0] != threads[1]:
+        yield "each real rank computed with {} thread(s), the emulated one with {}".format(*threads)
+    measured = rows[(rows["quantity"] == ALL) & (rows["status_real"] == "ok") & (rows["status_emulated"] == "ok")]
+    rerouted = measured["label"][measured["loads_real"] != measured["loads_emulated"]]
+    if len(rerouted):
+        yield f"routing is not the same in both runs: {', '.join(rerouted)}"
 
 
-def _loads(store: Store) -> dict[str, pd.Series]:
-    """Of each case, how many pairs experts got and ranks sent, by batch and layer."""
-    rows = routing(store)
-    words = rows["load_E"].map(tuple) + rows["pairs_RR"].map(tuple)
-    rows = rows.assign(loads=words, layer=rows["layer"].fillna(-1)).sort_values(["batch", "layer"])
-    return {case_id: group["loads"].reset_index(drop=True) for case_id, group in rows.groupby(CASE[-1])}
+def _verdict(row: Row, margin: float, *, is_sound: bool) -> str | None:
+    """On a claim; without an estimate, or of runs that are not comparable, it is inconclusive."""
+    if row["role"] not in _CLAIMS:
+        return None
+    estimate = row["ratio_estimate"]
+    return equivalence(estimate if is_sound and not missing(estimate) else None, margin)
 
 
-def _judged(
-    rows: pd.DataFrame, times: dict[str, dict[str, dict[str, pd.Series]]], margin: float, *, is_sound: bool
-) -> pd.DataFrame:
-    """The rows of a comparison with the ratio of both speedups, verdicts, and why a row has no numbers."""
-    natives = rows[rows["role"] == "baseline"].iloc[:1].to_dict("records")
-    found = []
-    for row in rows.to_dict("records"):
-        lost = next((run for run in _RUNS if row[f"status_{run}"] != "ok"), None)
-        why = lost and f"{lost}: {row[f'status_{lost}']}: {row[f'reason_{lost}'] or 'no reason recorded'}"
-        is_claim, speedup = row["role"] in _CLAIMS, []
-        for run in _RUNS if natives and is_claim else ():
-            native_us, case_us = (
-                times[run].get(one[f"case_id_{run}"], {}).get(row["quantity"]) for one in (natives[0], row)
-            )
-            speedup += [] if native_us is None or case_us is None else [paired_ratios(native_us, case_us)]
-        ratio = estimate_change(*speedup) if len(speedup) == 2 and all(map(len, speedup)) else None
-        found.append(
-            {f"ratio_{end}": getattr(ratio, end, None) for end in ("median", "low", "high", "is_interval")}
-            | {"verdict": equivalence(ratio if is_sound else None, margin) if is_claim else None, "unmeasured": why}
-        )
-    numbers = pd.DataFrame(found, rows.index)
-    return rows.join(numbers.astype({f"ratio_{end}": float for end in ("median", "low", "high")}))
+def _unmeasured(row: Row) -> str | None:
+    """Why a row has no numbers."""
+    lost = next((run for run in _RUNS if row[f"status_{run}"] != "ok"), None)
+    return lost and f"{lost}: {row[f'status_{lost}']}: {row[f'reason_{lost}'] or 'no reason recorded'}"
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

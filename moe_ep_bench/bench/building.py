@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from moe_ep_bench.bench.plan import Comparison
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.layer.experts import DTYPES, TOKENS, seeded_generator
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
 from moe_ep_bench.layer.stack import Stack

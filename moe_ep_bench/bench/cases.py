@@ -28,7 +28,6 @@ class CaseSpec:
 
     Attributes:
         policy: None for the references and replication, which take Megatron-Core's own router.
-        masks_padding: the policy is told which tokens are padding; no router of Megatron-Core's own is.
     """
 
     case_id: str
@@ -36,11 +35,10 @@ class CaseSpec:
     name: str
     policy: Policy | None
     replication: ReplicationConfig | None = None
-    masks_padding: bool = False
 
     def told(self, context: RoutingContext) -> RoutingContext:
-        """Fields of the context that the policy may see."""
-        return context if self.masks_padding else replace(context, token_mask_T=None)
+        """Fields of the context that the router may see: policies know the padding, Megatron-Core's own does not."""
+        return replace(context, token_mask_T=None) if self.policy is None else context
 
     @property
     def params(self) -> dict[str, Any]:
@@ -101,13 +99,11 @@ def cases_of(experiment: Experiment, comparison_id: str, *, timed: bool, replica
             baseline.
         replicates: experts may be replicated.
     """
-    workload = experiment.workload
-    masks = workload.mask_padding and workload.padding_per_rank > 0
     baseline, noise = CaseSpec("", BASELINE, "native", None), CaseSpec("", NOISE, "native", None)
     policies = [
-        CaseSpec("", POLICY, policy.name, policy, masks_padding=workload.mask_padding)
+        CaseSpec("", POLICY, policy.name, policy)
         for policy in experiment.make_policies()
-        if timed or masks or policy != NATIVE
+        if timed or experiment.workload.padding_per_rank or policy != NATIVE
     ]
     replicated = [CaseSpec("", REPLICATION, "eplb", None, wanted) for wanted in experiment.emulate.replication]
     ceiling = CaseSpec("", CEILING, "native_balanced", None)

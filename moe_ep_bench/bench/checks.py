@@ -1,6 +1,7 @@
 """Refuse what a config asks for and a backend cannot do: one line that names key, value and what is allowed.
 
-Each check is a row: whether it is wrong, the key, what is expected, what was found. The first wrong row is the error.
+Each check is a row: whether it is wrong, the key, what is expected, what was found. The first wrong row is the error;
+rows are looked at in turn, so that one may take for granted what those before it found.
 
 Shapes: B = batches, R = ranks.
 """
@@ -13,13 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.config import Experiment, SyntheticConfig
+from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
 from moe_ep_bench.cost_model.devices import RUN_DTYPES
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import free_memory_bytes
 from moe_ep_bench.models import ModelSpec
 
+RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
 MOST_EXPERTS, MOST_BATCHES = 2**16, 2**20
 
 Rows = Iterable[tuple[object, str, str, object]]
@@ -32,23 +34,48 @@ def refuse(rows: Rows) -> None:
             raise UserError(f"{key}: expected {expected}, got {got}")
 
 
-def sizes(experiment: Experiment, num_ranks: int) -> Rows:
+def of_experiment(experiment: Experiment, backend: str, world_size: int) -> Rows:
+    """All that an experiment's own values show: nothing of a batch, a link or a device is made or read."""
+    layer, model = experiment.layer, experiment.model.spec()
+    is_emulated, ep_size = backend in (VIRTUAL, MODELLED), layer.ep_size or world_size
+    yield from _sizes(experiment, layer.ep_size or (world_size if backend == RANKS else 1))
+    if backend == ROUTING:
+        yield experiment.scope != "layer", "scope", "layer for this command", experiment.scope
+    if not is_emulated:
+        context = 0 if experiment.scope == "model" else experiment.whole.context_length
+        yield context, "whole.context_length", "0 with scope layer, but for emulate", context
+    if is_emulated:
+        yield from _emulated(experiment)
+    hint = "--nproc starts more; the command emulate lays out any number on one device"
+    yield world_size % ep_size, "layer.ep_size", f"a divisor of the {world_size} ranks", f"{ep_size}; {hint}"
+    divisor = f"a divisor of the {model.num_experts} experts of {model.name}"
+    yield model.num_experts % ep_size, "layer.ep_size", divisor, f"{ep_size}{'' if layer.ep_size else ' (all ranks)'}"
+    runs_here = backend == RANKS or (is_emulated and experiment.emulate.device == MEASURED)
+    allowed = f"{' or '.join(RUN_DTYPES)} where nothing stands for the device; others with emulate.device: table:..."
+    yield runs_here and layer.dtype not in RUN_DTYPES, "layer.dtype", allowed, layer.dtype
+    gated = "gated experts where layers run; plain ones are modelled (emulate.device)"
+    yield runs_here and model.activation == "plain", "model", gated, f"the plain ones of {model.name}"
+    if backend != ROUTING:
+        yield from _baseline(experiment, ep_size)
+    if backend != RANKS:
+        yield from _replicas(experiment, ep_size)
+    if experiment.scope == "model":
+        yield from whole_model(model, experiment)
+        yield from _whole_batches(experiment)
+
+
+def _sizes(experiment: Experiment, num_ranks: int) -> Rows:
     """Sizes that no machine holds, before anything of them is made; memory for the rest is found later."""
     workload, num_experts = experiment.workload, experiment.model.spec().num_experts
     key = "workload.num_tokens" if workload.num_tokens is not None else "workload.tokens_per_rank"
     most, batches = free_memory_bytes() // (4 * num_experts), workload.num_batches  # float32 scores of one batch
-    tokens = workload.total_tokens(experiment.layer.ep_size or num_ranks)
+    tokens = workload.total_tokens(num_ranks)
     yield num_experts > MOST_EXPERTS, "model", f"at most {MOST_EXPERTS:,} experts", f"{num_experts:,}"
     yield batches > MOST_BATCHES, "workload.num_batches", f"at most {MOST_BATCHES:,}", batches
     yield tokens > most, key, f"a batch of at most {most:,} tokens, whose scores fit free memory", tokens
 
 
-def routed_alone(experiment: Experiment) -> Rows:
-    """A whole model, where nothing is run."""
-    yield experiment.scope != "layer", "scope", "layer for this command", experiment.scope
-
-
-def emulated(experiment: Experiment) -> Rows:
+def _emulated(experiment: Experiment) -> Rows:
     """What only real ranks do, and a config without links."""
     layer, launches = experiment.layer, experiment.measure.launches
     known = f"one of {', '.join(Links.names())}, or a path to such a file"
@@ -59,31 +86,7 @@ def emulated(experiment: Experiment) -> Rows:
     yield layer.dispatcher != "alltoall", "layer.dispatcher", stands_in, layer.dispatcher
 
 
-def without_cache(experiment: Experiment) -> Rows:
-    """A context where one layer is measured or routed, which has no cache."""
-    context = 0 if experiment.scope == "model" else experiment.whole.context_length
-    yield context, "whole.context_length", "0 with scope layer, but for emulate", context
-
-
-def ranks(experiment: Experiment, world_size: int, ep_size: int) -> Rows:
-    """Experts or tokens that cannot be divided among the ranks."""
-    model, shares = experiment.model.spec(), list(experiment.workload.rank_shares or (1.0,))
-    hint = "--nproc starts more; the command emulate lays out any number on one device"
-    yield world_size % ep_size, "layer.ep_size", f"a divisor of the {world_size} ranks", f"{ep_size}; {hint}"
-    got = f"{ep_size}{'' if experiment.layer.ep_size else ' (all ranks)'}"
-    divisor = f"a divisor of the {model.num_experts} experts of {model.name}"
-    yield model.num_experts % ep_size, "layer.ep_size", divisor, got
-    is_empty = not any(shares[rank % len(shares)] for rank in range(world_size))
-    yield is_empty, "workload.rank_shares", f"one above 0 among the {world_size} ranks", shares
-
-
-def dtype(experiment: Experiment) -> Rows:
-    """Values of fewer bits where a layer is run: only tables have their times."""
-    allowed = f"{' or '.join(RUN_DTYPES)} where nothing stands for the device; others with emulate.device: table:..."
-    yield experiment.layer.dtype not in RUN_DTYPES, "layer.dtype", allowed, experiment.layer.dtype
-
-
-def baseline(experiment: Experiment, ep_size: int) -> Rows:
+def _baseline(experiment: Experiment, ep_size: int) -> Rows:
     """Models that Megatron-Core's router, the baseline, would route in another way, and flex on one rank."""
     model = experiment.model.spec()
     is_softmax, name = model.score_function == "softmax", f"model: {model.name}"
@@ -98,7 +101,7 @@ def baseline(experiment: Experiment, ep_size: int) -> Rows:
     yield is_grouped, name, by_logits, f"{model.num_groups} groups"
 
 
-def replicas(experiment: Experiment, ep_size: int) -> Rows:
+def _replicas(experiment: Experiment, ep_size: int) -> Rows:
     """Replicas of a whole model; more spare experts than the model has others."""
     wanted, num_experts = experiment.emulate.replication, experiment.model.spec().num_experts
     yield wanted and experiment.scope == "model", "emulate.replication", "none with scope model", "some"
@@ -108,79 +111,67 @@ def replicas(experiment: Experiment, ep_size: int) -> Rows:
         yield spare > most, "emulate.replication: spare_per_rank", held, spare
 
 
-def by_layer(experiment: Experiment, num_layers: int | None) -> Rows:
-    """Policies by layer where the layer's place is unknown (None), or of another number of layers."""
-    for policy in experiment.make_policies():
-        for field, values in policy.by_layer.items():
-            key, got = f"policies: {policy.name}.{field}", f"values for {len(values)}"
-            single = "one value, for synthetic scores are of no layer (scope: model has all)"
-            yield num_layers is None, key, single, got
-            yield len(values) != num_layers, key, f"values for the {num_layers} MoE layers", got
-
-
-# ---- whole models ----------------------------------------------------------------------------------------------------
-
-
 def whole_model(model: ModelSpec, experiment: Experiment) -> Rows:
     """A model that is not stated as a whole, or cannot be built so."""
     name, whole = f"model: {model.name}", experiment.whole
-    dense = model.dense_ffn_hidden_size or model.first_dense_layers == 0
+    dense = model.dense_ffn_hidden_size or model.num_moe_layers == model.num_layers
     stated: dict[str, Any] = {"attention": model.attention, "vocab_size": model.vocab_size}
     for what, value in {**stated, "dense_ffn_hidden_size": dense}.items():
         yield not value, name, f"its {what} with scope model", "none"
     yield model.tensor_parallel > 1, "model.tensor_parallel", "1 with scope model", model.tensor_parallel
     graph = experiment.layer.cuda_graph and not whole.context_length
     yield graph, "layer.cuda_graph", "whole.context_length of at least 1: decode steps are replayed, no prompts", 0
-    fewest, built = model.first_dense_layers + 1, whole.num_layers
+    fewest, built = model.moe_layers[0] + 1, whole.num_layers
     depth = f"{fewest} to {model.num_layers} layers of {model.name}, so that one is an MoE layer"
     yield built is not None and not fewest <= built <= model.num_layers, "whole.num_layers", depth, built
 
 
-def whole_batches(experiment: Experiment) -> Rows:
+def _whole_batches(experiment: Experiment) -> Rows:
     """Batches of a whole model that are neither prompts nor one token of each request."""
     config, context = experiment.workload, experiment.whole.context_length
     yield config.padding_per_rank, "workload.padding_per_rank", "0 with scope model", config.padding_per_rank
     if isinstance(config, SyntheticConfig):
         key, per_request, single = "workload.sequence_length", config.sequence_length, "1"
-        is_step = per_request == 1
     else:
         key, per_request = "workload.tokens_per_request", config.tokens_per_request
-        single, is_step = "1 and workload.arrangement: decode", config.arrangement == "decode"
-        yield is_step and per_request > 1, key, "1 with scope model", per_request
+        single = "1 and workload.arrangement: decode"
+        yield config.is_step and per_request > 1, key, "1 with scope model", per_request
     step = f"{single}, for whole.context_length={context} makes a batch one decode step"
-    yield context and not is_step, key, step, per_request
-    yield is_step and not context, "whole.context_length", "at least 1, where a batch is one token per request", 0
+    yield context and not config.is_step, key, step, per_request
+    least = "at least 1, where a batch is one token per request"
+    yield config.is_step and not context, "whole.context_length", least, 0
 
 
-def whole_recording(model: ModelSpec, num_moe: int, num_recorded: int) -> Rows:
+def of_recording(model: ModelSpec, num_moe: int, num_recorded: int) -> Rows:
     """A recording with fewer layers than MoE layers are built."""
     layers = f"the {num_moe} MoE layers that are built of {model.name}; whole.num_layers builds fewer"
     yield num_recorded < num_moe, "workload.trace", layers, num_recorded
 
 
-# ---- tokens of ranks -------------------------------------------------------------------------------------------------
+def of_batches(experiment: Experiment, num_layers: int | None, tokens_BR: NDArray[np.int64]) -> Rows:
+    """What opened workloads show: of which layers scores are, and how tokens are dealt.
+
+    Args:
+        num_layers: MoE layers among which a layer's place is known; None = it is not.
+    """
+    for policy in experiment.make_policies():
+        for field, values in policy.by_layer.items():
+            key, got = f"policies: {policy.name}.{field}", f"values for {len(values)}"
+            single = "one value, for synthetic scores are of no layer (scope: model has all)"
+            yield num_layers is None, key, single, got
+            yield len(values) != num_layers, key, f"values for the {num_layers} MoE layers", got
+    for batch, rank in np.argwhere(tokens_BR == 0) if experiment.scope == "model" else ():
+        # A rank's attention has nothing to do.
+        yield True, "workload", "more tokens, so that every rank has some", f"none for rank {rank} in batch {batch}"
 
 
-def dealing(tokens_BR: NDArray[np.int64]) -> Rows:
-    """Batches of a whole model that leave a rank without tokens: its attention has nothing to do."""
-    for batch, rank in np.argwhere(tokens_BR == 0):
-        yield (
-            True,
-            "workload",
-            "tokens for every rank: more tokens, or rank_shares above 0",
-            (f"none for rank {rank} in batch {batch}"),
-        )
-
-
-def padding(num_padding: int, tokens_BR: NDArray[np.int64]) -> Rows:
-    """Padding that leaves a rank with tokens no valid one, in any batch."""
+def of_dealing(experiment: Experiment, ep_size: int, tokens_BR: NDArray[np.int64]) -> Rows:
+    """Padding that leaves a rank with tokens no valid one; unequal ranks behind allgather, which cannot have them."""
+    num_padding = experiment.workload.padding_per_rank
     for batch, rank in np.argwhere((tokens_BR > 0) & (tokens_BR <= num_padding)):
         most = f"less than the {tokens_BR[batch, rank]} tokens that rank {rank} has in batch {batch}"
         yield True, "workload.padding_per_rank", most, num_padding
-
-
-def gathering(tokens_BR: NDArray[np.int64]) -> Rows:
-    """Unequal numbers of tokens on ranks, which the allgather dispatcher cannot have."""
-    for number, (least, most) in enumerate(zip(tokens_BR.min(axis=1), tokens_BR.max(axis=1), strict=True)):
-        got = f"allgather, where batch {number} deals {least} to {most} tokens to a rank"
-        yield least < most, "layer.dispatcher", "alltoall, or other workload.num_tokens", got
+    if experiment.layer.dispatcher == "allgather" and ep_size > 1:
+        for number, (least, most) in enumerate(zip(tokens_BR.min(axis=1), tokens_BR.max(axis=1), strict=True)):
+            got = f"allgather, where batch {number} deals {least} to {most} tokens to a rank"
+            yield least < most, "layer.dispatcher", "alltoall, or other workload.num_tokens", got

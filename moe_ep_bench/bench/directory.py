@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from moe_ep_bench.bench.cases import CaseSpec
-from moe_ep_bench.bench.plan import MODELLED, Comparison
+from moe_ep_bench.bench.comparison import MODELLED, Comparison
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import refuse_links_out
 from moe_ep_bench.machine import provenance

@@ -11,10 +11,10 @@ from typing import Any
 
 import pynvml
 
+from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import device_words
-from moe_ep_bench.bench.fit import fit_of, need_of
-from moe_ep_bench.bench.plan import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison, plan
-from moe_ep_bench.bench.words import describe_workload
+from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.words import describe_workload, fit_of, need_of
 from moe_ep_bench.cost_model.transport import exchange_words
 from moe_ep_bench.layer.te_check import untried
 from moe_ep_bench.machine import provenance
@@ -49,14 +49,14 @@ def _lines(comparison: Comparison, device: str, gpu: dict[str, Any]) -> Iterator
         yield from _cases(comparison)
         return
     for workload in comparison.workloads.values():
-        workload.forgo_survey()  # What batches would turn out to be is not said: none is made.
+        workload.skip_survey()  # What batches would turn out to be is not said: none is made.
     on_ranks = f" on {comparison.world_size} rank(s)" if backend == RANKS else ""
     yield f"{title}{on_ranks}, {describe_workload(comparison)['description']}"
     if comparison.links is not None:
         emulate = comparison.experiment.emulate
         sent = exchange_words(comparison.experiment.layer.dtype, emulate.transport, emulate.dispatch_dtype)
         yield f"{comparison.links.describe()}; {sent}"
-    yield from _cases(comparison, device if backend == RANKS else None)
+    yield from _cases(comparison)
     if backend == MODELLED:
         fit = fit_of(comparison)
         if fit is not None and fit.words:
@@ -75,10 +75,10 @@ def _lines(comparison: Comparison, device: str, gpu: dict[str, Any]) -> Iterator
     yield f"{runs}, fewer where ranks have the same to do; {memory}"
 
 
-def _cases(comparison: Comparison, device: str | None = None) -> Iterator[str]:
-    """The cases of a plan; with a device also what routes by each policy there."""
+def _cases(comparison: Comparison) -> Iterator[str]:
+    """The cases of a plan, and on real ranks what routes by each policy."""
     for case in comparison.cases:
-        kernel = device and comparison.kernel_of(case, device)
+        kernel = comparison.kernel_of(case) if comparison.backend == RANKS else None
         yield f"{case.case_id}  {case.role:11}  {case.label}" + (f", routed by {kernel}" if kernel else "")
 
 

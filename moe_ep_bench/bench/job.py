@@ -22,8 +22,8 @@ import torch
 from tqdm import tqdm
 
 from moe_ep_bench.bench.cases import CaseSpec
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.directory import check_agreement, given_up, hold_comparisons, keep_other_policies, writes_to
-from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import stable_hash, write_json
 from moe_ep_bench.layer.host import free_memory

@@ -1,309 +1,37 @@
 """Plan a measurement: one comparison for every point of a config's sweep, before anything runs.
 
-A *comparison* is one experiment on one backend, with its cases (``cases``). It measures an MoE layer or a whole model:
-
-``ranks``     real processes; times them
-``virtual``   this device in place of every rank, one after another, behind modelled links
-``modelled``  the same on a device that is not here: nothing runs
-``routing``   nothing is timed; what policies do to loads, work and score mass
-
-Whatever the backend, the same config gives the same cases on the same batches.
-
-Shapes: B = batches, R = ranks, T = tokens of a rank, E = experts, S = sequences.
+Each is found to fit its backend, and its workloads are opened. A batch of the workload is a batch of the model. Its
+sequences are the prompts of a prefill; with ``whole.context_length`` it is the next token of each request. Every MoE
+layer of a model has scores of its own: of a recording that layer's, of a synthetic workload the same targets solved for
+with another seed. So each layer has its own skew, and its own busiest rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moe_ep_bench.bench import checks, words
-from moe_ep_bench.bench.cases import CaseSpec, cases_of
-from moe_ep_bench.bench.workloads import open_workloads
-from moe_ep_bench.config import MEASURED, ConfigError, Experiment, ReplicationConfig, SyntheticConfig, load_experiments
-from moe_ep_bench.cost_model.devices import PRECISIONS, Device
+from moe_ep_bench.bench import checks
+from moe_ep_bench.bench.cases import CaseSpec
+from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
+from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.config import MEASURED, ConfigError, Experiment, SyntheticConfig, load_experiments
+from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.table_devices import load_device, load_links
-from moe_ep_bench.cost_model.transport import Exchange
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import form_of
-from moe_ep_bench.kernels.dispatch import AUTO
-from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
-from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import Replication, default_ep_size, replicate
-from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.contract import check_routing
-from moe_ep_bench.policies.lazy import Tensor, torch
-from moe_ep_bench.policies.megatron_drop import MegatronDrop
+from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.progress import SILENT_S, progress_bar
-from moe_ep_bench.workload import RecordedWorkload, TokenBatch, Workload
-from moe_ep_bench.workload.batch import deal_pieces, image_tokens
-
-RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
-
-
-@dataclass(frozen=True, eq=False)
-class Comparison:
-    """One experiment, at one point of its sweep, on one backend: cases that see the same batches.
-
-    Attributes:
-        world_size: ranks, real or virtual.
-        workloads: by MoE layer, in order (``workloads``).
-        parts: what computes the experts and what permutes; nothing does in ``routing``.
-        links: what stands between virtual ranks; None on real ones.
-        device: what stands for each virtual rank; None = the device that is here.
-        on_gpu: layers run on a GPU, whose libraries take memory too.
-    """
-
-    experiment: Experiment
-    backend: str
-    world_size: int
-    workloads: Mapping[int | None, Workload]
-    parts: Parts
-    links: Links | None = None
-    device: Device | None = None
-    on_gpu: bool = False
-
-    @property
-    def mode(self) -> str:
-        """Of its rows: one of ``schema.MODES``."""
-        return {RANKS: "run", ROUTING: "route"}.get(self.backend, "emulated")
-
-    @property
-    def scope(self) -> str:
-        """One of ``schema.SCOPES``."""
-        return self.experiment.scope
-
-    @cached_property
-    def model(self) -> ModelSpec:
-        return self.experiment.model.spec()
-
-    @cached_property
-    def ep_size(self) -> int:
-        """Expert-parallel ranks of a group; other ranks are replicas of the group."""
-        return self.experiment.layer.ep_size or self.world_size
-
-    @cached_property
-    def slots(self) -> ExpertPlacement:
-        """Where experts stand, but for cases that replicate them."""
-        return ExpertPlacement.contiguous(self.model.num_experts, self.ep_size)
-
-    @property
-    def workload(self) -> Workload:
-        """The first layer's."""
-        return next(iter(self.workloads.values()))
-
-    @property
-    def layer(self) -> int | None:
-        """Which layer of a recording; None where scores are synthetic, or a whole model's."""
-        recorded = self.scope == "layer" and isinstance(self.workload, RecordedWorkload)
-        return self.workload.layer if recorded else None
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that are built, dense ones too."""
-        return 1 if self.scope == "layer" else self.experiment.whole.num_layers or self.model.num_layers
-
-    @property
-    def context_length(self) -> int:
-        """Tokens in the cache of each request of a model that decodes; 0 where a batch is no decode step of a model."""
-        return self.experiment.whole.context_length if self.scope == "model" else 0
-
-    @property
-    def exchange(self) -> Exchange:
-        """How rows travel between virtual ranks."""
-        emulate, model = self.experiment.emulate, self.model
-        sizes = model.hidden_size, model.top_k, PRECISIONS[self.experiment.layer.dtype]
-        return Exchange(*sizes, emulate.transport, emulate.dispatch_dtype)
-
-    @property
-    def title(self) -> str:
-        return words.title(self)
-
-    def describe_case(self, case: CaseSpec) -> dict[str, Any]:
-        """What ``run.json`` says of a case."""
-        return {**case.describe(self.comparison_id), "subject": self.scope, "backend": self.backend}
-
-    # ---- cases and ids -----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def cases(self) -> list[CaseSpec]:
-        how = {"timed": self.backend != ROUTING, "replicates": self.backend != RANKS}
-        return cases_of(self.experiment, self.comparison_id, **how)
-
-    @cached_property
-    def comparison_id(self) -> str:
-        return stable_hash(self.definition)
-
-    @cached_property
-    def definition(self) -> dict[str, Any]:
-        """All that decides what is measured, and nothing of where: equal on any machine; JSON-ready."""
-        experiment, layer = self.experiment, self.experiment.layer
-        facts = {
-            "subject": self.scope,
-            "backend": self.backend,
-            "model": self.model.model_dump(mode="json"),
-            "workload": self._workload_definition(),
-        }
-        if self.scope == "model":
-            facts["whole"] = {**experiment.whole.model_dump(mode="json"), "num_layers": self.num_layers}
-        if self.backend == ROUTING:
-            return {**facts, "layer": {"ep_size": self.ep_size, "seed": layer.seed}}
-        facts |= {
-            "layer": {**layer.model_dump(mode="json", exclude_defaults=True), "ep_size": self.ep_size},
-            "measure": experiment.measure.definition,
-            "world_size": self.world_size,
-        }
-        if self.links is not None:
-            facts |= {"links": self.links.model_dump(mode="json"), **experiment.emulate.sent}
-            facts["device"] = self.device and self.device.model_dump(mode="json")
-        return facts
-
-    def _workload_definition(self) -> dict[str, Any]:
-        """All that decides what the batches are."""
-        config, workload = self.experiment.workload, self.workload
-        facts = config.model_dump(mode="json", exclude_defaults=True) | {"kind": config.kind}
-        if isinstance(config, SyntheticConfig):
-            # What a skew's name or a file of counts stands for may change; what is measured then does too.
-            targets = config.targets(self.experiment.model.preset, self.ep_size)
-            facts |= {key: value for key, value in targets.items() if value is not None}
-            facts = {key: value for key, value in facts.items() if key not in ("skew_from", "skew_layer")}
-        if isinstance(workload, RecordedWorkload):
-            traces = zip(workload.sources, workload.traces, strict=True)
-            facts["trace"] = [{"trace": trace.sha256(), "share": source.share} for source, trace in traces]
-        return {**facts, "num_tokens": self.num_tokens, "tokens_per_rank": None}
-
-    def alike_but_for(self, *keys: str) -> str:
-        """Equal for comparisons that differ in these keys of their workload only."""
-        workload = {key: value for key, value in self.definition["workload"].items() if key not in keys}
-        return stable_hash({**self.definition, "workload": workload})
-
-    # ---- tokens of ranks ---------------------------------------------------------------------------------------------
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of a batch over all ranks."""
-        return self.experiment.workload.total_tokens(self.world_size)
-
-    @cached_property
-    def rank_tokens(self) -> NDArray[np.int64]:
-        """Tokens of every rank in every batch: int64 [B, R]."""
-        workload, shares = self.workload, self.experiment.workload.rank_shares
-        return np.stack([workload.tokens_of_ranks(i, self.world_size, shares) for i in range(workload.num_batches)])
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of the rank that has most of them in any batch."""
-        return int(self.rank_tokens.max())
-
-    def lengths_of_ranks(self, index: int) -> list[tuple[int, ...]]:
-        """Tokens of each sequence, or of its part, that each rank has of batch ``index``, in order."""
-        length_S = self.workload.sequence_lengths(index)
-        start_P, rank_P = deal_pieces(length_S, self.world_size, self.experiment.workload.rank_shares)
-        length_P = np.diff(start_P)
-        return [tuple(length_P[rank_P == rank].tolist()) for rank in range(self.world_size)]
-
-    def rank_batch(self, layer: int | None, index: int, rank: int) -> TokenBatch:
-        """A rank's tokens of batch ``index`` as a layer sees them, padding marked."""
-        config = self.experiment.workload
-        tokens = self.workloads[layer].rank_batch(index, rank, self.world_size, config.rank_shares)
-        return tokens.with_padding(config.padding_per_rank)
-
-    def rank_batches(self, layer: int | None, index: int) -> Iterator[TokenBatch]:
-        """The same of all ranks, rank by rank: one rank's tokens are held at a time."""
-        config = self.experiment.workload
-        ranks = self.workloads[layer].rank_batches(index, self.world_size, config.rank_shares)
-        return (tokens.with_padding(config.padding_per_rank) for tokens in ranks)
-
-    def context(self, layer: int | None, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:
-        """Facts of a rank's tokens in a layer, but for randomness; ``CaseSpec.told`` is what a policy sees of them."""
-        share = self.experiment.workload.image_share
-        return RoutingContext(
-            top_k=self.model.top_k,
-            num_ranks=self.ep_size,
-            rank=rank,
-            normalize=self.model.normalize,
-            scale=self.model.routed_scale,
-            num_groups=self.model.num_groups,
-            top_groups=self.model.top_groups,
-            token_mask_T=valid_T,
-            request_id_T=request_id_T,
-            modality_T=None if share is None else image_tokens(request_id_T, share),
-            layer_fraction=self.layer_fraction(layer),
-        )
-
-    def layer_fraction(self, layer: int | None) -> float:
-        """A layer's place in the depth of the model's MoE layers: 0 to below 1; 0 where that is unknown."""
-        if layer is not None:
-            return (layer - self.model.first_dense_layers) / self.model.num_moe_layers
-        return 0.0 if self.layer is None else self.layer / self.workload.traces[0].num_layers
-
-    @property
-    def num_places(self) -> int | None:
-        """MoE layers that ``layer_fraction`` is a place among; None where that is unknown."""
-        if self.scope == "model":
-            return self.model.num_moe_layers
-        return None if self.layer is None else self.workload.traces[0].num_layers
-
-    # ---- kernels and replicas ----------------------------------------------------------------------------------------
-
-    def kernel_of(self, case: CaseSpec, device_type: str) -> str | None:
-        """What routes by a case's policy for scores on a "cpu" or "cuda" device; None where Megatron-Core routes.
-
-        Raises:
-            ValueError: ``layer.kernel`` asks for what cannot run this policy here.
-        """
-        config, asked = self.experiment.workload, self.experiment.layer.kernel
-        is_masked = config.padding_per_rank > 0 and case.masks_padding
-        drops_itself = self.backend in (RANKS, VIRTUAL) and not is_masked and asked == AUTO
-        if case.policy is None or (drops_itself and isinstance(case.policy, MegatronDrop)):
-            return None
-        with naming("layer.kernel"):
-            return form_of(case.policy, device_type, asked).runs(self.most_tokens, self.model.num_experts)
-
-    def replicate(self, wanted: ReplicationConfig, load_E: NDArray[np.float64]) -> Replication:
-        """Place replicas for a load; see ``placement.replicate``."""
-        num_slots = self.model.num_experts + wanted.spare_per_rank * self.ep_size
-        groups = {"num_nodes": wanted.num_nodes, "num_groups": self.model.num_groups or 1}
-        return replicate(load_E, num_slots=num_slots, num_ranks=self.ep_size, **groups)
-
-    def extra_bytes_per_rank(self, case: CaseSpec) -> float | None:
-        """Memory that a case's spare slots take on every rank, in all layers of the model; None for other cases."""
-        if case.replication is None:
-            return None
-        plan = self.replicate(case.replication, np.ones(self.model.num_experts))
-        return plan.extra_bytes_per_rank(self.model, PRECISIONS[self.experiment.layer.dtype].weight_bytes)
-
-    def num_iterations(self, cases: Sequence[CaseSpec] | None = None) -> int:
-        """Runs of ``cases`` (None = all) in one launch, checks included: of one real rank, or of all virtual ones.
-
-        A real rank's case is run once to be looked at and once more to be checked after it was timed; where it is kept
-        as CUDA graphs it is checked twice, replayed. Breakdowns are warmed up once. Of a model on virtual ranks routing
-        the layers ahead counts too.
-        """
-        num_cases, measure = len(self.cases if cases is None else cases), self.experiment.measure
-        num_batches, num_layers = self.workload.num_batches, len(self.workloads)
-        routed = num_layers * num_batches if self.scope == "model" else 0
-        rounds = 1 + measure.warmup + measure.iterations
-        checked = 3 if self.parts.cuda_graph else 1
-        breakdowns = measure.breakdown_iterations + bool(measure.breakdown_iterations)
-        return {
-            ROUTING: num_batches * num_cases,
-            RANKS: ((rounds + breakdowns) * num_batches + checked) * num_cases,
-            MODELLED: num_batches * self.ep_size * num_cases + routed,
-            VIRTUAL: (rounds * num_batches * self.ep_size + num_layers) * num_cases + routed,
-        }[self.backend]
-
-
-# ---- planning --------------------------------------------------------------------------------------------------------
+from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
+from moe_ep_bench.workload.patterns import PatternWorkload
+from moe_ep_bench.workload.skews import PATTERNS
 
 
 def plan(
@@ -382,51 +110,25 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
 
     Args:
         backend: ``virtual`` is ``modelled`` where the config names a device (``emulate.device``).
-        world_size: real ranks. Other backends have ``layer.ep_size`` ranks, or ``default_ep_size``.
+        world_size: real ranks. Other backends have ``Experiment.virtual_ranks``.
 
     Raises:
         ValueError: naming the key whose value does not fit.
     """
-    checks.refuse(checks.sizes(experiment, world_size or 1))
-    model, layer, links, device = experiment.model.spec(), experiment.layer, None, None
-    if backend == ROUTING:
-        checks.refuse(checks.routed_alone(experiment))
-    if backend in (RANKS, ROUTING):
-        checks.refuse(checks.without_cache(experiment))
+    links = device = None
     if backend != RANKS:
-        world_size = layer.ep_size or default_ep_size(model.num_experts)
+        world_size = experiment.virtual_ranks
     assert world_size is not None
-    ep_size = layer.ep_size or world_size
+    ep_size = experiment.layer.ep_size or world_size
+    checks.refuse(checks.of_experiment(experiment, backend, world_size))
     if backend in (VIRTUAL, MODELLED):
-        checks.refuse(checks.emulated(experiment))
-        links, device = _load_models(experiment)
+        links, device = _load_models(experiment, ep_size)
         backend = VIRTUAL if device is None else MODELLED
-    checks.refuse(checks.ranks(experiment, world_size, ep_size))
-    if backend in (RANKS, VIRTUAL):
-        checks.refuse(checks.dtype(experiment))
-    if links is not None:
-        with naming("emulate.links"):
-            links = links.for_layer(model, ep_size, layer.dtype)
-        with naming("emulate.links, layer.ep_size"):
-            links.all_gather_us(0, ep_size)
-    if device is not None:
-        with naming("emulate.device"):
-            device = device.for_layer(model, ep_size, layer.dtype)
-    if backend != ROUTING:
-        checks.refuse(checks.baseline(experiment, ep_size))
-    if backend != RANKS:
-        checks.refuse(checks.replicas(experiment, ep_size))
-    parts = _parts(experiment, backend, on_cpu, device)
-    if experiment.scope == "model":
-        checks.refuse(checks.whole_model(model, experiment))
-        checks.refuse(checks.whole_batches(experiment))
-    workloads = open_workloads(experiment, world_size)
-    comparison = Comparison(experiment, backend, world_size, workloads, parts, links, device, not on_cpu)
-    if experiment.scope == "model":
-        checks.refuse(checks.dealing(comparison.rank_tokens))
-    checks.refuse(checks.by_layer(experiment, comparison.num_places))
-    for case in comparison.cases:  # Finds kernels that cannot run, and replicas that cannot be placed.
-        comparison.kernel_of(case, "cpu" if on_cpu or backend == ROUTING else "cuda")
+    parts, workloads = _parts(experiment, backend, on_cpu, device), open_workloads(experiment, world_size)
+    on_gpu = not on_cpu and backend != ROUTING
+    comparison = Comparison(experiment, backend, world_size, workloads, parts, links, device, on_gpu)
+    checks.refuse(checks.of_batches(experiment, comparison.num_places, comparison.rank_tokens))
+    for case in comparison.cases:  # Finds replicas that cannot be placed.
         with naming("emulate.replication"):
             comparison.extra_bytes_per_rank(case)
     return comparison
@@ -456,13 +158,9 @@ def _try_out(comparison: Comparison) -> None:
         ValueError: naming the key, or the policy and its field.
     """
     experiment = comparison.experiment
-    num_padding = experiment.workload.padding_per_rank
-    if num_padding:
-        checks.refuse(checks.padding(num_padding, comparison.rank_tokens))
+    checks.refuse(checks.of_dealing(experiment, comparison.ep_size, comparison.rank_tokens))
     # Finds skews that cannot be had; a batch of all ranks may not fit into memory.
-    comparison.workload.rank_batch(0, 0, comparison.world_size, experiment.workload.rank_shares)
-    if comparison.parts.dispatcher == "allgather" and comparison.ep_size > 1:
-        checks.refuse(checks.gathering(comparison.rank_tokens))
+    comparison.workload.rank_batch(0, 0, comparison.world_size)
     scores_TE = torch.rand(2, comparison.model.num_experts, generator=torch.Generator().manual_seed(0))
     context = comparison.context(next(iter(comparison.workloads)), 0, torch.zeros(2, dtype=torch.int64), None)
     context = replace(context, generator=torch.Generator())
@@ -499,23 +197,79 @@ def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:
         )
 
 
-def _load_models(experiment: Experiment) -> tuple[Links, Device | None]:
-    """What stands between virtual ranks, and for each of them; ValueError naming the key of a file that is bad."""
-    config = experiment.emulate
+def _load_models(experiment: Experiment, ep_size: int) -> tuple[Links, Device | None]:
+    """What stands between virtual ranks, and for each of them; ValueError naming the key that does not fit."""
+    config, layer = experiment.emulate, (experiment.model.spec(), ep_size, experiment.layer.dtype)
     assert config.links is not None
     with naming("emulate.links"):
-        links = load_links(config.links).scaled(config.bandwidth_scale)
+        links = load_links(config.links).scaled(config.bandwidth_scale).for_layer(*layer)
+    with naming("emulate.links, layer.ep_size"):
+        links.all_gather_us(0, ep_size)
+    if config.device == MEASURED:
+        return links, None
     with naming("emulate.device", f"; {MEASURED} is the device that is here"):
-        return links, None if config.device == MEASURED else load_device(config.device)
+        device = load_device(config.device)
+    with naming("emulate.device"):
+        return links, device.for_layer(*layer)
 
 
 def _parts(experiment: Experiment, backend: str, on_cpu: bool, modelled: Device | None) -> Parts:
     """What computes and permutes here; on a modelled device what it is modelled with, whatever this machine has."""
     asked = experiment.layer
     if backend == ROUTING:
-        return Parts(experts="none", permute="none", kernel=asked.kernel)
+        return Parts(experts="none", permute="none")
     if modelled is not None:
         experts, why = modelled.experts_ran
-        return Parts(experts=experts, permute="indexed", kernel=asked.kernel, experts_why=why)
-    how = asked.experts, asked.permute, asked.kernel, asked.dispatcher
-    return Parts.choose(*how, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
+        return Parts(experts=experts, permute="indexed", experts_why=why)
+    return Parts.choose(asked.experts, asked.dispatcher, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
+
+
+# ---- workloads -------------------------------------------------------------------------------------------------------
+
+
+def open_workloads(experiment: Experiment, world_size: int) -> dict[int | None, Workload]:
+    """The workload of every MoE layer that is built, by layer; None is the key of a layer that stands alone.
+
+    Layers differ in seed, and under some seeds of a skew independent tokens share more experts than its target: of many
+    layers one would often be such, and stand in the way of the model.
+
+    Raises:
+        ValueError: one cannot be had; names the key.
+    """
+    if experiment.scope == "layer":
+        return {None: _open(experiment, world_size)}
+    model, config = experiment.model.spec(), experiment.workload
+    num_built = experiment.whole.num_layers or model.num_layers
+    moe_layers = [layer for layer in model.moe_layers if layer < num_built]
+    workloads: dict[int | None, Workload] = {}
+    for number, layer in enumerate(moe_layers):
+        changed: dict[str, Any] = {"layer": number}
+        if isinstance(config, SyntheticConfig):
+            changed = {"seed": int(np.random.SeedSequence((config.seed, number)).generate_state(1)[0])}
+        of_layer = experiment.model_copy(update={"workload": config.model_copy(update=changed)})
+        workload = _open(of_layer, world_size, or_chance=True)
+        if isinstance(workload, RecordedWorkload):
+            checks.refuse(checks.of_recording(model, len(moe_layers), workload.traces[0].num_layers))
+        workloads[layer] = workload
+    return workloads
+
+
+def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -> Workload:
+    """``or_chance``: see ``SyntheticWorkload``."""
+    config, model = experiment.workload, experiment.model.spec()
+    sizes: dict[str, Any] = {"num_experts": model.num_experts, "top_k": model.top_k}
+    sizes |= {"num_tokens": config.total_tokens(world_size), "num_batches": config.num_batches, "seed": config.seed}
+    groups = {"num_groups": model.num_groups, "top_groups": model.top_groups}
+    with naming("workload"):
+        if not isinstance(config, SyntheticConfig):
+            keys = ("layer", "tail", "topk_share", "arrangement", "tokens_per_request")
+            recordings = [(recording.trace, recording.share) for recording in config.trace]
+            return RecordedWorkload(recordings, **sizes, **{key: getattr(config, key) for key in keys})
+        length = config.sequence_length
+        if config.skew in PATTERNS:
+            return PatternWorkload(pattern=config.skew, sequence_length=length, **sizes, **groups)
+        targets = config.targets(experiment.model.preset, experiment.layer.ep_size or world_size)
+        load = targets.pop("rank_load")
+        rank_load = (load["ep_size"], load["load"]) if load else None
+        how = {"sequence_length": length, "or_chance": or_chance, "rank_load": rank_load}
+        return SyntheticWorkload(**sizes, **targets, **how, **groups)

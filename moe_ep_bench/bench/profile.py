@@ -15,8 +15,9 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from moe_ep_bench.bench.cases import CaseSpec
+from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.inspection import observe_all
 from moe_ep_bench.bench.job import Job
-from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.bench.session import Session, form_groups
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.layer.host import device_scope
@@ -57,7 +58,7 @@ def profile_case(job: Job, comparison: Comparison, case: CaseSpec) -> None:
     with device_scope(), torch.inference_mode():
         session = Session(job, comparison, [case], form_groups(comparison))
         session.fill_cache()
-        session.inspection.observe_all()
+        observe_all(session)
         _iterate(session, session.cases[0], PhaseRecorder(clock_for(job.ranks.device)))  # warms it
         recorder = PhaseRecorder(RangesInTrace(clock_for(job.ranks.device)))
         if _NSYS in os.environ:
@@ -91,4 +92,4 @@ def _traced(job: Job, comparison: Comparison, session: Session, recorder: PhaseR
 
 def _iterate(session: Session, case: Runnable, recorder: PhaseRecorder) -> None:
     with case.ready(0, recorder) as run:
-        timed(run, recorder, session.meet, session.settings.preroll_us)
+        timed(run, recorder, session.meet)

@@ -8,23 +8,20 @@ for a CPU's experts is none for routing.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from moe_ep_bench.bench.cases import CaseSpec
+from moe_ep_bench.bench.comparison import ROUTING, Comparison
 from moe_ep_bench.bench.description import describe_run
 from moe_ep_bench.bench.job import fill, identity
-from moe_ep_bench.bench.plan import ROUTING, Comparison, plan
-from moe_ep_bench.bench.replicas import Replicas
-from moe_ep_bench.bench.routing import Batches, CarriedLoads, CaseRouter, one_thread
-from moe_ep_bench.bench.rows import PackedMetrics, routing_columns, write_frontier
-from moe_ep_bench.bench.traffic import traffic_of
-from moe_ep_bench.layer.host import free_memory
+from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.routing import one_thread
+from moe_ep_bench.bench.rows import write_routing
+from moe_ep_bench.bench.traffic import RoutedBatches
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 
@@ -44,9 +41,14 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
     directory = RunDirectory(out)
 
     def routed(run_id: str, comparison: Comparison, cases: Sequence[CaseSpec], progress: tqdm) -> None:
+        found = RoutedBatches(comparison, cases, _CPU)
         with one_thread(), torch.inference_mode():
-            _route_comparison(directory, run_id, comparison, cases, progress)
-        free_memory(_CPU)  # what is kept of batches holds itself, and may be gigabytes
+            for index in range(comparison.workload.num_batches):
+                found.route(index)
+                progress.update()
+        for case in cases:
+            facts = identity("route", run_id, comparison, case)
+            write_routing(directory, facts, comparison, found.metrics[case.case_id], found.frontiers[case.case_id])
 
     fill(
         directory,
@@ -60,28 +62,3 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
         force=force,
     )
     return directory
-
-
-def _route_comparison(
-    directory: RunDirectory, run_id: str, comparison: Comparison, cases: Sequence[CaseSpec], progress: tqdm
-) -> None:
-    """Route ``cases`` and write their parts."""
-    layer, batches, num_batches = (
-        comparison.experiment.layer,
-        Batches(comparison, _CPU),
-        comparison.workload.num_batches,
-    )
-    carried, replicas = CarriedLoads(batches), Replicas(batches)
-    metrics = [PackedMetrics(comparison.ep_size, num_batches) for _ in cases]
-    frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for index in range(num_batches):
-        routers = [CaseRouter(case, replicas.slots(case, index), layer.seed, carried, layer.kernel) for case in cases]
-        for case, packed, traffic in zip(cases, metrics, traffic_of(batches, None, index, routers), strict=True):
-            packed.put((slice(None), index), traffic.metrics)
-            if traffic.frontier is not None:
-                frontiers[case.case_id].append({"batch": index, "layer": comparison.layer, **traffic.frontier})
-        progress.update()
-    for case, packed in zip(cases, metrics, strict=True):
-        write_frontier(directory, comparison, case, frontiers[case.case_id])
-        columns = routing_columns(packed, [comparison.layer])
-        directory.write("routing", case.case_id, {**identity("route", run_id, comparison, case), **columns})

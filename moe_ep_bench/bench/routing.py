@@ -1,33 +1,45 @@
 """Route a rank's tokens by a case, on virtual ranks as on real ones.
 
-``Batches`` has every rank's tokens; ``Shares`` are one rank's, and a ``Share`` is what of them a case sees; a
-``CaseRouter`` routes a share. A layer that stands alone has the key None.
+``Batches`` has every rank's tokens, a ``Share`` for each rank; ``Routers`` say how a case routes a share. A layer that
+stands alone has the key None.
 
-Shapes: R = ranks, T = tokens of one rank, E = experts, S = rows of a batch-wide policy's statistics.
+**Replicas** are placed for the mean load of all other batches: what a server knows before the tokens come; with one
+batch alone, for itself. The static balancer has replicas share evenly. ``lp`` splits each batch's pairs by a linear
+program once all counts are known, which the gather of counts makes every rank know anyway; every rank then solves it by
+itself, ahead of dispatch, and is later by ``solve_us``.
+
+**Carried loads** are what earlier batches left on the experts, for policies with ``carry_loads`` (``policies.laser``).
+Batch b starts from what routing batches 0 to b - 1, in this order, left. The chain is worked out once and apart from
+all that is timed: so a batch is routed alike on every backend, whichever batch is run first and however often.
+
+Shapes: B = batches, R = ranks, T = tokens of one rank, E = experts, S = rows of a batch-wide policy's statistics.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.bench.cases import CEILING, NATIVE, CaseSpec
-from moe_ep_bench.bench.plan import ROUTING, Comparison
+from moe_ep_bench.bench.comparison import ROUTING, Comparison
+from moe_ep_bench.config import ReplicationConfig
 from moe_ep_bench.kernels import form_of
-from moe_ep_bench.kernels.dispatch import AUTO, numba_steps
-from moe_ep_bench.layer.expert_placement import ExpertPlacement
+from moe_ep_bench.kernels.dispatch import numba_steps
+from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
 from moe_ep_bench.metrics import ScoreMetrics, moved, routing_metrics, score_metrics
+from moe_ep_bench.placement import balance, load_of_others
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.policies.laser import LoadAwarePolicy
@@ -98,24 +110,46 @@ def in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable[Any])
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One rank's tokens of a batch in one MoE layer, as a case sees them, on the device that routes them.
+    """One rank's tokens of a batch in one MoE layer, on the device that routes them.
 
     Attributes:
         rank: of all ranks: random policies draw by it.
         context: facts of the tokens, but for randomness; a policy sees ``CaseRouter.context``.
-        make_scores: returns what a policy sees, float32 [T, E].
-        logits_TE: what the layer's router sees in place of its gate's output; None where no layer is asked for.
+        drawn_TE: float32 [T, E], the workload's scores.
+        score_function: by which the layer makes scores of its logits; None where no layer is asked.
     """
 
     layer: int | None
     rank: int
     context: RoutingContext
-    make_scores: Callable[[], Tensor]
-    logits_TE: Tensor | None = None
+    drawn_TE: Tensor
+    score_function: str | None = None
+
+    @staticmethod
+    def of_rank(
+        comparison: Comparison, layer: int | None, tokens: TokenBatch, rank: int, device: torch.device
+    ) -> Share:
+        valid_T = None if tokens.valid_T is None else tokens.valid_T.to(device)
+        context = comparison.context(layer, rank % comparison.ep_size, tokens.sequence_id_T.to(device), valid_T)
+        function = None if comparison.backend == ROUTING else comparison.model.score_function
+        return Share(layer, rank, context, tokens.scores_TE.to(device), function)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.drawn_TE)
+
+    @cached_property
+    def logits_TE(self) -> Tensor:  # noqa: N802
+        """What the layer's router sees in place of its gate's output."""
+        assert self.score_function is not None
+        return logits_from_scores(self.drawn_TE, self.score_function)
 
     @cached_property
     def scores_TE(self) -> Tensor:  # noqa: N802
-        return self.make_scores()
+        """What a policy sees: what the layer makes of its logits, else scores as they are."""
+        if self.score_function is None:
+            return self.drawn_TE
+        return scores_from_logits(self.logits_TE, self.score_function)
 
     @cached_property
     def of_scores(self) -> ScoreMetrics:
@@ -130,38 +164,34 @@ class Share:
 
         return SharedSteps(self.scores_TE)
 
-
-class Shares:
-    """One rank's tokens of a batch in one MoE layer: as the model scores them, and balanced for the ceiling."""
-
-    def __init__(
-        self, comparison: Comparison, layer: int | None, tokens: TokenBatch, rank: int, device: torch.device
-    ) -> None:
-        self.tokens, self.rank = tokens, rank
-        model, valid_T = comparison.model, None if tokens.valid_T is None else tokens.valid_T.to(device)
-        ids_T, scores_TE = tokens.sequence_id_T.to(device), tokens.scores_TE.to(device)
-        context = comparison.context(layer, rank % comparison.ep_size, ids_T, valid_T)
-
-        def share_of(balanced: bool) -> Share:
-            seen_TE = balanced_scores(scores_TE, model.top_k) if balanced else scores_TE
-            if comparison.backend == ROUTING:
-                return Share(layer, rank, context, lambda: seen_TE)
-            logits_TE = logits_from_scores(seen_TE, model.score_function)
-            # A policy sees what the layer makes of its logits.
-            as_seen = partial(scores_from_logits, logits_TE, model.score_function)
-            share = Share(layer, rank, context, as_seen, logits_TE)
-            if balanced and model.num_groups is None:  # A token's K best stay its K best, in other places.
-                share.__dict__["of_scores"] = moved(self._share_of(False).of_scores, share.scores_TE, context)
-            return share
-
-        self._share_of = functools.lru_cache(2)(share_of)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tokens.num_tokens
+    @cached_property
+    def balanced(self) -> Share:
+        """The same tokens with the same values in other places, so that loads are balanced: for the ceiling."""
+        share = replace(self, drawn_TE=balanced_scores(self.drawn_TE, self.context.top_k))
+        if self.score_function is not None and self.context.num_groups is None:  # A token's K best stay its K best.
+            share.__dict__["of_scores"] = moved(self.of_scores, share.scores_TE, self.context)
+        return share
 
     def of(self, case: CaseSpec) -> Share:
-        return self._share_of(case.role == CEILING)
+        """The tokens as a case sees them."""
+        return self.balanced if case.role == CEILING else self
+
+
+_Value = TypeVar("_Value")
+
+
+class _Recent(Generic[_Value]):
+    """The last few values that were asked for. (``lru_cache`` of a method would hold its object in a circle.)"""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._values = most, dict[Hashable, _Value]()
+
+    def get(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
+        value = self._values.pop(key) if key in self._values else make()
+        self._values[key] = value
+        if len(self._values) > self._most:
+            del self._values[next(iter(self._values))]
+        return value
 
 
 class Batches:
@@ -185,33 +215,30 @@ class Batches:
         self._keeps_tokens = layer_bytes <= min(_MOST_LAYER_BYTES, _MOST_MODEL_BYTES // num_layers)
         self._keeps_shares = layer_bytes * num_layers <= _MOST_SHARES_BYTES
         num_batches = max(1, _MOST_BATCHES_BYTES // (layer_bytes * num_layers))
-        self._kept_tokens = functools.lru_cache(num_batches * num_layers)(self._tokens)
-        self._kept_shares = functools.lru_cache(num_layers)(self._shares)
+        self._tokens = _Recent[list[TokenBatch]](num_batches * num_layers)
+        self._shares = _Recent[list[Share]](num_layers)
 
-    def shares(self, layer: int | None, index: int) -> Iterable[Shares]:
+    def shares(self, layer: int | None, index: int) -> Iterable[Share]:
         """Every rank's tokens of a batch in a layer, rank by rank."""
         if self._keeps_shares:
-            return self._kept_shares(layer, index)
-        tokens = self._kept_tokens(layer, index) if self._keeps_tokens else self._made(layer, index)
-        return (self._share(layer, of_rank, rank) for rank, of_rank in enumerate(tokens))
+            return self._shares.get((layer, index), lambda: list(self._make_shares(layer, index)))
+        return self._make_shares(layer, index)
 
-    def _shares(self, layer: int | None, index: int) -> list[Shares]:
-        return [self._share(layer, tokens, rank) for rank, tokens in enumerate(self._kept_tokens(layer, index))]
+    def _make_shares(self, layer: int | None, index: int) -> Iterator[Share]:
+        if self._keeps_tokens:
+            tokens = iter(self._tokens.get((layer, index), lambda: self._make_tokens(layer, index)))
+        else:
+            tokens = map(self._cut, self.comparison.rank_batches(layer, index))
+        for rank, of_rank in enumerate(tokens):
+            yield Share.of_rank(self.comparison, layer, of_rank, rank, self.device)
 
-    def _share(self, layer: int | None, tokens: TokenBatch, rank: int) -> Shares:
-        return Shares(self.comparison, layer, tokens, rank, self.device)
-
-    def _tokens(self, layer: int | None, index: int) -> list[TokenBatch]:
+    def _make_tokens(self, layer: int | None, index: int) -> list[TokenBatch]:
         """All ranks' tokens, made in threads; the first rank's alone, which solves for the batch's targets."""
         make = partial(self.comparison.rank_batch, layer, index)
         first = make(0)
         with rank_pool(torch.device("cpu"), self.num_bytes) as pool:
             others = in_order(pool, make, range(1, self.comparison.world_size))
             return [self._cut(tokens) for tokens in (first, *others)]
-
-    def _made(self, layer: int | None, index: int) -> Iterator[TokenBatch]:
-        """All ranks' tokens, rank by rank."""
-        return map(self._cut, self.comparison.rank_batches(layer, index))
 
     def _cut(self, tokens: TokenBatch) -> TokenBatch:
         """Some of a rank's tokens from the first to the last, and so of both where some are padding."""
@@ -229,15 +256,13 @@ class CaseRouter:
     """How a case routes; its experts stand in ``slots``.
 
     Attributes:
-        carried: gives the loads that a batch starts from (``CarriedLoads``).
-        kernel: of policies (``layer.kernel``), where no layer runs them.
+        carried: gives the loads that a batch starts from (``Routers.carried``).
     """
 
     case: CaseSpec
     slots: ExpertPlacement
     seed: int
     carried: Callable[[CaseSpec, int | None, int, int], Tensor | None] = lambda *_: None
-    kernel: str = AUTO
 
     @property
     def rule(self) -> Policy:
@@ -253,7 +278,7 @@ class CaseRouter:
 
     def route(self, share: Share, index: int, stats_SE: Tensor | None) -> Routing:
         """Over experts; ``on_slots`` sends pairs on."""
-        return self._form(share).route(share.scores_TE, self.context(share, index), stats_SE)
+        return form_of(self.rule, share.scores_TE.device).route(share.scores_TE, self.context(share, index), stats_SE)
 
     def map_of(self, share: Share, index: int, stats_SE: Tensor | None) -> Tensor:
         """The map of ``route``, bool [T, E], found with what other cases found of the same scores."""
@@ -265,15 +290,13 @@ class CaseRouter:
     def stats_of(self, share: Share, index: int) -> Tensor | None:
         """Of a batch-wide policy what is summed over ranks, float64 [S, E]."""
         if not self._shares_steps(share):
-            return self._form(share).batch_stats(share.scores_TE, self.context(share, index))
+            form = form_of(self.rule, share.scores_TE.device)
+            return form.batch_stats(share.scores_TE, self.context(share, index))
         rule, context = self._in_place(share, index)
         return rule.by(share.steps).stats(share.scores_TE, context)
 
-    def _form(self, share: Share) -> Any:
-        return form_of(self.rule, share.scores_TE.device, self.kernel)
-
     def _shares_steps(self, share: Share) -> bool:
-        return self.kernel == AUTO and share.steps is not None and type(self.rule) in share.steps.policies
+        return share.steps is not None and type(self.rule) in share.steps.policies
 
     def _in_place(self, share: Share, index: int) -> tuple[Policy, RoutingContext]:
         """The rule with its values in the share's layer, and what it knows there."""
@@ -293,7 +316,6 @@ class CaseRouter:
         policy = self.case.policy
         stack.take(() if policy is None else stack.forms)
         for layer, share in shares.items():
-            assert share.logits_TE is not None
             if policy is None:  # By Megatron-Core's own router.
                 stack.route(layer, share.logits_TE)
                 continue
@@ -303,36 +325,69 @@ class CaseRouter:
             stack.route(layer, share.logits_TE, here, context)
 
 
-class CarriedLoads:
-    """Loads that earlier batches left on the experts, for policies with ``carry_loads`` (``policies.laser``).
-
-    Batch b starts from what routing batches 0 to b - 1, in this order, left. The chain is worked out once and apart
-    from all that is timed: so a batch is routed alike on every backend, whichever batch is run first and however often.
-    """
+class Routers:
+    """How the cases of a comparison route its batches: where their experts stand, and what loads they start from."""
 
     def __init__(self, batches: Batches) -> None:
-        self._batches, comparison = batches, batches.comparison
-        self._slots, self._seed = comparison.slots, comparison.experiment.layer.seed
-        self._known: dict[tuple[str, int | None, int], Tensor] = {}
+        self._batches, self._comparison = batches, batches.comparison
+        self._seed = self._comparison.experiment.layer.seed
+        self._placements: dict[tuple[ReplicationConfig, int], ExpertPlacement] = {}
+        self._loads: dict[tuple[str, int | None, int], Tensor] = {}
 
-    def __call__(self, case: CaseSpec, layer: int | None, index: int, rank: int) -> Tensor | None:
-        """What batch ``index`` starts from on a rank, float64 [E]; None = nothing."""
+    def of(self, case: CaseSpec, index: int = 0) -> CaseRouter:
+        """How a case routes batch ``index``."""
+        return CaseRouter(case, self.slots(case, index), self._seed, self.carried)
+
+    def slots(self, case: CaseSpec, index: int) -> ExpertPlacement:
+        """Where a case's experts stand for batch ``index``."""
+        wanted = case.replication
+        if wanted is None:
+            return self._comparison.slots
+        if (wanted, index) not in self._placements:
+            self._placements[wanted, index] = self._place(wanted, index)
+        return self._placements[wanted, index]
+
+    def _place(self, wanted: ReplicationConfig, index: int) -> ExpertPlacement:
+        counts_BRE = self._counts
+        plan = self._comparison.replicate(wanted, load_of_others(counts_BRE.sum(axis=1))[index])
+        slots = ExpertPlacement.of_replication(plan)
+        if wanted.balancer == "static":
+            return slots
+        pairs_P = balance(plan.slot_expert_LP[0], counts_BRE[index].sum(axis=0), plan.num_ranks)
+        split = Split.of(slots.expert_P, pairs_P, counts_BRE[index])
+        return ExpertPlacement(slots.expert_P, slots.num_experts, slots.num_ranks, split)
+
+    @cached_property
+    def _counts(self) -> NDArray[np.int64]:
+        """Pairs of each rank's tokens and each expert under the model's own top-k, [B, R, E]."""
+        native = next(case for case in self._comparison.cases if case.policy is None and case.replication is None)
+        router = CaseRouter(native, self._comparison.slots, self._seed)
+
+        def counts_of(index: int, share: Share) -> list[int]:
+            return router.map_of(share, index, None).sum(0).tolist()
+
+        with rank_pool(torch.device("cpu"), self._batches.num_bytes) as pool:
+            indices = range(self._comparison.workload.num_batches)
+            ranks = (in_order(pool, partial(counts_of, i), self._batches.shares(None, i)) for i in indices)
+            return np.array([list(counts_RE) for counts_RE in ranks])
+
+    def carried(self, case: CaseSpec, layer: int | None, index: int, rank: int) -> Tensor | None:
+        """Loads that batch ``index`` starts from on a rank, float64 [E]; None = nothing."""
         policy = case.policy
         if index == 0 or not isinstance(policy, LoadAwarePolicy) or not policy.carry_loads:
             return None
         for after in range(1, index + 1):
-            if (case.case_id, layer, after) not in self._known:
-                self._known[case.case_id, layer, after] = self._left(case, layer, after - 1)
-        load_RE = self._known[case.case_id, layer, index]
+            if (case.case_id, layer, after) not in self._loads:
+                self._loads[case.case_id, layer, after] = self._left(case, layer, after - 1)
+        load_RE = self._loads[case.case_id, layer, index]
         return load_RE.sum(dim=0) if policy.load_scope == "all" else load_RE[rank]
 
     def _left(self, case: CaseSpec, layer: int | None, index: int) -> Tensor:
         """Pairs of every rank's tokens up to batch ``index``: float64 [R, E]."""
-        router = CaseRouter(case, self._slots, self._seed, self)
-        shares = self._batches.shares(layer, index)
-        maps = (router.route(of_rank.of(case), index, None).map_TE for of_rank in shares)
+        router = self.of(case, index)
+        maps = (router.route(share.of(case), index, None).map_TE for share in self._batches.shares(layer, index))
         load_RE = torch.stack([map_TE.sum(dim=0).double() for map_TE in maps])
-        return load_RE if index == 0 else load_RE + self._known[case.case_id, layer, index]
+        return load_RE if index == 0 else load_RE + self._loads[case.case_id, layer, index]
 
 
 def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, Any]:

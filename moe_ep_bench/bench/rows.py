@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from moe_ep_bench.bench.cases import CaseSpec
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.job import Job
-from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import METRICS, TOTAL, UNACCOUNTED, PhaseKey, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.protocol import COLUMNS, PLAIN, Step, sample_keys
@@ -66,29 +66,42 @@ def write_case(
     samples: Samples,
     times_RSC: np.ndarray,
     metrics: Mapping[str, np.ndarray],
+    frontier: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write the parts of one case: all ranks' samples, and what they routed.
 
     Args:
         samples: whose steps and columns these are.
-        metrics: [R, rows], of each batch a row for each MoE layer.
+        metrics, frontier: see ``write_routing``.
     """
     # Routing is the same in every launch. The part with the times is what makes a case finished: last.
+    facts = job.identity(comparison, case)
     if not job.directory.is_done("routing", case.case_id):
-        routing = routing_columns(metrics, list(comparison.workloads))
-        job.directory.write("routing", case.case_id, {**job.identity(comparison, case), **routing})
+        write_routing(job.directory, facts, comparison, metrics, frontier)
     rows = _sample_columns(samples.steps, times_RSC, samples.columns)
-    job.directory.write("samples", case.case_id, {**job.identity(comparison, case), **rows}, job.launch)
+    job.directory.write("samples", case.case_id, {**facts, **rows}, job.launch)
 
 
-def write_frontier(
-    directory: RunDirectory, comparison: Comparison, case: CaseSpec, rows: Sequence[Mapping[str, Any]]
+def write_routing(
+    directory: RunDirectory,
+    facts: Mapping[str, Any],
+    comparison: Comparison,
+    metrics: Mapping[str, np.ndarray],
+    frontier: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Write a case's part of the table ``frontier``; nothing where there are no rows."""
-    if rows:
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        about = {"comparison_id": comparison.comparison_id, "case_id": case.case_id}
-        directory.write("frontier", case.case_id, {**about, **columns})
+    """Write what ranks routed in a case.
+
+    Args:
+        facts: columns that say which case it is (``job.identity``).
+        metrics: [R, rows], of each batch a row for each MoE layer.
+        frontier: rows of the table of that name; there may be none.
+    """
+    case_id = facts["case_id"]
+    if frontier:
+        columns = {name: [row[name] for row in frontier] for name in frontier[0]}
+        directory.write("frontier", case_id, {"comparison_id": comparison.comparison_id, "case_id": case_id, **columns})
+    layers = list(comparison.row_layers.values())
+    directory.write("routing", case_id, {**facts, **_routing_columns(metrics, layers)})
 
 
 def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Sequence[PhaseKey]) -> dict[str, Any]:
@@ -112,7 +125,7 @@ def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Seque
     }
 
 
-def routing_columns(metrics: Mapping[str, np.ndarray], layers: Sequence[int | None]) -> dict[str, list[Any]]:
+def _routing_columns(metrics: Mapping[str, np.ndarray], layers: Sequence[int | None]) -> dict[str, list[Any]]:
     """Rows of one case, one per rank, batch and layer, from the metrics of [R, rows]."""
     num_ranks, num_rows = next(iter(metrics.values())).shape[:2]
     rank_N, row_N = np.indices((num_ranks, num_rows)).reshape(2, -1).tolist()

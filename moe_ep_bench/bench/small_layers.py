@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from moe_ep_bench.bench.cases import CaseSpec
-from moe_ep_bench.bench.plan import Comparison
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.routing import Batches, CaseRouter
 from moe_ep_bench.bench.traffic import traffic_of
 from moe_ep_bench.layer.reference import DenseReference
@@ -21,22 +19,7 @@ from moe_ep_bench.layer.virtual import VirtualRanks, with_slots
 _CHECKED_TOKENS, _CHECKED_WIDTH = 6, 64
 
 
-def checks_of(
-    comparison: Comparison, routers: Sequence[CaseRouter], device: torch.device, begin: Callable[[str], object]
-) -> Iterator[tuple[CaseSpec, int | None, Callable[[], float]]]:
-    """Each case in each MoE layer, and what runs it on few tokens of batch 0 and returns its worst error.
-
-    Args:
-        begin: called with a case's id ahead of each of its runs.
-    """
-    small = _SmallLayers(comparison, device)
-    for layer in comparison.workloads:
-        for router in routers:
-            begin(router.case.case_id)
-            yield router.case, layer, partial(small.error, router, layer)
-
-
-class _SmallLayers:
+class SmallLayers:
     """A comparison's layer at a small hidden size, with values that real ranks would compute."""
 
     def __init__(self, comparison: Comparison, device: torch.device) -> None:
@@ -47,7 +30,7 @@ class _SmallLayers:
         self._built, self._input = cache(self._build), cache(self._make_input)
 
     def error(self, router: CaseRouter, layer: int | None) -> float:
-        """The worst token's error when all ranks of a case exchange real rows."""
+        """The worst token's error when all ranks of a case exchange real rows, on few tokens of batch 0."""
         (traffic,) = traffic_of(self._batches, layer, 0, [router])
         shares = [of_rank.of(router.case) for of_rank in self._batches.shares(layer, 0)]
         routings = [router.route(share, 0, traffic.stats_SE) for share in shares]

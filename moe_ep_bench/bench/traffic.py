@@ -11,7 +11,8 @@ batch-wide policy's statistics.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,8 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_ep_bench.bench.cases import BASELINE, CEILING
-from moe_ep_bench.bench.routing import Batches, CaseRouter, Share, Shares, case_metrics, in_order, rank_pool
+from moe_ep_bench.bench.cases import BASELINE, CEILING, NOISE, CaseSpec
+from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.routing import Batches, CaseRouter, Routers, Share, case_metrics, in_order, rank_pool
 from moe_ep_bench.bench.rows import PackedMetrics
 from moe_ep_bench.kernels.dispatch import numba_steps
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
@@ -96,6 +98,52 @@ class Traffic:
         return self.lengths_R and self.lengths_R[rank], *(traffic.work(rank) for traffic in self.layers.values())
 
 
+class RoutedBatches:
+    """All ranks' routing of a comparison's batches by cases, worked out batch by batch; what is said of it is kept.
+
+    Attributes:
+        metrics: of each case, [R, B x layers] rows, those of a batch's layers together.
+        frontiers: of each case by id, rows of the table ``frontier``.
+    """
+
+    def __init__(self, comparison: Comparison, cases: Sequence[CaseSpec], device: torch.device) -> None:
+        self.comparison, self.cases = comparison, list(cases)
+        self.batches = Batches(comparison, device)
+        self.routers = Routers(self.batches)
+        num_rows = comparison.workload.num_batches * len(comparison.workloads)
+        self.metrics = {case.case_id: PackedMetrics(comparison.world_size, num_rows) for case in cases}
+        self.frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
+
+    def route(self, index: int, begin: Callable[[], object] = lambda: None) -> list[tuple[CaseRouter, Traffic]]:
+        """Of every case its router, and what its routing of batch ``index`` amounts to.
+
+        Args:
+            begin: called ahead of each layer of a model.
+        """
+        comparison = self.comparison
+        routers = [self.routers.of(case, index) for case in self.cases]
+        layers: list[dict[int | None, LayerTraffic]] = [{} for _ in routers]
+        for place, (layer, named) in enumerate(comparison.row_layers.items(), index * len(comparison.workloads)):
+            if layer is not None:
+                begin()
+            for of_case, router, traffic in zip(layers, routers, self._layer(layer, index, routers), strict=True):
+                of_case[layer], case_id = traffic, router.case.case_id
+                self.metrics[case_id].put((slice(None), place), traffic.metrics)
+                if traffic.frontier is not None:
+                    self.frontiers[case_id].append({"batch": index, "layer": named, **traffic.frontier})
+        lengths_R = comparison.lengths_of_ranks(index) if comparison.scope == "model" else None
+        return [(router, Traffic(index, of_case, lengths_R)) for router, of_case in zip(routers, layers, strict=True)]
+
+    def _layer(self, layer: int | None, index: int, routers: Sequence[CaseRouter]) -> list[LayerTraffic]:
+        """Of every case. Native runs a second time for the noise floor, but routes the same."""
+        baseline = next((router for router in routers if router.case.role == BASELINE), None)
+        stand_ins = [baseline if baseline and router.case.role == NOISE else router for router in routers]
+        distinct, links = list(dict.fromkeys(stand_ins)), self.comparison.links
+        nodes = links.ranks_per_node if links and self.comparison.exchange.transport == "copies" else None
+        traffic = dict(zip(distinct, traffic_of(self.batches, layer, index, distinct, nodes), strict=True))
+        return [traffic[router] for router in stand_ins]
+
+
 def traffic_of(
     batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter], ranks_per_node: int | None = None
 ) -> list[LayerTraffic]:
@@ -116,9 +164,9 @@ def traffic_of(
             router.carried(router.case, layer, index, 0)  # worked out before threads ask for it
         stats = _statistics(batches, layer, index, routers, pool)
         route = partial(_route_rank, routers, index=index, stats=stats, ranks_per_node=ranks_per_node)
-        for rank, (rows, shares) in enumerate(in_order(pool, route, batches.shares(layer, index))):
-            num_tokens.append(shares.num_tokens)
-            pairs = _with_pairs(pairs, routers, shares)
+        for rank, (rows, share) in enumerate(in_order(pool, route, batches.shares(layer, index))):
+            num_tokens.append(share.num_tokens)
+            pairs = _with_pairs(pairs, routers, share)
             for number, (row, counts_P, copied) in enumerate(rows):
                 metrics[number].put((rank,), row)
                 counts[number][rank] = counts_P
@@ -136,8 +184,8 @@ def _statistics(
     """What each batch-wide policy's statistics sum up to over all ranks, float64 [S, E]; None where there are none."""
 
     @torch.inference_mode()
-    def stats_of(shares: Shares, numbers: Sequence[int]) -> list[Tensor | None]:
-        return [routers[number].stats_of(shares.of(routers[number].case), index) for number in numbers]
+    def stats_of(share: Share, numbers: Sequence[int]) -> list[Tensor | None]:
+        return [routers[number].stats_of(share.of(routers[number].case), index) for number in numbers]
 
     ranks = iter(batches.shares(layer, index))
     # The first rank's say who has any.
@@ -152,16 +200,16 @@ def _statistics(
 @torch.inference_mode()
 def _route_rank(
     routers: Sequence[CaseRouter],
-    shares: Shares,
+    of_rank: Share,
     *,
     index: int,
     stats: Sequence[Tensor | None],
     ranks_per_node: int | None,
-) -> tuple[list[tuple[dict[str, Any], Tensor, tuple[Tensor, Tensor] | None]], Shares]:
-    """Of one rank and every case the row of metrics, pairs by slot, int64 [P], and copies; and the shares."""
+) -> tuple[list[tuple[dict[str, Any], Tensor, tuple[Tensor, Tensor] | None]], Share]:
+    """Of one rank and every case the row of metrics, pairs by slot, int64 [P], and copies; and the share."""
     rows = []
     for router, stats_SE in zip(routers, stats, strict=True):
-        share, slots, copied = shares.of(router.case), router.slots, None
+        share, slots, copied = of_rank.of(router.case), router.slots, None
         if router.case.is_padded:  # What fills an expert up is told apart by its weight.
             routing = router.route(share, index, stats_SE)
         else:
@@ -169,13 +217,13 @@ def _route_rank(
             routing = Routing(map_TE, map_TE)  # of weights nothing is asked
         row = case_metrics(router.case, routing, share)
         if ranks_per_node is not None:
-            copied = copies_of(slots.spread(routing.map_TE, shares.rank), slots.num_ranks, ranks_per_node)
+            copied = copies_of(slots.spread(routing.map_TE, of_rank.rank), slots.num_ranks, ranks_per_node)
         counts_P = torch.tensor(row["load_E"])
         if not slots.is_contiguous:
-            counts_P, placed = in_slots(routing.map_TE, slots, shares.rank)
+            counts_P, placed = in_slots(routing.map_TE, slots, of_rank.rank)
             row |= placed
         rows.append((row, counts_P, copied))
-    return rows, shares
+    return rows, of_rank
 
 
 def copies_of(map_TP: Tensor, num_ranks: int, ranks_per_node: int) -> tuple[Tensor, Tensor]:
@@ -219,11 +267,10 @@ def _split_of(slots: ExpertPlacement) -> tuple[NDArray[np.int64], ...]:
 
 
 def _with_pairs(
-    pairs: list[tuple[Tensor, Tensor]] | None, routers: Sequence[CaseRouter], shares: Shares
+    pairs: list[tuple[Tensor, Tensor]] | None, routers: Sequence[CaseRouter], share: Share
 ) -> list[tuple[Tensor, Tensor]] | None:
     """Add a rank's top-k pairs to those of ranks before it; None where all are balanced, or there are too many."""
-    share: Share | None = next((shares.of(router.case) for router in routers if router.case.role != CEILING), None)
-    if pairs is None or share is None:
+    if pairs is None or all(router.case.role == CEILING for router in routers):
         return None
     pairs.append(top_k_pairs(share.scores_TE, share.of_scores.top_k_TE))
     return pairs if sum(len(scores_N) for scores_N, _ in pairs) <= _MOST_FRONTIER_PAIRS else None

@@ -13,24 +13,22 @@ Shapes: R = virtual ranks, V = cases, B = batches, C = columns of a sample.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_ep_bench.bench.cases import BASELINE, NOISE, CaseSpec
+from moe_ep_bench.bench.cases import BASELINE, CaseSpec
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
-from moe_ep_bench.bench.plan import Comparison
 from moe_ep_bench.bench.rank_timers import MeasuredRanks, RankTime, modelled_time
-from moe_ep_bench.bench.replicas import Replicas
-from moe_ep_bench.bench.routing import Batches, CarriedLoads, CaseRouter, Shares
-from moe_ep_bench.bench.rows import PackedMetrics, Samples, columns_of, write_case, write_frontier
-from moe_ep_bench.bench.traffic import LayerTraffic, Traffic, traffic_of
+from moe_ep_bench.bench.routing import CaseRouter, Share
+from moe_ep_bench.bench.rows import Samples, columns_of, write_case
+from moe_ep_bench.bench.traffic import RoutedBatches, Traffic
 from moe_ep_bench.cost_model.timeline import compose, median_legs
 from moe_ep_bench.cost_model.transport import Rows
 from moe_ep_bench.layer.experts import DTYPES
@@ -44,54 +42,42 @@ from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 # Bytes of what travels beside rows: a count, a number of a policy's statistics.
 _COUNT_BYTES, _STATISTIC_BYTES = 8, 8
 
+Work = tuple[Any, ...]
+"""What a rank has to do: equal for ranks that take as long."""
+
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
     """Measure ``cases`` on virtual ranks and write their parts."""
     job.enter(comparison)
     with device_scope(), torch.inference_mode():
-        _measure(job, Emulation(comparison, cases, job.ranks.device, job.begin))
-    free_memory(job.ranks.device)  # what is kept of batches holds itself, and may be gigabytes
+        emulation = Emulation(comparison, cases, job.ranks.device, job.begin)
+        if comparison.device is not None:
+            emulation.model()
+        else:
+            _measure_here(job, emulation)
+        with job.writing():
+            emulation.write(job)
+        job.check_written()
 
 
-def _measure(job: Job, emulation: Emulation) -> None:
+def _measure_here(job: Job, emulation: Emulation) -> None:
+    # Only a layer that is built needs Megatron-Core.
+    from moe_ep_bench.layer.megatron import expert_parallel_groups
+
     comparison = emulation.comparison
-    if comparison.device is not None:
-        emulation.model()
-    else:
-        # Only a layer that is built needs Megatron-Core.
-        from moe_ep_bench.layer.megatron import expert_parallel_groups
-
-        expert_parallel_groups(1, comparison.experiment.measure.timeout_s + 60)
-        for case, reason in emulation.check(job.survive).items():
-            job.write_unmeasured(comparison, case, *split_reason(reason))
-        if emulation.cases:
-            job.write_conditions(comparison, emulation.measure())
-    with job.writing():
-        emulation.write(job)
-    job.check_written()
+    expert_parallel_groups(1, comparison.experiment.measure.timeout_s + 60)
+    for case, reason in emulation.check(job.survive).items():
+        job.write_unmeasured(comparison, case, *split_reason(reason))
+    if emulation.cases:
+        job.write_conditions(comparison, emulation.measure())
+    free_memory(job.ranks.device)
 
 
-@dataclass(frozen=True, eq=False)
-class _Turn:
+class _Turn(NamedTuple):
     """A case on one rank's tokens of a batch, as ``timing.protocol.measure`` times it."""
 
-    emulation: Emulation
-    timer: MeasuredRanks
-    router: CaseRouter
-    traffic: Traffic
-    shares: Mapping[int | None, Shares]
-    done: dict[tuple[Any, ...], RankTime]
-
-    @property
-    def case_id(self) -> str:
-        return self.router.case.case_id
-
-    def time(self, step: Step) -> RankTime:
-        def run() -> RankTime:
-            shares = {layer: of_rank.of(self.router.case) for layer, of_rank in self.shares.items()}
-            return self.timer.time(self.router, self.traffic, step.rank, shares, first=step.iteration == 0)
-
-        return self.emulation.once((self.case_id, *self.traffic.work(step.rank)), self.done, run)
+    case_id: str
+    time: Callable[[Step], RankTime]
 
 
 class Emulation:
@@ -103,30 +89,30 @@ class Emulation:
 
     Attributes:
         columns: of a sample.
-        samples: microseconds [V, R, B, C].
-        metrics: of each case [R, B x layers] rows, those of a batch's layers together as ``write_case`` wants them.
-        errors: of each case and layer, beside the reference.
-        frontiers: of each case, rows of the table ``frontier``.
+        routed: the cases that are still in order, and their routing.
+        samples: by case id, microseconds [R, B, C].
+        runs: how many were ``timed``, and how many ``shared`` the time of another rank.
     """
 
     def __init__(
         self, comparison: Comparison, cases: Sequence[CaseSpec], device: torch.device, begin: Callable[[str], None]
     ) -> None:
-        self.comparison, self.cases, self.device, self.begin = comparison, list(cases), device, begin
+        self.comparison, self.device, self.begin = comparison, device, begin
         self.num_ranks, self.num_batches = comparison.ep_size, comparison.workload.num_batches
-        self.columns, self.batches = columns_of(comparison), Batches(comparison, device)
-        self.carried, self.replicas = CarriedLoads(self.batches), Replicas(self.batches)
-        self.samples = np.full((len(self.cases), self.num_ranks, self.num_batches, len(self.columns)), np.nan)
-        num_rows = self.num_batches * len(comparison.workloads)
-        self.metrics = [PackedMetrics(self.num_ranks, num_rows) for _ in self.cases]
-        self.errors: dict[tuple[str, int | None], float] = {}
-        self.frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        self.timed_runs = self.shared_runs = 0
+        self.columns, self.routed = columns_of(comparison), RoutedBatches(comparison, cases, device)
+        size = self.num_ranks, self.num_batches, len(self.columns)
+        self.samples = {case.case_id: np.full(size, np.nan) for case in cases}
+        self.runs: Counter[str] = Counter(timed=0, shared=0)
+
+    @property
+    def cases(self) -> list[CaseSpec]:
+        return self.routed.cases
 
     @property
     def layer_us(self) -> NDArray[np.float64]:
         """The slowest rank's time of every case and batch, microseconds [V, B], once they are measured."""
-        return self.samples[..., self.columns.index(TOTAL)].max(axis=1)
+        samples_VRBC = np.stack([self.samples[case.case_id] for case in self.cases])
+        return samples_VRBC[..., self.columns.index(TOTAL)].max(axis=1)
 
     def check(self, survive: Callable[[Exception], str]) -> dict[CaseSpec, str]:
         """Hold every case against the dense reference, at a small hidden size and with rows that are truly exchanged.
@@ -136,36 +122,37 @@ class Emulation:
         Args:
             survive: returns the reason where a case raises (``Job.survive``).
         """
-        from moe_ep_bench.bench.small_layers import checks_of
+        from moe_ep_bench.bench.small_layers import SmallLayers
 
+        small, allowed = SmallLayers(self.comparison, self.device), TOLERANCE[torch.float32]
         failed: dict[CaseSpec, str] = {}
-        allowed = TOLERANCE[torch.float32]
-        for case, layer, error_of in checks_of(self.comparison, self._routers(0), self.device, self.begin):
-            if case in failed:
-                continue
-            try:
-                error = self.errors[case.case_id, layer] = error_of()
-            except Exception as problem:
-                failed[case] = survive(problem)
-                continue
-            if error > allowed:
-                where = "" if layer is None else f" in layer {layer}"
-                failed[case] = f"output differs from the dense reference by {error:.2g}{where}, allowed is {allowed:g}"
-        self.cases = [case for case in self.cases if case not in failed]
-        self.samples, self.metrics = self.samples[: len(self.cases)], self.metrics[: len(self.cases)]
+        for place, layer in enumerate(self.comparison.workloads):
+            for case in (case for case in self.cases if case not in failed):
+                self.begin(case.case_id)
+                try:
+                    error = small.error(self.routed.routers.of(case), layer)
+                except Exception as problem:
+                    failed[case] = survive(problem)
+                    continue
+                metrics = {"reference_error": np.full(self.num_ranks, error)}
+                self.routed.metrics[case.case_id].put((slice(None), place), metrics)
+                if error > allowed:
+                    what = f"output differs from the dense reference by {error:.2g}"
+                    failed[case] = f"{what}{'' if layer is None else f' in layer {layer}'}, allowed is {allowed:g}"
+        self.routed.cases = [case for case in self.cases if case not in failed]
         return failed
 
     def model(self) -> None:
         """Model all batches on a device that is not here."""
         for index in range(self.num_batches):
-            for number, (router, traffic) in enumerate(self._routed(index)):
-                done: dict[tuple[Any, ...], RankTime] = {}
+            for router, traffic in self._route(index):
+                done: dict[Work, RankTime] = {}
                 times = []
                 for rank in range(self.num_ranks):
                     self.begin(router.case.case_id)
                     run = partial(modelled_time, self.comparison, router, traffic, rank)
-                    times.append([self.once(traffic.work(rank), done, run)])
-                self._store(number, index, times, traffic)
+                    times.append([self._once(traffic.work(rank), done, run)])
+                self._store(router.case, times, traffic)
 
     def measure(self) -> dict[str, Any]:
         """Time all batches; return the conditions under which that was done."""
@@ -174,13 +161,13 @@ class Emulation:
         timer = MeasuredRanks(self.comparison, self.device)
         with watched_machine(self.device, ceilings) as here:
             for index in range(self.num_batches):
-                self._measure_batch(index, timer)
+                self.measure_batch(index, timer)
         here["allocating_iterations"] = dict(timer.watch.allocations.iterations)
         baseline = next((case.case_id for case in self.cases if case.role == BASELINE), None)
         return {
             "warm_up": {"rounds": 1 + settings.warmup, "change": None, "settled": False},
             "ranks": [here],
-            "emulated_runs": {"timed": self.timed_runs, "shared": self.shared_runs},
+            "emulated_runs": dict(self.runs),
             "waits": beyond(timer.waits, baseline),
         }
 
@@ -188,86 +175,78 @@ class Emulation:
         """Write the routing of all cases, and their samples, which make them finished."""
         steps = [Step(index, 0, kind) for kind in (PLAIN, BREAKDOWN) for index in range(self.num_batches)]
         whole = [self.columns.index(name) for name in (TOTAL, HOST, THREAD_CPU)]
-        samples = Samples((), steps, self.columns)
-        for case, metrics, samples_RBC in zip(self.cases, self.metrics, self.samples, strict=True):
+        samples, routed = Samples((), steps, self.columns), self.routed
+        for case in self.cases:
+            samples_RBC = self.samples[case.case_id]
             plain_RBC = np.full_like(samples_RBC, np.nan)
             plain_RBC[..., whole] = samples_RBC[..., whole]
             times_RSC = np.concatenate([plain_RBC, samples_RBC], axis=1)
-            write_frontier(job.directory, self.comparison, case, self.frontiers[case.case_id])
-            write_case(job, self.comparison, case, samples, times_RSC, metrics)
+            kept = routed.metrics[case.case_id], routed.frontiers[case.case_id]
+            write_case(job, self.comparison, case, samples, times_RSC, *kept)
 
     # ---- one batch ---------------------------------------------------------------------------------------------------
 
-    def once(self, work: tuple[Any, ...], done: dict[tuple[Any, ...], RankTime], run: Callable[[], Any]) -> RankTime:
-        """What ``run`` takes, or what a rank with the same work took."""
-        self.shared_runs += work in done
-        if work not in done:
-            done[work] = run()
-            self.timed_runs += 1
-        return done[work]
-
-    def _measure_batch(self, index: int, timer: MeasuredRanks) -> None:
+    def measure_batch(self, index: int, timer: MeasuredRanks) -> None:
         """Run the measuring loop on one batch, rank after rank; the last rounds count."""
         settings, layers = self.comparison.experiment.measure, list(self.comparison.workloads)
-        routed = self._routed(index)
-        rounds, times = 1 + settings.warmup + settings.iterations, defaultdict(list)
+        routed, times = self._route(index), defaultdict(list)
+        rounds = 1 + settings.warmup + settings.iterations
 
         def keep(number: int, step: Step, rank_time: RankTime) -> None:
             if step.iteration >= rounds - settings.iterations:
                 times[number, step.rank].append(rank_time)
 
         for iteration in range(rounds):
-            done: dict[tuple[Any, ...], RankTime] = {}
-            ranks = zip(*(self.batches.shares(layer, index) for layer in layers), strict=True)
+            done: dict[Work, RankTime] = {}
+            ranks = zip(*(self.routed.batches.shares(layer, index) for layer in layers), strict=True)
             for rank, shares in enumerate(ranks):
                 of_rank = dict(zip(layers, shares, strict=True))
-                turns = [_Turn(self, timer, router, traffic, of_rank, done) for router, traffic in routed]
+                turns = [self._turn(timer, router, traffic, of_rank, done) for router, traffic in routed]
                 measure(turns, [Step(index, iteration, PLAIN, rank)], self.begin, keep)
-        for number, (_, traffic) in enumerate(routed):
-            self._store(number, index, [times[number, rank] for rank in range(self.num_ranks)], traffic)
+        for number, (router, traffic) in enumerate(routed):
+            self._store(router.case, [times[number, rank] for rank in range(self.num_ranks)], traffic)
 
-    def _routed(self, index: int) -> list[tuple[CaseRouter, Traffic]]:
-        """Of every case its router, and what its routing of a batch amounts to; metrics are kept."""
-        comparison, routers = self.comparison, self._routers(index)
-        by_layer: dict[int | None, list[LayerTraffic]] = {}
-        for place, layer in enumerate(comparison.workloads, index * len(comparison.workloads)):
-            if layer is not None:
-                self.begin(comparison.comparison_id)
-            by_layer[layer] = self._layer_traffic(layer, index, routers)
-            for case, metrics, traffic in zip(self.cases, self.metrics, by_layer[layer], strict=True):
-                case_id = case.case_id
-                error = self.errors.get((case_id, layer)) if index == 0 else None
-                checked = {} if error is None else {"reference_error": np.full(self.num_ranks, error)}
-                metrics.put((slice(None), place), {**traffic.metrics, **checked})
-                if traffic.frontier is not None:
-                    self.frontiers[case_id].append({"batch": index, "layer": layer, **traffic.frontier})
-        lengths_R = comparison.lengths_of_ranks(index) if comparison.scope == "model" else None
-        of_cases = ({layer: of_layer[place] for layer, of_layer in by_layer.items()} for place in range(len(routers)))
-        traffic = [Traffic(index, layers, lengths_R) for layers in of_cases]
-        return list(zip(routers, traffic, strict=True))
+    def _turn(
+        self,
+        timer: MeasuredRanks,
+        router: CaseRouter,
+        traffic: Traffic,
+        of_rank: Mapping[int | None, Share],
+        done: dict[Work, RankTime],
+    ) -> _Turn:
+        case = router.case
 
-    def _layer_traffic(self, layer: int | None, index: int, routers: Sequence[CaseRouter]) -> list[LayerTraffic]:
-        """Of every case. Native runs a second time for the noise floor, but routes the same."""
-        baseline = next((router for router in routers if router.case.role == BASELINE), None)
-        stand_ins = [baseline if baseline and router.case.role == NOISE else router for router in routers]
-        distinct, links = list(dict.fromkeys(stand_ins)), self.comparison.links
-        nodes = links.ranks_per_node if links and self.comparison.exchange.transport == "copies" else None
-        traffic = dict(zip(distinct, traffic_of(self.batches, layer, index, distinct, nodes), strict=True))
-        return [traffic[router] for router in stand_ins]
+        def time(step: Step) -> RankTime:
+            def run() -> RankTime:
+                shares = {layer: share.of(case) for layer, share in of_rank.items()}
+                return timer.time(router, traffic, step.rank, shares, first=step.iteration == 0)
 
-    def _store(self, number: int, index: int, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> None:
+            return self._once((case.case_id, *traffic.work(step.rank)), done, run)
+
+        return _Turn(case.case_id, time)
+
+    def _once(self, work: Work, done: dict[Work, RankTime], run: Callable[[], RankTime]) -> RankTime:
+        """What ``run`` takes, or what a rank with the same work took."""
+        self.runs["shared" if work in done else "timed"] += 1
+        if work not in done:
+            done[work] = run()
+        return done[work]
+
+    def _route(self, index: int) -> list[tuple[CaseRouter, Traffic]]:
+        return self.routed.route(index, partial(self.begin, self.comparison.comparison_id))
+
+    def _store(self, case: CaseSpec, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> None:
         """Set a case's ranks side by side, behind links and the balancing of replicas."""
-        replication = self.cases[number].replication
         legs_R, meetings = [median_legs([run.legs for run in runs]) for runs in times_R], times_R[0][0].meetings
-        if replication is not None and replication.solving_us:
+        if case.replication is not None and case.replication.solving_us:
             for legs in legs_R:  # Every rank solves once all counts are known.
                 leg = legs[meetings.index("wait_metadata") + 1]
-                leg["policy"] = leg.get("policy", 0.0) + replication.solving_us
+                leg["policy"] = leg.get("policy", 0.0) + case.replication.solving_us
         for rank, phases in enumerate(compose(legs_R, meetings, self._link_us(traffic))):
             phases[HOST] = float(np.median([run.host_us for run in times_R[rank]]))
             phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]]))
             for name, value in phases.items():
-                self.samples[number, rank, index, self.columns.index(name)] = value
+                self.samples[case.case_id][rank, traffic.index, self.columns.index(name)] = value
 
     def _link_us(self, traffic: Traffic) -> dict[PhaseKey, NDArray[np.float64]]:
         """What each meeting takes on the modelled links, [R] microseconds."""
@@ -287,7 +266,3 @@ class Emulation:
                 phase_key(layer, "wait_combine"): combine_us,
             }
         return meetings
-
-    def _routers(self, index: int) -> list[CaseRouter]:
-        seed = self.comparison.experiment.layer.seed
-        return [CaseRouter(case, self.replicas.slots(case, index), seed, self.carried) for case in self.cases]

@@ -1,4 +1,7 @@
-"""Describe a comparison and its workload in a few words: for titles, ``run.json`` and its figures."""
+"""Describe a comparison in a few words, and what it takes on its ranks: for titles and ``run.json``.
+
+Needs no torch, for which a dry run does not wait.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
+from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.models import LatentAttention, ModelSpec
+from moe_ep_bench.models.memory import Fit, Need, footprint
+from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload import RecordedWorkload
 from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.skews import PATTERNS
 
 if TYPE_CHECKING:
-    from moe_ep_bench.bench.plan import Comparison
+    from moe_ep_bench.bench.comparison import Comparison
 
 
 def title(comparison: Comparison) -> str:
@@ -56,8 +62,7 @@ def ranks_by_chance(experiment: Experiment, ep_size: int) -> str:
     known = config.targets(preset)["rank_load"]
     if known is None or config.targets(preset, ep_size)["rank_load"] is not None:
         return ""
-    whose = "the skew's rank load" if config.rank_load is None else "rank_load"
-    return f"experts placed at random, in one draw of the traffic: {whose} is of EP {known['ep_size']}"
+    return f"experts placed at random, in one draw of the traffic: the skew's rank load is of EP {known['ep_size']}"
 
 
 def describe_workload(comparison: Comparison) -> dict[str, Any]:
@@ -67,10 +72,11 @@ def describe_workload(comparison: Comparison) -> dict[str, Any]:
     if config.padding_per_rank:
         some = comparison.rank_tokens[comparison.rank_tokens > 0]
         extremes = [int(some.min()), int(some.max())]
-        facts["padding"] = {"per_rank": config.padding_per_rank, "of": extremes, "masked": config.mask_padding}
+        facts["padding"] = {"per_rank": config.padding_per_rank, "of": extremes}
         tokens = " to ".join(f"{number:,}" for number in np.unique(extremes))
-        known = "masked from policies" if config.mask_padding else "of which policies are not told"
-        facts["description"] += f"; {config.padding_per_rank:,} of {tokens} tokens a rank are padding, {known}"
+        facts["description"] += (
+            f"; {config.padding_per_rank:,} of {tokens} tokens a rank are padding, masked from policies"
+        )
     if not isinstance(config, SyntheticConfig) or config.skew in PATTERNS:
         return facts
     if config.skew_from is not None:
@@ -91,7 +97,7 @@ def workload_in_short(experiment: Experiment) -> str:
     """Skew or recording, in the title of what is timed."""
     config, is_model = experiment.workload, experiment.scope == "model"
     if isinstance(config, RecordedConfig):
-        step = " decode," if config.arrangement == "decode" else ""
+        step = " decode," if config.is_step else ""
         where = "layer by layer," if is_model else f"layer {config.layer},{step}"
         return f"recorded{' ' if is_model else ', '}{where} {config.tail_words}"
     ending = " in each layer" if is_model else ""
@@ -117,12 +123,10 @@ def traffic(comparison: Comparison) -> str:
 
 def phase(comparison: Comparison) -> str:
     """``decode`` where a batch is one step of many requests or was recorded in decoding, else ``prefill``."""
-    config, workload = comparison.experiment.workload, comparison.workload
-    if isinstance(config, SyntheticConfig):
-        return "decode" if config.sequence_length == 1 else "prefill"
-    assert isinstance(workload, RecordedWorkload)
-    recorded = {trace.metadata["phase"] for trace in workload.traces}
-    return "decode" if config.arrangement == "decode" or recorded == {"decode"} else "prefill"
+    workload = comparison.workload
+    traces = workload.traces if isinstance(workload, RecordedWorkload) else ()
+    decoded = {trace.metadata["phase"] for trace in traces} == {"decode"}
+    return "decode" if decoded or comparison.experiment.workload.is_step else "prefill"
 
 
 def modelled_attention(model: ModelSpec, context_length: int) -> str:
@@ -131,7 +135,7 @@ def modelled_attention(model: ModelSpec, context_length: int) -> str:
         return "modelled"
     if isinstance(model.attention, LatentAttention):
         return "modelled as absorbed MLA, which engines serve"
-    return "modelled on Megatron-Core's static cache, whose keys get their positions anew in every step"
+    return "modelled on a cache as engines keep it, with positions in its keys"
 
 
 def departures(model: ModelSpec, context_length: int, *, modelled: bool) -> list[str]:
@@ -147,7 +151,7 @@ def departures(model: ModelSpec, context_length: int, *, modelled: bool) -> list
             getattr(attention, "qk_norm", "none") == "all_heads"
         ),
         f"The cache is Megatron-Core's static one: {latent if is_latent else plain}": (
-            context_length > 0 and not (modelled and is_latent)
+            context_length > 0 and not modelled
         ),
     }
     return [sentence for sentence, holds in sentences.items() if holds]
@@ -155,11 +159,66 @@ def departures(model: ModelSpec, context_length: int, *, modelled: bool) -> list
 
 def _padding(experiment: Experiment) -> str:
     """Padding in a title, behind a comma; empty where there is none."""
-    config = experiment.workload
-    known = "masked" if config.mask_padding else "not masked"
-    return f", {config.padding_per_rank:,} padding a rank ({known})" if config.padding_per_rank else ""
+    num_padding = experiment.workload.padding_per_rank
+    return f", {num_padding:,} padding a rank" if num_padding else ""
 
 
 def _counted(config: SyntheticConfig) -> str:
     """What of ``skew_from`` is taken."""
-    return "peak load" if config.skew_layer is None else f"loads of layer {config.skew_layer}"
+    return "peak load" if config.layer is None else f"loads of layer {config.layer}"
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def fit_of(comparison: Comparison) -> Fit | None:
+    """Whether the model, served on as many ranks, fits what stands for each; None on real ranks and CPUs."""
+    experiment, ep_size, device = comparison.experiment, comparison.ep_size, comparison.device
+    if device is not None:
+        return fit_on(experiment, ep_size, device.name, device.memory_gb * 1e9)
+    if comparison.backend != "virtual" or not comparison.on_gpu:
+        return None
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return fit_on(experiment, ep_size, gpu.name, gpu.total_memory)
+
+
+def fit_on(experiment: Experiment, ep_size: int, device: str, device_bytes: float) -> Fit:
+    """What each rank of the whole model, served, holds, and the fewest ranks that hold it: the same batch on more."""
+    model = experiment.model.spec()
+
+    def on(size: int) -> Fit:
+        facts = {"device": device, "device_bytes": device_bytes, "dtype": experiment.layer.dtype, "ep_size": size}
+        return Fit(**facts, **_footprint(experiment, size, size), is_whole=model.other_parameters() is not None)
+
+    larger = (size for size in range(ep_size, model.num_experts + 1) if model.num_experts % size == 0)
+    fitting = next((size for size in larger if on(size).holds()), None)
+    return on(ep_size).model_copy(update={"fitting_ep_size": fitting})
+
+
+def need_of(comparison: Comparison) -> Need:
+    """What a rank holds, roughly, of the layer or the layers that are built here."""
+    experiment = comparison.experiment
+    built = 0 if experiment.scope == "layer" else experiment.whole.num_layers
+    sizes = _footprint(experiment, comparison.world_size, comparison.ep_size, built)
+    return Need(sizes["expert_bytes"] + sizes["other_weight_bytes"], sizes["cache_bytes"] + sizes["row_bytes"])
+
+
+def _footprint(experiment: Experiment, world_size: int, ep_size: int, num_layers: int | None = None) -> dict[str, int]:
+    """``footprint`` of a config on so many ranks.
+
+    A batch's tokens are in the cache; at decode so are ``whole.context_length`` tokens of each request before them.
+    """
+    workload, precision = experiment.workload, PRECISIONS[experiment.layer.dtype]
+    tokens = -(-workload.total_tokens(world_size) // world_size)
+    requests = -(-tokens // workload.request_tokens) if workload.request_tokens else 0
+    context = requests * experiment.whole.context_length
+    return footprint(
+        experiment.model.spec(),
+        ep_size,
+        num_tokens=tokens,
+        cached_tokens=tokens + context,
+        value_bytes=precision.hidden_bytes,
+        expert_value_bytes=precision.weight_bytes,
+        peak_load=getattr(workload, "peak_load", None),
+        num_layers=num_layers,
+    )

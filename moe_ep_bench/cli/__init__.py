@@ -241,16 +241,14 @@ def _advise(options: argparse.Namespace) -> int:
     for question in questions.values():
         question.check_out()
     _tell(*next(iter(questions.items())))
-    from moe_ep_bench.bench.advise import check_rest, model_question
-
     # Found to be known before anything is modelled.
     if len(questions) > 1:
         for question in questions.values():
-            check_rest(question)
+            question.check_rest()
     for number, (phase, question) in enumerate(questions.items()):
         if number:
             _tell(phase, question)
-        status = model_question(question, force=options.force)
+        status = question.model(force=options.force)
         if status not in (OK, CASES_FAILED):
             return status
 
@@ -377,7 +375,7 @@ def _trace_import(options: argparse.Namespace) -> int:
     from moe_ep_bench.workload.importers import ImportOptions, import_trace
 
     # All but what only a preset gives.
-    names = [field.name for field in dataclasses.fields(ImportOptions) if field.name not in ("top_k", "num_layers")]
+    names = [field.name for field in dataclasses.fields(ImportOptions) if hasattr(options, field.name)]
     chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
     print(import_trace(options.kind, options.source, options.out, ImportOptions(**chosen)).text())
     return OK

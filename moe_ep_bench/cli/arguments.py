@@ -312,5 +312,8 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     imported.add_argument("--num-experts", type=int, help="without a preset")
     imported.add_argument("--max-bytes", type=int, metavar="N", help="largest array of the source (default: 2^30)")
     imported.add_argument("--micro-batch-size", type=int, default=1, help="sequences interleaved in a forward pass")
+    text = "first recorded position, where requests set routed_experts_prompt_start (SGLang: routed_experts_start_len)"
+    imported.add_argument("--prompt-start", type=int, default=0, metavar="N", help=text)
+    imported.add_argument("--leave-out-cached", action="store_true", help="leave out what the prefix cache held")
     imported.add_argument("--assume-equal-scores", action="store_true", help="accept a recording of expert ids only")
     imported.set_defaults(command="trace import")

@@ -12,13 +12,13 @@ rest       norms, 2 T D b bytes each, and residual additions, 3 T D b each: two 
 output     roofline of the output layer on P rows, a prompt's or request's last token each: its weights are read once
 
 *Core attention at prefill.* Two GEMMs over each prompt's causal half, S^2 / 2 pairs of tokens: H S^2 (Q + V)
-operations; queries, keys, values and output pass memory once. *At decode.* Each request's C tokens and its new one.
-Grouped queries: keys and values of G heads, as Megatron-Core's static cache holds them, are read once, b (C + 1) G
-(Q + V) bytes a request, with H (C + 1) 2 (Q + V) operations; keys lie there without positions, so that each step also
-reads and writes them all for these. Latent attention is absorbed, as engines serve it: the cache holds a latent of L
-numbers and a rotary key of P, which are read once for all heads, b (C + 1) (L + P) bytes, with H (C + 1) 2 (2 L + P)
-operations; two projections a head take queries into the latent and outputs out of it. Megatron-Core's own step expands
-the cache to the keys and values of all heads.
+operations; queries, keys, values and output pass memory once. *At decode.* Each request's C tokens and its new one,
+from a cache as engines keep it. Grouped queries: keys, with their positions, and values of G heads are read once,
+b (C + 1) G (Q + V) bytes a request, with H (C + 1) 2 (Q + V) operations. Latent attention is absorbed: the cache holds
+a latent of L numbers and a rotary key of P, which are read once for all heads, b (C + 1) (L + P) bytes, with
+H (C + 1) 2 (2 L + P) operations; two projections a head take queries into the latent and outputs out of it.
+Megatron-Core's own step, which ``run`` times, does more: its static cache holds keys without positions, which each step
+gives to all of them anew, and expands a latent to the keys and values of all heads.
 
 Nothing is in it for launches: little of a prefill of many tokens, but much of a decode step that is not replayed from a
 graph, which comes out too fast by whatever they take. A GEMM of few rows takes what a tile of them does, as experts do:
@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ep_bench.cost_model.devices import Device, gated_ffn
+from moe_ep_bench.cost_model.devices import Device, ffn_work
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, PhaseKey
@@ -109,7 +109,7 @@ def outside_moe_us(device: Device, model: ModelSpec, work: PassWork, *, bytes_pe
     """
     timed = _Formulas(device, model, work, bytes_per_value)
     layers_us = model.num_layers * (timed.attention_us + timed.layer_rest_us)
-    dense_us = model.first_dense_layers * timed.dense_us
+    dense_us = (model.num_layers - model.num_moe_layers) * timed.dense_us
     return timed.embedding_us + layers_us + dense_us + timed.norm_us + timed.output_us
 
 
@@ -138,7 +138,7 @@ class _Formulas:
     @property
     def dense_us(self) -> float:
         sizes = self.model.hidden_size, self.model.dense_ffn_hidden_size or self.model.ffn_hidden_size
-        return self.device.work_us(*gated_ffn(*sizes, self.work.num_tokens, self.value_bytes))
+        return self.device.work_us(*ffn_work(*sizes, self.work.num_tokens, self.value_bytes))
 
     @property
     def output_us(self) -> float:
@@ -149,8 +149,8 @@ class _Formulas:
     def attention_us(self) -> float:
         attention, work, value_bytes = self.model.attention, self.work, self.value_bytes
         assert attention is not None
-        tokens, hidden, is_latent = work.num_tokens, self.model.hidden_size, isinstance(attention, LatentAttention)
-        if is_latent and work.num_requests:
+        tokens, hidden = work.num_tokens, self.model.hidden_size
+        if isinstance(attention, LatentAttention) and work.num_requests:
             widths, projections = attention.absorbed, attention.absorbed_projections(hidden)
             num_rotated = attention.qk_rope_head_dim * (attention.num_heads + 1)
         else:
@@ -160,9 +160,7 @@ class _Formulas:
         # Tokens whose keys and values are read, the new ones included.
         cached = sum(work.prompt_lengths) + work.num_requests * (work.context_length + 1)
         projections_us = sum(self._gemm_us(tokens, *sizes) for sizes in projections)
-        # Each step gives all cached keys of grouped queries their positions.
-        rotated = tokens * num_rotated + (0 if is_latent else cached - tokens) * keys
-        elementwise_us = self._moved_us(2 * value_bytes * (tokens * normed + rotated))
+        elementwise_us = self._moved_us(2 * value_bytes * tokens * (normed + num_rotated))
         pairs = sum(length**2 / 2 for length in work.prompt_lengths)
         pairs += work.num_requests * (work.context_length + 1)
         core_bytes = value_bytes * (tokens * (queries + output) + cached * (keys + values))

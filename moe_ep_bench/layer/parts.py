@@ -14,12 +14,12 @@ Dispatcher (``dispatchers``)
                 permuted and nothing waits for the host, which a CUDA graph needs
 ``flex``        DeepEP's kernels: a token travels to a rank once; needs DeepEP, a GPU and several ranks
 
-Permutation
+Permutation, which follows from the others
 
 ``megatron``    Megatron-Core's own, without Transformer Engine
 ``indexed``     ours, by index, in the all-to-all dispatcher
 ``fused``       Transformer Engine's kernels through Megatron-Core; needs Transformer Engine and a GPU
-``none``        nothing is permuted; cannot be asked for by name
+``none``        nothing is permuted
 
 ``auto`` takes Transformer Engine where it is installed and passes a check on this GPU (``te_check``), else ours; with
 it the activation and native's top-k are fused too, where the version can. It takes ``decode`` where a CUDA graph needs
@@ -48,7 +48,7 @@ class Parts:
     experts: str = "grouped"
     permute: str = "indexed"
     kernel: str = "auto"
-    """Of routing, as asked for."""
+    """Which form of a policy routes in a layer (``kernels.dispatch``)."""
     dispatcher: str = "alltoall"
     cuda_graph: bool = False
     """Replay timed runs from CUDA graphs (``graphs``)."""
@@ -74,15 +74,7 @@ class Parts:
         return f"the whole {scope}{' with its collectives' * (ep_size > 1)}"
 
     @staticmethod
-    def choose(
-        experts: str,
-        permute: str,
-        kernel: str = "auto",
-        dispatcher: str = "alltoall",
-        *,
-        cuda_graph: bool = False,
-        on_cpu: bool,
-    ) -> Parts:
+    def choose(experts: str, dispatcher: str = "alltoall", *, cuda_graph: bool = False, on_cpu: bool) -> Parts:
         """Decide every ``auto`` for this machine.
 
         Raises:
@@ -93,7 +85,7 @@ class Parts:
         version = version_of("transformer-engine")
         lacking = "a GPU" if on_cpu else "" if version else "Transformer Engine, which is not installed"
         there, refused = TransformerEngine(), ""
-        if not lacking and {experts, permute} & {"auto", "te", "fused"}:
+        if not lacking:
             there = transformer_engine()
         if there.problem:
             refused = f"Transformer Engine {version} does not work here ({there.problem})"
@@ -109,13 +101,12 @@ class Parts:
             experts = "decode" if cuda_graph else "grouped" if lacking else "te"
         parts = Parts(
             experts=experts,
-            kernel=kernel,
             dispatcher=dispatcher,
             cuda_graph=cuda_graph,
             experts_why=why,
             router_fusion=there.routes,
         )
-        return replace(parts, permute=_permute(permute, parts, version, lacking))
+        return replace(parts, permute=_permutation(parts, version, lacking))
 
 
 DEFAULT_PARTS = Parts()
@@ -137,19 +128,10 @@ def _errors(experts: str, dispatcher: str, *, cuda_graph: bool, on_cpu: bool) ->
         yield f"layer.dispatcher: flex needs {lacking}; expected alltoall or allgather"
 
 
-def _permute(asked: str, parts: Parts, version: str | None, lacking: str) -> str:
+def _permutation(parts: Parts, version: str | None, lacking: str) -> str:
+    """Transformer Engine's where that works, else ours where the dispatcher takes it."""
     if parts.by_map:
-        if asked != "auto":
-            raise UserError(
-                f"layer.permute: expected auto, for decode experts behind allgather permute nothing; got {asked}"
-            )
         return "none"
-    fuses = not lacking and version is not None
-    fuses = fuses and tuple(int(part) for part in version.split(".")[:2]) >= _FUSED_PERMUTE_SINCE
-    if asked == "fused" and not fuses:
-        needs = lacking or f"Transformer Engine >= 2.1, found {version}"
-        raise UserError(f"layer.permute: fused needs {needs}; expected auto, indexed or megatron")
-    own = "indexed" if parts.dispatcher == "alltoall" else "megatron"
-    if asked == "indexed" and own != "indexed":
-        raise UserError(f"layer.permute: indexed serves layer.dispatcher alltoall only, got {parts.dispatcher}")
-    return ("fused" if fuses else own) if asked == "auto" else asked
+    if not lacking and version is not None and tuple(map(int, version.split(".")[:2])) >= _FUSED_PERMUTE_SINCE:
+        return "fused"
+    return "indexed" if parts.dispatcher == "alltoall" else "megatron"

@@ -173,8 +173,9 @@ def disk(out: Path) -> Finding:
 
 def _memory(config: Path, overrides: Sequence[str], num_ranks: int, of_node: int) -> list[Finding]:
     """What every comparison of a config takes on a rank, beside what is free: an estimate refuses nothing."""
-    from moe_ep_bench.bench.fit import need_of
-    from moe_ep_bench.bench.plan import RANKS, plan
+    from moe_ep_bench.bench.comparison import RANKS
+    from moe_ep_bench.bench.plan import plan
+    from moe_ep_bench.bench.words import need_of
 
     device = torch.device(device_type())
     available = provenance.available_memory_bytes(device, of_node)

@@ -26,7 +26,7 @@ _SIZE_MULTIPLE = 16
 
 
 class Widths(NamedTuple):
-    """Numbers of a token in attention, of all heads together; keys and values as a static cache holds them."""
+    """Numbers of a token in attention, of all heads together."""
 
     queries: int
     keys: int
@@ -142,7 +142,9 @@ class ModelSpec(Preset):
     source: str
     num_layers: PositiveInt
     first_dense_layers: NonNegativeInt = 0
-    """Layers at the bottom with a dense FFN; all others are MoE layers."""
+    """Layers at the bottom with a dense FFN; all others are MoE layers, unless these are listed."""
+    listed_moe_layers: tuple[NonNegativeInt, ...] | None = None
+    """MoE layers, ascending, where others lie in between; null = all above ``first_dense_layers``."""
     dense_ffn_hidden_size: NonNegativeInt = 0
     """Width of the dense layers' gated FFN; 0 = not stated, or no such layer."""
     hidden_size: PositiveInt
@@ -154,8 +156,9 @@ class ModelSpec(Preset):
     num_experts: PositiveInt
     top_k: PositiveInt
     ffn_hidden_size: PositiveInt
-    """Width of one routed expert's gated FFN."""
-    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    """Width of one routed expert's FFN."""
+    activation: Literal["swiglu", "clamped_swiglu", "other_gated", "plain"] = "swiglu"
+    """``plain`` experts, shared ones too, have no gate: two matrices in place of three."""
     expert_bias: bool = False
     """The experts' linear layers have biases."""
     shared_ffn_hidden_size: NonNegativeInt = 0
@@ -190,6 +193,11 @@ class ModelSpec(Preset):
             raise UserError(
                 f"first_dense_layers: expected fewer than num_layers={self.num_layers}, got {self.first_dense_layers}"
             )
+        listed = self.listed_moe_layers
+        if listed is not None and (self.first_dense_layers or not listed or list(listed) != sorted({*listed})):
+            raise UserError(f"listed_moe_layers: expected numbers, ascending, without first_dense_layers; got {listed}")
+        if listed and listed[-1] >= self.num_layers:
+            raise UserError(f"listed_moe_layers: expected 0 to {self.num_layers - 1}, got {listed[-1]}")
         self._check_groups()
         return self
 
@@ -214,8 +222,23 @@ class ModelSpec(Preset):
             raise UserError(f"group_score_experts: expected at most the {size} experts of a group, got {scored}")
 
     @property
+    def hub_id(self) -> str:
+        """A preset's model on Hugging Face, as ``source`` begins."""
+        return self.source.partition(" ")[0]
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers that route, ascending; all others have a dense FFN."""
+        return self.listed_moe_layers or tuple(range(self.first_dense_layers, self.num_layers))
+
+    @property
     def num_moe_layers(self) -> int:
-        return self.num_layers - self.first_dense_layers
+        return len(self.moe_layers)
+
+    @property
+    def expert_matrices(self) -> int:
+        """Matrices of an expert."""
+        return 2 if self.activation == "plain" else 3
 
     @property
     def departures(self) -> tuple[str, ...]:
@@ -226,6 +249,7 @@ class ModelSpec(Preset):
             " of their outputs is not in it.": self.tensor_parallel > 1,
             "The experts' biases are left out.": self.expert_bias,
             "The clamped SwiGLU is computed as plain SwiGLU.": self.activation == "clamped_swiglu",
+            "The experts' gated activation is computed as SwiGLU.": self.activation == "other_gated",
             "The router's bias is left out.": self.router_bias,
             "The shared experts' gate is left out.": self.shared_expert_gate,
             "The selection bias is zero: its trained values are part of the weights.": self.selection_bias,
@@ -236,24 +260,24 @@ class ModelSpec(Preset):
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of one routed expert: a gated FFN's three matrices, and biases where the model has them."""
-        biases = 2 * self.ffn_hidden_size + self.hidden_size
-        return 3 * self.hidden_size * self.ffn_hidden_size + biases * self.expert_bias
+        """Weights of one routed expert: its matrices, and biases where the model has them."""
+        biases = (self.expert_matrices - 1) * self.ffn_hidden_size + self.hidden_size
+        return self.expert_matrices * self.hidden_size * self.ffn_hidden_size + biases * self.expert_bias
 
     def other_parameters(self, num_layers: int | None = None) -> int | None:
         """Weights of all but routed experts: of the first ``num_layers`` (None = all), embeddings and output.
 
         None for a shard, or where attention, vocabulary or dense FFN is not stated.
         """
-        dense_known = self.dense_ffn_hidden_size > 0 or self.first_dense_layers == 0
+        dense_known = self.dense_ffn_hidden_size > 0 or self.num_moe_layers == self.num_layers
         if self.attention is None or self.vocab_size is None or not dense_known or self.tensor_parallel > 1:
             return None
         hidden, num_layers = self.hidden_size, num_layers or self.num_layers
         router = self.num_experts * (hidden + self.router_bias + self.selection_bias)
-        shared = 3 * hidden * self.shared_ffn_hidden_size + hidden * self.shared_expert_gate
+        shared = self.expert_matrices * hidden * self.shared_ffn_hidden_size + hidden * self.shared_expert_gate
         block = self.attention.num_parameters(hidden) + 2 * hidden  # two norms
-        ffn = (num_layers - self.first_dense_layers) * (router + shared)
-        ffn += self.first_dense_layers * 3 * hidden * self.dense_ffn_hidden_size
+        num_moe = sum(layer < num_layers for layer in self.moe_layers)
+        ffn = num_moe * (router + shared) + (num_layers - num_moe) * 3 * hidden * self.dense_ffn_hidden_size
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * hidden
         return embeddings + num_layers * block + ffn + hidden
 
@@ -294,17 +318,28 @@ class ModelSpec(Preset):
         return self.model_copy(update={**sizes, "scale": scale})
 
 
+def preset_of(name: str) -> str | None:
+    """The preset that a user means: its name, or the id on Hugging Face of the config.json that it was copied from.
+
+    Capital letters do not count. None where it is neither.
+    """
+    wanted, names = name.lower(), ModelSpec.names()
+    if wanted in names or "/" not in wanted:
+        return wanted if wanted in names else None
+    return next((known for known in names if ModelSpec.named(known).hub_id.lower() == wanted), None)
+
+
 def load_model(name_or_path: str) -> ModelSpec:
-    """Load a preset by name, or a Hugging Face config.json by path: a file that ends in .json, or its folder.
+    """Load a preset (``preset_of``), or a Hugging Face config.json by path: a file that ends in .json, or its folder.
 
     Raises:
         ValueError: see ``ModelSpec.named`` and ``load_hf_model``.
     """
-    path = Path(name_or_path)
-    if name_or_path not in ModelSpec.names() and (path.suffix == ".json" or path.exists()):
+    path, preset = Path(name_or_path), preset_of(name_or_path)
+    if preset is None and (path.suffix == ".json" or path.exists()):
         return load_hf_model(path)
     with naming_hub(name_or_path):
-        return ModelSpec.named(name_or_path, "a path of a config.json or ")
+        return ModelSpec.named(preset or name_or_path, "a path of a config.json or ")
 
 
 def naming_hub(name: str) -> contextlib.AbstractContextManager[None]:

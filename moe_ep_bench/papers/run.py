@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from moe_ep_bench.bench.cases import BASELINE, POLICY
-from moe_ep_bench.bench.plan import RANKS, VIRTUAL, Comparison, plan
+from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import emulate_plan, launch
 from moe_ep_bench.bench.words import workload_in_short
 from moe_ep_bench.config import Experiment, SyntheticConfig, load_experiments

@@ -48,8 +48,8 @@ class _Lines(tqdm):
         self._say(_EVERY_S)
 
     def set_description(self, desc: str | None = None, refresh: bool | None = True) -> None:
-        self._description = desc or ""
-        self._say(0.0)
+        is_new, self._description = desc != self._description, desc or ""
+        self._say(0.0 if is_new else _EVERY_S)
 
     def _say(self, at_least_s: float) -> None:
         now = time.monotonic()

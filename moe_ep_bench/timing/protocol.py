@@ -206,6 +206,6 @@ def measure(
             gc.collect(0)
 
 
-def probe_floor_us(meet: Callable[[], object], clock: Clock, preroll_us: float = 0.0, count: int = 50) -> float:
+def probe_floor_us(meet: Callable[[], object], clock: Clock, count: int = 50) -> float:
     """What a waiting probe costs when nobody waits: the second of two collectives that follow each other, median."""
-    return float(np.median([time_us(meet, clock, meet, preroll_us) for _ in range(count)]))
+    return float(np.median([time_us(meet, clock, meet) for _ in range(count)]))

@@ -30,8 +30,7 @@ _CYCLES_PER_US = 2000
 HOST, THREAD_CPU = "host", "thread_cpu"
 
 HOLD_US = 300.0
-"""Hold of a GPU ahead of a run where no config says otherwise (``measure.preroll_us``): a collective and the first
-kernels are launched meanwhile."""
+"""Hold of a GPU ahead of every timed run: a collective and the first kernels are launched meanwhile."""
 
 
 class Clock(Protocol):
@@ -227,9 +226,9 @@ class Stopwatch(NamedTuple):
 
     recorder: PhaseRecorder
     meet: Callable[[], object]
-    hold_us: float
     flush: Callable[[], object] | None
     allocations: Allocations
+    hold_us: float = HOLD_US
 
     def time(
         self, case_id: str, run: Callable[[], object], what: str = "", *, counts: bool = True

@@ -6,7 +6,6 @@ Shapes: T = tokens of all ranks together, E = experts, R = ranks, S = sequences.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -97,41 +96,34 @@ def image_tokens(sequence_id_T: Tensor, share: float) -> Tensor:
     return (place_T < (share * length_S).round()[sequence_T]).long()
 
 
-def deal(batch: TokenBatch | Tensor, num_ranks: int, shares: Sequence[float] | None = None) -> list[Tensor]:
+def deal(batch: TokenBatch | Tensor, num_ranks: int) -> list[Tensor]:
     """Share a batch among ranks by whole sequences, as evenly in tokens as these allow.
 
-    Each sequence in turn goes to the rank with the fewest tokens so far (over its share), the lowest such
-    rank on ties. So with equal shares the fullest rank leads the emptiest by at most one longest sequence.
+    Each sequence in turn goes to the rank with the fewest tokens so far, the lowest such rank on ties. So the fullest
+    rank leads the emptiest by at most one longest sequence.
     Sequences are cut only where a rank would be empty (``pieces_of``); each such rank gets one piece.
 
     Args:
         batch: a batch, or its ``sequence_id_T``; the tokens of a sequence are adjacent.
-        shares: what ranks get in relation to each other, repeated as often as there are ranks; 0 = nothing.
 
     Returns:
         For every rank the int64 indices of its tokens, ascending; together they are all tokens.
-
-    Raises:
-        ValueError: no rank with a share.
     """
     sequence_id_T = batch.sequence_id_T if isinstance(batch, TokenBatch) else batch
     length_S = torch.unique_consecutive(sequence_id_T, return_counts=True)[1].numpy()
-    start_P, rank_P = deal_pieces(length_S, num_ranks, shares)
+    start_P, rank_P = deal_pieces(length_S, num_ranks)
     rank_T = torch.from_numpy(rank_P).repeat_interleave(torch.from_numpy(np.diff(start_P)))
     tokens_per_rank = torch.bincount(rank_T, minlength=num_ranks).tolist()
     return list(torch.argsort(rank_T, stable=True).split(tokens_per_rank))
 
 
-def deal_pieces(
-    length_S: NDArray[np.int64], num_ranks: int, shares: Sequence[float] | None = None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def deal_pieces(length_S: NDArray[np.int64], num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Deal by the rule of ``deal``: where each piece starts and the last one ends, int64 [P + 1]; whose it is, [P].
 
     A piece is a sequence, or a part of one that was cut.
     """
-    num_active = num_ranks if shares is None else sum(shares[rank % len(shares)] > 0 for rank in range(num_ranks))
-    start_P = pieces_of(length_S, num_active)
-    return start_P, deal_sequences(np.diff(start_P), num_ranks, shares)
+    start_P = pieces_of(length_S, num_ranks)
+    return start_P, deal_sequences(np.diff(start_P), num_ranks)
 
 
 def pieces_of(length_S: NDArray[np.int64], num_wanted: int) -> NDArray[np.int64]:
@@ -156,19 +148,14 @@ def pieces_of(length_S: NDArray[np.int64], num_wanted: int) -> NDArray[np.int64]
     return np.append(first_P + inside_P, length_S.sum())
 
 
-def deal_sequences(
-    length_S: NDArray[np.int64], num_ranks: int, shares: Sequence[float] | None = None
-) -> NDArray[np.int64]:
+def deal_sequences(length_S: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
     """Which rank gets each sequence, whole, by the tokens of each and the rule of ``deal``: int64 [S]."""
-    if shares is None and (length_S[:-1] == length_S[:1]).all() and (length_S[-1:] <= length_S[:1]).all():
+    if (length_S[:-1] == length_S[:1]).all() and (length_S[-1:] <= length_S[:1]).all():
         return np.arange(len(length_S)) % num_ranks  # what the rule comes to
-    share_R = [1.0 if shares is None else shares[rank % len(shares)] for rank in range(num_ranks)]
-    fill_and_rank = [(0.0, rank) for rank in range(num_ranks) if share_R[rank] > 0]  # already a heap
-    if not fill_and_rank:
-        raise UserError(f"shares: expected one above 0 among the {num_ranks} ranks, got {share_R}")
+    fill_and_rank = [(0, rank) for rank in range(num_ranks)]  # already a heap
     rank_S = np.empty(len(length_S), dtype=np.int64)
     for sequence, length in enumerate(length_S.tolist()):
         fill, rank = fill_and_rank[0]
-        heapq.heapreplace(fill_and_rank, (fill + length / share_R[rank], rank))
+        heapq.heapreplace(fill_and_rank, (fill + length, rank))
         rank_S[sequence] = rank
     return rank_S

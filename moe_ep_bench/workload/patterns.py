@@ -1,6 +1,7 @@
 """Token imbalances that other benchmarks prescribe: which experts a token may choose, or how many tokens each gets.
 
-``megatron_w0`` to ``w7`` are those of Megatron-LM's token-imbalance benchmark (NVIDIA/Megatron-LM, pull request 7488).
+``megatron_w0`` to ``w7`` are those of Megatron-LM's token-imbalance benchmark (NVIDIA/Megatron-LM, pull request 7488),
+but for ``w4``, whose experts are alike and whose ranks are not.
 With E experts, top-K and a hot set of H = max(K, E / 4):
 
 ==  ==============================================================================================
@@ -8,7 +9,6 @@ w0  round-robin: every expert alike
 w1  three tokens of four choose in a hot set, experts 0 to H - 1, the fourth among all
 w2  the same; there it is told apart by what ranks own. Contiguous ranks make it a hot rank
 w3  the hot set is every other expert
-w4  all choose among all; sources are ragged (``rank_shares`` beside it)
 w5  all choose among the upper half; the lower half gets nothing
 w6  as w1, and the hot set moves on by H every three batches
 w7  every fourth batch every other token chooses in the hot set; else all among all
@@ -89,8 +89,6 @@ class PatternWorkload(GeneratedWorkload):
             case "megatron_w3":
                 spread = np.unique(2 * np.arange(max(top_k, num_experts // 2)) % num_experts)
                 pool_E = np.isin(experts, spread) if len(spread) >= top_k else experts >= 0
-            case "megatron_w4":
-                is_hot_T = np.zeros(len(row_T), dtype=bool)
             case "megatron_w5":
                 pool_E, is_hot_T = experts >= num_experts // 2, np.ones(len(row_T), dtype=bool)
             case "megatron_w6":

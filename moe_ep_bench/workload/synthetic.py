@@ -138,11 +138,11 @@ class SyntheticWorkload(GeneratedWorkload):
             raise UserError(f"peak_load: expected 1 to {most:g} (experts / top_k), got {self.peak_load:g}")
         if self.expert_loads is not None:
             if self.peak_load is not None or self.rank_load is not None:
-                raise UserError("skew_layer: says every expert's load; expected no peak_load and no rank_load")
+                raise UserError("skew_from: says every expert's load; expected no peak_load and no rank_load")
             share = max(self.expert_loads) / sum(self.expert_loads)
             if share * self.top_k > 1:
                 raise UserError(
-                    f"skew_layer: expected at most 1 / {self.top_k} of the pairs on an expert (top_k), got {share:.3g}"
+                    f"skew_from: expected at most 1 / {self.top_k} of the pairs on an expert (top_k), got {share:.3g}"
                 )
         if self.rank_load is not None:
             self._check_rank_load(*self.rank_load)

@@ -55,6 +55,7 @@ class Importer(NamedTuple):
 
 _ASSUMED = "assume_equal_scores"
 _COMMON = ("preset", "model", "num_experts", "domain", "licence", "max_bytes", _ASSUMED)
+_OF_SERVERS = ("phase", "prompt_start", "leave_out_cached")
 IMPORTERS: Mapping[str, Importer] = MappingProxyType(
     {
         "esft": Importer(with_scores.read_esft, "deepseek-ai/ESFT results/expert_scores", ("domain",)),
@@ -70,11 +71,16 @@ IMPORTERS: Mapping[str, Importer] = MappingProxyType(
             (*_COMMON, "phase", "score_function", "micro_batch_size"),
             ("model", "phase"),
         ),
-        "sglang": Importer(ids_only.read_sglang, "SGLang expert distribution recorder", _COMMON, ("model", _ASSUMED)),
+        "sglang": Importer(
+            ids_only.read_sglang,
+            "SGLang expert distribution recorder",
+            (*_COMMON, *_OF_SERVERS),
+            ("model", _ASSUMED),
+        ),
         "vllm": Importer(
             ids_only.read_vllm,
             "vLLM routed experts",
-            (*_COMMON, "phase"),
+            (*_COMMON, *_OF_SERVERS),
             ("model", "num_experts", _ASSUMED),
         ),
     }

@@ -11,12 +11,14 @@ Shapes: T = tokens, L = layers of the model, K = top_k.
 from __future__ import annotations
 
 import base64
+import itertools
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,6 +177,54 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     return ((where, parse_json(line, where)) for where, line in lines(path))
 
 
+def responses(path: Path, problems: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield a server's responses, one a line or pretty-printed one after another, each with its place.
+
+    Args:
+        problems: is told of lines that hold none: blank, damaged, null or an error's.
+
+    Raises:
+        ValueError: there is no response, or lines of a stream, which carries no routing.
+    """
+    is_found = False
+    for where, text in _documents(path):
+        if text.startswith(b"data:"):
+            raise UserError(f"{where}: a stream, which carries no routing; expected requests without stream")
+        try:
+            response = parse_json(text, where)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if response is None:
+            problems.append(f"{where}: null")
+        elif isinstance(response, dict) and (response.get("error") or response.get("object") == "error"):
+            problems.append(f"{where}: an error, {brief(response.get('error') or response.get('message'))}")
+        else:
+            is_found = True
+            yield where, response
+    if not is_found:
+        raise UserError(problems[0] if problems else f"{path}: expected a response in each line, got none")
+
+
+def _documents(path: Path) -> Iterator[tuple[str, bytes]]:
+    """A file's lines that are not blank; where the first is only the begin of a document, its documents instead."""
+    (_, first), *more = [*itertools.islice(((where, line) for where, line in lines(path) if line.strip()), 2)] or [
+        ("", b"")
+    ]
+    if not (more and first.strip() in (b"{", b"[")):
+        yield from ((where, line) for where, line in lines(path) if line.strip())
+        return
+    text, number = read_bytes(path, MAX_PIECE_BYTES).decode(errors="replace").strip(), 0
+    while text:
+        number += 1
+        try:
+            _, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            end = len(text)  # what follows cannot be told apart; the parser says what is wrong
+        yield f"{path}: document {number}", text[:end].encode()
+        text = text[end:].lstrip()
+
+
 def json_document(path: Path) -> Any:
     return parse_json(read_bytes(path, MAX_PIECE_BYTES), path)
 
@@ -201,14 +251,34 @@ def from_base64(text: Any, where: str, max_bytes: int) -> bytes:
 # ---- routing ---------------------------------------------------------------------------------------------------------
 
 
-def routed_part(ids_TLN: NDArray[np.integer], where: str) -> tuple[NDArray[np.bool_], dict[int, NDArray[np.integer]]]:
+# What fills buffers where nothing was recorded, beside ids below 0: zeros, a type's largest value, -1 as uint8.
+_FILLS = (0, 255, 2**15 - 1, 2**16 - 1, 2**31 - 1)
+
+
+class RoutedPart(NamedTuple):
+    """What of an array was recorded.
+
+    Attributes:
+        known_T: which tokens were, bool [T].
+        layers: their ids [recorded tokens, K] by layer that routes.
+        num_padding: tokens that are left out because a fill stands in all their places.
+    """
+
+    known_T: NDArray[np.bool_]
+    layers: dict[int, NDArray[np.integer]]
+    num_padding: int
+
+
+def routed_part(ids_TLN: NDArray[np.integer], where: str, dense_layers: Sequence[int] = ()) -> RoutedPart:
     """Find what was recorded in arrays of one size, whose rest programs fill up.
 
     Experts below 0 say that nothing was recorded: of a token, a layer, or a place beyond the model's top-k. A layer
-    all of whose tokens have one expert K times over does not route: nobody wrote to its buffer of zeros.
+    all of whose tokens have expert 0 K times over does not route: nobody wrote to its buffer of zeros. No router gives
+    a token one expert twice, so that a token with one of ``_FILLS`` in all its places is padding. With K = 1 neither
+    can be told from the ids.
 
-    Returns:
-        Which tokens were recorded, bool [T]; and their ids [recorded tokens, K] by layer that routes.
+    Args:
+        dense_layers: of the model, where they are known: they do not route, whatever stands there.
 
     Raises:
         ValueError: a token was recorded in part.
@@ -216,10 +286,15 @@ def routed_part(ids_TLN: NDArray[np.integer], where: str) -> tuple[NDArray[np.bo
     is_chosen_TLN = ids_TLN >= 0
     top_k = int(is_chosen_TLN.any(axis=(0, 1)).sum())
     ids_TLK, is_chosen_TLK = ids_TLN[..., :top_k], is_chosen_TLN[..., :top_k]
-    layers = np.flatnonzero((ids_TLK > 0 if top_k > 1 else is_chosen_TLK).any(axis=(0, 2))).tolist()
+    routes_L = (ids_TLK > 0 if top_k > 1 else is_chosen_TLK).any(axis=(0, 2))
+    layers = [layer for layer in np.flatnonzero(routes_L).tolist() if layer not in dense_layers]
+    is_padding_T = np.zeros(len(ids_TLN), dtype=bool)
+    if top_k > 1:
+        routed_TM = ids_TLK[:, layers or slice(None)].reshape(len(ids_TLN), -1)
+        is_padding_T = (routed_TM == routed_TM[:, :1]).all(axis=1) & np.isin(routed_TM[:, 0], _FILLS)
     is_chosen_TM = is_chosen_TLN[:, layers].reshape(len(ids_TLN), len(layers) * ids_TLN.shape[2])
     expected_M = np.tile(np.arange(ids_TLN.shape[2]) < top_k, len(layers))
-    known_T = is_chosen_TM.any(axis=1)
+    known_T = is_chosen_TM.any(axis=1) & ~is_padding_T
     wrong_T = known_T & (is_chosen_TM != expected_M).any(axis=1)
     if wrong_T.any():
         token = int(wrong_T.argmax())
@@ -227,4 +302,4 @@ def routed_part(ids_TLN: NDArray[np.integer], where: str) -> tuple[NDArray[np.bo
             f"{where}: token {token}: expected {top_k} experts in each of the layers {brief(layers)}, or -1 in all; "
             f"got {brief(ids_TLN[token].tolist())}"
         )
-    return known_T, {layer: ids_TLK[known_T, layer] for layer in layers}
+    return RoutedPart(known_T, {layer: ids_TLK[known_T, layer] for layer in layers}, int(is_padding_T.sum()))

@@ -8,9 +8,10 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,8 @@ from moe_ep_bench.workload.importers.arrays import (
     Npz,
     checked,
     from_base64,
-    json_lines,
     opened_npz,
+    responses,
     routed_part,
 )
 from moe_ep_bench.workload.importers.options import ImportOptions
@@ -29,6 +30,72 @@ from moe_ep_bench.workload.importers.writer import TraceWriter
 
 BOTH_PHASES = "prefill and decode"
 ROUTED = "routed_experts"
+# How a file tells the tokens of a prompt from those that were generated.
+HOW_TO_TELL = (
+    "prompt_token_ids in responses (requests with return_token_ids), one completion a response, or prompt_length in npz"
+)
+# With more padding than this share of all tokens something else went wrong.
+_MOST_PADDING = 0.1
+
+
+class Completion(NamedTuple):
+    """What a server returned of one request's tokens.
+
+    Attributes:
+        where: file and place.
+        sequence: prompt and completion are one.
+        ids_TLK: experts, -1 where nothing was recorded.
+        first: position of the first token.
+        num_prompt: tokens of the prompt, from position 0; None = nothing says.
+        num_cached: those of them that the prefix cache held.
+        repeats_prompt: another completion's array has the same prompt's tokens.
+    """
+
+    where: str
+    sequence: int
+    ids_TLK: NDArray[np.integer]
+    first: int
+    num_prompt: int | None
+    num_cached: int = 0
+    repeats_prompt: bool = False
+
+
+def _add_completions(completions: Iterable[Completion], options: ImportOptions, writer: TraceWriter) -> None:
+    """Add completions' tokens: of one phase or both, each prompt once, with or without what a cache held."""
+    left_out, num_cached = Counter[str](), 0
+    for one in completions:
+        position_T = one.first + np.arange(len(one.ids_TLK))
+        if one.num_prompt is not None and position_T.size and position_T[-1] + 1 < one.num_prompt:
+            got = f"{one.num_prompt} of a prompt, {position_T[-1] + 1} recorded"
+            raise UserError(f"{one.where}: expected all tokens of the prompt (--prompt-start, if not all), got {got}")
+        if one.num_prompt is None and options.phase in ("prefill", "decode"):
+            raise UserError(
+                f"phase: {one.where}: nothing says which tokens are the prompt's; expected none, or {HOW_TO_TELL}"
+            )
+        is_prompt_T = position_T < (one.num_prompt or 0)
+        is_cached_T = position_T < one.num_cached
+        is_other_T = {"prefill": ~is_prompt_T, "decode": is_prompt_T}.get(
+            options.phase or "", np.zeros_like(is_prompt_T)
+        )
+        reasons = {
+            f"of another phase than {options.phase}": is_other_T,
+            "of prompts that several completions share": is_prompt_T & one.repeats_prompt,
+            "that the prefix cache held": is_cached_T & options.leave_out_cached,
+        }
+        kept_T = np.ones_like(is_prompt_T)
+        for why, is_out_T in reasons.items():
+            left_out[why] += int((kept_T & is_out_T).sum())
+            kept_T &= ~is_out_T
+        num_cached += int((kept_T & is_cached_T).sum())
+        sequence_T = np.full(int(kept_T.sum()), one.sequence)
+        _add(one.ids_TLK[kept_T], sequence_T, position_T[kept_T], one.where, writer, options)
+    writer.left_out += left_out.total()
+    writer.notes += [f"{number:,} tokens {why} left out" for why, number in left_out.items() if number]
+    if num_cached:
+        writer.notes.append(
+            f"{num_cached:,} tokens were in the prefix cache: they count as load, but cost no work then "
+            "(--leave-out-cached)"
+        )
 
 
 def _add(
@@ -37,7 +104,7 @@ def _add(
     position_T: NDArray[np.integer],
     where: str,
     writer: TraceWriter,
-    num_experts: int,
+    options: ImportOptions,
     logical_LP: NDArray[np.integer] | None = None,
 ) -> NDArray[np.bool_]:
     """Add what was recorded of a pass, and return which tokens that is.
@@ -45,10 +112,16 @@ def _add(
     Args:
         logical_LP: the expert behind each physical one; None = ids are experts.
     """
-    known_T, layers = routed_part(ids_TLN, where)
+    known_T, layers, num_padding = routed_part(ids_TLN, where, options.dense_layers)
+    writer.num_padding += num_padding
     writer.left_out += int((~known_T).sum())
     if known_T.any() and not writer.num_experts:
         top_k = next(iter(layers.values())).shape[1]
+        if top_k == 1 and options.preset is None:
+            raise UserError(
+                f"preset: needed, because {where} has one expert a token: a dense layer's zeros look like expert 0"
+            )
+        num_experts = options.num_experts or 1 + int(logical_LP.max() if logical_LP is not None else ids_TLN.max())
         writer.describe(num_experts=num_experts, top_k=top_k, where=where)
     for layer, ids_TK in layers.items():
         place = f"{where}: layer {layer}"
@@ -60,6 +133,17 @@ def _add(
         writer.add(layer, ids_TK, None, place, np.flatnonzero(known_T))
     writer.add_tokens(sequence_T[known_T], position_T[known_T], where)
     return known_T
+
+
+def _check_padding(source: Path, writer: TraceWriter) -> None:
+    """Say how much of a source was padding; refuse one that is full of it."""
+    padding, all_tokens = writer.num_padding, writer.num_tokens + writer.num_padding
+    if not padding:
+        return
+    words = f"{padding:,} of {all_tokens:,} tokens are padding (one fill, 0 or a type's largest, in all their places)"
+    if padding > _MOST_PADDING * all_tokens:
+        raise UserError(f"{source}: {words}; expected {100 * _MOST_PADDING:.0f} % at most: was all routing recorded?")
+    writer.notes.append(f"{words}, left out")
 
 
 def _numbered(names: list[str], kinds: tuple[str, ...], path: Path, hint: str = "") -> list[int]:
@@ -106,17 +190,20 @@ def read_sglang(source: Path, options: ImportOptions, writer: TraceWriter) -> No
     Responses (``--enable-return-routed-experts``, and ``return_routed_experts`` in a request) stand one a line of a
     .jsonl file, each with ``routed_experts`` in its ``meta_info`` (or ``sglext``): base64 of int32 [tokens, layers, K],
     all layers of the model, of the prompt and of what was generated but its last token. Only a preset says how many
-    layers.
+    layers. ``prompt_tokens`` beside it tells the phases, ``cached_tokens`` what the prefix cache held.
     """
     if source.suffix in (".jsonl", ".json"):
-        return _read_responses(source, options, writer)
+        writer.metadata["phase"] = options.phase or BOTH_PHASES
+        _add_completions(_sglang_completions(source, options, writer), options, writer)
+        return _check_padding(source, writer)
+    if options.phase is not None:
+        raise UserError(f"phase: expected none, {source.name} says it; got {options.phase!r}")
     with opened_npz(source, CONVERT, options.max_bytes) as npz:
         hint = "; counts of tokens are not who chose whom: --expert-distribution-recorder-mode per_token records that"
         passes = _numbered([name for name in npz.names if name != MAP], (IDS, POSITIONS, LENGTHS), source, hint)
         logical_LP = npz.array(MAP, (None, None))
         if not logical_LP.size or logical_LP.min() < 0:
             raise UserError(f"{npz.where(MAP)}: expected layers of experts from 0, got {brief(logical_LP)}")
-        num_experts = options.num_experts or int(logical_LP.max()) + 1
         phases = {"prefill" if f"{index}.{LENGTHS}" in npz.names else "decode" for index in passes}
         writer.metadata["phase"] = " and ".join(sorted(phases, reverse=True))
         num_sequences = 0
@@ -125,13 +212,14 @@ def read_sglang(source: Path, options: ImportOptions, writer: TraceWriter) -> No
             ids_LTN = npz.array(f"{index}.{IDS}", (len(logical_LP), len(position_T), None))
             where = npz.where(f"{index}.{IDS}")
             tokens = num_sequences + sequence_T, position_T
-            known_T = _add(ids_LTN.transpose(1, 0, 2), *tokens, where, writer, num_experts, logical_LP)
+            known_T = _add(ids_LTN.transpose(1, 0, 2), *tokens, where, writer, options, logical_LP)
             if (stray_T := known_T & (sequence_T == lengths)).any():
                 raise UserError(f"{where}: token {stray_T.argmax()}: expected -1 beyond {LENGTHS}, got experts")
             num_sequences += lengths
     writer.notes.append("a sequence is a prompt or a chunk of one" if "prefill" in phases else "a token is a sequence")
     if writer.left_out:
         writer.notes.append("tokens that only fill up a batch left out")
+    _check_padding(source, writer)
 
 
 def _sglang_tokens(npz: Npz, index: int) -> tuple[NDArray[np.int64], NDArray[np.integer], int]:
@@ -148,25 +236,49 @@ def _sglang_tokens(npz: Npz, index: int) -> tuple[NDArray[np.int64], NDArray[np.
     return np.repeat(np.arange(len(lengths) + 1), [*lengths, padding]), position_T, len(lengths)
 
 
-def _read_responses(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
+def _sglang_completions(source: Path, options: ImportOptions, writer: TraceWriter) -> Iterator[Completion]:
     if options.num_layers is None or options.top_k is None or options.num_experts is None:
         raise UserError(f"preset: needed, because {source.name} holds flat arrays and no number of layers and top-k")
     shape = options.num_layers, options.top_k
-    writer.metadata["phase"] = BOTH_PHASES
     sequences = itertools.count()
-    for line, responses in json_lines(source):
-        for response in responses if isinstance(responses, list) else [responses]:
-            fields = response if isinstance(response, dict) else {}
-            told = fields.get("meta_info") or fields.get("sglext")
+    for line, response in _responses(source, writer):
+        listed, before = response if isinstance(response, list) else [response], b""
+        for told in itertools.chain.from_iterable(map(_told, listed)):
             where = f"{line}: {ROUTED}"
-            content = from_base64(told.get(ROUTED) if isinstance(told, dict) else None, where, options.max_bytes)
+            content = from_base64(told.get(ROUTED), where, options.max_bytes)
             row_bytes = 4 * shape[0] * shape[1]
             if not content or len(content) % row_bytes:
                 expected = f"rows of {shape[0]} layers x top-{shape[1]} as int32 ({row_bytes} bytes)"
                 raise UserError(f"{where}: expected {expected}, got {len(content)} bytes")
             ids_TLK = np.frombuffer(content, dtype="<i4").reshape(-1, *shape)
-            sequence_T = np.full(len(ids_TLK), next(sequences))
-            _add(ids_TLK, sequence_T, np.arange(len(ids_TLK)), where, writer, options.num_experts)
+            num_prompt, num_cached = (_count(told.get(name)) for name in ("prompt_tokens", "cached_tokens"))
+            prompt = content[: row_bytes * max(0, (num_prompt or 0) - options.prompt_start)]
+            is_again = bool(prompt) and prompt == before  # of n completions of a prompt
+            start, before = options.prompt_start, prompt
+            yield Completion(where, next(sequences), ids_TLK, start, num_prompt, num_cached or 0, is_again)
+
+
+def _told(response: Any) -> Iterator[dict[str, Any]]:
+    """What a response says of each of its completions, in SGLang's own form or OpenAI's."""
+    fields = response if isinstance(response, dict) else {}
+    for one in fields.get("choices") or [fields]:
+        found = next(
+            (one[key] for key in ("meta_info", "sglext", "sgl_ext") if isinstance(one, dict) and one.get(key)), {}
+        )
+        yield found if isinstance(found, dict) else {}
+
+
+def _count(value: Any) -> int | None:
+    """A number of tokens; None where there is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _responses(path: Path, writer: TraceWriter) -> Iterator[tuple[str, Any]]:
+    """Yield a file's responses, each with its place; the writer's notes name lines that hold none."""
+    problems: list[str] = []
+    yield from responses(path, problems)
+    if problems:
+        writer.notes.append(f"{len(problems):,} lines without a response left out, the first {problems[0]}")
 
 
 # ---- vLLM ------------------------------------------------------------------------------------------------------------
@@ -177,64 +289,85 @@ PROMPT = f"prompt_{ROUTED}"
 def read_vllm(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
     """Import vLLM's returned routed experts; with ``phase`` prefill or decode, prompts or what was generated alone.
 
-    As documented with 0.21 (``enable_return_routed_experts``), vLLM returns with every request
-    ``prompt_routed_experts`` [prompt tokens, layers, K] and with every completion ``routed_experts`` [generated tokens,
-    layers, K]; earlier releases put both into the latter. From Python they are arrays:
+    vLLM (``enable_return_routed_experts``) returns ``routed_experts`` [tokens, layers, K] with every completion: of its
+    prompt and of what was generated but its last token. Releases about 0.21 put the prompt's into
+    ``prompt_routed_experts`` of the request. From the server, one response a line; there each is a list, or the base64
+    text of an array in npy form, and ``prompt_token_ids`` (a request's ``return_token_ids``) or, of one prompt alone,
+    ``usage.prompt_tokens`` says how long the prompt is. From Python they are arrays:
 
-        numpy.savez("routing.npz", **{f"{i}.{name}": array for i, output in enumerate(outputs) for name, array in
-            (("prompt_routed_experts", getattr(output, "prompt_routed_experts", None)),
-             ("routed_experts", output.outputs[0].routed_experts)) if array is not None})
+        numpy.savez("routing.npz", **{f"{i}.{name}": value for i, output in enumerate(outputs) for name, value in
+            (("routed_experts", output.outputs[0].routed_experts), ("prompt_length", len(output.prompt_token_ids)),
+             ("num_cached_tokens", output.num_cached_tokens)) if value is not None})
 
-    From the server, one response a line; there each is a list, or the base64 text of an array in npy form. Tokens whose
-    routing came from a cached prefix are -1 and are left out; layers that route nothing are all 0 in older releases,
-    and are left out.
+    Ids are uint8 for up to 256 experts. Tokens whose routing was not recorded are -1 (255) and are left out; layers
+    that route nothing are all 0 in older releases, and are left out.
     """
     if options.phase == "training":
         raise UserError("phase: expected prefill, decode, or prefill and decode; got 'training'")
     writer.metadata["phase"] = options.phase or BOTH_PHASES
-    pieces = _vllm_npz if source.suffix == ".npz" else _vllm_lines
-    for where, sequence, is_prompt, first, ids_TLK in pieces(source, options.max_bytes):
-        if options.phase in ("prefill", "decode") and is_prompt != (options.phase == "prefill"):
-            writer.left_out += len(ids_TLK)
-            continue
-        sequence_T, position_T = np.full(len(ids_TLK), sequence), first + np.arange(len(ids_TLK))
-        _add(ids_TLK, sequence_T, position_T, where, writer, options.num_experts)
-    if writer.left_out:
-        writer.notes.append("tokens of the other phase, or whose routing was not recorded, left out")
+    read = _vllm_npz if source.suffix == ".npz" else _vllm_lines
+    _add_completions(read(source, options, writer), options, writer)
+    _check_padding(source, writer)
 
 
-_Piece = tuple[str, int, bool, int, NDArray[np.integer]]
-"""Of tokens of a sequence: file and place, the sequence, whether they are its prompt, first position, ids [T, L, K]."""
+LENGTH, CACHED = "prompt_length", "num_cached_tokens"
 
 
-def _vllm_npz(path: Path, max_bytes: int) -> Iterator[_Piece]:
-    with opened_npz(path, "numpy.savez, as the importer's docstring has it", max_bytes) as npz:
-        for sequence, request in enumerate(_numbered(npz.names, (PROMPT, ROUTED), path)):
-            position = 0
-            for kind in (PROMPT, ROUTED):
-                if (name := f"{request}.{kind}") in npz.names:
-                    ids_TLK = npz.array(name, (None, None, None))
-                    yield npz.where(name), sequence, kind == PROMPT, position, ids_TLK
-                    position += len(ids_TLK)
+def _vllm_npz(path: Path, options: ImportOptions, writer: TraceWriter) -> Iterator[Completion]:
+    with opened_npz(path, "numpy.savez, as the importer's docstring has it", options.max_bytes) as npz:
+        requests = _numbered(npz.names, (ROUTED, PROMPT, LENGTH, CACHED), path)
+        is_apart = any(name.endswith(f".{PROMPT}") for name in npz.names)
+        for sequence, request in enumerate(requests):
+            arrays = {
+                kind: npz.array(f"{request}.{kind}", (None, None, None))
+                for kind in (PROMPT, ROUTED)
+                if f"{request}.{kind}" in npz.names
+            }
+            length, cached = (
+                int(npz.array(f"{request}.{kind}", ())) if f"{request}.{kind}" in npz.names else None
+                for kind in (LENGTH, CACHED)
+            )
+            first = options.prompt_start
+            if is_apart:
+                length = len(arrays.get(PROMPT, ()))
+                first = 0
+            for kind, ids_TLK in arrays.items():
+                yield Completion(npz.where(f"{request}.{kind}"), sequence, ids_TLK, first, length, cached or 0)
+                first += len(ids_TLK)
 
 
-def _vllm_lines(path: Path, max_bytes: int) -> Iterator[_Piece]:
+def _vllm_lines(path: Path, options: ImportOptions, writer: TraceWriter) -> Iterator[Completion]:
     sequences = itertools.count()
-    for where, response in json_lines(path):
+    for where, response in _responses(path, writer):
         choices = response.get("choices") if isinstance(response, dict) else None
         if not isinstance(choices, list) or not choices or not all(isinstance(choice, dict) for choice in choices):
             raise UserError(f"{where}: choices: expected a list of completions, got {brief(choices)}")
-        prompt_TLK = None
-        if response.get(PROMPT) is not None:
-            prompt_TLK = _vllm_ids(response[PROMPT], f"{where}: {PROMPT}", max_bytes)
-        for index, choice in enumerate(choices):
-            sequence, length = next(sequences), 0 if prompt_TLK is None else len(prompt_TLK)
-            if prompt_TLK is not None and not index:
-                yield f"{where}: {PROMPT}", sequence, True, 0, prompt_TLK
+        numbers = [next(sequences) for _ in choices]
+        if PROMPT in response:  # of releases about 0.21: the prompt's apart, once
+            length = 0
+            if response[PROMPT] is not None:
+                prompt_TLK = _vllm_ids(response[PROMPT], f"{where}: {PROMPT}", options.max_bytes)
+                length = len(prompt_TLK)
+                yield Completion(f"{where}: {PROMPT}", numbers[0], prompt_TLK, 0, length)
+        else:
+            length = None
+        usage = response.get("usage") if len(choices) == 1 and isinstance(response.get("usage"), dict) else {}
+        details = usage.get("prompt_tokens_details")
+        cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+        before: Any = None
+        for index, (choice, number) in enumerate(zip(choices, numbers, strict=True)):
             place = f"{where}: choices: {index}: {ROUTED}"
             if choice.get(ROUTED) is None:
                 raise UserError(f"{place}: expected lists of experts, got none")
-            yield place, sequence, False, length, _vllm_ids(choice[ROUTED], place, max_bytes)
+            ids_TLK = _vllm_ids(choice[ROUTED], place, options.max_bytes)
+            if length is not None:
+                yield Completion(place, number, ids_TLK, length, length)
+                continue
+            prompt = choice.get("prompt_token_ids") or response.get("prompt_token_ids")
+            of_prompt = len(prompt) if isinstance(prompt, list) else _count(usage.get("prompt_tokens"))
+            repeats = isinstance(prompt, list) and prompt == before
+            yield Completion(place, number, ids_TLK, options.prompt_start, of_prompt, cached or 0, repeats)
+            before = prompt
 
 
 def _vllm_ids(value: Any, where: str, max_bytes: int) -> NDArray[np.integer]:

@@ -25,7 +25,10 @@ class ImportOptions:
     Attributes:
         preset: gives all facts of the model, with which the recording must agree.
         top_k, num_layers: follow from the preset; its layers include the dense ones.
+        dense_layers: follow from the preset: layers that do not route.
         micro_batch_size: sequences interleaved in a forward pass.
+        prompt_start: position of a request's first recorded token, where the server was asked to leave some out.
+        leave_out_cached: tokens that the prefix cache held are left out, where the source says which.
         max_bytes: of the source's largest array.
     """
 
@@ -38,7 +41,10 @@ class ImportOptions:
     phase: str | None = None
     licence: str | None = None
     score_function: str | None = None
+    dense_layers: tuple[int, ...] = ()
     micro_batch_size: int = 1
+    prompt_start: int = 0
+    leave_out_cached: bool = False
     assume_equal_scores: bool = False
     max_bytes: int = MAX_ARRAY_BYTES
 
@@ -48,9 +54,9 @@ class ImportOptions:
                 raise UserError(f"{name}: expected one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.num_experts is not None and not 2 <= self.num_experts <= MAX_EXPERTS:
             raise UserError(f"num_experts: expected 2 to {MAX_EXPERTS}, got {self.num_experts}")
-        for name in ("micro_batch_size", "max_bytes"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name, least in (("micro_batch_size", 1), ("max_bytes", 1), ("prompt_start", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name}: expected at least {least}, got {getattr(self, name)}")
         for name in ("model", "domain", "licence"):
             words = getattr(self, name)
             if words is not None and not (words.strip() and words.isprintable()):
@@ -70,7 +76,8 @@ class ImportOptions:
         with naming("preset"):
             spec = load_model(self.preset)
         facts = {name: getattr(spec, name) for name in ("num_experts", "top_k", "num_layers", "score_function")}
-        return replace(self, model=spec.name, **facts)
+        dense = tuple(sorted({*range(spec.num_layers)} - {*spec.moe_layers}))
+        return replace(self, model=spec.name, dense_layers=dense, **facts)
 
     def metadata(self) -> dict[str, str]:
         """The trace's metadata as far as the user gives it."""

@@ -67,7 +67,8 @@ class TraceWriter:
 
     Whoever records calls ``describe`` once. Then, pass by pass, ``add`` takes every layer's block of the pass and
     ``add_tokens`` the tokens themselves, which completes it. ``sources`` lists the files that were read, ``left_out``
-    counts tokens that were passed over, and ``notes`` says what a user should know.
+    counts tokens that were passed over, ``num_padding`` those of them that fill up, and ``notes`` says what a user
+    should know.
 
     Args:
         directory: for spools.
@@ -84,7 +85,7 @@ class TraceWriter:
         self.metadata = dict(metadata or {})
         self.left_out = 0
         self.notes: list[str] = []
-        self.num_tokens = self.num_experts = 0
+        self.num_tokens = self.num_experts = self.num_padding = 0
         self.top_k = top_k
         self._directory = directory
         self._loads: dict[int, NDArray[np.int64]] = {}  # by layer, [E]

@@ -1,0 +1,299 @@
+"""One experiment on one backend: the cases, the batches and the ranks that a measurement is of.
+
+A *comparison* measures an MoE layer or a whole model, or routes for a layer:
+
+``ranks``     real processes; times them
+``virtual``   this device in place of every rank, one after another, behind modelled links
+``modelled``  the same on a device that is not here: nothing runs
+``routing``   nothing is timed; what policies do to loads, work and score mass
+
+Whatever the backend, the same config gives the same cases on the same batches.
+
+Shapes: B = batches, R = ranks, T = tokens of a rank, E = experts, S = sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_ep_bench.bench import words
+from moe_ep_bench.bench.cases import CaseSpec, cases_of
+from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
+from moe_ep_bench.config import Experiment, ReplicationConfig, SyntheticConfig
+from moe_ep_bench.cost_model.devices import PRECISIONS, Device
+from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.transport import Exchange
+from moe_ep_bench.files import stable_hash
+from moe_ep_bench.kernels import form_of
+from moe_ep_bench.kernels.dispatch import AUTO
+from moe_ep_bench.layer.expert_placement import ExpertPlacement
+from moe_ep_bench.layer.parts import Parts
+from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.placement import Replication, replicate
+from moe_ep_bench.policies import RoutingContext
+from moe_ep_bench.policies.lazy import Tensor
+from moe_ep_bench.policies.megatron_drop import MegatronDrop
+from moe_ep_bench.workload import RecordedWorkload, TokenBatch, Workload
+from moe_ep_bench.workload.batch import deal_pieces, image_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """One experiment, at one point of its sweep, on one backend: cases that see the same batches.
+
+    Attributes:
+        world_size: ranks, real or virtual.
+        workloads: by MoE layer, in order (``workloads``).
+        parts: what computes the experts and what permutes; nothing does in ``routing``.
+        links: what stands between virtual ranks; None on real ones.
+        device: what stands for each virtual rank; None = the device that is here.
+        on_gpu: scores lie on a GPU.
+    """
+
+    experiment: Experiment
+    backend: str
+    world_size: int
+    workloads: Mapping[int | None, Workload]
+    parts: Parts
+    links: Links | None = None
+    device: Device | None = None
+    on_gpu: bool = False
+
+    @property
+    def mode(self) -> str:
+        """Of its rows: one of ``schema.MODES``."""
+        return {RANKS: "run", ROUTING: "route"}.get(self.backend, "emulated")
+
+    @property
+    def scope(self) -> str:
+        """One of ``schema.SCOPES``."""
+        return self.experiment.scope
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        return self.experiment.model.spec()
+
+    @cached_property
+    def ep_size(self) -> int:
+        """Expert-parallel ranks of a group; other ranks are replicas of the group."""
+        return self.experiment.layer.ep_size or self.world_size
+
+    @cached_property
+    def slots(self) -> ExpertPlacement:
+        """Where experts stand, but for cases that replicate them."""
+        return ExpertPlacement.contiguous(self.model.num_experts, self.ep_size)
+
+    @property
+    def workload(self) -> Workload:
+        """The first layer's."""
+        return next(iter(self.workloads.values()))
+
+    @property
+    def layer(self) -> int | None:
+        """Which layer of a recording; None where scores are synthetic, or a whole model's."""
+        recorded = self.scope == "layer" and isinstance(self.workload, RecordedWorkload)
+        return self.workload.layer if recorded else None
+
+    @property
+    def row_layers(self) -> dict[int | None, int | None]:
+        """By key of ``workloads`` how rows name the layer: a routed recording's by its own number."""
+        return {key: self.layer if self.backend == ROUTING else key for key in self.workloads}
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are built, dense ones too."""
+        return 1 if self.scope == "layer" else self.experiment.whole.num_layers or self.model.num_layers
+
+    @property
+    def context_length(self) -> int:
+        """Tokens in the cache of each request of a model that decodes; 0 where a batch is no decode step of a model."""
+        return self.experiment.whole.context_length if self.scope == "model" else 0
+
+    @property
+    def exchange(self) -> Exchange:
+        """How rows travel between virtual ranks."""
+        emulate, model = self.experiment.emulate, self.model
+        sizes = model.hidden_size, model.top_k, PRECISIONS[self.experiment.layer.dtype]
+        return Exchange(*sizes, emulate.transport, emulate.dispatch_dtype)
+
+    @property
+    def title(self) -> str:
+        return words.title(self)
+
+    def describe_case(self, case: CaseSpec) -> dict[str, Any]:
+        """What ``run.json`` says of a case."""
+        facts = {**case.describe(self.comparison_id), "subject": self.scope, "backend": self.backend}
+        if self.backend != ROUTING:
+            facts["kernel"] = self.kernel_of(case)
+        if self.links is not None:
+            facts["extra_bytes_per_rank"] = self.extra_bytes_per_rank(case)
+        return facts
+
+    # ---- cases and ids -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def cases(self) -> list[CaseSpec]:
+        how = {"timed": self.backend != ROUTING, "replicates": self.backend != RANKS}
+        return cases_of(self.experiment, self.comparison_id, **how)
+
+    @cached_property
+    def comparison_id(self) -> str:
+        return stable_hash(self.definition)
+
+    @cached_property
+    def definition(self) -> dict[str, Any]:
+        """All that decides what is measured, and nothing of where: equal on any machine; JSON-ready."""
+        experiment, layer = self.experiment, self.experiment.layer
+        facts = {
+            "subject": self.scope,
+            "backend": self.backend,
+            "model": self.model.model_dump(mode="json"),
+            "workload": self._workload_definition(),
+        }
+        if self.scope == "model":
+            facts["whole"] = {**experiment.whole.model_dump(mode="json"), "num_layers": self.num_layers}
+        if self.backend == ROUTING:
+            return {**facts, "layer": {"ep_size": self.ep_size, "seed": layer.seed}}
+        facts |= {
+            "layer": {**layer.model_dump(mode="json", exclude_defaults=True), "ep_size": self.ep_size},
+            "measure": experiment.measure.definition,
+            "world_size": self.world_size,
+        }
+        if self.links is not None:
+            facts |= {"links": self.links.model_dump(mode="json"), **experiment.emulate.sent}
+            facts["device"] = self.device and self.device.model_dump(mode="json")
+        return facts
+
+    def _workload_definition(self) -> dict[str, Any]:
+        """All that decides what the batches are."""
+        config, workload = self.experiment.workload, self.workload
+        facts = config.model_dump(mode="json", exclude_defaults=True) | {"kind": config.kind}
+        if isinstance(config, SyntheticConfig):
+            # What a skew's name or a file of counts stands for may change; what is measured then does too.
+            targets = config.targets(self.experiment.model.preset, self.ep_size)
+            facts |= {key: value for key, value in targets.items() if value is not None}
+            facts = {key: value for key, value in facts.items() if key not in ("skew_from", "layer")}
+        if isinstance(workload, RecordedWorkload):
+            traces = zip(workload.sources, workload.traces, strict=True)
+            facts["trace"] = [{"trace": trace.sha256(), "share": source.share} for source, trace in traces]
+        return {**facts, "num_tokens": self.num_tokens, "tokens_per_rank": None}
+
+    def alike_but_for(self, *keys: str) -> str:
+        """Equal for comparisons that differ in these keys of their workload only."""
+        workload = {key: value for key, value in self.definition["workload"].items() if key not in keys}
+        return stable_hash({**self.definition, "workload": workload})
+
+    # ---- tokens of ranks ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a batch over all ranks."""
+        return self.experiment.workload.total_tokens(self.world_size)
+
+    @cached_property
+    def rank_tokens(self) -> NDArray[np.int64]:
+        """Tokens of every rank in every batch: int64 [B, R]."""
+        num_batches = self.workload.num_batches
+        return np.stack([self.workload.tokens_of_ranks(index, self.world_size) for index in range(num_batches)])
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the rank that has most of them in any batch."""
+        return int(self.rank_tokens.max())
+
+    def lengths_of_ranks(self, index: int) -> list[tuple[int, ...]]:
+        """Tokens of each sequence, or of its part, that each rank has of batch ``index``, in order."""
+        length_S = self.workload.sequence_lengths(index)
+        start_P, rank_P = deal_pieces(length_S, self.world_size)
+        length_P = np.diff(start_P)
+        return [tuple(length_P[rank_P == rank].tolist()) for rank in range(self.world_size)]
+
+    def rank_batch(self, layer: int | None, index: int, rank: int) -> TokenBatch:
+        """A rank's tokens of batch ``index`` as a layer sees them, padding marked."""
+        tokens = self.workloads[layer].rank_batch(index, rank, self.world_size)
+        return tokens.with_padding(self.experiment.workload.padding_per_rank)
+
+    def rank_batches(self, layer: int | None, index: int) -> Iterator[TokenBatch]:
+        """The same of all ranks, rank by rank: one rank's tokens are held at a time."""
+        num_padding = self.experiment.workload.padding_per_rank
+        ranks = self.workloads[layer].rank_batches(index, self.world_size)
+        return (tokens.with_padding(num_padding) for tokens in ranks)
+
+    def context(self, layer: int | None, rank: int, request_id_T: Tensor, valid_T: Tensor | None) -> RoutingContext:
+        """Facts of a rank's tokens in a layer, but for randomness; ``CaseSpec.told`` is what a policy sees of them."""
+        share = self.experiment.workload.image_share
+        return RoutingContext(
+            top_k=self.model.top_k,
+            num_ranks=self.ep_size,
+            rank=rank,
+            normalize=self.model.normalize,
+            scale=self.model.routed_scale,
+            num_groups=self.model.num_groups,
+            top_groups=self.model.top_groups,
+            token_mask_T=valid_T,
+            request_id_T=request_id_T,
+            modality_T=None if share is None else image_tokens(request_id_T, share),
+            layer_fraction=self.layer_fraction(layer),
+        )
+
+    def layer_fraction(self, layer: int | None) -> float:
+        """A layer's place in the depth of the model's MoE layers: 0 to below 1; 0 where that is unknown."""
+        if layer is not None:
+            return self.model.moe_layers.index(layer) / self.model.num_moe_layers
+        return 0.0 if self.layer is None else self.layer / self.workload.traces[0].num_layers
+
+    @property
+    def num_places(self) -> int | None:
+        """MoE layers that ``layer_fraction`` is a place among; None where that is unknown."""
+        if self.scope == "model":
+            return self.model.num_moe_layers
+        return None if self.layer is None else self.workload.traces[0].num_layers
+
+    # ---- kernels and replicas ----------------------------------------------------------------------------------------
+
+    def kernel_of(self, case: CaseSpec) -> str | None:
+        """What routes by a case's policy; None where Megatron-Core routes."""
+        config, asked = self.experiment.workload, self.parts.kernel
+        drops_itself = self.backend in (RANKS, VIRTUAL) and not config.padding_per_rank and asked == AUTO
+        if case.policy is None or (drops_itself and isinstance(case.policy, MegatronDrop)):
+            return None
+        device = "cuda" if self.on_gpu else "cpu"
+        return form_of(case.policy, device, asked).runs(self.most_tokens, self.model.num_experts)
+
+    def replicate(self, wanted: ReplicationConfig, load_E: NDArray[np.float64]) -> Replication:
+        """Place replicas for a load; see ``placement.replicate``."""
+        num_slots = self.model.num_experts + wanted.spare_per_rank * self.ep_size
+        return replicate(load_E, num_slots=num_slots, num_ranks=self.ep_size, num_groups=self.model.num_groups or 1)
+
+    def extra_bytes_per_rank(self, case: CaseSpec) -> float | None:
+        """Memory that a case's spare slots take on every rank, in all layers of the model; None for other cases."""
+        if case.replication is None:
+            return None
+        plan = self.replicate(case.replication, np.ones(self.model.num_experts))
+        return plan.extra_bytes_per_rank(self.model, PRECISIONS[self.experiment.layer.dtype].weight_bytes)
+
+    def num_iterations(self, cases: Sequence[CaseSpec] | None = None) -> int:
+        """Runs of ``cases`` (None = all) in one launch, checks included: of one real rank, or of all virtual ones.
+
+        A real rank's case is run once to be looked at and once more to be checked after it was timed; where it is kept
+        as CUDA graphs it is checked twice, replayed. Breakdowns are warmed up once. Of a model on virtual ranks routing
+        the layers ahead counts too.
+        """
+        num_cases, measure = len(self.cases if cases is None else cases), self.experiment.measure
+        num_batches, num_layers = self.workload.num_batches, len(self.workloads)
+        routed = num_layers * num_batches if self.scope == "model" else 0
+        rounds = 1 + measure.warmup + measure.iterations
+        checked = 3 if self.parts.cuda_graph else 1
+        breakdowns = measure.breakdown_iterations + bool(measure.breakdown_iterations)
+        return {
+            ROUTING: num_batches * num_cases,
+            RANKS: ((rounds + breakdowns) * num_batches + checked) * num_cases,
+            MODELLED: num_batches * self.ep_size * num_cases + routed,
+            VIRTUAL: (rounds * num_batches * self.ep_size + num_layers) * num_cases + routed,
+        }[self.backend]

@@ -18,7 +18,7 @@ from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped,
 from moe_ep_bench.analysis.cases import Store, load, samples
 from moe_ep_bench.analysis.drawing import Drawing, Figure, case_rows, draw
 from moe_ep_bench.analysis.figures import FIGURES
-from moe_ep_bench.analysis.marks import beaten_by_none, series
+from moe_ep_bench.analysis.marks import on_front, series
 from moe_ep_bench.analysis.style import (
     POLICY_LOOKS,
     SIZES,
@@ -235,7 +235,7 @@ def long_names(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store_of(tmp_path_factory.mktemp("long"), *comparisons)
 
 
-_ALL = ("speedup", "phases", "load", "dropped", "map", "sweep", "timeline", "pareto")
+_ALL = ("speedup", "phases", "load", "dropped", "map", "timeline", "pareto")
 
 
 @pytest.mark.parametrize(
@@ -305,14 +305,13 @@ def test_loads_fall_from_each_cases_own_fullest(tmp_path: Path) -> None:
 def test_the_front_holds_exactly_the_points_that_no_other_beats() -> None:
     generator = np.random.default_rng(0)
     for number in range(60):
-        points = [tuple(map(float, point)) for point in generator.integers(0, 5, (number % 12 + 1, 2))]
+        points = pd.DataFrame(generator.integers(0, 5, (number % 12 + 1, 2)), columns=["speed", "kept"])
 
         def is_beaten(point, points=points):
-            return any(a >= point[0] and b >= point[1] and (a, b) != point for a, b in points)
+            as_good = (points >= point).all(axis=1)
+            return (as_good & (points != point).any(axis=1)).any()
 
-        kept = beaten_by_none(points)
-        assert sorted(kept) == [place for place, point in enumerate(points) if not is_beaten(point)]
-        assert [points[place][0] for place in kept] == sorted(points[place][0] for place in kept)
+        assert on_front(points).tolist() == [not is_beaten(point) for _, point in points.iterrows()]
 
 
 def test_policies_on_the_front_and_points_within_the_noise_are_told(store: Store) -> None:
@@ -478,16 +477,3 @@ def test_a_failed_case_is_an_empty_cell_with_its_status_and_has_no_break_even_be
     (axes,) = drawn("map", store_of(tmp_path, *comparisons)).figure.axes
     assert cells(axes)[1, 0] == ["oom"]
     assert break_even(axes) == {((-0.5, 0.5), (0.5, 0.5))}
-
-
-def test_lines_run_along_the_swept_key_with_perfect_balance_dashed(swept: Store) -> None:
-    above, below = drawn("sweep", swept).figure.axes
-    paths = [
-        [line for line in axes.lines if len(line.get_xdata()) == 5 and line.get_linestyle() != "None"]
-        for axes in (above, below)
-    ]
-    drawn_lines = {tuple(np.round(line.get_ydata(), 6)): line for line in paths[0]}
-    for factor in (1, 2, 3):
-        assert tuple(np.round([1 + 0.2 * (peak - factor) for peak in (1, 2, 2.5, 3, 4)], 6)) in drawn_lines
-    assert drawn_lines[1.1, 1.2, 1.25, 1.3, 1.4].get_linestyle() == "--"
-    assert [line.get_ydata()[0] for line in paths[1]] == pytest.approx([30, 15, 10], rel=1e-3)

@@ -7,6 +7,7 @@ column is added by a row.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -123,6 +124,23 @@ def interval(name: str, header: str, *, of_baseline: str | None = None, digits: 
         return f"{median} [{low}, {high}]" if row[f"{name}_is_interval"] else f"{median} ({low}..{high})"
 
     return Column(f"{name}_median", header, better="higher", cell=cell, **more)
+
+
+# Names of fields in the labels of cases, for tables that have to fit.
+_SHORTER = {
+    r"capacity_factor=": "",
+    r"(granularity|scope)=": "per ",
+    r"(metric|modality)=": "",
+    r"(request|rank)_budget": "budget",
+    r" \(\d+ us to solve\)": "",
+}
+
+
+def short_label(label: str) -> str:
+    """``token_drop 1.0 per device`` of ``token_drop capacity_factor=1.0 granularity=device``."""
+    for key, shorter in _SHORTER.items():
+        label = re.sub(key, shorter, label)
+    return label
 
 
 _PARTS = [*dict.fromkeys([*(phase.group for phase in PHASES.values()), UNACCOUNTED])]

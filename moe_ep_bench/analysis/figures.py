@@ -20,17 +20,19 @@ from moe_ep_bench.analysis.marks import (
     FULL_COLOUR,
     SPEEDUP,
     are_names,
+    axis_of,
     bars,
-    beaten_by_none,
     front,
     heat,
+    on_front,
     series,
     stairs,
+    with_native,
 )
 from moe_ep_bench.analysis.origins import phase_origin
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, Look, ordered_looks
+from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, Look
 from moe_ep_bench.analysis.sweeps import along, identity, key_words, scalings, swept_keys, value_words
 from moe_ep_bench.analysis.timeline import DEFAULT, Choice, mark_critical, timeline_rows
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
@@ -216,8 +218,8 @@ def swept_rows(store: Store) -> pd.DataFrame:
     """Lines with several capacity factors along the first of the swept keys; none where there are none.
 
     A facet for each policy but for its capacity factor (``panel``) and the other swept keys. ``step`` is a capacity
-    factor, or what has none (perfect balance, replication) by its name; ``line`` the same in words. Columns of
-    ``sweeps.along``. Cases that failed have a ``status`` but no numbers.
+    factor, or what has none (perfect balance, replication) by its name. Columns of ``sweeps.along``. Cases that failed
+    have a ``status`` but no numbers.
     """
     rows, table = layer_rows(store), comparisons(store)
     if not (keys := swept_keys(table)):
@@ -239,41 +241,22 @@ def swept_rows(store: Store) -> pd.DataFrame:
     if not panels:
         return rows[:0]
     rows = pd.concat(panels, ignore_index=True)
-    words = rows["swept_value"].map(value_words)
-    are_numbers = rows["swept_value"].map(lambda value: isinstance(value, float)).all()
     return rows.assign(
         other_keys=rows["other_keys"].replace("", None),
-        swept_words=words,
+        swept_words=rows["swept_value"].map(value_words),
         swept_key_words=key_words(keys[0]),
-        value=rows["swept_value"] if are_numbers else words,
         limit=max(rows["speedup_median"].map(np.log).abs().max(), np.log(FULL_COLOUR)),
-        line=rows["step"].map(lambda step: f"{GAMMA} = {step:g}" if isinstance(step, float) else step),
     )
 
 
-_SWEPT = ("panel", "swept_key", "swept_value", "other_keys", *_ENDS, "verdict", "status", *COST)
 FIGURES["map"] = Figure(
     "Where a policy pays: layer speedup over native Megatron-Core",
     [heat(height=lambda rows: _most_of(rows, "step") * 0.5 + 1.1 + 0.4 * (rows["heading"].str.len().max() // 60))],
     f"In the cells the speedup and the share of top-k pairs that is dropped, by capacity factor {GAMMA}; above them "
     "what has none.",
     swept_rows,
-    columns=_SWEPT,
+    columns=("panel", "swept_key", "swept_value", "other_keys", *_ENDS, "verdict", "status", *COST),
     limit=8,
-)
-_OVER_SWEPT = partial(series, "value", xlabel="swept_key_words")
-FIGURES["sweep"] = Figure(
-    "Layer speedup along the sweep",
-    [
-        _OVER_SWEPT("speedup_median", whiskers=SPEEDUP, height=3.3),
-        _OVER_SWEPT("dropped_share", only="role == 'policy'", height=1.3),
-    ],
-    "Slowest rank's time of one MoE layer, native over policy, median with its spread; below it the top-k pairs that "
-    "are dropped.",
-    swept_rows,
-    columns=_SWEPT,
-    limit=8,
-    looks=ordered_looks,
 )
 
 
@@ -420,10 +403,8 @@ def pareto_rows(store: Store) -> pd.DataFrame:
         return rows
     rows = rows.assign(**dict.fromkeys(_FRONTS, False))
     for column, cost in _FRONTS.items():
-        sign = 1 if cost == "retained_mass" else -1
         for _, own in rows[rows["role"] == "policy"].groupby("facet"):
-            values = [*zip(own["speedup_median"], sign * own[cost], strict=True), (1.0, 1.0 if sign > 0 else 0.0)]
-            rows.loc[own.index[[at for at in beaten_by_none(values) if at < len(own)]], column] = True
+            rows.loc[own.index, column] = on_front(with_native(own, axis_of(cost)))[own.index]
     drops_all = rows["dropped_share"] > _DROPS_ALL
     drops_all &= ~drops_all.groupby(rows["facet"]).transform("all")
     speeds, shares = rows["speedup_median"].map("{:.2f}".format), rows["dropped_share"].map("{:.0%}".format)

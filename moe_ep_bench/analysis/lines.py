@@ -12,7 +12,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, routing
 from moe_ep_bench.analysis.drawing import Figure, case_rows, layer_rows
-from moe_ep_bench.analysis.marks import SPEEDUP, series
+from moe_ep_bench.analysis.marks import SPEEDUP, axis_of, series
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import looks_of, ordered_looks
 from moe_ep_bench.analysis.sweeps import value_words
@@ -52,9 +52,9 @@ class Lines:
 
     def figure(self) -> Figure:
         """A row as those of ``FIGURES``."""
-        words = [column.replace("_", " ") for column in (self.y, self.x)]
+        title = f"{axis_of(self.y).header} over {axis_of(self.x).header}"
         return Figure(
-            f"{words[0][:1].upper()}{words[0][1:]} over {words[1]}",
+            title[:1].upper() + title[1:],
             [series(self.x, self.y, whiskers=SPEEDUP if self.y == "speedup_median" else None)],
             f"A line for each {(self.by or 'policy').replace('_', ' ')}, means where several rows stand at one place.",
             self.rows,
@@ -94,7 +94,9 @@ class Lines:
         elif rows.groupby("facet")[self.x].nunique().max() == 1:
             rows = rows.assign(facet=rows["model"], heading=rows["model"])
         label = rows["label"].str.replace(rf" {re.escape(self.x)}=\S+", "", regex=True)
-        line = label.where(rows["role"] != "baseline", "native") if self.by is None else rows[self.by].map(value_words)
+        line = label.where(rows["role"] != "baseline", "native")
+        if self.by is not None:  # What has no value goes by its own name.
+            line = rows[self.by].map(value_words).where(rows[self.by].notna(), line)
         rows = rows.assign(line=line, legend=line)
         place = ["facet", "line", self.x]
         means = rows.groupby(place, sort=False, dropna=False)[self.y].transform("mean")
@@ -114,7 +116,8 @@ def wide_rows(store: Store, columns: Sequence[str]) -> tuple[pd.DataFrame, list[
     for column in ("policy_params", "point"):
         fields = pd.DataFrame(rows[column].map(lambda text: json.loads(text or "{}")).to_list(), rows.index)
         fields = fields.rename(columns=lambda name: name.rpartition(".")[2])
-        rows = rows.join(fields[[name for name in fields if name not in rows]])
+        more = [name for name in fields if name not in rows or rows[name].isna().all()]
+        rows = rows.drop(columns=more, errors="ignore").join(fields[more])
     batches = routing(store)
     of_batches = [name for name in batches if name not in CASE and batches[name].map(np.isscalar).all()]
     for name in columns:

@@ -363,40 +363,35 @@ def _draw_references(
         line(ceiling, label="perfect balance", zorder=1, **CEILING_LINE)
 
 
-def front(cost: str, on_front: str) -> Draw:
-    """Steps through the points that no other beats, and native where none beats it."""
+def front(cost: str, flag: str) -> Draw:
+    """Steps through the points that no other beats (``flag``), and through native where none beats it."""
     column = axis_of(cost)
-    sign = 1 if column.better == "higher" else -1
 
     def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
         del looks
-        shown = rows[rows[on_front].astype(bool) & ~rows["off_scale"]]
-        points = [*shown[["speedup_median", cost]].itertuples(index=False, name=None), (1.0, column.native)]
-        if len(points) - 1 not in beaten_by_none([(speed, sign * share) for speed, share in points]):
-            points.pop()  # native
-        points.sort()
+        shown = rows[rows[flag].astype(bool) & ~rows["off_scale"]]
+        points = with_native(shown, column)
+        points = points[on_front(points)].sort_values("speed")
         if len(points) > 1:  # What may cost at most so much has the speedup of the front's last point before it.
-            look = {"color": INK, "linewidth": 1.1, "linestyle": (0, (1, 1)), "zorder": 2}
-            shares = [column.scale * share for _, share in points]
-            axes.step(shares, [speed for speed, _ in points], where="post", label="front", **look)
+            look = {"color": INK, "linewidth": 1.1, "linestyle": (0, (1, 1)), "zorder": 2, "label": "front"}
+            axes.step(column.scale * points["kept"].abs(), points["speed"], where="post", **look)
 
     return draw
 
 
-def beaten_by_none(values: Sequence[tuple[float, float]]) -> list[int]:
-    """Which of (speed, faithfulness) no other beats: places, slowest first; of equal points all.
+def with_native(rows: pd.DataFrame, cost: Column) -> pd.DataFrame:
+    """Speedups and what is kept, less costs count for more; native stands last."""
+    sign = 1 if cost.better == "higher" else -1
+    points = pd.DataFrame({"speed": rows["speedup_median"], "kept": sign * rows[cost.name]})
+    return pd.concat([points, pd.DataFrame({"speed": 1.0, "kept": sign * cost.native}, index=["native"])])
 
-    A point is beaten by one that is at least as good in both and better in one.
-    """
-    order = sorted(range(len(values)), key=lambda place: (-values[place][0], -values[place][1]))
-    kept: list[int] = []
-    best, best_at = -np.inf, np.inf  # the greatest faithfulness so far, and the greatest speed that has it
-    for place in order:
-        speed, faithfulness = values[place]
-        if faithfulness > best or (faithfulness == best and speed == best_at):
-            kept.append(place)
-            best, best_at = faithfulness, speed
-    return kept[::-1]
+
+def on_front(points: pd.DataFrame) -> pd.Series:
+    """Whether no other point beats one: is at least as much in both columns, and more in one; equal points alike."""
+    first, second = points.columns
+    ranked = points.sort_values([first, second], ascending=False)
+    is_most = ranked[second] > ranked[second].astype(float).cummax().shift(fill_value=-np.inf)
+    return is_most.groupby([ranked[first], ranked[second]]).transform("any").reindex(points.index)
 
 
 # ---- bars, stairs ----------------------------------------------------------------------------------------------------

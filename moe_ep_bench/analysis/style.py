@@ -226,17 +226,13 @@ def looks_of(names: Sequence[str]) -> dict[str, Look]:
 
 
 def ordered_looks(names: Sequence[str]) -> dict[str, Look]:
-    """How lines of ordered things are drawn: colours run from the first to the last; references are broken lines."""
+    """How lines of ordered things are drawn: colours run from the first to the last."""
     names = list(dict.fromkeys(names))
-    dotted = [name for name in names if name.startswith("EPLB")]
-    ordered = [name for name in names if name not in (*dotted, "perfect balance")]
-    looks: dict[str, Look] = {
-        name: {"color": to_hex(colour), "marker": MARKERS[at % len(MARKERS)], **_EDGE}
-        for at, (name, colour) in enumerate(zip(ordered, _ORDERED(np.linspace(0, 1, len(ordered))), strict=True))
+    colours = map(to_hex, _ORDERED(np.linspace(0, 1, len(names))))
+    return {
+        name: {"color": colour, "marker": MARKERS[at % len(MARKERS)], **_EDGE}
+        for at, (name, colour) in enumerate(zip(names, colours, strict=True))
     }
-    for at, name in enumerate(dotted):
-        looks[name] = {"color": POLICY_LOOKS["EPLB"][0], "linestyle": (0, (1 + 2 * (at % 3), 1.2)), "linewidth": 2}
-    return looks | ({"perfect balance": CEILING_LINE} if "perfect balance" in names else {})
 
 
 # ---- sheets --------------------------------------------------------------------------------------------------------

@@ -239,6 +239,7 @@ def _advise(options: argparse.Namespace) -> int:
         print("\n\n".join(question.plan for question in questions.values()))
         return OK
     for question in questions.values():
+        question.check_fit()
         question.check_out()
     _tell(*next(iter(questions.items())))
     # Found to be known before anything is modelled.
@@ -262,7 +263,7 @@ def _advise(options: argparse.Namespace) -> int:
 
 def _tell(phase: str, question: Question) -> None:
     """Say what is modelled next, and about how long that takes."""
-    for line in (question.summary, *question.unfit):
+    for line in (question.summary, *question.unfit, *question.tables):
         print(f"moe-ep-bench: {phase and f'{phase}: '}{line}", file=sys.stderr, flush=True)
 
 

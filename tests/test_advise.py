@@ -206,7 +206,7 @@ def test_one_traffic_stands_after_another_where_the_pick_differs(tmp_path: Path)
     assert second.startswith("At peak load 3 and 4: Use token_drop gamma 1.5: a layer is 1.500 to 1.600 times as fast")
     same = advice_text(load_timed(write_run(tmp_path / "same", at_peaks(1.5, 1.6))), BOUNDS)
     assert same.startswith(
-        "Use token_drop gamma 1.5: a layer is 1.500 to 1.600 times as fast as native, 1.333 in place of 2.000 ms at peak load "
+        "Use token_drop gamma 1.5: a layer is 1.500 to 1.600 times as fast as native, 1.333 in place of 2.000 ms at "
     )
 
 
@@ -514,7 +514,7 @@ def test_a_config_becomes_a_question(name: str) -> None:
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_modelled() -> None:
     question = asked("--model", "deepseek-v3", "--ep", 8, "--tokens", 65536)
-    with pytest.raises(ValueError, match="^--ep: does not fit: .* the smallest EP size on which it does is 32$"):
+    with pytest.raises(ValueError, match=r"^--ep: does not fit: .* the smallest EP size on which it does is 32$"):
         question.check_fit()
     asked("--model", "deepseek-v3", "--ep", 32, "--tokens", 65536).check_fit()
 

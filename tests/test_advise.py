@@ -19,8 +19,8 @@ from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 from moe_ep_bench.analysis import page
 from moe_ep_bench.analysis.advise import advice_lines, advice_text, candidates, load_timed, picks
 from moe_ep_bench.analysis.cases import cases, comparisons, load, timings
+from moe_ep_bench.analysis.columns import short_label
 from moe_ep_bench.analysis.compare import compare_directories
-from moe_ep_bench.analysis.labels import short_label
 from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.bench.question import Bounds, Question, ask, ask_both
 from moe_ep_bench.cli import main, make_parser

@@ -288,7 +288,7 @@ def _papers(options: argparse.Namespace) -> int:
 
     def report() -> str:
         from moe_ep_bench.analysis.papers import load_claims, write_claims
-        from moe_ep_bench.analysis.papers_figure import draw_claims
+        from moe_ep_bench.analysis.plot import draw_claims
 
         claims = load_claims(out)
         draw_claims(claims)

@@ -131,6 +131,7 @@ class TimedFacts(ComparisonFacts):
     scale: PositiveFloat  # 1.0 = the model's true sizes
     hidden_size: Count
     ffn_hidden_size: Count
+    expert_matrices: Count = 3
     num_replicas: Count
     world_size: Count
     dtype: str

@@ -25,8 +25,14 @@ SHAPE = {"num_experts": 4, "top_k": 1, "hidden_size": 32, "ffn_hidden_size": 16}
 
 
 def written(folder: Path, form: str) -> Path:
-    path = folder / ("counts.npz" if form.startswith("npz") else "counts.json")
+    path = folder / {"npz": "counts.npz", "csv": "ranks"}.get(form.split()[0], "counts.json")
     match form:
+        case "csv of ranks":
+            path.mkdir()
+            for rank in range(2):
+                rows = [(layer, e, COUNTS[layer][e]) for layer in range(3) for e in range(4) if e // 2 == rank]
+                lines = ["layer_id,expert_id,count", *(",".join(map(str, row)) for row in rows)]
+                (path / f"expert_distribution_rank{rank}.csv").write_text("\n".join(lines))
         case "matrix":
             path.write_text(json.dumps(COUNTS))
         case "logical_count":
@@ -42,7 +48,7 @@ def written(folder: Path, form: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", ["matrix", "logical_count", "passes", "loads", "npz", "npz passes"])
+@pytest.mark.parametrize("form", ["matrix", "logical_count", "passes", "loads", "npz", "npz passes", "csv of ranks"])
 def test_every_form_gives_the_same_loads(form: str, tmp_path: Path) -> None:
     path = written(tmp_path, form)
     count_LE = read_counts(path)
@@ -50,7 +56,27 @@ def test_every_form_gives_the_same_loads(form: str, tmp_path: Path) -> None:
     assert mean_peak_load(path) == 9 / 4
     out = tmp_path / "map.json"
     assert cli.main(["trace", "eplb", str(path), str(out), "--ep", "2", "--spare-per-rank", "1"]) == 0
-    assert len(json.loads(out.read_text())["physical_to_logical_map"]) == 2
+    first, *rows = json.loads(out.read_text())["physical_to_logical_map"]
+    assert (first, len(rows)) == ([0, 1, 2, 3, 0, 1], 2)  # a row for the dense layer too, so that no other shifts
+
+
+def test_counts_of_one_rank_alone_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "counts.json").write_text(json.dumps([[0, 0, 5, 3], [0, 0, 2, 7]]))
+    asked = ["--ep", "2", "--spare-per-rank", "1"]
+    assert cli.main(["trace", "eplb", str(tmp_path / "counts.json"), str(tmp_path / "map.json"), *asked]) == 0
+    said = capsys.readouterr().out
+    assert "only experts 2 to 3 of 4 are counted: one rank's alone?" in said
+    assert "--ep-num-redundant-experts 2" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("layer,expert\n1,2\n", "expected columns"), ("layer_id,expert_id,count\n0,-1,2\n", "whole numbers from 0")],
+)
+def test_a_wrong_csv_is_named(text: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "rank0.csv").write_text(text)
+    with pytest.raises(ValueError, match=expected):
+        read_counts(tmp_path)
 
 
 def config(folder: Path, **workload: Any) -> Path:
@@ -168,7 +194,10 @@ PLAN_MISTAKES = {
     "ranks": (["--ep", "3", "--spare-per-rank", "1"], "--ep: expected a divisor of the 4 experts of loads.json, got 3"),
     "no ranks": (["--ep", "0", "--spare-per-rank", "1"], "--ep: expected at least 1, got 0"),
     "spares": (["--ep", "2", "--spare-per-rank", "-1"], "--spare-per-rank: expected at least 0, got -1"),
-    "model": ([*PLAN, "--preset", "olmoe-1b-7b"], "--preset: olmoe-1b-7b has 16 layers of 64 experts, loads.json has"),
+    "model": (
+        [*PLAN, "--preset", "olmoe-1b-7b"],
+        "--preset: olmoe-1b-7b has 64 experts in layers [0, 1, 2, 3, 4, ",
+    ),
     "unknown": ([*PLAN, "--preset", "olmoe"], "(did you mean olmoe-1b-7b?)"),
 }
 

@@ -16,7 +16,7 @@ from moe_ep_bench.cost_model.devices import (
     RUN_DTYPES,
     VALUE_BYTES,
     Device,
-    gated_ffn,
+    ffn_work,
 )
 
 FIGURES = {
@@ -55,14 +55,14 @@ def test_the_slower_of_arithmetic_and_memory_decides_for_each_piece() -> None:
 
 
 def test_a_gated_ffn_reads_the_weights_of_experts_that_have_rows() -> None:
-    flops, num_bytes, rows = gated_ffn(10, 4, [0, 1, 3], 2)
+    flops, num_bytes, rows = ffn_work(10, 4, [0, 1, 3], 2)
     np.testing.assert_array_equal(rows, [0, 1, 3])
     np.testing.assert_array_equal(flops, [0, 240, 720])
     np.testing.assert_array_equal(num_bytes, [0, 2 * (120 + 44), 2 * (120 + 3 * 44)])
 
 
 def test_a_pass_costs_its_overhead_and_its_work() -> None:
-    flops, num_bytes, rows = gated_ffn(1000, 500, [0, 1, 5000], 2)
+    flops, num_bytes, rows = ffn_work(1000, 500, [0, 1, 5000], 2)
     expected = 3 + device().work_us(flops, num_bytes, rows)
     assert device().experts_us(1000, 500, [0, 1, 5000], 2) == pytest.approx(expected)
 

@@ -16,6 +16,7 @@ import pytest
 
 from moe_ep_bench.bench.words import fit_on
 from moe_ep_bench.config import load_experiments
+from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.models import ModelSpec, load_hf_model, load_model, preset_of
 from moe_ep_bench.models.memory import Fit, footprint
 
@@ -427,12 +428,35 @@ def test_later_families_are_known(family: str, tmp_path: Path) -> None:
 
 
 def test_what_no_spec_can_express_says_how_to_write_it_by_hand(tmp_path: Path) -> None:
-    maverick = {**LATER["llama4"][0]["text_config"], "interleave_moe_layer_step": 2, "moe_layers": [1]}
-    for values in ({"model_type": "llama4", "text_config": maverick}, {"model_type": "new_moe"}):
-        assert "or give the shape: model: {num_experts: ..., top_k: ..." in one_line_error(written(tmp_path, values))
+    told = one_line_error(written(tmp_path, {"model_type": "new_moe"}))
+    assert "or give the shape: model: {num_experts: ..., top_k: ..." in told
     sizes = {"n_routed_experts": 64, "num_experts_per_tok": 6, "hidden_size": 48, "moe_intermediate_size": 16}
     told = one_line_error(written(tmp_path, {"model_type": "new_moe", "text_config": sizes}))
     assert told.endswith("model: {num_experts: 64, top_k: 6, hidden_size: 48, ffn_hidden_size: 16}")
+
+
+def test_layers_with_experts_may_lie_between_dense_ones(tmp_path: Path) -> None:
+    """Llama-4 Maverick: every second layer routes, and the others have a dense FFN of their own width."""
+    scout = LATER["llama4"][0]["text_config"] | {"num_hidden_layers": 4, "intermediate_size_mlp": 80}
+    scout.pop("moe_layers", None)
+    maverick = {"model_type": "llama4", "text_config": {**scout, "interleave_moe_layer_step": 2}}
+    model = load_hf_model(written(tmp_path, maverick))
+    assert (model.moe_layers, model.num_moe_layers, model.first_dense_layers) == ((1, 3), 2, 0)
+    whole = load_hf_model(written(tmp_path / "scout", {"model_type": "llama4", "text_config": scout}))
+    routed = model.num_experts * model.expert_parameters + model.hidden_size * model.num_experts
+    routed += 3 * model.hidden_size * model.shared_ffn_hidden_size
+    assert whole.num_parameters - model.num_parameters == 2 * (routed - 3 * model.hidden_size * 80)
+
+
+def test_plain_experts_have_two_matrices() -> None:
+    gated = load_model("olmoe-1b-7b")
+    plain = gated.model_copy(update={"activation": "plain"})
+    assert 3 * plain.expert_parameters == 2 * gated.expert_parameters
+    args = gated.hidden_size, gated.ffn_hidden_size, [64] * 8, 2
+    device = Device.named("h100-sxm")
+    base = device.overhead_us
+    few, many = (device.experts_us(*args, num_matrices=number) - base for number in (2, 3))
+    assert few / many == pytest.approx(2 / 3, rel=0.02)
 
 
 def test_a_hub_id_says_that_nothing_is_fetched(tmp_path: Path) -> None:

@@ -254,8 +254,9 @@ def _expert_rates(case: Case, facts: TimedFacts, conditions: Sequence[Conditions
         by_rank = np.median([[getattr(rank.ceilings, name) for rank in launch.ranks] for launch in conditions], axis=0)
         # One device may have stood in for all ranks.
         ceilings.append(by_rank[rank_I] if len(by_rank) > 1 else by_rank[0])
-    tflops_I = 6 * hidden * ffn * pairs_I / time_us_I / 1e6
-    moved_bytes_I = size * (3 * hidden * ffn * activated_I + pairs_I * (2 * hidden + 6 * ffn))
+    matrices = facts.expert_matrices
+    tflops_I = 2 * matrices * hidden * ffn * pairs_I / time_us_I / 1e6
+    moved_bytes_I = size * (matrices * hidden * ffn * activated_I + pairs_I * 2 * (hidden + matrices * ffn))
     found = tflops_I, tflops_I / ceilings[0], moved_bytes_I / time_us_I / 1e3 / ceilings[1]
     return tuple(float(np.median(values_I)) for values_I in found)
 

@@ -53,6 +53,8 @@ def of_experiment(experiment: Experiment, backend: str, world_size: int) -> Rows
     runs_here = backend == RANKS or (is_emulated and experiment.emulate.device == MEASURED)
     allowed = f"{' or '.join(RUN_DTYPES)} where nothing stands for the device; others with emulate.device: table:..."
     yield runs_here and layer.dtype not in RUN_DTYPES, "layer.dtype", allowed, layer.dtype
+    gated = "gated experts where layers run; plain ones are modelled (emulate.device)"
+    yield runs_here and model.activation == "plain", "model", gated, f"the plain ones of {model.name}"
     if backend != ROUTING:
         yield from _baseline(experiment, ep_size)
     if backend != RANKS:
@@ -112,14 +114,14 @@ def _replicas(experiment: Experiment, ep_size: int) -> Rows:
 def whole_model(model: ModelSpec, experiment: Experiment) -> Rows:
     """A model that is not stated as a whole, or cannot be built so."""
     name, whole = f"model: {model.name}", experiment.whole
-    dense = model.dense_ffn_hidden_size or model.first_dense_layers == 0
+    dense = model.dense_ffn_hidden_size or model.num_moe_layers == model.num_layers
     stated: dict[str, Any] = {"attention": model.attention, "vocab_size": model.vocab_size}
     for what, value in {**stated, "dense_ffn_hidden_size": dense}.items():
         yield not value, name, f"its {what} with scope model", "none"
     yield model.tensor_parallel > 1, "model.tensor_parallel", "1 with scope model", model.tensor_parallel
     graph = experiment.layer.cuda_graph and not whole.context_length
     yield graph, "layer.cuda_graph", "whole.context_length of at least 1: decode steps are replayed, no prompts", 0
-    fewest, built = model.first_dense_layers + 1, whole.num_layers
+    fewest, built = model.moe_layers[0] + 1, whole.num_layers
     depth = f"{fewest} to {model.num_layers} layers of {model.name}, so that one is an MoE layer"
     yield built is not None and not fewest <= built <= model.num_layers, "whole.num_layers", depth, built
 
@@ -130,14 +132,14 @@ def _whole_batches(experiment: Experiment) -> Rows:
     yield config.padding_per_rank, "workload.padding_per_rank", "0 with scope model", config.padding_per_rank
     if isinstance(config, SyntheticConfig):
         key, per_request, single = "workload.sequence_length", config.sequence_length, "1"
-        is_step = per_request == 1
     else:
         key, per_request = "workload.tokens_per_request", config.tokens_per_request
-        single, is_step = "1 and workload.arrangement: decode", config.arrangement == "decode"
-        yield is_step and per_request > 1, key, "1 with scope model", per_request
+        single = "1 and workload.arrangement: decode"
+        yield config.is_step and per_request > 1, key, "1 with scope model", per_request
     step = f"{single}, for whole.context_length={context} makes a batch one decode step"
-    yield context and not is_step, key, step, per_request
-    yield is_step and not context, "whole.context_length", "at least 1, where a batch is one token per request", 0
+    yield context and not config.is_step, key, step, per_request
+    least = "at least 1, where a batch is one token per request"
+    yield config.is_step and not context, "whole.context_length", least, 0
 
 
 def of_recording(model: ModelSpec, num_moe: int, num_recorded: int) -> Rows:

@@ -245,7 +245,7 @@ class Comparison:
     def layer_fraction(self, layer: int | None) -> float:
         """A layer's place in the depth of the model's MoE layers: 0 to below 1; 0 where that is unknown."""
         if layer is not None:
-            return (layer - self.model.first_dense_layers) / self.model.num_moe_layers
+            return self.model.moe_layers.index(layer) / self.model.num_moe_layers
         return 0.0 if self.layer is None else self.layer / self.workload.traces[0].num_layers
 
     @property

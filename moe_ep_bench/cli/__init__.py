@@ -241,16 +241,14 @@ def _advise(options: argparse.Namespace) -> int:
     for question in questions.values():
         question.check_out()
     _tell(*next(iter(questions.items())))
-    from moe_ep_bench.bench.advise import check_rest, model_question
-
     # Found to be known before anything is modelled.
     if len(questions) > 1:
         for question in questions.values():
-            check_rest(question)
+            question.check_rest()
     for number, (phase, question) in enumerate(questions.items()):
         if number:
             _tell(phase, question)
-        status = model_question(question, force=options.force)
+        status = question.model(force=options.force)
         if status not in (OK, CASES_FAILED):
             return status
 

@@ -174,6 +174,7 @@ class Device(Preset):
         value_bytes: float,
         *,
         dtype: str = "bfloat16",
+        num_matrices: int = 3,
         num_tokens: int | None = None,
     ) -> float:
         """Microseconds of one pass through a rank's experts: overhead + ``work_us``. No rows take no time.
@@ -182,12 +183,13 @@ class Device(Preset):
             rows_L: tokens of each expert.
             value_bytes: of a weight or an activation.
             dtype: whose weights may be smaller, and whose arithmetic faster.
+            num_matrices: of an expert.
             num_tokens: of all ranks; tables alone ask for them.
         """
-        flops_L, bytes_L, rows_L = gated_ffn(hidden_size, ffn_hidden_size, rows_L, value_bytes)
+        flops_L, bytes_L, rows_L = ffn_work(hidden_size, ffn_hidden_size, rows_L, value_bytes, num_matrices)
         if dtype not in RUN_DTYPES:
             smaller = value_bytes - PRECISIONS[dtype].weight_bytes
-            bytes_L = bytes_L - smaller * 3 * hidden_size * ffn_hidden_size * (rows_L > 0)
+            bytes_L = bytes_L - smaller * num_matrices * hidden_size * ffn_hidden_size * (rows_L > 0)
             flops_L = flops_L / PRECISIONS[dtype].speed
         if not (rows_L > 0).any():
             return 0.0
@@ -237,15 +239,15 @@ class Device(Preset):
         )
 
 
-def gated_ffn(
-    hidden_size: int, ffn_hidden_size: int, rows: ArrayLike, value_bytes: float
+def ffn_work(
+    hidden_size: int, ffn_hidden_size: int, rows: ArrayLike, value_bytes: float, num_matrices: int = 3
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Operations, bytes and rows of gated FFNs, one for each number of rows m.
+    """Operations, bytes and rows of FFNs, one for each number of rows m; gated ones have three matrices, plain two.
 
-    6 m D F operations; b (3 D F + m (2 D + 6 F)) bytes, b = ``value_bytes``: weights where there are rows, rows in and
-    out of two GEMMs with an activation between them.
+    2 x matrices x m D F operations; b (matrices x D F + m (2 D + 2 x matrices x F)) bytes, b = ``value_bytes``: weights
+    where there are rows, rows in and out of two GEMMs with an activation between them.
     """
     rows = np.asarray(rows, dtype=np.float64)
-    hidden, ffn = hidden_size, ffn_hidden_size
-    num_bytes = value_bytes * (3 * hidden * ffn * (rows > 0) + rows * (2 * hidden + 6 * ffn))
-    return 6 * rows * hidden * ffn, num_bytes, rows
+    hidden, ffn, both = hidden_size, ffn_hidden_size, 2 * num_matrices
+    num_bytes = value_bytes * (num_matrices * hidden * ffn * (rows > 0) + rows * (2 * hidden + both * ffn))
+    return both * rows * hidden * ffn, num_bytes, rows

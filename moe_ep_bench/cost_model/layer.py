@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.cost_model.devices import Device, gated_ffn
+from moe_ep_bench.cost_model.devices import Device, ffn_work
 from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.schema import UNACCOUNTED
@@ -97,8 +97,10 @@ def layer_segments(
     top_k_us = min(device.routing_us(T * E, by_policy=False), routing_us) if batch_wide else routing_us
     sorted_already = alone or len(work.received_L) == 1 or device.HOLDS_PERMUTATION
     sort_us = 0.0 if sorted_already else device.permute_us(2 * M * D * b)
-    experts_us = device.experts_us(D, F, work.received_L, b, dtype=dtype, num_tokens=work.batch_tokens)
-    shared_us = device.work_us(*gated_ffn(D, S, T, b))
+    experts_us = device.experts_us(
+        D, F, work.received_L, b, dtype=dtype, num_matrices=model.expert_matrices, num_tokens=work.batch_tokens
+    )
+    shared_us = device.work_us(*ffn_work(D, S, T, b, model.expert_matrices))
     add_us = device.work_us(0, 3 * T * D * b, T)
     segments = [  # Stages that take no time stand where a measured run has them.
         (UNACCOUNTED, 0.0),

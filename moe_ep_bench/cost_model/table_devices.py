@@ -217,9 +217,10 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, roofline_us: 
         if ep_size in tables:
             return tables[ep_size]
     points = rows[[*SHAPE, "ep_size"]].drop_duplicates()
-    points = points[~points[SHAPE[:3]].apply(tuple, axis=1).isin(UNGATED)]
+    is_plain = points[SHAPE[:3]].apply(tuple, axis=1).isin(UNGATED)
+    kind, points = ("plain", points[is_plain]) if model.activation == "plain" else ("gated", points[~is_plain])
     if not len(points):
-        raise UserError("expected rows of gated experts; there are none")
+        raise UserError(f"expected rows of {kind} experts; there are none")
     hidden, ffn, experts, top_k = (points[name].astype(float) for name in SHAPE)
     weights = np.abs(np.log(hidden * ffn / (wanted[0] * wanted[1])))
     local = np.abs(np.log(experts / points["ep_size"] * ep_size / wanted[2]))
@@ -294,12 +295,15 @@ class TableDevice(Device):
         precision = PRECISIONS[dtype]
 
         def roofline_us(hidden: int, ffn: int, rows_L: ArrayLike) -> float:
-            return Device.experts_us(self, hidden, ffn, rows_L, precision.hidden_bytes, dtype=dtype)
+            matrices = model.expert_matrices
+            return Device.experts_us(
+                self, hidden, ffn, rows_L, precision.hidden_bytes, dtype=dtype, num_matrices=matrices
+            )
 
         rows = read_moe(Tables.named(self.table_name, "moe"), dtype=dtype, tp_size=model.tensor_parallel)
         with naming(f"{self.table_name}, {dtype}"):
             table = find_table(rows, model, ep_size, roofline_us)
-        weights = 3 * model.hidden_size * model.ffn_hidden_size * precision.weight_bytes
+        weights = model.expert_matrices * model.hidden_size * model.ffn_hidden_size * precision.weight_bytes
         table = table.model_copy(update={"expert_us": weights / (self.reached_tbps * 1e6)})
         return self.model_copy(update={"table": table, "dtype": dtype})
 
@@ -311,6 +315,7 @@ class TableDevice(Device):
         value_bytes: float,
         *,
         dtype: str = DTYPE,
+        num_matrices: int = 3,
         num_tokens: int | None = None,
     ) -> float:
         assert self.table is not None, "no layer's rows were taken"

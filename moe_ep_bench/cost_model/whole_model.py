@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ep_bench.cost_model.devices import Device, gated_ffn
+from moe_ep_bench.cost_model.devices import Device, ffn_work
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, PhaseKey
@@ -109,7 +109,7 @@ def outside_moe_us(device: Device, model: ModelSpec, work: PassWork, *, bytes_pe
     """
     timed = _Formulas(device, model, work, bytes_per_value)
     layers_us = model.num_layers * (timed.attention_us + timed.layer_rest_us)
-    dense_us = model.first_dense_layers * timed.dense_us
+    dense_us = (model.num_layers - model.num_moe_layers) * timed.dense_us
     return timed.embedding_us + layers_us + dense_us + timed.norm_us + timed.output_us
 
 
@@ -138,7 +138,7 @@ class _Formulas:
     @property
     def dense_us(self) -> float:
         sizes = self.model.hidden_size, self.model.dense_ffn_hidden_size or self.model.ffn_hidden_size
-        return self.device.work_us(*gated_ffn(*sizes, self.work.num_tokens, self.value_bytes))
+        return self.device.work_us(*ffn_work(*sizes, self.work.num_tokens, self.value_bytes))
 
     @property
     def output_us(self) -> float:

@@ -64,12 +64,12 @@ def megatron_config(
     }
     if num_layers is None:
         return TransformerConfig(num_layers=1, num_attention_heads=1, **fields)
-    attention, num_dense = model.attention, model.first_dense_layers
+    attention = model.attention
     assert attention is not None
     fields |= {
         "num_layers": num_layers,
         "num_attention_heads": attention.num_heads,
-        "moe_layer_freq": [0] * num_dense + [1] * (num_layers - num_dense),
+        "moe_layer_freq": [int(layer in model.moe_layers) for layer in range(num_layers)],
         "ffn_hidden_size": model.dense_ffn_hidden_size or model.ffn_hidden_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": 1e-6,

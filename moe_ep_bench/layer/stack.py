@@ -89,7 +89,7 @@ class Stack:
             self._add(None, self._new_layer(ReplayRouter, capacity_factor=None))
         else:
             self.gpt = self._new_model(num_layers, max_length)
-            for layer in range(model.first_dense_layers, num_layers):
+            for layer in (layer for layer in model.moe_layers if layer < num_layers):
                 self._add(layer, self.gpt.decoder.layers[layer].mlp)
         self._seed()
         self.take(())

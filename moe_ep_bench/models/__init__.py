@@ -142,7 +142,9 @@ class ModelSpec(Preset):
     source: str
     num_layers: PositiveInt
     first_dense_layers: NonNegativeInt = 0
-    """Layers at the bottom with a dense FFN; all others are MoE layers."""
+    """Layers at the bottom with a dense FFN; all others are MoE layers, unless these are listed."""
+    listed_moe_layers: tuple[NonNegativeInt, ...] | None = None
+    """MoE layers, ascending, where others lie in between; null = all above ``first_dense_layers``."""
     dense_ffn_hidden_size: NonNegativeInt = 0
     """Width of the dense layers' gated FFN; 0 = not stated, or no such layer."""
     hidden_size: PositiveInt
@@ -154,8 +156,9 @@ class ModelSpec(Preset):
     num_experts: PositiveInt
     top_k: PositiveInt
     ffn_hidden_size: PositiveInt
-    """Width of one routed expert's gated FFN."""
-    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    """Width of one routed expert's FFN."""
+    activation: Literal["swiglu", "clamped_swiglu", "other_gated", "plain"] = "swiglu"
+    """``plain`` experts, shared ones too, have no gate: two matrices in place of three."""
     expert_bias: bool = False
     """The experts' linear layers have biases."""
     shared_ffn_hidden_size: NonNegativeInt = 0
@@ -190,6 +193,11 @@ class ModelSpec(Preset):
             raise UserError(
                 f"first_dense_layers: expected fewer than num_layers={self.num_layers}, got {self.first_dense_layers}"
             )
+        listed = self.listed_moe_layers
+        if listed is not None and (self.first_dense_layers or not listed or list(listed) != sorted({*listed})):
+            raise UserError(f"listed_moe_layers: expected numbers, ascending, without first_dense_layers; got {listed}")
+        if listed and listed[-1] >= self.num_layers:
+            raise UserError(f"listed_moe_layers: expected 0 to {self.num_layers - 1}, got {listed[-1]}")
         self._check_groups()
         return self
 
@@ -219,13 +227,18 @@ class ModelSpec(Preset):
         return self.source.partition(" ")[0]
 
     @property
-    def moe_layers(self) -> range:
-        """The layers that route; all others have a dense FFN."""
-        return range(self.first_dense_layers, self.num_layers)
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers that route, ascending; all others have a dense FFN."""
+        return self.listed_moe_layers or tuple(range(self.first_dense_layers, self.num_layers))
 
     @property
     def num_moe_layers(self) -> int:
         return len(self.moe_layers)
+
+    @property
+    def expert_matrices(self) -> int:
+        """Matrices of an expert."""
+        return 2 if self.activation == "plain" else 3
 
     @property
     def departures(self) -> tuple[str, ...]:
@@ -236,6 +249,7 @@ class ModelSpec(Preset):
             " of their outputs is not in it.": self.tensor_parallel > 1,
             "The experts' biases are left out.": self.expert_bias,
             "The clamped SwiGLU is computed as plain SwiGLU.": self.activation == "clamped_swiglu",
+            "The experts' gated activation is computed as SwiGLU.": self.activation == "other_gated",
             "The router's bias is left out.": self.router_bias,
             "The shared experts' gate is left out.": self.shared_expert_gate,
             "The selection bias is zero: its trained values are part of the weights.": self.selection_bias,
@@ -246,24 +260,24 @@ class ModelSpec(Preset):
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of one routed expert: a gated FFN's three matrices, and biases where the model has them."""
-        biases = 2 * self.ffn_hidden_size + self.hidden_size
-        return 3 * self.hidden_size * self.ffn_hidden_size + biases * self.expert_bias
+        """Weights of one routed expert: its matrices, and biases where the model has them."""
+        biases = (self.expert_matrices - 1) * self.ffn_hidden_size + self.hidden_size
+        return self.expert_matrices * self.hidden_size * self.ffn_hidden_size + biases * self.expert_bias
 
     def other_parameters(self, num_layers: int | None = None) -> int | None:
         """Weights of all but routed experts: of the first ``num_layers`` (None = all), embeddings and output.
 
         None for a shard, or where attention, vocabulary or dense FFN is not stated.
         """
-        dense_known = self.dense_ffn_hidden_size > 0 or self.first_dense_layers == 0
+        dense_known = self.dense_ffn_hidden_size > 0 or self.num_moe_layers == self.num_layers
         if self.attention is None or self.vocab_size is None or not dense_known or self.tensor_parallel > 1:
             return None
         hidden, num_layers = self.hidden_size, num_layers or self.num_layers
         router = self.num_experts * (hidden + self.router_bias + self.selection_bias)
-        shared = 3 * hidden * self.shared_ffn_hidden_size + hidden * self.shared_expert_gate
+        shared = self.expert_matrices * hidden * self.shared_ffn_hidden_size + hidden * self.shared_expert_gate
         block = self.attention.num_parameters(hidden) + 2 * hidden  # two norms
-        ffn = (num_layers - self.first_dense_layers) * (router + shared)
-        ffn += self.first_dense_layers * 3 * hidden * self.dense_ffn_hidden_size
+        num_moe = sum(layer < num_layers for layer in self.moe_layers)
+        ffn = num_moe * (router + shared) + (num_layers - num_moe) * 3 * hidden * self.dense_ffn_hidden_size
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * hidden
         return embeddings + num_layers * block + ffn + hidden
 

@@ -278,7 +278,7 @@ class _MinimaxM2(_Mixtral):
 
 
 class _Llama4(_Family):
-    """Llama 4 with experts in every layer (Scout). Its weights scale what experts take, not what they give."""
+    """Llama 4: experts in every layer (Scout) or in every second (Maverick), whose weights scale what experts take."""
 
     FACTS: ClassVar = {"score_function": "sigmoid"}
     num_experts: PositiveInt = Field(alias="num_local_experts")
@@ -288,14 +288,18 @@ class _Llama4(_Family):
     interleave_moe_layer_step: PositiveInt = 1
     moe_layers: list[int] | None = None
 
-    @model_validator(mode="after")
-    def _check_layers(self) -> _Llama4:
-        if self.interleave_moe_layer_step != 1 or len(self.moe_layers or range(self.num_layers)) != self.num_layers:
-            raise UserError(f"interleave_moe_layer_step, moe_layers: expected experts in every layer; {BY_HAND}")
-        return self
+    @property
+    def _routes(self) -> list[int]:
+        step = self.interleave_moe_layer_step
+        return self.moe_layers or list(range(step - 1, self.num_layers, step))
+
+    @property
+    def _has_dense_layers(self) -> bool:
+        return len(self._routes) < self.num_layers
 
     def spec(self) -> dict[str, Any]:
-        return {**super().spec(), "shared_ffn_hidden_size": self.ffn_hidden_size}  # one, as wide as a routed one
+        found = {**super().spec(), "shared_ffn_hidden_size": self.ffn_hidden_size}  # one, as wide as a routed one
+        return {**found, "listed_moe_layers": self._routes} if self._has_dense_layers else found
 
 
 class _Minimax(_NoAttention, _Mixtral):

@@ -30,7 +30,7 @@ def rank_expert_weights(model: ModelSpec, num_ranks: int) -> int:
 
 def layer_rows_values(model: ModelSpec, num_pairs: int) -> int:
     """Values that (token, expert) pairs take while a rank computes them: permuted twice, and inside the FFN."""
-    return num_pairs * (4 * model.hidden_size + 3 * model.ffn_hidden_size)
+    return num_pairs * (4 * model.hidden_size + model.expert_matrices * model.ffn_hidden_size)
 
 
 def fullest_pairs(model: ModelSpec, num_tokens: int, peak_load: float | None, num_ranks: int) -> int:
@@ -128,10 +128,11 @@ def footprint(
     rows = layer_rows_values(model, fullest_pairs(model, num_tokens, peak_load, ep_size))
     if num_layers == 0:
         num_moe, cached = 1, 0
-        others = model.hidden_size * (model.num_experts + 3 * model.shared_ffn_hidden_size)
+        others = model.hidden_size * (model.num_experts + model.expert_matrices * model.shared_ffn_hidden_size)
     else:
         num_layers = num_layers or model.num_layers
-        num_moe, others = num_layers - model.first_dense_layers, model.other_parameters(num_layers) or 0
+        num_moe = sum(layer < num_layers for layer in model.moe_layers)
+        others = model.other_parameters(num_layers) or 0
         cached = 0 if model.attention is None else model.attention.cached_values * num_layers * cached_tokens
     return {
         "expert_bytes": round(rank_expert_weights(model, ep_size) * num_moe * (expert_value_bytes or value_bytes)),

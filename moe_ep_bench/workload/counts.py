@@ -6,7 +6,9 @@ Counts are no routing: they give a synthetic workload its target (``workload.ske
 * a recording (``moe-trace-v1``), or a .json list of one object whose ``load_E_by_layer`` holds a layer's loads by name;
 * .json with ``logical_count`` [layers, experts], or [passes, layers, experts], which SGLang takes for its own plan;
 * .npz with ``logical_count`` of the same shapes: what SGLang's recorder dumps in mode ``stat``, converted;
-* .json with the counts alone, [layers][experts], as EPLB's weights.
+* .json with the counts alone, [layers][experts], as EPLB's weights;
+* .csv with columns ``layer_id``, ``expert_id``, ``count``, as SGLang dumps one for each rank, or a folder of these,
+  which are summed.
 
 A plan is written as servers read it: JSON with one key, ``physical_to_logical_map``, a row per layer of the model, an
 expert's index per slot, the slots of rank 0 first. SGLang reads it (``--init-expert-location FILE.json``). vLLM names
@@ -19,16 +21,17 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import atomic_path, check_folder
 from moe_ep_bench.metrics import imbalance, rank_imbalance
-from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.models import load_model
 from moe_ep_bench.placement import replicate, stacking_words
 
 COUNT = "logical_count"
@@ -46,9 +49,36 @@ def read_counts(path: Path) -> NDArray[np.float64]:
     Raises:
         ValueError: no such file, or it holds no counts; one line that names the file.
     """
-    if not path.is_file():
+    return counted(path).load_LE
+
+
+class Counts(NamedTuple):
+    """Counts of layers, float64 [L, E], some above 0 in each; and the layers' numbers, ascending."""
+
+    load_LE: NDArray[np.float64]
+    layers: list[int]
+
+
+def counted(path: Path) -> Counts:
+    """``read_counts``, with the numbers of the layers; dense layers, which count nothing, have none."""
+    if not (path.is_file() or path.is_dir()):
         raise UserError(f"{path}: no such file")
     return _read(path, path.stat().st_mtime_ns)
+
+
+def one_rank_words(load_LE: NDArray[np.float64]) -> str | None:
+    """Say that counts look like those of one rank's experts alone: a few neighbours, on which no other layer differs.
+
+    Args:
+        load_LE: [L, E].
+    """
+    counted_E = load_LE.any(axis=0)
+    first, number = int(counted_E.argmax()), int(counted_E.sum())
+    is_block = counted_E[first : first + number].all() and first % number == 0 and len(counted_E) % number == 0
+    if number > len(counted_E) // 2 or not is_block:
+        return None
+    last = first + number - 1
+    return f"only experts {first} to {last} of {len(counted_E)} are counted: one rank's alone? Sum all ranks' files"
 
 
 def layer_loads(path: Path, layer: int) -> list[float]:
@@ -69,12 +99,14 @@ def mean_peak_load(path: Path) -> float:
 
 
 @functools.lru_cache(maxsize=16)
-def _read(path: Path, _: int) -> NDArray[np.float64]:
+def _read(path: Path, _: int) -> Counts:
     from moe_ep_bench.workload.importers.arrays import REAL, checked, json_document, opened_npz
 
     if path.suffix in (".npz", ".pt"):
         with opened_npz(path, CONVERT) as npz:
             return _layers(npz.array(COUNT, kinds=REAL), npz.where(COUNT))
+    if path.is_dir() or path.suffix == ".csv":
+        return _of_csv(path)
     if path.suffix != ".json":
         return _of_recording(path)
     content: Any = json_document(path)
@@ -85,19 +117,53 @@ def _read(path: Path, _: int) -> NDArray[np.float64]:
     elif isinstance(content, list) and content and isinstance(content[0], dict):
         if len(content) != 1 or not isinstance(layers := content[0].get(LOADS), dict):
             raise UserError(f"{path}: expected one recording with {LOADS}, got {len(content)} entries")
-        content = list(layers.values())
+        numbers = [int(name) for name in layers] if all(name.isdecimal() for name in layers) else None
+        return _layers(checked(list(layers.values()), str(path), (None, None), REAL), str(path), numbers)
     return _layers(checked(content, str(path), None, REAL), str(path))
 
 
-def _of_recording(path: Path) -> NDArray[np.float64]:
+def _of_recording(path: Path) -> Counts:
     from moe_ep_bench.workload.trace import open_trace
 
     trace = open_trace(path)
     layers = (trace.read_layer(layer)[0] for layer in range(trace.num_layers))
-    return np.stack([np.bincount(ids_TK.ravel(), minlength=trace.num_experts) for ids_TK in layers]).astype(np.float64)
+    load_LE = np.stack([np.bincount(ids_TK.ravel(), minlength=trace.num_experts) for ids_TK in layers])
+    numbers = trace.metadata.get("source_layers", "").split(",")
+    known = [int(name) for name in numbers] if all(name.isdecimal() for name in numbers) else []
+    return _layers(load_LE, str(path), known if len(known) == trace.num_layers else None)
 
 
-def _layers(counts: NDArray[Any], where: str) -> NDArray[np.float64]:
+def _of_csv(path: Path) -> Counts:
+    """Sum SGLang's counts of each rank."""
+    import pandas as pd
+
+    files = sorted(path.glob("*.csv")) if path.is_dir() else [path]
+    columns = ["layer_id", "expert_id", "count"]
+    parts = []
+    for file in files:
+        try:
+            rows = pd.read_csv(file, usecols=columns)
+        except (ValueError, OSError) as error:
+            raise UserError(
+                f"{file}: expected columns {', '.join(columns)} ({brief(str(error), quoted=False)})"
+            ) from None
+        if not all(dtype.kind in "iu" for dtype in rows.dtypes) or (rows < 0).any(axis=None) or rows.empty:
+            raise UserError(f"{file}: expected rows of whole numbers from 0 in {', '.join(columns)}")
+        parts.append(rows)
+    if not parts:
+        raise UserError(f"{path}: expected .csv files, found none")
+    rows = pd.concat(parts)
+    count_LE = np.zeros((int(rows["layer_id"].max()) + 1, int(rows["expert_id"].max()) + 1))
+    np.add.at(count_LE, (rows["layer_id"], rows["expert_id"]), rows["count"])
+    return _layers(count_LE, str(path))
+
+
+def _layers(counts: NDArray[Any], where: str, numbers: Sequence[int] | None = None) -> Counts:
+    """Sum passes, and leave out layers that count nothing.
+
+    Args:
+        numbers: of the layers; None = from 0.
+    """
     if counts.ndim == 3:
         counts = counts.sum(axis=0)
     if counts.ndim != 2 or 0 in counts.shape:
@@ -105,10 +171,11 @@ def _layers(counts: NDArray[Any], where: str) -> NDArray[np.float64]:
     count_LE = counts.astype(np.float64)
     if not (np.isfinite(count_LE) & (count_LE >= 0)).all():
         raise UserError(f"{where}: expected counts from 0, got some below it or not finite")
-    count_LE = count_LE[count_LE.any(axis=1)]  # Dense layers count nothing.
-    if not len(count_LE):
+    known_L = count_LE.any(axis=1)
+    if not known_L.any():
         raise UserError(f"{where}: expected some count above 0, got none")
-    return count_LE
+    places = np.arange(len(count_LE)) if numbers is None else np.asarray(numbers)
+    return Counts(count_LE[known_L], places[known_L].tolist())
 
 
 def write_expert_map(
@@ -120,8 +187,11 @@ def write_expert_map(
         num_ranks: ranks that share all experts.
         spare_per_rank: slots of each rank beyond its share.
         num_nodes: nodes of neighbouring ranks, which the hierarchical policy reads.
-        preset: the model. Its dense layers get a row too, in order, as SGLang asks for one per layer; and its groups of
-            experts are packed onto nodes. None = a row per recorded layer.
+        preset: the model, or its config.json: how many layers it has, and its groups of experts, which are packed onto
+            nodes. None = layers up to the last one counted, and no groups.
+
+    SGLang asks for a row per layer of the model. Layers that count nothing, such as dense ones, have their experts in
+    order.
 
     Returns:
         What was planned, and what it does to the fullest rank's load.
@@ -129,7 +199,7 @@ def write_expert_map(
     Raises:
         ValueError: the recording, the numbers or the model do not fit each other.
     """
-    load_LE = read_counts(source)
+    load_LE, layers = counted(source)
     num_experts = load_LE.shape[1]
     asked = (("--ep", num_ranks, 1), ("--spare-per-rank", spare_per_rank, 0), ("--nodes", num_nodes, 1))
     for option, value, least in asked:
@@ -137,12 +207,17 @@ def write_expert_map(
             raise UserError(f"{option}: expected at least {least}, got {value}")
     if num_experts % num_ranks:
         raise UserError(f"--ep: expected a divisor of the {num_experts} experts of {source.name}, got {num_ranks}")
-    model = None if preset is None else ModelSpec.named(preset)
-    if model is not None and (model.num_experts, model.num_moe_layers) != (num_experts, len(load_LE)):
-        raise UserError(
-            f"--preset: {preset} has {model.num_moe_layers} layers of {model.num_experts} experts, {source.name} has "
-            f"{len(load_LE)} of {num_experts}"
-        )
+    num_layers = layers[-1] + 1
+    model = None if preset is None else load_model(preset)
+    if model is not None:
+        if layers == list(range(model.num_moe_layers)):  # numbered among themselves
+            layers = list(model.moe_layers)
+        if model.num_experts != num_experts or layers != list(model.moe_layers):
+            raise UserError(
+                f"--preset: {preset} has {model.num_experts} experts in layers {brief(list(model.moe_layers))}, "
+                f"{source.name} counts {num_experts} in {brief(layers)}"
+            )
+        num_layers = model.num_layers
     num_slots = num_experts + spare_per_rank * num_ranks
     try:
         plan = replicate(
@@ -154,15 +229,21 @@ def write_expert_map(
         )
     except ValueError as error:
         raise UserError(f"--ep, --nodes: {error}") from None
-    dense = 0 if model is None else model.first_dense_layers
-    rows = [*([(np.arange(num_slots) % num_experts).tolist()] * dense), *plan.slot_expert_LP.tolist()]
+    of_layer = dict(zip(layers, plan.slot_expert_LP.tolist(), strict=True))
+    in_order = (np.arange(num_slots) % num_experts).tolist()
+    rows = [of_layer.get(layer, in_order) for layer in range(num_layers)]
+    dense = num_layers - len(layers)
     check_folder(out.parent, "OUT: folder")
     with atomic_path(out) as temporary:
         temporary.write_text(json.dumps({MAP: rows}) + "\n")
     before, after = rank_imbalance(load_LE, num_ranks).mean(), imbalance(plan.rank_load(load_LE)).mean()
-    return (
-        f"{out}: {len(rows)} layers ({dense} of them dense), {num_slots} slots on {num_ranks} ranks, "
-        f"{plan.policy} policy\nfullest rank over the mean, mean over recorded layers: {before:.2f} in order, "
-        f"{after:.2f} as planned for the same loads"
-        f"\n{stacking_words(plan.stacked, 'ranks of layers')}"
-    )
+    one_rank = one_rank_words(load_LE)
+    lines = [
+        f"{out}: {len(rows)} layers ({dense} of them without counts), {num_slots} slots on {num_ranks} ranks, "
+        f"{plan.policy} policy; the server needs --ep-num-redundant-experts {num_slots - num_experts}",
+        f"fullest rank over the mean, mean over recorded layers: {before:.2f} in order, {after:.2f} as planned for the "
+        "same loads",
+        stacking_words(plan.stacked, "ranks of layers"),
+        *([f"WARNING: {one_rank}"] if one_rank else []),
+    ]
+    return "\n".join(lines)

@@ -17,9 +17,8 @@ import pyarrow.parquet as pq
 from numpy.typing import ArrayLike
 from pydantic import BaseModel, ValidationError
 
-from moe_ep_bench.errors import UserError, brief, printable
+from moe_ep_bench.errors import UserError, brief, printable, problem_words
 from moe_ep_bench.files import read_json
-from moe_ep_bench.presets import problem_words
 from moe_ep_bench.results import RunDirectory, check_size
 from moe_ep_bench.schema import (
     FRONTIER_SCHEMA,

@@ -240,6 +240,7 @@ def _advise(options: argparse.Namespace) -> int:
         print("\n\n".join(question.plan for question in questions.values()))
         return OK
     for question in questions.values():
+        question.check_fit()
         question.check_out()
     _tell(*next(iter(questions.items())))
     # Found to be known before anything is modelled.
@@ -263,7 +264,7 @@ def _advise(options: argparse.Namespace) -> int:
 
 def _tell(phase: str, question: Question) -> None:
     """Say what is modelled next, and about how long that takes."""
-    for line in (question.summary, *question.unfit):
+    for line in (question.summary, *question.unfit, *question.tables):
         print(f"moe-ep-bench: {phase and f'{phase}: '}{line}", file=sys.stderr, flush=True)
 
 
@@ -288,7 +289,7 @@ def _papers(options: argparse.Namespace) -> int:
 
     def report() -> str:
         from moe_ep_bench.analysis.papers import load_claims, write_claims
-        from moe_ep_bench.analysis.papers_figure import draw_claims
+        from moe_ep_bench.analysis.plot import draw_claims
 
         claims = load_claims(out)
         draw_claims(claims)

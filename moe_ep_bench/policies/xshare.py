@@ -47,8 +47,8 @@ class XShare(SteppedPolicy):
     Attributes:
         k0: experts that every token brings into S0; 0 = none.
         scope: whose budget it is.
-            ``batch``: S = S0 and the ``budget`` best of the rest, or as many as hold the share ``mass_threshold`` of all
-            score mass (no mass, no share).
+            ``batch``: S = S0 and the ``budget`` best of the rest, or as many as hold the share ``mass_threshold`` of
+            all score mass (no mass, no share).
             ``request``: S = every request's S0 and its ``request_budget`` best by its own sums, and the ``budget`` best
             of the rest by the batch's.
             ``rank``: every rank adds its best remaining one in turn until S has rank_budget * R; tested between rounds,

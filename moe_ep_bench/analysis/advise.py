@@ -441,7 +441,7 @@ def _notes(
     yield from dict.fromkeys(words for words in about["how"] if "MIXED" in words)
     yield from chance_words(int(rows["speedup_is_interval"].eq(True).sum()))
     yield from _draw_notes(rows, about, natives)
-    if rows["policy_params"].str.contains('"lp"').any():
+    if rows["policy_params"].str.contains('"solve_us"').any():
         yield (
             "LP: the time to solve the linear program, assumed, is in the speedup (LPLB: about 100 us in a node, whose "
             "loads it sums; over nodes it takes longer)"

@@ -205,7 +205,9 @@ def test_one_traffic_stands_after_another_where_the_pick_differs(tmp_path: Path)
     assert first.startswith("At peak load 1 and 2: Keep native: ")
     assert second.startswith("At peak load 3 and 4: Use token_drop gamma 1.5: a layer is 1.500 to 1.600 times as fast")
     same = advice_text(load_timed(write_run(tmp_path / "same", at_peaks(1.5, 1.6))), BOUNDS)
-    assert same.startswith("Use token_drop gamma 1.5: a layer is 1.500 to 1.600 times as fast as native, 1.333 in place of 2.000 ms at peak load ")
+    assert same.startswith(
+        "Use token_drop gamma 1.5: a layer is 1.500 to 1.600 times as fast as native, 1.333 in place of 2.000 ms at peak load "
+    )
 
 
 def test_where_the_peak_load_is_assumed_the_answer_ends_with_how_to_get_it(tmp_path: Path) -> None:

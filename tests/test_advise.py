@@ -19,8 +19,8 @@ from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 from moe_ep_bench.analysis import page
 from moe_ep_bench.analysis.advise import advice_lines, advice_text, candidates, load_timed, picks
 from moe_ep_bench.analysis.cases import cases, comparisons, load, timings
+from moe_ep_bench.analysis.columns import short_label
 from moe_ep_bench.analysis.compare import compare_directories
-from moe_ep_bench.analysis.labels import short_label
 from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.bench.question import Bounds, Question, ask, ask_both
 from moe_ep_bench.cli import main, make_parser
@@ -206,7 +206,7 @@ def test_one_traffic_stands_after_another_where_the_pick_differs(tmp_path: Path)
     assert second.startswith("At peak load 3 and 4: Use token_drop gamma 1.5: a layer is 1.500 to 1.600 times as fast")
     same = advice_text(load_timed(write_run(tmp_path / "same", at_peaks(1.5, 1.6))), BOUNDS)
     assert same.startswith(
-        "Use token_drop gamma 1.5: a layer is 1.500 to 1.600 times as fast as native, 1.333 in place of 2.000 ms at peak load "
+        "Use token_drop gamma 1.5: a layer is 1.500 to 1.600 times as fast as native, 1.333 in place of 2.000 ms at "
     )
 
 
@@ -512,6 +512,13 @@ def test_a_config_becomes_a_question(name: str) -> None:
     assert "measure" not in yaml.safe_load(question.text)
 
 
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_modelled() -> None:
+    question = asked("--model", "deepseek-v3", "--ep", 8, "--tokens", 65536)
+    with pytest.raises(ValueError, match=r"^--ep: does not fit: .* the smallest EP size on which it does is 32$"):
+        question.check_fit()
+    asked("--model", "deepseek-v3", "--ep", 32, "--tokens", 65536).check_fit()
+
+
 def test_a_config_that_is_only_asked_about_needs_no_policies(tmp_path: Path) -> None:
     shape = {"num_experts": 16, "top_k": 2, "hidden_size": 64, "ffn_hidden_size": 32}
     values = {"name": "mine", "model": shape, "workload": {"kind": "synthetic", "num_tokens": 256, "peak_load": 2.0}}
@@ -527,7 +534,12 @@ def test_what_was_not_asked_for_is_said_to_be_assumed() -> None:
     plain = asked(ROOT / "configs/quickstart.yaml").assumed
     assert not any(words.startswith(("10 batches", "unskewed")) for words in plain)
     of_options = asked("--model", "deepseek-v3", "--ep", 32, "--tokens", 65536)
-    assert any(words.startswith("bfloat16, ") for words in of_options.assumed)
+    assert {"bfloat16 (--dtype)", "prompts of 128 tokens (--prompt-length)"} <= {*of_options.assumed}
+    stated = asked(
+        *["--model", "deepseek-v3", "--ep", "32", "--tokens", "65536", "--dtype", "float32", "--prompt-length", "4096"]
+    )
+    assert (stated.experiments[0].layer.dtype, stated.experiments[0].workload.sequence_length) == ("float32", 4096)
+    assert not any(words.startswith(("bfloat16", "prompts")) for words in stated.assumed)
     assert "measured elsewhere" not in of_options.plan
 
 

@@ -20,8 +20,7 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load, timings
-from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, text
-from moe_ep_bench.analysis.labels import short_label
+from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, short_label, text
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words
 from moe_ep_bench.analysis.origins import modelled_line, scale_words
 from moe_ep_bench.analysis.reading import ResultsError

@@ -27,8 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
-from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, text
-from moe_ep_bench.analysis.labels import short_label
+from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, short_label, text
 from moe_ep_bench.analysis.notes import chance_words
 from moe_ep_bench.analysis.reading import Errors, ResultsError, check_counts, read_part, read_run_json, refuse, typed
 from moe_ep_bench.analysis.render import Table

@@ -16,20 +16,21 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from moe_ep_bench.bench.words import fit_on
-from moe_ep_bench.config import (
-    LPLB_SOLVE_US,
-    MEASURED,
-    Experiment,
-    RecordedConfig,
-    SyntheticConfig,
-    experiments_of,
-    read_config,
+from moe_ep_bench.config import LPLB_SOLVE_US, MEASURED, Experiment, RecordedConfig, SyntheticConfig
+from moe_ep_bench.config.files import experiments_of, read_config
+from moe_ep_bench.cost_model.devices import PRECISIONS
+from moe_ep_bench.cost_model.table_devices import (
+    DTYPE,
+    TableDevice,
+    default_links,
+    dtype_of,
+    load_device,
+    load_links,
 )
-from moe_ep_bench.cost_model.table_devices import DTYPE, default_links, dtype_of, load_device, load_links
 from moe_ep_bench.cost_model.tables import is_table
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash
-from moe_ep_bench.models import ModelSpec, load_model
+from moe_ep_bench.models import ModelSpec, load_model, preset_of
 from moe_ep_bench.policies import policy_class
 from moe_ep_bench.workload import open_trace
 from moe_ep_bench.workload.counts import one_rank_words, read_counts
@@ -63,7 +64,18 @@ _UNREAD = (
     "emulate.replication",
 )
 # Options that stand in place of a config.
-_OF_MODEL = ("model", "ep", "tokens", "trace", "counts", "peak_load", "decode_tokens", "context")
+_OF_MODEL = (
+    "model",
+    "ep",
+    "tokens",
+    "trace",
+    "counts",
+    "peak_load",
+    "decode_tokens",
+    "context",
+    "dtype",
+    "prompt_length",
+)
 # Options that are keys of ``emulate``.
 _SENT = ("transport", "dispatch_dtype")
 CONFIG_NAME = "advise.yaml"
@@ -113,6 +125,7 @@ class Question:
     assumed: tuple[str, ...]
     left_out: tuple[str, ...]
     out: Path
+    from_flags: bool = True
 
     @property
     def config(self) -> Path:
@@ -137,30 +150,61 @@ class Question:
         num_candidates = len(first.make_policies()) + len(first.emulate.replication)
         time = f"{self.seconds / 60:.0f} min" if self.seconds >= 120 else f"{self.seconds:.0f} s"
         points = f" x {num_points} points" if num_points > 1 else ""
+        device = first.emulate.device
+        on = f"experts by {device}, the rest modelled" if is_table(device) else f"modelled on {device}"
         return (
             f"{first.model.spec().name}, {num_candidates} candidates x {first.workload.num_batches} batches{points}, "
-            f"modelled on {first.emulate.device} and {first.emulate.links}: about {time} on two idle "
-            "cores, a minute more the first time"
+            f"{on} and {first.emulate.links}: about {time} on two idle cores, a minute more the first time"
         )
 
     @property
     def unfit(self) -> tuple[str, ...]:
         """Why the model does not fit the device on so many ranks, a line each; nothing where it does."""
+        return tuple(dict.fromkeys(filter(None, self._lacking)))
+
+    @property
+    def _lacking(self) -> list[str]:
+        """Of each point why the model does not fit the device; empty where it does."""
         devices = [(experiment, load_device(experiment.emulate.device)) for experiment in self.experiments]
-        fits = (fit_on(one, one.virtual_ranks, device.name, device.memory_gb * 1e9).words for one, device in devices)
-        return tuple(dict.fromkeys(filter(None, fits)))
+        return [
+            fit_on(point, point.virtual_ranks, device.name, device.memory_gb * 1e9).words or ""
+            for point, device in devices
+        ]
 
     @property
     def plan(self) -> str:
         """The summary, what is assumed, left out and measured elsewhere, and the config with candidates and traffic."""
         notes = [f"by default: {words}" for words in self.assumed] + [f"left out: {words}" for words in self.left_out]
-        for experiment in self.experiments:
-            if is_table(experiment.emulate.device):
-                shape = experiment.model.spec(), experiment.virtual_ranks, experiment.layer.dtype
-                device = load_device(experiment.emulate.device).for_layer(*shape)
-                notes.append(device.describe(num_tokens=experiment.workload.total_tokens(experiment.virtual_ranks)))
+        notes += [device.describe(num_tokens=tokens) for device, tokens in self._tables]
         notes = [*dict.fromkeys(notes), *self.unfit]
         return "\n".join([self.summary, *notes, f"config: {self.config} (not written)", "", self.text.rstrip()])
+
+    @property
+    def _tables(self) -> list[tuple[TableDevice, int]]:
+        """Devices that are tables, each with a batch's tokens."""
+        found = []
+        for experiment in self.experiments:
+            shape = experiment.model.spec(), experiment.virtual_ranks, experiment.layer.dtype
+            device = load_device(experiment.emulate.device)
+            if isinstance(device, TableDevice):
+                found.append((device.for_layer(*shape), experiment.workload.total_tokens(experiment.virtual_ranks)))
+        return found
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """What tables say of experts beside the roofline, and beyond which rows; a line each."""
+        words = (f"experts by {device.table_name}: {device.compared(tokens)}" for device, tokens in self._tables)
+        return tuple(dict.fromkeys(words))
+
+    def check_fit(self) -> None:
+        """Refuse a model that fits on none of the asked EP sizes.
+
+        Raises:
+            ValueError: one line that says how much it lacks.
+        """
+        lacking = self._lacking
+        if all(lacking):
+            raise UserError(f"{'--ep' if self.from_flags else 'layer.ep_size'}: {lacking[0]}")
 
     def check_out(self) -> None:
         """Refuse a directory with results of another question.
@@ -246,19 +290,27 @@ def ask(options: argparse.Namespace, bounds: Bounds | None = None, *, decode: bo
     if options.config is not None and any(experiment.workload.is_unskewed for experiment in experiments):
         loads = ", ".join(f"{load:g}" for load in PEAK_LOADS)
         assumed.append(f"unskewed traffic, as the config sets no skew (sweep workload.peak_load over {loads})")
-    if options.config is None and dtype_of(options.device) == DTYPE:
-        assumed.append(f"{DTYPE}, unless a table's name ends in another (tables)")
+    if options.config is None and raw["layer"]["dtype"] == DTYPE and options.dtype is None:
+        assumed.append(f"{DTYPE} (--dtype)")
+    if options.config is None and options.transport is None:
+        assumed.append("NCCL's pairs (--transport copies: DeepEP's)")
     raw["policies"], raw["emulate"]["replication"], left_out = candidates(experiments, bounds or Bounds.of(None, None))
     sweep = _with_draws(raw, sweep, options, experiments)
     text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
     with naming("--links, --ep" if options.config is None else f"{where}: emulate.links, layer.ep_size"):
         for experiment in experiments:
-            load_links(experiment.emulate.links or "").all_gather_us(0, experiment.virtual_ranks)
+            shape = experiment.model.spec(), experiment.virtual_ranks, experiment.layer.dtype
+            load_links(experiment.emulate.links or "").for_layer(*shape).all_gather_us(0, experiment.virtual_ranks)
+    with naming("--device, --dtype" if options.config is None else f"{where}: emulate.device, layer.dtype"):
+        for experiment in experiments:
+            shape = experiment.model.spec(), experiment.virtual_ranks, experiment.layer.dtype
+            load_device(experiment.emulate.device).for_layer(*shape)
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
     if decode and options.context is None:
         assumed.append(f"{CONTEXT_LENGTH:,} tokens in each request's cache")
-    return Question(text, tuple(experiments), tuple(assumed), tuple(left_out), options.out or Path("results", name))
+    found = tuple(experiments), tuple(assumed), tuple(left_out), options.out or Path("results", name)
+    return Question(text, *found, from_flags=options.config is None)
 
 
 def ask_both(options: argparse.Namespace, bounds: Bounds | None = None) -> dict[str, Question]:
@@ -305,24 +357,29 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
     with naming("--model"):
         model = load_model(options.model)
     ep, tokens, peak_load = options.ep, options.decode_tokens if decode else options.tokens, options.peak_load
-    counted, context = "decode-tokens" if decode else "tokens", options.context
+    counted, context, prompt = "decode-tokens" if decode else "tokens", options.context, options.prompt_length
     if options.trace and options.counts:
         raise UserError(f"--counts: expected none beside --trace, which has loads of its own; got {options.counts}")
+    if options.dtype not in (None, *PRECISIONS):
+        raise UserError(f"--dtype: expected one of {', '.join(PRECISIONS)}; got {options.dtype}")
     most, has_loads = model.num_experts / model.top_k, options.trace or options.counts
     for option, value, expected, is_right in (
         ("ep", ep, "a number beside --model", ep is not None),
         (counted, tokens, "a number beside --model", tokens is not None),
         ("ep", ep, f"a divisor of the {model.num_experts} experts of {model.name}", ep and model.num_experts % ep == 0),
         (counted, tokens, f"at least one for each of the {ep} ranks", tokens and ep and tokens >= ep > 0),
+        ("prompt-length", prompt, "none beside --trace, which has its own", prompt is None or not options.trace),
+        ("prompt-length", prompt, f"1 to {tokens} tokens (--tokens)", prompt is None or 1 <= prompt <= tokens),
         ("context", context, "at least one token in each request's cache", context is None or context > 0),
         ("peak-load", peak_load, "none beside --trace or --counts, whose skew it is", not (has_loads and peak_load)),
         ("peak-load", peak_load, f"1 to {most:g} (experts / top-k)", peak_load is None or 1 <= peak_load <= most),
     ):
         if not is_right:
             raise UserError(f"--{option}: expected {expected}; got {'none' if value is None else f'{value:g}'}")
-    length = 1 if decode else min(_SEQUENCE_LENGTH, tokens // ep)
+    length = 1 if decode else options.prompt_length or min(_SEQUENCE_LENGTH, tokens // ep)
     traffic: dict[str, Any] = {"kind": "synthetic", "sequence_length": length}
-    prompts, sweep = [] if decode else [f"prompts of {length} tokens"], {}
+    prompts = [] if decode or options.prompt_length else [f"prompts of {length} tokens (--prompt-length)"]
+    sweep: dict[str, Any] = {}
     if options.trace is not None:
         traffic, assumed = _recorded(options.trace, model, decode)
     elif options.counts is not None:
@@ -331,15 +388,17 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
     else:
         assumed = prompts
         if peak_load is None:
-            sweep["workload.peak_load"] = peak_loads(model, tokens)
+            loads = sweep["workload.peak_load"] = peak_loads(model, tokens)
+            if None in loads:
+                assumed = [*assumed, f"no peak loads that chance alone exceeds with {tokens:,} tokens"]
         else:
             traffic["peak_load"] = peak_load
-    is_preset = options.model in ModelSpec.names()
+    preset = preset_of(options.model)
     raw = {
         "name": "advise",
-        "model": {"preset": options.model} if is_preset else {"hf_config": str(Path(options.model).absolute())},
+        "model": {"preset": preset} if preset else {"hf_config": str(Path(options.model).absolute())},
         "workload": {"num_tokens": tokens, "num_batches": _BATCHES, "seed": 1, **traffic},
-        "layer": {"dtype": dtype_of(options.device), "ep_size": ep},
+        "layer": {"dtype": options.dtype or dtype_of(options.device), "ep_size": ep},
     }
     return raw, sweep, assumed
 

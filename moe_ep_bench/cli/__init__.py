@@ -100,7 +100,8 @@ def _check_config(options: argparse.Namespace) -> None:
 
     What is wrong on GPUs alone, or on the CPU alone, is found later: only torch knows which of them is here.
     """
-    from moe_ep_bench.config import ConfigError, load_experiments
+    from moe_ep_bench.config.files import load_experiments
+    from moe_ep_bench.presets import ConfigError
 
     try:
         experiments = load_experiments(options.config, options.overrides, on_cpu=False)
@@ -171,7 +172,7 @@ def _results_text(out: Path) -> str:
 def _list_points(options: argparse.Namespace) -> int:
     import json
 
-    from moe_ep_bench.config import load_experiments
+    from moe_ep_bench.config.files import load_experiments
 
     for number, experiment in enumerate(load_experiments(options.config, options.overrides, on_cpu=options.cpu)):
         print(number, *(f"{key}={json.dumps(value, default=str)}" for key, value in experiment.point))
@@ -239,6 +240,7 @@ def _advise(options: argparse.Namespace) -> int:
         print("\n\n".join(question.plan for question in questions.values()))
         return OK
     for question in questions.values():
+        question.check_fit()
         question.check_out()
     _tell(*next(iter(questions.items())))
     # Found to be known before anything is modelled.
@@ -262,7 +264,7 @@ def _advise(options: argparse.Namespace) -> int:
 
 def _tell(phase: str, question: Question) -> None:
     """Say what is modelled next, and about how long that takes."""
-    for line in (question.summary, *question.unfit):
+    for line in (question.summary, *question.unfit, *question.tables):
         print(f"moe-ep-bench: {phase and f'{phase}: '}{line}", file=sys.stderr, flush=True)
 
 
@@ -287,7 +289,7 @@ def _papers(options: argparse.Namespace) -> int:
 
     def report() -> str:
         from moe_ep_bench.analysis.papers import load_claims, write_claims
-        from moe_ep_bench.analysis.papers_figure import draw_claims
+        from moe_ep_bench.analysis.plot import draw_claims
 
         claims = load_claims(out)
         draw_claims(claims)

@@ -19,9 +19,9 @@ from moe_ep_bench.analysis.cases import COMPARISON, cases, routing
 from moe_ep_bench.analysis.origins import component_words
 from moe_ep_bench.analysis.reduce import probe_floor_us
 from moe_ep_bench.analysis.store import Comparison, Store
-from moe_ep_bench.config import LPLB_SOLVE_US
 from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts
 from moe_ep_bench.machine.monitor import disturbances, remarks
+from moe_ep_bench.placement import LPLB_SOLVE_US
 from moe_ep_bench.policies.waits import waits_words
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 from moe_ep_bench.workload.formatting import tokens_words

@@ -167,7 +167,10 @@ class Share:
     @cached_property
     def balanced(self) -> Share:
         """The same tokens with the same values in other places, so that loads are balanced: for the ceiling."""
-        share = replace(self, drawn_TE=balanced_scores(self.drawn_TE, self.context.top_k))
+        context = self.context
+        groups = context.num_groups, context.top_groups
+        first = self.rank * len(self.drawn_TE)  # ranks have as many tokens each, or nearly
+        share = replace(self, drawn_TE=balanced_scores(self.drawn_TE, context.top_k, *groups, first=first))
         if self.score_function is not None and self.context.num_groups is None:  # A token's K best stay its K best.
             share.__dict__["of_scores"] = moved(self.of_scores, share.scores_TE, self.context)
         return share

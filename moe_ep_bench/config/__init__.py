@@ -17,7 +17,7 @@ from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.models import ModelSpec, load_hf_model, naming_hub
 from moe_ep_bench.papers.claims import Claim
-from moe_ep_bench.placement import default_ep_size
+from moe_ep_bench.placement import LPLB_SOLVE_US, default_ep_size
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import (
@@ -334,10 +334,6 @@ class MeasureConfig(Strict):
     def definition(self) -> dict[str, Any]:
         """What decides the samples, where it differs from the defaults."""
         return self.model_dump(mode="json", exclude={"timeout_s", "launches"}, exclude_defaults=True)
-
-
-# What a linear program takes to balance a batch inside a node, by the README of LPLB; longer beyond one.
-LPLB_SOLVE_US = 100.0
 
 
 class ReplicationConfig(Strict):

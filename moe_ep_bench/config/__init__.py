@@ -17,7 +17,7 @@ from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.models import ModelSpec, load_hf_model, naming_hub
 from moe_ep_bench.papers.claims import Claim
-from moe_ep_bench.placement import LPLB_SOLVE_US, default_ep_size
+from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import (

@@ -569,7 +569,7 @@ def candidates(
         why = why or "one rank holds all experts"
     left_out += [f"EPLB: {why}"] if why else []
     spare = {"spare_per_rank": 1}
-    return kept, [] if why else [spare, {**spare, "balancer": "lp", "solve_us": LPLB_SOLVE_US}], left_out
+    return kept, [] if why else [spare, {**spare, "solve_us": LPLB_SOLVE_US}], left_out
 
 
 def _is_drawn(experiment: Experiment) -> bool:

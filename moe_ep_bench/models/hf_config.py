@@ -466,6 +466,9 @@ _FAMILIES: dict[str, type[_Family]] = {
 }
 
 
+FAMILY_NAMES = tuple(_FAMILIES)
+
+
 def read_hf_config(path: Path, keys: Iterable[str]) -> dict[str, Any]:
     """Read a config.json, or a folder that holds one, into those fields of a ``ModelSpec`` that it states.
 
@@ -487,20 +490,33 @@ def read_hf_config(path: Path, keys: Iterable[str]) -> dict[str, Any]:
     values = parse_json(content, file)
     if not isinstance(values, dict):
         raise UserError(f"{file}: expected keys with values, got {type(values).__name__}")
-    values = _language_model(values)
+    family = family_of(values)
+    if family is None:
+        values = _language_model(values)
+        got = f"got {brief(values.get('model_type'))}; {_by_hand(values)}"
+        raise UserError(f"{file}: model_type: expected one of {', '.join(FAMILY_NAMES)}, {got}")
+    source = f"config.json by path, sha256 {hashlib.sha256(content).hexdigest()}"
+    return {"source": source, **fields_of(values, keys, file)}
+
+
+def family_of(values: Mapping[str, Any]) -> str | None:
+    """The family of a config's language model; None where it is not known."""
+    values = _language_model(dict(values))
     family = values.get("model_type")
     family = family.removesuffix("_text") if isinstance(family, str) else family
-    if not isinstance(family, str) or family not in _FAMILIES:
-        raise UserError(
-            f"{file}: model_type: expected one of {', '.join(_FAMILIES)}, got {brief(family)}; {_by_hand(values)}"
-        )
     if family == "deepseek" and values.get("kv_lora_rank") is not None:
         family = "deepseek_v2"  # which was first published under this model_type
+    return family if isinstance(family, str) and family in _FAMILIES else None
+
+
+def fields_of(values: Mapping[str, Any], keys: Iterable[str], where: Path) -> dict[str, Any]:
+    """Fields of a ``ModelSpec`` of a config whose family is known; ValueError as ``read_hf_config``."""
+    family, values = family_of(values), _language_model(dict(values))
+    assert family is not None
     nulls = _FAMILIES[family].NULLS
     stated = {key: value for key, value in values.items() if value is not None or key in nulls}
-    spec = validated(_FAMILIES[family], stated, file).spec()
-    source = f"config.json by path, sha256 {hashlib.sha256(content).hexdigest()}"
-    return {"name": _name(stated), "source": source, **{key: spec[key] for key in keys if key in spec}}
+    spec = validated(_FAMILIES[family], stated, where).spec()
+    return {"name": _name(stated), **{key: spec[key] for key in keys if key in spec}}
 
 
 def _language_model(values: dict[str, Any]) -> dict[str, Any]:

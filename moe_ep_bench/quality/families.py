@@ -1,10 +1,10 @@
-"""Find the routers of a Hugging Face model; ``FAMILIES`` says how each known class of them chooses its experts.
+"""Find the routers of a Hugging Face model, and what a policy must know of how they choose.
 
 In transformers 5 every family of MoE models has its router in a module of its own, which returns logits, weights and
-expert ids; the experts, a sibling module, take the latter two. So a router is found by its class, and what a policy
-must know of it (score function, normalisation, groups, selection bias, scale) is read off the module, not guessed
-from a config file. No modelling code is copied: logits come from the module itself, and what is said here of
-its choice is held against the ids that it returns (tests/test_hf_routed.py).
+expert ids; the experts, a sibling module, take the latter two. So a router is found by the name of its class. How it
+chooses (score function, normalisation, groups, selection bias, scale) follows from the model's config by the rules that
+all shapes here are read by (``models.hf_config``). No modelling code is copied: logits come from the module itself, and
+what is said of its choice is held against the ids that it returns (tests/test_hf_routed.py).
 
 Shapes: T = tokens, E = experts, K = top_k, G = groups.
 """
@@ -13,51 +13,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.models import ModelSpec, spec_of
+from moe_ep_bench.models.hf_config import FAMILY_NAMES, family_of
 from moe_ep_bench.policies.contract import RoutingContext
 from moe_ep_bench.policies.steps import TORCH
 
-
-@dataclass(frozen=True)
-class Family:
-    """How the routers of one class choose.
-
-    Attributes:
-        name: what people call the models.
-        normalizes: whether a router divides a token's weights by their sum; None = its ``norm_topk_prob`` says.
-        score_function: ``softmax`` over the experts, or ``sigmoid``.
-        scales: it multiplies the weights by ``routed_scaling_factor``.
-        biased: it adds ``e_score_correction_bias`` to the scores for choosing.
-        group_scored_by: how many of a group's best experts make up the group's value; None = no groups.
-    """
-
-    name: str
-    normalizes: bool | None = None
-    score_function: str = "softmax"
-    scales: bool = False
-    biased: bool = False
-    group_scored_by: int | None = None
-
-
-# By the name of the router's class.
-FAMILIES: dict[str, Family] = {
-    "MixtralTopKRouter": Family("Mixtral", normalizes=True),
-    "OlmoeTopKRouter": Family("OLMoE"),
-    "Qwen2MoeTopKRouter": Family("Qwen2-MoE"),
-    "Qwen3MoeTopKRouter": Family("Qwen3-MoE"),
-    # transformers' DeepSeek-V2 does not read norm_topk_prob.
-    "DeepseekV2TopkRouter": Family("DeepSeek-V2", normalizes=False, scales=True, group_scored_by=1),
-    "DeepseekV3TopkRouter": Family(
-        "DeepSeek-V3", score_function="sigmoid", scales=True, biased=True, group_scored_by=2
-    ),
-    # A softmax over the chosen logits: the same as normalised scores.
-    "GptOssTopKRouter": Family("GPT-OSS", normalizes=True),
-}
+_ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
+_BIAS = "e_score_correction_bias"
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +37,7 @@ class MoELayer:
         name: of the router among the model's modules.
         number: of the decoder layer, dense layers counted.
         fraction: where among the model's MoE layers this one stands, 0 to below 1.
+        spec: how the model's routers choose.
     """
 
     name: str
@@ -75,43 +45,38 @@ class MoELayer:
     fraction: float
     router: Any
     experts: Any
-    family: Family
+    spec: ModelSpec
 
     @property
     def num_experts(self) -> int:
-        return int(self.router.num_experts)
+        return self.spec.num_experts
 
     @property
     def top_k(self) -> int:
-        return int(self.router.top_k)
+        return self.spec.top_k
 
     @property
     def groups(self) -> tuple[int, int] | None:
         """Number of groups, and how many of them a token may choose from; None = no restriction."""
-        router = self.router
-        if self.family.group_scored_by is None or getattr(router, "topk_method", "") == "greedy":
-            return None
-        if router.num_group in (None, 1, router.topk_group):
-            return None
-        return int(router.num_group), int(router.topk_group)
+        groups, top = self.spec.num_groups, self.spec.top_groups
+        return None if groups is None or top is None or groups == top else (groups, top)
 
     @property
     def policies_know_groups(self) -> bool:
         """Policies value a group by its best K // top_groups experts, as Megatron-Core does."""
-        return self.groups is not None and self.top_k // self.groups[1] == self.family.group_scored_by
+        return self.groups is not None and self.top_k // self.groups[1] == self.spec.group_score_experts
 
     def context(self, num_ranks: int) -> RoutingContext:
         """What is so of all tokens of this layer."""
         num_groups, top_groups = self.groups if self.groups and self.policies_know_groups else (None, None)
-        normalize = self.family.normalizes
         return RoutingContext(
             top_k=self.top_k,
             num_ranks=num_ranks,
-            normalize=bool(self.router.norm_topk_prob) if normalize is None else normalize,
-            bias_E=self.router.e_score_correction_bias.float() if self.family.biased else None,
+            normalize=self.spec.normalize,
+            bias_E=getattr(self.router, _BIAS).float() if self.spec.selection_bias else None,
             num_groups=num_groups,
             top_groups=top_groups,
-            scale=float(self.router.routed_scaling_factor) if self.family.scales else 1.0,
+            scale=self.spec.routed_scale,
             layer_fraction=self.fraction,
         )
 
@@ -121,7 +86,7 @@ class MoELayer:
         Where groups are compared otherwise than policies compare them (DeepSeek-V2, which takes a group's best expert
         and six experts from three groups), scores outside a token's best groups are 0, as the model has it.
         """
-        if self.family.score_function == "sigmoid":
+        if self.spec.score_function == "sigmoid":
             return logits_TE.float().sigmoid()
         scores_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
         if self.groups is None or self.policies_know_groups:
@@ -136,26 +101,32 @@ def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
     """All MoE layers of a model, in its order.
 
     Raises:
-        ValueError: no router of a known class, or one that chooses in a way that policies cannot follow.
+        ValueError: no routers, a family that is not known, or routers that choose in a way that policies cannot follow.
     """
-    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in FAMILIES]
+    where = type(model).__name__
+    found = [(name, module) for name, module in model.named_modules() if _ROUTER.search(type(module).__name__)]
     if not found:
-        known = ", ".join(f"{family.name} ({name})" for name, family in FAMILIES.items())
         classes = sorted({type(module).__name__ for module in model.modules()})
         others = [name for name in classes if re.search("router|gating|moegate", name, re.IGNORECASE)]
         got = f"the routers {', '.join(others)}" if others else "none: no mixture of experts"
-        raise UserError(f"{type(model).__name__}: expected routers of {known}; got {got}")
-    layers = []
+        raise UserError(f"{where}: expected routers of classes ...TopKRouter, as transformers 5 has them; got {got}")
+    config: Any = model.config
+    values = config.to_dict()
+    if family_of(values) is None:
+        got = brief(values.get("model_type"))
+        raise UserError(f"{where}: model_type: expected one of {', '.join(FAMILY_NAMES)}, got {got}")
+    spec, layers = spec_of(values, Path(where)), []
     for place, (name, router) in enumerate(found):
         experts = model.get_submodule(name.rpartition(".")[0]).experts
         number = re.search(r"\.layers\.(\d+)\.", f".{name}")
         assert number is not None, name
-        family = FAMILIES[type(router).__name__]
-        layer = MoELayer(name, int(number[1]), place / len(found), router, experts, family)
-        if layer.groups and not layer.policies_know_groups and family.score_function == "sigmoid":
+        layer = MoELayer(name, int(number[1]), place / len(found), router, experts, spec)
+        if spec.selection_bias != hasattr(router, _BIAS):
+            raise UserError(f"{name}: expected {_BIAS}, by which {values['model_type']} selects experts")
+        if layer.groups and not layer.policies_know_groups and spec.score_function == "sigmoid":
             raise UserError(
                 f"{name}: expected top_k ({layer.top_k}) over topk_group ({layer.groups[1]}) to be "
-                f"{family.group_scored_by}, by which {family.name} compares its {layer.groups[0]} groups"
+                f"{spec.group_score_experts}, by which {values['model_type']} compares its {layer.groups[0]} groups"
             )
         layers.append(layer)
     return layers

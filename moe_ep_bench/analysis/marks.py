@@ -25,6 +25,7 @@ from matplotlib.transforms import ScaledTranslation
 from moe_ep_bench.analysis.columns import COLUMNS, Column
 from moe_ep_bench.analysis.style import (
     CEILING_LINE,
+    FONT_SIZES,
     GAMMA,
     GREY,
     HOW,
@@ -35,6 +36,7 @@ from moe_ep_bench.analysis.style import (
     Look,
     folded,
     frame,
+    height_of,
     is_narrow,
     phase_look,
     rcParams,
@@ -100,6 +102,7 @@ def facets(
     wide = figure.get_figwidth() / across - 0.3  # inches of a facet
     small, most_high = rcParams["axes.labelsize"], 0.5 * rcParams["figure.figsize"][1]
     shrunk = min(1.0, most_high / sum(ratios)) if most_high else 1.0
+    titles = [0.0] * len(bands)
     for at, own in enumerate(groups):
         row, column = divmod(at, across)
         origins = {origin for origin in own["origin"].dropna() if origin in HOW}
@@ -112,7 +115,9 @@ def facets(
             if place == 0:
                 # Bold letters are wider. The layout takes a title to stand where its middle is: above its own panel.
                 room = (wide - _left_of(axes)) / 1.15 * min(1.0, 2 * shares[0])
-                axes.set_title(folded(axes.get_title(loc="left"), room, rcParams["axes.titlesize"]))
+                title = folded(axes.get_title(loc="left"), room, rcParams["axes.titlesize"])
+                axes.set_title(title)
+                titles[row] = max(titles[row], height_of(title, FONT_SIZES["axes.titlesize"]))
             across_at, down_at = (place, 0) if stand_beside else (0, place)
             axes.set_xlabel(folded(axes.get_xlabel(), shares[across_at] * (wide - 0.5), small))
             axes.set_ylabel(folded(axes.get_ylabel(), max(0.8, shrunk * heights[row][down_at] - 0.7), small))
@@ -122,7 +127,7 @@ def facets(
             if panel.shares and stand_beside and place > 0:
                 axes.tick_params(labelleft=False)
             frame(axes, next(iter(origins)) if len(origins) == 1 else None)
-    return figure, sum(ratios)
+    return figure, sum(ratios) + sum(titles) - len(bands) * height_of("", FONT_SIZES["axes.titlesize"])
 
 
 def _left_of(axes: Axes) -> float:
@@ -405,7 +410,8 @@ def bars(part: str, label: str, *, only: str = "", room: float = 1.17, more: Seq
         places = places_of(rows["bar"].dropna())
         own = rows.query(only, engine="python") if only else rows
         own = own[own["time_ms"] > 0]
-        for (group, how), pieces in own.groupby([part, "part_origin"], sort=False):
+        in_order = {"sort": own[part].dtype == "category", "observed": True}
+        for (group, how), pieces in own.groupby([part, "part_origin"], **in_order):
             words = str(group) if how == "measured" else f"{group} ({how})"
             where = {"left": pieces["begin_ms"], "height": 0.7, "linewidth": 0.6, "label": words}
             axes.barh(pieces["bar"].map(places), pieces["time_ms"], **where, **phase_look(str(group), str(how)))

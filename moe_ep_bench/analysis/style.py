@@ -264,7 +264,7 @@ def folded(words: str, inches: float, points: float) -> str:
     return "\n".join(textwrap.fill(line, letters(inches, points), break_on_hyphens=False) for line in words.split("\n"))
 
 
-def _inches(text: str, points: float) -> float:
+def height_of(text: str, points: float) -> float:
     """The height of a text's lines."""
     return (text.count("\n") + 1) * _LINE * points / 72
 
@@ -286,8 +286,8 @@ def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Seq
     title = folded(title, (room - sum(widths)) / 1.15, large)  # bold letters are wider
     how, foot = folded(how, room, points), "\n".join(folded(words, room, small) for words in footer)
     labels, columns = _legend(figure, room)
-    below = [_MARGIN, *(_inches(text, size) + gap for text, size in ((title, large), (how, points)))]
-    top, bottom = sum(below), _MARGIN + _inches(foot, small) + gap
+    below = [_MARGIN, *(height_of(text, size) + gap for text, size in ((title, large), (how, points)))]
+    top, bottom = sum(below), _MARGIN + height_of(foot, small) + gap
     entries = max(sum(label.count("\n") + 1 for label in part) for part in np.array_split(list(labels), columns))
     header = top + (1.5 * entries * rcParams["legend.fontsize"] / 72 + gap if labels else 0)
     height = fixed or header + min(1.0, scale) * body + bottom

@@ -89,10 +89,22 @@ class Shape(Strict):
     """MoE layers of the model; null = 1."""
     shared_ffn_hidden_size: int | None = Field(None, ge=0)
     """Width of all shared experts together; null = none."""
+    activation: Literal["swiglu", "plain"] | None = None
+    """FFN of the experts: plain ones have no gate, and two matrices in place of three; null = swiglu."""
     score_function: Literal["softmax", "sigmoid"] | None = None
     """Score function of the router; null = softmax."""
+    selection_bias: bool | None = None
+    """A learned bias per expert is added to the scores for selecting; null = none."""
+    num_groups: int | None = Field(None, ge=2)
+    """Groups of experts, of which the top-k looks into the top_groups best; null = no groups."""
+    top_groups: int | None = Field(None, ge=1)
+    """Groups that a token may choose from."""
+    group_score_experts: int | None = Field(None, ge=1)
+    """A group's score is the sum of this many of its best experts'."""
     normalize: bool | None = None
     """Weights of a token's experts are divided by their sum; null = they are."""
+    routed_scale: float | None = Field(None, gt=0)
+    """Factor on the weights of a token's experts; null = 1."""
 
     def shape(self) -> ModelSpec | None:
         """The model that is given by hand, or None.

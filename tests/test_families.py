@@ -22,6 +22,10 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 24,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "dense_intermediate_size": 24,
+    "share_expert_dim": 16,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -51,6 +55,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("Dots1TopkRouter", {**FLAT, "n_shared_experts": 1, "norm_topk_prob": True, "first_k_dense_replace": 1}),
     "exaone_moe": ("ExaoneMoeTopkRouter", {**QWEN, "routed_scaling_factor": 2.5}),
     "flex_olmo": ("FlexOlmoTopKRouter", {**QWEN, "norm_topk_prob": True}),
+    "gemma4_text": ("Gemma4TextRouter", {"num_experts": 16, "top_k_experts": 3, "enable_moe_block": True}),
     "glm4_moe": ("Glm4MoeTopkRouter", FLAT),
     "glm4_moe_lite": ("Glm4MoeLiteTopkRouter", {**FLAT, **LATENT}),
     "glm4v_moe_text": ("Glm4vMoeTextTopkRouter", FLAT),
@@ -61,7 +66,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mellum": ("MellumTopKRouter", {"num_local_experts": 16, "num_experts_per_tok": 3, "norm_topk_prob": True}),
     "mimo_v2_flash": ("MiMoV2FlashTopkRouter", {**FLAT, "routed_scaling_factor": 1.5}),
     "minimax": ("MiniMaxTopKRouter", {"num_local_experts": 16, "num_experts_per_tok": 3}),
+    "minimax_m3_vl_text": (
+        "MiniMaxM3VLTopKRouter",
+        {"num_local_experts": 16, "num_experts_per_tok": 3, "moe_layer_freq": [0, 1, 0, 1]},
+    ),
     "mixtral": ("MixtralTopKRouter", {"num_local_experts": 16, "num_experts_per_tok": 3}),
+    "nemotron_h": (
+        "NemotronHTopkRouter",
+        {**V3, "moe_latent_size": 8, "hybrid_override_pattern": "ME*E-"},
+    ),
     "olmoe": ("OlmoeTopKRouter", {**QWEN, "norm_topk_prob": True}),
     "qwen2_moe": ("Qwen2MoeTopKRouter", {**QWEN, "norm_topk_prob": True}),
     "qwen3_5_moe_text": ("Qwen3_5MoeTopKRouter", QWEN),
@@ -69,6 +82,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextTopKRouter", {**QWEN, "norm_topk_prob": True}),
     "qwen3_omni_moe_text": ("Qwen3OmniMoeThinkerTextTopKRouter", {**QWEN, "norm_topk_prob": True}),
     "qwen3_vl_moe_text": ("Qwen3VLMoeTextTopKRouter", {"num_local_experts": 16, "num_experts_per_tok": 3}),
+    "step3p5": (
+        "Step3p7TopKRouter",
+        {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_router_scaling_factor": 3.0, "moe_layers_enum": "1,3"},
+    ),
     "solar_open": ("SolarOpenTopkRouter", {**FLAT, "n_shared_experts": 1}),
 }
 
@@ -92,15 +109,23 @@ def test_tokens_are_routed_as_the_familys_own_router_routes_them(family: str, tm
     module = importlib.import_module(CONFIG_MAPPING[family].__module__.replace("configuration_", "modeling_"))
     router = getattr(module, FAMILIES[family][0])(config).float()
     with torch.no_grad():
-        router.weight.copy_(torch.randn(router.weight.shape, generator=generator) / 4)
+        weight_ED = router.proj.weight if family == "gemma4_text" else router.weight
+        weight_ED.copy_(torch.randn(weight_ED.shape, generator=generator) / 4)
         has_bias = hasattr(router, "e_score_correction_bias")
         if has_bias:
             router.e_score_correction_bias.copy_(torch.rand(spec.num_experts, generator=generator) / 4)
         tokens_TD = torch.randn(40, spec.hidden_size, generator=generator)
-        _, weights_TK, experts_TK = router(tokens_TD)
-        logits_TE = tokens_TD @ router.weight.T
+        first_TE, weights_TK, experts_TK = router(tokens_TD)
+        # Gemma's router begins with a norm, and returns scores first.
+        logits_TE = first_TE.log() if family == "gemma4_text" else tokens_TD @ weight_ED.T
+        if not hasattr(router, "routed_scaling_factor"):  # Then the block multiplies the experts' sum, if any does.
+            keys = "moe_router_scaling_factor", "routed_scaling_factor"
+            weights_TK *= next((getattr(config, key) for key in keys if hasattr(config, key)), 1.0)
     theirs_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, weights_TK.float())
     assert spec.selection_bias == has_bias
+    kinds = getattr(config, "mlp_layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds:
+        assert list(spec.moe_layers) == [layer for layer, kind in enumerate(kinds) if kind in ("sparse", "moe")]
     context = RoutingContext(
         top_k=spec.top_k,
         normalize=spec.normalize,

@@ -145,10 +145,10 @@ def warm() -> None:
     import transformers  # noqa: F401
 
     import moe_ep_bench.analysis.advise
+    import moe_ep_bench.analysis.answer_figures
     import moe_ep_bench.analysis.compare
     import moe_ep_bench.analysis.figures
     import moe_ep_bench.analysis.page
-    import moe_ep_bench.analysis.papers_figure
     import moe_ep_bench.analysis.plot
     import moe_ep_bench.analysis.validate
     import moe_ep_bench.bench.question

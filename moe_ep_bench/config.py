@@ -22,6 +22,7 @@ from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec, load_hf_model, naming_hub
 from moe_ep_bench.papers.claims import Claim
+from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import POLICIES, Policy
 from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import (
@@ -78,7 +79,7 @@ class Shape(Strict):
     """A model's MoE layer by hand, in place of a preset."""
 
     num_experts: int | None = Field(None, ge=1)
-    """Routed experts, in place of a preset; needs top_k, hidden_size and ffn_hidden_size beside it."""
+    """Routed experts, with top_k, hidden_size and ffn_hidden_size in place of a preset."""
     top_k: int | None = Field(None, ge=1)
     """Experts of a token."""
     hidden_size: int | None = Field(None, ge=1)
@@ -90,21 +91,21 @@ class Shape(Strict):
     shared_ffn_hidden_size: int | None = Field(None, ge=0)
     """Width of all shared experts together; null = none."""
     activation: Literal["swiglu", "plain"] | None = None
-    """FFN of the experts: plain ones have no gate, and two matrices in place of three; null = swiglu."""
+    """Plain experts have no gate: two matrices in place of three; null = swiglu."""
     score_function: Literal["softmax", "sigmoid"] | None = None
     """Score function of the router; null = softmax."""
     selection_bias: bool | None = None
-    """A learned bias per expert is added to the scores for selecting; null = none."""
+    """A learned bias per expert that selects, but does not weigh; null = none."""
     num_groups: int | None = Field(None, ge=2)
-    """Groups of experts, of which the top-k looks into the top_groups best; null = no groups."""
+    """Groups of experts, of which a token may choose from the top_groups best; null = none."""
     top_groups: int | None = Field(None, ge=1)
-    """Groups that a token may choose from."""
+    """Groups of a token."""
     group_score_experts: int | None = Field(None, ge=1)
-    """A group's score is the sum of this many of its best experts'."""
+    """Best experts of a group whose sum is its score."""
     normalize: bool | None = None
-    """Weights of a token's experts are divided by their sum; null = they are."""
+    """Divide a token's weights by their sum; null = true."""
     routed_scale: float | None = Field(None, gt=0)
-    """Factor on the weights of a token's experts; null = 1."""
+    """Factor on a token\'s weights; null = 1."""
 
     def shape(self) -> ModelSpec | None:
         """The model that is given by hand, or None.
@@ -123,13 +124,13 @@ class Shape(Strict):
 
 class ModelConfig(Shape):
     preset: str | None = None
-    """Model shape: a file of data/models/, without its ending."""
+    """Model of data/models/."""
     hf_config: Annotated[Path | None, FILE] = None
-    """Hugging Face config.json, or its folder, in place of a preset; relative to the config's own folder."""
+    """Hugging Face config.json, or its folder, in place of a preset."""
     scale: float = Field(1.0, gt=0, le=1)
     """Factor on the hidden sizes."""
     tensor_parallel: int = Field(1, ge=1)
-    """Tensor-parallel ranks that share every expert. One rank's shard runs, without the all-reduce."""
+    """Ranks that share every expert. One shard runs, without the all-reduce."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
@@ -152,19 +153,17 @@ class ModelConfig(Shape):
 
 class _Workload(Strict):
     tokens_per_rank: int | None = Field(None, ge=1)
-    """Tokens of each rank's batch, on average; give this or num_tokens."""
+    """Tokens of a rank's batch, on average; this or num_tokens."""
     num_tokens: int | None = Field(None, ge=1)
-    """Tokens of a batch over all ranks; give this or tokens_per_rank."""
+    """Tokens of a batch over all ranks; this or tokens_per_rank."""
     num_batches: int = Field(10, ge=1)
-    """Batches. They are the same for any number of ranks; intervals need ten."""
+    """Batches, the same for any number of ranks; intervals need ten."""
     seed: int = Field(0, ge=0)
     """Seed of the batches."""
     padding_per_rank: int = Field(0, ge=0)
-    """Padding tokens that end every rank's batch, as in decode steps padded to a CUDA graph's size. Under policies they
-    select no experts; ``native`` computes them."""
+    """Padding tokens that end every rank's batch. Under policies they select nothing; ``native`` computes them."""
     image_share: float | None = Field(None, ge=0, le=1)
-    """Assumed share of image tokens, first in every sequence, for policies with a ``modality``; null = no token has
-    one."""
+    """Share of image tokens, first in every sequence, for policies with a ``modality``."""
 
     @model_validator(mode="after")
     def _check(self) -> _Workload:
@@ -180,24 +179,38 @@ class SyntheticConfig(_Workload):
     kind: Literal["synthetic"] = "synthetic"
     """Scores are drawn, to meet the targets below."""
     skew: Literal[(*SKEWS, *PATTERNS)] | None = None
-    """Targets calibrated to the model (data/skews/): keys given beside it win, null included. Or another benchmark's
-    pattern (``megatron_*``, ``power_law_*``), without targets beside it."""
+    """Targets calibrated to the model (data/skews/), where keys beside it win, null included; or another benchmark's
+    pattern (``megatron_*``, ``power_law_*``)."""
     skew_from: Annotated[Path | None, FILE, NAME] = None
-    """Counts of chosen experts, in place of ``skew``: a recording, SGLang's ``logical_count`` (JSON or npz), or
-    [layers][experts] in JSON."""
+    """Counts of experts in place of ``skew``: a recording, SGLang's ``logical_count`` or [layers][experts] in JSON."""
     layer: int | None = Field(None, ge=0)
-    """Layer of ``skew_from`` whose loads experts get; several or ``all``: one comparison for each. null = the counts'
-    ``peak_load`` alone, mean over layers."""
+    """Layer of ``skew_from`` whose loads experts get; several or ``all``: a comparison each. null = the mean
+    ``peak_load`` alone."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean; null = unskewed."""
     sequence_length: int = Field(128, ge=1)
-    """1 = decode, 1 + L = speculative requests with L draft tokens."""
+    """1 = decode; 1 + L = speculative decoding with L draft tokens."""
     rank_load: float | None = Field(None, ge=1)
     """Load of the fullest rank over the mean; null = experts stand at random."""
     topk_share: float | None = Field(None, gt=0, lt=1)
     """Share of the score mass in the top-k."""
     neighbour_overlap: float | None = Field(None, gt=0)
     """Experts shared by adjacent tokens of a sequence."""
+
+    @property
+    def is_step(self) -> bool:
+        """A batch is one token of each request that decodes."""
+        return self.sequence_length == 1
+
+    @property
+    def request_tokens(self) -> int | None:
+        """Tokens of a request in a batch; None = whole sequences, as recorded."""
+        return self.sequence_length
+
+    @property
+    def is_unskewed(self) -> bool:
+        """No key says how busy experts are."""
+        return self.skew is None and self.skew_from is None and self.peak_load is None
 
     @model_validator(mode="after")
     def _check_pattern(self) -> SyntheticConfig:
@@ -249,9 +262,9 @@ class SyntheticConfig(_Workload):
 
 class RecordingConfig(Strict):
     trace: Annotated[Path, FILE]
-    """Path of a moe-trace-v1 file, relative to the config's own folder."""
+    """Path of a moe-trace-v1 file."""
     share: float = Field(1.0, gt=0)
-    """Share of all tokens, relative to the other recordings' shares."""
+    """Share of all tokens, relative to the others."""
 
 
 class RecordedConfig(_Workload):
@@ -260,16 +273,28 @@ class RecordedConfig(_Workload):
     trace: Annotated[tuple[RecordingConfig, ...], FILE] = Field(min_length=1)
     """Path of a recording, or several recordings with their shares."""
     layer: int = Field(ge=0)
-    """Recorded layer. A config may list several, or say ``all``: one comparison for each."""
+    """Recorded layer; several or ``all``: a comparison each."""
     arrangement: Literal["sequences", "decode"] = "sequences"
-    """Batches of whole sequences (prefill), or of the next step of requests that decode side by side."""
+    """Whole sequences (prefill), or the next step of requests that decode side by side."""
     tokens_per_request: int = Field(1, ge=1)
-    """Tokens of a request in a decode step; 1 + L = speculative requests with L draft tokens."""
+    """Of a decode step; 1 + L = speculative decoding with L draft tokens."""
     tail: Literal["popularity", "uniform", "both", "recorded"]
-    """Assumed scores of experts that the recording does not name; ``both`` makes one comparison for each assumption.
-    ``recorded`` assumes nothing: the recording has all experts' scores."""
+    """Assumed scores of experts that the recording does not name; ``both``: a comparison each. ``recorded``: the
+    recording has all scores."""
     topk_share: float | None = Field(None, gt=0, le=1)
-    """Assumed score mass of the top-k, where the recording's scores are normalised over the top-k."""
+    """Assumed score mass of the top-k, where recorded scores are normalised over it."""
+
+    is_unskewed: ClassVar[bool] = False
+
+    @property
+    def is_step(self) -> bool:
+        """A batch is a step of requests that decode."""
+        return self.arrangement == "decode"
+
+    @property
+    def request_tokens(self) -> int | None:
+        """Tokens of a request in a batch; None = whole sequences, as recorded."""
+        return self.tokens_per_request if self.is_step else None
 
     @property
     def tail_words(self) -> str:
@@ -285,29 +310,27 @@ class LayerConfig(Strict):
     dtype: Literal["bfloat16", "float32", "fp8", "fp8_block", "int4_wo", "w4a16_mxfp4", "w4a8_mxfp4_mxfp8", "nvfp4"] = (
         "bfloat16"
     )
-    """Type of weights and activations. Below 16 bits it is the experts' alone, and ``emulate.device`` is a table that
-    holds it."""
+    """Type of weights and activations; below 16 bits of experts alone, by a table in ``emulate.device``."""
     ep_size: int | None = Field(None, ge=1)
-    """Expert-parallel ranks; null = all ranks. Other ranks are data-parallel replicas."""
+    """Expert-parallel ranks; null = all. Others are data-parallel replicas."""
     seed: int = Field(0, ge=0)
     """Seed of weights and of random policies."""
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
-    """Experts: ``sequential`` (Megatron-Core's, one by one), ``grouped`` (our grouped GEMMs), ``decode`` (ours, for few
-    tokens) or ``te`` (Transformer Engine)."""
+    """``sequential`` (Megatron-Core's, one by one), ``grouped`` (grouped GEMMs), ``decode`` (ours, for few tokens),
+    ``te`` (Transformer Engine)."""
     dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """Megatron-Core's dispatcher; ``flex`` needs DeepEP. Behind ``allgather``, ``decode`` experts permute nothing."""
+    """Megatron-Core's dispatcher; ``flex`` needs DeepEP."""
     cuda_graph: bool = False
-    """Replay the layer, or a model's decode step, from CUDA graphs. Needs ``decode`` experts, ``allgather``, a GPU."""
+    """Replay the layer, or a model's decode step, from CUDA graphs; needs ``decode`` experts, ``allgather``, a GPU."""
 
 
 class WholeConfig(Strict):
     """Size and context of a whole model, for ``scope: model``. Of a layer ``emulate`` reads the context, for memory."""
 
     num_layers: int | None = Field(None, ge=1)
-    """Layers that are built, from the first on, dense ones included; null = all. Else times of all are extrapolated,
-    and say so."""
+    """Layers built, from the first on, dense ones included; null = all. Times of fewer are extrapolated."""
     context_length: int = Field(0, ge=0)
-    """Tokens of each request in the KV cache; each batch is one decode step. 0 = prefill: sequences are prompts."""
+    """Tokens of each request in the KV cache, where a batch is one decode step; 0 = prefill."""
 
 
 class MeasureConfig(Strict):
@@ -316,11 +339,11 @@ class MeasureConfig(Strict):
     breakdown_iterations: int = Field(2, ge=0, le=1000)
     """Iterations per batch and case with all phases timed."""
     warmup: int = Field(1, ge=0)
-    """Minimum of untimed rounds over all batches and cases, after the first one that every shape always gets."""
+    """Least untimed rounds over all batches and cases, after the first that every shape gets."""
     max_warmup: int = Field(5, ge=0)
-    """Maximum of warm-up rounds. Warm-up ends where a round takes as long as the one before it."""
+    """Most untimed rounds; they end where a round takes as long as the one before it."""
     launches: int = Field(1, ge=1)
-    """Runs of the whole process, on the same batches; the report uses all."""
+    """Runs of the whole process, on the same batches."""
     flush_l2: bool = False
     """Overwrite the last-level cache before every timed iteration."""
     timeout_s: float = Field(300, gt=0)
@@ -350,9 +373,9 @@ class ReplicationConfig(Strict):
     spare_per_rank: int = Field(ge=1)
     """Experts that every rank holds beyond its share."""
     balancer: Literal["static", "lp"] = "static"
-    """How replicas share their expert's pairs: evenly, or split anew for every batch by a linear program (LPLB)."""
+    """Replicas share pairs evenly, or as a linear program (LPLB) splits every batch."""
     solve_us: float | None = Field(None, ge=0)
-    """Time that solving takes every rank in a batch, assumed; null = 100 (LPLB's README, in a node). Of lp alone."""
+    """Assumed time of ``lp`` in a batch; null = 100 (LPLB's README, in a node)."""
 
     @model_validator(mode="after")
     def _check_solving(self) -> ReplicationConfig:
@@ -379,7 +402,7 @@ class FigureConfig(Strict):
     x: str
     """Column along the bottom: of cases, batches or layers, or a policy's parameter."""
     y: str
-    """Column upright; means where several rows stand at one place. ``COLUMN_p95``: a percentile over batches."""
+    """Column upright, means of rows at one place; ``COLUMN_p95``: a percentile over batches."""
     by: str | None = None
     """Column whose values are lines; null = policies, without ``x``."""
     facet: str | None = None
@@ -396,22 +419,20 @@ class EmulateConfig(Strict):
     """Settings of ``emulate``."""
 
     links: Annotated[str | None, PRESET_OR_FILE] = None
-    """Links between virtual ranks: a name of data/links/, the path of a file by ``calibrate``, or measured elsewhere,
-    ``table:SYSTEM/nccl/VERSION`` or ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND`` (``tables``)."""
+    """Links between virtual ranks: a name of data/links/, a file by ``calibrate``, or (``tables``)
+    ``table:SYSTEM/nccl/VERSION``, ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND``."""
     bandwidth_scale: float = Field(1.0, gt=0)
     """Factor on the bandwidth of all links."""
     device: Annotated[str, PRESET_OR_FILE] = MEASURED
-    """``measured``: this device runs every virtual rank's layer. Else nothing is run: phases are modelled for a name of
-    data/devices/ or the path of such a file; ``table:SYSTEM/FRAMEWORK/VERSION`` takes experts' times that were measured
-    elsewhere (``tables``)."""
+    """``measured``: this device runs every virtual rank's layer. Else nothing is run: a name of data/devices/, a path
+    of such a file, or measured elsewhere ``table:SYSTEM/FRAMEWORK/VERSION`` (``tables``)."""
     transport: Transport = "pairs"
-    """Rows on the links: ``pairs``, one per (token, expert), as NCCL's all-to-all sends; ``copies``, one per (token,
-    rank) and between nodes per (token, node), as DeepEP sends."""
+    """Rows sent: ``pairs``, (token, expert), as NCCL's all-to-all; ``copies``, (token, rank) and between nodes (token,
+    node), as DeepEP."""
     dispatch_dtype: DispatchType | None = None
-    """Type of dispatched rows: ``bf16``, or ``fp8`` with a scale for each 128 values; null = ``layer.dtype``, in which
-    combined rows are always."""
+    """Type of dispatched rows, ``fp8`` with a scale for each 128 values; null = ``layer.dtype``, as combined rows."""
     replication: tuple[ReplicationConfig, ...] = ()
-    """Expert replication beside the policies: an alternative that needs spare memory and drops nothing."""
+    """Replicas of busy experts as EPLB places them, beside the policies."""
 
     @property
     def sent(self) -> dict[str, Any]:
@@ -425,23 +446,23 @@ class Experiment(SweepPoint):
     BESIDE = ("sweep", "on_cpu")
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The config's name, which results carry; without it, its file's."""
+    """Name that results carry; without it, the file's."""
     scope: Literal["layer", "model"] = "layer"
-    """Subject of ``run``: one MoE layer, or a whole model with its attention and every MoE layer."""
+    """One MoE layer, or a whole model."""
     model: ModelConfig
     workload: Annotated[SyntheticConfig | RecordedConfig, Field(discriminator="kind")]
     """Router scores, synthetic or recorded."""
     layer: LayerConfig = LayerConfig()
     policies: tuple[PolicyEntry, ...] = Field(min_length=1)
-    """Policies by name and fields; a list in place of a value means one policy for each. A number may differ by MoE
-    layer: a mapping from bands (``{"0-5": 1.0, "6-25": 1.5}``), or in that list a list with one for each layer."""
+    """Policies by name and fields; a list as value makes one policy each. A number may differ by MoE layer:
+    ``{"0-5": 1.0, "6-25": 1.5}``, or in that list a list with one for each layer."""
     whole: WholeConfig = WholeConfig()
     measure: MeasureConfig = MeasureConfig()
     emulate: EmulateConfig = EmulateConfig()
     claims: tuple[Claim, ...] = ()
-    """Published numbers of these policies; only ``papers`` reads them. They change no measurement."""
+    """Published numbers of these policies, for ``papers``."""
     figures: tuple[FigureConfig, ...] = ()
-    """Figures that ``plot`` draws beside its own: any column against any other. They change no measurement."""
+    """Figures that ``plot`` draws beside its own."""
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
@@ -472,6 +493,11 @@ class Experiment(SweepPoint):
             except ValueError as problem:
                 raise UserError(f"claims.{number}.{problem}") from None
         return self
+
+    @property
+    def virtual_ranks(self) -> int:
+        """EP ranks where none are real."""
+        return self.layer.ep_size or default_ep_size(self.model.spec().num_experts)
 
     def make_policies(self) -> list[Policy]:
         """All policies, lists expanded, in the order of the file; repeated ones once."""

@@ -74,6 +74,10 @@ LAYER_PHASES = tuple(name for name, phase in PHASES.items() if phase.of == "laye
 MODEL_PHASES = tuple(name for name, phase in PHASES.items() if phase.of == "model")
 WAITING_PHASES = tuple(name for name, phase in PHASES.items() if phase.is_waiting)
 
+# Of what times are compared: the layer, or the pass of a whole model; then the parts of a pass.
+ALL = "all"
+MOE, ATTENTION, REST = PARTS = ("MoE layers", "attention", "the rest")
+
 # Under what a phase is recorded: its name, and in the depth of a model its layer before it.
 PhaseKey = str | tuple[int, str]
 

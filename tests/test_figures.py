@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -17,9 +16,9 @@ from matplotlib.figure import Figure as Sheet
 from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped, standard_cases, write_run
 
 from moe_ep_bench.analysis.cases import Store, load, samples
-from moe_ep_bench.analysis.figure_rows import case_rows
-from moe_ep_bench.analysis.figures import FIGURES, Drawing, Figure, draw
-from moe_ep_bench.analysis.marks import front, lines
+from moe_ep_bench.analysis.drawing import Drawing, Figure, case_rows, draw
+from moe_ep_bench.analysis.figures import FIGURES
+from moe_ep_bench.analysis.marks import on_front, series
 from moe_ep_bench.analysis.style import (
     POLICY_LOOKS,
     SIZES,
@@ -107,8 +106,10 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def test_a_figure_is_added_by_one_row(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Figure("Peaks", case_rows, [lines("at", "fullest_expert", as_words=True)], columns=["fullest_expert"])
-    monkeypatch.setitem(FIGURES, "peaks", replace(row, where="role == 'policy'"))
+    row = Figure(
+        "Peaks", [series("at", "fullest_expert", names=True)], where="role == 'policy'", columns=["fullest_expert"]
+    )
+    monkeypatch.setitem(FIGURES, "peaks", row)
     drawing = drawn("peaks", store)
     assert drawing.rows["label"].tolist() == ["topk", "token_drop gamma 1", "lynx", "oea"]
     assert drawing.rows["fullest_expert"].notna().all()
@@ -234,7 +235,7 @@ def long_names(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store_of(tmp_path_factory.mktemp("long"), *comparisons)
 
 
-_ALL = ("speedup", "phases", "load", "dropped", "map", "sweep", "timeline", "pareto")
+_ALL = ("speedup", "phases", "load", "dropped", "map", "timeline", "pareto")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,7 @@ def test_beside_capacity_factors_a_policy_without_one_stands_at_its_name_and_a_c
     figure = drawn("dropped", run).figure
     assert ticks(figure.axes[-1].xaxis) == ["topk", "1", "2"]
     named = f"token_drop granularity=device, {GAMMA} 1"
-    assert set(legend(figure)) == {"topk", "token_drop", named}
+    assert set(legend(figure)) == {"native", "topk", "token_drop", named}
     bars = ticks(drawn("phases", run).figure.axes[0].yaxis)
     assert [bar.partition(" 30")[0].partition(" 15")[0].partition(" 0.0")[0] for bar in bars][2:] == [
         "topk",
@@ -292,7 +293,8 @@ def test_loads_fall_from_each_cases_own_fullest(tmp_path: Path) -> None:
         case.expert_load = generator.permutation(np.linspace(0, 2, 128))
     run = store_of(tmp_path, FakeComparison(cases=cases, num_ranks=1, num_experts=128, num_batches=2))
     (axes,) = drawn("load", run).figure.axes  # the load of one rank says nothing
-    steps = [patch.get_data().values for patch in axes.patches if hasattr(patch, "get_data")]
+    steps = [line.get_ydata() for line in axes.lines if line.get_drawstyle() == "steps-mid"]
+    steps += [patch.get_data().values for patch in axes.patches if hasattr(patch, "get_data")]
     assert len(steps) == 3
     assert all((np.diff(step) <= 1e-9).all() for step in steps)
 
@@ -303,14 +305,13 @@ def test_loads_fall_from_each_cases_own_fullest(tmp_path: Path) -> None:
 def test_the_front_holds_exactly_the_points_that_no_other_beats() -> None:
     generator = np.random.default_rng(0)
     for number in range(60):
-        points = [tuple(map(float, point)) for point in generator.integers(0, 5, (number % 12 + 1, 2))]
+        points = pd.DataFrame(generator.integers(0, 5, (number % 12 + 1, 2)), columns=["speed", "kept"])
 
         def is_beaten(point, points=points):
-            return any(a >= point[0] and b >= point[1] and (a, b) != point for a, b in points)
+            as_good = (points >= point).all(axis=1)
+            return (as_good & (points != point).any(axis=1)).any()
 
-        kept = front(points)
-        assert sorted(kept) == [place for place, point in enumerate(points) if not is_beaten(point)]
-        assert [points[place][0] for place in kept] == sorted(points[place][0] for place in kept)
+        assert on_front(points).tolist() == [not is_beaten(point) for _, point in points.iterrows()]
 
 
 def test_policies_on_the_front_and_points_within_the_noise_are_told(store: Store) -> None:
@@ -323,17 +324,15 @@ def test_policies_on_the_front_and_points_within_the_noise_are_told(store: Store
     assert places == [pytest.approx(100)]
 
 
-def test_what_drops_everything_stands_at_the_edge_with_its_numbers_and_sets_no_scale(tmp_path: Path) -> None:
+def test_what_drops_everything_sets_no_scale_and_stands_in_the_note_with_its_numbers(tmp_path: Path) -> None:
     gone = FakeCase("lynx", params={"num_dropped": 8}, speedup=4, dropped=1.0, mass=0.0)
     kept = FakeCase("oea", params={"k0": 3}, speedup=1.2, dropped=0.5, mass=0.8)
     run = store_of(tmp_path, FakeComparison(cases=[*native(), gone, kept], num_iterations=1, noise=0.0))
-    figure = drawn("pareto", run).figure
-    for axes, text in zip(figure.axes, ("speedup 4.00\nat 0 %", "speedup 4.00\nat 100 %"), strict=True):
+    drawing = drawn("pareto", run)
+    assert set(drawing.rows["label"]) == {"lynx", "oea"}
+    for axes in drawing.figure.axes:
         assert axes.get_ylim()[1] < 1.3
-        assert [label.get_text() for label in axes.texts] == [text]
-        at_edge = [line for line in axes.lines if not line.get_clip_on()]
-        assert [line.get_xdata()[0] for line in at_edge] == [axes.get_xlim()[1]]
-    assert "off the scale" in words(figure)
+    assert "off the scale: lynx, speedup 4.00 at 100% dropped" in words(drawing.figure)
 
 
 # ---- timeline ------------------------------------------------------------------------------------------------------
@@ -451,7 +450,8 @@ def cells(axes: Axes) -> dict[tuple[float, float], list[str]]:
 
 
 def break_even(axes: Axes) -> set[tuple]:
-    return {tuple(map(tuple, line.get_xydata().tolist())) for line in axes.lines if len(line.get_xydata())}
+    lines = [line for line in axes.lines if len(line.get_xydata()) and line.get_color() != "white"]
+    return {tuple(map(tuple, line.get_xydata().tolist())) for line in lines}
 
 
 def test_a_map_has_speedups_and_costs_in_its_cells_and_break_even_along_the_edges(swept: Store) -> None:
@@ -477,13 +477,3 @@ def test_a_failed_case_is_an_empty_cell_with_its_status_and_has_no_break_even_be
     (axes,) = drawn("map", store_of(tmp_path, *comparisons)).figure.axes
     assert cells(axes)[1, 0] == ["oom"]
     assert break_even(axes) == {((-0.5, 0.5), (0.5, 0.5))}
-
-
-def test_lines_run_along_the_swept_key_with_perfect_balance_dashed(swept: Store) -> None:
-    above, below = drawn("sweep", swept).figure.axes
-    drawn_lines = {tuple(np.round(line.get_ydata(), 6)): line for line in above.lines if len(line.get_xdata()) == 5}
-    for factor in (1, 2, 3):
-        assert tuple(np.round([1 + 0.2 * (peak - factor) for peak in (1, 2, 2.5, 3, 4)], 6)) in drawn_lines
-    assert drawn_lines[1.1, 1.2, 1.25, 1.3, 1.4].get_linestyle() == "--"
-    drops = [line.get_ydata()[0] for line in below.lines if len(line.get_xdata()) == 5]
-    assert drops == pytest.approx([30, 15, 10], rel=1e-3)

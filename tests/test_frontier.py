@@ -14,7 +14,8 @@ from policy_cases import random_scores
 from torch import Tensor
 
 from moe_ep_bench.analysis import cases
-from moe_ep_bench.analysis.figures import FIGURES, draw
+from moe_ep_bench.analysis.drawing import draw
+from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.render import render
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.tables import tables

@@ -28,8 +28,9 @@ from moe_ep_bench.bench.run import emulate
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences, token_sequences
+from moe_ep_bench.quality.passes import RouterCall
 from moe_ep_bench.quality.recording import RecordOptions, record_trace, shares
-from moe_ep_bench.quality.routed import RouterCall, routed
+from moe_ep_bench.quality.routed import routed
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.workload import RecordedWorkload, open_trace
 from moe_ep_bench.workload.tail import keep_top_k_ahead

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moe_ep_bench.policies import POLICIES, make_policy
 from moe_ep_bench.quality.families import find_moe_layers
-from moe_ep_bench.quality.passes import ForwardPass
-from moe_ep_bench.quality.routed import RouterCall, routed
+from moe_ep_bench.quality.passes import ForwardPass, RouterCall
+from moe_ep_bench.quality.routed import routed
 
 # Every family, and every implementation of the experts: GPT-OSS's experts are code of their own.
 MODELS = [*((family, "grouped_mm") for family in FAMILIES), *(("gpt_oss", kind) for kind in IMPLEMENTATIONS[::2])]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.policies.capacity import IMAGE
-from moe_ep_bench.quality.routed import RouterCall, routed
+from moe_ep_bench.quality.passes import RouterCall
+from moe_ep_bench.quality.routed import routed
 
 PREFIX, TEXT = 24, 8
 MODALITIES = ("image_first", "uniform", "text_first")

@@ -218,7 +218,7 @@ def test_a_damaged_part_is_left_out_and_named_among_the_warnings_of_a_modelled_r
     assert "c0-0.parquet: damaged" in line
     text = Parsed((tmp_path / "report.html").read_text()).text
     assert f"left out: {line.removeprefix('moe-ep-bench: ')}" in text
-    assert "Modelled (nothing was run): 2 ranks modelled by devices/y, links x;" in text
+    assert "Modelled (nothing was run): 2 ranks, modelled by devices/y, links x;" in text
 
 
 def test_units_stand_in_the_heads_of_columns(directory: Path, tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ from results_builder import FakeComparison, assert_nothing_is_clipped, standard_
 from test_compare import run_of
 from whole_builder import write_whole
 
+from moe_ep_bench.analysis.answer_figures import CLAIMS_FIGURE
 from moe_ep_bench.analysis.cases import cases, load, routing
+from moe_ep_bench.analysis.drawing import draw
 from moe_ep_bench.analysis.papers import Claims, claims_text, load_claims, paper_words
-from moe_ep_bench.analysis.papers_figure import claims_figure
 from moe_ep_bench.analysis.reading import ResultsError
-from moe_ep_bench.analysis.style import house_style
+from moe_ep_bench.analysis.style import house_style, settle
 from moe_ep_bench.bench.comparison import VIRTUAL
 from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.cli import main
@@ -375,10 +376,12 @@ def test_the_text_and_the_table_say_what_they_must(compared: Claims, finished: P
 def test_the_figure_marks_the_papers_numbers_and_ours_and_hides_nothing(compared: Claims) -> None:
     long = "a name that goes on and on withALongWordThatHasNoPlaceToBreakAnywhereAtAll"
     with house_style():
-        figure = claims_figure(compared)
+        drawing = draw(CLAIMS_FIGURE, compared)
         frame = compared.frame.assign(claim=long, case=long + " " + compared.frame["case"])
-        assert_nothing_is_clipped(claims_figure(compared._replace(frame=frame)))
-    speedups, dropped, *_ = figure.axes
+        long_names = draw(CLAIMS_FIGURE, compared._replace(frame=frame)).figure
+        settle(long_names)
+        assert_nothing_is_clipped(long_names)
+    speedups, dropped, *_ = drawing.figure.axes
     drawn = [
         {tuple(line.get_xydata()[0]) for line in panel.lines if len(line.get_xydata()) == 1}
         for panel in (speedups, dropped)

@@ -20,7 +20,9 @@ from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped,
 
 import plot_results
 from moe_ep_bench.analysis.cases import cases, load, routing
-from moe_ep_bench.analysis.figures import FIGURES, Lines
+from moe_ep_bench.analysis.drawing import draw
+from moe_ep_bench.analysis.figures import FIGURES
+from moe_ep_bench.analysis.lines import Lines
 from moe_ep_bench.analysis.plot import drawings, figures_of, lines_of, stores
 from moe_ep_bench.analysis.style import house_style, settle
 from moe_ep_bench.cli import main
@@ -210,6 +212,32 @@ def test_columns_of_batches_are_means_and_percentiles(good: Path) -> None:
     by_batch = Lines("batch", "entropy", facet="policy").rows(store)
     assert sorted(by_batch["batch"].unique()) == [0, 1, 2]
     assert set(by_batch["heading"]) == {"policy native", "policy topk", "policy token_drop", "policy oea"}
+
+
+def test_speedups_along_a_swept_number_have_whiskers_and_what_has_no_value_goes_by_its_name(tmp_path: Path) -> None:
+    """One line per capacity factor, replication by its label; speedups of the frame at each peak load."""
+    comparisons = []
+    for number, peak in enumerate((4, 1, 2)):
+        drops = [
+            FakeCase("token_drop", params={"capacity_factor": g}, speedup=1 + 0.2 * (peak - g)) for g in (1.0, 2.0)
+        ]
+        eplb = FakeCase("eplb", "replication", {"spare_per_rank": 1}, "EPLB, 1 spare per rank", speedup=1.25)
+        cases = [FakeCase("native", role="baseline"), *drops, eplb]
+        facts = {"point": {"workload.peak_load": peak}, "title": f"Tiny {number}"}
+        comparisons.append(FakeComparison(f"c{number}", facts, cases, num_batches=2, num_iterations=1, noise=0.0))
+    lines = Lines("peak_load", "speedup_median", by="capacity_factor")
+    with house_style():
+        drawing = draw(lines.figure(), load(write_run(tmp_path, comparisons)))
+    (axes,) = drawing.figure.axes
+    paths = [line for line in axes.lines if len(line.get_xdata()) == 3 and line.get_linestyle() != "None"]
+    found = {tuple(np.round(np.asarray(line.get_ydata(), dtype=float), 6)) for line in paths}
+    assert found == {(1.0, 1.2, 1.6), (0.8, 1.0, 1.4), (1.25, 1.25, 1.25)}
+    assert [text.get_text() for text in drawing.figure.legends[0].get_texts()][:3] == [
+        "1",
+        "2",
+        "EPLB, 1 spare per rank",
+    ]
+    assert len(axes.containers) == 3
 
 
 def test_figures_of_a_config_are_drawn_by_default(good: Path, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ import yaml
 from torch import Tensor
 from torch.nn import functional
 
-from moe_ep_bench.analysis.figures import QUALITY_FIGURES, draw
+from moe_ep_bench.analysis.answer_figures import QUALITY_FIGURES
+from moe_ep_bench.analysis.drawing import draw
 from moe_ep_bench.analysis.quality import (
     Quality,
     claims,
@@ -41,8 +42,8 @@ from moe_ep_bench.quality import session as session_module
 from moe_ep_bench.quality import text as text_module
 from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences
 from moe_ep_bench.quality.config import load_quality
-from moe_ep_bench.quality.passes import pass_metrics
-from moe_ep_bench.quality.routed import RouterCall, routed
+from moe_ep_bench.quality.passes import RouterCall, pass_metrics
+from moe_ep_bench.quality.routed import routed
 from moe_ep_bench.quality.session import plan_quality, run_quality
 from moe_ep_bench.quality.text import Text, hidden_states, token_costs
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR

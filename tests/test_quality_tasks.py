@@ -22,18 +22,19 @@ from test_quality import parts, refused
 from moe_ep_bench.analysis.quality import Quality, comparisons_of, read_quality, task_means, task_scores, text_costs
 from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.cli import main
-from moe_ep_bench.papers.accuracies import load_table
-from moe_ep_bench.policies import Policy, make_policy
+from moe_ep_bench.papers import published
+from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality import harness
+from moe_ep_bench.quality import tasks as tasks_module
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.config import load_quality
 from moe_ep_bench.quality.harness import TaskRouting, score_continuations
 from moe_ep_bench.quality.session import run_quality
+from moe_ep_bench.quality.tasks import published_numbers
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import QUALITY_SCHEMA
 
 REPOSITORY = Path(__file__).parents[1]
-TABLES = sorted((REPOSITORY / "configs" / "papers" / "accuracy").glob("*.yaml"))
 CONFIGS = sorted((REPOSITORY / "configs").glob("quality-tasks-*.yaml"))
 DROP = {"name": "token_drop", "capacity_factor": 0.5}
 CONFIG: dict[str, Any] = {
@@ -44,22 +45,28 @@ CONFIG: dict[str, Any] = {
     "batch_size": 4,
     "layer": {"ep_size": 2},
     "policies": [DROP],
-    "published": {"table": "table.yaml", "model": "Tiny"},
+    "published": {"paper": "tiny", "item": "Table 1", "model": "Tiny"},
 }
-TABLE = {
-    "source": "a paper, Table 1",
-    "note": "Made up.",
-    "columns": [
-        {"name": "Sums", "task": "sums", "num_fewshot": 2, "metric": "acc"},
-        {"name": "Sums", "task": "sums", "num_fewshot": 5, "metric": "acc"},
-        {"name": "Other"},
+PAPER = {
+    "paper": "2601.00001",
+    "title": "A paper",
+    "version": "v1",
+    "tasks": {name: {"task": "sums", "num_fewshot": name[-1], "metric": "acc"} for name in ("Sums, 2", "Sums, 5")},
+    "items": [
+        {
+            "item": "Table 1",
+            "what": "made up",
+            "kind": "accuracy",
+            "metric": "accuracy",
+            "unit": "%",
+            "note": "Made up.",
+            "model": "Tiny",
+            "rows": ["method", "gamma"],
+            "columns": {"task": ["Sums, 2", "Sums, 5", "Other"]},
+            "policies": {"Baseline": {}, "Token Drop": {"name": "token_drop", "capacity_factor": "$gamma"}},
+            "cells": [["Baseline", "inf", "50.0", "60.0", "70.0"], ["Token Drop", "0.5", "40.0", "61.0", "-"]],
+        }
     ],
-    "models": {
-        "Tiny": [
-            {"policy": None, "accuracy": [50.0, 60.0, 70.0]},
-            {"policy": DROP, "accuracy": [40.0, 61.0, None]},
-        ]
-    },
 }
 QUESTIONS = [
     {"q": f"{n} and {n + 1} are", "options": [str(2 * n + 1), str(2 * n), "none"], "gold": n % 3} for n in range(12)
@@ -105,9 +112,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tasks / "group.yaml").write_text(
         "group: together\ntask: [sums]\naggregate_metric_list:\n  - {metric: acc, weight_by_size: true}\n"
     )
-    (folder / "table.yaml").write_text(yaml.safe_dump(TABLE))
     (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _one_more_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    paper = published.Paper.model_validate(PAPER)
+    monkeypatch.setattr(tasks_module, "load", lambda name: paper if name == "tiny" else published.load(name))
 
 
 @pytest.fixture(scope="module")
@@ -417,7 +429,9 @@ def test_a_task_that_fails_is_one_line_and_what_is_done_stays(
         (["tasks=[{name: sums}, {name: sums}]"], "expected each task once at each number of shots, got sums twice"),
         (["include=nowhere"], "include: expected a folder with tasks, got {folder}/nowhere"),
         (["published.model=Huge"], "published.model: expected one of Tiny, got 'Huge'"),
-        (["published.table=none.yaml"], "published.table: {folder}/none.yaml: cannot read the table: No such file"),
+        (["published.table=x.yaml"], "published.table: is gone; use published.paper and published.item"),
+        (["published.paper=none"], "published.paper: expected one of capacity (2503.05066), laser"),
+        (["published.item=Table 9"], "published.item: expected one of Table 1, got 'Table 9'"),
     ],
 )
 def test_what_cannot_be_run_is_one_line_and_leaves_nothing(
@@ -444,59 +458,20 @@ def test_a_missing_package_is_one_line(
 # --- The papers' numbers -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", TABLES, ids=lambda file: file.stem)
-def test_published_averages_are_the_means_of_what_was_copied(file: Path) -> None:
-    """To within what is printed: one decimal."""
-    table = load_table(file)
-    for model, rows in table.models.items():
-        for row in rows:
-            numbers = [number for number in row.accuracy if number is not None]
-            if row.average is not None and len(numbers) == len(row.accuracy):
-                assert sum(numbers) / len(numbers) == pytest.approx(row.average, abs=0.11), (model, row.policy)
-
-
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda file: file.stem)
 def test_configs_ask_what_their_tables_hold(config: Path) -> None:
     """Every task, shots, metric and policy of the config has its number in the table that it names."""
     experiment = load_quality(config)[0]
     assert experiment.published is not None
-
-    def stated(policy: Policy | None) -> dict[str, Any] | None:
-        return policy and {k: v for k, v in policy.params().items() if k not in experiment.published.unstated}
-
-    cells = list(load_table(experiment.published.table).cells(experiment.published.model))
     for task in experiment.tasks:
+        printed = published_numbers(experiment, task.name)
+        assert printed is not None
+        stated = [(one.policy, one.policy_params, one.num_fewshot, one.metric) for one in printed.numbers]
         for policy in (None, *experiment.make_policies()):
-            alike = [
-                cell
-                for cell in cells
-                if (cell.column.task, cell.column.num_fewshot, cell.column.metric)
-                == (task.name, task.num_fewshot, task.metric)
-                and (cell.policy and cell.policy.name) == (policy and policy.name)
-                and stated(cell.policy) == stated(policy)
-            ]
-            assert len(alike) == 1, (task.name, policy)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"models": {"Tiny": [{"policy": None, "accuracy": [1.0]}]}}, "expected 3 values, one for each column, got 1"),
-        (
-            {"models": {"Tiny": [{"policy": None, "accuracy": [1.0, 2.0, 101]}]}},
-            "expected at most 100, got 101",
-        ),
-        ({"models": {"Tiny": [{"policy": {"name": "token_drop"}, "accuracy": [1, 2, 3]}]}}, "capacity_factor"),
-        ({"sauce": "x"}, "sauce: no such key; expected one of source"),
-    ],
-)
-def test_a_wrong_table_is_one_line(change: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    file = tmp_path / "table.yaml"
-    file.write_text(yaml.safe_dump({**TABLE, **change}))
-    with pytest.raises(ValueError, match=r"table\.yaml: ") as raised:
-        load_table(file)
-    assert expected in str(raised.value)
-    assert "\n" not in str(raised.value)
+            params = {} if policy is None else policy.params()
+            params = {key: value for key, value in params.items() if key not in experiment.published.unstated}
+            asked = ("native" if policy is None else policy.name, params, task.num_fewshot, task.metric)
+            assert stated.count(asked) == 1, (task.name, policy)
 
 
 # --- With the package itself ---------------------------------------------------------------------

@@ -22,15 +22,11 @@ from moe_ep_bench.timing.ceilings import Ceilings
 
 
 class Recorded:
-    """A session and its inspection, which note their steps; in ``loses`` no case stands its check."""
+    """A session that notes its steps."""
 
-    def __init__(self, loses: str) -> None:
-        self.cases, self.steps, self._loses = ["native"], [], loses
-        self.inspection, self.is_replayed, self.job, self.comparison = self, True, mock.Mock(), None
-
-    def drop_failing(self, when: str) -> None:
-        if self.steps[-1] == self._loses:
-            self.cases.clear()
+    def __init__(self) -> None:
+        self.cases, self.steps = ["native"], []
+        self.is_replayed, self.job, self.comparison = True, mock.Mock(), None
 
     def __getattr__(self, step: str) -> Any:
         return lambda *_: self.steps.append(step)
@@ -40,16 +36,22 @@ ALL = ["try_all", "observe_all", "capture_all", "check_again", "warm_up", "time"
 
 
 @pytest.mark.parametrize(("loses", "number"), [("try_all", 1), ("observe_all", 2), ("check_again", 4), ("", 8)])
-def test_where_no_case_is_left_nothing_more_is_run(loses: str, number: int) -> None:
-    recorded = Recorded(loses)
+def test_where_no_case_is_left_nothing_more_is_run(loses: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ``loses`` no case stands its check."""
+    recorded = Recorded()
+    for name in ("try_all", "observe_all", "check_again"):
+        monkeypatch.setattr(session, name, lambda held, name=name: held.steps.append(name))
+    check = lambda held, when: held.cases.clear() if held.steps[-1] == loses else None  # noqa: E731
+    monkeypatch.setattr(session, "drop_failing", check)
     session._measure(recorded)
     assert recorded.steps == ALL[:number]
 
 
 def test_a_session_is_closed_where_all_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their process groups would wait for graphs that hold collectives."""
-    made = mock.Mock(**{"inspection.try_all.side_effect": ToldError})
+    made = mock.Mock()
     monkeypatch.setattr(session, "_built", lambda *_: made)
+    monkeypatch.setattr(session, "try_all", mock.Mock(side_effect=ToldError))
     ranks = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(ToldError):
         measure_comparison(mock.Mock(ranks=ranks), mock.Mock(), ["native"])

@@ -60,7 +60,7 @@ def test_a_table_shows_speedups_beside_their_cost(tmp_path):
     rows = {line.split("  ")[0]: line.split() for line in text.splitlines()}
     assert rows[DROP][3:10] == ["1.333", "1.500", "[1.500,", "1.500]", "faster", "25.0", "80.0"]
     assert rows["native"][1:3] == ["2.000", "1"]
-    assert "5 cases: 5 measured, 0 not" in text
+    assert "5 cases: 5 ok, 0 not" in text
     assert "warning" not in text
 
 
@@ -74,7 +74,7 @@ def test_cases_that_were_not_measured_are_rows_with_their_reason(tmp_path):
     assert rows["lynx"].split(maxsplit=1)[1] == "failed: differs from the reference"
     assert rows["expanded_drop"].split(maxsplit=1)[1].startswith("oom: CUDA out of memory tried")
     assert len(rows["expanded_drop"]) < 130
-    assert "7 cases: 5 measured, 2 not (1 failed, 1 oom)" in text
+    assert "7 cases: 5 ok, 2 not (1 failed, 1 oom)" in text
 
 
 def test_whole_models_have_their_own_view_and_what_was_extrapolated_says_so(tmp_path):

@@ -99,16 +99,3 @@ def test_a_target_that_cannot_be_met_is_told_by_every_rank() -> None:
     impossible = SyntheticWorkload(**{**SIZES, "num_tokens": 5, "peak_load": 1.0, "seed": 0})
     with pytest.raises(ValueError, match="peak_load: expected"):
         surveyed(2, [[make("peak load", 0), impossible] for _ in range(2)])
-
-
-def test_a_rank_alone_has_every_batch_made_once() -> None:
-    workload = make("peak load", 0)
-    survey_together([workload], Together(0, [""], threading.Barrier(1)), lambda: None, keep=True)
-    assert workload.fingerprint() == make("peak load", 0).fingerprint()
-    with mock.patch.object(SyntheticWorkload, "make_scores", side_effect=AssertionError("made once more")):
-        (kept,) = workload.rank_batches(1, 1)
-    # Nothing is kept of what was asked for.
-    (again,) = workload.rank_batches(1, 1)
-    assert again is not kept
-    assert torch.equal(again.scores_TE, kept.scores_TE)
-    assert torch.equal(again.sequence_id_T, kept.sequence_id_T)

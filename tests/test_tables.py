@@ -153,13 +153,28 @@ def test_a_shape_that_was_not_measured_is_scaled_and_says_so_or_refused() -> Non
 
 
 @pytest.mark.usefixtures("made_up")
+def test_a_tables_time_stands_beside_the_rooflines_and_a_far_one_is_explained() -> None:
+    device = bound(8)
+    assert device.table is not None
+    tokens = 16_384
+    table_us = device.table.time_us(device.table.loads(tokens), tokens)
+    ratio = table_us / device.roofline_us(1024, 512, device.table.loads(tokens))
+    assert device.compared(tokens).startswith(f"{table_us / 1e3:.3g} ms of balanced loads, {ratio:.2g} x the roofline")
+    assert ("a row saw all ranks' tokens" in device.compared(tokens)) == (ratio >= 2)
+    assert device.compared(2 * tokens).startswith("extrapolated to 32,768; ")
+    slow = device.model_copy(update={"table": device.table.model_copy(update={"times_us": [9e4] * 10})})
+    assert "a row saw all ranks' tokens, which these kernels touch" in slow.compared(tokens)
+
+
+@pytest.mark.usefixtures("made_up")
 def test_a_table_says_that_it_was_measured_elsewhere_and_the_rest_is_modelled() -> None:
     words = bound().describe(num_tokens=16_384)
-    assert "16,384 tokens, extrapolated to 50,000; the rest" in bound().describe(num_tokens=50_000)
+    assert "16,384 tokens, extrapolated to 50,000; " in bound().describe(num_tokens=50_000)
     assert words.startswith(
         "experts measured elsewhere (aiconfigurator-core 0.0, vLLM 1.0 on H100 SXM, bfloat16): 1024 x 512, 16 experts,"
-        " top-2, EP 8: 10 rows of 1 to 16,384 tokens; the rest modelled by devices/h100-sxm: roofline"
+        " top-2, EP 8: 10 rows of 1 to 16,384 tokens, "
     )
+    assert "; the rest modelled by devices/h100-sxm: roofline" in words
     assert (
         load_links("table:h100_sxm/nccl/2.0")
         .describe()

@@ -19,11 +19,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import ALL, CASE, COMPARISON, cases, comparisons, load, timings
-from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, text
-from moe_ep_bench.analysis.labels import short_label
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load, timings
+from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, short_label, text
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words
-from moe_ep_bench.analysis.origins import scale_words
+from moe_ep_bench.analysis.origins import modelled_line, scale_words
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.reduce import ITERATION
 from moe_ep_bench.analysis.render import Table, render
@@ -32,6 +31,7 @@ from moe_ep_bench.bench.question import Bounds, Question
 from moe_ep_bench.cost_model.tables import MEASURED_ELSEWHERE
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.models.memory import Fit
+from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import BELOW_MODEL, NoiseFloor, estimate_median, judge
 
 ADVICE = "advice.txt"
@@ -47,11 +47,14 @@ RECORD_YOURS = """The peak load decides, and it is assumed. Your server returns 
 --enable-return-routed-experts:
   vLLM:   curl -s -w '\\n' localhost:8000/v1/completions -H 'Content-Type: application/json' \\
             -d '{"model": "MODEL", "prompt": "...", "max_tokens": 1}' >> routes.jsonl
+          moe-ep-bench trace import vllm routes.jsonl mine.safetensors --preset MODEL --phase \\
+            prefill --assume-equal-scores
   SGLang: curl -s -w '\\n' localhost:30000/generate -H 'Content-Type: application/json' -d '{"text": \\
             "...", "sampling_params": {"max_new_tokens": 1}, "return_routed_experts": true}' >> routes.jsonl
-then: moe-ep-bench trace import vllm|sglang routes.jsonl mine.safetensors --preset MODEL --phase \\
-        prefill --assume-equal-scores
-and ask again with --trace mine.safetensors."""
+          moe-ep-bench trace import sglang routes.jsonl mine.safetensors --preset MODEL \\
+            --assume-equal-scores
+Then ask again with --trace mine.safetensors. Loads are yours then; scores are assumed equal, so bound the dropped
+pairs (--max-dropped), not the mass."""
 
 
 # ---- candidates and the pick -----------------------------------------------------------------------------------------
@@ -66,8 +69,8 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
         Columns of ``cases``, and: ``at``, the place in the sweep; ``within`` the bounds; ``fits`` the device's memory;
         ``pays`` (within the bounds, fits, and faster); ``is_pick``; ``more_gib`` of a rank's memory; ``over``, draws or
         layers, where a comparison has several, with the least and the greatest speedup of one (``least``, ``most``) and
-        their number (``parts``). Of a pick ``judged``, its speedup on draws that did not choose it, and ``chosen_by``,
-        how many draws' others choose it; missing where traffic was drawn once.
+        their number (``parts``). Of a pick ``judged``, its speedup on draws that did not choose it; ``chosen_by``, how
+        many draws' others choose it; ``rival``, what most others choose instead; missing where traffic was drawn once.
     """
     rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
@@ -86,9 +89,10 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     )
     rows = rows.join(pd.DataFrame(_parts(store, rows), rows.index, ["over", "least", "most", "parts"]))
     picks = [_pick(store, group) for _, group in rows[rows["pays"]].groupby(COMPARISON, sort=False)]
-    chosen = pd.DataFrame(filter(None, picks), columns=["index", "judged", "chosen_by"]).set_index("index")
+    found = pd.DataFrame(filter(None, picks), columns=["index", "judged", "chosen_by", "rival"]).set_index("index")
+    chosen = found.astype({"judged": float, "chosen_by": float, "rival": object})
     by_candidate = rows.groupby(_CANDIDATE, sort=False)
-    rows = rows.join(chosen.astype(float)).assign(
+    rows = rows.join(chosen).assign(
         is_pick=rows.index.isin(chosen.index),
         num_pays=by_candidate["pays"].transform("sum"),
         log_speed=by_candidate["log_speed"].transform("sum"),
@@ -119,12 +123,17 @@ def _parts(store: Store, rows: pd.DataFrame) -> Iterator[tuple[str | None, float
             yield None, np.nan, np.nan, np.nan
 
 
-def _pick(store: Store, paying: pd.DataFrame) -> tuple[int, float | None, int | None] | None:
-    """The pick of one comparison: its index, the speedup by which it is judged, and by how many draws it is chosen."""
+def _pick(store: Store, paying: pd.DataFrame) -> tuple[int, float | None, int | None, str | None] | None:
+    """The pick of one comparison: its index, the speedup by which it is judged, by how many draws it is chosen, and
+    what most of the other draws choose.
+
+    Where some choose another candidate its speedup would be that of several: it is judged by the lower of theirs and
+    its own.
+    """
     pick = _choice(paying["log_speed"], paying["kept"])
     row = paying.loc[pick]
     if row["num_draws"] == 1:
-        return pick, None, None
+        return pick, None, None, None
     ratios, found, chosen = _ratios(store, paying), [], []
     for draw in ratios[pick].index.unique("launch"):
         others = {index: ratio[ratio.index.get_level_values("launch") != draw] for index, ratio in ratios.items()}
@@ -136,7 +145,11 @@ def _pick(store: Store, paying: pd.DataFrame) -> tuple[int, float | None, int | 
     assert judged is not None
     is_modelled, floor = row["facts"].get("device") is not None, NoiseFloor(row["floor_low"], row["floor_high"])
     verdict = judge(judged, floor, is_modelled=is_modelled, is_oversubscribed=bool(row["oversubscribed"]))
-    return (pick, judged.median, chosen.count(pick)) if verdict == "faster" else None
+    if verdict != "faster":
+        return None
+    others = [index for index in chosen if index != pick]
+    rival = paying.at[max(others, key=others.count), "label"] if others else None
+    return pick, min(judged.median, float(row["speedup_median"])), chosen.count(pick), rival
 
 
 def _choice(log_speed: pd.Series, kept: pd.Series) -> int:
@@ -205,7 +218,8 @@ def advice_text(
         blocks.append("\n".join([f"At {where}: {said[0]}", *said[1:]] if len(groups) > 1 else said))
         chosen = own if show_all else _instructive(own)
         tables.append(_table(chosen, f"at {where}" if len(groups) > 1 else "", is_model=is_model))
-    blocks[-1] += f"\n{_for(about, bounds, by_default)}"
+    how = modelled_line(one.facts for one in store.comparisons)
+    blocks[-1] += f"\n{_for(about, bounds, by_default)}{how and ' '}{how}"
     shown = max((len(table.frame) for table in tables), default=0)
     hidden = len(rows.drop_duplicates(_CANDIDATE)) - shown
     more = [f"{hidden} more candidates: --all"] if hidden > 0 and not show_all else []
@@ -224,9 +238,12 @@ def answer_text(questions: Mapping[str, Question], bounds: Bounds, *, show_all: 
         advice = advice_text(stores[phase], bounds, question.assumed, question.left_out, show_all=show_all)
         with atomic_path(question.out / ADVICE) as temporary:
             temporary.write_text(f"{advice}\n")
-        told.append(f"{f'{phase.upper()}  ' if phase else ''}{advice}\n\nconfig: {question.config}")
+        more = f"all of it: {question.out} (advice.txt; moe-ep-bench show {question.out}); config: {question.config}"
+        told.append(f"{f'{phase.upper()}  ' if phase else ''}{advice}\n\n{more}")
     told = [words.replace(f"\n\n{RECORD_YOURS}", "") for words in told[:-1]] + told[-1:]
-    return "\n\n".join([*([picks_text(stores, bounds)] if len(stores) > 1 else []), *told])
+    facts = [facts for store in stores.values() for facts in comparisons(store)["facts"]]
+    whole = [picks_text(stores, bounds)] if all(one.get("rest") is not None for one in facts) else []
+    return "\n\n".join([*whole, *told] if len(stores) > 1 else [*told, *whole])
 
 
 def advice_lines(directory: Path) -> list[str]:
@@ -279,19 +296,23 @@ def _said(words: str, rows: pd.DataFrame, natives: pd.DataFrame) -> list[str]:
     if dropped == 0 and kept > 1 - _ROUNDING:
         costs = ["nothing is dropped"]
     costs += [f"{memory:.3g} GiB more memory on each rank"] if memory > 0 else []
-    costs.append(
-        f"{_ends(picks['median_ms'], milliseconds)} in place of {_ends(natives['median_ms'], milliseconds)} ms {what}"
-    )
-    rates = [frame.get("tokens_per_s_per_rank", pd.Series(np.nan, frame.index)) for frame in (picks, natives)]
-    if not any(rate.isna().any() for rate in rates):
-        costs.append(" in place of ".join(_ends(rate, "{:,.0f}".format) for rate in rates) + " tokens/s per GPU")
-    gain = f"{what} is {_ends(speedup, '{:.3f}'.format)} times as fast as native"
-    return [f"{words}: {gain} ({'; '.join(how)}).", f"It costs: {', '.join(costs)}."]
+    names = pd.MultiIndex.from_frame(picks[COMPARISON])
+    native = natives.reindex(names).reset_index(drop=True)
+    taken = [
+        f"{milliseconds(ms / gain)} in place of {milliseconds(ms)} ms{f' at {at}' if len(picks) > 1 else ''}"
+        for at, gain, ms in zip(picks["at"], speedup, native["median_ms"], strict=True)
+    ]
+    gains = f"{what} is {_ends(speedup, '{:.3f}'.format)} times as fast as native, {', '.join(taken)}"
+    return [f"{words}: {gains} ({'; '.join(how)}).", f"It costs: {', '.join(costs)}."]
 
 
 def _joined(places: Sequence[str]) -> str:
-    ends = [places[0], places[-1].removeprefix("peak load ") if places[0].startswith("peak load ") else places[-1]]
-    return places[0] if len(places) == 1 else f"{ends[0]} {'and' if len(places) == 2 else 'to'} {ends[1]}"
+    *others, last = places
+    if len(places) > 2 and all(place.startswith("peak load ") for place in places):
+        return f"{places[0]} to {last.removeprefix('peak load ')}"
+    if others and all(place.startswith("peak load ") for place in places):
+        last = last.removeprefix("peak load ")
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _for(about: pd.DataFrame, bounds: Bounds, by_default: Sequence[str]) -> str:
@@ -302,22 +323,24 @@ def _for(about: pd.DataFrame, bounds: Bounds, by_default: Sequence[str]) -> str:
         *about["sizes"].dropna().unique(),
         *(scale_words(scale) for scale in about["scale"].unique() if scale != 1),
         *(_ran_on(words) for words in about["ran_on"].unique()),
-        *(words.partition(": ")[0] for words in about["links_words"].dropna().unique()),
+        *(f"links {_ran_on(words)}" for words in about["links_words"].dropna().unique()),
     ]
     skews = list(dict.fromkeys(map(_skew, about["facts"])))
     workload = first["facts"]["workload"]
     is_known = workload.get("recording") or workload.get("skew") or "expert_loads" in workload["targets"]
     assumed = "" if is_known else f", assumed, not {first['model']}'s own"
     lost = 100 * (1 - bounds.min_retained)
-    limits = f"at most {100 * bounds.max_dropped:g} % of the pairs dropped and {lost:g} % of the score mass lost"
+    limits = [f"{100 * bounds.max_dropped:g} % of the pairs dropped"] if bounds.max_dropped < 1 else []
+    limits += [f"{lost:g} % of the score mass lost"] if lost < 100 else []
+    within = f"at most {' and '.join(limits)}" if limits else "no bounds"
     default = f"; by default {', '.join(by_default)}" if by_default else ""
-    return f"For {', '.join(dict.fromkeys(parts))}; {_joined(skews)}{assumed}; {limits}{default}."
+    return f"For {', '.join(dict.fromkeys(parts))}; {_joined(skews)}{assumed}; {within}{default}."
 
 
 def _ran_on(words: str) -> str:
     """On what the layers ran or were modelled, without what a model is made of."""
-    rest = ", the rest of them modelled" if f"{MEASURED_ELSEWHERE} (" in words.partition(": ")[0] else ""
-    return words.partition(": ")[0] + rest
+    short = words.partition(": ")[0]
+    return f"{short}, the rest modelled" if f"experts {MEASURED_ELSEWHERE} (" in short else short
 
 
 def _skew(facts: Row) -> str:
@@ -358,6 +381,10 @@ def _instructive(rows: pd.DataFrame) -> pd.DataFrame:
 def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
     """A row per candidate, within 100 characters; of several comparisons ranges."""
     found = []
+    known = {"picked": rows["is_pick"], "allowed": rows["within"] & rows["fits"]}
+    rows = rows.assign(**{name: mask.groupby(rows["candidate"]).transform("any") for name, mask in known.items()})
+    order = ["picked", "allowed", "log_speed"]
+    rows = rows.sort_values([*order, "candidate"], ascending=[False, False, False, True], kind="stable")
     for _, group in rows.groupby(_CANDIDATE, sort=False):
         first, speedup = group.iloc[0], group["speedup_median"]
         ends = f" [{first['speedup_low']:.2f}, {first['speedup_high']:.2f}]" if first["speedup_is_interval"] else ""
@@ -441,11 +468,14 @@ def _draw_notes(rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) 
     picks = rows[rows["is_pick"]]
     judged = picks[picks["judged"].notna()]
     if len(judged):
-        counts = " / ".join(dict.fromkeys(f"{row.chosen_by:.0f} of {row.num_draws}" for row in judged.itertuples()))
-        yield (
-            f"the pick is judged on each draw by what the other draws would choose ({counts} would choose it); its row "
-            "in the table is of all draws, and so a little better"
-        )
+        yield "the pick is judged on each draw by what the other draws would choose"
+        several = rows.groupby(COMPARISON).ngroups > 1
+        for row in judged[judged["rival"].notna()].itertuples():
+            where = f"at {row.at} " if several else ""
+            yield (
+                f"{where}only {row.chosen_by:.0f} of {row.num_draws} draws would choose it; others choose {row.rival}: "
+                "too near to call"
+            )
     elif len(picks) and rows.groupby(COMPARISON).size().max() > 1:
         yield "the pick is judged by the traffic that chose it: its speedup is a little too high"
     parts = rows["parts"].max()
@@ -519,9 +549,9 @@ def picks_text(phases: Mapping[str, Store], bounds: Bounds) -> str:
         text("phase"),
         text("at", "traffic"),
         text("label", "pick"),
-        number("layer_speedup", "MoE layer"),
+        number("layer_speedup", "MoE layer x"),
         percentage("moe_share", "MoE"),
-        number("end_to_end", "end to end"),
+        number("end_to_end", "end to end x"),
         number("native_ms", "native ms", milliseconds),
         number("pass_ms", "pick ms", milliseconds),
         number("native_tokens_per_s", "native tok/s", "{:,.0f}"),
@@ -532,4 +562,5 @@ def picks_text(phases: Mapping[str, Store], bounds: Bounds) -> str:
         "a pass, at decode of a step; tok/s of a GPU (docs/model.md)"
     )
     rows["label"] = rows["label"].map(short_label)
-    return render([Table(rows, columns, "Prefill and decode, from end to end", [note])], "text")
+    columns = [column for column in columns if column.name != "phase" or len(phases) > 1]
+    return render([Table(rows, columns, "The whole model, from end to end", [note])], "text")

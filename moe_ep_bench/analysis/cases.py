@@ -38,7 +38,7 @@ from moe_ep_bench.analysis.reduce import (
 from moe_ep_bench.analysis.seeds import joined
 from moe_ep_bench.analysis.store import Case, Comparison, Store, read_store
 from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts
-from moe_ep_bench.schema import LAYER_PHASES, TOTAL
+from moe_ep_bench.schema import ALL, ATTENTION, LAYER_PHASES, MOE, REST, TOTAL
 from moe_ep_bench.timing.statistics import (
     Estimate,
     NoiseFloor,
@@ -424,11 +424,6 @@ def samples(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
         about["policy_params"] = json.dumps(case.facts.policy_params, sort_keys=True)
         parts.append(_beside(about, case.samples.astype({"layer": "Int32"}).sort_values(order)))
     return _together(parts)
-
-
-# Quantities of ``timings``: the layer, or the pass of a whole model; then the parts of a pass.
-ALL = "all"
-MOE, ATTENTION, REST = PARTS = ("MoE layers", "attention", "the rest")
 
 
 @lru_cache(maxsize=4)

@@ -7,6 +7,7 @@ column is added by a row.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +29,8 @@ class Column:
         name: in the frame and in CSV.
         form: of a number, after ``scale``; None = words, which stand left.
         better: which direction is; none of what is neither.
+        native: the value of the model's own routing, which axes mark.
+        least: the least range of an axis, so that noise is not blown up to fill a panel.
         cell: what a row's cell says where it takes more than this column; None = the value in its form.
     """
 
@@ -38,10 +41,18 @@ class Column:
     scale: float = 1.0
     better: Literal["higher", "lower"] | None = None
     cell: Callable[[Row], str] | None = None
+    native: float | None = None
+    least: float = 0.0
+
+    @property
+    def axis(self) -> str:
+        """The header with its unit, or with native's value, as an axis has it."""
+        beside = self.unit or ("" if self.native is None else f"native = {self.native:g}")
+        return f"{self.header} ({beside})" if beside else self.header
 
     @property
     def title(self) -> str:
-        """The header with its unit, as tables and axes have it."""
+        """The header with its unit, as tables have it."""
         return f"{self.header} {self.unit}".strip()
 
     @property
@@ -97,7 +108,7 @@ def times(name: str, header: str) -> Column:
     return Column(name, header, "ms", milliseconds, better="lower")
 
 
-def interval(name: str, header: str, *, of_baseline: str | None = None, digits: int = 3) -> Column:
+def interval(name: str, header: str, *, of_baseline: str | None = None, digits: int = 3, **more: Any) -> Column:
     """``1.23 [1.20, 1.26]`` of ``NAME_median``, ``_low`` and ``_high``; ``(1.10..1.31)`` where it is no interval.
 
     Args:
@@ -112,7 +123,24 @@ def interval(name: str, header: str, *, of_baseline: str | None = None, digits: 
         median, low, high = (f"{row[f'{name}_{end}']:.{digits}f}" for end in ("median", "low", "high"))
         return f"{median} [{low}, {high}]" if row[f"{name}_is_interval"] else f"{median} ({low}..{high})"
 
-    return Column(f"{name}_median", header, better="higher", cell=cell)
+    return Column(f"{name}_median", header, better="higher", cell=cell, **more)
+
+
+# Names of fields in the labels of cases, for tables that have to fit.
+_SHORTER = {
+    r"capacity_factor=": "",
+    r"(granularity|scope)=": "per ",
+    r"(metric|modality)=": "",
+    r"(request|rank)_budget": "budget",
+    r" \(\d+ us to solve\)": "",
+}
+
+
+def short_label(label: str) -> str:
+    """``token_drop 1.0 per device`` of ``token_drop capacity_factor=1.0 granularity=device``."""
+    for key, shorter in _SHORTER.items():
+        label = re.sub(key, shorter, label)
+    return label
 
 
 _PARTS = [*dict.fromkeys([*(phase.group for phase in PHASES.values()), UNACCOUNTED])]
@@ -140,20 +168,23 @@ COLUMNS = {
         times("p90_ms", "p90"),
         times("p99_ms", "p99"),
         times("pass_ms", "pass"),
-        interval("speedup", "speedup", of_baseline="1"),
+        interval("speedup", "speedup", of_baseline="1", native=1.0, least=0.1),
         interval("over_topk", "over topk"),
         Column("tokens_per_s", "tokens/s", form="{:,.0f}", better="higher"),
         Column("tokens_per_s_per_rank", "tokens/s/GPU", form="{:,.0f}", better="higher"),
         # What a speedup costs.
-        percentage("dropped_share", "dropped", better="lower"),
-        percentage("retained_mass", "mass kept", better="higher"),
+        percentage("dropped_share", "dropped", better="lower", native=0.0, least=0.05),
+        percentage("retained_mass", "mass kept", better="higher", native=1.0, least=0.05),
         percentage("below_frontier", "below frontier", without_minus_zero, better="lower"),
         percentage("below_frontier_experts", "of experts", without_minus_zero, better="lower"),
         Column("output_error", "output error", form="{:.2g}", better="lower"),
         Column("extra_gib_per_rank", "more memory", "GiB a rank", "{:.3g}", better="lower"),
+        percentage("kept_share", "mass kept", better="higher", native=1.0),
+        Column("cross_entropy_added", "cross-entropy added", "nats", better="lower"),
         # Loads.
         Column("fullest_expert", "fullest expert", form="{:.2f}", better="lower"),
         Column("fullest_rank", "fullest rank", form="{:.2f}", better="lower"),
+        Column("relief", "fullest rank, native / policy", form="{:.2f}", better="higher", native=1.0),
         Column("expert_imbalance", "expert imbalance", form="{:.2f}", better="lower"),
         Column("rank_imbalance", "rank imbalance", form="{:.2f}", better="lower"),
         Column("experts_per_token", "experts/token", form="{:.2f}"),

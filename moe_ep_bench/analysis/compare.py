@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import ALL, MOE, PARTS, cases, comparisons, conditions, jobs, load, timings
+from moe_ep_bench.analysis.cases import cases, comparisons, conditions, jobs, load, timings
 from moe_ep_bench.analysis.columns import NONE, Column, Row, milliseconds, missing, number, percentage, text
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, chance_words, notes
 from moe_ep_bench.analysis.origins import MODE_WORDS
@@ -34,6 +34,7 @@ from moe_ep_bench.analysis.reduce import ITERATION
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.schema import ALL, MOE, PARTS
 from moe_ep_bench.timing.statistics import (
     BELOW_MODEL,
     MIN_BATCHES,

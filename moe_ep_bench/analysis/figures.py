@@ -1,109 +1,46 @@
-"""The figures, each a row of ``FIGURES``: title, marks, filter, columns; ``draw`` draws any of them.
+"""The figures of times and routing, each a row of ``FIGURES``, beside what single figures make of the frame.
 
-A figure shows rows of one frame (``figure_rows``): a panel, or a group of panels, for each ``facet``, and beside the
-picture these rows as CSV, under the frame's own names. A figure is added by a row. ``Lines`` is a figure of any column
-against any other, as a config's ``figures:`` or ``plot --x --y`` asks for it.
+A function of rows takes a store and gives tidy rows with a mark in each, none where there is nothing to show. A figure
+is added by a row; ``lines.Lines`` is a figure of any column against any other.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 
-from moe_ep_bench.analysis import figure_rows as frame
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, conditions, frontiers, routing, samples
+from moe_ep_bench.analysis.drawing import COST, Figure, case_rows, layer_rows
 from moe_ep_bench.analysis.marks import (
-    Marks,
+    FULL_COLOUR,
+    SPEEDUP,
+    are_names,
+    axis_of,
     bars,
-    extrapolated,
-    facets,
-    forest,
+    front,
     heat,
-    lines,
-    points,
-    relief,
-    scatter,
+    on_front,
+    series,
     stairs,
+    with_native,
 )
-from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, interval_words
+from moe_ep_bench.analysis.origins import phase_origin
+from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.analysis.style import GAMMA, HOW, INK, MUTED, Look, Sheet, dress, looks_of, ordered_looks
-from moe_ep_bench.analysis.sweeps import value_words
-from moe_ep_bench.analysis.timeline import lanes
-from moe_ep_bench.errors import UserError, did_you_mean
-from moe_ep_bench.files import atomic_path
-from moe_ep_bench.policies import fields_by_policy
+from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, Look
+from moe_ep_bench.analysis.sweeps import along, identity, key_words, scalings, swept_keys, value_words
+from moe_ep_bench.analysis.timeline import DEFAULT, Choice, mark_critical, timeline_rows
+from moe_ep_bench.cost_model.devices import VALUE_BYTES
+from moe_ep_bench.schema import PHASES, UNACCOUNTED
 
-ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
-SPEEDUP = ("speedup_median", "speedup_low", "speedup_high", "speedup_is_interval", "floor_low", "floor_high")
-COST = ("dropped_share", "retained_mass")
-FACTOR = f"capacity factor {GAMMA} (of policies that have one)"
-_MOST_LINES = 10
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure as data.
-
-    Attributes:
-        rows: of a store the frame. Its columns ``facet`` and ``title`` say where a row is drawn, ``line`` as what.
-        marks: one panel each, from top to bottom or, where ``beside``, from left to right.
-        how: the subtitle; ``{intervals}`` becomes what whiskers are, and names in braces the first row's columns.
-        where: a pandas query: rows that are drawn and stand in the CSV.
-        needs: a query that some row must satisfy.
-        columns: of the CSV, between ``ABOUT`` and the origin.
-        height: inches of a facet; of what is drawn.
-        most: facets side by side; ``limit``: on a sheet, evenly spaced from first to last, where there are more.
-        looks: of the lines' names; ``timed``: whether what weakens times is said below.
-    """
-
-    title: str
-    rows: Callable[..., pd.DataFrame | None]
-    marks: Sequence[Marks]
-    how: str = ""
-    where: str = ""
-    needs: str = ""
-    columns: Sequence[str] = ()
-    height: float | Callable[[pd.DataFrame], float] = 4.6
-    beside: bool | Callable[[pd.DataFrame], bool] = False
-    most: int = 2
-    limit: int = 4
-    looks: Callable[[Sequence[str]], dict[str, Look]] = looks_of
-    timed: bool = True
-
-
-@dataclass(frozen=True, eq=False)
-class Drawing:
-    """A figure, and the numbers that it shows: tidy rows, one per mark, units in the columns' names."""
-
-    figure: Sheet
-    rows: pd.DataFrame
-
-    def write_rows(self, path: Path) -> None:
-        """Write the numbers as CSV; the file appears whole or not at all. Equal numbers give equal bytes.
-
-        Nine digits: more than any of them has, fewer than those in which two machines' sums differ.
-        """
-        with atomic_path(path) as temporary:
-            self.rows.infer_objects().to_csv(temporary, index=False, float_format="%.9g", lineterminator="\n")
-
-
-# ---- the figures ---------------------------------------------------------------------------------------------------
-
-
-def _is_upright(rows: pd.DataFrame) -> bool:
-    """Whether there are names alone: they are read best in rows."""
-    return bool(rows["at"].dropna().map(lambda at: isinstance(at, str)).all())
-
-
-def _height_of_names(rows: pd.DataFrame) -> float:
-    return 0.3 * max(3, rows["at"].nunique()) + 1.1 if _is_upright(rows) else 4.6
+FIGURES: dict[str, Figure] = {}
+_ENDS = ("speedup_median", *SPEEDUP, "speedup_is_interval")
+_SPEEDUP = (*_ENDS, "floor_low", "floor_high")
 
 
 def _most_of(rows: pd.DataFrame, column: str) -> int:
@@ -111,395 +48,494 @@ def _most_of(rows: pd.DataFrame, column: str) -> int:
     return int(rows.groupby("facet")[column].nunique().max())
 
 
+def smallest_steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of each line in a facet the smallest capacity factor, or fewest spare slots: in reading order they ascend."""
+    return rows[~rows.duplicated(["facet", "line"]) | rows["line"].isna()]
+
+
+# ---- speedups and drops over the capacity factor ---------------------------------------------------------------------
+
+
+def _over_steps(y: str, height: float, **more: object) -> object:
+    """A column over capacity factors; of policies without one it is as high as their names need."""
+
+    def inches(rows: pd.DataFrame) -> float:
+        return 0.3 * max(3, _most_of(rows, "at")) + 1.1 if are_names(rows["at"]) else height
+
+    words = f"capacity factor {GAMMA} (of policies that have one)"
+    return series("at", y, names=True, xlabel=words, height=inches, **more)
+
+
+def _is_upright(rows: pd.DataFrame) -> bool:
+    return are_names(rows["at"])
+
+
+FIGURES["speedup"] = Figure(
+    "Layer speedup over native Megatron-Core",
+    [_over_steps("speedup_median", 3.3, whiskers=SPEEDUP, width=2.0), _over_steps("dropped_share", 1.4)],
+    "Slowest rank's time of one MoE layer, native over policy, median; below it the top-k pairs that are dropped. "
+    "{intervals}",
+    where="role in ('policy', 'replication', 'ceiling') and speedup_median.notna()",
+    needs="role != 'ceiling'",
+    columns=(*_SPEEDUP, *COST),
+    beside=_is_upright,
+)
+FIGURES["dropped"] = Figure(
+    "What the policies cost: dropped pairs and score mass kept",
+    [_over_steps("dropped_share", 2.3), _over_steps("retained_mass", 2.3)],
+    "Top-k pairs that are not computed, and the score mass of what is computed over that of the model's own top-k; "
+    "all ranks' tokens together, mean over batches.",
+    where="role == 'policy' and status == 'ok' and dropped_share.notna()",
+    columns=COST,
+    beside=_is_upright,
+    timed=False,
+)
+
+# ---- phases ----------------------------------------------------------------------------------------------------------
+
+
+def in_parts(store: Store, rows: pd.DataFrame, columns: Mapping[str, str], part: str) -> pd.DataFrame:
+    """A row per case and part (also ``piece``), laid end to end (``begin_ms``, ``time_ms``), and its origin."""
+    kept = [name for name in rows if name not in (*columns, "time_ms")]
+    parts = rows.melt(kept, list(columns), part, "time_ms", ignore_index=False).sort_index(kind="stable")
+    times_ms = parts["time_ms"].fillna(0).astype(float)
+    parts["begin_ms"] = times_ms.groupby(level=0).cumsum() - times_ms
+    parts[part] = parts["piece"] = parts[part].map(columns)
+    return with_origin(store, parts, part)
+
+
+def with_origin(store: Store, rows: pd.DataFrame, group: str) -> pd.DataFrame:
+    """How each row's group of phases came about (``part_origin``): measured, measured elsewhere or modelled."""
+    origins = []
+    for directory, comparison_id, of in rows[[*COMPARISON, group]].itertuples(index=False):
+        comparison = store.by_id[directory, comparison_id]
+        origins.append(phase_origin(comparison.run, comparison.facts, of))
+    return rows.assign(part_origin=origins).copy()  # of one piece again
+
+
+def named_bars(rows: pd.DataFrame, *, with_cost: bool = True) -> pd.DataFrame:
+    """Name each case's bar (``bar``) and what it costs, so that a short bar is not read as a gift."""
+    shares = [(100 * rows[cost]).map("{:.1f} %".format) for cost in COST]
+    cost = "\n" + shares[0] + " dropped, " + shares[1] + " kept"
+    has_cost = (rows["role"] == "policy") & rows[COST].notna().all(axis=1) & with_cost
+    return rows.assign(bar=rows["name"].where(~has_cost, rows["name"] + cost))
+
+
+def phase_rows(store: Store) -> pd.DataFrame:
+    """A row per case and group of phases (``phases``), mean over ranks."""
+    rows = layer_rows(store)
+    rows = rows[rows["breakdown_layer_ms"].notna()]
+    if rows.empty:
+        return rows
+    parts = in_parts(store, named_bars(rows), {f"{group}_ms": group for group in GROUPS}, "phases")
+    return parts[parts.groupby("phases")["time_ms"].transform("max") > 0]
+
+
 def _height_of_bars(rows: pd.DataFrame) -> float:
-    lines_of = rows["bar"].dropna().str.count("\n").max() + 1
-    return 0.85 + (0.12 + 0.17 * lines_of) * _most_of(rows, "bar")
+    lines = rows["bar"].dropna().str.count("\n").max() + 1
+    return 0.85 + (0.12 + 0.17 * lines) * _most_of(rows, "bar")
 
 
-def _is_alone(rows: pd.DataFrame) -> bool:
-    return rows["facet"].nunique() == 1
-
-
-_OVER_STEPS = partial(lines, "at", words=FACTOR, as_words=True)
-_PASS = {"color": MUTED, "marker": "o", "markersize": 4.5, "linewidth": 1.0}
-_AMDAHL = {"color": INK, "marker": "|", "markersize": 13, "markeredgewidth": 1.8, "linestyle": "none"}
-_SWEPT = ("panel", "swept_key", "swept_value", "other_keys", *SPEEDUP[:4], "verdict", "status", *COST)
-
-FIGURES = {
-    "speedup": Figure(
-        "Layer speedup over native Megatron-Core",
-        frame.speedup_rows,
-        [_OVER_STEPS("speedup_median", ratio=3.2), _OVER_STEPS("dropped_share", ratio=1.3)],
-        how=(
-            "Slowest rank's time of one MoE layer, native over policy, median; below it the top-k pairs that "
-            "are dropped. {intervals}"
-        ),
-        columns=(*SPEEDUP, *COST),
-        height=_height_of_names,
-        beside=_is_upright,
-        most=4,
-    ),
-    "phases": Figure(
-        "Where a layer's time goes",
-        frame.phase_rows,
-        [bars("phases", "time of one layer (ms)")],
-        how=(
-            "Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet."
-        ),
-        columns=("phases", "time_ms", *COST),
-        height=_height_of_bars,
-    ),
-    "load": Figure(
-        "Load of experts and ranks, before and after",
-        frame.load_rows,
-        [stairs("expert", 2.0), stairs("rank")],
-        how=(
-            "(token, expert) pairs over the mean of the model's own routing, mean over batches, in each case "
-            "the fullest first; "
-            "of each policy the smallest capacity factor."
-        ),
-        columns=("of", "number", "load_over_mean"),
-        height=lambda rows: 3.7 if _is_alone(rows) else 2.7 if (rows["num_ranks"] == 1).all() else 4.2,
-        beside=_is_alone,
-        timed=False,
-    ),
-    "dropped": Figure(
-        "What the policies cost: dropped pairs and score mass kept",
-        frame.layer_rows,
-        [_OVER_STEPS("dropped_share"), _OVER_STEPS("retained_mass")],
-        how=(
-            "Top-k pairs that are not computed, and the score mass of what is computed over that of the "
-            "model's own top-k; all "
-            "ranks' tokens together, mean over batches."
-        ),
-        where="role == 'policy' and status == 'ok' and dropped_share.notna()",
-        columns=COST,
-        height=_height_of_names,
-        beside=_is_upright,
-        most=4,
-        timed=False,
-    ),
-    "map": Figure(
-        "Where a policy pays: layer speedup over native Megatron-Core",
-        frame.swept_rows,
-        [heat()],
-        how=(
-            f"In the cells the speedup and the share of top-k pairs that is dropped, by capacity factor "
-            f"{GAMMA}; above them what has none."
-        ),
-        columns=_SWEPT,
-        height=lambda rows: (_most_of(rows, "step") + 0.3) * 0.48 + 1.1 + 0.4 * (rows["title"].str.len().max() // 60),
-        limit=8,
-    ),
-    "sweep": Figure(
-        "Layer speedup along the sweep",
-        frame.swept_rows,
-        [
-            lines("value", "speedup_median", words="swept_key_words", ratio=3.2),
-            lines("value", "dropped_share", words="swept_key_words", ratio=1.2, only="role == 'policy'"),
-        ],
-        how=(
-            "Slowest rank's time of one MoE layer, native over policy, median with its spread; below it the "
-            "top-k pairs that are dropped."
-        ),
-        columns=_SWEPT,
-        limit=8,
-        looks=ordered_looks,
-    ),
-    "activated": Figure(
-        "A decode step takes as long as the experts that it activates",
-        frame.activated_rows,
-        [scatter("activated_fullest_rank", "time_us", "activated experts (fullest rank)", "experts (us)")],
-        how=(
-            "Phase `experts` of the slowest rank, median over iterations of a batch, over the activated "
-            "experts of the rank that "
-            "activates most; a point is a batch under a case."
-        ),
-        columns=("activated_fullest_rank", "num_pairs", "time_us", "intercept_us", "slope_us_per_expert"),
-        height=4.2,
-    ),
-    "timeline": Figure(
-        "Who waits for whom",
-        frame.chosen_timeline,
-        [lanes()],
-        how="{subtitle}",
-        columns=("launch", "batch", "iteration", "rank", "is_critical", "phase", "begin_us", "time_us"),
-        height=lambda rows: rows["rank"].nunique() * (0.3 if rows["rank"].nunique() <= 8 else 0.2) + 0.9,
-        most=1,
-    ),
-    "pareto": Figure(
-        "What speed costs",
-        frame.pareto_rows,
-        [
-            points("retained_mass", "on_front_of_retained_mass", sign=1, label="score mass kept (% of top-k's)"),
-            points("dropped_share", "on_front_of_dropped_share", sign=-1, label="dropped (% of top-k pairs)"),
-            relief(),
-        ],
-        how=(
-            f"Speedup over native against what a policy keeps and drops. {{intervals}} Numbers: {GAMMA}, or "
-            f"spare slots of replication."
-        ),
-        columns=(
-            *SPEEDUP,
-            "verdict",
-            *COST,
-            "on_front_of_retained_mass",
-            "on_front_of_dropped_share",
-            "relief",
-            "kept_share",
-        ),
-        height=lambda rows: 4.0 if _is_alone(rows) else 5.2,
-        beside=_is_alone,
-        most=4,
-    ),
-    "scaling": Figure(
-        "How speedup and layer time scale",
-        frame.scaling_rows,
-        [
-            lines("value", "speedup_median", words="quantity", ratio=1.5, only="role != 'baseline'"),
-            lines("value", "median_ms", words="quantity"),
-        ],
-        how=(
-            "A line connects comparisons that differ in nothing but the axis; layer time is the slowest "
-            "rank's median; of each line "
-            "the smallest capacity factor, or fewest spare slots. {intervals}"
-        ),
-        columns=("quantity", "value", "median_ms", *SPEEDUP),
-        height=4.4,
-        limit=6,
-    ),
-    "whole": Figure(
-        "What faster MoE layers come to in a whole model",
-        frame.whole_rows,
-        [
-            forest([("end to end", -0.15, None), ("MoE layers alone", 0.17, _PASS), ("by Amdahl", -0.15, _AMDAHL)]),
-            bars("part", "time of a pass (ms)", ratio=1.4),
-            extrapolated(),
-        ],
-        how=(
-            "Left: speedup of a pass from end to end, of its MoE layers alone, and where Amdahl's law puts "
-            "the pass; right: a pass in "
-            "parts, mean over ranks. {intervals}"
-        ),
-        columns=("shows", "part", "time_ms", *SPEEDUP, *COST),
-        height=lambda rows: 0.9 + (0.46 if "\n" in "".join(rows["bar"].dropna()) else 0.3) * _most_of(rows, "bar"),
-        beside=True,
-        most=1,
-        limit=2,
-    ),
-}
-_COSTS = scatter(
-    "value",
-    "cross_entropy_added",
-    "quantity",
-    "cross-entropy added, nats",
-    spread="cross_entropy_added_half",
-    join="on_line",
+FIGURES["phases"] = Figure(
+    "Where a layer's time goes",
+    [bars("phases", "time of one layer (ms)", height=_height_of_bars)],
+    "Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet.",
+    phase_rows,
+    columns=("phases", "time_ms", *COST),
 )
-_OF_COSTS = (
-    "phase",
-    "checkpoints",
-    "policy",
-    "policy_params",
-    "activated_experts",
-    "fullest_rank",
-    "cross_entropy_added",
-)
-_QUALITY = partial(
-    Figure,
-    marks=[_COSTS],
-    how=(
-        "Cross-entropy added to the unpatched model's on the same sequences, nats per token. Whiskers: 95 % "
-        "interval, Student's t "
-        "over checkpoints where there are several, else over batches."
-    ),
-    columns=(*_OF_COSTS, "cross_entropy_added_half", "quantity", "value", "on_line"),
-    height=3.3,
-)
-# Of a directory of ``quality``, whose routing is that of virtual ranks.
-QUALITY_FIGURES = {
-    "quality_capacity": _QUALITY("What a capacity costs the answers", frame.quality_capacity_rows),
-    "quality_fronts": _QUALITY("What answers cost over what it buys", frame.quality_front_rows),
-}
 
 
-@dataclass(frozen=True)
-class Lines:
-    """Any column against any other, as ``plot --x --y`` or a config's ``figures:`` asks for it.
-
-    Attributes:
-        x, y: columns of cases, or of batches and layers, of which means are drawn; parameters of policies are columns.
-        by: the column whose values are lines; None = the policy but for ``x``.
-        facet: the column whose values are panels; None = comparisons, or models where ``x`` tells comparisons apart.
-        where: a pandas query.
-    """
-
-    x: str
-    y: str
-    by: str | None = None
-    facet: str | None = None
-    where: str | None = None
-
-    @property
-    def name(self) -> str:
-        """Of its files."""
-        return "-".join(
-            [f"{self.y}-over-{self.x}", *(part for part in (self.by and f"by-{self.by}", self.facet) if part)]
-        )
-
-    def figure(self) -> Figure:
-        """A row as those of ``FIGURES``."""
-        words = [column.replace("_", " ") for column in (self.y, self.x)]
-        how = f"A line for each {(self.by or 'policy').replace('_', ' ')}, means where several rows stand at one place."
-        columns = [name for name in (self.x, self.y, self.by, self.facet) if name]
-        return Figure(
-            f"{words[0][:1].upper()}{words[0][1:]} over {words[1]}",
-            self.rows,
-            [lines(self.x, self.y)],
-            how=how,
-            columns=columns,
-            height=3.8,
-            limit=6,
-            looks=partial(looks_of) if self.by in (None, "policy", "label", "family") else ordered_looks,
-        )
-
-    def rows(self, store: Store) -> pd.DataFrame:
-        """A row per panel, line and place; none where no policy that ran has a field asked for.
-
-        Raises:
-            UserError: a column is unknown, or the query cannot be read.
-        """
-        asked = {name: getattr(self, name) for name in ("x", "y", "by", "facet") if getattr(self, name)}
-        rows, known = frame.wide_rows(store, list(asked.values()))
-        absent = [column for column in asked.values() if column not in rows]
-        if absent and all(any(column in names for names in fields_by_policy().values()) for column in absent):
-            return rows.iloc[:0]  # no policy that has such a field ran
-        for name, column in asked.items():
-            if column not in rows:
-                raise UserError(
-                    f"--{name}: expected a column, one of {', '.join(known)}; got {column!r}"
-                    f"{did_you_mean(column, known)}"
-                )
-        if not pd.api.types.is_numeric_dtype(rows[self.y]):
-            raise UserError(f"--y: expected a column of numbers; {self.y} has words")
-        try:
-            rows = rows.query(self.where, engine="python") if self.where else rows
-        except Exception as error:
-            raise UserError(
-                f"--where: cannot be read as a condition on columns ({error}); got {self.where!r}"
-            ) from None
-        rows = rows[rows["role"].isin(["baseline", "policy", "replication"]) & rows[self.y].notna()]
-        tells_apart = rows.groupby("facet")[self.x].nunique().max() == 1
-        if self.facet is not None:
-            words = rows[self.facet].map(value_words)
-            rows = rows.assign(facet=words, heading=f"{self.facet.replace('_', ' ')} " + words)
-        elif tells_apart:
-            rows = rows.assign(facet=rows["model"], heading=rows["model"])
-        label = rows["label"].str.replace(rf" {re.escape(self.x)}=\S+", "", regex=True)
-        line = label.where(rows["role"] != "baseline", "native") if self.by is None else rows[self.by].map(value_words)
-        rows = rows.assign(line=line, legend=line)
-        means = rows.groupby(["facet", "line", self.x], sort=False, dropna=False)[self.y].transform("mean")
-        return rows.assign(**{self.y: means}).drop_duplicates(["facet", "line", self.x])
-
-
-# ---- drawing -------------------------------------------------------------------------------------------------------
-
-
-def draw(figure: Figure, store: Any, **options: Any) -> Drawing | None:
-    """Draw a figure of a store; None where no row fits. ``options`` go to the figure's ``rows``."""
-    rows = figure.rows(store, **options)
-    if rows is None or rows.empty:
-        return None
-    rows = rows.query(figure.where, engine="python") if figure.where else rows
-    if rows.empty or (figure.needs and rows.query(figure.needs, engine="python").empty):
-        return None
-    drawn, notes = _few(rows, figure.limit)
-    drawn = _with_legend(drawn)
-    everywhere = frame.case_rows(store)["line"] if figure.looks is looks_of and isinstance(store, Store) else []
-    names = [name for name in ["native", *everywhere, *rows["line"]] if isinstance(name, str)]
-    looks = figure.looks(names if figure.looks is looks_of else list(rows["line"].dropna().unique()))
-    more = [line for line in drawn["line"].dropna().unique()][_MOST_LINES:]
-    if more:
-        notes.append(f"not drawn, but in the CSV: {', '.join(more)}")
-        drawn = drawn[~drawn["line"].isin(more)]
-    notes += [*drawn["note"].dropna().unique()] if "note" in drawn else []
-    beside = figure.beside(drawn) if callable(figure.beside) else figure.beside
-    height = figure.height(drawn) if callable(figure.height) else figure.height
-    most = min(2, figure.most) if beside else figure.most
-    sheet, body = facets(drawn, figure.marks, looks, height, beside=beside, most=most)
-    how = drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)}
-    tags = [word for word in (*HOW, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
-    dress(sheet, figure.title, figure.how.format_map(how), footer(drawn, notes, timed=figure.timed), tags, body=body)
-    columns = dict.fromkeys([*ABOUT, *figure.columns, "origin", "workload"])
-    return Drawing(sheet, rows[[name for name in columns if name in rows]])
-
-
-def _few(rows: pd.DataFrame, limit: int) -> tuple[pd.DataFrame, list[str]]:
-    """At most so many facets, evenly spaced, and a note on the others."""
-    names = list(rows["facet"].unique())
-    if len(names) <= limit:
-        return rows, []
-    kept = {names[int(place)] for place in np.linspace(0, len(names) - 1, limit).round()}
-    return rows[rows["facet"].isin(kept)], [f"of {len(names)} comparisons {limit} are drawn; the CSV has all"]
-
-
-def _with_legend(rows: pd.DataFrame) -> pd.DataFrame:
-    """What each line is called: with its capacity factor where it is drawn at one alone."""
-    if "name" not in rows or "legend" in rows:
-        return rows.assign(legend=rows["line"])
-    number = rows.groupby("line")["name"].transform("nunique")
-    return rows.copy().assign(legend=rows["name"].where((number == 1) & (rows["role"] == "policy"), rows["line"]))
-
-
-def _intervals(rows: pd.DataFrame) -> str:
-    if "speedup_is_interval" not in rows:
-        return ""
-    known = rows.loc[
-        rows["speedup_median"].notna() & rows["role"].isin(["policy", "replication"]), "speedup_is_interval"
-    ]
-    return interval_words([value is True or value == 1 for value in known.dropna()])
-
-
-def footer(rows: pd.DataFrame, notes: Sequence[str] = (), *, timed: bool = True) -> list[str]:
-    """Two lines: how, on what, which model and which workload; then what weakens it."""
-    if "facts" not in rows:  # of answers
-        return ["Costs are of this model on this text. Routing is that of virtual ranks; nothing was timed."]
-    first = rows.drop_duplicates("facet")
-    scale = first["scale"].map(
-        lambda scale: (
-            "" if pd.isna(scale) else ", true sizes" if scale == 1 else f", sizes x {scale:g} of the true ones"
-        )
+def lane_rows(store: Store, choice: Choice = DEFAULT) -> pd.DataFrame:
+    """A row per rank and phase of two cases (``timeline``), each rank a bar."""
+    rows = timeline_rows(store, layer_rows(store), choice)
+    if rows.empty:
+        return rows
+    groups = rows["phase"].map({name: phase.group for name, phase in PHASES.items()}).fillna(UNACCOUNTED)
+    lane = "rank " + rows["rank"].astype("str")
+    rows = rows.assign(
+        group=pd.Categorical(groups, list(GROUPS)),
+        bar=lane.mask(rows["is_critical"], "critical: " + lane),
+        begin_ms=rows["begin_us"] / 1e3,
+        time_ms=rows["time_us"] / 1e3,
+        longest_ms=rows["end_us"].max() / 1e3,
     )
-    dtype = first["dtype"].map(lambda dtype: f", {dtype}", "ignore").fillna("")
-    weights = first["facts"].map(lambda facts: "random weights" if facts.get("random_weights") else None)
-    parts = [
-        first["how"],
-        first["ran_on"],
-        first["links_words"],
-        first["model"] + scale + dtype,
-        weights,
-        first["workload_words"],
-    ]
-    said = [
-        _said_once(
-            part.dropna().map(lambda words: str(words).partition(": ")[0] if "modelled by" in str(words) else words)
+    return with_origin(store, rows, "group")
+
+
+FIGURES["timeline"] = Figure(
+    "Who waits for whom",
+    [
+        bars(
+            "group",
+            "time since the layer began (ms)",
+            room=0,
+            more=[mark_critical],
+            height=lambda rows: rows["rank"].nunique() * (0.3 if rows["rank"].nunique() <= 8 else 0.2) + 0.9,
         )
-        for part in parts
+    ],
+    "{subtitle}",
+    lane_rows,
+    columns=("launch", "batch", "iteration", "rank", "is_critical", "phase", "begin_us", "time_us"),
+    most=1,
+)
+
+# ---- loads -----------------------------------------------------------------------------------------------------------
+
+
+def load_rows(store: Store) -> pd.DataFrame:
+    """A row per case and expert, or rank (``of``, ``number``): ``load_over_mean``, mean over batches and layers."""
+    rows = layer_rows(store).query("status == 'ok' and role in ('baseline', 'policy') and policy != 'topk'")
+    rows = smallest_steps(rows)
+    both = set.intersection(*(set(rows.loc[rows["role"] == role, "facet"]) for role in ("policy", "baseline")))
+    rows = rows[rows["facet"].isin(both)].set_index(CASE, drop=False)
+    batches = routing(store).merge(rows[CASE].reset_index(drop=True), on=CASE)
+    parts = []
+    for of, column in (("expert", "load_E"), ("rank", "load_R")):
+        over_pairs = [np.divide(*pair) for pair in zip(batches[column], batches["num_topk_pairs"], strict=True)]
+        loads = pd.Series(over_pairs, pd.MultiIndex.from_frame(batches[CASE]), dtype=object)
+        means = {key: np.mean(np.stack(own), axis=0) * len(own.iloc[0]) for key, own in loads.groupby(level=CASE)}
+        loads = pd.Series([means[key] for key in rows.index], rows.index, dtype=object)
+        part = rows.assign(of=of, load_over_mean=loads).explode("load_over_mean")
+        parts.append(part.assign(number=part.groupby(level=CASE).cumcount().to_numpy()))
+    return pd.concat(parts, ignore_index=True)
+
+
+FIGURES["load"] = Figure(
+    "Load of experts and ranks, before and after",
+    [stairs("expert", width=2.0), stairs("rank")],
+    "(token, expert) pairs over the mean of the model's own routing, mean over batches, in each case the fullest "
+    "first; of each policy the smallest capacity factor.",
+    load_rows,
+    columns=("of", "number", "load_over_mean"),
+    beside=True,
+    timed=False,
+)
+
+# ---- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+def swept_rows(store: Store) -> pd.DataFrame:
+    """Lines with several capacity factors along the first of the swept keys; none where there are none.
+
+    A facet for each policy but for its capacity factor (``panel``) and the other swept keys. ``step`` is a capacity
+    factor, or what has none (perfect balance, replication) by its name. Columns of ``sweeps.along``. Cases that failed
+    have a ``status`` but no numbers.
+    """
+    rows, table = layer_rows(store), comparisons(store)
+    if not (keys := swept_keys(table)):
+        return rows[:0]
+    rows = rows.drop(columns=["swept_value", "at"]).merge(along(keys[0], table), on=COMPARISON)
+    is_reference = rows["role"].isin(["replication", "ceiling"])
+    rows = rows[(rows["status"] == "ok") & is_reference | (rows["role"] == "policy")]
+    step = rows["capacity_factor"].astype(object).mask(rows["role"] == "ceiling", "perfect balance")
+    step = step.mask(rows["role"] == "replication", rows["label"])
+    rows = rows.assign(step=step, verdict=rows["verdict"].where(rows["speedup_median"].notna()))
+    panels = []
+    timed = rows[rows["speedup_median"].notna() & rows["capacity_factor"].notna()]
+    for (others, line), own in timed.groupby(["other_keys", "line"], sort=False):
+        if own["capacity_factor"].nunique() > 1:
+            is_of_line = (rows["line"] == line) & rows["step"].isin(own["capacity_factor"])
+            here = rows[(rows["other_keys"] == others) & (is_of_line | (rows["role"] != "policy"))]
+            heading = line + (f", {others}" if others else "")
+            panels.append(here.assign(panel=own["family"].iloc[0], facet=f"{line}/{others}", heading=heading))
+    if not panels:
+        return rows[:0]
+    rows = pd.concat(panels, ignore_index=True)
+    return rows.assign(
+        other_keys=rows["other_keys"].replace("", None),
+        swept_words=rows["swept_value"].map(value_words),
+        swept_key_words=key_words(keys[0]),
+        limit=max(rows["speedup_median"].map(np.log).abs().max(), np.log(FULL_COLOUR)),
+    )
+
+
+FIGURES["map"] = Figure(
+    "Where a policy pays: layer speedup over native Megatron-Core",
+    [heat(height=lambda rows: _most_of(rows, "step") * 0.5 + 1.1 + 0.4 * (rows["heading"].str.len().max() // 60))],
+    f"In the cells the speedup and the share of top-k pairs that is dropped, by capacity factor {GAMMA}; above them "
+    "what has none.",
+    swept_rows,
+    columns=("panel", "swept_key", "swept_value", "other_keys", *_ENDS, "verdict", "status", *COST),
+    limit=8,
+)
+
+
+def scaling_rows(store: Store) -> pd.DataFrame:
+    """Native, and each line's smallest step, of every set of comparisons that differ in one ``quantity``."""
+    rows = layer_rows(store).query("status == 'ok' and median_ms.notna()")
+    is_native = rows["role"] == "baseline"
+    sets = scalings(comparisons(store).merge(rows.loc[is_native, COMPARISON], on=COMPARISON))
+    is_line = rows["role"].isin(["policy", "replication"]) & rows["speedup_median"].notna()
+    rows = smallest_steps(rows[is_line | is_native]).merge(sets, on=COMPARISON)
+    order = rows["quantity"].map({quantity: at for at, quantity in enumerate(sets["quantity"].unique())})
+    facet, line = rows["quantity"] + "/" + rows["held"], rows["line"].mask(rows["role"] == "baseline", "native")
+    rows = rows.assign(order=order, facet=facet, heading=rows["held"], line=line)
+    return rows.sort_values(["order", "facet", "value"], kind="stable")
+
+
+FIGURES["scaling"] = Figure(
+    "How speedup and layer time scale",
+    [
+        series("value", "speedup_median", xlabel="quantity", whiskers=SPEEDUP, only="role != 'baseline'", height=2.7),
+        series("value", "median_ms", xlabel="quantity", height=1.9),
+    ],
+    "A line connects comparisons that differ in nothing but the axis; layer time is the slowest rank's median; of each "
+    "line the smallest capacity factor, or fewest spare slots. {intervals}",
+    scaling_rows,
+    columns=("quantity", "value", "median_ms", *_SPEEDUP),
+    limit=6,
+)
+
+# ---- decode steps ----------------------------------------------------------------------------------------------------
+
+_LEAST_IDLE = 0.05  # of the experts of the fullest rank: a step that activates more is no decode step
+_FITS = {
+    "fitted line": {"color": INK, "linewidth": 1.2},
+    "bound": {"color": MUTED, "linewidth": 1.2, "linestyle": "--"},
+}
+
+
+def activated_rows(store: Store) -> pd.DataFrame:
+    """A row per case and batch of decode steps: activated experts of the fullest rank, and its experts' time.
+
+    Comparisons that differ in nothing but the tokens of a step are pooled, so that they lie on one line. Each pool ends
+    with a row for the fitted line and one for the bound: an expert's weights at the speed at which this device reads.
+    None where every batch activates all experts, or nothing was timed by phase.
+    """
+    rows = layer_rows(store).query("status == 'ok' and role in ('baseline', 'policy')")
+    facts = rows["facts"]
+    rows = rows[facts.map(lambda f: "experts" in f and not f.get("device") and f.get("placement") == "contiguous")]
+    if rows.empty:
+        return rows
+    pools = {
+        row["comparison_id"]: json.dumps([identity(row), row["num_ranks"]], sort_keys=True, default=str)
+        for row in comparisons(store).to_dict("records")
+    }
+    rows = rows.assign(facet=rows["comparison_id"].map(pools), line=rows["line"].fillna("native"))
+    batches = routing(store)[[*CASE, "batch", "load_E", "activated_fullest_rank"]]
+    steps = batches.merge(rows.drop(columns="activated_fullest_rank"), on=CASE)
+    is_idle = steps["activated_fullest_rank"] <= (1 - _LEAST_IDLE) * (steps["num_experts"] // steps["num_ranks"])
+    steps = steps[is_idle.groupby(steps["facet"]).transform("any")]
+    times = samples(store, steps) if len(steps) else pd.DataFrame(columns=["kind", "phase"])
+    times = times[(times["kind"] == "breakdown") & (times["phase"] == "experts")]
+    if times.empty:
+        return times
+    slowest = times.groupby([*CASE, "batch", "launch", "iteration"])["time_us"].max()
+    steps = steps.merge(slowest.groupby([*CASE, "batch"]).median().reset_index(), on=[*CASE, "batch"])
+    steps["num_pairs"] = [_pairs(load, size) for load, size in zip(steps["load_E"], steps["num_ranks"], strict=True)]
+    found = []
+    for _, pool in steps.groupby("facet", sort=False):
+        first, ends = pool.iloc[0], dict.fromkeys(f"{pool['num_tokens'].agg(end):,}" for end in ("min", "max"))
+        title = f"{first['model']}, EP {first['num_ranks']}, {' to '.join(ends)} tokens a step, "
+        pool = pool.assign(title=f"{title}{first['facts']['experts']['ran']} experts")
+        found += [pool, *_fits(store, pool)]
+    return pd.concat(found, ignore_index=True)
+
+
+def _pairs(load_E: list[int], num_ranks: int) -> int:
+    """Pairs of the rank that activates most experts."""
+    load_RL = np.reshape(load_E, (num_ranks, -1))
+    return int(load_RL[(load_RL > 0).sum(axis=1).argmax()].sum())
+
+
+def _fits(store: Store, pool: pd.DataFrame) -> list[pd.DataFrame]:
+    """The fitted line and the bound, a row each."""
+    about = pool.iloc[:1][[*COMPARISON, "facet", "title", "model", "num_ranks", "origin", "workload", "facts"]]
+    found, x, y = [], pool["activated_fullest_rank"].astype(float), pool["time_us"]
+    if x.nunique() > 2:
+        slope, intercept = np.polyfit(x, y, 1)
+        words = f"{intercept:.0f} us + {slope:.2f} us an expert, R2 {np.corrcoef(x, y)[0, 1] ** 2:.3f}"
+        found.append(about.assign(label="fitted line", intercept_us=intercept, slope_us_per_expert=slope, words=words))
+    machine = conditions(store).merge(pool[COMPARISON].drop_duplicates(), on=COMPARISON)
+    if len(machine) and machine["read_gbps"].notna().all():
+        facts = about["facts"].iloc[0]
+        weights = 3 * facts["hidden_size"] * facts["ffn_hidden_size"] * VALUE_BYTES[facts["dtype"]]
+        slope = weights / float(machine["read_gbps"].median()) / 1e3
+        found.append(about.assign(label="bound", intercept_us=0.0, slope_us_per_expert=slope, words=None))
+    return found
+
+
+def _draw_fits(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+    """Straight lines from the intercept at no activated expert."""
+    del looks
+    for fit in rows[rows["label"].isin(list(_FITS))].to_dict("records"):
+        look = _FITS[fit["label"]]
+        axes.axline((0, fit["intercept_us"]), slope=fit["slope_us_per_expert"], label=fit["label"], **look)
+        axes.text(0.03, 0.96, fit["words"] or "", transform=axes.transAxes, va="top", fontsize="small")
+    axes.set_xlim(0)
+
+
+FIGURES["activated"] = Figure(
+    "A decode step takes as long as its activated experts",
+    [
+        series(
+            "activated_fullest_rank",
+            "time_us",
+            joined=False,
+            xlabel="activated experts (fullest rank)",
+            ylabel="experts (us)",
+            more=[_draw_fits],
+            height=4.2,
+        )
+    ],
+    "Phase `experts` of the slowest rank, median over iterations of a batch, over the activated experts of the rank "
+    "that activates most; a point is a batch under a case.",
+    activated_rows,
+    columns=("activated_fullest_rank", "num_pairs", "time_us", "intercept_us", "slope_us_per_expert"),
+)
+
+# ---- costs -----------------------------------------------------------------------------------------------------------
+
+_DROPS_ALL = 0.95  # of top-k pairs: a policy that drops more computes nothing that a speedup could be of
+_FRONTS = {"on_front_of_retained_mass": "retained_mass", "on_front_of_dropped_share": "dropped_share"}
+
+
+def pareto_rows(store: Store) -> pd.DataFrame:
+    """Policies and replication with a speedup, whether each is on a front, and where it stands below the frontier.
+
+    A case is on the *front* when no other of its comparison is at least as fast and at least as faithful, and better in
+    one of the two. Native competes. Fronts are of policies that drop or reroute; replication pays with memory. What
+    drops all is ``off_scale``, and stands in the note.
+    """
+    everyone = layer_rows(store)
+    rows = everyone.query("role in ('policy', 'replication') and speedup_median.notna() and retained_mass.notna()")
+    if rows.empty:
+        return rows
+    rows = rows.assign(**dict.fromkeys(_FRONTS, False))
+    for column, cost in _FRONTS.items():
+        for _, own in rows[rows["role"] == "policy"].groupby("facet"):
+            rows.loc[own.index, column] = on_front(with_native(own, axis_of(cost)))[own.index]
+    drops_all = rows["dropped_share"] > _DROPS_ALL
+    drops_all &= ~drops_all.groupby(rows["facet"]).transform("all")
+    speeds, shares = rows["speedup_median"].map("{:.2f}".format), rows["dropped_share"].map("{:.0%}".format)
+    note = "off the scale: " + rows["name"] + ", speedup " + speeds + " at " + shares + " dropped"
+    natives = everyone[(everyone["role"] == "baseline") & (everyone["status"] == "ok")].drop_duplicates("facet")
+    relief = rows["facet"].map(natives.set_index("facet")["fullest_rank"]) / rows["fullest_rank"]
+    most = frontiers(store)
+    keys = pd.MultiIndex.from_frame(rows[CASE])
+    kept = most.groupby(CASE)["kept_by_load"].mean().reindex(keys).to_numpy() if len(most) else np.nan
+    kept_share = kept - rows["below_frontier"]
+    return rows.assign(
+        off_scale=drops_all,
+        note=note.where(drops_all),
+        kept_share=kept_share,
+        relief=relief.where(kept_share.notna() & (rows["role"] == "policy")),
+        curve=rows["facet"].map(_curves(store, most)) if len(most) else None,
+    )
+
+
+def _curves(store: Store, most: pd.DataFrame) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """By facet: how much less the fullest rank computes than native's, and the share of mass that is kept at most."""
+    from moe_ep_bench.workload.frontier import joint  # it imports torch
+
+    native = cases(store).query("role == 'baseline' and status == 'ok'")[CASE]
+    found = {}
+    for (directory, comparison_id), own in most.merge(native, on=CASE).groupby(COMPARISON):
+        curves = [(list(load), list(kept)) for load, kept in zip(own["curve_load"], own["curve_kept"], strict=True)]
+        load_N, kept_N = (values.numpy() for values in joint(curves))
+        found[f"{directory}/{comparison_id}"] = load_N[-1] / load_N[load_N > 0], kept_N[load_N > 0]
+    return found
+
+
+def _draw_frontier(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+    """The most mass that dropping alone can keep (``curve``), within the limits of the points."""
+    del looks
+    limits = axes.get_xlim(), axes.get_ylim()
+    for relief_N, kept_N in rows["curve"].dropna().head(1):
+        words = "frontier: none that only drops is above; rerouting may be"
+        axes.plot(100 * kept_N, relief_N, color=INK, linewidth=1.4, zorder=2, label=words)
+    axes.set(xlim=limits[0], ylim=limits[1])
+
+
+def _height_of_costs(rows: pd.DataFrame) -> float:
+    return 4.0 if rows["facet"].nunique() == 1 else 3.2
+
+
+_UNSURE = ("verdict not in ('faster', 'slower')", "neither faster nor slower for sure")
+_COSTS = partial(series, only="not off_scale", height=_height_of_costs, shares=False)
+_SPEED = partial(_COSTS, y="speedup_median", whiskers=SPEEDUP, hollow=_UNSURE)
+FIGURES["pareto"] = Figure(
+    "What speed costs",
+    [
+        _SPEED(cost, joined="is_joined", reverse=cost == "retained_mass", more=[front(cost, column)])
+        for column, cost in _FRONTS.items()
     ]
-    warnings = [OVERSUBSCRIBED] if timed and (first["oversubscribed"] == True).any() else []  # noqa: E712
-    is_unfused = first["facts"].map(lambda facts: _is_unfused(facts.get("permute") or {}))
-    warnings += [NOT_FUSED] if timed and "part_origin" in rows and is_unfused.any() else []
-    words = "; ".join(note.removesuffix(".") for note in [*warnings, *notes])
-    return [" | ".join(filter(None, said)), *([f"Note: {words}."] if words else [])]
+    + [_COSTS("kept_share", "relief", joined=False, reverse=True, more=[_draw_frontier], needs="relief.notna()")],
+    "Speedup over native against what a policy keeps and drops. {intervals} A line joins a policy's capacity factors.",
+    lambda store: pareto_rows(store).assign(is_joined=lambda rows: rows["capacity_factor"].notna()),
+    columns=(*_SPEEDUP, "verdict", *COST, *_FRONTS, "relief", "kept_share"),
+    beside=True,
+)
+
+# ---- whole models ----------------------------------------------------------------------------------------------------
+
+_ESTIMATES = {
+    "end to end": {"color": INK, "marker": "s", "markersize": 5},
+    "MoE layers alone": {"color": "#0072B2", "marker": "o", "markersize": 5},
+    "by Amdahl": {"color": "#D55E00", "marker": "|", "markersize": 10, "markeredgewidth": 1.8},
+}
 
 
-def _is_unfused(permute: Mapping[str, Any]) -> bool:
-    return permute.get("ran") not in (None, "fused")
+def whole_rows(store: Store) -> pd.DataFrame:
+    """A row per mark (``shows``): speedups of a pass, of its MoE layers and by Amdahl; its parts; extrapolations."""
+    rows = case_rows(store).query("scope == 'model' and role != 'noise' and moe_ms.notna()")
+    having = rows.loc[(rows["role"] == "policy") & rows["speedup_median"].notna(), "facet"]
+    rows = rows[rows["facet"].isin(having)]
+    if rows.empty:
+        return rows
+    rows = named_bars(rows, with_cost=rows["facet"].nunique() == 1)
+    most = rows.groupby("facet")["most_by_amdahl"].transform("first")
+    bound = most.map(lambda most: "" if np.isnan(most) else f"; no pass gains more than {most:.3f} (Amdahl)")
+    rows = rows.assign(heading=rows["title"] + bound)
+    ends = ["speedup_median", *SPEEDUP]
+    blank = rows.assign(**dict.fromkeys([*ends, "speedup_is_interval"], np.nan))
+    of_layers = {"time_ms": rows["moe_ms"], **{end: rows[f"moe_{end}"] for end in (*ends, "speedup_is_interval")}}
+    built = "{:.0f} of {:.0f} layers were built and timed; hatched: extrapolated from the mean MoE layer"
+    all_layers = {
+        "time_ms": rows["all_layers_ms_extrapolated"],
+        "speedup_median": rows["speedup_extrapolated"],
+        "gain": rows["speedup_extrapolated"].where(rows["role"] != "baseline"),
+        "begin_ms": 0.0,
+        "piece": "extrapolated",
+        "part_origin": "measured",
+        "layers_words": rows["of_layers"].map("all {:.0f} layers, extrapolated (ms)".format),
+        "note": [built.format(*pair) for pair in rows[["num_layers", "of_layers"]].itertuples(index=False)],
+        "origin": "extrapolated",
+    }
+    bounds = blank.assign(speedup_median=most, role="bound", origin="computed", label="any policy", bar=None)
+    bounds = bounds.assign(**dict.fromkeys(COST, np.nan)).drop_duplicates("facet")
+    others = rows["role"] != "baseline"
+    parts = {
+        "part": in_parts(store, blank, {f"mean_rank_{part}_ms": part for part in PASS_PARTS}, "part"),
+        "end to end": rows[rows["speedup_median"].notna()],
+        "MoE layers alone": rows.assign(**of_layers)[others & rows["moe_speedup_median"].notna()],
+        "by Amdahl": blank.assign(speedup_median=rows["by_amdahl"], origin="computed")[
+            others & rows["by_amdahl"].notna()
+        ],
+        "all layers": blank.assign(**all_layers)[rows["all_layers_ms_extrapolated"].notna()],
+        "most by Amdahl": bounds[bounds["speedup_median"].notna()],
+    }
+    found = [part.assign(shows=shows, line=shows, legend=shows) for shows, part in parts.items() if len(part)]
+    return pd.concat(found, ignore_index=True)
 
 
-def _said_once(values: pd.Series) -> str:
-    """What comparisons share is said once; of more than two different values the first and the last."""
-    different = list(dict.fromkeys(values))
-    if len(different) > 2:
-        different[1:-1] = [f"{len(different) - 2} more"]
-    return " / ".join(different)
+def _height_of_whole(rows: pd.DataFrame) -> float:
+    return 0.9 + (0.46 if rows["bar"].str.contains("\n").any() else 0.3) * _most_of(rows, "bar")
+
+
+FIGURES["whole"] = Figure(
+    "What faster MoE layers come to in a whole model",
+    [
+        series("bar", "speedup_median", names=True, whiskers=SPEEDUP, height=_height_of_whole),
+        bars("piece", "time of a pass (ms)", only="shows == 'part'", width=1.4),
+        bars("piece", "layers_words", only="shows == 'all layers'", room=2.0, width=1.1, needs="shows == 'all layers'"),
+    ],
+    "Left: speedup of a pass from end to end, of its MoE layers alone, and where Amdahl's law puts the pass; right: a "
+    "pass in parts, mean over ranks. {intervals}",
+    whole_rows,
+    columns=("shows", "part", "time_ms", *_SPEEDUP, *COST),
+    beside=True,
+    most=1,
+    limit=2,
+    looks=lambda names: _ESTIMATES,
+)

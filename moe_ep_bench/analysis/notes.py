@@ -76,7 +76,7 @@ NOTES = (
     Note(
         "layer",
         "{rest_of} ms, tokens/s/GPU: as if each of {rest_layers} MoE layers took what this one does, beside "
-        "{rest_us:,.0f} us for the rest of the model (modelled: {rest_attention}, dense layers, norms, output)",
+        "{rest_us:,.0f} us a layer for the rest of the model (modelled: {rest_attention}, dense layers, norms, output)",
     ),
     Note(_TIMED, MODEL_CAVEAT, 3, when="modelled"),
     Note(

@@ -78,7 +78,7 @@ def device_words(run: RunFacts, facts: ComparisonFacts) -> str:
         return ""
     environment = run.environment
     if facts.device is not None:
-        return f"{facts.world_size} ranks {facts.device}"
+        return f"{facts.world_size} ranks, {facts.device}"
     if facts.links is not None:
         return f"{environment.device_name} in place of {facts.world_size} ranks"
     words = (

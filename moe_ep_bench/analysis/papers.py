@@ -8,12 +8,12 @@ beforehand is primary; the others are a range. No row is left out because it doe
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import ALL, CASE, COMPARISON, MOE, cases, comparisons, load, routing, timings
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load, routing, timings
 from moe_ep_bench.analysis.columns import NONE, Row, missing, number, percentage, text
 from moe_ep_bench.analysis.reading import ResultsError, read_document, typed
 from moe_ep_bench.analysis.reduce import ITERATION
@@ -21,27 +21,11 @@ from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.facts import JsonRecord
 from moe_ep_bench.files import atomic_path, inside
-from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS, PASS_METRICS, PHASE_METRICS, Metric, claims_path
-from moe_ep_bench.timing.statistics import Estimate, estimate_median, paired_ratios
+from moe_ep_bench.papers.claims import CLAIMED, NATIVE_METRICS, OWN_METRICS, claims_path
+from moe_ep_bench.schema import ALL, MOE
+from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
 
-# Words of a metric.
-METRICS: dict[str, str] = {
-    "speedup": "speedup",
-    "dropped_fraction": "dropped share",
-    "retained_mass": "mass kept",
-    "gate_time": "relative time of gate and policy",
-    "permute_time": "relative time of permutation",
-    "comm_time": "relative time of communication",
-    "experts_time": "relative time of experts",
-    "layer_time": "relative time of the layer",
-    "activated_experts": "relative number of activated experts",
-    "moe_speedup": "speedup of all MoE layers in a pass",
-    "step_time": "relative time of a decode step",
-    "tokens_per_s": "relative tokens per second",
-    "imbalance_cut": "fullest expert, native over policy",
-    "native_layer_us": "native's layer (us)",
-    "native_activated_experts": "native's activated experts",
-}
+METRICS = {name: metric.words for name, metric in CLAIMED.items()}
 # What the paper measured, by what ours is: a layer, a pass, or a pass's MoE layers.
 _OF = {
     ("layer", "layer"): "",
@@ -53,7 +37,6 @@ _OF = {
     ("layers", "end_to_end"): ", end to end (ours: all MoE layers)",
     ("layers", "not_stated"): ", layer or end to end not stated (ours: all MoE layers)",
 }
-_INVERSE = ("layer_time", "step_time")  # times over native's, where others are native's over the case's
 _VALUES = ["ours", "ours_low", "ours_high"]
 _MEANS = ["ours", "dropped_share", "ours_extrapolated_to_all_layers", "fullest_expert", "fullest_rank"]
 _NUMBERS = ["paper_low", "paper_high", *_VALUES[1:], *_MEANS]
@@ -72,7 +55,7 @@ class _Row(JsonRecord):  # ``papers.run``
     number: int
     source: str
     of: str
-    metric: Metric
+    metric: Literal[*CLAIMED]
     paper: tuple[float | None, float | None] | None
     note: str
     comparison_id: str
@@ -139,15 +122,16 @@ def load_claims(directory: Path) -> Claims:
 
 def _row(claim: _Row, case: Row, native: Row | None, against: Row | None, times: Times) -> Row:
     """A row of ``Claims.frame`` before draws are joined."""
-    ours_of = "layer" if case["scope"] != "model" else "end_to_end" if claim.metric in PASS_METRICS else "layers"
+    metric = CLAIMED[claim.metric]
+    ours_of = "layer" if case["scope"] != "model" else "end_to_end" if metric.is_pass else "layers"
     is_measured = case["status"] == "ok" and against is not None and against["status"] == "ok"
-    value = _value(claim.metric, case, against, claim.versus_id, times) if is_measured else None
+    value = _value(claim, case, against, times) if is_measured else None
     low, high = claim.paper or (None, None)
     all_layers = None
-    if value and against is not None and claim.metric in PASS_METRICS:
+    if value and against is not None and metric.is_pass:
         ours_ms, against_ms = (one.get("all_layers_ms_extrapolated") for one in (case, against))
         if not (missing(ours_ms) or missing(against_ms)):
-            all_layers = ours_ms / against_ms if claim.metric == "step_time" else against_ms / ours_ms
+            all_layers = ours_ms / against_ms if metric.value == "ratio" else against_ms / ours_ms
     setting = ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {one}" for key, one in claim.setting.items())
     traffic = case["facts"]
     return {
@@ -169,39 +153,24 @@ def _row(claim: _Row, case: Row, native: Row | None, against: Row | None, times:
     }
 
 
-def _value(
-    metric: str, case: Row, against: Row, versus_id: str | None, times: Times
-) -> tuple[float, float, float] | None:
+def _value(claim: _Row, case: Row, against: Row, times: Times) -> tuple[float, float, float] | None:
     """Value, low and high by the claim's metric; None where it was not measured."""
-    value: Any = None
-    if metric == "dropped_fraction":
-        value = case["dropped_share"]
-    elif metric == "retained_mass":
-        value = case["retained_mass"] / (against["retained_mass"] if versus_id else 1.0)
-    elif metric == "imbalance_cut":
-        value = against["fullest_expert"] / case["fullest_expert"]
-    elif metric == "native_activated_experts":
-        value = against["activated"]
-    elif metric == "activated_experts":
-        value = case["activated"] / (against["activated"] or np.nan)
-    elif metric in PHASE_METRICS:
-        group = f"{PHASE_METRICS[metric]}_ms"
-        value = case[group] / (against[group] or np.nan)
-    else:
-        found = _time_value(metric, case, against, times)
+    metric = CLAIMED[claim.metric]
+    if metric.of in (ALL, MOE):
+        ours_us, against_us = (times.get((*(row[name] for name in CASE), metric.of)) for row in (case, against))
+        if ours_us is None or against_us is None:
+            return None
+        pair = (ours_us, against_us) if metric.value == "ratio" else (against_us, ours_us)
+        found = estimate_median(against_us if metric.value == "native" else paired_ratios(*pair))
         return found and (found.median, found.low, found.high)
+    ours, theirs = (np.nan if missing(row.get(metric.of)) else row[metric.of] for row in (case, against))
+    if metric.value == "own":
+        value = ours / theirs if claim.versus_id else ours
+    else:
+        value = {"native": theirs, "ratio": ours / (theirs or np.nan), "inverse": theirs / (ours or np.nan)}[
+            metric.value
+        ]
     return None if missing(value) else (float(value),) * 3
-
-
-def _time_value(metric: str, case: Row, against: Row, times: Times) -> Estimate | None:
-    quantity = MOE if metric == "moe_speedup" else ALL
-    ours_us, against_us = (times.get((*(row[name] for name in CASE), quantity)) for row in (case, against))
-    if ours_us is None or against_us is None:
-        return None
-    if metric == "native_layer_us":
-        return estimate_median(against_us)
-    pair = (ours_us, against_us) if metric in _INVERSE else (against_us, ours_us)
-    return estimate_median(paired_ratios(*pair))
 
 
 def _over_draws(frame: pd.DataFrame) -> pd.DataFrame:

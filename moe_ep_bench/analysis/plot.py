@@ -13,8 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_ep_bench.analysis.answer_figures import CLAIMS_FIGURE, QUALITY_FIGURES
 from moe_ep_bench.analysis.cases import load
-from moe_ep_bench.analysis.figures import FIGURES, QUALITY_FIGURES, Drawing, Figure, Lines, draw
+from moe_ep_bench.analysis.drawing import Drawing, Figure, draw
+from moe_ep_bench.analysis.figures import FIGURES
+from moe_ep_bench.analysis.lines import Lines
+from moe_ep_bench.analysis.papers import Claims
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
@@ -128,6 +132,15 @@ def draw_all(directory: Path) -> str:
     written = write(drawn, directory / "figures")
     names = ", ".join(dict.fromkeys(path.stem for path in written))
     return f"\nfigures in {os.path.relpath(directory / 'figures')}: {names}" if names else "\nno figure was drawn"
+
+
+def draw_claims(claims: Claims) -> list[Path]:
+    """Draw ``figures/claims`` of what ``papers`` left; the files, none where nothing was measured."""
+    folder = claims.directory / "figures"
+    refuse_links_out(claims.directory, folder)
+    with house_style():
+        drawn = drawings(claims, {"claims": CLAIMS_FIGURE})
+    return write(drawn, folder)
 
 
 def lines_of(directories: Sequence[Path]) -> list[Lines]:

@@ -5,10 +5,10 @@ difficulty drops out. Sequences of one batch were routed together, so that they 
 intervals of costs are over batches, from ten of them on, as those of times. Routing is that of one batch (or
 step) of one layer first, all ranks together; then the mean over batches, then over layers.
 
-A claim (``papers.orderings``) names two kinds of cases. They are compared sequence by sequence: the mean difference
-with its 95 % interval over batches says that the claim *holds*, *does not hold*, or is *inconclusive* on these
-sequences. Comparisons that differ in the checkpoint alone, seeds of one training say, are a ``group``: before each
-one's verdict stands that over checkpoints, by Student's t over their mean differences.
+A claim (``papers.published.Ordering``) names two kinds of cases. They are compared sequence by sequence: the mean
+difference with its 95 % interval over batches says that the claim *holds*, *does not hold*, or is *inconclusive* on
+these sequences. Comparisons that differ in the checkpoint alone, seeds of one training say, are a ``group``: before
+each one's verdict stands that over checkpoints, by Student's t over their mean differences.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ import pandas as pd
 import pyarrow as pa
 from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
-from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, text
-from moe_ep_bench.analysis.labels import short_label
+from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, short_label, text
 from moe_ep_bench.analysis.notes import chance_words
 from moe_ep_bench.analysis.reading import Errors, ResultsError, check_counts, read_part, read_run_json, typed
 from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import facts_of
 from moe_ep_bench.facts import RunFacts
-from moe_ep_bench.papers.orderings import ORDERINGS, SET
+from moe_ep_bench.papers.published import orderings
 from moe_ep_bench.policies import POLICIES
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import TABLES
@@ -339,13 +338,17 @@ def _verdict(rows: pd.DataFrame) -> pd.Series:
 def _pairs(cases: pd.DataFrame) -> Iterator[Row]:
     """All pairs of a comparison's cases that a claim is about; ``a`` and ``b`` are their ids."""
     rows = [{"id": row["case_id"], **row, "fields": _fields(row)} for row in cases.reset_index().to_dict("records")]
-    for claim in ORDERINGS:
+    for source, claim in orderings():
         named = claim.better.keys() | claim.worse.keys()
         worse, better = ([row for row in rows if _suits(row["fields"], kind)] for kind in (claim.worse, claim.better))
         for b, a in product(worse, better):
             shared = (a["fields"].keys() & b["fields"].keys()) - named
             if a["phase"] == b["phase"] and all(a["fields"][key] == b["fields"][key] for key in shared):
-                words = {"claim": claim.words, "source": claim.source, "comparison_id": a["comparison_id"]}
+                words = {
+                    "claim": claim.says,
+                    "source": source,
+                    "comparison_id": a["comparison_id"],
+                }
                 yield {
                     **words,
                     "a": a["id"],
@@ -356,7 +359,7 @@ def _pairs(cases: pd.DataFrame) -> Iterator[Row]:
 
 def _suits(fields: Row, wanted: Row) -> bool:
     return all(
-        key in fields and (fields[key] is not None if value is SET else fields[key] == value)
+        key in fields and (fields[key] is not None if value == "set" else fields[key] == value)
         for key, value in wanted.items()
     )
 

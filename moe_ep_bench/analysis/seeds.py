@@ -20,7 +20,7 @@ from moe_ep_bench.analysis.store import Case, Comparison, Store
 from moe_ep_bench.facts import RoutedFacts
 
 SEED = "workload.seed"
-LAYERS = ("workload.layer", "workload.skew_layer")
+LAYERS = ("workload.layer",)
 _FRAMES = ("samples", "routing", "frontier")
 
 

@@ -5,13 +5,15 @@ too, so that a grey print reads as well. What was taken from the world is *fille
 what stands in for it is *hollow* (emulated, synthetic), what was computed is *dashed* (modelled), what others measured
 is *dotted* (measured elsewhere): in the tags beside a title, in the frames of panels, in phases.
 
-A size (``SIZES``) sets matplotlib's parameters: width, fonts, dots per inch. Matplotlib measures and wraps all text.
-Equal input gives equal bytes: no dates, fixed salts, and no settings of the user.
+A size (``SIZES``) sets matplotlib's parameters: width, fonts, dots per inch. Its constrained layout places the panels.
+Texts are broken by the number of letters that a line has room for. Equal input gives equal bytes: no dates, fixed
+salts, and no settings of the user.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,7 @@ from typing import Any
 import matplotlib.style
 import numpy as np
 from matplotlib import rcParams
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import LineCollection
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
@@ -85,9 +84,6 @@ STYLE = {
 # The greatest width in inches; the height, 0 = what a figure needs; text over the page's; dots per inch.
 SIZES = {"page": (13.0, 0.0, 1.0, 160), "column": (3.3, 0.0, 0.73, 300), "slide": (13.33, 7.5, 1.25, 144)}
 MIN_POINTS = 6.0  # of any text at any size
-_MARGIN = 0.15  # inches
-_DOLLAR = "\N{CURRENCY SIGN}"
-_LONG = 20  # letters of a word that may be wider than its line
 
 
 @contextmanager
@@ -138,7 +134,8 @@ def _tag_look(word: str) -> dict[str, Any]:
 # ---- phases --------------------------------------------------------------------------------------------------------
 
 # Of what a pass consists, by group. Time that a rank works has a plain or lightly hatched colour; waiting must not be
-# taken for work. Of a whole model what is no MoE layer is grey, and choosing experts stands apart from the gate.
+# taken for work. Of a whole model what is no MoE layer is grey, and choosing experts stands apart from the gate. What
+# was not timed but follows from what was is a hatch on white, which no phase has.
 _PHASES = {
     "attention": ("#7F7F7F", None),
     "rest": ("#C9C9C9", None),
@@ -150,11 +147,10 @@ _PHASES = {
     "experts": ("#0072B2", None),
     "waiting": ("#F0E442", "////"),
     "unaccounted": ("white", None),
+    "extrapolated": ("white", "++"),
 }
-_EDGES = {"waiting": INK, "unaccounted": MUTED}
+_EDGES = {"waiting": INK, "unaccounted": MUTED, "extrapolated": MUTED}
 _MODELLED_HATCHES = {"gate": "|||", "experts": "--", "attention": "oo"}
-# What was not timed but follows from what was: a hatch on white, which no phase has.
-EXTRAPOLATED_LOOK = {"facecolor": "white", "edgecolor": MUTED, "hatch": "++"}
 
 
 def phase_look(group: str, how: str = "measured") -> dict[str, Any]:
@@ -198,6 +194,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _LINES = ("-", "--", "-.", (0, (1, 1.2)))
 _ORDERED = LinearSegmentedColormap.from_list("ordered", ["#D55E00", "#E69F00", "#009E73", "#0072B2"])
 _LIGHTER = (0.0, 0.3, 0.5)  # of a policy's variants, in turn
+_EDGE = {"markeredgecolor": "white", "markeredgewidth": 0.6}
 
 Look = dict[str, Any]
 
@@ -223,192 +220,118 @@ def looks_of(names: Sequence[str]) -> dict[str, Look]:
         else:
             colour, marker = COLOURS[others % len(COLOURS)], MARKERS[others % len(MARKERS)]
             others += 1
-        edge = {"markeredgecolor": "white", "markeredgewidth": 0.6}
-        if name == "native":
-            edge = {"markersize": 9, "markeredgewidth": 0, "linewidth": 1.2}
-        looks[name] = {"color": colour, "marker": marker, "linestyle": _LINES[number % len(_LINES)], **edge}
+        looks[name] = {"color": colour, "marker": marker, "linestyle": _LINES[number % len(_LINES)], **_EDGE}
+        looks[name] |= {"linestyle": "-", "linewidth": 1.2, "markersize": 9} if name == "native" else {}
     return looks
 
 
 def ordered_looks(names: Sequence[str]) -> dict[str, Look]:
-    """How lines of ordered things are drawn: colours run from the first to the last; replication is dotted."""
-    ordered = [name for name in dict.fromkeys(names) if not name.startswith("EPLB") and name != "perfect balance"]
-    dotted = [name for name in dict.fromkeys(names) if name.startswith("EPLB")]
-    edge = {"markeredgecolor": "white", "markeredgewidth": 0.6}
-    colours = _ORDERED(np.linspace(0, 1, len(ordered)))
-    looks: dict[str, Look] = {
-        name: {"color": to_hex(colours[at]), "marker": MARKERS[at % len(MARKERS)], **edge}
-        for at, name in enumerate(ordered)
+    """How lines of ordered things are drawn: colours run from the first to the last."""
+    names = list(dict.fromkeys(names))
+    colours = map(to_hex, _ORDERED(np.linspace(0, 1, len(names))))
+    return {
+        name: {"color": colour, "marker": MARKERS[at % len(MARKERS)], **_EDGE}
+        for at, (name, colour) in enumerate(zip(names, colours, strict=True))
     }
-    for at, name in enumerate(dotted):
-        looks[name] = {"color": POLICY_LOOKS["EPLB"][0], "linestyle": (0, (1 + 2 * (at % 3), 1.2)), "linewidth": 2}
-    return looks
 
 
 # ---- sheets --------------------------------------------------------------------------------------------------------
 
-Legend = Sequence[tuple[str, Artist | tuple[Artist, ...]]]
+_MARGIN = 0.15  # inches round a sheet
+_LETTER, _CAPITAL = 0.55, 0.7  # a letter's width over its size, as a mean over the letters of a line and some more
+_LINE = 1.25  # a line's height over its letters' size
+_HANDLE = 8  # letters for which a legend's mark with its gaps takes the room
 
 
-class Sheet(Figure):
-    """A figure that is built from its panels outwards: panels first, then ``dress``, then ``settle``.
-
-    Attributes:
-        titles: panels with the one at the right end of what their title spans.
-        words: annotations beside marks, most important first; ``settle`` hides those for which there is no room.
-    """
-
-    def __init__(self, width: float) -> None:
-        """Make an empty sheet, at most ``width`` inches wide; of a slide the size is given."""
-        most, height = rcParams["figure.figsize"]
-        super().__init__(figsize=(most if height else min(width, most), height or 5.0), layout="constrained")
-        FigureCanvasAgg(self)
-        self.titles: list[tuple[Axes, Axes]] = []
-        self.words: list[Any] = []
+def sheet(width: float) -> Figure:
+    """An empty sheet, at most ``width`` inches wide; of a slide the size is given."""
+    most, height = rcParams["figure.figsize"]
+    return Figure(figsize=(most if height else min(width, most), height or 5.0), layout="constrained")
 
 
-def wrapped(figure: Figure, words: str, inches: float, points: float, weight: str = "normal", most: int = 0) -> str:
-    """Break a text into lines that are no wider than ``inches``; of more than ``most`` lines the first ones."""
-    text = figure.text(0, 0, "", fontsize=points, weight=weight)
-    for word in (word for word in words.split() if len(word) > _LONG):  # matplotlib breaks lines at spaces alone
-        text.set_text(word)
-        size = int(0.9 * len(word) * inches * figure.dpi / text.get_window_extent().width)
-        words = words.replace(word, " ".join(word[at : at + size] for at in range(0, len(word), max(1, size))))
-    text.set(text=words.replace("$", _DOLLAR), wrap=True)  # whose width matplotlib would measure as a formula's
-    text._get_wrap_line_width = lambda: inches * figure.dpi  # matplotlib's own wraps at the figure's edge
-    text.get_window_extent()
-    lines = text._get_wrapped_text().replace(_DOLLAR, "$").split("\n")
-    text.remove()
-    if most and len(lines) > most:
-        lines[most - 1 :] = [f"{lines[most - 1][:-4]} ..."]
-    return "\n".join(lines)
+def width_of(letters: int, points: float) -> float:
+    """Inches that so many letters take."""
+    return letters * _LETTER * points / 72
 
 
-def dress(figure: Sheet, title: str, how: str, footer: Sequence[str], tags: Sequence[str], *, body: float) -> None:
+def letters(inches: float, points: float) -> int:
+    """How many letters a line of so many inches has room for."""
+    return max(8, int(inches / width_of(1, points)))
+
+
+def folded(words: str, inches: float, points: float) -> str:
+    """Break a text into lines of at most so many inches, where it can between words."""
+    return "\n".join(textwrap.fill(line, letters(inches, points), break_on_hyphens=False) for line in words.split("\n"))
+
+
+def _inches(text: str, points: float) -> float:
+    """The height of a text's lines."""
+    return (text.count("\n") + 1) * _LINE * points / 72
+
+
+def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Sequence[str], *, body: float) -> None:
     """Put title, tags, subtitle, legend and footer round the panels, and give the sheet its height.
 
     Args:
         how: the subtitle: how to read the figure.
-        footer: paragraphs, each cut after two lines: the CSV and run.json hold all.
+        footer: paragraphs.
         tags: words of ``HOW``, and ``recorded`` or ``synthetic``.
         body: inches of the panels on the page.
     """
-    width, dpi = figure.get_figwidth(), figure.dpi
-    scale, small = rcParams["font.size"] / FONT_SIZES["font.size"], max(MIN_POINTS, 0.8 * rcParams["font.size"])
-    fixed = rcParams["figure.figsize"][1]
-    room, gap = width - 2 * _MARGIN, 0.08 * scale
-    texts = [
-        (title, "figure.titlesize", {"weight": "bold"}),
-        (how, "figure.labelsize", {"color": MUTED, "linespacing": 1.3}),
-    ]
-    head = [figure.text(0, 0, "", fontsize=rcParams[size], va="top", **look) for _, size, look in texts]
-    boxes = [figure.text(0, 0, word.upper(), fontsize=small, va="center", **_tag_look(word)) for word in tags]
-    widths = [box.get_window_extent().width / dpi + 0.3 * scale for box in boxes]
-    below, placed = _MARGIN, []
-    for text, (words, size, look), inches in zip(head, texts, (room - sum(widths), room), strict=True):
-        text.set_text(wrapped(figure, words, inches, rcParams[size], look.get("weight", "normal")))
-        placed.append((text, _MARGIN, below))
-        below += text.get_window_extent().height / dpi + gap
-    placed += [(box, width - sum(widths[n:]), _MARGIN + 0.1 * scale) for n, box in enumerate(boxes)]
-    below += 0.04 * scale
-    legend = _legend(figure, room)
-    header = below + (legend.get_window_extent().height / dpi + gap if legend else 0.0)
-    lines = [wrapped(figure, words, room, small, most=4 if is_narrow() else 2) for words in footer]
-    foot = figure.text(0, 0, "\n".join(lines), fontsize=small, color=MUTED, linespacing=1.3, va="bottom")
-    bottom = _MARGIN + (foot.get_window_extent().height / dpi + gap if footer else 0.0)
+    width, fixed = figure.get_figwidth(), rcParams["figure.figsize"][1]
+    room, scale = width - 2 * _MARGIN, rcParams["font.size"] / FONT_SIZES["font.size"]
+    large, points, small = rcParams["figure.titlesize"], rcParams["figure.labelsize"], 0.8 * rcParams["font.size"]
+    small, gap = max(MIN_POINTS, small), 0.09 * scale
+    widths = [len(word) * _CAPITAL * small / 72 + 0.3 * scale for word in tags]
+    title = folded(title, (room - sum(widths)) / 1.15, large)  # bold letters are wider
+    how, foot = folded(how, room, points), "\n".join(folded(words, room, small) for words in footer)
+    labels, columns = _legend(figure, room)
+    below = [_MARGIN, *(_inches(text, size) + gap for text, size in ((title, large), (how, points)))]
+    top, bottom = sum(below), _MARGIN + _inches(foot, small) + gap
+    entries = max(sum(label.count("\n") + 1 for label in part) for part in np.array_split(list(labels), columns))
+    header = top + (1.5 * entries * rcParams["legend.fontsize"] / 72 + gap if labels else 0)
     height = fixed or header + min(1.0, scale) * body + bottom
     figure.set_size_inches(width, height)
-    placed.append((foot, _MARGIN, height - _MARGIN))
-    for text, left, top in placed:
-        text.set(x=left / width, y=1 - top / height, in_layout=False)
-    if legend:
-        legend.set_loc("upper left")
-        legend.set_bbox_to_anchor((_MARGIN / width, 1 - below / height))
+    for text, inches, look in (
+        (title, below[0], {"fontsize": large, "weight": "bold"}),
+        (how, sum(below[:2]), {"fontsize": points, "color": MUTED, "linespacing": 1.3}),
+        (foot, height - bottom + gap, {"fontsize": small, "color": MUTED, "linespacing": 1.3}),
+    ):
+        figure.text(_MARGIN / width, 1 - inches / height, text, va="top", in_layout=False, **look)
+    for number, word in enumerate(tags):
+        place = (width - sum(widths[number + 1 :]) - _MARGIN - 0.05) / width, 1 - (_MARGIN + 0.1 * scale) / height
+        figure.text(*place, word.upper(), fontsize=small, ha="right", va="center", in_layout=False, **_tag_look(word))
+    if labels:
+        look = {"borderaxespad": 0, "borderpad": 0, "columnspacing": 1.6, "loc": "upper left"}
+        place = (_MARGIN / width, 1 - top / height)
+        legend = figure.legend(labels.values(), labels, ncols=columns, bbox_to_anchor=place, **look)
         legend.set_in_layout(False)
     rect = (_MARGIN / width, bottom / height, room / width, (height - header - bottom) / height)
     figure.get_layout_engine().set(rect=rect, w_pad=0.06 * scale, h_pad=0.06 * scale)
 
 
-def _legend(figure: Sheet, room: float) -> Any:
-    """The labelled artists of all panels, each label once, in as many columns as ``room`` inches hold; or None."""
-    found: dict[str, Artist] = {}
+def _legend(figure: Figure, room: float) -> tuple[dict[str, Any], int]:
+    """The labelled artists of all panels, each label once, and how many columns of them ``room`` inches hold."""
+    points = rcParams["legend.fontsize"]
+    labels: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    found = dict(sorted(found.items(), key=lambda item: not isinstance(item[1], BarContainer)))
-    points = rcParams["legend.fontsize"]
-    labels = [wrapped(figure, label, room - 4 * points / 72, points) for label in found]
-    look = {"loc": "upper left", "borderaxespad": 0, "borderpad": 0, "columnspacing": 1.6}
-    for columns in range(len(found), 0, -1):
-        legend = figure.legend(list(found.values()), labels, ncols=columns, **look)
-        if columns == 1 or legend.get_window_extent().width <= room * figure.dpi:
-            return legend
-        legend.remove()
-    return None
+            labels.setdefault(folded(label, 0.9 * room - width_of(_HANDLE, points), points), handle)
+    labels = dict(sorted(labels.items(), key=lambda item: not isinstance(item[1], BarContainer)))
+    sizes = [max(map(len, label.split("\n"))) + _HANDLE for label in labels]
+    for columns in range(len(sizes), 1, -1):
+        if sum(max(part) for part in np.array_split(sizes, columns)) <= letters(room, points):
+            return labels, columns
+    return labels, 1
 
 
 def settle(figure: Figure) -> None:
-    """Fix the panels where matplotlib's layout puts them, and what depends on it: titles, words beside marks."""
-    engine = figure.get_layout_engine()
-    if engine is None:
-        return
-    if isinstance(figure, Sheet):
-        titles = [axes.get_title(loc="left") for axes, _ in figure.titles]
-        for axes, _ in figure.titles:
-            axes.set_title("")
+    """Fix the panels where matplotlib's layout puts them: the last bits of its solver differ from run to run."""
+    if (engine := figure.get_layout_engine()) is not None:
         engine.execute(figure)
-        _wrap_words(figure, titles)
-    engine.execute(figure)
-    figure.set_layout_engine("none")
-    for axes in figure.axes:  # the solver's last bits differ from run to run
-        axes.set_position(np.round(axes.get_position(original=True).bounds, 6).tolist())
-    if isinstance(figure, Sheet):
-        _place(figure.words)
-
-
-def _wrap_words(figure: Sheet, titles: Sequence[str]) -> None:
-    """Break titles and labels of axes into lines that are no longer than their panels."""
-    width, height = figure.get_size_inches()
-    points, small = rcParams["axes.titlesize"], rcParams["axes.labelsize"]
-    for (first, last), title in zip(figure.titles, titles, strict=True):
-        inches = (last.get_position().x1 - first.get_position().x0) * width
-        first.set_title(wrapped(figure, title, inches, points, "bold"))
-    for axes in figure.axes:
-        place = axes.get_position()
-        axes.set_xlabel(wrapped(figure, axes.get_xlabel(), place.width * width, small))
-        label = wrapped(figure, axes.get_ylabel(), max(1.0, place.height * height), small)
-        axes.yaxis.label.set_text(label)
-
-
-def _place(words: Sequence[Any]) -> None:
-    """Move each annotation to where it covers no mark of its panel and no other annotation; hide it where none is."""
-    taken: dict[Axes, list[Any]] = {}
-    for word in words:
-        axes = word.axes
-        if axes not in taken:
-            marked = [
-                line
-                for line in axes.lines
-                if line.get_marker() not in ("None", None, "") and len(line.get_xdata()) == 1
-            ]
-            spreads = [one for one in axes.collections if isinstance(one, LineCollection)]
-            taken[axes] = [artist.get_window_extent() for artist in (*marked, *spreads)]
-        panel = axes.get_window_extent()
-        x, y = word.get_position()
-        for offset, side, height in (
-            ((x, y), "left", "bottom"),
-            ((x, -y), "left", "top"),
-            ((-x, y), "right", "bottom"),
-            ((-x, -y), "right", "top"),
-        ):
-            word.set(position=offset, ha=side, va=height)
-            box = word.get_window_extent()
-            inside = panel.x0 <= box.x0 and box.x1 <= panel.x1 and panel.y0 <= box.y0 and box.y1 <= panel.y1
-            if inside and not any(box.overlaps(other) for other in taken[axes]):
-                taken[axes].append(box)
-                break
-        else:
-            word.set_visible(False)
+        figure.set_layout_engine("none")
+        for axes in figure.axes:
+            axes.set_position(np.round(axes.get_position(original=True).bounds, 6).tolist())
 
 
 def save(figure: Figure, path: Path, file_format: str) -> None:
@@ -416,9 +339,3 @@ def save(figure: Figure, path: Path, file_format: str) -> None:
     settle(figure)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format=file_format, metadata=FORMATS[file_format])
-
-
-def labels_of(figure: Figure, labels: Mapping[Any, str] | Sequence[str], inches: float) -> list[str]:
-    """Break the labels of ticks into lines of at most ``inches`` on the page."""
-    inches = min(inches, 0.36 * figure.get_figwidth())
-    return [wrapped(figure, label, inches, rcParams["ytick.labelsize"]) for label in labels]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -38,6 +38,7 @@ _FOLLOWS = {
     *("links", "device", "experts", "permute", "kernel", "fit"),
 }
 
+Row = Mapping[str, Any]
 Value = float | str
 
 
@@ -57,7 +58,7 @@ def value_words(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def value_of(key: str, comparison: Mapping[str, Any]) -> Value:
+def value_of(key: str, comparison: Row) -> Value:
     """A comparison's value of a swept key, a number or words; of ``layer.ep_size`` the experts per rank."""
     if key == EP_SIZE:
         return comparison["num_experts"] / comparison["num_ranks"]
@@ -67,6 +68,29 @@ def value_of(key: str, comparison: Mapping[str, Any]) -> Value:
     if value is None:
         return "unskewed" if key == "workload.peak_load" else "none"
     return value_words(value)
+
+
+def _points_words(row: Row, left_out: Iterable[str]) -> list[str]:
+    keys = [key for key in sorted(json.loads(row["point"])) if key not in left_out]
+    return [f"{key_words(key)} {value_words(value_of(key, row))}" for key in keys]
+
+
+def _sets(rows: Iterable[Row], value: Callable[[Row], Value], same: Callable[[Row], Any]) -> list[pd.DataFrame]:
+    """Comparisons in which ``same`` is the same: each ``value`` once, ascending, where there are at least two.
+
+    Values are words where not all are numbers. Of equal values the first comparison stands.
+    """
+    known = [{**row, "value": value(row), "same": json.dumps(same(row), sort_keys=True, default=str)} for row in rows]
+    found = []
+    for _, part in pd.DataFrame(known).groupby("same", sort=False) if known else ():
+        if not all(isinstance(one, float) for one in part["value"]):
+            part = part.assign(value=part["value"].map(value_words))
+        part = part.drop_duplicates("value")
+        found += [part.sort_values("value", kind="stable")] if len(part) > 1 else []
+    return found
+
+
+# ---- along a swept key -----------------------------------------------------------------------------------------------
 
 
 def swept_keys(comparisons: pd.DataFrame) -> list[str]:
@@ -84,25 +108,20 @@ def along(key: str, comparisons: pd.DataFrame) -> pd.DataFrame:
 
     Columns: ``COMPARISON``; ``swept_key``; ``swept_value``, a number, or words where not all are numbers; ``at``, its
     place, numbers ascending; ``other_keys``, the other swept keys with their values, and the directory where there are
-    several. Of equal values the first comparison stands.
+    several.
     """
-    rows = []
-    for row in comparisons.to_dict("records"):
-        keys = sorted(json.loads(row["point"]))
-        if key in keys:
-            others = [f"{key_words(name)} {value_words(value_of(name, row))}" for name in keys if name != key]
-            others += [f"from {row['directory']}"] if comparisons["directory"].nunique() > 1 else []
-            where = {name: row[name] for name in COMPARISON}
-            rows.append({**where, "swept_key": key, "swept_value": value_of(key, row), "other_keys": ", ".join(others)})
-    found = pd.DataFrame(rows, columns=[*COMPARISON, "swept_key", "swept_value", "other_keys"])
-    parts = []
-    for _, part in found.groupby("other_keys", sort=False):
-        if not all(isinstance(value, float) for value in part["swept_value"]):
-            part = part.assign(swept_value=part["swept_value"].map(value_words))
-        part = part.drop_duplicates("swept_value").sort_values("swept_value", kind="stable")
-        if len(part) > 1:
-            parts.append(part.assign(at=range(len(part))))
-    return pd.concat(parts, ignore_index=True) if parts else found.iloc[:0].assign(at=0)
+    several = comparisons["directory"].nunique() > 1
+    having = [row for row in comparisons.to_dict("records") if key in json.loads(row["point"])]
+
+    def others(row: Row) -> str:
+        return ", ".join([*_points_words(row, [key]), *([f"from {row['directory']}"] if several else [])])
+
+    parts = [
+        part.assign(swept_key=key, swept_value=part["value"], at=range(len(part)), other_keys=others(part.iloc[0]))
+        for part in _sets(having, lambda row: value_of(key, row), others)
+    ]
+    columns = [*COMPARISON, "swept_key", "swept_value", "at", "other_keys"]
+    return pd.concat(parts, ignore_index=True)[columns] if parts else pd.DataFrame(columns=columns)
 
 
 # ---- scaling ---------------------------------------------------------------------------------------------------------
@@ -114,47 +133,29 @@ def scalings(comparisons: pd.DataFrame) -> pd.DataFrame:
     Columns: ``COMPARISON``; ``quantity``, what varies, and ``held``, what stays, in words; ``value``.
     """
     rows = comparisons.to_dict("records")
-    sizes = lambda row: (row["num_ranks"], row["world_size"], row["num_tokens"])  # noqa: E731
+    by_rank, by_all = "EP size (ranks), tokens per rank held", "EP size (ranks), tokens of all ranks held"
     sets = [
-        *_sets("EP size (ranks), tokens per rank held", rows, lambda row: row["num_ranks"], _tokens_per_rank),
-        *_sets(
-            "EP size (ranks), tokens of all ranks held",
-            rows,
-            lambda row: row["num_ranks"],
-            lambda row: row["num_tokens"],
-        ),
-        *_sets("tokens per rank", rows, _tokens_per_rank, lambda row: sizes(row)[:2]),
+        *_scaled(by_rank, rows, lambda row: row["num_ranks"], _tokens_per_rank),
+        *_scaled(by_all, rows, lambda row: row["num_ranks"], lambda row: row["num_tokens"]),
+        *_scaled("tokens per rank", rows, _tokens_per_rank, lambda row: (row["num_ranks"], row["world_size"])),
     ]
     for key in dict.fromkeys(key for row in rows for key in json.loads(row["point"])):
         having = [row for row in rows if key in json.loads(row["point"])]
         if key not in _SIZES and all(isinstance(value_of(key, row), float) for row in having):
-            sets += _sets(key_words(key), having, lambda row, key=key: value_of(key, row), sizes, swept=key)
+            sizes = lambda row: (row["num_ranks"], row["world_size"], row["num_tokens"])  # noqa: E731
+            sets += _scaled(key_words(key), having, lambda row, key=key: value_of(key, row), sizes, swept=key)
     columns = [*COMPARISON, "quantity", "held", "value"]
     return pd.concat(sets, ignore_index=True)[columns] if sets else pd.DataFrame(columns=columns)
 
 
-def _sets(
-    quantity: str, rows: list[dict[str, Any]], value: Callable, held: Callable, swept: str | None = None
+def _scaled(
+    quantity: str, rows: list[Row], value: Callable[[Row], float], held: Callable[[Row], Any], swept: str | None = None
 ) -> list[pd.DataFrame]:
-    """Sets of at least two values, ascending; of equal values the first comparison stands."""
-    known = [
-        {
-            **row,
-            "value": float(value(row)),
-            "same": json.dumps([held(row), _identity(row, swept)], sort_keys=True, default=str),
-        }
-        for row in rows
-    ]
-    parts = pd.DataFrame(known).drop_duplicates(["same", "value"]).sort_values("value", kind="stable") if known else []
-    groups = [part for _, part in parts.groupby("same", sort=False)] if len(parts) else []
-    return [
-        part.assign(quantity=quantity, held=_held_words(part.iloc[0].to_dict(), quantity, swept))
-        for part in sorted(groups, key=lambda part: part.index.min())
-        if len(part) > 1
-    ]
+    sets = _sets(rows, lambda row: float(value(row)), lambda row: [held(row), identity(row, swept)])
+    return [part.assign(quantity=quantity, held=_held_words(part.iloc[0].to_dict(), quantity, swept)) for part in sets]
 
 
-def _identity(row: Mapping[str, Any], swept: str | None) -> list[Any]:
+def identity(row: Row, swept: str | None = None) -> list[Any]:
     """All that must be the same, but for sizes, and the quantity that varies."""
     facts, point = row["facts"], json.loads(row["point"])
     same = {name: value for name, value in facts.items() if name not in _FOLLOWS}
@@ -167,16 +168,16 @@ def _identity(row: Mapping[str, Any], swept: str | None) -> list[Any]:
     return [same, others, ran, origin, row["workload"], padding, title, row["directory"]]
 
 
-def _traffic(row: Mapping[str, Any]) -> str:
+def _traffic(row: Row) -> str:
     """A comparison's title without its sizes; results of older versions say "1 tokens"."""
     return re.sub(r", EP \d+|, [\d,]+ tokens?\b( \([^)]* a rank[^)]*\))?", "", row["title"])
 
 
-def _tokens_per_rank(row: Mapping[str, Any]) -> float:
+def _tokens_per_rank(row: Row) -> float:
     return row["num_tokens"] / row["world_size"]
 
 
-def _held_words(row: Mapping[str, Any], quantity: str, swept: str | None) -> str:
+def _held_words(row: Row, quantity: str, swept: str | None) -> str:
     words = [row["model"] if swept is not None else _traffic(row)]
     if not quantity.startswith("EP size"):
         words.append(f"EP {row['num_ranks']}")
@@ -184,5 +185,4 @@ def _held_words(row: Mapping[str, Any], quantity: str, swept: str | None) -> str
         words.append(tokens_words(row["num_tokens"]))
     elif quantity.startswith("EP size"):
         words.append(f"{_tokens_per_rank(row):,.0f} tokens per rank")
-    others = [key for key in json.loads(row["point"]) if key not in _SIZES and key != swept]
-    return ", ".join([*words, *(f"{key_words(key)} {value_words(value_of(key, row))}" for key in others)])
+    return ", ".join([*words, *_points_words(row, (*_SIZES, swept))])

@@ -339,11 +339,11 @@ def overview(store: Store) -> Table:
 
 
 def count_words(frame: pd.DataFrame) -> str:
-    """How many cases were measured, and what became of the others."""
+    """How many cases have results, and what became of the others."""
     counts = frame["status"].value_counts().sort_index()
     lost = ", ".join(f"{number} {status}" for status, number in counts.items() if status != "ok")
     number = counts.get("ok", 0)
-    return f"{len(frame)} cases: {number} measured, {len(frame) - number} not" + (f" ({lost})" if lost else "")
+    return f"{len(frame)} cases: {number} ok, {len(frame) - number} not" + (f" ({lost})" if lost else "")
 
 
 def warnings_of(listed: Sequence[Table]) -> list[str]:

@@ -20,15 +20,14 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from moe_ep_bench.analysis.cases import samples
-from moe_ep_bench.analysis.marks import Marks, milliseconds, name_rows
+from moe_ep_bench.analysis.marks import milliseconds
+from moe_ep_bench.analysis.reading import ITERATION
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.analysis.style import INK, MUTED, Look, phase_look
+from moe_ep_bench.analysis.style import INK, MUTED, Look
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.schema import LAYER_PHASES, PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES, phase_groups
+from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES
 
-ITERATION = ["launch", "batch", "iteration"]
 _MAX_LANES, _SHOWN_LANES = 24, 16
-_END_LINE = {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (4, 2))}
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,57 @@ class Choice:
 DEFAULT = Choice()
 
 
-def chosen(rows: pd.DataFrame, choice: Choice) -> tuple[pd.Series, pd.Series, str] | None:
-    """The case that is shown, its native, and in words why it is this one; None where none has its native beside it.
+def timeline_rows(store: Store, cases: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+    """A row per bar: a phase of a rank that took time, of native and of the case that is chosen.
 
-    Args:
-        rows: cases with breakdowns.
+    Columns: those of the case; ``ITERATION``, ``rank``, ``is_critical``, ``phase``, ``begin_us``, ``time_us``;
+    ``end_us``, of the slowest rank; ``subtitle``; ``heading``, of the panel. None where no case has its native beside
+    it.
+    """
+    timed = cases[(cases["status"] == "ok") & (cases["world_size"] > cases["num_replicas"])]
+    found = _chosen(timed[timed["waiting_ms"].notna()], choice)
+    if found is None:
+        return pd.DataFrame()
+    case, native, why = found
+    times = [_broken_down(store, one) for one in (native, case)]
+    if any(part.empty for part in times):
+        return pd.DataFrame()
+    native_us, case_us = layer_us = [part[TOTAL].groupby(level=ITERATION).max() for part in times]
+    key = _iteration(case_us, choice.iteration, case["label"])
+    beside = native_us[native_us.index.map(lambda other: other[:2] == key[:2])]
+    if beside.empty:
+        where = "/".join(map(str, key[:2]))
+        raise UserError(f"--iteration: native has no breakdown iteration in launch/batch {where}; choose another")
+    keys = [(beside - native_us.median()).abs().idxmin(), key]
+    size = int(case["world_size"] // case["num_replicas"])
+    shown = [_of_slowest_group(part.xs(one), size) for part, one in zip(times, keys, strict=True)]
+    critical = [critical_rank(part) for part in shown]
+    ranks = _lanes(shown[0], set(critical))
+    fewer = f" {len(ranks)} of {len(shown[0])} ranks." if len(ranks) < len(shown[0]) else ""
+    if case["num_replicas"] > 1:
+        fewer += f" Of {case['num_replicas']:.0f} replicas the one with the slowest rank."
+    how = (
+        f"{case['name']} beside native; {case['title']}; {why}; launch {key[0]}, batch {key[1]}; phases are laid end "
+        f"to end, and the critical rank is the one that waits least.{fewer}"
+    )
+    parts = []
+    for row, part, one, rank, median_us in zip(
+        (native, case), shown, keys, critical, [series.median() for series in layer_us], strict=True
+    ):
+        times_us = part.loc[ranks, [*LAYER_PHASES, UNACCOUNTED]]
+        begins_us = times_us.cumsum(axis=1) - times_us
+        bars = pd.DataFrame({"time_us": times_us.stack(), "begin_us": begins_us.stack()}).reset_index()
+        bars = bars[bars["time_us"] > 0].assign(**dict(zip(ITERATION, one, strict=True)), is_critical=False)
+        bars.loc[bars["rank"] == rank, "is_critical"] = True
+        about = {"facet": row["case_id"], "heading": _title(row, part, median_us), "subtitle": how}
+        about["end_us"] = part[TOTAL].max()
+        of_case = row.drop([*bars, *about], errors="ignore").to_frame().T.infer_objects().copy()  # of one piece again
+        parts.append(bars.merge(of_case, how="cross").assign(**about))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _chosen(rows: pd.DataFrame, choice: Choice) -> tuple[pd.Series, pd.Series, str] | None:
+    """The case that is shown, its native, and in words why it is this one; None where none has its native beside it.
 
     Raises:
         UserError: there is no case of the name that was asked for.
@@ -63,9 +108,8 @@ def chosen(rows: pd.DataFrame, choice: Choice) -> tuple[pd.Series, pd.Series, st
     others = rows[rows["facet"].isin(native.index) & (rows["role"] != "baseline")]
     policies = others[others["role"] == "policy"]
     faster = policies[policies["verdict"] == "faster"].sort_values("speedup_median", ascending=False, kind="stable")
-    cheap = faster[
-        (faster["dropped_share"] <= choice.max_dropped) & (faster["retained_mass"] >= 1 - choice.max_lost_mass)
-    ]
+    cheap = faster[faster["dropped_share"] <= choice.max_dropped]
+    cheap = cheap[cheap["retained_mass"] >= 1 - choice.max_lost_mass]
     bounds = f"{choice.max_dropped:.0%} dropped and {choice.max_lost_mass:.0%} of the score mass lost"
     if choice.case is not None:
         found, why = others[(others["label"] == choice.case) | (others["case_id"] == choice.case)], "as chosen"
@@ -79,56 +123,6 @@ def chosen(rows: pd.DataFrame, choice: Choice) -> tuple[pd.Series, pd.Series, st
     else:
         found, why = policies, "the first policy: none is faster beyond the noise"
     return None if found.empty else (found.iloc[0], native.loc[found["facet"].iloc[0]], why)
-
-
-def timeline_rows(store: Store, cases: pd.DataFrame, choice: Choice) -> pd.DataFrame | None:
-    """A row per bar: a phase of a rank that took time, of native and of the case that is chosen.
-
-    Columns: those of the case; ``ITERATION``, ``rank``, ``is_critical``, ``phase``, ``begin_us``, ``time_us``;
-    ``end_us``, of the slowest rank; ``subtitle``; ``heading``, of the panel.
-    """
-    timed = cases[
-        (cases["status"] == "ok") & (cases["world_size"] > cases["num_replicas"]) & (cases["waiting_ms"].notna())
-    ]
-    found = chosen(timed, choice)
-    if found is None:
-        return None
-    case, native, why = found
-    both = {"after": case, "before": native}
-    times = {side: _broken_down(store, one) for side, one in both.items()}
-    if any(part.empty for part in times.values()):
-        return None
-    layer_us = {side: part[TOTAL].groupby(level=ITERATION).max() for side, part in times.items()}
-    keys = {"after": _iteration(layer_us["after"], choice.iteration, case["label"])}
-    here = layer_us["before"].loc[[key for key in layer_us["before"].index if key[:2] == keys["after"][:2]]]
-    if here.empty:
-        where = "/".join(map(str, keys["after"][:2]))
-        raise UserError(f"--iteration: native has no breakdown iteration in launch/batch {where}; choose another")
-    keys["before"] = (here - layer_us["before"].median()).abs().idxmin()
-    size = int(case["world_size"] // case["num_replicas"])
-    shown = {side: _of_slowest_group(times[side].xs(keys[side]), size) for side in keys}
-    critical = {side: critical_rank(part) for side, part in shown.items()}
-    ranks = _lanes(shown["before"], set(critical.values()))
-    fewer = f" {len(ranks)} of {len(shown['before'])} ranks." if len(ranks) < len(shown["before"]) else ""
-    if case["num_replicas"] > 1:
-        fewer += f" Of {case['num_replicas']:.0f} replicas the one with the slowest rank."
-    launch, batch, _ = keys["after"]
-    how = (
-        f"{case['name']} beside native; {case['title']}; {why}; launch {launch}, batch {batch}; phases are laid end to "
-        f"end, and the critical rank is the one that waits least.{fewer}"
-    )
-    parts = []
-    for side in ("before", "after"):
-        times_us = shown[side].loc[ranks, [*LAYER_PHASES, UNACCOUNTED]]
-        begins_us = times_us.cumsum(axis=1) - times_us
-        bars = pd.DataFrame({"time_us": times_us.stack(), "begin_us": begins_us.stack()}).reset_index()
-        title = _title(both[side], shown[side], layer_us[side].median())
-        about = {**dict(zip(ITERATION, keys[side], strict=True)), "heading": title, "facet": side, "subtitle": how}
-        of_case = both[side].to_frame().T.infer_objects().copy()  # of one piece again
-        bars = bars[bars["time_us"] > 0].merge(of_case, how="cross").assign(**about)
-        is_critical = bars["rank"] == critical[side]
-        parts.append(bars.assign(is_critical=is_critical, end_us=shown[side][TOTAL].max()))
-    return pd.concat(parts, ignore_index=True)
 
 
 def _broken_down(store: Store, case: pd.Series) -> pd.DataFrame:
@@ -176,10 +170,9 @@ def _lanes(times_us: pd.DataFrame, always: set[int]) -> list[int]:
     if len(ranks) <= _MAX_LANES:
         return ranks
     work_us = times_us[TOTAL] - times_us[list(WAITING_PHASES)].sum(axis=1)
-    by_work = work_us.sort_values(ascending=False, kind="stable").index.to_numpy()
-    places = set(np.linspace(0, len(by_work) - 1, _SHOWN_LANES).round().astype(int).tolist())
-    places |= {place for place, rank in enumerate(by_work) if rank in always}
-    return [int(by_work[place]) for place in sorted(places)]
+    by_work = [int(rank) for rank in work_us.sort_values(ascending=False, kind="stable").index]
+    evenly = {by_work[int(place)] for place in np.linspace(0, len(by_work) - 1, _SHOWN_LANES).round()}
+    return [rank for rank in by_work if rank in evenly | always]
 
 
 def _title(case: pd.Series, times_us: pd.DataFrame, median_us: float) -> str:
@@ -193,34 +186,15 @@ def _title(case: pd.Series, times_us: pd.DataFrame, median_us: float) -> str:
     return ", ".join([*words, f"{100 * waiting:.1f} % waiting"])
 
 
-def lanes() -> Marks:
-    """A lane per rank, its phases as bars; a box round the critical rank."""
-
-    def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
-        del looks
-        ranks = list(rows["rank"].unique())
-        at = rows["rank"].map({rank: place for place, rank in enumerate(ranks)})
-        drawn = rows.assign(at=at, group=rows["phase"].map({name: phase.group for name, phase in PHASES.items()}))
-        drawn["group"] = drawn["group"].fillna(UNACCOUNTED)
-        order = {group: place for place, group in enumerate(phase_groups("layer"))}
-        drawn = drawn.sort_values("group", key=lambda group: group.map(order), kind="stable")
-        for (group, how), own in drawn.groupby(["group", "part_origin"], sort=False):
-            label = str(group) if how == "measured" else f"{group} ({how})"
-            where = {"left": own["begin_us"] / 1e3, "height": 0.8, "linewidth": 0.4}
-            axes.barh(own["at"], own["time_us"] / 1e3, label=label, **where, **phase_look(str(group), str(how)))
-        critical = rows[rows["is_critical"]]
-        lane = ranks.index(critical["rank"].iloc[0])
-        box = Rectangle(
-            (0, lane - 0.47), critical["time_us"].sum() / 1e3, 0.94, fill=False, edgecolor=INK, linewidth=1.8
-        )
-        box.set(zorder=4, clip_on=False, label="critical rank")
-        axes.add_patch(box)
-        axes.axvline(rows["end_us"].iloc[0] / 1e3, zorder=3, label="end of the slowest rank", **_END_LINE)
-        name_rows(axes, [f"critical: rank {rank}" if rank == ranks[lane] else f"rank {rank}" for rank in ranks])
-        axes.get_yticklabels()[lane].set_fontweight("bold")
-        if len(ranks) > 8:
-            axes.tick_params(axis="y", labelsize="x-small")
-        axes.set_xlim(0, 1.02 * rows["longest_us"].iloc[0] / 1e3)
-        axes.set_xlabel("time since the layer began (ms)")
-
-    return Marks(draw)
+def mark_critical(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+    """A box round the critical rank's lane, and a line where the slowest rank ends."""
+    del looks
+    critical, lanes = rows[rows["is_critical"]], list(rows["bar"].unique())
+    lane, end_ms = lanes.index(critical["bar"].iloc[0]), critical["time_ms"].sum()
+    look = {"fill": False, "edgecolor": INK, "linewidth": 1.8, "zorder": 4, "clip_on": False}
+    axes.add_patch(Rectangle((0, lane - 0.42), end_ms, 0.84, label="critical rank", **look))
+    look = {"color": MUTED, "linewidth": 1.0, "linestyle": (0, (4, 2)), "zorder": 3}
+    axes.axvline(rows["end_us"].iloc[0] / 1e3, label="end of the slowest rank", **look)
+    axes.get_yticklabels()[lane].set_fontweight("bold")
+    if len(lanes) > 8:
+        axes.tick_params(axis="y", labelsize="x-small")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import ALL, MOE, cases, comparisons, jobs, load, routing, timings
+from moe_ep_bench.analysis.cases import cases, comparisons, jobs, load, routing, timings
 from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, text
 from moe_ep_bench.analysis.compare import changes_of
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED
@@ -24,6 +24,7 @@ from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.results import ValidationDirectory
+from moe_ep_bench.schema import ALL, MOE
 from moe_ep_bench.timing.statistics import equivalence
 
 _RUNS = ("real", "emulated")

@@ -134,14 +134,14 @@ def _whole_batches(experiment: Experiment) -> Rows:
     yield config.padding_per_rank, "workload.padding_per_rank", "0 with scope model", config.padding_per_rank
     if isinstance(config, SyntheticConfig):
         key, per_request, single = "workload.sequence_length", config.sequence_length, "1"
-        is_step = per_request == 1
     else:
         key, per_request = "workload.tokens_per_request", config.tokens_per_request
-        single, is_step = "1 and workload.arrangement: decode", config.arrangement == "decode"
-        yield is_step and per_request > 1, key, "1 with scope model", per_request
+        single = "1 and workload.arrangement: decode"
+        yield config.is_step and per_request > 1, key, "1 with scope model", per_request
     step = f"{single}, for whole.context_length={context} makes a batch one decode step"
-    yield context and not is_step, key, step, per_request
-    yield is_step and not context, "whole.context_length", "at least 1, where a batch is one token per request", 0
+    yield context and not config.is_step, key, step, per_request
+    least = "at least 1, where a batch is one token per request"
+    yield config.is_step and not context, "whole.context_length", least, 0
 
 
 def of_recording(model: ModelSpec, num_moe: int, num_recorded: int) -> Rows:

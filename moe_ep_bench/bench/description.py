@@ -27,9 +27,6 @@ from moe_ep_bench.workload import SyntheticWorkload, Workload
 if TYPE_CHECKING:  # It imports torch, for which a dry run does not wait.
     from moe_ep_bench.runtime.ranks import Ranks
 
-# Memory of a rank that batches may take until they are used.
-_MOST_KEPT_BYTES = 4 * 2**30
-
 
 def run_json(
     run_id: str,
@@ -100,14 +97,12 @@ def describe_timed_run(
         ValueError: a batch cannot meet its targets; one line, on every rank.
     """
     for comparison in comparisons:
-        # Of several comparisons the last would wait long for what is kept of it; a layer has one workload.
-        is_model = comparison.scope == "model"
-        keep = is_model and len(comparisons) == comparison.world_size == 1
         with naming(comparison.title):
-            if survey or is_model:
-                survey_together(tuple(comparison.workloads.values()), ranks, before, keep=keep)
+            if survey or comparison.scope == "model":
+                survey_together(tuple(comparison.workloads.values()), ranks, before)
             else:
                 comparison.workload.skip_survey()
+                comparison.workload.solve()
     mine = provenance.describe_rank(ranks.device, several_nodes=ranks.local_world_size < ranks.world_size)
     of_ranks = ranks.told(mine)
     # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
@@ -115,37 +110,28 @@ def describe_timed_run(
     return describe_run(run_id, comparisons, {**described, "ranks": of_ranks}, ranks)
 
 
-def survey_together(
-    workloads: Sequence[Workload], ranks: Ranks, before: Callable[[], object], *, keep: bool = False
-) -> None:
+def survey_together(workloads: Sequence[Workload], ranks: Ranks, before: Callable[[], object]) -> None:
     """Go through all batches of all workloads, so that each knows its ``findings`` on every rank; all call this alike.
 
-    Ranks share the batches and tell the others what they found and solved for. They meet after a batch each, so that
-    none waits for others for longer than a batch takes.
+    Ranks share the batches and tell the others what they found and solved for.
 
     Args:
-        before: called before each meeting and each piece of a batch.
-        keep: keep what a rank alone makes, where it fits into memory.
+        before: called before each piece of a batch.
 
     Raises:
         ValueError: some batch cannot meet its targets; on every rank.
     """
-    size = sum(workload.num_batches * workload.num_tokens * workload.num_experts * 4 for workload in workloads)
-    if keep and ranks.world_size == 1 and size <= _MOST_KEPT_BYTES:
-        for workload in workloads:
-            workload.keep_batches()
     batches = [(workload, index) for workload in workloads for index in range(workload.num_batches)]
-    for first in range(ranks.rank, len(batches) + ranks.rank, ranks.world_size):
-        problem = ""
-        before()
-        try:
-            for workload, index in batches[first : first + 1]:
-                for _ in workload.survey(index):
-                    before()
-        except ValueError as error:
-            problem = str(error)
-        for refused in filter(None, ranks.told(problem)):
-            raise UserError(refused)
+    problem = ""
+    before()
+    try:
+        for workload, index in batches[ranks.rank :: ranks.world_size]:
+            for _ in workload.survey(index):
+                before()
+    except ValueError as error:
+        problem = str(error)
+    for refused in filter(None, ranks.told(problem)):
+        raise UserError(refused)
     for rank, of_rank in enumerate(ranks.told([workload.findings() for workload in workloads])):
         if rank != ranks.rank:
             for workload, findings in zip(workloads, of_rank, strict=True):

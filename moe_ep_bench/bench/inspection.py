@@ -2,7 +2,7 @@
 
 Every case routes alone first, then runs once on every batch: kernels compile, every shape is seen, routing metrics are
 taken, and each layer's output is held against the dense reference for the input that it got. What raises where ranks do
-not meet, and what is wrong, costs the case and no rank: all agree on it (``Inspection.drop_failing``).
+not meet, and what is wrong, costs the case and no rank: all agree on it (``drop_failing``).
 
 Shapes: T = this rank's tokens, E = experts, N = tokens held against the reference, V = cases.
 """
@@ -25,8 +25,7 @@ from moe_ep_bench.bench.routing import case_metrics
 from moe_ep_bench.kernels.dispatch import oracle_for
 from moe_ep_bench.layer.attention import kernels_of_attention
 from moe_ep_bench.layer.backends import MappedExperts
-from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
-from moe_ep_bench.layer.stack import layer_seed
+from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.policies.waits import watched_waits
@@ -99,141 +98,116 @@ def checked_rows(session: Session, batch: int) -> Tensor:
     return places_N.long().to(session.device)
 
 
-class Inspection:
-    """What was seen of a session's cases.
+@contextlib.contextmanager
+def _without_others(case: Case) -> Iterator[None]:
+    """Let what is raised in the block, in which ranks do not meet, be the case's problem: ranks stay together."""
+    try:
+        yield
+    except Exception as error:
+        case.problem = case.problem or case.session.job.survive(error)
 
-    Attributes:
-        rows: of each case by id, routing metrics of every batch and layer.
-        errors: the worst error beside the reference, by case id.
-        problems: by case id what this rank found wrong, in words.
-        waits: where the host waited for a GPU, by case id.
-        attention: torch's kernels of a model's attention, on all ranks.
+
+def try_all(session: Session) -> None:
+    """Route every batch by every case: kernels compile, and what raises does so while no rank waits for another.
+
+    The statistics of a policy that looks at the whole batch are this rank's own.
     """
+    for case in session.cases:
+        session.job.mark.set(case.case_id)
+        with _without_others(case):
+            for batch in range(session.num_batches):
+                session.job.watchdog.feed()
+                case.route_alone(batch)
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        self.errors: dict[str, float] = {}
-        self.problems: dict[str, str] = {}
-        self.waits: dict[str, Counter[str]] = {}
-        self.attention: list[str] = []
-        self._alone: DenseReference | None = None
 
-    @contextlib.contextmanager
-    def without_others(self, case: Case) -> Iterator[None]:
-        """Let what is raised in the block, in which ranks do not meet, be the case's problem: ranks stay together."""
-        try:
-            yield
-        except Exception as error:
-            self.problems.setdefault(case.case_id, self.session.job.survive(error))
-
-    def try_all(self) -> None:
-        """Route every batch by every case: kernels compile, and what raises does so while no rank waits for another.
-
-        The statistics of a policy that looks at the whole batch are this rank's own.
-        """
-        job = self.session.job
-        for case in self.session.cases:
-            job.mark.set(case.case_id)
-            with self.without_others(case):
-                for batch in range(self.session.num_batches):
+def observe_all(session: Session) -> None:
+    """Run every case on every batch once: shapes are seen, routing metrics taken, every layer's output checked."""
+    job = session.job
+    for batch in range(session.num_batches):
+        native: Tensor | None = None
+        for case in session.cases:
+            job.begin(case.case_id)
+            if case.spec.role == BASELINE and batch == 0:  # Where it is lost, no case of this size can be had.
+                job.mark.set(session.comparison.comparison_id)
+            seen = look(case, batch)
+            if case.spec.role == BASELINE:
+                native = seen.output
+            with _without_others(case):
+                _note(case, seen, batch)
+                for place, (layer, of_layer) in enumerate(seen.layers.items(), batch * len(session.layers)):
                     job.watchdog.feed()
-                    case.route_alone(batch)
+                    share = case.share(batch, layer)
+                    row = case_metrics(case.spec, of_layer.routing, share)
+                    row["reference_error"] = _reference_error(case, layer, of_layer) if batch == 0 else None
+                    is_last = layer == session.layers[-1] and case.spec.role != CEILING and native is not None
+                    valid_T = share.context.token_mask_T
+                    row["output_error"] = relative_error(seen.output, native, valid_T) if is_last else None
+                    case.metrics.put((place,), row)
+    if session.comparison.scope == "model":  # One pass more shows which kernels torch takes for attention.
+        job.watchdog.feed()
+        kernels = kernels_of_attention(partial(session.stack.run, session.cases[0].prepare(0)))
+        session.conditions["attention"] = sorted({name for names in job.ranks.told(list(kernels)) for name in names})
 
-    def observe_all(self) -> None:
-        """Run every case on every batch once: shapes are seen, routing metrics taken, every layer's output checked."""
-        session, job = self.session, self.session.job
-        for batch in range(session.num_batches):
-            native: Tensor | None = None
-            for case in session.cases:
-                job.begin(case.case_id)
-                if case.spec.role == BASELINE and batch == 0:  # Where it is lost, no case of this size can be had.
-                    job.mark.set(session.comparison.comparison_id)
-                seen = look(case, batch)
-                if case.spec.role == BASELINE:
-                    native = seen.output
-                with self.without_others(case):
-                    self.note_problem(case, seen, batch)
-                    for layer, of_layer in seen.layers.items():
-                        job.watchdog.feed()
-                        share = case.share(batch, layer)
-                        row = case_metrics(case.spec, of_layer.routing, share)
-                        row["reference_error"] = self.reference_error(case, layer, of_layer) if batch == 0 else None
-                        is_last = layer == session.layers[-1] and case.spec.role != CEILING and native is not None
-                        valid_T = share.context.token_mask_T
-                        row["output_error"] = relative_error(seen.output, native, valid_T) if is_last else None
-                        self.rows[case.case_id].append(row)
-        if session.comparison.scope == "model":  # One pass more shows which kernels torch takes for attention.
-            job.watchdog.feed()
-            kernels = kernels_of_attention(partial(session.stack.run, session.cases[0].prepare(0)))
-            self.attention = sorted({name for names in job.ranks.told(list(kernels)) for name in names})
 
-    def check_again(self) -> None:
-        """Hold every layer of every case against the reference once more, after it was timed."""
-        for case in self.session.cases:
-            self.session.job.begin(case.case_id)
-            seen = look(case, 0)
-            with self.without_others(case):
-                self.note_problem(case, seen, 0)
-            if self.session.replays is not None:
-                seen, problem = self.session.replays.looked_at(case, seen)
-                if problem:
-                    self.problems.setdefault(case.case_id, problem)
-            with self.without_others(case):
-                for row, (layer, of_layer) in zip(self.rows[case.case_id], seen.layers.items(), strict=False):
-                    self.session.job.watchdog.feed()
-                    row["reference_error"] = max(self.reference_error(case, layer, of_layer), row["reference_error"])
+def check_again(session: Session) -> None:
+    """Hold every layer of every case against the reference once more, after it was timed."""
+    for case in session.cases:
+        session.job.begin(case.case_id)
+        seen = look(case, 0)
+        with _without_others(case):
+            _note(case, seen, 0)
+        if session.replays is not None:
+            seen, problem = session.replays.looked_at(case, seen)
+            case.problem = case.problem or problem
+        with _without_others(case):
+            for place, (layer, of_layer) in enumerate(seen.layers.items()):
+                session.job.watchdog.feed()
+                errors = case.metrics["reference_error"]
+                errors[place] = max(_reference_error(case, layer, of_layer), errors[place])
 
-    def note_problem(self, case: Case, seen: Observation, batch: int) -> None:
-        """Note what is no number. The reference is held against few tokens of one batch; this is found in all."""
-        self.waits[case.case_id] = Counter(seen.waits)  # The last look is a run in which nothing was compiled.
-        if seen.problem:
-            self.problems.setdefault(case.case_id, f"{seen.problem}, batch {batch}")
 
-    def reference_error(self, case: Case, layer: int | None, seen: LayerLook) -> float:
-        """Compare a layer's run on batch 0 with the dense reference; a policy's map also with the policy itself.
+def _note(case: Case, seen: Observation, batch: int) -> None:
+    """Note what is no number. The reference is held against few tokens of one batch; this is found in all."""
+    case.waits = Counter(seen.waits)  # The last look is a run in which nothing was compiled.
+    if seen.problem:
+        case.problem = case.problem or f"{seen.problem}, batch {batch}"
 
-        Not so the map of a policy whose statistics are summed over other ranks. Where Megatron-Core drops, which of
-        equals it keeps is open: then the loads must be the policy's.
-        """
-        weights_NE = seen.routing.weights_TE[checked_rows(self.session, 0)]
-        error = self._reference(layer, seen.input_ND).worst_error(seen.output_ND, weights_NE)
-        policy, share = case.spec.policy, case.share(0, layer)
-        context, alone = case.router.context(share, 0), self.session.comparison.ep_size == 1
-        if policy is not None and (alone or policy.batch_stats(share.scores_TE, context) is None):
-            expected = oracle_for(policy, self.session.device).route(share.scores_TE, case.router.context(share, 0))
-            maps = expected.map_TE, seen.routing.map_TE
-            if isinstance(policy, MegatronDrop):
-                maps = maps[0].sum(dim=0), maps[1].sum(dim=0)
-            if not torch.equal(*maps):
-                error = float("inf")
-        self.errors[case.case_id] = max(error, self.errors.get(case.case_id, 0.0))
-        return error
 
-    def _reference(self, layer: int | None, input_ND: Tensor) -> DenseReference:
-        if layer is None and self._alone is not None:  # All cases give a layer alone the same input.
-            return self._alone
-        model, seed = self.session.comparison.model, layer_seed(self.session.seed, layer)
-        reference = DenseReference(model, input_ND, seed)
-        if layer is None:
-            self._alone = reference
-        return reference
+def _reference_error(case: Case, layer: int | None, seen: LayerLook) -> float:
+    """Compare a layer's run on batch 0 with the dense reference; a policy's map also with the policy itself.
 
-    def drop_failing(self, when: str) -> None:
-        """Record cases whose output is wrong on any rank as failed, and go on without them."""
-        session, tolerance = self.session, TOLERANCE[self.session.dtype]
-        of_ranks = session.job.ranks.told((self.problems, self.errors))
-        for case in list(session.cases):
-            problems = [(rank, told[case.case_id]) for rank, (told, _) in enumerate(of_ranks) if case.case_id in told]
-            worst = [errors.get(case.case_id, 0.0) for _, errors in of_ranks]
-            if problems:
-                rank, reason = problems[0]
-                status, words = split_reason(reason)
-                session.drop(case, f"{when}: rank {rank}: {words}", status)
-            elif not all(error <= tolerance for error in worst):
-                what = f"output differs from the dense reference by {max(worst):.2g}, allowed is {tolerance:g}"
-                session.drop(case, f"{when}: {what}")
-        session.job.check_written()
+    Not so the map of a policy whose statistics are summed over other ranks. Where Megatron-Core drops, which of
+    equals it keeps is open: then the loads must be the policy's.
+    """
+    session, policy, share = case.session, case.spec.policy, case.share(0, layer)
+    weights_NE = seen.routing.weights_TE[checked_rows(session, 0)]
+    error = session.reference(layer, seen.input_ND).worst_error(seen.output_ND, weights_NE)
+    alone, context = session.comparison.ep_size == 1, case.router.context(share, 0)
+    if policy is not None and (alone or policy.batch_stats(share.scores_TE, context) is None):
+        expected = oracle_for(policy, session.device).route(share.scores_TE, case.router.context(share, 0))
+        maps = expected.map_TE, seen.routing.map_TE
+        if isinstance(policy, MegatronDrop):
+            maps = maps[0].sum(dim=0), maps[1].sum(dim=0)
+        if not torch.equal(*maps):
+            error = float("inf")
+    case.error = max(error, case.error)
+    return error
+
+
+def drop_failing(session: Session, when: str) -> None:
+    """Record cases whose output is wrong on any rank as failed, and go on without them."""
+    tolerance = TOLERANCE[session.dtype]
+    of_ranks = session.job.ranks.told([(case.problem, case.error) for case in session.cases])
+    for case, told in zip(list(session.cases), zip(*of_ranks, strict=True), strict=True):
+        worst = [error for _, error in told]
+        if problems := [(rank, problem) for rank, (problem, _) in enumerate(told) if problem]:
+            rank, reason = problems[0]
+            status, words = split_reason(reason)
+            session.drop(case, f"{when}: rank {rank}: {words}", status)
+        elif not all(error <= tolerance for error in worst):
+            what = f"output differs from the dense reference by {max(worst):.2g}, allowed is {tolerance:g}"
+            session.drop(case, f"{when}: {what}")
+    session.job.check_written()
 
 
 def compute_alone(session: Session) -> None:

@@ -26,7 +26,6 @@ from moe_ep_bench.cost_model.table_devices import load_device, load_links
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts
-from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.progress import SILENT_S, progress_bar
@@ -111,16 +110,16 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
 
     Args:
         backend: ``virtual`` is ``modelled`` where the config names a device (``emulate.device``).
-        world_size: real ranks. Other backends have ``layer.ep_size`` ranks, or ``default_ep_size``.
+        world_size: real ranks. Other backends have ``Experiment.virtual_ranks``.
 
     Raises:
         ValueError: naming the key whose value does not fit.
     """
-    model, layer, links, device = experiment.model.spec(), experiment.layer, None, None
+    links = device = None
     if backend != RANKS:
-        world_size = layer.ep_size or default_ep_size(model.num_experts)
+        world_size = experiment.virtual_ranks
     assert world_size is not None
-    ep_size = layer.ep_size or world_size
+    ep_size = experiment.layer.ep_size or world_size
     checks.refuse(checks.of_experiment(experiment, backend, world_size))
     if backend in (VIRTUAL, MODELLED):
         links, device = _load_models(experiment, ep_size)

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.inspection import observe_all
 from moe_ep_bench.bench.job import Job
 from moe_ep_bench.bench.session import Session, form_groups
 from moe_ep_bench.files import atomic_path
@@ -57,7 +58,7 @@ def profile_case(job: Job, comparison: Comparison, case: CaseSpec) -> None:
     with device_scope(), torch.inference_mode():
         session = Session(job, comparison, [case], form_groups(comparison))
         session.fill_cache()
-        session.inspection.observe_all()
+        observe_all(session)
         _iterate(session, session.cases[0], PhaseRecorder(clock_for(job.ranks.device)))  # warms it
         recorder = PhaseRecorder(RangesInTrace(clock_for(job.ranks.device)))
         if _NSYS in os.environ:

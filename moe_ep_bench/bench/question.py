@@ -1,6 +1,6 @@
 """Turn what ``advise`` is asked into a config of modelled emulation: whose layer, which traffic, which candidates.
 
-Needs no torch: mistakes are found, and the plan is printed, before it is imported.
+Needs no torch until a question is modelled: mistakes are found, and the plan is printed, before it is imported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -25,16 +25,26 @@ from moe_ep_bench.config import (
     experiments_of,
     read_config,
 )
-from moe_ep_bench.cost_model.table_devices import DTYPE, default_links, dtype_of, load_device, load_links
+from moe_ep_bench.cost_model.devices import PRECISIONS
+from moe_ep_bench.cost_model.table_devices import (
+    DTYPE,
+    TableDevice,
+    default_links,
+    dtype_of,
+    load_device,
+    load_links,
+)
 from moe_ep_bench.cost_model.tables import is_table
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.files import check_folder, stable_hash
+from moe_ep_bench.files import atomic_path, check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model, preset_of
-from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import policy_class
 from moe_ep_bench.workload import open_trace
 from moe_ep_bench.workload.counts import one_rank_words, read_counts
 from moe_ep_bench.workload.skews import PATTERNS
+
+if TYPE_CHECKING:
+    from moe_ep_bench.bench.comparison import Comparison
 
 # Those of a question that names none.
 MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
@@ -61,7 +71,18 @@ _UNREAD = (
     "emulate.replication",
 )
 # Options that stand in place of a config.
-_OF_MODEL = ("model", "ep", "tokens", "trace", "counts", "peak_load", "decode_tokens", "context")
+_OF_MODEL = (
+    "model",
+    "ep",
+    "tokens",
+    "trace",
+    "counts",
+    "peak_load",
+    "decode_tokens",
+    "context",
+    "dtype",
+    "prompt_length",
+)
 # Options that are keys of ``emulate``.
 _SENT = ("transport", "dispatch_dtype")
 CONFIG_NAME = "advise.yaml"
@@ -111,6 +132,7 @@ class Question:
     assumed: tuple[str, ...]
     left_out: tuple[str, ...]
     out: Path
+    from_flags: bool = True
 
     @property
     def config(self) -> Path:
@@ -121,11 +143,11 @@ class Question:
     def seconds(self) -> float:
         """About how long modelling takes."""
         found = float(_START_SECONDS)
-        for one in self.experiments:
-            model, num_ranks = one.model.spec(), one.layer.ep_size or _NODE
-            layers = model.num_moe_layers if one.scope == "model" else 1
-            scores = one.workload.total_tokens(num_ranks) * model.num_experts * one.workload.num_batches * layers
-            found += _SECONDS * scores * (len(one.make_policies()) + _OTHER_CASES)
+        for experiment in self.experiments:
+            model, workload = experiment.model.spec(), experiment.workload
+            layers = model.num_moe_layers if experiment.scope == "model" else 1
+            tokens = workload.total_tokens(experiment.virtual_ranks) * workload.num_batches * layers
+            found += _SECONDS * tokens * model.num_experts * (len(experiment.make_policies()) + _OTHER_CASES)
         return found
 
     @property
@@ -135,38 +157,61 @@ class Question:
         num_candidates = len(first.make_policies()) + len(first.emulate.replication)
         time = f"{self.seconds / 60:.0f} min" if self.seconds >= 120 else f"{self.seconds:.0f} s"
         points = f" x {num_points} points" if num_points > 1 else ""
+        device = first.emulate.device
+        on = f"experts by {device}, the rest modelled" if is_table(device) else f"modelled on {device}"
         return (
             f"{first.model.spec().name}, {num_candidates} candidates x {first.workload.num_batches} batches{points}, "
-            f"modelled on {first.emulate.device} and {first.emulate.links}: about {time} on two idle "
-            "cores, a minute more the first time"
+            f"{on} and {first.emulate.links}: about {time} on two idle cores, a minute more the first time"
         )
-
-    @property
-    def measured_elsewhere(self) -> tuple[str, ...]:
-        """Of devices that are tables what was measured, by whom, and what is modelled; a line each."""
-        found = []
-        for one in self.experiments:
-            model, num_ranks = one.model.spec(), _ep_size(one)
-            if is_table(one.emulate.device):
-                device = load_device(one.emulate.device).for_layer(model, num_ranks, one.layer.dtype)
-                found.append(device.describe(num_tokens=one.workload.total_tokens(num_ranks)))
-        return tuple(dict.fromkeys(found))
 
     @property
     def unfit(self) -> tuple[str, ...]:
         """Why the model does not fit the device on so many ranks, a line each; nothing where it does."""
-        found = []
-        for one in self.experiments:
-            device = load_device(one.emulate.device)
-            found.append(fit_on(one, _ep_size(one), device.name, device.memory_gb * 1e9).words)
-        return tuple(dict.fromkeys(filter(None, found)))
+        return tuple(dict.fromkeys(filter(None, self._lacking)))
+
+    @property
+    def _lacking(self) -> list[str]:
+        """Of each point why the model does not fit the device; empty where it does."""
+        devices = [(experiment, load_device(experiment.emulate.device)) for experiment in self.experiments]
+        return [
+            fit_on(point, point.virtual_ranks, device.name, device.memory_gb * 1e9).words or ""
+            for point, device in devices
+        ]
 
     @property
     def plan(self) -> str:
-        """The summary, what is assumed and left out, and the config with candidates and traffic."""
+        """The summary, what is assumed, left out and measured elsewhere, and the config with candidates and traffic."""
         notes = [f"by default: {words}" for words in self.assumed] + [f"left out: {words}" for words in self.left_out]
-        notes += [*self.measured_elsewhere, *self.unfit]
+        notes += [device.describe(num_tokens=tokens) for device, tokens in self._tables]
+        notes = [*dict.fromkeys(notes), *self.unfit]
         return "\n".join([self.summary, *notes, f"config: {self.config} (not written)", "", self.text.rstrip()])
+
+    @property
+    def _tables(self) -> list[tuple[TableDevice, int]]:
+        """Devices that are tables, each with a batch's tokens."""
+        found = []
+        for experiment in self.experiments:
+            shape = experiment.model.spec(), experiment.virtual_ranks, experiment.layer.dtype
+            device = load_device(experiment.emulate.device)
+            if isinstance(device, TableDevice):
+                found.append((device.for_layer(*shape), experiment.workload.total_tokens(experiment.virtual_ranks)))
+        return found
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """What tables say of experts beside the roofline, and beyond which rows; a line each."""
+        words = (f"experts by {device.table_name}: {device.compared(tokens)}" for device, tokens in self._tables)
+        return tuple(dict.fromkeys(words))
+
+    def check_fit(self) -> None:
+        """Refuse a model that fits on none of the asked EP sizes.
+
+        Raises:
+            ValueError: one line that says how much it lacks.
+        """
+        lacking = self._lacking
+        if all(lacking):
+            raise UserError(f"{'--ep' if self.from_flags else 'layer.ep_size'}: {lacking[0]}")
 
     def check_out(self) -> None:
         """Refuse a directory with results of another question.
@@ -177,6 +222,39 @@ class Question:
         check_folder(self.out, "--out")
         if (self.out / "run.json").exists() and not (self.config.exists() and self.config.read_text() == self.text):
             raise UserError(f"--out {self.out}: holds results of another question; expected another directory")
+
+    def compare(self, *, try_out: bool = True) -> list[Comparison]:
+        """Plan the comparisons (``plan.plan_experiments``); imports torch, as all that comes after the plan does."""
+        import torch
+
+        from moe_ep_bench.bench.plan import VIRTUAL, plan_experiments
+
+        config, on_cpu = Path(self.config.name), not torch.cuda.is_available()
+        return plan_experiments(config, self.experiments, VIRTUAL, on_cpu=on_cpu, try_out=try_out)
+
+    def check_rest(self) -> None:
+        """Find out whether what a layer comes to in a whole model can be modelled.
+
+        Raises:
+            ValueError: the model or the device does not state what a whole model needs; one line.
+        """
+        from moe_ep_bench.bench.description import rest_of
+
+        for comparison in self.compare(try_out=False):
+            rest_of(comparison)
+
+    def model(self, *, force: bool = False) -> int:
+        """Write the config and model its comparisons; return the exit status as ``emulate`` does.
+
+        Raises:
+            ValueError: the question cannot be modelled; one line, and nothing is written.
+        """
+        from moe_ep_bench.bench.run import emulate_plan
+
+        comparisons = self.compare()
+        with atomic_path(self.config) as temporary:
+            temporary.write_text(self.text)
+        return emulate_plan(comparisons, self.out, force=force, survey=False)
 
 
 def check_reading(options: argparse.Namespace) -> None:
@@ -196,13 +274,50 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
             raise UserError(f"--{name}: expected none {why}")
 
 
-def ask(options: argparse.Namespace, bounds: Bounds | None = None) -> Question:
+def ask(options: argparse.Namespace, bounds: Bounds | None = None, *, decode: bool = False) -> Question:
     """Read the options of ``advise``: a config, or ``--model`` with what goes with it.
+
+    Args:
+        decode: ask of ``--decode-tokens``, in place of ``--tokens``.
 
     Raises:
         ValueError: one line: the option or the key, the value, what is allowed.
     """
-    return _asked(options, bounds or Bounds.of(None, None), decode=False)
+    if options.config is None:
+        where = Path(CONFIG_NAME)
+        raw, sweep, assumed = _of_flags(options, decode)
+    else:
+        where = options.config
+        raw, sweep, assumed = _of_config(options)
+    if decode:
+        raw["whole"] = {"context_length": CONTEXT_LENGTH if options.context is None else options.context}
+    raw["emulate"] = _with_links(raw, sweep, options, assumed)
+    raw["policies"] = [{"name": "topk"}]  # Any will do to find what the workloads are.
+    experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
+    if options.config is not None and any(experiment.workload.is_unskewed for experiment in experiments):
+        loads = ", ".join(f"{load:g}" for load in PEAK_LOADS)
+        assumed.append(f"unskewed traffic, as the config sets no skew (sweep workload.peak_load over {loads})")
+    if options.config is None and raw["layer"]["dtype"] == DTYPE and options.dtype is None:
+        assumed.append(f"{DTYPE} (--dtype)")
+    if options.config is None and options.transport is None:
+        assumed.append("NCCL's pairs (--transport copies: DeepEP's)")
+    raw["policies"], raw["emulate"]["replication"], left_out = candidates(experiments, bounds or Bounds.of(None, None))
+    sweep = _with_draws(raw, sweep, options, experiments)
+    text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
+    experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
+    with naming("--links, --ep" if options.config is None else f"{where}: emulate.links, layer.ep_size"):
+        for experiment in experiments:
+            shape = experiment.model.spec(), experiment.virtual_ranks, experiment.layer.dtype
+            load_links(experiment.emulate.links or "").for_layer(*shape).all_gather_us(0, experiment.virtual_ranks)
+    with naming("--device, --dtype" if options.config is None else f"{where}: emulate.device, layer.dtype"):
+        for experiment in experiments:
+            shape = experiment.model.spec(), experiment.virtual_ranks, experiment.layer.dtype
+            load_device(experiment.emulate.device).for_layer(*shape)
+    name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
+    if decode and options.context is None:
+        assumed.append(f"{CONTEXT_LENGTH:,} tokens in each request's cache")
+    found = tuple(experiments), tuple(assumed), tuple(left_out), options.out or Path("results", name)
+    return Question(text, *found, from_flags=options.config is None)
 
 
 def ask_both(options: argparse.Namespace, bounds: Bounds | None = None) -> dict[str, Question]:
@@ -215,54 +330,29 @@ def ask_both(options: argparse.Namespace, bounds: Bounds | None = None) -> dict[
         raise UserError("--context: expected --decode-tokens beside it, whose requests have it; got none")
     if options.decode_tokens is None or options.config is not None:
         return {"": ask(options, bounds)}
-    bounds = bounds or Bounds.of(None, None)
-    found = {phase: _asked(options, bounds, decode=phase == "decode") for phase in ("prefill", "decode")}
+    found = {phase: ask(options, bounds, decode=phase == "decode") for phase in ("prefill", "decode")}
     if options.out is not None:
-        found = {phase: replace(one, out=options.out / phase) for phase, one in found.items()}
+        found = {phase: replace(question, out=options.out / phase) for phase, question in found.items()}
     return found
 
 
-def _asked(options: argparse.Namespace, bounds: Bounds, *, decode: bool) -> Question:
-    if options.config is None:
-        where = Path(CONFIG_NAME)
-        raw, sweep, assumed = _of_flags(options, decode)
-    else:
-        where, assumed = options.config, []
-        raw, sweep = _of_config(options, assumed)
-    if decode:
-        raw["whole"] = {"context_length": CONTEXT_LENGTH if options.context is None else options.context}
-    raw["emulate"] = _with_links(raw, sweep, options, assumed)
-    raw["policies"] = [{"name": "topk"}]  # Any will do to find what the workloads are.
-    experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
-    if options.config is not None and any(map(_is_unskewed, experiments)):
-        loads = ", ".join(f"{load:g}" for load in PEAK_LOADS)
-        assumed.append(f"unskewed traffic, as the config sets no skew (sweep workload.peak_load over {loads})")
-    if options.config is None and dtype_of(options.device) == DTYPE:
-        assumed.append(f"{DTYPE}, unless a table's name ends in another (tables)")
-    raw["policies"], spare, left_out = candidates(experiments, bounds)
-    raw["emulate"]["replication"] = spare
+def _with_draws(
+    raw: dict[str, Any], sweep: dict[str, Any], options: argparse.Namespace, experiments: Sequence[Experiment]
+) -> dict[str, Any]:
+    """The sweep with several draws of the traffic, where chance decides how busy ranks are."""
     draws = DRAWS if options.draws is None else options.draws
     is_drawn = "workload.seed" not in sweep and any(map(_is_drawn, experiments))
     if not 1 <= draws <= _MOST_DRAWS:
         raise UserError(f"--draws: expected 1 to {_MOST_DRAWS}; got {draws}")
     if options.draws is not None and not is_drawn:
         raise UserError(f"--draws: expected none where chance does not decide how busy ranks are; got {draws}")
-    if draws > 1 and is_drawn:
-        seed = experiments[0].workload.seed
-        # First, so that points of one draw, which share its random numbers, follow each other.
-        sweep = {"workload.seed": [seed + number for number in range(draws)], **sweep}
-        if options.config is None:
-            raw["workload"]["num_batches"] = max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / draws))
-    text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
-    experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
-    with naming("--links, --ep" if options.config is None else f"{where}: emulate.links, layer.ep_size"):
-        for one in experiments:
-            load_links(one.emulate.links or "").all_gather_us(0, _ep_size(one))
-    name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
-    out = options.out or Path("results", name)
-    if decode and options.context is None:
-        assumed.append(f"{CONTEXT_LENGTH:,} tokens in each request's cache")
-    return Question(text, tuple(experiments), tuple(assumed), tuple(left_out), out)
+    if draws == 1 or not is_drawn:
+        return sweep
+    if options.config is None:
+        raw["workload"]["num_batches"] = max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / draws))
+    seed = experiments[0].workload.seed
+    # First, so that points of one draw, which share its random numbers, follow each other.
+    return {"workload.seed": [seed + number for number in range(draws)], **sweep}
 
 
 def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
@@ -274,44 +364,50 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
     with naming("--model"):
         model = load_model(options.model)
     ep, tokens, peak_load = options.ep, options.decode_tokens if decode else options.tokens, options.peak_load
-    counted, context = "decode-tokens" if decode else "tokens", options.context
-    own_skew = options.trace or options.counts
+    counted, context, prompt = "decode-tokens" if decode else "tokens", options.context, options.prompt_length
     if options.trace and options.counts:
         raise UserError(f"--counts: expected none beside --trace, which has loads of its own; got {options.counts}")
-    most = model.num_experts / model.top_k
+    if options.dtype not in (None, *PRECISIONS):
+        raise UserError(f"--dtype: expected one of {', '.join(PRECISIONS)}; got {options.dtype}")
+    most, has_loads = model.num_experts / model.top_k, options.trace or options.counts
     for option, value, expected, is_right in (
         ("ep", ep, "a number beside --model", ep is not None),
         (counted, tokens, "a number beside --model", tokens is not None),
         ("ep", ep, f"a divisor of the {model.num_experts} experts of {model.name}", ep and model.num_experts % ep == 0),
         (counted, tokens, f"at least one for each of the {ep} ranks", tokens and ep and tokens >= ep > 0),
+        ("prompt-length", prompt, "none beside --trace, which has its own", prompt is None or not options.trace),
+        ("prompt-length", prompt, f"1 to {tokens} tokens (--tokens)", prompt is None or 1 <= prompt <= tokens),
         ("context", context, "at least one token in each request's cache", context is None or context > 0),
-        ("peak-load", peak_load, "none beside --trace or --counts, whose skew it is", not (own_skew and peak_load)),
+        ("peak-load", peak_load, "none beside --trace or --counts, whose skew it is", not (has_loads and peak_load)),
         ("peak-load", peak_load, f"1 to {most:g} (experts / top-k)", peak_load is None or 1 <= peak_load <= most),
     ):
         if not is_right:
             raise UserError(f"--{option}: expected {expected}; got {'none' if value is None else f'{value:g}'}")
-    preset = preset_of(options.model)
-    model_keys = {"preset": preset} if preset else {"hf_config": str(Path(options.model).absolute())}
-    workload: dict[str, Any] = {"num_tokens": tokens, "num_batches": _BATCHES, "seed": 1}
+    length = 1 if decode else options.prompt_length or min(_SEQUENCE_LENGTH, tokens // ep)
+    traffic: dict[str, Any] = {"kind": "synthetic", "sequence_length": length}
+    prompts = [] if decode or options.prompt_length else [f"prompts of {length} tokens (--prompt-length)"]
     sweep: dict[str, Any] = {}
     if options.trace is not None:
-        recorded, assumed = _recorded(options.trace, model, decode)
-        workload |= recorded
+        traffic, assumed = _recorded(options.trace, model, decode)
     elif options.counts is not None:
-        of_experts, assumed = _counted(options.counts, model)
-        length = 1 if decode else min(_SEQUENCE_LENGTH, tokens // ep)
-        workload |= {"kind": "synthetic", "sequence_length": length, **of_experts}
-        assumed += [] if decode else [f"prompts of {length} tokens"]
+        counts, assumed = _counted(options.counts, model)
+        traffic, assumed = traffic | counts, assumed + prompts
     else:
-        length = 1 if decode else min(_SEQUENCE_LENGTH, tokens // ep)
-        workload |= {"kind": "synthetic", "sequence_length": length}
-        assumed = [] if decode else [f"prompts of {length} tokens"]
-        if peak_load is not None:
-            workload["peak_load"] = peak_load
+        assumed = prompts
+        if peak_load is None:
+            loads = sweep["workload.peak_load"] = peak_loads(model, tokens)
+            if None in loads:
+                assumed = [*assumed, f"no peak loads that chance alone exceeds with {tokens:,} tokens"]
         else:
-            sweep["workload.peak_load"] = peak_loads(model, tokens)
-    raw = {"name": "advise", "model": model_keys, "workload": workload}
-    return {**raw, "layer": {"dtype": dtype_of(options.device), "ep_size": ep}}, sweep, assumed
+            traffic["peak_load"] = peak_load
+    preset = preset_of(options.model)
+    raw = {
+        "name": "advise",
+        "model": {"preset": preset} if preset else {"hf_config": str(Path(options.model).absolute())},
+        "workload": {"num_tokens": tokens, "num_batches": _BATCHES, "seed": 1, **traffic},
+        "layer": {"dtype": options.dtype or dtype_of(options.device), "ep_size": ep},
+    }
+    return raw, sweep, assumed
 
 
 def peak_loads(model: ModelSpec, num_tokens: int) -> list[float | None]:
@@ -389,8 +485,8 @@ def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any
     return found, assumed
 
 
-def _of_config(options: argparse.Namespace, assumed: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A config's values and its sweep, without what does not enter the question; what is ``assumed`` is added."""
+def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """A config's values and its sweep, without what does not enter the question, and what was assumed."""
     _refuse(options, _OF_MODEL, "with a config, whose keys say that; --set KEY=VALUE changes one")
     raw, sweep = read_config(options.config, options.overrides)
     raw.setdefault("policies", [{"name": "topk"}])  # its own are no candidates, so it needs none
@@ -401,10 +497,9 @@ def _of_config(options: argparse.Namespace, assumed: list[str]) -> tuple[dict[st
     sweep = {key: values for key, values in sweep.items() if not key.startswith(_UNREAD)}
     sweep.pop("workload.num_batches", None)
     wanted = raw["workload"].get("num_batches", _BATCHES)
-    if wanted < _BATCHES:
-        assumed.append(f"{_BATCHES} batches in place of {wanted}, of which there would be no intervals")
     raw["workload"]["num_batches"] = max(wanted, _BATCHES)
-    return raw, sweep
+    few = f"{_BATCHES} batches in place of {wanted}, of which there would be no intervals"
+    return raw, sweep, [few] if wanted < _BATCHES else []
 
 
 def _with_links(
@@ -462,14 +557,14 @@ def candidates(
     workloads = [one.workload for one in experiments]
     lacks_scores = any(isinstance(one, RecordedConfig) and one.tail != "recorded" for one in workloads)
     kept, left_out, idle = [], [], []
-    is_decode = any(one.whole.context_length or _is_step(one.workload) for one in experiments)
+    is_decode = any(one.whole.context_length or one.workload.is_step for one in experiments)
     for entry in policies:
         words = " ".join(str(value) for key, value in entry.items() if key in ("name", "scope"))
         if not is_decode and policy_class(entry["name"]).acts_in == ("decode",):
             idle.append(entry["name"])
         elif policy_class(entry["name"]).looks_past_top_k and lacks_scores:
             left_out.append(f"{words}: looks past the top-k, of which the recording has no scores")
-        elif entry.get("scope") == "request" and any(_request_tokens(one) == 1 for one in workloads):
+        elif entry.get("scope") == "request" and any(one.request_tokens == 1 for one in workloads):
             left_out.append(f"{words}: decides for a request's tokens, of which a step has one")
         else:
             kept.append(entry)
@@ -483,38 +578,11 @@ def candidates(
     return kept, [] if why else [spare, {**spare, "balancer": "lp", "solve_us": LPLB_SOLVE_US}], left_out
 
 
-def _ep_size(experiment: Experiment) -> int:
-    return experiment.layer.ep_size or default_ep_size(experiment.model.spec().num_experts)
-
-
 def _is_drawn(experiment: Experiment) -> bool:
     """Whether chance decides how busy ranks are. A whole model's layers are several draws as they are."""
-    workload = experiment.workload
+    workload, ep_size = experiment.workload, experiment.virtual_ranks
     if not isinstance(workload, SyntheticConfig) or workload.skew in PATTERNS or experiment.scope == "model":
         return False
     if workload.layer is not None:  # Every expert has its load, in its place.
         return False
-    ep_size = _ep_size(experiment)
     return ep_size != 1 and workload.targets(experiment.model.preset, ep_size)["rank_load"] is None
-
-
-def _is_unskewed(experiment: Experiment) -> bool:
-    """Whether no key of a synthetic workload says how busy experts are."""
-    workload = experiment.workload
-    if not isinstance(workload, SyntheticConfig):
-        return False
-    return workload.skew is None and workload.skew_from is None and workload.peak_load is None
-
-
-def _is_step(workload: SyntheticConfig | RecordedConfig) -> bool:
-    """Whether a batch is a step of requests that decode."""
-    if isinstance(workload, SyntheticConfig):
-        return workload.sequence_length == 1
-    return workload.arrangement == "decode"
-
-
-def _request_tokens(workload: SyntheticConfig | RecordedConfig) -> int | None:
-    """Tokens of a request in a batch; None = whole sequences, as recorded."""
-    if isinstance(workload, SyntheticConfig):
-        return workload.sequence_length
-    return workload.tokens_per_request if workload.arrangement == "decode" else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,42 +121,34 @@ class MeasuredRanks:
             first: look whether every layer's router sends what ``traffic`` says; waits for the device. Its allocations
                 do not count.
         """
-        batch, num_experts = self._batch(traffic, rank, shares), self._comparison.model.num_experts
-        virtual, case_id = self._as_rank(num_experts, router, traffic, rank, shares, first=first), router.case.case_id
+        batch, case_id = self._batch(traffic, rank, shares), router.case.case_id
+
+        def as_rank(num_slots: int) -> VirtualRanks:
+            """Layers of so many slots, seen from the rank, with the case's routing in them.
+
+            What all ranks send is on the device, where a gather would leave it, before the clock runs.
+            """
+            virtual = self._built(num_slots)
+            virtual.become(rank)
+            router.enter(virtual.stack, shares, traffic.index)
+            virtual.announced = {layer: of_layer.announced(self._device) for layer, of_layer in traffic.layers.items()}
+            virtual.exchange.checks_counts = first
+            return virtual
+
+        virtual = as_rank(self._comparison.model.num_experts)
+        whole = partial(virtual.stack.run, batch)
         with virtual.connected():
             if router.slots.is_contiguous:
                 if first and self._device.type == "cuda":
                     with watched_waits(self._device) as self.waits[case_id]:
-                        virtual.stack.run(batch)
-                return self._timed(virtual, case_id, lambda: virtual.stack.run(batch), counts=not first)
-            routed = self._timed(
-                virtual, case_id, lambda: virtual.stack.moe_layers[None].router(batch), counts=not first
-            )
+                        whole()
+                return self._timed(virtual, case_id, whole, counts=not first)
+            gate = partial(virtual.stack.moe_layers[None].router, batch)
+            routed = self._timed(virtual, case_id, gate, counts=not first)
         routing = router.route(shares[None], traffic.index, traffic.layers[None].stats_SE)
-        rest = self._as_rank(router.slots.num_slots, router, traffic, rank, shares, first=first)
+        rest = as_rank(router.slots.num_slots)
         with rest.connected(), rest.routed({None: router.on_slots(routing, rank)}):
-            return _joined(routed, self._timed(rest, case_id, lambda: rest.stack.run(batch), counts=not first))
-
-    def _as_rank(
-        self,
-        num_slots: int,
-        router: CaseRouter,
-        traffic: Traffic,
-        rank: int,
-        shares: Mapping[int | None, Share],
-        *,
-        first: bool,
-    ) -> VirtualRanks:
-        """Layers of so many slots, seen from a rank, with a case's routing in them.
-
-        What all ranks send is on the device, where a gather would leave it, before the clock runs.
-        """
-        virtual = self._built(num_slots)
-        virtual.become(rank)
-        router.enter(virtual.stack, shares, traffic.index)
-        virtual.announced = {layer: of_layer.announced(self._device) for layer, of_layer in traffic.layers.items()}
-        virtual.exchange.checks_counts = first
-        return virtual
+            return _joined(routed, self._timed(rest, case_id, partial(rest.stack.run, batch), counts=not first))
 
     def _build(self, num_slots: int) -> VirtualRanks:
         from moe_ep_bench.bench.building import builder

@@ -108,9 +108,9 @@ def run(
         profile: a case (its id, label or policy name); one iteration of it is profiled and nothing timed.
         point: only this point of the config's sweep, from 0; other jobs may measure others into ``out`` meanwhile.
     """
-    kept = _Kept(out, launch)
+    mine: list[Comparison] = []  # of which this rank says what is kept, for all ranks
     try:
-        with ends_on_signals(kept.say), contextlib.ExitStack() as held:
+        with ends_on_signals(partial(_say_kept, RunDirectory(out), launch, mine)), contextlib.ExitStack() as held:
             try:
                 ranks = join(_JOIN_TIMEOUT_S)
             except (UserError, NotMetError) as error:
@@ -125,7 +125,7 @@ def run(
             watchdog.feed()
             if profile is not None:
                 return leave_status(_profile(job, held, comparisons, profile))
-            kept.comparisons = comparisons if ranks.is_first else []
+            mine += comparisons if ranks.is_first else []
             return leave_status(_measure(job, held, comparisons, force=force, is_point=point is not None))
     except ToldError:
         return leave_status(USER_ERROR)
@@ -154,9 +154,8 @@ def emulate_plan(comparisons: Sequence[Comparison], out: Path, *, force: bool = 
     Args:
         survey: see ``describe_timed_run``.
     """
-    kept = _Kept(out, 0, comparisons)
     try:
-        with ends_on_signals(kept.say), contextlib.ExitStack() as held:
+        with ends_on_signals(partial(_say_kept, RunDirectory(out), 0, comparisons)), contextlib.ExitStack() as held:
             ranks = join(_JOIN_TIMEOUT_S, measures=any(comparison.device is None for comparison in comparisons))
             watchdog = Watchdog(is_busy=partial(is_busy, ranks.device))  # Nobody waits for it outside of cases.
             held.callback(watchdog.stop)
@@ -166,20 +165,12 @@ def emulate_plan(comparisons: Sequence[Comparison], out: Path, *, force: bool = 
         return USER_ERROR
 
 
-class _Kept:
-    """What an ended job leaves; rank 0 says it for all."""
-
-    def __init__(self, out: Path, launch: int, comparisons: Sequence[Comparison] = ()) -> None:
-        self._directory, self._launch, self.comparisons = RunDirectory(out), launch, comparisons
-
-    def say(self) -> None:
-        cases = [case for comparison in self.comparisons for case in comparison.cases]
-        if not cases:
-            return
-        finished = sum(self._directory.is_finished(case.case_id, self._launch) for case in cases)
-        where = (
-            f"{finished} of {len(cases)} cases are kept in {self._directory.root}" if finished else "no case is kept"
-        )
+def _say_kept(directory: RunDirectory, launch: int, comparisons: Sequence[Comparison]) -> None:
+    """Say what an ended job leaves; nothing of no comparisons."""
+    cases = [case for comparison in comparisons for case in comparison.cases]
+    if cases:
+        finished = sum(directory.is_finished(case.case_id, launch) for case in cases)
+        where = f"{finished} of {len(cases)} cases are kept in {directory.root}" if finished else "no case is kept"
         print(f"moe-ep-bench: stopped: {where}; the same command does what is left", file=sys.stderr, flush=True)
 
 

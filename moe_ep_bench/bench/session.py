@@ -12,18 +12,20 @@ Shapes: T = this rank's tokens, E = experts, D = hidden size, V = cases, S = ste
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moe_ep_bench.bench.building import builder, random_pass
 from moe_ep_bench.bench.cases import BASELINE, CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
-from moe_ep_bench.bench.inspection import Inspection, compute_alone
+from moe_ep_bench.bench.inspection import check_again, compute_alone, drop_failing, observe_all, try_all
 from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
 from moe_ep_bench.bench.replays import Replays
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Routers, Share
@@ -33,6 +35,8 @@ from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import ProcessGroupCollection, expert_parallel_groups
 from moe_ep_bench.layer.passes import KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous, replaced
+from moe_ep_bench.layer.reference import DenseReference
+from moe_ep_bench.layer.stack import layer_seed
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies.waits import beyond
 from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
@@ -56,17 +60,17 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
 
 def _measure(session: Session) -> None:
     """Take the steps of a measurement as long as cases are left; all ranks agree on them."""
-    look = session.inspection
-    replayed = [("replayed from CUDA graphs", [session.capture_all, look.check_again])] if session.is_replayed else []
+    again = partial(check_again, session)
+    replayed = [("replayed from CUDA graphs", [session.capture_all, again])] if session.is_replayed else []
     for when, steps in (
-        ("before timing", [look.try_all]),
-        ("before timing", [look.observe_all]),
+        ("before timing", [partial(try_all, session)]),
+        ("before timing", [partial(observe_all, session)]),
         *replayed,
-        ("after timing", [session.warm_up, session.time, look.check_again]),
+        ("after timing", [session.warm_up, session.time, again]),
     ):
         for step in steps:
             step()
-        look.drop_failing(when)
+        drop_failing(session, when)
         if not session.cases:
             return
     session.job.enter(session.comparison)
@@ -103,12 +107,23 @@ def form_groups(comparison: Comparison) -> ProcessGroupCollection:
     return expert_parallel_groups(comparison.ep_size, comparison.experiment.measure.timeout_s + 60)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Case:
-    """A case that can run any batch; see ``timing.protocol.Runnable``."""
+    """A case that can run any batch (``timing.protocol.Runnable``), and what was seen of it on this rank.
+
+    Attributes:
+        metrics: of its routing, a row for every batch and layer.
+        error: the worst beside the reference.
+        problem: the first thing that was found wrong, in words.
+        waits: where the host waited for a GPU.
+    """
 
     router: CaseRouter
     session: Session
+    metrics: PackedMetrics
+    error: float = 0.0
+    problem: str = ""
+    waits: Counter[str] = field(default_factory=Counter)
 
     @property
     def spec(self) -> CaseSpec:
@@ -182,11 +197,11 @@ class Session:
             self._cache = KeyValueCache(most_requests, comparison.context_length)
         self.shares = [self._shares(number) for number in range(self.num_batches)]
         self.inputs = [self._new_input(number) for number in range(self.num_batches)]
-        routers = Routers(Batches(comparison, self.device))
-        self.cases = [Case(routers.of(case), self) for case in cases]
+        routers, num_rows = Routers(Batches(comparison, self.device)), self.num_batches * len(self.layers)
+        self.cases = [Case(routers.of(case), self, PackedMetrics(num_rows)) for case in cases]
         self.is_replayed = comparison.parts.cuda_graph
         self.replays: Replays | None = None
-        self.inspection = Inspection(self)
+        self._reference: DenseReference | None = None
         flush = CacheFlush(self.device) if measure.flush_l2 else None
         clock, allocations = clock_for(self.device), Allocations(self.device)
         self.watch = Stopwatch(PhaseRecorder(clock), self.meet, flush, allocations)
@@ -211,6 +226,15 @@ class Session:
             self.replays.forget(case)
         self.cases.remove(case)
         self.job.write_unmeasured(self.comparison, case.spec, status, reason)
+
+    def reference(self, layer: int | None, input_ND: Tensor) -> DenseReference:
+        """What a layer should make of an input. All cases give a layer alone the same one, which is kept."""
+        if layer is None and self._reference is not None:
+            return self._reference
+        reference = DenseReference(self.comparison.model, input_ND, layer_seed(self.seed, layer))
+        if layer is None:
+            self._reference = reference
+        return reference
 
     def _shares(self, number: int) -> dict[int | None, Share]:
         """This rank's tokens of a batch in each layer."""
@@ -270,25 +294,20 @@ class Session:
 
     def write(self) -> None:
         """Gather all ranks' samples and metrics on rank 0, which writes conditions and then case by case."""
-        ranks, inspection = self.job.ranks, self.inspection
+        ranks = self.job.ranks
         baseline = next((case.case_id for case in self.timed if case.spec.role == BASELINE), None)
-        self.conditions["waits"] = beyond(inspection.waits, baseline)
-        if inspection.attention:
-            self.conditions["attention"] = inspection.attention
+        self.conditions["waits"] = beyond({case.case_id: case.waits for case in self.timed}, baseline)
         self.job.write_conditions(self.comparison, self.conditions)
-        times_RVSC = ranks.gather(torch.from_numpy(self.samples.times_VSC))
-        packed = PackedMetrics(len(self.timed), len(inspection.rows[self.timed[0].case_id]))
-        for index, case in enumerate(self.timed):
-            for number, row in enumerate(inspection.rows[case.case_id]):
-                packed.put((index, number), row)
-        metrics = {key: ranks.gather(torch.from_numpy(values)) for key, values in packed.items()}
+
+        def gathered(values: np.ndarray) -> np.ndarray:
+            return np.stack([of_rank.numpy() for of_rank in ranks.gather(torch.from_numpy(values))] or [values])
+
         with self.job.writing():
-            for index, case in enumerate(self.timed):
-                if ranks.is_first and case in self.cases:
-                    self.job.watchdog.feed()
-                    times_RSC = np.stack([times_VSC[index].numpy() for times_VSC in times_RVSC])
-                    of_case = {
-                        key: np.stack([of_rank[index].numpy() for of_rank in values]) for key, values in metrics.items()
-                    }
-                    write_case(self.job, self.comparison, case.spec, self.samples, times_RSC, of_case)
+            for case, times_SC in zip(self.timed, self.samples.times_VSC, strict=True):
+                if case not in self.cases:
+                    continue
+                self.job.watchdog.feed()
+                times_RSC, metrics = gathered(times_SC), {key: gathered(row) for key, row in case.metrics.items()}
+                if ranks.is_first:
+                    write_case(self.job, self.comparison, case.spec, self.samples, times_RSC, metrics)
         self.job.check_written()

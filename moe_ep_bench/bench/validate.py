@@ -12,8 +12,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,10 +30,6 @@ from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.results import EQUIVALENCE_MARGIN, RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
-
-
-class _FailedStepError(Exception):
-    """A step ended with a status, and without what the next ones need."""
 
 
 def validate(
@@ -74,28 +70,32 @@ def validate(
     _check_directory(files, num_ranks, given, force=force)
     for report in (files.pairs, files.text, files.table):
         report.unlink(missing_ok=True)  # of runs that may be about to change
-    try:
-        if given is None and (force or not files.links.exists()):
-            what, most = f"calibrating the collectives of {num_ranks} ranks", _largest_bytes(real)
-            _step(what, launch_calibrate, Path(links), num_ranks, max_bytes=most)
-        what = f"the real run on {num_ranks} ranks ({files.real})"
-        real_status = _step(what, _launch, config, files.real, overrides, num_ranks, force=force)
-        what = f"the emulated run ({files.emulated})"
-        status = _step(what, _emulate, config, files.emulated, as_real, num_ranks, force=force)
-    except _FailedStepError as failure:
-        step, status = failure.args
-        print(f"moe-ep-bench: validate: {step} failed with exit status {status}; nothing was compared", file=sys.stderr)
-        return status
+    calibrate = partial(launch_calibrate, Path(links), num_ranks, max_bytes=_largest_bytes(real))
+    steps: dict[str, Callable[[], int]] = {
+        f"the real run on {num_ranks} ranks ({files.real})": lambda: (
+            launch(config, files.real, overrides, num_ranks, force=force).status
+        ),
+        f"the emulated run ({files.emulated})": partial(
+            _emulate, config, files.emulated, as_real, num_ranks, force=force
+        ),
+    }
+    if given is None and (force or not files.links.exists()):
+        steps = {f"calibrating the collectives of {num_ranks} ranks": calibrate, **steps}
+    worst = OK
+    for step, take in steps.items():
+        print(f"moe-ep-bench: validate: {step}", file=sys.stderr, flush=True)
+        status = take()
+        if status not in (OK, CASES_FAILED):
+            failed = f"{step} failed with exit status {status}; nothing was compared"
+            print(f"moe-ep-bench: validate: {failed}", file=sys.stderr)
+            return status
+        worst = max(worst, status)
     # Ids depend on the links that were measured meanwhile.
     emulated = plan(config, as_real, VIRTUAL, on_cpu=on_cpu, try_out=False) if given is None else emulated
     pairs = [(ran.comparison_id, other.comparison_id) for ran, other in zip(real, emulated, strict=True)]
     source = "calibrated on these ranks" if given is None else f"given as emulate.links {Path(given).name}"
     files.write_pairs(pairs, f"{source}, {Links.load(links).describe()}", margin)
-    return max(real_status, status)
-
-
-def _launch(*arguments: Any, force: bool) -> int:
-    return launch(*arguments, force=force).status
+    return worst
 
 
 def _emulate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, *, force: bool) -> int:
@@ -106,15 +106,6 @@ def _emulate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, 
     command = [sys.executable, "-m", "moe_ep_bench", *arguments, *["--force"] * force]
     status = subprocess.run(command, env={**os.environ, **share}, stdout=subprocess.DEVNULL, check=False).returncode
     return 128 - status if status < 0 else status
-
-
-def _step(what: str, function: Callable[..., int], *arguments: Any, **options: Any) -> int:
-    """Announce a step and take it; return the status of one whose cases have rows, though not all be measured."""
-    print(f"moe-ep-bench: validate: {what}", file=sys.stderr, flush=True)
-    status = function(*arguments, **options)
-    if status not in (OK, CASES_FAILED):
-        raise _FailedStepError(what, status)
-    return status
 
 
 def _largest_bytes(real: Sequence[Comparison]) -> int:

@@ -97,7 +97,7 @@ def workload_in_short(experiment: Experiment) -> str:
     """Skew or recording, in the title of what is timed."""
     config, is_model = experiment.workload, experiment.scope == "model"
     if isinstance(config, RecordedConfig):
-        step = " decode," if config.arrangement == "decode" else ""
+        step = " decode," if config.is_step else ""
         where = "layer by layer," if is_model else f"layer {config.layer},{step}"
         return f"recorded{' ' if is_model else ', '}{where} {config.tail_words}"
     ending = " in each layer" if is_model else ""
@@ -123,12 +123,10 @@ def traffic(comparison: Comparison) -> str:
 
 def phase(comparison: Comparison) -> str:
     """``decode`` where a batch is one step of many requests or was recorded in decoding, else ``prefill``."""
-    config, workload = comparison.experiment.workload, comparison.workload
-    if isinstance(config, SyntheticConfig):
-        return "decode" if config.sequence_length == 1 else "prefill"
-    assert isinstance(workload, RecordedWorkload)
-    recorded = {trace.metadata["phase"] for trace in workload.traces}
-    return "decode" if config.arrangement == "decode" or recorded == {"decode"} else "prefill"
+    workload = comparison.workload
+    traces = workload.traces if isinstance(workload, RecordedWorkload) else ()
+    decoded = {trace.metadata["phase"] for trace in traces} == {"decode"}
+    return "decode" if decoded or comparison.experiment.workload.is_step else "prefill"
 
 
 def modelled_attention(model: ModelSpec, context_length: int) -> str:
@@ -211,10 +209,9 @@ def _footprint(experiment: Experiment, world_size: int, ep_size: int, num_layers
     A batch's tokens are in the cache; at decode so are ``whole.context_length`` tokens of each request before them.
     """
     workload, precision = experiment.workload, PRECISIONS[experiment.layer.dtype]
-    is_step = isinstance(workload, SyntheticConfig) or workload.arrangement == "decode"
-    of_request = workload.sequence_length if isinstance(workload, SyntheticConfig) else workload.tokens_per_request
     tokens = -(-workload.total_tokens(world_size) // world_size)
-    context = -(-tokens // of_request) * experiment.whole.context_length if is_step else 0
+    requests = -(-tokens // workload.request_tokens) if workload.request_tokens else 0
+    context = requests * experiment.whole.context_length
     return footprint(
         experiment.model.spec(),
         ep_size,

@@ -239,18 +239,17 @@ def _advise(options: argparse.Namespace) -> int:
         print("\n\n".join(question.plan for question in questions.values()))
         return OK
     for question in questions.values():
+        question.check_fit()
         question.check_out()
     _tell(*next(iter(questions.items())))
-    from moe_ep_bench.bench.advise import check_rest, model_question
-
     # Found to be known before anything is modelled.
     if len(questions) > 1:
         for question in questions.values():
-            check_rest(question)
+            question.check_rest()
     for number, (phase, question) in enumerate(questions.items()):
         if number:
             _tell(phase, question)
-        status = model_question(question, force=options.force)
+        status = question.model(force=options.force)
         if status not in (OK, CASES_FAILED):
             return status
 
@@ -264,7 +263,7 @@ def _advise(options: argparse.Namespace) -> int:
 
 def _tell(phase: str, question: Question) -> None:
     """Say what is modelled next, and about how long that takes."""
-    for line in (question.summary, *question.unfit):
+    for line in (question.summary, *question.unfit, *question.tables):
         print(f"moe-ep-bench: {phase and f'{phase}: '}{line}", file=sys.stderr, flush=True)
 
 
@@ -289,7 +288,7 @@ def _papers(options: argparse.Namespace) -> int:
 
     def report() -> str:
         from moe_ep_bench.analysis.papers import load_claims, write_claims
-        from moe_ep_bench.analysis.papers_figure import draw_claims
+        from moe_ep_bench.analysis.plot import draw_claims
 
         claims = load_claims(out)
         draw_claims(claims)

@@ -213,6 +213,10 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
         "--decode-tokens", type=int, metavar="N", help="answer for decode too: requests of a step, all ranks together"
     )
     parser.add_argument("--context", type=int, metavar="N", help="of decode: tokens in each request's cache (2048)")
+    parser.add_argument("--prompt-length", type=int, metavar="N", help="tokens of a prompt (128)")
+    parser.add_argument(
+        "--dtype", metavar="NAME", help="of the experts: bfloat16, or one of a table, such as fp8_block"
+    )
     parser.add_argument("--device", metavar="NAME", help="of data/devices/ (h100-sxm), or a table")
     parser.add_argument("--links", metavar="NAME", help="of data/links/, or a table (those of the device)")
     parser.add_argument(

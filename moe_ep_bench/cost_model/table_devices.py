@@ -24,6 +24,7 @@ Shapes: N = measured points, L = experts (or slots) of a rank, R = ranks, E = ex
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -272,6 +273,9 @@ def shape_words(rows: pd.DataFrame) -> list[str]:
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
 
+_FAR = 2.0  # times a roofline's, from which on a table's time is explained
+
+
 class TableDevice(Device):
     """A device whose experts' times were measured elsewhere; the rest is a roofline's.
 
@@ -287,25 +291,27 @@ class TableDevice(Device):
     dtypes: tuple[str, ...]
     """That the name allows: all that were measured, or the one it ends in."""
     dtype: str | None = None
+    num_matrices: int = 3
+    """Of an expert."""
     table: ExpertTable | None = None
 
     def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> TableDevice:
         if dtype not in self.dtypes:
             raise UserError(f"{self.table_name}: expected layer.dtype one of {', '.join(self.dtypes)}; got {dtype}")
-        precision = PRECISIONS[dtype]
-
-        def roofline_us(hidden: int, ffn: int, rows_L: ArrayLike) -> float:
-            matrices = model.expert_matrices
-            return Device.experts_us(
-                self, hidden, ffn, rows_L, precision.hidden_bytes, dtype=dtype, num_matrices=matrices
-            )
-
+        device = self.model_copy(update={"dtype": dtype, "num_matrices": model.expert_matrices})
         rows = read_moe(Tables.named(self.table_name, "moe"), dtype=dtype, tp_size=model.tensor_parallel)
         with naming(f"{self.table_name}, {dtype}"):
-            table = find_table(rows, model, ep_size, roofline_us)
-        weights = model.expert_matrices * model.expert_hidden_size * model.ffn_hidden_size * precision.weight_bytes
+            table = find_table(rows, model, ep_size, device.roofline_us)
+        sizes = model.expert_matrices, model.expert_hidden_size, model.ffn_hidden_size
+        weights = math.prod(sizes) * PRECISIONS[dtype].weight_bytes
         table = table.model_copy(update={"expert_us": weights / (self.reached_tbps * 1e6)})
-        return self.model_copy(update={"table": table, "dtype": dtype})
+        return device.model_copy(update={"table": table})
+
+    def roofline_us(self, hidden_size: int, ffn_hidden_size: int, rows_L: ArrayLike) -> float:
+        """What the roofline of the device says of experts in the table's dtype."""
+        assert self.dtype is not None
+        sizes = hidden_size, ffn_hidden_size, rows_L, PRECISIONS[self.dtype].hidden_bytes
+        return Device.experts_us(self, *sizes, dtype=self.dtype, num_matrices=self.num_matrices)
 
     def experts_us(
         self,
@@ -328,11 +334,29 @@ class TableDevice(Device):
     def describe(self, *, whole: bool = False, num_tokens: int | None = None) -> str:
         rows = ""
         if self.table is not None:
-            beyond = num_tokens is not None and num_tokens > self.table.tokens[-1]
-            rows = f" {self.table.describe()}{f', extrapolated to {num_tokens:,}' if beyond else ''};"
+            rows = f" {self.table.describe()}{f', {self.compared(num_tokens)}' if num_tokens else ''};"
         dtype = f", {self.dtype}" if self.dtype else ""
         rest = super().describe(whole=whole).removeprefix("modelled by ")
         return f"experts {MEASURED_ELSEWHERE} ({self.words}{dtype}):{rows} the rest modelled by {rest}"
+
+    def compared(self, num_tokens: int) -> str:
+        """How far so many tokens of all ranks lie beyond the rows; balanced loads by the table and by the roofline, and
+        why they differ where these kernels do more work."""
+        assert self.table is not None
+        rows_L = self.table.loads(num_tokens)
+        beyond = f"extrapolated to {num_tokens:,}; " if num_tokens > self.table.tokens[-1] else ""
+        if not rows_L.any():
+            return f"{beyond}balanced loads leave it idle"
+        table_us = self.table.time_us(rows_L, num_tokens)
+        ratio = table_us / self.roofline_us(self.table.hidden_size, self.table.ffn_hidden_size, rows_L)
+        why = ""
+        own_alone = Tables.named(self.table_name, "moe").framework == "trtllm"
+        if ratio >= _FAR and self.table.ep_size > 1 and not own_alone:
+            why = (
+                ": a row saw all ranks' tokens, which these kernels touch and no all-to-all brings (TensorRT-LLM's "
+                "follow a rank's own)"
+            )
+        return f"{beyond}{table_us / 1e3:.3g} ms of balanced loads, {ratio:.2g} x the roofline{why}"
 
 
 def load_device(name: str) -> Device:

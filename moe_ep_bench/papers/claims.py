@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
@@ -17,24 +17,50 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.papers.published import Number, Primary, load, numbers
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import PolicyEntry, Strict
-from moe_ep_bench.schema import phase_groups
+from moe_ep_bench.schema import ALL, MOE
 
-Metric = Literal[
-    "speedup", "layer_time", "activated_experts", "dropped_fraction", "retained_mass",
-    "gate_time", "permute_time", "comm_time", "experts_time",
-    "native_layer_us", "native_activated_experts", "moe_speedup", "step_time", "tokens_per_s", "imbalance_cut",
-]  # fmt: skip
-# Of a whole pass, from end to end.
-PASS_METRICS = ("speedup", "step_time", "tokens_per_s")
-# Of whole models (``scope: model``), and of them alone.
-MODEL_METRICS = (*PASS_METRICS, "moe_speedup", "activated_experts", "dropped_fraction", "retained_mass")
-ONLY_MODEL_METRICS = ("moe_speedup", "step_time", "tokens_per_s")
-# Times of a group of phases, mean over ranks, over those of native.
-PHASE_METRICS = {f"{group}_time": group for group in phase_groups("layer") if f"{group}_time" in get_args(Metric)}
-# Metrics of a policy alone, nothing is set against native; ``retained_mass`` may be over another policy's.
-OWN_METRICS = ("dropped_fraction", "retained_mass")
-# Metrics of native itself: numbers with a unit, and no policy.
-NATIVE_METRICS = ("native_layer_us", "native_activated_experts")
+
+class Metric(NamedTuple):
+    """What a claim's number is, and how ours comes about.
+
+    Attributes:
+        value: from ``of`` of the policy's case and of the one that it is set against, which mostly is native: the
+            policy's ``own``, ``native``'s own, the ``ratio`` of policy over native, or its ``inverse``.
+        of: a quantity of ``analysis.cases.timings``, whose pairs are divided, or a column of ``analysis.cases.cases``.
+        scopes: of comparisons that have such a number.
+        is_pass: of a whole pass with ``scope: model``.
+    """
+
+    words: str
+    value: Literal["own", "native", "ratio", "inverse"]
+    of: str
+    scopes: tuple[str, ...] = ("layer",)
+    is_pass: bool = False
+
+
+_BOTH = ("layer", "model")
+_PHASES = {"gate": "gate and policy", "permute": "permutation", "comm": "communication", "experts": "experts"}
+CLAIMED = {
+    "speedup": Metric("speedup", "inverse", ALL, _BOTH, is_pass=True),
+    "dropped_fraction": Metric("dropped share", "own", "dropped_share", _BOTH),
+    "retained_mass": Metric("mass kept", "own", "retained_mass", _BOTH),
+    # Means over ranks of breakdown iterations.
+    **{
+        f"{group}_time": Metric(f"relative time of {words}", "ratio", f"{group}_ms") for group, words in _PHASES.items()
+    },
+    "layer_time": Metric("relative time of the layer", "ratio", ALL),
+    "activated_experts": Metric("relative number of activated experts", "ratio", "activated", _BOTH),
+    "moe_speedup": Metric("speedup of all MoE layers in a pass", "inverse", MOE, ("model",)),
+    "step_time": Metric("relative time of a decode step", "ratio", ALL, ("model",), is_pass=True),
+    "tokens_per_s": Metric("relative tokens per second", "inverse", ALL, ("model",), is_pass=True),
+    "imbalance_cut": Metric("fullest expert, native over policy", "inverse", "fullest_expert"),
+    "native_layer_us": Metric("native's layer (us)", "native", ALL),
+    "native_activated_experts": Metric("native's activated experts", "native", "activated"),
+}
+# Shares; ``retained_mass`` may be over another policy's. Numbers with a unit, and no policy.
+OWN_METRICS, NATIVE_METRICS = (
+    tuple(name for name, metric in CLAIMED.items() if metric.value == value) for value in ("own", "native")
+)
 
 _PAPER = "expected a number, [low, high] with null for an open end, or null where the paper states none"
 
@@ -46,7 +72,7 @@ class Claim(Strict):
     """Publication, and its figure, table or section."""
     policy: PolicyEntry | None = None
     """One of the config's policies; a list in place of a value makes one claim for each. None for a native_ metric."""
-    metric: Metric = "speedup"
+    metric: Literal[*CLAIMED] = "speedup"
     """Time of native over the policy's, of a layer or, with scope model, of a pass; a share; the time of the layer or
     of a group of phases, or the activated experts of the rank with most, over native's; or native's own, in
     microseconds or experts; the fullest expert's load of native over the policy's. Of whole models alone: the
@@ -95,15 +121,15 @@ class Claim(Strict):
             scope: ``layer`` or ``model``.
             decodes: whether a pass of the model is a decode step.
         """
+        metric = CLAIMED[self.metric]
+        if scope not in metric.scopes and scope == "layer":
+            raise UserError(f"metric: expected a layer's without scope: model, got {self.metric}, a whole model's")
+        if scope not in metric.scopes:
+            known = ", ".join(name for name, one in CLAIMED.items() if scope in one.scopes)
+            raise UserError(f"metric: expected one of {known} with scope: model, got {self.metric}, a layer's")
         if scope == "layer":
-            if self.metric in ONLY_MODEL_METRICS:
-                raise UserError(f"metric: expected a layer's without scope: model, got {self.metric}, a whole model's")
             return
-        if self.metric not in MODEL_METRICS:
-            raise UserError(
-                f"metric: expected one of {', '.join(MODEL_METRICS)} with scope: model, got {self.metric}, a layer's"
-            )
-        if self.metric in PASS_METRICS and self.of == "layer":
+        if metric.is_pass and self.of == "layer":
             raise UserError(
                 f"of: expected end_to_end or not_stated with {self.metric}, which is a whole pass's with scope: model;"
                 " got layer (moe_speedup is the layers')"

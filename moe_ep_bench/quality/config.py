@@ -18,10 +18,13 @@ from pydantic import Field, PlainSerializer, model_validator
 from moe_ep_bench.config import FILE, SweepPoint, load_points
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy
-from moe_ep_bench.presets import PolicyEntry, Strict, expand_policies
+from moe_ep_bench.presets import REMOVED, PolicyEntry, Strict, expand_policies
 
 # ``run.json`` has only the last part of a path.
 NAME = PlainSerializer(lambda path: path and path.resolve().name, when_used="json")
+
+
+REMOVED["published.table"] = "published.paper and published.item, a table of moe_ep_bench/papers/published/"
 
 
 class CheckpointConfig(Strict):
@@ -62,8 +65,10 @@ class TaskConfig(Strict):
 
 
 class PublishedConfig(Strict):
-    table: Annotated[Path, FILE, NAME]
-    """File of configs/papers/accuracy/."""
+    paper: str
+    """Paper of moe_ep_bench/papers/published/: its name or arXiv id."""
+    item: str
+    """Its table of accuracies, as "Table 2"."""
     model: str
     """The checkpoint's name in the table."""
     unstated: tuple[str, ...] = ()

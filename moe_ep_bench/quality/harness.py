@@ -33,8 +33,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.policies import Policy
-from moe_ep_bench.quality.passes import Arrangement, Row, judged_phase, pass_metrics, score_masses
-from moe_ep_bench.quality.routed import RouterCall, routed
+from moe_ep_bench.quality.passes import Arrangement, RouterCall, Row, judged_phase, pass_metrics
+from moe_ep_bench.quality.routed import routed
 
 # ---- The package and its tasks ---------------------------------------------------------------------------------------
 
@@ -130,8 +130,9 @@ class TaskRouting:
         return routed(model, self.policy, num_ranks=self.num_ranks, arrangement=how, seed=self.seed, observe=self._add)
 
     def _add(self, call: RouterCall) -> None:
-        metrics = pass_metrics(call)
-        metrics["mass"], metrics["topk_mass"], _ = score_masses(call)
+        metrics, valid_T = pass_metrics(call), call.forward_pass.valid_T
+        metrics["topk_mass"] = float((call.scores_TE * call.own_TE)[valid_T].sum(dtype=torch.float64))
+        metrics["mass"] = metrics["retained_mass_topk"] * metrics["topk_mass"]
         for name in ("num_topk_pairs", "num_dropped_pairs", "num_tokens", "num_pairs", "mass", "topk_mass"):
             self.sums[name] += metrics[name]
 

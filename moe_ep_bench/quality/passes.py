@@ -25,18 +25,19 @@ Shapes: B = sequences, S = tokens of each in this pass, T = B * S, E = experts, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.metrics import imbalance, routing_metrics
 from moe_ep_bench.policies.capacity import IMAGE
-from moe_ep_bench.policies.contract import Phase, Policy
+from moe_ep_bench.policies.contract import Phase, Policy, Routing, RoutingContext
+from moe_ep_bench.quality.families import MoELayer
+from moe_ep_bench.schema import QUALITY_ROUTING_SCHEMA
 from moe_ep_bench.workload.batch import deal_sequences
-
-if TYPE_CHECKING:
-    from moe_ep_bench.quality.routed import RouterCall
 
 Arrangement = Literal["as_run", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -116,54 +117,49 @@ class ForwardPass:
         return self._batches[num_ranks]
 
 
-def score_masses(call: RouterCall) -> tuple[float, float, float]:
-    """Score mass of what is computed, of the model's own top-k and of all experts, summed over valid tokens."""
-    valid_T = call.forward_pass.valid_T
-    scores_TE, own_TE = call.scores_TE[valid_T].double(), call.own_TE[valid_T]
-    map_TE = own_TE if call.routing is None else call.routing.map_TE[valid_T]
-    return float((scores_TE * map_TE).sum()), float((scores_TE * own_TE).sum()), float(scores_TE.sum())
+@dataclass(frozen=True, eq=False)
+class RouterCall:
+    """What one router did in one pass.
+
+    Attributes:
+        scores_TE: float32, of all tokens of the pass, padding included; their top-k is what the model chose.
+        own_TE: bool, what the model chose.
+        routing: what was computed; padding rows are empty. None where no policy acted.
+        context: what is so of all tokens.
+    """
+
+    layer: MoELayer
+    forward_pass: ForwardPass
+    scores_TE: Tensor
+    own_TE: Tensor
+    routing: Routing | None
+    context: RoutingContext
 
 
 def pass_metrics(call: RouterCall) -> dict[str, Any]:
     """The metrics from ``num_steps`` to ``num_dropped_image_pairs`` of ``schema.QUALITY_ROUTING_SCHEMA``."""
     forward_pass, modality_T = call.forward_pass, call.context.modality_T
-    valid_T, num_steps = forward_pass.valid_T, forward_pass.num_steps
+    valid_T, num_ranks = forward_pass.valid_T, call.context.num_ranks
     own_TE = call.own_TE[valid_T]
     map_TE = own_TE if call.routing is None else call.routing.map_TE[valid_T]
-    dropped_T = (own_TE & ~map_TE).sum(dim=1)
-    is_image_T = None if modality_T is None else modality_T[valid_T] == IMAGE
-    load_PE = torch.zeros(num_steps, map_TE.shape[1], dtype=torch.float64, device=map_TE.device)
-    load_PE.index_add_(0, forward_pass.step_T[valid_T], map_TE.double())
-    load_PE = load_PE[load_PE.sum(dim=1) > 0]  # padding may leave steps empty, and a policy may drop all
-    load_PRe = load_PE.unflatten(1, (call.context.num_ranks, -1))
-    num_pairs, num_topk_pairs, num_dropped = int(map_TE.sum()), int(own_TE.sum()), int(dropped_T.sum())
-    mass, topk_mass, all_mass = score_masses(call)
-    return {
-        "num_steps": num_steps,
-        "num_tokens": len(map_TE),
-        "load_E": map_TE.sum(dim=0).tolist(),
-        "num_pairs": num_pairs,
-        "num_topk_pairs": num_topk_pairs,
-        "num_dropped_pairs": num_dropped,
-        "dropped_fraction": num_dropped / num_topk_pairs,
-        "retained_mass_topk": mass / topk_mass,
-        "retained_mass_all": mass / all_mass,
-        "tokens_without_expert": int((~map_TE.any(dim=1)).sum()),
-        "experts_per_token": num_pairs / len(map_TE),
-        "num_image_tokens": None if is_image_T is None else int(is_image_T.sum()),
-        "num_dropped_image_pairs": None if is_image_T is None else int(dropped_T[is_image_T].sum()),
-        "peak_load": _mean(_peak(load_PE)),
-        "rank_peak_load": _mean(_peak(load_PRe.sum(dim=2))),
-        "activated_experts": _mean((load_PE > 0).sum(dim=1)),
-        "activated_experts_fullest_rank": _mean((load_PRe > 0).sum(dim=2).amax(dim=1)),
+    of_valid = replace(call.context, modality_T=None)  # the metrics read no other values of tokens
+    found = routing_metrics(Routing(map_TE, map_TE), call.scores_TE[valid_T], of_valid)
+    load_PE = torch.zeros(forward_pass.num_steps, map_TE.shape[1], dtype=torch.float64, device=map_TE.device)
+    load_PE = load_PE.index_add_(0, forward_pass.step_T[valid_T], map_TE.double()).cpu().numpy()
+    load_PE = load_PE[load_PE.sum(axis=1) > 0]  # padding may leave steps empty, and a policy may drop all
+    load_PRL = load_PE.reshape(-1, num_ranks, load_PE.shape[1] // num_ranks)
+    activated_PR = (load_PRL > 0).sum(axis=2)
+    by_step = {
+        "peak_load": imbalance(load_PE),
+        "rank_peak_load": imbalance(load_PRL.sum(axis=2)),
+        "activated_experts": activated_PR.sum(axis=1),
+        "activated_experts_fullest_rank": activated_PR.max(axis=1, initial=0),
     }
-
-
-def _peak(load_PN: Tensor) -> Tensor:
-    """The fullest of every step over the step's mean."""
-    return load_PN.amax(dim=1) / load_PN.mean(dim=1)
-
-
-def _mean(values_P: Tensor) -> float:
-    """0 where nothing is computed."""
-    return float(values_P.double().mean()) if len(values_P) else 0.0
+    values = found | {name: float(step_P.mean()) if len(step_P) else 0.0 for name, step_P in by_step.items()}
+    values |= {"num_steps": forward_pass.num_steps, "num_image_tokens": None, "num_dropped_image_pairs": None}
+    if modality_T is not None:
+        is_image_T = modality_T[valid_T] == IMAGE
+        values["num_image_tokens"] = int(is_image_T.sum())
+        values["num_dropped_image_pairs"] = int((own_TE & ~map_TE)[is_image_T].sum())
+    names = QUALITY_ROUTING_SCHEMA.names
+    return {name: values[name] for name in names[names.index("num_steps") :]}

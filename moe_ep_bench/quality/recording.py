@@ -34,7 +34,8 @@ from moe_ep_bench.quality.checkpoint import (
     pick_device,
     token_sequences,
 )
-from moe_ep_bench.quality.routed import RouterCall, routed
+from moe_ep_bench.quality.passes import RouterCall
+from moe_ep_bench.quality.routed import routed
 from moe_ep_bench.runtime import locks
 from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.workload.importers.writer import ImportSummary, TraceWriter, sha256_of

@@ -37,26 +37,7 @@ from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.laser import LoadAwarePolicy
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.quality.families import MoELayer, find_moe_layers
-from moe_ep_bench.quality.passes import PHASES, Arrangement, ForwardPass, Phase
-
-
-@dataclass(frozen=True, eq=False)
-class RouterCall:
-    """What one router did in one pass.
-
-    Attributes:
-        scores_TE: float32, of all tokens of the pass, padding included.
-        own_TE: bool, what the model chose.
-        routing: what was computed; padding rows are empty. None where no policy acted.
-        context: what is so of all tokens.
-    """
-
-    layer: MoELayer
-    forward_pass: ForwardPass
-    scores_TE: Tensor
-    own_TE: Tensor
-    routing: Routing | None
-    context: RoutingContext
+from moe_ep_bench.quality.passes import PHASES, Arrangement, ForwardPass, Phase, RouterCall
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.facts import Published, PublishedNumber
 from moe_ep_bench.files import stable_hash
-from moe_ep_bench.papers.accuracies import load_table
+from moe_ep_bench.papers.published import load
+from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality.config import QualityExperiment, TaskConfig
 from moe_ep_bench.quality.harness import TaskIndex, TaskRouting, routed_lm, run_task
 from moe_ep_bench.quality.passes import Tables
@@ -82,7 +83,7 @@ class Task:
 
 
 def published_numbers(experiment: QualityExperiment, task: str) -> Published | None:
-    """What the table of ``published`` says of a task; None where the config names none.
+    """What the item of ``published`` says of a task; None where the config names none.
 
     Raises:
         ValueError: naming the key.
@@ -91,23 +92,32 @@ def published_numbers(experiment: QualityExperiment, task: str) -> Published | N
     if chosen is None:
         return None
     try:
-        table = load_table(chosen.table)
+        paper = load(chosen.paper)
     except ValueError as problem:
-        raise UserError(f"published.table: {problem}") from None
-    if chosen.model not in table.models:
-        raise UserError(f"published.model: expected one of {', '.join(table.models)}, got {brief(chosen.model)}")
+        raise UserError(f"published.paper: {str(problem).removeprefix('PAPER: ')}") from None
+    items = {item.item: item for item in paper.items if item.policies}
+    if chosen.item not in items:
+        raise UserError(f"published.item: expected one of {', '.join(items)}, got {brief(chosen.item)}")
+    item = items[chosen.item]
+    printed = list(item.numbers(paper))
+    models = list(dict.fromkeys(str(number.model) for number in printed))
+    if chosen.model not in models:
+        raise UserError(f"published.model: expected one of {', '.join(models)}, got {brief(chosen.model)}")
     numbers = []
-    for cell in table.cells(chosen.model):
-        if cell.column.task == task:
-            params = {} if cell.policy is None else cell.policy.params()
-            number = PublishedNumber(
-                policy="native" if cell.policy is None else cell.policy.name,
+    for number in printed:
+        column, fields = paper.tasks.get(str(number.where["task"])), item.policy_of(number)
+        if number.model != chosen.model or column is None or column.task != task or fields is None:
+            continue
+        policy = make_policy(fields) if fields else None
+        params = policy.params() if policy else {}
+        numbers.append(
+            PublishedNumber(
+                policy=policy.name if policy else "native",
                 policy_params={key: value for key, value in params.items() if key not in chosen.unstated},
-                metric=cell.column.metric,
-                num_fewshot=cell.column.num_fewshot,
-                percent=cell.percent,
+                metric=column.metric,
+                num_fewshot=column.num_fewshot,
+                percent=number.value,
             )
-            numbers.append(number)
-    return Published(
-        source=table.source, note=table.note, model=chosen.model, numbers=numbers, unstated=list(chosen.unstated)
-    )
+        )
+    about = {"source": f"arXiv {paper.paper}, {item.item}", "note": item.note or "", "model": chosen.model}
+    return Published(**about, numbers=numbers, unstated=list(chosen.unstated))

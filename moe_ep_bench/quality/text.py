@@ -32,8 +32,8 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences
 from moe_ep_bench.quality.config import QualityExperiment, TextConfig
-from moe_ep_bench.quality.passes import PHASES, ForwardPass, Row, Tables, judged_phase, pass_metrics
-from moe_ep_bench.quality.routed import RouterCall, routed
+from moe_ep_bench.quality.passes import PHASES, ForwardPass, RouterCall, Row, Tables, judged_phase, pass_metrics
+from moe_ep_bench.quality.routed import routed
 
 _LOGITS_AT_ONCE = 2**24
 

@@ -43,7 +43,7 @@ class Workload(ABC):
     topk_share: float | None
     num_groups: int | None = None
     top_groups: int | None = None
-    _skips_survey = _keeps_batches = False
+    _skips_survey = False
 
     @abstractmethod
     def sequence_lengths(self, index: int) -> NDArray[np.int64]:
@@ -88,15 +88,11 @@ class Workload(ABC):
             IndexError: no such batch.
             ValueError: see ``deal``.
         """
-        if num_ranks == 1:
-            return iter([self.rank_batch(index, 0, 1)])
         dealt = self._dealt(index, num_ranks)
         return (self._of_rank(index, rank, *dealt) for rank in range(num_ranks))
 
     def rank_batch(self, index: int, rank: int, num_ranks: int) -> TokenBatch:
         """Make one rank's tokens of batch ``index`` and no others; see ``rank_batches``."""
-        if num_ranks == 1 and index in self._kept:
-            return self._kept.pop(index)
         return self._of_rank(index, rank, *self._dealt(index, num_ranks))
 
     def tokens_of_ranks(self, index: int, num_ranks: int) -> NDArray[np.int64]:
@@ -188,16 +184,7 @@ class Workload(ABC):
         }
 
     def skip_survey(self) -> None:
-        """Go without ``fingerprint`` and ``achieved``, for which all batches are made once more.
-
-        Raises:
-            ValueError: a batch cannot meet its targets.
-        """
-        self.forgo_survey()
-        self.solve()
-
-    def forgo_survey(self) -> None:
-        """As ``skip_survey``, and solve for no targets: no batch is made."""
+        """Go without ``fingerprint`` and ``achieved``, for which all batches are made once more."""
         self.__dict__["_skips_survey"] = True
 
     def solve(self) -> None:  # noqa: B027
@@ -206,10 +193,6 @@ class Workload(ABC):
         Raises:
             ValueError: a batch cannot meet them.
         """
-
-    def keep_batches(self) -> None:
-        """Keep every batch that is gone through until one rank, which has all of it, asks for it once."""
-        self.__dict__["_keeps_batches"] = True
 
     def findings(self) -> dict[str, Any]:
         """What going through batches has shown so far, JSON-ready, for others to take over."""
@@ -227,10 +210,6 @@ class Workload(ABC):
     def take_solved(self, solved: Mapping[str, Any]) -> None:
         """Take over what an equal workload has ``solved`` for."""
         assert not solved, "a subclass that solves for something takes it over"
-
-    @cached_property
-    def _kept(self) -> dict[int, TokenBatch]:
-        return {}
 
     @cached_property
     def _surveyed(self) -> dict[int, dict[str, Any]]:
@@ -258,7 +237,7 @@ class Workload(ABC):
         load_E, topk_share, num_shared, num_neighbours = torch.zeros(self.num_experts, dtype=torch.int64), 0.0, 0, 0
         # The last token of the block before, whose neighbour is in the block to come.
         map_1E = torch.zeros(0, self.num_experts, dtype=torch.bool)
-        ids, scores = [torch.zeros(0, dtype=torch.int64)], []
+        ids = [torch.zeros(0, dtype=torch.int64)]
         for block in self.blocks(index):
             digest.update(block.scores_TE.numpy().data.cast("B"))
             map_TE = chosen_experts(block.scores_TE, self.selection)
@@ -269,10 +248,7 @@ class Workload(ABC):
             num_neighbours, num_shared = num_neighbours + pairs, num_shared + shared
             map_1E = map_TE[-1:]
             ids.append(block.sequence_id_T)
-            scores += [block.scores_TE] if self._keeps_batches else []
             yield
-        if scores:
-            self._kept[index] = TokenBatch(torch.cat(scores), torch.cat(ids))
         for sequence_id_T in ids:
             digest.update(sequence_id_T.numpy().data.cast("B"))
         counts = [2**power for power in range(1, 9) if self.num_experts % 2**power == 0]

@@ -3,6 +3,9 @@
 A file holds items: a table, a figure or a section, with what it measured. An item is written like the table it is:
 ``rows`` names what its first cells say, ``columns`` what its other cells are. All stays as printed: ``1.30`` has two
 decimals, ``>5`` is above 5, ``~1.4`` about 1.4, ``80.0±0.59`` has a standard error, ``-`` is a cell without a number.
+
+Some say more of themselves: ``tasks`` and an item's ``policies``, how ``quality`` asks for the same accuracy, and
+``orderings``, what a paper says of two policies' answers.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import Strict, validated
@@ -72,6 +75,8 @@ class Item(Strict):
         where: the setting of all its numbers.
         rows, columns: what tells its numbers apart; of ``columns``, each name has a value for each column. The name
             ``model`` says which model it is.
+        policies: by the setting ``method``, which may name a model too (``METHOD of MODEL``): fields of the policy as
+            configs have it, ``$gamma`` for the value of a setting; none for the unpatched model.
         cells: by line, the values of ``rows`` and then the numbers of the columns, or one number.
         note: what the numbers contradict, and what the paper leaves open.
     """
@@ -86,6 +91,7 @@ class Item(Strict):
     where: dict[str, str] = Field({})
     rows: tuple[str, ...] = ()
     columns: dict[str, tuple[str, ...]] = Field({})
+    policies: dict[str, dict[str, str]] = Field({})
     cells: tuple[tuple[str, ...], ...] = Field(min_length=1)
     read_off: bool = False
     note: str | None = None
@@ -115,12 +121,18 @@ class Item(Strict):
                 paper=paper.paper,
                 value=float(found["value"]),
                 model=where.pop("model", self.model),
-                where={name: _setting(value) for name, value in where.items()},
+                where={name: typed(value) for name, value in where.items()},
                 printed=found["value"],
                 stderr=None if found["stderr"] is None else float(found["stderr"]),
                 bound=BOUNDS.get(found["bound"]),
                 hardware=self.hardware or paper.hardware,
             )
+
+    def policy_of(self, number: Number) -> dict[str, Any] | None:
+        """Fields of the policy that a number is of, empty of the unpatched model; None where that is not stated."""
+        method = number.where.get("method")
+        fields = self.policies.get(f"{method} of {number.model}", self.policies.get(str(method)))
+        return fields and {key: number.where.get(value[1:], typed(value)) for key, value in fields.items()}
 
     def _settings(self) -> Iterator[tuple[dict[str, str], str]]:
         """The setting and the cell of every number."""
@@ -163,6 +175,36 @@ class Uncompared(Strict):
     why: str = Field(min_length=1)
 
 
+class Task(Strict):
+    """A column of accuracies as the lm-evaluation-harness asks it. What a paper does not state is left out."""
+
+    task: str
+    num_fewshot: int | None = None
+    metric: str | None = None
+
+
+class Ordering(Strict):
+    """Who comes before whom: policies of one kind keep at least as much of the answers as those of another.
+
+    That may carry over to another model where numbers do not: ``quality`` holds it against every pair of its cases.
+
+    Attributes:
+        where: in the paper, or what is ours of it.
+        better, worse: policy and fields of either kind; ``set``: whatever it is but null. Fields that both policies
+            have and that neither names must be equal, and so must the phase.
+    """
+
+    says: str
+    where: str = ""
+    better: dict[str, Any]
+    worse: dict[str, Any]
+
+    @field_validator("better", "worse")
+    @classmethod
+    def _typed(cls, fields: dict[str, str]) -> dict[str, Any]:
+        return {key: typed(value) for key, value in fields.items()}
+
+
 class Paper(Strict):
     """A paper's numbers.
 
@@ -172,6 +214,7 @@ class Paper(Strict):
         note: what the items do not hold, and why.
         primary: the first that fits an item and a model counts.
         uncompared: all that was measured, and that no claim is about.
+        tasks: by the name of a column.
     """
 
     paper: str = Field(pattern=r"^\d{4}\.\d{5}$")
@@ -181,6 +224,8 @@ class Paper(Strict):
     note: str | None = None
     primary: tuple[Primary, ...] = ()
     uncompared: tuple[Uncompared, ...] = ()
+    tasks: dict[str, Task] = Field({})
+    orderings: tuple[Ordering, ...] = ()
     items: tuple[Item, ...] = Field(min_length=1)
 
     def why_uncompared(self, item: str, kind: str) -> Uncompared | None:
@@ -227,17 +272,26 @@ def numbers(name: str | None = None, **wanted: Any) -> list[Number]:
     return [number for number in found if all(_value(number, key) == value for key, value in wanted.items())]
 
 
+def orderings() -> list[tuple[str, Ordering]]:
+    """All papers' orderings, each behind its source."""
+    return [
+        (", ".join(filter(None, (f"arXiv {paper.paper}", ordering.where))), ordering)
+        for paper in map(load, names())
+        for ordering in paper.orderings
+    ]
+
+
 def _value(number: Number, key: str) -> Any:
     return getattr(number, key) if hasattr(number, key) else number.where.get(key)
 
 
-def _setting(value: str) -> str | float:
-    """A setting's value; a number where it is one."""
+def typed(value: str) -> str | float | None:
+    """A value as text has it: a number, null, or words."""
     if not _NUMBER.fullmatch(value):
-        return value
+        return None if value == "null" else value
     return float(value) if "." in value else int(value)
 
 
 def _read(file: Path) -> dict[str, Any]:
     """A file's keys and values, all text: YAML's own reading would take 1.30 for 1.3."""
-    return yaml.load(file.read_text(), yaml.BaseLoader)
+    return yaml.load(file.read_text(), getattr(yaml, "CBaseLoader", yaml.BaseLoader))

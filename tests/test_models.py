@@ -40,6 +40,10 @@ GPT_OSS = {
     "num_attention_heads": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4, "experts_per_token": 4,
     "swiglu_limit": 7.0, "sliding_window": 128, "tie_word_embeddings": False,
 }  # fmt: skip
+KIMI_K2 = DEEPSEEK_V3 | {
+    "model_type": "kimi_k2", "first_k_dense_replace": 1, "vocab_size": 163840, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
+}  # fmt: skip
 QWEN3 = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu",
     "attention_bias": False, "head_dim": 128, "num_key_value_heads": 4, "vocab_size": 151936,
@@ -79,11 +83,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-r1": DEEPSEEK_V3,
-    "kimi-k2": DEEPSEEK_V3 | {
-        "model_type": "kimi_k2", "first_k_dense_replace": 1, "vocab_size": 163840, "num_attention_heads": 64,
-        "num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1,
-        "routed_scaling_factor": 2.827,
-    },
+    "kimi-k2": KIMI_K2,
+    "kimi-k2.5": {"model_type": "kimi_k25", "tie_word_embeddings": False, "text_config": KIMI_K2},
     "qwen1.5-moe-a2.7b": {
         "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "hidden_act": "silu",
         "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
@@ -123,12 +124,29 @@ CHECKPOINTS = {
     "deepseek-v3": (671_026_419_200, 37, False),
     "deepseek-r1": (671_026_419_200, 37, False),
     "kimi-k2": (1_026_408_232_448, 32, False),  # the hub lists 1026.5 billion with 62 million block scales of fp8
+    "kimi-k2.5": (1_026_408_232_448, 32, False),  # the language model, which is Kimi-K2's
     "qwen1.5-moe-a2.7b": (14_315_784_192, 2.7, True),
     "qwen3-30b-a3b": (30_532_122_624, 3.3, True),
     "qwen3-235b-a22b": (235_093_634_560, 22, True),
     "gpt-oss-120b": (116_829_156_672, 5.1, False),
     "gpt-oss-20b": (20_914_757_184, 3.6, False),
 }
+# Of later presets: billions of parameters, and of those that a token activates, as reports and model cards round them.
+LATER_PRESETS = {
+    "deepseek-v3.2": (671, 37),
+    "glm-5": (744, 40),
+    "llama-4-maverick": (400, 17),
+    "minimax-m2.5": (230, 10),
+    "qwen3.5-397b-a17b": (397, 17),
+}
+
+# Files with experts that the package ships, where it is installed.
+AICONFIGURATOR = importlib.util.find_spec("aiconfigurator_core")
+PUBLIC_FILES = [
+    path
+    for path in sorted(Path(AICONFIGURATOR.origin or "").parent.rglob("*_config.json") if AICONFIGURATOR else ())
+    if not path.name.endswith("_hf_quant_config.json") and re.search("expert|moe", path.read_text(), re.IGNORECASE)
+]
 
 
 def written(folder: Path, values: Any, name: str = "config.json") -> Path:
@@ -150,7 +168,8 @@ def changed(name: str, **values: Any) -> dict[str, Any]:
 
 
 def test_every_preset_is_checked_here() -> None:
-    assert set(ModelSpec.names()) == set(PUBLISHED) == {*CHECKPOINTS, "molmoe-1b"}  # which sees, too
+    assert set(PUBLISHED) == {*CHECKPOINTS, "molmoe-1b"}  # which sees, too
+    assert set(ModelSpec.names()) == {*PUBLISHED, *LATER_PRESETS}
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -158,7 +177,26 @@ def test_a_published_config_json_gives_the_preset(tmp_path: Path, name: str) -> 
     assert facts(load_model(str(written(tmp_path, PUBLISHED[name])))) == facts(load_model(name))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*LATER_PRESETS, "kimi-k2.5"])
+def test_a_later_preset_is_the_file_that_aiconfigurator_ships(name: str) -> None:
+    preset = load_model(name)
+    file = next((path for path in PUBLIC_FILES if path.name == f"{preset.hub_id.replace('/', '--')}_config.json"), None)
+    if file is None:
+        pytest.skip("aiconfigurator-core is not installed")
+    assert facts(load_hf_model(file)) == facts(preset)
+
+
+@pytest.mark.parametrize("name", LATER_PRESETS)
+def test_experts_that_idle_are_what_a_token_does_not_activate(name: str) -> None:
+    """Which holds of a model whose attention no spec can express, too."""
+    model, (billions, active) = load_model(name), LATER_PRESETS[name]
+    idle = (model.num_experts - model.top_k) * model.num_moe_layers * model.expert_parameters
+    assert idle / 1e9 == pytest.approx(billions - active, rel=0.015)
+    if model.num_parameters is not None:
+        assert model.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *LATER_PRESETS])
 def test_a_preset_answers_to_its_id_on_the_hub_and_to_capitals(name: str) -> None:
     assert load_model(load_model(name).hub_id) == load_model(name.upper()) == load_model(name)
     assert preset_of(f"else/{name}") is None  # another's checkpoint may have another shape
@@ -458,14 +496,6 @@ def test_what_no_spec_can_express_says_how_to_write_it_by_hand(tmp_path: Path) -
     (experiment,) = load_experiments(written(tmp_path, json.dumps(config), "config.yaml"), on_cpu=True)
     model = experiment.model.spec()
     assert (model.num_experts, model.num_layers, model.shared_ffn_hidden_size, model.routed_scale) == (64, 40, 32, 1.5)
-
-
-AICONFIGURATOR = importlib.util.find_spec("aiconfigurator_core")
-PUBLIC_FILES = [
-    path
-    for path in sorted(Path(AICONFIGURATOR.origin or "").parent.rglob("*_config.json") if AICONFIGURATOR else ())
-    if not path.name.endswith("_hf_quant_config.json") and re.search("expert|moe", path.read_text(), re.IGNORECASE)
-]
 
 
 @pytest.mark.skipif(not PUBLIC_FILES, reason="aiconfigurator-core is not installed")

@@ -13,13 +13,16 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    DogeConfig,
     GptOssConfig,
+    HunYuanMoEV1Config,
     LlamaConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
 )
 
@@ -68,6 +71,11 @@ _CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         DeepseekV3Config,
         {**_LATENT, "num_experts_per_tok": 4, "q_lora_rank": 8, "routed_scaling_factor": 2.5},
     ),
+    "hunyuan_v1_moe": (HunYuanMoEV1Config, {"num_experts": 8, "moe_topk": 3, "head_dim": 16}),
+    "qwen3_5_moe": (
+        Qwen3_5MoeTextConfig,
+        {**_QWEN, "shared_expert_intermediate_size": 16, "head_dim": 16, "layer_types": ["full_attention"] * 2},
+    ),
     "gpt_oss": (GptOssConfig, {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 8}),
 }
 FAMILIES = tuple(_CONFIGS)
@@ -114,6 +122,11 @@ def checkpoint(folder: Path, family: str, **fields: Any) -> Path:
 def dense() -> Any:
     """A model without experts."""
     return build(LlamaConfig(**_COMMON), "eager")
+
+
+def chosen_within() -> Any:
+    """A model whose experts are chosen by no module of its own."""
+    return build(DogeConfig(**_COMMON, is_moe=True, num_experts=16, num_experts_per_tok=4), "eager")
 
 
 def tokens(num_sequences: int, length: int, seed: int = 0) -> torch.Tensor:

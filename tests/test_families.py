@@ -14,6 +14,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.policies import RoutingContext, make_policy
+from moe_ep_bench.quality.families import FAMILIES as ROUTERS
+from moe_ep_bench.quality.families import MoELayer
 
 # Sizes by the names that families have for them; a class takes those that it has.
 SIZES: dict[str, Any] = {
@@ -118,10 +120,14 @@ def test_tokens_are_routed_as_the_familys_own_router_routes_them(family: str, tm
         first_TE, weights_TK, experts_TK = router(tokens_TD)
         # Gemma's router begins with a norm, and returns scores first.
         logits_TE = first_TE.log() if family == "gemma4_text" else tokens_TD @ weight_ED.T
-        if not hasattr(router, "routed_scaling_factor"):  # Then the block multiplies the experts' sum, if any does.
-            keys = "moe_router_scaling_factor", "routed_scaling_factor"
-            weights_TK *= next((getattr(config, key) for key in keys if hasattr(config, key)), 1.0)
     theirs_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, weights_TK.float())
+    if family != "gemma4_text":  # no policy has its scale per expert
+        layer = MoELayer("gate", 0, 0.0, router, None, ROUTERS[type(router).__name__])
+        patched = make_policy({"name": "topk"}).route(layer.scores(logits_TE), layer.context(num_ranks=1))
+        torch.testing.assert_close(patched.weights_TE, theirs_TE, rtol=1e-5, atol=1e-6)
+    if not hasattr(router, "routed_scaling_factor"):  # Then the block multiplies the experts' sum, if any does.
+        keys = "moe_router_scaling_factor", "routed_scaling_factor"
+        theirs_TE *= next((getattr(config, key) for key in keys if hasattr(config, key)), 1.0)
     assert spec.selection_bias == has_bias
     kinds = getattr(config, "mlp_layer_types", None) or getattr(config, "layers_block_type", None)
     if kinds:

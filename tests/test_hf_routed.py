@@ -15,6 +15,7 @@ from hf_models import FAMILIES, IMPLEMENTATIONS, tiny, tokens
 from torch import Tensor
 
 from moe_ep_bench.policies import POLICIES, make_policy
+from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.quality.families import find_moe_layers
 from moe_ep_bench.quality.passes import ForwardPass, RouterCall
 from moe_ep_bench.quality.routed import routed
@@ -87,8 +88,12 @@ def test_groups_that_policies_compare_otherwise_are_the_models_own() -> None:
 
 def test_groups_that_no_policy_can_follow_are_refused() -> None:
     model = tiny("deepseek_v3", num_experts_per_tok=2, topk_group=2)
+    ids_BS = tokens(4, 32)
     with pytest.raises(ValueError, match=r"top_k \(2\) over topk_group \(2\) to be 2, by which DeepSeek-V3"):
-        find_moe_layers(model)
+        logits(model, ids_BS, TOPK)
+    for one in looked_at(model, ids_BS):  # A recording needs no policy; other groups' experts have no scores.
+        assert torch.equal(one.own_TE, top_k_map(one.scores_TE, one.context))
+        assert ((one.scores_TE.view(-1, 4, 2) > 0).any(2).sum(1) == 2).all()
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -109,8 +114,10 @@ def test_moe_layers_know_their_decoder_layer_and_their_place_among_each_other() 
 
 
 def test_a_model_without_known_routers_is_refused_with_those_that_are() -> None:
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM: expected routers of Mixtral \(.*GPT-OSS.*no mixture"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: got no mixture of experts; expected those of .*GPT-OSS"):
         find_moe_layers(hf_models.dense())
+    with pytest.raises(ValueError, match=r"DogeForCausalLM: got the routers DogeCDMoE; expected those of"):
+        find_moe_layers(hf_models.chosen_within())
     model = tiny("mixtral")
     with mock.patch.dict("moe_ep_bench.quality.families.FAMILIES") as known:
         del known["MixtralTopKRouter"]

@@ -12,7 +12,7 @@ Shapes: T = tokens, E = experts, K = top_k, G = groups.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class Family:
         name: what people call the models.
         normalizes: whether a router divides a token's weights by their sum; None = its ``norm_topk_prob`` says.
         score_function: ``softmax`` over the experts, or ``sigmoid``.
-        scales: it multiplies the weights by ``routed_scaling_factor``.
+        scales: it multiplies the weights by ``routed_scaling_factor``; some layers multiply the experts' sum instead.
         biased: it adds ``e_score_correction_bias`` to the scores for choosing.
         group_scored_by: how many of a group's best experts make up the group's value; None = no groups.
     """
@@ -44,17 +44,41 @@ class Family:
     group_scored_by: int | None = None
 
 
+_V3 = Family("DeepSeek-V3", score_function="sigmoid", scales=True, biased=True, group_scored_by=2)
 # By the name of the router's class.
 FAMILIES: dict[str, Family] = {
+    "FlexOlmoTopKRouter": Family("FlexOlmo"),
+    "HunYuanMoEV1Gate": Family("Hunyuan", normalizes=True),
+    "MellumTopKRouter": Family("Mellum"),
+    "MiniMaxTopKRouter": Family("MiniMax-01", normalizes=True),
+    "MiniMaxM3VLTopKRouter": Family("MiniMax-M3", normalizes=True, score_function="sigmoid", biased=True),
     "MixtralTopKRouter": Family("Mixtral", normalizes=True),
     "OlmoeTopKRouter": Family("OLMoE"),
     "Qwen2MoeTopKRouter": Family("Qwen2-MoE"),
     "Qwen3MoeTopKRouter": Family("Qwen3-MoE"),
+    "Qwen3NextTopKRouter": Family("Qwen3-Next"),
+    "Qwen3OmniMoeThinkerTextTopKRouter": Family("Qwen3-Omni"),
+    "Qwen3VLMoeTextTopKRouter": Family("Qwen3-VL", normalizes=True),
+    "Qwen3_5MoeTopKRouter": Family("Qwen3.5", normalizes=True),
+    "Step3p7TopKRouter": Family("Step-3.7", normalizes=True, score_function="sigmoid", biased=True),
     # transformers' DeepSeek-V2 does not read norm_topk_prob.
     "DeepseekV2TopkRouter": Family("DeepSeek-V2", normalizes=False, scales=True, group_scored_by=1),
-    "DeepseekV3TopkRouter": Family(
-        "DeepSeek-V3", score_function="sigmoid", scales=True, biased=True, group_scored_by=2
-    ),
+    "DeepseekV3TopkRouter": _V3,
+    "AXK1TopkRouter": replace(_V3, name="A.X"),
+    "BailingHybridTopkRouter": replace(_V3, name="Bailing hybrid"),
+    "DeepseekV32TopkRouter": replace(_V3, name="DeepSeek-V3.2"),
+    "Dots1TopkRouter": replace(_V3, name="dots1"),
+    "ExaoneMoeTopkRouter": replace(_V3, name="EXAONE-MoE"),
+    "Glm4MoeLiteTopkRouter": replace(_V3, name="GLM-4 Lite"),
+    "Glm4MoeTopkRouter": replace(_V3, name="GLM-4.5"),
+    "Glm4vMoeTextTopkRouter": replace(_V3, name="GLM-4.5V"),
+    "Glm5NextTextTopkRouter": replace(_V3, name="GLM-5 Next"),
+    "GlmMoeDsaTopkRouter": replace(_V3, name="GLM-5"),
+    "HYV4TopkRouter": replace(_V3, name="Hunyuan-V4"),
+    "KimiLinearTopkRouter": replace(_V3, name="Kimi Linear"),
+    "MiMoV2FlashTopkRouter": replace(_V3, name="MiMo-V2"),
+    "NemotronHTopkRouter": replace(_V3, name="Nemotron-H"),
+    "SolarOpenTopkRouter": replace(_V3, name="Solar Open"),
     # A softmax over the chosen logits: the same as normalised scores.
     "GptOssTopKRouter": Family("GPT-OSS", normalizes=True),
 }
@@ -122,40 +146,53 @@ class MoELayer:
         and six experts from three groups), scores outside a token's best groups are 0, as the model has it.
         """
         if self.family.score_function == "sigmoid":
-            return logits_TE.float().sigmoid()
-        scores_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+            scores_TE = logits_TE.float().sigmoid()
+        else:
+            scores_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
         if self.groups is None or self.policies_know_groups:
             return scores_TE
         num_groups, top_groups = self.groups
-        scores_TGe = scores_TE.unflatten(1, (num_groups, -1))
-        inside_TG = TORCH.best_per_row(scores_TGe.amax(dim=-1), top_groups)
-        return scores_TGe.masked_fill(~inside_TG.unsqueeze(-1), 0.0).flatten(1)
+        compared_TE = scores_TE + self.router.e_score_correction_bias if self.family.biased else scores_TE
+        best_TGe = compared_TE.unflatten(1, (num_groups, -1)).topk(self.family.group_scored_by or 1, dim=-1).values
+        inside_TG = TORCH.best_per_row(best_TGe.sum(dim=-1), top_groups)
+        return scores_TE.masked_fill(~inside_TG.repeat_interleave(self.num_experts // num_groups, dim=1), 0.0)
+
+    def check_policies(self) -> None:
+        """Refuse groups that no policy can follow; a recording, in which the router chooses, needs none.
+
+        Raises:
+            ValueError: one line that names the router.
+        """
+        if self.groups and not self.policies_know_groups and self.family.biased:
+            raise UserError(
+                f"{self.name}: expected top_k ({self.top_k}) over topk_group ({self.groups[1]}) to be "
+                f"{self.family.group_scored_by}, by which {self.family.name} compares its {self.groups[0]} groups"
+            )
 
 
 def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
     """All MoE layers of a model, in its order.
 
     Raises:
-        ValueError: no router of a known class, or one that chooses in a way that policies cannot follow.
+        ValueError: no router of a known class.
     """
     found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in FAMILIES]
     if not found:
-        known = ", ".join(f"{family.name} ({name})" for name, family in FAMILIES.items())
-        classes = sorted({type(module).__name__ for module in model.modules()})
-        others = [name for name in classes if re.search("router|gating|moegate", name, re.IGNORECASE)]
-        got = f"the routers {', '.join(others)}" if others else "none: no mixture of experts"
-        raise UserError(f"{type(model).__name__}: expected routers of {known}; got {got}")
+        others = sorted({type(module).__name__ for module in model.modules() if _seems_to_route(module)})
+        got = f"got the routers {', '.join(others)}" if others else "got no mixture of experts"
+        known = ", ".join(sorted({family.name for family in FAMILIES.values()}))
+        raise UserError(f"{type(model).__name__}: {got}; expected those of {known}")
     layers = []
     for place, (name, router) in enumerate(found):
         experts = model.get_submodule(name.rpartition(".")[0]).experts
         number = re.search(r"\.layers\.(\d+)\.", f".{name}")
         assert number is not None, name
         family = FAMILIES[type(router).__name__]
-        layer = MoELayer(name, int(number[1]), place / len(found), router, experts, family)
-        if layer.groups and not layer.policies_know_groups and family.score_function == "sigmoid":
-            raise UserError(
-                f"{name}: expected top_k ({layer.top_k}) over topk_group ({layer.groups[1]}) to be "
-                f"{family.group_scored_by}, by which {family.name} compares its {layer.groups[0]} groups"
-            )
-        layers.append(layer)
+        layers.append(MoELayer(name, int(number[1]), place / len(found), router, experts, family))
     return layers
+
+
+def _seems_to_route(module: torch.nn.Module) -> bool:
+    """By the name of its class, or as a layer that chooses among experts within itself does."""
+    named = re.search("router|gating|moegate", type(module).__name__, re.IGNORECASE) is not None
+    return named or (hasattr(module, "num_experts") and hasattr(module, "top_k"))

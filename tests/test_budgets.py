@@ -17,7 +17,7 @@ from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import CaseRouter, Share
 from moe_ep_bench.cli import main
-from moe_ep_bench.config import load_experiments
+from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.policies.by_layer import ByLayer

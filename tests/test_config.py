@@ -13,8 +13,9 @@ from moe_ep_bench.bench.comparison import RANKS, Comparison
 from moe_ep_bench.bench.description import describe_experiment
 from moe_ep_bench.bench.plan import compare, plan_experiments
 from moe_ep_bench.bench.words import describe_workload, need_of
-from moe_ep_bench.config import ConfigError, SyntheticConfig, load_experiments
-from moe_ep_bench.presets import REMOVED
+from moe_ep_bench.config import SyntheticConfig
+from moe_ep_bench.config.files import load_experiments
+from moe_ep_bench.presets import REMOVED, ConfigError
 from moe_ep_bench.workload.skews import SKEWS, Skews, load_skew
 
 

@@ -16,8 +16,9 @@ from moe_ep_bench import cli
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.bench.words import describe_workload
-from moe_ep_bench.config import ConfigError, load_experiments
+from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.placement import replicate
+from moe_ep_bench.presets import ConfigError
 from moe_ep_bench.workload.counts import mean_peak_load, read_counts
 
 COUNTS = [[0, 0, 0, 0], [9, 1, 3, 3], [1, 9, 4, 2]]  # a dense layer and two others

@@ -13,7 +13,7 @@ import yaml
 
 from moe_ep_bench.cli import COMMANDS
 from moe_ep_bench.cli.arguments import make_parser, with_list_joined
-from moe_ep_bench.config import load_experiments
+from moe_ep_bench.config.files import load_experiments
 
 ROOT = Path(__file__).parent.parent
 GENERATED = ROOT / "docs" / "config.md"

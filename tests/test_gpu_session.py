@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ep_bench.config import load_experiments
+from moe_ep_bench.config.files import load_experiments
 
 SCRIPT = Path(__file__).parents[1] / "launch" / "gpu_session.sh"
 

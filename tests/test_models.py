@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from moe_ep_bench.bench.words import fit_on
-from moe_ep_bench.config import load_experiments
+from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.models import ModelSpec, load_hf_model, load_model, preset_of

@@ -15,7 +15,7 @@ import yaml
 
 from moe_ep_bench import cli
 from moe_ep_bench.analysis import style
-from moe_ep_bench.config import load_experiments
+from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.policies import make_policy, policy_class
 from moe_ep_bench.policies.own import source_hash
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR

@@ -28,10 +28,11 @@ from moe_ep_bench.analysis.style import house_style, settle
 from moe_ep_bench.bench.comparison import VIRTUAL
 from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.cli import main
-from moe_ep_bench.config import ConfigError, load_experiments
+from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.files import write_json
 from moe_ep_bench.papers.claims import Claim, claims_path
 from moe_ep_bench.papers.run import run_claims
+from moe_ep_bench.presets import ConfigError
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.5}

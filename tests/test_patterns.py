@@ -13,7 +13,8 @@ import yaml
 from numpy.typing import NDArray
 
 from moe_ep_bench import cli
-from moe_ep_bench.config import ConfigError, load_experiments
+from moe_ep_bench.config.files import load_experiments
+from moe_ep_bench.presets import ConfigError
 from moe_ep_bench.workload.patterns import PatternWorkload
 from moe_ep_bench.workload.skews import PATTERNS
 from moe_ep_bench.workload.synthetic import SyntheticWorkload

@@ -18,7 +18,7 @@ import pytest
 from moe_ep_bench.bench.comparison import VIRTUAL
 from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.cli import main
-from moe_ep_bench.config import load_experiments
+from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.metrics import uniform_activated_experts

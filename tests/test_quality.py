@@ -363,20 +363,21 @@ def test_claims_hold_fail_or_cannot_be_told_by_paired_differences() -> None:
 
 
 def test_an_interval_is_over_batches_whose_sequences_share_their_routing() -> None:
-    def costs_of(means_B: list[float], sizes_B: list[int]) -> pd.Series:
+    def costs_of(means_B: list[float], sizes_B: list[int]) -> pd.DataFrame:
         index = [(batch, (batch, item)) for batch, size in enumerate(sizes_B) for item in range(size)]
         values = [means_B[batch] for batch, _ in index]
-        return pd.Series(values, pd.MultiIndex.from_tuples(index, names=["batch", "item"]))
+        return pd.DataFrame({"case": values}, pd.MultiIndex.from_tuples(index, names=["batch", "item"]))
 
     means_B = np.random.default_rng(2).normal(size=12)
     student = 2.200985 * means_B.std(ddof=1) / math.sqrt(12)  # t of 11 degrees of freedom, from a table
     for size in (1, 8):  # eight sequences that say the same say it once
-        assert half_over_batches(costs_of(means_B, [size] * 12)) == pytest.approx(student, rel=1e-5)
-    assert math.isnan(half_over_batches(costs_of(means_B[:9], [8] * 9)))
+        assert half_over_batches(costs_of(means_B, [size] * 12)).item() == pytest.approx(student, rel=1e-5)
+    assert math.isnan(half_over_batches(costs_of(means_B[:9], [8] * 9)).item())
     random, held, sizes_B = np.random.default_rng(3), 0, [8] * 11 + [2]
     for _ in range(400):
         costs = costs_of(random.normal(size=12), sizes_B)
-        held += abs((costs + 0.1 * random.normal(size=len(costs))).mean()) <= half_over_batches(costs)
+        mean = (costs["case"] + 0.1 * random.normal(size=len(costs))).mean()
+        held += abs(mean) <= half_over_batches(costs).item()
     assert 0.9 <= held / 400 <= 0.99
 
 

@@ -13,7 +13,9 @@ from pydantic import BaseModel
 from moe_ep_bench.bench.comparison import RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.bench.plan import compare, plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.config import ConfigError, Experiment, load_experiments
+from moe_ep_bench.config import Experiment
+from moe_ep_bench.config.files import load_experiments
+from moe_ep_bench.presets import ConfigError
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 CONFIG = {

@@ -11,7 +11,7 @@ import plot_results
 from moe_ep_bench.bench.comparison import RANKS
 from moe_ep_bench.bench.description import describe_experiment, describe_point
 from moe_ep_bench.bench.plan import compare
-from moe_ep_bench.config import load_experiments
+from moe_ep_bench.config.files import load_experiments
 
 PEAK, LINKS, EP_SIZE = "workload.peak_load", "emulate.links", "layer.ep_size"
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from moe_ep_bench import cli
-from moe_ep_bench.config import load_experiments
+from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.presets import ConfigError
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 

@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
 from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, short_label, text
 from moe_ep_bench.analysis.notes import chance_words
-from moe_ep_bench.analysis.reading import Errors, ResultsError, check_counts, read_part, read_run_json, typed
+from moe_ep_bench.analysis.reading import Errors, ResultsError, check_counts, read_part, read_run_json, refuse, typed
 from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import facts_of
 from moe_ep_bench.facts import RunFacts
@@ -113,39 +114,40 @@ def comparisons_of(facts: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
 
 def _read(files: RunDirectory, table: str, cases: pd.DataFrame, num_experts: pd.Series) -> pd.DataFrame:
     """All parts of a table, whose numbers all can be."""
-    schema, parts = TABLES[table].schema, []
-    for case_id in cases.index:
-        path = files.path(table, case_id)
-        part = read_part(path, schema, {"case_id": case_id})
-        for field in schema:
-            if pa.types.is_floating(field.type) and not np.isfinite(part[field.name].drop_null().to_numpy()).all():
-                raise ResultsError(f"{path}: {field.name}: expected finite numbers")
-        keys = [key for key in ("phase", "task", "item", "metric", "filter", "batch", "layer") if key in schema.names]
-        if part.group_by(keys, use_threads=False).aggregate([]).num_rows < part.num_rows:
-            raise ResultsError(f"{path}: {', '.join(keys)}: expected one row for each, got several")
-        if "load_E" in schema.names:
-            check_counts(path, part.to_pandas(), {"load_E": num_experts[case_id]}, _ROUTING_NEEDS)
-        parts.append(part)
-    return pa.concat_tables([schema.empty_table(), *parts]).to_pandas()
+    schema = TABLES[table].schema
+    parts = [read_part(files.path(table, case_id), schema, {"case_id": case_id}) for case_id in cases.index]
+    found = pa.concat_tables([schema.empty_table(), *parts])
+    rows = found.to_pandas()
+
+    def path_of(place: int) -> Path:
+        return files.path(table, rows["case_id"].iat[place])
+
+    for name in (field.name for field in schema if pa.types.is_floating(field.type)):
+        is_finite = pc.fill_null(pc.is_finite(found[name]), True).to_numpy()
+        refuse(~is_finite, path_of, f"{name}: expected finite numbers")
+    keys = [key for key in ("phase", "task", "item", "metric", "filter", "batch", "layer") if key in rows]
+    refuse(rows.duplicated(["case_id", *keys]), path_of, f"{', '.join(keys)}: expected one row for each, got several")
+    if "load_E" in rows:
+        check_counts(path_of, rows, {"load_E": rows["case_id"].map(num_experts)}, _ROUTING_NEEDS)
+    return rows
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
-def half_over_batches(values: pd.Series) -> float:
-    """Half of the 95 % interval of the mean of values that are indexed by ``batch``; NaN below ten batches.
+def half_over_batches(values: pd.DataFrame) -> pd.Series:
+    """Half of the 95 % interval of each column's mean, of values indexed by ``batch``; NaN below ten batches.
 
     Of equal batches it is Student's t over their means. Of unequal ones the mean over sequences, which counts each
     alike, is the ratio of two sums over batches, and its error that of a ratio estimate (Cochran, Sampling Techniques,
     1977, section 6.4); a mean of batches' means would count a sequence of a short batch for more.
     """
-    batches = values.groupby(level="batch").agg(["sum", "count"])
-    number = len(batches)
-    if number < MIN_BATCHES:
-        return math.nan
-    residual = batches["sum"] - values.mean() * batches["count"]
-    error = math.sqrt(number / (number - 1) * (residual**2).sum()) / len(values)
-    return float(stdtrit(number - 1, 0.975)) * error
+    by_batch = values.groupby(level="batch")
+    sums, counts = by_batch.sum(), by_batch.count()
+    number = (counts > 0).sum()
+    number = number.where(number >= MIN_BATCHES)
+    squares = ((sums - values.mean() * counts) ** 2).sum()
+    return stdtrit(number - 1, 0.975) * np.sqrt(number / (number - 1) * squares) / values.count()
 
 
 def half_interval(values: pd.Series) -> float:
@@ -168,6 +170,11 @@ def _by_sequence(quality: Quality) -> pd.DataFrame:
     return rows.assign(added=rows["cross_entropy"] - rows["cross_entropy_native"])
 
 
+def _added(costs: pd.DataFrame) -> pd.DataFrame:
+    """What each case, a column, adds to the unpatched cross-entropy; null where it did not read a sequence."""
+    return costs.pivot(index=["comparison_id", "batch", "item"], columns="case_id", values="added")
+
+
 def text_costs(quality: Quality) -> pd.DataFrame:
     """A row per case of a text, in config order; of the unpatched model one for each phase in which others are judged.
 
@@ -186,7 +193,7 @@ def text_costs(quality: Quality) -> pd.DataFrame:
         num_sequences=by_case.size(),
         num_batches=by_case["batch"].nunique(),
         perplexity=np.exp(answers["cross_entropy"]),
-        cross_entropy_added_half=costs.set_index("batch").groupby("case_id")["added"].apply(half_over_batches),
+        cross_entropy_added_half=half_over_batches(_added(costs)),
     )
     rows = quality.cases[quality.cases.index.isin(answers.index)].reset_index()
     answers.loc[
@@ -307,18 +314,14 @@ def claims(quality: Quality) -> pd.DataFrame:
     """
     if quality.comparisons["text"].isna().all():
         return pd.DataFrame()
-    costs = _by_sequence(quality)
-    added = costs.pivot(index=["comparison_id", "batch", "item"], columns="case_id", values="added")
+    added = _added(_by_sequence(quality))
     cases = quality.cases[quality.cases.index.isin(added.columns) & (quality.cases["role"] != "baseline")]
     frame = pd.DataFrame([pair for _, of_one in cases.groupby("comparison_id", sort=False) for pair in _pairs(of_one)])
     if frame.empty:
         return frame
-    differences = [
-        (added[worse] - added[better]).dropna() for better, worse in zip(frame["a"], frame["b"], strict=True)
-    ]
+    differences = pd.DataFrame(added[list(frame["b"])].to_numpy() - added[list(frame["a"])].to_numpy(), added.index)
     frame = frame.assign(
-        worse_costs_more=[float(values.mean()) for values in differences],
-        half_width=[half_over_batches(values.droplevel("comparison_id")) for values in differences],
+        worse_costs_more=differences.mean().to_numpy(), half_width=half_over_batches(differences).to_numpy()
     ).join(quality.comparisons[["group", "comparison", "checkpoints"]], on="comparison_id")
     pairs = frame.groupby(["group", "claim", "better", "worse"], sort=False)
     more = pairs["worse_costs_more"]

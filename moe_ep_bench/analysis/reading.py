@@ -14,11 +14,11 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import ArrayLike
 from pydantic import BaseModel, ValidationError
 
-from moe_ep_bench.errors import UserError, brief, printable
+from moe_ep_bench.errors import UserError, brief, printable, problem_words
 from moe_ep_bench.files import read_json
-from moe_ep_bench.presets import problem_words
 from moe_ep_bench.results import RunDirectory, check_size
 from moe_ep_bench.schema import (
     FRONTIER_SCHEMA,
@@ -123,7 +123,7 @@ def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = No
             for field in schema:
                 if fields.names.count(field.name) != 1 or fields.field(field.name).type != field.type:
                     raise ResultsError(f"{path}: foreign, expected a column {field.name} of type {field.type}")
-            return part.read(list(columns or schema.names))
+            return part.read(list(columns or schema.names), use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {printable(str(error))}") from error
 
@@ -204,7 +204,7 @@ def check_routing(
     path: Path, rows: pd.DataFrame, *, num_experts: int, num_ranks: int, world_size: int, num_batches: int | None = None
 ) -> None:
     """Raise ResultsError unless rows of routing hold counts, and all ranks' of every batch and layer once."""
-    check_counts(path, rows, {"load_E": num_experts, "load_R": num_ranks})
+    check_counts(lambda _: path, rows, {"load_E": num_experts, "load_R": num_ranks})
     where_NK = np.column_stack([rows[key].to_numpy(dtype=float, na_value=-1) for key in ("rank", "batch", "layer")])
     units, numbers = np.unique(where_NK[:, 1:], axis=0, return_counts=True)
     if len(units) < np.prod([len(np.unique(column)) for column in where_NK[:, 1:].T]):
@@ -215,30 +215,39 @@ def check_routing(
         raise ResultsError(f"{path}: expected one row for each of {world_size} ranks in {of_all}, got {len(rows)}")
 
 
+def refuse(broken: ArrayLike, path_of: Callable[[int], Path], words: Callable[[int], str] | str) -> None:
+    """Raise ResultsError where any row is broken: one line that names the first one's file."""
+    for place in map(int, np.flatnonzero(broken)):
+        raise ResultsError(f"{path_of(place)}: {words if isinstance(words, str) else words(place)}")
+
+
 def check_counts(
-    path: Path, rows: pd.DataFrame, lengths: Mapping[str, int], needs: Sequence[str] = ROUTING_NEEDS
+    path_of: Callable[[int], Path],
+    rows: pd.DataFrame,
+    lengths: Mapping[str, ArrayLike],
+    needs: Sequence[str] = ROUTING_NEEDS,
 ) -> None:
     """Raise ResultsError unless rows of routing have what they must, and every number of them is one that can be.
 
     Args:
-        lengths: of the columns of lists; all entries are counts.
+        path_of: the file of a row, by its place.
+        lengths: of the columns of lists, one number or each row's; all entries are counts.
         needs: columns without nulls.
     """
     for column in needs:
-        if rows[column].isna().any():
-            raise ResultsError(f"{path}: damaged, a measured row lacks its {column}")
-    for column, expected in lengths.items():
-        for length in set(rows[column].map(len)) - {expected}:
-            raise ResultsError(f"{path}: {column}: expected {expected} entries, got {length}")
-        counts = np.stack(rows[column].to_list()).astype(float)
-        if not ((counts >= 0) & (counts < MOST_COUNT)).all():
-            raise ResultsError(f"{path}: {column}: expected counts, got others")
-    numbers = [name for name, metric in METRICS.items() if name in rows and not pa.types.is_list(metric.dtype)]
-    values_NM = rows[numbers].to_numpy(dtype=float)
-    least_M = [-1 if name == "max_violation" else 0 for name in numbers]
-    is_known = np.isnan(values_NM) | ((values_NM >= least_M) & (values_NM < MOST_COUNT))
-    for column in np.array(numbers)[~is_known.all(axis=0)]:
-        raise ResultsError(f"{path}: {column}: expected finite numbers from 0, got others")
+        refuse(rows[column].isna(), path_of, f"damaged, a measured row lacks its {column}")
+    for column, length in lengths.items():
+        got_N, expected_N = rows[column].map(len).to_numpy(dtype=int), np.broadcast_to(length, len(rows))
+        words = f"{column}: expected {{}} entries, got {{}}".format
+        refuse(got_N != expected_N, path_of, lambda at, w=words, e=expected_N, g=got_N: w(e[at], g[at]))
+        counts = np.concatenate([[], *rows[column]]).astype(float)
+        strange_N = np.bincount(np.repeat(np.arange(len(rows)), got_N), ~((counts >= 0) & (counts < MOST_COUNT)))
+        refuse(strange_N, path_of, f"{column}: expected counts, got others")
+    for column in (name for name in rows if name in METRICS and not pa.types.is_list(METRICS[name].dtype)):
+        values_N = rows[column].to_numpy(dtype=float, na_value=np.nan)
+        least = -1 if column == "max_violation" else 0
+        is_known = np.isnan(values_N) | ((values_N >= least) & (values_N < MOST_COUNT))
+        refuse(~is_known, path_of, f"{column}: expected finite numbers from 0, got others")
 
 
 def read_frontier(files: RunDirectory, case_id: str, routing: pd.DataFrame) -> pd.DataFrame | None:

@@ -48,51 +48,40 @@ def _but_for_the_seed(one: Comparison) -> str:
 
 
 def _join(members: Sequence[Comparison]) -> Comparison:
-    first = members[0]
-    if isinstance(first.facts, RoutedFacts):
-        return _join_layers(members)
-    if len(members) == 1:
-        return first
-    cases: list[Case] = []
-    conditions, num_batches = {}, 0
-    for launch, one in enumerate(members):
-        cases += [_moved(case, {"launch": launch}, num_batches) for case in one.cases]
-        conditions |= zip([launch], one.conditions.values(), strict=False)  # of what is modelled there are none
-        num_batches += one.facts.num_batches
-    point = {key: value for key, value in first.facts.point.items() if key not in (SEED, *LAYERS)}
-    draws = len(members) if SEED in first.facts.point else 1
-    facts = first.facts.model_copy(update={"point": point, "num_batches": num_batches, "draws": draws})
-    alike = _alike(cases)
-    return replace(first, facts=facts, conditions=conditions, cases=tuple(map(_one_of, alike.values())))
-
-
-def _join_layers(members: Sequence[Comparison]) -> Comparison:
-    """Layers of one group; cases that a layer lacks are left out."""
-    cases = [
-        case if one.facts.layer is None else _moved(case, {"layer": one.facts.layer})
-        for one in sorted(members, key=lambda one: one.facts.layer or 0)
-        for case in one.cases
-    ]
-    alike = [parts for parts in _alike(cases).values() if len(parts) == len(members)]
-    return replace(members[0], comparison_id=members[0].facts.group, cases=tuple(map(_one_of, alike)))
-
-
-def _alike(cases: Sequence[Case]) -> dict[tuple[str, ...], list[Case]]:
+    """One comparison of several; of layers that were routed, cases that one lacks are left out."""
+    first, facts = members[0], members[0].facts
     parts: dict[tuple[str, ...], list[Case]] = {}
-    for case in cases:
-        facts = case.facts
-        key = (facts.role, facts.policy, json.dumps(facts.policy_params, sort_keys=True), facts.label)
-        parts.setdefault(key, []).append(case)
-    return parts
+    conditions, num_batches = {}, 0
+    if isinstance(facts, RoutedFacts):
+        members = sorted(members, key=lambda one: one.facts.layer or 0)
+    elif len(members) == 1:
+        return first
+    for launch, one in enumerate(members):
+        values = {"layer": one.facts.layer} if isinstance(one.facts, RoutedFacts) else {"launch": launch}
+        for case in one.cases:
+            about = case.facts
+            key = (about.role, about.policy, json.dumps(about.policy_params, sort_keys=True), about.label)
+            parts.setdefault(key, []).append(_moved(case, values, num_batches))
+        if not isinstance(one.facts, RoutedFacts):
+            conditions |= zip([launch], one.conditions.values(), strict=False)  # of what is modelled there are none
+            num_batches += one.facts.num_batches
+    if isinstance(facts, RoutedFacts):
+        cases = (_one_of(alike) for alike in parts.values() if len(alike) == len(members))
+        return replace(first, comparison_id=facts.group, cases=tuple(cases))
+    point = {key: value for key, value in facts.point.items() if key not in (SEED, *LAYERS)}
+    draws = len(members) if SEED in facts.point else 1
+    facts = facts.model_copy(update={"point": point, "num_batches": num_batches, "draws": draws})
+    return replace(first, facts=facts, conditions=conditions, cases=tuple(map(_one_of, parts.values())))
 
 
-def _moved(case: Case, values: dict[str, int], batches: int = 0) -> Case:
+def _moved(case: Case, values: dict[str, int | None], batches: int) -> Case:
     """A case whose rows have these values, behind so many batches of other seeds."""
 
     def moved(rows: pd.DataFrame | None) -> pd.DataFrame | None:
         if rows is None:
             return None
-        return rows.assign(batch=rows["batch"] + batches, **{key: one for key, one in values.items() if key in rows})
+        given = {key: value for key, value in values.items() if key in rows and value is not None}
+        return rows.assign(batch=rows["batch"] + batches, **given)
 
     run_ids = {values.get("launch", launch): run_id for launch, run_id in case.run_ids.items()}
     return replace(case, run_ids=run_ids, **{name: moved(getattr(case, name)) for name in _FRAMES})
@@ -100,8 +89,6 @@ def _moved(case: Case, values: dict[str, int], batches: int = 0) -> Case:
 
 def _one_of(parts: list[Case]) -> Case:
     """One case of several; as within a directory, one that failed in a launch failed."""
-    if len(parts) == 1:
-        return parts[0]
     run_ids = {launch: run_id for part in parts for launch, run_id in part.run_ids.items()}
     failed = next((part for part in parts if not part.is_ok), None)
     if failed is not None:

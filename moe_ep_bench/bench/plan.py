@@ -19,7 +19,8 @@ from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.bench.comparison import Comparison
-from moe_ep_bench.config import MEASURED, ConfigError, Experiment, SyntheticConfig, load_experiments
+from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
+from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.table_devices import load_device, load_links
@@ -28,6 +29,7 @@ from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.lazy import torch
+from moe_ep_bench.presets import ConfigError
 from moe_ep_bench.runtime.progress import SILENT_S, progress_bar
 from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
 from moe_ep_bench.workload.patterns import PatternWorkload

@@ -16,15 +16,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from moe_ep_bench.bench.words import fit_on
-from moe_ep_bench.config import (
-    LPLB_SOLVE_US,
-    MEASURED,
-    Experiment,
-    RecordedConfig,
-    SyntheticConfig,
-    experiments_of,
-    read_config,
-)
+from moe_ep_bench.config import LPLB_SOLVE_US, MEASURED, Experiment, RecordedConfig, SyntheticConfig
+from moe_ep_bench.config.files import experiments_of, read_config
 from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.cost_model.table_devices import (
     DTYPE,

@@ -100,7 +100,8 @@ def _check_config(options: argparse.Namespace) -> None:
 
     What is wrong on GPUs alone, or on the CPU alone, is found later: only torch knows which of them is here.
     """
-    from moe_ep_bench.config import ConfigError, load_experiments
+    from moe_ep_bench.config.files import load_experiments
+    from moe_ep_bench.presets import ConfigError
 
     try:
         experiments = load_experiments(options.config, options.overrides, on_cpu=False)
@@ -171,7 +172,7 @@ def _results_text(out: Path) -> str:
 def _list_points(options: argparse.Namespace) -> int:
     import json
 
-    from moe_ep_bench.config import load_experiments
+    from moe_ep_bench.config.files import load_experiments
 
     for number, experiment in enumerate(load_experiments(options.config, options.overrides, on_cpu=options.cpu)):
         print(number, *(f"{key}={json.dumps(value, default=str)}" for key, value in experiment.point))

@@ -20,7 +20,8 @@ from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import emulate_plan, launch
 from moe_ep_bench.bench.words import workload_in_short
-from moe_ep_bench.config import Experiment, SyntheticConfig, load_experiments
+from moe_ep_bench.config import Experiment, SyntheticConfig
+from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash, write_json
 from moe_ep_bench.papers.claims import Claim, claims_path

@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PlainSerializer, model_validator
 
-from moe_ep_bench.config import FILE, SweepPoint, load_points
+from moe_ep_bench.config import FILE, SweepPoint
+from moe_ep_bench.config.files import load_points
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import REMOVED, PolicyEntry, Strict, expand_policies

@@ -320,6 +320,7 @@ class _SolarOpen(_Glm4):
 
 class _Dots1(_V3Routing):
     ATTENTION: ClassVar = {"qk_norm": "head"}
+    NULLS: ClassVar = ("num_key_value_heads",)
     num_kv_heads: PositiveInt = Field(32, alias="num_key_value_heads")
     first_dense_layers: NonNegativeInt | None = Field(0, alias="first_k_dense_replace")
     n_shared_experts: int = Field(0, ge=0)

@@ -50,6 +50,15 @@ LINEAR = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "axk1": ("AXK1TopkRouter", {**V3, **LATENT}),
     "bailing_hybrid": ("BailingHybridTopkRouter", LINEAR),
+    "deepseek_ocr2_text": (
+        "DeepseekOcr2TextTopkRouter",
+        {
+            **V3,
+            "num_experts_per_tok": 2,
+            "topk_method": "group_limited_greedy",
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2TopkRouter",
         {**V3, **LATENT, "num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "first_k_dense_replace": 1},
@@ -65,6 +74,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v_moe_text": ("Glm4vMoeTextTopkRouter", FLAT),
     "glm5_next_text": ("Glm5NextTextTopkRouter", {**FLAT, **LATENT, "qk_rope_head_dim": 0, "num_key_value_heads": 4}),
     "glm_moe_dsa": ("GlmMoeDsaTopkRouter", {**FLAT, **LATENT}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Gate", {"num_experts": 16, "moe_topk": 3}),
     "hy_v4": ("HYV4TopkRouter", {**FLAT, **LATENT}),
     "kimi_linear": ("KimiLinearTopkRouter", LINEAR),
     "mellum": ("MellumTopKRouter", {"num_local_experts": 16, "num_experts_per_tok": 3, "norm_topk_prob": True}),
@@ -90,6 +100,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Step3p7TopKRouter",
         {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_router_scaling_factor": 3.0, "moe_layers_enum": "1,3"},
     ),
+    "qwen4_exp_text": ("Qwen4ExpTextTopKRouter", QWEN),
     "solar_open": ("SolarOpenTopkRouter", {**FLAT, "n_shared_experts": 1}),
 }
 
@@ -113,7 +124,7 @@ def test_tokens_are_routed_as_the_familys_own_router_routes_them(family: str, tm
     module = importlib.import_module(CONFIG_MAPPING[family].__module__.replace("configuration_", "modeling_"))
     router = getattr(module, FAMILIES[family][0])(config).float()
     with torch.no_grad():
-        weight_ED = router.proj.weight if family == "gemma4_text" else router.weight
+        (weight_ED,) = (weight for weight in router.parameters() if weight.dim() == 2)
         weight_ED.copy_(torch.randn(weight_ED.shape, generator=generator) / 4)
         has_bias = hasattr(router, "e_score_correction_bias")
         if has_bias:

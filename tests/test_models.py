@@ -461,6 +461,12 @@ LATER = {
         {"num_experts": 16, "top_k": 1, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 24, "normalize": False,
          "score_function": "sigmoid", "num_moe_layers": 3},
     ),
+    "hunyuan_v1_moe": (
+        {**_GQA, "num_hidden_layers": 3, "num_experts": [16] * 3, "moe_topk": [4] * 3, "intermediate_size": 24,
+         "num_shared_expert": [1] * 3, "tie_word_embeddings": True},
+        {"num_experts": 16, "top_k": 4, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 24, "normalize": True,
+         "attention.qk_norm": "head", "tied_embeddings": True},
+    ),
     "qwen3_vl_moe": (
         {"tie_word_embeddings": False, "text_config": {
             **_GQA, "model_type": "qwen3_vl_moe_text", "num_hidden_layers": 3, "num_experts": 128,

@@ -186,6 +186,17 @@ class _Deepseek(_Layered):
         return found
 
 
+class _DeepseekOcr2(_Deepseek):
+    """The language model of DeepSeek-OCR 2: weights are never normalised, heads share the hidden size evenly."""
+
+    first_dense_layers: NonNegativeInt | None = Field(0, alias="first_k_dense_replace")
+    n_shared_experts: int = Field(2, ge=0)
+    normalize: Literal[False] = Field(False, alias="norm_topk_prob")
+
+    def attention(self) -> dict[str, Any]:
+        return {**super().attention(), "head_dim": self.hidden_size // self.num_heads}
+
+
 class _DeepseekV2(_Deepseek):
     """Weights are never normalised, though files have the key."""
 
@@ -334,6 +345,22 @@ class _Mixtral(_Family):
     num_experts: PositiveInt = Field(alias="num_local_experts")
     ffn_hidden_size: PositiveInt = Field(alias="intermediate_size")
     normalize: Literal[True] = Field(True, alias="norm_topk_prob")  # a softmax of the top-k
+
+
+def _same_of_all(stated: object) -> object:
+    """One number for all layers, where a file lists it for each."""
+    return stated[0] if isinstance(stated, list) and stated and stated.count(stated[0]) == len(stated) else stated
+
+
+class _HunyuanV1(_Mixtral):
+    """Hunyuan-A13B: Mixtral's routing, and a shared expert as wide as a routed one."""
+
+    ATTENTION: ClassVar = {"qk_norm": "head"}
+    BIASES: ClassVar = ("attention_bias",)
+    num_kv_heads: PositiveInt | None = Field(None, alias="num_key_value_heads")
+    num_experts: Annotated[PositiveInt, BeforeValidator(_same_of_all)]
+    top_k: Annotated[PositiveInt, BeforeValidator(_same_of_all)] = Field(alias="moe_topk")
+    shared_ffn_hidden_size: PositiveInt = Field(alias="intermediate_size")
 
 
 class _MinimaxM2(_Mixtral):
@@ -561,6 +588,12 @@ class _Qwen35(_Qwen3Next):
         return list(range(self.num_layers))
 
 
+class _Qwen4(_Qwen35):
+    """Qwen4's experiments: Qwen3.5's layers, whose weights the file says to normalise, or not."""
+
+    FACTS: ClassVar = _Qwen3Next.FACTS
+
+
 # Files of models that see, hear and read hold the language model's keys below one of these.
 _NESTED = ("thinker_config", "text_config", "llm_config")
 
@@ -570,6 +603,7 @@ _FAMILIES: dict[str, type[_Family]] = {
     "deepseek_v3": _DeepseekV3,
     "axk1": _DeepseekV3,
     "bailing_hybrid": _BailingHybrid,
+    "deepseek_ocr2": _DeepseekOcr2,
     "deepseek_v32": _DeepseekV32,
     "dots1": _Dots1,
     "exaone_moe": _ExaoneMoe,
@@ -581,6 +615,7 @@ _FAMILIES: dict[str, type[_Family]] = {
     "glm5_next": _V3Indexed,
     "glm_moe_dsa": _V3Indexed,
     "gpt_oss": _GptOss,
+    "hunyuan_v1_moe": _HunyuanV1,
     "hy_v4": _V3Indexed,
     "kimi_k2": _DeepseekV3,
     "kimi_linear": _KimiLinear,
@@ -602,6 +637,7 @@ _FAMILIES: dict[str, type[_Family]] = {
     "qwen3_next": _Qwen3Next,
     "qwen3_omni_moe": _Qwen3,
     "qwen3_vl_moe": _Qwen3Vl,
+    "qwen4_exp": _Qwen4,
     "solar_open": _SolarOpen,
     "step3p5": _Step3p7,  # the language model of step3p7
     "step3p7": _Step3p7,

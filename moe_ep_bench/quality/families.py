@@ -60,9 +60,11 @@ FAMILIES: dict[str, Family] = {
     "Qwen3OmniMoeThinkerTextTopKRouter": Family("Qwen3-Omni"),
     "Qwen3VLMoeTextTopKRouter": Family("Qwen3-VL", normalizes=True),
     "Qwen3_5MoeTopKRouter": Family("Qwen3.5", normalizes=True),
+    "Qwen4ExpTextTopKRouter": Family("Qwen4"),
     "Step3p7TopKRouter": Family("Step-3.7", normalizes=True, score_function="sigmoid", biased=True),
     # transformers' DeepSeek-V2 does not read norm_topk_prob.
     "DeepseekV2TopkRouter": Family("DeepSeek-V2", normalizes=False, scales=True, group_scored_by=1),
+    "DeepseekOcr2TextTopkRouter": Family("DeepSeek-OCR 2", normalizes=False, scales=True, group_scored_by=1),
     "DeepseekV3TopkRouter": _V3,
     "AXK1TopkRouter": replace(_V3, name="A.X"),
     "BailingHybridTopkRouter": replace(_V3, name="Bailing hybrid"),

@@ -63,7 +63,7 @@ def config(num_cases: int) -> dict[str, object]:
         "workload": {"kind": "synthetic", "num_tokens": 32, "num_batches": 1, "sequence_length": 8},
         "layer": {"dtype": "float32"},
         "policies": _POLICIES,
-        "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 1, "max_warmup": 1, "timeout_s": 120},
+        "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 1, "timeout_s": 120},
         "sweep": {"workload.seed": list(range(-(-num_cases // CASES_PER_COMPARISON)))},
     }
 

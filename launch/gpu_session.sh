@@ -130,7 +130,7 @@ replayed=(--set layer.dispatcher=allgather --set layer.experts=decode --set laye
 if [ -n "$rehearse" ]; then
   replayed=(--set layer.dispatcher=allgather --set layer.experts=decode)
   small=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.num_batches=1 --set measure.iterations=1
-    --set measure.breakdown_iterations=1 --set measure.max_warmup=1 --set measure.flush_l2=false)
+    --set measure.breakdown_iterations=1 --set measure.warmup=1 --set measure.flush_l2=false)
   tiny=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.tokens_per_rank=64
     --set workload.sequence_length=32 --set measure.iterations=1
     --set workload.skew=single_domain --set workload.num_batches=1)

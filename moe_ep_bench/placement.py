@@ -48,6 +48,9 @@ from numpy.typing import ArrayLike, NDArray
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.models import ModelSpec
 
+# What a linear program takes to balance a batch inside a node, by the README of LPLB; longer beyond one.
+LPLB_SOLVE_US = 100.0
+
 
 def default_ep_size(num_experts: int) -> int:
     """Virtual ranks where a config leaves them open: the largest number up to 8, a node's, that divides the experts."""

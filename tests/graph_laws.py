@@ -111,7 +111,7 @@ def captured(
     layer = stack.moe_layers[None]
     layer.router.replay_TE = logits_from_scores(scores_TE, layer.router.score_function)
     if policy is not None:
-        # As ``Traffic.enter`` has it: a graph can draw nothing.
+        # As ``CaseRouter.enter`` has it: a graph can draw nothing.
         context = lab.context(stack.forms[None])
         context = replace(context, random_TE=policy.random_keys(scores_TE, context))
         layer.router.policy, layer.router.context = policy, context

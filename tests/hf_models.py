@@ -15,14 +15,12 @@ from transformers import (
     DeepseekV3Config,
     DogeConfig,
     GptOssConfig,
-    HunYuanMoEV1Config,
     LlamaConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2MoeConfig,
-    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
 )
 
@@ -70,11 +68,6 @@ _CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "deepseek_v3": (
         DeepseekV3Config,
         {**_LATENT, "num_experts_per_tok": 4, "q_lora_rank": 8, "routed_scaling_factor": 2.5},
-    ),
-    "hunyuan_v1_moe": (HunYuanMoEV1Config, {"num_experts": 8, "moe_topk": 3, "head_dim": 16}),
-    "qwen3_5_moe": (
-        Qwen3_5MoeTextConfig,
-        {**_QWEN, "shared_expert_intermediate_size": 16, "head_dim": 16, "layer_types": ["full_attention"] * 2},
     ),
     "gpt_oss": (GptOssConfig, {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 16, "sliding_window": 8}),
 }

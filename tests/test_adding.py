@@ -83,7 +83,7 @@ def test_a_phase_is_added_by_one_row_and_its_hook_and_a_model_by_one_yaml(tmp_pa
         "workload": {"kind": "synthetic", "num_tokens": 64, "num_batches": 1, "peak_load": 2.0},
         "layer": {"dtype": "float32"},
         "policies": [{"name": "topk"}],
-        "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 0, "max_warmup": 1},
+        "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 1},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     for command in (

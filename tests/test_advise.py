@@ -410,7 +410,7 @@ def test_options_become_a_config_of_modelled_emulation() -> None:
     assert config["workload"]["num_tokens"] == 16384
     assert config["sweep"] == {"workload.seed": [1, 2, 3, 4, 5], "workload.peak_load": [1.2, 2.0, 4.0]}
     assert (config["emulate"]["device"], config["emulate"]["links"]) == ("h100-sxm", "h100-nvlink4")
-    lp = {"balancer": "lp", "solve_us": 100.0}
+    lp = {"solve_us": 100.0}
     assert config["emulate"]["replication"] == [{"spare_per_rank": 1}, {"spare_per_rank": 1, **lp}]
     labels = candidates_of(question)
     for name in ("token_drop", "expanded_drop"):

@@ -29,7 +29,7 @@ policies:
   - {name: laser, eps_high: 1, t_fix: 0, c: 12}
   - {name: laser, eps_high: 1, t_fix: 0, c: 12, carry_loads: true, load_scope: [rank, all]}
 emulate: {links: h100-nvlink4, device: h20}
-measure: {iterations: 1, breakdown_iterations: 1, max_warmup: 1, warmup: 0}
+measure: {iterations: 1, breakdown_iterations: 1, warmup: 1}
 """
 
 

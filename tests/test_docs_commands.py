@@ -27,9 +27,7 @@ from moe_ep_bench.cli import COMMANDS
 
 ENTRY_POINT = str(Path(sys.executable).with_name("moe-ep-bench"))
 TWO_POLICIES = "policies=[{name: topk}, {name: token_drop, capacity_factor: 1.0}]"
-BRIEF = (
-    "workload.num_batches=2 measure.iterations=1 measure.breakdown_iterations=1 measure.warmup=0 measure.max_warmup=1"
-)
+BRIEF = "workload.num_batches=2 measure.iterations=1 measure.breakdown_iterations=1 measure.warmup=1"
 NARROW = f"model.scale=0.03125 {BRIEF}"
 # What --set makes of a config: fewer tokens, narrower layers, fewer cases.
 SMALL = {

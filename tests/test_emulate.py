@@ -234,7 +234,7 @@ def test_a_skew_that_a_later_batch_cannot_have_is_one_line(tmp_path: Path, capsy
     assert not list((tmp_path / "out").glob("cases/*"))
 
 
-LP = {"spare_per_rank": 1, "balancer": "lp"}
+LP = {"spare_per_rank": 1, "solve_us": 100}
 REPLICATION = [{"spare_per_rank": 1}, LP, {**LP, "solve_us": 7}]
 MODELLED = {"emulate": {"links": "h20-nvlink4", "device": "h20", "replication": REPLICATION}}
 
@@ -276,7 +276,9 @@ def test_replicas_relieve_the_fullest_rank_drop_nothing_and_cost_memory(modelled
 
 def test_a_linear_program_empties_the_fullest_rank_and_its_solving_counts(modelled: Path) -> None:
     rows, samples = routing_of(modelled), cases_of(modelled)
-    static, usual, assumed = (f"EPLB{how}, 1 spare per rank" for how in ("", " + LP", " + LP (7 us to solve)"))
+    static, usual, assumed = (
+        f"EPLB{how}, 1 spare per rank" for how in ("", " + LP (100 us to solve)", " + LP (7 us to solve)")
+    )
     loads = rows.groupby(["label", "batch"]).load_R.apply(lambda lists: np.sum(lists.tolist(), axis=0).max())
     assert (loads[assumed] <= loads[static]).all()
     assert (loads[assumed] < loads[static]).any()

@@ -16,7 +16,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.policies import RoutingContext, make_policy
-from moe_ep_bench.quality.families import FAMILIES as ROUTERS
 from moe_ep_bench.quality.families import MoELayer
 
 # Sizes by the names that families have for them; a class takes those that it has.
@@ -100,7 +99,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Step3p7TopKRouter",
         {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_router_scaling_factor": 3.0, "moe_layers_enum": "1,3"},
     ),
-    "qwen4_exp_text": ("Qwen4ExpTextTopKRouter", QWEN),
+    "qwen4_exp_text": ("Qwen4ExpTextTopKRouter", {**QWEN, "layer_types": ["linear_attention"] * 4}),
     "solar_open": ("SolarOpenTopkRouter", {**FLAT, "n_shared_experts": 1}),
 }
 
@@ -135,7 +134,7 @@ def test_tokens_are_routed_as_the_familys_own_router_routes_them(family: str, tm
         logits_TE = first_TE.log() if family == "gemma4_text" else tokens_TD @ weight_ED.T
     theirs_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, weights_TK.float())
     if family != "gemma4_text":  # no policy has its scale per expert
-        layer = MoELayer("gate", 0, 0.0, router, None, ROUTERS[type(router).__name__])
+        layer = MoELayer("gate", 0, 0.0, router, None, spec)
         patched = make_policy({"name": "topk"}).route(layer.scores(logits_TE), layer.context(num_ranks=1))
         torch.testing.assert_close(patched.weights_TE, theirs_TE, rtol=1e-5, atol=1e-6)
     if not hasattr(router, "routed_scaling_factor"):  # Then the block multiplies the experts' sum, if any does.

@@ -34,7 +34,7 @@ LAYER = {
         {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1},  # counts requests on the host
         {"name": "pruned", "k0": [3, 2]},
     ],
-    "measure": {"warmup": 1, "max_warmup": 1, "iterations": 1, "breakdown_iterations": 1, "timeout_s": 60},
+    "measure": {"warmup": 1, "iterations": 1, "breakdown_iterations": 1, "timeout_s": 60},
     "sweep": {"layer.cuda_graph": [False, True]},
 }
 MODEL = {

@@ -262,7 +262,7 @@ BROKEN = {
     "no folder": "none: expected a checkpoint's folder, got none",
     "no config": "got one without config.json",
     "unknown": "cannot read config.json: The checkpoint you are trying to load has model type `unheard_of`",
-    "dense": "LlamaForCausalLM: got no mixture of experts",
+    "dense": "expected routers of classes ...TopKRouter",
     "no weights": "expected weights in *.safetensors, got none",
     "no tokenizer": "expected a tokenizer beside the model",
     "a weight is missing": "expected all weights of OlmoeForCausalLM; missing: lm_head.weight",

@@ -42,7 +42,7 @@ CONFIG = {
     "workload": {"kind": "synthetic", "num_tokens": 200, "num_batches": 2, "peak_load": 4.0, "sequence_length": 24},
     "layer": {"dtype": "float32"},
     "policies": [{"name": "topk"}, {"name": "token_drop", "capacity_factor": 1.0}],
-    "measure": {"iterations": 1, "breakdown_iterations": 1, "max_warmup": 1, "timeout_s": 60},
+    "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 1, "timeout_s": 60},
 }
 DECODE = {"whole__context_length": 40, "workload__sequence_length": 1, "workload__num_tokens": 12}
 NUM_CASES = 5  # native, native again, two policies, native with balanced scores

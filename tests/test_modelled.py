@@ -164,7 +164,7 @@ workload: {kind: synthetic, num_tokens: 96, num_batches: 1, sequence_length: 12}
 layer: {dtype: float32}
 policies: [{name: token_drop, capacity_factor: 1.0}, {name: lynx, num_dropped: 2}]
 emulate: {links: h100-nvlink4}
-measure: {warmup: 0, max_warmup: 0, iterations: 1, breakdown_iterations: 0}
+measure: {warmup: 0, iterations: 1, breakdown_iterations: 0}
 sweep: {model.preset: [deepseek-v2-lite, mixtral-8x7b], layer.ep_size: [8, 1]}
 """
 

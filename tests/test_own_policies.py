@@ -29,7 +29,7 @@ CONFIG = {
     "workload": {"kind": "synthetic", "num_tokens": 32, "num_batches": 1, "peak_load": 3.0},
     "layer": {"ep_size": 2, "dtype": "float32"},
     "policies": [{"name": NAME, "num_left": 2}],
-    "measure": {"iterations": 1, "breakdown_iterations": 0, "warmup": 0, "max_warmup": 1},
+    "measure": {"iterations": 1, "breakdown_iterations": 0, "warmup": 1},
 }
 
 

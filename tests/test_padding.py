@@ -51,7 +51,7 @@ CONFIG = {
     },
     "layer": {"dtype": "float32", "ep_size": 2},
     "policies": POLICIES,
-    "measure": {"iterations": 1, "breakdown_iterations": 0, "warmup": 0, "max_warmup": 0, "timeout_s": 60},
+    "measure": {"iterations": 1, "breakdown_iterations": 0, "warmup": 0, "timeout_s": 60},
     "emulate": {"links": "h100-nvlink4"},
 }
 

@@ -63,7 +63,7 @@ WHOLE = {
     "workload": {"kind": "synthetic", "num_tokens": 8, "num_batches": 1, "sequence_length": 1},
     "layer": {"dtype": "float32"},
     "policies": [TOKEN_DROP],
-    "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 0, "max_warmup": 1, "timeout_s": 60},
+    "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 1, "timeout_s": 60},
     "emulate": {"links": "h20-nvlink4"},
     "sweep": {},
 }
@@ -424,7 +424,7 @@ def test_claims_stand_beside_real_ranks_where_these_are_asked_for(scope: str, tm
         "model": {"preset": "mixtral-8x7b", "scale": 1 / 64},
         "workload": {"kind": "synthetic", "num_tokens": 12, "num_batches": 2, "sequence_length": 1},
         "layer": {"dtype": "float32", "ep_size": 1, "dispatcher": "allgather", "experts": "decode"},
-        "measure": {"iterations": 1, "breakdown_iterations": 0, "max_warmup": 1},
+        "measure": {"iterations": 1, "breakdown_iterations": 0, "warmup": 1},
         "sweep": {},
     }
     metrics = {"layer": ["layer_time"], "model": ["step_time", "moe_speedup", "activated_experts"]}[scope]

@@ -142,18 +142,17 @@ def measured(
 
 
 @pytest.mark.parametrize(
-    ("times", "fewest", "most", "expected"),
+    ("times", "most", "expected"),
     [
-        ([9.0, 5.0, 2.0, 1.01, 1.0, 1.0], 1, 6, WarmUp(5, pytest.approx(1 / 1.01 - 1), True)),
-        ([1.0] * 6, 1, 6, WarmUp(2, 0.0, True)),
-        ([1.0] * 6, 4, 6, WarmUp(4, 0.0, True)),
-        ([1.0, 2.0, 4.0], 1, 3, WarmUp(3, 1.0, False)),
-        ([1.0], 1, 1, WarmUp(1, None, False)),
-        ([], 0, 0, WarmUp(0, None, False)),
+        ([9.0, 5.0, 2.0, 1.01, 1.0, 1.0], 6, WarmUp(5, pytest.approx(1 / 1.01 - 1), True)),
+        ([1.0] * 6, 6, WarmUp(2, 0.0, True)),
+        ([1.0, 2.0, 4.0], 3, WarmUp(3, 1.0, False)),
+        ([1.0], 1, WarmUp(1, None, False)),
+        ([], 0, WarmUp(0, None, False)),
     ],
 )
 def test_warm_up_ends_when_a_round_takes_as_long_as_the_one_before(
-    times: list[float], fewest: int, most: int, expected: WarmUp, monkeypatch: pytest.MonkeyPatch
+    times: list[float], most: int, expected: WarmUp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, runs = 0.0, Counter[int]()
 
@@ -164,14 +163,14 @@ def test_warm_up_ends_when_a_round_takes_as_long_as_the_one_before(
 
     monkeypatch.setattr("moe_ep_bench.timing.protocol.time.perf_counter", lambda: now)
     seen: list[str] = []
-    result = warm_up([FakeCase(spend)], 3, (fewest, most), HandClock(), lambda times_B: times_B, seen.append)
+    result = warm_up([FakeCase(spend)], 3, most, HandClock(), lambda times_B: times_B, seen.append)
     assert result == expected
     assert len(seen) == 3 * result.rounds
     # Ranks end together, by the slowest.
     monkeypatch.setattr("moe_ep_bench.timing.protocol.time.perf_counter", itertools.count().__next__)
     others = iter([np.array([50.0]), np.array([10.0]), np.array([10.0])])
     still = FakeCase(lambda batch: None)
-    together = warm_up([still], 1, (1, 9), HandClock(), lambda times_B: np.maximum(times_B, next(others)), seen.append)
+    together = warm_up([still], 1, 9, HandClock(), lambda times_B: np.maximum(times_B, next(others)), seen.append)
     assert together == WarmUp(3, 0.0, True)
 
 

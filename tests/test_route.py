@@ -183,11 +183,11 @@ def test_ranks_bear_the_loads_of_their_experts_side_by_side(loaded: Store) -> No
 
 def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: Path) -> None:
     """Two batches, each planned for the other; EPLB's even shares, and those of the linear program."""
-    replication = [{"spare_per_rank": 1}, {"spare_per_rank": 1, "balancer": "lp"}, {"spare_per_rank": 16}]
+    replication = [{"spare_per_rank": 1}, {"spare_per_rank": 1, "solve_us": 100}, {"spare_per_rank": 16}]
     config = write_config(tmp_path, emulate={"replication": replication})
     store = load(route(config, tmp_path / "out", []).root)
     routed = routing(store)
-    static, lp = (routed[routed["label"] == f"EPLB{how}, 1 spare per rank"] for how in ("", " + LP"))
+    static, lp = (routed[routed["label"] == f"EPLB{how}, 1 spare per rank"] for how in ("", " + LP (100 us to solve)"))
     native = routed[routed["label"] == "native"]
     counts = [row["pairs_RR"].reshape(4, 4) for _, row in native.iterrows()]
     load_BE = np.stack(native["load_E"].to_list())

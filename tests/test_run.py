@@ -41,7 +41,7 @@ CONFIG = {
         {"name": "token_drop", "capacity_factor": [1.0, 2.0]},
         {"name": "expanded_drop", "capacity_factor": 1.0, "metric": "random"},
     ],
-    "measure": {"iterations": 2, "breakdown_iterations": 1, "max_warmup": 1, "timeout_s": 60},
+    "measure": {"iterations": 2, "breakdown_iterations": 1, "warmup": 1, "timeout_s": 60},
 }
 NUM_CASES = 7  # native, native again, four policies, native with balanced scores
 

@@ -32,7 +32,7 @@ STEP_S, TEST_S = 400, 1500
 ALL_DONE = ("COMPLETED", "0:0")
 SMALL = {
     "policies": [{"name": "token_drop", "capacity_factor": 1.0}],
-    "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 1, "max_warmup": 1, "timeout_s": 300},
+    "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 1, "timeout_s": 300},
     "workload__num_batches": 1,
 }
 NUM_CASES = 4  # native, native again, the policy, native with balanced scores

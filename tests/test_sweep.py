@@ -40,7 +40,6 @@ OTHER = {
     "measure.iterations": 6,
     "measure.breakdown_iterations": 1,
     "measure.warmup": 2,
-    "measure.max_warmup": 6,
     "measure.launches": 2,
     "measure.flush_l2": True,
     "measure.timeout_s": 301,

@@ -336,7 +336,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess:
 
 
 def test_real_and_emulated_ranks_route_alike_and_are_measured_and_compared(tmp_path: Path) -> None:
-    few = {"workload__num_tokens": 96, "workload__num_batches": 2, "measure__iterations": 1, "measure__max_warmup": 1}
+    few = {"workload__num_tokens": 96, "workload__num_batches": 2, "measure__iterations": 1, "measure__warmup": 1}
     policies = [{"name": "topk"}, {"name": "expanded_drop", "capacity_factor": 1.0, "metric": "random"}]
     config, out = write_config(tmp_path, policies=policies, **few), tmp_path / "out"
     done = command(config, "--nproc", 2, "--out", out)

@@ -15,7 +15,7 @@ CONFIG = {
     "workload": {"kind": "synthetic", "num_tokens": 32, "num_batches": 1, "peak_load": 3.0},
     "layer": {"ep_size": 2, "dtype": "float32"},
     "policies": [{"name": "topk"}, {"name": "token_drop", "capacity_factor": 1.0}],
-    "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 0, "max_warmup": 1},
+    "measure": {"iterations": 1, "breakdown_iterations": 1, "warmup": 1},
     "emulate": {"device": "h100-sxm", "links": "h100-nvlink4"},
 }
 COMMANDS = [

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ep_bench.policies import RoutingContext
+from moe_ep_bench.policies.topk import TopK
 from moe_ep_bench.workload import SyntheticWorkload, TokenBatch, deal
-from moe_ep_bench.workload.batch import balanced_scores, deal_sequences, image_tokens
+from moe_ep_bench.workload.batch import balanced_scores, deal_sequences, dealing_order, image_tokens
 from moe_ep_bench.workload.tail import fill_tail, fit_top_k
 
 few_examples = settings(max_examples=15)
@@ -108,8 +110,36 @@ def test_balanced_scores_are_each_tokens_own_with_its_best_dealt_in_turn(num_tok
     scores_TE = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed))
     balanced_TE = balanced_scores(scores_TE, top_k)
     for token, (own_E, found_E) in enumerate(zip(scores_TE, balanced_TE, strict=True)):
-        place_E = (token * top_k + torch.arange(num_experts)) % num_experts
+        place_E = torch.from_numpy(dealing_order(num_experts, top_k))
+        place_E = place_E[(token * top_k + torch.arange(num_experts)) % num_experts]
         assert torch.equal(found_E[place_E], own_E.sort(descending=True).values)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "groups", "num_ranks", "spread"),
+    [(128, 8, (), 16, 8), (64, 6, (), 8, 6), (256, 8, (8, 4), 32, 8), (384, 8, (), 32, 8), (160, 6, (8, 3), 8, 3)],
+)
+def test_balanced_scores_spread_a_token_over_ranks_and_stay_within_its_groups(
+    num_experts, top_k, groups, num_ranks, spread
+):
+    order_E = dealing_order(num_experts, top_k, *groups)
+    assert sorted(order_E) == list(range(num_experts))
+    whole = order_E[: num_experts // top_k * top_k].reshape(-1, top_k)
+    ranks = [len({*(own // (num_experts // num_ranks))}) for own in whole]
+    assert min(ranks) >= (spread if groups != (8, 3) else 1)
+    if groups == (8, 4):
+        assert {len({*(own // (num_experts // 8))}) for own in whole} == {4}
+        scores_TE = torch.rand(64, num_experts, generator=torch.Generator().manual_seed(0))
+        context = RoutingContext(top_k=top_k, num_groups=8, top_groups=4)
+        map_TE = TopK().route(balanced_scores(scores_TE, top_k, *groups), context).map_TE
+        assert map_TE.sum(dim=0).unique().tolist() == [2], "the rule of groups chooses the best, whose loads are even"
+
+
+def test_balanced_scores_of_many_ranks_with_few_tokens_are_balanced_together():
+    """A decode step: a token on each of 16 ranks, 8 of 128 experts each."""
+    scores_TE = torch.rand(1, 128, generator=torch.Generator().manual_seed(0))
+    loads = [top_k_load(balanced_scores(scores_TE, 8, first=rank), 8) for rank in range(16)]
+    assert torch.stack(loads).sum(dim=0).unique().tolist() == [1]
 
 
 # Synthetic

@@ -58,12 +58,12 @@ CHANGES = {
     "emulate.links=null": "emulate.links: expected one of a100-nvlink3",
     "emulate.links=h100-nvlnk4": "h100-nvlnk4",
     "measure.launches=3": "measure.launches: expected 1, for emulate makes one launch, got 3",
-    "measure={warmup: 3, max_warmup: 2}": "measure: max_warmup: expected at least warmup=3, got 2",
+    "measure.max_warmup=2": "measure.max_warmup: is gone; use measure.warmup",
     "layer.ep_size=7": "layer.ep_size: expected a divisor of the 64 experts",
     "layer.ep_size=16": "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks",
     "emulate.replication=[{spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts, got 57",
     "emulate.replication=[{spare_per_rank: 1, policy: global}]": "emulate.replication.0.policy: is gone; use",
-    "emulate.replication=[{spare_per_rank: 1, solve_us: 5}]": "solve_us: expected none with balancer static, got 5",
+    "emulate.replication=[{spare_per_rank: 1, balancer: lp}]": "balancer: is gone; use emulate.replication.solve_us",
     "emulate.chunk_tokens=64": "emulate.chunk_tokens: is gone; use fewer workload.num_tokens",
 }
 

@@ -441,8 +441,11 @@ def _notes(
     yield from dict.fromkeys(words for words in about["how"] if "MIXED" in words)
     yield from chance_words(int(rows["speedup_is_interval"].eq(True).sum()))
     yield from _draw_notes(rows, about, natives)
-    if rows["policy_params"].str.contains('"lp"').any():
-        yield "LP: the time to solve the linear program, assumed, is in the speedup (LPLB: about 100 us in a node)"
+    if rows["policy_params"].str.contains('"solve_us"').any():
+        yield (
+            "LP: the time to solve the linear program, assumed, is in the speedup (LPLB: about 100 us in a node, whose "
+            "loads it sums; over nodes it takes longer)"
+        )
     tails = set(about["tail_model"].dropna())
     looking = sorted(set(rows["label"][rows["looks_past_top_k"].eq(True)]))
     if tails and looking:

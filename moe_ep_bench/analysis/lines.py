@@ -88,6 +88,8 @@ class Lines:
             reason = f"cannot be read as a condition on columns ({error})"
             raise UserError(f"--where: {reason}; got {self.where!r}") from None
         rows = rows[rows["role"].isin(["baseline", "policy", "replication"]) & rows[self.y].notna()]
+        if rows[self.x].isna().all():
+            return rows.iloc[:0]
         if self.facet is not None:
             words = rows[self.facet].map(value_words)
             rows = rows.assign(facet=words, heading=f"{self.facet.replace('_', ' ')} " + words)

@@ -172,9 +172,10 @@ def _name_columns(axes: Axes, values: Iterable[Any]) -> None:
     axes.grid(False, axis="x")
 
 
-def _limit_places(axes: Axes, values: np.ndarray, *, is_log: bool) -> None:
-    """Limits of an axis of numbers along which values stand, some room at both ends."""
+def _limit_places(axes: Axes, values: np.ndarray, *, may_be_log: bool) -> None:
+    """Limits of an axis of numbers along which values stand, some room at both ends; logarithmic where they span."""
     ends = np.array([values.min(), values.max()])
+    is_log = may_be_log and ends[0] > 0 and ends[1] >= 4 * ends[0]
     ends = np.log2(ends) if is_log else ends
     pad = 0.08 * (ends[1] - ends[0]) or 0.5
     axes.set_xscale("log" if is_log else "linear", **({"base": 2} if is_log else {}))
@@ -249,45 +250,49 @@ def series(
     def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
         own = rows.query(only, engine="python") if only else rows
         own = own[own[x].notna() & own[y].notna() & own["line"].isin(list(looks))]
-        by_name = names or own[x].map(lambda value: isinstance(value, str)).any()
-        upright = bool(by_name) and are_names(own[x])
+        by_name = bool(names or own[x].map(lambda value: isinstance(value, str)).any())
+        upright = by_name and are_names(own[x])
         places = places_of(rows[x].dropna())
-        at = own[x].map(places) if by_name else across.scale * own[x].astype(float)
-        own = own.assign(place=at, value=up.scale * own[y].astype(float)).sort_values("place", kind="stable")
-        if not by_name and len(at):
-            is_log = joined is True and at.min() > 0 and at.max() >= 4 * at.min()
+        low, high = (
+            up.scale * own[end].astype(float).mask(own["role"] == "ceiling") if whiskers else np.nan
+            for end in whiskers or SPEEDUP
+        )
+        points = pd.DataFrame(
+            {
+                **{name: own[name] for name in ("line", "legend")},
+                "place": own[x].map(places) if by_name else across.scale * own[x].astype(float),
+                "value": up.scale * own[y].astype(float),
+                "low": low,
+                "high": high,
+                "is_hollow": own.eval(hollow[0], engine="python") if hollow else False,
+                "is_joined": own[joined].astype(bool) if isinstance(joined, str) else joined and not upright,
+                "is_named": own["line"] == own[x] if upright else False,  # beside the axis
+            }
+        ).sort_values("place", kind="stable")
+        if not by_name and len(points):
             native = [] if up.native is None or across.native is None else [across.scale * across.native]
-            _limit_places(axes, np.array([*at, *native]), is_log=is_log)
-        aside = _aside(own, list(looks)) if by_name or joined is True else {}
+            _limit_places(axes, np.array([*points["place"], *native]), may_be_log=joined is True)
+        aside = _aside(points, list(looks)) if by_name or joined is True else {}
         for line, look in looks.items():
-            if len(part := own[own["line"] == line]):
-                is_hollow = part.eval(hollow[0], engine="python") if hollow else pd.Series(False, part.index)
-                path = part[part[joined].astype(bool)] if isinstance(joined, str) else part if joined else part[:0]
-                beside = ScaledTranslation(
-                    *((0, -aside.get(line, 0)) if upright else (aside.get(line, 0), 0)), axes.figure.dpi_scale_trans
-                )
-                _draw_line(axes, part, path[:0] if upright else path, is_hollow, look, beside, whiskers, up, upright)
-                if not upright or (part["line"] != part[x]).any():
-                    path_look = {} if joined and not upright else {"linestyle": "none"}
-                    axes.plot([], [], label=part["legend"].iloc[0], **look | path_look)
-                if hollow and hollow[1] and is_hollow.any():
-                    look = {**_HOLLOW, "linestyle": "none", "marker": "o", "markeredgecolor": MUTED}
-                    axes.plot([], [], label=hollow[1], **look)
-        values = [own["value"], *(up.scale * own[end].astype(float) for end in whiskers or ())]
-        for ends in values:  # which stand aside, so that the axes do not see where they end
-            known = ends.notna()
-            axes.update_datalim(np.column_stack([ends, own["place"]] if upright else [own["place"], ends])[known])
+            if len(part := points[points["line"] == line]):
+                _draw_line(axes, part, look, aside.get(line, 0.0), upright=upright)
+        if hollow and hollow[1] and points["is_hollow"].any():
+            look = {**_HOLLOW, "linestyle": "none", "marker": "o", "markeredgecolor": MUTED}
+            axes.plot([], [], label=hollow[1], **look)
+        for end in ("value", "low", "high"):  # which stand aside, so that the axes do not see where they end
+            known = points[["place", end]].dropna().to_numpy()
+            axes.update_datalim(known[:, ::-1] if upright else known)
         axes.margins(0.08)
-        _draw_references(axes, rows, x, across, up, by_name=bool(by_name), upright=upright)
+        _draw_references(axes, rows, x, across, up, by_name=by_name, upright=upright)
         for also in more:
             also(axes, rows, looks)
         if upright:
             name_rows(axes, places)
         elif by_name:
             _name_columns(axes, places)
-        elif len(at):
-            _tick_values(axes.xaxis, at.to_numpy())
-        _limit_values(axes, up, np.concatenate(values), upright=upright)
+        elif len(points):
+            _tick_values(axes.xaxis, points["place"].to_numpy())
+        _limit_values(axes, up, points[["value", "low", "high"]].to_numpy(dtype=float), upright=upright)
         if reverse:
             axes.invert_xaxis()
         words = [rows[label].iloc[0] if label in rows else label for label in (xlabel, ylabel)]
@@ -298,43 +303,30 @@ def series(
     return Panel(draw, **{"shares": True, **size})
 
 
-def _aside(rows: pd.DataFrame, lines: Sequence[str]) -> dict[str, float]:
+def _aside(points: pd.DataFrame, lines: Sequence[str]) -> dict[str, float]:
     """Inches by which each line stands beside its places, so that none hides another that has a place in common."""
-    shared = set(rows.loc[rows.duplicated("place", keep=False), "line"])
+    shared = set(points.loc[points.duplicated("place", keep=False), "line"])
     order = [line for line in lines if line in shared]
     step = min(5.0, 26 / max(1, len(order))) * rcParams["font.size"] / 10 / 72
     return {line: (number - (len(order) - 1) / 2) * step for number, line in enumerate(order)}
 
 
-def _draw_line(
-    axes: Axes,
-    points: pd.DataFrame,
-    path: pd.DataFrame,
-    is_hollow: pd.Series,
-    look: Look,
-    beside: ScaledTranslation,
-    whiskers: tuple[str, str] | None,
-    column: Column,
-    upright: bool,
-) -> None:
-    """A line's path, its whiskers and its points."""
-    where = {"transform": axes.transData + beside, "zorder": 3}
-
-    def turned(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-        return (rows["value"], rows["place"]) if upright else (rows["place"], rows["value"])
-
-    if len(path) > 1:
-        axes.plot(*turned(path), **{**look, "marker": "None"}, **where)
-    if whiskers is not None:
-        spread = points[points["role"] != "ceiling"]
-        low, high = (column.scale * spread[end].astype(float) for end in whiskers)
-        error = {"xerr" if upright else "yerr": (high - low) / 2, "fmt": "none", "ecolor": look["color"]}
-        middle = spread.assign(value=(low + high) / 2)  # the median need not be
-        axes.errorbar(*turned(middle), elinewidth=1.4, capsize=3, capthick=1.4, **error, **where)
-    marks = {**look, "linestyle": "none"}
-    axes.plot(*turned(points[~is_hollow]), **marks, **where)
-    if is_hollow.any():
-        axes.plot(*turned(points[is_hollow]), **{**marks, **_HOLLOW, "markeredgecolor": look["color"]}, **where)
+def _draw_line(axes: Axes, points: pd.DataFrame, look: Look, aside: float, *, upright: bool) -> None:
+    """A line's path, its whiskers and its points, and its entry in the legend where no axis names it."""
+    offset = ScaledTranslation(*((0, -aside) if upright else (aside, 0)), axes.figure.dpi_scale_trans)
+    where, dots = {"transform": axes.transData + offset, "zorder": 3}, {**look, "linestyle": "none"}
+    across, up = ("value", "place") if upright else ("place", "value")
+    path, spread = points[points["is_joined"]], points.dropna(subset=["low", "high"])
+    axes.plot(path[across], path[up], **{**look, "marker": "None"}, **where)
+    error = {"xerr" if upright else "yerr": (spread["high"] - spread["low"]) / 2, "fmt": "none"}
+    middle = spread.assign(value=(spread["high"] + spread["low"]) / 2)  # the median need not be
+    caps = {"elinewidth": 1.4, "capsize": 3, "capthick": 1.4, "ecolor": look["color"]}
+    axes.errorbar(middle[across], middle[up], **error, **caps, **where)
+    sure, unsure = points[~points["is_hollow"]], points[points["is_hollow"]]
+    axes.plot(sure[across], sure[up], **dots, **where)
+    axes.plot(unsure[across], unsure[up], **{**dots, **_HOLLOW, "markeredgecolor": look["color"]}, **where)
+    if not points["is_named"].all():
+        axes.plot([], [], label=points["legend"].iloc[0], **(look if points["is_joined"].any() else dots))
 
 
 def _draw_references(

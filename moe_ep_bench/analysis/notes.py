@@ -19,9 +19,9 @@ from moe_ep_bench.analysis.cases import COMPARISON, cases, routing
 from moe_ep_bench.analysis.origins import component_words
 from moe_ep_bench.analysis.reduce import probe_floor_us
 from moe_ep_bench.analysis.store import Comparison, Store
-from moe_ep_bench.config import LPLB_SOLVE_US
 from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts
 from moe_ep_bench.machine.monitor import disturbances, remarks
+from moe_ep_bench.placement import LPLB_SOLVE_US
 from moe_ep_bench.policies.waits import waits_words
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 from moe_ep_bench.workload.formatting import tokens_words
@@ -206,7 +206,7 @@ WARNINGS = (
     Note(
         _TIMED,
         "memory was asked of the driver in {num_allocating} timed iterations of one rank ({allocating}), which stops "
-        "the device: fewer tokens or cases, or more measure.max_warmup",
+        "the device: fewer tokens or cases, or more measure.warmup",
         2,
     ),
     Note(_TIMED, NOT_FUSED, when="unfused"),
@@ -410,8 +410,8 @@ def leaves_idle(rows: pd.DataFrame) -> bool:
 
 
 def solving_words(policy_params: Iterable[str]) -> str:
-    """What solving is taken to need for each replicated case whose balancer is a linear program; empty without one."""
-    solved = [params for params in map(json.loads, policy_params) if params.get("balancer") == "lp"]
+    """What solving is taken to need for each replicated case that a linear program balances; empty without one."""
+    solved = [params for params in map(json.loads, policy_params) if "solve_us" in params]
     times_us = {LPLB_SOLVE_US if params.get("solve_us") is None else params["solve_us"] for params in solved}
     return " or ".join(f"{time_us:g}" for time_us in sorted(times_us))
 

@@ -1,13 +1,16 @@
 """Plans, sessions and backends. From ``run CONFIG`` to a row of Parquet in ten files:
 
-``cli/__init__``     reads the command line
-``bench/run``        has torchrun start ranks; ranks agree and find what is left to measure
-``bench/plan``       config -> comparisons, with their cases (``cases``), workloads and ids
-``bench/job``        comparison after comparison, under a watchdog and with a mark of what is being tried
-``bench/session``    builds this rank's layers and batches, and takes the steps of a measurement
-``bench/routing``    a rank's tokens as a case sees them, and how it routes them
-``layer/stack``      Megatron-Core's layers in both forms, native and policy
-``timing/protocol``  the measuring loop; ``timing/timer`` is one iteration
-``bench/rows``       samples and metrics of all ranks -> columns
-``results``          columns -> an atomic part
+``cli/__init__``      reads the command line
+``bench/run``         has torchrun start ranks; ranks agree and find what is left to measure
+``bench/plan``        config -> comparisons (``comparison``), with their cases (``cases``), workloads and ids
+``bench/job``         comparison after comparison, under a watchdog and with a mark of what is being tried
+``bench/session``     builds this rank's layers and batches, and takes the steps of a measurement
+``bench/routing``     a rank's tokens as a case sees them, and how it routes them
+``layer/stack``       Megatron-Core's layers in both forms, native and policy
+``timing/protocol``   the measuring loop; ``timing/timer`` is one iteration
+``bench/rows``        samples and metrics of all ranks -> columns
+``results``           columns -> an atomic part
+
+``emulate`` and ``advise`` differ in the middle: ``traffic`` routes all ranks' batches, and ``virtual`` sets one rank
+after another side by side. ``route`` ends behind ``traffic``.
 """

@@ -67,8 +67,8 @@ class CaseSpec:
         if self.replication is None:
             return self.policy.label if self.policy else _LABELS.get(self.role, self.name)
         spare, solve_us = self.replication.spare_per_rank, self.replication.solve_us
-        solving = "" if solve_us is None else f" ({solve_us:g} us to solve)"
-        return f"EPLB{f' + LP{solving}' * (self.replication.balancer == 'lp')}, {spare} spare per rank"
+        solving = "" if solve_us is None else f" + LP ({solve_us:g} us to solve)"
+        return f"EPLB{solving}, {spare} spare per rank"
 
     def describe(self, comparison_id: str) -> dict[str, Any]:
         """What run.json says of the case."""

@@ -288,12 +288,11 @@ class Comparison:
         num_cases, measure = len(self.cases if cases is None else cases), self.experiment.measure
         num_batches, num_layers = self.workload.num_batches, len(self.workloads)
         routed = num_layers * num_batches if self.scope == "model" else 0
-        rounds = 1 + measure.warmup + measure.iterations
         checked = 3 if self.parts.cuda_graph else 1
         breakdowns = measure.breakdown_iterations + bool(measure.breakdown_iterations)
         return {
             ROUTING: num_batches * num_cases,
-            RANKS: ((rounds + breakdowns) * num_batches + checked) * num_cases,
+            RANKS: ((measure.fewest_rounds + breakdowns) * num_batches + checked) * num_cases,
             MODELLED: num_batches * self.ep_size * num_cases + routed,
-            VIRTUAL: (rounds * num_batches * self.ep_size + num_layers) * num_cases + routed,
+            VIRTUAL: (measure.fewest_rounds * num_batches * self.ep_size + num_layers) * num_cases + routed,
         }[self.backend]

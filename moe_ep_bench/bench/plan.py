@@ -59,10 +59,8 @@ def plan(
     """
     overrides = tuple(overrides)
     experiments = load_experiments(config, overrides, on_cpu=on_cpu and backend == RANKS)
-    runs_here = backend in (VIRTUAL, MODELLED) and any(
-        experiment.emulate.device == MEASURED for experiment in experiments
-    )
-    if on_cpu and runs_here:
+    is_measured = any(experiment.emulate.device == MEASURED for experiment in experiments)
+    if on_cpu and backend == VIRTUAL and is_measured:
         experiments = load_experiments(config, overrides, on_cpu=True)
     if point is not None:
         if not 0 <= point < len(experiments):
@@ -130,9 +128,6 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     on_gpu = not on_cpu and backend != ROUTING
     comparison = Comparison(experiment, backend, world_size, workloads, parts, links, device, on_gpu)
     checks.refuse(checks.of_batches(experiment, comparison.num_places, comparison.rank_tokens))
-    for case in comparison.cases:  # Finds replicas that cannot be placed.
-        with naming("emulate.replication"):
-            comparison.extra_bytes_per_rank(case)
     return comparison
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from moe_ep_bench.bench.words import fit_on
-from moe_ep_bench.config import LPLB_SOLVE_US, MEASURED, Experiment, RecordedConfig, SyntheticConfig
+from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, read_config
 from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.cost_model.table_devices import (
@@ -31,6 +31,7 @@ from moe_ep_bench.cost_model.tables import is_table
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model, preset_of
+from moe_ep_bench.placement import LPLB_SOLVE_US
 from moe_ep_bench.policies import policy_class
 from moe_ep_bench.workload import open_trace
 from moe_ep_bench.workload.counts import one_rank_words, read_counts
@@ -568,7 +569,7 @@ def candidates(
         why = why or "one rank holds all experts"
     left_out += [f"EPLB: {why}"] if why else []
     spare = {"spare_per_rank": 1}
-    return kept, [] if why else [spare, {**spare, "balancer": "lp", "solve_us": LPLB_SOLVE_US}], left_out
+    return kept, [] if why else [spare, {**spare, "solve_us": LPLB_SOLVE_US}], left_out
 
 
 def _is_drawn(experiment: Experiment) -> bool:

@@ -4,9 +4,9 @@
 stands alone has the key None.
 
 **Replicas** are placed for the mean load of all other batches: what a server knows before the tokens come; with one
-batch alone, for itself. The static balancer has replicas share evenly. ``lp`` splits each batch's pairs by a linear
-program once all counts are known, which the gather of counts makes every rank know anyway; every rank then solves it by
-itself, ahead of dispatch, and is later by ``solve_us``.
+batch alone, for itself. They share evenly, or (``solve_us``) as a linear program splits each batch's pairs once all
+counts are known, which the gather of counts makes every rank know anyway; every rank then solves it by itself, ahead of
+dispatch, and is later by that time.
 
 **Carried loads** are what earlier batches left on the experts, for policies with ``carry_loads`` (``policies.laser``).
 Batch b starts from what routing batches 0 to b - 1, in this order, left. The chain is worked out once and apart from
@@ -167,7 +167,10 @@ class Share:
     @cached_property
     def balanced(self) -> Share:
         """The same tokens with the same values in other places, so that loads are balanced: for the ceiling."""
-        share = replace(self, drawn_TE=balanced_scores(self.drawn_TE, self.context.top_k))
+        context = self.context
+        groups = context.num_groups, context.top_groups
+        first = self.rank * len(self.drawn_TE)  # ranks have as many tokens each, or nearly
+        share = replace(self, drawn_TE=balanced_scores(self.drawn_TE, context.top_k, *groups, first=first))
         if self.score_function is not None and self.context.num_groups is None:  # A token's K best stay its K best.
             share.__dict__["of_scores"] = moved(self.of_scores, share.scores_TE, self.context)
         return share
@@ -351,7 +354,7 @@ class Routers:
         counts_BRE = self._counts
         plan = self._comparison.replicate(wanted, load_of_others(counts_BRE.sum(axis=1))[index])
         slots = ExpertPlacement.of_replication(plan)
-        if wanted.balancer == "static":
+        if wanted.solve_us is None:
             return slots
         pairs_P = balance(plan.slot_expert_LP[0], counts_BRE[index].sum(axis=0), plan.num_ranks)
         split = Split.of(slots.expert_P, pairs_P, counts_BRE[index])

@@ -268,11 +268,11 @@ class Session:
         self.replays.capture_all()
 
     def warm_up(self) -> None:
-        rounds, clock = (self.settings.warmup, self.settings.max_warmup), clock_for(self.device)
+        clock, fewest = clock_for(self.device), self.settings.fewest_rounds - 1 - self.settings.iterations
         if self.settings.breakdown_iterations:
             warm_breakdowns(self.cases, self.num_batches, clock, self.meet, self.job.begin)
-        result = warm_up(self.cases, self.num_batches, rounds, clock, self._slowest, self.job.begin)
-        self.job.progress.total += (result.rounds - rounds[0]) * self.num_batches * len(self.cases)
+        result = warm_up(self.cases, self.num_batches, self.settings.warmup, clock, self._slowest, self.job.begin)
+        self.job.progress.total += (result.rounds - fewest) * self.num_batches * len(self.cases)
         self.conditions["warm_up"] = asdict(result)
 
     def _slowest(self, times_B: np.ndarray) -> np.ndarray:

@@ -165,7 +165,7 @@ class Emulation:
         here["allocating_iterations"] = dict(timer.watch.allocations.iterations)
         baseline = next((case.case_id for case in self.cases if case.role == BASELINE), None)
         return {
-            "warm_up": {"rounds": 1 + settings.warmup, "change": None, "settled": False},
+            "warm_up": {"rounds": settings.fewest_rounds - settings.iterations, "change": None, "settled": False},
             "ranks": [here],
             "emulated_runs": dict(self.runs),
             "waits": beyond(timer.waits, baseline),
@@ -190,7 +190,7 @@ class Emulation:
         """Run the measuring loop on one batch, rank after rank; the last rounds count."""
         settings, layers = self.comparison.experiment.measure, list(self.comparison.workloads)
         routed, times = self._route(index), defaultdict(list)
-        rounds = 1 + settings.warmup + settings.iterations
+        rounds = settings.fewest_rounds
 
         def keep(number: int, step: Step, rank_time: RankTime) -> None:
             if step.iteration >= rounds - settings.iterations:
@@ -238,10 +238,10 @@ class Emulation:
     def _store(self, case: CaseSpec, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> None:
         """Set a case's ranks side by side, behind links and the balancing of replicas."""
         legs_R, meetings = [median_legs([run.legs for run in runs]) for runs in times_R], times_R[0][0].meetings
-        if case.replication is not None and case.replication.solving_us:
+        if case.replication is not None and case.replication.solve_us:
             for legs in legs_R:  # Every rank solves once all counts are known.
                 leg = legs[meetings.index("wait_metadata") + 1]
-                leg["policy"] = leg.get("policy", 0.0) + case.replication.solving_us
+                leg["policy"] = leg.get("policy", 0.0) + case.replication.solve_us
         for rank, phases in enumerate(compose(legs_R, meetings, self._link_us(traffic))):
             phases[HOST] = float(np.median([run.host_us for run in times_R[rank]]))
             phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]]))

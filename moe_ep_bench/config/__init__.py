@@ -321,10 +321,9 @@ class MeasureConfig(Strict):
     """Plain iterations per batch and case."""
     breakdown_iterations: int = Field(2, ge=0, le=1000)
     """Iterations per batch and case with all phases timed."""
-    warmup: int = Field(1, ge=0)
-    """Least untimed rounds over all batches and cases, after the first that every shape gets."""
-    max_warmup: int = Field(5, ge=0)
-    """Most untimed rounds; they end where a round takes as long as the one before it."""
+    warmup: int = Field(5, ge=0)
+    """Most untimed rounds over all batches and cases, after the first that every shape gets; they end where a round
+    takes as long as the one before it. ``emulate`` takes one."""
     launches: int = Field(1, ge=1)
     """Runs of the whole process, on the same batches."""
     flush_l2: bool = False
@@ -336,9 +335,12 @@ class MeasureConfig(Strict):
     def _check(self) -> MeasureConfig:
         if self.breakdown_iterations > self.iterations:
             raise UserError(f"breakdown_iterations: expected at most iterations={self.iterations}")
-        if self.max_warmup < self.warmup:
-            raise UserError(f"max_warmup: expected at least warmup={self.warmup}, got {self.max_warmup}")
         return self
+
+    @property
+    def fewest_rounds(self) -> int:
+        """Rounds of a batch in one launch, untimed ones included: what virtual ranks take, and real ones at least."""
+        return 1 + min(self.warmup, 1) + self.iterations
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -346,37 +348,18 @@ class MeasureConfig(Strict):
         return self.model_dump(mode="json", exclude={"timeout_s", "launches"}, exclude_defaults=True)
 
 
-# What a linear program takes to balance a batch inside a node, by the README of LPLB; longer beyond one.
-LPLB_SOLVE_US = 100.0
-
-
 class ReplicationConfig(Strict):
     """Replicas of busy experts as DeepSeek's EPLB places them (``replication``)."""
 
     spare_per_rank: int = Field(ge=1)
     """Experts that every rank holds beyond its share."""
-    balancer: Literal["static", "lp"] = "static"
-    """Replicas share pairs evenly, or as a linear program (LPLB) splits every batch."""
     solve_us: float | None = Field(None, ge=0)
-    """Assumed time of ``lp`` in a batch; null = 100 (LPLB's README, in a node)."""
-
-    @model_validator(mode="after")
-    def _check_solving(self) -> ReplicationConfig:
-        if self.balancer == "static" and self.solve_us is not None:
-            raise ValueError(f"solve_us: expected none with balancer static, got {self.solve_us:g}")
-        return self
-
-    @property
-    def solving_us(self) -> float:
-        """By which every rank is later in each batch."""
-        if self.balancer == "static":
-            return 0.0
-        return LPLB_SOLVE_US if self.solve_us is None else self.solve_us
+    """null = replicas share pairs evenly. Else a linear program (LPLB) splits every batch's, in an assumed time of
+    every rank: 100 by LPLB's README, in a node."""
 
     def params(self) -> dict[str, Any]:
-        """What makes a case of it, JSON-ready; the default balancer is not named."""
-        unnamed = {"balancer", "solve_us"} if self.balancer == "static" else set()
-        return self.model_dump(mode="json", exclude=unnamed)
+        """What makes a case of it, JSON-ready."""
+        return self.model_dump(mode="json", exclude_none=True)
 
 
 class FigureConfig(Strict):

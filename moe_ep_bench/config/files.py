@@ -193,6 +193,8 @@ REMOVED |= {
     "workload.skew_layer": "workload.layer",
     "emulate.replication.policy": "nothing: replicas are planned by EPLB's global policy",
     "emulate.replication.num_nodes": "nothing: EPLB's global policy plans; trace eplb --nodes plans for an engine",
+    "emulate.replication.balancer": "emulate.replication.solve_us: 100, the time of the linear program",
+    "measure.max_warmup": "measure.warmup, which is the most rounds",
     "layer.permute": "nothing: Transformer Engine's permutation runs where it is there, else ours",
     "layer.kernel": "nothing: the fastest form of a policy runs, and all route alike",
     "measure.preroll_us": "nothing: a GPU is held for 300 us ahead of every timed iteration",

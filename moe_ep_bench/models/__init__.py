@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from moe_ep_bench.errors import UserError, saying
-from moe_ep_bench.models.hf_config import read_hf_config
 from moe_ep_bench.presets import Preset, Strict
 
 # Kernels want hidden sizes that are multiples of this.
@@ -374,4 +374,13 @@ def load_hf_model(path: Path) -> ModelSpec:
     Raises:
         ValueError: one line that names the file, the key, the value and what is allowed.
     """
-    return read_hf_config(path, ModelSpec)
+    from moe_ep_bench.models import hf_config  # Which builds a class for each family: reading results waits for none.
+
+    return hf_config.read_hf_config(path, ModelSpec)
+
+
+def spec_of(values: Mapping[str, Any], where: str) -> ModelSpec:
+    """The same of a config's values."""
+    from moe_ep_bench.models import hf_config
+
+    return hf_config.spec_of(values, ModelSpec, Path(where), source=where)

@@ -671,24 +671,28 @@ def read_hf_config(path: Path, kind: type[_Spec]) -> _Spec:
     values = parse_json(content, file, infinities=True)
     if not isinstance(values, dict):
         raise UserError(f"{file}: expected keys with values, got {type(values).__name__}")
+    with saying(_by_hand(_language_model(values))):
+        return spec_of(values, kind, file, f"config.json by path, sha256 {hashlib.sha256(content).hexdigest()}")
+
+
+def spec_of(values: Mapping[str, Any], kind: type[_Spec], where: Path, source: str) -> _Spec:
+    """A config's values as a ``ModelSpec``, which is ``kind``; ValueError as ``read_hf_config``, without the way on."""
     values = _language_model(values)
     family = values.get("model_type")
     family = family.removesuffix("_text") if isinstance(family, str) else family
-    with saying(_by_hand(values)):
-        if not isinstance(family, str) or family not in _FAMILIES:
-            why = _REFUSED.get(family) if isinstance(family, str) else None
-            raise UserError(f"{file}: model_type {brief(family)}: {why or 'no family that is known here'}")
-        if family == "deepseek" and values.get("kv_lora_rank") is not None:
-            family = "deepseek_v2"  # which was first published under this model_type
-        nulls = _FAMILIES[family].NULLS
-        stated = {key: value for key, value in values.items() if value is not None or key in nulls}
-        fields = validated(_FAMILIES[family], stated, file).spec()
-        source = f"config.json by path, sha256 {hashlib.sha256(content).hexdigest()}"
-        known = {key: fields[key] for key in kind.model_fields if key in fields}
-        return validated(kind, {"name": _name(stated), "source": source, **known}, file)
+    if not isinstance(family, str) or family not in _FAMILIES:
+        why = _REFUSED.get(family) if isinstance(family, str) else None
+        raise UserError(f"{where}: model_type {brief(family)}: {why or 'no family that is known here'}")
+    if family == "deepseek" and values.get("kv_lora_rank") is not None:
+        family = "deepseek_v2"  # which was first published under this model_type
+    nulls = _FAMILIES[family].NULLS
+    stated = {key: value for key, value in values.items() if value is not None or key in nulls}
+    fields = validated(_FAMILIES[family], stated, where).spec()
+    known = {key: fields[key] for key in kind.model_fields if key in fields}
+    return validated(kind, {"name": _name(stated), "source": source, **known}, where)
 
 
-def _language_model(values: dict[str, Any]) -> dict[str, Any]:
+def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the language model, where they are nested; with those names of the whole that count."""
     inner = next((values[key] for key in _NESTED if isinstance(values.get(key), dict)), None)
     if inner is None:

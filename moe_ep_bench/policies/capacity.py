@@ -159,9 +159,8 @@ class ExpandedDrop(CapacityPolicy):
     by the same metric.
 
     Attributes:
-        num_candidates: m, how many further experts a token considers: its m best on its own rank
-            (``local``; None = all of them, larger values are clamped to L) or its m next best
-            anywhere (``global``; required).
+        num_candidates: m, further experts of a token: its m best on its own rank (``local``; None = all, as are
+            larger values), or its m next best anywhere (``global``; required).
         scope: ``local`` or ``global``.
         max_experts_per_token: afterwards a token keeps only its best that many; freed places are
             not refilled. None = no limit.

@@ -34,10 +34,9 @@ class LoadAwarePolicy(SteppedPolicy):
     """What ``laser`` and ``load_only`` share: tokens in order, loads carried from one to the next.
 
     Attributes:
-        carry_loads: start a batch from the loads that all batches before it left, rather than from zero. What runs a
-            workload keeps count of them (``RoutingContext.load_E``).
-        load_scope: whose carried loads: this ``rank``'s own tokens', or those of ``all`` ranks, which an engine would
-            exchange between batches; that exchange is not timed here.
+        carry_loads: start a batch from the loads that earlier ones left (``RoutingContext.load_E``), not from zero.
+        load_scope: whose carried loads: this ``rank``'s own tokens', or those of ``all`` ranks, whose exchange is not
+            timed here.
     """
 
     looks_past_top_k: ClassVar[bool] = True

@@ -27,7 +27,7 @@ class MegatronDrop(SteppedPolicy):
     Attributes:
         capacity_factor: gamma >= 0 (``moe_expert_capacity_factor``).
         drop_policy: keep the largest weights (``probs``) or the earliest tokens (``position``). In a layer
-            Megatron-Core's own router drops: by ``position`` it keeps any tokens, for it takes top-k of zeros and ones.
+            Megatron-Core's router drops, and by ``position`` keeps any: it takes top-k of zeros and ones.
         pad_to_capacity: fill every expert up to C with further tokens, earliest first, at weight 0.
     """
 

@@ -60,9 +60,9 @@ class OEA(Pruned):
     Attributes:
         k_max: a token adds while it holds fewer; None = K. Its base always stays.
         max_rank: positions of its list that a token looks at; None = all.
-        rank_fill: ours, after an idea in section 7, which states no rule: the rank with the most activated
-            experts sets the time, so before piggybacking every other rank adds its most wanted ones
-            (by score summed over the batch, lower index first among equals) until it has as many.
+        rank_fill: ours, after section 7, which states no rule: before piggybacking every rank adds its most wanted
+            experts (by score summed over the batch, lower index first among equals) until it activates as many as
+            the fullest, which sets the time.
     """
 
     name: ClassVar[str] = "oea"

@@ -47,12 +47,12 @@ class XShare(SteppedPolicy):
     Attributes:
         k0: experts that every token brings into S0; 0 = none.
         scope: whose budget it is.
-            ``batch``: S = S0 and the ``budget`` best of the rest, or as many as it takes for S to hold the share
-            ``mass_threshold`` of all score mass (where there is no mass no share is reached).
-            ``request``: S_r = the request's S0 and the ``request_budget`` best of the rest by its own sums;
-            S = union of all S_r, and the ``budget`` best of the rest by the batch's sums.
-            ``rank``: while S has fewer than rank_budget * R experts, every rank adds its best remaining
-            one; tested between rounds, so S may end up to R - 1 larger.
+            ``batch``: S = S0 and the ``budget`` best of the rest, or as many as hold the share ``mass_threshold`` of
+            all score mass (no mass, no share).
+            ``request``: S = every request's S0 and its ``request_budget`` best by its own sums, and the ``budget`` best
+            of the rest by the batch's.
+            ``rank``: every rank adds its best remaining one in turn until S has rank_budget * R; tested between rounds,
+            so S may end up to R - 1 larger.
         budget: experts, in addition to S0 (``batch``) or to the union (``request``; none = 0).
         mass_threshold: 0 to 1.
         request_budget: experts per request, in addition to its S0.

@@ -1,10 +1,10 @@
-"""Find the routers of a Hugging Face model; ``FAMILIES`` says how each known class of them chooses its experts.
+"""Find the routers of a Hugging Face model, and what a policy must know of how they choose.
 
 In transformers 5 every family of MoE models has its router in a module of its own, which returns logits, weights and
-expert ids; the experts, a sibling module, take the latter two. So a router is found by its class, and what a policy
-must know of it (score function, normalisation, groups, selection bias, scale) is read off the module, not guessed
-from a config file. No modelling code is copied: logits come from the module itself, and what is said here of
-its choice is held against the ids that it returns (tests/test_hf_routed.py).
+expert ids; the experts, a sibling module, take the latter two. So a router is found by the name of its class. How it
+chooses (score function, normalisation, groups, selection bias, scale) follows from the model's config by the rules that
+all shapes here are read by (``models.hf_config``). No modelling code is copied: logits come from the module itself, and
+what is said of its choice is held against the ids that it returns (tests/test_hf_routed.py).
 
 Shapes: T = tokens, E = experts, K = top_k, G = groups.
 """
@@ -12,78 +12,19 @@ Shapes: T = tokens, E = experts, K = top_k, G = groups.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.models import ModelSpec, spec_of
 from moe_ep_bench.policies.contract import RoutingContext
 from moe_ep_bench.policies.steps import TORCH
 
-
-@dataclass(frozen=True)
-class Family:
-    """How the routers of one class choose.
-
-    Attributes:
-        name: what people call the models.
-        normalizes: whether a router divides a token's weights by their sum; None = its ``norm_topk_prob`` says.
-        score_function: ``softmax`` over the experts, or ``sigmoid``.
-        scales: it multiplies the weights by ``routed_scaling_factor``; some layers multiply the experts' sum instead.
-        biased: it adds ``e_score_correction_bias`` to the scores for choosing.
-        group_scored_by: how many of a group's best experts make up the group's value; None = no groups.
-    """
-
-    name: str
-    normalizes: bool | None = None
-    score_function: str = "softmax"
-    scales: bool = False
-    biased: bool = False
-    group_scored_by: int | None = None
-
-
-_V3 = Family("DeepSeek-V3", score_function="sigmoid", scales=True, biased=True, group_scored_by=2)
-# By the name of the router's class.
-FAMILIES: dict[str, Family] = {
-    "FlexOlmoTopKRouter": Family("FlexOlmo"),
-    "HunYuanMoEV1Gate": Family("Hunyuan", normalizes=True),
-    "MellumTopKRouter": Family("Mellum"),
-    "MiniMaxTopKRouter": Family("MiniMax-01", normalizes=True),
-    "MiniMaxM3VLTopKRouter": Family("MiniMax-M3", normalizes=True, score_function="sigmoid", biased=True),
-    "MixtralTopKRouter": Family("Mixtral", normalizes=True),
-    "OlmoeTopKRouter": Family("OLMoE"),
-    "Qwen2MoeTopKRouter": Family("Qwen2-MoE"),
-    "Qwen3MoeTopKRouter": Family("Qwen3-MoE"),
-    "Qwen3NextTopKRouter": Family("Qwen3-Next"),
-    "Qwen3OmniMoeThinkerTextTopKRouter": Family("Qwen3-Omni"),
-    "Qwen3VLMoeTextTopKRouter": Family("Qwen3-VL", normalizes=True),
-    "Qwen3_5MoeTopKRouter": Family("Qwen3.5", normalizes=True),
-    "Qwen4ExpTextTopKRouter": Family("Qwen4"),
-    "Step3p7TopKRouter": Family("Step-3.7", normalizes=True, score_function="sigmoid", biased=True),
-    # transformers' DeepSeek-V2 does not read norm_topk_prob.
-    "DeepseekV2TopkRouter": Family("DeepSeek-V2", normalizes=False, scales=True, group_scored_by=1),
-    "DeepseekOcr2TextTopkRouter": Family("DeepSeek-OCR 2", normalizes=False, scales=True, group_scored_by=1),
-    "DeepseekV3TopkRouter": _V3,
-    "AXK1TopkRouter": replace(_V3, name="A.X"),
-    "BailingHybridTopkRouter": replace(_V3, name="Bailing hybrid"),
-    "DeepseekV32TopkRouter": replace(_V3, name="DeepSeek-V3.2"),
-    "Dots1TopkRouter": replace(_V3, name="dots1"),
-    "ExaoneMoeTopkRouter": replace(_V3, name="EXAONE-MoE"),
-    "Glm4MoeLiteTopkRouter": replace(_V3, name="GLM-4 Lite"),
-    "Glm4MoeTopkRouter": replace(_V3, name="GLM-4.5"),
-    "Glm4vMoeTextTopkRouter": replace(_V3, name="GLM-4.5V"),
-    "Glm5NextTextTopkRouter": replace(_V3, name="GLM-5 Next"),
-    "GlmMoeDsaTopkRouter": replace(_V3, name="GLM-5"),
-    "HYV4TopkRouter": replace(_V3, name="Hunyuan-V4"),
-    "KimiLinearTopkRouter": replace(_V3, name="Kimi Linear"),
-    "MiMoV2FlashTopkRouter": replace(_V3, name="MiMo-V2"),
-    "NemotronHTopkRouter": replace(_V3, name="Nemotron-H"),
-    "SolarOpenTopkRouter": replace(_V3, name="Solar Open"),
-    # A softmax over the chosen logits: the same as normalised scores.
-    "GptOssTopKRouter": Family("GPT-OSS", normalizes=True),
-}
+_ROUTER = re.compile(r"top_?k_?router$|^HunYuanMoEV1Gate$", re.IGNORECASE)
+_BIAS = "e_score_correction_bias"
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +35,7 @@ class MoELayer:
         name: of the router among the model's modules.
         number: of the decoder layer, dense layers counted.
         fraction: where among the model's MoE layers this one stands, 0 to below 1.
+        spec: how the model's routers choose.
     """
 
     name: str
@@ -101,43 +43,39 @@ class MoELayer:
     fraction: float
     router: Any
     experts: Any
-    family: Family
+    spec: ModelSpec
 
     @property
     def num_experts(self) -> int:
-        return int(self.router.num_experts)
+        return self.spec.num_experts
 
     @property
     def top_k(self) -> int:
-        return int(self.router.top_k)
+        return self.spec.top_k
 
     @property
     def groups(self) -> tuple[int, int] | None:
         """Number of groups, and how many of them a token may choose from; None = no restriction."""
-        router = self.router
-        if self.family.group_scored_by is None or getattr(router, "topk_method", "") == "greedy":
-            return None
-        if router.num_group in (None, 1, router.topk_group):
-            return None
-        return int(router.num_group), int(router.topk_group)
+        groups, top = self.spec.num_groups, self.spec.top_groups
+        return None if groups is None or top is None or groups == top else (groups, top)
 
     @property
     def policies_know_groups(self) -> bool:
         """Policies value a group by its best K // top_groups experts, as Megatron-Core does."""
-        return self.groups is not None and self.top_k // self.groups[1] == self.family.group_scored_by
+        return self.groups is not None and self.top_k // self.groups[1] == self.spec.group_score_experts
 
     def context(self, num_ranks: int) -> RoutingContext:
         """What is so of all tokens of this layer."""
         num_groups, top_groups = self.groups if self.groups and self.policies_know_groups else (None, None)
-        normalize = self.family.normalizes
         return RoutingContext(
             top_k=self.top_k,
             num_ranks=num_ranks,
-            normalize=bool(self.router.norm_topk_prob) if normalize is None else normalize,
-            bias_E=self.router.e_score_correction_bias.float() if self.family.biased else None,
+            normalize=self.spec.normalize,
+            bias_E=getattr(self.router, _BIAS).float() if self.spec.selection_bias else None,
             num_groups=num_groups,
             top_groups=top_groups,
-            scale=float(self.router.routed_scaling_factor) if self.family.scales else 1.0,
+            # Where the router has none, the layer multiplies the experts' sum.
+            scale=self.spec.routed_scale if hasattr(self.router, "routed_scaling_factor") else 1.0,
             layer_fraction=self.fraction,
         )
 
@@ -147,16 +85,16 @@ class MoELayer:
         Where groups are compared otherwise than policies compare them (DeepSeek-V2, which takes a group's best expert
         and six experts from three groups), scores outside a token's best groups are 0, as the model has it.
         """
-        if self.family.score_function == "sigmoid":
+        if self.spec.score_function == "sigmoid":
             scores_TE = logits_TE.float().sigmoid()
         else:
             scores_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
         if self.groups is None or self.policies_know_groups:
             return scores_TE
         num_groups, top_groups = self.groups
-        compared_TE = scores_TE + self.router.e_score_correction_bias if self.family.biased else scores_TE
-        best_TGe = compared_TE.unflatten(1, (num_groups, -1)).topk(self.family.group_scored_by or 1, dim=-1).values
-        inside_TG = TORCH.best_per_row(best_TGe.sum(dim=-1), top_groups)
+        compared_TE = scores_TE + getattr(self.router, _BIAS) if self.spec.selection_bias else scores_TE
+        best_TGk = compared_TE.unflatten(1, (num_groups, -1)).topk(self.spec.group_score_experts or 1, dim=-1).values
+        inside_TG = TORCH.best_per_row(best_TGk.sum(dim=-1), top_groups)
         return scores_TE.masked_fill(~inside_TG.repeat_interleave(self.num_experts // num_groups, dim=1), 0.0)
 
     def check_policies(self) -> None:
@@ -165,10 +103,10 @@ class MoELayer:
         Raises:
             ValueError: one line that names the router.
         """
-        if self.groups and not self.policies_know_groups and self.family.biased:
+        if self.groups and not self.policies_know_groups and self.spec.selection_bias:
             raise UserError(
                 f"{self.name}: expected top_k ({self.top_k}) over topk_group ({self.groups[1]}) to be "
-                f"{self.family.group_scored_by}, by which {self.family.name} compares its {self.groups[0]} groups"
+                f"{self.spec.group_score_experts}, by which {self.spec.name} compares its {self.groups[0]} groups"
             )
 
 
@@ -176,21 +114,25 @@ def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
     """All MoE layers of a model, in its order.
 
     Raises:
-        ValueError: no router of a known class.
+        ValueError: no routers, or a family that is not known.
     """
-    found = [(name, module) for name, module in model.named_modules() if type(module).__name__ in FAMILIES]
+    where = type(model).__name__
+    found = [(name, module) for name, module in model.named_modules() if _ROUTER.search(type(module).__name__)]
     if not found:
         others = sorted({type(module).__name__ for module in model.modules() if _seems_to_route(module)})
-        got = f"got the routers {', '.join(others)}" if others else "got no mixture of experts"
-        known = ", ".join(sorted({family.name for family in FAMILIES.values()}))
-        raise UserError(f"{type(model).__name__}: {got}; expected those of {known}")
-    layers = []
+        got = f"the routers {', '.join(others)}" if others else "none: no mixture of experts"
+        raise UserError(f"{where}: expected routers of classes ...TopKRouter, as transformers 5 has them; got {got}")
+    config: Any = model.config
+    values = config.to_dict()
+    spec, layers = spec_of(values, where), []
     for place, (name, router) in enumerate(found):
         experts = model.get_submodule(name.rpartition(".")[0]).experts
         number = re.search(r"\.layers\.(\d+)\.", f".{name}")
         assert number is not None, name
-        family = FAMILIES[type(router).__name__]
-        layers.append(MoELayer(name, int(number[1]), place / len(found), router, experts, family))
+        layer = MoELayer(name, int(number[1]), place / len(found), router, experts, spec)
+        if spec.selection_bias != hasattr(router, _BIAS):
+            raise UserError(f"{name}: expected {_BIAS}, by which {values['model_type']} selects experts")
+        layers.append(layer)
     return layers
 
 

@@ -121,7 +121,7 @@ def record_trace(model: Path, text: Path, out: Path, options: RecordOptions) -> 
 def _writer(folder: Path, checkpoint: Checkpoint, text: Path, options: RecordOptions) -> TraceWriter:
     writer, layer = TraceWriter(folder, text), checkpoint.moe_layers[0]
     writer.sources = [text]
-    sigmoid = layer.family.score_function == "sigmoid"
+    sigmoid = layer.spec.score_function == "sigmoid"
     writer.describe(
         num_experts=layer.num_experts,
         top_k=layer.top_k,

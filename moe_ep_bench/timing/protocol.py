@@ -126,7 +126,7 @@ class WarmUp:
 def warm_up(
     cases: Sequence[Runnable],
     num_batches: int,
-    rounds: tuple[int, int],
+    most: int,
     clock: Clock,
     slowest: Callable[[np.ndarray], np.ndarray],
     before: Callable[[str], None],
@@ -134,10 +134,9 @@ def warm_up(
     """Run all cases on all batches until a round takes as long as the one before it.
 
     Args:
-        rounds: the fewest and the most.
+        most: rounds at most.
         slowest: the element-wise maximum over ranks, so that all ranks stop together.
     """
-    fewest, most = rounds
     earlier_B: np.ndarray | None = None
     change = None
     for number in range(1, most + 1):
@@ -153,7 +152,7 @@ def warm_up(
         times_B = slowest(times_B)
         if earlier_B is not None:
             change = float(np.median(times_B / earlier_B)) - 1
-            if number >= fewest and abs(change) <= SETTLED_CHANGE:
+            if abs(change) <= SETTLED_CHANGE:
                 return WarmUp(number, change, settled=True)
         earlier_B = times_B
     return WarmUp(most, change, settled=False)

@@ -5,7 +5,9 @@ Shapes: T = tokens of all ranks together, E = experts, R = ranks, S = sequences.
 
 from __future__ import annotations
 
+import functools
 import heapq
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,14 +65,18 @@ class TokenBatch:
         return replace(self, valid_T=torch.arange(self.num_tokens) < self.num_tokens - num_padding)
 
 
-def balanced_scores(scores_TE: Tensor, top_k: int) -> Tensor:
+def balanced_scores(
+    scores_TE: Tensor, top_k: int, num_groups: int | None = None, top_groups: int | None = None, *, first: int = 0
+) -> Tensor:
     """Permute each token's scores so that top-k loads differ by at most one pair between experts.
 
-    A token's values stay the same, so its weights do too; only which expert holds which value
-    changes: token t's K best go to experts t*K, t*K + 1, ... modulo E.
+    A token's values stay the same, so its weights do too; only which expert holds which value changes: token t's K best
+    go to places t*K, t*K + 1, ... modulo E of ``dealing_order``, where t counts from ``first``.
 
     Args:
         scores_TE: float32 [T, E].
+        num_groups, top_groups: of the model's routing.
+        first: how many tokens other ranks deal before these; else all ranks would begin with the same experts.
 
     Returns:
         float32 [T, E].
@@ -80,9 +86,37 @@ def balanced_scores(scores_TE: Tensor, top_k: int) -> Tensor:
         ascending_TE = torch.from_numpy(np.sort(scores_TE.numpy(), axis=1))  # several times as fast as torch's
     else:
         ascending_TE = scores_TE.sort(dim=1).values
-    place_T1 = torch.arange(num_tokens, device=scores_TE.device).unsqueeze(1) * top_k
-    expert_TE = (place_T1 + torch.arange(num_experts, device=scores_TE.device)) % num_experts
+    place_T1 = torch.arange(first, first + num_tokens, device=scores_TE.device).unsqueeze(1) * top_k
+    place_TE = (place_T1 + torch.arange(num_experts, device=scores_TE.device)) % num_experts
+    expert_TE = torch.from_numpy(dealing_order(num_experts, top_k, num_groups, top_groups)).to(place_TE.device)[
+        place_TE
+    ]
     return torch.empty_like(scores_TE).scatter_(1, expert_TE, ascending_TE.flip(1))
+
+
+@functools.cache
+def dealing_order(
+    num_experts: int, top_k: int, num_groups: int | None = None, top_groups: int | None = None
+) -> NDArray[np.int64]:
+    """Experts in an order in which K that follow each other lie far apart, as a token's own mostly do: int64 [E].
+
+    Neighbours would share a rank, and a transport that sends a token once to a rank would hardly send anything. With
+    groups each K experts lie in ``top_groups`` of them, so that the model's rule chooses them; where the numbers do not
+    divide each other so, experts stand in order.
+    """
+    if num_groups is None or top_groups is None:
+        stride = next(
+            s for s in range(max(1, num_experts // top_k), 2 * num_experts + 1) if math.gcd(s, num_experts) == 1
+        )
+        return np.arange(num_experts) * stride % num_experts
+    size, of_group = num_experts // num_groups, top_k // top_groups
+    num_blocks = num_experts // top_k
+    if top_k % top_groups or num_experts % top_k or size % of_group or num_blocks * top_groups % num_groups:
+        return np.arange(num_experts)
+    turn_BG = np.arange(num_blocks)[:, None] * top_groups + np.arange(top_groups)
+    group_BG, visit_BG = turn_BG % num_groups, turn_BG // num_groups
+    place_N = np.arange(of_group) * (size // of_group)
+    return (group_BG[:, None] * size + visit_BG[:, None] + place_N[None, :, None]).reshape(-1)
 
 
 def image_tokens(sequence_id_T: Tensor, share: float) -> Tensor:

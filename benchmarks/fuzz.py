@@ -3,7 +3,8 @@
 
     python benchmarks/fuzz.py [--inputs 10000] [--kind configs|results|recordings|commands] [--seed N]
 
-Mutates sound inputs and gives each to the real entry point, ``cli.main``, in this process. A finding is one of
+Damages sound files (``damage``: a document, a table, an archive, bytes) and options, and gives each to the real entry
+point, ``cli.main``, in this process. A finding is one of
 
 * an exception that leaves ``main``, a traceback, or an exit status that no page names;
 * a message of a user's mistake that is no single, short, printable line;
@@ -22,9 +23,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import io
 import json
+import operator
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -43,6 +47,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
@@ -265,192 +270,264 @@ ODD = [
     *("é", "日本語", "\ud800", "9" * 5000, "a" * 100_000, "[" * 200, "=1+1", "all", "both", "measured", "h100-sxm"),
     *([], {}, [[]], [None], [1, 2, 3], {"a": 1}, {"": None}, [[[[[[[[1]]]]]]]], ["x"] * 2000, [0.5, float("nan")]),
 ]
+# What YAML and JSON give a meaning, or must not.
+TOKENS = [
+    *('!!int ""', "!!bool x", "!!timestamp 99", "!!binary x", "!!set {a}", "!!omap x", "!!pairs x", "!x y", "!<a> b"),
+    *(
+        "!!python/none x",
+        "!!python/name:os.system",
+        "? [a, b]\n: c",
+        "{[a]: b}",
+        "{{a: b}: c}",
+        "&a [*a]",
+        "&a {b: *a}",
+    ),
+    *("*missing", "<<: 1", "<<: *a", "%YAML 9.9\n---\n", "---\n", "...\n", "\t", "'", '"', "|", '"\\ud800"', '"\\x00"'),
+    *("2001-99-99", "0x" + "f" * 5000, "1" * 5000, "1" + ":59" * 3000, ".nan", "NaN", "Infinity", "1e999", "~", "@"),
+    *("{", "}", "[", "]", ":", "#", "\x00", "\ufeff", "null", "-1", "65536"),
+    f"!!python/object/apply:os.system ['touch {CANARY}']",
+    f"!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [{CANARY}]]",
+]
+BOMBS = [
+    b"a0: &a0 [x,x,x,x]\n"
+    + b"".join(b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 12)),
+    *(b"[" * 100_000, b"model: " + b"{a: " * 20_000, b'{"a":' * 100_000 + b"1", b"[" * 5000 + b"]" * 5000),
+    *(b"x: " + b"1" * 1_500_000, b"- " * 3000, b"a: 1\n" * 300_000, b"? " * 2000, b"", b"\x00" * 100, b"\xff\xfe"),
+]
 
 
 def odd(rand: random.Random) -> Any:
     return copy.deepcopy(rand.choice(ODD))
 
 
-def places(value: Any, above: tuple = ()) -> list[tuple]:
+def places(value: Any, above: tuple = ()) -> Iterator[tuple]:
     """The path of every value in a document."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found = [above] if above else []
-    for key, one in inner:
-        found += places(one, (*above, key))
-    return found
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*above, key)
+        yield from places(inner, (*above, key))
 
 
 def mutate(document: Any, rand: random.Random) -> Any:
     """A copy of a document with one to three values replaced, removed, renamed, repeated, moved or wrapped."""
     document = copy.deepcopy(document)
     for _ in range(rand.choice((1, 1, 1, 2, 3))):
-        found = places(document)
-        if not found:
+        if not (found := [*places(document)]):
             return odd(rand)
         *above, last = rand.choice(found)
-        parent = document
-        for key in above:
-            parent = parent[key]
-        value, how = parent[last], rand.random()
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if how < 0.3 and is_number:  # sound, or nearly
-            parent[last] = rand.choice((0, 1, 2, 3, 5, 8, 64, 1000, 10**6, 10**9, 10**18, 0.5, 1.5, -1, 1e-9))
-        elif how < 0.55:
-            parent[last] = odd(rand)
-        elif how < 0.63:
+        parent = functools.reduce(operator.getitem, above, document)
+        value, is_number = parent[last], isinstance(parent[last], int | float) and not isinstance(parent[last], bool)
+        other = functools.reduce(operator.getitem, rand.choice(found), document)
+        near = (
+            (0, 1, 2, 3, 5, 8, 64, 1000, 10**6, 10**9, 10**18, 0.5, 1.5, -1, 1e-9, -value, str(value), [value])
+            if is_number
+            else ()
+        )
+        how = rand.choice(
+            (
+                "near",
+                "near",
+                "near",
+                "near",
+                "odd",
+                "odd",
+                "odd",
+                "gone",
+                "renamed",
+                "repeated",
+                "wrapped",
+                "moved",
+                "text",
+            )
+        )
+        if how == "gone":
             del parent[last]
-        elif how < 0.71 and isinstance(parent, dict):
+        elif how == "renamed" and isinstance(parent, dict):
             parent[str(odd(rand))[:300]] = parent.pop(last)
-        elif how < 0.76:
+        elif how == "repeated":
             parent[last] = [value] * rand.choice((1, 2, 50))
-        elif how < 0.81:
+        elif how == "wrapped":
             parent[last] = {rand.choice(("x", "name", "kind", "preset")): value}
-        elif how < 0.88:
-            other = document
-            for key in rand.choice(found):
-                other = (
-                    other[key] if isinstance(other, dict) or (isinstance(other, list) and key < len(other)) else other
-                )
-                if not isinstance(other, dict | list):
-                    break
+        elif how == "moved":
             parent[last] = copy.deepcopy(other)
-        elif how < 0.94 and is_number:
-            larger = value if isinstance(value, float) else min(value, 10**300)
-            parent[last] = rand.choice((-value, larger * 1000, larger * 1e20, larger + 0.5, str(value), [value]))
-        elif isinstance(value, str):
-            parent[last] = value[: rand.randrange(len(value) + 1)] + str(odd(rand))[:50]
+        elif how == "text":
+            parent[last] = str(value)[:50] + str(odd(rand))[:50]
         else:
-            parent[last] = str(value)
+            parent[last] = rand.choice(near) if how == "near" and near else odd(rand)
     return document
 
 
-YAML_TOKENS = [
-    *(
-        '!!int ""',
-        "!!int x",
-        "!!bool x",
-        '!!float ""',
-        "!!null x",
-        "!!timestamp 99",
-        "!!binary x",
-        "!!set {a}",
-        "!!omap x",
-    ),
-    *("!!pairs x", "!!python/none x", "!!python/name:os.system", "!x y", "!<a> b"),
-    *("? [a, b]\n: c", "? {a: b}\n: c"),
-    *("{[a]: b}", "{{a: b}: c}", "&a [*a]", "&a {b: *a}", "*missing", "<<: 1", "<<: [1]", "<<: *a", "%YAML 9.9\n---\n"),
-    *("---\n", "...\n", "\t", "'", '"', "|", ">", '"\\ud800"', '"\\x00"', '"\\UFFFFFFFF"', "2001-99-99", "2001-01-01"),
-    *(
-        "0x" + "f" * 5000,
-        "1" * 5000,
-        "1" + ":59" * 3000,
-        "0b1",
-        "0o9",
-        "1_0",
-        ".nan",
-        "-.inf",
-        "1e999",
-        "~",
-        "@",
-        "=",
-        "!!value",
-    ),
-    "!!python/object/apply:os.system ['touch canary']",
-    "!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [canary]]",
-]
-
-
-def mutate_text(text: str, rand: random.Random, tokens: Sequence[str]) -> bytes:
-    lines = text.split("\n")
+def mutate_text(content: bytes, rand: random.Random) -> bytes:
+    """Put tokens of the format where values, lines and parts of lines stand."""
+    lines = content.decode(errors="replace").split("\n")
     for _ in range(rand.choice((1, 1, 2, 3))):
-        at, how = rand.randrange(len(lines)), rand.random()
-        line = lines[at]
-        if how < 0.35:
-            key, colon, _ = line.partition(": ")
-            lines[at] = f"{key}{colon}{rand.choice(tokens)}" if colon else rand.choice(tokens)
-        elif how < 0.5:
-            lines.insert(at, rand.choice(tokens))
-        elif how < 0.6:
-            del lines[at]
-            lines = lines or [""]
-        elif how < 0.7:
-            lines.insert(rand.randrange(len(lines)), line)
-        elif how < 0.8:
-            lines[at] = " " * rand.randrange(6) + line.strip()
-        else:
-            place = rand.randrange(len(line) + 1)
-            lines[at] = line[:place] + rand.choice((*tokens, "\x00", "\ufeff", "{", "]", ":", " ", "#")) + line[place:]
-    return (
-        mutate_bytes("\n".join(lines).encode("utf-8", "surrogatepass"), rand)
-        if rand.random() < 0.1
-        else "\n".join(lines).encode("utf-8", "surrogatepass")
-    )
+        at, token = rand.randrange(len(lines)), rand.choice(TOKENS)
+        key, colon, _ = lines[at].partition(": ")
+        place = rand.randrange(len(lines[at]) + 1)
+        lines[at : at + 1] = rand.choice(
+            (
+                [f"{key}{colon}{token}"],
+                [token, lines[at]],
+                [],
+                [lines[at]] * 2,
+                [f"  {lines[at]}"],
+                [lines[at][:place] + token + lines[at][place:]],
+            )
+        ) or [""]
+    return "\n".join(lines).encode("utf-8", "surrogatepass")
 
 
 def mutate_bytes(content: bytes, rand: random.Random) -> bytes:
-    """Flip, cut, repeat or overwrite bytes."""
+    """Flip, cut, repeat or overwrite bytes; as likely as not where formats keep their lengths."""
     data = bytearray(content)
     for _ in range(rand.choice((1, 1, 2, 8))):
-        at = rand.randrange(len(data) + 1)
-        if rand.random() < 0.4:  # where formats keep their lengths
-            at = rand.choice((rand.randrange(min(64, len(data)) + 1), max(0, len(data) - rand.randrange(1, 64))))
+        ends = rand.randrange(min(64, len(data)) + 1), max(0, len(data) - rand.randrange(1, 64))
+        at = rand.choice((*ends, rand.randrange(len(data) + 1), rand.randrange(len(data) + 1)))
+        piece = rand.choice((b"\xff" * 8, b"\x00" * 8, (2**40).to_bytes(8, "little"), bytes([rand.randrange(256)])))
         how = rand.random()
-        if how < 0.5 and at < len(data):
-            data[at] = rand.choice((data[at] ^ (1 << rand.randrange(8)), 0, 255, rand.randrange(256)))
-        elif how < 0.65:
+        if how < 0.2:
             del data[at:]
-        elif how < 0.8:
-            data[at : at + 8] = rand.choice((b"\xff" * 8, b"\x00" * 8, (2**40).to_bytes(8, "little"), os.urandom(0)))
+        elif how < 0.4:
+            data[at:at] = data[at : at + rand.randrange(1, 64)]
         else:
-            piece = data[at : at + rand.randrange(1, 64)]
-            data[at:at] = piece
+            data[at : at + len(piece)] = piece
     return bytes(data)
 
 
-def bombs(rand: random.Random) -> bytes:
-    """A text that grows, nests, or is too long, for YAML and JSON."""
-    return rand.choice(
+def mutate_table(table: pa.Table, rand: random.Random) -> pa.Table:
+    """A table with values of a column, its rows, or a column's type changed."""
+    place, how = rand.randrange(table.num_columns), rand.random()
+    field, column = table.schema.field(place), table.column(place).to_pylist()
+    pools = {
+        pa.types.is_integer: [-1, 0, 7, 2**31 - 1, -(2**31)],
+        pa.types.is_floating: [float("nan"), float("inf"), -1.0, 0.0, 1e308, 1e-320],
+        pa.types.is_string: ["{", '{"a": NaN}', "[]", "ok", "\x1b[31m", "a\x00b", "<script>", "9" * 5000],
+        pa.types.is_list: [[], [None], [-1], [2**62] * 3, [0] * 8],
+        pa.types.is_boolean: [True, False],
+    }
+    if how < 0.6 and column:
+        value = rand.choice([None, *next((pool for fits, pool in pools.items() if fits(field.type)), [])])
+        for row in (
+            range(len(column)) if rand.random() < 0.4 else rand.sample(range(len(column)), rand.randint(1, len(column)))
+        ):
+            column[row] = value
+        return table.set_column(place, field, pa.array(column, field.type))
+    cut = table.slice(0, rand.randrange(table.num_rows + 1))
+    other = rand.choice((pa.string(), pa.float64(), pa.int64(), pa.list_(pa.float64()), pa.binary()))
+    changed = table.set_column(place, pa.field(field.name, other), pa.nulls(table.num_rows, other))
+    return rand.choice((cut, pa.concat_tables([table, cut]), table.drop_columns([field.name]), changed))
+
+
+class _Touch:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path(CANARY),)
+
+
+_HEADERS = [
+    *(
+        f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}, }}"
+        for shape in ("(10**13,)", "(1000000, 1000000)", "(-1,)")
+    ),
+    *(
+        f"{{'descr': {dtype}, 'fortran_order': True, 'shape': (1,), }}"
+        for dtype in ("'|O'", "[('a', '<i8')]", "'<U1000000'", "'<f2'")
+    ),
+    *(f"__import__('os').system('touch {CANARY}')", "{" * 2000, "(" * 100_000, "{'descr': " + "9" * 5000 + "}"),
+]
+_ARRAYS = [
+    *(
+        np.array([_Touch()], dtype=object),
+        np.array([1.5, np.nan]),
+        np.array(["a"]),
+        np.array([[1 + 2j]]),
+        np.zeros((0, 3)),
+    ),
+    *(np.array(2**63, dtype=np.uint64), np.full((2, 3, 4), -(2**62)), np.ones((3, 4, 3)), np.zeros((1,) * 30)),
+]
+
+
+def mutate_archive(path: Path, rand: random.Random) -> None:
+    """Change a member of an npz file: its bytes, header, contents or name; or have very many, or a very large one."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    name, how = rand.choice(list(members)), rand.randrange(6)
+    text, buffer = rand.choice(_HEADERS).encode().ljust(118) + b"\n", io.BytesIO()
+    np.save(buffer, rand.choice(_ARRAYS), allow_pickle=True)
+    length = min(len(text), 2**16 - 1).to_bytes(2, "little")
+    members |= {
+        0: {name: mutate_bytes(members[name], rand)},
+        1: {name: b"\x93NUMPY\x01\x00" + length + text + rand.choice((b"", b"\x00" * 4096, pickle.dumps(_Touch())))},
+        2: {name: buffer.getvalue()},
+        3: {rand.choice(("../x.npy", "/x.npy", "x.txt", "x", "\x1b.npy", "a" * 3000 + ".npy")): members[name]},
+        4: {name: b"\x93NUMPY\x01\x00v\x00" + b" " * 100 + b"\x00" * 2 ** rand.choice((20, 29))},
+        5: {f"{number}.npy": b"" for number in range(3000)},
+    }[how]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for one, content in members.items():
+            archive.writestr(one, content)
+
+
+def mutate_header(content: bytes, rand: random.Random) -> bytes:
+    """Change the JSON header of a safetensors file."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(mutate(json.loads(content[8:end]), rand)).encode("utf-8", "surrogatepass")
+    told = rand.choice((*[len(header)] * 9, 0, 2**30, 2**62, len(header) - 1))
+    return told.to_bytes(8, "little") + header + content[end:]
+
+
+def replace_file(path: Path, rand: random.Random) -> None:
+    """Put something that is no such file in a file's place, or nothing."""
+    content = path.read_bytes() if path.is_file() else b""
+    path.unlink(missing_ok=True)
+    link = rand.choice(("/dev/zero", "/proc/self/environ", "missing", "/", path.name, "sound"))
+    (path.parent / "sound").write_bytes(content)
+    rand.choice(
         (
-            lambda: b"".join(
-                [b"a0: &a0 [x,x,x,x,x,x,x,x,x]\n"]
-                + [b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 12)]
-            ),
-            lambda: b"[" * rand.choice((100, 1000, 100_000)),
-            lambda: b"model: " + b"{a: " * rand.choice((50, 1000, 20_000)),
-            lambda: b'{"a":' * rand.choice((50, 1000, 100_000)) + b"1",
-            lambda: b"[" * 5000 + b"]" * 5000,
-            lambda: b"x: " + b"1" * 1_500_000,
-            lambda: b"- " * 3000,
-            lambda: b"a: 1\n" * 300_000,
-            lambda: b"? " * 2000,
-            lambda: b"",
-            lambda: b"\x00" * 100,
-            lambda: b"\xff\xfe" + os.urandom(0),
-            lambda: b"name: &a x\nworkload: " + b"&b " * 100,
+            lambda: path.symlink_to(link),
+            lambda: os.mkfifo(path),
+            path.mkdir,
+            lambda: path.write_bytes(rand.choice(BOMBS)),
+            lambda: None,
         )
     )()
 
 
-def replace_file(path: Path, rand: random.Random, elsewhere: Path) -> None:
-    """Put something that is no such file in a file's place."""
-    path.unlink(missing_ok=True)
-    how = rand.randrange(7)
-    if how == 0:
-        path.symlink_to(elsewhere)
-    elif how == 1:
-        path.symlink_to(rand.choice(("/dev/zero", "/proc/self/environ", "missing", "/", path.name)))
-    elif how == 2:
-        os.mkfifo(path)
-    elif how == 3:
-        path.mkdir()
-    elif how == 4:
-        path.write_bytes(b"")
-    elif how == 5:
-        path.write_bytes(bombs(rand))
-    # else it is missing
+def damage(path: Path, rand: random.Random) -> None:
+    """Damage a file in a way that its format knows, as bytes, or altogether."""
+    how, read = rand.random(), json.loads if path.suffix == ".json" else yaml.safe_load
+    if not path.is_file() or how < 0.06:
+        return replace_file(path, rand) if not path.is_dir() else None
+    content = path.read_bytes()
+    harmless = ValueError, RecursionError, LookupError, OSError, pa.ArrowException, zipfile.BadZipFile, yaml.YAMLError
+    with contextlib.suppress(*harmless):  # what was damaged before
+        if how > 0.85:
+            path.write_bytes(mutate_bytes(content, rand))
+        elif path.suffix == ".parquet":
+            pq.write_table(mutate_table(pq.read_table(path, partitioning=None), rand), path)
+        elif path.suffix == ".npz":
+            mutate_archive(path, rand)
+        elif path.suffix == ".safetensors":
+            path.write_bytes(mutate_header(content, rand))
+        elif how < 0.4 or path.suffix not in (".yaml", ".json", ".jsonl"):
+            path.write_bytes(mutate_text(content, rand))
+        elif path.suffix == ".jsonl":
+            lines = content.decode().splitlines()
+            at = rand.randrange(len(lines))
+            lines[at] = json.dumps(mutate(json.loads(lines[at]), rand))
+            path.write_text("\n".join(lines), "utf-8", "surrogatepass")
+        else:
+            path.write_bytes(_yaml(mutate(read(content), rand), as_json=path.suffix == ".json"))
+    return None
 
 
-# ---- configs ---------------------------------------------------------------------------------------------------------
+def _yaml(document: Any, *, as_json: bool = False) -> bytes:
+    try:
+        text = json.dumps(document) if as_json else yaml.safe_dump(document, sort_keys=False)
+    except Exception:  # what the safe dumper does not write
+        text = json.dumps(document, default=str)
+    return text.encode("utf-8", "surrogatepass")
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
 
 SMALL = {
     "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
@@ -461,75 +538,37 @@ SMALL = {
     "measure": {"iterations": 1, "breakdown_iterations": 1},
     "sweep": {"workload.seed": [0, 1]},
 }
-SHAPED = {
-    "name": "shaped",
-    "model": {"num_experts": 8, "top_k": 2, "hidden_size": 64, "ffn_hidden_size": 32},
-    "workload": {
-        "kind": "synthetic",
-        "tokens_per_rank": 16,
-        "num_batches": 2,
-        "peak_load": 1.5,
-        "image_share": 0.5,
-    },
-    "policies": [{"name": "token_drop", "capacity_factor": 1.0}],
-    "on_cpu": {"layer.dtype": "float32"},
-}
 QUALITY = ("quality-capacity", "quality-oea", "quality-small", "quality-tasks-capacity")
 
+Make = Callable[[random.Random, Path], list[str]]
+"""Lays an input into an empty folder, and returns the command that takes it."""
 
-class Configs:
-    """Mutated configs, and overrides of sound ones."""
 
-    def __init__(self, bases: Path) -> None:
-        own = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if not path.stem.startswith("quality")]
-        self.texts = [path.read_text() for path in own if "accuracy" not in path.parts]
-        # Those of papers draw many large batches before they say what they would do.
-        self.light = [path.read_text() for path in own if "papers" not in path.parts]
-        self.quality = [(ROOT / "configs" / f"{name}.yaml").read_text() for name in QUALITY]
-        self.keys = sorted({".".join(map(str, place)) for base in (SMALL, SHAPED) for place in places(base)})
+def configs(bases: Path) -> Make:
+    """Damaged configs, and odd overrides of sound ones."""
+    shipped = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.startswith("quality")]
+    texts = [_yaml(SMALL), _yaml(SMALL), *(path.read_bytes() for path in shipped)]
+    quality = [(ROOT / "configs" / f"{name}.yaml").read_bytes() for name in QUALITY]
+    keys = [".".join(map(str, place)) for place in places(SMALL)] + ["sweep", "", "a.b", "policies.9", "workload.trace"]
 
-    def __call__(self, rand: random.Random, box: Path) -> list[str]:
-        path, command = box / "config.yaml", rand.choice(("emulate", "route", "run", "points", "advise", "quality"))
-        texts = {"quality": self.quality, "points": self.texts}.get(command, self.light)
-        how, overrides = rand.random(), []
-        if how < 0.45:
-            base = rand.choice((SMALL, SHAPED)) if command != "quality" and rand.random() < 0.6 else None
-            document = mutate(base or yaml.safe_load(rand.choice(texts)), rand)
-            path.write_bytes(_yaml(document))
-        elif how < 0.8:
-            text = rand.choice((_yaml(SMALL).decode(), *texts)) if command != "quality" else rand.choice(texts)
-            path.write_bytes(mutate_text(text, rand, YAML_TOKENS))
-        elif how < 0.92:
-            path.write_bytes(_yaml(rand.choice((SMALL, SHAPED))))
-            for _ in range(rand.choice((1, 2))):
-                value = rand.choice((*YAML_TOKENS, *(repr(one)[:2000] for one in ODD)))
-                key = rand.choice(
-                    (*self.keys, "sweep", "", "a.b", "policies.9", "sweep.workload.seed", "workload.trace")
-                )
-                overrides += ["--set", f"{key}={value}".replace("\x00", "")]
-        elif how < 0.97:
-            path.write_bytes(bombs(rand))
+    def make(rand: random.Random, box: Path) -> list[str]:
+        command, overrides = rand.choice(("emulate", "route", "run", "points", "advise", "quality")), []
+        (box / "config.yaml").write_bytes(rand.choice(quality if command == "quality" else texts))
+        if rand.random() < 0.85:
+            damage(box / "config.yaml", rand)
         else:
-            (box / "other.yaml").write_bytes(_yaml(SMALL))
-            replace_file(path, rand, box / "other.yaml")
+            for _ in range(rand.choice((1, 2))):
+                value = rand.choice((*TOKENS, *(repr(one)[:2000] for one in ODD)))
+                overrides += ["--set", f"{rand.choice(keys)}={value}".replace("\x00", "")]
         options = {"points": ["--list-points"], "run": ["--dry-run", "--nproc", "2"]}.get(command, ["--dry-run"])
-        if command != "points":
-            options += ["--out", "out"]
+        options += [] if command == "points" else ["--out", "out"]
         return ["run" if command == "points" else command, "config.yaml", *options, *overrides]
 
-
-def _yaml(document: Any) -> bytes:
-    try:
-        return yaml.safe_dump(document, sort_keys=False).encode("utf-8", "surrogatepass")
-    except Exception:  # what the safe dumper does not write
-        return json.dumps(document, default=str).encode("utf-8", "surrogatepass")
+    return make
 
 
-# ---- results directories ---------------------------------------------------------------------------------------------
-
-
-def make_directories(folder: Path) -> dict[str, Path]:
-    """Small, sound directories of every command, and what reads each."""
+def results(bases: Path) -> Make:
+    """One to three damaged files of a directory that one of the commands wrote."""
     from results_builder import FakeCase, FakeComparison, standard_cases, write_run
     from whole_builder import write_whole
 
@@ -537,427 +576,195 @@ def make_directories(folder: Path) -> dict[str, Path]:
     from moe_ep_bench.bench.run import emulate
     from moe_ep_bench.papers.run import run_claims
 
-    native = [FakeCase("native", role="baseline"), FakeCase("native", role="noise", label="native again")]
-    drop = FakeCase("token_drop", params={"capacity_factor": 1.0}, speedup=1.5, dropped=0.25, mass=0.8)
     small = {"num_batches": 4, "num_iterations": 2, "tokens": 256}
+    drop = FakeCase("token_drop", params={"capacity_factor": 1.0}, speedup=1.5, dropped=0.25, mass=0.8)
+    pair = [drop, FakeCase("native", role="baseline"), FakeCase("native", role="noise", label="native again")]
     failed = FakeCase("oea", params={"k0": 3}, status="failed", reason="out of luck")
-    found = {
-        "run": write_run(
-            folder / "run",
-            [FakeComparison(cases=[*standard_cases(), failed], num_launches=2, **small)],
-        ),
-        "whole": write_whole(folder / "whole", [drop, *native], num_batches=4, num_iterations=2, tokens=256),
-        "validation": folder / "validation",
-    }
-    for what, mode in (("real", "run"), ("emulated", "emulated")):
-        root = write_run(
-            folder / "validation" / what,
-            [FakeComparison(what[0], cases=[drop, *native], **small)],
-            mode,
-            seed=len(what),
-        )
-        described = json.loads((root / "run.json").read_text())
-        described["environment"]["threads_per_rank"] = 1
-        (root / "run.json").write_text(json.dumps(described))
-    (folder / "validation" / "validation.json").write_text(json.dumps({"pairs": [["r", "e"]], "links": "here"}))
+    write_run(bases / "run", [FakeComparison(cases=[*standard_cases(), failed], num_launches=2, **small)])
+    write_whole(bases / "whole", pair, **small)
     claim = {"source": "Table 1", "policy": {"name": "token_drop", "capacity_factor": 1.0}, "paper": 1.1, "note": "x"}
     config = {**SMALL, "model": {"preset": "mixtral-8x7b"}, "policies": SMALL["policies"][:2], "claims": [claim]}
     del config["sweep"]
-    (folder / "small.yaml").write_bytes(_yaml(config))
-    for name, make in (("emulated", emulate), ("routed", route), ("claims", run_claims)):
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            make(folder / "small.yaml", folder / name, [])
-        found[name] = folder / name
-    found["quality"] = _thinned_quality(folder / "quality")
-    return found
+    (bases / "small.yaml").write_bytes(_yaml(config))
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        for name, write in (("emulated", emulate), ("routed", route), ("claims", run_claims)):
+            write(bases / "small.yaml", bases / name, [])
+    _thin_quality(bases / "quality")
+    figures = {"whole": "whole", "routed": "loads", "quality": "quality"}
+    again = {"emulated": "emulate", "claims": "papers"}
+
+    def make(rand: random.Random, box: Path) -> list[str]:
+        # Directories of our own making are read within a tenth of a second; those of commands take longer.
+        name = rand.choice(("run", "whole", "quality") * 6 + ("emulated", "routed", "claims"))
+        for copied in ("in", "sound"):
+            shutil.copytree(bases / name, box / copied)
+        files = sorted(path for path in (box / "in").rglob("*") if path.suffix in (".json", ".parquet"))
+        for _ in range(rand.choice((1, 1, 2, 3))):
+            suffix = rand.choice((".json", ".json", ".parquet"))  # as likely in one kind of file as in another
+            damage(rand.choice([path for path in files if path.suffix == suffix] or files), rand)
+        if name in again and rand.random() < 0.3:
+            return [again[name], str(bases / "small.yaml"), "--out", "in"]
+        figure = figures.get(name, rand.choice(("speedup", "phases", "timeline", "loads", "pareto")))
+        form = rand.choice(
+            ("md", "latex", "csv", "json")
+        )  # a page draws all figures, which takes longer than a hang may
+        return rand.choice(
+            (
+                *(["show", "in"], ["advise", "in"], ["compare", "sound", "in"], ["compare", "in", "sound", "--json"]),
+                ["show", "in", "--format", form, "--out", "out/file"],
+                ["plot", "in", "--out", "out", "--format", "svg", "--figures", figure],
+            )
+        )
+
+    return make
 
 
-def _thinned_quality(folder: Path) -> Path:
+def _thin_quality(folder: Path) -> None:
     """A few cases, sequences and layers of a directory that ``quality`` wrote."""
     whole = ROOT / "results" / "reference" / "quality-small-2cpu"
     described = json.loads((whole / "run.json").read_text())
     first = next(iter(described["comparisons"]))
     described["comparisons"] = {first: described["comparisons"][first]}
-    own = {key: case for key, case in described["cases"].items() if case["comparison_id"] == first}
-    described["cases"] = dict(sorted(own.items(), key=lambda item: item[1]["role"] != "baseline")[:5])
-    for part in ("quality", "routing"):
+    cases = {key: case for key, case in described["cases"].items() if case["comparison_id"] == first}
+    described["cases"] = dict(sorted(cases.items(), key=lambda item: item[1]["role"] != "baseline")[:5])
+    for part, column, most in (("quality", "item", 12), ("routing", "layer", 4)):
         (folder / part).mkdir(parents=True)
         for key in described["cases"]:
             table = pq.read_table(whole / part / f"{key}.parquet", partitioning=None)
-            rows = table.to_pandas()
-            keep = rows["item"] < 12 if part == "quality" else rows["layer"] < 4
-            pq.write_table(table.filter(pa.array(keep.to_numpy())), folder / part / f"{key}.parquet")
+            pq.write_table(table.filter(pc.less(table[column], most)), folder / part / f"{key}.parquet")
     (folder / "run.json").write_text(json.dumps(described))
-    return folder
 
 
-class Results:
-    """One to three damaged files of a directory that one of the commands wrote."""
+def recordings(bases: Path) -> Make:
+    """Damaged recordings, sources of imports, counts and models."""
+    import test_importers as importers
+    from test_importers import npy, raw, routing, written
+    from test_trace import parts, save
 
-    def __init__(self, bases: Path) -> None:
-        self.directories = make_directories(bases)
+    save(bases / "toy.safetensors", *parts())
+    importers.megatron(bases / "megatron")
+    importers.esft(bases / "esft", lengths=(2,), domains=("law",))
+    np.savez(bases / "sglang.npz", **importers.sglang_arrays(importers.sglang()))
+    np.savez(bases / "vllm.npz", **importers.vllm_arrays())
+    ids = routing(3, 4, 16, 3)
+    written(bases / "vllm.jsonl", *[{"choices": [{"routed_experts": npy(ids), "prompt_token_ids": [1, 2]}]}] * 2)
+    written(bases / "sglang.jsonl", {"meta_info": {"routed_experts": raw(routing(6, 27, 64, 6)), "prompt_tokens": 4}})
+    counts = np.arange(1, 129).reshape(2, 64)
+    (bases / "counts.json").write_text(json.dumps({"logical_count": counts.tolist()}))
+    np.savez(bases / "counts.npz", logical_count=counts)
+    model = {"model_type": "olmoe", "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "vocab_size": 100}
+    model |= {"num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    (bases / "model.json").write_text(json.dumps({**model, "norm_topk_prob": False}))
+    vllm = ["--model", "toy", "--num-experts", "16", "--assume-equal-scores"]
+    options = {
+        "megatron": ["--model", "toy", "--phase", "prefill", "--score-function", "softmax"],
+        "esft": ["--domain", "law"],
+        "sglang.npz": ["--model", "toy", "--assume-equal-scores"],
+        "sglang.jsonl": ["--preset", "deepseek-v2-lite", "--assume-equal-scores"],
+        **dict.fromkeys(("vllm.jsonl", "vllm.npz"), vllm),
+    }
+    routed = ["emulate", "small.yaml", "--dry-run", "--out", "out", "--set", "sweep.workload.seed=[0]", "--set"]
+    advise = ["advise", "--model", "olmoe-1b-7b", "--ep", "4", "--tokens", "64", "--dry-run", "--out", "out"]
+    eplb = ["trace", "eplb", "IN", "out/map.json", "--ep", "4", "--spare-per-rank", "1"]
+    commands = [
+        *(
+            (name, ["trace", "import", name.partition(".")[0], "IN", "out/x.safetensors", *words])
+            for name, words in options.items()
+        ),
+        *(("toy.safetensors", ["trace", what, "IN"]) for what in ("info", "info", "thresholds")),
+        ("toy.safetensors", [*advise, "--trace", "IN"]),
+        ("toy.safetensors", [*routed, "workload={kind: recorded, trace: IN, layer: all, tail: both, num_tokens: 8}"]),
+        *((name, eplb) for name in ("toy.safetensors", "counts.json", "counts.npz")),
+        *((name, [*routed, "workload.skew_from=IN"]) for name in ("counts.json", "counts.npz")),
+        *[("model.json", [*routed, "model={hf_config: IN}"])] * 2,
+    ]
 
-    def __call__(self, rand: random.Random, box: Path) -> list[str]:
-        # Directories of our own making are small, and read within a tenth of a second; those of commands take longer.
-        small = rand.random() < 0.85
-        name = rand.choice(
-            ("run", "run", "validation", "whole", "quality") if small else ("emulated", "routed", "claims")
-        )
-        directory = box / "in"
-        shutil.copytree(self.directories[name], directory)
-        shutil.copytree(self.directories[name], box / "sound")
-        files = sorted(path for path in directory.rglob("*") if path.is_file() and path.suffix in (".json", ".parquet"))
-        for _ in range(rand.choice((1, 1, 2, 3))):
-            # As likely in one kind of file as in another.
-            suffix = rand.choice((".json", ".json", ".parquet"))
-            path = rand.choice([path for path in files if path.suffix == suffix and path.is_file()] or files)
-            damage(path, rand, box / "sound" / path.relative_to(directory))
-        return self.command(name, rand)
-
-    def command(self, name: str, rand: random.Random) -> list[str]:
-        shown = ["md", "latex", "csv", "json"]  # A page draws all figures, which takes longer than a hang may.
-        commands = [["show", "in"], ["show", "in"], ["compare", "sound", "in"], ["compare", "in", "sound", "--json"]]
-        commands += [["show", "in", "--format", rand.choice(shown), "--out", "out/file"]]
-        commands += [
-            ["advise", "in"],
-            ["plot", "in", "--out", "out", "--format", "svg", "--figures", _figure(name, rand)],
-        ]
-        commands += [["show", "in", "--format", "perfetto", "--out", "out/file"]]
-        if name == "run":
-            commands += [["show", "in", "--format", "csv", "--samples", "--out", "out/file"]]
-        if name in ("emulated", "claims") and rand.random() < 0.3:
-            again = {"emulated": "emulate", "claims": "papers"}[name]
-            return [again, str(self.directories[name].parent / "small.yaml"), "--out", "in"]
-        return rand.choice(commands)
-
-
-def _figure(name: str, rand: random.Random) -> str:
-    of = {"whole": ("whole",), "routed": ("ranks",), "quality": ("quality",)}
-    return rand.choice(of.get(name, ("speedup", "phases", "timeline", "latency", "loads", "pareto")))
-
-
-def damage(path: Path, rand: random.Random, sound: Path) -> None:
-    """Damage a JSON document or a Parquet part."""
-    how = rand.random()
-    if not path.is_file() or how < 0.08:
-        if path.is_dir() and not path.is_symlink():
-            path.rmdir()
-        replace_file(path, rand, sound)
-    elif path.suffix == ".json" and how < 0.8:
-        with contextlib.suppress(ValueError, RecursionError):  # what was damaged before
-            path.write_text(json.dumps(mutate(json.loads(path.read_bytes()), rand)), "utf-8", "surrogatepass")
-    elif path.suffix == ".json" and how < 0.9:
-        text = path.read_bytes().decode(errors="replace")
-        tokens = ("NaN", "Infinity", "-1e999", "9" * 5000, '"\\ud800"', "{", "null", '"', "[]")
-        path.write_bytes(mutate_text(text, rand, tokens))
-    elif path.suffix == ".parquet" and how < 0.75:
-        with contextlib.suppress(pa.ArrowException, OSError):
-            pq.write_table(mutate_table(pq.read_table(path, partitioning=None), rand), path)
-    else:
-        with contextlib.suppress(OSError):  # a link to what takes no bytes
-            path.write_bytes(mutate_bytes(path.read_bytes(), rand))
-
-
-def mutate_table(table: pa.Table, rand: random.Random) -> pa.Table:
-    """A table with values, rows, a column's type or a column changed."""
-    place = rand.randrange(table.num_columns)
-    field, how = table.schema.field(place), rand.random()
-    column = table.column(place).to_pylist()
-    if how < 0.6 and column:
-        pool: list[Any] = [None]
-        if pa.types.is_integer(field.type):
-            most = 2 ** (field.type.bit_width - 1)
-            pool += [-1, 0, 7, most - 1, -most]
-        elif pa.types.is_floating(field.type):
-            pool += [float("nan"), float("inf"), -1.0, 0.0, 1e308, 1e-320]
-        elif pa.types.is_string(field.type):
-            pool += [one for one in ODD if isinstance(one, str) and "\ud800" not in one] + [
-                "{",
-                '{"a": NaN}',
-                "[]",
-                "ok",
-            ]
-        elif pa.types.is_list(field.type):
-            pool += [[], [None], [-1], [2**62] * 3, [0] * 8]
-        elif pa.types.is_boolean(field.type):
-            pool += [True, False]
-        value = rand.choice(pool)
-        rows = (
-            range(len(column)) if rand.random() < 0.4 else rand.sample(range(len(column)), rand.randint(1, len(column)))
-        )
-        for row in rows:
-            column[row] = value
-        return table.set_column(place, field, pa.array(column, field.type))
-    if how < 0.7:
-        return table.slice(0, rand.randrange(table.num_rows + 1))
-    if how < 0.8:
-        return pa.concat_tables([table, table.slice(0, rand.randrange(table.num_rows + 1))])
-    if how < 0.9:
-        return table.drop_columns([field.name])
-    other = rand.choice((pa.string(), pa.float64(), pa.int64(), pa.list_(pa.float64()), pa.binary()))
-    return table.set_column(place, pa.field(field.name, other), pa.nulls(table.num_rows, other))
-
-
-# ---- recordings and imports ------------------------------------------------------------------------------------------
-
-
-class Recordings:
-    """Damaged recordings, sources of imports, counts, placements and models."""
-
-    def __init__(self, bases: Path) -> None:
-        import test_importers as importers
-        from test_importers import npy, raw, routing, written
-        from test_trace import parts, save
-
-        self.bases = bases
-        save(bases / "toy.safetensors", *parts())
-        importers.megatron(bases / "megatron")
-        np.savez(bases / "sglang.npz", **importers.sglang_arrays(importers.sglang()))
-        importers.esft(bases / "esft", lengths=(2,), domains=("law",))
-        ids = routing(3, 4, 16, 3)
-        response = {"prompt_routed_experts": npy(ids), "choices": [{"routed_experts": ids.tolist()}]}
-        written(bases / "vllm.jsonl", response, response)
-        np.savez(bases / "vllm.npz", routed_experts=ids, prompt_routed_experts=ids)
-        written(bases / "sglang.jsonl", {"meta_info": {"routed_experts": raw(routing(6, 27, 64, 6))}})
-        (bases / "counts.json").write_text(json.dumps({"logical_count": np.arange(1, 129).reshape(2, 64).tolist()}))
-        np.savez(bases / "counts.npz", logical_count=np.arange(1, 129).reshape(2, 64))
-        (bases / "placement.json").write_text(json.dumps(np.eye(4).repeat(16, axis=1).tolist()))
-        model = {"model_type": "olmoe", "hidden_size": 64, "intermediate_size": 32, "num_experts": 8}
-        model |= {"num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
-        model |= {"num_key_value_heads": 4, "norm_topk_prob": False}
-        (bases / "model.json").write_text(json.dumps(model))
-
-    def __call__(self, rand: random.Random, box: Path) -> list[str]:
-        name, command = rand.choice(_RECORDED)
-        source = self.bases / name
-        if source.is_dir():
-            shutil.copytree(source, box / name)
-            path = rand.choice(sorted(one for one in (box / name).rglob("*") if one.is_file()))
+    def make(rand: random.Random, box: Path) -> list[str]:
+        name, command = rand.choice(commands)
+        (box / "small.yaml").write_bytes(_yaml(SMALL))
+        if (bases / name).is_dir():
+            shutil.copytree(bases / name, box / name)
+            damage(rand.choice(sorted(path for path in (box / name).rglob("*") if path.is_file())), rand)
         else:
-            path = Path(shutil.copy(source, box / name))
-        how = rand.random()
-        if how < 0.05:
-            sound = Path(shutil.copy(path, box / "sound"))
-            replace_file(path, rand, sound)
-        elif path.suffix == ".json" and how < 0.7:
-            path.write_text(json.dumps(mutate(json.loads(path.read_bytes()), rand)), "utf-8", "surrogatepass")
-        elif path.suffix == ".jsonl" and how < 0.7:
-            lines = path.read_text().splitlines()
-            at = rand.randrange(len(lines))
-            lines[at] = json.dumps(mutate(json.loads(lines[at]), rand))
-            path.write_text("\n".join(lines), "utf-8", "surrogatepass")
-        elif path.suffix == ".npz" and how < 0.7:
-            damage_npz(path, rand)
-        elif path.suffix == ".safetensors" and how < 0.7:
-            damage_header(path, rand)
-        elif path.suffix in (".json", ".jsonl", ".txt") and how < 0.85:
-            tokens = ("NaN", "Infinity", "1e999", "9" * 5000, '"\\ud800"', "{", "null", '"', "[]", "-1", "\t", "65536")
-            path.write_bytes(mutate_text(path.read_bytes().decode(errors="replace"), rand, tokens))
-        else:
-            path.write_bytes(mutate_bytes(path.read_bytes(), rand))
-        return [name if word == "IN" else word for word in command]
+            damage(Path(shutil.copy(bases / name, box / name)), rand)
+        return [word.replace("IN", name) for word in command]
+
+    return make
 
 
-_OPTIONS = {
-    "megatron": ["--model", "toy", "--phase", "prefill", "--score-function", "softmax"],
-    "sglang.npz": ["--model", "toy", "--assume-equal-scores"],
-    "esft": ["--domain", "law"],
-    "vllm.jsonl": ["--model", "toy", "--num-experts", "16", "--assume-equal-scores"],
-    "vllm.npz": ["--model", "toy", "--num-experts", "16", "--assume-equal-scores"],
-    "sglang.jsonl": ["--preset", "deepseek-v2-lite", "--assume-equal-scores"],
-}
-_ADVISE = ["advise", "--model", "olmoe-1b-7b", "--ep", "4", "--tokens", "64", "--dry-run", "--out", "out"]
-_ROUTED = ["emulate", "small.yaml", "--dry-run", "--out", "out", "--set", "sweep.workload.seed=[0]"]
-_EPLB = ["trace", "eplb", "IN", "out/map.json", "--ep", "4", "--spare-per-rank", "1"]
-_REPLAYED = "workload={kind: recorded, trace: IN, layer: all, tail: both, num_tokens: 8}"
-_COUNTS = ("counts.json", "counts.npz")
-_RECORDED: list[tuple[str, list[str]]] = [
-    *(
-        (name, ["trace", "import", name.partition(".")[0], "IN", "out/made.safetensors", *options])
-        for name, options in _OPTIONS.items()
-    ),
-    *(("toy.safetensors", ["trace", what, "IN"]) for what in ("info", "info", "thresholds")),
-    ("toy.safetensors", _EPLB),
-    ("toy.safetensors", [*_ADVISE, "--trace", "IN"]),
-    (
-        "toy.safetensors",
-        [*_ROUTED, "--set", "workload={kind: recorded, trace: IN, layer: all, tail: both, num_tokens: 8}"],
-    ),
-    *((name, _EPLB) for name in _COUNTS),
-    *((name, [*_ROUTED, "--set", "workload.skew_from=IN", "--set", "workload.peak_load=2"]) for name in _COUNTS),
-    ("counts.json", ["trace", "info", "IN"]),
-    *(("model.json", [*_ROUTED, "--set", "model={hf_config: IN}"]) for _ in range(2)),
-]
-_RECORDED = [(name, [word.replace("IN", name) for word in command]) for name, command in _RECORDED]
-
-
-def damage_npz(path: Path, rand: random.Random) -> None:
-    """Change one member of an npz file: its bytes, its header, its type, its name; or what the archive says of it."""
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    name, how = rand.choice(list(members)), rand.random()
-    if how < 0.25:
-        members[name] = mutate_bytes(members[name], rand)
-    elif how < 0.6:
-        header = rand.choice(
-            (
-                "{'descr': '<i8', 'fortran_order': False, 'shape': (10000000000000,), }",
-                "{'descr': '<i8', 'fortran_order': False, 'shape': (1000000, 1000000), }",
-                "{'descr': '|O', 'fortran_order': False, 'shape': (1,), }",
-                "{'descr': [('a', '<i8')], 'fortran_order': False, 'shape': (1,), }",
-                "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,), }",
-                "{'descr': '<U1000000', 'fortran_order': True, 'shape': (), }",
-                "{'descr': '<f2', 'fortran_order': True, 'shape': (3, 4, 3), }",
-                "__import__('os').system('touch canary')",
-                "{" * 2000,
-                "(" * 100_000,
-                "{'descr': " + "9" * 5000 + "}",
-            )
-        )
-        text = header.encode().ljust(118) + b"\n"
-        length = len(text).to_bytes(2, "little") if len(text) < 2**16 else b"\xff\xff"
-        members[name] = b"\x93NUMPY\x01\x00" + length + text + rand.choice((b"", b"\x00" * 4096, _PICKLE))
-    elif how < 0.75:
-        buffer = io.BytesIO()
-        np.save(buffer, rand.choice(_ARRAYS), allow_pickle=True)
-        members[name] = buffer.getvalue()
-    elif how < 0.85:
-        odd_names = ("../x.npy", "/x.npy", "x.txt", "x", "\x1b.npy", "a" * 3000 + ".npy")
-        members[rand.choice(odd_names)] = members.pop(name)
-    elif how < 0.93:
-        members = {
-            name: b"\x93NUMPY\x01\x00v\x00" + b" " * 100 + b"\x00" * (600 * 2**20 if rand.random() < 0.1 else 2**20)
-        }
-    else:
-        members = {f"{number}.npy": b"" for number in range(3000)}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for one, content in members.items():
-            archive.writestr(one, content)
-
-
-class _Touch:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (Path(CANARY),)
-
-
-def _pickled() -> bytes:
-    import pickle
-
-    return pickle.dumps(_Touch())
-
-
-_PICKLE = _pickled()
-_ARRAYS = [
-    np.array([_Touch()], dtype=object),
-    np.array([1.5, np.nan, np.inf]),
-    np.array(["a", "b"]),
-    np.array([[1 + 2j]]),
-    np.array(2**63, dtype=np.uint64),
-    np.zeros((0, 3)),
-    np.full((2, 3, 4), -(2**62)),
-    np.array([b"x"]),
-    np.array(["2001-01-01"], dtype="datetime64[D]"),
-    np.ones((3, 4, 3)),
-    np.zeros((1,) * 30),
-]
-
-
-def damage_header(path: Path, rand: random.Random) -> None:
-    """Change the JSON header of a safetensors file."""
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.dumps(mutate(json.loads(content[8 : 8 + length]), rand)).encode("utf-8", "surrogatepass")
-    told = len(header) if rand.random() < 0.9 else rand.choice((0, 2**30, 2**62, 10**8, len(header) - 1))
-    path.write_bytes(told.to_bytes(8, "little") + header + content[8 + length :])
-
-
-# ---- command lines ---------------------------------------------------------------------------------------------------
-
-
-class Commands:
+def commands(bases: Path) -> Make:
     """Options of every command with odd values, missing, repeated and in each other's places."""
+    from results_builder import FakeComparison, standard_cases, write_run
+    from test_trace import parts, save
 
-    def __init__(self, bases: Path) -> None:
-        from results_builder import FakeComparison, standard_cases, write_run
-        from test_trace import parts, save
+    from moe_ep_bench.cli.arguments import make_parser
 
-        from moe_ep_bench.cli.arguments import make_parser
+    (bases / "config.yaml").write_bytes(_yaml(SMALL))
+    write_run(bases / "run", [FakeComparison(cases=standard_cases(), num_batches=2, num_iterations=2, tokens=64)])
+    save(bases / "toy.safetensors", *parts())
+    actions = dict(_parsers(make_parser()))
+    sound = {
+        **dict.fromkeys(("config", "configs"), "config.yaml"),
+        **dict.fromkeys(("file", "trace", "source"), "toy.safetensors"),
+        **dict.fromkeys(("directory", "directories", "base", "new", "run_directory"), "run"),
+        **{"out": "out/file", "overrides": "workload.num_tokens=8", "format": "svg", "policy": "topk", "kind": "vllm"},
+        **{
+            "model": "olmoe-1b-7b",
+            "preset": "olmoe-1b-7b",
+            "device": "h100-sxm",
+            "figures": "speedup",
+            "fields": "k0=3",
+        },
+    }
 
-        self.bases = bases
-        (bases / "config.yaml").write_bytes(_yaml(SMALL))
-        write_run(bases / "run", [FakeComparison(cases=standard_cases(), num_batches=2, num_iterations=2, tokens=64)])
-        save(bases / "toy.safetensors", *parts())
-        self.actions = dict(_parsers(make_parser()))
+    def value(action: argparse.Action, rand: random.Random) -> str:
+        if rand.random() < 0.3:
+            return str(odd(rand))[:3000]
+        if action.choices:
+            return rand.choice(list(map(str, action.choices)))
+        return sound.get(action.dest, rand.choice(("1", "2", "4", "0.5", "5%")))
 
-    def __call__(self, rand: random.Random, box: Path) -> list[str]:
-        for name in ("config.yaml", "toy.safetensors"):
-            shutil.copy(self.bases / name, box)
-        shutil.copytree(self.bases / "run", box / "run")
-        name = rand.choice(list(self.actions))
+    def make(rand: random.Random, box: Path) -> list[str]:
+        shutil.copytree(bases, box, dirs_exist_ok=True)
+        name = rand.choice(list(actions))
         words = name.split()
-        if rand.random() < 0.05:
-            words[-1] = str(odd(rand))[:300]
-        for action in self.actions[name]:
+        for action in actions[name]:
             if not action.option_strings:
-                if rand.random() < 0.95:
-                    words += [self.value(action, rand)]
+                words += [value(action, rand)]
             elif action.required or rand.random() < 0.25:
-                words += [action.option_strings[0], *([self.value(action, rand)] if action.nargs != 0 else [])]
-        if rand.random() < 0.1:
+                words += [action.option_strings[0], *([value(action, rand)] if action.nargs != 0 else [])]
+        if rand.random() < 0.15:
             words.insert(rand.randrange(len(words) + 1), str(odd(rand))[:300])
         if name in ("run", "emulate", "route", "quality", "advise"):
             words += ["--dry-run"]
         elif name == "plot":
-            words += ["--figures", "speedup", "--format", "svg"]  # All of them take longer than a hang may.
+            words += ["--figures", "speedup", "--format", "svg"]  # all of them take longer than a hang may
         elif name in ("validate", "papers", "calibrate", "doctor", "trace record", "check-policy"):
             # They would measure or start something: their own checks of options are what is tried.
             words = [word if word not in ("config.yaml", "topk") else "missing.yaml" for word in words]
             words += {"calibrate": ["--nproc", "0"], "doctor": ["missing.yaml"]}.get(name, [])
         return [word.replace("\x00", "") for word in words]
 
-    def value(self, action: argparse.Action, rand: random.Random) -> str:
-        """A sound value of an option, or an odd one."""
-        if rand.random() < 0.3:
-            return str(odd(rand))[:3000].replace("\x00", "")
-        if action.choices:
-            return rand.choice(list(map(str, action.choices)))
-        sound = {
-            **dict.fromkeys(("config", "configs"), "config.yaml"),
-            **dict.fromkeys(("file", "trace", "source"), "toy.safetensors"),
-            **dict.fromkeys(("directory", "directories", "base", "new", "run_directory"), "run"),
-            **{
-                "out": "out/file",
-                "overrides": "workload.num_tokens=8",
-                "format": "svg",
-                "policy": "topk",
-                "kind": "vllm",
-            },
-            **{"model": "olmoe-1b-7b", "preset": "olmoe-1b-7b", "device": "h100-sxm", "kind": "vllm"},
-            **{"figures": "speedup", "size": "page", "case": "token_drop", "iteration": "median", "fields": "k0=3"},
-        }
-        return sound.get(action.dest, rand.choice(("1", "2", "4", "0.5", "5%")))
+    return make
 
 
 def _parsers(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, list[argparse.Action]]]:
     """The actions of every command, by its name."""
-    own = []
+    found = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for word, one in action.choices.items():
-                yield from _parsers(one, f"{name} {word}".strip())
+            for word, inner in action.choices.items():
+                yield from _parsers(inner, f"{name} {word}".strip())
         elif action.dest not in ("help", "version"):
-            own.append(action)
-    if name and own:
-        yield name, own
+            found.append(action)
+    if name and found:
+        yield name, found
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
 
-KINDS: dict[str, Callable[[Path], Callable[[random.Random, Path], list[str]]]] = {
-    "configs": Configs,
-    "results": Results,
-    "recordings": Recordings,
-    "commands": Commands,
+KINDS: dict[str, Callable[[Path], Make]] = {
+    function.__name__: function for function in (configs, results, recordings, commands)
 }
 
 
@@ -965,73 +772,51 @@ KINDS: dict[str, Callable[[Path], Callable[[random.Random, Path], list[str]]]] =
 class Round:
     """What came of many inputs."""
 
-    kind: str
     findings: list[Finding]
     statuses: Counter
     slowest_s: float
 
 
-def fuzz(
-    kind: str,
-    inputs: int,
-    seed: int = 0,
-    *,
-    keep: Path | None = None,
-    report: Callable[[Finding], None] = lambda _: None,
-    seconds: float = float("inf"),
-) -> Round:
-    """Try inputs ``seed`` to ``seed + inputs - 1`` of a kind.
-
-    Args:
-        keep: where the folders of inputs with findings are left.
-        seconds: begin none after so many.
-    """
+def fuzz(kind: str, inputs: int, seed: int = 0, keep: Path | None = None) -> Round:
+    """Try inputs ``seed`` to ``seed + inputs - 1`` of a kind; folders of inputs with findings are left in ``keep``."""
     warm()
-    here, begun = Path.cwd(), time.monotonic()
-    done = Round(kind, [], Counter(), 0.0)
+    here, done, usual = Path.cwd(), Round([], Counter(), 0.0), tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         folder = Path(name).resolve()
-        (folder / "bases").mkdir()
-        make = KINDS[kind](folder / "bases")
-        tempdir, tempfile.tempdir = tempfile.tempdir, str(folder / "scratch")
-        (folder / "scratch").mkdir()
+        bases, box, scratch = (folder / part for part in ("bases", "box", "scratch"))
+        bases.mkdir()
+        make = KINDS[kind](bases)
         try:
             for number in range(seed, seed + inputs):
-                if time.monotonic() - begun > seconds:
-                    break
-                box = folder / "box"
-                box.mkdir()
+                for fresh in (box, scratch):
+                    shutil.rmtree(fresh, ignore_errors=True)
+                    fresh.mkdir()
+                tempfile.tempdir = str(scratch)
                 os.chdir(box)
-                rand = random.Random(f"{kind} {number}")
-                if kind == "recordings":
-                    (box / "small.yaml").write_bytes(_yaml(SMALL))
-                command = make(rand, box)
+                command = make(random.Random(f"{kind} {number}"), box)
                 before = _listing(box)
-                # A command that goes on with a directory writes into that; `out` is where all others may.
-                # Without --out, command lines have their defaults below the working directory.
+                # A command that goes on with a directory writes into that; `out` is where all others may. Command
+                # lines without --out have their defaults below the working directory.
                 may = box / "in" if command[-2:] == ["--out", "in"] else box if kind == "commands" else box / "out"
-                outcome = call(command, may, folder / "scratch")
-                problems = outcome.problems
-                inside = "" if may == box else f"{may.name}/"
-                changed = {path for path in _listing(box) ^ before if not path[0].startswith((inside, "out"))}
-                problems += [f"changes files outside of --out: {sorted(changed)[:3]}"] if changed else []
-                problems += ["the canary was touched"] if list(folder.rglob(CANARY)) else []
-                problems += ["leaves temporary files"] if any((folder / "scratch").iterdir()) else []
+                outcome = call(command, may, scratch)
+                allowed = ("" if may == box else f"{may.name}/", "out")
+                changed = sorted(path for path in _listing(box) ^ before if not path[0].startswith(allowed))
+                problems = [
+                    *outcome.problems,
+                    *([f"changes files outside of --out: {changed[:3]}"] if changed else []),
+                    *(["the canary was touched"] if any(folder.rglob(CANARY)) else []),
+                    *(["leaves temporary files"] if any(scratch.iterdir()) else []),
+                ]
+                os.chdir(here)
                 done.statuses[str(outcome.status)] += 1
                 done.slowest_s = max(done.slowest_s, outcome.seconds)
-                os.chdir(here)
-                for problem in problems:
-                    done.findings.append(Finding(kind, number, problem, tuple(command)))
-                    report(done.findings[-1])
-                    if keep is not None:
-                        shutil.rmtree(keep / f"{kind}-{number}", ignore_errors=True)
-                        shutil.copytree(box, keep / f"{kind}-{number}", symlinks=True, ignore=_no_regular_file)
-                shutil.rmtree(box)
-                shutil.rmtree(folder / "scratch")
-                (folder / "scratch").mkdir()
+                done.findings += [Finding(kind, number, problem, tuple(command)) for problem in problems]
+                if problems and keep is not None:
+                    shutil.rmtree(keep / f"{kind}-{number}", ignore_errors=True)
+                    shutil.copytree(box, keep / f"{kind}-{number}", symlinks=True, ignore=_no_regular_file)
         finally:
             os.chdir(here)
-            tempfile.tempdir = tempdir
+            tempfile.tempdir = usual
     return done
 
 
@@ -1057,25 +842,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--seed", type=int, default=0, help="the first input's (%(default)s)")
     parser.add_argument("--keep", type=Path, help="leave inputs with findings here")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no input of a kind after so many")
     options = parser.parse_args(arguments)
-    kinds = {options.kind: 1.0} if options.kind else SHARES
     failed = False
-    for kind, share in kinds.items():
+    for kind, share in ({options.kind: 1.0} if options.kind else SHARES).items():
         begun = time.monotonic()
-        done = fuzz(
-            kind,
-            round(options.inputs * share),
-            options.seed,
-            keep=options.keep,
-            report=lambda finding: print(finding, flush=True),
-            seconds=options.seconds,
-        )
+        done = fuzz(kind, round(options.inputs * share), options.seed, options.keep)
         failed |= bool(done.findings)
         statuses = ", ".join(f"{number} x {status}" for status, number in sorted(done.statuses.items()))
         print(
-            f"{kind}: {done.statuses.total()} inputs in {time.monotonic() - begun:.0f} s, "
-            f"{len(done.findings)} findings; exit statuses {statuses}; the slowest took {done.slowest_s:.1f} s",
+            *done.findings,
+            f"{kind}: {done.statuses.total()} inputs in {time.monotonic() - begun:.0f} s,"
+            f" {len(done.findings)} findings; exit statuses {statuses}; the slowest took {done.slowest_s:.1f} s",
+            sep="\n",
             flush=True,
         )
     return int(failed)

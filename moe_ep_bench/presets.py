@@ -133,7 +133,8 @@ class Preset(Strict):
 _Kind = TypeVar("_Kind", bound=Strict)
 
 REMOVED: dict[str, str] = {}
-"""Dotted keys that files of earlier versions have, and what to use in their place; schemas add theirs."""
+"""Dotted keys that files of earlier versions have, and what to use in their place, or ``nothing: `` and why; schemas
+add theirs."""
 
 
 def read_yaml(path: Path, unreadable: str = "cannot be read") -> dict[str, Any]:
@@ -233,7 +234,8 @@ def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable
         known = [*_fields(models), *(() if keys else beside)]
         key = ".".join([*keys, unknown])
         if instead := REMOVED.get(re.sub(r"\.\d+(?=\.|$)", "", key)):
-            return f"{key}: is gone; use {instead}"
+            why = instead.removeprefix("nothing: ")
+            return f"{key}: is gone; {'use ' if why == instead else ''}{why}"
         return f"{key}: no such key; expected one of {', '.join(known)}{did_you_mean(unknown, known)}"
     message = problem_words(problem)
     return f"{key}: {message}" if key else message

@@ -121,7 +121,7 @@ def test_a_model_by_its_config_json_is_found_beside_the_config_and_leaves_no_pat
 )
 def test_a_key_of_an_earlier_version_says_what_to_use(key: str, tmp_path: Path) -> None:
     experiment(tmp_path)
-    with pytest.raises(ConfigError, match=f"^[^\n]*{key}: is gone; use [^\n]*$"):
+    with pytest.raises(ConfigError, match=f"^[^\n]*{key}: is gone; [^\n]+$"):
         load_experiments(tmp_path / "config.yaml", [f"{key}=1"], on_cpu=False)
 
 

@@ -35,7 +35,7 @@ CHANGES = {
     "model.hf_config=x": "model: give either preset or hf_config",
     "model={hf_config: nowhere/config.json}": "nowhere/config.json",
     "model.tensor_parallel=5": "model: tensor_parallel: ",
-    "workload.rank_shares=[1, 0]": "workload.rank_shares: is gone; use nothing",
+    "workload.rank_shares=[1, 0]": "workload.rank_shares: is gone; tokens are dealt to ranks as evenly",
     "workload.family=zipf": "workload.family: is gone; use workload.peak_load",
     "workload.kind=random": "workload: expected kind as one of synthetic, recorded, got 'random'",
     "workload=3": "workload: expected keys with values, got 3",
@@ -62,7 +62,7 @@ CHANGES = {
     "layer.ep_size=7": "layer.ep_size: expected a divisor of the 64 experts",
     "layer.ep_size=16": "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks",
     "emulate.replication=[{spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts, got 57",
-    "emulate.replication=[{spare_per_rank: 1, policy: global}]": "emulate.replication.0.policy: is gone; use",
+    "emulate.replication=[{spare_per_rank: 1, policy: global}]": "0.policy: is gone; replicas are",
     "emulate.replication=[{spare_per_rank: 1, balancer: lp}]": "balancer: is gone; use emulate.replication.solve_us",
     "emulate.chunk_tokens=64": "emulate.chunk_tokens: is gone; use fewer workload.num_tokens",
 }

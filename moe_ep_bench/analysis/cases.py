@@ -502,7 +502,8 @@ def routing(store: Store) -> pd.DataFrame:
             about = _key(comparison, case) | _values("", case.facts, ("label", "role", "policy"))
             about["capacity_factor"] = case.facts.policy_params.get("capacity_factor")
             parts.append(_beside(about, joined_routing(case, comparison.facts)))
-    return _together(parts).astype({"capacity_factor": float})
+    frame = _together(parts)
+    return frame.astype({"capacity_factor": float}) if parts else frame
 
 
 @lru_cache(maxsize=4)

@@ -80,6 +80,7 @@ _CONDITIONS = (
     Condition("copy beside the run", "none", 0.05, "{:.3g} GB/s"),
     *(Condition(key, "none") for key in _INFORMATIVE),
 )
+_BY_KEY = {condition.key: condition for condition in _CONDITIONS}
 CHANGEABLE = tuple(condition.key for condition in _CONDITIONS if condition.takes != "none")
 # Of a run's own warnings, those that say that its times may not be those of another day.
 _WEAKENS = ("disturbed machine", "warm-up did not settle", "times drifted", "more ranks than cores", "launch-bound")
@@ -248,7 +249,7 @@ def _changes(
     weighty = differences[~differences["intended"].astype(bool)]
     rows = []
     for row in found.to_dict("records"):
-        own = weighty[(weighty["comparison_id"] == row["comparison_id"])]
+        own = weighty[weighty["comparison_id"] == row["comparison_id"]]
         forbids = own[own["takes_verdicts_on"].isin(["all", "times"] if row["of"] == "time" else ["all"])]["key"]
         pair = [of_run.get((row["comparison_id"], row["quantity"])) for of_run in floors]
         floor = joint_floor(*pair) if all(pair) else None
@@ -336,9 +337,6 @@ def _differences(old: pd.DataFrame, now: pd.DataFrame, intended: Collection[str]
         texts = (condition.form.format(value) if condition.form else value for value in (base, new))
         rows.append((row["comparison_id"], row["key"], *texts, condition.takes, row["key"] in intended))
     return pd.DataFrame(rows, columns=["comparison_id", "key", "base", "new", "takes_verdicts_on", "intended"])
-
-
-_BY_KEY = {condition.key: condition for condition in _CONDITIONS}
 
 
 def _recorded(store: Store) -> pd.DataFrame:

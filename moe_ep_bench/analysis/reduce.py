@@ -389,6 +389,8 @@ def routing_means(routing: pd.DataFrame) -> pd.DataFrame:
         routing: of ``joined_routing``, with directory, comparison_id and case_id.
     """
     case = ["directory", "comparison_id", "case_id"]
+    if routing.empty:  # no case was measured
+        return pd.DataFrame(columns=[*ROUTED, "output_error"])
     by_layer = routing.groupby([*case, "layer"], dropna=False)[ROUTED].mean()
     errors = routing.groupby([*case, "batch"])["output_error"].max()
     return by_layer.groupby(case).mean().join(errors.groupby(case).mean())

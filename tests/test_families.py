@@ -73,7 +73,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4v_moe_text": ("Glm4vMoeTextTopkRouter", FLAT),
     "glm5_next_text": ("Glm5NextTextTopkRouter", {**FLAT, **LATENT, "qk_rope_head_dim": 0, "num_key_value_heads": 4}),
     "glm_moe_dsa": ("GlmMoeDsaTopkRouter", {**FLAT, **LATENT}),
-    "hunyuan_v1_moe": ("HunYuanMoEV1Gate", {"num_experts": 16, "moe_topk": 3}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Gate", {"num_experts": 16, "moe_topk": 3, "head_dim": 8}),
     "hy_v4": ("HYV4TopkRouter", {**FLAT, **LATENT}),
     "kimi_linear": ("KimiLinearTopkRouter", LINEAR),
     "mellum": ("MellumTopKRouter", {"num_local_experts": 16, "num_experts_per_tok": 3, "norm_topk_prob": True}),

@@ -269,8 +269,9 @@ def test_no_figure_of_a_reference_result_is_clipped_and_no_text_hides_another(di
 
 
 @pytest.mark.parametrize("size", ["column", "slide"])
-def test_all_figures_fit_a_column_and_a_slide(size: str) -> None:
-    store = load(REFERENCE / "quickstart-2cpu")
+@pytest.mark.parametrize("name", ["quickstart-2cpu", "whatif-skew"])
+def test_all_figures_fit_a_column_and_a_slide(name: str, size: str) -> None:
+    store = load(REFERENCE / name)
     with house_style(size):
         for drawing in drawings(store, FIGURES).values():
             if drawing is not None:

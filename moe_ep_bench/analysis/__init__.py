@@ -2,7 +2,8 @@
 
 The data flow: ``store`` (run.json and Parquet, checked by ``reading``; typed by ``facts``) with ``seeds`` (comparisons
 that differ in their traffic alone) -> ``reduce`` (ranks joined, ratios formed, of one case) -> ``cases`` (the frame: a
-row per case). All else reads that: ``tables`` (views, printed by ``render``) with ``notes``, ``figures`` (whose numbers
-``marks`` draws and ``style`` dresses), ``page``, ``compare``, ``advise``, ``papers`` and ``validate``. ``columns``
-names each column once; ``show`` and ``plot`` are the commands.
+row per case). All else reads that: ``tables`` (views, printed by ``render``) with ``notes``, ``figures`` and
+``answer_figures`` (rows that ``drawing`` draws by ``marks`` and ``style``; ``lines`` is any column against any other),
+``page``, ``compare``, ``advise``, ``papers`` and ``validate``. ``columns`` names each column once; ``show`` and
+``plot`` are the commands.
 """

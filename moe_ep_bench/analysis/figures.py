@@ -187,17 +187,15 @@ def load_rows(store: Store) -> pd.DataFrame:
     rows = layer_rows(store).query("status == 'ok' and role in ('baseline', 'policy') and policy != 'topk'")
     rows = smallest_steps(rows)
     both = set.intersection(*(set(rows.loc[rows["role"] == role, "facet"]) for role in ("policy", "baseline")))
-    rows = rows[rows["facet"].isin(both)].set_index(CASE, drop=False)
-    batches = routing(store).merge(rows[CASE].reset_index(drop=True), on=CASE)
+    rows = rows[rows["facet"].isin(both)].drop(columns="load_over_mean")
+    batches = routing(store).merge(rows[CASE], on=CASE)
     parts = []
     for of, column in (("expert", "load_E"), ("rank", "load_R")):
-        over_pairs = [np.divide(*pair) for pair in zip(batches[column], batches["num_topk_pairs"], strict=True)]
-        loads = pd.Series(over_pairs, pd.MultiIndex.from_frame(batches[CASE]), dtype=object)
-        means = {key: np.mean(np.stack(own), axis=0) * len(own.iloc[0]) for key, own in loads.groupby(level=CASE)}
-        loads = pd.Series([means[key] for key in rows.index], rows.index, dtype=object)
-        part = rows.assign(of=of, load_over_mean=loads).explode("load_over_mean")
-        parts.append(part.assign(number=part.groupby(level=CASE).cumcount().to_numpy()))
-    return pd.concat(parts, ignore_index=True)
+        sizes = batches[column].map(len)
+        loads = batches.assign(of=of, load=batches[column], number=sizes.map(range)).explode(["load", "number"])
+        loads["load_over_mean"] = loads["load"].astype(float) * sizes / loads["num_topk_pairs"]
+        parts.append(loads.groupby([*CASE, "of", "number"], sort=False)["load_over_mean"].mean().reset_index())
+    return rows.merge(pd.concat(parts), on=CASE)
 
 
 FIGURES["load"] = Figure(

@@ -90,15 +90,15 @@ def facets(
     across, number = 1 if is_narrow() else min(most, len(groups)), len(panels)
     bands = [pd.concat(groups[at : at + across]) for at in range(0, len(groups), across)]
     heights = [[panel.inches(band) for panel in panels] for band in bands]
+    widths = [1.0]
     if stand_beside:
-        heights, widths = [[max(band)] for band in heights], [panel.width for panel in panels] * across
-    else:
-        widths = [1.0] * across
+        heights, widths = [[max(band)] for band in heights], [panel.width for panel in panels]
+    shares, widths = [width / sum(widths) for width in widths], widths * across
     figure = sheet(_WIDTHS[min(4, len(widths))])
     ratios = [inches for band in heights for inches in band]
     grid = figure.add_gridspec(len(ratios), len(widths), height_ratios=ratios, width_ratios=widths)
     wide = figure.get_figwidth() / across - 0.3  # inches of a facet
-    small, most_high = rcParams["axes.labelsize"], 0.65 * rcParams["figure.figsize"][1]
+    small, most_high = rcParams["axes.labelsize"], 0.5 * rcParams["figure.figsize"][1]
     shrunk = min(1.0, most_high / sum(ratios)) if most_high else 1.0
     for at, own in enumerate(groups):
         row, column = divmod(at, across)
@@ -111,11 +111,11 @@ def facets(
             panel.draw(axes, own, looks)
             if place == 0:
                 # Bold letters are wider. The layout takes a title to stand where its middle is: above its own panel.
-                room = (wide - _left_of(axes)) / 1.15 * min(1.0, 2 * widths[0] / sum(widths[: len(widths) // across]))
+                room = (wide - _left_of(axes)) / 1.15 * min(1.0, 2 * shares[0])
                 axes.set_title(folded(axes.get_title(loc="left"), room, rcParams["axes.titlesize"]))
-            axes.set_xlabel(folded(axes.get_xlabel(), (wide - 0.5) / (number if stand_beside else 1), small))
-            high = shrunk * heights[row][0 if stand_beside else place] - 0.5
-            axes.set_ylabel(folded(axes.get_ylabel(), max(1.0, high), small))
+            across_at, down_at = (place, 0) if stand_beside else (0, place)
+            axes.set_xlabel(folded(axes.get_xlabel(), shares[across_at] * (wide - 0.5), small))
+            axes.set_ylabel(folded(axes.get_ylabel(), max(0.8, shrunk * heights[row][down_at] - 0.7), small))
             if panel.shares and not beside and place < number - 1:
                 axes.tick_params(labelbottom=False)
                 axes.set_xlabel("")

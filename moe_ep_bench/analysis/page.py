@@ -221,9 +221,9 @@ def provenance_tables(store: Store) -> list[Table]:
         for launch, conditions in sorted(one.conditions.items())
         for rank, (host, state) in enumerate(conditions.machines)
     ]
-    environment = {key: value for key, value in last.items() if key != "ranks"}
+    environment = _flat([{key: value for key, value in last.items() if key != "ranks"}]).T.sort_index()[0]
     found = {
-        "Environment": [{"key": key, "value": value} for key, value in sorted(_leaves(environment))],
+        "Environment": [{"key": key, "value": value} for key, value in environment.items()],
         "Jobs": about,
         "Ranks": [{"rank": rank, **facts} for rank, facts in enumerate(last.get("ranks") or [])],
         "Machines while timed": watched,
@@ -232,8 +232,8 @@ def provenance_tables(store: Store) -> list[Table]:
 
 
 def _plain_table(title: str, records: Sequence[Mapping[str, Any]]) -> Table:
-    """Every key of some records as a column, those of mappings inside them too."""
-    frame = pd.DataFrame([dict(_leaves(record)) for record in records]).dropna(axis=1, how="all")
+    """Every key of some records as a column."""
+    frame = _flat(records).dropna(axis=1, how="all")
     named = [Column(name, name.replace("_", " "), cell=partial(_cell, name)) for name in frame]
     return Table(frame, named, title)
 
@@ -247,13 +247,9 @@ def _cell(name: str, row: Mapping[str, Any]) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _leaves(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys with their values; lists are values."""
-    for key, value in record.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _flat(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """A row per record, a column per dotted key; lists are values."""
+    return pd.json_normalize(list(records)).astype(object)
 
 
 def _configs(provenance: pd.DataFrame) -> dict[str, str]:

@@ -129,7 +129,7 @@ class TimedFacts(ComparisonFacts):
     """A comparison of ``run`` or ``emulate``."""
 
     scale: PositiveFloat  # 1.0 = the model's true sizes
-    hidden_size: Count
+    hidden_size: Count  # of the rows that routed experts take
     ffn_hidden_size: Count
     expert_matrices: Count = 3
     num_replicas: Count

@@ -219,14 +219,14 @@ def free_memory_bytes() -> int:
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def parse_json(text: bytes | str, where: object) -> Any:
-    """A JSON value; NaN and infinities, which JSON does not have, are refused.
+def parse_json(text: bytes | str, where: object, *, infinities: bool = False) -> Any:
+    """A JSON value; NaN and infinities, which JSON does not have, are refused, unless ``infinities`` are taken.
 
     Raises:
         ValueError: one line that begins with ``where``.
     """
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=float if infinities else _refuse_constant)
     except (ValueError, RecursionError) as error:
         start = text[:40].decode(errors="replace") if isinstance(text, bytes) else text[:40]
         words = brief(start) if text else "nothing"

@@ -512,6 +512,12 @@ def test_a_config_becomes_a_question(name: str) -> None:
     assert "measure" not in yaml.safe_load(question.text)
 
 
+@pytest.mark.parametrize(("tokens", "batches"), [(256, 4), (16_384, 4), (32_768, 3), (65_536, 2), (2**20, 2)])
+def test_eplb_plans_by_many_tokens_or_three_batches(tokens: int, batches: int) -> None:
+    question = asked("--model", "olmoe-1b-7b", "--ep", 8, "--tokens", tokens)
+    assert {one.workload.num_batches for one in question.experiments} == {batches}
+
+
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_modelled() -> None:
     question = asked("--model", "deepseek-v3", "--ep", 8, "--tokens", 65536)
     with pytest.raises(ValueError, match=r"^--ep: does not fit: .* the smallest EP size on which it does is 32$"):

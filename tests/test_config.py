@@ -131,11 +131,21 @@ GROUPED = {
     "moe_intermediate_size": 128, "first_k_dense_replace": 3, "moe_layer_freq": 1, "kv_lora_rank": 32,
     "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
 }  # fmt: skip
+LATENT = {
+    **HF, "model_type": "kimi_linear", "num_experts": 16, "num_experts_per_token": 2, "moe_intermediate_size": 64,
+    "first_k_dense_replace": 0, "routed_scaling_factor": 1.0, "routed_expert_hidden_size": 32,
+}  # fmt: skip
+PLAIN = {
+    **HF, "model_type": "nemotron_h", "n_routed_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 64, "hybrid_override_pattern": "ME*E",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("model", "workload", "message"),
     [
+        (LATENT, {}, "model: expected routed experts of the layer's own width where layers run"),
+        (PLAIN, {}, "model: expected gated experts where layers run; plain ones are modelled"),
         (HF, {"skew": "mixed"}, "workload: skew: expected none for a model that is"),
         # Megatron-Core would route it otherwise.
         (GROUPED, {}, "sigmoid weights to be normalised, .* got normalize false"),

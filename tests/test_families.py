@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.policies import RoutingContext, make_policy
+from moe_ep_bench.quality.families import MoELayer
 
 # Sizes by the names that families have for them; a class takes those that it has.
 SIZES: dict[str, Any] = {
@@ -22,6 +25,10 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 24,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "dense_intermediate_size": 24,
+    "share_expert_dim": 16,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -42,6 +49,15 @@ LINEAR = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "axk1": ("AXK1TopkRouter", {**V3, **LATENT}),
     "bailing_hybrid": ("BailingHybridTopkRouter", LINEAR),
+    "deepseek_ocr2_text": (
+        "DeepseekOcr2TextTopkRouter",
+        {
+            **V3,
+            "num_experts_per_tok": 2,
+            "topk_method": "group_limited_greedy",
+            "mlp_layer_types": ["dense", *["sparse"] * 3],
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2TopkRouter",
         {**V3, **LATENT, "num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "first_k_dense_replace": 1},
@@ -51,17 +67,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("Dots1TopkRouter", {**FLAT, "n_shared_experts": 1, "norm_topk_prob": True, "first_k_dense_replace": 1}),
     "exaone_moe": ("ExaoneMoeTopkRouter", {**QWEN, "routed_scaling_factor": 2.5}),
     "flex_olmo": ("FlexOlmoTopKRouter", {**QWEN, "norm_topk_prob": True}),
+    "gemma4_text": ("Gemma4TextRouter", {"num_experts": 16, "top_k_experts": 3, "enable_moe_block": True}),
     "glm4_moe": ("Glm4MoeTopkRouter", FLAT),
     "glm4_moe_lite": ("Glm4MoeLiteTopkRouter", {**FLAT, **LATENT}),
     "glm4v_moe_text": ("Glm4vMoeTextTopkRouter", FLAT),
     "glm5_next_text": ("Glm5NextTextTopkRouter", {**FLAT, **LATENT, "qk_rope_head_dim": 0, "num_key_value_heads": 4}),
     "glm_moe_dsa": ("GlmMoeDsaTopkRouter", {**FLAT, **LATENT}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Gate", {"num_experts": 16, "moe_topk": 3, "head_dim": 8}),
     "hy_v4": ("HYV4TopkRouter", {**FLAT, **LATENT}),
     "kimi_linear": ("KimiLinearTopkRouter", LINEAR),
     "mellum": ("MellumTopKRouter", {"num_local_experts": 16, "num_experts_per_tok": 3, "norm_topk_prob": True}),
     "mimo_v2_flash": ("MiMoV2FlashTopkRouter", {**FLAT, "routed_scaling_factor": 1.5}),
     "minimax": ("MiniMaxTopKRouter", {"num_local_experts": 16, "num_experts_per_tok": 3}),
+    "minimax_m3_vl_text": (
+        "MiniMaxM3VLTopKRouter",
+        {"num_local_experts": 16, "num_experts_per_tok": 3, "moe_layer_freq": [0, 1, 0, 1]},
+    ),
     "mixtral": ("MixtralTopKRouter", {"num_local_experts": 16, "num_experts_per_tok": 3}),
+    "nemotron_h": (
+        "NemotronHTopkRouter",
+        {**V3, "moe_latent_size": 8, "hybrid_override_pattern": "ME*E-"},
+    ),
     "olmoe": ("OlmoeTopKRouter", {**QWEN, "norm_topk_prob": True}),
     "qwen2_moe": ("Qwen2MoeTopKRouter", {**QWEN, "norm_topk_prob": True}),
     "qwen3_5_moe_text": ("Qwen3_5MoeTopKRouter", QWEN),
@@ -69,6 +95,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextTopKRouter", {**QWEN, "norm_topk_prob": True}),
     "qwen3_omni_moe_text": ("Qwen3OmniMoeThinkerTextTopKRouter", {**QWEN, "norm_topk_prob": True}),
     "qwen3_vl_moe_text": ("Qwen3VLMoeTextTopKRouter", {"num_local_experts": 16, "num_experts_per_tok": 3}),
+    "step3p5": (
+        "Step3p7TopKRouter",
+        {"n_routed_experts": 16, "num_experts_per_tok": 3, "moe_router_scaling_factor": 3.0, "moe_layers_enum": "1,3"},
+    ),
+    "qwen4_exp_text": ("Qwen4ExpTextTopKRouter", {**QWEN, "layer_types": ["linear_attention"] * 4}),
     "solar_open": ("SolarOpenTopkRouter", {**FLAT, "n_shared_experts": 1}),
 }
 
@@ -92,15 +123,27 @@ def test_tokens_are_routed_as_the_familys_own_router_routes_them(family: str, tm
     module = importlib.import_module(CONFIG_MAPPING[family].__module__.replace("configuration_", "modeling_"))
     router = getattr(module, FAMILIES[family][0])(config).float()
     with torch.no_grad():
-        router.weight.copy_(torch.randn(router.weight.shape, generator=generator) / 4)
+        (weight_ED,) = (weight for weight in router.parameters() if weight.dim() == 2)
+        weight_ED.copy_(torch.randn(weight_ED.shape, generator=generator) / 4)
         has_bias = hasattr(router, "e_score_correction_bias")
         if has_bias:
             router.e_score_correction_bias.copy_(torch.rand(spec.num_experts, generator=generator) / 4)
         tokens_TD = torch.randn(40, spec.hidden_size, generator=generator)
-        _, weights_TK, experts_TK = router(tokens_TD)
-        logits_TE = tokens_TD @ router.weight.T
+        first_TE, weights_TK, experts_TK = router(tokens_TD)
+        # Gemma's router begins with a norm, and returns scores first.
+        logits_TE = first_TE.log() if family == "gemma4_text" else tokens_TD @ weight_ED.T
     theirs_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, weights_TK.float())
+    if family != "gemma4_text":  # no policy has its scale per expert
+        layer = MoELayer("gate", 0, 0.0, router, None, spec)
+        patched = make_policy({"name": "topk"}).route(layer.scores(logits_TE), layer.context(num_ranks=1))
+        torch.testing.assert_close(patched.weights_TE, theirs_TE, rtol=1e-5, atol=1e-6)
+    if not hasattr(router, "routed_scaling_factor"):  # Then the block multiplies the experts' sum, if any does.
+        keys = "moe_router_scaling_factor", "routed_scaling_factor"
+        theirs_TE *= next((getattr(config, key) for key in keys if hasattr(config, key)), 1.0)
     assert spec.selection_bias == has_bias
+    kinds = getattr(config, "mlp_layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds:
+        assert list(spec.moe_layers) == [layer for layer, kind in enumerate(kinds) if kind in ("sparse", "moe")]
     context = RoutingContext(
         top_k=spec.top_k,
         normalize=spec.normalize,
@@ -114,20 +157,33 @@ def test_tokens_are_routed_as_the_familys_own_router_routes_them(family: str, tm
     torch.testing.assert_close(ours.weights_TE, theirs_TE, rtol=1e-5, atol=1e-6)
 
 
+def variants(stated: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The file without each key, with null, and with another value."""
+    for key, value in stated.items():
+        yield f"without {key}", {name: other for name, other in stated.items() if name != key}
+        yield f"{key}: null", {**stated, key: None}
+        if isinstance(value, int | float):
+            yield f"another {key}", {**stated, key: not value if isinstance(value, bool) else 2 * value}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_missing_key_has_the_value_of_the_familys_class_or_is_asked_for(family: str, tmp_path: Path) -> None:
+def test_a_key_that_is_missing_or_changed_means_what_it_means_to_the_familys_class(family: str, tmp_path: Path) -> None:
     stated, kind = config_of(family).to_dict(), CONFIG_MAPPING[family]
-    spec, num_read = read(tmp_path, stated), 0
-    # Whether the language model of a model that sees ties its embeddings is said beside it, where false is the default.
-    for key in stated.keys() - ({"tie_word_embeddings"} if family == "qwen3_vl_moe_text" else set()):
-        fewer = {name: value for name, value in stated.items() if name != key}
+    spec, num_held = read(tmp_path, stated), 0
+    for how, values in variants(stated):
+        if family == "qwen3_vl_moe_text" and "tie_word_embeddings" in how:
+            continue  # said beside the language model, where false is the default
         try:
-            ours = read(tmp_path, fewer)
+            ours = read(tmp_path, values)
         except ValueError:  # which wrong inputs ask to be one line
             continue
-        num_read += 1
-        if ours.model_copy(update={"source": spec.source}) == spec:
+        if ours.model_copy(update={"source": spec.source}) == spec and not how.startswith("another"):
             continue  # the key says nothing of the layer
-        whole = read(tmp_path, kind(**fewer).to_dict())
-        assert ours.model_copy(update={"source": whole.source}) == whole, f"without {key}"
-    assert num_read > 10
+        try:
+            completed = kind(**values).to_dict()
+        except (StrictDataclassClassValidationError, StrictDataclassFieldValidationError):
+            continue  # transformers refuses what is read here: a null as a missing key
+        theirs = read(tmp_path, completed)
+        assert ours.model_copy(update={"source": theirs.source}) == theirs, how
+        num_held += 1
+    assert num_held > 5

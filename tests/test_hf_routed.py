@@ -16,6 +16,7 @@ from hf_models import FAMILIES, IMPLEMENTATIONS, tiny, tokens
 from torch import Tensor
 
 from moe_ep_bench.policies import POLICIES, make_policy
+from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.quality.families import find_moe_layers
 from moe_ep_bench.quality.passes import ForwardPass, RouterCall
 from moe_ep_bench.quality.routed import routed
@@ -91,10 +92,18 @@ def of_family(family: str) -> Any:
 
 
 # Language models inside of others, which transformers builds with these alone.
-INSIDE = {"glm4v_moe_text", "glm5_next_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text"}
+INSIDE = {
+    "deepseek_ocr2_text",
+    "glm4v_moe_text",
+    "glm5_next_text",
+    "qwen3_omni_moe_text",
+    "qwen3_vl_moe_text",
+    "step3p5",
+}
+SCALED = {"gemma4_text"}  # by expert, as no policy is
 
 
-@pytest.mark.parametrize("family", sorted(test_families.FAMILIES.keys() - INSIDE - {*FAMILIES}))
+@pytest.mark.parametrize("family", sorted(test_families.FAMILIES.keys() - INSIDE - SCALED - {*FAMILIES}))
 def test_every_family_whose_config_is_read_is_routed_as_its_own_router_routes(family: str) -> None:
     model, ids_BS = of_family(family), tokens(3, 16)
     assert_says_what_routers_choose(model, ids_BS)
@@ -114,8 +123,12 @@ def test_groups_that_policies_compare_otherwise_are_the_models_own() -> None:
 
 def test_groups_that_no_policy_can_follow_are_refused() -> None:
     model = tiny("deepseek_v3", num_experts_per_tok=2, topk_group=2)
+    ids_BS = tokens(4, 32)
     with pytest.raises(ValueError, match=r"top_k \(2\) over topk_group \(2\) to be 2, by which deepseek_v3"):
-        find_moe_layers(model)
+        logits(model, ids_BS, TOPK)
+    for one in looked_at(model, ids_BS):  # A recording needs no policy; other groups' experts have no scores.
+        assert torch.equal(one.own_TE, top_k_map(one.scores_TE, one.context))
+        assert ((one.scores_TE.view(-1, 4, 2) > 0).any(2).sum(1) == 2).all()
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -138,9 +151,11 @@ def test_moe_layers_know_their_decoder_layer_and_their_place_among_each_other() 
 def test_a_model_without_routers_or_of_no_known_family_is_refused_in_a_line() -> None:
     with pytest.raises(ValueError, match=r"LlamaForCausalLM: expected routers .* got none: no mixture of experts"):
         find_moe_layers(hf_models.dense())
+    with pytest.raises(ValueError, match=r"DogeForCausalLM: expected routers .* got the routers DogeCDMoE"):
+        find_moe_layers(hf_models.chosen_within())
     with mock.patch.dict("moe_ep_bench.models.hf_config._FAMILIES") as known:
         del known["mixtral"]
-        with pytest.raises(ValueError, match=r"MixtralForCausalLM: model_type: expected one of .*, got 'mixtral'"):
+        with pytest.raises(ValueError, match="MixtralForCausalLM: model_type 'mixtral': no family that is known"):
             find_moe_layers(tiny("mixtral"))
 
 

@@ -7,16 +7,20 @@ checkpoints and reports, and no wrong size of a preset would give them.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
 from moe_ep_bench.bench.words import fit_on
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.models import ModelSpec, load_hf_model, load_model, preset_of
 from moe_ep_bench.models.memory import Fit, footprint
 
@@ -35,6 +39,10 @@ GPT_OSS = {
     "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64, "vocab_size": 201088,
     "num_attention_heads": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4, "experts_per_token": 4,
     "swiglu_limit": 7.0, "sliding_window": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+KIMI_K2 = DEEPSEEK_V3 | {
+    "model_type": "kimi_k2", "first_k_dense_replace": 1, "vocab_size": 163840, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
 }  # fmt: skip
 QWEN3 = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu",
@@ -75,11 +83,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-r1": DEEPSEEK_V3,
-    "kimi-k2": DEEPSEEK_V3 | {
-        "model_type": "kimi_k2", "first_k_dense_replace": 1, "vocab_size": 163840, "num_attention_heads": 64,
-        "num_key_value_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1,
-        "routed_scaling_factor": 2.827,
-    },
+    "kimi-k2": KIMI_K2,
+    "kimi-k2.5": {"model_type": "kimi_k25", "tie_word_embeddings": False, "text_config": KIMI_K2},
     "qwen1.5-moe-a2.7b": {
         "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "hidden_act": "silu",
         "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
@@ -119,12 +124,29 @@ CHECKPOINTS = {
     "deepseek-v3": (671_026_419_200, 37, False),
     "deepseek-r1": (671_026_419_200, 37, False),
     "kimi-k2": (1_026_408_232_448, 32, False),  # the hub lists 1026.5 billion with 62 million block scales of fp8
+    "kimi-k2.5": (1_026_408_232_448, 32, False),  # the language model, which is Kimi-K2's
     "qwen1.5-moe-a2.7b": (14_315_784_192, 2.7, True),
     "qwen3-30b-a3b": (30_532_122_624, 3.3, True),
     "qwen3-235b-a22b": (235_093_634_560, 22, True),
     "gpt-oss-120b": (116_829_156_672, 5.1, False),
     "gpt-oss-20b": (20_914_757_184, 3.6, False),
 }
+# Of later presets: billions of parameters, and of those that a token activates, as reports and model cards round them.
+LATER_PRESETS = {
+    "deepseek-v3.2": (671, 37),
+    "glm-5": (744, 40),
+    "llama-4-maverick": (400, 17),
+    "minimax-m2.5": (230, 10),
+    "qwen3.5-397b-a17b": (397, 17),
+}
+
+# Files with experts that the package ships, where it is installed.
+AICONFIGURATOR = importlib.util.find_spec("aiconfigurator_core")
+PUBLIC_FILES = [
+    path
+    for path in sorted(Path(AICONFIGURATOR.origin or "").parent.rglob("*_config.json") if AICONFIGURATOR else ())
+    if not path.name.endswith("_hf_quant_config.json") and re.search("expert|moe", path.read_text(), re.IGNORECASE)
+]
 
 
 def written(folder: Path, values: Any, name: str = "config.json") -> Path:
@@ -146,7 +168,8 @@ def changed(name: str, **values: Any) -> dict[str, Any]:
 
 
 def test_every_preset_is_checked_here() -> None:
-    assert set(ModelSpec.names()) == set(PUBLISHED) == {*CHECKPOINTS, "molmoe-1b"}  # which sees, too
+    assert set(PUBLISHED) == {*CHECKPOINTS, "molmoe-1b"}  # which sees, too
+    assert set(ModelSpec.names()) == {*PUBLISHED, *LATER_PRESETS}
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -154,7 +177,26 @@ def test_a_published_config_json_gives_the_preset(tmp_path: Path, name: str) -> 
     assert facts(load_model(str(written(tmp_path, PUBLISHED[name])))) == facts(load_model(name))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*LATER_PRESETS, "kimi-k2.5"])
+def test_a_later_preset_is_the_file_that_aiconfigurator_ships(name: str) -> None:
+    preset = load_model(name)
+    file = next((path for path in PUBLIC_FILES if path.name == f"{preset.hub_id.replace('/', '--')}_config.json"), None)
+    if file is None:
+        pytest.skip("aiconfigurator-core is not installed")
+    assert facts(load_hf_model(file)) == facts(preset)
+
+
+@pytest.mark.parametrize("name", LATER_PRESETS)
+def test_experts_that_idle_are_what_a_token_does_not_activate(name: str) -> None:
+    """Which holds of a model whose attention no spec can express, too."""
+    model, (billions, active) = load_model(name), LATER_PRESETS[name]
+    idle = (model.num_experts - model.top_k) * model.num_moe_layers * model.expert_parameters
+    assert idle / 1e9 == pytest.approx(billions - active, rel=0.015)
+    if model.num_parameters is not None:
+        assert model.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *LATER_PRESETS])
 def test_a_preset_answers_to_its_id_on_the_hub_and_to_capitals(name: str) -> None:
     assert load_model(load_model(name).hub_id) == load_model(name.upper()) == load_model(name)
     assert preset_of(f"else/{name}") is None  # another's checkpoint may have another shape
@@ -332,16 +374,26 @@ def without(name: str, key: str) -> dict[str, Any]:
     ("values", "words"),
     [
         (without("olmoe-1b-7b", "hidden_size"), "hidden_size: missing"),
-        (changed("olmoe-1b-7b", model_type="llama"), "got 'llama'"),
+        (
+            changed("olmoe-1b-7b", model_type="new_moe"),
+            "model_type 'new_moe': no family that is known here; the way on",
+        ),
+        ({"model_type": "llama", "hidden_size": 64}, "expected a mixture of experts, and no key states how many"),
         (changed("olmoe-1b-7b", hidden_size="2048"), "hidden_size: expected a whole number, got '2048'"),
         (
             changed("olmoe-1b-7b", num_experts_per_tok=65),
             "num_experts_per_tok: expected at most the 64 experts, got 65",
         ),
-        (changed("olmoe-1b-7b", hidden_act="gelu"), "hidden_act: expected silu, got 'gelu'"),
-        (changed("qwen3-30b-a3b", decoder_sparse_step=2), "decoder_sparse_step: expected 1, got 2"),
-        (changed("qwen3-30b-a3b", mlp_only_layers=[3]), "mlp_only_layers: expected [0, 1, ...], the first layers"),
-        (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1, got true"),
+        (changed("olmoe-1b-7b", hidden_act=1), "hidden_act: expected text, got 1"),
+        (changed("olmoe-1b-7b", hidden_size=float("inf")), "hidden_size: expected a whole number, got inf"),
+        (changed("qwen3-30b-a3b", decoder_sparse_step=0), "decoder_sparse_step: expected a number above 0, got 0"),
+        (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1 or a list, got true"),
+        (
+            changed("deepseek-v3", mlp_layer_types=["sparse"] * 61),
+            "mlp_layer_types: expected 3 dense layers, as first_k",
+        ),
+        (changed("deepseek-v3", moe_layer_freq=[0, 0, 0, 1]), "expected the kinds of 61 layers, got 4"),
+        ({"model_type": "gemma4_text", "num_experts": None}, "enable_moe_block: false, or missing, or without num_exp"),
         (changed("deepseek-v3", intermediate_size=0), "intermediate_size: 0; expected a whole number from 1"),
         (changed("deepseek-v3", topk_method="greedy"), "topk_method: expected noaux_tc, got 'greedy'"),
         (changed("deepseek-v3", first_k_dense_replace=61), "first_dense_layers: expected fewer than num_layers=61"),
@@ -409,6 +461,12 @@ LATER = {
         {"num_experts": 16, "top_k": 1, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 24, "normalize": False,
          "score_function": "sigmoid", "num_moe_layers": 3},
     ),
+    "hunyuan_v1_moe": (
+        {**_GQA, "num_hidden_layers": 3, "num_experts": [16] * 3, "moe_topk": [4] * 3, "intermediate_size": 24,
+         "num_shared_expert": [1] * 3, "tie_word_embeddings": True},
+        {"num_experts": 16, "top_k": 4, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 24, "normalize": True,
+         "attention.qk_norm": "head", "tied_embeddings": True},
+    ),
     "qwen3_vl_moe": (
         {"tie_word_embeddings": False, "text_config": {
             **_GQA, "model_type": "qwen3_vl_moe_text", "num_hidden_layers": 3, "num_experts": 128,
@@ -428,11 +486,85 @@ def test_later_families_are_known(family: str, tmp_path: Path) -> None:
 
 
 def test_what_no_spec_can_express_says_how_to_write_it_by_hand(tmp_path: Path) -> None:
-    told = one_line_error(written(tmp_path, {"model_type": "new_moe"}))
-    assert "or give the shape: model: {num_experts: ..., top_k: ..." in told
+    told = one_line_error(written(tmp_path, {"model_type": "new_moe", "num_experts": 64, "norm_topk_prob": False}))
+    block = "num_experts: 64, top_k: ..., hidden_size: ..., ffn_hidden_size: ..., score_function: softmax"
+    assert told.endswith(f"shape by hand: model: {{{block}, normalize: false}} (guessed: score_function)")
+    v4 = {"model_type": "deepseek_v4", "scoring_func": "sqrtsoftplus", "num_hash_layers": 3, "n_shared_experts": 2}
+    v4 |= {"num_hidden_layers": 43, "first_k_dense_replace": 3, "routed_scaling_factor": 1.5, "norm_topk_prob": True}
     sizes = {"n_routed_experts": 64, "num_experts_per_tok": 6, "hidden_size": 48, "moe_intermediate_size": 16}
-    told = one_line_error(written(tmp_path, {"model_type": "new_moe", "text_config": sizes}))
-    assert told.endswith("model: {num_experts: 64, top_k: 6, hidden_size: 48, ffn_hidden_size: 16}")
+    told = one_line_error(written(tmp_path, {"model_type": "outer", "text_config": v4 | sizes}))
+    assert "'deepseek_v4': scores are the root of a softplus" in told
+    assert "num_hash_layers" in told
+    block, marks = told.partition("model: ")[2].split(" (guessed: ")
+    assert marks == "score_function, shared_ffn_hidden_size)"
+    config = {"model": yaml.safe_load(block), "workload": {"kind": "synthetic", "num_tokens": 64}}
+    config |= {"policies": [{"name": "topk"}]}
+    (experiment,) = load_experiments(written(tmp_path, json.dumps(config), "config.yaml"), on_cpu=True)
+    model = experiment.model.spec()
+    assert (model.num_experts, model.num_layers, model.shared_ffn_hidden_size, model.routed_scale) == (64, 40, 32, 1.5)
+
+
+@pytest.mark.skipif(not PUBLIC_FILES, reason="aiconfigurator-core is not installed")
+def test_config_files_that_people_serve_are_understood_or_refused_with_the_way_on() -> None:
+    """What no spec can state are DeepSeek-V4 and a Gemma without experts."""
+    refused = {}
+    for path in PUBLIC_FILES:
+        try:
+            load_hf_model(path)
+        except ValueError as error:
+            refused[path.name] = str(error)
+    v4 = {name: told for name, told in refused.items() if "DeepSeek-V4" in name}
+    dense = {name: told for name, told in refused.items() if name not in v4}
+    assert all("the root of a softplus" in told and "model: {num_experts: " in told for told in v4.values())
+    assert [told for told in dense.values() if "this model has no experts; expected a mixture" not in told] == []
+    assert len(v4) + len(dense) <= 0.11 * len(PUBLIC_FILES)
+    assert len(dense) <= 0.05 * (len(PUBLIC_FILES) - len(v4))
+
+
+def test_a_config_json_may_have_infinities_and_three_megabytes(tmp_path: Path) -> None:
+    values = changed("olmoe-1b-7b", time_step_limit=[0.0, float("inf")], quantization_config=["x" * 1000] * 3000)
+    assert facts(load_hf_model(written(tmp_path, values))) == facts(load_model("olmoe-1b-7b"))
+
+
+def test_routed_experts_may_have_a_width_of_their_own() -> None:
+    """Their rows and weights shrink; the router, the shared experts and what the layer takes do not."""
+    wide = load_model("deepseek-v3")
+    narrow = wide.model_copy(update={"latent_size": wide.hidden_size // 4})
+    assert 4 * narrow.expert_parameters == wide.expert_parameters
+    latent = 2 * wide.hidden_size * wide.hidden_size // 4
+    assert narrow.other_parameters(4) - wide.other_parameters(4) == latent
+    assert narrow.scaled(1 / 4).latent_size == wide.hidden_size // 16
+    assert any("width of 1792" in sentence for sentence in narrow.departures)
+    held = [footprint(model, 8, num_tokens=64, cached_tokens=0, value_bytes=2) for model in (wide, narrow)]
+    assert held[1]["expert_bytes"] * 4 == held[0]["expert_bytes"]
+    assert held[0]["row_bytes"] - held[1]["row_bytes"] == 64 * 8 * 2 * 3 * wide.hidden_size * 2
+    work = RankWork(4096, 4096 * 8, np.full(32, 1024))
+    of = [layer_us(model, work) for model in (wide, narrow)]
+    assert (of[0]["gate"], of[0]["shared"]) == (of[1]["gate"], of[1]["shared"])
+    assert of[1]["permute"] == pytest.approx(of[0]["permute"] / 4)
+    assert of[1]["experts"] < of[0]["experts"] / 3
+
+
+def layer_us(model: ModelSpec, work: RankWork) -> dict[str, float]:
+    times: dict[str, float] = {}
+    for phase, time_us in layer_segments(Device.named("h100-sxm"), model, work, by_policy=False, batch_wide=False):
+        times[phase] = times.get(phase, 0.0) + time_us
+    return times
+
+
+@pytest.mark.parametrize(
+    ("values", "layers"),
+    [
+        ({"decoder_sparse_step": 2}, [*range(1, 48, 2)]),
+        ({"mlp_only_layers": [0, 1]}, [*range(2, 48)]),
+        ({"mlp_only_layers": [3]}, [0, 1, 2, *range(4, 48)]),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, [*range(5, 48, 3)]),
+    ],
+)
+def test_dense_layers_lie_where_a_qwen_file_says(tmp_path: Path, values: dict[str, Any], layers: list[int]) -> None:
+    model = load_hf_model(written(tmp_path, changed("qwen3-30b-a3b", **values)))
+    assert list(model.moe_layers) == layers
+    assert model.dense_ffn_hidden_size == 6144
 
 
 def test_layers_with_experts_may_lie_between_dense_ones(tmp_path: Path) -> None:

@@ -565,5 +565,6 @@ def picks_text(phases: Mapping[str, Store], bounds: Bounds) -> str:
         "a pass, at decode of a step; tok/s of a GPU (docs/model.md)"
     )
     rows["label"] = rows["label"].map(short_label)
-    columns = [column for column in columns if column.name != "phase" or len(phases) > 1]
+    alike = {name for name in ("phase", "at") if rows[name].nunique() == 1}
+    columns = [column for column in columns if column.name not in alike]
     return render([Table(rows, columns, "The whole model, from end to end", [note])], "text")

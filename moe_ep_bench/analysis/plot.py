@@ -23,7 +23,7 @@ from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
 from moe_ep_bench.analysis.timeline import DEFAULT, Choice
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import check_folder, refuse_links_out
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
@@ -152,8 +152,18 @@ def lines_of(directories: Sequence[Path]) -> list[Lines]:
         except (OSError, ValueError, AttributeError):
             continue  # named where the directory is read
         for experiment in config if isinstance(config, list) else [config]:
-            found += [Lines(**{key: line.get(key) for key in _LINES}) for line in experiment.get("figures") or ()]
+            listed = experiment.get("figures") if isinstance(experiment, dict) else None
+            found += [_line_of(line, directory) for line in (listed if isinstance(listed, list) else [])]
     return list(dict.fromkeys(found))
+
+
+def _line_of(values: object, directory: Path) -> Lines:
+    given = {key: values.get(key) for key in _LINES} if isinstance(values, dict) else {}
+    is_word = {key: isinstance(value, str) or (value is None and key not in "xy") for key, value in given.items()}
+    if not given or not all(is_word.values()):
+        expected = f"words for {', '.join(_LINES)}"
+        raise UserError(f"{directory / 'run.json'}: config: figures: expected {expected}; got {brief(values)}")
+    return Lines(**given)
 
 
 def _asked_lines(options: argparse.Namespace) -> Lines | None:

@@ -55,6 +55,8 @@ def of_experiment(experiment: Experiment, backend: str, world_size: int) -> Rows
     yield runs_here and layer.dtype not in RUN_DTYPES, "layer.dtype", allowed, layer.dtype
     gated = "gated experts where layers run; plain ones are modelled (emulate.device)"
     yield runs_here and model.activation == "plain", "model", gated, f"the plain ones of {model.name}"
+    own_width = "routed experts of the layer's own width where layers run; others are modelled (emulate.device)"
+    yield runs_here and model.latent_size is not None, "model", own_width, f"those of {model.name}"
     if backend != ROUTING:
         yield from _baseline(experiment, ep_size)
     if backend != RANKS:

@@ -119,7 +119,7 @@ class Comparison:
     def exchange(self) -> Exchange:
         """How rows travel between virtual ranks."""
         emulate, model = self.experiment.emulate, self.model
-        sizes = model.hidden_size, model.top_k, PRECISIONS[self.experiment.layer.dtype]
+        sizes = model.expert_hidden_size, model.top_k, PRECISIONS[self.experiment.layer.dtype]
         return Exchange(*sizes, emulate.transport, emulate.dispatch_dtype)
 
     @property

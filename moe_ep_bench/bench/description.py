@@ -174,7 +174,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
             # Equal for layers that are routed alike.
             "group": comparison.alike_but_for("layer"),
             "family": comparison.alike_but_for("layer", "num_tokens", "num_batches"),
-            "bytes_per_pair": int(model.hidden_size * PRECISIONS[experiment.layer.dtype].sent_bytes),
+            "bytes_per_pair": int(model.expert_hidden_size * PRECISIONS[experiment.layer.dtype].sent_bytes),
             "image_share": experiment.workload.image_share,
         }
     assert ranks is not None
@@ -183,7 +183,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "scale": model.scale,
         "num_replicas": comparison.world_size // comparison.ep_size,
         "world_size": comparison.world_size,
-        "hidden_size": model.hidden_size,
+        "hidden_size": model.expert_hidden_size,
         "ffn_hidden_size": model.ffn_hidden_size,
         "expert_matrices": model.expert_matrices,
         "dtype": asked.dtype,

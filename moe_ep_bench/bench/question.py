@@ -48,8 +48,9 @@ _NODE = 8
 # With fewer batches there are no intervals (``timing.statistics.MIN_BATCHES``).
 _BATCHES = 10
 # Chance decides which experts of a synthetic workload are busy and share a rank; one draw of it says little. Batches of
-# a draw are alike: of --model's, so many are enough, EPLB plans for the others.
-DRAWS, _MOST_DRAWS, _BATCHES_OF_A_DRAW = 5, 100, 4
+# a draw are alike: of --model's, two to four are enough, so that EPLB plans each for the others by so many tokens.
+DRAWS, _MOST_DRAWS = 5, 100
+_BATCHES_OF_A_DRAW, _PLANNED_TOKENS = 4, 2**16
 _SEQUENCE_LENGTH = 128
 # Score mass of the top-k, where a recording has scores that are normalised over it.
 _TOPK_SHARE = 0.7
@@ -343,7 +344,8 @@ def _with_draws(
     if draws == 1 or not is_drawn:
         return sweep
     if options.config is None:
-        raw["workload"]["num_batches"] = max(_BATCHES_OF_A_DRAW, math.ceil(_BATCHES / draws))
+        enough = min(_BATCHES_OF_A_DRAW, 1 + math.ceil(_PLANNED_TOKENS / raw["workload"]["num_tokens"]))
+        raw["workload"]["num_batches"] = max(enough, math.ceil(_BATCHES / draws))
     seed = experiments[0].workload.seed
     # First, so that points of one draw, which share its random numbers, follow each other.
     return {"workload.seed": [seed + number for number in range(draws)], **sweep}

@@ -73,10 +73,22 @@ class Shape(Strict):
     """MoE layers of the model; null = 1."""
     shared_ffn_hidden_size: int | None = Field(None, ge=0)
     """Width of all shared experts together; null = none."""
+    activation: Literal["swiglu", "plain"] | None = None
+    """Plain experts have no gate: two matrices in place of three; null = swiglu."""
     score_function: Literal["softmax", "sigmoid"] | None = None
     """Score function of the router; null = softmax."""
+    selection_bias: bool | None = None
+    """A learned bias per expert that selects, but does not weigh; null = none."""
+    num_groups: int | None = Field(None, ge=2)
+    """Groups of experts, of which a token may choose from the top_groups best; null = none."""
+    top_groups: int | None = Field(None, ge=1)
+    """Groups of a token."""
+    group_score_experts: int | None = Field(None, ge=1)
+    """Best experts of a group whose sum is its score."""
     normalize: bool | None = None
     """Divide a token's weights by their sum; null = true."""
+    routed_scale: float | None = Field(None, gt=0)
+    """Factor on a token\'s weights; null = 1."""
 
     def shape(self) -> ModelSpec | None:
         """The model that is given by hand, or None.

@@ -6,16 +6,16 @@ gate      roofline of T x D times D x E: 2 T D E operations; b (T D + D E) + 4 T
 policy    T E scores x picoseconds per score, of the model's own top-k or of Token Drop in plain torch, which stands
           for all policies
 permute   bytes / (memory bandwidth x share that permutation reaches), of four steps:
-          rows gathered for sending, 2 N D b bytes; sorted by local expert as they arrive, 2 M D b; put back after
-          the experts, 2 M D b; summed per token at the end, (N + T) D b. The middle two only where L > 1 and there
+          rows gathered for sending, 2 N W b bytes; sorted by local expert as they arrive, 2 M W b; put back after
+          the experts, 2 M W b; summed per token at the end, (N + T) W b. The middle two only where L > 1 and there
           are other ranks
 metadata  nothing: host syncs and counting are left out
 experts   overhead of a pass + the sum over local experts of the roofline of a gated FFN on its rows m:
-          6 m D F operations; b (3 D F + m (2 D + 6 F)) bytes: the weights of an expert that has rows, and rows in
+          6 m W F operations; b (3 W F + m (2 W + 6 F)) bytes: the weights of an expert that has rows, and rows in
           and out of two GEMMs with an activation between them. A table (``table_devices``) gives
           all of it, the middle two steps of the permutation included
-shared    roofline of a gated FFN on T rows, with S in place of F; at the end its output is added to the routed
-          experts', 3 T D b bytes through memory
+shared    roofline of a gated FFN on T rows, with D and S in place of W and F; at the end its output is added to
+          the routed experts', 3 T D b bytes through memory
 
 The layer has grouped experts, permutation by index (``layer.dispatchers``) and a gate that multiplies values as they
 are, as with Transformer Engine. Megatron-Core's own gate works in float32 and takes longer. The time per score does not
@@ -26,8 +26,9 @@ A batch-wide policy meets the other ranks in the middle of its routing: the mode
 after.
 
 Shapes: T = tokens of the rank, E = experts of the model (all are scored, however many slots there are), N = pairs that
-it sends, L = its local experts or slots, M = rows that arrive, D = hidden size, F = expert FFN size, S = FFN size of
-the shared experts, b = bytes per value.
+it sends, L = its local experts or slots, M = rows that arrive, D = hidden size, W = width of the rows that routed
+experts take, which is D unless the model has a latent size, F = expert FFN size, S = FFN size of the shared experts,
+b = bytes per value.
 """
 
 from __future__ import annotations
@@ -92,13 +93,14 @@ def layer_segments(
     """
     T, N, M, b = work.num_tokens, work.num_sent, work.num_received, bytes_per_value
     E, D, F, S = model.num_experts, model.hidden_size, model.ffn_hidden_size, model.shared_ffn_hidden_size
+    W = model.expert_hidden_size
     gate_us = device.work_us(2 * T * D * E, b * (T * D + D * E) + _LOGIT_BYTES * T * E, T) if T else 0.0
     routing_us = device.routing_us(T * E, by_policy=by_policy)
     top_k_us = min(device.routing_us(T * E, by_policy=False), routing_us) if batch_wide else routing_us
     sorted_already = alone or len(work.received_L) == 1 or device.HOLDS_PERMUTATION
-    sort_us = 0.0 if sorted_already else device.permute_us(2 * M * D * b)
+    sort_us = 0.0 if sorted_already else device.permute_us(2 * M * W * b)
     experts_us = device.experts_us(
-        D, F, work.received_L, b, dtype=dtype, num_matrices=model.expert_matrices, num_tokens=work.batch_tokens
+        W, F, work.received_L, b, dtype=dtype, num_matrices=model.expert_matrices, num_tokens=work.batch_tokens
     )
     shared_us = device.work_us(*ffn_work(D, S, T, b, model.expert_matrices))
     add_us = device.work_us(0, 3 * T * D * b, T)
@@ -111,7 +113,7 @@ def layer_segments(
         (UNACCOUNTED, 0.0),
         ("permute", 0.0),
         ("wait_metadata", 0.0),
-        ("permute", device.permute_us(2 * N * D * b)),
+        ("permute", device.permute_us(2 * N * W * b)),
         ("metadata", 0.0),
         (UNACCOUNTED, 0.0),
         ("wait_dispatch", 0.0),
@@ -123,6 +125,6 @@ def layer_segments(
         ("wait_combine", 0.0),
         (UNACCOUNTED, 0.0),
         *([("shared", add_us)] if S else []),
-        ("permute", device.permute_us((N + T) * D * b)),
+        ("permute", device.permute_us((N + T) * W * b)),
     ]
     return [one for one in segments if not (alone and one[0] in PHASE_OF_MEETING)]

@@ -24,6 +24,7 @@ Shapes: N = measured points, L = experts (or slots) of a rank, R = ranks, E = ex
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -210,7 +211,7 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, roofline_us: 
     """
     if not len(rows):
         raise UserError("expected rows of balanced loads, got none; take another framework or version (tables SYSTEM)")
-    wanted = (model.hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k)
+    wanted = (model.expert_hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k)
     own = of_shape(rows, wanted)
     if len(own):
         tables = tables_of_shape(own)
@@ -301,7 +302,8 @@ class TableDevice(Device):
         rows = read_moe(Tables.named(self.table_name, "moe"), dtype=dtype, tp_size=model.tensor_parallel)
         with naming(f"{self.table_name}, {dtype}"):
             table = find_table(rows, model, ep_size, device.roofline_us)
-        weights = model.expert_matrices * model.hidden_size * model.ffn_hidden_size * PRECISIONS[dtype].weight_bytes
+        sizes = model.expert_matrices, model.expert_hidden_size, model.ffn_hidden_size
+        weights = math.prod(sizes) * PRECISIONS[dtype].weight_bytes
         table = table.model_copy(update={"expert_us": weights / (self.reached_tbps * 1e6)})
         return device.model_copy(update={"table": table})
 
@@ -474,7 +476,7 @@ class DeepEpLinks(Links):
 
     def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> DeepEpLinks:
         rows = _deepep_rows(Tables.named(self.table_name, "comm"), self.backend, dtype)
-        wanted = (model.hidden_size, model.top_k, model.num_experts, ep_size)
+        wanted = (model.expert_hidden_size, model.top_k, model.num_experts, ep_size)
         mine = rows[(rows[_DEEPEP_SHAPE] == list(wanted)).all(axis=1)]
         if not len(mine):
             known = rows[_DEEPEP_SHAPE].drop_duplicates().itertuples(index=False, name=None)

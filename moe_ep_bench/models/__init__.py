@@ -19,10 +19,11 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from moe_ep_bench.errors import UserError, saying
-from moe_ep_bench.presets import Preset, Strict, validated
+from moe_ep_bench.presets import Preset, Strict
 
 # Kernels want hidden sizes that are multiples of this.
 _SIZE_MULTIPLE = 16
+_FFN_SIZES = ("ffn_hidden_size", "shared_ffn_hidden_size")
 
 
 class Widths(NamedTuple):
@@ -159,6 +160,8 @@ class ModelSpec(Preset):
     """Width of one routed expert's FFN."""
     activation: Literal["swiglu", "clamped_swiglu", "other_gated", "plain"] = "swiglu"
     """``plain`` experts, shared ones too, have no gate: two matrices in place of three."""
+    latent_size: PositiveInt | None = None
+    """Width of what routed experts take and give, between two projections of the layer; null = ``hidden_size``."""
     expert_bias: bool = False
     """The experts' linear layers have biases."""
     shared_ffn_hidden_size: NonNegativeInt = 0
@@ -169,6 +172,8 @@ class ModelSpec(Preset):
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: bool = False
     """The router's linear layer has a bias: part of the logits, and so of the weights."""
+    router_scales: bool = False
+    """The router has a norm of its own, and a learned scale per expert multiplies the weights."""
     selection_bias: bool = False
     """A learned bias per expert is added to the scores for selecting, never to the weights."""
     num_groups: int | None = Field(None, ge=2)
@@ -236,6 +241,11 @@ class ModelSpec(Preset):
         return len(self.moe_layers)
 
     @property
+    def expert_hidden_size(self) -> int:
+        """Width of the rows that travel to routed experts and back."""
+        return self.latent_size or self.hidden_size
+
+    @property
     def expert_matrices(self) -> int:
         """Matrices of an expert."""
         return 2 if self.activation == "plain" else 3
@@ -250,7 +260,10 @@ class ModelSpec(Preset):
             "The experts' biases are left out.": self.expert_bias,
             "The clamped SwiGLU is computed as plain SwiGLU.": self.activation == "clamped_swiglu",
             "The experts' gated activation is computed as SwiGLU.": self.activation == "other_gated",
+            f"The projections into the routed experts' width of {self.latent_size} and out of it are left"
+            " out.": self.latent_size is not None,
             "The router's bias is left out.": self.router_bias,
+            "The router's norm and its learned scale of each expert are left out.": self.router_scales,
             "The shared experts' gate is left out.": self.shared_expert_gate,
             "The selection bias is zero: its trained values are part of the weights.": self.selection_bias,
             f"A group's score sums its best {sums} experts, as Megatron-Core has it,"
@@ -261,8 +274,13 @@ class ModelSpec(Preset):
     @property
     def expert_parameters(self) -> int:
         """Weights of one routed expert: its matrices, and biases where the model has them."""
-        biases = (self.expert_matrices - 1) * self.ffn_hidden_size + self.hidden_size
-        return self.expert_matrices * self.hidden_size * self.ffn_hidden_size + biases * self.expert_bias
+        biases = (self.expert_matrices - 1) * self.ffn_hidden_size + self.expert_hidden_size
+        return self.expert_matrices * self.expert_hidden_size * self.ffn_hidden_size + biases * self.expert_bias
+
+    @property
+    def latent_parameters(self) -> int:
+        """Weights of a layer's projections into and out of ``latent_size``."""
+        return 2 * self.hidden_size * (self.latent_size or 0)
 
     def other_parameters(self, num_layers: int | None = None) -> int | None:
         """Weights of all but routed experts: of the first ``num_layers`` (None = all), embeddings and output.
@@ -275,6 +293,7 @@ class ModelSpec(Preset):
         hidden, num_layers = self.hidden_size, num_layers or self.num_layers
         router = self.num_experts * (hidden + self.router_bias + self.selection_bias)
         shared = self.expert_matrices * hidden * self.shared_ffn_hidden_size + hidden * self.shared_expert_gate
+        shared += self.latent_parameters
         block = self.attention.num_parameters(hidden) + 2 * hidden  # two norms
         num_moe = sum(layer < num_layers for layer in self.moe_layers)
         ffn = num_moe * (router + shared) + (num_layers - num_moe) * 3 * hidden * self.dense_ffn_hidden_size
@@ -295,7 +314,7 @@ class ModelSpec(Preset):
         """
         if tensor_parallel == 1:
             return self
-        sizes = {key: getattr(self, key) for key in ("ffn_hidden_size", "shared_ffn_hidden_size")}
+        sizes = {key: getattr(self, key) for key in _FFN_SIZES}
         for key, size in sizes.items():
             if size % tensor_parallel:
                 raise UserError(f"tensor_parallel: expected a divisor of {key}={size}, got {tensor_parallel}")
@@ -312,7 +331,7 @@ class ModelSpec(Preset):
             return self
         sizes = {
             key: max(_SIZE_MULTIPLE, round(getattr(self, key) * scale / _SIZE_MULTIPLE) * _SIZE_MULTIPLE)
-            for key in ("hidden_size", "ffn_hidden_size", "shared_ffn_hidden_size", "dense_ffn_hidden_size")
+            for key in ("hidden_size", "latent_size", *_FFN_SIZES, "dense_ffn_hidden_size")
             if getattr(self, key)
         }
         return self.model_copy(update={**sizes, "scale": scale})
@@ -357,12 +376,11 @@ def load_hf_model(path: Path) -> ModelSpec:
     """
     from moe_ep_bench.models import hf_config  # Which builds a class for each family: reading results waits for none.
 
-    return validated(ModelSpec, hf_config.read_hf_config(path, ModelSpec.model_fields), path)
+    return hf_config.read_hf_config(path, ModelSpec)
 
 
-def spec_of(values: Mapping[str, Any], where: Path) -> ModelSpec:
-    """The same of a config's values, whose family is known (``hf_config.family_of``)."""
+def spec_of(values: Mapping[str, Any], where: str) -> ModelSpec:
+    """The same of a config's values."""
     from moe_ep_bench.models import hf_config
 
-    fields = {"source": str(where), **hf_config.fields_of(values, ModelSpec.model_fields, where)}
-    return validated(ModelSpec, fields, where)
+    return hf_config.spec_of(values, ModelSpec, Path(where), source=where)

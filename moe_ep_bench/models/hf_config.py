@@ -2,17 +2,19 @@
 
 A class for each ``model_type`` says by which keys its files state the fields of a ``ModelSpec``: an alias is the file's
 key, null stands for a key that is missing. A missing size is an error. A default is that of the family's own
-configuration class in transformers. What no spec can express (another activation, dense layers in between) is refused,
-not guessed; attention that none can express is None, and a whole model is refused then.
+configuration class in transformers. What no spec can express (another score function, experts chosen by token id) is
+refused, not guessed, with a shape by hand to go on from; attention that none can express is None, and a whole model is
+refused then.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -25,18 +27,24 @@ from pydantic import (
     model_validator,
 )
 
-from moe_ep_bench.errors import UserError, brief, naming
-from moe_ep_bench.files import MOST_YAML_BYTES, parse_json, read_bytes
+from moe_ep_bench.errors import UserError, brief, saying
+from moe_ep_bench.files import parse_json, read_bytes
 from moe_ep_bench.presets import Strict, validated
 
-BY_HAND = "or give the shape: model: {num_experts: ..., top_k: ..., hidden_size: ..., ffn_hidden_size: ...}"
-# Of files of families that are not known: keys that mostly state a size of a shape by hand.
-_USUAL = {
+MOST_CONFIG_BYTES = 2**24  # Those of quantised checkpoints list every layer that is not.
+# Fields of a shape by hand, and the keys that mostly state them in files that are not understood.
+_USUAL: dict[str, tuple[str, ...]] = {
     "num_experts": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts"),
     "hidden_size": ("hidden_size",),
-    "ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
+    "ffn_hidden_size": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
+    "num_layers": ("num_hidden_layers",),
+    "shared_ffn_hidden_size": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    "score_function": ("scoring_func",),
+    "normalize": ("norm_topk_prob", "moe_renormalize"),
+    "routed_scale": ("routed_scaling_factor",),
 }
+_NEEDED = ("num_experts", "top_k", "hidden_size", "ffn_hidden_size")
 
 
 class _Family(Strict):
@@ -67,26 +75,41 @@ class _Family(Strict):
     head_dim: PositiveInt | None = None
     attention_bias: bool = False
     qkv_bias: bool = False
-    hidden_act: Literal["silu"] = "silu"
+    hidden_act: str = "silu"
 
     @model_validator(mode="after")
     def _check(self) -> _Family:
         if self.top_k > self.num_experts:
-            key = type(self).model_fields["top_k"].alias
+            key = type(self).model_fields["top_k"].alias or "num_experts_per_tok"
             raise UserError(f"{key}: expected at most the {self.num_experts} experts, got {self.top_k}")
         if self._has_dense_layers and not self.dense_ffn_hidden_size:
+            key = type(self).model_fields["dense_ffn_hidden_size"].alias
             got = "missing" if self.dense_ffn_hidden_size is None else "0"
-            raise UserError(f"intermediate_size: {got}; expected a whole number from 1")
+            raise UserError(f"{key}: {got}; expected a whole number from 1")
         return self
 
     @property
+    def routed_layers(self) -> list[int]:
+        """Numbers of the layers that have experts, ascending."""
+        return list(range(self.num_layers))
+
+    @property
     def _has_dense_layers(self) -> bool:
-        return bool(getattr(self, "first_dense_layers", 0))
+        return len(self.routed_layers) < self.num_layers
 
     def spec(self) -> dict[str, Any]:
         """Fields of a ``ModelSpec``, and keys that are none."""
         unused = set() if self._has_dense_layers else {"dense_ffn_hidden_size"}
-        return {**self.model_dump(exclude=unused), "attention": self.attention(), **self.FACTS}
+        first = self.routed_layers[0] if self.routed_layers else self.num_layers
+        leading = self.routed_layers == list(range(first, self.num_layers))
+        return {
+            **self.model_dump(exclude=unused),
+            "first_dense_layers": first if leading else 0,
+            "listed_moe_layers": None if leading else tuple(self.routed_layers),
+            "activation": "swiglu" if self.hidden_act in ("silu", "swiglu") else "other_gated",
+            "attention": self.attention(),
+            **self.FACTS,
+        }
 
     def attention(self) -> dict[str, Any] | None:
         """Fields of the spec's attention; None where no spec can express it."""
@@ -100,14 +123,15 @@ class _Family(Strict):
         }
 
 
-def _leading_dense(layers: object) -> int:
-    """How many layers are dense, which must be the first ones, of a list of their kinds: "dense", or 0."""
+def _kinds(layers: object) -> object:
+    """The kinds of all layers, "dense" or "sparse", or 0 and 1, as zeros and ones; None where one number is for all."""
+    if isinstance(layers, int) and layers == 1:
+        return None
     if not isinstance(layers, list):
-        raise UserError(f"expected a list, got {brief(layers)}")
-    kinds = [kind in ("dense", 0) for kind in layers]
-    if kinds != sorted(kinds, reverse=True) or not all(kind in ("dense", "sparse", 0, 1) for kind in layers):
-        raise UserError(f"expected dense layers, then sparse ones, got {brief(layers)}")
-    return sum(kinds)
+        raise UserError(f"expected 1 or a list, got {brief(layers)}")
+    if not all(kind in ("dense", "sparse", 0, 1) for kind in layers):
+        raise UserError(f"expected dense and sparse layers, got {brief(layers)}")
+    return [int(kind in ("sparse", 1)) for kind in layers]
 
 
 class _NoAttention:
@@ -117,8 +141,34 @@ class _NoAttention:
         return None
 
 
-class _Deepseek(_Family):
-    first_dense_layers: int = Field(alias="first_k_dense_replace", ge=0)
+class _Layered(_Family):
+    """Families whose first layers are dense; later files list the kind of each layer."""
+
+    first_dense_layers: NonNegativeInt | None = Field(None, alias="first_k_dense_replace")
+    layer_kinds: Annotated[list[int] | None, BeforeValidator(_kinds)] = Field(
+        None, validation_alias=AliasChoices("mlp_layer_types", "moe_layer_freq")
+    )
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> _Layered:
+        kinds, first = self.layer_kinds, self.first_dense_layers
+        if kinds is None and first is None:
+            raise UserError("first_k_dense_replace: missing")
+        if kinds is not None and len(kinds) < self.num_layers:
+            raise UserError(f"mlp_layer_types: expected the kinds of {self.num_layers} layers, got {len(kinds)}")
+        if "first_dense_layers" in self.model_fields_set and self.routed_layers != [*range(first, self.num_layers)]:
+            expected = f"expected {first} dense layers, as first_k_dense_replace says"
+            raise UserError(f"mlp_layer_types: {expected}, then sparse ones; got {brief(kinds)}")
+        return self
+
+    @property
+    def routed_layers(self) -> list[int]:
+        if self.layer_kinds is None:
+            return list(range(self.first_dense_layers or 0, self.num_layers))
+        return [layer for layer in range(self.num_layers) if self.layer_kinds[layer : layer + 1] == [1]]
+
+
+class _Deepseek(_Layered):
     num_experts: PositiveInt = Field(alias="n_routed_experts")
     n_shared_experts: int = Field(0, ge=0)
     num_groups: PositiveInt = Field(1, alias="n_group")
@@ -126,21 +176,6 @@ class _Deepseek(_Family):
     topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
     scoring_func: Literal["softmax"] = "softmax"
     routed_scale: PositiveFloat = Field(1.0, alias="routed_scaling_factor")
-    moe_layer_freq: Literal[1] = 1
-
-    @model_validator(mode="before")
-    @classmethod
-    def _count_dense(cls, stated: dict[str, Any]) -> dict[str, Any]:
-        """Later files list the kind of each layer."""
-        stated, counted = dict(stated), stated.get("first_k_dense_replace")
-        for key in ("mlp_layer_types", "moe_layer_freq"):
-            if isinstance(stated.get(key), list):
-                with naming(key):
-                    dense = _leading_dense(stated.pop(key))
-                    if counted not in (None, dense):
-                        raise UserError(f"expected {counted} dense layers, as first_k_dense_replace says, got {dense}")
-                stated["first_k_dense_replace"] = counted = dense
-        return stated
 
     def spec(self) -> dict[str, Any]:
         found = {**super().spec(), "shared_ffn_hidden_size": self.n_shared_experts * self.ffn_hidden_size}
@@ -149,6 +184,17 @@ class _Deepseek(_Family):
         if found["group_score_experts"] is None or self.num_groups == 1:
             found |= {"num_groups": None, "top_groups": None, "group_score_experts": None}
         return found
+
+
+class _DeepseekOcr2(_Deepseek):
+    """The language model of DeepSeek-OCR 2: weights are never normalised, heads share the hidden size evenly."""
+
+    first_dense_layers: NonNegativeInt | None = Field(0, alias="first_k_dense_replace")
+    n_shared_experts: int = Field(2, ge=0)
+    normalize: Literal[False] = Field(False, alias="norm_topk_prob")
+
+    def attention(self) -> dict[str, Any]:
+        return {**super().attention(), "head_dim": self.hidden_size // self.num_heads}
 
 
 class _DeepseekV2(_Deepseek):
@@ -214,18 +260,52 @@ class _ExaoneMoe(_V3Indexed):
 
 
 class _KimiLinear(_V3Indexed):
-    """Kimi Linear, and with groups Bailing's hybrid models."""
+    """Kimi Linear, Kimi-K3, whose routed experts work at a width of their own, and with groups Bailing's hybrids."""
 
     num_experts: PositiveInt
     top_k: PositiveInt = Field(validation_alias=AliasChoices("num_experts_per_token", "num_experts_per_tok"))
     n_shared_experts: int = Field(1, ge=0, alias="num_shared_experts")
     num_groups: PositiveInt = Field(1, validation_alias=AliasChoices("num_expert_group", "n_group"))
     normalize: bool = Field(True, validation_alias=AliasChoices("moe_renormalize", "norm_topk_prob"))
+    moe_router_activation_func: Literal["sigmoid"] = "sigmoid"
+    latent_size: PositiveInt | None = Field(None, alias="routed_expert_hidden_size")
 
 
 class _BailingHybrid(_KimiLinear):
     num_groups: PositiveInt = Field(8, validation_alias=AliasChoices("num_expert_group", "n_group"))
     top_groups: PositiveInt = Field(4, alias="topk_group")
+
+
+class _NemotronH(_NoAttention, _V3Routing):
+    """Nemotron-H: every layer is attention, Mamba, a dense FFN or a mixture of experts; no FFN has a gate."""
+
+    FACTS: ClassVar = {**_V3Routing.FACTS, "activation": "plain"}
+    blocks: Annotated[list[str], BeforeValidator(list)] = Field(
+        validation_alias=AliasChoices("layers_block_type", "layer_types", "hybrid_override_pattern")
+    )
+    first_dense_layers: Literal[0] = 0
+    shared_ffn_hidden_size: PositiveInt = Field(alias="moe_shared_expert_intermediate_size")
+    latent_size: PositiveInt | None = Field(None, alias="moe_latent_size")
+    routed_scale: PositiveFloat = Field(1.0, alias="routed_scaling_factor")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_layers(cls, stated: dict[str, Any]) -> dict[str, Any]:
+        """Files and code count blocks, whatever num_hidden_layers says."""
+        keys = cls.model_fields["blocks"].validation_alias.choices
+        blocks = next((stated[key] for key in keys if isinstance(stated.get(key), list | str)), None)
+        return stated if blocks is None else {**stated, "num_hidden_layers": len(blocks)}
+
+    @property
+    def routed_layers(self) -> list[int]:
+        return [layer for layer, kind in enumerate(self.blocks) if kind in ("moe", "E")]
+
+    @property
+    def _has_dense_layers(self) -> bool:
+        return not {"mlp", "-"}.isdisjoint(self.blocks)
+
+    def spec(self) -> dict[str, Any]:
+        return {**super().spec(), "shared_ffn_hidden_size": self.shared_ffn_hidden_size}
 
 
 class _Glm4(_V3Routing):
@@ -246,13 +326,14 @@ class _Glm4v(_Glm4):
 
 class _SolarOpen(_Glm4):
     head_dim: PositiveInt = 128
-    first_dense_layers: int = Field(0, alias="first_k_dense_replace", ge=0)
+    first_dense_layers: NonNegativeInt | None = Field(0, alias="first_k_dense_replace")
 
 
 class _Dots1(_V3Routing):
     ATTENTION: ClassVar = {"qk_norm": "head"}
+    NULLS: ClassVar = ("num_key_value_heads",)
     num_kv_heads: PositiveInt = Field(32, alias="num_key_value_heads")
-    first_dense_layers: int = Field(0, alias="first_k_dense_replace", ge=0)
+    first_dense_layers: NonNegativeInt | None = Field(0, alias="first_k_dense_replace")
     n_shared_experts: int = Field(0, ge=0)
     normalize: bool = Field(False, alias="norm_topk_prob")
     routed_scale: PositiveFloat = Field(1.0, alias="routed_scaling_factor")
@@ -266,6 +347,22 @@ class _Mixtral(_Family):
     normalize: Literal[True] = Field(True, alias="norm_topk_prob")  # a softmax of the top-k
 
 
+def _same_of_all(stated: object) -> object:
+    """One number for all layers, where a file lists it for each."""
+    return stated[0] if isinstance(stated, list) and stated and stated.count(stated[0]) == len(stated) else stated
+
+
+class _HunyuanV1(_Mixtral):
+    """Hunyuan-A13B: Mixtral's routing, and a shared expert as wide as a routed one."""
+
+    ATTENTION: ClassVar = {"qk_norm": "head"}
+    BIASES: ClassVar = ("attention_bias",)
+    num_kv_heads: PositiveInt | None = Field(None, alias="num_key_value_heads")
+    num_experts: Annotated[PositiveInt, BeforeValidator(_same_of_all)]
+    top_k: Annotated[PositiveInt, BeforeValidator(_same_of_all)] = Field(alias="moe_topk")
+    shared_ffn_hidden_size: PositiveInt = Field(alias="intermediate_size")
+
+
 class _MinimaxM2(_Mixtral):
     """MiniMax-M2: a sigmoid with a selection bias; weights are normalised over the top-k."""
 
@@ -275,6 +372,76 @@ class _MinimaxM2(_Mixtral):
     use_routing_bias: Literal[True] = True
     use_qk_norm: Literal[True] = True
     shared_intermediate_size: Literal[0] = 0
+
+
+class _MinimaxM3(_NoAttention, _Layered):
+    """MiniMax-M3: M2's routing, a scale, and one shared expert; every FFN is a clamped SwiGLU."""
+
+    FACTS: ClassVar = {**_MinimaxM2.FACTS, "activation": "clamped_swiglu"}
+    first_dense_layers: NonNegativeInt | None = Field(0, alias="first_k_dense_replace")
+    num_experts: PositiveInt = Field(alias="num_local_experts")
+    ffn_hidden_size: PositiveInt = Field(alias="intermediate_size")
+    dense_ffn_hidden_size: NonNegativeInt | None = Field(None, alias="dense_intermediate_size")
+    shared_ffn_hidden_size: PositiveInt = Field(alias="shared_intermediate_size")
+    normalize: Literal[True] = Field(True, alias="norm_topk_prob")
+    routed_scale: PositiveFloat = Field(2.0, alias="routed_scaling_factor")
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    use_routing_bias: Literal[True] = True
+
+
+def _layer_numbers(stated: object) -> object:
+    """A list of layers, or one in a string, as older files have it."""
+    return [int(number) for number in stated.split(",") if number.strip()] if isinstance(stated, str) else stated
+
+
+class _Step3p7(_NoAttention, _Layered):
+    """Step-3.7: MiniMax-M2's routing and a scale; some layers clamp their SwiGLU."""
+
+    FACTS: ClassVar = _MinimaxM2.FACTS
+    first_dense_layers: NonNegativeInt | None = Field(3, alias="first_k_dense_replace")
+    moe_layers_enum: Annotated[list[int] | None, BeforeValidator(_layer_numbers)] = None
+    num_experts: PositiveInt = Field(
+        validation_alias=AliasChoices("n_routed_experts", "moe_num_experts", "num_local_experts", "num_experts")
+    )
+    top_k: PositiveInt = Field(validation_alias=AliasChoices("num_experts_per_tok", "moe_top_k"))
+    shared_ffn_hidden_size: PositiveInt = Field(validation_alias=AliasChoices("share_expert_dim", "share_expert_dims"))
+    normalize: Literal[True] = Field(True, alias="norm_expert_weight")
+    routed_scale: PositiveFloat = Field(1.0, alias="moe_router_scaling_factor")
+    scoring_func: Literal["sigmoid"] = Field(
+        "sigmoid", validation_alias=AliasChoices("moe_router_activation", "scoring_func")
+    )
+    use_moe_router_bias: Literal[True] = True
+    swiglu_limits: list[float | None] = Field(default_factory=list)
+
+    @property
+    def routed_layers(self) -> list[int]:
+        if self.layer_kinds is None and self.moe_layers_enum is not None:
+            return sorted({*self.moe_layers_enum} & {*range(self.num_layers)})
+        return super().routed_layers
+
+    def spec(self) -> dict[str, Any]:
+        clamped = {"activation": "clamped_swiglu"} if any(self.swiglu_limits) else {}
+        return {**super().spec(), **clamped}
+
+
+class _Gemma4(_NoAttention, _Family):
+    """Gemma 4: experts stand beside the dense FFN of each layer, which is added to theirs as a shared expert is."""
+
+    FACTS: ClassVar = {"normalize": True, "router_scales": True}
+    tied_embeddings: bool = Field(True, alias="tie_word_embeddings")
+    top_k: PositiveInt = Field(alias="top_k_experts")
+    shared_ffn_hidden_size: PositiveInt = Field(alias="intermediate_size")
+    normalize: Literal[True] = Field(True, alias="norm_topk_prob")
+    hidden_act: str = Field("gelu_pytorch_tanh", alias="hidden_activation")
+    enable_moe_block: bool = False
+    use_double_wide_mlp: Literal[False] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_experts(cls, stated: dict[str, Any]) -> dict[str, Any]:
+        if not stated.get("enable_moe_block") or "num_experts" not in stated:
+            raise UserError("enable_moe_block: false, or missing, or without num_experts: this model has no experts")
+        return stated
 
 
 class _Llama4(_Family):
@@ -289,17 +456,12 @@ class _Llama4(_Family):
     moe_layers: list[int] | None = None
 
     @property
-    def _routes(self) -> list[int]:
+    def routed_layers(self) -> list[int]:
         step = self.interleave_moe_layer_step
         return self.moe_layers or list(range(step - 1, self.num_layers, step))
 
-    @property
-    def _has_dense_layers(self) -> bool:
-        return len(self._routes) < self.num_layers
-
     def spec(self) -> dict[str, Any]:
-        found = {**super().spec(), "shared_ffn_hidden_size": self.ffn_hidden_size}  # one, as wide as a routed one
-        return {**found, "listed_moe_layers": self._routes} if self._has_dense_layers else found
+        return {**super().spec(), "shared_ffn_hidden_size": self.ffn_hidden_size}  # one, as wide as a routed one
 
 
 class _Minimax(_NoAttention, _Mixtral):
@@ -365,20 +527,18 @@ class _Molmo(_Family):
         return {**super().attention(), "qk_norm": "all_heads" if self.attention_layer_norm else "none"}
 
 
-def _leading_layers(layers: object) -> int:
-    """How many dense layers there are, which must be the first ones."""
-    if not isinstance(layers, list) or layers != list(range(len(layers))):
-        raise UserError(f"expected [0, 1, ...], the first layers, got {brief(layers)}")
-    return len(layers)
-
-
 class _Qwen3(_Family):
     ATTENTION: ClassVar = {"qk_norm": "head"}
     num_kv_heads: PositiveInt = Field(4, alias="num_key_value_heads")
-    first_dense_layers: Annotated[int, BeforeValidator(_leading_layers)] = Field(0, alias="mlp_only_layers")
+    dense_layers: list[int] = Field(default_factory=list, alias="mlp_only_layers")
     # The first in files of later transformers.
     num_experts: PositiveInt = Field(validation_alias=AliasChoices("num_local_experts", "num_experts"))
-    decoder_sparse_step: Literal[1] = 1
+    decoder_sparse_step: PositiveInt = 1
+
+    @property
+    def routed_layers(self) -> list[int]:
+        step = self.decoder_sparse_step
+        return [layer for layer in range(step - 1, self.num_layers, step) if layer not in self.dense_layers]
 
 
 class _Qwen3Vl(_Qwen3):
@@ -389,11 +549,13 @@ class _Qwen3Vl(_Qwen3):
     normalize: bool = Field(True, alias="norm_topk_prob")
 
 
-class _Mellum(_Qwen3):
-    """Qwen3's routing; later files list the kind of each layer, none of which may be dense or windowed."""
+class _Mellum(_Qwen3, _Layered):
+    """Qwen3's routing; later files list the kind of each layer, none of which may be windowed."""
 
+    routed_layers = _Layered.routed_layers
+
+    first_dense_layers: Literal[0] = 0
     head_dim: PositiveInt = 128
-    mlp_layer_types: list[Literal["sparse"]] = Field(default_factory=list)
     layer_types: list[Literal["full_attention"]] = Field(default_factory=list)
 
 
@@ -407,22 +569,29 @@ class _Qwen2(_Qwen3):
     qkv_bias: bool = True
 
 
-class _Qwen3Next(_Qwen3):
-    """Most layers have linear attention, which no spec can express: a whole model is refused."""
+class _Qwen3Next(_NoAttention, _Qwen3):
+    """Most layers have linear attention."""
 
     FACTS: ClassVar = {"shared_expert_gate": True}
     num_experts: PositiveInt
     shared_ffn_hidden_size: PositiveInt = Field(alias="shared_expert_intermediate_size")
 
-    def attention(self) -> None:
-        return None
-
 
 class _Qwen35(_Qwen3Next):
-    """Qwen3.5: Qwen3-Next's layers; weights are normalised, whatever the file says."""
+    """Qwen3.5: Qwen3-Next's layers; all have experts and weights are normalised, whatever the file says."""
 
     FACTS: ClassVar = {"shared_expert_gate": True, "normalize": True}
     normalize: bool = Field(True, alias="norm_topk_prob")
+
+    @property
+    def routed_layers(self) -> list[int]:
+        return list(range(self.num_layers))
+
+
+class _Qwen4(_Qwen35):
+    """Qwen4's experiments: Qwen3.5's layers, whose weights the file says to normalise, or not."""
+
+    FACTS: ClassVar = _Qwen3Next.FACTS
 
 
 # Files of models that see, hear and read hold the language model's keys below one of these.
@@ -434,16 +603,19 @@ _FAMILIES: dict[str, type[_Family]] = {
     "deepseek_v3": _DeepseekV3,
     "axk1": _DeepseekV3,
     "bailing_hybrid": _BailingHybrid,
+    "deepseek_ocr2": _DeepseekOcr2,
     "deepseek_v32": _DeepseekV32,
     "dots1": _Dots1,
     "exaone_moe": _ExaoneMoe,
     "flex_olmo": _Olmoe,
+    "gemma4": _Gemma4,
     "glm4_moe": _Glm4,
     "glm4_moe_lite": _Glm4Lite,
     "glm4v_moe": _Glm4v,
     "glm5_next": _V3Indexed,
     "glm_moe_dsa": _V3Indexed,
     "gpt_oss": _GptOss,
+    "hunyuan_v1_moe": _HunyuanV1,
     "hy_v4": _V3Indexed,
     "kimi_k2": _DeepseekV3,
     "kimi_linear": _KimiLinear,
@@ -452,9 +624,12 @@ _FAMILIES: dict[str, type[_Family]] = {
     "mimo_v2_flash": _MimoV2,
     "minimax": _Minimax,
     "minimax_m2": _MinimaxM2,
+    "minimax_m3": _MinimaxM3,
+    "minimax_m3_vl": _MinimaxM3,
     "mixtral": _Mixtral,
     "molmo": _Molmo,
     "molmoe": _Molmoe,
+    "nemotron_h": _NemotronH,
     "olmoe": _Olmoe,
     "qwen2_moe": _Qwen2,
     "qwen3_5_moe": _Qwen35,
@@ -462,64 +637,62 @@ _FAMILIES: dict[str, type[_Family]] = {
     "qwen3_next": _Qwen3Next,
     "qwen3_omni_moe": _Qwen3,
     "qwen3_vl_moe": _Qwen3Vl,
+    "qwen4_exp": _Qwen4,
     "solar_open": _SolarOpen,
+    "step3p5": _Step3p7,  # the language model of step3p7
+    "step3p7": _Step3p7,
 }
+# Families that route as no spec can say, and why.
+_V4 = (
+    "scores are the root of a softplus (scoring_func: sqrtsoftplus), and the first layers (num_hash_layers) look the"
+    " experts of a token up by its id; neither can be stated"
+)
+_REFUSED = {"deepseek_v4": _V4, "deepseek_ref": _V4}
+_EXPECTED_EXPERTS = "expected a mixture of experts"
+
+_Spec = TypeVar("_Spec", bound=Strict)
 
 
-FAMILY_NAMES = tuple(_FAMILIES)
-
-
-def read_hf_config(path: Path, keys: Iterable[str]) -> dict[str, Any]:
-    """Read a config.json, or a folder that holds one, into those fields of a ``ModelSpec`` that it states.
+def read_hf_config(path: Path, kind: type[_Spec]) -> _Spec:
+    """Read a config.json, or a folder that holds one, as a ``ModelSpec``, which is ``kind``.
 
     The name comes from the file's ``_name_or_path`` or its architecture, the source from its content: copies of one
     file give the same fields wherever they lie.
 
-    Args:
-        keys: all fields of a ``ModelSpec``.
-
     Raises:
-        ValueError: one line that names the file, the key, the value and what is allowed.
+        ValueError: one line that names the file, the key, the value and what is allowed, and ends with the way on.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = read_bytes(file, MOST_YAML_BYTES)
+        content = read_bytes(file, MOST_CONFIG_BYTES)
     except OSError as error:
         hint = "" if file.suffix == ".json" else "; files are read from this machine, nothing is fetched from a hub"
         raise UserError(f"{file}: cannot read a model's config.json: {error.strerror}{hint}") from None
-    values = parse_json(content, file)
+    values = parse_json(content, file, infinities=True)
     if not isinstance(values, dict):
         raise UserError(f"{file}: expected keys with values, got {type(values).__name__}")
-    family = family_of(values)
-    if family is None:
-        values = _language_model(values)
-        got = f"got {brief(values.get('model_type'))}; {_by_hand(values)}"
-        raise UserError(f"{file}: model_type: expected one of {', '.join(FAMILY_NAMES)}, {got}")
-    source = f"config.json by path, sha256 {hashlib.sha256(content).hexdigest()}"
-    return {"source": source, **fields_of(values, keys, file)}
+    with saying(_by_hand(_language_model(values))):
+        return spec_of(values, kind, file, f"config.json by path, sha256 {hashlib.sha256(content).hexdigest()}")
 
 
-def family_of(values: Mapping[str, Any]) -> str | None:
-    """The family of a config's language model; None where it is not known."""
-    values = _language_model(dict(values))
+def spec_of(values: Mapping[str, Any], kind: type[_Spec], where: Path, source: str) -> _Spec:
+    """A config's values as a ``ModelSpec``, which is ``kind``; ValueError as ``read_hf_config``, without the way on."""
+    values = _language_model(values)
     family = values.get("model_type")
     family = family.removesuffix("_text") if isinstance(family, str) else family
+    if not isinstance(family, str) or family not in _FAMILIES:
+        why = _REFUSED.get(family) if isinstance(family, str) else None
+        raise UserError(f"{where}: model_type {brief(family)}: {why or 'no family that is known here'}")
     if family == "deepseek" and values.get("kv_lora_rank") is not None:
         family = "deepseek_v2"  # which was first published under this model_type
-    return family if isinstance(family, str) and family in _FAMILIES else None
-
-
-def fields_of(values: Mapping[str, Any], keys: Iterable[str], where: Path) -> dict[str, Any]:
-    """Fields of a ``ModelSpec`` of a config whose family is known; ValueError as ``read_hf_config``."""
-    family, values = family_of(values), _language_model(dict(values))
-    assert family is not None
     nulls = _FAMILIES[family].NULLS
     stated = {key: value for key, value in values.items() if value is not None or key in nulls}
-    spec = validated(_FAMILIES[family], stated, where).spec()
-    return {"name": _name(stated), **{key: spec[key] for key in keys if key in spec}}
+    fields = validated(_FAMILIES[family], stated, where).spec()
+    known = {key: fields[key] for key in kind.model_fields if key in fields}
+    return validated(kind, {"name": _name(stated), "source": source, **known}, where)
 
 
-def _language_model(values: dict[str, Any]) -> dict[str, Any]:
+def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the language model, where they are nested; with those names of the whole that count."""
     inner = next((values[key] for key in _NESTED if isinstance(values.get(key), dict)), None)
     if inner is None:
@@ -530,14 +703,27 @@ def _language_model(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_hand(values: Mapping[str, Any]) -> str:
-    """How to give a shape by hand, with what the file seems to say of it."""
-    sizes = {
-        field: next((values[key] for key in keys if _is_size(values.get(key))), None) for field, keys in _USUAL.items()
+    """The way on from a file that is refused: its shape by hand, with what its keys seem to say, guesses marked."""
+    shape = {
+        field: next((values[key] for key in keys if values.get(key) is not None), None)
+        for field, keys in _USUAL.items()
     }
-    if None in sizes.values():
-        return BY_HAND
-    stated = ", ".join(f"{field}: {size}" for field, size in sizes.items())
-    return f"or give the shape in a config, by what the file seems to say: model: {{{stated}}}"
+    if shape["num_experts"] is None:
+        return f"; {_EXPECTED_EXPERTS}, and no key states how many there are ({', '.join(_USUAL['num_experts'])})"
+    guesses: dict[str, Any] = {"score_function": "softmax", "normalize": True}
+    if shape["score_function"] not in (None, "softmax", "sigmoid"):  # Each expert is scored by itself.
+        guesses["score_function"], shape["score_function"] = "sigmoid", None
+    count, width, first = values.get("n_shared_experts"), shape["ffn_hidden_size"], values.get("first_k_dense_replace")
+    if shape["shared_ffn_hidden_size"] is None and _is_size(count) and _is_size(width):
+        guesses["shared_ffn_hidden_size"] = count * width
+    if _is_size(first) and _is_size(shape["num_layers"]) and shape["num_layers"] > first:
+        shape["num_layers"] -= first  # MoE layers alone
+    guesses = {field: guess for field, guess in guesses.items() if shape[field] is None}
+    shape |= guesses
+    wanted = {field: value for field, value in shape.items() if value is not None or field in _NEEDED}
+    stated = ", ".join(f"{field}: {'...' if value is None else json.dumps(value)}" for field, value in wanted.items())
+    marks = f" (guessed: {', '.join(guesses)})" if guesses else ""
+    return f"; the way on is a config with the shape by hand: model: {{{stated.replace(chr(34), '')}}}{marks}"
 
 
 def _is_size(value: object) -> bool:

@@ -30,7 +30,7 @@ def rank_expert_weights(model: ModelSpec, num_ranks: int) -> int:
 
 def layer_rows_values(model: ModelSpec, num_pairs: int) -> int:
     """Values that (token, expert) pairs take while a rank computes them: permuted twice, and inside the FFN."""
-    return num_pairs * (4 * model.hidden_size + model.expert_matrices * model.ffn_hidden_size)
+    return num_pairs * (4 * model.expert_hidden_size + model.expert_matrices * model.ffn_hidden_size)
 
 
 def fullest_pairs(model: ModelSpec, num_tokens: int, peak_load: float | None, num_ranks: int) -> int:
@@ -129,6 +129,7 @@ def footprint(
     if num_layers == 0:
         num_moe, cached = 1, 0
         others = model.hidden_size * (model.num_experts + model.expert_matrices * model.shared_ffn_hidden_size)
+        others += model.latent_parameters
     else:
         num_layers = num_layers or model.num_layers
         num_moe = sum(layer < num_layers for layer in model.moe_layers)

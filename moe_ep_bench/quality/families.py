@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.models import ModelSpec, spec_of
-from moe_ep_bench.models.hf_config import FAMILY_NAMES, family_of
 from moe_ep_bench.policies.contract import RoutingContext
 from moe_ep_bench.policies.steps import TORCH
 
-_ROUTER = re.compile(r"top_?k_?router$", re.IGNORECASE)
+_ROUTER = re.compile(r"top_?k_?router$|^HunYuanMoEV1Gate$", re.IGNORECASE)
 _BIAS = "e_score_correction_bias"
 
 
@@ -76,7 +74,8 @@ class MoELayer:
             bias_E=getattr(self.router, _BIAS).float() if self.spec.selection_bias else None,
             num_groups=num_groups,
             top_groups=top_groups,
-            scale=self.spec.routed_scale,
+            # Where the router has none, the layer multiplies the experts' sum.
+            scale=self.spec.routed_scale if hasattr(self.router, "routed_scaling_factor") else 1.0,
             layer_fraction=self.fraction,
         )
 
@@ -87,35 +86,45 @@ class MoELayer:
         and six experts from three groups), scores outside a token's best groups are 0, as the model has it.
         """
         if self.spec.score_function == "sigmoid":
-            return logits_TE.float().sigmoid()
-        scores_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+            scores_TE = logits_TE.float().sigmoid()
+        else:
+            scores_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
         if self.groups is None or self.policies_know_groups:
             return scores_TE
         num_groups, top_groups = self.groups
-        scores_TGe = scores_TE.unflatten(1, (num_groups, -1))
-        inside_TG = TORCH.best_per_row(scores_TGe.amax(dim=-1), top_groups)
-        return scores_TGe.masked_fill(~inside_TG.unsqueeze(-1), 0.0).flatten(1)
+        compared_TE = scores_TE + getattr(self.router, _BIAS) if self.spec.selection_bias else scores_TE
+        best_TGk = compared_TE.unflatten(1, (num_groups, -1)).topk(self.spec.group_score_experts or 1, dim=-1).values
+        inside_TG = TORCH.best_per_row(best_TGk.sum(dim=-1), top_groups)
+        return scores_TE.masked_fill(~inside_TG.repeat_interleave(self.num_experts // num_groups, dim=1), 0.0)
+
+    def check_policies(self) -> None:
+        """Refuse groups that no policy can follow; a recording, in which the router chooses, needs none.
+
+        Raises:
+            ValueError: one line that names the router.
+        """
+        if self.groups and not self.policies_know_groups and self.spec.selection_bias:
+            raise UserError(
+                f"{self.name}: expected top_k ({self.top_k}) over topk_group ({self.groups[1]}) to be "
+                f"{self.spec.group_score_experts}, by which {self.spec.name} compares its {self.groups[0]} groups"
+            )
 
 
 def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
     """All MoE layers of a model, in its order.
 
     Raises:
-        ValueError: no routers, a family that is not known, or routers that choose in a way that policies cannot follow.
+        ValueError: no routers, or a family that is not known.
     """
     where = type(model).__name__
     found = [(name, module) for name, module in model.named_modules() if _ROUTER.search(type(module).__name__)]
     if not found:
-        classes = sorted({type(module).__name__ for module in model.modules()})
-        others = [name for name in classes if re.search("router|gating|moegate", name, re.IGNORECASE)]
+        others = sorted({type(module).__name__ for module in model.modules() if _seems_to_route(module)})
         got = f"the routers {', '.join(others)}" if others else "none: no mixture of experts"
         raise UserError(f"{where}: expected routers of classes ...TopKRouter, as transformers 5 has them; got {got}")
     config: Any = model.config
     values = config.to_dict()
-    if family_of(values) is None:
-        got = brief(values.get("model_type"))
-        raise UserError(f"{where}: model_type: expected one of {', '.join(FAMILY_NAMES)}, got {got}")
-    spec, layers = spec_of(values, Path(where)), []
+    spec, layers = spec_of(values, where), []
     for place, (name, router) in enumerate(found):
         experts = model.get_submodule(name.rpartition(".")[0]).experts
         number = re.search(r"\.layers\.(\d+)\.", f".{name}")
@@ -123,10 +132,11 @@ def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
         layer = MoELayer(name, int(number[1]), place / len(found), router, experts, spec)
         if spec.selection_bias != hasattr(router, _BIAS):
             raise UserError(f"{name}: expected {_BIAS}, by which {values['model_type']} selects experts")
-        if layer.groups and not layer.policies_know_groups and spec.score_function == "sigmoid":
-            raise UserError(
-                f"{name}: expected top_k ({layer.top_k}) over topk_group ({layer.groups[1]}) to be "
-                f"{spec.group_score_experts}, by which {values['model_type']} compares its {layer.groups[0]} groups"
-            )
         layers.append(layer)
     return layers
+
+
+def _seems_to_route(module: torch.nn.Module) -> bool:
+    """By the name of its class, or as a layer that chooses among experts within itself does."""
+    named = re.search("router|gating|moegate", type(module).__name__, re.IGNORECASE) is not None
+    return named or (hasattr(module, "num_experts") and hasattr(module, "top_k"))

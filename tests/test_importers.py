@@ -636,6 +636,17 @@ def test_a_top_1_models_dense_layers_are_those_that_the_model_names(tmp_path, ou
     np.testing.assert_array_equal(read_back(out)[0], ids_TLK.transpose(1, 0, 2)[1::2])
 
 
+@pytest.mark.parametrize("num_layers", [27, 26])
+def test_arrays_of_moe_layers_alone_have_the_models_numbers(tmp_path, out, num_layers):
+    """vLLM about 0.21 leaves dense layers out, which others fill with zeros."""
+    ids_TLK = routing(5, 27, 64, 6)[:, 27 - num_layers :]
+    source = written(tmp_path / "r.jsonl", {"choices": [{"routed_experts": npy(ids_TLK)}]})
+    options = ImportOptions(preset="deepseek-v2-lite", assume_equal_scores=True)
+    trace = import_trace("vllm", source, out, options).trace
+    assert trace.metadata["source_layers"] == ",".join(map(str, range(1, 27)))
+    np.testing.assert_array_equal(read_back(out)[0], ids_TLK[:, num_layers - 26 :].transpose(1, 0, 2))
+
+
 def vllm_0_32(form, path, lengths=(4, 3), generated=3, **choice):
     """Responses of releases that return a prompt's tokens and generated ones together, as they tell the prompt."""
     made = [routing(length + generated - 1, 4, 16, 3, seed=length) for length in lengths]

@@ -278,7 +278,7 @@ def routed_part(ids_TLN: NDArray[np.integer], where: str, dense_layers: Sequence
     can be told from the ids.
 
     Args:
-        dense_layers: of the model, where they are known: they do not route, whatever stands there.
+        dense_layers: that do not route with K = 1, by their places in the array.
 
     Raises:
         ValueError: a token was recorded in part.
@@ -287,7 +287,7 @@ def routed_part(ids_TLN: NDArray[np.integer], where: str, dense_layers: Sequence
     top_k = int(is_chosen_TLN.any(axis=(0, 1)).sum())
     ids_TLK, is_chosen_TLK = ids_TLN[..., :top_k], is_chosen_TLN[..., :top_k]
     routes_L = (ids_TLK > 0 if top_k > 1 else is_chosen_TLK).any(axis=(0, 2))
-    layers = [layer for layer in np.flatnonzero(routes_L).tolist() if layer not in dense_layers]
+    layers = [layer for layer in np.flatnonzero(routes_L).tolist() if top_k > 1 or layer not in dense_layers]
     is_padding_T = np.zeros(len(ids_TLN), dtype=bool)
     if top_k > 1:
         routed_TM = ids_TLK[:, layers or slice(None)].reshape(len(ids_TLN), -1)

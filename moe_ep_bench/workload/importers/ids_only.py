@@ -112,7 +112,12 @@ def _add(
     Args:
         logical_LP: the expert behind each physical one; None = ids are experts.
     """
-    known_T, layers, num_padding = routed_part(ids_TLN, where, options.dense_layers)
+    # vLLM about 0.21 returns MoE layers alone, others all layers of the model.
+    moe_layers, num_layers = options.moe_layers, ids_TLN.shape[1]
+    is_whole = num_layers == options.num_layers
+    numbers = moe_layers if num_layers == len(moe_layers) and not is_whole else tuple(range(num_layers))
+    dense = [layer for layer in range(num_layers) if layer not in moe_layers] if is_whole else ()
+    known_T, layers, num_padding = routed_part(ids_TLN, where, dense)
     writer.num_padding += num_padding
     writer.left_out += int((~known_T).sum())
     if known_T.any() and not writer.num_experts:
@@ -123,7 +128,8 @@ def _add(
             )
         num_experts = options.num_experts or 1 + int(logical_LP.max() if logical_LP is not None else ids_TLN.max())
         writer.describe(num_experts=num_experts, top_k=top_k, where=where)
-    for layer, ids_TK in layers.items():
+    for place_in_array, ids_TK in layers.items():
+        layer = numbers[place_in_array]
         place = f"{where}: layer {layer}"
         if logical_LP is not None:
             if ids_TK.max() >= logical_LP.shape[1]:

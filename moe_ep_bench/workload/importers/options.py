@@ -25,7 +25,7 @@ class ImportOptions:
     Attributes:
         preset: gives all facts of the model, with which the recording must agree.
         top_k, num_layers: follow from the preset; its layers include the dense ones.
-        dense_layers: follow from the preset: layers that do not route.
+        moe_layers: follow from the preset: those that route.
         micro_batch_size: sequences interleaved in a forward pass.
         prompt_start: position of a request's first recorded token, where the server was asked to leave some out.
         leave_out_cached: tokens that the prefix cache held are left out, where the source says which.
@@ -41,7 +41,7 @@ class ImportOptions:
     phase: str | None = None
     licence: str | None = None
     score_function: str | None = None
-    dense_layers: tuple[int, ...] = ()
+    moe_layers: tuple[int, ...] = ()
     micro_batch_size: int = 1
     prompt_start: int = 0
     leave_out_cached: bool = False
@@ -76,8 +76,7 @@ class ImportOptions:
         with naming("preset"):
             spec = load_model(self.preset)
         facts = {name: getattr(spec, name) for name in ("num_experts", "top_k", "num_layers", "score_function")}
-        dense = tuple(sorted({*range(spec.num_layers)} - {*spec.moe_layers}))
-        return replace(self, model=spec.name, dense_layers=dense, **facts)
+        return replace(self, model=spec.name, moe_layers=spec.moe_layers, **facts)
 
     def metadata(self) -> dict[str, str]:
         """The trace's metadata as far as the user gives it."""

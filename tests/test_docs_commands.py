@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_docs import GENERATED, PAGES, ROOT, THIRTEEN, code, commands
-from test_importers import esft
+from test_importers import esft, npy, raw, written
 from trace_files import write_trace
 
 from moe_ep_bench.cli import COMMANDS
@@ -97,6 +97,8 @@ LISTED = {
         AN_ANSWER,
     ),
     "advise --model olmoe-1b-7b --ep 8 --tokens 16384 --trace recordings/mine.safetensors": ("--dry-run", AN_ANSWER),
+    "advise --model olmoe-1b-7b --ep 8 --tokens 16384 --trace recordings/prompts.safetensors": ("--dry-run", AN_ANSWER),
+    "advise --model olmoe-1b-7b --ep 8 --tokens 16384 --counts counts.npz": ("--dry-run", AN_ANSWER),
     "quality configs/quality-tasks-capacity.yaml --set model.checkpoint=/models/OLMoE-1B-7B-0924-Instruct "
     "--set limit=50": ("--dry-run", "needs the lm-evaluation-harness, and data that it fetches"),
     "papers configs/papers/capacity-figure4.yaml --set emulate.device=measured": ("--help", "needs a GPU: its times"),
@@ -200,6 +202,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mine.yaml").write_text(example[1])
     experts = np.argsort(np.random.default_rng(0).random((40, 16, 64)), axis=2)[..., :8]
     np.savez(folder / "routes.npz", **{"0.prompt_routed_experts": experts, "0.routed_experts": experts[:2]})
+    routed = np.argsort(np.random.default_rng(1).random((40, 16, 64)), axis=2)[..., :8].astype(np.int32)
+    prompts = {"choices": [{"routed_experts": npy(routed), "prompt_token_ids": list(range(30))}]}
+    written(folder / "routes.jsonl", prompts, prompts)
+    written(folder / "sglang.jsonl", {"meta_info": {"routed_experts": raw(routed), "prompt_tokens": 30}})
+    np.savez(folder / "counts.npz", logical_count=np.arange(1, 16 * 64 + 1).reshape(16, 64))
     esft(folder / "ESFT", lengths=(40, 30), domains=("intent",))
     sizes = {"length_S": (30, 20), "num_layers": 24, "num_experts": 32, "top_k": 4}
     write_trace(folder / "recordings" / "gpt-oss-20b-mixed.safetensors", **sizes, normalised=True)

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
 from moe_ep_bench.analysis import page
-from moe_ep_bench.analysis.advise import advice_lines, advice_text, candidates, load_timed, picks
+from moe_ep_bench.analysis.advise import RECORD_YOURS, advice_lines, advice_text, candidates, load_timed, picks
 from moe_ep_bench.analysis.cases import cases, comparisons, load, timings
 from moe_ep_bench.analysis.columns import short_label
 from moe_ep_bench.analysis.compare import compare_directories
@@ -752,4 +752,6 @@ def test_prefill_and_decode_are_answered_at_once(tmp_path: Path, capsys: pytest.
     assert "requests that decode route as their prompts did" in told
     for phase in phases:
         assert (out / phase / "advise.yaml").is_file()
-        assert (out / phase / "advice.txt").read_text().rstrip() in told
+        advice, whole = (out / phase / "advice.txt").read_text().split("\n\nThe whole model, from end to end")
+        assert advice.removesuffix(f"\n\n{RECORD_YOURS}") in told
+        assert "pick tok/s" in whole

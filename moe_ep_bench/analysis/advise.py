@@ -22,7 +22,7 @@ import pandas as pd
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load, timings
 from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, short_label, text
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words
-from moe_ep_bench.analysis.origins import modelled_line, scale_words
+from moe_ep_bench.analysis.origins import ELSEWHERE, is_elsewhere, modelled_line, scale_words
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.reduce import ITERATION
 from moe_ep_bench.analysis.render import Table, render
@@ -84,7 +84,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
         fits=fits,
         pays=within & fits & (rows["verdict"] == "faster"),
         more_gib=rows["extra_bytes_per_rank"].astype(float) / 2**30,
-        log_speed=np.log(rows["speedup_median"].astype(float)),
+        log_speed={index: _center(ratio) for index, ratio in _ratios(store, rows).items()},
         kept=rows["retained_mass"].clip(upper=1).round(_DIGITS),
     )
     rows = rows.join(pd.DataFrame(_parts(store, rows), rows.index, ["over", "least", "most", "parts"]))
@@ -107,6 +107,11 @@ def _ratios(store: Store, rows: pd.DataFrame) -> dict[int, pd.Series]:
     times = timings(store)
     speedups = times[times["quantity"] == ALL].set_index([*CASE, *ITERATION])["speedup"].sort_index()
     return {index: speedups.loc[key] for index, key in rows[CASE].apply(tuple, axis=1).items()}
+
+
+def _center(ratio: pd.Series) -> float:
+    """Mean over draws (or layers) of the log of their medians: a median of few draws would be that of one of them."""
+    return float(np.log(ratio.groupby(level="launch").median()).mean())
 
 
 def _parts(store: Store, rows: pd.DataFrame) -> Iterator[tuple[str | None, float, float, float]]:
@@ -137,8 +142,8 @@ def _pick(store: Store, paying: pd.DataFrame) -> tuple[int, float | None, int | 
     ratios, found, chosen = _ratios(store, paying), [], []
     for draw in ratios[pick].index.unique("launch"):
         others = {index: ratio[ratio.index.get_level_values("launch") != draw] for index, ratio in ratios.items()}
-        medians = pd.Series({index: ratio.median() for index, ratio in others.items()})
-        chosen.append(_choice(np.log(medians), paying["kept"]))
+        centers = pd.Series({index: _center(ratio) for index, ratio in others.items()})
+        chosen.append(_choice(centers, paying["kept"]))
         own = ratios[chosen[-1]]
         found.append(own[own.index.get_level_values("launch") == draw])
     judged = estimate_median(pd.concat(found))
@@ -192,6 +197,7 @@ def advice_text(
     by_default: Sequence[str] = (),
     left_out: Sequence[str] = (),
     *,
+    cautions: Sequence[str] = (),
     show_all: bool = False,
 ) -> str:
     """The pick and what it costs, one traffic after another where it differs; then candidates and notes.
@@ -199,6 +205,7 @@ def advice_text(
     Args:
         by_default: what the user left open, each in a few words.
         left_out: candidates that were not tried, each with the reason.
+        cautions: what is known of devices ahead of all results.
         show_all: every candidate in place of those that explain the pick.
     """
     rows, about = candidates(store, bounds), comparisons(store)
@@ -223,7 +230,7 @@ def advice_text(
     shown = max((len(table.frame) for table in tables), default=0)
     hidden = len(rows.drop_duplicates(_CANDIDATE)) - shown
     more = [f"{hidden} more candidates: --all"] if hidden > 0 and not show_all else []
-    notes = "\n".join(f"  {note}" for note in (*more, *_notes(store, rows, about, natives, left_out)))
+    notes = "\n".join(f"  {note}" for note in (*more, *cautions, *_notes(store, rows, about, natives, left_out)))
     parts = [*blocks, *(render([table], "text") for table in tables if len(table.frame)), notes]
     return "\n\n".join([*parts, *([RECORD_YOURS] if _peak_load_is_assumed(about) else [])])
 
@@ -234,16 +241,19 @@ def answer_text(questions: Mapping[str, Question], bounds: Bounds, *, show_all: 
     ``advice.txt`` begins with the pick: a page of the directory shows it.
     """
     told, stores = [], {phase: load_timed(question.out) for phase, question in questions.items()}
+    facts = [facts for store in stores.values() for facts in comparisons(store)["facts"]]
+    has_rest = all(one.get("rest") is not None for one in facts)
     for phase, question in questions.items():
-        advice = advice_text(stores[phase], bounds, question.assumed, question.left_out, show_all=show_all)
+        known = {"by_default": question.assumed, "left_out": question.left_out, "cautions": question.tables}
+        advice = advice_text(stores[phase], bounds, **known, show_all=show_all)
+        whole = f"\n\n{picks_text({phase: stores[phase]}, bounds)}" if has_rest else ""
         with atomic_path(question.out / ADVICE) as temporary:
-            temporary.write_text(f"{advice}\n")
+            temporary.write_text(f"{advice}{whole}\n")
+        advice += whole if len(stores) == 1 else ""
         more = f"all of it: {question.out} (advice.txt; moe-ep-bench show {question.out}); config: {question.config}"
         told.append(f"{f'{phase.upper()}  ' if phase else ''}{advice}\n\n{more}")
     told = [words.replace(f"\n\n{RECORD_YOURS}", "") for words in told[:-1]] + told[-1:]
-    facts = [facts for store in stores.values() for facts in comparisons(store)["facts"]]
-    whole = [picks_text(stores, bounds)] if all(one.get("rest") is not None for one in facts) else []
-    return "\n\n".join([*whole, *told] if len(stores) > 1 else [*told, *whole])
+    return "\n\n".join([*([picks_text(stores, bounds)] if has_rest and len(stores) > 1 else []), *told])
 
 
 def advice_lines(directory: Path) -> list[str]:
@@ -440,6 +450,14 @@ def _notes(
             yield f"does not fit beside the model, which leaves {left_gib:.3g} GiB of {fit.device}: {labels}"
     yield from dict.fromkeys(words for words in about["how"] if "MIXED" in words)
     yield from chance_words(int(rows["speedup_is_interval"].eq(True).sum()))
+    if any(one.get("links") and one.get("transport") == "pairs" and one["num_ranks"] > 1 for one in facts):
+        yield "servers with DeepEP send fewer bytes, which can change the pick: ask with --transport copies for these"
+    allowed = rows[rows["pays"]]
+    if (
+        allowed["is_pick"]
+        & (allowed["speedup_median"] < allowed.groupby(COMPARISON)["speedup_median"].transform("max"))
+    ).any():
+        yield "within 2 % is a tie, which the candidate that keeps more mass wins"
     yield from _draw_notes(rows, about, natives)
     if rows["policy_params"].str.contains('"solve_us"').any():
         yield (
@@ -561,9 +579,11 @@ def picks_text(phases: Mapping[str, Store], bounds: Bounds) -> str:
         number("tokens_per_s", "pick tok/s", "{:,.0f}"),
     ]
     note = (
-        "modelled, by Amdahl's law: as if each MoE layer took what this one does, beside a roofline of the rest; ms of "
+        "by Amdahl's law: as if each MoE layer took what this one does, beside a roofline of the rest; ms of "
         "a pass, at decode of a step; tok/s of a GPU (docs/model.md)"
     )
+    elsewhere = any(is_elsewhere(one.facts) for store in phases.values() for one in store.comparisons)
+    note = f"{ELSEWHERE if elsewhere else 'modelled'}, {note}"
     rows["label"] = rows["label"].map(short_label)
     alike = {name for name in ("phase", "at") if rows[name].nunique() == 1}
     columns = [column for column in columns if column.name not in alike]

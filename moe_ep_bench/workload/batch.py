@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -98,25 +97,25 @@ def balanced_scores(
 def dealing_order(
     num_experts: int, top_k: int, num_groups: int | None = None, top_groups: int | None = None
 ) -> NDArray[np.int64]:
-    """Experts in an order in which K that follow each other lie far apart, as a token's own mostly do: int64 [E].
+    """Experts in a drawn order, in which K that follow each other share ranks as a token's own do: int64 [E].
 
     Neighbours would share a rank, and a transport that sends a token once to a rank would hardly send anything. With
     groups each K experts lie in ``top_groups`` of them, so that the model's rule chooses them; where the numbers do not
     divide each other so, experts stand in order.
     """
+    generator = np.random.default_rng(0)
     if num_groups is None or top_groups is None:
-        stride = next(
-            s for s in range(max(1, num_experts // top_k), 2 * num_experts + 1) if math.gcd(s, num_experts) == 1
-        )
-        return np.arange(num_experts) * stride % num_experts
+        return generator.permutation(num_experts)
     size, of_group = num_experts // num_groups, top_k // top_groups
     num_blocks = num_experts // top_k
     if top_k % top_groups or num_experts % top_k or size % of_group or num_blocks * top_groups % num_groups:
         return np.arange(num_experts)
     turn_BG = np.arange(num_blocks)[:, None] * top_groups + np.arange(top_groups)
-    group_BG, visit_BG = turn_BG % num_groups, turn_BG // num_groups
-    place_N = np.arange(of_group) * (size // of_group)
-    return (group_BG[:, None] * size + visit_BG[:, None] + place_N[None, :, None]).reshape(-1)
+    group_BG, visit_BG = generator.permutation(num_groups)[turn_BG % num_groups], turn_BG // num_groups
+    drawn_GN = np.stack([generator.permutation(size) for _ in range(num_groups)])
+    place_BNG = visit_BG[:, None] * of_group + np.arange(of_group)[None, :, None]
+    group_BNG = np.broadcast_to(group_BG[:, None], place_BNG.shape)
+    return (group_BNG * size + drawn_GN[group_BNG, place_BNG]).reshape(-1)
 
 
 def image_tokens(sequence_id_T: Tensor, share: float) -> Tensor:

@@ -103,8 +103,17 @@ def problem_words(problem: Mapping[str, Any]) -> str:
     context = {key: _plain(value) for key, value in problem.get("ctx", {}).items()}
     if kind in _EXPECTED:
         got = problem["ctx"]["tag"] if kind == "union_tag_invalid" else problem["input"]
-        return f"expected {_EXPECTED[kind].format(**context)}, got {brief(got)}"
+        return f"expected {_EXPECTED[kind].format(**context)}, got {brief(got)}{_as_yaml_writes(kind, got)}"
     return f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {brief(problem['input'])}"
+
+
+def _as_yaml_writes(kind: str, got: object) -> str:
+    """How YAML writes a number that it took for text, as it does 1e9."""
+    try:
+        number = repr(float(got)) if kind == "float_type" and isinstance(got, str) else ""
+    except ValueError:
+        return ""
+    return f" (text to YAML; as a number {number})" if "." in number else ""
 
 
 def _plain(value: object) -> str:

@@ -50,6 +50,7 @@ CHANGES = {
     "policies=topk": "policies: expected a list, got 'topk'",
     "policies.0.x=1": "policies.0: x: topk has no such field; expected no fields",
     "policies.1.k0=99": "policies.1.k0: expected at most the model's 64 experts, got 99",
+    "policies.0={name: token_drop, capacity_factor: 1e9}": "got '1e9' (text to YAML; as a number 1000000000.0)",
     "policies.2.k0=1": "--set policies.2.k0=1: policies.2.k0: expected 0 to 1 for an entry of the list, got 2",
     "policies.0.name=oa": "policies.0: name: expected one of ",
     "policies.0.name.x=1": "--set policies.0.name.x=1: policies.0.name.x: name has no keys of its own",

@@ -14,7 +14,7 @@ _EVERY_S = 10.0
 # Of less that is done nobody can tell how long the rest takes.
 _LEAST_SHARE = 0.01
 # What takes no longer says nothing.
-SILENT_S = 1.5
+SILENT_S = 1.0
 
 _announcement: threading.Timer | None = None
 

@@ -137,6 +137,7 @@ LATER_PRESETS = {
     "glm-5": (744, 40),
     "llama-4-maverick": (400, 17),
     "minimax-m2.5": (230, 10),
+    "nemotron-3-super": (120, 12),
     "qwen3.5-397b-a17b": (397, 17),
 }
 

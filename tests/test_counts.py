@@ -44,12 +44,19 @@ def written(folder: Path, form: str) -> Path:
             path.write_text(json.dumps([loads_entry(load_E_by_layer={"1": COUNTS[1], "2": COUNTS[2]})]))
         case "npz":
             np.savez(path, logical_count=np.array(COUNTS), rank=0)
+        case "npz slots":
+            slots = np.array([[0, 1, 2, 3, 0, 1]] * 3)  # two experts have two slots each, which share their pairs
+            counts = np.array(COUNTS, dtype=float)[:, [0, 1, 2, 3, 0, 1]] / [2, 2, 1, 1, 2, 2]
+            named = {"last_physical_to_logical_map": slots, "global_physical_count": np.array([counts, counts])}
+            np.savez(path, **named)
         case "npz passes":
             np.savez(path, logical_count=np.array([COUNTS, COUNTS], dtype=np.float32))
     return path
 
 
-@pytest.mark.parametrize("form", ["matrix", "logical_count", "passes", "loads", "npz", "npz passes", "csv of ranks"])
+@pytest.mark.parametrize(
+    "form", ["matrix", "logical_count", "passes", "loads", "npz", "npz passes", "npz slots", "csv of ranks"]
+)
 def test_every_form_gives_the_same_loads(form: str, tmp_path: Path) -> None:
     path = written(tmp_path, form)
     count_LE = read_counts(path)

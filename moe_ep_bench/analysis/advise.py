@@ -472,7 +472,9 @@ def _notes(
     ceilings = frame[(frame["role"] == "ceiling") & frame["speedup_median"].notna()]
     if len(ceilings):
         gains = ", ".join(f"{row['speedup_median']:.3f} at {_place(row)}" for row in ceilings.to_dict("records"))
-        yield f"perfect balance: {gains}; dropping also saves work"
+        copies = any(one.get("transport") == "copies" for one in facts)
+        also = "; skewed traffic sends fewer copies than balanced, so that replicas may gain more" if copies else ""
+        yield f"perfect balance: {gains}; dropping also saves work{also}"
     if about["scope"].eq("model").any():
         most = frame["most_by_amdahl"].dropna().unique()
         yield from (f"no policy exceeds {bound:.3f} end to end (Amdahl)" for bound in most)

@@ -5,7 +5,8 @@ Counts are no routing: they give a synthetic workload its target (``workload.ske
 
 * a recording (``moe-trace-v1``), or a .json list of one object whose ``load_E_by_layer`` holds a layer's loads by name;
 * .json with ``logical_count`` [layers, experts], or [passes, layers, experts], which SGLang takes for its own plan;
-* .npz with ``logical_count`` of the same shapes: what SGLang's recorder dumps in mode ``stat``, converted;
+* .npz with ``logical_count`` of the same shapes: what SGLang's recorder dumps in mode ``stat``, converted; or with
+  ``global_physical_count`` [passes, layers, slots], of mode ``per_pass``, and the map of slots to experts;
 * .json with the counts alone, [layers][experts], as EPLB's weights;
 * .csv with columns ``layer_id``, ``expert_id``, ``count``, as SGLang dumps one for each rank, or a folder of these,
   which are summed.
@@ -34,12 +35,15 @@ from moe_ep_bench.metrics import imbalance, rank_imbalance
 from moe_ep_bench.models import load_model
 from moe_ep_bench.placement import replicate, stacking_words
 
-COUNT = "logical_count"
+COUNT, SLOT_COUNT, SLOTS = "logical_count", "global_physical_count", "last_physical_to_logical_map"
 LOADS = "load_E_by_layer"
 MAP = "physical_to_logical_map"
+_MOST = 2**16  # experts that a file may name
 CONVERT = (
     "python -c \"import sys, numpy, torch; d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); "
-    "numpy.savez(sys.argv[2], logical_count=d['logical_count'])\" dump.pt dump.npz"
+    "numpy.savez(sys.argv[2], **({'logical_count': d['logical_count']} if 'logical_count' in d else "
+    "{'global_physical_count': numpy.stack([r['global_physical_count'] for r in d['records']]), "
+    "'last_physical_to_logical_map': d['last_physical_to_logical_map']}))\" dump.pt dump.npz"
 )
 
 
@@ -104,6 +108,10 @@ def _read(path: Path, _: int) -> Counts:
 
     if path.suffix in (".npz", ".pt"):
         with opened_npz(path, CONVERT) as npz:
+            if COUNT not in npz.names and SLOT_COUNT in npz.names:
+                count_PLS = npz.array(SLOT_COUNT, (None, None, None), REAL)
+                expert_LS = npz.array(SLOTS, count_PLS.shape[1:])
+                return _layers(_of_slots(count_PLS.sum(axis=0), expert_LS, npz.where(SLOTS)), npz.where(SLOT_COUNT))
             return _layers(npz.array(COUNT, kinds=REAL), npz.where(COUNT))
     if path.is_dir() or path.suffix == ".csv":
         return _of_csv(path)
@@ -120,6 +128,15 @@ def _read(path: Path, _: int) -> Counts:
         numbers = [int(name) for name in layers] if all(name.isdecimal() for name in layers) else None
         return _layers(checked(list(layers.values()), str(path), (None, None), REAL), str(path), numbers)
     return _layers(checked(content, str(path), None, REAL), str(path))
+
+
+def _of_slots(count_LS: NDArray[Any], expert_LS: NDArray[Any], where: str) -> NDArray[Any]:
+    """Counts of slots as counts of the experts that they hold."""
+    if not expert_LS.size or expert_LS.min() < 0 or expert_LS.max() >= _MOST:
+        raise UserError(f"{where}: expected experts 0 to {_MOST - 1}, got {brief(expert_LS)}")
+    count_LE = np.zeros((len(count_LS), int(expert_LS.max()) + 1))
+    np.add.at(count_LE, (np.arange(len(count_LS))[:, None], expert_LS), count_LS)
+    return count_LE
 
 
 def _of_recording(path: Path) -> Counts:

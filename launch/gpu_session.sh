@@ -127,8 +127,10 @@ small=()      # of decode steps
 tiny=()       # of emulated layers
 experts=(--out "$out")
 replayed=(--set layer.dispatcher=allgather --set layer.experts=decode --set layer.cuda_graph=true)
+bfloat16=(--set layer.dtype=bfloat16)  # of configs whose table is in 4 bits
 if [ -n "$rehearse" ]; then
   replayed=(--set layer.dispatcher=allgather --set layer.experts=decode)
+  bfloat16=()
   small=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.num_batches=1 --set measure.iterations=1
     --set measure.breakdown_iterations=1 --set measure.warmup=1 --set measure.flush_l2=false)
   tiny=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.tokens_per_rank=64
@@ -211,8 +213,8 @@ show policies 240 "$python" benchmarks/policies_gpu.py --out "$out" $rehearse ${
 decode model-decode-graph 50 --set whole.num_layers=4 --set workload.num_batches=3 --set measure.iterations=5 \
   --set sweep.workload.tokens_per_rank=[16] ${rehearse:+--set whole.num_layers=2 --set whole.context_length=16}
 table oea-table5 40 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
-table xshare-table3 40
-table xshare-table4 40
+table xshare-table3 40 "${bfloat16[@]}"
+table xshare-table4 40 "${bfloat16[@]}"
 decode decode-padding 40 "${replayed[@]}" ${rehearse:+--set sweep.workload.padding_per_rank=[4]}
 emulate emulate mixtral-paper-size 120 --set workload.tokens_per_rank=524288 --set workload.num_batches=1 \
   --set measure.iterations=1 --set model.preset=mixtral-8x7b \

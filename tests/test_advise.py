@@ -755,3 +755,16 @@ def test_prefill_and_decode_are_answered_at_once(tmp_path: Path, capsys: pytest.
         advice, whole = (out / phase / "advice.txt").read_text().split("\n\nThe whole model, from end to end")
         assert advice.removesuffix(f"\n\n{RECORD_YOURS}") in told
         assert "pick tok/s" in whole
+
+
+def test_the_readmes_example_is_answered_as_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text()
+    config = tmp_path / "mine.yaml"
+    config.write_text(re.search(r"```yaml\n(.*?)```", readme, re.DOTALL)[1])
+    assert main(["advise", str(config), "--out", str(tmp_path / "out")]) == OK
+    use, costs = capsys.readouterr().out.splitlines()[:2]
+    said = " ".join(readme.split())
+    gain, least, most = re.search(r"^Use EPLB.* is ([\d.]+) times .*; ([\d.]+) to ([\d.]+) by draw", use).groups()
+    gib = float(re.search(r"([\d.]+) GiB more memory", costs)[1])
+    how = f"modelled; {least} to {most} by draw of the traffic"
+    assert f"one layer {float(gain):.2f} times as fast ({how}), for {gib:.2f} GiB" in said

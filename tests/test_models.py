@@ -285,6 +285,7 @@ def test_deepseek_v2_scores_a_group_by_its_best_expert(tmp_path: Path) -> None:
         ("gpt-oss-20b", ["experts' biases", "clamped SwiGLU", "router's bias"]),
         ("qwen1.5-moe-a2.7b", ["shared experts' gate"]),
         ("deepseek-v3", ["selection bias is zero"]),
+        ("llama-4-maverick", ["scale what they take"]),
     ],
 )
 def test_what_the_layer_leaves_out_is_said(name: str, words: list[str]) -> None:
@@ -460,7 +461,7 @@ LATER = {
             "num_experts_per_tok": 1, "intermediate_size": 24, "intermediate_size_mlp": 48,
             "interleave_moe_layer_step": 1, "moe_layers": [0, 1, 2]}},
         {"num_experts": 16, "top_k": 1, "ffn_hidden_size": 24, "shared_ffn_hidden_size": 24, "normalize": False,
-         "score_function": "sigmoid", "num_moe_layers": 3},
+         "score_function": "sigmoid", "scales_inputs": True, "num_moe_layers": 3},
     ),
     "hunyuan_v1_moe": (
         {**_GQA, "num_hidden_layers": 3, "num_experts": [16] * 3, "moe_topk": [4] * 3, "intermediate_size": 24,

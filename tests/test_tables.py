@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model import tables as reading
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.cost_model.table_devices import TableDevice, load_device, load_links
+from moe_ep_bench.cost_model.table_devices import TableDevice, load_device, load_links, shape_of
 from moe_ep_bench.cost_model.tables import SHAPE, Tables, balanced_loads, power_law_loads, read_moe
 from moe_ep_bench.facts import TimedFacts
 from moe_ep_bench.models import ModelSpec, load_model
@@ -223,6 +225,27 @@ def test_tables_lists_devices_shapes_and_links(capsys: pytest.CaptureFixture) ->
     assert "1024 x 512" in listed
     assert "table:h100_sxm/vllm/1.0/deepep_ll" in listed
     assert main(["tables", "h200"]) == 2
+
+
+@pytest.mark.usefixtures("made_up")
+def test_tables_lists_one_models_shape_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    hidden, ffn, experts, top_k = SMALL
+    config = {"model_type": "mixtral", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config |= {"hidden_size": hidden, "intermediate_size": ffn, "num_local_experts": experts, "vocab_size": 64}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"num_experts_per_tok": top_k}))
+    assert main(["tables", "h100_sxm", str(path)]) == 0
+    listed = capsys.readouterr().out
+    assert ("1024 x 512" in listed, "8192 x 8192" in listed) == (True, False)
+    assert re.search(r"nccl/2\.0 .* 4, 8\n", listed)
+    assert re.search(r"deepep_ll .* 8\n", listed)
+    assert main(["tables", "h100_sxm", "mixtral-8x7b"]) == 2
+    assert "no rows of 8 experts of 4096 x 14336, top-2" in capsys.readouterr().err
+
+
+def test_tables_know_a_layer_by_the_width_that_its_experts_take() -> None:
+    assert shape_of(model()) == SMALL
+    assert shape_of(model().model_copy(update={"latent_size": 256})) == (256, *SMALL[1:])
 
 
 @pytest.mark.usefixtures("made_up")

@@ -6,7 +6,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.columns import text
 from moe_ep_bench.analysis.render import Table, render, terminal_width
-from moe_ep_bench.cost_model.table_devices import backends_of
+from moe_ep_bench.cost_model.table_devices import DTYPE, backends_of, read_deepep, read_nccl, shape_of
 from moe_ep_bench.cost_model.tables import (
     MOE,
     NCCL,
@@ -15,35 +15,31 @@ from moe_ep_bench.cost_model.tables import (
     Tables,
     all_tables,
     choose,
+    of_shape,
     package_words,
     read_moe,
     systems,
 )
-from moe_ep_bench.models import ModelSpec
-
-# Of a presets' layer and of a shape that was measured.
-_OF_PRESET = ("hidden_size", "ffn_hidden_size", "num_experts", "top_k")
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.models import ModelSpec, load_model
 
 
-def list_tables(system: str | None) -> str:
+def list_tables(system: str | None = None, model: str | None = None) -> str:
     """Systems with their frameworks and versions, or of one the shapes of experts and the links.
 
+    Args:
+        model: a preset, a hub's id or a config.json; only what was measured of its layer's shape is listed.
+
     Raises:
-        UserError: the package is not installed, or the system is unknown; the line lists them.
+        UserError: the package is not installed, the system or model is unknown, or the system has no row of the
+            model's shape.
     """
     if system is None:
         return _overview()
     system = choose("system", system.removeprefix(PREFIX), systems())
-    parts = [render([_experts(system)], "text", width=terminal_width())]
-    parts.append(render([_links(system)], "text", width=terminal_width()))
-    return "\n\n".join(parts)
-
-
-def presets_of(hidden_size: int, ffn_hidden_size: int, num_experts: int, top_k: int) -> list[str]:
-    """Models of data/models/ whose layer has this shape exactly."""
-    wanted = (hidden_size, ffn_hidden_size, num_experts, top_k)
-    models = {name: ModelSpec.named(name) for name in ModelSpec.names()}
-    return [name for name, model in models.items() if tuple(getattr(model, key) for key in _OF_PRESET) == wanted]
+    spec = load_model(model) if model else None
+    parts = [_experts(system, spec), _links(system, spec)]
+    return "\n\n".join(render([table], "text", width=terminal_width()) for table in parts)
 
 
 def _overview() -> str:
@@ -66,17 +62,26 @@ def _overview() -> str:
     return render([Table(pd.DataFrame(rows), columns, title)], "text", width=terminal_width())
 
 
-def _experts(system: str) -> Table:
+def _experts(system: str, model: ModelSpec | None) -> Table:
     """A row for each device, dtype and shape."""
     parts = []
     for tables in all_tables("moe", system):
         if tables.path("moe", MOE).is_file():
             rows = read_moe(tables)
+            rows = rows if model is None else of_shape(rows, shape_of(model))
             shapes = rows.groupby(["dtype", *SHAPE])["ep_size"].agg(lambda sizes: _ranges(sorted(set(sizes))))
             parts.append(shapes.reset_index().assign(device=tables.name))
     frame = pd.concat(parts, ignore_index=True)
     frame["shape"] = [f"{one.hidden_size} x {one.inter_size}" for one in frame.itertuples()]
-    frame["models"] = [", ".join(presets_of(*shape)) for shape in frame[SHAPE].itertuples(index=False, name=None)]
+    if model and not len(frame):
+        hidden, ffn, experts, top_k = shape_of(model)
+        raise UserError(
+            f"{model.name}: {system} has no rows of {experts} experts of {hidden} x {ffn}, top-{top_k};"
+            f" rows near it are scaled where it is asked for (tables {system} lists all)"
+        )
+    presets = {name: shape_of(ModelSpec.named(name)) for name in ModelSpec.names()}
+    held = {shape: ", ".join(name for name in presets if presets[name] == shape) for shape in presets.values()}
+    frame["models"] = [held.get(shape, "") for shape in frame[SHAPE].itertuples(index=False, name=None)]
     columns = [
         text("device"),
         text("dtype"),
@@ -89,15 +94,27 @@ def _experts(system: str) -> Table:
     return Table(frame, columns, f"Experts on {system}, measured by others ({package_words()}); balanced loads")
 
 
-def _links(system: str) -> Table:
-    rows = [
-        {"links": name, "holds": "all-to-all, all-gather, all-reduce" if tables.framework == "nccl" else "DeepEP"}
-        for tables in all_tables("comm", system)
-        for name in _names_of_links(tables)
-    ]
-    return Table(
-        pd.DataFrame(rows, columns=["links", "holds"]), [text("links"), text("holds")], f"Links of {system}, likewise"
+def _links(system: str, model: ModelSpec | None) -> Table:
+    """A row for each name of links, with the numbers of ranks that were timed."""
+    rows = []
+    for tables in all_tables("comm", system):
+        if tables.framework == "nccl" and tables.path("comm", NCCL).is_file():
+            sizes = read_nccl(tables)["num_gpus"]
+            rows.append((tables.name, "all-to-all, all-gather, all-reduce; any shape", sizes))
+        for backend in backends_of(tables) if tables.framework != "nccl" else ():
+            points = read_deepep(tables, backend, DTYPE)
+            if model is not None:
+                hidden, _, experts, top_k = shape_of(model)
+                wanted = [hidden, experts, top_k]
+                points = points[(points[["hidden_size", "num_experts", "topk"]] == wanted).all(axis=1)]
+            if len(points):
+                rows.append((f"{tables.name}/{backend}", "dispatch and combine", points["ep_size"]))
+    frame = pd.DataFrame(
+        [(links, holds, _ranges(sorted(set(sizes)))) for links, holds, sizes in rows],
+        columns=["links", "holds", "ep_size"],
     )
+    title = f"Links of {system}, likewise" + (f", of {model.name}'s shape" if model else "")
+    return Table(frame, [text("links"), text("holds"), text("ep_size", "EP sizes")], title)
 
 
 def _names_of_links(tables: Tables) -> list[str]:

@@ -402,7 +402,7 @@ def _check_policy(options: argparse.Namespace) -> int:
 def _tables(options: argparse.Namespace) -> int:
     from moe_ep_bench.analysis.tables_list import list_tables
 
-    print(list_tables(options.system))
+    print(list_tables(options.system, options.model))
     return OK
 
 

@@ -200,6 +200,11 @@ def _token_us(rows: pd.DataFrame) -> float:
     return float(min(max(token_us, 0.0), (1 - 2 * _LEAST_REST) * growth_R.min()))
 
 
+def shape_of(model: ModelSpec) -> tuple[int, int, int, int]:
+    """What tables know a layer by (``SHAPE``)."""
+    return model.expert_hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k
+
+
 def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, roofline_us: Roofline) -> ExpertTable:
     """The table of a model's layer on so many ranks, from the balanced rows of one dtype.
 
@@ -211,7 +216,7 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, roofline_us: 
     """
     if not len(rows):
         raise UserError("expected rows of balanced loads, got none; take another framework or version (tables SYSTEM)")
-    wanted = (model.expert_hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k)
+    wanted = shape_of(model)
     own = of_shape(rows, wanted)
     if len(own):
         tables = tables_of_shape(own)
@@ -475,7 +480,7 @@ class DeepEpLinks(Links):
     """By phase, (tokens of a rank, microseconds)."""
 
     def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> DeepEpLinks:
-        rows = _deepep_rows(Tables.named(self.table_name, "comm"), self.backend, dtype)
+        rows = read_deepep(Tables.named(self.table_name, "comm"), self.backend, dtype)
         wanted = (model.expert_hidden_size, model.top_k, model.num_experts, ep_size)
         mine = rows[(rows[_DEEPEP_SHAPE] == list(wanted)).all(axis=1)]
         if not len(mine):
@@ -599,7 +604,7 @@ def backends_of(tables: Tables) -> list[str]:
     return sorted(found)
 
 
-def _deepep_rows(tables: Tables, backend: str, dtype: str) -> pd.DataFrame:
+def read_deepep(tables: Tables, backend: str, dtype: str) -> pd.DataFrame:
     """hidden_size, topk, num_experts, ep_size, num_tokens, phase, us."""
     if backend not in DEEPEP or not tables.path("comm", DEEPEP[backend]).is_file():
         columns = ["phase", "comm_dtype", "ep_size", "hidden_size", "topk", "num_experts", "num_tokens", "latency"]

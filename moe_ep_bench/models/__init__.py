@@ -183,6 +183,8 @@ class ModelSpec(Preset):
     """A group's score is the sum of this many of its best experts' scores."""
     normalize: bool
     """Weights of the selected experts are divided by their sum (norm_topk_prob)."""
+    scales_inputs: bool = False
+    """Combine weights multiply what an expert takes, not what it gives."""
     routed_scale: PositiveFloat = 1.0
     """Factor on the combine weights (routed_scaling_factor)."""
     scale: float = Field(1.0, gt=0, le=1)
@@ -264,6 +266,7 @@ class ModelSpec(Preset):
             " out.": self.latent_size is not None,
             "The router's bias is left out.": self.router_bias,
             "The router's norm and its learned scale of each expert are left out.": self.router_scales,
+            "The weights scale what experts give, the model's scale what they take.": self.scales_inputs,
             "The shared experts' gate is left out.": self.shared_expert_gate,
             "The selection bias is zero: its trained values are part of the weights.": self.selection_bias,
             f"A group's score sums its best {sums} experts, as Megatron-Core has it,"

@@ -447,7 +447,7 @@ class _Gemma4(_NoAttention, _Family):
 class _Llama4(_Family):
     """Llama 4: experts in every layer (Scout) or in every second (Maverick), whose weights scale what experts take."""
 
-    FACTS: ClassVar = {"score_function": "sigmoid"}
+    FACTS: ClassVar = {"score_function": "sigmoid", "scales_inputs": True}
     num_experts: PositiveInt = Field(alias="num_local_experts")
     ffn_hidden_size: PositiveInt = Field(alias="intermediate_size")
     dense_ffn_hidden_size: NonNegativeInt | None = Field(None, alias="intermediate_size_mlp")

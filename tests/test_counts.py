@@ -79,7 +79,11 @@ def test_counts_of_one_rank_alone_are_named(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("layer,expert\n1,2\n", "expected columns"), ("layer_id,expert_id,count\n0,-1,2\n", "whole numbers from 0")],
+    [
+        ("layer,expert\n1,2\n", "expected columns"),
+        ("layer_id,expert_id,count\n0,-1,2\n", "whole numbers from 0"),
+        ("layer_id,expert_id,count\n0,999999999,2\n", "experts up to 65535, got 999999999"),
+    ],
 )
 def test_a_wrong_csv_is_named(text: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "rank0.csv").write_text(text)

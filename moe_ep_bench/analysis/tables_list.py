@@ -98,17 +98,17 @@ def _links(system: str, model: ModelSpec | None) -> Table:
     """A row for each name of links, with the numbers of ranks that were timed."""
     rows = []
     for tables in all_tables("comm", system):
-        if tables.framework == "nccl" and tables.path("comm", NCCL).is_file():
-            sizes = read_nccl(tables)["num_gpus"]
-            rows.append((tables.name, "all-to-all, all-gather, all-reduce; any shape", sizes))
-        for backend in backends_of(tables) if tables.framework != "nccl" else ():
-            points = read_deepep(tables, backend, DTYPE)
+        for name in _names_of_links(tables):
+            if name == tables.name:
+                rows.append((name, "all-to-all, all-gather, all-reduce; any shape", read_nccl(tables)["num_gpus"]))
+                continue
+            points = read_deepep(tables, name.rpartition("/")[2], DTYPE)
             if model is not None:
                 hidden, _, experts, top_k = shape_of(model)
                 wanted = [hidden, experts, top_k]
                 points = points[(points[["hidden_size", "num_experts", "topk"]] == wanted).all(axis=1)]
             if len(points):
-                rows.append((f"{tables.name}/{backend}", "dispatch and combine", points["ep_size"]))
+                rows.append((name, "dispatch and combine", points["ep_size"]))
     frame = pd.DataFrame(
         [(links, holds, _ranges(sorted(set(sizes)))) for links, holds, sizes in rows],
         columns=["links", "holds", "ep_size"],

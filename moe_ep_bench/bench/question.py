@@ -186,10 +186,10 @@ class Question:
         """Devices that are tables, each with a batch's tokens."""
         found = []
         for experiment in self.experiments:
-            shape = experiment.model.spec(), experiment.virtual_ranks, experiment.layer.dtype
             device = load_device(experiment.emulate.device)
             if isinstance(device, TableDevice):
-                found.append((device.for_layer(*shape), experiment.workload.total_tokens(experiment.virtual_ranks)))
+                num_tokens = experiment.workload.total_tokens(experiment.virtual_ranks)
+                found.append((device.for_layer(*_layer_of(experiment)), num_tokens))
         return found
 
     @property
@@ -269,6 +269,11 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
             raise UserError(f"--{name}: expected none {why}")
 
 
+def _layer_of(experiment: Experiment) -> tuple[ModelSpec, int, str]:
+    """What devices and links know of an experiment's layer: the model, how many ranks, the dtype."""
+    return experiment.model.spec(), experiment.virtual_ranks, experiment.layer.dtype
+
+
 def ask(options: argparse.Namespace, bounds: Bounds | None = None, *, decode: bool = False) -> Question:
     """Read the options of ``advise``: a config, or ``--model`` with what goes with it.
 
@@ -302,12 +307,11 @@ def ask(options: argparse.Namespace, bounds: Bounds | None = None, *, decode: bo
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
     with naming("--links, --ep" if options.config is None else f"{where}: emulate.links, layer.ep_size"):
         for experiment in experiments:
-            shape = experiment.model.spec(), experiment.virtual_ranks, experiment.layer.dtype
-            load_links(experiment.emulate.links or "").for_layer(*shape).all_gather_us(0, experiment.virtual_ranks)
+            links = load_links(experiment.emulate.links or "").for_layer(*_layer_of(experiment))
+            links.all_gather_us(0, experiment.virtual_ranks)
     with naming("--device, --dtype" if options.config is None else f"{where}: emulate.device, layer.dtype"):
         for experiment in experiments:
-            shape = experiment.model.spec(), experiment.virtual_ranks, experiment.layer.dtype
-            load_device(experiment.emulate.device).for_layer(*shape)
+            load_device(experiment.emulate.device).for_layer(*_layer_of(experiment))
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
     if decode and options.context is None:
         assumed.append(f"{CONTEXT_LENGTH:,} tokens in each request's cache")

@@ -38,7 +38,7 @@ from moe_ep_bench.placement import replicate, stacking_words
 COUNT, SLOT_COUNT, SLOTS = "logical_count", "global_physical_count", "last_physical_to_logical_map"
 LOADS = "load_E_by_layer"
 MAP = "physical_to_logical_map"
-_MOST = 2**16  # experts that a file may name
+_MOST = 2**16  # layers and experts that a file may name
 CONVERT = (
     "python -c \"import sys, numpy, torch; d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); "
     "numpy.savez(sys.argv[2], **({'logical_count': d['logical_count']} if 'logical_count' in d else "
@@ -166,6 +166,8 @@ def _of_csv(path: Path) -> Counts:
             ) from None
         if not all(dtype.kind in "iu" for dtype in rows.dtypes) or (rows < 0).any(axis=None) or rows.empty:
             raise UserError(f"{file}: expected rows of whole numbers from 0 in {', '.join(columns)}")
+        if (most := int(rows[columns[:2]].max(axis=None))) >= _MOST:
+            raise UserError(f"{file}: expected layers and experts up to {_MOST - 1}, got {most}")
         parts.append(rows)
     if not parts:
         raise UserError(f"{path}: expected .csv files, found none")

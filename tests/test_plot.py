@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -277,6 +278,14 @@ def test_all_figures_fit_a_column_and_a_slide(name: str, size: str) -> None:
             if drawing is not None:
                 settle(drawing.figure)
                 assert_nothing_is_clipped(drawing.figure)
+
+
+def test_a_footer_speaks_of_every_point_of_a_panel() -> None:
+    with house_style("page"):
+        drawing = drawings(load(REFERENCE / "whatif-skew"), {"map": FIGURES["map"]})["map"]
+    assert drawing is not None
+    said = " ".join(" ".join(text.get_text() for text in drawing.figure.texts).split())
+    assert re.search(r"peak load 1\.2 .* / 4 more / .* peak load 4 ", said)
 
 
 # ---- scale ---------------------------------------------------------------------------------------------------------

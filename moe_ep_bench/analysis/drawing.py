@@ -171,7 +171,7 @@ def _footer(rows: pd.DataFrame, notes: Sequence[str], *, timed: bool) -> list[st
     """How, on what, which model and which workload; then what weakens it."""
     if "facts" not in rows:  # of answers
         return ["Costs are of this model on this text. Routing is that of virtual ranks; nothing was timed."]
-    first = rows.drop_duplicates("facet")
+    first = rows.drop_duplicates([name for name in ("facet", *COMPARISON) if name in rows])
     scale = first["scale"].map(
         lambda scale: (
             "" if pd.isna(scale) else ", true sizes" if scale == 1 else f", sizes x {scale:g} of the true ones"

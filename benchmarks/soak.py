@@ -92,7 +92,7 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
     samples: dict[str, list[Sample]] = defaultdict(list)
     seen: set[Process] = set()
     while job.poll() is None:
-        num_finished, running = len(list((out / "cases").glob("*.parquet"))), _processes()
+        num_finished, running = CASES_PER_COMPARISON * len(list((out / "cases").glob("*.parquet"))), _processes()
         ours = _descendants(job.pid, running)
         seen.update(ours)
         ranks = [one for one in ours if one.parent == job.pid]

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 MODES = ("run", "emulated", "route", "quality")
 # What was timed. ``run.json`` names it; without a word it is a layer.
@@ -302,7 +302,7 @@ QUALITY_ROUTING_SCHEMA = _table(
 
 @dataclass(frozen=True)
 class Table:
-    """A table on disk: a Parquet part per case, in a folder of a results directory."""
+    """A table on disk: a Parquet part per comparison (of samples and launch), in a folder of a results directory."""
 
     folder: str
     schema: pa.Schema

@@ -19,6 +19,7 @@ MODEL = {
     **{"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304, "norm_topk_prob": False},
     **{"num_experts": NUM_EXPERTS, "num_experts_per_tok": 8},
 }
+COMMAND = [sys.executable, "-W", "ignore", "-m", "moe_ep_bench", "emulate"]
 CONFIG = {
     "name": "scale",
     "model": {"hf_config": "model.json"},
@@ -33,7 +34,7 @@ def emulated(folder: Path, ranks: int) -> tuple[float, int]:
     (folder / "model.json").write_text(json.dumps(MODEL))
     config = folder / f"{ranks}.yaml"
     config.write_text(yaml.safe_dump({**CONFIG, "layer": {"ep_size": ranks}}))
-    command = [sys.executable, "-W", "ignore", "-m", "moe_ep_bench", "emulate", f"{config}", "--out", f"{folder}/{ranks}"]
+    command = [*COMMAND, str(config), "--out", f"{folder}/{ranks}"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     used = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from results_builder import shown_text
 from test_emulate import emulate
 from test_route import write_recordings
 from test_run import launch
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.notes import READING
-from moe_ep_bench.analysis.show import text_of
 from moe_ep_bench.bench.comparison import RANKS, ROUTING, Comparison
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.route import route
@@ -207,7 +207,7 @@ def test_a_recorded_decode_step_is_padded_likewise(tmp_path: Path) -> None:
 
 
 def test_the_table_says_what_padding_costs_from_the_rows(outs: dict[str, Path]) -> None:
-    text, frame, rows = text_of(outs["run"]), cases(load(outs["run"])), rows_of(outs["run"])
+    text, frame, rows = shown_text(outs["run"]), cases(load(outs["run"])), rows_of(outs["run"])
     assert "3 of 12 tokens a rank are padding, masked from policies" in text
     of_case = dict(list(rows.groupby("label")))
     counts = {}

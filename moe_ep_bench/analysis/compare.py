@@ -29,8 +29,7 @@ from moe_ep_bench.analysis.cases import cases, comparisons, conditions, jobs, lo
 from moe_ep_bench.analysis.columns import NONE, Column, Row, milliseconds, missing, number, percentage, text
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, chance_words, notes
 from moe_ep_bench.analysis.origins import MODE_WORDS
-from moe_ep_bench.analysis.reading import ResultsError
-from moe_ep_bench.analysis.reduce import ITERATION
+from moe_ep_bench.analysis.reading import ITERATION, ResultsError
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.errors import UserError

@@ -170,7 +170,7 @@ class SyntheticConfig(_Workload):
     """Layer of ``skew_from`` whose loads experts get; several or ``all``: a comparison each. null = the mean
     ``peak_load`` alone."""
     peak_load: float | None = Field(None, ge=1)
-    """Load of the fullest expert over the mean; null = unskewed."""
+    """Load of the fullest expert over the mean; null = no skew."""
     sequence_length: int = Field(128, ge=1)
     """1 = decode; 1 + L = speculative decoding with L draft tokens."""
     rank_load: float | None = Field(None, ge=1)

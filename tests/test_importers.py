@@ -278,7 +278,12 @@ def test_a_real_recording_survives_a_round_through_the_form_it_was_published_in(
 
 
 @pytest.mark.parametrize(
-    ("function", "odds"), [("softmax", np.exp), ("sigmoid", lambda logits_TE: 1 / (1 + np.exp(-logits_TE)))]
+    ("function", "odds"),
+    [
+        ("softmax", np.exp),
+        ("sigmoid", lambda logits_TE: 1 / (1 + np.exp(-logits_TE))),
+        ("sqrtsoftplus", lambda logits_TE: np.log1p(np.exp(logits_TE)) ** 0.5),
+    ],
 )
 def test_megatrons_logits_become_shares_of_the_score_mass(tmp_path, out, function, odds):
     rows = megatron(tmp_path)

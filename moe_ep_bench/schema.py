@@ -113,13 +113,13 @@ class Metric:
 
     Attributes:
         dtype: integers are exact.
-        of: what it is computed from: the routing, the scores alone (no policy changes it), the layer's output, or
-            image tokens, which not every workload has.
+        of: what it is computed from: the routing, the scores alone (no policy changes it), the layer's output, slots
+            that experts stand in, or image tokens, which not every workload has.
     """
 
     name: str
     dtype: pa.DataType
-    of: Literal["routing", "scores", "output", "images"] = "routing"
+    of: Literal["routing", "scores", "output", "slots", "images"] = "routing"
 
     @property
     def is_integer(self) -> bool:
@@ -154,6 +154,8 @@ METRICS = {
         Metric("activated_experts_fullest_rank", pa.int64()),
         Metric("crossing_pairs", pa.int64()),  # whose expert lives on another rank
         Metric("crossing_copies", pa.int64()),  # to other ranks, one per (token, rank)
+        # Of experts that this rank is sent for the batch; null where experts are at their homes.
+        Metric("moved_weight_bytes", pa.int64(), of="slots"),
         Metric("topk_share", pa.float64(), of="scores"),
         Metric("entropy", pa.float64(), of="scores"),  # normalised to 0..1
         Metric("regime_single_head", pa.float64(), of="scores"),  # shares of tokens
@@ -179,6 +181,7 @@ _UNITS = {
         *("image_load_E", "num_dropped_image_pairs"),
     ),
     "copies": ("crossing_copies",),
+    "bytes": ("moved_weight_bytes",),
     "experts": (*("experts_per_token", "activated_experts", "activated_experts_fullest_rank"),),
     "share": (
         *("dropped_fraction", "retained_mass_topk", "retained_mass_all", "excess_load", "topk_share", "entropy"),

@@ -410,8 +410,9 @@ def test_options_become_a_config_of_modelled_emulation() -> None:
     assert config["workload"]["num_tokens"] == 16384
     assert config["sweep"] == {"workload.seed": [1, 2, 3, 4, 5], "workload.peak_load": [1.2, 2.0, 4.0]}
     assert (config["emulate"]["device"], config["emulate"]["links"]) == ("h100-sxm", "h100-nvlink4")
-    lp = {"solve_us": 100.0}
-    assert config["emulate"]["replication"] == [{"spare_per_rank": 1}, {"spare_per_rank": 1, **lp}]
+    others = [{"balancer": "lp"}, {"plan": "variance"}]
+    assert config["emulate"]["replication"] == [{"spare_per_rank": 1, **other} for other in ({}, *others)]
+    assert config["emulate"]["rebalance"] == [{"name": "llep"}, {"name": "ultra"}]
     labels = candidates_of(question)
     for name in ("token_drop", "expanded_drop"):
         assert all(f"{name} capacity_factor={factor}" in labels for factor in (1.0, 1.5, 2.0))
@@ -748,7 +749,7 @@ def test_prefill_and_decode_are_answered_at_once(tmp_path: Path, capsys: pytest.
     first, *_ = told.split("PREFILL")
     phases = [line.split()[0] for line in first.splitlines() if line.startswith(("prefill", "decode"))]
     assert phases == ["prefill", "decode"]
-    assert "the time to solve the linear program, assumed" in told
+    assert "us to solve: assumed, and in the speedup" in told
     assert "requests that decode route as their prompts did" in told
     for phase in phases:
         assert (out / phase / "advise.yaml").is_file()

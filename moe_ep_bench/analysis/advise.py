@@ -461,8 +461,8 @@ def _notes(
     yield from _draw_notes(rows, about, natives)
     if rows["policy_params"].str.contains('"solve_us"').any():
         yield (
-            "LP: the time to solve the linear program, assumed, is in the speedup (LPLB: about 100 us in a node, whose "
-            "loads it sums; over nodes it takes longer)"
+            "us to solve: assumed, and in the speedup (LPLB says about 100 us in a node, over nodes longer; UltraEP "
+            "within 100 us at EP 64)"
         )
     tails = set(about["tail_model"].dropna())
     looking = sorted(set(rows["label"][rows["looks_past_top_k"].eq(True)]))

@@ -580,7 +580,7 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
     without = asked(*olmoe, "--trace", recording(tmp_path / "top.safetensors", full=False))
     assert {label.split()[0] for label in candidates_of(without)} == {"token_drop", "budget_drop"}
     assert sum("looks past the top-k" in line for line in without.left_out) == 2
-    assert without.left_out[-1] == "EPLB: one rank holds all experts"
+    assert without.left_out[-1] == "EPLB, LLEP, UltraEP: one rank holds all experts"
     full = asked(*olmoe, "--trace", recording(tmp_path / "full.safetensors", full=True))
     assert full.left_out == without.left_out[-2:]
     assert [one.workload.layer for one in full.experiments] == [0, 1, 2], "all that were recorded"
@@ -707,7 +707,7 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
     monkeypatch.setattr(page, "_drawn", lambda store: ())  # figures have tests of their own
     shown = " ".join(page_of([out], []).split())
     assert all(str(escape(line)) in shown for line in advice_lines(out))
-    assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 12 candidates x 5 batches x 2 points, modelled on h100-sxm")
+    assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 15 candidates x 5 batches x 2 points, modelled on h100-sxm")
     described = json.loads((out / "run.json").read_text())
     assert set(described["hashes"]["workload"].values()) == {None}, "nobody asked for a survey"
     written = {part: part.stat().st_mtime_ns for part in (out / "cases").iterdir()}
@@ -765,7 +765,9 @@ def test_the_readmes_example_is_answered_as_it_says(tmp_path: Path, capsys: pyte
     assert main(["advise", str(config), "--out", str(tmp_path / "out")]) == OK
     use, costs = capsys.readouterr().out.splitlines()[:2]
     said = " ".join(readme.split())
-    gain, least, most = re.search(r"^Use EPLB.* is ([\d.]+) times .*; ([\d.]+) to ([\d.]+) by draw", use).groups()
+    gain, least, most = re.search(
+        r"^Use variance plan.* is ([\d.]+) times .*; ([\d.]+) to ([\d.]+) by draw", use
+    ).groups()
     gib = float(re.search(r"([\d.]+) GiB more memory", costs)[1])
     how = f"modelled; {least} to {most} by draw of the traffic"
     assert f"one layer {float(gain):.2f} times as fast ({how}), for {gib:.2f} GiB" in said

@@ -99,6 +99,7 @@ def test_contiguous_slots_change_no_metric() -> None:
     metrics = routing_metrics(routing, scores_TE, context)
     _, placed = in_slots(routing.map_TE, slots, 1)
     assert placed.pop("moved_weight_bytes") == 0
+    assert placed.pop("slot_load_P") == metrics["load_E"]
     assert placed == {key: metrics[key] for key in placed}
 
 

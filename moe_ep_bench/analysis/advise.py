@@ -74,7 +74,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     """
     rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
-    rows = rows[rows["speedup_median"].notna() & rows["dropped_share"].notna()]
+    rows = rows[rows["speedup_median"].notna() & rows["dropped_share"].notna()].copy()  # of one piece
     within = rows["dropped_share"] <= bounds.max_dropped + _ROUNDING
     within &= rows["retained_mass"] >= bounds.min_retained - _ROUNDING
     fits = rows["fits"].fillna(True).astype(bool)
@@ -83,7 +83,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
         within=within,
         fits=fits,
         pays=within & fits & (rows["verdict"] == "faster"),
-        more_gib=rows["extra_bytes_per_rank"].astype(float) / 2**30,
+        more_gib=rows["extra_gib_per_rank"].astype(float),
         log_speed={index: _center(ratio) for index, ratio in _ratios(store, rows).items()},
         kept=rows["retained_mass"].clip(upper=1).round(_DIGITS),
     )

@@ -156,12 +156,11 @@ NOTES = (
     ),
     Note(
         "route",
-        "EPLB: planned for the mean load of the other batches; what solving a linear program takes is not shown here, "
-        "emulate counts it",
+        "replicas: planned for the loads of the other batches; what solving takes is not shown here, emulate counts it",
         when="has_replicas",
     ),
     Note("route", "assumed: {image_share:.0%} of every sequence's tokens are an image's"),
-    Note(_TIMED, "{memory} more memory per rank, in all layers together"),
+    Note(_TIMED, "{memory} more memory per rank: replicas in all layers together, moved weights in one"),
     Note(_TIMED, "solving counts in every batch, as {solving} us, assumed, in the phase policy"),
     Note(_ALL, "mass kept above 100 %: the policy adds experts to the top-k", when="adds_experts"),
     Note(_TIMED, "{remarks}"),
@@ -363,8 +362,8 @@ def _of_times(facts: TimedFacts, rows: pd.DataFrame, of_role: dict[str, pd.DataF
         "probes": most.get("probe_overhead", 0) > MAX_PROBE_OVERHEAD,
         **{name: most.get(name) for name in ("most_by_amdahl", "floor_low", "floor_high")},
         "memory": [
-            f"{row['label']}: {row['extra_bytes_per_rank'] / 2**30:.3g} GiB"
-            for row in replicas.dropna(subset="extra_bytes_per_rank").to_dict("records")
+            f"{row['label']}: {row['extra_gib_per_rank']:.3g} GiB"
+            for row in replicas.dropna(subset="extra_gib_per_rank").to_dict("records")
         ],
         "solving": solving_words(replicas["policy_params"]),
     }

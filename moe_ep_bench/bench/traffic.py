@@ -249,6 +249,7 @@ def in_slots(map_TE: Tensor, slots: ExpertPlacement, rank: int) -> tuple[Tensor,
     load_R = counts_RS.sum(1)
     moved_RR = slots.moved_bytes_RR
     return counts_P, {
+        "slot_load_P": counts_P.tolist(),
         "moved_weight_bytes": 0 if moved_RR is None else int(moved_RR[:, rank].sum()),
         "load_R": load_R.tolist(),
         "activated_experts_fullest_rank": int((counts_RS > 0).sum(1).max()),

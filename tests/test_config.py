@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 from test_workload import top_k_load
 
+from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.comparison import RANKS, Comparison
 from moe_ep_bench.bench.description import describe_experiment
 from moe_ep_bench.bench.plan import compare, plan_experiments
@@ -155,6 +157,15 @@ def test_what_does_not_fit_together_is_said(model: dict, workload: dict, message
     (tmp_path / "config.json").write_text(json.dumps(model))
     with pytest.raises(ValueError, match=message):
         comparison(tmp_path, model={"hf_config": "config.json"}, workload=workload)
+
+
+def test_the_root_of_a_softplus_runs_since_megatron_core_018(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"num_experts": 16, "top_k": 2, "hidden_size": 64, "ffn_hidden_size": 64, "score_function": "sqrtsoftplus"}
+    refused = r"where layers run before Megatron-Core 0.18; .*, got sqrtsoftplus of 16 experts, top-2 and .* 0.17.1"
+    for version in ("0.17.1", "0.18.0"):
+        monkeypatch.setattr(checks, "version_of", lambda _, version=version: version)
+        with pytest.raises(ValueError, match=refused) if version < "0.18" else nullcontext():
+            comparison(tmp_path, model=shape)
 
 
 def test_memory_is_weights_and_activations_and_refuses_nothing(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from moe_ep_bench.cost_model.devices import RUN_DTYPES
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import free_memory_bytes
+from moe_ep_bench.machine.provenance import version_of
 from moe_ep_bench.models import ModelSpec
 
 RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
@@ -57,6 +58,10 @@ def of_experiment(experiment: Experiment, backend: str, world_size: int) -> Rows
     yield runs_here and model.activation == "plain", "model", gated, f"the plain ones of {model.name}"
     own_width = "routed experts of the layer's own width where layers run; others are modelled (emulate.device)"
     yield runs_here and model.latent_size is not None, "model", own_width, f"those of {model.name}"
+    rooted, version = model.score_function == "sqrtsoftplus", version_of("megatron-core") or "0"
+    newer = "softmax or sigmoid scores where layers run before Megatron-Core 0.18; others are modelled (emulate.device)"
+    lacks = runs_here and rooted and tuple(map(int, version.split(".")[:2])) < (0, 18)
+    yield lacks, "model", newer, f"sqrtsoftplus of {model.name} and Megatron-Core {version}"
     if backend != ROUTING:
         yield from _baseline(experiment, ep_size)
     if backend != RANKS:

@@ -311,7 +311,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         ("domain", "part of a published recording; of others, the subject of the texts"),
         ("phase", "prefill, decode, 'prefill and decode' or training"),
         ("licence", "of a recording of your own"),
-        ("score-function", "softmax or sigmoid, for recorded logits"),
+        ("score-function", "softmax, sigmoid or sqrtsoftplus, for recorded logits"),
     ):
         imported.add_argument(f"--{name}", help=text)
     imported.add_argument("--num-experts", type=int, help="without a preset")

@@ -18,7 +18,7 @@ from pydantic import Field, PlainSerializer, PrivateAttr, field_validator, model
 from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
 from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.models import ModelSpec, load_hf_model, naming_hub
+from moe_ep_bench.models import ModelSpec, ScoreFunction, load_hf_model, naming_hub
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import Policy
@@ -78,7 +78,7 @@ class Shape(Strict):
     """Width of all shared experts together; null = none."""
     activation: Literal["swiglu", "plain"] | None = None
     """Plain experts have no gate: two matrices in place of three; null = swiglu."""
-    score_function: Literal["softmax", "sigmoid"] | None = None
+    score_function: ScoreFunction | None = None
     """Score function of the router; null = softmax."""
     selection_bias: bool | None = None
     """A learned bias per expert that selects, but does not weigh; null = none."""

@@ -74,7 +74,13 @@ REQUESTS = [
     (("auto",), "GPU", "2.4.0+abc", Parts("te", "fused")),
     (("auto",), "GPU", "1.13.0", Parts("te", "indexed")),
     (("te",), "GPU", "2.9.0 broken", r"a Transformer Engine that works; 2.9.0 does not \(ImportError"),
-]
+    (("auto", "allgather", "graph"), "GPU", None,
+     Parts("decode", "none", "auto", "allgather", cuda_graph=True, experts_why="a CUDA graph holds no others")),
+    (("auto", "alltoall", "graph"), "GPU", None, "layer.cuda_graph: true needs layer.dispatcher allgather"),
+    (("grouped", "allgather", "graph"), "GPU", None, "layer.cuda_graph: true needs layer.experts decode"),
+    (("auto", "flex"), "CPU", None, "flex needs a GPU"),
+    (("auto", "flex"), "GPU", None, r"flex needs DeepEP \(the package deep_ep\), which is not installed"),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -84,7 +90,8 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Parts]:
         found = TransformerEngine("ImportError: undefined symbol" if problem else "", routes=te == "2.9.0")
         monkeypatch.setattr(parts, "version_of", lambda distribution: version or None)
         monkeypatch.setattr(parts, "transformer_engine", lambda: found)
-        return Parts.choose(*asked, on_cpu=where == "CPU", **options)
+        names = [one for one in asked if one != "graph"]
+        return Parts.choose(*names, cuda_graph="graph" in asked, on_cpu=where == "CPU", **options)
 
     return chosen
 

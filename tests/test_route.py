@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import test_run
 from hypothesis import settings
+from oracles import uniform_activated_experts
 from safetensors.numpy import load_file
 from trace_files import write_trace
 
@@ -29,7 +30,6 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.metrics import (
     imbalance,
     rank_imbalance,
-    uniform_activated_experts,
 )
 from moe_ep_bench.placement import balance, replicate
 from moe_ep_bench.policies import RoutingContext, make_policy

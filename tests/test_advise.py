@@ -531,6 +531,7 @@ def test_a_config_that_is_only_asked_about_needs_no_policies(tmp_path: Path) -> 
     values = {"name": "mine", "model": shape, "workload": {"kind": "synthetic", "num_tokens": 256, "peak_load": 2.0}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**values, "layer": {"ep_size": 4}}))
     assert "token_drop" in candidates_of(asked(tmp_path / "mine.yaml"))[0]
+    assert main(["advise", str(tmp_path / "mine.yaml"), "--device", "h100-sxm", "--dry-run"]) == 0
 
 
 def test_what_was_not_asked_for_is_said_to_be_assumed() -> None:

@@ -21,9 +21,8 @@ from test_run import TESTS, cases_of, environment, write_config
 from moe_ep_bench.bench.comparison import RANKS
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.results import conditions_of
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, USER_ERROR
 from moe_ep_bench.schema import PHASES, TOTAL, UNACCOUNTED
 
 LAYER = {
@@ -142,15 +141,6 @@ def test_each_case_and_batch_is_one_graph_and_one_with_phases_and_conditions_cou
         assert graphs["pool_bytes"] > 0
 
 
-def test_eager_and_replayed_passes_stand_side_by_side(
-    taped, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = taped("model").out
-    assert main(["show", str(out)]) == OK
-    printed = capsys.readouterr().out
-    assert "replayed from CUDA graphs, which hold the whole model with its collectives" in printed
-
-
 REFUSED = {
     "graphs on the CPU": (
         {"layer": {"cuda_graph": True, "dispatcher": "allgather"}}, "run", 1, "layer.cuda_graph: true needs a GPU",
@@ -177,34 +167,6 @@ def test_what_cannot_be_is_refused_in_a_line(name: str, tmp_path: Path, capsys: 
     assert main([command, str(config), "--out", str(tmp_path / "out"), *options]) == USER_ERROR
     assert not (tmp_path / "out").exists()
     assert message in capsys.readouterr().err
-
-
-def choose(experts: str = "auto", dispatcher: str = "allgather", *, on_cpu: bool = False, graph: bool = False) -> Parts:
-    return Parts.choose(experts, dispatcher, cuda_graph=graph, on_cpu=on_cpu)
-
-
-def test_graphs_take_what_does_not_wait_for_the_host() -> None:
-    assert choose(graph=True) == Parts(
-        "decode", "none", "auto", "allgather", cuda_graph=True, experts_why="a CUDA graph holds no others"
-    )
-
-
-NEEDS_ALLGATHER = "layer.cuda_graph: true needs layer.dispatcher allgather.*got alltoall"
-NEEDS_DECODE = "layer.cuda_graph: true needs layer.experts decode.*got grouped"
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"dispatcher": "alltoall", "graph": True}, NEEDS_ALLGATHER),
-        ({"experts": "grouped", "graph": True}, NEEDS_DECODE),
-        ({"dispatcher": "flex", "on_cpu": True}, "flex needs a GPU"),
-        ({"dispatcher": "flex"}, r"flex needs DeepEP \(the package deep_ep\), which is not installed"),
-    ],
-)
-def test_parts_that_cannot_go_together_are_refused(asked: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        choose(**asked)
 
 
 def test_prompts_are_in_no_graph(tmp_path: Path) -> None:

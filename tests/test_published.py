@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from oracles import uniform_activated_experts
 
 from moe_ep_bench.bench.comparison import VIRTUAL
 from moe_ep_bench.bench.plan import compare
@@ -21,7 +22,6 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.files import parse_yaml
-from moe_ep_bench.metrics import uniform_activated_experts
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.papers.published import FOLDER, Item, Number, load, names, numbers

@@ -48,12 +48,12 @@ def assert_same_choice(ours: Routing, expected: Routing) -> None:
     assert not ours.weights_TE[~ours.map_TE].any()
 
 
-def report_of(script_name: str, folder: Path, *arguments: Path) -> dict[str, Any]:
+def report_of(script_name: str, folder: Path) -> dict[str, Any]:
     """Run a script of this folder in a process of its own, for this one may be the interpreter's; return its report."""
     script = Path(__file__).with_name(script_name)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(script.parents[1])}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, script, folder / "report.json", *arguments]
+    command = [sys.executable, script, folder / "report.json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-500:]}{done.stderr[-3000:]}"
     print(done.stdout, done.stderr)

@@ -178,7 +178,7 @@ _UNITS = {
     "tokens": ("num_tokens", "tokens_without_expert", "num_image_tokens"),
     "pairs": (
         *("load_E", "load_R", "num_pairs", "padding_pairs", "num_topk_pairs", "num_dropped_pairs", "crossing_pairs"),
-        *("image_load_E", "num_dropped_image_pairs", "slot_load_P"),
+        *("image_load_E", "slot_load_P"),
     ),
     "copies": ("crossing_copies",),
     "bytes": ("moved_weight_bytes",),

@@ -299,8 +299,6 @@ QUALITY_ROUTING_SCHEMA = _table(
         ("rank_peak_load", pa.float64()),  # imbalance of ranks, mean
         ("activated_experts", pa.float64()),  # mean
         ("activated_experts_fullest_rank", pa.float64()),  # mean
-        ("num_image_tokens", pa.int64()),  # null where tokens have no modality
-        ("num_dropped_image_pairs", pa.int64()),  # of num_dropped_pairs; null likewise
     ]
 )
 

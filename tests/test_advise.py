@@ -235,7 +235,7 @@ def recorded(model: str, passes: float) -> dict:
     ("workload", "skew", "note"),
     [
         ({"targets": {"peak_load": 4.0}}, f"; peak load 4{ASSUMED}", DRAWN),
-        ({"targets": {"peak_load": None}}, f"; unskewed traffic{ASSUMED}", DRAWN),
+        ({"targets": {"peak_load": None}}, f"; traffic without skew{ASSUMED}", DRAWN),
         ({"targets": {"peak_load": 4.0, "rank_load": {"ep_size": 2, "load": 1.2}}}, f"; peak load 4{ASSUMED}", None),
         (
             recorded("allenai/OLMoE", 8.19),
@@ -531,15 +531,16 @@ def test_a_config_that_is_only_asked_about_needs_no_policies(tmp_path: Path) -> 
     values = {"name": "mine", "model": shape, "workload": {"kind": "synthetic", "num_tokens": 256, "peak_load": 2.0}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**values, "layer": {"ep_size": 4}}))
     assert "token_drop" in candidates_of(asked(tmp_path / "mine.yaml"))[0]
+    assert main(["advise", str(tmp_path / "mine.yaml"), "--device", "h100-sxm", "--dry-run"]) == 0
 
 
 def test_what_was_not_asked_for_is_said_to_be_assumed() -> None:
     keys = ["workload.num_batches=4", "workload.skew=null", "workload.peak_load=null"]
     of_config = asked(ROOT / "configs/quickstart.yaml", *(word for key in keys for word in ("--set", key))).assumed
     assert any(words.startswith("10 batches in place of 4") for words in of_config)
-    assert any(words.startswith("unskewed traffic") for words in of_config)
+    assert any(words.startswith("traffic without skew") for words in of_config)
     plain = asked(ROOT / "configs/quickstart.yaml").assumed
-    assert not any(words.startswith(("10 batches", "unskewed")) for words in plain)
+    assert not any(words.startswith(("10 batches", "traffic without")) for words in plain)
     of_options = asked("--model", "deepseek-v3", "--ep", 32, "--tokens", 65536)
     assert {"bfloat16 (--dtype)", "prompts of 128 tokens (--prompt-length)"} <= {*of_options.assumed}
     stated = asked(

@@ -23,8 +23,7 @@ from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, lo
 from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, short_label, text
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words
 from moe_ep_bench.analysis.origins import ELSEWHERE, is_elsewhere, modelled_line, scale_words
-from moe_ep_bench.analysis.reading import ResultsError
-from moe_ep_bench.analysis.reduce import ITERATION
+from moe_ep_bench.analysis.reading import ITERATION, ResultsError
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.bench.question import Bounds, Question
@@ -173,7 +172,7 @@ def _place(row: Row) -> str:
 
 
 def _peak(peak_load: float | None) -> str:
-    return "unskewed traffic" if peak_load is None else f"peak load {peak_load:g}"
+    return "traffic without skew" if peak_load is None else f"peak load {peak_load:g}"
 
 
 def load_timed(directory: Path) -> Store:
@@ -400,7 +399,7 @@ def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
         ends = f" [{first['speedup_low']:.2f}, {first['speedup_high']:.2f}]" if first["speedup_is_interval"] else ""
         verdicts = group["verdict"].where(group["within"], "out of bounds").where(group["fits"], "does not fit")
         if verdicts.nunique() > 1:
-            verdicts += group["at"].map(lambda at: f" at {at.removeprefix('peak load ').removesuffix(' traffic')}")
+            verdicts += group["at"].map(lambda at: f" at {at.removeprefix('peak load ').removeprefix('traffic ')}")
         found.append(
             {
                 "label": short_label(first["label"]),

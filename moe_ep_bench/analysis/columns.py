@@ -225,6 +225,7 @@ COLUMNS = {
         Column("load_over_mean", "load", "x mean", "{:.2f}"),
         Column("memory_gib", "memory", "GiB", "{:.2f}"),
         Column("matmul_tflops", "matmul", "TFLOP/s", "{:.3g}"),
+        Column("sm_clock_mhz", "clock", "MHz", "{:,.0f}"),
     )
 }
 

@@ -297,7 +297,7 @@ def ask(options: argparse.Namespace, bounds: Bounds | None = None, *, decode: bo
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
     if options.config is not None and any(experiment.workload.is_unskewed for experiment in experiments):
         loads = ", ".join(f"{load:g}" for load in PEAK_LOADS)
-        assumed.append(f"unskewed traffic, as the config sets no skew (sweep workload.peak_load over {loads})")
+        assumed.append(f"traffic without skew, as the config sets none (sweep workload.peak_load over {loads})")
     if options.config is None and raw["layer"]["dtype"] == DTYPE and options.dtype is None:
         assumed.append(f"{DTYPE} (--dtype)")
     if options.config is None and options.transport is None:

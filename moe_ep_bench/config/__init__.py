@@ -28,7 +28,7 @@ from moe_ep_bench.presets import (
     Strict,
     expand_policies,
 )
-from moe_ep_bench.workload.counts import layer_loads, mean_peak_load, read_counts
+from moe_ep_bench.workload.counts import layer_loads, mean_peak_load, one_rank_words, read_counts
 from moe_ep_bench.workload.skews import PATTERNS, SKEWS, TARGETS, Skew, load_skew
 
 
@@ -173,7 +173,7 @@ class SyntheticConfig(_Workload):
     """Layer of ``skew_from`` whose loads experts get; several or ``all``: a comparison each. null = the mean
     ``peak_load`` alone."""
     peak_load: float | None = Field(None, ge=1)
-    """Load of the fullest expert over the mean; null = unskewed."""
+    """Load of the fullest expert over the mean; null = no skew."""
     sequence_length: int = Field(128, ge=1)
     """1 = decode; 1 + L = speculative decoding with L draft tokens."""
     rank_load: float | None = Field(None, ge=1)
@@ -521,16 +521,9 @@ class Experiment(SweepPoint):
     def _check(self) -> Experiment:
         if self.scope == "layer" and self.whole.num_layers is not None:
             raise UserError("whole.num_layers: expected with scope: model alone; one layer is timed")
-        counted = self.workload.skew_from if isinstance(self.workload, SyntheticConfig) else None
-        num_experts = self.model.spec().num_experts
-        if counted is not None and (num_counted := read_counts(counted).shape[1]) != num_experts:
-            raise UserError(
-                f"workload.skew_from: {counted}: expected counts of {num_experts} experts, got {num_counted}"
-            )
-        if counted is not None and self.workload.layer is not None:
-            with naming("workload"):
-                layer_loads(counted, self.workload.layer)
-        classes: dict[str, type[Policy]] = {}
+        if isinstance(self.workload, SyntheticConfig) and self.workload.skew_from is not None:
+            self._check_counts(self.workload, self.workload.skew_from)
+        num_experts, classes = self.model.spec().num_experts, dict[str, type[Policy]]()
         for number, entry in enumerate(self.policies):
             for policy in expand_policies([entry]):
                 if classes.setdefault(policy.name, type(policy)) is not type(policy):
@@ -551,6 +544,22 @@ class Experiment(SweepPoint):
     def virtual_ranks(self) -> int:
         """EP ranks where none are real."""
         return self.layer.ep_size or default_ep_size(self.model.spec().num_experts)
+
+    def _check_counts(self, workload: SyntheticConfig, counted: Path) -> None:
+        """Refuse counts of other experts, and loads that no top-k gives: one rank's counts have such."""
+        model, load_LE = self.model.spec(), read_counts(counted)
+        where, num_counted = f"workload.skew_from: {counted}", load_LE.shape[1]
+        if num_counted != model.num_experts:
+            raise UserError(f"{where}: expected counts of {model.num_experts} experts, got {num_counted}")
+        if workload.layer is not None:
+            with naming("workload"):
+                load_E = layer_loads(counted, workload.layer)
+            peak = len(load_E) * max(load_E) / sum(load_E)
+        else:
+            peak = mean_peak_load(counted) if "peak_load" not in workload.model_fields_set else 1.0
+        if peak > (most := model.num_experts / model.top_k):
+            why = f"; {words}" if (words := one_rank_words(load_LE)) else ""
+            raise UserError(f"{where}: expected a peak load up to {most:g} (experts / top_k), got {peak:.4g}{why}")
 
     def make_policies(self) -> list[Policy]:
         """All policies, lists expanded, in the order of the file; repeated ones once."""

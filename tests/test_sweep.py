@@ -52,7 +52,7 @@ OTHER = {
 }
 # Sections that enter every id whole, what only a GPU has, what adds cases in place of changing them, and whole models,
 # which are planned otherwise (test_model_run).
-LEFT_OUT = {"model", "workload", "layer.cuda_graph", "emulate.replication", "figures"}
+LEFT_OUT = {"model", "workload", "layer.cuda_graph", "emulate.replication", "emulate.rebalance", "figures"}
 LEFT_OUT |= {"scope", "whole.num_layers", "whole.context_length"}
 
 

@@ -512,9 +512,9 @@ REFERENCES = {
 
 # What the program calls a command of the goldens.
 COMMANDS: dict[str, str] = {}
-# What the goldens call a column, or a word in any table, that the program has another name for.
+# What the goldens call a column, or a word in any table (an expression), that the program has another name for.
 COLUMN_NAMES: dict[str, str] = {}
-WORDS: dict[str, str] = {"inconclusive": "cannot say"}
+WORDS: dict[str, str] = {"^inconclusive$": "cannot say", ", no skew$": ", unskewed"}
 
 IDENTITY = ["run_id", "case_id", "comparison_id", "mode", "subject", "backend", "model", "reason", "num_ranks"]
 CASE = ["label", "params"]
@@ -683,7 +683,7 @@ def as_text(rows: pd.DataFrame) -> str:
 
 def as_frozen(rows: pd.DataFrame) -> pd.DataFrame:
     """A table as it is when it has been frozen and read again: in the goldens' words, without empty columns."""
-    rows = rows.rename(columns=COLUMN_NAMES).replace(WORDS).dropna(axis="columns", how="all")
+    rows = rows.rename(columns=COLUMN_NAMES).replace(WORDS, regex=True).dropna(axis="columns", how="all")
     return pd.read_csv(io.StringIO(as_text(rows)))
 
 

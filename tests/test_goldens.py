@@ -527,9 +527,10 @@ def run_command(command: str, config: Path, out: Path) -> None:
 def _parts(directory: Path, folder: str) -> pd.DataFrame:
     """The rows of all cases in one folder, with what names a case in place of its id."""
     cases = json.loads((directory / "run.json").read_text())["cases"]
+    found = pd.concat(map(pd.read_parquet, sorted((directory / folder).glob("*.parquet"))))
     parts = []
     for case_id, case in cases.items():
-        rows = pd.read_parquet(directory / folder / f"{case_id}.parquet")
+        rows = found[found["case_id"] == case_id]
         rows.insert(0, "label", case["label"])
         rows.insert(1, "params", json.dumps(case["policy_params"], sort_keys=True))
         parts.append(rows.drop(columns=[*IDENTITY, "policy", "policy_params"], errors="ignore"))

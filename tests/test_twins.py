@@ -43,7 +43,7 @@ from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.topk import TopK
 
 EVERYONE = [make_policy(spec) for spec in ONE_OF_EACH]
-WITHOUT_TRITON = {"megatron_drop"}
+WITHOUT_TRITON = {"megatron_drop", "sere"}
 ON_HOST_FROM_GPU = {"laser", "load_only"}
 
 every_policy = pytest.mark.parametrize("policy", EVERYONE, ids=lambda policy: policy.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from moe_ep_bench.analysis.show import show
 from moe_ep_bench.files import write_json
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import SCHEMA_VERSION, TOTAL, UNACCOUNTED
@@ -119,6 +122,14 @@ class FakeComparison:
             "workload": {"kind": "synthetic", "description": "Zipf 0.8", "tail_model": None, "achieved": {}},
             **self.facts,
         }
+
+
+def shown_text(directory: Path) -> str:
+    """What ``show`` prints of a directory."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        assert show([directory], "text") == 0
+    return text.getvalue()
 
 
 def standard_cases() -> list[FakeCase]:

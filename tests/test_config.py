@@ -226,7 +226,7 @@ def test_padding_makes_another_case_and_is_named(tmp_path: Path) -> None:
     assert plain.cases[2].case_id != masked.cases[2].case_id
     assert masked.workload.fingerprint() == plain.workload.fingerprint()
     assert describe_workload(plain)["padding"] is None
-    assert masked.title.endswith(", unskewed, 3 padding a rank")
+    assert masked.title.endswith(", no skew, 3 padding a rank")
     uneven = describe_workload(planned(padding_per_rank=3, num_tokens=63))
     assert uneven["padding"] == {"per_rank": 3, "of": [31, 32]}
     assert "; 3 of 31 to 32 tokens a rank are padding, masked from policies" in uneven["description"]

@@ -114,7 +114,6 @@ LISTED = {
 }
 SCRIPTS = {
     "benchmarks/decode_experts.py": "needs a GPU",
-    "benchmarks/emulate_scale.py": "takes minutes",
     "benchmarks/fuzz.py": "takes an hour; test_fuzz takes a short round",
     "benchmarks/soak.py": "takes hours",
     "benchmarks/tables.py": "takes minutes; test_tables",

@@ -17,10 +17,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from results_builder import shown_text
 from test_run import cases_of, environment, routing_of, statuses, write_config
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.analysis.show import text_of
 from moe_ep_bench.bench import small_layers, virtual
 from moe_ep_bench.bench.comparison import VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
@@ -66,7 +66,7 @@ def test_every_rank_and_batch_has_all_phases_that_add_up(emulated: Path) -> None
     waits = breakdown[breakdown.phase == "wait_dispatch"].groupby(["case_id", "batch", "iteration"]).time_us
     assert (waits.min() == 0).all(), "the last rank waits for nobody"
     assert (waits.max() > 0).all()
-    text = text_of(emulated)
+    text = shown_text(emulated)
     for said in ("emulated (one device for all ranks, the all-to-all is modelled)", "4 ranks", "links/h100-nvlink4"):
         assert said in text
 
@@ -234,7 +234,7 @@ def test_a_skew_that_a_later_batch_cannot_have_is_one_line(tmp_path: Path, capsy
     assert not list((tmp_path / "out").glob("cases/*"))
 
 
-LP = {"spare_per_rank": 1, "solve_us": 100}
+LP = {"spare_per_rank": 1, "balancer": "lp"}
 REPLICATION = [{"spare_per_rank": 1}, LP, {**LP, "solve_us": 7}]
 MODELLED = {"emulate": {"links": "h20-nvlink4", "device": "h20", "replication": REPLICATION}}
 
@@ -248,7 +248,7 @@ def modelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_modelled_device_runs_nothing_and_says_so(modelled: Path, emulated: Path) -> None:
-    text = text_of(modelled)
+    text = shown_text(modelled)
     assert "modelled (nothing was run)" in text
     assert "devices/h20" in text
     assert not (modelled / "conditions").exists()
@@ -288,4 +288,4 @@ def test_a_linear_program_empties_the_fullest_rank_and_its_solving_counts(modell
     policy_us = policy.groupby(policy.index.map(lambda one: labels[one]["label"])).median()
     assert policy_us[assumed] == pytest.approx(policy_us["native"] + 7)
     assert policy_us[usual] == pytest.approx(policy_us["native"] + 100)
-    assert "as 7 or 100 us, assumed" in text_of(modelled)
+    assert "as 7 or 100 us, assumed" in shown_text(modelled)

@@ -10,12 +10,12 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from results_builder import shown_text
 from test_emulate import emulate
 from test_run import launch
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.notes import READING
-from moe_ep_bench.analysis.show import text_of
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.runtime.exit_codes import OK
 
@@ -115,7 +115,7 @@ def test_masked_padding_selects_nothing_and_native_computes_it_always(rows: pd.D
 
 
 def test_the_table_says_what_padding_costs_from_the_rows(outs: dict[str, Path]) -> None:
-    text, frame, rows = text_of(outs["run"]), cases(load(outs["run"])), rows_of(outs["run"])
+    text, frame, rows = shown_text(outs["run"]), cases(load(outs["run"])), rows_of(outs["run"])
     assert "3 of 12 tokens a rank are padding, masked from policies" in text
     of_case = dict(list(rows.groupby("label")))
     counts = {}

@@ -152,7 +152,7 @@ def test_config_and_command_stand_word_for_word(tmp_path: Path) -> None:
     for words in (
         "name: mine  # <why>",
         "run mine.yaml --set 'a=<b>'",
-        "{name: older}",
+        "- name: older",
         "# the command was not recorded",
     ):
         assert words in text

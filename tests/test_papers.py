@@ -343,7 +343,7 @@ def test_fewer_activated_experts_count_on_the_rank_that_activates_most(tmp_path:
     assert run_claims(config, tmp_path / "out", ["sweep.workload.peak_load=[null, 10]"]) == OK
     claims = load_claims(tmp_path / "out")
     native, oea = (claims.frame[claims.frame["number"] == number] for number in (1, 2))
-    assert native["traffic"].tolist() == ["unskewed", "peak load 10"]
+    assert native["traffic"].tolist() == ["no skew", "peak load 10"]
     rows = routing(claims.store)
     for comparison_id, ours, relative in zip(native["comparison_id"], native["ours"], oea["ours"], strict=True):
         means = {}

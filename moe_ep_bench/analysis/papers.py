@@ -15,8 +15,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load, routing, timings
 from moe_ep_bench.analysis.columns import NONE, Row, missing, number, percentage, text
-from moe_ep_bench.analysis.reading import ResultsError, read_document, typed
-from moe_ep_bench.analysis.reduce import ITERATION
+from moe_ep_bench.analysis.reading import ITERATION, ResultsError, read_document, typed
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.facts import JsonRecord

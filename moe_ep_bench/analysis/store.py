@@ -20,6 +20,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
+from moe_ep_bench.analysis.iterations import Iterations, iterations_of
 from moe_ep_bench.analysis.reading import (
     SAMPLE,
     Errors,
@@ -33,7 +34,6 @@ from moe_ep_bench.analysis.reading import (
     samples_of,
     typed,
 )
-from moe_ep_bench.analysis.reduce import Iterations, iterations_of
 from moe_ep_bench.errors import printable
 from moe_ep_bench.facts import SHARED_ROLES, CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
 from moe_ep_bench.results import RunDirectory, ValidationDirectory

@@ -108,7 +108,7 @@ def workload_in_short(experiment: Experiment) -> str:
         return config.skew.replace("_", " ") + (f" skew of {of}" if of else "") + ending
     if config.skew_from is not None:
         return f"{_counted(config)} of {config.skew_from.name}{ending}"
-    return ("unskewed" if config.peak_load is None else f"peak load {config.peak_load:g}") + ending
+    return ("no skew" if config.peak_load is None else f"peak load {config.peak_load:g}") + ending
 
 
 def traffic(comparison: Comparison) -> str:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, PlainSerializer, PrivateAttr, field_validator, model_validator
 
+from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
 from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.models import ModelSpec, ScoreFunction, load_hf_model, naming_hub
@@ -171,7 +174,7 @@ class SyntheticConfig(_Workload):
     """Layer of ``skew_from`` whose loads experts get; several or ``all``: a comparison each. null = the mean
     ``peak_load`` alone."""
     peak_load: float | None = Field(None, ge=1)
-    """Load of the fullest expert over the mean; null = unskewed."""
+    """Load of the fullest expert over the mean; null = no skew."""
     sequence_length: int = Field(128, ge=1)
     """1 = decode; 1 + L = speculative decoding with L draft tokens."""
     rank_load: float | None = Field(None, ge=1)
@@ -350,17 +353,71 @@ class MeasureConfig(Strict):
 
 
 class ReplicationConfig(Strict):
-    """Replicas of busy experts as DeepSeek's EPLB places them (``replication``)."""
+    """Replicas of busy experts that are placed ahead (``placement``), and who chooses among them (``balancers``)."""
 
     spare_per_rank: int = Field(ge=1)
-    """Experts that every rank holds beyond its share."""
+    """Experts that every rank holds beyond its share, in every layer."""
+    plan: Literal["eplb", "variance"] = "eplb"
+    """Planned for the mean load, as DeepSeek's EPLB, or for its spread over batches too, as FlashLB."""
+    balancer: Literal["static", "lp", "activated"] = "static"
+    """Replicas share evenly; or every batch is solved, for the emptiest fullest rank (``lp``) or the fewest activated
+    experts on a rank (``activated``)."""
     solve_us: float | None = Field(None, ge=0)
-    """null = replicas share pairs evenly. Else a linear program (LPLB) splits every batch's, in an assumed time of
-    every rank: 100 by LPLB's README, in a node."""
+    """Time in which every rank solves a batch, assumed; null = 100, static 0."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ReplicationConfig:
+        if self.balancer == "static" and self.solve_us is not None:
+            raise UserError(f"solve_us: expected balancer lp or activated beside it, got {self.solve_us:g} of static")
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.plan
+
+    @property
+    def solving_us(self) -> float | None:
+        """Of a batch on every rank; None where nothing is solved."""
+        return None if self.balancer == "static" else SOLVE_US if self.solve_us is None else self.solve_us
 
     def params(self) -> dict[str, Any]:
         """What makes a case of it, JSON-ready."""
-        return self.model_dump(mode="json", exclude_none=True)
+        solving = {} if self.solving_us is None else {"solve_us": self.solving_us}
+        return self.model_dump(mode="json", exclude_defaults=True) | solving
+
+    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Balanced:
+        """A batch over slots that were placed ahead (``balancers``)."""
+        return OVER_REPLICAS[self.balancer](slot_expert_P, counts_RE)
+
+
+class RebalanceConfig(Strict):
+    """Weights of experts that move in every batch (``balancers``)."""
+
+    name: Literal["llep", "ultra"]
+    """``llep`` (least-loaded expert parallelism) or ``ultra`` (after UltraEP)."""
+    spare_per_rank: int = Field(2, ge=1)
+    """Free slots of every rank, which all layers share."""
+    least_pairs: int = Field(1024, ge=1)
+    """Fewest pairs for which an expert's weights move, unless they are the last."""
+    threshold: float | None = Field(None, ge=1)
+    """Nothing moves while the fullest rank has at most so many times the mean; null = 1.3 for llep, 1 for ultra."""
+    solve_us: float = Field(SOLVE_US, ge=0)
+    """Time in which every rank plans a batch, assumed."""
+
+    @property
+    def solving_us(self) -> float:
+        """As of ``ReplicationConfig``."""
+        return self.solve_us
+
+    def params(self) -> dict[str, Any]:
+        """What makes a case of it, JSON-ready."""
+        always = {"spare_per_rank": self.spare_per_rank, "solve_us": self.solve_us}
+        return self.model_dump(mode="json", exclude_defaults=True, exclude={"name"}) | always
+
+    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Balanced:
+        """A batch over homes and free slots (``balancers``)."""
+        threshold = {"llep": 1.3, "ultra": 1.0}[self.name] if self.threshold is None else self.threshold
+        return MOVING[self.name](slot_expert_P, counts_RE, least_pairs=self.least_pairs, threshold=threshold)
 
 
 class FigureConfig(Strict):
@@ -399,7 +456,9 @@ class EmulateConfig(Strict):
     dispatch_dtype: DispatchType | None = None
     """Type of dispatched rows, ``fp8`` with a scale for each 128 values; null = ``layer.dtype``, as combined rows."""
     replication: tuple[ReplicationConfig, ...] = ()
-    """Replicas of busy experts as EPLB places them, beside the policies."""
+    """Replicas of busy experts, beside the policies."""
+    rebalance: tuple[RebalanceConfig, ...] = ()
+    """Weights that move in every batch, beside the policies."""
 
     @property
     def sent(self) -> dict[str, Any]:

@@ -220,9 +220,9 @@ def _problem_of(document: Any, most_bits: int) -> str | None:
         if isinstance(value, dict | list) and depth > MOST_DEPTH:
             return _TOO_DEEP
         if isinstance(value, dict):
-            left += [(one, depth + 1) for pair in value.items() for one in pair]
+            left += [(inner, depth + 1) for pair in value.items() for inner in pair]
         elif isinstance(value, list):
-            left += [(one, depth + 1) for one in value]
+            left += [(inner, depth + 1) for inner in value]
         elif isinstance(value, float) and not math.isfinite(value):
             return "expected numbers that a double holds, got a larger one"
         elif isinstance(value, int) and not -(2 ** (most_bits - 1)) <= value < 2 ** (most_bits - 1):
@@ -275,7 +275,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             if node.tag != plain:
                 raise _error(f"tags are not read, got {brief(node.tag)}", node)
             if isinstance(node, yaml.SequenceNode):
-                left += [(one, depth + 1) for one in node.value]
+                left += [(inner, depth + 1) for inner in node.value]
                 continue
             keys = set()
             for key, value in node.value:

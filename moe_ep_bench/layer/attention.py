@@ -98,8 +98,8 @@ def kernels_of_attention(run: Callable[[], object]) -> list[str]:
     # Outside of inference mode torch decomposes attention before any dispatch mode sees it.
     with torch.inference_mode(), _Seen() as seen:
         run()
-    found = {name.removeprefix(_PREFIX) for name in seen.names if name.startswith(_PREFIX)}
-    return sorted(_NAMES.get(name, name) for name in found)
+    kernels = {name.removeprefix(_PREFIX) for name in seen.names if name.startswith(_PREFIX)}
+    return sorted(_NAMES.get(name, name) for name in kernels)
 
 
 class _Seen(TorchDispatchMode):

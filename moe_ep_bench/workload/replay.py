@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.randomness import Run, Stream, generator, in_chunks, row_numbers, rows_at_once, uniform_rows
 from moe_ep_bench.workload.tail import RECORDED, TAILS, FittedTopK, FullRows, fill_tail, fit_top_k, keep_top_k_ahead
-from moe_ep_bench.workload.trace import Trace, open_trace
+from moe_ep_bench.workload.trace import Trace, held, open_trace
 from moe_ep_bench.workload.workload import Workload
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -244,7 +244,7 @@ class RecordedWorkload(Workload):
     @cached_property
     def _routing(self) -> tuple[NDArray[np.unsignedinteger], FittedTopK, NDArray[np.float64]]:
         """The layer as it will be used, of all recordings: recorded ids, fitted scores, tail weights."""
-        layers = [trace.read_layer(self.layer) for trace in self.traces]
+        layers = [self._read_layer(trace) for trace in self.traces]
         ids_TK, recorded_TK = (np.concatenate(parts) for parts in zip(*layers, strict=True))
         scores_TK = recorded_TK.astype(np.float64)
         if self.topk_share is not None:
@@ -258,10 +258,21 @@ class RecordedWorkload(Workload):
         weights_E = np.ones(self.num_experts) if self.tail == "uniform" else load_E + 1
         return ids_TK, fit_top_k(scores_TK, self.num_experts), weights_E
 
+    def _read_layer(self, trace: Trace) -> tuple[NDArray[np.unsignedinteger], NDArray[np.float16]]:
+        """The layer, as the model's own router chose: a policy's choice of fewer experts is no workload for another."""
+        ids_TK, scores_TK = trace.read_layer(self.layer)
+        if fewer := int((~held(ids_TK, scores_TK)).any(axis=1).sum()):
+            raise UserError(
+                f"{trace.path}: layer {self.layer}: expected top-{self.top_k} of every token, as the router chose, got "
+                f"{fewer:,} of {len(ids_TK):,} tokens with fewer: a server's routing under a policy; its loads are "
+                "what --counts takes"
+            )
+        return ids_TK, scores_TK
+
     @cached_property
     def _full(self) -> FullRows:
         """The layer's scores of all experts as they will be used, of all recordings."""
-        layers = [trace.read_layer(self.layer)[0] for trace in self.traces]
+        layers = [self._read_layer(trace)[0] for trace in self.traces]
         full = [trace.read_full_scores(self.layer) for trace in self.traces]
         return keep_top_k_ahead(np.concatenate(layers).astype(np.int64), np.concatenate(full))
 

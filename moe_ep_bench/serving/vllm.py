@@ -39,6 +39,7 @@ from moe_ep_bench.errors import UserError, naming
 RELEASE = "0.32"
 RECORD, LIMIT, POLICY = "MOE_EP_BENCH_RECORD", "MOE_EP_BENCH_RECORD_GIB", "MOE_EP_BENCH_POLICY"
 _STEPS_A_REPORT = 1000
+_SHUTDOWN_S = 60
 # What the factory of routers is told where scores are none that a policy knows, by what that is called.
 _UNKNOWN_ROUTERS = {
     "custom_routing_function": "a routing function of the model's own",
@@ -320,6 +321,11 @@ def _create_engine_config(inner: Callable[..., Any], *args: Any, **kwargs: Any) 
         check_config(config, _session)
     except UserError as problem:
         _end(problem)
+    if not config.shutdown_timeout:
+        # Else vLLM kills its workers with what waits to be written. Requests are then served to their end, too.
+        config.shutdown_timeout = _SHUTDOWN_S
+        os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(_SHUTDOWN_S))
+        logger.info("moe-ep-bench: --shutdown-timeout is %d, in which recordings are completed", _SHUTDOWN_S)
     return config
 
 

@@ -1,16 +1,14 @@
 #!/usr/bin/env python
 """What do a decode step's experts take, over the experts that it activates? The decode kernels beside grouped GEMMs.
 
-    python benchmarks/decode_experts.py [--tune] [--rounds 30] [--out DIR] [--rehearse]
+    python benchmarks/decode_experts.py [--rounds 30] [--out DIR] [--rehearse]
 
 Two tables per shape, medians of one run, forms interleaved, the cache flushed before every call, each form replayed
 from a CUDA graph. First 16 tokens on ever more experts: a line with R2, and its slope as bytes per second beside what
 this device reads. Then steps of 1 to 1,024 tokens that choose at random: where grouped GEMMs win, ``auto`` should
-change over. *decode* is the whole: both products and the sums per token, as
-are *vllm*, *sglang* and *flashinfer* where they are installed; *its products* and *grouped* are given sorted rows and
-leave sums to others.
+change over. *decode* is the whole: both products and the sums per token; *its products* and *grouped* are given
+sorted rows and leave sums to others.
 
---tune tries other sizes of the kernels' tiles at 49 activated experts.
 --rehearse runs the CPU's forms at toy sizes without graphs: it tries this script, and measures nothing.
 Exit status: 0 all forms agree with a loop over experts, 1 one does not.
 """
@@ -18,14 +16,11 @@ Exit status: 0 all forms agree with a loop over experts, 1 one does not.
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -51,46 +46,6 @@ ACTIVATED = (8, 16, 32, 49, 64, 96, 128)
 # OEA, Table 3: what vanilla activates at Qwen3-30B-A3B, and its layer's microseconds.
 PUBLISHED = ("qwen3-30b-a3b", 48.8, 176.0)
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024)
-# Module constants of decode_experts_triton that --tune tries: features, bytes of a step, stages, warps.
-# vLLM's tuned tiles for a few tokens (rows x features x columns) are 16 x 32 x 256 in 2 stages, which is added, and
-# 16 x 64 x 128 in 3, which is among them.
-TUNED = [*itertools.product((32, 64), (16 * 1024, 24 * 1024, 48 * 1024), (3, 4, 5), (4,)), (32, 24 * 1024, 2, 4)]
-
-
-Whole = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Hidden states, every token's experts (int32 [T, K]) and their weights, to the sum per token."""
-
-
-def _vllm(gate_up_L2FD: Tensor, down_LDF: Tensor) -> Whole:
-    from vllm.model_executor.layers.fused_moe import fused_experts
-
-    return lambda hidden_TD, expert_TK, weights_TK: fused_experts(
-        hidden_TD, gate_up_L2FD, down_LDF, weights_TK, expert_TK
-    )
-
-
-def _sglang(gate_up_L2FD: Tensor, down_LDF: Tensor) -> Whole:
-    from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_experts
-    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
-
-    config = MoeRunnerConfig(inplace=False)
-    return lambda hidden_TD, expert_TK, weights_TK: fused_experts(
-        hidden_TD, gate_up_L2FD, down_LDF, (weights_TK, expert_TK, None), config
-    )
-
-
-def _flashinfer(gate_up_L2FD: Tensor, down_LDF: Tensor) -> Whole:
-    from flashinfer.fused_moe.cute_dsl import sm90_contiguous_gather_grouped_gemm_act_fusion as gather
-    from flashinfer.fused_moe.cute_dsl.sm90_fused_moe import cute_dsl_fused_moe_bf16
-
-    mixed_L2FD = gather.interleave_up_gate_sm90(gate_up_L2FD)
-    return lambda hidden_TD, expert_TK, weights_TK: cute_dsl_fused_moe_bf16(
-        hidden_TD, expert_TK, weights_TK, mixed_L2FD, down_LDF, len(down_LDF), expert_TK.shape[1]
-    )
-
-
-OTHERS = {"vllm": _vllm, "sglang": _sglang, "flashinfer": _flashinfer}
-"""Decode experts of serving engines, made for a layer's weights. Interfaces change: ``Bench.check`` tries them."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +65,6 @@ class Shape:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tune", action="store_true", help="try other tile sizes")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU: tries this script")
@@ -129,8 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             wrong += bench.check()
             tables.append(bench.over_experts(read_gbps, PUBLISHED if preset == PUBLISHED[0] else None))
             tables.append(bench.over_tokens())
-            if options.tune and not options.rehearse:
-                tables.append(bench.tuned())
             if options.out:
                 with atomic_path(options.out / "decode_experts.csv") as path:
                     pd.concat(tables).to_csv(path, index=False)
@@ -152,12 +104,6 @@ class Bench:
         self.gate_up_L2FD = self._normal(experts, 2 * ffn, hidden) * hidden**-0.5
         self.down_LDF = self._normal(experts, hidden, ffn) * ffn**-0.5
         self.flush = CacheFlush(device)
-        self.others: dict[str, Whole] = {}
-        for name, made in OTHERS.items() if device.type == "cuda" else ():
-            try:
-                self.others[name] = made(self.gate_up_L2FD, self.down_LDF)
-            except Exception as error:  # Most often it is not installed.
-                print(f"{name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
         print(f"\n{shape.name}: {experts} experts, top-{shape.top_k}, {hidden} x {ffn}, {dtype}")
 
     def _normal(self, *shape: int) -> Tensor:
@@ -191,17 +137,14 @@ class Bench:
             gate_up_N2F = multiply(rows_ND, self.gate_up_L2FD.transpose(1, 2), offs=ends_L)
             return multiply(weighted_swiglu(gate_up_N2F, weights_N), self.down_LDF.transpose(1, 2), offs=ends_L)
 
-        expert_TK = map_TE.nonzero()[:, 1].view(len(map_TE), -1).to(torch.int32)
-        weights_TK = weights_TE.gather(1, expert_TK.long())
         return {
-            **{name: partial(one, hidden_TD, expert_TK, weights_TK) for name, one in self.others.items()},
             "decode": lambda: decode_experts(hidden_TD, map_TE, weights_TE, *weights),
             "its products": lambda: expert_rows(rows_ND, weights_N, ends_L, *weights),
             "grouped": grouped,
         }
 
     def check(self) -> list[str]:
-        """Which of our forms are wrong, in words; another engine's that fails or differs is left out."""
+        """Which forms are wrong, in words."""
         hidden_TD, map_TE, weights_TE = step = self.step(STEP_TOKENS)
         expert_N, token_N = map_TE.T.nonzero(as_tuple=True)
         expected_ND = torch.cat(
@@ -214,20 +157,9 @@ class Bench:
         wrong = []
         for name, form in self.forms(step).items():
             expected = expected_ND if name in ("its products", "grouped") else expected_TD
-            try:
-                error = float((form().float() - expected).norm() / expected.norm())
-            except Exception as failure:
-                if name not in self.others:
-                    raise
-                error, reason = math.inf, f"{type(failure).__name__}: {failure}"
-            else:
-                reason = f"off by {error:.2g}"
-            if error <= TOLERANCE[self.dtype]:
-                continue
-            if self.others.pop(name, None) is None:
-                wrong.append(f"{self.shape.name}, {name}: {reason}")
-            else:
-                print(f"{name} is left out: {reason}", file=sys.stderr)
+            error = float((form().float() - expected).norm() / expected.norm())
+            if error > TOLERANCE[self.dtype]:
+                wrong.append(f"{self.shape.name}, {name}: off by {error:.2g}")
         return wrong
 
     def over_experts(self, read_gbps: float, published: tuple[str, float, float] | None) -> pd.DataFrame:
@@ -275,33 +207,10 @@ class Bench:
         print(f"grouped GEMMs win {first}")
         return table.assign(shape=self.shape.name)
 
-    def tuned(self) -> pd.DataFrame:
-        """Times under other module constants, over those in the code."""
-        from moe_ep_bench.kernels import decode_experts_triton as kernels
-
-        names = ("_MOST_FEATURES", "_STEP_BYTES", "_STAGES", "_NUM_WARPS")
-        own = tuple(getattr(kernels, name) for name in names)
-        step, rows = self.step(STEP_TOKENS, min(49, STEP_TOKENS * self.shape.top_k)), []
-        for values in dict.fromkeys([own, *TUNED]):
-            for name, value in zip(names, values, strict=True):
-                setattr(kernels, name, value)
-            try:
-                time_us = self._times(step, only="decode")["decode"]
-            except Exception as error:  # More shared memory than there is.
-                print(f"{values}: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
-                continue
-            rows.append(dict(zip((name.strip("_").lower() for name in names), values, strict=True)) | {"us": time_us})
-        for name, value in zip(names, own, strict=True):
-            setattr(kernels, name, value)
-        table = pd.DataFrame(rows)
-        table["over the code's"] = table["us"] / table["us"].iloc[0]
-        print(table.sort_values("us").to_string(index=False, float_format="{:.3f}".format))
-        return table.assign(shape=self.shape.name)
-
-    def _times(self, step: tuple[Tensor, Tensor, Tensor], only: str | None = None) -> dict[str, float]:
+    def _times(self, step: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
         """Medians in microseconds, forms interleaved."""
-        forms = {name: form for name, form in self.forms(step).items() if only in (None, name)}
-        runs = {name: _replayed(form) if self.device.type == "cuda" else form for name, form in forms.items()}
+        is_gpu = self.device.type == "cuda"
+        runs = {name: _replayed(form) if is_gpu else form for name, form in self.forms(step).items()}
         return _interleaved(runs, self.rounds, clock_for(self.device), self.flush)
 
 

@@ -3,14 +3,13 @@
     .venv/bin/python benchmarks/frontier.py TRACES
 
 For every moe-trace-v1 recording in the folder TRACES and several budgets, factors are derived from every second batch,
-and all methods are judged on the others (``moe_ep_bench.workload.derived``). Writes ``results/reference/frontier.csv``,
-``.md`` and ``.svg``. Routing alone: nothing is timed. Takes about ten minutes on one core.
+and all methods are judged on the others (``moe_ep_bench.workload.derived``). Writes ``frontier.csv``, which frontier.md
+reads, and ``frontier.svg``. Routing alone: nothing is timed. Takes about ten minutes on one core.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from pathlib import Path
 
@@ -54,51 +53,6 @@ def compare(path: Path) -> pd.DataFrame:
     return pd.concat(rows, ignore_index=True)
 
 
-def markdown(rows: pd.DataFrame, made: str) -> str:
-    """The table at 1 %, the distance at all budgets, and where the numbers come from."""
-    at_one = rows[rows["budget"] == 0.01]
-    lines = [
-        "# A budget of score mass: how near to the frontier?",
-        "",
-        "Routing of recordings, EP 8, batches of at least 1,024 tokens, contiguous experts; means over the held-out",
-        "batches of all layers. Nothing was timed. *Fullest rank*: its pairs over the mean before anything is dropped.",
-        "*Above*: over the least possible for the same loss in the same batch. *Spread*: losses shared out over",
-        "batches and layers by who knows them all. *Expert*, *device*: granularity of `token_drop`, with factors from",
-        "the other half.",
-        "",
-        "## At most 1 % of the score mass",
-        "",
-        "| recording | method | mass lost % | worst batch % | fullest rank | above % |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in at_one.to_dict("records"):
-        most = "-" if pd.isna(row["most_lost"]) else f"{100 * row['most_lost']:.2f}"
-        lines.append(
-            f"| {row['recording']} | {row['method']} | {100 * row['lost']:.2f} | {most} | {row['fullest']:.3f} "
-            f"| {100 * row['above']:.2f} |"
-        )
-    pivot = 100 * rows[rows["method"].isin(LOOKS)].pivot_table(
-        index="budget", columns="method", values="above", aggfunc="max", sort=False
-    )
-    lines += [
-        "",
-        "## Above the frontier at the same loss, worst recording, %",
-        "",
-        f"| budget | {' | '.join(pivot.columns)} |",
-        "|---" * (1 + len(pivot.columns)) + "|",
-        *(f"| {budget:.1%} | {' | '.join(f'{one:.2f}' for one in row)} |" for budget, row in pivot.iterrows()),
-        "",
-        f"Made by {made}.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def commit() -> str:
-    """Short hash of the tree's commit; ``-dirty`` where the package differs from it."""
-    tell = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(tell, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def draw(rows: pd.DataFrame, out: Path) -> None:
     """A panel per recording: fullest rank over mass lost."""
     recordings = list(rows["recording"].unique())
@@ -125,11 +79,10 @@ def main() -> None:
     parser.add_argument("traces", type=Path, help="a folder of moe-trace-v1 recordings")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "reference", help="folder (%(default)s)")
     options = parser.parse_args()
-    made = f"`python benchmarks/frontier.py {options.traces.name}` at commit {commit()}"
     plt.rcParams["svg.hashsalt"] = "frontier"
     rows = pd.concat([compare(path) for path in sorted(options.traces.glob("*.safetensors"))], ignore_index=True)
     rows.round(5).to_csv(options.out / "frontier.csv", index=False)
-    (options.out / "frontier.md").write_text(markdown(rows, made))
+    print(rows.to_string(index=False, float_format="{:.4f}".format))
     draw(rows, options.out / "frontier.svg")
 
 

@@ -8,11 +8,9 @@ point, ``cli.main``, in this process. A finding is one of
 
 * an exception that leaves ``main``, a traceback, or an exit status that no page names;
 * a message of a user's mistake that is no single, short, printable line;
-* a hang: more than 5 s of CPU time before a refusal, 60 s with a result, or 90 s by the clock (other people's work
-  may take the rest);
-* a prompt: standard input is read, or the terminal opened;
-* a process that is started, or a connection;
-* a file that is written, made, moved or removed outside of ``--out``; the canary, which hostile contents would touch.
+* a hang: more than 5 s of CPU time before a refusal, or 90 s by the clock; a prompt;
+* a process that is started, a connection, a file that is written or removed outside of ``--out``; the canary, which
+  hostile contents would touch.
 
 Input N of a kind is drawn from the seed N alone: ``--kind K --seed N --inputs 1`` repeats it. Exit status 1 where
 there is a finding. Commands that would measure are given ``--dry-run``.
@@ -41,9 +39,8 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -54,7 +51,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-CPU_S, RESULT_CPU_S, CLOCK_S = 5.0, 60.0, 90.0
+CPU_S, CLOCK_S = 5.0, 90.0
 MORE_BYTES = 4 * 2**30  # that a command may map beyond what this process has
 MOST_LINES, MOST_CHARACTERS = 12, 1500  # lines: what `plot` passes over, each in one
 SHARES = {"configs": 0.4, "results": 0.3, "recordings": 0.2, "commands": 0.1}  # of --inputs, without --kind
@@ -69,17 +66,11 @@ class _Ended(BaseException):
     """Ends a call from outside; nobody who catches ``Exception`` holds it."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    kind: str
-    seed: int
-    what: str
-    command: tuple[str, ...]
-    detail: str = ""
-
-    def __str__(self) -> str:
-        words = " ".join(repr(one)[1:-1][:200] for one in self.command)
-        return f"{self.kind} {self.seed}: {self.what}\n    moe-ep-bench {words}\n{self.detail}"
+class Outcome(NamedTuple):
+    status: int | None
+    out: str
+    err: str
+    problems: list[str]
 
 
 class _Keyboard(io.TextIOBase):
@@ -92,67 +83,55 @@ class _Keyboard(io.TextIOBase):
     readable = isatty = lambda self: True
 
 
-class _Watch:
-    """Notes what a call does to the machine; an audit hook stays for good, so it is switched on for calls alone."""
+_STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "pty.spawn")
+# Programs that say what the machine is: they read no file of the user's.
+_PROBES = ("git", "nvidia-smi", "lscpu", "uname", "ldconfig", "gcc", "cc")
+# Which arguments of an event are the path that it changes and the open folder that this is relative to.
+_CHANGES = {
+    **dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.utime"), 0),
+    **dict.fromkeys(("os.rename", "os.link", "os.symlink"), 1),
+}
+_allowed: tuple[str, ...] | None = None  # where a call may write; None = no call is running
+_seen: list[str] = []
 
-    def __init__(self) -> None:
-        self.allowed: tuple[str, ...] | None = None
-        self.seen: list[str] = []
-        sys.addaudithook(self._note)
 
-    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.allowed is None:
-            return
-        if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "pty.spawn"):
-            if event == "subprocess.Popen" and _is_probe(arguments[1]):
-                return
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    """Notes what a call does to the machine; an audit hook stays for good, so it looks at calls alone."""
+    if _allowed is None:
+        return
+    if event in _STARTS:
+        words = arguments[1] if event == "subprocess.Popen" else "?"
+        if os.path.basename(str(words[0] if isinstance(words, list | tuple) else words)) not in _PROBES:
             raise _Ended(f"starts a process: {event} {str(arguments[:2])[:200]}")
-        if event == "socket.connect":
-            raise _Ended(f"connects: {arguments[1]!r}")
-        if event == "open":
-            path, mode, flags = arguments
-            writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND) if flags else 0
-            if isinstance(path, str | bytes | os.PathLike) and (
-                writes or (isinstance(mode, str) and set(mode) & set("wax+"))
-            ):
-                self._changed(event, path)
-        elif event in ("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.utime"):
-            self._changed(event, arguments[0], arguments[-1])
-        elif event in ("os.rename", "os.link", "os.symlink"):
-            self._changed(event, arguments[1], arguments[-1])
-
-    def _changed(self, event: str, path: Any, folder: Any = -1) -> None:
-        """Note a path; it is relative to an open folder where there is one (>= 0)."""
-        if isinstance(path, int):
-            return
-        above = os.readlink(f"/proc/self/fd/{folder}") if isinstance(folder, int) and folder >= 0 else os.getcwd()
-        place = os.path.abspath(os.path.join(above, os.fsdecode(path)))
-        if place == "/dev/tty":
-            raise _Ended("prompts: the terminal is opened")
-        real = os.path.join(os.path.realpath(os.path.dirname(place)), os.path.basename(place))
-        assert self.allowed is not None
-        if not real.startswith(self.allowed) and "__pycache__" not in real:
-            self.seen.append(f"writes outside of --out: {event} {real}")
+    elif event == "socket.connect":
+        raise _Ended(f"connects: {arguments[1]!r}")
+    elif event == "open":
+        path, mode, flags = arguments
+        writes = (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        if isinstance(path, str | bytes | os.PathLike) and (writes or set(str(mode or "")) & set("wax+")):
+            _changed(event, path, -1)
+    elif event in _CHANGES and not isinstance(arguments[_CHANGES[event]], int):
+        _changed(event, arguments[_CHANGES[event]], arguments[-1])
 
 
-def _is_probe(command: Any) -> bool:
-    """Programs that say what the machine is: they read no file of the user's."""
-    words = command if isinstance(command, list | tuple) else [command]
-    return os.path.basename(str(words[0])) in ("git", "nvidia-smi", "lscpu", "uname", "ldconfig", "gcc", "cc")
+def _changed(event: str, path: Any, folder: Any) -> None:
+    above = os.readlink(f"/proc/self/fd/{folder}") if isinstance(folder, int) and folder >= 0 else os.getcwd()
+    place = os.path.abspath(os.path.join(above, os.fsdecode(path)))
+    if place == "/dev/tty":
+        raise _Ended("prompts: the terminal is opened")
+    real = os.path.join(os.path.realpath(os.path.dirname(place)), os.path.basename(place))
+    if not real.startswith(_allowed or ()) and "__pycache__" not in real:
+        _seen.append(f"writes outside of --out: {event} {real}")
 
 
-_watch: _Watch | None = None
-
-
+@functools.cache
 def warm() -> None:
     """Import what commands import when they first need it: that takes seconds, which are no hang."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import transformers  # noqa: F401
 
     import moe_ep_bench.analysis.advise
-    import moe_ep_bench.analysis.answer_figures
     import moe_ep_bench.analysis.compare
-    import moe_ep_bench.analysis.figures
     import moe_ep_bench.analysis.page
     import moe_ep_bench.analysis.plot
     import moe_ep_bench.analysis.validate
@@ -163,53 +142,53 @@ def warm() -> None:
     import moe_ep_bench.quality.session
     import moe_ep_bench.workload.importers  # noqa: F401
 
+    sys.addaudithook(_note)
 
-@dataclass
-class Outcome:
-    status: int | None
-    out: str
-    err: str
-    problems: list[str]
-    seconds: float
+
+@contextlib.contextmanager
+def _limits() -> Iterator[None]:
+    """End what takes too long or too much memory; signals' handlers and the environment are afterwards as before."""
+
+    def stop(*_: object) -> None:
+        raise _Ended(f"hangs: more than {CLOCK_S:g} s\n{''.join(traceback.format_stack(limit=12))}")
+
+    signals = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    handlers, environment = {number: signal.getsignal(number) for number in signals}, dict(os.environ)
+    memory = resource.getrlimit(resource.RLIMIT_AS)
+    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MORE_BYTES
+    try:
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, CLOCK_S, CLOCK_S)
+        resource.setrlimit(resource.RLIMIT_AS, (most, memory[1]))
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, memory)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def call(arguments: Sequence[str], out: Path, scratch: Path) -> Outcome:
     """Run one command in this process; it may write below ``out`` and ``scratch`` only."""
-    global _watch
+    global _allowed
     from moe_ep_bench.cli import main
 
-    _watch = _watch or _Watch()
-    printed, said = io.StringIO(), io.StringIO()
-    problems: list[str] = []
-    status: int | None = None
-
-    def stop(number: int, _: object) -> None:
-        waited_s = _waited_s() - waited_before_s
-        if number == signal.SIGALRM and waited_s > CLOCK_S / 4:  # for a core, not for a pipe
-            return
-        limit = f"{RESULT_CPU_S:g} s of CPU time" if number == signal.SIGPROF else f"{CLOCK_S:g} s"
-        raise _Ended(f"hangs: more than {limit}\n{''.join(traceback.format_stack(limit=12))}")
-
-    waited_before_s = _waited_s()
-    handlers = {one: signal.signal(one, stop) for one in (signal.SIGPROF, signal.SIGALRM)}
-    handlers |= {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    limits, environment = resource.getrlimit(resource.RLIMIT_AS), dict(os.environ)
-    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MORE_BYTES
-    _watch.seen, begun, cpu_before_s = [], time.monotonic(), time.process_time()
-    stdin = sys.stdin
+    warm()
+    _seen.clear()
+    printed, said, problems, status = io.StringIO(), io.StringIO(), [], None
+    begun_s, stdin = time.process_time(), sys.stdin
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            sys.stdin = _Keyboard()
-            signal.setitimer(signal.ITIMER_PROF, RESULT_CPU_S)
-            signal.setitimer(signal.ITIMER_REAL, CLOCK_S, CLOCK_S)
-            resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
-            # Caches of matplotlib, numba and torch.
-            own = (str(Path.home() / ".cache"), str(Path.home() / ".config"), "/tmp/torchinductor_")
-            # An --out of ODD lies in this process's folder of /proc, where nothing can be made.
-            own += ("/proc/self", f"/proc/{os.getpid()}/")
-            _watch.allowed = (f"{out}", f"{scratch}", "/dev/null", "/dev/shm/", *own)
-            status = main(list(arguments))
+            with _limits():
+                sys.stdin = _Keyboard()
+                # Caches of matplotlib, numba and torch; an --out of ODD lies in /proc, where nothing can be made.
+                own = (str(Path.home() / ".cache"), str(Path.home() / ".config"), "/tmp/torchinductor_")
+                own += ("/dev/null", "/dev/shm/", "/proc/self", f"/proc/{os.getpid()}/")
+                _allowed = (f"{out}", f"{scratch}", *own)
+                status = main(list(arguments))
         except SystemExit as ended:
             status = ended.code if isinstance(ended.code, int) else None
         except _Ended as ended:
@@ -217,45 +196,28 @@ def call(arguments: Sequence[str], out: Path, scratch: Path) -> Outcome:
         except BaseException:
             problems.append(f"leaves main:\n{traceback.format_exc()[-3000:]}")
         finally:
-            _watch.allowed = None
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            resource.setrlimit(resource.RLIMIT_AS, limits)
-            sys.stdin = stdin
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            os.environ.clear()
-            os.environ.update(environment)
-    problems += _watch.seen[:3]
-    err = said.getvalue()
-    if not problems:
-        problems += _problems_of(status, printed.getvalue(), err)
-    if status == 2 and (cpu_s := time.process_time() - cpu_before_s) > CPU_S:
+            _allowed, sys.stdin = None, stdin
+    problems = [*problems, *_seen[:3]] or _problems_of(status, said.getvalue())
+    if status == 2 and (cpu_s := time.process_time() - begun_s) > CPU_S:
         problems.append(f"hangs: {cpu_s:.0f} s of CPU time before a refusal")
-    return Outcome(status, printed.getvalue(), err, problems, time.monotonic() - begun)
+    return Outcome(status, printed.getvalue(), said.getvalue(), problems)
 
 
-def _waited_s() -> float:
-    """How long this process has been ready to run, and others ran."""
-    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-
-
-def _problems_of(status: int | None, out: str, err: str) -> list[str]:
+def _problems_of(status: int | None, err: str) -> list[str]:
+    """What is wrong with a status, or with the one line of a refusal."""
+    lines = err.splitlines()
     if "Traceback (most recent call last)" in err:
         return [f"traceback:\n{err[-3000:]}"]
     if status not in STATUSES:
         return [f"exit status {status}: {err[-500:]}"]
-    lines = err.splitlines()
-    if status == 2 and lines and not lines[0].startswith("usage:"):
-        if len(lines) > MOST_LINES or not all(line.startswith("moe-ep-bench: ") for line in lines[-1:]):
-            return [f"{len(lines)} lines: {err[:600]}"]
-        if max(map(len, lines)) > MOST_CHARACTERS:
-            return [f"a line of {max(map(len, lines))} characters: {err[:600]}"]
-    unprintable = [one for one in err if not one.isprintable() and one != "\n"]
-    if unprintable and status == 2 and not err.startswith("usage:"):
+    if status != 2 or err.startswith("usage:"):
+        return []
+    if not lines or len(lines) > MOST_LINES or not lines[-1].startswith("moe-ep-bench: "):
+        return [f"{len(lines)} lines: {err[:600]}"]
+    if max(map(len, lines)) > MOST_CHARACTERS:
+        return [f"a line of {max(map(len, lines))} characters: {err[:600]}"]
+    if unprintable := [letter for letter in err if not letter.isprintable() and letter != "\n"]:
         return [f"unprintable {unprintable[0]!r} in: {err[:600]!r}"]
-    if status == 2 and not err:
-        return ["exit status 2 without a word"]
     return []
 
 
@@ -270,6 +232,7 @@ ODD = [
     *("é", "日本語", "\ud800", "9" * 5000, "a" * 100_000, "[" * 200, "=1+1", "all", "both", "measured", "h100-sxm"),
     *([], {}, [[]], [None], [1, 2, 3], {"a": 1}, {"": None}, [[[[[[[[1]]]]]]]], ["x"] * 2000, [0.5, float("nan")]),
 ]
+NUMBERS = (0, 1, 2, 3, 5, 8, 64, 1000, 10**6, 10**9, 10**18, 0.5, 1.5, -1, 1e-9)
 # What YAML and JSON give a meaning, or must not.
 TOKENS = [
     *('!!int ""', "!!bool x", "!!timestamp 99", "!!binary x", "!!set {a}", "!!omap x", "!!pairs x", "!x y", "!<a> b"),
@@ -288,11 +251,11 @@ TOKENS = [
     f"!!python/object/apply:os.system ['touch {CANARY}']",
     f"!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [{CANARY}]]",
 ]
+_ALIASES = [b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 12)]
 BOMBS = [
-    b"a0: &a0 [x,x,x,x]\n"
-    + b"".join(b"a%d: &a%d [%s]\n" % (n, n, b",".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 12)),
+    *(b"a0: &a0 [x,x,x,x]\n" + b"".join(_ALIASES), b"x: " + b"1" * 1_500_000, b"- " * 3000, b"a: 1\n" * 300_000),
     *(b"[" * 100_000, b"model: " + b"{a: " * 20_000, b'{"a":' * 100_000 + b"1", b"[" * 5000 + b"]" * 5000),
-    *(b"x: " + b"1" * 1_500_000, b"- " * 3000, b"a: 1\n" * 300_000, b"? " * 2000, b"", b"\x00" * 100, b"\xff\xfe"),
+    *(b"? " * 2000, b"", b"\x00" * 100, b"\xff\xfe"),
 ]
 
 
@@ -315,44 +278,22 @@ def mutate(document: Any, rand: random.Random) -> Any:
             return odd(rand)
         *above, last = rand.choice(found)
         parent = functools.reduce(operator.getitem, above, document)
-        value, is_number = parent[last], isinstance(parent[last], int | float) and not isinstance(parent[last], bool)
-        other = functools.reduce(operator.getitem, rand.choice(found), document)
-        near = (
-            (0, 1, 2, 3, 5, 8, 64, 1000, 10**6, 10**9, 10**18, 0.5, 1.5, -1, 1e-9, -value, str(value), [value])
-            if is_number
-            else ()
-        )
-        how = rand.choice(
-            (
-                "near",
-                "near",
-                "near",
-                "near",
-                "odd",
-                "odd",
-                "odd",
-                "gone",
-                "renamed",
-                "repeated",
-                "wrapped",
-                "moved",
-                "text",
-            )
-        )
-        if how == "gone":
+        value, moved = parent[last], functools.reduce(operator.getitem, rand.choice(found), document)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        near = (*NUMBERS, -value, str(value), [value]) if is_number else ODD
+        how = rand.random()
+        if how < 0.1:
             del parent[last]
-        elif how == "renamed" and isinstance(parent, dict):
+        elif how < 0.2 and isinstance(parent, dict):
             parent[str(odd(rand))[:300]] = parent.pop(last)
-        elif how == "repeated":
-            parent[last] = [value] * rand.choice((1, 2, 50))
-        elif how == "wrapped":
-            parent[last] = {rand.choice(("x", "name", "kind", "preset")): value}
-        elif how == "moved":
-            parent[last] = copy.deepcopy(other)
-        elif how == "text":
-            parent[last] = str(value)[:50] + str(odd(rand))[:50]
         else:
-            parent[last] = rand.choice(near) if how == "near" and near else odd(rand)
+            others = (
+                [value] * rand.choice((1, 2, 50)),
+                {rand.choice(("x", "name", "kind")): value},
+                f"{value}"[:50] + "x",
+            )
+            options = (rand.choice(near), odd(rand), rand.choice((*others, moved)))
+            parent[last] = copy.deepcopy(rand.choice(options))
     return document
 
 
@@ -361,54 +302,48 @@ def mutate_text(content: bytes, rand: random.Random) -> bytes:
     lines = content.decode(errors="replace").split("\n")
     for _ in range(rand.choice((1, 1, 2, 3))):
         at, token = rand.randrange(len(lines)), rand.choice(TOKENS)
-        key, colon, _ = lines[at].partition(": ")
-        place = rand.randrange(len(lines[at]) + 1)
-        lines[at : at + 1] = rand.choice(
-            (
-                [f"{key}{colon}{token}"],
-                [token, lines[at]],
-                [],
-                [lines[at]] * 2,
-                [f"  {lines[at]}"],
-                [lines[at][:place] + token + lines[at][place:]],
-            )
-        ) or [""]
+        line, (key, colon, _) = lines[at], lines[at].partition(": ")
+        place = rand.randrange(len(line) + 1)
+        others = (
+            [f"{key}{colon}{token}"],
+            [token, line],
+            [],
+            [line] * 2,
+            [f"  {line}"],
+            [line[:place] + token + line[place:]],
+        )
+        lines[at : at + 1] = rand.choice(others) or [""]
     return "\n".join(lines).encode("utf-8", "surrogatepass")
 
 
 def mutate_bytes(content: bytes, rand: random.Random) -> bytes:
-    """Flip, cut, repeat or overwrite bytes; as likely as not where formats keep their lengths."""
+    """Cut, repeat or overwrite bytes; as likely as not where formats keep their lengths."""
     data = bytearray(content)
     for _ in range(rand.choice((1, 1, 2, 8))):
         ends = rand.randrange(min(64, len(data)) + 1), max(0, len(data) - rand.randrange(1, 64))
         at = rand.choice((*ends, rand.randrange(len(data) + 1), rand.randrange(len(data) + 1)))
         piece = rand.choice((b"\xff" * 8, b"\x00" * 8, (2**40).to_bytes(8, "little"), bytes([rand.randrange(256)])))
-        how = rand.random()
-        if how < 0.2:
-            del data[at:]
-        elif how < 0.4:
-            data[at:at] = data[at : at + rand.randrange(1, 64)]
-        else:
-            data[at : at + len(piece)] = piece
+        kept = rand.choice((data[at:], data[at:], data[at + len(piece) :], data[at + len(piece) :], b""))
+        data[at:] = piece * (len(kept) > 0) + kept
     return bytes(data)
+
+
+_VALUES = {
+    pa.types.is_integer: [-1, 0, 7, 2**31 - 1, -(2**31)],
+    pa.types.is_floating: [float("nan"), float("inf"), -1.0, 0.0, 1e308, 1e-320],
+    pa.types.is_string: ["{", '{"a": NaN}', "[]", "ok", "\x1b[31m", "a\x00b", "<script>", "9" * 5000],
+    pa.types.is_list: [[], [None], [-1], [2**62] * 3, [0] * 8],
+    pa.types.is_boolean: [True, False],
+}
 
 
 def mutate_table(table: pa.Table, rand: random.Random) -> pa.Table:
     """A table with values of a column, its rows, or a column's type changed."""
-    place, how = rand.randrange(table.num_columns), rand.random()
+    place = rand.randrange(table.num_columns)
     field, column = table.schema.field(place), table.column(place).to_pylist()
-    pools = {
-        pa.types.is_integer: [-1, 0, 7, 2**31 - 1, -(2**31)],
-        pa.types.is_floating: [float("nan"), float("inf"), -1.0, 0.0, 1e308, 1e-320],
-        pa.types.is_string: ["{", '{"a": NaN}', "[]", "ok", "\x1b[31m", "a\x00b", "<script>", "9" * 5000],
-        pa.types.is_list: [[], [None], [-1], [2**62] * 3, [0] * 8],
-        pa.types.is_boolean: [True, False],
-    }
-    if how < 0.6 and column:
-        value = rand.choice([None, *next((pool for fits, pool in pools.items() if fits(field.type)), [])])
-        for row in (
-            range(len(column)) if rand.random() < 0.4 else rand.sample(range(len(column)), rand.randint(1, len(column)))
-        ):
+    if rand.random() < 0.6 and column:
+        value = rand.choice([None, *next((values for fits, values in _VALUES.items() if fits(field.type)), [])])
+        for row in rand.sample(range(len(column)), rand.choice((len(column), rand.randint(1, len(column))))):
             column[row] = value
         return table.set_column(place, field, pa.array(column, field.type))
     cut = table.slice(0, rand.randrange(table.num_rows + 1))
@@ -417,30 +352,20 @@ def mutate_table(table: pa.Table, rand: random.Random) -> pa.Table:
     return rand.choice((cut, pa.concat_tables([table, cut]), table.drop_columns([field.name]), changed))
 
 
-class _Touch:
+class Touch:
+    """Touches the canary when it is unpickled."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (Path(CANARY),)
 
 
 _HEADERS = [
-    *(
-        f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}, }}"
-        for shape in ("(10**13,)", "(1000000, 1000000)", "(-1,)")
-    ),
-    *(
-        f"{{'descr': {dtype}, 'fortran_order': True, 'shape': (1,), }}"
-        for dtype in ("'|O'", "[('a', '<i8')]", "'<U1000000'", "'<f2'")
-    ),
+    *(f"{{'descr': '<i8', 'fortran_order': False, 'shape': {s}, }}" for s in ("(10**13,)", "(10**6, 10**6)", "(-1,)")),
+    *(f"{{'descr': {t}, 'fortran_order': True, 'shape': (1,), }}" for t in ("'|O'", "[('a', '<i8')]", "'<U1000000'")),
     *(f"__import__('os').system('touch {CANARY}')", "{" * 2000, "(" * 100_000, "{'descr': " + "9" * 5000 + "}"),
 ]
 _ARRAYS = [
-    *(
-        np.array([_Touch()], dtype=object),
-        np.array([1.5, np.nan]),
-        np.array(["a"]),
-        np.array([[1 + 2j]]),
-        np.zeros((0, 3)),
-    ),
+    *(np.array([Touch()], dtype=object), np.array([1.5, np.nan]), np.array(["a"]), np.zeros((0, 3))),
     *(np.array(2**63, dtype=np.uint64), np.full((2, 3, 4), -(2**62)), np.ones((3, 4, 3)), np.zeros((1,) * 30)),
 ]
 
@@ -449,21 +374,24 @@ def mutate_archive(path: Path, rand: random.Random) -> None:
     """Change a member of an npz file: its bytes, header, contents or name; or have very many, or a very large one."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    name, how = rand.choice(list(members)), rand.randrange(6)
+    name = rand.choice(list(members))
     text, buffer = rand.choice(_HEADERS).encode().ljust(118) + b"\n", io.BytesIO()
     np.save(buffer, rand.choice(_ARRAYS), allow_pickle=True)
     length = min(len(text), 2**16 - 1).to_bytes(2, "little")
-    members |= {
-        0: {name: mutate_bytes(members[name], rand)},
-        1: {name: b"\x93NUMPY\x01\x00" + length + text + rand.choice((b"", b"\x00" * 4096, pickle.dumps(_Touch())))},
-        2: {name: buffer.getvalue()},
-        3: {rand.choice(("../x.npy", "/x.npy", "x.txt", "x", "\x1b.npy", "a" * 3000 + ".npy")): members[name]},
-        4: {name: b"\x93NUMPY\x01\x00v\x00" + b" " * 100 + b"\x00" * 2 ** rand.choice((20, 29))},
-        5: {f"{number}.npy": b"" for number in range(3000)},
-    }[how]
+    other = rand.choice(("../x.npy", "/x.npy", "x.txt", "x", "\x1b.npy", "a" * 3000 + ".npy"))
+    members |= rand.choice(
+        (
+            {name: mutate_bytes(members[name], rand)},
+            {name: b"\x93NUMPY\x01\x00" + length + text + rand.choice((b"", b"\x00" * 4096, pickle.dumps(Touch())))},
+            {name: buffer.getvalue()},
+            {other: members[name]},
+            {name: b"\x93NUMPY\x01\x00v\x00" + b" " * 100 + b"\x00" * 2 ** rand.choice((20, 29))},
+            {f"{number}.npy": b"" for number in range(3000)},
+        )
+    )
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for one, content in members.items():
-            archive.writestr(one, content)
+        for member, content in members.items():
+            archive.writestr(member, content)
 
 
 def mutate_header(content: bytes, rand: random.Random) -> bytes:
@@ -476,47 +404,47 @@ def mutate_header(content: bytes, rand: random.Random) -> bytes:
 
 def replace_file(path: Path, rand: random.Random) -> None:
     """Put something that is no such file in a file's place, or nothing."""
-    content = path.read_bytes() if path.is_file() else b""
+    if path.is_file():
+        (path.parent / "sound").write_bytes(path.read_bytes())
     path.unlink(missing_ok=True)
-    link = rand.choice(("/dev/zero", "/proc/self/environ", "missing", "/", path.name, "sound"))
-    (path.parent / "sound").write_bytes(content)
-    rand.choice(
-        (
-            lambda: path.symlink_to(link),
-            lambda: os.mkfifo(path),
-            path.mkdir,
-            lambda: path.write_bytes(rand.choice(BOMBS)),
-            lambda: None,
-        )
-    )()
+    how = rand.randrange(5)
+    if how == 0:
+        path.symlink_to(rand.choice(("/dev/zero", "/proc/self/environ", "missing", "/", path.name, "sound")))
+    elif how == 1:
+        os.mkfifo(path)
+    elif how == 2:
+        path.mkdir()
+    elif how == 3:
+        path.write_bytes(rand.choice(BOMBS))
 
 
 def damage(path: Path, rand: random.Random) -> None:
     """Damage a file in a way that its format knows, as bytes, or altogether."""
-    how, read = rand.random(), json.loads if path.suffix == ".json" else yaml.safe_load
+    how, kind = rand.random(), path.suffix
+    if path.is_dir():
+        return
     if not path.is_file() or how < 0.06:
-        return replace_file(path, rand) if not path.is_dir() else None
+        replace_file(path, rand)
+        return
     content = path.read_bytes()
     harmless = ValueError, RecursionError, LookupError, OSError, pa.ArrowException, zipfile.BadZipFile, yaml.YAMLError
     with contextlib.suppress(*harmless):  # what was damaged before
         if how > 0.85:
             path.write_bytes(mutate_bytes(content, rand))
-        elif path.suffix == ".parquet":
+        elif kind == ".parquet":
             pq.write_table(mutate_table(pq.read_table(path, partitioning=None), rand), path)
-        elif path.suffix == ".npz":
+        elif kind == ".npz":
             mutate_archive(path, rand)
-        elif path.suffix == ".safetensors":
+        elif kind == ".safetensors":
             path.write_bytes(mutate_header(content, rand))
-        elif how < 0.4 or path.suffix not in (".yaml", ".json", ".jsonl"):
+        elif how < 0.4 or kind not in (".yaml", ".json", ".jsonl"):
             path.write_bytes(mutate_text(content, rand))
-        elif path.suffix == ".jsonl":
-            lines = content.decode().splitlines()
-            at = rand.randrange(len(lines))
-            lines[at] = json.dumps(mutate(json.loads(lines[at]), rand))
-            path.write_text("\n".join(lines), "utf-8", "surrogatepass")
+        elif kind == ".jsonl":
+            first, _, others = content.decode().partition("\n")
+            path.write_bytes(_yaml(mutate(json.loads(first), rand), as_json=True) + f"\n{others}".encode())
         else:
-            path.write_bytes(_yaml(mutate(read(content), rand), as_json=path.suffix == ".json"))
-    return None
+            read = json.loads if kind == ".json" else yaml.safe_load
+            path.write_bytes(_yaml(mutate(read(content), rand), as_json=kind == ".json"))
 
 
 def _yaml(document: Any, *, as_json: bool = False) -> bytes:
@@ -538,7 +466,6 @@ SMALL = {
     "measure": {"iterations": 1, "breakdown_iterations": 1},
     "sweep": {"workload.seed": [0, 1]},
 }
-QUALITY = ("quality-capacity", "quality-oea", "quality-small", "quality-tasks-capacity")
 
 Make = Callable[[random.Random, Path], list[str]]
 """Lays an input into an empty folder, and returns the command that takes it."""
@@ -546,9 +473,9 @@ Make = Callable[[random.Random, Path], list[str]]
 
 def configs(bases: Path) -> Make:
     """Damaged configs, and odd overrides of sound ones."""
-    shipped = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.startswith("quality")]
-    texts = [_yaml(SMALL), _yaml(SMALL), *(path.read_bytes() for path in shipped)]
-    quality = [(ROOT / "configs" / f"{name}.yaml").read_bytes() for name in QUALITY]
+    shipped = sorted((ROOT / "configs").glob("*.yaml"))
+    quality = [path.read_bytes() for path in shipped if path.stem.startswith("quality")]
+    texts = [_yaml(SMALL)] * 2 + [path.read_bytes() for path in shipped if not path.stem.startswith("quality")]
     keys = [".".join(map(str, place)) for place in places(SMALL)] + ["sweep", "", "a.b", "policies.9", "workload.trace"]
 
     def make(rand: random.Random, box: Path) -> list[str]:
@@ -558,11 +485,12 @@ def configs(bases: Path) -> Make:
             damage(box / "config.yaml", rand)
         else:
             for _ in range(rand.choice((1, 2))):
-                value = rand.choice((*TOKENS, *(repr(one)[:2000] for one in ODD)))
+                value = rand.choice((*TOKENS, *(repr(value)[:2000] for value in ODD)))
                 overrides += ["--set", f"{rand.choice(keys)}={value}".replace("\x00", "")]
-        options = {"points": ["--list-points"], "run": ["--dry-run", "--nproc", "2"]}.get(command, ["--dry-run"])
-        options += [] if command == "points" else ["--out", "out"]
-        return ["run" if command == "points" else command, "config.yaml", *options, *overrides]
+        if command == "points":
+            return ["run", "config.yaml", "--list-points", *overrides]
+        ranks = ["--nproc", "2"] if command == "run" else []
+        return [command, "config.yaml", "--dry-run", "--out", "out", *ranks, *overrides]
 
     return make
 
@@ -590,7 +518,7 @@ def results(bases: Path) -> Make:
         for name, write in (("emulated", emulate), ("routed", route), ("claims", run_claims)):
             write(bases / "small.yaml", bases / name, [])
     _thin_quality(bases / "quality")
-    figures = {"whole": "whole", "routed": "loads", "quality": "quality"}
+    figures = {"whole": ["whole"], "routed": ["load"], "quality": ["quality_fronts"]}
     again = {"emulated": "emulate", "claims": "papers"}
 
     def make(rand: random.Random, box: Path) -> list[str]:
@@ -604,17 +532,14 @@ def results(bases: Path) -> Make:
             damage(rand.choice([path for path in files if path.suffix == suffix] or files), rand)
         if name in again and rand.random() < 0.3:
             return [again[name], str(bases / "small.yaml"), "--out", "in"]
-        figure = figures.get(name, rand.choice(("speedup", "phases", "timeline", "loads", "pareto")))
-        form = rand.choice(
-            ("md", "latex", "csv", "json")
-        )  # a page draws all figures, which takes longer than a hang may
-        return rand.choice(
-            (
-                *(["show", "in"], ["advise", "in"], ["compare", "sound", "in"], ["compare", "in", "sound", "--json"]),
-                ["show", "in", "--format", form, "--out", "out/file"],
-                ["plot", "in", "--out", "out", "--format", "svg", "--figures", figure],
-            )
+        figure = rand.choice(figures.get(name, ["speedup", "phases", "timeline", "load", "pareto"]))
+        form = rand.choice(("md", "latex", "csv", "json"))  # a page draws all figures, which takes longer than a hang
+        commands = (
+            *(["show", "in"], ["advise", "in"], ["compare", "sound", "in"], ["compare", "in", "sound", "--json"]),
+            ["show", "in", "--format", form, "--out", "out/file"],
+            ["plot", "in", "--out", "out", "--format", "svg", "--figures", figure],
         )
+        return rand.choice(commands)
 
     return make
 
@@ -629,9 +554,9 @@ def _thin_quality(folder: Path) -> None:
     described["cases"] = dict(sorted(cases.items(), key=lambda item: item[1]["role"] != "baseline")[:5])
     for part, column, most in (("quality", "item", 12), ("routing", "layer", 4)):
         (folder / part).mkdir(parents=True)
-        for key in described["cases"]:
-            table = pq.read_table(whole / part / f"{key}.parquet", partitioning=None)
-            pq.write_table(table.filter(pc.less(table[column], most)), folder / part / f"{key}.parquet")
+        table = pq.read_table(whole / part / f"{first}.parquet", partitioning=None)
+        few = pc.field("case_id").isin(list(described["cases"])) & (pc.field(column) < most)
+        pq.write_table(table.filter(few), folder / part / f"{first}.parquet")
     (folder / "run.json").write_text(json.dumps(described))
 
 
@@ -655,39 +580,33 @@ def recordings(bases: Path) -> Make:
     model = {"model_type": "olmoe", "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "vocab_size": 100}
     model |= {"num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     (bases / "model.json").write_text(json.dumps({**model, "norm_topk_prob": False}))
-    vllm = ["--model", "toy", "--num-experts", "16", "--assume-equal-scores"]
-    options = {
-        "megatron": ["--model", "toy", "--phase", "prefill", "--score-function", "softmax"],
-        "esft": ["--domain", "law"],
-        "sglang.npz": ["--model", "toy", "--assume-equal-scores"],
-        "sglang.jsonl": ["--preset", "deepseek-v2-lite", "--assume-equal-scores"],
-        **dict.fromkeys(("vllm.jsonl", "vllm.npz"), vllm),
-    }
-    routed = ["emulate", "small.yaml", "--dry-run", "--out", "out", "--set", "sweep.workload.seed=[0]", "--set"]
-    advise = ["advise", "--model", "olmoe-1b-7b", "--ep", "4", "--tokens", "64", "--dry-run", "--out", "out"]
-    eplb = ["trace", "eplb", "IN", "out/map.json", "--ep", "4", "--spare-per-rank", "1"]
+    (bases / "small.yaml").write_bytes(_yaml(SMALL))
+    into, equal = "out/x.safetensors", "--assume-equal-scores"
+    vllm = f"--model toy --num-experts 16 {equal}"
+    routed = "emulate small.yaml --dry-run --out out --set sweep.workload.seed=[0] --set"
+    eplb = "trace eplb IN out/map.json --ep 4 --spare-per-rank 1"
+    counted = [
+        (name, line) for name in ("counts.json", "counts.npz") for line in (eplb, f"{routed} workload.skew_from=IN")
+    ]
     commands = [
-        *(
-            (name, ["trace", "import", name.partition(".")[0], "IN", "out/x.safetensors", *words])
-            for name, words in options.items()
-        ),
-        *(("toy.safetensors", ["trace", what, "IN"]) for what in ("info", "info", "thresholds")),
-        ("toy.safetensors", [*advise, "--trace", "IN"]),
-        ("toy.safetensors", [*routed, "workload={kind: recorded, trace: IN, layer: all, tail: both, num_tokens: 8}"]),
-        *((name, eplb) for name in ("toy.safetensors", "counts.json", "counts.npz")),
-        *((name, [*routed, "workload.skew_from=IN"]) for name in ("counts.json", "counts.npz")),
-        *[("model.json", [*routed, "model={hf_config: IN}"])] * 2,
+        ("megatron", f"trace import megatron IN {into} --model toy --phase prefill --score-function softmax"),
+        ("esft", f"trace import esft IN {into} --domain law"),
+        ("sglang.npz", f"trace import sglang IN {into} --model toy {equal}"),
+        ("sglang.jsonl", f"trace import sglang IN {into} --preset deepseek-v2-lite {equal}"),
+        *((name, f"trace import vllm IN {into} {vllm}") for name in ("vllm.jsonl", "vllm.npz")),
+        *(("toy.safetensors", line) for line in ("trace info IN", "trace info IN", "trace thresholds IN", eplb)),
+        ("toy.safetensors", "advise --model olmoe-1b-7b --ep 4 --tokens 64 --dry-run --out out --trace IN"),
+        ("toy.safetensors", f"{routed} workload={{kind:recorded,trace:IN,layer:all,tail:both,num_tokens:8}}"),
+        *counted,
+        *[("model.json", f"{routed} model={{hf_config:IN}}")] * 2,
     ]
 
     def make(rand: random.Random, box: Path) -> list[str]:
-        name, command = rand.choice(commands)
-        (box / "small.yaml").write_bytes(_yaml(SMALL))
-        if (bases / name).is_dir():
-            shutil.copytree(bases / name, box / name)
-            damage(rand.choice(sorted(path for path in (box / name).rglob("*") if path.is_file())), rand)
-        else:
-            damage(Path(shutil.copy(bases / name, box / name)), rand)
-        return [word.replace("IN", name) for word in command]
+        name, line = rand.choice(commands)
+        shutil.copytree(bases, box, dirs_exist_ok=True)
+        files = [box / name] if (box / name).is_file() else sorted(p for p in (box / name).rglob("*") if p.is_file())
+        damage(rand.choice(files), rand)
+        return [word.replace("IN", name).replace(":", ": ") for word in line.split()]
 
     return make
 
@@ -708,13 +627,7 @@ def commands(bases: Path) -> Make:
         **dict.fromkeys(("file", "trace", "source"), "toy.safetensors"),
         **dict.fromkeys(("directory", "directories", "base", "new", "run_directory"), "run"),
         **{"out": "out/file", "overrides": "workload.num_tokens=8", "format": "svg", "policy": "topk", "kind": "vllm"},
-        **{
-            "model": "olmoe-1b-7b",
-            "preset": "olmoe-1b-7b",
-            "device": "h100-sxm",
-            "figures": "speedup",
-            "fields": "k0=3",
-        },
+        **{"model": "olmoe-1b-7b", "preset": "olmoe-1b-7b", "device": "h100-sxm", "figures": "speedup"},
     }
 
     def value(action: argparse.Action, rand: random.Random) -> str:
@@ -763,77 +676,41 @@ def _parsers(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
 
-KINDS: dict[str, Callable[[Path], Make]] = {
-    function.__name__: function for function in (configs, results, recordings, commands)
-}
+KINDS: dict[str, Callable[[Path], Make]] = {make.__name__: make for make in (configs, results, recordings, commands)}
 
 
-@dataclass
-class Round:
-    """What came of many inputs."""
-
-    findings: list[Finding]
-    statuses: Counter
-    slowest_s: float
-
-
-def fuzz(kind: str, inputs: int, seed: int = 0, keep: Path | None = None) -> Round:
-    """Try inputs ``seed`` to ``seed + inputs - 1`` of a kind; folders of inputs with findings are left in ``keep``."""
+def fuzz(kind: str, inputs: int, seed: int = 0) -> tuple[list[str], Counter]:
+    """Try inputs ``seed`` to ``seed + inputs - 1`` of a kind; what was found, and how often each exit status came."""
     warm()
-    here, done, usual = Path.cwd(), Round([], Counter(), 0.0), tempfile.tempdir
+    findings, statuses, usual = [], Counter(), tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         folder = Path(name).resolve()
         bases, box, scratch = (folder / part for part in ("bases", "box", "scratch"))
         bases.mkdir()
         make = KINDS[kind](bases)
-        try:
-            for number in range(seed, seed + inputs):
-                for fresh in (box, scratch):
-                    shutil.rmtree(fresh, ignore_errors=True)
-                    fresh.mkdir()
-                tempfile.tempdir = str(scratch)
-                os.chdir(box)
-                command = make(random.Random(f"{kind} {number}"), box)
-                before = _listing(box)
-                # A command that goes on with a directory writes into that; `out` is where all others may. Command
-                # lines without --out have their defaults below the working directory.
-                may = box / "in" if command[-2:] == ["--out", "in"] else box if kind == "commands" else box / "out"
-                outcome = call(command, may, scratch)
-                allowed = ("" if may == box else f"{may.name}/", "out")
-                changed = sorted(path for path in _listing(box) ^ before if not path[0].startswith(allowed))
-                problems = [
-                    *outcome.problems,
-                    *([f"changes files outside of --out: {changed[:3]}"] if changed else []),
-                    *(["the canary was touched"] if any(folder.rglob(CANARY)) else []),
-                    *(["leaves temporary files"] if any(scratch.iterdir()) else []),
-                ]
-                os.chdir(here)
-                done.statuses[str(outcome.status)] += 1
-                done.slowest_s = max(done.slowest_s, outcome.seconds)
-                done.findings += [Finding(kind, number, problem, tuple(command)) for problem in problems]
-                if problems and keep is not None:
-                    shutil.rmtree(keep / f"{kind}-{number}", ignore_errors=True)
-                    shutil.copytree(box, keep / f"{kind}-{number}", symlinks=True, ignore=_no_regular_file)
-        finally:
-            os.chdir(here)
-            tempfile.tempdir = usual
-    return done
-
-
-def _listing(box: Path) -> set[tuple[str, int, int]]:
-    found = set()
-    for above, _, names in os.walk(box):
-        for name in names:
-            path = os.path.join(above, name)
-            facts = os.lstat(path)
-            found.add((os.path.relpath(path, box), facts.st_size, facts.st_mtime_ns))
-    return found
-
-
-def _no_regular_file(folder: str, names: list[str]) -> list[str]:
-    """Pipes, which cannot be copied."""
-    paths = {name: Path(folder, name) for name in names}
-    return [name for name, path in paths.items() if not (path.is_symlink() or path.is_file() or path.is_dir())]
+        for number in range(seed, seed + inputs):
+            for fresh in (box, scratch):
+                shutil.rmtree(fresh, ignore_errors=True)
+                fresh.mkdir()
+            tempfile.tempdir = str(scratch)
+            try:
+                with contextlib.chdir(box):
+                    command = make(random.Random(f"{kind} {number}"), box)
+                    # A command that goes on with a directory writes into that; `out` is where all others may. Command
+                    # lines without --out have their defaults below the working directory.
+                    goes_on = command[-2:] == ["--out", "in"]
+                    outcome = call(
+                        command, box / "in" if goes_on else box if kind == "commands" else box / "out", scratch
+                    )
+            finally:
+                tempfile.tempdir = usual
+            problems = list(outcome.problems)
+            problems += ["the canary was touched"] if any(folder.rglob(CANARY)) else []
+            problems += ["leaves temporary files"] if any(scratch.iterdir()) else []
+            statuses[str(outcome.status)] += 1
+            words = " ".join(repr(word)[1:-1][:200] for word in command)
+            findings += [f"{kind} {number}: {problem}\n    moe-ep-bench {words}" for problem in problems]
+    return findings, statuses
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -841,21 +718,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--inputs", type=int, default=10_000, help="of all kinds together, or of --kind (%(default)s)")
     parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--seed", type=int, default=0, help="the first input's (%(default)s)")
-    parser.add_argument("--keep", type=Path, help="leave inputs with findings here")
     options = parser.parse_args(arguments)
     failed = False
     for kind, share in ({options.kind: 1.0} if options.kind else SHARES).items():
-        begun = time.monotonic()
-        done = fuzz(kind, round(options.inputs * share), options.seed, options.keep)
-        failed |= bool(done.findings)
-        statuses = ", ".join(f"{number} x {status}" for status, number in sorted(done.statuses.items()))
-        print(
-            *done.findings,
-            f"{kind}: {done.statuses.total()} inputs in {time.monotonic() - begun:.0f} s,"
-            f" {len(done.findings)} findings; exit statuses {statuses}; the slowest took {done.slowest_s:.1f} s",
-            sep="\n",
-            flush=True,
-        )
+        findings, statuses = fuzz(kind, round(options.inputs * share), options.seed)
+        failed |= bool(findings)
+        counts = ", ".join(f"{number} x {status}" for status, number in sorted(statuses.items()))
+        print(*findings, f"{kind}: {len(findings)} findings; exit statuses {counts}", sep="\n", flush=True)
     return int(failed)
 
 

@@ -1,6 +1,6 @@
 """Hold the built-in rooflines and links, and the straggler's law, against tables of real GPUs.
 
-    python benchmarks/tables.py --out results/reference    # writes tables.md and tables-*.csv; some minutes
+    python benchmarks/tables.py --out results/reference    # writes tables-*.csv, which tables.md reads; some minutes
     python benchmarks/tables.py --fit                      # prints the figures of data/devices/ and data/links/
 
 Needs the extra ``tables``. Every fifth shape is held out of all fits, and errors on these stand apart. Errors are
@@ -26,12 +26,10 @@ from moe_ep_bench.cost_model.tables import (
     WIDE_EP,
     Tables,
     balanced_loads,
-    framework_words,
     of_shape,
     package_words,
     power_law_loads,
     read_moe,
-    system_words,
 )
 from moe_ep_bench.placement import replicate
 
@@ -297,143 +295,30 @@ def links() -> pd.DataFrame:
     return pd.concat(found, ignore_index=True)
 
 
-# ---- the page --------------------------------------------------------------------------------------------------------
+# ---- what is written -------------------------------------------------------------------------------------------------
 
 
-def markdown(frame: pd.DataFrame, percent: tuple[str, ...] = ("median", "mean")) -> str:
-    lines = ["| " + " | ".join(frame.columns) + " |", "|" + "---|" * len(frame.columns)]
-    for row in frame.to_dict("records"):
-        cells = []
-        for name, value in row.items():
-            if name in percent:
-                cells.append(f"{value:.1%}")
-            elif isinstance(value, float):
-                cells.append(f"{value:.3g}")
-            else:
-                cells.append(f"{value:,}" if isinstance(value, int | np.integer) else str(value))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def page(out: Path) -> str:
-    """Measure all errors, write them beside the page as CSV, and return the page."""
-
-    def kept(frame: pd.DataFrame, name: str) -> pd.DataFrame:
-        frame.to_csv(out / f"tables-{name}.csv", index=False, float_format="%.6g")
-        return frame
-
+def errors() -> Iterator[tuple[str, pd.DataFrame]]:
+    """All errors, by the name of their file."""
     fits = rooflines()
-    of_a100 = fits[
-        (fits["device"] == "a100-sxm-80gb") & (fits["stage"] == "after") & fits["held"] & (fits["ep_size"] == 1)
-    ]
-    at_one = errors_of(of_a100, ["device"])["median"].iloc[0]
-    first = kept(errors_of(fits, ["device", "framework", "stage", "shapes"]), "rooflines")
-    second = errors_of(fits[fits["stage"] == "after"], ["device", "framework", "shapes", "band"])
-    second = kept(second.rename(columns={"band": "rows an expert"}), "rooflines-by-rows")
+    yield "rooflines", errors_of(fits, ["device", "framework", "stage", "shapes"])
+    by_rows = errors_of(fits[fits["stage"] == "after"], ["device", "framework", "shapes", "band"])
+    yield "rooflines-by-rows", by_rows.rename(columns={"band": "rows an expert"})
     points = pd.concat([interpolation(name) for name in LAWS], ignore_index=True)
-    third = kept(errors_of(points, ["table", "how"]), "interpolation")
+    yield "interpolation", errors_of(points, ["table", "how"])
     laws = pd.concat([law(name) for name in LAWS], ignore_index=True)
-    laws["shapes"] = np.where(laws["held"], "held out", "others")
-    fourth = kept(errors_of(laws, ["table"]), "law")
-    by = laws.groupby(["table", "dtype", "ep_size"])
-    fifth = errors_of(laws, ["table", "dtype", "ep_size"]).merge(
-        by.agg(
-            measured=("measured", "median"),
-            load=("load", "median"),
-            of_all_tokens=("of_all_tokens", "median"),
-            chance=("chance", "median"),
-        ).reset_index()
-    )
-    fifth = kept(fifth.rename(columns={"ratio": "predicted over measured"}), "law-by-ep")
-    by_tokens = kept(errors_of(laws, ["table", "num_tokens"]), "law-by-tokens")
-    wide = wide_ep()
-    gains = wide.groupby(["slots", "ep_size"])[["predicted", "measured"]].median().reset_index()
-    sixth = errors_of(wide, ["slots", "ep_size"]).drop(columns="ratio").merge(gains)
-    sixth = kept(sixth, "wide-ep")
+    yield "law", errors_of(laws, ["table"])
+    key = ["table", "dtype", "ep_size"]
+    medians = laws.groupby(key)[["measured", "load", "of_all_tokens", "chance"]].median().reset_index()
+    yield "law-by-ep", errors_of(laws, key).merge(medians).rename(columns={"ratio": "predicted over measured"})
+    yield "law-by-tokens", errors_of(laws, ["table", "num_tokens"])
+    wide, key = wide_ep(), ["slots", "ep_size"]
+    gains = wide.groupby(key)[["predicted", "measured"]].median().reset_index()
+    yield "wide-ep", errors_of(wide, key).drop(columns="ratio").merge(gains)
     carried = links()
-    seventh = errors_of(carried, ["links", "stage", "gpus"])
-    worst = carried.assign(worst=(carried["predicted"] / carried["measured"] - 1).abs())
-    seventh = seventh.merge(worst.groupby(["links", "stage"])["worst"].max().reset_index())
-    seventh = kept(seventh.drop(columns="ratio"), "links")
-    names = "; ".join(
-        f"`{device}`: {system_words(system)}, {', '.join(_words(one) for one in frameworks)}"
-        for device, (system, frameworks) in DEVICES.items()
-    )
-    return f"""# Rooflines, links and the straggler's law against measured tables
-
-Made by `python benchmarks/tables.py --out results/reference` from {package_words()}. **Nothing here was measured by
-us**: times are the tables', on real GPUs. An error is |predicted / measured - 1|; `ratio` is the median of predicted
-over measured. Rows are of bfloat16, balanced loads, gated experts, TP 1 and EP 1 to {MOST_EP} unless a table says more.
-
-## (a) Rooflines
-
-One roofline for each GPU, fitted to two frameworks whose kernels differ: {names}. Every fifth shape was held out.
-*Before*: what data/devices/ assumed. (No file was there of B200 and GB200.)
-
-{markdown(first)}
-
-By rows of an expert, after the fit, on shapes that were held out:
-
-{markdown(second[second["shapes"] == "held out"].drop(columns="shapes"))}
-
-Few rows are the memory's, and any framework's kernels read weights alike. With many rows kernels differ by a factor of
-1.5, and one roofline lies between them: where that matters, take the table. On the A100 only SGLang's rows are of
-balanced loads, and beyond EP 1 they hold what its kernel does for other ranks' pairs: the fit took EP 1 alone. There
-its median error on held-out shapes is {at_one:.1%}, and the errors above are those of larger EP: take the table.
-
-## (b) The straggler's law
-
-First, what a table device says at its own rows, and between them where a row is left out:
-
-{markdown(third)}
-
-Then every power-law row (exponents 1.01 and 1.2) at {", ".join(f"{one:,}" for one in LAW_TOKENS)} tokens, predicted
-from balanced rows and the loads of {DRAWS} draws of their generator: error of the ratio imbalanced over
-balanced. Nothing is fitted to power-law rows, but the law's form was chosen with TensorRT-LLM's and vLLM's before us;
-SGLang's were then unseen. All dtypes and EP sizes:
-
-{markdown(fourth)}
-
-By EP size and dtype. `measured`: the ratio's median. `load`: the fullest rank's pairs over the mean. `of_all_tokens`:
-share of a balanced row that grows with the tokens of all ranks, whoever's experts they choose (b of
-`cost_model/table_devices.py`). `chance`: what five draws leave open, relative standard deviation.
-
-{markdown(fifth, ("median", "mean", "of_all_tokens", "chance"))}
-
-By tokens:
-
-{markdown(by_tokens)}
-
-**Where the law fails.**
-
-1. *EP 128 and 256, and 64 in vLLM's bfloat16.* A rank has one to four experts. A balanced row is mostly launches and
-   work for tokens of all ranks, which imbalance does not change. The straggler nearly vanishes in vLLM's bfloat16 and
-   in SGLang's fp8_block: 4 to 8 times the mean load costs 1 to 9 %, and the law says more.
-2. *TensorRT-LLM's bfloat16 from 1,024 tokens.* Imbalanced rows take longer than any sum over experts says, at EP 64 by
-   a third. Probably because the tables' collector tunes its kernels on balanced scores. A server that tunes on its own
-   traffic may have a smaller straggler.
-3. *EP 1 of TensorRT-LLM.* The same pairs, spread unevenly, take 2 to 11 % longer; the law says less.
-
-## (c) Wide EP: the gain of EPLB
-
-TensorRT-LLM 1.3.0rc10, fp8_block: time with one home an expert over time with planned slots, power laws 1.01 and 1.2.
-`predicted`, `measured`: medians. Rows are single draws without a seed: some of the error is chance. Planned slots are
-our planner's. 288 slots gained no more than 256: placement alone is what helps in these rows, which the law says too.
-
-{markdown(sixth)}
-
-## (d) Links
-
-An even all-to-all of nccl-tests on all GPUs of a node, 256 B to 512 MiB. *table*: `emulate.links: table:...`. In both
-curves a message that took up to 10 % longer than a larger one takes what that did; others are as they were measured.
-
-{markdown(seventh, ("median", "mean", "worst"))}
-"""
-
-
-def _words(framework: str) -> str:
-    name, _, version = framework.partition("/")
-    return f"{framework_words(name)} {version}"
+    carried["worst"] = (carried["predicted"] / carried["measured"] - 1).abs()
+    worst = carried.groupby(["links", "stage"])["worst"].max().reset_index()
+    yield "links", errors_of(carried, ["links", "stage", "gpus"]).merge(worst).drop(columns="ratio")
 
 
 def fitted() -> Iterator[str]:
@@ -463,7 +348,10 @@ def main() -> None:
         print("\n".join(fitted()))
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "tables.md").write_text(page(options.out))
+    print(f"from {package_words()}")
+    for name, frame in errors():
+        frame.to_csv(options.out / f"tables-{name}.csv", index=False, float_format="%.6g")
+        print(f"\n{name}\n{frame.to_string(index=False, float_format='{:.3g}'.format)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ OLMoE of four layers, each with 32 experts of which a token takes 4, and 2.1 mil
 4.3 MB. Its router is trained without a balance loss, so that it is skewed as nothing forbids: the straggler that the
 policies are about.
 
-Training takes ``--steps`` steps; ``--minutes`` may end it sooner. The learning rate falls to zero by then either way.
 training.txt beside the model says what came of it: the loss on the held-out text, how full the fullest expert of each
-layer is there, CPU and wall-clock time. sample.txt holds text that it wrote. Several ``--seed`` train one model each.
+layer is there, CPU and wall-clock time. Several ``--seed`` train one model each.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ VOCABULARY = 2048
 NUM_EXPERTS, TOP_K, NUM_LAYERS, HIDDEN, FFN = 32, 4, 4, 128, 32
 HELD_OUT_EVERY, HELD_OUT_CHARACTERS = 20, 2500
 STEPS, RATE, WARM_UP_STEPS = 2000, 5e-3, 50
-JUDGED_SEQUENCES, JUDGED_LENGTH = 64, 128
-PROMPT, WRITTEN_TOKENS = "def ", 120
+LENGTH, JUDGED_SEQUENCES = 128, 64  # tokens of a sequence
 
 
 def corpus() -> tuple[list[str], list[str]]:
@@ -100,16 +98,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Tensor:
     return torch.tensor([token for one in encoded for token in (*one.ids, tokenizer.eos_token_id)])
 
 
-def train(
-    model: OlmoeForCausalLM,
-    tokens_T: Tensor,
-    *,
-    steps: int,
-    minutes: float | None,
-    batch: int,
-    length: int,
-    seed: int,
-) -> dict[str, float]:
+def train(model: OlmoeForCausalLM, tokens_T: Tensor, *, steps: int, batch: int, seed: int) -> dict[str, float]:
     """Predict the next token of random pieces of the text; returns what it took."""
     generator = torch.Generator().manual_seed(seed)
     # Routers and norms are left to themselves: decay would even out the router's logits.
@@ -117,17 +106,13 @@ def train(
     others = [weight for name, weight in model.named_parameters() if weight.dim() < 2 or "gate.weight" in name]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), fused=True)
-    begin, begin_cpu, step = time.monotonic(), time.process_time(), 0
-    place_S = torch.arange(length)
+    begin, begin_cpu = time.monotonic(), time.process_time()
+    place_S = torch.arange(LENGTH)
     model.train()
-    while True:
-        spent = (time.monotonic() - begin) / 60
-        passed = max(step / steps, spent / minutes if minutes else 0.0)
-        if passed >= 1:
-            break
+    for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - passed)
-        first_B1 = torch.randint(len(tokens_T) - length, (batch, 1), generator=generator)
+            group["lr"] = RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * (1 - step / steps)
+        first_B1 = torch.randint(len(tokens_T) - LENGTH, (batch, 1), generator=generator)
         tokens_BS = tokens_T[first_B1 + place_S]
         loss = model(tokens_BS, labels=tokens_BS, use_cache=False).loss
         optimizer.zero_grad()
@@ -135,13 +120,11 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 100 == 0:
-            cpu = time.process_time() - begin_cpu
-            said = f"step {step}, {spent:.1f} minutes, {cpu:.0f} CPU seconds, loss {loss.item():.3f}"
-            print(said, file=sys.stderr, flush=True)
-        step += 1
+            cpu_s = time.process_time() - begin_cpu
+            print(f"step {step}, {cpu_s:.0f} CPU seconds, loss {loss.item():.3f}", file=sys.stderr, flush=True)
     return {
-        "steps": step,
-        "tokens": step * batch * length,
+        "steps": steps,
+        "tokens": steps * batch * LENGTH,
         "minutes": round((time.monotonic() - begin) / 60, 2),
         "cpu_seconds": round(time.process_time() - begin_cpu, 2),
     }
@@ -151,7 +134,7 @@ def train(
 def held_out_facts(model: OlmoeForCausalLM, tokens_T: Tensor) -> dict[str, Any]:
     """Cross-entropy in nats per token, and the fullest expert's pairs over the mean, by layer."""
     model.eval()
-    length = min(JUDGED_LENGTH, len(tokens_T))
+    length = min(LENGTH, len(tokens_T))
     rows = min(JUDGED_SEQUENCES, len(tokens_T) // length)
     tokens_BS = tokens_T[: rows * length].view(rows, length)
     answer = model(tokens_BS, labels=tokens_BS, use_cache=False, output_router_logits=True)
@@ -163,31 +146,13 @@ def held_out_facts(model: OlmoeForCausalLM, tokens_T: Tensor) -> dict[str, Any]:
     return {"held_out_nats": round(float(loss), 4), "fullest_expert_over_mean": fullest}
 
 
-@torch.inference_mode()
-def written(model: OlmoeForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> str:
-    """Text that the model writes, drawn from its answers."""
-    torch.manual_seed(seed)
-    prompt_BS = encode(tokenizer, [PROMPT])[None, :-1]
-    tokens_BS = model.eval().generate(
-        prompt_BS,
-        attention_mask=torch.ones_like(prompt_BS),
-        max_new_tokens=WRITTEN_TOKENS,
-        do_sample=True,
-        temperature=0.7,
-        top_k=40,
-    )
-    return str(tokenizer.decode(tokens_BS[0]))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="the checkpoint's folder; of several seeds DIR-<seed>"
     )
     parser.add_argument("--steps", type=int, default=STEPS, help="(%(default)s)")
-    parser.add_argument("--minutes", type=float, help="the longest that a model's training may take (no limit)")
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step (%(default)s)")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="one model for each (%(default)s)")
     options = parser.parse_args(arguments)
     train_texts, held_out = corpus()
@@ -197,15 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed in options.seed:
         folder = options.out if len(options.seed) == 1 else options.out.with_name(f"{options.out.name}-{seed}")
         model = make_model(seed)
-        found = train(
-            model,
-            tokens_T,
-            steps=options.steps,
-            minutes=options.minutes,
-            batch=options.batch,
-            length=options.length,
-            seed=seed,
-        )
+        found = train(model, tokens_T, steps=options.steps, batch=options.batch, seed=seed)
         folder.mkdir(parents=True, exist_ok=True)
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -221,7 +178,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "torch": torch.__version__,
         }
         (folder / "training.txt").write_text(json.dumps(facts, indent=2) + "\n")
-        (folder / "sample.txt").write_text(written(model, tokenizer, seed) + "\n", encoding="utf-8")
         print(json.dumps(facts), flush=True)
     return 0
 

@@ -19,9 +19,7 @@ import json
 import math
 import os
 import re
-import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +29,6 @@ import yaml
 
 from moe_ep_bench.errors import UserError, brief
 
-_MOST_LINKS = 40  # of one path, as in Linux
 MOST_YAML_BYTES = 2**20
 MOST_JSON_BYTES = 2**28
 MOST_DEPTH = 40
@@ -51,29 +48,26 @@ def stable_hash(value: Any) -> str:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path that becomes ``path`` when the block ends well, and vanishes otherwise.
 
-    A link stays: the file that it leads to is replaced, or made. A device or a pipe stays too: all bytes go through it.
+    A link stays: the file that it leads to is replaced, or made.
 
     Raises:
-        ValueError: one line: links lead in a ring, a device or pipe does not take the bytes, or no file can be made.
+        ValueError: one line: links lead in a ring, a device or pipe stands there, or no file can be made.
     """
-    through = _is_stream(path)
-    if path.is_symlink() and not through:
+    if path.is_symlink():
         link, path = path, Path(os.path.realpath(path))
         if path.is_symlink():
             raise UserError(f"{link}: leads to no file, as links lead in a ring")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"cannot write {path}: expected a regular file, got a device or a pipe")
     try:
-        if not through:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=None if through else path.parent, prefix=f".{path.name}.")
-    except FileNotFoundError as error:  # Below /proc, and without a temporary directory, no file can be made.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except FileNotFoundError as error:  # Below /proc no file can be made.
         raise UserError(f"cannot write {path}: {error.strerror}") from None
     os.close(handle)
     temporary = Path(name)
     try:
         yield temporary
-        if through:
-            _pour(temporary, path)
-            return
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         temporary.chmod(0o644)
@@ -99,43 +93,6 @@ def check_folder(folder: Path, option: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
-
-
-def _is_stream(path: Path) -> bool:
-    """Whether bytes for ``path`` are to go through it: it is there, and neither a regular file nor a directory."""
-    return _descriptor(path) is not None or (path.exists() and not path.is_file() and not path.is_dir())
-
-
-def _pour(source: Path, path: Path) -> None:
-    """Write the bytes of ``source`` through ``path``, behind what was printed before; a pipe waits for its reader.
-
-    Raises:
-        ValueError: they cannot be written; one line that names the path.
-        BrokenPipeError: nobody reads them any more.
-    """
-    sys.stdout.flush()
-    descriptor = _descriptor(path)
-    try:
-        # What is open is not opened again: that would begin at the start of a file, and a socket refuses it.
-        sink = os.open(path, os.O_WRONLY) if descriptor is None else os.dup(descriptor)
-        with open(source, "rb") as read, open(sink, "wb") as written:
-            shutil.copyfileobj(read, written)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _descriptor(path: Path) -> int | None:
-    """The descriptor of this process that ``path`` names, itself or through links; None where it names a file."""
-    own = os.path.realpath("/proc/self/fd")
-    for _ in range(_MOST_LINKS):
-        if path.name.isdecimal() and os.path.realpath(path.parent) == own:
-            return int(path.name)
-        if not path.is_symlink():
-            return None
-        path = path.parent / path.readlink()
-    return None
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------
@@ -240,9 +197,14 @@ def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, most_bits: int = 64
         OSError: there is no such file, or it cannot be read.
         ValueError: one line that names the file.
     """
-    value = parse_json(read_text(path, most_bytes), path)
+    return checked_json(read_text(path, most_bytes), path, most_bits)
+
+
+def checked_json(text: bytes | str, where: object, most_bits: int = 64) -> Any:
+    """A JSON document of plain values, as ``read_json`` has it; ValueError where it is none."""
+    value = parse_json(text, where)
     if problem := _problem_of(value, most_bits):
-        raise UserError(f"{path}: {problem}")
+        raise UserError(f"{where}: {problem}")
     return value
 
 

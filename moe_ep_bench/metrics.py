@@ -362,11 +362,6 @@ def rank_imbalance(load_E: ArrayLike, num_ranks: int) -> NDArray[np.float64]:
     return imbalance(load_E.reshape(*load_E.shape[:-1], num_ranks, -1).sum(axis=-1))
 
 
-def uniform_activated_experts(num_experts: int, top_k: int, num_tokens: float) -> float:
-    """Expected activated experts under independent uniform choices: E (1 - (1 - K / E)^T)."""
-    return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
-
-
 def shared_by_neighbours(map_TE: Tensor, sequence_id_T: Tensor) -> tuple[int, float]:
     """Pairs of adjacent tokens of a sequence, and how many experts of ``map_TE`` they share in all."""
     adjacent_T = sequence_id_T[1:] == sequence_id_T[:-1]

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 MODES = ("run", "emulated", "route", "quality")
 # What was timed. ``run.json`` names it; without a word it is a layer.
@@ -113,13 +113,13 @@ class Metric:
 
     Attributes:
         dtype: integers are exact.
-        of: what it is computed from: the routing, the scores alone (no policy changes it), the layer's output, or
-            image tokens, which not every workload has.
+        of: what it is computed from: the routing, the scores alone (no policy changes it), the layer's output, image
+            tokens, which not every workload has, or slots, where experts are not at their homes.
     """
 
     name: str
     dtype: pa.DataType
-    of: Literal["routing", "scores", "output", "images"] = "routing"
+    of: Literal["routing", "scores", "output", "slots", "images"] = "routing"
 
     @property
     def is_integer(self) -> bool:
@@ -165,6 +165,8 @@ METRICS = {
         Metric("output_error", pa.float64(), of="output"),
         Metric("num_image_tokens", pa.int64(), of="images"),  # valid ones
         Metric("image_load_E", _COUNTS, of="images"),  # of load_E
+        Metric("slot_load_P", _COUNTS, of="slots"),  # per slot, from this source rank
+        Metric("moved_weight_bytes", pa.int64(), of="slots"),  # of experts that this rank is sent for the batch
     )
 }
 # What ``metrics.routing_metrics`` returns, in this order.
@@ -176,9 +178,10 @@ _UNITS = {
     "tokens": ("num_tokens", "tokens_without_expert", "num_image_tokens"),
     "pairs": (
         *("load_E", "load_R", "num_pairs", "padding_pairs", "num_topk_pairs", "num_dropped_pairs", "crossing_pairs"),
-        *("image_load_E", "num_dropped_image_pairs"),
+        *("image_load_E", "slot_load_P"),
     ),
     "copies": ("crossing_copies",),
+    "bytes": ("moved_weight_bytes",),
     "experts": (*("experts_per_token", "activated_experts", "activated_experts_fullest_rank"),),
     "share": (
         *("dropped_fraction", "retained_mass_topk", "retained_mass_all", "excess_load", "topk_share", "entropy"),
@@ -294,15 +297,13 @@ QUALITY_ROUTING_SCHEMA = _table(
         ("rank_peak_load", pa.float64()),  # imbalance of ranks, mean
         ("activated_experts", pa.float64()),  # mean
         ("activated_experts_fullest_rank", pa.float64()),  # mean
-        ("num_image_tokens", pa.int64()),  # null where tokens have no modality
-        ("num_dropped_image_pairs", pa.int64()),  # of num_dropped_pairs; null likewise
     ]
 )
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table on disk: a Parquet part per case, in a folder of a results directory."""
+    """A table on disk: a Parquet part per comparison (of samples and launch), in a folder of a results directory."""
 
     folder: str
     schema: pa.Schema

@@ -73,12 +73,17 @@ SIGMOID_MODEL = ModelSpec(
     score_function="sigmoid", normalize=True, routed_scale=2.5, selection_bias=True, num_groups=4, top_groups=2,
     group_score_experts=2,
 )  # fmt: skip
+# DeepSeek-V4's, which Megatron-Core knows since 0.18.
+ROOT_MODEL = ModelSpec(
+    name="root of softplus", source="test", num_layers=1, hidden_size=64, num_experts=16, top_k=4, ffn_hidden_size=48,
+    score_function="sqrtsoftplus", normalize=True, routed_scale=1.5, selection_bias=True,
+)  # fmt: skip
 # One expert a rank where there are four.
 FOUR_EXPERTS = ModelSpec(
     name="four-experts", source="test", num_layers=1, hidden_size=64, num_experts=4, top_k=2, ffn_hidden_size=48,
     normalize=True,
 )  # fmt: skip
-MADE_UP = {model.name: model for model in (SIGMOID_MODEL, FOUR_EXPERTS)}
+MADE_UP = {model.name: model for model in (SIGMOID_MODEL, ROOT_MODEL, FOUR_EXPERTS)}
 ALL_PARTS = [
     Parts(experts, permute) for experts in ("sequential", "grouped", "decode") for permute in ("megatron", "indexed")
 ]
@@ -216,8 +221,8 @@ def topk_equals_the_native_layer(lab: Lab) -> None:
 
     Mixtral's native weights are a softmax of the selected logits, and 0.19 sums sigmoid scores in no stated order.
     """
-    rounded = ["mixtral-8x7b"] if megatron.MEGATRON_VERSION.startswith("0.16") else ["mixtral-8x7b", "sigmoid"]
-    for name in ("olmoe-1b-7b", LITE, "mixtral-8x7b", "sigmoid"):
+    rounded = ["mixtral-8x7b", *([] if megatron.MEGATRON_VERSION.startswith("0.16") else ["sigmoid", ROOT_MODEL.name])]
+    for name in dict.fromkeys(["olmoe-1b-7b", LITE, "sigmoid", *rounded]):
         exact = None if name in rounded else {"rtol": 0, "atol": 0}
         hidden_TD, scores_TE = lab.tokens(name)
         for given_TE in (None, scores_TE):

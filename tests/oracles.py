@@ -587,6 +587,11 @@ ORACLES: dict[str, Callable[..., Routing]] = {
 # --- routing_metrics -------------------------------------------------------------------------------
 
 
+def uniform_activated_experts(num_experts: int, top_k: int, num_tokens: float) -> float:
+    """Expected activated experts under independent uniform choices: E (1 - (1 - K / E)^T)."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
+
+
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
 

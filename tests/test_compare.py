@@ -279,18 +279,20 @@ def test_another_clock_takes_away_verdicts_on_times_and_leaves_those_on_speedups
 # ---- which cases ----------------------------------------------------------------------------------------------------
 
 
-def test_cases_of_one_run_only_are_listed_and_never_compared(base, tmp_path):
+def test_cases_of_one_run_only_are_rows_and_never_compared(base, tmp_path):
     settings = {"noise": 0.003, "num_iterations": 3, "kinds": ("plain",)}
     comparisons = [FakeComparison(name, cases=four_cases(), **settings) for name in ("c0", "c1")]
     both = write_run(tmp_path / "both", comparisons, seed=1)
-    change, _ = compared(base, both)
-    assert sorted(change.only_new["case_id"]) == [f"c1-{number}" for number in range(4)]
-    assert len(change.cases) == 4
-    assert "only in NEW, not compared" in compare_text(change)
-    assert exit_status(change, 0.03, strict=True) == 0  # new cases are no gap
-    change, _ = compared(both, base)
-    assert len(change.only_base) == 4
-    assert (exit_status(change, 0.03), exit_status(change, 0.03, strict=True)) == (0, 3)
+    for pair, said, status in (((base, both), "only in NEW", 0), ((both, base), "only in BASE", 3)):
+        change, _ = compared(*pair)
+        alone = change.cases[change.cases["not_compared"] == said]
+        assert sorted(alone["case_id"]) == [f"c1-{number}" for number in range(4)]
+        assert len(change.cases) == 8  # new cases are no gap
+        assert f"not compared: {said}" in compare_text(change)
+        assert (exit_status(change, 0.03), exit_status(change, 0.03, strict=True)) == (
+            0,
+            status,
+        )  # new cases are no gap
 
 
 def test_nothing_in_common_two_modes_and_two_scopes_are_refused(base, model, tmp_path):

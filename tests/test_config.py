@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 from test_workload import top_k_load
 
+from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.comparison import RANKS, Comparison
 from moe_ep_bench.bench.description import describe_experiment
 from moe_ep_bench.bench.plan import compare, plan_experiments
@@ -157,6 +159,15 @@ def test_what_does_not_fit_together_is_said(model: dict, workload: dict, message
         comparison(tmp_path, model={"hf_config": "config.json"}, workload=workload)
 
 
+def test_the_root_of_a_softplus_runs_since_megatron_core_018(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"num_experts": 16, "top_k": 2, "hidden_size": 64, "ffn_hidden_size": 64, "score_function": "sqrtsoftplus"}
+    refused = r"where layers run before Megatron-Core 0.18; .*, got sqrtsoftplus of 16 experts, top-2 and .* 0.17.1"
+    for version in ("0.17.1", "0.18.0"):
+        monkeypatch.setattr(checks, "version_of", lambda _, version=version: version)
+        with pytest.raises(ValueError, match=refused) if version < "0.18" else nullcontext():
+            comparison(tmp_path, model=shape)
+
+
 def test_memory_is_weights_and_activations_and_refuses_nothing(tmp_path: Path) -> None:
     halved, whole = (need_of(comparison(tmp_path, ranks)) for ranks in (2, 1))
     assert 0 < halved.weights_bytes < whole.weights_bytes
@@ -215,7 +226,7 @@ def test_padding_makes_another_case_and_is_named(tmp_path: Path) -> None:
     assert plain.cases[2].case_id != masked.cases[2].case_id
     assert masked.workload.fingerprint() == plain.workload.fingerprint()
     assert describe_workload(plain)["padding"] is None
-    assert masked.title.endswith(", unskewed, 3 padding a rank")
+    assert masked.title.endswith(", no skew, 3 padding a rank")
     uneven = describe_workload(planned(padding_per_rank=3, num_tokens=63))
     assert uneven["padding"] == {"per_rank": 3, "of": [31, 32]}
     assert "; 3 of 31 to 32 tokens a rank are padding, masked from policies" in uneven["description"]

@@ -15,12 +15,13 @@ from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
+from results_builder import shown_text
 from test_run import cases_of, environment, routing_of, statuses, write_config
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.analysis.show import text_of
 from moe_ep_bench.bench import small_layers, virtual
 from moe_ep_bench.bench.comparison import VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
@@ -29,6 +30,7 @@ from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
 from moe_ep_bench.files import write_json
 from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.results import conditions_of
 from moe_ep_bench.runtime.crash_journal import Mark
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
@@ -66,7 +68,7 @@ def test_every_rank_and_batch_has_all_phases_that_add_up(emulated: Path) -> None
     waits = breakdown[breakdown.phase == "wait_dispatch"].groupby(["case_id", "batch", "iteration"]).time_us
     assert (waits.min() == 0).all(), "the last rank waits for nobody"
     assert (waits.max() > 0).all()
-    text = text_of(emulated)
+    text = shown_text(emulated)
     for said in ("emulated (one device for all ranks, the all-to-all is modelled)", "4 ranks", "links/h100-nvlink4"):
         assert said in text
 
@@ -121,17 +123,20 @@ def test_a_case_that_raises_in_its_check_is_left_out_and_the_others_stay(monkeyp
     assert [written[case.case_id].put.call_count for case in cases] == [0, 1, 2]
 
 
-def written(out: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_mtime_ns for path in (out / "cases").glob("*.parquet")}
+def written(out: Path) -> dict[str, str]:
+    """The job that wrote each case."""
+    rows = cases_of(out)
+    return dict(zip(rows.case_id, rows.run_id, strict=True))
 
 
 def test_adding_a_policy_models_that_policy_alone(tmp_path: Path) -> None:
     out, modelled = tmp_path / "out", {"links": "h100-nvlink4", "device": "h100-sxm"}
     for policies in ([{"name": "topk"}], [{"name": "topk"}, {"name": "pruned", "k0": 2}]):
         config = write_config(tmp_path, layer__ep_size=4, emulate=modelled, policies=policies)
-        before = written(out)
+        before = written(out) if out.exists() else {}
         assert main(["emulate", str(config), "--out", str(out)]) == OK
     after = written(out)
+    assert before
     assert {name: after[name] for name in before} == before
     assert len(after) == len(before) + 1
     assert set(cases(load(out)).label) >= {"native", "topk", "pruned k0=2"}, "of two jobs, and all stand"
@@ -158,7 +163,7 @@ def test_modelled_comparisons_are_kept_as_they_finish_and_the_end_says_which(
     interrupted.join(120)
     assert interrupted.exitcode == 128 + signal.SIGINT
     kept, num_cases = written(out), sum(len(one.cases) for one in comparisons)
-    assert {name.removesuffix(".parquet") for name in kept} == {case.case_id for case in comparisons[0].cases}
+    assert set(kept) == {case.case_id for case in comparisons[0].cases}
     said = f"stopped: {len(kept)} of {num_cases} cases are kept in {out}; the same command does what is"
     assert said in capfd.readouterr().err
     monkeypatch.setattr(virtual, "modelled_time", model)
@@ -234,7 +239,7 @@ def test_a_skew_that_a_later_batch_cannot_have_is_one_line(tmp_path: Path, capsy
     assert not list((tmp_path / "out").glob("cases/*"))
 
 
-LP = {"spare_per_rank": 1, "solve_us": 100}
+LP = {"spare_per_rank": 1, "balancer": "lp"}
 REPLICATION = [{"spare_per_rank": 1}, LP, {**LP, "solve_us": 7}]
 MODELLED = {"emulate": {"links": "h20-nvlink4", "device": "h20", "replication": REPLICATION}}
 
@@ -248,10 +253,11 @@ def modelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_modelled_device_runs_nothing_and_says_so(modelled: Path, emulated: Path) -> None:
-    text = text_of(modelled)
+    text = shown_text(modelled)
     assert "modelled (nothing was run)" in text
     assert "devices/h20" in text
-    assert not (modelled / "conditions").exists()
+    (part,) = (modelled / "cases").iterdir()
+    assert conditions_of(pq.read_table(part)) is None
     ours, measured = routing_of(modelled), routing_of(emulated, point=0)
     pd.testing.assert_frame_equal(ours[ours.label.isin(measured.label)].reset_index(drop=True), measured)
     assert ours.reference_error.isna().all() if "reference_error" in ours else True
@@ -288,4 +294,4 @@ def test_a_linear_program_empties_the_fullest_rank_and_its_solving_counts(modell
     policy_us = policy.groupby(policy.index.map(lambda one: labels[one]["label"])).median()
     assert policy_us[assumed] == pytest.approx(policy_us["native"] + 7)
     assert policy_us[usual] == pytest.approx(policy_us["native"] + 100)
-    assert "as 7 or 100 us, assumed" in text_of(modelled)
+    assert "as 7 or 100 us, assumed" in shown_text(modelled)

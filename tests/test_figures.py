@@ -28,8 +28,8 @@ from moe_ep_bench.analysis.style import (
     save,
     settle,
 )
-from moe_ep_bench.analysis.sweeps import along, key_words, scalings, swept_keys, value_of, value_words
-from moe_ep_bench.analysis.timeline import Choice, critical_rank
+from moe_ep_bench.analysis.sweeps import along, key_words, swept_keys, value_of, value_words
+from moe_ep_bench.analysis.timeline import critical_rank
 from moe_ep_bench.policies import POLICIES
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, phase_groups
 
@@ -128,7 +128,7 @@ def test_what_a_figure_shows_stands_under_the_names_of_the_frame(store: Store) -
 
 
 def test_replication_stands_beside_policies(store: Store, swept: Store) -> None:
-    for name, of in (("speedup", store), ("pareto", store), ("scaling", swept), ("map", swept)):
+    for name, of in (("speedup", store), ("pareto", store), ("map", swept)):
         assert "replication" in set(drawn(name, of).rows["role"]), name
     assert "1 spare" in ticks(drawn("speedup", store).figure.axes[-1].xaxis)
 
@@ -338,30 +338,15 @@ def test_what_drops_everything_sets_no_scale_and_stands_in_the_note_with_its_num
 # ---- timeline ------------------------------------------------------------------------------------------------------
 
 
-def test_the_fastest_policy_within_the_bounds_is_shown_and_a_choice_of_the_user_is_kept(store: Store) -> None:
-    shown = {
-        "oea": Choice(),
-        "token_drop gamma 1": Choice(max_dropped=1, max_lost_mass=1),
-        "lynx": Choice(case="lynx"),
-        "topk": Choice(case="c0-2"),
-    }
-    for label, choice in shown.items():
-        drawing = drawn("timeline", store, choice=choice)
-        assert set(drawing.rows["label"]) == {"native", label}
-    beyond = drawn("timeline", store, choice=Choice(max_dropped=0.0, max_lost_mass=0.0))
-    assert set(beyond.rows["label"]) == {"native", "token_drop gamma 1"}
-    assert "none within 0% dropped" in words(beyond.figure)
-    for bad, message in (
-        (Choice(case="lnyx"), r"case: expected .*native again, topk, .*lynx.*; got 'lnyx'"),
-        (Choice(iteration="0/99/0"), r"iteration: expected .*batch 0\.\.9.*got 0/99/0"),
-        (Choice(iteration="all"), r"--iteration: expected median, slowest, fastest or .*; got 'all'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            drawn("timeline", store, choice=bad)
+def test_the_fastest_policy_that_costs_little_is_shown_and_a_choice_of_the_user_is_kept(store: Store) -> None:
+    for label, asked in {"oea": None, "lynx": "lynx", "topk": "c0-2"}.items():
+        assert set(drawn("timeline", store, case=asked).rows["label"]) == {"native", label}
+    with pytest.raises(ValueError, match=r"case: expected .*native again, topk, .*lynx.*; got 'lnyx'"):
+        drawn("timeline", store, case="lnyx")
 
 
 def test_the_typical_iteration_is_shown_and_the_rank_that_waits_least_is_critical(store: Store) -> None:
-    rows = drawn("timeline", store, choice=Choice(case="oea")).rows
+    rows = drawn("timeline", store, case="oea").rows
     times = samples(store, case_rows(store).query("label == 'oea'"))
     slowest = times[(times["kind"] == "breakdown") & (times["phase"] == TOTAL)]
     slowest = slowest.groupby(["launch", "batch", "iteration"])["time_us"].max()
@@ -413,31 +398,10 @@ def test_ep_size_is_shown_as_experts_per_rank_and_numbers_beside_words_as_words(
     assert rows["swept_value"].tolist() == [1.0, 2.0, 4.0]
     assert key_words(size) == "experts per rank"
     mixed = along(PEAK, pd.DataFrame([row_at({PEAK: peak}) for peak in (None, 2.0)]))
-    assert mixed["swept_value"].tolist() == ["2", "unskewed"]
+    assert mixed["swept_value"].tolist() == ["2", "no skew"]
     spare = row_at({"emulate.replication": [{"spare_per_rank": 1, "policy": None}]})
     assert value_of("emulate.replication", spare) == "spare_per_rank=1"
     assert [value_words(value) for value in (True, [], 2.0)] == ["on", "none", "2"]
-
-
-def test_a_line_of_scaling_connects_only_what_differs_in_nothing_else(tmp_path: Path) -> None:
-    points = [(2, 2048, 1.1, {}), (4, 4096, 1.2, {}), (8, 8192, 1.4, {}), (8, 4096, 1.3, {})]
-    points.append((16, 16384, 9.0, {"dtype": "float32"}))
-    sizes = {"num_experts": 16, "num_batches": 2, "num_iterations": 1, "noise": 0.0}
-    comparisons = [
-        FakeComparison(f"c{n}", facts, [*native(), drop(1.0, speedup)], num_ranks=ranks, tokens=tokens, **sizes)
-        for n, (ranks, tokens, speedup, facts) in enumerate(points)
-    ]
-    drawing = drawn("scaling", store_of(tmp_path, *comparisons))
-    sets = drawing.rows.query("role == 'policy'").groupby("quantity", sort=False)["value"].agg(list).to_dict()
-    assert sets == {
-        "EP size (ranks), tokens per rank held": [2, 4, 8],
-        "EP size (ranks), tokens of all ranks held": [4, 8],
-        "tokens per rank": [512, 1024],
-    }
-    held = drawing.rows.query("role == 'policy' and quantity.str.contains('per rank held')", engine="python")
-    np.testing.assert_allclose(held["speedup_median"], [1.1, 1.2, 1.4], rtol=1e-6)
-    np.testing.assert_allclose(held["median_ms"], [2 / 1.1, 2 / 1.2, 2 / 1.4], rtol=1e-6)
-    assert scalings(pd.DataFrame()).empty
 
 
 def cells(axes: Axes) -> dict[tuple[float, float], list[str]]:

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from test_run import TESTS, cases_of, environment, write_config
 
 from moe_ep_bench.bench.comparison import RANKS
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.layer.parts import Parts
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.results import conditions_of
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, USER_ERROR
 from moe_ep_bench.schema import PHASES, TOTAL, UNACCOUNTED
 
 LAYER = {
@@ -106,7 +107,8 @@ def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_canno
         assert list(replayed.status) == ["failed"]
         assert reason.format(last=run.num_ranks - 1) in replayed.reason.iloc[0]
     for label in ("native", "topk"):
-        eager, replayed = (pd.read_parquet(run.out / "routing" / f"{case_id}.parquet") for case_id in ids(label))
+        routed = pd.concat(map(pd.read_parquet, (run.out / "routing").iterdir()))
+        eager, replayed = (routed[routed.case_id == case_id].reset_index() for case_id in ids(label))
         assert eager.load_E.map(list).equals(replayed.load_E.map(list))
         assert replayed.reference_error.max() < 1e-4
     for side, rows in run.rows.items():
@@ -129,23 +131,14 @@ def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_canno
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_each_case_and_batch_is_one_graph_and_one_with_phases_and_conditions_count_them(scope: str, taped) -> None:
     run, found = taped(scope), {}
-    for path in (run.out / "conditions").iterdir():
-        for rank in json.loads(path.read_text())["ranks"]:
+    for path in (run.out / "cases").iterdir():
+        for rank in json.loads(conditions_of(pq.read_table(path)))["ranks"]:
             found.setdefault("cuda_graphs" in rank, []).append(rank.get("cuda_graphs"))
     num_cases, num_batches = 4, 2 if scope == "layer" else 1
     assert len(found[False]) == len(found[True]) == run.num_ranks
     for graphs in found[True]:
         assert graphs["count"] == num_cases * num_batches * 2
         assert graphs["pool_bytes"] > 0
-
-
-def test_eager_and_replayed_passes_stand_side_by_side(
-    taped, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = taped("model").out
-    assert main(["show", str(out)]) == OK
-    printed = capsys.readouterr().out
-    assert "replayed from CUDA graphs, which hold the whole model with its collectives" in printed
 
 
 REFUSED = {
@@ -174,34 +167,6 @@ def test_what_cannot_be_is_refused_in_a_line(name: str, tmp_path: Path, capsys: 
     assert main([command, str(config), "--out", str(tmp_path / "out"), *options]) == USER_ERROR
     assert not (tmp_path / "out").exists()
     assert message in capsys.readouterr().err
-
-
-def choose(experts: str = "auto", dispatcher: str = "allgather", *, on_cpu: bool = False, graph: bool = False) -> Parts:
-    return Parts.choose(experts, dispatcher, cuda_graph=graph, on_cpu=on_cpu)
-
-
-def test_graphs_take_what_does_not_wait_for_the_host() -> None:
-    assert choose(graph=True) == Parts(
-        "decode", "none", "auto", "allgather", cuda_graph=True, experts_why="a CUDA graph holds no others"
-    )
-
-
-NEEDS_ALLGATHER = "layer.cuda_graph: true needs layer.dispatcher allgather.*got alltoall"
-NEEDS_DECODE = "layer.cuda_graph: true needs layer.experts decode.*got grouped"
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"dispatcher": "alltoall", "graph": True}, NEEDS_ALLGATHER),
-        ({"experts": "grouped", "graph": True}, NEEDS_DECODE),
-        ({"dispatcher": "flex", "on_cpu": True}, "flex needs a GPU"),
-        ({"dispatcher": "flex"}, r"flex needs DeepEP \(the package deep_ep\), which is not installed"),
-    ],
-)
-def test_parts_that_cannot_go_together_are_refused(asked: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        choose(**asked)
 
 
 def test_prompts_are_in_no_graph(tmp_path: Path) -> None:

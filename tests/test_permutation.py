@@ -16,6 +16,7 @@ from moe_ep_bench.layer import parts, te_check
 from moe_ep_bench.layer.dispatchers import expert_major_pairs, rank_major_index, sum_per_token
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.te_check import TransformerEngine
+from moe_ep_bench.models import load_model
 
 pytestmark = pytest.mark.seam
 
@@ -73,7 +74,13 @@ REQUESTS = [
     (("auto",), "GPU", "2.4.0+abc", Parts("te", "fused")),
     (("auto",), "GPU", "1.13.0", Parts("te", "indexed")),
     (("te",), "GPU", "2.9.0 broken", r"a Transformer Engine that works; 2.9.0 does not \(ImportError"),
-]
+    (("auto", "allgather", "graph"), "GPU", None,
+     Parts("decode", "none", "auto", "allgather", cuda_graph=True, experts_why="a CUDA graph holds no others")),
+    (("auto", "alltoall", "graph"), "GPU", None, "layer.cuda_graph: true needs layer.dispatcher allgather"),
+    (("grouped", "allgather", "graph"), "GPU", None, "layer.cuda_graph: true needs layer.experts decode"),
+    (("auto", "flex"), "CPU", None, "flex needs a GPU"),
+    (("auto", "flex"), "GPU", None, r"flex needs DeepEP \(the package deep_ep\), which is not installed"),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -83,7 +90,8 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Parts]:
         found = TransformerEngine("ImportError: undefined symbol" if problem else "", routes=te == "2.9.0")
         monkeypatch.setattr(parts, "version_of", lambda distribution: version or None)
         monkeypatch.setattr(parts, "transformer_engine", lambda: found)
-        return Parts.choose(*asked, on_cpu=where == "CPU", **options)
+        names = [one for one in asked if one != "graph"]
+        return Parts.choose(*names, cuda_graph="graph" in asked, on_cpu=where == "CPU", **options)
 
     return chosen
 
@@ -100,11 +108,14 @@ def test_every_request_and_what_runs(
 
 
 def test_auto_fuses_what_the_version_can(choose) -> None:
-    assert choose(("auto",), "GPU", "2.9.0").fusions == ["activation", "top-k"]
-    assert choose(("grouped",), "GPU", "2.9.0").fusions == ["top-k"]
+    model = load_model("olmoe-1b-7b")
+    assert choose(("auto",), "GPU", "2.9.0").fusions(model) == ["activation", "top-k"]
+    assert choose(("grouped",), "GPU", "2.9.0").fusions(model) == ["top-k"]
+    assert choose(("grouped",), "GPU", "2.9.0").fusions(load_model("deepseek-v4-flash")) == []
     chosen = choose(("auto",), "GPU", "2.9.0 broken")
     why = "Transformer Engine 2.9.0 does not work here (ImportError: undefined symbol)"
-    assert (chosen.experts, chosen.permute, chosen.experts_why, chosen.fusions) == ("grouped", "indexed", why, [])
+    assert (chosen.experts, chosen.permute, chosen.experts_why) == ("grouped", "indexed", why)
+    assert chosen.fusions(model) == []
 
 
 TRANSFORMER_ENGINE = """

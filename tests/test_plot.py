@@ -143,8 +143,6 @@ def test_what_cannot_be_trusted_is_named_and_the_rest_drawn(
         (["--figures", "speedup,nonsense"], "--figures"),
         (["--size", "poster"], "--size"),
         (["--case", "nobody"], "--case"),
-        (["--iteration", "99/0"], "--iteration"),
-        (["--max-dropped", "12"], "--max-dropped"),
         (["--x", "k0"], "--y"),
         (["--x", "k0", "--y", "dropped_shares"], "--y: expected a column, one of"),
         (["--x", "k0", "--y", "label"], "--y: expected a column of numbers"),

@@ -1,4 +1,8 @@
-"""Every routing policy against its oracle, against the laws that all share, and against wrong input."""
+"""Every routing policy against its oracle, against the laws that all share, and against wrong input.
+
+The oracle says which pairs a policy keeps and what they weigh; what follows from that (capacities, budgets, candidates,
+monotony) is held nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,12 @@ import json
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, seed, settings
-from oracles import capacity, capacity_groups, expanded_candidates, expected_routing
+from oracles import expected_routing
 from policy_cases import (
     ONE_OF_EACH,
     SPECS,
@@ -46,128 +50,22 @@ def assert_as_expected(routing: Routing, spec: Spec, scores_TE: Tensor, argument
     torch.testing.assert_close(routing.weights_TE.double(), expected.weights_TE, rtol=1e-6, atol=1e-12)
 
 
-def law_of_all_policies(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
-    """What ``check-policy`` holds a policy of a user's to."""
-    policy = make_policy(spec)
+def assert_keeps_the_rule_and_the_laws(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
+    """The oracle's routing, the laws of ``check-policy``, the same bits by every form and from given keys."""
+    spec = fitted(spec, scores_TE, arguments)
+    policy, routing = make_policy(spec), route(spec, scores_TE, arguments)
+    assert_as_expected(routing, spec, scores_TE, arguments)
     for law in laws.LAWS:
         law(laws.Trial(policy, scores_TE, arguments, form_of(policy, "cpu")), routing)
-
-
-def law_twins(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
-    """The formulation in torch, the compiled twin, and what a GPU would run return the same bits."""
-    policy = make_policy(spec)
     for steps in (TORCH, HostSteps(), DeviceSteps()):
-        one = policy.by(steps)
-        for stats_SE in (None, one.batch_stats(scores_TE, context_of(arguments))):
-            assert_same(one.route(scores_TE, context_of(arguments), stats_SE), routing)
-
-
-def law_capacity(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
-    """No expert, or no device, holds more pairs than its capacity."""
-    if spec["name"] not in ("token_drop", "expanded_drop"):
-        return
-    num_tokens, num_experts = scores_TE.shape
-    valid_T = arguments["token_mask_T"]
-    groups = capacity_groups(spec.get("granularity", "expert"), num_experts, arguments["num_ranks"])
-    room = capacity(
-        spec["capacity_factor"],
-        num_tokens if valid_T is None else int(valid_T.sum()),
-        arguments["top_k"],
-        num_experts,
-        len(groups[0]),
-        spec.get("min_capacity", 0),
-        spec.get("rounding", "floor"),
-    )
-    load_E = routing.map_TE.sum(dim=0).tolist()
-    assert all(sum(load_E[expert] for expert in group) <= room for group in groups)
-
-
-def law_budget(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
-    """No more is lost than the budget allows, and nothing where the fullest group stays as full as it was."""
-    if spec["name"] != "budget_drop":
-        return
-    top_k_TE = route({"name": "topk"}, scores_TE, arguments).map_TE
-    weights_TE = top_k_TE.double() if "max_dropped" in spec else scores_TE.double() * top_k_TE
-    budget = spec.get("max_dropped", spec.get("max_lost_mass")) * float(weights_TE.sum())
-    assert float(weights_TE[top_k_TE & ~routing.map_TE].sum()) <= budget * (1 + 1e-6) + 1e-6
-    num_groups = arguments["num_ranks"] if spec.get("granularity", "rank") == "rank" else scores_TE.shape[1]
-    before, after = (one.sum(dim=0).view(num_groups, -1).sum(dim=1).max() for one in (top_k_TE, routing.map_TE))
-    assert after < before or torch.equal(routing.map_TE, top_k_TE)
-
-
-def law_candidates(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
-    """Only candidates are chosen: K of them by the model itself, of the top-k by Token Drop."""
-    top_k = route({"name": "topk"}, scores_TE, arguments)
-    experts_T = routing.map_TE.sum(dim=1)
-    if spec["name"] == "expanded_drop":
-        candidates = expanded_candidates(
-            scores_TE, context_of(arguments), spec.get("num_candidates"), spec.get("scope", "local")
-        )
-        chosen = [set(row.nonzero().flatten().tolist()) for row in routing.map_TE]
-        assert all(experts <= allowed for experts, allowed in zip(chosen, candidates, strict=True))
-        assert (experts_T <= (spec.get("max_experts_per_token") or scores_TE.shape[1])).all()
-    drops = ("token_drop", "expert_drop", "megatron_drop", "budget_drop", "lynx", "dynamic_skip")
-    if spec["name"] in drops and not spec.get("pad_to_capacity"):
-        assert not (routing.map_TE & ~top_k.map_TE).any()
-    valid_T = arguments["token_mask_T"]
-    valid_T = torch.ones(scores_TE.shape[0], dtype=torch.bool) if valid_T is None else valid_T
-    if spec["name"] in ("topk", "laser", "load_only"):
-        assert (experts_T == arguments["top_k"] * valid_T).all()
-    if spec["name"] == "xshare":
-        assert (experts_T <= arguments["top_k"]).all()
-    if spec["name"] in ("pruned", "oea"):
-        most = spec["k0"]
-        if spec["name"] == "oea":
-            most = max(spec["k0"], spec.get("k_max") or arguments["top_k"])
-        assert (experts_T <= most).all()
-        assert (experts_T >= valid_T.long()).all()
-
-
-NORMALISED_BY_TOP_K = (
-    "topk", "token_drop", "expanded_drop", "expert_drop", "megatron_drop", "budget_drop", "lynx",
-)  # fmt: skip
-
-
-def law_weights(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
-    """What is dropped from the top-k is lost, not shared out; who chooses anew normalises what is chosen."""
-    of_top_k = spec["name"] in NORMALISED_BY_TOP_K
-    if of_top_k or not arguments["normalize"]:
-        top_k = route({"name": "topk"}, scores_TE, arguments)
-        both_TE = routing.map_TE & top_k.map_TE
-        assert torch.equal(routing.weights_TE[both_TE], top_k.weights_TE[both_TE])
-    if (spec["name"] == "topk" or not of_top_k) and arguments["normalize"]:
-        has_mass_T = (scores_TE * routing.map_TE).sum(dim=1) > 0
-        total_T = routing.weights_TE.sum(dim=1)
-        torch.testing.assert_close(total_T, arguments["scale"] * has_mass_T.float())
-
-
-def law_draws(routing: Routing, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
-    """Numbers that are drawn beforehand decide as those drawn meanwhile do; only what is random draws."""
-    policy, context = make_policy(spec), context_of(arguments)
-    here = policy.in_layer(context.layer_fraction)
-    random_TE = policy.random_keys(scores_TE, context)
+        form = policy.by(steps)
+        for stats_SE in (None, form.batch_stats(scores_TE, context_of(arguments))):
+            assert_same(form.route(scores_TE, context_of(arguments), stats_SE), routing)
+    context = context_of(arguments)
+    random_TE, here = policy.random_keys(scores_TE, context), policy.in_layer(context.layer_fraction)
     assert (random_TE is not None) == ("random" in (getattr(here, "metric", None), getattr(here, "trim", None)))
     if random_TE is not None:
         assert_same(policy.route(scores_TE, dataclasses.replace(context, generator=None, random_TE=random_TE)), routing)
-
-
-LAWS: list[Callable[[Routing, Spec, Tensor, Arguments], None]] = [
-    law_of_all_policies,
-    law_capacity,
-    law_budget,
-    law_candidates,
-    law_weights,
-    law_twins,
-    law_draws,
-]
-
-
-def assert_keeps_the_rule_and_the_laws(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
-    spec = fitted(spec, scores_TE, arguments)
-    routing = route(spec, scores_TE, arguments)
-    assert_as_expected(routing, spec, scores_TE, arguments)
-    for law in LAWS:
-        law(routing, spec, scores_TE, arguments)
 
 
 @every_spec
@@ -505,11 +403,6 @@ NEEDS: list[tuple[str, Spec]] = [
 def test_a_wrong_input_is_one_line_that_names_it(key: str, spec: Spec, scores_TE: Tensor, arguments: Arguments) -> None:
     with pytest.raises(ValueError, match=rf"\A{key}: [^\n]*\Z"):
         make_policy(spec).route(scores_TE, RoutingContext(**{"top_k": 2, **arguments}))
-
-
-def test_who_looks_past_the_top_k_says_so() -> None:
-    past = {name for name, policy in POLICIES.items() if policy.looks_past_top_k}
-    assert past == {"expanded_drop", "oea", "laser", "load_only", "xshare"}
 
 
 @every_spec

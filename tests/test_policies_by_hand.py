@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from fractions import Fraction
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from oracles import capacity_groups
 from policy_cases import (
-    GRANULARITIES,
-    METRICS,
-    MODALITIES,
     Arguments,
     Spec,
-    assert_same,
-    cases,
     distinct_scores,
-    few_examples,
-    random_scores,
     route,
     selected,
 )
-from torch import Tensor
-
-from moe_ep_bench.policies import Routing
 
 TOKEN_DROP: Spec = {"name": "token_drop", "capacity_factor": 1}
 EXPANDED: Spec = {"name": "expanded_drop", "capacity_factor": 99}
@@ -222,27 +206,6 @@ def test_a_bias_selects_but_does_not_weigh() -> None:
     torch.testing.assert_close(routing.weights_TE, torch.tensor([[0.0, 0.3, 0.2, 0.0]]))
 
 
-@few_examples
-@given(case=cases(most_experts=64))
-def test_what_cuts_nothing_is_top_k(case: tuple[Tensor, Arguments]) -> None:
-    scores_TE, arguments = case
-    top_k = route({"name": "topk"}, scores_TE, arguments)
-    for spec in (
-        *({**TOKEN_DROP, "capacity_factor": 1e6, "metric": metric} for metric in METRICS),
-        {**TOKEN_DROP, "capacity_factor": 1e6, "granularity": "device"},
-        {"name": "pruned", "k0": arguments["top_k"]},
-        {"name": "oea", "k0": arguments["top_k"]},
-        {"name": "dynamic_skip", "beta": 0},
-        {"name": "lynx", "num_dropped": 0},
-        {"name": "expert_drop", "count": 0},
-        {"name": "megatron_drop", "capacity_factor": 1e6},
-        {"name": "laser", "eps_high": 0, "t_fix": 0, "c": scores_TE.shape[1]},
-        {"name": "xshare", "k0": arguments["top_k"], "budget": 0},
-        {"name": "xshare", "k0": 0, "budget": scores_TE.shape[1]},
-    ):
-        assert_same(route(spec, scores_TE, arguments), top_k)
-
-
 EQUAL = torch.full([10, 8], 0.125)  # all tokens want experts 0 and 1
 
 
@@ -261,103 +224,6 @@ def test_capacity_is_the_floor_of_the_exact_decimal_product(fields: Spec, num_to
     assert routing.map_TE.sum(dim=0).tolist() == [*load_E, 0, 0, 0, 0, 0, 0]
     # Ties go to the lower token, then to the lower expert.
     assert all(routing.map_TE[:load, expert].all() for expert, load in enumerate(load_E))
-
-
-def test_random_keeps_different_tokens_for_different_seeds_and_the_same_for_the_same() -> None:
-    spec = {**TOKEN_DROP, "metric": "random"}
-    kept = [chosen(spec, [[0.25] * 4] * 64, 1, {"seed": seed}) for seed in (1, 1, 2)]
-    assert kept[0] == kept[1] != kept[2]
-    assert kept[0].count([0]) == 16
-
-
-@few_examples
-@given(
-    case=cases(most_experts=64),
-    metric=st.sampled_from(METRICS),
-    granularity=st.sampled_from(GRANULARITIES),
-    modality=st.sampled_from(["image_first", "text_first"]),
-)
-def test_capacity_is_monotonous_and_a_modality_is_dropped_to_its_last_pair_first(
-    case: tuple[Tensor, Arguments], metric: str, granularity: str, modality: str
-) -> None:
-    scores_TE, arguments = case
-    rule = {**TOKEN_DROP, "metric": metric, "granularity": granularity}
-    kept = [route({**rule, "capacity_factor": gamma}, scores_TE, arguments).map_TE for gamma in (0.2, 0.5, 1, 2)]
-    assert not any((less & ~more).any() for less, more in itertools.pairwise(kept))
-
-    kept_TE = route({**rule, "capacity_factor": 0.5, "modality": modality}, scores_TE, arguments).map_TE
-    dropped_TE = route({"name": "topk"}, scores_TE, arguments).map_TE & ~kept_TE
-    is_first_T = arguments["modality_T"] == (modality == "image_first")
-    for group in capacity_groups(granularity, scores_TE.shape[1], arguments["num_ranks"]):
-        assert not (kept_TE[is_first_T][:, group].any() and dropped_TE[~is_first_T][:, group].any())
-
-    for scope in ("local", "global"):
-        expanded = {**rule, "name": "expanded_drop", "num_candidates": 0, "scope": scope}
-        assert_same(route(expanded, scores_TE, arguments), route(rule, scores_TE, arguments))
-
-
-@pytest.mark.parametrize("name", ["token_drop", "expanded_drop"])
-@few_examples
-@given(
-    num_tokens=st.integers(0, 50),
-    seed=st.integers(0, 2**16),
-    granularity=st.sampled_from(GRANULARITIES),
-    modality=st.sampled_from(MODALITIES),
-)
-def test_score_is_invariant_to_token_order(
-    name: str, num_tokens: int, seed: int, granularity: str, modality: str
-) -> None:
-    scores_TE = distinct_scores(num_tokens, 16, seed)
-    generator = torch.Generator().manual_seed(seed)
-    arguments = {
-        "top_k": 4,
-        "num_ranks": 4,
-        "rank": 1,
-        "normalize": True,
-        "modality_T": torch.randint(0, 2, [num_tokens], generator=generator),
-        "token_mask_T": torch.rand([num_tokens], generator=generator) < 0.8,
-    }
-    spec = {"name": name, "capacity_factor": 0.7, "granularity": granularity, "modality": modality}
-    routing = route(spec, scores_TE, arguments)
-    order = torch.randperm(num_tokens, generator=generator)
-    permuted = {**arguments, **{key: arguments[key][order] for key in ("modality_T", "token_mask_T")}}
-    shuffled = route(spec, scores_TE[order], permuted)
-    assert_same(shuffled, Routing(map_TE=routing.map_TE[order], weights_TE=routing.weights_TE[order]))
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("name", ["token_drop", "expanded_drop"])
-def test_capacities_of_all_source_ranks_bound_the_global_load(name: str, granularity: str) -> None:
-    """arXiv 2503.05066, Eq. 5: max load <= gamma * mean load, with no word between the ranks."""
-    num_experts, num_ranks, top_k = 16, 4, 3
-    tokens_R = [37, 0, 101, 5]  # ranks may hold uneven numbers of tokens
-    mean_load = Fraction(sum(tokens_R) * top_k, num_experts)
-    size = num_experts // num_ranks if granularity == "device" else 1
-    for gamma in (0.3, 0.7, 1, 1.1, 2.5):
-        spec = {"name": name, "capacity_factor": gamma, "granularity": granularity}
-        load_E = torch.zeros(num_experts, dtype=torch.int64)
-        for rank, num_tokens in enumerate(tokens_R):
-            scores_TE = random_scores("softmax", num_tokens, num_experts, seed=11)  # all ranks want the same experts
-            load_E += route(spec, scores_TE, {"top_k": top_k, "num_ranks": num_ranks, "rank": rank}).map_TE.sum(dim=0)
-        assert int(load_E.view(-1, size).sum(dim=1).max()) <= Fraction(str(gamma)) * mean_load * size
-
-
-def test_random_trimming_may_lose_the_top_k_and_draws_from_the_generator() -> None:
-    spec = {**LASER, "t_fix": 0, "c": 1, "trim": "random"}
-    drawn = [[chosen(spec, [[0.4, 0.3, 0.2, 0.1]], 1, {"seed": seed})[0][0] for seed in range(60)] for _ in range(2)]
-    assert set(drawn[0]) == {0, 1, 2, 3}
-    assert drawn[0] == drawn[1]
-
-
-@few_examples
-@given(case=cases(most_experts=64))
-def test_laser_without_confidence_or_threshold_is_load_only(case: tuple[Tensor, Arguments]) -> None:
-    scores_TE, arguments = case
-    if arguments["top_k"] == scores_TE.shape[1]:
-        return
-    positive_TE = scores_TE + 2**-10  # no top-k holds a whole row
-    spec = {"name": "laser", "eps_high": 1, "t_fix": 0, "c": scores_TE.shape[1]}
-    assert_same(route(spec, positive_TE, arguments), route({"name": "load_only"}, positive_TE, arguments))
 
 
 @pytest.mark.seam

@@ -225,19 +225,6 @@ def test_sequences_come_from_the_recording_that_is_furthest_behind(pools, num_to
         assert [list(range(first, end)) for first, end in pieces] == expected
 
 
-@few_examples
-@given(mixtures(), st.integers(1, 80))
-def test_tokens_keep_to_their_shares_as_closely_as_the_longest_sequences_allow(pools, num_tokens):
-    longest = [int((pool.end_S - pool.start_S).max()) for pool in pools]
-    taken = np.zeros(len(pools))
-    for index, pieces in enumerate(draw_sequences(pools, num_tokens, map(np.random.default_rng, range(6)))):
-        for first, end in pieces:
-            taken[next(i for i, pool in enumerate(pools) if first < pool.end_S[-1])] += end - first
-        for pool, tokens, length in zip(pools, taken, longest, strict=True):
-            excess = tokens - pool.share * num_tokens * (index + 1)
-            assert -pool.share * (sum(longest) - length) - 1e-9 <= excess <= (1 - pool.share) * length + 1e-9
-
-
 @pytest.fixture
 def domains(tmp_path):
     """Two domains, one of long and few sequences."""
@@ -412,17 +399,3 @@ def test_only_the_layer_that_is_asked_for_is_read(tmp_path):
     recorded(path, layer=0).batch(0)
     with pytest.raises(ValueError, match="layer 1: token 0: scores"):
         recorded(path, layer=1)
-
-
-# Recorded: real models
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "fingerprint"),
-    [
-        ("deepseek-v2-lite-intent", (7, 64, 6, 4096, 3, "popularity", 0), "f3af9c6823997cf0"),
-        ("gpt-oss-20b-mixed", (5, 32, 4, 4096, 3, "uniform", 1, 0.6), "c90303ca8b8c3bf2"),
-    ],
-)
-def test_the_bytes_of_one_real_recordings_sequences_are_what_they_always_were(name, fields, fingerprint):
-    assert RecordedWorkload(real(name), *fields).fingerprint() == fingerprint

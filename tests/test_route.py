@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import test_run
 from hypothesis import settings
+from oracles import uniform_activated_experts
 from safetensors.numpy import load_file
 from trace_files import write_trace
 
 import plot_results
+from moe_ep_bench import balancers
 from moe_ep_bench.analysis.cases import CASE, cases, load, routing
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import render
@@ -29,9 +33,8 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.metrics import (
     imbalance,
     rank_imbalance,
-    uniform_activated_experts,
 )
-from moe_ep_bench.placement import balance, replicate
+from moe_ep_bench.placement import replicate
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import ROUTING_SCHEMA
@@ -183,7 +186,7 @@ def test_ranks_bear_the_loads_of_their_experts_side_by_side(loaded: Store) -> No
 
 def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: Path) -> None:
     """Two batches, each planned for the other; EPLB's even shares, and those of the linear program."""
-    replication = [{"spare_per_rank": 1}, {"spare_per_rank": 1, "solve_us": 100}, {"spare_per_rank": 16}]
+    replication = [{"spare_per_rank": 1}, {"spare_per_rank": 1, "balancer": "lp"}, {"spare_per_rank": 16}]
     config = write_config(tmp_path, emulate={"replication": replication})
     store = load(route(config, tmp_path / "out", []).root)
     routed = routing(store)
@@ -195,7 +198,8 @@ def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: 
         plan = replicate(load_BE[1 - index], num_slots=68, num_ranks=4)
         # Whole pairs of each source rank in turn: at most one off for each slot and source.
         assert np.abs(even_R - plan.rank_load(load_BE[index])[0]).max() <= 17 * 4
-        assert split_R.max() == balance(plan.slot_expert_LP[0], load_BE[index], 4).reshape(4, -1).sum(axis=1).max()
+        (slots_P,), loads_RE = plan.slot_expert_LP, np.pad(load_BE[index][None], ((0, 3), (0, 0)))
+        assert split_R.max() == balancers.lp(slots_P, loads_RE).pairs_P.reshape(4, -1).sum(axis=1).max()
         assert split_R.max() <= even_R.max()
         assert split_R.max() < counts[index].sum(axis=0).max()
     for rows in (static, lp):
@@ -214,16 +218,17 @@ def test_random_drops_do_not_depend_on_the_other_cases(tmp_path: Path) -> None:
 def test_finished_cases_are_not_routed_again(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     out = route(config, tmp_path / "out", []).root
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
-    assert len(before) == 6  # native and two policies with their frontiers
-    victim = next((out / "routing").glob("*.parquet"))
-    victim.unlink()
+    before = rows_of(out).groupby("case_id")["run_id"].unique().str[0]
+    assert len(before) == 3  # native and two policies
+    parts = [out / folder / f"{load(out).comparisons[0].comparison_id}.parquet" for folder in ("routing", "frontier")]
+    assert {*out.rglob("*.parquet")} == {*parts}
+    victim = before.index[0]
+    pq.write_table(pq.read_table(parts[0]).filter(pc.field("case_id") != victim), parts[0])
     route(config, tmp_path / "out", [])
-    after = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
-    assert after.keys() == before.keys()
-    assert {path for path in after if path.parent.name == "routing" and after[path] != before[path]} == {victim}
+    after = rows_of(out).groupby("case_id")["run_id"].unique().str[0]
+    assert {case_id for case_id in before.index if after[case_id] != before[case_id]} == {victim}
     route(config, tmp_path / "out", [], force=True)
-    assert all(path.stat().st_mtime_ns != after[path] for path in after)
+    assert set(rows_of(out)["run_id"]).isdisjoint(after)
     route(config, tmp_path / "out", ["workload.seed=5"])
     assert len(load(out).comparisons) == 2  # a directory keeps what another config left
 
@@ -332,29 +337,38 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("what", "role"),
-    [("missing part", "policy"), ("damaged part", "policy"), ("lost rows", "baseline"), ("no json", "baseline")],
+    [
+        ("missing part", "policy"),
+        ("missing case", "policy"),
+        ("damaged part", "policy"),
+        ("lost rows", "baseline"),
+        ("no json", "baseline"),
+    ],
 )
 def test_a_directory_that_cannot_be_trusted_is_refused(what: str, role: str, sound: Path, tmp_path: Path) -> None:
     out = shutil.copytree(sound, tmp_path / "out")
     listed = json.loads((out / "run.json").read_text())["cases"]
-    part = out / "routing" / f"{next(key for key, case in listed.items() if case['role'] == role)}.parquet"
+    (part,) = (out / "routing").iterdir()
+    case_id = next(key for key, case in listed.items() if case["role"] == role)
     if what == "missing part":
         part.unlink()
+    elif what == "missing case":
+        pq.write_table(pq.read_table(part).filter(pc.field("case_id") != case_id), part)
     elif what == "damaged part":
         part.write_bytes(b"PAR1")
     elif what == "lost rows":
-        pq.write_table(pq.read_table(part).slice(0, 3), part)
+        pq.write_table(pq.read_table(part).filter((pc.field("case_id") != case_id) | (pc.field("rank") != 1)), part)
     else:
         (out / "run.json").write_text("{")
     with pytest.raises(ResultsError, match=str(out)) as refused:
         load(out)
-    # Whoever wants the rest has it, and the same line first; without run.json there is no rest.
+    # Whoever wants the rest has it, and the same line first; without run.json or the only part there is no rest.
     lines: list[str] = []
-    if what == "no json":
-        with pytest.raises(ResultsError):
+    if what in ("no json", "missing part", "damaged part"):
+        with pytest.raises(ResultsError, match=re.escape(str(refused.value))):
             load(out, lines)
     else:
-        assert set(cases(load(out, lines))["case_id"]) == set(listed) - {part.stem}
+        assert set(cases(load(out, lines))["case_id"]) == set(listed) - {case_id}
         assert lines[0] == str(refused.value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.router import PolicyRouter
+from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
+from moe_ep_bench.models import ScoreFunction
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.steps import TORCH
 
@@ -46,6 +49,18 @@ def test_a_rank_without_others_sums_no_statistics_and_routes_alike(spec: dict[st
     assert beside[2] == has_stats
     assert torch.equal(alone[0], beside[0])
     assert torch.equal(alone[1], beside[1])
+
+
+@pytest.mark.parametrize("function", get_args(ScoreFunction))
+def test_logits_turn_back_into_the_scores_that_they_came_of(function: ScoreFunction) -> None:
+    logits_TE = 8 * torch.randn(200, 32, generator=torch.Generator().manual_seed(0))
+    scores_TE = scores_from_logits(logits_TE, function)
+    back_TE = logits_from_scores(scores_TE, function)
+    torch.testing.assert_close(scores_from_logits(back_TE, function), scores_TE, rtol=1e-5, atol=1e-30)
+    # Workloads' scores are shares of a row, down to what a softmax leaves.
+    shares_TE = (6 * logits_TE).softmax(dim=1)
+    back_TE = scores_from_logits(logits_from_scores(shares_TE, function), function)
+    torch.testing.assert_close(back_TE, shares_TE, rtol=1e-5, atol=2e-19)
 
 
 def test_float32_is_float32_where_layers_run_whatever_the_image_sets() -> None:

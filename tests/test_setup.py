@@ -237,40 +237,26 @@ def desk(tmp_path_factory):
     (folder / "full/notes.txt").touch()
     (folder / "wheels").mkdir()
     (folder / "wheels/megatron_core-1-{0}-{0}-any.whl".format(f"cp{OTHER.replace('.', '')}")).touch()
-    make_python(folder / "bare", ensurepip=False)
     make_python(folder / "old", torch="2.9.1", pip=True)
     make_python(folder / "container", torch=CONTAINER_TORCH, pip=True)
     return folder
 
 
-SETUP_OPTIONS = ["--venv DIR", "--python PYTHON", "--wheelhouse DIR", "--system-torch", "--cuda12"]
-WHEELHOUSE_USAGE = "DIR [--python 3.11|3.12]"
-ON_CONTAINER = "--system-torch --python container/bin/python"
+# What is asked, and what the one line says of it.
 REFUSED = [
-    ("setup.sh", "--frobnicate", ["'--frobnicate'", *SETUP_OPTIONS]),
-    ("setup.sh", "new", ["'new'", "--venv DIR"]),
-    ("setup.sh", "--venv", ["--venv takes a folder", "''"]),
-    ("setup.sh", "--python", ["--python takes", "3.11 or 3.12", "''"]),
-    ("setup.sh", "--venv --system-torch", ["--venv takes a folder", "'--system-torch'"]),
-    ("setup.sh", "--venv file", ["new or empty", "file is neither"]),
-    ("setup.sh", "--venv full", ["new or empty", "full is neither"]),
-    ("setup.sh", "--venv new --wheelhouse absent --system-torch", ["absent is none", "wheelhouse.sh"]),
-    ("setup.sh", "--venv new --wheelhouse empty --system-torch", ["empty holds no wheels", "wheelhouse.sh"]),
-    ("setup.sh", "--venv new --cuda12 --system-torch", ["--cuda12", "neither --system-torch nor --wheelhouse"]),
-    ("setup.sh", "--venv new --wheelhouse wheels", ["wheels holds no torch", "--system-torch"]),
-    ("setup.sh", f"--venv new --wheelhouse wheels {ON_CONTAINER}", [f"is Python {PYTHON}", "has no megatron-core"]),
-    ("setup.sh", "--venv new --python absent", ["absent", "3.11 or 3.12"]),
-    ("setup.sh", "--venv new --python bare/bin/python", ["bare/bin/python", "ensurepip"]),
-    ("setup.sh", "--venv new --system-torch --python bare/bin/python", ["bare/bin/python has no torch", "2.11"]),
-    ("setup.sh", "--venv new --system-torch --python old/bin/python", ["old/bin/python has torch 2.9.1", "2.11"]),
-    ("setup.sh", f"--venv container {ON_CONTAINER}", ["container/bin/python belongs to"]),
-    ("wheelhouse.sh", "", ["no folder", WHEELHOUSE_USAGE]),
-    ("wheelhouse.sh", "--frobnicate", ["'--frobnicate'", WHEELHOUSE_USAGE]),
-    ("wheelhouse.sh", "new newer", ["new and newer", WHEELHOUSE_USAGE]),
-    ("wheelhouse.sh", "new --python", ["3.11 or 3.12", "''"]),
-    ("wheelhouse.sh", "new --python 3.13", ["3.11 or 3.12", "'3.13'"]),
-    ("wheelhouse.sh", "file", ["file", WHEELHOUSE_USAGE]),
-    ("wheelhouse.sh", "full", ["full is not empty", "new or empty"]),
+    ("setup.sh", "--frobnicate", "'--frobnicate'"),
+    ("setup.sh", "--venv", "--venv takes a folder"),
+    ("setup.sh", "--venv full", "new or empty; full is neither"),
+    ("setup.sh", "--venv new --wheelhouse empty --system-torch", "empty holds no wheels"),
+    ("setup.sh", "--venv new --cuda12 --system-torch", "neither --system-torch nor --wheelhouse"),
+    ("setup.sh", "--venv new --wheelhouse wheels", "wheels holds no torch"),
+    ("setup.sh", "--venv new --wheelhouse wheels --system-torch --python container/bin/python", "has no megatron-core"),
+    ("setup.sh", "--venv new --python absent", "3.11 or 3.12"),
+    ("setup.sh", "--venv new --system-torch --python old/bin/python", "old/bin/python has torch 2.9.1"),
+    ("setup.sh", "--venv container --system-torch --python container/bin/python", "container/bin/python belongs to"),
+    ("wheelhouse.sh", "", "no folder"),
+    ("wheelhouse.sh", "new --python 3.13", "'3.13'"),
+    ("wheelhouse.sh", "full", "full is not empty"),
 ]
 
 
@@ -281,19 +267,7 @@ def test_wrong_arguments_are_refused_in_one_line_and_leave_nothing(desk, script,
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"{script}: ")
     assert done.stderr.count("\n") == 1
-    assert [part for part in says if part not in done.stderr] == []
-    assert snapshot(desk) == before
-
-
-@pytest.mark.parametrize(
-    ("script", "names"), [("setup.sh", SETUP_OPTIONS), ("wheelhouse.sh", ["DIR", "--python 3.11|3.12"])]
-)
-def test_help_names_every_option_and_does_nothing(desk, script, names):
-    before = snapshot(desk)
-    done = run(desk / "clone/launch" / script, "--help", cwd=desk)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [name for name in names if name not in done.stdout] == []
-    assert "set -" not in done.stdout
+    assert says in done.stderr
     assert snapshot(desk) == before
 
 
@@ -354,28 +328,6 @@ def test_cuda12_takes_that_build_of_the_pinned_torch_and_keeps_it(clone, index, 
     assert snapshot(environment) == made
 
 
-def test_a_container_without_triton_gets_none(clone, index, tmp_path):
-    python = make_python(tmp_path / "container", torch=CONTAINER_TORCH, pip=True, ensurepip=False)
-    done = set_up_on(python, clone, index, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not list(tmp_path.glob("environment/lib/*/site-packages/triton*"))
-
-
-def test_a_containers_triton_stays_even_where_its_torch_asks_for_another(clone, index, tmp_path):
-    wanted = f"triton=={pins(PYTHON)['triton']}"
-    made_with = {"torch": CONTAINER_TORCH, "torch_requires": [wanted], "triton": CONTAINER_TRITON}
-    python = make_python(tmp_path / "container", **made_with, pip=True, ensurepip=False)
-    done = set_up_on(python, clone, index, tmp_path)
-    assert done.returncode == 1
-    assert f"Cannot install torch=={CONTAINER_TORCH}" in done.stderr
-    assert not list(tmp_path.glob("environment/lib/*/site-packages/triton*"))
-
-
-def set_up_on(container, clone, index, folder):
-    arguments = ["--wheelhouse", index, "--system-torch", "--python", container, "--venv", folder / "environment"]
-    return run(clone / "launch/setup.sh", *arguments, cwd=folder)
-
-
 def test_a_later_plain_set_up_takes_the_environment_as_it_is(set_up, clone):
     before = snapshot(set_up["environment"])
     done = run(clone / "launch/setup.sh", "--venv", set_up["environment"], cwd=clone)
@@ -420,12 +372,6 @@ def unfinished(clone, tmp_path_factory):
 
 def test_system_torch_of_a_python_that_is_no_virtual_environment_is_seen(unfinished):
     assert "include-system-site-packages = true" in (unfinished["environment"] / "pyvenv.cfg").read_text()
-
-
-def test_a_containers_own_pins_do_not_bind(unfinished):
-    assert unfinished["done"].returncode == 1
-    assert "No matching distribution" in unfinished["done"].stderr
-    assert "absent.txt" not in unfinished["done"].stderr
 
 
 def test_an_unfinished_environment_is_not_finished_with_another_torch(unfinished, clone):

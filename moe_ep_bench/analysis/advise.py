@@ -23,8 +23,7 @@ from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, lo
 from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, short_label, text
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words
 from moe_ep_bench.analysis.origins import ELSEWHERE, is_elsewhere, modelled_line, scale_words
-from moe_ep_bench.analysis.reading import ResultsError
-from moe_ep_bench.analysis.reduce import ITERATION
+from moe_ep_bench.analysis.reading import ITERATION, ResultsError
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.bench.question import Bounds, Question
@@ -74,7 +73,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     """
     rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
-    rows = rows[rows["speedup_median"].notna() & rows["dropped_share"].notna()]
+    rows = rows[rows["speedup_median"].notna() & rows["dropped_share"].notna()].copy()  # of one piece
     within = rows["dropped_share"] <= bounds.max_dropped + _ROUNDING
     within &= rows["retained_mass"] >= bounds.min_retained - _ROUNDING
     fits = rows["fits"].fillna(True).astype(bool)
@@ -83,7 +82,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
         within=within,
         fits=fits,
         pays=within & fits & (rows["verdict"] == "faster"),
-        more_gib=rows["extra_bytes_per_rank"].astype(float) / 2**30,
+        more_gib=rows["extra_gib_per_rank"].astype(float),
         log_speed={index: _center(ratio) for index, ratio in _ratios(store, rows).items()},
         kept=rows["retained_mass"].clip(upper=1).round(_DIGITS),
     )
@@ -173,7 +172,7 @@ def _place(row: Row) -> str:
 
 
 def _peak(peak_load: float | None) -> str:
-    return "unskewed traffic" if peak_load is None else f"peak load {peak_load:g}"
+    return "traffic without skew" if peak_load is None else f"peak load {peak_load:g}"
 
 
 def load_timed(directory: Path) -> Store:
@@ -400,7 +399,7 @@ def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
         ends = f" [{first['speedup_low']:.2f}, {first['speedup_high']:.2f}]" if first["speedup_is_interval"] else ""
         verdicts = group["verdict"].where(group["within"], "out of bounds").where(group["fits"], "does not fit")
         if verdicts.nunique() > 1:
-            verdicts += group["at"].map(lambda at: f" at {at.removeprefix('peak load ').removesuffix(' traffic')}")
+            verdicts += group["at"].map(lambda at: f" at {at.removeprefix('peak load ').removeprefix('traffic ')}")
         found.append(
             {
                 "label": short_label(first["label"]),
@@ -461,8 +460,8 @@ def _notes(
     yield from _draw_notes(rows, about, natives)
     if rows["policy_params"].str.contains('"solve_us"').any():
         yield (
-            "LP: the time to solve the linear program, assumed, is in the speedup (LPLB: about 100 us in a node, whose "
-            "loads it sums; over nodes it takes longer)"
+            "us to solve: assumed, and in the speedup (LPLB says about 100 us in a node, over nodes longer; UltraEP "
+            "within 100 us at EP 64)"
         )
     tails = set(about["tail_model"].dropna())
     looking = sorted(set(rows["label"][rows["looks_past_top_k"].eq(True)]))

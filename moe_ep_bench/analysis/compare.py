@@ -27,10 +27,9 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import cases, comparisons, conditions, jobs, load, timings
 from moe_ep_bench.analysis.columns import NONE, Column, Row, milliseconds, missing, number, percentage, text
-from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, chance_words, notes
+from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words, notes
 from moe_ep_bench.analysis.origins import MODE_WORDS
-from moe_ep_bench.analysis.reading import ResultsError
-from moe_ep_bench.analysis.reduce import ITERATION
+from moe_ep_bench.analysis.reading import ITERATION, ResultsError
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.errors import UserError
@@ -89,6 +88,7 @@ _WORDS = {"time": {"faster": "slower", "slower": "faster"}, "speedup": {"faster"
 # Verdicts on a time and on a speedup that say the same.
 _SAME = ("no difference", BELOW_MODEL)
 _AGREE = {("slower", "lower"), ("faster", "higher"), *((time, speedup) for time in _SAME for speedup in _SAME)}
+_STATE = ["status", "reason", "dropped_share", "retained_mass"]
 # A share of pairs or score mass that differs by less is rounding.
 _ROUTING_STEP = 5e-4
 # What is measured of a policy, beside controls: these decide ``--fail-over``.
@@ -99,26 +99,23 @@ class Change(NamedTuple):
     """What two run directories have in common, and what only one of them holds.
 
     Attributes:
-        cases: a row per common case in reading order: what it is; ``not_compared``, why; how it
+        cases: a row per case of either run, in reading order: what it is; ``not_compared``, why; how it
             ``routes_differently``; ``time_*`` and ``speedup_*``, the columns of ``changes`` of the layer or the pass.
         changes: a row per case x quantity x of (time or speedup): ``base`` and ``new``, medians (microseconds, or a
             speedup); ``ratio`` = new / base with its interval; the floor, ratios that noise alone makes; ``verdict``
             (``statistics.judge``; a higher or lower speedup in place of a faster or slower time), and ``why`` it is
             inconclusive.
-        only_base, only_new: rows of ``cases.cases``.
         differences: conditions that differ (``_differences``), by comparison_id.
-        warnings: what weakens either run: comparison_id and line.
-        about: NEW's comparisons by id.
+        warnings: what weakens either run, by comparison_id.
+        about: comparisons by id, NEW's where both have them.
     """
 
     base: Path
     new: Path
     cases: pd.DataFrame
     changes: pd.DataFrame
-    only_base: pd.DataFrame
-    only_new: pd.DataFrame
     differences: pd.DataFrame
-    warnings: pd.DataFrame
+    warnings: dict[str, list[str]]
     about: pd.DataFrame
     same_machine: bool
 
@@ -139,38 +136,52 @@ def compare_directories(base: Path, new: Path, *, intended: Collection[str] = ()
     stores = [load(directory) for directory in (base, new)]
     old, now = frames = [cases(store) for store in stores]
     _check_kinds(base, new, *frames)
-    state = ["status", "reason", "dropped_share", "retained_mass"]
-    common = old[["comparison_id", "case_id", "title", "label", "policy", "role", *state]].merge(
-        now[["case_id", *state]], on="case_id", suffixes=("_base", "_new")
-    )
-    common["not_compared"] = [_not_compared(row) for row in common.to_dict("records")]
-    common["routes_differently"] = [_routes_differently(row) for row in common.to_dict("records")]
-    measured = common[common["not_compared"].isna()]
+    listed = _paired(old, now)
+    measured = listed[listed["not_compared"].isna()]
     if measured.empty:
         raise ResultsError(
             f"{new}: no case is in {base} as well; expected results of the same config on as many ranks (see the case "
             "ids in run.json)"
         )
-    about = comparisons(stores[1]).set_index("comparison_id")
+    about = pd.concat([comparisons(store).set_index("comparison_id") for store in reversed(stores)])
+    about = about[~about.index.duplicated()]
     differences = _differences(*map(_recorded, stores), intended)
-    differences = differences[differences["comparison_id"].isin(common["comparison_id"])]
     changes = _changes(stores, measured, differences, about)
     changes = changes if same_machine else _held_against_native(changes)
     for of in _WORDS:
         of_all = changes[(changes["quantity"] == ALL) & (changes["of"] == of)].set_index("case_id")
         numbers = of_all.drop(columns=["quantity", "of", "comparison_id", "role"])
-        common = common.join(numbers.add_prefix(f"{of}_"), on="case_id")
-    warnings = [
-        (comparison_id, f"{name}: {line.removeprefix('warning: ')}")
-        for name, store in zip(("BASE", "NEW"), stores, strict=True)
-        for directory, comparison_id in comparisons(store)[["directory", "comparison_id"]].itertuples(index=False)
-        for line in notes(store, directory, comparison_id)
-        if line.removeprefix("warning: ").startswith(_WEAKENS)
-    ]
-    only_base, only_new = (frame[~frame["case_id"].isin(common["case_id"])] for frame in frames)
-    warned = pd.DataFrame(warnings, columns=["comparison_id", "warning"])
+        listed = listed.join(numbers.add_prefix(f"{of}_"), on="case_id")
     changes = changes.drop(columns=["comparison_id", "role"])
-    return Change(base, new, common, changes, only_base, only_new, differences, warned, about, same_machine)
+    return Change(base, new, listed, changes, differences, _weakened(stores), about, same_machine)
+
+
+def _paired(old: pd.DataFrame, now: pd.DataFrame) -> pd.DataFrame:
+    """``Change.cases`` without changes; a case of one run alone is not compared."""
+    of_either, state = ["comparison_id", "title", "label", "policy", "role"], _STATE
+    rows = old[["case_id", *of_either, *state]].merge(
+        now[["case_id", *of_either, *state]], "outer", "case_id", suffixes=("_base", "_new"), sort=False
+    )
+    order = pd.Index([*old["case_id"], *now["case_id"]]).drop_duplicates()
+    rows = rows.set_index("case_id").loc[order].reset_index()
+    for name in of_either:
+        rows[name] = rows.pop(f"{name}_base").fillna(rows.pop(f"{name}_new"))
+    known = rows.to_dict("records")
+    return rows.assign(
+        not_compared=pd.Series([_not_compared(row) for row in known], rows.index, dtype=object),
+        routes_differently=pd.Series([_routes_differently(row) for row in known], rows.index, dtype=object),
+    )
+
+
+def _weakened(stores: Sequence[Store]) -> dict[str, list[str]]:
+    """Of each run's own warnings those that say that its times may not be those of another day."""
+    found: dict[str, list[str]] = {}
+    for name, store in zip(("BASE", "NEW"), stores, strict=True):
+        for one in store.comparisons:
+            lines = [line.removeprefix(WARNING) for line in notes(store, one.directory, one.comparison_id)]
+            own = [f"{name}: {line}" for line in lines if line.startswith(_WEAKENS)]
+            found[one.comparison_id] = found.get(one.comparison_id, []) + own
+    return found
 
 
 def _check_kinds(base: Path, new: Path, old: pd.DataFrame, now: pd.DataFrame) -> None:
@@ -189,6 +200,9 @@ def _check_kinds(base: Path, new: Path, old: pd.DataFrame, now: pd.DataFrame) ->
 
 
 def _not_compared(row: Row) -> str | None:
+    for run, other in (("base", "new"), ("new", "base")):
+        if missing(row[f"status_{other}"]):
+            return f"only in {run.upper()}"
     lost = [
         f"{row[f'status_{run}']} in {run.upper()}: {' '.join((row[f'reason_{run}'] or 'no reason recorded').split())}"
         for run in ("base", "new")
@@ -202,7 +216,7 @@ def _routes_differently(row: Row) -> str | None:
     words = [
         f"{what} {100 * row[f'{name}_base']:.1f} % in BASE, {100 * row[f'{name}_new']:.1f} % in NEW"
         for what, name in (("dropped", "dropped_share"), ("mass kept", "retained_mass"))
-        if abs(row[f"{name}_new"] - row[f"{name}_base"]) > _ROUTING_STEP
+        if abs(row[f"{name}_new"] - row[f"{name}_base"]) > _ROUTING_STEP  # never where one has none
     ]
     return "; ".join(words) or None
 
@@ -398,6 +412,7 @@ def outcomes(change: Change, limit: float | None) -> pd.Series:
         "open",
     )
     is_judged = rows["role"].isin(_JUDGED_ROLES) | change.same_machine
+    is_judged &= rows["not_compared"].ne("only in NEW")  # a new case is no gap
     return pd.Series(answers, rows.index, dtype=object).where(is_judged, None)
 
 
@@ -406,7 +421,7 @@ def exit_status(change: Change, limit: float | None, *, strict: bool = False) ->
     found = set(outcomes(change, limit))
     if "slower" in found:
         return 1
-    is_open = "open" in found or len(change.only_base) > 0 or len(_native_moved(change.cases)) > 0
+    is_open = "open" in found or len(_native_moved(change.cases)) > 0
     return 3 if strict and limit is not None and is_open else 0
 
 
@@ -451,16 +466,14 @@ _DIFFERENCES = (text("key", "condition"), text("base", "BASE"), text("new", "NEW
 def compare_text(change: Change, limit: float | None = None) -> str:
     """All tables, what weakens them, and the answer last."""
     tables = [table for name in change.cases["comparison_id"].unique() for table in _tables(change, name)]
-    for name, rows in (("BASE", change.only_base), ("NEW", change.only_new)):
-        if len(rows):
-            tables.append(Table(rows, (text("case_id", "case"), _POLICY), f"only in {name}, not compared"))
     heading = f"BASE {change.base}\nNEW  {change.new}"
     return "\n\n".join([heading, render(tables, "text"), "\n".join(_answer(change, limit))])
 
 
 def _answer(change: Change, limit: float | None) -> Iterator[str]:
     """How many of each verdict; under a limit, which cases it stops and which it could not decide on."""
-    policies = change.cases[change.cases["role"].isin(_JUDGED_ROLES)]
+    policies = change.cases[change.cases["role"].isin(_JUDGED_ROLES) & change.cases["status_new"].notna()]
+    policies = policies[policies["status_base"].notna()]
     counts = policies["time_verdict"].fillna("inconclusive").value_counts()
     shown = ["slower", "faster", "no difference", *([BELOW_MODEL] if BELOW_MODEL in counts else []), "inconclusive"]
     yield f"{len(policies)} policies: " + ", ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in shown)
@@ -534,20 +547,13 @@ def _notes(change: Change, about: pd.Series, rows: pd.DataFrame) -> Iterator[str
             f"warning: native itself became {row['time_verdict']} ({_percent(row['time_ratio'])} %): the machine, or "
             "code that all cases share; --same-machine says that the machine is known to be the same"
         )
-    own = change.warnings[change.warnings["comparison_id"] == rows["comparison_id"].iloc[0]]
-    yield from (f"warning: {line}" for line in own["warning"])
+    yield from (f"warning: {line}" for line in change.warnings.get(rows["comparison_id"].iloc[0], ()))
 
 
 def compare_json(change: Change, limit: float | None = None, *, strict: bool = False) -> str:
     """The same for scripts, a list of rows for each frame; times in microseconds, changes as ratios NEW / BASE."""
-    frames = {
-        "cases": change.cases.assign(outcome=outcomes(change, limit)),
-        "changes": change.changes,
-        "differences": change.differences,
-        "warnings": change.warnings,
-        "only_base": change.only_base[["case_id", "label"]],
-        "only_new": change.only_new[["case_id", "label"]],
-    }
+    cases = change.cases.assign(outcome=outcomes(change, limit))
+    frames = {"cases": cases, "changes": change.changes, "differences": change.differences}
     content = {
         "base": str(change.base),
         "new": str(change.new),
@@ -556,6 +562,7 @@ def compare_json(change: Change, limit: float | None = None, *, strict: bool = F
         "strict": strict,
         "same_machine": change.same_machine,
         "exit_status": exit_status(change, limit, strict=strict),
+        "warnings": change.warnings,
         **{name: frame.astype(object).where(frame.notna(), None).to_dict("records") for name, frame in frames.items()},
     }
     return json.dumps(content, indent=2, allow_nan=False)

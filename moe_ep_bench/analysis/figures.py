@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -33,8 +34,8 @@ from moe_ep_bench.analysis.origins import phase_origin
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, Look
-from moe_ep_bench.analysis.sweeps import along, identity, key_words, scalings, swept_keys, value_words
-from moe_ep_bench.analysis.timeline import DEFAULT, Choice, mark_critical, timeline_rows
+from moe_ep_bench.analysis.sweeps import along, key_words, swept_keys, value_words
+from moe_ep_bench.analysis.timeline import mark_critical, timeline_rows
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.schema import PHASES, UNACCOUNTED
 
@@ -145,9 +146,9 @@ FIGURES["phases"] = Figure(
 )
 
 
-def lane_rows(store: Store, choice: Choice = DEFAULT) -> pd.DataFrame:
+def lane_rows(store: Store, case: str | None = None) -> pd.DataFrame:
     """A row per rank and phase of two cases (``timeline``), each rank a bar."""
-    rows = timeline_rows(store, layer_rows(store), choice)
+    rows = timeline_rows(store, layer_rows(store), case)
     if rows.empty:
         return rows
     groups = rows["phase"].map({name: phase.group for name, phase in PHASES.items()}).fillna(UNACCOUNTED)
@@ -258,34 +259,11 @@ FIGURES["map"] = Figure(
 )
 
 
-def scaling_rows(store: Store) -> pd.DataFrame:
-    """Native, and each line's smallest step, of every set of comparisons that differ in one ``quantity``."""
-    rows = layer_rows(store).query("status == 'ok' and median_ms.notna()")
-    is_native = rows["role"] == "baseline"
-    sets = scalings(comparisons(store).merge(rows.loc[is_native, COMPARISON], on=COMPARISON))
-    is_line = rows["role"].isin(["policy", "replication"]) & rows["speedup_median"].notna()
-    rows = smallest_steps(rows[is_line | is_native]).merge(sets, on=COMPARISON)
-    order = rows["quantity"].map({quantity: at for at, quantity in enumerate(sets["quantity"].unique())})
-    facet, line = rows["quantity"] + "/" + rows["held"], rows["line"].mask(rows["role"] == "baseline", "native")
-    rows = rows.assign(order=order, facet=facet, heading=rows["held"], line=line)
-    return rows.sort_values(["order", "facet", "value"], kind="stable")
-
-
-FIGURES["scaling"] = Figure(
-    "How speedup and layer time scale",
-    [
-        series("value", "speedup_median", xlabel="quantity", whiskers=SPEEDUP, only="role != 'baseline'", height=2.7),
-        series("value", "median_ms", xlabel="quantity", height=1.9),
-    ],
-    "A line connects comparisons that differ in nothing but the axis; layer time is the slowest rank's median; of each "
-    "line the smallest capacity factor, or fewest spare slots. {intervals}",
-    scaling_rows,
-    columns=("quantity", "value", "median_ms", *_SPEEDUP),
-    limit=6,
-)
-
 # ---- decode steps ----------------------------------------------------------------------------------------------------
 
+_OF_TOKENS = {
+    *("title", "sizes", "num_tokens", "oversubscribed", "point", "workload", "experts", "permute", "kernel", "fit"),
+}
 _LEAST_IDLE = 0.05  # of the experts of the fullest rank: a step that activates more is no decode step
 _FITS = {
     "fitted line": {"color": INK, "linewidth": 1.2},
@@ -305,11 +283,8 @@ def activated_rows(store: Store) -> pd.DataFrame:
     rows = rows[facts.map(lambda f: "experts" in f and not f.get("device") and f.get("placement") == "contiguous")]
     if rows.empty:
         return rows
-    pools = {
-        row["comparison_id"]: json.dumps([identity(row), row["num_ranks"]], sort_keys=True, default=str)
-        for row in comparisons(store).to_dict("records")
-    }
-    rows = rows.assign(facet=rows["comparison_id"].map(pools), line=rows["line"].fillna("native"))
+    pools = [_pool(row) for row in rows.to_dict("records")]
+    rows = rows.assign(facet=pools, line=rows["line"].fillna("native"))
     batches = routing(store)[[*CASE, "batch", "load_E", "activated_fullest_rank"]]
     steps = batches.merge(rows.drop(columns="activated_fullest_rank"), on=CASE)
     is_idle = steps["activated_fullest_rank"] <= (1 - _LEAST_IDLE) * (steps["num_experts"] // steps["num_ranks"])
@@ -328,6 +303,14 @@ def activated_rows(store: Store) -> pd.DataFrame:
         pool = pool.assign(title=f"{title}{first['facts']['experts']['ran']} experts")
         found += [pool, *_fits(store, pool)]
     return pd.concat(found, ignore_index=True)
+
+
+def _pool(row: Mapping[str, Any]) -> str:
+    """What comparisons have alike that differ in nothing but the tokens of a step, and what follows from them."""
+    facts, point = row["facts"], json.loads(row["point"])
+    same = {name: value for name, value in facts.items() if name not in _OF_TOKENS}
+    others = {key: value for key, value in point.items() if not key.startswith("workload.")}
+    return json.dumps([row["directory"], row["workload"], same, others, facts["experts"]["ran"]], sort_keys=True)
 
 
 def _pairs(load_E: list[int], num_ranks: int) -> int:

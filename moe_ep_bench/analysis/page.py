@@ -15,9 +15,8 @@ import hashlib
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from matplotlib.figure import Figure
 
 from moe_ep_bench.analysis.advise import advice_lines
 from moe_ep_bench.analysis.cases import cases, comparisons, jobs, load
-from moe_ep_bench.analysis.columns import COLUMNS, NONE, Column, missing
+from moe_ep_bench.analysis.columns import COLUMNS, missing
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store, kind_of
@@ -116,8 +115,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         images=[_image(name, figure) for name, figure in _drawn(store)],
         tables=_html(listed),
         max_open=MAX_OPEN,
-        facts=_html(provenance_tables(store)),
-        configs=_configs(provenance),
+        told=_told(provenance),
         commands="\n".join(_commands(provenance)),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -206,66 +204,25 @@ def _encoded(figure: Figure, file_format: str) -> bytes:
 # ---- where the numbers come from -------------------------------------------------------------------------------------
 
 
-def provenance_tables(store: Store) -> list[Table]:
-    """The environment; the jobs with hashes of code, config and workload; the ranks; their machines while timed."""
-    listed = jobs(store).to_dict("records")
-    last = listed[-1]["environment"]
-    about = [
-        {"job": job["run_id"], "begun": job["created"], **job["hashes"]}
-        | {key: job["environment"].get(key) for key in ("git_commit", "git_dirty")}
-        for job in listed
-    ]
-    watched = [
-        {"comparison": one.facts.title, "launch": launch + 1, "rank": rank, "host": host, **state.as_dict()}
-        for one in store.comparisons
-        for launch, conditions in sorted(one.conditions.items())
-        for rank, (host, state) in enumerate(conditions.machines)
-    ]
-    environment = _flat([{key: value for key, value in last.items() if key != "ranks"}]).T.sort_index()[0]
-    found = {
-        "Environment": [{"key": key, "value": value} for key, value in environment.items()],
-        "Jobs": about,
-        "Ranks": [{"rank": rank, **facts} for rank, facts in enumerate(last.get("ranks") or [])],
-        "Machines while timed": watched,
-    }
-    return [_plain_table(title, records) for title, records in found.items() if records]
+def _told(provenance: pd.DataFrame) -> dict[str, str]:
+    """What each job wrote down, by its title: configs word for word, each once, then environments and hashes.
 
-
-def _plain_table(title: str, records: Sequence[Mapping[str, Any]]) -> Table:
-    """Every key of some records as a column."""
-    frame = _flat(records).dropna(axis=1, how="all")
-    named = [Column(name, name.replace("_", " "), cell=partial(_cell, name)) for name in frame]
-    return Table(frame, named, title)
-
-
-def _cell(name: str, row: Mapping[str, Any]) -> str:
-    value = row[name]
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value)) or NONE
-    if missing(value):
-        return NONE
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _flat(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """A row per record, a column per dotted key; lists are values."""
-    return pd.json_normalize(list(records)).astype(object)
-
-
-def _configs(provenance: pd.DataFrame) -> dict[str, str]:
-    """The configs word for word, each once; of jobs that did not record them the resolved values."""
+    Of jobs that did not record their config it is the resolved values.
+    """
     texts: dict[str, str] = {}
     for job in provenance.to_dict("records"):
-        name = "config.yaml"
-        if isinstance(job["config_text"], str):
-            text = job["config_text"]
-        elif job["config"]:
-            name, text = "resolved config", yaml.safe_dump(job["config"], sort_keys=False, default_flow_style=None)
-        else:
-            continue
+        name, text = f"config.yaml ({job['run_id']})", job["config_text"]
+        if not isinstance(text, str):
+            name, text = f"resolved config ({job['run_id']})", _yaml(job["config"])
         if text not in texts.values():
-            texts[f"{name} ({job['run_id']})" if name in texts else name] = text
-    return texts
+            texts[f"Config: {name}"] = text
+    about = ("created", "command", "hashes", "environment")
+    jobs = {f"Job {job['run_id']}": _yaml({key: job[key] for key in about}) for job in provenance.to_dict("records")}
+    return texts | jobs
+
+
+def _yaml(content: Any) -> str:
+    return yaml.safe_dump(json.loads(json.dumps(content, default=str)), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _commands(provenance: pd.DataFrame) -> Iterator[str]:

@@ -15,8 +15,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load, routing, timings
 from moe_ep_bench.analysis.columns import NONE, Row, missing, number, percentage, text
-from moe_ep_bench.analysis.reading import ResultsError, read_document, typed
-from moe_ep_bench.analysis.reduce import ITERATION
+from moe_ep_bench.analysis.reading import ITERATION, ResultsError, read_document, typed
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.facts import JsonRecord
@@ -164,7 +163,7 @@ def _value(claim: _Row, case: Row, against: Row, times: Times) -> tuple[float, f
         found = estimate_median(against_us if metric.value == "native" else paired_ratios(*pair))
         return found and (found.median, found.low, found.high)
     ours, theirs = (np.nan if missing(row.get(metric.of)) else row[metric.of] for row in (case, against))
-    if metric.value == "own":
+    if metric.value in ("own", "plain"):
         value = ours / theirs if claim.versus_id else ours
     else:
         value = {"native": theirs, "ratio": ours / (theirs or np.nan), "inverse": theirs / (ours or np.nan)}[

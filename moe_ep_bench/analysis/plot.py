@@ -22,7 +22,6 @@ from moe_ep_bench.analysis.papers import Claims
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
-from moe_ep_bench.analysis.timeline import DEFAULT, Choice
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import check_folder, refuse_links_out
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
@@ -35,7 +34,7 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
 
     Args:
         options: directories; format and figures (None = all), comma-separated; out (None = beside the one directory);
-            x, y, by, facet and where, of a figure of any columns; case and iteration of ``timeline``, and its bounds.
+            x, y, by, facet and where, of a figure of any columns; case, of ``timeline``.
     """
     formats = _names("--format", options.format, FORMATS)
     size = _names("--size", options.size, SIZES)[0]
@@ -53,7 +52,7 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
         with house_style(size):
             table = {lines.name: lines.figure()} if lines else figures_of(store, lines_of(options.directories))
             names = [name for name in (asked or table) if name in table]
-            drawn |= drawings(store, {name: table[name] for name in names}, _choice(options))
+            drawn |= drawings(store, {name: table[name] for name in names}, options.case)
     for line in passed_over:
         say(line)
     written = write(drawn, out, formats, size)
@@ -100,10 +99,10 @@ def figures_of(store: Any, lines: Sequence[Lines] = ()) -> dict[str, Figure]:
     return {**FIGURES, **{line.name: line.figure() for line in lines}}
 
 
-def drawings(store: Any, figures: Mapping[str, Figure], choice: Choice = DEFAULT) -> dict[str, Drawing | None]:
-    """Draw figures of a store; None where it has no rows for one. Inside of ``house_style``."""
-    options = {name: {"choice": choice} if name == "timeline" else {} for name in figures}
-    return {name: draw(figure, store, **options[name]) for name, figure in figures.items()}
+def drawings(store: Any, figures: Mapping[str, Figure], case: str | None = None) -> dict[str, Drawing | None]:
+    """Draw figures of a store, the timeline of a ``case``; None where it has no rows for one. In ``house_style``."""
+    options = {"timeline": {"case": case}}
+    return {name: draw(figure, store, **options.get(name, {})) for name, figure in figures.items()}
 
 
 def write(
@@ -176,13 +175,6 @@ def _asked_lines(options: argparse.Namespace) -> Lines | None:
     if options.figures is not None:
         raise UserError("--figures: expected none beside --x and --y, which ask for a figure of their own")
     return Lines(**given)
-
-
-def _choice(options: argparse.Namespace) -> Choice:
-    from moe_ep_bench.bench.question import Bounds  # it imports the config's models
-
-    bounds = Bounds.of(options.max_dropped, options.max_lost_mass)
-    return Choice(options.case, options.iteration, bounds.max_dropped, 1 - bounds.min_retained)
 
 
 def _names(option: str, text: str, known: Collection[str]) -> list[str]:

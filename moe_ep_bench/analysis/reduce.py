@@ -29,22 +29,20 @@ Shapes: I = iterations, R = ranks, P = phases, B = batches, U = batches of layer
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from moe_ep_bench.analysis.iterations import PHASE_AXIS, Iterations
+from moe_ep_bench.analysis.reading import ITERATION
+from moe_ep_bench.analysis.store import Case
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts
 from moe_ep_bench.metrics import imbalance, mass_kept
 from moe_ep_bench.schema import LAYER_PHASES, MOE_REST, PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES, phase_groups
 
-if TYPE_CHECKING:
-    from moe_ep_bench.analysis.store import Case
-
-ITERATION = ["launch", "batch", "iteration"]
 # Groups of a layer's phases, and what no phase covers.
 MODEL_GROUPS = phase_groups("model")
 GROUPS = {**phase_groups("layer"), UNACCOUNTED: (UNACCOUNTED,)}
@@ -67,78 +65,6 @@ RATES = (
 _HOST_BOUND = 0.95
 # Beside each pair's hidden state its routing weight travels, in float32.
 _WEIGHT_BYTES = 4
-
-
-# ---- iterations ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Iterations:
-    """Times of one kind of iteration as arrays: I iterations x R ranks x P phases.
-
-    Attributes:
-        index: (launch, batch, iteration) of each iteration, ascending.
-        time_us: [I, R, P]; 0 where a phase did not occur on a rank.
-        host_us: of the totals, [I, R].
-        occurred: phases that occurred anywhere.
-    """
-
-    index: pd.MultiIndex
-    time_us: np.ndarray
-    host_us: np.ndarray
-    occurred: frozenset[str]
-
-    def of(self, *phases: str) -> np.ndarray:
-        """Sum of phases, [I, R]."""
-        return self.time_us[:, :, [_PHASE_PLACES[phase] for phase in phases]].sum(axis=2)
-
-    def less(self, floor_us: float, phases: Iterable[str]) -> Iterations:
-        """The same with a floor taken off phases, which end at 0."""
-        time_us, places = self.time_us.copy(), [_PHASE_PLACES[phase] for phase in phases]
-        time_us[:, :, places] = (time_us[:, :, places] - floor_us).clip(min=0.0)
-        return replace(self, time_us=time_us)
-
-    def on_slowest(self) -> np.ndarray:
-        """Phases of the rank with the longest total in each iteration, [I, P]; of equal ones the first."""
-        return self.time_us[np.arange(len(self.index)), self.slowest_rank()]
-
-    def slowest_rank(self) -> np.ndarray:
-        return self.of(TOTAL).argmax(axis=1)
-
-    def mean_ms(self, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
-        """Milliseconds of groups of phases: mean over ranks, then median over iterations; empty without iterations."""
-        sums = {name: self.of(*phases).mean(axis=1) for name, phases in groups.items()} if len(self.index) else {}
-        return {name: float(np.median(sum_us_I)) / 1e3 for name, sum_us_I in sums.items()}
-
-    def series(self, values_I: np.ndarray) -> pd.Series:
-        return pd.Series(values_I, self.index)
-
-
-# The last axis of ``Iterations.time_us``.
-PHASE_AXIS = (*PHASES, UNACCOUNTED, TOTAL)
-_PHASE_PLACES = {phase: place for place, phase in enumerate(PHASE_AXIS)}
-
-
-def iterations_of(samples: pd.DataFrame, kind: str) -> Iterations:
-    """Lay out the samples of plain or of breakdown iterations; a phase is summed over all layers that have it."""
-    rows = samples[samples["kind"] == kind]
-    levels, place_N = [], np.zeros(len(rows), dtype=np.int64)
-    for name in ITERATION:
-        values, code_N = np.unique(rows[name].to_numpy(dtype=np.int64), return_inverse=True)
-        levels.append(values)
-        place_N = place_N * len(values) + code_N
-    places, iteration_N = np.unique(place_N, return_inverse=True)
-    codes = np.unravel_index(places, [max(len(values), 1) for values in levels])
-    ranks, rank_N = np.unique(rows["rank"].to_numpy(dtype=np.int64), return_inverse=True)
-    phases, phase_N = np.unique(rows["phase"].to_numpy(dtype=str), return_inverse=True)
-    axis_N = np.array([_PHASE_PLACES[phase] for phase in phases], dtype=np.int64)[phase_N]
-    time_us = np.zeros((len(places), max(len(ranks), 1), len(PHASE_AXIS)))
-    np.add.at(time_us, (iteration_N, rank_N, axis_N), rows["time_us"].to_numpy())
-    host_us = np.full(time_us.shape[:2], np.nan)
-    is_total_N = axis_N == _PHASE_PLACES[TOTAL]
-    host_us[iteration_N[is_total_N], rank_N[is_total_N]] = rows["host_us"].to_numpy(dtype=float)[is_total_N]
-    arrays = [values[code] for values, code in zip(levels, codes, strict=True)]
-    return Iterations(pd.MultiIndex.from_arrays(arrays, names=ITERATION), time_us, host_us, frozenset(map(str, phases)))
 
 
 # ---- times -----------------------------------------------------------------------------------------------------------
@@ -311,6 +237,7 @@ SHARES = ["topk_share", "entropy", "regime_single_head", "regime_smooth", "regim
 ROUTED = [
     "fullest_expert", "fullest_rank", "expert_imbalance", "rank_imbalance", "dropped_share", "retained_mass",
     "below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank",
+    "moved_gib",
 ]  # fmt: skip
 
 
@@ -347,11 +274,13 @@ def joined_routing(case: Case, facts: TimedFacts | RoutedFacts) -> pd.DataFrame:
     load_UE, load_URR = by_unit("load_E").sum(axis=1), by_unit("load_R")
     load_UR = load_URR.sum(axis=1)
     kept_U = mass_kept(rows, np.arange(len(rows)) // num_sources)
-    # Where replicas or other placements put an expert does not follow from the counts.
-    is_contiguous = (
-        isinstance(facts, RoutedFacts) or facts.placement == "contiguous"
-    ) and case.facts.role != "replication"
-    activated_UR = (load_UE.reshape(num_units, facts.num_ranks, -1) > 0).sum(axis=2)
+    # Slots say where replicas and moved weights are. Elsewhere experts are at their homes, or it is not known.
+    in_slots = rows["slot_load_P"].notna().all()
+    is_known = in_slots or (
+        (isinstance(facts, RoutedFacts) or facts.placement == "contiguous") and case.facts.role != "replication"
+    )
+    load_UP = by_unit("slot_load_P").sum(axis=1) if in_slots else load_UE
+    activated_UR = (load_UP.reshape(num_units, facts.num_ranks, -1) > 0).sum(axis=2)
     most = (np.nan, np.nan)
     if case.frontier is not None:
         most = (case.frontier[name].to_numpy() for name in ("kept_by_load", "kept_by_experts"))
@@ -373,7 +302,8 @@ def joined_routing(case: Case, facts: TimedFacts | RoutedFacts) -> pd.DataFrame:
             **dict(zip(("below_frontier", "below_frontier_experts"), (share - kept_U for share in most), strict=True)),
             "experts_per_token": (counts["num_pairs"] - counts["padding_pairs"]) / tokens_U,
             "activated_experts": (load_UE > 0).sum(axis=1),
-            "activated_fullest_rank": activated_UR.max(axis=1) if is_contiguous else np.nan,
+            "activated_fullest_rank": activated_UR.max(axis=1) if is_known else np.nan,
+            "moved_gib": by_unit(["moved_weight_bytes"]).sum(axis=(1, 2)) / 2**30,
             "load_E": list(load_UE),
             "load_R": list(load_UR),
             "image_load_E": list(by_unit("image_load_E").sum(axis=1)) if has_images else None,

@@ -152,13 +152,6 @@ def chosen_cases(store: Store, names: Sequence[str]) -> pd.DataFrame:
     return found
 
 
-def text_of(directory: Path) -> str:
-    """What a directory holds, whoever wrote it, in full."""
-    if kind_of(directory) in ("quality", "validation"):
-        return _text_of_other(directory, "text").rstrip("\n")
-    return _of_store(load(directory), "text", (), (), (), False).rstrip("\n")
-
-
 def end_of_run(directory: Path) -> str:
     """What ends ``run``, ``emulate`` and ``route``: the table of policies, three notes at most, where the rest lies."""
     store = load(directory)

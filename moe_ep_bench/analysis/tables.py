@@ -107,11 +107,9 @@ def _by_rank(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
         known = known[known["launch"] == known["launch"].min()].set_index("rank")
         # One device in place of all ranks has one set of conditions.
         at = found["rank"].where(found["rank"].isin(known.index), 0)
-        found = found.assign(
-            hostname=known["hostname"].reindex(at).to_numpy(),
-            memory_gib=known["peak_memory_bytes"].astype(float).reindex(at).to_numpy() / 2**30,
-            matmul_tflops=known["matmul_tflops"].reindex(at).to_numpy(),
-        )
+        known = known.assign(memory_gib=known["peak_memory_bytes"].astype(float) / 2**30)
+        for name in ("hostname", "memory_gib", "matmul_tflops", "sm_clock_mhz"):
+            found[name] = known[name].reindex(at).to_numpy()
     most = found[found["label"] == native["label"].iloc[0]].nlargest(MAX_RANKS, "median_ms")["rank"]
     return found[found["rank"].isin(most)].sort_values("rank", kind="stable")
 
@@ -123,7 +121,7 @@ VIEWS = {
         (
             *("label", "median_ms", "speedup_median", "verdict", *_COST, "p90_ms", "p99_ms", "pass_ms"),
             *("tokens_per_s_per_rank", "over_topk_median", "below_frontier", "below_frontier_experts", "output_error"),
-            *("activated_fullest_rank", "breakdown_slowest_phase"),
+            *("extra_gib_per_rank", "moved_gib", "activated_fullest_rank", "breakdown_slowest_phase"),
         ),
         notes=None,
     ),
@@ -150,6 +148,7 @@ VIEWS = {
                 "below_frontier",
             ),
             *("below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank"),
+            *("extra_gib_per_rank", "moved_gib"),
         ),
         notes=None,
     ),
@@ -182,7 +181,7 @@ VIEWS = {
         "layer model",
         (
             *("label", "rank", "hostname", "median_ms", "slowest_share", "waiting_ms", "load_over_mean", "memory_gib"),
-            "matmul_tflops",
+            *("matmul_tflops", "sm_clock_mhz"),
         ),
         {"median_ms": "p50"},
         title="ranks",

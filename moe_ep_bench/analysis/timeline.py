@@ -12,7 +12,6 @@ evenly spaced from the most to the least native work, and both critical ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -28,36 +27,22 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES
 
 _MAX_LANES, _SHOWN_LANES = 24, 16
+# Of the top-k's pairs and score mass: what the policy that is shown may cost, as ``advise`` has it.
+_MOST_DROPPED, _LEAST_KEPT = 0.10, 0.95
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What ``plot`` is asked to show where there is room for one.
-
-    Attributes:
-        case: a label or an id; None = the fastest policy that is significantly faster and within the bounds.
-        iteration: ``median``, ``slowest``, ``fastest`` or ``[LAUNCH/]BATCH/ITERATION``.
-        max_dropped, max_lost_mass: shares of the top-k's pairs and score mass that the fastest policy may cost.
-    """
-
-    case: str | None = None
-    iteration: str = "median"
-    max_dropped: float = 0.10
-    max_lost_mass: float = 0.05
-
-
-DEFAULT = Choice()
-
-
-def timeline_rows(store: Store, cases: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+def timeline_rows(store: Store, cases: pd.DataFrame, asked: str | None = None) -> pd.DataFrame:
     """A row per bar: a phase of a rank that took time, of native and of the case that is chosen.
 
     Columns: those of the case; ``ITERATION``, ``rank``, ``is_critical``, ``phase``, ``begin_us``, ``time_us``;
     ``end_us``, of the slowest rank; ``subtitle``; ``heading``, of the panel. None where no case has its native beside
     it.
+
+    Args:
+        asked: a label or an id; None = the fastest policy that is significantly faster and within the usual bounds.
     """
     timed = cases[(cases["status"] == "ok") & (cases["world_size"] > cases["num_replicas"])]
-    found = _chosen(timed[timed["waiting_ms"].notna()], choice)
+    found = _chosen(timed[timed["waiting_ms"].notna()], asked)
     if found is None:
         return pd.DataFrame()
     case, native, why = found
@@ -65,11 +50,10 @@ def timeline_rows(store: Store, cases: pd.DataFrame, choice: Choice) -> pd.DataF
     if any(part.empty for part in times):
         return pd.DataFrame()
     native_us, case_us = layer_us = [part[TOTAL].groupby(level=ITERATION).max() for part in times]
-    key = _iteration(case_us, choice.iteration, case["label"])
+    key = (case_us - case_us.median()).abs().idxmin()
     beside = native_us[native_us.index.map(lambda other: other[:2] == key[:2])]
     if beside.empty:
-        where = "/".join(map(str, key[:2]))
-        raise UserError(f"--iteration: native has no breakdown iteration in launch/batch {where}; choose another")
+        return pd.DataFrame()
     keys = [(beside - native_us.median()).abs().idxmin(), key]
     size = int(case["world_size"] // case["num_replicas"])
     shown = [_of_slowest_group(part.xs(one), size) for part, one in zip(times, keys, strict=True)]
@@ -98,7 +82,7 @@ def timeline_rows(store: Store, cases: pd.DataFrame, choice: Choice) -> pd.DataF
     return pd.concat(parts, ignore_index=True)
 
 
-def _chosen(rows: pd.DataFrame, choice: Choice) -> tuple[pd.Series, pd.Series, str] | None:
+def _chosen(rows: pd.DataFrame, asked: str | None) -> tuple[pd.Series, pd.Series, str] | None:
     """The case that is shown, its native, and in words why it is this one; None where none has its native beside it.
 
     Raises:
@@ -108,14 +92,13 @@ def _chosen(rows: pd.DataFrame, choice: Choice) -> tuple[pd.Series, pd.Series, s
     others = rows[rows["facet"].isin(native.index) & (rows["role"] != "baseline")]
     policies = others[others["role"] == "policy"]
     faster = policies[policies["verdict"] == "faster"].sort_values("speedup_median", ascending=False, kind="stable")
-    cheap = faster[faster["dropped_share"] <= choice.max_dropped]
-    cheap = cheap[cheap["retained_mass"] >= 1 - choice.max_lost_mass]
-    bounds = f"{choice.max_dropped:.0%} dropped and {choice.max_lost_mass:.0%} of the score mass lost"
-    if choice.case is not None:
-        found, why = others[(others["label"] == choice.case) | (others["case_id"] == choice.case)], "as chosen"
+    cheap = faster[(faster["dropped_share"] <= _MOST_DROPPED) & (faster["retained_mass"] >= _LEAST_KEPT)]
+    bounds = f"{_MOST_DROPPED:.0%} dropped and {1 - _LEAST_KEPT:.0%} of the score mass lost"
+    if asked is not None:
+        found, why = others[(others["label"] == asked) | (others["case_id"] == asked)], "as chosen"
         if found.empty:
             labels = ", ".join(others["label"].unique()) or "none"
-            raise UserError(f"--case: expected a measured case's label or id, one of {labels}; got {choice.case!r}")
+            raise UserError(f"--case: expected a measured case's label or id, one of {labels}; got {asked!r}")
     elif len(cheap):
         found, why = cheap, f"the fastest policy within {bounds}"
     elif len(faster):
@@ -131,26 +114,6 @@ def _broken_down(store: Store, case: pd.Series) -> pd.DataFrame:
     rows = rows[rows["kind"] == "breakdown"]
     times = rows.pivot_table(index=[*ITERATION, "rank"], columns="phase", values="time_us", aggfunc="first")
     return times.reindex(columns=[*LAYER_PHASES, UNACCOUNTED, TOTAL]).fillna(0.0)
-
-
-def _iteration(layer_us: pd.Series, asked: str, label: str) -> tuple[int, int, int]:
-    """The iteration that is asked for, of equals the first.
-
-    Raises:
-        UserError: there is no such iteration.
-    """
-    distance = {"median": (layer_us - layer_us.median()).abs(), "slowest": -layer_us, "fastest": layer_us}
-    if asked in distance:
-        return distance[asked].idxmin()
-    parts = asked.split("/")
-    if len(parts) not in (2, 3) or not all(part.isascii() and part.isdigit() for part in parts):
-        raise UserError(f"--iteration: expected {', '.join(distance)} or [LAUNCH/]BATCH/ITERATION; got {asked!r}")
-    key = tuple(map(int, ["0", *parts][-3:]))
-    if key not in layer_us.index:
-        numbers = layer_us.index.to_frame()[ITERATION]
-        ranges = ", ".join(f"{name} {values.min()}..{values.max()}" for name, values in numbers.items())
-        raise UserError(f"--iteration: expected a breakdown iteration of {label} ({ranges}); got {asked}")
-    return key
 
 
 def _of_slowest_group(times_us: pd.DataFrame, size: int) -> pd.DataFrame:

@@ -19,6 +19,7 @@ from moe_ep_bench.cost_model.devices import RUN_DTYPES
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import free_memory_bytes
+from moe_ep_bench.machine.provenance import version_of
 from moe_ep_bench.models import ModelSpec
 
 RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
@@ -57,6 +58,10 @@ def of_experiment(experiment: Experiment, backend: str, world_size: int) -> Rows
     yield runs_here and model.activation == "plain", "model", gated, f"the plain ones of {model.name}"
     own_width = "routed experts of the layer's own width where layers run; others are modelled (emulate.device)"
     yield runs_here and model.latent_size is not None, "model", own_width, f"those of {model.name}"
+    rooted, version = model.score_function == "sqrtsoftplus", version_of("megatron-core") or "0"
+    newer = "softmax or sigmoid scores where layers run before Megatron-Core 0.18; others are modelled (emulate.device)"
+    lacks = runs_here and rooted and tuple(map(int, version.split(".")[:2])) < (0, 18)
+    yield lacks, "model", newer, f"sqrtsoftplus of {model.name} and Megatron-Core {version}"
     if backend != ROUTING:
         yield from _baseline(experiment, ep_size)
     if backend != RANKS:
@@ -105,12 +110,14 @@ def _baseline(experiment: Experiment, ep_size: int) -> Rows:
 
 def _replicas(experiment: Experiment, ep_size: int) -> Rows:
     """Replicas of a whole model; more spare experts than the model has others."""
-    wanted, num_experts = experiment.emulate.replication, experiment.model.spec().num_experts
-    yield wanted and experiment.scope == "model", "emulate.replication", "none with scope model", "some"
+    num_experts = experiment.model.spec().num_experts
     most = num_experts - num_experts // ep_size
-    for spare in (replication.spare_per_rank for replication in wanted):
-        held = f"at most {most}, with which every rank holds all {num_experts} experts"
-        yield spare > most, "emulate.replication: spare_per_rank", held, spare
+    for key in ("replication", "rebalance"):
+        wanted = getattr(experiment.emulate, key)
+        yield wanted and experiment.scope == "model", f"emulate.{key}", "none with scope model", "some"
+        for spare in (slots.spare_per_rank for slots in wanted):
+            held = f"at most {most}, with which every rank holds all {num_experts} experts"
+            yield spare > most, f"emulate.{key}: spare_per_rank", held, spare
 
 
 def whole_model(model: ModelSpec, experiment: Experiment) -> Rows:

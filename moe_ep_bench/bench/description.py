@@ -192,7 +192,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "cuda_graph": parts.held_by_graphs(comparison.ep_size, comparison.scope),
         "experts": {"requested": asked.experts, "ran": parts.experts, "why": parts.experts_why},
         "permute": {"requested": AUTO, "ran": parts.permute},
-        "fusions": parts.fusions,
+        "fusions": parts.fusions(model),
         "flush_l2": experiment.measure.flush_l2,
         "oversubscribed": ranks.oversubscribed,
         "random_weights": True,

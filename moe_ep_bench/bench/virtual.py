@@ -27,7 +27,7 @@ from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
 from moe_ep_bench.bench.rank_timers import MeasuredRanks, RankTime, modelled_time
 from moe_ep_bench.bench.routing import CaseRouter, Share
-from moe_ep_bench.bench.rows import Samples, columns_of, write_case
+from moe_ep_bench.bench.rows import Outcome, columns_of
 from moe_ep_bench.bench.traffic import RoutedBatches, Traffic
 from moe_ep_bench.cost_model.timeline import compose, median_legs
 from moe_ep_bench.cost_model.transport import Rows
@@ -46,31 +46,25 @@ Work = tuple[Any, ...]
 """What a rank has to do: equal for ranks that take as long."""
 
 
-def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
-    """Measure ``cases`` on virtual ranks and write their parts."""
+def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Outcome:
+    """Measure ``cases`` on virtual ranks."""
     job.enter(comparison)
     with device_scope(), torch.inference_mode():
         emulation = Emulation(comparison, cases, job.ranks.device, job.begin)
         if comparison.device is not None:
             emulation.model()
-        else:
-            _measure_here(job, emulation)
-        with job.writing():
-            emulation.write(job)
-        job.check_written()
+            return emulation.outcome()
+        # Only a layer that is built needs Megatron-Core.
+        from moe_ep_bench.layer.megatron import expert_parallel_groups
 
-
-def _measure_here(job: Job, emulation: Emulation) -> None:
-    # Only a layer that is built needs Megatron-Core.
-    from moe_ep_bench.layer.megatron import expert_parallel_groups
-
-    comparison = emulation.comparison
-    expert_parallel_groups(1, comparison.experiment.measure.timeout_s + 60)
-    for case, reason in emulation.check(job.survive).items():
-        job.write_unmeasured(comparison, case, *split_reason(reason))
-    if emulation.cases:
-        job.write_conditions(comparison, emulation.measure())
-    free_memory(job.ranks.device)
+        expert_parallel_groups(1, comparison.experiment.measure.timeout_s + 60)
+        failed = emulation.check(job.survive)
+        conditions = emulation.measure() if emulation.cases else None
+        free_memory(job.ranks.device)
+        outcome = emulation.outcome()
+        outcome.unmeasured = {case.case_id: split_reason(reason) for case, reason in failed.items()}
+        outcome.conditions = conditions
+        return outcome
 
 
 class _Turn(NamedTuple):
@@ -152,7 +146,7 @@ class Emulation:
                     self.begin(router.case.case_id)
                     run = partial(modelled_time, self.comparison, router, traffic, rank)
                     times.append([self._once(traffic.work(rank), done, run)])
-                self._store(router.case, times, traffic)
+                self._store(router, times, traffic)
 
     def measure(self) -> dict[str, Any]:
         """Time all batches; return the conditions under which that was done."""
@@ -171,18 +165,18 @@ class Emulation:
             "waits": beyond(timer.waits, baseline),
         }
 
-    def write(self, job: Job) -> None:
-        """Write the routing of all cases, and their samples, which make them finished."""
+    def outcome(self) -> Outcome:
+        """What all cases that are in order took and routed: each batch once plain and once broken down."""
         steps = [Step(index, 0, kind) for kind in (PLAIN, BREAKDOWN) for index in range(self.num_batches)]
         whole = [self.columns.index(name) for name in (TOTAL, HOST, THREAD_CPU)]
-        samples, routed = Samples((), steps, self.columns), self.routed
+        times = {}
         for case in self.cases:
             samples_RBC = self.samples[case.case_id]
             plain_RBC = np.full_like(samples_RBC, np.nan)
             plain_RBC[..., whole] = samples_RBC[..., whole]
-            times_RSC = np.concatenate([plain_RBC, samples_RBC], axis=1)
-            kept = routed.metrics[case.case_id], routed.frontiers[case.case_id]
-            write_case(job, self.comparison, case, samples, times_RSC, *kept)
+            times[case.case_id] = np.concatenate([plain_RBC, samples_RBC], axis=1)
+        routed = {"metrics": self.routed.metrics, "frontiers": self.routed.frontiers}
+        return Outcome(steps=steps, columns=self.columns, times=times, **routed)
 
     # ---- one batch ---------------------------------------------------------------------------------------------------
 
@@ -204,7 +198,7 @@ class Emulation:
                 turns = [self._turn(timer, router, traffic, of_rank, done) for router, traffic in routed]
                 measure(turns, [Step(index, iteration, PLAIN, rank)], self.begin, keep)
         for number, (router, traffic) in enumerate(routed):
-            self._store(router.case, [times[number, rank] for rank in range(self.num_ranks)], traffic)
+            self._store(router, [times[number, rank] for rank in range(self.num_ranks)], traffic)
 
     def _turn(
         self,
@@ -235,20 +229,21 @@ class Emulation:
     def _route(self, index: int) -> list[tuple[CaseRouter, Traffic]]:
         return self.routed.route(index, partial(self.begin, self.comparison.comparison_id))
 
-    def _store(self, case: CaseSpec, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> None:
-        """Set a case's ranks side by side, behind links and the balancing of replicas."""
+    def _store(self, router: CaseRouter, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> None:
+        """Set a case's ranks side by side, behind links and what balancing takes."""
+        case = router.case
         legs_R, meetings = [median_legs([run.legs for run in runs]) for runs in times_R], times_R[0][0].meetings
-        if case.replication is not None and case.replication.solve_us:
+        if case.replication is not None and case.replication.solving_us:
             for legs in legs_R:  # Every rank solves once all counts are known.
                 leg = legs[meetings.index("wait_metadata") + 1]
-                leg["policy"] = leg.get("policy", 0.0) + case.replication.solve_us
-        for rank, phases in enumerate(compose(legs_R, meetings, self._link_us(traffic))):
+                leg["policy"] = leg.get("policy", 0.0) + case.replication.solving_us
+        for rank, phases in enumerate(compose(legs_R, meetings, self._link_us(router, traffic))):
             phases[HOST] = float(np.median([run.host_us for run in times_R[rank]]))
             phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]]))
             for name, value in phases.items():
                 self.samples[case.case_id][rank, traffic.index, self.columns.index(name)] = value
 
-    def _link_us(self, traffic: Traffic) -> dict[PhaseKey, NDArray[np.float64]]:
+    def _link_us(self, router: CaseRouter, traffic: Traffic) -> dict[PhaseKey, NDArray[np.float64]]:
         """What each meeting takes on the modelled links, [R] microseconds."""
         links, num_ranks, meetings = self.comparison.links, self.num_ranks, {}
         assert links is not None
@@ -257,6 +252,8 @@ class Emulation:
             counted = (None if counts is None else counts.double().numpy() for counts in copies)
             rows = Rows(of_layer.rank_pairs.astype(np.float64), *counted)
             dispatch_us, combine_us = self.comparison.exchange.times_us(links, rows)
+            if router.slots.moved_bytes_RR is not None:  # The same links carry them, ahead of the rows.
+                dispatch_us = dispatch_us + links.all_to_all_us(router.slots.moved_bytes_RR)
             stats_bytes = 0 if of_layer.stats_SE is None else of_layer.stats_SE.numel() * _STATISTIC_BYTES
             gathered_us = links.all_gather_us(of_layer.counts_RP.shape[1] * _COUNT_BYTES, num_ranks)
             meetings |= {

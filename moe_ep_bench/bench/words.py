@@ -15,6 +15,7 @@ from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.models.memory import Fit, Need, footprint
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload import RecordedWorkload
+from moe_ep_bench.workload.counts import one_rank_words, read_counts
 from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.skews import PATTERNS
 
@@ -81,7 +82,8 @@ def describe_workload(comparison: Comparison) -> dict[str, Any]:
         return facts
     if config.skew_from is not None:
         counted = f"synthetic, {_counted(config)} counted in {config.skew_from.name}"
-        return {**facts, "description": f"{counted}; {facts['description']}"}
+        found = counted, one_rank_words(read_counts(config.skew_from)), facts["description"]
+        return {**facts, "description": "; ".join(filter(None, found))}
     if experiment.model.preset is None:
         facts["description"] += "; the skew is assumed: nothing was recorded of this model"
     if config.skew is not None:
@@ -106,7 +108,7 @@ def workload_in_short(experiment: Experiment) -> str:
         return config.skew.replace("_", " ") + (f" skew of {of}" if of else "") + ending
     if config.skew_from is not None:
         return f"{_counted(config)} of {config.skew_from.name}{ending}"
-    return ("unskewed" if config.peak_load is None else f"peak load {config.peak_load:g}") + ending
+    return ("no skew" if config.peak_load is None else f"peak load {config.peak_load:g}") + ending
 
 
 def traffic(comparison: Comparison) -> str:

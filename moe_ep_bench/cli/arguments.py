@@ -15,7 +15,6 @@ from moe_ep_bench.runtime.exit_codes import USER_ERROR
 # ``papers`` takes a config; with this action in its place it is a command of its own.
 PAPERS_LIST = "papers list"
 
-_ITERATION = "median (default), slowest, fastest or [LAUNCH/]BATCH/ITERATION"
 _FORMATS = "text, md, latex, csv, json or html"
 
 
@@ -173,10 +172,7 @@ def make_parser() -> argparse.ArgumentParser:
         of_any.add_argument(f"--{name}", metavar="COLUMN", help=words)
     of_any.add_argument("--facet", metavar="COLUMN", help="a panel for each value (default: comparisons)")
     of_any.add_argument("--where", metavar="EXPR", help="rows, such as \"policy == 'oea' and num_ranks == 8\"")
-    plot.add_argument("--case", metavar="CASE", help="of timeline (default: the fastest significant one within bounds)")
-    plot.add_argument("--max-dropped", metavar="SHARE", help="that case's most top-k pairs dropped (10%%)")
-    plot.add_argument("--max-lost-mass", metavar="SHARE", help="that case's most score mass lost (5%%)")
-    plot.add_argument("--iteration", default="median", metavar="WHICH", help=f"of timeline: {_ITERATION}")
+    plot.add_argument("--case", metavar="CASE", help="of timeline (default: the fastest that costs little)")
 
     compare = add("compare", "compare two results directories of the same cases")
     compare.add_argument("base", type=Path, metavar="BASE")
@@ -311,7 +307,7 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
         ("domain", "part of a published recording; of others, the subject of the texts"),
         ("phase", "prefill, decode, 'prefill and decode' or training"),
         ("licence", "of a recording of your own"),
-        ("score-function", "softmax or sigmoid, for recorded logits"),
+        ("score-function", "softmax, sigmoid or sqrtsoftplus, for recorded logits"),
     ):
         imported.add_argument(f"--{name}", help=text)
     imported.add_argument("--num-experts", type=int, help="without a preset")

@@ -48,7 +48,7 @@ def megatron_config(
         "moe_expert_capacity_factor": capacity_factor,
         "moe_token_dispatcher_type": parts.dispatcher,
         "moe_permute_fusion": parts.permute == "fused",
-        "moe_router_fusion": parts.router_fusion,
+        "moe_router_fusion": parts.fuses_router(model),
         # One kernel for SwiGLU and routing weights; without it Transformer Engine's experts take several.
         "bias_activation_fusion": parts.experts == "te",
         "moe_grouped_gemm": parts.experts == "te",

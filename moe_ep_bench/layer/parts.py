@@ -36,6 +36,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.layer.te_check import TransformerEngine, transformer_engine
 from moe_ep_bench.machine.provenance import version_of
+from moe_ep_bench.models import ModelSpec
 
 # Megatron-Core takes Transformer Engine's permutation kernels from this version on.
 _FUSED_PERMUTE_SINCE = (2, 1)
@@ -57,10 +58,13 @@ class Parts:
     router_fusion: bool = False
     """Native selects its experts by Transformer Engine's fused kernel."""
 
-    @property
-    def fusions(self) -> list[str]:
+    def fuses_router(self, model: ModelSpec) -> bool:
+        """Whether native's top-k is fused; the root of a softplus only later versions of Transformer Engine know."""
+        return self.router_fusion and model.score_function != "sqrtsoftplus"
+
+    def fusions(self, model: ModelSpec) -> list[str]:
         """What else than the permutation is fused under native, as a production setting has it."""
-        return ["activation"] * (self.experts == "te") + ["top-k"] * self.router_fusion
+        return ["activation"] * (self.experts == "te") + ["top-k"] * self.fuses_router(model)
 
     @property
     def by_map(self) -> bool:

@@ -26,6 +26,10 @@ _SIZE_MULTIPLE = 16
 _FFN_SIZES = ("ffn_hidden_size", "shared_ffn_hidden_size")
 
 
+ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+"""What makes a router's scores of its logits; the last is the root of their softplus."""
+
+
 class Widths(NamedTuple):
     """Numbers of a token in attention, of all heads together."""
 
@@ -169,7 +173,9 @@ class ModelSpec(Preset):
     shared_expert_gate: bool = False
     """The shared experts' output is multiplied by the sigmoid of one learned projection."""
 
-    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    score_function: ScoreFunction = "softmax"
+    num_hash_layers: NonNegativeInt = 0
+    """The first so many MoE layers look a token's experts up by its id; scores only weigh them."""
     router_bias: bool = False
     """The router's linear layer has a bias: part of the logits, and so of the weights."""
     router_scales: bool = False
@@ -191,6 +197,8 @@ class ModelSpec(Preset):
     """Hidden sizes as a share of the true ones."""
     tensor_parallel: PositiveInt = 1
     """Of so many tensor-parallel ranks this is one: its FFN sizes are the shard's."""
+    assumed: tuple[str, ...] = ()
+    """Fields whose values neither the model's file nor its code says."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
@@ -268,9 +276,14 @@ class ModelSpec(Preset):
             "The router's norm and its learned scale of each expert are left out.": self.router_scales,
             "The weights scale what experts give, the model's scale what they take.": self.scales_inputs,
             "The shared experts' gate is left out.": self.shared_expert_gate,
+            f"The first {self.num_hash_layers} MoE layers choose experts by token id; here all choose by"
+            " score.": self.num_hash_layers > 0,
             "The selection bias is zero: its trained values are part of the weights.": self.selection_bias,
             f"A group's score sums its best {sums} experts, as Megatron-Core has it,"
             f" where the model's sums {self.group_score_experts}.": sums != self.group_score_experts,
+            "Assumed, for the model's file does not say it: "
+            + ", ".join(f"{field} {getattr(self, field)}" for field in self.assumed)
+            + ".": self.assumed,
         }
         return tuple(sentence for sentence, holds in sentences.items() if holds)
 

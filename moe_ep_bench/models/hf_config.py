@@ -2,9 +2,9 @@
 
 A class for each ``model_type`` says by which keys its files state the fields of a ``ModelSpec``: an alias is the file's
 key, null stands for a key that is missing. A missing size is an error. A default is that of the family's own
-configuration class in transformers. What no spec can express (another score function, experts chosen by token id) is
-refused, not guessed, with a shape by hand to go on from; attention that none can express is None, and a whole model is
-refused then.
+configuration class in transformers. What no spec can express is refused, not guessed, with a shape by hand to go on
+from; attention that none can express is None, and a whole model is refused then. What neither file nor code says is
+named (``ModelSpec.assumed``).
 """
 
 from __future__ import annotations
@@ -247,6 +247,48 @@ class _V3Indexed(_NoAttention, _V3Routing):
 class _DeepseekV32(_V3Indexed):
     num_groups: PositiveInt = Field(8, alias="n_group")
     top_groups: PositiveInt = Field(4, alias="topk_group")
+
+
+class _DeepseekV4(_V3Indexed):
+    """DeepSeek-V4: the root of a softplus, and weights always normalised; the first layers choose by token id.
+
+    Its experts and its shared one are a clamped SwiGLU.
+    """
+
+    FACTS: ClassVar = {
+        "score_function": "sqrtsoftplus",
+        "selection_bias": True,
+        "normalize": True,
+        "activation": "clamped_swiglu",
+    }
+    first_dense_layers: Literal[0] = 0
+    layer_kinds: None = None
+    scoring_func: Literal["sqrtsoftplus"] = "sqrtsoftplus"
+    routed_scale: PositiveFloat = Field(1.5, alias="routed_scaling_factor")
+    hidden_act: Literal["silu"] = "silu"
+    mlp_bias: Literal[False] = False
+    num_hash_layers: NonNegativeInt = 3
+    mlp_layer_types: list[Literal["hash_moe", "moe"]] | None = None
+
+    @model_validator(mode="after")
+    def _check_hash_layers(self) -> _DeepseekV4:
+        kinds = self.mlp_layer_types
+        if kinds is not None and (len(kinds) != self.num_layers or kinds != sorted(kinds)):
+            expected = f"expected the kinds of {self.num_layers} layers, hash_moe before moe"
+            raise UserError(f"mlp_layer_types: {expected}; got {brief(kinds)}")
+        return self
+
+    def spec(self) -> dict[str, Any]:
+        kinds, stated = self.mlp_layer_types, self.num_hash_layers
+        by_id = min(self.num_layers, stated if kinds is None else kinds.count("hash_moe"))
+        return {**super().spec(), "num_hash_layers": by_id}
+
+
+class _DeepseekRef(_DeepseekV4):
+    """DeepSeek-V4 in files of few keys, which no class of transformers reads."""
+
+    def spec(self) -> dict[str, Any]:
+        return {**super().spec(), "assumed": () if "routed_scale" in self.model_fields_set else ("routed_scale",)}
 
 
 class _MimoV2(_V3Indexed):
@@ -604,7 +646,9 @@ _FAMILIES: dict[str, type[_Family]] = {
     "axk1": _DeepseekV3,
     "bailing_hybrid": _BailingHybrid,
     "deepseek_ocr2": _DeepseekOcr2,
+    "deepseek_ref": _DeepseekRef,
     "deepseek_v32": _DeepseekV32,
+    "deepseek_v4": _DeepseekV4,
     "dots1": _Dots1,
     "exaone_moe": _ExaoneMoe,
     "flex_olmo": _Olmoe,
@@ -642,12 +686,6 @@ _FAMILIES: dict[str, type[_Family]] = {
     "step3p5": _Step3p7,  # the language model of step3p7
     "step3p7": _Step3p7,
 }
-# Families that route as no spec can say, and why.
-_V4 = (
-    "scores are the root of a softplus (scoring_func: sqrtsoftplus), and the first layers (num_hash_layers) look the"
-    " experts of a token up by its id; neither can be stated"
-)
-_REFUSED = {"deepseek_v4": _V4, "deepseek_ref": _V4}
 _EXPECTED_EXPERTS = "expected a mixture of experts"
 
 _Spec = TypeVar("_Spec", bound=Strict)
@@ -681,8 +719,7 @@ def spec_of(values: Mapping[str, Any], kind: type[_Spec], where: Path, source: s
     family = values.get("model_type")
     family = family.removesuffix("_text") if isinstance(family, str) else family
     if not isinstance(family, str) or family not in _FAMILIES:
-        why = _REFUSED.get(family) if isinstance(family, str) else None
-        raise UserError(f"{where}: model_type {brief(family)}: {why or 'no family that is known here'}")
+        raise UserError(f"{where}: model_type {brief(family)}: no family that is known here")
     if family == "deepseek" and values.get("kv_lora_rank") is not None:
         family = "deepseek_v2"  # which was first published under this model_type
     nulls = _FAMILIES[family].NULLS
@@ -711,7 +748,7 @@ def _by_hand(values: Mapping[str, Any]) -> str:
     if shape["num_experts"] is None:
         return f"; {_EXPECTED_EXPERTS}, and no key states how many there are ({', '.join(_USUAL['num_experts'])})"
     guesses: dict[str, Any] = {"score_function": "softmax", "normalize": True}
-    if shape["score_function"] not in (None, "softmax", "sigmoid"):  # Each expert is scored by itself.
+    if shape["score_function"] not in (None, "softmax", "sigmoid", "sqrtsoftplus"):  # Each expert is scored by itself.
         guesses["score_function"], shape["score_function"] = "sigmoid", None
     count, width, first = values.get("n_shared_experts"), shape["ffn_hidden_size"], values.get("first_k_dense_replace")
     if shape["shared_ffn_hidden_size"] is None and _is_size(count) and _is_size(width):

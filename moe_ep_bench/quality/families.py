@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.layer.scores import scores_from_logits
 from moe_ep_bench.models import ModelSpec, spec_of
 from moe_ep_bench.policies.contract import RoutingContext
 from moe_ep_bench.policies.steps import TORCH
@@ -85,10 +86,7 @@ class MoELayer:
         Where groups are compared otherwise than policies compare them (DeepSeek-V2, which takes a group's best expert
         and six experts from three groups), scores outside a token's best groups are 0, as the model has it.
         """
-        if self.spec.score_function == "sigmoid":
-            scores_TE = logits_TE.float().sigmoid()
-        else:
-            scores_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+        scores_TE = scores_from_logits(logits_TE, self.spec.score_function)
         if self.groups is None or self.policies_know_groups:
             return scores_TE
         num_groups, top_groups = self.groups

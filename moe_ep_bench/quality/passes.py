@@ -25,7 +25,7 @@ Shapes: B = sequences, S = tokens of each in this pass, T = B * S, E = experts, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -33,7 +33,6 @@ from torch import Tensor
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.metrics import imbalance, routing_metrics
-from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.policies.contract import Phase, Policy, Routing, RoutingContext
 from moe_ep_bench.quality.families import MoELayer
 from moe_ep_bench.schema import QUALITY_ROUTING_SCHEMA
@@ -137,13 +136,12 @@ class RouterCall:
 
 
 def pass_metrics(call: RouterCall) -> dict[str, Any]:
-    """The metrics from ``num_steps`` to ``num_dropped_image_pairs`` of ``schema.QUALITY_ROUTING_SCHEMA``."""
-    forward_pass, modality_T = call.forward_pass, call.context.modality_T
-    valid_T, num_ranks = forward_pass.valid_T, call.context.num_ranks
+    """The metrics from ``num_steps`` on of ``schema.QUALITY_ROUTING_SCHEMA``."""
+    forward_pass, num_ranks = call.forward_pass, call.context.num_ranks
+    valid_T = forward_pass.valid_T
     own_TE = call.own_TE[valid_T]
     map_TE = own_TE if call.routing is None else call.routing.map_TE[valid_T]
-    of_valid = replace(call.context, modality_T=None)  # the metrics read no other values of tokens
-    found = routing_metrics(Routing(map_TE, map_TE), call.scores_TE[valid_T], of_valid)
+    found = routing_metrics(Routing(map_TE, map_TE), call.scores_TE[valid_T], call.context)
     load_PE = torch.zeros(forward_pass.num_steps, map_TE.shape[1], dtype=torch.float64, device=map_TE.device)
     load_PE = load_PE.index_add_(0, forward_pass.step_T[valid_T], map_TE.double()).cpu().numpy()
     load_PE = load_PE[load_PE.sum(axis=1) > 0]  # padding may leave steps empty, and a policy may drop all
@@ -156,10 +154,6 @@ def pass_metrics(call: RouterCall) -> dict[str, Any]:
         "activated_experts_fullest_rank": activated_PR.max(axis=1, initial=0),
     }
     values = found | {name: float(step_P.mean()) if len(step_P) else 0.0 for name, step_P in by_step.items()}
-    values |= {"num_steps": forward_pass.num_steps, "num_image_tokens": None, "num_dropped_image_pairs": None}
-    if modality_T is not None:
-        is_image_T = modality_T[valid_T] == IMAGE
-        values["num_image_tokens"] = int(is_image_T.sum())
-        values["num_dropped_image_pairs"] = int((own_TE & ~map_TE)[is_image_T].sum())
+    values["num_steps"] = forward_pass.num_steps
     names = QUALITY_ROUTING_SCHEMA.names
     return {name: values[name] for name in names[names.index("num_steps") :]}

@@ -121,13 +121,13 @@ def record_trace(model: Path, text: Path, out: Path, options: RecordOptions) -> 
 def _writer(folder: Path, checkpoint: Checkpoint, text: Path, options: RecordOptions) -> TraceWriter:
     writer, layer = TraceWriter(folder, text), checkpoint.moe_layers[0]
     writer.sources = [text]
-    sigmoid = layer.spec.score_function == "sigmoid"
+    function = layer.spec.score_function
     writer.describe(
         num_experts=layer.num_experts,
         top_k=layer.top_k,
         where=str(checkpoint.path),
         model=checkpoint.name,
-        score="sigmoid over its sum over all experts" if sigmoid else "softmax, not renormalised",
+        score="softmax, not renormalised" if function == "softmax" else f"{function} over its sum over all experts",
         phase="prefill",
         domain=options.domain or text.stem,
         source=f"trace record, transformers {import_transformers().__version__}",

@@ -49,7 +49,6 @@ def routed(
     arrangement: Arrangement = "as_run",
     acts_in: tuple[Phase, ...] | None = None,
     seed: int = 0,
-    modality_BS: Tensor | None = None,
     observe: Callable[[RouterCall], None] | None = None,
 ) -> Iterator[None]:
     """Let ``policy`` route in all MoE layers of ``model`` while the block lasts.
@@ -62,20 +61,18 @@ def routed(
         acts_in: the phases in which the policy acts, in others the model's own choice stands; None = its own phases
             (``Policy.acts_in``), or whatever the arrangement says.
         seed: of what random policies draw.
-        modality_BS: int64, 1 = image, 0 = text, of the sequences that begin here; steps that continue them are text.
-            None = no token has a modality.
         observe: gets every call of a router, pass by pass and layer by layer.
 
     Raises:
         ValueError: no known routers, or groups that policies cannot follow; from within the model's forward: scores
-            that are no numbers, a mask that does not say what is padding, or a modality of other tokens than these.
+            that are no numbers, or a mask that does not say what is padding.
     """
     layers = find_moe_layers(model)
     for layer in layers if policy else ():
         layer.check_policies()
     if acts_in is None:
         acts_in = policy.acts_in if policy and arrangement == "as_run" else PHASES
-    patch = _Patch(layers, policy, num_ranks, arrangement, acts_in, seed, modality_BS, observe)
+    patch = _Patch(layers, policy, num_ranks, arrangement, acts_in, seed, observe)
     body: Any = model.base_model
     with contextlib.ExitStack() as stack:
         for hook in (
@@ -121,7 +118,6 @@ class _Patch:
     arrangement: Arrangement
     acts_in: tuple[Phase, ...]
     seed: int
-    modality_BS: Tensor | None
     observe: Callable[[RouterCall], None] | None
     number: int = -1
     forward_pass: ForwardPass = field(init=False)
@@ -146,7 +142,7 @@ class _Patch:
         """Route what the router has just scored."""
         logits_TE, _, ids_TK = output
         own_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, ids_TK, True)
-        context = replace(layer.context(self.num_ranks), modality_T=self._modality())
+        context = layer.context(self.num_ranks)
         scores_TE = settled(layer.scores(logits_TE), own_TE, context)
         routing = None
         if self.policy is not None and self.forward_pass.phase in self.acts_in:
@@ -156,20 +152,6 @@ class _Patch:
         # Padding selects nothing under a policy; that alone is no change of what anybody reads.
         is_own = routing is None or torch.equal(routing.map_TE, own_TE & self.forward_pass.valid_T.unsqueeze(1))
         self.chosen[layer.name] = None if is_own else routing
-
-    def _modality(self) -> Tensor | None:
-        """Of the tokens of the pass: int64 [T]."""
-        valid_BS = self.forward_pass.valid_BS
-        if self.modality_BS is None:
-            return None
-        if valid_BS.shape == self.modality_BS.shape:
-            return self.modality_BS.to(valid_BS.device).flatten()
-        if self.forward_pass.continues:
-            return torch.zeros_like(self.forward_pass.step_T)
-        raise UserError(
-            f"modality_BS: expected {list(valid_BS.shape)}, sequences and tokens of this pass, "
-            f"got {list(self.modality_BS.shape)}"
-        )
 
     def _route(self, policy: Policy, layer: MoELayer, scores_TE: Tensor, context: RoutingContext) -> Routing:
         """Route every batch of the pass as its ranks would together."""
@@ -187,7 +169,6 @@ class _Patch:
                     context,
                     rank=rank,
                     request_id_T=self.forward_pass.sequence_T[token_N],
-                    modality_T=None if context.modality_T is None else context.modality_T[token_N],
                     generator=generators[rank],
                 )
                 for rank, token_N in batch

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.models import load_model
+from moe_ep_bench.models import ScoreFunction, load_model
 from moe_ep_bench.workload.importers.arrays import MAX_ARRAY_BYTES
 from moe_ep_bench.workload.trace import MAX_EXPERTS
 
 ASSUMED = "assumed equal over the top-k: the source holds expert ids only"
 CHOICES = {
     "phase": ("prefill", "decode", "prefill and decode", "training"),
-    "score_function": ("softmax", "sigmoid"),
+    "score_function": get_args(ScoreFunction),
 }
 _OF_MODEL = ("model", "num_experts", "score_function")
 

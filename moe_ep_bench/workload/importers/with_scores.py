@@ -277,7 +277,7 @@ def _describe_megatron(record: _Record, options: ImportOptions, writer: TraceWri
         num_experts = record.logits[1]
         if options.num_experts not in (None, num_experts):
             raise UserError(f"{record.where}: num_experts: expected {options.num_experts}, got {num_experts} logits")
-        score = "softmax" if function == "softmax" else "sigmoid, divided by the sum over all experts"
+        score = "softmax" if function == "softmax" else f"{function}, divided by the sum over all experts"
         score += ", not renormalised, from bfloat16 logits"
     writer.describe(num_experts=num_experts, top_k=record.ids_TK.shape[1], where=record.where, score=score)
 
@@ -295,7 +295,13 @@ def _add_megatron(record: _Record, sidecar: Path, options: ImportOptions, writer
         rows_T = order_T[first : first + _ROWS_AT_ONCE]
         ids_TK = record.ids_TK[rows_T]
         logits_TE = _megatron_logits(record, rows_T, sidecar, writer.num_experts)
-        scores_TE = softmax(logits_TE, axis=1) if options.score_function == "softmax" else expit(logits_TE)
+        match options.score_function:
+            case "softmax":
+                scores_TE = softmax(logits_TE, axis=1)
+            case "sigmoid":
+                scores_TE = expit(logits_TE)
+            case _:
+                scores_TE = np.sqrt(np.logaddexp(0, logits_TE))
         scores_TE /= scores_TE.sum(axis=1, keepdims=True)
         safe_TK = ids_TK.clip(0, writer.num_experts - 1)  # what is out of range the writer refuses
         writer.add(record.layer, ids_TK, np.take_along_axis(scores_TE, safe_TK, axis=1), where, rows_T)

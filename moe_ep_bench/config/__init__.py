@@ -44,6 +44,7 @@ FILE = FileKey()
 # ``run.json`` has only the last part of a path.
 NAME = PlainSerializer(lambda path: path and path.name, when_used="json")
 OWN_POLICY = FileKey(is_name=lambda text: not is_file(text))
+POLICY_DATA = FileKey(is_name=lambda text: not text.endswith(".safetensors"))
 PRESET_OR_FILE = FileKey(is_name=lambda text: not text.endswith(".yaml"))
 
 

@@ -503,7 +503,7 @@ def _draw_notes(rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) 
     parts = rows["parts"].max()
     overs = set(rows["over"].dropna())
     if "layer" in overs:
-        yield f"the traffic is that of {parts:.0f} layers; intervals are over all of them"
+        yield f"the traffic is that of {parts:.0f} layers; ranges in brackets are over all of them"
     elif "draw" in overs:
         if parts < _FEW_DRAWS:
             yield f"{parts:.0f} draws rarely reach a verdict; without --draws there are more"

@@ -98,6 +98,11 @@ def house_style(size: str = "page") -> Iterator[None]:
         yield
 
 
+def is_slide() -> bool:
+    """Whether the height of a sheet is given."""
+    return rcParams["figure.figsize"][1] > 0
+
+
 def is_narrow() -> bool:
     """Whether panels must stand one under another."""
     return rcParams["figure.figsize"][0] < 5.0

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, layers, routing, samples
-from moe_ep_bench.analysis.columns import COLUMNS, Column, Row, columns, interval, times
+from moe_ep_bench.analysis.columns import COLUMNS, Column, Row, columns, interval, short_label, times
 from moe_ep_bench.analysis.notes import WARNING, leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
@@ -293,7 +293,7 @@ def short_table(rows: pd.DataFrame) -> Table:
     names = of_route if kind_of(rows) == "route" else ("median_ms", "speedup_median", "verdict", *_COST)
     headers = {"retained_mass": "kept", **(VIEWS["model"].headers or {} if kind_of(rows) == "model" else {})}
     cells = {
-        "label": lambda row: textwrap.shorten(row["label"], 33, placeholder=" ..."),
+        "label": lambda row: _fitting(short_label(row["label"]), 33),
         "speedup_median": interval("speedup", "speedup", of_baseline="1", digits=2).cell,
         "verdict": lambda row: "below the model" if row["verdict"] == BELOW_MODEL else COLUMNS["verdict"].shown(row),
     }
@@ -303,6 +303,11 @@ def short_table(rows: pd.DataFrame) -> Table:
     ]
     instead = pd.Series(list(map(_reason, rows.to_dict("records"))), rows.index, dtype=object)
     return Table(rows.assign(instead=instead), shown, rows["title"].iloc[0], (), "instead")
+
+
+def _fitting(name: str, most: int) -> str:
+    """A name in so many characters; what tells cases apart mostly stands at its end, which is kept."""
+    return name if len(name) <= most else f"{name[: most - 17].rstrip()} ... {name[-12:].lstrip()}"
 
 
 def fastest(frame: pd.DataFrame) -> pd.DataFrame:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, layers, routing, samples
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, layers, routing
 from moe_ep_bench.analysis.columns import COLUMNS, Column, Row, columns, interval, short_label, times
 from moe_ep_bench.analysis.notes import WARNING, leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
@@ -78,29 +78,21 @@ def _by_rank(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     native = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")]
     if native.empty:
         return pd.DataFrame()
-    shown = pd.concat([native, fastest(rows)]).drop_duplicates(CASE)
-    frame = samples(store, shown)
-    key = ["launch", "batch", "iteration"]
-    totals = frame[(frame["kind"] == "plain") & (frame["phase"] == TOTAL)]
-    slowest = totals.loc[totals.groupby(["label", *key])["time_us"].idxmax()].groupby(["label", "rank"]).size()
-    waits = frame[frame["kind"] == "breakdown"]
-    waits_us = waits["time_us"].where(waits["phase"].isin(GROUPS["waiting"]), 0.0)
-    waits_us = (
-        waits_us.groupby([waits[name] for name in ("label", "rank", *key)]).sum().groupby(["label", "rank"]).median()
-    )
-    found = totals.groupby(["label", "rank"])["time_us"].median().div(1e3).rename("median_ms").to_frame()
-    shares = slowest / slowest.groupby("label").transform("sum")
-    found = found.assign(slowest_share=shares, waiting_ms=waits_us / 1e3).fillna({"slowest_share": 0.0}).reset_index()
-    loads = routing(store).merge(shown[[*CASE, "num_ranks"]], on=CASE)
-    over_mean = [np.multiply(one.load_R, one.num_ranks / one.num_topk_pairs) for one in loads.itertuples()]
-    of_rank = {
-        label: np.mean([over_mean[at] for at in places], axis=0)
-        for label, places in loads.groupby("label").indices.items()
-    }
-    number = int(rows["num_ranks"].iloc[0])
-    found["load_over_mean"] = [
-        of_rank[label][rank % number] for label, rank in zip(found["label"], found["rank"], strict=True)
-    ]
+    shown, parts = pd.concat([native, fastest(rows)]).drop_duplicates(CASE), []
+    comparison = store.by_id[tuple(native[COMPARISON].iloc[0])]
+    loads, by_id = routing(store), {case.case_id: case for case in comparison.cases}
+    for about in shown.to_dict("records"):
+        case, own = by_id[about["case_id"]], loads[loads[CASE].eq([about[name] for name in CASE]).all(axis=1)]
+        total_IR = case.plain.of(TOTAL)
+        load_R = np.mean(np.stack(own["load_R"].to_list()) / own[["num_topk_pairs"]].to_numpy(), axis=0)
+        rank_R = np.arange(total_IR.shape[1])
+        part = {"label": about["label"], "rank": rank_R, "median_ms": np.median(total_IR, axis=0) / 1e3}
+        part["slowest_share"] = np.bincount(total_IR.argmax(axis=1), minlength=len(rank_R)) / len(total_IR)
+        if len(case.breakdown.index):
+            part["waiting_ms"] = np.median(case.breakdown.of(*GROUPS["waiting"]), axis=0) / 1e3
+        part["load_over_mean"] = (load_R * len(load_R))[rank_R % len(load_R)]
+        parts.append(pd.DataFrame(part))
+    found = pd.concat(parts, ignore_index=True)
     known = conditions(store)
     known = known.merge(shown[COMPARISON].drop_duplicates(), on=COMPARISON) if len(known) else known
     if len(known):

@@ -1,4 +1,4 @@
-"""Plan replicas of experts, and split a batch's pairs over them.
+"""Plan replicas of experts ahead of the tokens; ``balancers`` splits each batch over them.
 
 A layer is as late as its fullest *rank*, and which experts share a rank decides how full that gets. Expert e lives on
 rank e // (E / R), as Megatron-Core and the policies have it; replicas of busy experts live in spare slots beside.
@@ -8,8 +8,9 @@ busy experts, which share their load. No quality is lost; the price is memory, a
 weights are put in place before the tokens come. Plan for one load, and see how the plan bears another with
 ``Replication.rank_load``.
 
-``replicate`` plans as DeepSeek's Expert Parallelism Load Balancer does (github.com/deepseek-ai/EPLB, whose README
-describes two policies; DeepSeek-V3, arXiv 2412.19437, section 3.4, uses them):
+``replicate`` plans for the mean load, as DeepSeek's Expert Parallelism Load Balancer does
+(github.com/deepseek-ai/EPLB, whose README describes two policies; DeepSeek-V3, arXiv 2412.19437, section 3.4, uses
+them):
 
 - ``hierarchical``: pack groups of experts to nodes, so that group-limited routing crosses few of them; then replicate
   each node's experts into its own slots; then pack these to the node's ranks.
@@ -23,18 +24,16 @@ to torch's sort, which promises no order), and sums are float64, not float32.
 Packing is a heuristic, so a plan may be worse than contiguous placement. Neither rule keeps two replicas of an expert
 apart, and on one rank the second relieves nobody (``Replication.stacked``; deepseek-ai/EPLB, issue 22).
 
-Both rules know the mean load alone. FlashLB (github.com/vllm-project/vllm-ascend, policy_flashlb.py) also plans for
-the variance from batch to batch, and stacks none. On a recording of GPT-OSS-20B (EP 8, one to four spare slots a rank,
-planned on every other batch) its fullest rank is 8 to 10 % emptier than this plan's in batches of 2,048 neighbouring
-tokens, and less than 1 % where tokens are shuffled. So replicas can gain more than this plan shows.
+``replicate_by_risk`` plans for the spread of loads from batch to batch too, as FlashLB does
+(github.com/vllm-project/vllm-ascend, policy_flashlb.py). A load's *risk* is its mean and Z standard deviations; a
+rank's variance counts how its experts' loads rise and fall together. Replicas go where risk is greatest, the heaviest
+first onto the rank that then has the least risk, replicas of one expert onto distinct ranks. How many spare slots the
+busiest quarter of experts gets, then the next, is tried around what the greedy rule says: the number whose plan has the
+emptiest fullest rank, mean over the batches that are known. Ours: replicas are at most R, and where slots run out
+an expert changes places so that its replicas stand apart (the published code then keeps the plan before).
 
-**Balancing.** Replicas that share evenly bear what the plan foresaw. ``balance`` splits each expert's pairs anew for
-the batch at hand, so that the fullest rank is as empty as these replicas allow: the linear program of DeepSeek's LPLB
-(github.com/deepseek-ai/LPLB). The split is LPLB's, the plan EPLB's: LPLB joins ranks by a graph of its own along which
-replicas are placed. ``least_fullest`` bounds what any plan and any split could reach.
-
-Shapes: R = ranks, E = experts, L = layers, P = slots of all ranks (physical experts), S = P / R slots of a rank,
-X = layers x nodes.
+Shapes: R = ranks, E = experts, L = layers, B = batches, P = slots of all ranks (physical experts), S = P / R slots of a
+rank, X = layers x nodes.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.models import ModelSpec
 
-# What a linear program takes to balance a batch inside a node, by the README of LPLB; longer beyond one.
-LPLB_SOLVE_US = 100.0
+# FlashLB's: the upper quartile of a normal distribution; parts of the experts; slots tried to each side.
+_Z, _QUARTERS, _WIDTH = 0.6744897501960817, 4, 8
 
 
 def default_ep_size(num_experts: int) -> int:
@@ -62,7 +60,7 @@ class Replication:
     """Which expert every slot holds, and what follows from it.
 
     Attributes:
-        policy: ``hierarchical`` or ``global``.
+        policy: ``hierarchical``, ``global`` or ``variance``, what planned it.
         slot_expert_LP: int64 [L, P], the expert in each slot; slots r * S to r * S + S - 1 are rank r's. Every expert
             has at least one. (In EPLB: physical to logical.)
         num_experts: E.
@@ -99,16 +97,6 @@ class Replication:
         slot_expert_LP = np.broadcast_to(self.slot_expert_LP, (*leading, *self.slot_expert_LP.shape))
         slot_load_LP = np.take_along_axis(load_LE / self.replicas, slot_expert_LP, axis=-1)
         return slot_load_LP.reshape(*leading, num_layers, self.num_ranks, -1).sum(axis=-1)
-
-    def extra_bytes_per_rank(self, model: ModelSpec, bytes_per_weight: float) -> float:
-        """Memory of a rank's spare slots: (P - E) / R experts in each of the model's MoE layers.
-
-        Slots count whatever they hold. Where R does not divide E, the result is the mean over ranks of what exceeds
-        one home for every expert. Scales of quantised blocks are not counted.
-        """
-        spare_slots = self.num_slots - self.num_experts
-        expert_bytes = model.expert_parameters * bytes_per_weight
-        return spare_slots * model.num_moe_layers * expert_bytes / self.num_ranks
 
 
 def replicate(
@@ -153,23 +141,68 @@ def replicate(
     return Replication(policy, slot_expert_LP, num_experts, num_ranks)
 
 
+def replicate_by_risk(load_BE: ArrayLike, *, num_slots: int, num_ranks: int) -> Replication:
+    """Plan one layer's slots from the loads of several batches (see the module's docstring).
+
+    Args:
+        load_BE: pairs of each batch, or one [E], whose loads then do not vary.
+        num_slots: P, of all ranks: a multiple of R, at least E and at most E x R.
+
+    Raises:
+        ValueError: as ``replicate``.
+    """
+    load_BE = np.atleast_2d(np.asarray(load_BE, dtype=np.float64))
+    num_batches, num_experts = load_BE.shape
+    _check(num_experts, num_slots, num_ranks, 1, 1, "global")
+    mean_E = load_BE.mean(axis=0)
+    covariance_EE = (load_BE - mean_E).T @ (load_BE - mean_E) / max(num_batches - 1, 1)
+    risk_E = mean_E + _Z * np.sqrt(covariance_EE.diagonal())
+    order_E, size = np.argsort(-risk_E, kind="stable"), -(-num_experts // _QUARTERS)
+
+    def dealt(expert_I: NDArray[np.int64], spare: int) -> NDArray[np.int64]:
+        """Replicas of some experts that get so many spare slots: int64 [I]."""
+        return _spread(risk_E[expert_I][None], len(expert_I) + spare, num_ranks)[1][0]
+
+    replicas_E, spare = np.ones(num_experts, dtype=np.int64), num_slots - num_experts
+    for first in range(0, num_experts, size):
+        part, later = order_E[first : first + size], order_E[first + size :]
+        greedy = int(dealt(order_E[first:], spare)[: len(part)].sum()) - len(part)
+        fewest = max(0, greedy - _WIDTH, spare - len(later) * (num_ranks - 1))
+        plans = []
+        for number in range(fewest, min(spare, greedy + _WIDTH, len(part) * (num_ranks - 1)) + 1):
+            replicas_E[part], replicas_E[later] = dealt(part, number), dealt(later, spare - number)
+            expert_P = _pack_by_risk(mean_E, covariance_EE, replicas_E, num_ranks)
+            plan = Replication("variance", expert_P[None], num_experts, num_ranks)
+            fullest = plan.rank_load(load_BE[:, None]).max(axis=2).mean()
+            plans.append((fullest, abs(number - greedy), number, plan))
+        *_, number, plan = min(plans, key=lambda tried: tried[:3])
+        replicas_E[part] = dealt(part, number)
+        spare -= number
+    return plan
+
+
 def stacking_words(stacked: NDArray[np.bool_], ranks: str) -> str:
     """Say on how many ``ranks`` the second of two replicas relieves nobody (``Replication.stacked``)."""
     on = f"{stacked.sum()} of {stacked.size} {ranks}"
     return f"two replicas of one expert stand together, where the second relieves nobody, on {on}"
 
 
-def load_of_others(load_BE: ArrayLike) -> NDArray[np.float64]:
-    """For each batch the mean load of all others, which a server knows ahead of it: float64 [B, E].
+def other_batches(load_BE: ArrayLike, index: int) -> NDArray[np.float64]:
+    """Loads of all batches but one, which a server knows ahead of it: float64 [B - 1, E].
 
     A batch that stands alone is planned for itself.
     """
     load_BE = np.asarray(load_BE, dtype=np.float64)
-    return (load_BE.sum(axis=0) - load_BE) / (len(load_BE) - 1) if len(load_BE) > 1 else load_BE
+    return np.delete(load_BE, index, axis=0) if len(load_BE) > 1 else load_BE
 
 
-def _spread(load_XE: NDArray[np.float64], num_slots: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _spread(
+    load_XE: NDArray[np.float64], num_slots: int, most: int | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Give every expert a replica, and every slot left to the expert whose replicas then bear most.
+
+    Args:
+        most: replicas of an expert; None = any number.
 
     Returns:
         The expert of each replica in the order in which they were given, int64 [X, num_slots], and each expert's
@@ -181,7 +214,8 @@ def _spread(load_XE: NDArray[np.float64], num_slots: int) -> tuple[NDArray[np.in
     replica_XP[:, :num_experts] = np.arange(num_experts)
     replicas_XE = np.ones(load_XE.shape, dtype=np.int64)
     for slot in range(num_experts, num_slots):
-        busiest_X = (load_XE / replicas_XE).argmax(axis=1)
+        share_XE = load_XE / replicas_XE
+        busiest_X = (share_XE if most is None else np.where(replicas_XE < most, share_XE, -1)).argmax(axis=1)
         replica_XP[:, slot] = busiest_X
         replicas_XE[row_X, busiest_X] += 1
     return replica_XP, replicas_XE
@@ -210,86 +244,40 @@ def pack(load_XI: NDArray[np.float64], num_packs: int) -> NDArray[np.int64]:
     return item_XI
 
 
-def balance(slot_expert_P: ArrayLike, load_E: ArrayLike, num_ranks: int) -> NDArray[np.int64]:
-    """Split every expert's pairs over its slots so that the fullest rank is as empty as these slots allow.
-
-    The linear program: minimise t, where x_er >= 0 pairs of expert e go to rank r that holds it, all of an expert's
-    pairs go somewhere, and no rank gets more than t. Of whole pairs the fullest rank gets t rounded up, because flows
-    with whole capacities have whole solutions: rounding costs less than one pair.
-
-    Args:
-        slot_expert_P: the expert in each slot, P / num_ranks of them on every rank, as in ``Replication``.
-        load_E: whole pairs of every expert in one batch, below 2**31 in all.
-
-    Returns:
-        int64 [P], pairs of every slot. Of an expert's slots on one rank the first takes all.
-    """
-    from scipy.optimize import linprog  # It takes a second to import.
-    from scipy.sparse import csr_array
-
-    expert_P, load_E, R = np.asarray(slot_expert_P), np.asarray(load_E, dtype=np.int64), num_ranks
-    rank_P = np.arange(len(expert_P)) // (len(expert_P) // R)
-    # V = experts on ranks, in however many slots; those on several ranks are X experts in S places.
-    place_V, first_V = np.unique(rank_P * len(load_E) + expert_P, return_index=True)
-    rank_V, expert_V = np.divmod(place_V, len(load_E))
-    is_shared_V = np.bincount(expert_V, minlength=len(load_E))[expert_V] > 1
-    pairs_V = np.where(is_shared_V, 0, load_E[expert_V])
-    if is_shared_V.any():
-        fixed_R, rank_S = np.bincount(rank_V, pairs_V, minlength=R), rank_V[is_shared_V]
-        shared_X, expert_S = np.unique(expert_V[is_shared_V], return_inverse=True)
-        load_X, S = load_E[shared_X], len(rank_S)
-        share_S, values, minus_t = np.arange(S), np.ones(S), (-np.ones(R), (np.arange(R), np.full(R, S)))
-        on_ranks = csr_array((values, (rank_S, share_S)), shape=(R, S + 1)) + csr_array(minus_t, shape=(R, S + 1))
-        of_experts = csr_array((values, (expert_S, share_S)), shape=(len(load_X), S + 1))
-        solution = linprog(
-            np.r_[np.zeros(S), 1.0], A_ub=on_ranks, b_ub=-fixed_R, A_eq=of_experts, b_eq=load_X, method="highs-ds"
-        )
-        assert solution.status == 0, solution.message
-        pairs_V[is_shared_V] = _whole_pairs(solution.fun, load_X, fixed_R.astype(np.int64), expert_S, rank_S)
-    pairs_P = np.zeros(len(expert_P), dtype=np.int64)
-    pairs_P[first_V] = pairs_V
-    return pairs_P
-
-
-def _whole_pairs(
-    least: float,
-    load_X: NDArray[np.int64],
-    fixed_R: NDArray[np.int64],
-    expert_S: NDArray[np.int64],
-    rank_S: NDArray[np.int64],
+def _pack_by_risk(
+    mean_E: NDArray[np.float64], covariance_EE: NDArray[np.float64], replicas_E: NDArray[np.int64], num_ranks: int
 ) -> NDArray[np.int64]:
-    """Whole pairs of every place, no rank above ``least`` rounded up: a flow from experts over places to ranks.
+    """The expert of every slot, int64 [P]: the heaviest replica first, each onto the rank that then has least risk."""
+    share_E, room = mean_E / replicas_E, replicas_E.sum() // num_ranks
+    shared_EE = covariance_EE / replicas_E / replicas_E[:, None]
+    held: list[list[int]] = [[] for _ in range(num_ranks)]
+    mean_R, variance_R, cross_RE = np.zeros(num_ranks), np.zeros(num_ranks), np.zeros((num_ranks, len(mean_E)))
+    is_full_R, holds_RE = np.zeros(num_ranks, dtype=bool), np.zeros((num_ranks, len(mean_E)), dtype=bool)
+    for expert in np.argsort(-share_E, kind="stable").repeat(replicas_E[np.argsort(-share_E, kind="stable")]):
+        variance_after_R = variance_R + shared_EE[expert, expert] + 2 * cross_RE[:, expert]
+        risk_R = mean_R + share_E[expert] + _Z * np.sqrt(np.maximum(variance_after_R, 0))
+        barred_R = is_full_R | holds_RE[:, expert]
+        rank = int(np.where(is_full_R if barred_R.all() else barred_R, np.inf, risk_R).argmin())
+        held[rank].append(int(expert))
+        mean_R[rank] += share_E[expert]
+        variance_R[rank] = variance_after_R[rank]
+        cross_RE[rank] += shared_EE[expert]
+        is_full_R[rank], holds_RE[rank, expert] = len(held[rank]) == room, True
+    return np.array(_unstacked(held)).ravel()
 
-    Args:
-        fixed_R: pairs that a rank has beside.
-        expert_S, rank_S: of each place.
+
+def _unstacked(held: list[list[int]]) -> list[list[int]]:
+    """Exchange replicas that stand together for experts of other ranks.
+
+    A rank without the expert always has one that this rank lacks: it holds as many distinct experts, or more.
     """
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import maximum_flow
-
-    X, R = len(load_X), len(fixed_R)
-    source, sink, num_nodes = X + R, X + R + 1, X + R + 2
-    tails = np.r_[np.full(X, source), expert_S, X + np.arange(R)]
-    heads = np.r_[np.arange(X), X + rank_S, np.full(R, sink)]
-    most = int(np.ceil(least - 1e-6 * max(1.0, least)))  # The solver may be so far off.
-    while True:
-        room_R = np.maximum(most - fixed_R, 0)
-        capacities = np.r_[load_X, load_X[expert_S], room_R].astype(np.int32)
-        flow = maximum_flow(csr_array((capacities, (tails, heads)), shape=(num_nodes, num_nodes)), source, sink)
-        if flow.flow_value == load_X.sum():
-            return np.asarray(flow.flow.toarray()[expert_S, X + rank_S], dtype=np.int64)
-        most += 1
-
-
-def least_fullest(load_E: ArrayLike, *, num_slots: int, num_ranks: int) -> float:
-    """A bound: no placement of so many slots and no split of pairs has a fullest rank with fewer pairs.
-
-    The larger of two: the mean rank's load, and the greatest share of an expert, whose replicas together bear all of
-    it, under the best numbers of replicas (``_spread``).
-    """
-    load_1E = np.asarray(load_E, dtype=np.float64)[None]
-    _, replicas_1E = _spread(load_1E, num_slots)
-    return float(max(load_1E.sum() / num_ranks, (load_1E / replicas_1E).max()))
+    for here in held:
+        for expert in [expert for place, expert in enumerate(here) if expert in here[:place]]:
+            there, other = next(
+                (rank, other) for rank in held if expert not in rank for other in rank if other not in here
+            )
+            here[len(here) - 1 - here[::-1].index(expert)], there[there.index(other)] = other, expert
+    return held
 
 
 def _check(num_experts: int, num_slots: int, num_ranks: int, num_nodes: int, num_groups: int, policy: str) -> str:

@@ -113,13 +113,13 @@ class Metric:
 
     Attributes:
         dtype: integers are exact.
-        of: what it is computed from: the routing, the scores alone (no policy changes it), the layer's output, or
-            image tokens, which not every workload has.
+        of: what it is computed from: the routing, the scores alone (no policy changes it), the layer's output, image
+            tokens, which not every workload has, or slots, where experts are not at their homes (``ADDED``).
     """
 
     name: str
     dtype: pa.DataType
-    of: Literal["routing", "scores", "output", "images"] = "routing"
+    of: Literal["routing", "scores", "output", "slots", "images"] = "routing"
 
     @property
     def is_integer(self) -> bool:
@@ -165,8 +165,12 @@ METRICS = {
         Metric("output_error", pa.float64(), of="output"),
         Metric("num_image_tokens", pa.int64(), of="images"),  # valid ones
         Metric("image_load_E", _COUNTS, of="images"),  # of load_E
+        Metric("slot_load_P", _COUNTS, of="slots"),  # per slot, from this source rank
+        Metric("moved_weight_bytes", pa.int64(), of="slots"),  # of experts that this rank is sent for the batch
     )
 }
+# Columns that parts of the same version may lack.
+ADDED = tuple(name for name, metric in METRICS.items() if metric.of == "slots")
 # What ``metrics.routing_metrics`` returns, in this order.
 ROUTING_METRICS = tuple(name for name, metric in METRICS.items() if metric.of in ("routing", "scores"))
 
@@ -176,9 +180,10 @@ _UNITS = {
     "tokens": ("num_tokens", "tokens_without_expert", "num_image_tokens"),
     "pairs": (
         *("load_E", "load_R", "num_pairs", "padding_pairs", "num_topk_pairs", "num_dropped_pairs", "crossing_pairs"),
-        *("image_load_E", "num_dropped_image_pairs"),
+        *("image_load_E", "num_dropped_image_pairs", "slot_load_P"),
     ),
     "copies": ("crossing_copies",),
+    "bytes": ("moved_weight_bytes",),
     "experts": (*("experts_per_token", "activated_experts", "activated_experts_fullest_rank"),),
     "share": (
         *("dropped_fraction", "retained_mass_topk", "retained_mass_all", "excess_load", "topk_share", "entropy"),

@@ -410,8 +410,9 @@ def test_options_become_a_config_of_modelled_emulation() -> None:
     assert config["workload"]["num_tokens"] == 16384
     assert config["sweep"] == {"workload.seed": [1, 2, 3, 4, 5], "workload.peak_load": [1.2, 2.0, 4.0]}
     assert (config["emulate"]["device"], config["emulate"]["links"]) == ("h100-sxm", "h100-nvlink4")
-    lp = {"solve_us": 100.0}
-    assert config["emulate"]["replication"] == [{"spare_per_rank": 1}, {"spare_per_rank": 1, **lp}]
+    others = [{"balancer": "lp"}, {"plan": "variance"}]
+    assert config["emulate"]["replication"] == [{"spare_per_rank": 1, **other} for other in ({}, *others)]
+    assert config["emulate"]["rebalance"] == [{"name": "llep"}, {"name": "ultra"}]
     labels = candidates_of(question)
     for name in ("token_drop", "expanded_drop"):
         assert all(f"{name} capacity_factor={factor}" in labels for factor in (1.0, 1.5, 2.0))
@@ -530,6 +531,7 @@ def test_a_config_that_is_only_asked_about_needs_no_policies(tmp_path: Path) -> 
     values = {"name": "mine", "model": shape, "workload": {"kind": "synthetic", "num_tokens": 256, "peak_load": 2.0}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**values, "layer": {"ep_size": 4}}))
     assert "token_drop" in candidates_of(asked(tmp_path / "mine.yaml"))[0]
+    assert main(["advise", str(tmp_path / "mine.yaml"), "--device", "h100-sxm", "--dry-run"]) == 0
 
 
 def test_what_was_not_asked_for_is_said_to_be_assumed() -> None:
@@ -579,7 +581,7 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
     without = asked(*olmoe, "--trace", recording(tmp_path / "top.safetensors", full=False))
     assert {label.split()[0] for label in candidates_of(without)} == {"token_drop", "budget_drop"}
     assert sum("looks past the top-k" in line for line in without.left_out) == 2
-    assert without.left_out[-1] == "EPLB: one rank holds all experts"
+    assert without.left_out[-1] == "EPLB, LLEP, UltraEP: one rank holds all experts"
     full = asked(*olmoe, "--trace", recording(tmp_path / "full.safetensors", full=True))
     assert full.left_out == without.left_out[-2:]
     assert [one.workload.layer for one in full.experiments] == [0, 1, 2], "all that were recorded"
@@ -706,7 +708,7 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
     monkeypatch.setattr(page, "_drawn", lambda store: ())  # figures have tests of their own
     shown = " ".join(page_of([out], []).split())
     assert all(str(escape(line)) in shown for line in advice_lines(out))
-    assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 12 candidates x 5 batches x 2 points, modelled on h100-sxm")
+    assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 15 candidates x 5 batches x 2 points, modelled on h100-sxm")
     described = json.loads((out / "run.json").read_text())
     assert set(described["hashes"]["workload"].values()) == {None}, "nobody asked for a survey"
     written = {part: part.stat().st_mtime_ns for part in (out / "cases").iterdir()}
@@ -748,7 +750,7 @@ def test_prefill_and_decode_are_answered_at_once(tmp_path: Path, capsys: pytest.
     first, *_ = told.split("PREFILL")
     phases = [line.split()[0] for line in first.splitlines() if line.startswith(("prefill", "decode"))]
     assert phases == ["prefill", "decode"]
-    assert "the time to solve the linear program, assumed" in told
+    assert "us to solve: assumed, and in the speedup" in told
     assert "requests that decode route as their prompts did" in told
     for phase in phases:
         assert (out / phase / "advise.yaml").is_file()
@@ -764,7 +766,9 @@ def test_the_readmes_example_is_answered_as_it_says(tmp_path: Path, capsys: pyte
     assert main(["advise", str(config), "--out", str(tmp_path / "out")]) == OK
     use, costs = capsys.readouterr().out.splitlines()[:2]
     said = " ".join(readme.split())
-    gain, least, most = re.search(r"^Use EPLB.* is ([\d.]+) times .*; ([\d.]+) to ([\d.]+) by draw", use).groups()
+    gain, least, most = re.search(
+        r"^Use variance plan.* is ([\d.]+) times .*; ([\d.]+) to ([\d.]+) by draw", use
+    ).groups()
     gib = float(re.search(r"([\d.]+) GiB more memory", costs)[1])
     how = f"modelled; {least} to {most} by draw of the traffic"
     assert f"one layer {float(gain):.2f} times as fast ({how}), for {gib:.2f} GiB" in said

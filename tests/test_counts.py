@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 from test_workload import top_k_load
 from trace_files import loads_entry, write_loads
 
@@ -42,6 +43,16 @@ def written(folder: Path, form: str) -> Path:
             path.write_text(json.dumps({"logical_count": [COUNTS, COUNTS]}))
         case "loads":
             path.write_text(json.dumps([loads_entry(load_E_by_layer={"1": COUNTS[1], "2": COUNTS[2]})]))
+        case "nested":
+            path.write_text(json.dumps({str(i): {str(e): n for e, n in enumerate(COUNTS[i]) if n} for i in (2, 1)}))
+        case "trtllm":
+            path = folder / "expert_statistic"
+            path.mkdir()
+            (path / "meta_info.json").write_text(json.dumps({"num_experts": 4, "num_experts_per_token": 1}))
+            for rank in range(2):
+                of = {f"{i}_{layer}": np.array(COUNTS[layer]) for i in (100, 101) for layer in (1, 2)}
+                save_file(of, path / f"rank{rank}.safetensors")
+            save_file({"100_1": np.eye(4)}, path / "cooccurrence_rank0.safetensors")
         case "npz":
             np.savez(path, logical_count=np.array(COUNTS), rank=0)
         case "npz slots":
@@ -55,7 +66,19 @@ def written(folder: Path, form: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "form", ["matrix", "logical_count", "passes", "loads", "npz", "npz passes", "npz slots", "csv of ranks"]
+    "form",
+    [
+        "matrix",
+        "logical_count",
+        "passes",
+        "loads",
+        "nested",
+        "npz",
+        "npz passes",
+        "npz slots",
+        "csv of ranks",
+        "trtllm",
+    ],
 )
 def test_every_form_gives_the_same_loads(form: str, tmp_path: Path) -> None:
     path = written(tmp_path, form)
@@ -91,6 +114,28 @@ def test_a_wrong_csv_is_named(text: str, expected: str, tmp_path: Path) -> None:
         read_counts(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("arrays", "expected"),
+    [
+        (None, "rank0.safetensors and those of other ranks beside meta_info.json, got none"),
+        ({"100": [1, 2]}, r"rank0.safetensors: 100: expected arrays named <iteration>_<layer>"),
+        ({"1_1": [1, 2], "1_2": [1, 2, 3]}, r"1_2: expected whole numbers of shape 2, got int64 of shape \(3,\)"),
+        ({"1_1": [0.5, 1]}, "1_1: expected whole numbers of shape n, got float64"),
+        ({"1_1": [[1, 2]]}, "1_1: expected whole numbers of shape n, got int64 of shape"),
+        ({"1_1": [0, 0]}, "expected some count above 0, got none"),
+        (b"not safetensors", "rank0.safetensors: not readable"),
+    ],
+)
+def test_a_wrong_folder_of_tensorrt_llm_is_named(arrays: Any, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "meta_info.json").write_text("{}")
+    if isinstance(arrays, bytes):
+        (tmp_path / "rank0.safetensors").write_bytes(arrays)
+    elif arrays is not None:
+        save_file({name: np.array(values) for name, values in arrays.items()}, tmp_path / "rank0.safetensors")
+    with pytest.raises(ValueError, match=f"^[^\n]*{expected}[^\n]*$"):
+        read_counts(tmp_path)
+
+
 def config(folder: Path, **workload: Any) -> Path:
     path = folder / "config.yaml"
     asked = {"kind": "synthetic", "num_tokens": 512, "num_batches": 1, "skew_from": "counts.json", **workload}
@@ -110,6 +155,22 @@ def test_a_workload_is_as_skewed_as_was_counted(tmp_path: Path) -> None:
     assert compare(plain, ROUTING, on_cpu=True).comparison_id == comparison.comparison_id
     (given,) = load_experiments(config(tmp_path, peak_load=1.5), on_cpu=True)
     assert given.workload.targets(None)["peak_load"] == 1.5
+
+
+def test_a_workload_of_one_ranks_counts_says_so_or_is_refused_with_the_reason(tmp_path: Path) -> None:
+    for loads, top_k in ([[0, 0, 5, 3], [0, 0, 2, 7]], 1), ([[0, 0, 0, 9]], 2):
+        (tmp_path / "counts.json").write_text(json.dumps(loads))
+        path = config(tmp_path)
+        path.write_text(path.read_text().replace("top_k: 1", f"top_k: {top_k}"))
+        if top_k == 1:
+            (found,) = load_experiments(path, on_cpu=True)
+            described = describe_workload(compare(found, ROUTING, on_cpu=True))["description"]
+            assert "; only experts 2 to 3 of 4 are counted: one rank's alone? Sum all ranks' files; " in described
+            continue
+        expected = r"skew_from: .*counts.json: expected a peak load up to 2 \(experts / top_k\), got 4; only experts 3"
+        for overrides in ([], ["workload.layer=0"]):
+            with pytest.raises(ConfigError, match=expected):
+                load_experiments(path, overrides, on_cpu=True)
 
 
 def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path) -> None:
@@ -136,6 +197,14 @@ MISTAKES = {
     "negative": ([[1, -1, 0, 0]], "counts.json: expected counts from 0, got some below it"),
     "nothing": ([[0, 0, 0, 0]], "counts.json: expected some count above 0, got none"),
     "uneven": ([[1, 2], [1]], "counts.json: expected lists of equal length"),
+    "names": ({"0": {"a": 1}}, "counts.json: expected numbers of layers and experts up to 65535, got 'a'"),
+    "no experts": ({"0": {}}, "counts.json: expected counts by layer and expert, got shape"),
+    "numbers": ({"0": {"1": "many"}}, "counts.json: expected numbers of shape"),
+    "SGLang's map": ({"physical_to_logical_map": [[0, 1, 2, 3]]}, "physical_to_logical_map: an expert map, which says"),
+    "vLLM-Ascend's map": (
+        {"moe_layer_count": 1, "layer_list": [{"layer_id": 0, "device_count": 1, "device_list": []}]},
+        "counts.json: moe_layer_count: an expert map, which says where experts stand, not how often they are chosen",
+    ),
     "words": ([["a", "b", "c", "d"]], "counts.json: expected numbers of shape"),
 }
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from test_docs import GENERATED, PAGES, ROOT, THIRTEEN, code, commands
 from test_importers import esft, npy, raw, written
 from trace_files import write_trace
@@ -99,6 +100,7 @@ LISTED = {
     "advise --model olmoe-1b-7b --ep 8 --tokens 16384 --trace recordings/mine.safetensors": ("--dry-run", AN_ANSWER),
     "advise --model olmoe-1b-7b --ep 8 --tokens 16384 --trace recordings/prompts.safetensors": ("--dry-run", AN_ANSWER),
     "advise --model olmoe-1b-7b --ep 8 --tokens 16384 --counts counts.npz": ("--dry-run", AN_ANSWER),
+    "advise --model deepseek-v3 --ep 32 --tokens 16384 --counts expert_statistic": ("--dry-run", AN_ANSWER),
     "quality configs/quality-tasks-capacity.yaml --set model.checkpoint=/models/OLMoE-1B-7B-0924-Instruct "
     "--set limit=50": ("--dry-run", "needs the lm-evaluation-harness, and data that it fetches"),
     "papers configs/papers/capacity-figure4.yaml --set emulate.device=measured": ("--help", "needs a GPU: its times"),
@@ -206,6 +208,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     written(folder / "routes.jsonl", prompts, prompts)
     written(folder / "sglang.jsonl", {"meta_info": {"routed_experts": raw(routed), "prompt_tokens": 30}})
     np.savez(folder / "counts.npz", logical_count=np.arange(1, 16 * 64 + 1).reshape(16, 64))
+    (folder / "expert_statistic").mkdir()
+    (folder / "expert_statistic" / "meta_info.json").write_text("{}")
+    counts = {f"100_{layer}": np.arange(1, 257) for layer in range(3, 61)}
+    save_file(counts, folder / "expert_statistic" / "rank0.safetensors")
     esft(folder / "ESFT", lengths=(40, 30), domains=("intent",))
     sizes = {"length_S": (30, 20), "num_layers": 24, "num_experts": 32, "top_k": 4}
     write_trace(folder / "recordings" / "gpt-oss-20b-mixed.safetensors", **sizes, normalised=True)

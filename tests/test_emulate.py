@@ -234,7 +234,7 @@ def test_a_skew_that_a_later_batch_cannot_have_is_one_line(tmp_path: Path, capsy
     assert not list((tmp_path / "out").glob("cases/*"))
 
 
-LP = {"spare_per_rank": 1, "solve_us": 100}
+LP = {"spare_per_rank": 1, "balancer": "lp"}
 REPLICATION = [{"spare_per_rank": 1}, LP, {**LP, "solve_us": 7}]
 MODELLED = {"emulate": {"links": "h20-nvlink4", "device": "h20", "replication": REPLICATION}}
 

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_ep_bench.balancers import lp
 from moe_ep_bench.bench.traffic import in_slots
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.metrics import routing_metrics
-from moe_ep_bench.placement import balance, replicate
+from moe_ep_bench.placement import replicate
 from moe_ep_bench.policies import RoutingContext, make_policy
 
 
@@ -22,9 +23,8 @@ def cases(draw: st.DrawFn) -> tuple[ExpertPlacement, torch.Tensor, int]:
     spare = draw(st.integers(0, 3))
     generator = np.random.default_rng(draw(st.integers(0, 10**6)))
     load_E = generator.exponential(size=num_experts)
-    slots = ExpertPlacement.of_replication(
-        replicate(load_E, num_slots=num_experts + spare * num_ranks, num_ranks=num_ranks, policy="global")
-    )
+    plan = replicate(load_E, num_slots=num_experts + spare * num_ranks, num_ranks=num_ranks, policy="global")
+    slots = ExpertPlacement(plan.slot_expert_LP[0], num_experts, num_ranks)
     map_TE = torch.from_numpy(generator.random((draw(st.integers(0, 40)), num_experts)) < 0.4)
     return slots, map_TE, draw(st.integers(0, num_ranks - 1))
 
@@ -52,7 +52,7 @@ def test_a_split_gives_every_slot_its_pairs_and_every_rank_sends_each_its_share(
     generator = np.random.default_rng(seed)
     ranks = [map_TE[torch.from_numpy(generator.random(len(map_TE)) < 0.7)] for _ in range(slots.num_ranks)]
     counts_RE = np.stack([one.sum(0).numpy() for one in ranks])
-    pairs_P = balance(slots.expert_P, counts_RE.sum(axis=0), slots.num_ranks)
+    pairs_P = lp(slots.expert_P, counts_RE).pairs_P
     split = Split.of(slots.expert_P, pairs_P, counts_RE)
     slots = ExpertPlacement(slots.expert_P, slots.num_experts, slots.num_ranks, split)
     maps = [slots.spread(one, rank) for rank, one in enumerate(ranks)]
@@ -73,7 +73,7 @@ def test_metrics_of_placed_experts_are_those_of_a_slow_count(case, is_split: boo
     slots, map_TE, rank = case
     if is_split:
         counts_RE = np.tile(map_TE.sum(0).numpy(), (slots.num_ranks, 1))
-        pairs_P = balance(slots.expert_P, counts_RE.sum(axis=0), slots.num_ranks)
+        pairs_P = lp(slots.expert_P, counts_RE).pairs_P
         split = Split.of(slots.expert_P, pairs_P, counts_RE)
         slots = ExpertPlacement(slots.expert_P, slots.num_experts, slots.num_ranks, split)
     map_TP = slots.spread(map_TE, rank)
@@ -98,6 +98,8 @@ def test_contiguous_slots_change_no_metric() -> None:
     assert torch.equal(map_TP, routing.map_TE)
     metrics = routing_metrics(routing, scores_TE, context)
     _, placed = in_slots(routing.map_TE, slots, 1)
+    assert placed.pop("moved_weight_bytes") == 0
+    assert placed.pop("slot_load_P") == metrics["load_E"]
     assert placed == {key: metrics[key] for key in placed}
 
 

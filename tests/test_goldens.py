@@ -544,7 +544,7 @@ def read_routing(directory: Path) -> pd.DataFrame:
         rows[name] = [None if load is None else digest(load) for load in rows[name]]
     if "load_R" in rows:
         rows["load_R"] = [" ".join(map(str, load)) for load in rows["load_R"]]
-    return rows
+    return rows.drop(columns="slot_load_P", errors="ignore")  # in whose stead load_R and times are frozen
 
 
 def read_times(directory: Path) -> pd.DataFrame:

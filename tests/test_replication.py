@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import Replication, balance, least_fullest, load_of_others, replicate
+from moe_ep_bench.placement import Replication, other_batches, replicate
 
 some_examples = settings(max_examples=50)
 
@@ -135,8 +134,8 @@ def test_the_published_rules_stack_replicas_of_an_expert_that_outweighs_a_rank()
 
 
 def test_each_batch_is_planned_for_the_others() -> None:
-    assert load_of_others([[1, 2], [3, 4], [5, 0]]).tolist() == [[4, 2], [3, 1], [2, 3]]
-    assert load_of_others([[1, 2]]).tolist() == [[1, 2]]
+    assert other_batches([[1, 2], [3, 4], [5, 0]], 1).tolist() == [[1, 2], [5, 0]]
+    assert other_batches([[1, 2]], 0).tolist() == [[1, 2]]
 
 
 @pytest.mark.parametrize(("num_nodes", "num_groups", "policy"), [(2, 1, "auto"), (2, 4, "global"), (5, 7, "auto")])
@@ -181,105 +180,6 @@ def test_ranks_bear_all_of_any_load_and_each_replica_its_even_share(
         held = plan.slot_expert_LP[layer, rank * per_rank : (rank + 1) * per_rank].tolist()
         shares = [load_BLE[batch, layer, e] / plan.slot_expert_LP[layer].tolist().count(e) for e in held]
         assert load_BLR[batch, layer, rank] == pytest.approx(sum(shares), rel=1e-12)
-
-
-# --- Balancing by a linear program ------------------------------------------------------------------
-
-
-def rank_pairs(pairs_P: Any, num_ranks: int) -> Any:
-    return np.asarray(pairs_P).reshape(num_ranks, -1).sum(axis=1)
-
-
-def least_split(slot_expert_P: list[int], load_E: list[int], num_ranks: int) -> int:
-    """The fullest rank of the best of all whole splits, tried one by one."""
-    per_rank = len(slot_expert_P) // num_ranks
-    homes = [
-        sorted({slot // per_rank for slot, held in enumerate(slot_expert_P) if held == e}) for e in range(len(load_E))
-    ]
-    loads = {(0,) * num_ranks}
-    for load, ranks in zip(load_E, homes, strict=True):
-        splits = [one for one in itertools.product(range(load + 1), repeat=len(ranks)) if sum(one) == load]
-        loads = {
-            tuple(had + dict(zip(ranks, split, strict=True)).get(rank, 0) for rank, had in enumerate(before))
-            for before in loads
-            for split in splits
-        }
-    return min(map(max, loads))
-
-
-@settings(some_examples, max_examples=30)
-@given(data=st.data())
-def test_no_whole_split_has_a_less_full_rank_than_the_linear_program_s(data: st.DataObject) -> None:
-    """Brute force over all splits: rounding loses nothing against the best of whole pairs."""
-    num_ranks, num_experts = data.draw(st.integers(2, 3)), data.draw(st.integers(1, 4))
-    per_rank = -(-num_experts // num_ranks) + data.draw(st.integers(0, 2))
-    load = st.lists(st.integers(0, 5), min_size=num_experts, max_size=num_experts)
-    load_E, planned_E = data.draw(load), data.draw(load)
-    (slot_expert_P,) = replicate(planned_E, num_slots=num_ranks * per_rank, num_ranks=num_ranks).slot_expert_LP
-    pairs_P = balance(slot_expert_P, load_E, num_ranks)
-    assert np.bincount(slot_expert_P, pairs_P, minlength=num_experts).tolist() == load_E
-    assert pairs_P.min() >= 0
-    assert rank_pairs(pairs_P, num_ranks).max() == least_split(slot_expert_P.tolist(), load_E, num_ranks)
-
-
-@some_examples
-@given(sizes=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2)), data=st.data())
-def test_a_linear_program_lies_between_the_bound_and_even_shares(
-    sizes: tuple[int, int, int], data: st.DataObject
-) -> None:
-    """Of loads of any size; whole pairs cost less than one. Without spare slots there is nothing to split."""
-    num_ranks, experts_per_rank, spare = sizes
-    num_experts, num_slots = num_ranks * experts_per_rank, num_ranks * (experts_per_rank + spare)
-    load = st.lists(st.integers(0, 10**6), min_size=num_experts, max_size=num_experts)
-    load_E, planned_E = data.draw(load), data.draw(load)
-    plan = replicate(planned_E, num_slots=num_slots, num_ranks=num_ranks)
-    even = plan.rank_load(load_E).max()
-    fullest = rank_pairs(balance(plan.slot_expert_LP[0], load_E, num_ranks), num_ranks).max()
-    assert fullest < even + 1
-    if spare == 0:
-        assert fullest == even
-    bound = least_fullest(load_E, num_slots=num_slots, num_ranks=num_ranks)
-    assert not_above(fullest) >= bound >= sum(load_E) / num_ranks
-
-
-@settings(some_examples, max_examples=20)
-@given(
-    sizes=st.sampled_from([(2, 2, 1), (2, 2, 2), (3, 2, 2), (3, 3, 1), (2, 3, 1)]),
-    data=st.data(),
-)
-def test_no_plan_and_no_split_go_below_the_bound(sizes: tuple[int, int, int], data: st.DataObject) -> None:
-    """All placements one by one, each split at its best."""
-    num_experts, num_ranks, per_rank = sizes
-    load_E = data.draw(st.lists(st.integers(0, 20), min_size=num_experts, max_size=num_experts))
-    num_slots = num_ranks * per_rank
-    best = min(
-        rank_pairs(balance(slots, load_E, num_ranks), num_ranks).max()
-        for slots in itertools.product(range(num_experts), repeat=num_slots)
-        if len(set(slots)) == num_experts
-    )
-    assert not_above(best) >= least_fullest(load_E, num_slots=num_slots, num_ranks=num_ranks)
-
-
-def test_a_linear_program_balances_what_even_shares_cannot() -> None:
-    """Worked out by hand: expert 0 is on both ranks, expert 1 on the first alone."""
-    slots, load_E = [0, 1, 0, 2], [6, 5, 1]
-    assert rank_pairs(balance(slots, load_E, 2), 2).tolist() == [6, 6]
-    assert Replication("global", np.array([slots]), 3, 2).rank_load(load_E).tolist() == [[8, 4]]
-    assert least_fullest(load_E, num_slots=4, num_ranks=2) == 6
-    assert least_fullest([12, 1, 1], num_slots=4, num_ranks=4) == 6
-
-
-# --- Memory ------------------------------------------------------------------------------------------
-
-
-def test_a_spare_slot_per_rank_of_deepseek_v3_costs_one_expert_per_layer() -> None:
-    """58 layers x 3 x 7168 x 2048 weights in fp8, with 32 spare slots on 32 ranks (arXiv 2412.19437, 3.4.1)."""
-    plan = replicate([[1] * 256], num_slots=288, num_ranks=32)
-    model = ModelSpec.named("deepseek-v3")
-    assert plan.extra_bytes_per_rank(model, 1) == 58 * 3 * 7168 * 2048 == 2_554_331_136
-    assert plan.extra_bytes_per_rank(model, 2) == 2 * plan.extra_bytes_per_rank(model, 1)
-    assert replicate([[1] * 256], num_slots=256, num_ranks=32).extra_bytes_per_rank(model, 2) == 0
-    assert replicate([[1] * 256], num_slots=320, num_ranks=64).extra_bytes_per_rank(model, 1) == 2_554_331_136
 
 
 # --- Wrong inputs ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from trace_files import write_trace
 
 import plot_results
+from moe_ep_bench import balancers
 from moe_ep_bench.analysis.cases import CASE, cases, load, routing
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import render
@@ -31,7 +32,7 @@ from moe_ep_bench.metrics import (
     imbalance,
     rank_imbalance,
 )
-from moe_ep_bench.placement import balance, replicate
+from moe_ep_bench.placement import replicate
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import ROUTING_SCHEMA
@@ -183,7 +184,7 @@ def test_ranks_bear_the_loads_of_their_experts_side_by_side(loaded: Store) -> No
 
 def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: Path) -> None:
     """Two batches, each planned for the other; EPLB's even shares, and those of the linear program."""
-    replication = [{"spare_per_rank": 1}, {"spare_per_rank": 1, "solve_us": 100}, {"spare_per_rank": 16}]
+    replication = [{"spare_per_rank": 1}, {"spare_per_rank": 1, "balancer": "lp"}, {"spare_per_rank": 16}]
     config = write_config(tmp_path, emulate={"replication": replication})
     store = load(route(config, tmp_path / "out", []).root)
     routed = routing(store)
@@ -195,7 +196,8 @@ def test_replicas_have_the_ranks_of_emulated_ones_and_keep_every_pair(tmp_path: 
         plan = replicate(load_BE[1 - index], num_slots=68, num_ranks=4)
         # Whole pairs of each source rank in turn: at most one off for each slot and source.
         assert np.abs(even_R - plan.rank_load(load_BE[index])[0]).max() <= 17 * 4
-        assert split_R.max() == balance(plan.slot_expert_LP[0], load_BE[index], 4).reshape(4, -1).sum(axis=1).max()
+        (slots_P,), loads_RE = plan.slot_expert_LP, np.pad(load_BE[index][None], ((0, 3), (0, 0)))
+        assert split_R.max() == balancers.lp(slots_P, loads_RE).pairs_P.reshape(4, -1).sum(axis=1).max()
         assert split_R.max() <= even_R.max()
         assert split_R.max() < counts[index].sum(axis=0).max()
     for rows in (static, lp):

@@ -63,8 +63,11 @@ CHANGES = {
     "layer.ep_size=7": "layer.ep_size: expected a divisor of the 64 experts",
     "layer.ep_size=16": "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks",
     "emulate.replication=[{spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts, got 57",
-    "emulate.replication=[{spare_per_rank: 1, policy: global}]": "0.policy: is gone; replicas are",
-    "emulate.replication=[{spare_per_rank: 1, balancer: lp}]": "balancer: is gone; use emulate.replication.solve_us",
+    "emulate.replication=[{spare_per_rank: 1, policy: global}]": "0.policy: is gone; use emulate.replication.plan",
+    "emulate.replication=[{spare_per_rank: 1, balancer: best}]": "balancer: expected static, lp or activated, got",
+    "emulate.replication=[{spare_per_rank: 1, solve_us: 5}]": "solve_us: expected balancer lp or activated beside it",
+    "emulate.rebalance=[{name: llep, spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts",
+    "emulate.rebalance=[{name: best}]": "name: expected llep or ultra, got",
     "emulate.chunk_tokens=64": "emulate.chunk_tokens: is gone; use fewer workload.num_tokens",
 }
 

@@ -29,12 +29,13 @@ from layer_laws import (
 )
 from torch import Tensor
 
+from moe_ep_bench.balancers import lp, static, ultra, with_free_slots
 from moe_ep_bench.bench.comparison import VIRTUAL
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.rank_timers import MeasuredRanks
 from moe_ep_bench.bench.routing import Batches, CaseRouter
 from moe_ep_bench.bench.traffic import Traffic, traffic_of
-from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
+from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.layer.megatron import expert_parallel_groups
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
@@ -43,7 +44,7 @@ from moe_ep_bench.layer.scores import logits_from_scores
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks, with_slots
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import balance, replicate
+from moe_ep_bench.placement import replicate
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import Ranks
 
@@ -163,13 +164,18 @@ def every_part_equals_the_dense_reference(lab: Lab) -> None:
 def experts_in_slots_equal_the_dense_reference(lab: Lab) -> None:
     load_E = torch.arange(LITE.num_experts).numpy() ** 2.0
     plan = replicate(load_E, num_slots=LITE.num_experts + 8, num_ranks=4)
-    even = ExpertPlacement.of_replication(plan)
     counts_RE = np.full((4, LITE.num_experts), 5)
-    pairs_P = balance(plan.slot_expert_LP[0], counts_RE.sum(axis=0), 4)
+    counts_RE[:, :2] = 90
+    free_P = with_free_slots(LITE.num_experts, 4, 2)
+    moved = ultra(free_P, counts_RE, least_pairs=1, threshold=1)
+    assert moved.moves
     for slots in (
         ExpertPlacement(np.arange(LITE.num_experts).reshape(-1, 4).T.flatten(), LITE.num_experts, 4),
-        even,
-        replace(even, split=Split.of(even.expert_P, pairs_P, counts_RE)),
+        *(
+            ExpertPlacement.of_batch(balance(plan.slot_expert_LP[0], counts_RE), counts_RE, 1)
+            for balance in (static, lp)
+        ),
+        ExpertPlacement.of_batch(moved, counts_RE, 1),
     ):
         layer = Layer(lab, LITE, 4, slots=slots)
         for spec in (SOME[0], SOME[1], SOME[3]):
@@ -202,7 +208,8 @@ def experts_in_slots_compute_what_was_worked_out(lab: Lab) -> None:
         config.write_text(CONFIG)
         (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
     plain = ExpertPlacement.contiguous(64, 4)
-    spare = ExpertPlacement.of_replication(replicate(torch.arange(64).numpy(), num_slots=68, num_ranks=4))
+    spared = replicate(torch.arange(64).numpy(), num_slots=68, num_ranks=4)
+    spare = ExpertPlacement(spared.slot_expert_LP[0], 64, 4)
     batches, timer = Batches(comparison, lab.device), MeasuredRanks(comparison, lab.device)
     for case, slots in itertools.product(comparison.cases[:4], (plain, spare)):
         router = CaseRouter(case, slots, seed=0)

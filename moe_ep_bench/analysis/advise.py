@@ -73,7 +73,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
     """
     rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
     rows = rows[rows["role"].isin(["policy", "replication"]) & (rows["policy"] != "topk")]
-    rows = rows[rows["speedup_median"].notna() & rows["dropped_share"].notna()]
+    rows = rows[rows["speedup_median"].notna() & rows["dropped_share"].notna()].copy()  # of one piece
     within = rows["dropped_share"] <= bounds.max_dropped + _ROUNDING
     within &= rows["retained_mass"] >= bounds.min_retained - _ROUNDING
     fits = rows["fits"].fillna(True).astype(bool)
@@ -82,7 +82,7 @@ def candidates(store: Store, bounds: Bounds) -> pd.DataFrame:
         within=within,
         fits=fits,
         pays=within & fits & (rows["verdict"] == "faster"),
-        more_gib=rows["extra_bytes_per_rank"].astype(float) / 2**30,
+        more_gib=rows["extra_gib_per_rank"].astype(float),
         log_speed={index: _center(ratio) for index, ratio in _ratios(store, rows).items()},
         kept=rows["retained_mass"].clip(upper=1).round(_DIGITS),
     )
@@ -460,8 +460,8 @@ def _notes(
     yield from _draw_notes(rows, about, natives)
     if rows["policy_params"].str.contains('"solve_us"').any():
         yield (
-            "LP: the time to solve the linear program, assumed, is in the speedup (LPLB: about 100 us in a node, whose "
-            "loads it sums; over nodes it takes longer)"
+            "us to solve: assumed, and in the speedup (LPLB says about 100 us in a node, over nodes longer; UltraEP "
+            "within 100 us at EP 64)"
         )
     tails = set(about["tail_model"].dropna())
     looking = sorted(set(rows["label"][rows["looks_past_top_k"].eq(True)]))

@@ -94,7 +94,7 @@ def cases(store: Store) -> pd.DataFrame:
     """A row per case in reading order: baseline, noise, topk, policies, replication, ceiling.
 
     Columns: ``CASE``; those of ``comparisons`` but ``facts``; what the case is (``policy``, ``policy_params`` (JSON),
-    ``label``, ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``extra_bytes_per_rank``,
+    ``label``, ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``extra_gib_per_rank``,
     ``fits``, whether the model fits the device's memory; ``family``, the policy with every parameter but the capacity
     factor; ``family_label``, the same for people); ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank;
     ``speedup_*`` over native and ``over_topk_*`` over topk (median, low, high, is_interval); ``floor_low``,
@@ -167,7 +167,7 @@ def _identity(comparison: Comparison, case: Case) -> dict[str, Any]:
         "reason": case.reason,
         "capacity_factor": None if factor is None else float(factor),
         "looks_past_top_k": facts.looks_past_top_k,
-        "extra_bytes_per_rank": facts.extra_bytes_per_rank,
+        "extra_gib_per_rank": facts.extra_bytes_per_rank and facts.extra_bytes_per_rank / 2**30,
         "fits": fit and fit.holds(facts.extra_bytes_per_rank or 0),
     }
 

@@ -179,6 +179,7 @@ COLUMNS = {
         percentage("below_frontier_experts", "of experts", without_minus_zero, better="lower"),
         Column("output_error", "output error", form="{:.2g}", better="lower"),
         Column("extra_gib_per_rank", "more memory", "GiB a rank", "{:.3g}", better="lower"),
+        Column("moved_gib", "weights moved", "GiB a batch", "{:.3g}", better="lower"),
         percentage("kept_share", "mass kept", better="higher", native=1.0),
         Column("cross_entropy_added", "cross-entropy added", "nats", better="lower"),
         # Loads.

@@ -21,7 +21,6 @@ from moe_ep_bench.analysis.reduce import probe_floor_us
 from moe_ep_bench.analysis.store import Comparison, Store
 from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts
 from moe_ep_bench.machine.monitor import disturbances, remarks
-from moe_ep_bench.placement import LPLB_SOLVE_US
 from moe_ep_bench.policies.waits import waits_words
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 from moe_ep_bench.workload.formatting import tokens_words
@@ -157,13 +156,12 @@ NOTES = (
     ),
     Note(
         "route",
-        "EPLB: planned for the mean load of the other batches; what solving a linear program takes is not shown here, "
-        "emulate counts it",
+        "replicas: planned for the loads of the other batches; what solving takes is not shown here, emulate counts it",
         when="has_replicas",
     ),
     Note("route", "assumed: {image_share:.0%} of every sequence's tokens are an image's"),
-    Note(_TIMED, "{memory} more memory per rank, in all layers together"),
-    Note(_TIMED, "solving a linear program counts in every batch, as {solving} us, assumed, in the phase policy"),
+    Note(_TIMED, "{memory} more memory per rank: replicas in all layers together, moved weights in one"),
+    Note(_TIMED, "solving counts in every batch, as {solving} us, assumed, in the phase policy"),
     Note(_ALL, "mass kept above 100 %: the policy adds experts to the top-k", when="adds_experts"),
     Note(_TIMED, "{remarks}"),
 )
@@ -364,8 +362,8 @@ def _of_times(facts: TimedFacts, rows: pd.DataFrame, of_role: dict[str, pd.DataF
         "probes": most.get("probe_overhead", 0) > MAX_PROBE_OVERHEAD,
         **{name: most.get(name) for name in ("most_by_amdahl", "floor_low", "floor_high")},
         "memory": [
-            f"{row['label']}: {row['extra_bytes_per_rank'] / 2**30:.3g} GiB"
-            for row in replicas.dropna(subset="extra_bytes_per_rank").to_dict("records")
+            f"{row['label']}: {row['extra_gib_per_rank']:.3g} GiB"
+            for row in replicas.dropna(subset="extra_gib_per_rank").to_dict("records")
         ],
         "solving": solving_words(replicas["policy_params"]),
     }
@@ -410,9 +408,8 @@ def leaves_idle(rows: pd.DataFrame) -> bool:
 
 
 def solving_words(policy_params: Iterable[str]) -> str:
-    """What solving is taken to need for each replicated case that a linear program balances; empty without one."""
-    solved = [params for params in map(json.loads, policy_params) if "solve_us" in params]
-    times_us = {LPLB_SOLVE_US if params.get("solve_us") is None else params["solve_us"] for params in solved}
+    """What solving is taken to need for each case that solves every batch; empty without one."""
+    times_us = {params["solve_us"] for params in map(json.loads, policy_params) if params.get("solve_us") is not None}
     return " or ".join(f"{time_us:g}" for time_us in sorted(times_us))
 
 

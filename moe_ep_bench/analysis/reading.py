@@ -21,6 +21,7 @@ from moe_ep_bench.errors import UserError, brief, printable, problem_words
 from moe_ep_bench.files import read_json
 from moe_ep_bench.results import RunDirectory, check_size
 from moe_ep_bench.schema import (
+    ADDED,
     FRONTIER_SCHEMA,
     METRICS,
     SCHEMA_VERSION,
@@ -114,16 +115,24 @@ def read_run_json(path: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read columns of a part (None = all); ResultsError where it is damaged or lacks a column of the schema."""
+    """Read columns of a part (None = all); ResultsError where it is damaged or lacks a column of the schema.
+
+    Columns of ``ADDED`` are null where the part was written without them.
+    """
     try:
         # Quicker than pq.read_table by half: a part is one small file.
         with pq.ParquetFile(path) as part:
             check_size(path, part.metadata)
             fields = part.schema_arrow
-            for field in schema:
+            added = {field.name: field for field in schema if field.name in ADDED and field.name not in fields.names}
+            for field in (field for field in schema if field.name not in added):
                 if fields.names.count(field.name) != 1 or fields.field(field.name).type != field.type:
                     raise ResultsError(f"{path}: foreign, expected a column {field.name} of type {field.type}")
-            return part.read(list(columns or schema.names), use_threads=False)
+            wanted = list(columns or schema.names)
+            table = part.read([name for name in wanted if name not in added], use_threads=False)
+            for name in (name for name in wanted if name in added):
+                table = table.append_column(added[name], pa.nulls(len(table), added[name].type))
+            return table.select(wanted)
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {printable(str(error))}") from error
 

@@ -237,6 +237,7 @@ SHARES = ["topk_share", "entropy", "regime_single_head", "regime_smooth", "regim
 ROUTED = [
     "fullest_expert", "fullest_rank", "expert_imbalance", "rank_imbalance", "dropped_share", "retained_mass",
     "below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank",
+    "moved_gib",
 ]  # fmt: skip
 
 
@@ -273,11 +274,13 @@ def joined_routing(case: Case, facts: TimedFacts | RoutedFacts) -> pd.DataFrame:
     load_UE, load_URR = by_unit("load_E").sum(axis=1), by_unit("load_R")
     load_UR = load_URR.sum(axis=1)
     kept_U = mass_kept(rows, np.arange(len(rows)) // num_sources)
-    # Where replicas or other placements put an expert does not follow from the counts.
-    is_contiguous = (
-        isinstance(facts, RoutedFacts) or facts.placement == "contiguous"
-    ) and case.facts.role != "replication"
-    activated_UR = (load_UE.reshape(num_units, facts.num_ranks, -1) > 0).sum(axis=2)
+    # Slots say where replicas and moved weights are. Elsewhere experts are at their homes, or it is not known.
+    in_slots = rows["slot_load_P"].notna().all()
+    is_known = in_slots or (
+        (isinstance(facts, RoutedFacts) or facts.placement == "contiguous") and case.facts.role != "replication"
+    )
+    load_UP = by_unit("slot_load_P").sum(axis=1) if in_slots else load_UE
+    activated_UR = (load_UP.reshape(num_units, facts.num_ranks, -1) > 0).sum(axis=2)
     most = (np.nan, np.nan)
     if case.frontier is not None:
         most = (case.frontier[name].to_numpy() for name in ("kept_by_load", "kept_by_experts"))
@@ -299,7 +302,8 @@ def joined_routing(case: Case, facts: TimedFacts | RoutedFacts) -> pd.DataFrame:
             **dict(zip(("below_frontier", "below_frontier_experts"), (share - kept_U for share in most), strict=True)),
             "experts_per_token": (counts["num_pairs"] - counts["padding_pairs"]) / tokens_U,
             "activated_experts": (load_UE > 0).sum(axis=1),
-            "activated_fullest_rank": activated_UR.max(axis=1) if is_contiguous else np.nan,
+            "activated_fullest_rank": activated_UR.max(axis=1) if is_known else np.nan,
+            "moved_gib": by_unit(["moved_weight_bytes"]).sum(axis=(1, 2)) / 2**30,
             "load_E": list(load_UE),
             "load_R": list(load_UR),
             "image_load_E": list(by_unit("image_load_E").sum(axis=1)) if has_images else None,

@@ -113,7 +113,7 @@ VIEWS = {
         (
             *("label", "median_ms", "speedup_median", "verdict", *_COST, "p90_ms", "p99_ms", "pass_ms"),
             *("tokens_per_s_per_rank", "over_topk_median", "below_frontier", "below_frontier_experts", "output_error"),
-            *("activated_fullest_rank", "breakdown_slowest_phase"),
+            *("extra_gib_per_rank", "moved_gib", "activated_fullest_rank", "breakdown_slowest_phase"),
         ),
         notes=None,
     ),
@@ -140,6 +140,7 @@ VIEWS = {
                 "below_frontier",
             ),
             *("below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank"),
+            *("extra_gib_per_rank", "moved_gib"),
         ),
         notes=None,
     ),

@@ -6,16 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_ep_bench.config import Experiment, ReplicationConfig
+from moe_ep_bench.config import Experiment, RebalanceConfig, ReplicationConfig
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.policies.own import source_hash
 
 BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
-# Native routing on replicated experts: what spare memory buys in place of a policy.
+# Native routing on replicated experts: what spare memory, or weights that move, buy in place of a policy.
 REPLICATION = "replication"
 
+_PLANS = {"eplb": "EPLB", "variance": "variance plan", "llep": "LLEP", "ultra": "UltraEP"}
+_BALANCERS = {"static": "", "lp": " + LP", "activated": " + fewest activated"}
 _LABELS = {NOISE: "native again", CEILING: "native, balanced scores"}
 
 # What the baseline computes.
@@ -34,7 +36,7 @@ class CaseSpec:
     role: str
     name: str
     policy: Policy | None
-    replication: ReplicationConfig | None = None
+    replication: ReplicationConfig | RebalanceConfig | None = None
 
     def told(self, context: RoutingContext) -> RoutingContext:
         """Fields of the context that the router may see: policies know the padding, Megatron-Core's own does not."""
@@ -66,9 +68,10 @@ class CaseSpec:
     def label(self) -> str:
         if self.replication is None:
             return self.policy.label if self.policy else _LABELS.get(self.role, self.name)
-        spare, solve_us = self.replication.spare_per_rank, self.replication.solve_us
-        solving = "" if solve_us is None else f" + LP ({solve_us:g} us to solve)"
-        return f"EPLB{solving}, {spare} spare per rank"
+        wanted, plan = self.replication, _PLANS[self.replication.name]
+        balancer = "" if isinstance(wanted, RebalanceConfig) else _BALANCERS[wanted.balancer]
+        solving = "" if wanted.solving_us is None else f" ({wanted.solving_us:g} us to solve)"
+        return f"{plan}{balancer}{solving}, {wanted.spare_per_rank} spare per rank"
 
     def describe(self, comparison_id: str) -> dict[str, Any]:
         """What run.json says of the case."""
@@ -105,7 +108,8 @@ def cases_of(experiment: Experiment, comparison_id: str, *, timed: bool, replica
         for policy in experiment.make_policies()
         if timed or experiment.workload.padding_per_rank or policy != NATIVE
     ]
-    replicated = [CaseSpec("", REPLICATION, "eplb", None, wanted) for wanted in experiment.emulate.replication]
+    lossless = (*experiment.emulate.replication, *experiment.emulate.rebalance)
+    replicated = [CaseSpec("", REPLICATION, wanted.name, None, wanted) for wanted in lossless]
     ceiling = CaseSpec("", CEILING, "native_balanced", None)
     specs = [baseline, *[noise] * timed, *policies, *replicated * replicates, *[ceiling] * timed]
     return with_ids(comparison_id, specs)

@@ -110,12 +110,14 @@ def _baseline(experiment: Experiment, ep_size: int) -> Rows:
 
 def _replicas(experiment: Experiment, ep_size: int) -> Rows:
     """Replicas of a whole model; more spare experts than the model has others."""
-    wanted, num_experts = experiment.emulate.replication, experiment.model.spec().num_experts
-    yield wanted and experiment.scope == "model", "emulate.replication", "none with scope model", "some"
+    num_experts = experiment.model.spec().num_experts
     most = num_experts - num_experts // ep_size
-    for spare in (replication.spare_per_rank for replication in wanted):
-        held = f"at most {most}, with which every rank holds all {num_experts} experts"
-        yield spare > most, "emulate.replication: spare_per_rank", held, spare
+    for key in ("replication", "rebalance"):
+        wanted = getattr(experiment.emulate, key)
+        yield wanted and experiment.scope == "model", f"emulate.{key}", "none with scope model", "some"
+        for spare in (slots.spare_per_rank for slots in wanted):
+            held = f"at most {most}, with which every rank holds all {num_experts} experts"
+            yield spare > most, f"emulate.{key}: spare_per_rank", held, spare
 
 
 def whole_model(model: ModelSpec, experiment: Experiment) -> Rows:

@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.balancers import with_free_slots
 from moe_ep_bench.bench import words
 from moe_ep_bench.bench.cases import CaseSpec, cases_of
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
-from moe_ep_bench.config import Experiment, ReplicationConfig, SyntheticConfig
+from moe_ep_bench.config import Experiment, RebalanceConfig, ReplicationConfig, SyntheticConfig
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.transport import Exchange
@@ -35,7 +36,7 @@ from moe_ep_bench.kernels.dispatch import AUTO
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import Replication, replicate
+from moe_ep_bench.placement import replicate, replicate_by_risk
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
@@ -131,7 +132,7 @@ class Comparison:
         facts = {**case.describe(self.comparison_id), "subject": self.scope, "backend": self.backend}
         if self.backend != ROUTING:
             facts["kernel"] = self.kernel_of(case)
-        if self.links is not None:
+        if self.links is not None or case.replication is not None:
             facts["extra_bytes_per_rank"] = self.extra_bytes_per_rank(case)
         return facts
 
@@ -266,17 +267,32 @@ class Comparison:
         device = "cuda" if self.on_gpu else "cpu"
         return form_of(case.policy, device, asked).runs(self.most_tokens, self.model.num_experts)
 
-    def replicate(self, wanted: ReplicationConfig, load_E: NDArray[np.float64]) -> Replication:
-        """Place replicas for a load; see ``placement.replicate``."""
-        num_slots = self.model.num_experts + wanted.spare_per_rank * self.ep_size
-        return replicate(load_E, num_slots=num_slots, num_ranks=self.ep_size, num_groups=self.model.num_groups or 1)
+    def slots_ahead(
+        self, wanted: ReplicationConfig | RebalanceConfig, load_BE: NDArray[np.float64]
+    ) -> NDArray[np.int64]:
+        """The expert in each slot, int64 [P], as loads of batches that are known ahead have it placed."""
+        num_experts, num_ranks = self.model.num_experts, self.ep_size
+        if isinstance(wanted, RebalanceConfig):
+            return with_free_slots(num_experts, num_ranks, wanted.spare_per_rank)
+        sizes = {"num_slots": num_experts + wanted.spare_per_rank * num_ranks, "num_ranks": num_ranks}
+        if wanted.plan == "variance":
+            return replicate_by_risk(load_BE, **sizes).slot_expert_LP[0]
+        return replicate(load_BE.mean(axis=0), num_groups=self.model.num_groups or 1, **sizes).slot_expert_LP[0]
+
+    @property
+    def expert_bytes(self) -> float:
+        """Weights of one expert; scales of quantised blocks are not counted."""
+        return self.model.expert_parameters * PRECISIONS[self.experiment.layer.dtype].weight_bytes
 
     def extra_bytes_per_rank(self, case: CaseSpec) -> float | None:
-        """Memory that a case's spare slots take on every rank, in all layers of the model; None for other cases."""
+        """Memory of a case's spare slots on every rank: replicas in all layers of the model, moved weights in one.
+
+        None for other cases.
+        """
         if case.replication is None:
             return None
-        plan = self.replicate(case.replication, np.ones(self.model.num_experts))
-        return plan.extra_bytes_per_rank(self.model, PRECISIONS[self.experiment.layer.dtype].weight_bytes)
+        shared = isinstance(case.replication, RebalanceConfig)
+        return case.replication.spare_per_rank * self.expert_bytes * (1 if shared else self.model.num_moe_layers)
 
     def num_iterations(self, cases: Sequence[CaseSpec] | None = None) -> int:
         """Runs of ``cases`` (None = all) in one launch, checks included: of one real rank, or of all virtual ones.

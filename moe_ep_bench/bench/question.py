@@ -31,7 +31,6 @@ from moe_ep_bench.cost_model.tables import is_table
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model, preset_of
-from moe_ep_bench.placement import LPLB_SOLVE_US
 from moe_ep_bench.policies import policy_class
 from moe_ep_bench.workload import open_trace
 from moe_ep_bench.workload.counts import one_rank_words, read_counts
@@ -58,12 +57,13 @@ _TOPK_SHARE = 0.7
 CONTEXT_LENGTH = 2048
 # Of a token, expert, case and batch, and what comes on top: measured on one core (Xeon, 2.1 GHz).
 _SECONDS, _START_SECONDS = 1.2e-8, 10
-# Native, native again, EPLB with and without a linear program, and the ceiling.
-_OTHER_CASES = 5
+# Native, native again, what loses nothing (``candidates``), and the ceiling.
+_OTHER_CASES = 8
 # Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
 _UNREAD = (
     *("policies", "measure", "claims", "layer.dispatcher", "layer.cuda_graph"),
     "emulate.replication",
+    "emulate.rebalance",
 )
 # Options that stand in place of a config.
 _OF_MODEL = (
@@ -149,7 +149,8 @@ class Question:
     def summary(self) -> str:
         """What will be modelled, and in about what time; one line."""
         first, num_points = self.experiments[0], len(self.experiments)
-        num_candidates = len(first.make_policies()) + len(first.emulate.replication)
+        lossless = (*first.emulate.replication, *first.emulate.rebalance)
+        num_candidates = len(first.make_policies()) + len(lossless)
         time = f"{self.seconds / 60:.0f} min" if self.seconds >= 120 else f"{self.seconds:.0f} s"
         points = f" x {num_points} points" if num_points > 1 else ""
         device = first.emulate.device
@@ -301,7 +302,8 @@ def ask(options: argparse.Namespace, bounds: Bounds | None = None, *, decode: bo
         assumed.append(f"{DTYPE} (--dtype)")
     if options.config is None and options.transport is None:
         assumed.append("NCCL's pairs (--transport copies: DeepEP's)")
-    raw["policies"], raw["emulate"]["replication"], left_out = candidates(experiments, bounds or Bounds.of(None, None))
+    raw["policies"], lossless, left_out = candidates(experiments, bounds or Bounds.of(None, None))
+    raw["emulate"] |= lossless
     sweep = _with_draws(raw, sweep, options, experiments)
     text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
@@ -573,9 +575,14 @@ def candidates(
     why = "experts of whole models are not replicated" if any(one.scope == "model" for one in experiments) else ""
     if any(one.layer.ep_size == 1 for one in experiments):
         why = why or "one rank holds all experts"
-    left_out += [f"EPLB: {why}"] if why else []
+    left_out += [f"EPLB, LLEP, UltraEP: {why}"] if why else []
     spare = {"spare_per_rank": 1}
-    return kept, [] if why else [spare, {**spare, "solve_us": LPLB_SOLVE_US}], left_out
+    balancers = [{}, {"balancer": "lp"}, *([{"balancer": "activated"}] if is_decode else [])]
+    lossless = {
+        "replication": [*({**spare, **balancer} for balancer in balancers), {**spare, "plan": "variance"}],
+        "rebalance": [] if is_decode else [{"name": "llep"}, {"name": "ultra"}],
+    }
+    return kept, {key: [] if why else wanted for key, wanted in lossless.items()}, left_out
 
 
 def _is_drawn(experiment: Experiment) -> bool:

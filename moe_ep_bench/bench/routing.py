@@ -3,10 +3,10 @@
 ``Batches`` has every rank's tokens, a ``Share`` for each rank; ``Routers`` say how a case routes a share. A layer that
 stands alone has the key None.
 
-**Replicas** are placed for the mean load of all other batches: what a server knows before the tokens come; with one
-batch alone, for itself. They share evenly, or (``solve_us``) as a linear program splits each batch's pairs once all
-counts are known, which the gather of counts makes every rank know anyway; every rank then solves it by itself, ahead of
-dispatch, and is later by that time.
+**Replicas** are placed for the loads of all other batches: what a server knows before the tokens come; with one batch
+alone, for itself. A balancer (``balancers``) then splits each batch, or moves weights for it, once all counts are
+known, which the gather of counts makes every rank know anyway; every rank then solves it by itself, ahead of dispatch,
+and is later by that time.
 
 **Carried loads** are what earlier batches left on the experts, for policies with ``carry_loads`` (``policies.laser``).
 Batch b starts from what routing batches 0 to b - 1, in this order, left. The chain is worked out once and apart from
@@ -32,14 +32,14 @@ from torch import Tensor
 
 from moe_ep_bench.bench.cases import CEILING, NATIVE, CaseSpec
 from moe_ep_bench.bench.comparison import ROUTING, Comparison
-from moe_ep_bench.config import ReplicationConfig
+from moe_ep_bench.config import RebalanceConfig, ReplicationConfig
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.dispatch import numba_steps
-from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
+from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
 from moe_ep_bench.metrics import ScoreMetrics, moved, routing_metrics, score_metrics
-from moe_ep_bench.placement import balance, load_of_others
+from moe_ep_bench.placement import other_batches
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.policies.laser import LoadAwarePolicy
@@ -334,7 +334,7 @@ class Routers:
     def __init__(self, batches: Batches) -> None:
         self._batches, self._comparison = batches, batches.comparison
         self._seed = self._comparison.experiment.layer.seed
-        self._placements: dict[tuple[ReplicationConfig, int], ExpertPlacement] = {}
+        self._placements: dict[tuple[ReplicationConfig | RebalanceConfig, int], ExpertPlacement] = {}
         self._loads: dict[tuple[str, int | None, int], Tensor] = {}
 
     def of(self, case: CaseSpec, index: int = 0) -> CaseRouter:
@@ -350,15 +350,11 @@ class Routers:
             self._placements[wanted, index] = self._place(wanted, index)
         return self._placements[wanted, index]
 
-    def _place(self, wanted: ReplicationConfig, index: int) -> ExpertPlacement:
-        counts_BRE = self._counts
-        plan = self._comparison.replicate(wanted, load_of_others(counts_BRE.sum(axis=1))[index])
-        slots = ExpertPlacement.of_replication(plan)
-        if wanted.solve_us is None:
-            return slots
-        pairs_P = balance(plan.slot_expert_LP[0], counts_BRE[index].sum(axis=0), plan.num_ranks)
-        split = Split.of(slots.expert_P, pairs_P, counts_BRE[index])
-        return ExpertPlacement(slots.expert_P, slots.num_experts, slots.num_ranks, split)
+    def _place(self, wanted: ReplicationConfig | RebalanceConfig, index: int) -> ExpertPlacement:
+        comparison, counts_BRE = self._comparison, self._counts
+        slot_expert_P = comparison.slots_ahead(wanted, other_batches(counts_BRE.sum(axis=1), index))
+        balanced = wanted.balance(slot_expert_P, counts_BRE[index])
+        return ExpertPlacement.of_batch(balanced, counts_BRE[index], comparison.expert_bytes)
 
     @cached_property
     def _counts(self) -> NDArray[np.int64]:

@@ -234,7 +234,7 @@ def copies_of(map_TP: Tensor, num_ranks: int, ranks_per_node: int) -> tuple[Tens
 
 
 def in_slots(map_TE: Tensor, slots: ExpertPlacement, rank: int) -> tuple[Tensor, dict[str, Any]]:
-    """Pairs by slot, int64 [P], and those metrics of ``routing_metrics`` that depend on where experts stand."""
+    """Pairs by slot, int64 [P], and those metrics that depend on where experts stand."""
     if map_TE.is_cpu and numba_steps("cpu") is not None:
         from moe_ep_bench.kernels.counting import slot_counts
 
@@ -247,7 +247,10 @@ def in_slots(map_TE: Tensor, slots: ExpertPlacement, rank: int) -> tuple[Tensor,
         counts_P, copies_R = map_TP.sum(0), map_TP.unflatten(1, (slots.num_ranks, -1)).any(2).sum(0)
     counts_RS = counts_P.view(slots.num_ranks, -1)
     load_R = counts_RS.sum(1)
+    moved_RR = slots.moved_bytes_RR
     return counts_P, {
+        "slot_load_P": counts_P.tolist(),
+        "moved_weight_bytes": 0 if moved_RR is None else int(moved_RR[:, rank].sum()),
         "load_R": load_R.tolist(),
         "activated_experts_fullest_rank": int((counts_RS > 0).sum(1).max()),
         "crossing_pairs": int(load_R.sum() - load_R[rank]),

@@ -152,7 +152,7 @@ class Emulation:
                     self.begin(router.case.case_id)
                     run = partial(modelled_time, self.comparison, router, traffic, rank)
                     times.append([self._once(traffic.work(rank), done, run)])
-                self._store(router.case, times, traffic)
+                self._store(router, times, traffic)
 
     def measure(self) -> dict[str, Any]:
         """Time all batches; return the conditions under which that was done."""
@@ -204,7 +204,7 @@ class Emulation:
                 turns = [self._turn(timer, router, traffic, of_rank, done) for router, traffic in routed]
                 measure(turns, [Step(index, iteration, PLAIN, rank)], self.begin, keep)
         for number, (router, traffic) in enumerate(routed):
-            self._store(router.case, [times[number, rank] for rank in range(self.num_ranks)], traffic)
+            self._store(router, [times[number, rank] for rank in range(self.num_ranks)], traffic)
 
     def _turn(
         self,
@@ -235,20 +235,21 @@ class Emulation:
     def _route(self, index: int) -> list[tuple[CaseRouter, Traffic]]:
         return self.routed.route(index, partial(self.begin, self.comparison.comparison_id))
 
-    def _store(self, case: CaseSpec, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> None:
-        """Set a case's ranks side by side, behind links and the balancing of replicas."""
+    def _store(self, router: CaseRouter, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> None:
+        """Set a case's ranks side by side, behind links and what balancing takes."""
+        case = router.case
         legs_R, meetings = [median_legs([run.legs for run in runs]) for runs in times_R], times_R[0][0].meetings
-        if case.replication is not None and case.replication.solve_us:
+        if case.replication is not None and case.replication.solving_us:
             for legs in legs_R:  # Every rank solves once all counts are known.
                 leg = legs[meetings.index("wait_metadata") + 1]
-                leg["policy"] = leg.get("policy", 0.0) + case.replication.solve_us
-        for rank, phases in enumerate(compose(legs_R, meetings, self._link_us(traffic))):
+                leg["policy"] = leg.get("policy", 0.0) + case.replication.solving_us
+        for rank, phases in enumerate(compose(legs_R, meetings, self._link_us(router, traffic))):
             phases[HOST] = float(np.median([run.host_us for run in times_R[rank]]))
             phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]]))
             for name, value in phases.items():
                 self.samples[case.case_id][rank, traffic.index, self.columns.index(name)] = value
 
-    def _link_us(self, traffic: Traffic) -> dict[PhaseKey, NDArray[np.float64]]:
+    def _link_us(self, router: CaseRouter, traffic: Traffic) -> dict[PhaseKey, NDArray[np.float64]]:
         """What each meeting takes on the modelled links, [R] microseconds."""
         links, num_ranks, meetings = self.comparison.links, self.num_ranks, {}
         assert links is not None
@@ -257,6 +258,8 @@ class Emulation:
             counted = (None if counts is None else counts.double().numpy() for counts in copies)
             rows = Rows(of_layer.rank_pairs.astype(np.float64), *counted)
             dispatch_us, combine_us = self.comparison.exchange.times_us(links, rows)
+            if router.slots.moved_bytes_RR is not None:  # The same links carry them, ahead of the rows.
+                dispatch_us = dispatch_us + links.all_to_all_us(router.slots.moved_bytes_RR)
             stats_bytes = 0 if of_layer.stats_SE is None else of_layer.stats_SE.numel() * _STATISTIC_BYTES
             gathered_us = links.all_gather_us(of_layer.counts_RP.shape[1] * _COUNT_BYTES, num_ranks)
             meetings |= {

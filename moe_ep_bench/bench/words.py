@@ -15,6 +15,7 @@ from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.models.memory import Fit, Need, footprint
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload import RecordedWorkload
+from moe_ep_bench.workload.counts import one_rank_words, read_counts
 from moe_ep_bench.workload.formatting import tokens_words
 from moe_ep_bench.workload.skews import PATTERNS
 
@@ -81,7 +82,8 @@ def describe_workload(comparison: Comparison) -> dict[str, Any]:
         return facts
     if config.skew_from is not None:
         counted = f"synthetic, {_counted(config)} counted in {config.skew_from.name}"
-        return {**facts, "description": f"{counted}; {facts['description']}"}
+        found = counted, one_rank_words(read_counts(config.skew_from)), facts["description"]
+        return {**facts, "description": "; ".join(filter(None, found))}
     if experiment.model.preset is None:
         facts["description"] += "; the skew is assumed: nothing was recorded of this model"
     if config.skew is not None:

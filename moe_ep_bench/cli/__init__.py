@@ -95,18 +95,22 @@ def _out(options: argparse.Namespace, suffix: str = "") -> Path:
     return options.out or Path("results", f"{options.config.stem}{suffix}")
 
 
-def _check_config(options: argparse.Namespace) -> None:
+def _check_config(options: argparse.Namespace, *also: str) -> None:
     """Find mistakes in a config before torch is imported, which takes seconds; announce the command.
 
     What is wrong on GPUs alone, or on the CPU alone, is found later: only torch knows which of them is here.
+
+    Args:
+        also: overrides that the command adds.
     """
     from moe_ep_bench.config.files import load_experiments
     from moe_ep_bench.presets import ConfigError
 
+    overrides = [*also, *options.overrides]
     try:
-        experiments = load_experiments(options.config, options.overrides, on_cpu=False)
+        experiments = load_experiments(options.config, overrides, on_cpu=False)
     except ConfigError:
-        experiments = load_experiments(options.config, options.overrides, on_cpu=True)
+        experiments = load_experiments(options.config, overrides, on_cpu=True)
     points = "1 point" if len(experiments) == 1 else f"{len(experiments)} points"
     announce(f"{options.command} {options.config}: planning {points}")
 
@@ -233,7 +237,7 @@ def _advise(options: argparse.Namespace) -> int:
         print(advice_text(load_timed(options.config), bounds, show_all=options.all))
         return OK
     if options.config is not None:
-        _check_config(options)
+        _check_config(options, "policies=[{name: topk}]")  # Its own are no candidates, so that it needs none.
     questions = ask_both(options, bounds)
     settle()
     if options.dry_run:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, PlainSerializer, PrivateAttr, field_validator, model_validator
 
+from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
 from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.models import ModelSpec, ScoreFunction, load_hf_model, naming_hub
@@ -25,7 +28,7 @@ from moe_ep_bench.presets import (
     Strict,
     expand_policies,
 )
-from moe_ep_bench.workload.counts import layer_loads, mean_peak_load, read_counts
+from moe_ep_bench.workload.counts import layer_loads, mean_peak_load, one_rank_words, read_counts
 from moe_ep_bench.workload.skews import PATTERNS, SKEWS, TARGETS, Skew, load_skew
 
 
@@ -349,17 +352,71 @@ class MeasureConfig(Strict):
 
 
 class ReplicationConfig(Strict):
-    """Replicas of busy experts as DeepSeek's EPLB places them (``replication``)."""
+    """Replicas of busy experts that are placed ahead (``placement``), and who chooses among them (``balancers``)."""
 
     spare_per_rank: int = Field(ge=1)
-    """Experts that every rank holds beyond its share."""
+    """Experts that every rank holds beyond its share, in every layer."""
+    plan: Literal["eplb", "variance"] = "eplb"
+    """Planned for the mean load, as DeepSeek's EPLB, or for its spread over batches too, as FlashLB."""
+    balancer: Literal["static", "lp", "activated"] = "static"
+    """Replicas share evenly; or every batch is solved, for the emptiest fullest rank (``lp``) or the fewest activated
+    experts on a rank (``activated``)."""
     solve_us: float | None = Field(None, ge=0)
-    """null = replicas share pairs evenly. Else a linear program (LPLB) splits every batch's, in an assumed time of
-    every rank: 100 by LPLB's README, in a node."""
+    """Time in which every rank solves a batch, assumed; null = 100, static 0."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ReplicationConfig:
+        if self.balancer == "static" and self.solve_us is not None:
+            raise UserError(f"solve_us: expected balancer lp or activated beside it, got {self.solve_us:g} of static")
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.plan
+
+    @property
+    def solving_us(self) -> float | None:
+        """Of a batch on every rank; None where nothing is solved."""
+        return None if self.balancer == "static" else SOLVE_US if self.solve_us is None else self.solve_us
 
     def params(self) -> dict[str, Any]:
         """What makes a case of it, JSON-ready."""
-        return self.model_dump(mode="json", exclude_none=True)
+        solving = {} if self.solving_us is None else {"solve_us": self.solving_us}
+        return self.model_dump(mode="json", exclude_defaults=True) | solving
+
+    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Balanced:
+        """A batch over slots that were placed ahead (``balancers``)."""
+        return OVER_REPLICAS[self.balancer](slot_expert_P, counts_RE)
+
+
+class RebalanceConfig(Strict):
+    """Weights of experts that move in every batch (``balancers``)."""
+
+    name: Literal["llep", "ultra"]
+    """``llep`` (least-loaded expert parallelism) or ``ultra`` (after UltraEP)."""
+    spare_per_rank: int = Field(2, ge=1)
+    """Free slots of every rank, which all layers share."""
+    least_pairs: int = Field(1024, ge=1)
+    """Fewest pairs for which an expert's weights move, unless they are the last."""
+    threshold: float | None = Field(None, ge=1)
+    """Nothing moves while the fullest rank has at most so many times the mean; null = 1.3 for llep, 1 for ultra."""
+    solve_us: float = Field(SOLVE_US, ge=0)
+    """Time in which every rank plans a batch, assumed."""
+
+    @property
+    def solving_us(self) -> float:
+        """As of ``ReplicationConfig``."""
+        return self.solve_us
+
+    def params(self) -> dict[str, Any]:
+        """What makes a case of it, JSON-ready."""
+        always = {"spare_per_rank": self.spare_per_rank, "solve_us": self.solve_us}
+        return self.model_dump(mode="json", exclude_defaults=True, exclude={"name"}) | always
+
+    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Balanced:
+        """A batch over homes and free slots (``balancers``)."""
+        threshold = {"llep": 1.3, "ultra": 1.0}[self.name] if self.threshold is None else self.threshold
+        return MOVING[self.name](slot_expert_P, counts_RE, least_pairs=self.least_pairs, threshold=threshold)
 
 
 class FigureConfig(Strict):
@@ -398,7 +455,9 @@ class EmulateConfig(Strict):
     dispatch_dtype: DispatchType | None = None
     """Type of dispatched rows, ``fp8`` with a scale for each 128 values; null = ``layer.dtype``, as combined rows."""
     replication: tuple[ReplicationConfig, ...] = ()
-    """Replicas of busy experts as EPLB places them, beside the policies."""
+    """Replicas of busy experts, beside the policies."""
+    rebalance: tuple[RebalanceConfig, ...] = ()
+    """Weights that move in every batch, beside the policies."""
 
     @property
     def sent(self) -> dict[str, Any]:
@@ -434,16 +493,9 @@ class Experiment(SweepPoint):
     def _check(self) -> Experiment:
         if self.scope == "layer" and self.whole.num_layers is not None:
             raise UserError("whole.num_layers: expected with scope: model alone; one layer is timed")
-        counted = self.workload.skew_from if isinstance(self.workload, SyntheticConfig) else None
-        num_experts = self.model.spec().num_experts
-        if counted is not None and (num_counted := read_counts(counted).shape[1]) != num_experts:
-            raise UserError(
-                f"workload.skew_from: {counted}: expected counts of {num_experts} experts, got {num_counted}"
-            )
-        if counted is not None and self.workload.layer is not None:
-            with naming("workload"):
-                layer_loads(counted, self.workload.layer)
-        classes: dict[str, type[Policy]] = {}
+        if isinstance(self.workload, SyntheticConfig) and self.workload.skew_from is not None:
+            self._check_counts(self.workload, self.workload.skew_from)
+        num_experts, classes = self.model.spec().num_experts, dict[str, type[Policy]]()
         for number, entry in enumerate(self.policies):
             for policy in expand_policies([entry]):
                 if classes.setdefault(policy.name, type(policy)) is not type(policy):
@@ -464,6 +516,22 @@ class Experiment(SweepPoint):
     def virtual_ranks(self) -> int:
         """EP ranks where none are real."""
         return self.layer.ep_size or default_ep_size(self.model.spec().num_experts)
+
+    def _check_counts(self, workload: SyntheticConfig, counted: Path) -> None:
+        """Refuse counts of other experts, and loads that no top-k gives: one rank's counts have such."""
+        model, load_LE = self.model.spec(), read_counts(counted)
+        where, num_counted = f"workload.skew_from: {counted}", load_LE.shape[1]
+        if num_counted != model.num_experts:
+            raise UserError(f"{where}: expected counts of {model.num_experts} experts, got {num_counted}")
+        if workload.layer is not None:
+            with naming("workload"):
+                load_E = layer_loads(counted, workload.layer)
+            peak = len(load_E) * max(load_E) / sum(load_E)
+        else:
+            peak = mean_peak_load(counted) if "peak_load" not in workload.model_fields_set else 1.0
+        if peak > (most := model.num_experts / model.top_k):
+            why = f"; {words}" if (words := one_rank_words(load_LE)) else ""
+            raise UserError(f"{where}: expected a peak load up to {most:g} (experts / top_k), got {peak:.4g}{why}")
 
     def make_policies(self) -> list[Policy]:
         """All policies, lists expanded, in the order of the file; repeated ones once."""

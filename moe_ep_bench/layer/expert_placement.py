@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.placement import Replication
+from moe_ep_bench.balancers import FREE, Balanced
 from moe_ep_bench.policies.lazy import Tensor, torch
 
 
@@ -80,12 +80,14 @@ class ExpertPlacement:
         num_experts: E.
         num_ranks: R, a divisor of P.
         split: of a batch's pairs over the slots; None = an expert's slots take its pairs in turn.
+        moved_bytes_RR: of weights that go from each rank to each for this batch, float64; None = none go.
     """
 
     expert_P: NDArray[np.int64]
     num_experts: int
     num_ranks: int
     split: Split | None = None
+    moved_bytes_RR: NDArray[np.float64] | None = None
 
     @staticmethod
     def contiguous(num_experts: int, num_ranks: int) -> ExpertPlacement:
@@ -93,9 +95,14 @@ class ExpertPlacement:
         return ExpertPlacement(np.arange(num_experts), num_experts, num_ranks)
 
     @staticmethod
-    def of_replication(plan: Replication) -> ExpertPlacement:
-        """The first layer of an EPLB plan."""
-        return ExpertPlacement(plan.slot_expert_LP[0], plan.num_experts, plan.num_ranks)
+    def of_batch(balanced: Balanced, counts_RE: NDArray[np.int64], expert_bytes: float) -> ExpertPlacement:
+        """A batch as a balancer has it, where ranks have ``counts_RE`` pairs; nobody sends to a free slot."""
+        num_ranks, num_experts = counts_RE.shape
+        expert_RS = balanced.slot_expert_P.reshape(num_ranks, -1)
+        expert_P = np.where(expert_RS == FREE, expert_RS[:, :1], expert_RS).ravel()
+        split = None if balanced.pairs_P is None else Split.of(expert_P, balanced.pairs_P, counts_RE)
+        moved_bytes_RR = balanced.moved_RR(num_ranks) * expert_bytes if balanced.moves else None
+        return ExpertPlacement(expert_P, num_experts, num_ranks, split, moved_bytes_RR)
 
     @property
     def num_slots(self) -> int:

@@ -7,9 +7,14 @@ Counts are no routing: they give a synthetic workload its target (``workload.ske
 * .json with ``logical_count`` [layers, experts], or [passes, layers, experts], which SGLang takes for its own plan;
 * .npz with ``logical_count`` of the same shapes: what SGLang's recorder dumps in mode ``stat``, converted; or with
   ``global_physical_count`` [passes, layers, slots], of mode ``per_pass``, and the map of slots to experts;
-* .json with the counts alone, [layers][experts], as EPLB's weights;
+* .json with the counts alone, [layers][experts], as EPLB's weights, or ``{layer: {expert: count}}``, as MindSpeed-RL
+  collects tokens;
 * .csv with columns ``layer_id``, ``expert_id``, ``count``, as SGLang dumps one for each rank, or a folder of these,
-  which are summed.
+  which are summed;
+* a folder of ``meta_info.json`` and ``rank*.safetensors``, as TensorRT-LLM leaves in ``EXPERT_STATISTIC_PATH``:
+  counts of all experts by ``<iteration>_<layer>``, which are summed over iterations and ranks.
+
+An expert map (SGLang's, vLLM-Ascend's) says where experts stand and not how often they are chosen: it is refused.
 
 A plan is written as servers read it: JSON with one key, ``physical_to_logical_map``, a row per layer of the model, an
 expert's index per slot, the slots of rank 0 first. SGLang reads it (``--init-expert-location FILE.json``). vLLM names
@@ -22,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,12 +119,19 @@ def _read(path: Path, _: int) -> Counts:
                 expert_LS = npz.array(SLOTS, count_PLS.shape[1:])
                 return _layers(_of_slots(count_PLS.sum(axis=0), expert_LS, npz.where(SLOTS)), npz.where(SLOT_COUNT))
             return _layers(npz.array(COUNT, kinds=REAL), npz.where(COUNT))
+    if (path / "meta_info.json").is_file():
+        return _of_tensorrt_llm(path)
     if path.is_dir() or path.suffix == ".csv":
         return _of_csv(path)
     if path.suffix != ".json":
         return _of_recording(path)
     content: Any = json_document(path)
     if isinstance(content, dict):
+        if is_map := next((key for key in (MAP, "moe_layer_count") if key in content), None):
+            why = "an expert map, which says where experts stand, not how often they are chosen"
+            raise UserError(f"{path}: {is_map}: {why}; expected {COUNT}, counts by layer and expert")
+        if content and all(isinstance(of_layer, dict) for of_layer in content.values()):
+            return _of_nested(content, path)
         content = content.get(COUNT)
         if not isinstance(content, list):
             raise UserError(f"{path}: expected {COUNT}, counts by layer and expert, or a list of them")
@@ -150,6 +163,51 @@ def _of_recording(path: Path) -> Counts:
     return _layers(load_LE, str(path), known if len(known) == trace.num_layers else None)
 
 
+def _of_tensorrt_llm(path: Path) -> Counts:
+    """Sum TensorRT-LLM's counts of every iteration and rank."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    from moe_ep_bench.workload.importers.arrays import MAX_ARRAY_BYTES, check_size, checked
+
+    # Some versions leave rank0_raw.safetensors and cooccurrence_rank0.safetensors beside them.
+    files = sorted(file for file in path.glob("rank*.safetensors") if re.fullmatch(r"rank\d+", file.stem))
+    if not files:
+        raise UserError(f"{path}: expected rank0.safetensors and those of other ranks beside meta_info.json, got none")
+    load_of: dict[int, NDArray[Any]] = {}
+    for file in files:
+        check_size(str(file), file.stat().st_size, MAX_ARRAY_BYTES)
+        try:
+            arrays = load_file(file)
+        except (SafetensorError, OSError, KeyError) as error:  # KeyError: a type that numpy lacks.
+            raise UserError(f"{file}: not readable ({brief(str(error), quoted=False)})") from None
+        for name, count_E in arrays.items():
+            where, form = f"{file}: {brief(name, quoted=False)}", re.fullmatch(r"\d+_(\d{1,9})", name)
+            if form is None:
+                raise UserError(f"{where}: expected arrays named <iteration>_<layer>")
+            layer = int(form[1])
+            before = load_of.get(layer, next(iter(load_of.values()), None))
+            checked(count_E, where, (None if before is None else len(before),))
+            load_of[layer] = load_of.get(layer, 0) + count_E
+    layers = sorted(load_of)
+    return _layers(np.array([load_of[layer] for layer in layers]), str(path), layers)
+
+
+def _of_nested(content: dict[str, dict[str, Any]], path: Path) -> Counts:
+    """Counts by layer and expert, where names of both are numbers; an expert that has none was never chosen."""
+    from moe_ep_bench.workload.importers.arrays import REAL, checked
+
+    names = {*content, *(name for of_layer in content.values() for name in of_layer)}
+    for name in names:
+        if not name.isdecimal() or int(name) >= _MOST:
+            raise UserError(f"{path}: expected numbers of layers and experts up to {_MOST - 1}, got {brief(name)}")
+    layers = sorted(content, key=int)
+    pairs = [(row, int(name), count) for row, layer in enumerate(layers) for name, count in content[layer].items()]
+    row_N, expert_N = np.array([pair[:2] for pair in pairs], dtype=np.int64).reshape(-1, 2).T
+    count_N = checked([count for *_, count in pairs], str(path), (None,), REAL)
+    return _layers(_placed(row_N, expert_N, count_N), str(path), [int(layer) for layer in layers])
+
+
 def _of_csv(path: Path) -> Counts:
     """Sum SGLang's counts of each rank."""
     import pandas as pd
@@ -172,9 +230,14 @@ def _of_csv(path: Path) -> Counts:
     if not parts:
         raise UserError(f"{path}: expected .csv files, found none")
     rows = pd.concat(parts)
-    count_LE = np.zeros((int(rows["layer_id"].max()) + 1, int(rows["expert_id"].max()) + 1))
-    np.add.at(count_LE, (rows["layer_id"], rows["expert_id"]), rows["count"])
-    return _layers(count_LE, str(path))
+    return _layers(_placed(*(rows[column].to_numpy() for column in columns)), str(path))
+
+
+def _placed(layer_N: NDArray[Any], expert_N: NDArray[Any], count_N: NDArray[Any]) -> NDArray[np.float64]:
+    """Counts [L, E] of counts that name their layer and expert."""
+    count_LE = np.zeros((1 + layer_N.max(initial=-1), 1 + expert_N.max(initial=-1)))
+    np.add.at(count_LE, (layer_N, expert_N), count_N)
+    return count_LE
 
 
 def _layers(counts: NDArray[Any], where: str, numbers: Sequence[int] | None = None) -> Counts:

@@ -1,0 +1,384 @@
+"""Balance one batch over ranks without loss: choose among replicas, or move weights of experts for this batch.
+
+Routing is the model's own and stays so: every pair (token, expert) is computed exactly once, by its expert's weights.
+A *balancer* decides on which rank, once all ranks know the batch's counts, which they gather anyway.
+
+**Contract.** A balancer is a pure, deterministic function of the experts in slots and of the batch's pairs of each
+source rank and expert. It returns ``Balanced``: the experts in slots while the batch is computed, how many pairs each
+slot computes, and whose weights move from where to where. Its laws, which tests hold for every one of them: each
+expert's pairs are all computed, on ranks that hold it; slots that held an expert hold it still, and moved weights go to
+free ones, so no rank holds more than its slots; and its rank that is fullest (``activated``: that activates most
+experts) is no fuller than without it.
+
+Over replicas that a plan put in place ahead (``placement``):
+
+``static``     replicas share evenly, in turn; nothing is solved
+``lp``         the least possible load of the fullest rank: the linear program of DeepSeek's LPLB
+               (github.com/deepseek-ai/LPLB), over slots of any plan (LPLB joins ranks by a graph of its own)
+``activated``  the fewest experts with pairs on the rank that has most of them, whose weights are what a decode step
+               reads: METRO's aim (arXiv 2512.09277). METRO is greedy and said to be near the best; this is the best
+
+By weights that move in the batch into free slots, which all layers share, from contiguous homes:
+
+``llep``       Least-Loaded Expert Parallelism (arXiv 2601.17111, Algorithms 2 and 3; SalesforceAIResearch/
+               LeastLoadedEP): experts by falling load; what the home has no room for below the mean rank's load goes to
+               the least loaded rank. A home sends every copy
+``ultra``      after UltraEP's quota planner (arXiv 2606.04101; Dots-Infra/UltraEP): bisection for the lowest load that
+               no rank need exceed; ranks above it give away pairs of their busiest experts to ranks with most room.
+               Ranks that got weights pass them on, so that no home sends all copies of a busy expert
+
+Ours in both: ranks have ``spare_per_rank`` free slots (LLEP sets no bound), and nothing moves unless the fullest rank
+gets emptier by it. Left out: UltraEP's preference for replicas near a token, and its bound to one NVLink domain.
+
+Shapes: R = ranks, E = experts, P = slots of all ranks, slots r * P / R and on being rank r's; V = places, an expert on
+a rank in however many slots; X = experts on several ranks, S = their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+FREE = -1
+"""What a slot holds that is free."""
+
+SOLVE_US = 100.0
+"""Assumed time until every rank has solved a batch, where a config gives none. LPLB's README says so of its linear
+program inside a node, UltraEP's report (v1) of its planner at EP 64; no GPU time of the others is at hand."""
+
+
+@dataclass(frozen=True, eq=False)
+class Balanced:
+    """Where a batch is computed.
+
+    Attributes:
+        slot_expert_P: int64 [P], the expert in each slot, or ``FREE``.
+        pairs_P: int64 [P], pairs of each slot; None = an expert's slots take its pairs in turn.
+        moves: (expert, from rank, to rank) of all weights that move, in order: a rank may pass on what it got.
+    """
+
+    slot_expert_P: NDArray[np.int64]
+    pairs_P: NDArray[np.int64] | None = None
+    moves: tuple[tuple[int, int, int], ...] = ()
+
+    def moved_RR(self, num_ranks: int) -> NDArray[np.int64]:  # noqa: N802
+        """Experts whose weights go from each rank (row) to each (column): int64 [R, R]."""
+        moved_RR = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+        for _, sender, receiver in self.moves:
+            moved_RR[sender, receiver] += 1
+        return moved_RR
+
+
+def with_free_slots(num_experts: int, num_ranks: int, spare_per_rank: int) -> NDArray[np.int64]:
+    """Experts at their homes, and free slots beside them: int64 [P]."""
+    home_RL = np.arange(num_experts).reshape(num_ranks, -1)
+    return np.pad(home_RL, ((0, 0), (0, spare_per_rank)), constant_values=FREE).ravel()
+
+
+# ---- over replicas that are there ------------------------------------------------------------------------------------
+
+
+def static(slot_expert_P: ArrayLike, counts_RE: ArrayLike) -> Balanced:
+    """Replicas share evenly."""
+    del counts_RE
+    return Balanced(np.asarray(slot_expert_P))
+
+
+def lp(slot_expert_P: ArrayLike, counts_RE: ArrayLike) -> Balanced:
+    """Split every expert's pairs over its slots so that the fullest rank is as empty as these slots allow.
+
+    The linear program: minimise t, where x_er >= 0 pairs of expert e go to rank r that holds it, all of an expert's
+    pairs go somewhere, and no rank gets more than t. Of whole pairs the fullest rank gets t rounded up, because flows
+    with whole capacities have whole solutions: rounding costs less than one pair. Of an expert's slots on one rank the
+    first takes all.
+    """
+    from scipy.optimize import linprog  # It takes a second to import.
+    from scipy.sparse import csr_array
+
+    places = _Places.of(slot_expert_P, counts_RE)
+    R, rank_V, expert_V, load_E = places.num_ranks, places.rank_V, places.expert_V, places.load_E
+    is_shared_V = np.bincount(expert_V, minlength=len(load_E))[expert_V] > 1
+    pairs_V = np.where(is_shared_V, 0, load_E[expert_V])
+    if is_shared_V.any():
+        fixed_R, rank_S = np.bincount(rank_V, pairs_V, minlength=R), rank_V[is_shared_V]
+        shared_X, expert_S = np.unique(expert_V[is_shared_V], return_inverse=True)
+        load_X, S = load_E[shared_X], len(rank_S)
+        share_S, values, minus_t = np.arange(S), np.ones(S), (-np.ones(R), (np.arange(R), np.full(R, S)))
+        on_ranks = csr_array((values, (rank_S, share_S)), shape=(R, S + 1)) + csr_array(minus_t, shape=(R, S + 1))
+        of_experts = csr_array((values, (expert_S, share_S)), shape=(len(load_X), S + 1))
+        solution = linprog(
+            np.r_[np.zeros(S), 1.0], A_ub=on_ranks, b_ub=-fixed_R, A_eq=of_experts, b_eq=load_X, method="highs-ds"
+        )
+        assert solution.status == 0, solution.message
+        pairs_V[is_shared_V] = _whole_pairs(solution.fun, load_X, fixed_R.astype(np.int64), expert_S, rank_S)
+    return places.balanced(pairs_V)
+
+
+def _whole_pairs(
+    least: float,
+    load_X: NDArray[np.int64],
+    fixed_R: NDArray[np.int64],
+    expert_S: NDArray[np.int64],
+    rank_S: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Whole pairs of every place, no rank above ``least`` rounded up: a flow from experts over places to ranks.
+
+    Args:
+        fixed_R: pairs that a rank has beside.
+        expert_S, rank_S: of each place.
+    """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_flow
+
+    X, R = len(load_X), len(fixed_R)
+    source, sink, num_nodes = X + R, X + R + 1, X + R + 2
+    tails = np.r_[np.full(X, source), expert_S, X + np.arange(R)]
+    heads = np.r_[np.arange(X), X + rank_S, np.full(R, sink)]
+    most = int(np.ceil(least - 1e-6 * max(1.0, least)))  # The solver may be so far off.
+    while True:
+        room_R = np.maximum(most - fixed_R, 0)
+        capacities = np.r_[load_X, load_X[expert_S], room_R].astype(np.int32)
+        flow = maximum_flow(csr_array((capacities, (tails, heads)), shape=(num_nodes, num_nodes)), source, sink)
+        if flow.flow_value == load_X.sum():
+            return np.asarray(flow.flow.toarray()[expert_S, X + rank_S], dtype=np.int64)
+        most += 1
+
+
+def activated(slot_expert_P: ArrayLike, counts_RE: ArrayLike) -> Balanced:
+    """Give each expert's pairs to one rank, so that the rank with most experts that have pairs has as few as possible.
+
+    The busiest first, to the rank with fewest experts and then pairs; then experts change ranks along the shortest path
+    from a rank with n of them to one with n - 2 at most, until there is none: then no choice has a smaller greatest
+    number (semi-matchings: Harvey, Ladner, Lovasz, Tamir, J. Algorithms 59, 2006).
+    """
+    places = _Places.of(slot_expert_P, counts_RE)
+    ranks_of: dict[int, list[int]] = {}
+    for expert, rank in zip(places.expert_V.tolist(), places.rank_V.tolist(), strict=True):
+        ranks_of.setdefault(expert, []).append(rank)
+    experts_of: list[dict[int, None]] = [{} for _ in range(places.num_ranks)]
+    pairs_R = [0] * places.num_ranks
+    busiest = np.argsort(-places.load_E, kind="stable").tolist()
+    for expert in sorted(filter(places.load_E.__getitem__, busiest), key=lambda expert: len(ranks_of[expert]) > 1):
+        rank = min(ranks_of[expert], key=lambda rank: (len(experts_of[rank]), pairs_R[rank]))
+        experts_of[rank][expert] = None
+        pairs_R[rank] += int(places.load_E[expert])
+    while path := _relieving_path(experts_of, ranks_of):
+        for expert, sender, receiver in path:
+            del experts_of[sender][expert]
+            experts_of[receiver][expert] = None
+    pairs_V = [
+        places.load_E[expert] if expert in experts_of[rank] else 0
+        for expert, rank in zip(places.expert_V, places.rank_V, strict=True)
+    ]
+    return places.balanced(np.array(pairs_V, dtype=np.int64))
+
+
+def _relieving_path(
+    experts_of: list[dict[int, None]], ranks_of: dict[int, list[int]]
+) -> list[tuple[int, int, int]] | None:
+    """Moves (expert, from, to) that take one expert from a fullest rank to one with two fewer; None where none do."""
+    most = max(map(len, experts_of), default=0)
+    came_by: dict[int, tuple[int, int] | None] = {r: None for r, held in enumerate(experts_of) if len(held) == most}
+    queue = list(came_by)
+    for rank in queue:
+        for expert in experts_of[rank]:
+            for other in ranks_of[expert]:
+                if other in came_by:
+                    continue
+                came_by[other] = (expert, rank)
+                if len(experts_of[other]) > most - 2:
+                    queue.append(other)
+                    continue
+                path = []
+                while (step := came_by[other]) is not None:
+                    path.append((step[0], step[1], other))
+                    other = step[1]
+                return path
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """The ranks of every expert, slots of one expert on one rank taken together.
+
+    Attributes:
+        rank_V, expert_V, slot_V: int64, rank, expert and first slot of every place.
+    """
+
+    slot_expert_P: NDArray[np.int64]
+    load_E: NDArray[np.int64]
+    num_ranks: int
+    rank_V: NDArray[np.int64]
+    expert_V: NDArray[np.int64]
+    slot_V: NDArray[np.int64]
+
+    @staticmethod
+    def of(slot_expert_P: ArrayLike, counts_RE: ArrayLike) -> _Places:
+        expert_P, counts_RE = np.asarray(slot_expert_P), np.asarray(counts_RE, dtype=np.int64)
+        num_ranks, num_experts = counts_RE.shape
+        rank_P = np.arange(len(expert_P)) // (len(expert_P) // num_ranks)
+        place_V, slot_V = np.unique(rank_P * num_experts + expert_P, return_index=True)
+        rank_V, expert_V = np.divmod(place_V, num_experts)
+        return _Places(expert_P, counts_RE.sum(axis=0), num_ranks, rank_V, expert_V, slot_V)
+
+    def balanced(self, pairs_V: NDArray[np.int64]) -> Balanced:
+        pairs_P = np.zeros(len(self.slot_expert_P), dtype=np.int64)
+        pairs_P[self.slot_V] = pairs_V
+        return Balanced(self.slot_expert_P, pairs_P)
+
+
+# ---- by weights that move --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Ranks:
+    """A batch at the homes of its experts, and what is given away.
+
+    Attributes:
+        used_R: pairs of every rank.
+        given: pairs by (expert, rank), of ranks beside the home.
+    """
+
+    slot_expert_P: NDArray[np.int64]
+    counts_RE: NDArray[np.int64]
+    load_E: NDArray[np.int64] = field(init=False)
+    home_E: NDArray[np.int64] = field(init=False)
+    used_R: NDArray[np.int64] = field(init=False)
+    free_R: NDArray[np.int64] = field(init=False)
+    given: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        num_ranks, num_experts = self.counts_RE.shape
+        expert_RS = self.slot_expert_P.reshape(num_ranks, -1)
+        self.load_E, self.home_E = self.counts_RE.sum(axis=0), np.empty(num_experts, dtype=np.int64)
+        for rank, expert_S in enumerate(expert_RS):
+            self.home_E[expert_S[expert_S != FREE]] = rank
+        self.used_R = np.bincount(self.home_E, self.load_E, minlength=num_ranks).astype(np.int64)
+        self.free_R = (expert_RS == FREE).sum(axis=1)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.used_R)
+
+    @property
+    def mean(self) -> int:
+        """Pairs of the mean rank, rounded up."""
+        return -(-int(self.load_E.sum()) // self.num_ranks)
+
+    def takers(self, expert: int) -> NDArray[np.int64]:
+        """Ranks beside the home that have the expert, or a free slot for it; those with fewest pairs first."""
+        has_R = np.array([(expert, rank) in self.given for rank in range(self.num_ranks)])
+        can_R = (has_R | (self.free_R > 0)) & (np.arange(self.num_ranks) != self.home_E[expert])
+        order_R = np.argsort(self.used_R, kind="stable")
+        return order_R[can_R[order_R]]
+
+    def give(self, expert: int, rank: int, pairs: int) -> None:
+        """Move pairs of an expert from its home to a rank."""
+        self.free_R[rank] -= (expert, rank) not in self.given
+        self.given[expert, rank] = self.given.get((expert, rank), 0) + pairs
+        self.used_R[self.home_E[expert]] -= pairs
+        self.used_R[rank] += pairs
+
+    def balanced(self, *, relayed: bool) -> Balanced:
+        """The batch as given away; where no rank is emptier by it, at its homes."""
+        expert_P, size = self.slot_expert_P.copy(), len(self.slot_expert_P) // self.num_ranks
+        held = expert_P != FREE
+        pairs_P = np.where(held, self.load_E[np.where(held, expert_P, 0)], 0)
+        at_home_R = pairs_P.reshape(self.num_ranks, -1).sum(axis=1)
+        if not self.given or self.used_R.max() >= at_home_R.max():
+            return Balanced(expert_P, pairs_P)
+        slot_E = np.full(len(self.load_E), FREE)
+        slot_E[expert_P[held]] = np.flatnonzero(held)
+        for (expert, rank), pairs in self.given.items():
+            slot = rank * size + int((expert_P[rank * size : (rank + 1) * size] == FREE).argmax())
+            expert_P[slot], pairs_P[slot] = expert, pairs
+            pairs_P[slot_E[expert]] -= pairs
+        return Balanced(expert_P, pairs_P, tuple(self._moves(relayed)))
+
+    def _moves(self, relayed: bool) -> list[tuple[int, int, int]]:
+        """Who sends what to whom: the home; ``relayed``: of those who have it from the home, who sent least so far."""
+        moves, sent_R = [], [0] * self.num_ranks
+        senders: dict[int, list[int]] = {}
+        for expert, rank in sorted(self.given, key=lambda move: -int(self.load_E[move[0]])):
+            known = senders.setdefault(expert, [int(self.home_E[expert])])
+            sender = min(known, key=sent_R.__getitem__) if relayed else known[0]
+            if sender == known[0]:
+                known.append(rank)  # One rank between a home and whom its weights reach, at most.
+            sent_R[sender] += 1
+            moves.append((expert, sender, rank))
+        return moves
+
+
+def llep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, threshold: float) -> Balanced:
+    """Spill what a rank has above the mean to the least loaded ranks.
+
+    Args:
+        slot_expert_P: as ``with_free_slots``.
+        least_pairs: no fewer pairs of an expert go to a rank, unless they are all that is left (m).
+        threshold: nothing moves while the fullest rank has at most so many times the mean (lambda).
+    """
+    ranks = _Ranks(np.asarray(slot_expert_P), np.asarray(counts_RE, dtype=np.int64))
+    if ranks.used_R.max() <= threshold * ranks.load_E.sum() / ranks.num_ranks:
+        return ranks.balanced(relayed=False)
+    for expert in np.argsort(-ranks.load_E, kind="stable").tolist():
+        # What its home has beside it, and what it gave away, is not counted: ``used_R`` falls as pairs go.
+        left = min(int(ranks.used_R[ranks.home_E[expert]]) - ranks.mean, int(ranks.load_E[expert]))
+        while left > 0 and len(takers := ranks.takers(expert)):
+            chunks = [(rank, min(left, ranks.mean - int(ranks.used_R[rank]))) for rank in takers.tolist()]
+            fitting = (chunk for chunk in chunks if chunk[1] > 0 and (chunk[1] >= least_pairs or chunk[1] == left))
+            rank, pairs = next(fitting, (int(takers[0]), left))
+            ranks.give(expert, rank, pairs)
+            left -= pairs
+    return ranks.balanced(relayed=False)
+
+
+def ultra(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, threshold: float) -> Balanced:
+    """Find the lowest load that no rank need exceed, and give away what is above it.
+
+    Args: as ``llep``; fewer pairs than ``least_pairs`` move only where they are all that a rank has too many.
+    """
+    expert_P, counts_RE = np.asarray(slot_expert_P), np.asarray(counts_RE, dtype=np.int64)
+    best = _Ranks(expert_P, counts_RE)
+    fullest = int(best.used_R.max())
+    if fullest <= threshold * best.load_E.sum() / best.num_ranks:
+        return best.balanced(relayed=True)
+    low, high = best.mean, fullest
+    while low < high:
+        middle = (low + high) // 2
+        ranks = _Ranks(expert_P, counts_RE)
+        if _gives_away(ranks, middle, least_pairs):
+            best, high = ranks, middle
+        else:
+            low = middle + 1
+    return best.balanced(relayed=True)
+
+
+def _gives_away(ranks: _Ranks, most: int, least_pairs: int) -> bool:
+    """Leave no rank with more than ``most`` pairs; False where free slots or ranks' room end before that."""
+    by_load = np.argsort(-ranks.load_E, kind="stable")
+    for rank in np.argsort(-ranks.used_R, kind="stable").tolist():
+        for expert in by_load[ranks.home_E[by_load] == rank].tolist():
+            left = int(ranks.load_E[expert])
+            while (excess := int(ranks.used_R[rank]) - most) > 0 and left > 0:
+                taker = next(iter(ranks.takers(expert).tolist()), None)
+                pairs = 0 if taker is None else min(excess, left, most - int(ranks.used_R[taker]))
+                if pairs <= 0 or (pairs < least_pairs and pairs < excess):
+                    break
+                ranks.give(expert, taker, pairs)
+                left -= pairs
+        if ranks.used_R[rank] > most:
+            return False
+    return True
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+OVER_REPLICAS: dict[str, Callable[[ArrayLike, ArrayLike], Balanced]] = {
+    "static": static,
+    "lp": lp,
+    "activated": activated,
+}
+MOVING: dict[str, Callable[..., Balanced]] = {"llep": llep, "ultra": ultra}

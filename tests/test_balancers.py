@@ -1,0 +1,332 @@
+"""Lossless balancers: one test of each law for all of them, and the best of all choices found one by one."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from moe_ep_bench.balancers import FREE, MOVING, OVER_REPLICAS, Balanced, activated, llep, lp, ultra, with_free_slots
+from moe_ep_bench.layer.expert_placement import ExpertPlacement
+from moe_ep_bench.placement import replicate, replicate_by_risk
+
+some_examples = settings(max_examples=50)
+SOLVED = {name: balance for name, balance in OVER_REPLICAS.items() if name != "static"}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Slots as a balancer is given them, and a batch's pairs of each source rank."""
+
+    slot_expert_P: NDArray[np.int64]
+    counts_RE: NDArray[np.int64]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.counts_RE)
+
+    @property
+    def load_E(self) -> NDArray[np.int64]:  # noqa: N802
+        return self.counts_RE.sum(axis=0)
+
+    def ranks_of(self, expert: int) -> list[int]:
+        size = len(self.slot_expert_P) // self.num_ranks
+        return sorted({int(slot) // size for slot in np.flatnonzero(self.slot_expert_P == expert)})
+
+
+def on_ranks(values_P: Any, num_ranks: int) -> NDArray[np.int64]:
+    return np.asarray(values_P).reshape(num_ranks, -1).sum(axis=1)
+
+
+@st.composite
+def batches(draw: st.DrawFn, *, moving: bool = False, small: bool = False) -> Batch:
+    """Replicas planned for another load than the batch has, or homes and free slots."""
+    num_ranks, per_rank = draw(st.integers(1 + small, 3 if small else 5)), draw(st.integers(1, 2 if small else 4))
+    num_experts, most = num_ranks * per_rank, 4 if small else 200
+    counts = st.lists(st.integers(0, most), min_size=num_experts, max_size=num_experts)
+    zeros = np.zeros((num_ranks, num_experts), dtype=np.int64)
+    counts_RE = np.array([draw(counts)]) if small else np.array(draw(st.lists(counts, min_size=1, max_size=num_ranks)))
+    counts_RE = np.concatenate([counts_RE, zeros[len(counts_RE) :]])
+    spare = draw(st.integers(0, min(2, num_experts - per_rank)))
+    if moving:
+        return Batch(with_free_slots(num_experts, num_ranks, spare), counts_RE)
+    sizes = {"num_slots": num_ranks * (per_rank + spare), "num_ranks": num_ranks}
+    known_BE = np.array(draw(st.lists(counts, min_size=1, max_size=3)))
+    by_risk = draw(st.booleans())
+    plan = replicate_by_risk(known_BE, **sizes) if by_risk else replicate(known_BE.mean(axis=0), **sizes)
+    return Batch(plan.slot_expert_LP[0], counts_RE)
+
+
+options = st.fixed_dictionaries({"least_pairs": st.sampled_from([1, 5, 50]), "threshold": st.sampled_from([1.0, 1.3])})
+
+
+def check(batch: Batch, balanced: Balanced) -> None:
+    """The laws of the contract but the last."""
+    given, held = batch.slot_expert_P, balanced.slot_expert_P
+    assert balanced.pairs_P is not None
+    assert balanced.pairs_P.min() >= 0
+    assert not balanced.pairs_P[held == FREE].any()
+    taken = held != FREE
+    sums_E = np.bincount(held[taken], balanced.pairs_P[taken], minlength=len(batch.load_E))
+    assert sums_E.tolist() == batch.load_E.tolist(), "every pair is computed once, where its expert is"
+    assert len(held) == len(given)
+    assert (held[given != FREE] == given[given != FREE]).all(), "slots keep their experts"
+    size = len(held) // batch.num_ranks
+    filled = np.flatnonzero((given == FREE) & taken)
+    moved = sorted((expert, receiver) for expert, _, receiver in balanced.moves)
+    assert moved == sorted((int(held[slot]), int(slot) // size) for slot in filled), "free slots hold what moved"
+    has = {(expert, rank) for expert in range(len(batch.load_E)) for rank in batch.ranks_of(expert)}
+    for expert, sender, receiver in balanced.moves:
+        assert (expert, sender) in has, "nobody passes on what it has not got"
+        assert (expert, receiver) not in has
+        has.add((expert, receiver))
+    assert balanced.moved_RR(batch.num_ranks).sum() == len(balanced.moves)
+
+
+def in_turn(batch: Batch) -> NDArray[np.int64]:
+    """Pairs of every slot where replicas share evenly: what ``ExpertPlacement`` makes of no split."""
+    pairs_P = np.zeros(len(batch.slot_expert_P), dtype=np.int64)
+    for rank, counts_E in enumerate(batch.counts_RE):
+        for expert, count in enumerate(counts_E.tolist()):
+            slots = np.flatnonzero(batch.slot_expert_P == expert)
+            np.add.at(pairs_P, slots[(rank + np.arange(count)) % len(slots)], 1)
+    return pairs_P
+
+
+def activated_on_ranks(pairs_P: NDArray[np.int64], expert_P: NDArray[np.int64], num_ranks: int) -> list[int]:
+    size = len(expert_P) // num_ranks
+    ranks = [np.s_[first : first + size] for first in range(0, len(expert_P), size)]
+    return [len(set(expert_P[rank][pairs_P[rank] > 0].tolist())) for rank in ranks]
+
+
+# --- Laws --------------------------------------------------------------------------------------------
+
+
+@some_examples
+@given(batch=batches(), name=st.sampled_from(list(SOLVED)))
+def test_choosing_replicas_computes_every_pair_once_where_its_expert_is(batch: Batch, name: str) -> None:
+    balanced = SOLVED[name](batch.slot_expert_P, batch.counts_RE)
+    check(batch, balanced)
+    assert not balanced.moves
+    again = SOLVED[name](batch.slot_expert_P, batch.counts_RE)
+    assert again.pairs_P.tolist() == balanced.pairs_P.tolist()
+
+
+@some_examples
+@given(batch=batches(moving=True), name=st.sampled_from(list(MOVING)), how=options)
+def test_moving_weights_computes_every_pair_once_within_the_slots_of_every_rank(batch, name, how) -> None:
+    balanced = MOVING[name](batch.slot_expert_P, batch.counts_RE, **how)
+    check(batch, balanced)
+    homes = np.where(batch.slot_expert_P == FREE, 0, batch.load_E[batch.slot_expert_P])
+    before_R, after_R = on_ranks(homes, batch.num_ranks), on_ranks(balanced.pairs_P, batch.num_ranks)
+    assert after_R.max() <= before_R.max(), "the fullest rank is never fuller"
+    assert after_R.max() >= batch.load_E.sum() / batch.num_ranks
+    if balanced.moves:
+        assert after_R.max() < before_R.max(), "nothing moves for nothing"
+    if before_R.max() <= how["threshold"] * batch.load_E.sum() / batch.num_ranks:
+        assert not balanced.moves
+    assert MOVING[name](batch.slot_expert_P, batch.counts_RE, **how).moves == balanced.moves
+
+
+@some_examples
+@given(batch=batches())
+def test_solved_replicas_are_no_worse_than_even_shares_in_what_they_solve_for(batch: Batch) -> None:
+    even_P = in_turn(batch)
+    placed = ExpertPlacement.of_batch(OVER_REPLICAS["static"](batch.slot_expert_P, batch.counts_RE), batch.counts_RE, 1)
+    assert placed.split is None
+    fullest = [on_ranks(pairs_P, batch.num_ranks).max() for pairs_P in (
+        lp(batch.slot_expert_P, batch.counts_RE).pairs_P, even_P)]  # fmt: skip
+    assert fullest[0] <= fullest[1]
+    best_P = activated(batch.slot_expert_P, batch.counts_RE).pairs_P
+    most = [max(activated_on_ranks(pairs_P, batch.slot_expert_P, batch.num_ranks)) for pairs_P in (best_P, even_P)]
+    assert most[0] <= most[1]
+
+
+def least_fullest(load_E: NDArray[np.int64], num_slots: int, num_ranks: int) -> float:
+    """A bound of any plan and any split: the mean rank, and the greatest share of an expert's replicas."""
+    replicas_E = np.ones(len(load_E))
+    for _ in range(num_slots - len(load_E)):
+        replicas_E[(load_E / replicas_E).argmax()] += 1
+    return max(load_E.sum() / num_ranks, (load_E / replicas_E).max())
+
+
+@some_examples
+@given(batch=batches(), moved=batches(moving=True))
+def test_no_balancer_goes_below_what_so_many_slots_allow(batch: Batch, moved: Batch) -> None:
+    least = least_fullest(batch.load_E, len(batch.slot_expert_P), batch.num_ranks)
+    fullest = on_ranks(lp(batch.slot_expert_P, batch.counts_RE).pairs_P, batch.num_ranks).max()
+    assert fullest >= least * (1 - 1e-12)
+    least = least_fullest(moved.load_E, len(moved.slot_expert_P), moved.num_ranks)
+    pairs_P = ultra(moved.slot_expert_P, moved.counts_RE, least_pairs=1, threshold=1).pairs_P
+    assert on_ranks(pairs_P, moved.num_ranks).max() >= least * (1 - 1e-12)
+
+
+# --- Oracles: the best of all choices ----------------------------------------------------------------
+
+
+def least_split(batch: Batch) -> int:
+    """The fullest rank of the best of all whole splits, tried one by one."""
+    loads = {(0,) * batch.num_ranks}
+    for expert, load in enumerate(batch.load_E.tolist()):
+        ranks = batch.ranks_of(expert)
+        splits = [split for split in itertools.product(range(load + 1), repeat=len(ranks)) if sum(split) == load]
+        loads = {
+            tuple(had + dict(zip(ranks, split, strict=True)).get(rank, 0) for rank, had in enumerate(before))
+            for before in loads
+            for split in splits
+        }
+    return min(map(max, loads))
+
+
+@settings(some_examples, max_examples=30)
+@given(batch=batches(small=True))
+def test_no_whole_split_has_a_less_full_rank_than_the_linear_program_s(batch: Batch) -> None:
+    """Rounding loses nothing against the best of whole pairs."""
+    pairs_P = lp(batch.slot_expert_P, batch.counts_RE).pairs_P
+    assert on_ranks(pairs_P, batch.num_ranks).max() == least_split(batch)
+
+
+@settings(some_examples, max_examples=100)
+@given(batch=batches(small=True))
+def test_no_choice_of_ranks_activates_fewer_experts_on_the_rank_with_most(batch: Batch) -> None:
+    """Pairs of one expert on several ranks only add to what these activate."""
+    chosen = activated(batch.slot_expert_P, batch.counts_RE).pairs_P
+    found = activated_on_ranks(chosen, batch.slot_expert_P, batch.num_ranks)
+    busy = [batch.ranks_of(int(expert)) for expert in np.flatnonzero(batch.load_E)]
+    choices = (np.bincount(ranks, minlength=batch.num_ranks) for ranks in itertools.product(*busy) if ranks)
+    assert max(found) == min((choice.max() for choice in choices), default=0)
+    assert sum(found) == len(busy), "each expert on one rank"
+
+
+@settings(some_examples, max_examples=25)
+@given(batch=batches(small=True, moving=True))
+def test_moving_weights_is_never_better_than_the_best_of_all_moves(batch: Batch) -> None:
+    """All fillings of the free slots, each split at its best. How far the rules are from it, the docs say."""
+    free = np.flatnonzero(batch.slot_expert_P == FREE)
+    assume(len(free) <= 4)
+    best = np.inf
+    for filling in itertools.product(range(len(batch.load_E)), repeat=len(free)):
+        slots_P = batch.slot_expert_P.copy()
+        slots_P[free] = filling
+        best = min(best, on_ranks(lp(slots_P, batch.counts_RE).pairs_P, batch.num_ranks).max())
+    for name in MOVING:
+        pairs_P = MOVING[name](batch.slot_expert_P, batch.counts_RE, least_pairs=1, threshold=1).pairs_P
+        assert on_ranks(pairs_P, batch.num_ranks).max() >= best
+
+
+def slow_llep(batch: Batch, least_pairs: int, threshold: float) -> list[int]:
+    """Pairs of every rank by the paper's Algorithms 2 and 3, with assigned and pending loads; slots without a bound."""
+    load_E, num_ranks = batch.load_E.tolist(), batch.num_ranks
+    per_rank = len(load_E) // num_ranks
+    pending = [sum(load_E[rank * per_rank : (rank + 1) * per_rank]) for rank in range(num_ranks)]
+    native, assigned, capacity = list(pending), [0] * num_ranks, -(-sum(load_E) // num_ranks)
+    if max(native) <= threshold * sum(load_E) / num_ranks:
+        return native
+    for expert in sorted(range(len(load_E)), key=lambda expert: -load_E[expert]):
+        home, left = expert // per_rank, load_E[expert]
+        pending[home] -= left
+        keeps = min(left, max(capacity - assigned[home] - pending[home], 0))
+        assigned[home] += keeps
+        left -= keeps
+        while left:
+            others = sorted((rank for rank in range(num_ranks) if rank != home), key=lambda r: assigned[r] + pending[r])
+            for rank in others:
+                chunk = min(left, capacity - assigned[rank] - pending[rank])
+                if chunk > 0 and (chunk >= least_pairs or chunk == left):
+                    break
+            else:
+                rank, chunk = others[0], left
+            assigned[rank] += chunk
+            left -= chunk
+    return assigned if max(assigned) < max(native) else native
+
+
+@some_examples
+@given(batch=batches(moving=True), how=options)
+def test_llep_follows_the_paper_done_slowly_where_slots_do_not_bind(batch: Batch, how: dict[str, Any]) -> None:
+    num_experts = len(batch.load_E)
+    assume(batch.num_ranks > 1)
+    free_P = with_free_slots(num_experts, batch.num_ranks, num_experts)
+    after_R = on_ranks(llep(free_P, batch.counts_RE, **how).pairs_P, batch.num_ranks)
+    assert after_R.tolist() == slow_llep(batch, **how)
+
+
+# --- By hand -----------------------------------------------------------------------------------------
+
+
+def test_a_linear_program_balances_what_even_shares_cannot() -> None:
+    """Expert 0 is on both ranks, expert 1 on the first alone."""
+    batch = Batch(np.array([0, 1, 0, 2]), np.array([[6, 5, 1], [0, 0, 0]]))
+    assert on_ranks(lp(batch.slot_expert_P, batch.counts_RE).pairs_P, 2).tolist() == [6, 6]
+    assert on_ranks(in_turn(batch), 2).tolist() == [8, 4]
+
+
+def test_activated_experts_change_ranks_along_paths() -> None:
+    """Experts 0 and 1 are on ranks 0 and 1, experts 2 and 3 on 1 and 2: a chain of moves gives every rank its share."""
+    slots_P = np.array([0, 1, 4, 0, 1, 2, 2, 3, 3])
+    counts_RE = np.array([[9, 8, 7, 6, 5], [0] * 5, [0] * 5])
+    pairs_P = activated(slots_P, counts_RE).pairs_P
+    assert sorted(activated_on_ranks(pairs_P, slots_P, 3)) == [1, 2, 2]
+
+
+def test_few_pairs_stay_where_they_are() -> None:
+    counts_RE = np.array([[90, 10, 10, 10], [0] * 4])
+    move = partial(ultra, with_free_slots(4, 2, 1), counts_RE, threshold=1)
+    assert move(least_pairs=1).moves == ((0, 0, 1),)
+    assert on_ranks(move(least_pairs=1).pairs_P, 2).tolist() == [60, 60]
+    assert not llep(with_free_slots(4, 2, 1), counts_RE, least_pairs=1, threshold=2).moves
+
+
+def test_ranks_that_got_weights_pass_them_on() -> None:
+    """Six ranks take a share of expert 0: LLEP's home sends it six times, UltraEP's a few times."""
+    counts_RE = np.zeros((8, 8), dtype=np.int64)
+    counts_RE[0] = [800, 1, 1, 1, 1, 1, 1, 1]
+    how = {"least_pairs": 1, "threshold": 1.0}
+    direct, relayed = (move(with_free_slots(8, 8, 1), counts_RE, **how) for move in (llep, ultra))
+    assert direct.moved_RR(8).sum() == relayed.moved_RR(8).sum() == 7
+    assert direct.moved_RR(8).sum(axis=1).max() == 7
+    assert relayed.moved_RR(8).sum(axis=1).max() <= 3
+
+
+# --- Plans -------------------------------------------------------------------------------------------
+
+
+@some_examples
+@given(batch=batches(), data=st.data())
+def test_a_plan_by_risk_holds_every_expert_and_keeps_replicas_apart(batch: Batch, data: st.DataObject) -> None:
+    num_ranks, num_experts = batch.counts_RE.shape
+    most = num_experts - num_experts // num_ranks
+    spare = data.draw(st.integers(0, most))
+    load = st.lists(st.integers(0, 20), min_size=num_experts, max_size=num_experts)
+    load_BE = data.draw(st.lists(load, min_size=1, max_size=4))
+    plan = replicate_by_risk(load_BE, num_slots=num_experts + spare * num_ranks, num_ranks=num_ranks)
+    assert plan.replicas.min() >= 1
+    assert plan.replicas.sum() == num_experts + spare * num_ranks
+    assert not plan.stacked.any()
+
+
+def test_a_plan_by_risk_parts_experts_that_are_busy_together() -> None:
+    """Experts 0 and 1 are busy in the same batches, 2 and 3 in the others: the mean load tells none apart."""
+    load_BE = np.array([[10, 10, 2, 2], [2, 2, 10, 10]] * 4)
+    plan = replicate_by_risk(load_BE, num_slots=4, num_ranks=2)
+    assert plan.rank_load(load_BE[:, None]).max() == 12
+    assert replicate(load_BE.mean(axis=0), num_slots=4, num_ranks=2).rank_load(load_BE[:, None]).max() in (12, 20)
+
+
+def test_replicas_follow_the_spread_where_means_are_equal() -> None:
+    steady, unsteady = [5] * 6, [1, 9, 1, 9, 1, 9]
+    plan = replicate_by_risk(np.array([steady, steady, unsteady, steady]).T, num_slots=6, num_ranks=2)
+    assert plan.replicas[0][2] == 2
+
+
+@pytest.mark.parametrize("num_slots", [5, 3])
+def test_wrong_slots_are_named(num_slots: int) -> None:
+    with pytest.raises(ValueError, match=f"num_slots: expected a multiple of num_ranks=2.*got {num_slots}"):
+        replicate_by_risk([[1, 2, 3, 4]], num_slots=num_slots, num_ranks=2)

@@ -174,7 +174,7 @@ class Bench:
             line = linregress(table["activated"], table[name])
             rate = expert_bytes / line.slope / 1e3
             print(
-                f"{name}: {line.intercept:.1f} us + {line.slope:.3f} us (+-{line.stderr:.3f}, one standard error) an expert, "
+                f"{name}: {line.intercept:.1f} us + {line.slope:.3f} us (+-{line.stderr:.3f}) an expert, "
                 f"R2 {line.rvalue**2:.4f}; {rate:,.0f} GB/s, {rate / read_gbps:.0%} of what this device reads"
             )
             if published is not None:

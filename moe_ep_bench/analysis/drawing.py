@@ -21,8 +21,9 @@ from moe_ep_bench.analysis.cases import COMPARISON, cases, comparisons
 from moe_ep_bench.analysis.columns import COLUMNS
 from moe_ep_bench.analysis.marks import Panel, facets
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, interval_words
+from moe_ep_bench.analysis.origins import ORIGINS
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.analysis.style import GAMMA, HOW, Look, dress, is_slide, looks_of
+from moe_ep_bench.analysis.style import GAMMA, Look, dress, is_slide, looks_of
 from moe_ep_bench.files import atomic_path
 
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
@@ -138,7 +139,7 @@ def draw(figure: Figure, store: Any, **options: Any) -> Drawing | None:
     notes += [*drawn["note"].dropna().unique()] if "note" in drawn else []
     sheet, body = facets(drawn, figure.panels, looks, beside=beside, most=figure.most)
     how = drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)}
-    tags = [word for word in (*HOW, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
+    tags = [word for word in (*ORIGINS, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
     dress(sheet, figure.title, figure.how.format_map(how), _footer(drawn, notes, timed=figure.timed), tags, body=body)
     columns = dict.fromkeys([*ABOUT, *figure.columns, "origin", "workload"])
     return Drawing(sheet, rows[[name for name in columns if name in rows]])

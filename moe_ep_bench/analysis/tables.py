@@ -40,7 +40,6 @@ class View:
         columns: names, of ``COLUMNS`` or the frame; those without a value in any row are left out.
         headers: other headers than ``COLUMNS`` has, by name.
         where: a query of the frame; empty = all rows.
-        order: a column, descending; None = reading order.
         rows: the frame, of a store and the comparison's rows of ``cases``.
         notes: below the table; None = all notes of the comparison.
     """
@@ -49,7 +48,6 @@ class View:
     columns: Sequence[str]
     headers: dict[str, str] | None = None
     where: str = ""
-    order: str | None = None
     title: str = ""
     rows: Callable[[Store, pd.DataFrame], pd.DataFrame] = lambda _, rows: rows
     notes: Sequence[str] | None = ()
@@ -233,7 +231,6 @@ def table_of(store: Store, view: View, rows: pd.DataFrame, names: Sequence[str] 
         frame = frame.query(view.where, engine="python") if set(_needed(view)) <= set(frame) else frame.iloc[:0]
     if frame.empty:
         return Table(frame, ())
-    frame = frame if view.order is None else frame.sort_values(view.order, ascending=False)
     chosen = columns(names, frame) if names else _columns_of(view, frame)
     facts, has_status = rows.iloc[0], "status" in frame
     instead = "instead" if has_status else None

@@ -26,6 +26,7 @@ import pandas as pd
 import torch
 from interleaved import interleaved, keep, replayed
 from scipy.stats import linregress
+from scipy.stats import t as student
 from torch import Tensor
 
 from moe_ep_bench.kernels.decode_experts import decode_experts, expert_rows
@@ -169,9 +170,11 @@ class Bench:
         for name in table.columns[1:]:
             line = linregress(table["activated"], table[name])
             rate = expert_bytes / line.slope / 1e3
+            half = student.ppf(0.975, len(table) - 2) * line.stderr  # of the slope's 95 % interval
             print(
-                f"{name}: {line.intercept:.1f} us + {line.slope:.3f} us (+-{line.stderr:.3f}) an expert, "
-                f"R2 {line.rvalue**2:.4f}; {rate:,.0f} GB/s, {rate / read_gbps:.0%} of what this device reads"
+                f"{name}: {line.intercept:.1f} us + {line.slope:.3f} us [{line.slope - half:.3f},"
+                f" {line.slope + half:.3f}] an expert, R2 {line.rvalue**2:.4f}; {rate:,.0f} GB/s,"
+                f" {rate / read_gbps:.0%} of what this device reads"
             )
             if published is not None:
                 _, activated, paper_us = published

@@ -32,7 +32,7 @@ from pydantic.fields import FieldInfo
 
 from moe_ep_bench.errors import UserError, brief, did_you_mean, problem_words
 from moe_ep_bench.files import MOST_YAML_BYTES, parse_yaml, read_text
-from moe_ep_bench.policies import Policy, make_policy
+from moe_ep_bench.policies import FILE_FIELDS, Policy, make_policy
 from moe_ep_bench.policies.own import without_folder
 
 DATA_DIR = Path(__file__).resolve().parent / "data"
@@ -192,9 +192,16 @@ def _check_entry(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_folders(entry: dict[str, Any]) -> dict[str, Any]:
-    """Results say of a policy's file its name alone."""
-    names = entry["name"]
-    return {**entry, "name": [*map(without_folder, names)] if isinstance(names, list) else without_folder(names)}
+    """Results say of a policy's files their names alone."""
+
+    def named(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [named(key, one) for one in value]
+        if not isinstance(value, str):
+            return value
+        return without_folder(value) if key == "name" else Path(value).name if key in FILE_FIELDS else value
+
+    return {key: named(key, value) for key, value in entry.items()}
 
 
 PolicyEntry = Annotated[

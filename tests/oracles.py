@@ -31,6 +31,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_ep_bench.policies import Routing, RoutingContext
@@ -508,6 +509,39 @@ def xshare(
     return weigh(selection, selection, router_TE, context)
 
 
+# --- sere ------------------------------------------------------------------------------------------
+
+
+def sere(
+    scores_TE: Tensor,
+    context: RoutingContext,
+    *,
+    k0: int,
+    similarity: str,
+    threshold: float = 0.0,
+    layer: int | None = None,
+) -> Routing:
+    """Every token's secondary experts give way to the primary expert of the batch that is most like them."""
+    matrices = load_file(similarity)["similarity"].tolist()
+    if layer is None:
+        layer = round(context.layer_fraction * len(matrices)) if len(matrices) > 1 else 0
+    alike, valid_T = matrices[layer], is_valid(context, len(scores_TE))
+    top_k = model_top_k(scores_TE, context)
+    own = weigh(top_k, top_k, scores_TE, context)
+    lists = preference_lists(scores_TE, context)
+    primary = {expert for token, experts in enumerate(lists) if valid_T[token] for expert in experts[:k0]}
+    map_TE, weights_TE = torch.zeros_like(own.map_TE), torch.zeros_like(own.weights_TE)
+    for token, experts in enumerate(top_k):
+        for expert in experts:
+            target = expert
+            if expert not in primary:
+                nearest = min(primary, key=lambda other: (-alike[expert][other], other))
+                target = nearest if alike[expert][nearest] >= threshold else expert
+            map_TE[token, target] = True
+            weights_TE[token, target] += own.weights_TE[token, expert]
+    return Routing(map_TE=map_TE, weights_TE=weights_TE)
+
+
 # --- budget_drop -----------------------------------------------------------------------------------
 
 
@@ -581,6 +615,7 @@ ORACLES: dict[str, Callable[..., Routing]] = {
     "xshare": xshare,
     "lynx": lynx,
     "dynamic_skip": dynamic_skip,
+    "sere": sere,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from moe_ep_bench.config import Experiment, RebalanceConfig, ReplicationConfig
@@ -16,8 +17,6 @@ BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
 # Native routing on replicated experts: what spare memory, or weights that move, buy in place of a policy.
 REPLICATION = "replication"
 
-_PLANS = {"eplb": "EPLB", "variance": "variance plan", "llep": "LLEP", "ultra": "UltraEP"}
-_BALANCERS = {"static": "", "lp": " + LP", "activated": " + fewest activated"}
 _LABELS = {NOISE: "native again", CEILING: "native, balanced scores"}
 
 # What the baseline computes.
@@ -44,8 +43,11 @@ class CaseSpec:
 
     @property
     def params(self) -> dict[str, Any]:
+        """Fields; of files their names alone, for ``policy_code`` says what they hold."""
         described = self.replication or self.policy
-        return described.params() if described else {}
+        files = self.policy.file_fields if self.policy else ()
+        params = described.params() if described else {}
+        return {key: Path(str(value)).name if key in files else value for key, value in params.items()}
 
     @property
     def is_padded(self) -> bool:
@@ -54,9 +56,9 @@ class CaseSpec:
 
     @property
     def policy_code(self) -> list[str]:
-        """The hash of a user's policy file: an edited rule never meets old results."""
-        code = None if self.policy is None else source_hash(type(self.policy))
-        return [] if code is None else [code]
+        """Hashes of a user's policy file and of what a policy reads: an edited rule never meets old results."""
+        hashes = [] if self.policy is None else [source_hash(type(self.policy)), self.policy.data_hash]
+        return [known for known in hashes if known is not None]
 
     @property
     def capacity_factor(self) -> float:
@@ -66,12 +68,8 @@ class CaseSpec:
 
     @property
     def label(self) -> str:
-        if self.replication is None:
-            return self.policy.label if self.policy else _LABELS.get(self.role, self.name)
-        wanted, plan = self.replication, _PLANS[self.replication.name]
-        balancer = "" if isinstance(wanted, RebalanceConfig) else _BALANCERS[wanted.balancer]
-        solving = "" if wanted.solving_us is None else f" ({wanted.solving_us:g} us to solve)"
-        return f"{plan}{balancer}{solving}, {wanted.spare_per_rank} spare per rank"
+        rule = self.policy or self.replication
+        return rule.label if rule else _LABELS.get(self.role, self.name)
 
     def describe(self, comparison_id: str) -> dict[str, Any]:
         """What run.json says of the case."""

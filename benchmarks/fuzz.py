@@ -554,9 +554,9 @@ def _thin_quality(folder: Path) -> None:
     described["cases"] = dict(sorted(cases.items(), key=lambda item: item[1]["role"] != "baseline")[:5])
     for part, column, most in (("quality", "item", 12), ("routing", "layer", 4)):
         (folder / part).mkdir(parents=True)
-        for key in described["cases"]:
-            table = pq.read_table(whole / part / f"{key}.parquet", partitioning=None)
-            pq.write_table(table.filter(pc.less(table[column], most)), folder / part / f"{key}.parquet")
+        table = pq.read_table(whole / part / f"{first}.parquet", partitioning=None)
+        few = pc.field("case_id").isin(list(described["cases"])) & (pc.field(column) < most)
+        pq.write_table(table.filter(few), folder / part / f"{first}.parquet")
     (folder / "run.json").write_text(json.dumps(described))
 
 

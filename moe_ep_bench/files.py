@@ -197,9 +197,14 @@ def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, most_bits: int = 64
         OSError: there is no such file, or it cannot be read.
         ValueError: one line that names the file.
     """
-    value = parse_json(read_text(path, most_bytes), path)
+    return checked_json(read_text(path, most_bytes), path, most_bits)
+
+
+def checked_json(text: bytes | str, where: object, most_bits: int = 64) -> Any:
+    """A JSON document of plain values, as ``read_json`` has it; ValueError where it is none."""
+    value = parse_json(text, where)
     if problem := _problem_of(value, most_bits):
-        raise UserError(f"{path}: {problem}")
+        raise UserError(f"{where}: {problem}")
     return value
 
 

@@ -201,6 +201,15 @@ def assert_same(routing: Routing, other: Routing) -> None:
     assert torch.equal(routing.weights_TE, other.weights_TE)
 
 
+def assert_same_choice(ours: Routing, expected: Routing) -> None:
+    """The same pairs to the bit; weights within the rounding of a sum of a few float32."""
+    assert ours.map_TE.dtype == torch.bool
+    assert ours.weights_TE.dtype == torch.float32
+    assert torch.equal(ours.map_TE, expected.map_TE)
+    torch.testing.assert_close(ours.weights_TE, expected.weights_TE, rtol=2e-6, atol=1e-30)
+    assert not ours.weights_TE[~ours.map_TE].any()
+
+
 def random_scores(kind: str, num_tokens: int, num_experts: int, seed: int) -> Tensor:
     """Router scores of one kind; some experts are sought after, so that capacities bind."""
     generator = torch.Generator().manual_seed(seed)

@@ -237,13 +237,13 @@ def test_numbers_and_words_that_cannot_be_are_refused(name: str, box: Path) -> N
 def test_ids_lead_to_no_other_file(case_id: str, box: Path) -> None:
     root = directory(box / "run")
     shutil.copy(root / "cases" / "c0-0.parquet", box / "outside.parquet")
-    for folder in ("cases", "routing"):
-        (root / folder / "c0-0.parquet").unlink()
-    edit(root / "run.json", ('"c0-0"', json.dumps(case_id)))
+    (root / "cases" / "c0-0.parquet").unlink()
+    (root / "routing" / "c0.parquet").unlink()
+    edit(root / "run.json", ('"c0"', json.dumps(case_id)))
     assert "name" in refused(box, "show", "run")
 
 
-@pytest.mark.parametrize("what", ["run.json", "cases", "cases/c0-0.parquet", "conditions/c0-0.json"])
+@pytest.mark.parametrize("what", ["run.json", "cases", "cases/c0-0.parquet", "routing/c0.parquet"])
 def test_links_lead_to_no_other_file(what: str, box: Path) -> None:
     root = directory(box / "run")
     (root / what).rename(box / "outside")
@@ -253,7 +253,7 @@ def test_links_lead_to_no_other_file(what: str, box: Path) -> None:
         (root / what).unlink()
         (box / "outside").rename(root / "moved")
         (root / what).symlink_to("moved")
-        assert RunDirectory(root).is_finished("c0-0", 0)
+        assert RunDirectory(root).statuses("c0", 0)
 
 
 class Elements(html.parser.HTMLParser):

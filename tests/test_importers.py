@@ -549,6 +549,7 @@ DAMAGE = {
         "a layer more": (f"1.{IDS}: layer 0: ", lambda made: made[f"1.{IDS}"].__setitem__(0, made[f"1.{IDS}"][1])),
     },
     "vllm": {
+        "another name": ("", array("arr_0", np.zeros((1, 4, 3), int))),
         "a dimension less": (f"1.{ROUTED}: ", array(f"1.{ROUTED}", np.zeros((4, 3), int))),
         "half a token": (f"1.{ROUTED}: token 2: ", item(f"1.{ROUTED}", (2, 3), -1)),
         "a layer more": (f"1.{ROUTED}: ", item(f"1.{ROUTED}", (2, 0), [1, 2, 3])),

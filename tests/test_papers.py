@@ -98,6 +98,12 @@ MISTAKES: dict[str, tuple[dict, dict, str]] = {
     ),
     "no policy": ({"policy": None}, {}, r"0: policy: expected one of the config's with speedup, got none"),
     "native's own": ({"metric": "native_layer_us"}, {}, r"0: policy, versus: expected none with native_layer_us"),
+    "what is not there": (
+        {"policy": None, "lossless": "LLEP"},
+        {},
+        r"0\.lossless: expected one of none in the config; got LLEP",
+    ),
+    "two sides": ({"lossless": "LLEP"}, {}, r"0: lossless, versus_lossless: expected none beside policy"),
     "a share of one": ({"metric": "dropped_fraction", "versus": TOKEN_DROP}, {}, r"0: versus: expected none with"),
     "a key": ({"papre": 1}, {}, r"0\.papre: no such key.*did you mean paper"),
     "a number": ({"paper": "much"}, {}, r"0\.paper: expected a number, \[low, high\]"),

@@ -163,7 +163,7 @@ def _value(claim: _Row, case: Row, against: Row, times: Times) -> tuple[float, f
         found = estimate_median(against_us if metric.value == "native" else paired_ratios(*pair))
         return found and (found.median, found.low, found.high)
     ours, theirs = (np.nan if missing(row.get(metric.of)) else row[metric.of] for row in (case, against))
-    if metric.value == "own":
+    if metric.value in ("own", "plain"):
         value = ours / theirs if claim.versus_id else ours
     else:
         value = {"native": theirs, "ratio": ours / (theirs or np.nan), "inverse": theirs / (ours or np.nan)}[

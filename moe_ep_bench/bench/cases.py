@@ -17,8 +17,6 @@ BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
 # Native routing on replicated experts: what spare memory, or weights that move, buy in place of a policy.
 REPLICATION = "replication"
 
-_PLANS = {"eplb": "EPLB", "variance": "variance plan", "llep": "LLEP", "ultra": "UltraEP"}
-_BALANCERS = {"static": "", "lp": " + LP", "activated": " + fewest activated"}
 _LABELS = {NOISE: "native again", CEILING: "native, balanced scores"}
 
 # What the baseline computes.
@@ -70,12 +68,8 @@ class CaseSpec:
 
     @property
     def label(self) -> str:
-        if self.replication is None:
-            return self.policy.label if self.policy else _LABELS.get(self.role, self.name)
-        wanted, plan = self.replication, _PLANS[self.replication.name]
-        balancer = "" if isinstance(wanted, RebalanceConfig) else _BALANCERS[wanted.balancer]
-        solving = "" if wanted.solving_us is None else f" ({wanted.solving_us:g} us to solve)"
-        return f"{plan}{balancer}{solving}, {wanted.spare_per_rank} spare per rank"
+        rule = self.policy or self.replication
+        return rule.label if rule else _LABELS.get(self.role, self.name)
 
     def describe(self, comparison_id: str) -> dict[str, Any]:
         """What run.json says of the case."""

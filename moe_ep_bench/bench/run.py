@@ -167,10 +167,10 @@ def emulate_plan(comparisons: Sequence[Comparison], out: Path, *, force: bool = 
 
 def _say_kept(directory: RunDirectory, launch: int, comparisons: Sequence[Comparison]) -> None:
     """Say what an ended job leaves; nothing of no comparisons."""
-    cases = [case for comparison in comparisons for case in comparison.cases]
-    if cases:
-        finished = sum(directory.is_finished(case.case_id, launch) for case in cases)
-        where = f"{finished} of {len(cases)} cases are kept in {directory.root}" if finished else "no case is kept"
+    if num_cases := sum(len(comparison.cases) for comparison in comparisons):
+        of_each = (directory.statuses(comparison.comparison_id, launch) for comparison in comparisons)
+        finished = sum(map(len, of_each))
+        where = f"{finished} of {num_cases} cases are kept in {directory.root}" if finished else "no case is kept"
         print(f"moe-ep-bench: stopped: {where}; the same command does what is left", file=sys.stderr, flush=True)
 
 

@@ -380,6 +380,10 @@ class ReplicationConfig(Strict):
         """Of a batch on every rank; None where nothing is solved."""
         return None if self.balancer == "static" else SOLVE_US if self.solve_us is None else self.solve_us
 
+    @property
+    def label(self) -> str:
+        return _label(f"{_LABELS[self.plan]}{_LABELS[self.balancer]}", self)
+
     def params(self) -> dict[str, Any]:
         """What makes a case of it, JSON-ready."""
         solving = {} if self.solving_us is None else {"solve_us": self.solving_us}
@@ -409,6 +413,10 @@ class RebalanceConfig(Strict):
         """As of ``ReplicationConfig``."""
         return self.solve_us
 
+    @property
+    def label(self) -> str:
+        return _label(_LABELS[self.name], self)
+
     def params(self) -> dict[str, Any]:
         """What makes a case of it, JSON-ready."""
         always = {"spare_per_rank": self.spare_per_rank, "solve_us": self.solve_us}
@@ -418,6 +426,22 @@ class RebalanceConfig(Strict):
         """A batch over homes and free slots (``balancers``)."""
         threshold = {"llep": 1.3, "ultra": 1.0}[self.name] if self.threshold is None else self.threshold
         return MOVING[self.name](slot_expert_P, counts_RE, least_pairs=self.least_pairs, threshold=threshold)
+
+
+_LABELS = {
+    "eplb": "EPLB",
+    "variance": "variance plan",
+    "static": "",
+    "lp": " + LP",
+    "activated": " + fewest activated",
+    "llep": "LLEP",
+    "ultra": "UltraEP",
+}
+
+
+def _label(name: str, wanted: ReplicationConfig | RebalanceConfig) -> str:
+    solving = "" if wanted.solving_us is None else f" ({wanted.solving_us:g} us to solve)"
+    return f"{name}{solving}, {wanted.spare_per_rank} spare per rank"
 
 
 class FigureConfig(Strict):
@@ -464,6 +488,10 @@ class EmulateConfig(Strict):
     def sent(self) -> dict[str, Any]:
         """What is sent between ranks, for ids: where it differs from the defaults."""
         return self.model_dump(mode="json", include={"transport", "dispatch_dtype"}, exclude_defaults=True)
+
+
+Rule = Policy | ReplicationConfig | RebalanceConfig
+"""What a case does in place of native: a policy, or what loses nothing."""
 
 
 class Experiment(SweepPoint):
@@ -538,16 +566,19 @@ class Experiment(SweepPoint):
         """All policies, lists expanded, in the order of the file; repeated ones once."""
         return expand_policies(self.policies)
 
-    def claimed_policies(self, number: int) -> list[tuple[Policy | None, Policy | None]]:
-        """The claim's policies, lists expanded, each paired with its baseline; None is native.
+    def claimed_policies(self, number: int) -> list[tuple[Rule | None, Rule | None]]:
+        """The claim's policies, lists expanded, or what it names as lossless, each with its baseline; None is native.
 
         Raises:
             ValueError: one of them is not in the config.
         """
         claim, known = self.claims[number], self.make_policies()
-        if claim.policy is None:
-            return [(None, None)]
-        named: dict[str, list[Policy]] = {}
+        lossless = {wanted.label: wanted for wanted in (*self.emulate.replication, *self.emulate.rebalance)}
+        for key, label in (("lossless", claim.lossless), ("versus_lossless", claim.versus_lossless)):
+            if label is not None and label not in lossless:
+                labels = "; ".join(lossless) or "none in the config"
+                raise UserError(f"claims.{number}.{key}: expected one of {labels}; got {label}")
+        named: dict[str, list[Rule]] = {}
         for key, entry in (("policy", claim.policy), ("versus", claim.versus)):
             named[key] = [] if entry is None else expand_policies([entry])
             for policy in named[key]:
@@ -558,5 +589,5 @@ class Experiment(SweepPoint):
                     )
         if len(named["versus"]) > 1:
             raise UserError(f"claims.{number}.versus: expected one policy, got {len(named['versus'])}")
-        versus = named["versus"][0] if named["versus"] else None
-        return [(policy, versus) for policy in named["policy"]]
+        versus = named["versus"][0] if named["versus"] else lossless.get(claim.versus_lossless or "")
+        return [(rule, versus) for rule in named["policy"] or [lossless.get(claim.lossless or "")]]

@@ -15,7 +15,6 @@ from pydantic import Field, field_validator, model_validator
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.papers.published import Number, Primary, load, numbers
-from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import PolicyEntry, Strict
 from moe_ep_bench.schema import ALL, MOE
 
@@ -25,14 +24,15 @@ class Metric(NamedTuple):
 
     Attributes:
         value: from ``of`` of the policy's case and of the one that it is set against, which mostly is native: the
-            policy's ``own``, ``native``'s own, the ``ratio`` of policy over native, or its ``inverse``.
+            policy's ``own`` share or ``plain`` number, ``native``'s own, the ``ratio`` of policy over native, or its
+            ``inverse``.
         of: a quantity of ``analysis.cases.timings``, whose pairs are divided, or a column of ``analysis.cases.cases``.
         scopes: of comparisons that have such a number.
         is_pass: of a whole pass with ``scope: model``.
     """
 
     words: str
-    value: Literal["own", "native", "ratio", "inverse"]
+    value: Literal["own", "plain", "native", "ratio", "inverse"]
     of: str
     scopes: tuple[str, ...] = ("layer",)
     is_pass: bool = False
@@ -53,8 +53,10 @@ CLAIMED = {
     "moe_speedup": Metric("speedup of all MoE layers in a pass", "inverse", MOE, ("model",)),
     "step_time": Metric("relative time of a decode step", "ratio", ALL, ("model",), is_pass=True),
     "tokens_per_s": Metric("relative tokens per second", "inverse", ALL, ("model",), is_pass=True),
+    "rank_imbalance": Metric("fullest rank over the mean", "plain", "rank_imbalance", _BOTH),
     "imbalance_cut": Metric("fullest expert, native over policy", "inverse", "fullest_expert"),
     "native_layer_us": Metric("native's layer (us)", "native", ALL),
+    "native_rank_imbalance": Metric("native's fullest rank over the mean", "native", "rank_imbalance", _BOTH),
     "native_activated_experts": Metric("native's activated experts", "native", "activated"),
 }
 # Shares; ``retained_mass`` may be over another policy's. Numbers with a unit, and no policy.
@@ -72,11 +74,14 @@ class Claim(Strict):
     """Publication, and its figure, table or section."""
     policy: PolicyEntry | None = None
     """One of the config's policies; a list in place of a value makes one claim for each. None for a native_ metric."""
+    lossless: str | None = None
+    """Label of one of ``emulate.replication`` or ``emulate.rebalance``, in place of a policy."""
     metric: Literal[*CLAIMED] = "speedup"
     """Time of native over the policy's, of a layer or, with scope model, of a pass; a share; the time of the layer or
     of a group of phases, or the activated experts of the rank with most, over native's; or native's own, in
-    microseconds or experts; the fullest expert's load of native over the policy's. Of whole models alone: the
-    speedup of all MoE layers in a pass; a decode step's time, or tokens per second, over native's."""
+    microseconds or experts; the fullest rank's load over the mean; the fullest expert's of native over the policy's.
+    Of whole models alone: the speedup of all MoE layers in a pass; a decode step's time, or tokens per second, over
+    native's."""
     paper: tuple[float | None, float | None] | None = None
     """From and to; a number is both, null is an open end. null alone: the paper states none, and the note says so."""
     published: dict[str, Any] | None = None
@@ -86,6 +91,8 @@ class Claim(Strict):
     """What the paper measured; here it is what ``scope`` says."""
     versus: PolicyEntry | None = None
     """Another of the config's policies in place of native."""
+    versus_lossless: str | None = None
+    """A label as of ``lossless``, in place of native."""
     where: dict[str, Any] = Field({})
     """Dotted keys with values: only comparisons that have them."""
     note: str = Field(min_length=1)
@@ -104,13 +111,16 @@ class Claim(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Claim:
-        if self.metric in NATIVE_METRICS and (self.policy, self.versus) != (None, None):
+        sides = (self.policy, self.lossless), (self.versus, self.versus_lossless)
+        if self.metric in NATIVE_METRICS and any(one is not None for side in sides for one in side):
             raise UserError(f"policy, versus: expected none with {self.metric}, which is native's own")
-        if self.metric not in NATIVE_METRICS and self.policy is None:
+        if self.metric not in NATIVE_METRICS and sides[0] == (None, None):
             raise UserError(f"policy: expected one of the config's with {self.metric}, got none")
+        if any(None not in side for side in sides):
+            raise UserError("lossless, versus_lossless: expected none beside policy and versus, got both")
         if self.published is not None and (self.paper is not None or not {"paper", "item"} <= self.published.keys()):
             raise UserError("published: expected paper and item, and no number under paper beside it")
-        if self.versus is not None and self.metric == "dropped_fraction":
+        if sides[1] != (None, None) and self.metric == "dropped_fraction":
             raise UserError(f"versus: expected none with {self.metric}, which is of one policy alone")
         return self
 
@@ -139,7 +149,7 @@ class Claim(Strict):
         if self.metric == "step_time" and not decodes:
             raise UserError("metric: expected whole.context_length above 0 with step_time, a decode step's; got 0")
 
-    def resolved(self, policy: Policy | None) -> Claim:
+    def resolved(self, policy: Any) -> Claim:
         """The claim of one policy, with the number that ``published`` refers to; several are taken as a range.
 
         Raises:
@@ -180,7 +190,8 @@ def _as_metric(metric: str, number: Number) -> float:
         value /= 100
         if "change" in number.metric or "over native" in number.metric:
             value += 1
-        return 1 / value if metric.endswith("_time") else value
+        # A change of throughput is no change of time.
+        return 1 / value if metric.endswith("_time") and "latency" not in number.metric else value
     return 1 / value if number.metric == "layer time over vanilla" and metric.endswith("speedup") else value
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moe_ep_bench.bench.cases import BASELINE, POLICY
+from moe_ep_bench.bench.cases import BASELINE, POLICY, REPLICATION
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import emulate_plan, launch
@@ -94,7 +94,8 @@ def _rows(
     """Of one claim of one policy (None: native), at comparisons that differ in their traffic alone."""
     primary = written.primary()
     for comparison in comparisons:
-        cases = {case.policy: case.case_id for case in comparison.cases if case.role in (POLICY, BASELINE)}
+        listed = (case for case in comparison.cases if case.role in (POLICY, REPLICATION, BASELINE))
+        cases = {case.policy or case.replication: case.case_id for case in listed}
         workload = comparison.experiment.workload
         skew = workload.skew if isinstance(workload, SyntheticConfig) else None
         yield {

@@ -212,7 +212,6 @@ def _conditions(comparison: FakeComparison, launch: int) -> dict[str, Any]:
     }
     return {
         "run_id": f"r{launch}",
-        "waits": comparison.conditions.get("waits", {}),
         "warm_up": {"rounds": 3, "change": 0.01, "settled": True, **comparison.conditions.get("warm_up", {})},
         "ranks": [rank] * comparison.num_ranks,
     }

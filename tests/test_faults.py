@@ -448,4 +448,4 @@ def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment(), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "40 of 40 cases measured" in done.stdout
-    assert done.stdout.count(" KiB per case") == 3  # Two ranks and torchrun.
+    assert done.stdout.count(" MiB over ") == 3  # Two ranks and torchrun.

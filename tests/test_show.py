@@ -183,7 +183,6 @@ def test_native_that_differs_from_itself_is_warned_of(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "note"),
     [
-        ({"conditions": {"waits": {"c0-1": {"own.py:9": 2, "steps.py:4": 1}}}}, "3 (own.py:9 x 2, steps.py:4)"),
         ({"conditions": {"rank": {"probe_floor_us": 4.0}}}, "probe floor: 4.0 us"),
         ({"num_launches": 3, "num_batches": 10}, "and Student's t over 3 launches"),
         ({"num_batches": 10}, "of this launch only"),

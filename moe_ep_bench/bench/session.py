@@ -12,9 +12,8 @@ Shapes: T = this rank's tokens, E = experts, D = hidden size, V = cases, S = ste
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.bench.building import builder, random_pass
-from moe_ep_bench.bench.cases import BASELINE, CaseSpec
+from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.inspection import check_again, compute_alone, drop_failing, observe_all, try_all
 from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
@@ -38,7 +37,6 @@ from moe_ep_bench.layer.phases import Rendezvous, replaced
 from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.stack import layer_seed
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.policies.waits import beyond
 from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import BREAKDOWN, Step, measure, plan, probe_floor_us, warm_breakdowns, warm_up
 from moe_ep_bench.timing.timer import PhaseRecorder, Stopwatch, clock_for
@@ -112,7 +110,6 @@ class Case:
         metrics: of its routing, a row for every batch and layer.
         error: the worst beside the reference.
         problem: the first thing that was found wrong, in words.
-        waits: where the host waited for a GPU.
     """
 
     router: CaseRouter
@@ -120,7 +117,6 @@ class Case:
     metrics: PackedMetrics
     error: float = 0.0
     problem: str = ""
-    waits: Counter[str] = field(default_factory=Counter)
 
     @property
     def spec(self) -> CaseSpec:
@@ -292,8 +288,6 @@ class Session:
     def gather(self) -> None:
         """Gather all ranks' samples and metrics on rank 0."""
         ranks, outcome = self.job.ranks, self.outcome
-        baseline = next((case.case_id for case in self.timed if case.spec.role == BASELINE), None)
-        self.conditions["waits"] = beyond({case.case_id: case.waits for case in self.timed}, baseline)
         outcome.conditions, outcome.steps, outcome.columns = self.conditions, self.samples.steps, self.samples.columns
 
         def gathered(values: np.ndarray) -> np.ndarray:

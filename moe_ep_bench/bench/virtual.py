@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_ep_bench.bench.cases import BASELINE, CaseSpec
+from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
 from moe_ep_bench.bench.rank_timers import MeasuredRanks, RankTime, modelled_time
@@ -34,7 +34,6 @@ from moe_ep_bench.cost_model.transport import Rows
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.reference import TOLERANCE
-from moe_ep_bench.policies.waits import beyond
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, measure
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU
@@ -157,12 +156,10 @@ class Emulation:
             for index in range(self.num_batches):
                 self.measure_batch(index, timer)
         here["allocating_iterations"] = dict(timer.watch.allocations.iterations)
-        baseline = next((case.case_id for case in self.cases if case.role == BASELINE), None)
         return {
             "warm_up": {"rounds": settings.fewest_rounds - settings.iterations, "change": None, "settled": False},
             "ranks": [here],
             "emulated_runs": dict(self.runs),
-            "waits": beyond(timer.waits, baseline),
         }
 
     def outcome(self) -> Outcome:

@@ -282,7 +282,7 @@ def _waits(policy: Policy) -> Counter[str]:
             policy.check(trial.scores_TE, context)
             if len(trial.scores_TE):
                 context.num_valid(len(trial.scores_TE))  # Counted beforehand.
-                with watched_waits(trial.scores_TE.device) as waits:
+                with watched_waits() as waits:
                     getattr(here, "select", here.route)(trial.scores_TE, context)
                 waits["most_pairs is unknown"] += here.most_pairs(*trial.scores_TE.shape, context) is None
                 return +waits

@@ -17,10 +17,12 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import POLICIES
 
 # What a file may hold in place of what one experiment holds: it is read into one experiment each.
+_LAYERS = {
+    "anyOf": [{"type": "integer", "minimum": 0}, {"type": "array", "items": {"type": "integer"}}, {"const": "all"}]
+}
 _LISTED: dict[str, dict[str, Any]] = {
-    "RecordedConfig.layer": {
-        "anyOf": [{"type": "integer", "minimum": 0}, {"type": "array", "items": {"type": "integer"}}, {"const": "all"}]
-    },
+    "RecordedConfig.layer": _LAYERS,
+    "SyntheticConfig.layer": _LAYERS,
     "RecordedConfig.trace": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/RecordingConfig"}]},
     "Claim.paper": {"type": "number"},
 }

@@ -57,7 +57,7 @@ class _Flag:
 
 def _marked(value: object) -> object:
     if isinstance(value, list):
-        return [_marked(one) for one in value]
+        return [_marked(inner) for inner in value]
     return _Flag(value) if isinstance(value, bool) else value
 
 
@@ -179,11 +179,11 @@ def expand_policies(entries: Iterable[Mapping[str, Any]]) -> list[Policy]:
     Raises:
         ValueError: naming the field and what is allowed.
     """
-    found = []
+    policies = []
     for entry in entries:
         choices = [value if isinstance(value, list) else [value] for value in entry.values()]
-        found += [make_policy(dict(zip(entry, values, strict=True))) for values in itertools.product(*choices)]
-    return list(dict.fromkeys(found))
+        policies += [make_policy(dict(zip(entry, values, strict=True))) for values in itertools.product(*choices)]
+    return list(dict.fromkeys(policies))
 
 
 def _check_entry(entry: dict[str, Any]) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable
     problems = error.errors(include_url=False)
     problem = problems[0]
     if problem["type"] == "missing":  # A key that is not known may be the one that is missing, misspelt.
-        problem = next((one for one in problems if one["type"] == "extra_forbidden"), problem)
+        problem = next((other for other in problems if other["type"] == "extra_forbidden"), problem)
     location = list(problem["loc"])
     unknown = str(location.pop()) if problem["type"] == "extra_forbidden" else None
     models, keys = [kind], []

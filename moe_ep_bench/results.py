@@ -149,7 +149,7 @@ class RunDirectory:
 
     def remove_unfinished(self, ids: Iterable[str]) -> None:
         """Remove what a killed job had begun to write of these files, by how their names begin."""
-        beginnings = tuple(f".{one}" for one in ids)
+        beginnings = tuple(f".{part_id}" for part_id in ids)
         for path in (*self.root.glob(".*"), *self.root.glob("*/.*")):
             if path.name.startswith(beginnings):
                 path.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from moe_ep_bench.cli import main
-from moe_ep_bench.serving import vllm as plugin
+from moe_ep_bench.serving.settings import POLICY, RECORD
 from moe_ep_bench.serving.step import COUNTS
 from moe_ep_bench.workload.trace import open_trace
 
@@ -180,7 +180,7 @@ def test_a_policy_that_cannot_serve_ends_the_start_with_one_line(
     if policy.startswith("broken"):
         (tmp_path / "broken.py").write_text("class Mine(:\n")
         policy = json.dumps({"name": f"{tmp_path / policy}"})
-    child = server(model, 0, **{plugin.POLICY: policy})
+    child = server(model, 0, **{POLICY: policy})
     try:
         text, _ = child.communicate(timeout=120)
     finally:
@@ -198,7 +198,7 @@ def test_a_server_records_and_drops_until_it_is_stopped(model: Path, tmp_path: P
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     policy = json.dumps({"name": "token_drop", "capacity_factor": 1.0, "acts_in": ["prefill", "decode"]})
-    child = server(model, port, **{plugin.POLICY: policy, plugin.RECORD: str(tmp_path / "recorded")})
+    child = server(model, port, **{POLICY: policy, RECORD: str(tmp_path / "recorded")})
     try:
         deadline = time.monotonic() + 150
         while time.monotonic() < deadline and child.poll() is None:

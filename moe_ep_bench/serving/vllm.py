@@ -30,7 +30,7 @@ from moe_ep_bench.serving.settings import POLICY, Settings, check_config, check_
 
 RELEASE = "0.32"
 _STEPS_A_REPORT = 1000
-_SHUTDOWN_S = 60
+_SHUTDOWN_S = 120
 logger = logging.getLogger("vllm.moe_ep_bench")
 
 

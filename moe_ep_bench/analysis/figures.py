@@ -448,6 +448,29 @@ FIGURES["pareto"] = Figure(
     beside=True,
 )
 
+
+def paid_rows(store: Store) -> pd.DataFrame:
+    """``pareto_rows`` of comparisons where something loses nothing, with ``lost_mass``."""
+    rows = pareto_rows(store)
+    if rows.empty:
+        return rows
+    rows = rows[rows.groupby("facet")["role"].transform(lambda roles: "replication" in set(roles))]
+    return rows.assign(lost_mass=(1 - rows["retained_mass"]).clip(lower=0), is_joined=rows["role"] == "policy")
+
+
+FIGURES["paid"] = Figure(
+    "What speed is paid with",
+    [
+        _SPEED(paid, joined="is_joined", only=f"not off_scale and {paid} > 0", needs=f"({paid} > 0)")
+        for paid in ("lost_mass", "extra_gib_per_rank", "moved_gib")
+    ],
+    "Speedup over native against what it is paid with: score mass, memory of replicas in all layers, weights that move "
+    "in a batch. {intervals}",
+    paid_rows,
+    columns=(*_SPEEDUP, "verdict", "lost_mass", "extra_gib_per_rank", "moved_gib"),
+    beside=True,
+)
+
 # ---- whole models ----------------------------------------------------------------------------------------------------
 
 _ESTIMATES = {

@@ -25,6 +25,8 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from scipy.stats import linregress
+from scipy.stats import t as student
 from torch import Tensor
 
 from moe_ep_bench.files import atomic_path, write_json
@@ -35,7 +37,6 @@ from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.timing.ceilings import measure_ceilings
-from moe_ep_bench.timing.linear import linear_fit
 from moe_ep_bench.timing.memory import CacheFlush
 from moe_ep_bench.timing.timer import Clock, clock_for, time_us
 
@@ -171,16 +172,17 @@ class Bench:
         print(table.to_string(index=False, float_format="{:.1f}".format))
         expert_bytes = 3 * self.shape.hidden_size * self.shape.ffn_size * self.dtype.itemsize
         for name in table.columns[1:]:
-            line = linear_fit(table["activated"], table[name])
-            rate = expert_bytes / line.slope_us / 1e3
+            line = linregress(table["activated"], table[name])
+            rate = expert_bytes / line.slope / 1e3
+            half = student.ppf(0.975, len(table) - 2) * line.stderr  # of the slope's 95 % interval
             print(
-                f"{name}: {line.intercept_us:.1f} us + {line.slope_us:.3f} us [{line.slope_low_us:.3f},"
-                f" {line.slope_high_us:.3f}] an expert, R2 {line.r2:.4f}; {rate:,.0f} GB/s, {rate / read_gbps:.0%} of"
-                " what this device reads"
+                f"{name}: {line.intercept:.1f} us + {line.slope:.3f} us [{line.slope - half:.3f},"
+                f" {line.slope + half:.3f}] an expert, R2 {line.rvalue**2:.4f}; {rate:,.0f} GB/s,"
+                f" {rate / read_gbps:.0%} of what this device reads"
             )
             if published is not None:
                 _, activated, paper_us = published
-                ours_us = line.intercept_us + line.slope_us * activated
+                ours_us = line.intercept + line.slope * activated
                 print(f"  on its line {ours_us:.1f} us at {activated}; a layer of OEA's Table 3 takes {paper_us:g} us")
         return table.assign(shape=self.shape.name, num_tokens=STEP_TOKENS)
 

@@ -554,9 +554,9 @@ def _thin_quality(folder: Path) -> None:
     described["cases"] = dict(sorted(cases.items(), key=lambda item: item[1]["role"] != "baseline")[:5])
     for part, column, most in (("quality", "item", 12), ("routing", "layer", 4)):
         (folder / part).mkdir(parents=True)
-        for key in described["cases"]:
-            table = pq.read_table(whole / part / f"{key}.parquet", partitioning=None)
-            pq.write_table(table.filter(pc.less(table[column], most)), folder / part / f"{key}.parquet")
+        table = pq.read_table(whole / part / f"{first}.parquet", partitioning=None)
+        few = pc.field("case_id").isin(list(described["cases"])) & (pc.field(column) < most)
+        pq.write_table(table.filter(few), folder / part / f"{first}.parquet")
     (folder / "run.json").write_text(json.dumps(described))
 
 
@@ -564,9 +564,9 @@ def recordings(bases: Path) -> Make:
     """Damaged recordings, sources of imports, counts and models."""
     import test_importers as importers
     from test_importers import npy, raw, routing, written
-    from test_trace import parts, save
+    from test_recorded import trace_parts, write
 
-    save(bases / "toy.safetensors", *parts())
+    write(bases / "toy.safetensors", *trace_parts())
     importers.megatron(bases / "megatron")
     importers.esft(bases / "esft", lengths=(2,), domains=("law",))
     np.savez(bases / "sglang.npz", **importers.sglang_arrays(importers.sglang()))
@@ -614,13 +614,13 @@ def recordings(bases: Path) -> Make:
 def commands(bases: Path) -> Make:
     """Options of every command with odd values, missing, repeated and in each other's places."""
     from results_builder import FakeComparison, standard_cases, write_run
-    from test_trace import parts, save
+    from test_recorded import trace_parts, write
 
     from moe_ep_bench.cli.arguments import make_parser
 
     (bases / "config.yaml").write_bytes(_yaml(SMALL))
     write_run(bases / "run", [FakeComparison(cases=standard_cases(), num_batches=2, num_iterations=2, tokens=64)])
-    save(bases / "toy.safetensors", *parts())
+    write(bases / "toy.safetensors", *trace_parts())
     actions = dict(_parsers(make_parser()))
     sound = {
         **dict.fromkeys(("config", "configs"), "config.yaml"),

@@ -78,7 +78,7 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
     with open(folder / "errors", "w") as errors:
         job = psutil.Popen(command, env={**os.environ, "TMPDIR": str(temporary)}, stderr=errors)
     while job.poll() is None:
-        finished = len(list((out / "cases").glob("*.parquet")))
+        finished = CASES_PER_COMPARISON * len(list((out / "cases").glob("*.parquet")))
         with contextlib.suppress(psutil.Error):  # it has just ended
             started.update(job.children(recursive=True))
             ranks = sorted(job.children(), key=lambda child: child.pid)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
@@ -23,12 +24,10 @@ from moe_ep_bench.cost_model.tables import (
     BALANCED,
     SHAPE,
     UNGATED,
-    WIDE_EP,
     Tables,
     balanced_loads,
     of_shape,
     package_words,
-    power_law_loads,
     read_moe,
 )
 from moe_ep_bench.placement import replicate
@@ -56,7 +55,8 @@ LINKS = {
 }
 LINKS_BEFORE = {"h100-nvlink4": (10.6, 450 * 0.82), "a100-nvlink3": (10.6, 300 * 0.77)}
 LAWS = ("table:h100_sxm/trtllm/1.3.0rc20", "table:h100_sxm/vllm/0.24.0", "table:h100_sxm/sglang/0.5.14")
-WIDE = "table:h100_sxm/trtllm/1.3.0rc10"
+# TensorRT-LLM's layers with and without EPLB.
+WIDE, WIDE_EP = "table:h100_sxm/trtllm/1.3.0rc10", "wideep_moe_perf.parquet"
 MOST_EP, HELD = 8, 5
 # Tokens at which the law is held against power laws, draws of a row's loads, and the fewest rows of a table.
 LAW_TOKENS, DRAWS, FEWEST = (16, 128, 1024, 4096, 16384), 10, 5
@@ -224,6 +224,53 @@ def law(name: str) -> pd.DataFrame:
                 )
     frame = pd.DataFrame(found)
     return frame.assign(table=name, held=held_out(frame))
+
+
+def power_law_loads(
+    num_tokens: int, num_experts: int, top_k: int, ep_size: int, exponent: float, generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """Pairs of each expert, by rank, for one draw of ``power_law_<exponent>`` scores: int64 [R, L], the fullest first.
+
+    Weights are drawn between 1 and 0.8 of the tokens (0.01 and 2 where there are no more pairs than experts), loads are
+    rounded shares of all pairs, no expert has more than all tokens, and what rounding leaves goes in turn to the least
+    loaded (or is taken from the most loaded) expert of each rank. Theirs is drawn anew, with no seed, for each row.
+    """
+    pairs = num_tokens * top_k
+    low, high = (1.0, 0.8 * num_tokens) if pairs > num_experts else (0.01, 2.0)
+    power = 1.0 - exponent
+    uniform = generator.random(num_experts)
+    weights = ((high**power - low**power) * uniform + low**power) ** (1 / power)
+    loads = np.minimum(np.rint(weights / weights.sum() * pairs).astype(np.int64), num_tokens)
+    loads_RL = loads.reshape(ep_size, -1)
+    missing = pairs - int(loads.sum())
+    quota_R = np.full(ep_size, abs(missing) // ep_size) + (np.arange(ep_size) < abs(missing) % ep_size)
+    for row, quota in zip(loads_RL, quota_R, strict=True):
+        _level(row, int(quota), num_tokens, up=missing > 0)
+    fullest = int(loads_RL.sum(axis=1).argmax())
+    loads_RL[[0, fullest]] = loads_RL[[fullest, 0]]
+    return loads_RL
+
+
+def _level(loads_L: NDArray[np.int64], quota: int, most: int, *, up: bool) -> None:
+    """Give ``quota`` pairs, one by one, to the least loaded expert, or take them from the most loaded; in place."""
+    sign = 1 if up else -1
+    heights = loads_L * sign  # Taking from the fullest is giving to the least of the negatives.
+    limit = most if up else 0
+    quota = min(quota, int((limit - heights).sum()))
+    while quota > 0:
+        least = heights.min()
+        lowest = np.flatnonzero(heights == least)
+        above = heights[heights > least]
+        step = (min(int(above.min()), limit) if len(above) else limit) - int(least)
+        if step * len(lowest) <= quota:
+            heights[lowest] += step
+            quota -= step * len(lowest)
+        else:
+            each, rest = divmod(quota, len(lowest))
+            heights[lowest] += each
+            heights[lowest[:rest]] += 1
+            quota = 0
+    loads_L[:] = heights * sign
 
 
 # ---- (c) wide EP -----------------------------------------------------------------------------------------------------

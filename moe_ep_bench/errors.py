@@ -52,7 +52,9 @@ def brief(value: object, most: int = 80, *, quoted: bool = True) -> str:
 
 def printable(text: str) -> str:
     """A text as one line that no terminal takes for a command: what cannot be printed is written out."""
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in " ".join(text.split()))
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in " ".join(text.split())
+    )
 
 
 # What a field expects, by pydantic's type of error; its context fills the braces.

@@ -263,8 +263,6 @@ class Conditions(JsonRecord):
     """Under which conditions one launch of a comparison was timed; ranks in order."""
 
     run_id: str
-    attention: list[str] = Field([])  # torch's kernels for it; of whole models
-    waits: dict[str, dict[str, int]] = Field({})  # of the host for the device, beyond native's: by case and line
     warm_up: WarmUp
     ranks: Annotated[list[RankConditions], Field(min_length=1)]
 

@@ -5,9 +5,9 @@ pydantic model) against it. Refused at this door, each in one line:
 
 * what is no regular file, or larger than its kind ever is; in a results directory, what leads out of it;
 * nesting beyond ``MOST_DEPTH``, and aliases that stand for more than ``MOST_VALUES`` values;
-* numbers that JSON does not have (NaN, infinities) or that fit no double or 64 bits, in JSON; in YAML, numbers of more
-  than 100 digits;
-* YAML's tags: a config needs none, and they choose what is constructed;
+* numbers that JSON does not have (NaN, infinities) or that fit no double or 64 bits, in JSON; in YAML, whole numbers of
+  more than 1,024 bits;
+* YAML's tags and merge keys: a config needs none;
 * characters that are no text: halves of some (surrogates), control characters, and marks that turn a line round.
 """
 
@@ -22,6 +22,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ MOST_YAML_BYTES = 2**20
 MOST_JSON_BYTES = 2**28
 MOST_DEPTH = 40
 MOST_VALUES = 200_000
-_MOST_DIGITS = 100
+_MOST_BITS = 1024  # of a whole number in YAML; schemas refuse those beyond 64 by their key
 _TOO_DEEP = f"expected values at most {MOST_DEPTH} deep in each other, got deeper ones"
 _NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -197,9 +198,14 @@ def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, most_bits: int = 64
         OSError: there is no such file, or it cannot be read.
         ValueError: one line that names the file.
     """
-    value = parse_json(read_text(path, most_bytes), path)
+    return checked_json(read_text(path, most_bytes), path, most_bits)
+
+
+def checked_json(text: bytes | str, where: object, most_bits: int = 64) -> Any:
+    """A JSON document of plain values, as ``read_json`` has it; ValueError where it is none."""
+    value = parse_json(text, where)
     if problem := _problem_of(value, most_bits):
-        raise UserError(f"{path}: {problem}")
+        raise UserError(f"{where}: {problem}")
     return value
 
 
@@ -207,23 +213,31 @@ def _refuse_constant(name: str) -> None:
     raise UserError(f"{name} is no JSON number")
 
 
-def _problem_of(document: Any, most_bits: int) -> str | None:
-    """What no reader should meet in a JSON document."""
+def _problem_of(
+    document: Any, most_bits: int, most_values: float = math.inf, *, infinities: bool = False
+) -> str | None:
+    """What no reader should meet in a document; a value that stands in several places counts in each."""
     left: list[tuple[Any, int]] = [(document, 1)]
+    seen = 0
     while left:
         value, depth = left.pop()
+        seen += 1
+        if seen > most_values:
+            return f"more than {most_values:,} values, aliases counted"
         if isinstance(value, dict | list) and depth > MOST_DEPTH:
             return _TOO_DEEP
         if isinstance(value, dict):
-            left += [(one, depth + 1) for pair in value.items() for one in pair]
+            left += [(inner, depth + 1) for pair in value.items() for inner in pair]
         elif isinstance(value, list):
-            left += [(one, depth + 1) for one in value]
-        elif isinstance(value, float) and not math.isfinite(value):
+            left += [(inner, depth + 1) for inner in value]
+        elif isinstance(value, float) and not (infinities or math.isfinite(value)):
             return "expected numbers that a double holds, got a larger one"
         elif isinstance(value, int) and not -(2 ** (most_bits - 1)) <= value < 2 ** (most_bits - 1):
             return f"expected whole numbers of {most_bits} bits, got one of {value.bit_length()}"
         elif isinstance(value, str) and (found := _NO_TEXT.search(value)):
             return f"expected text, got the character U+{ord(found[0]):04X}"
+        elif not isinstance(value, float | int | str | date | None):
+            return f"expected text, numbers, lists and keys with values, got {type(value).__name__}"
     return None
 
 
@@ -231,7 +245,7 @@ def _problem_of(document: Any, most_bits: int) -> str | None:
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """Composes nodes of plain values whose keys are unique; PyYAML would take the last one silently."""
+    """Takes no key twice, of which PyYAML would take the last, and merges none: merges may multiply without bound."""
 
     depth = 0
 
@@ -246,54 +260,15 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         self.depth -= 1
         super().ascend_resolver()
 
-    def get_single_data(self) -> Any:
-        node = self.get_single_node()
-        if node is None:
-            return None
-        self._check(node)
-        return self.construct_document(node)
-
-    def _check(self, top: yaml.Node) -> None:
-        """Raise YAMLError for what is no plain, bounded document; aliases count as what they stand for."""
-        left, seen = [(top, 1)], 0
-        while left:
-            node, depth = left.pop()
-            seen += 1
-            if depth > MOST_DEPTH:
-                raise _error(_TOO_DEEP, node)
-            if seen > MOST_VALUES:
-                raise _error(f"more than {MOST_VALUES:,} values, aliases counted", node)
-            if isinstance(node, yaml.ScalarNode):
-                self._check_scalar(node)
-                continue
-            plain = "tag:yaml.org,2002:map" if isinstance(node, yaml.MappingNode) else "tag:yaml.org,2002:seq"
-            if node.tag != plain:
-                raise _error(f"tags are not read, got {brief(node.tag)}", node)
-            if isinstance(node, yaml.SequenceNode):
-                left += [(one, depth + 1) for one in node.value]
-                continue
-            keys = set()
-            for key, value in node.value:
-                if not isinstance(key, yaml.ScalarNode):
-                    raise _error("expected a word as a key", key)
-                if key.value in keys:
-                    raise _error(f"{brief(key.value, quoted=False)} stands here twice", key)
-                keys.add(key.value)
-                left += [(key, depth + 1), (value, depth + 1)]
-
-    def _check_scalar(self, node: yaml.ScalarNode) -> None:
-        is_bare = not node.style  # None, or libyaml's empty word: without quotes
-        plain = self.resolve(yaml.ScalarNode, node.value, (is_bare, not is_bare))
-        if node.tag != plain:
-            raise _error(f"tags are not read, got {brief(node.tag)}", node)
-        if not node.tag.endswith((":str", ":merge")) and len(node.value) > _MOST_DIGITS:
-            raise _error(f"expected a number of at most {_MOST_DIGITS} digits, got {len(node.value):,}", node)
-        if found := _NO_TEXT.search(node.value):
-            raise _error(f"expected text, got the character U+{ord(found[0]):04X}", node)
-
-
-def _error(words: str, node: yaml.Node) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, words, node.start_mark)
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            is_merge, is_twice = key.tag.endswith(":merge"), isinstance(key.value, str) and key.value in seen
+            if is_merge or is_twice:
+                words = "merge keys are not read" if is_merge else f"{brief(key.value, quoted=False)} stands here twice"
+                raise yaml.constructor.ConstructorError(None, None, words, key.start_mark)
+            seen |= {key.value} if isinstance(key.value, str) else set()
+        return super().construct_mapping(node, deep)
 
 
 def parse_yaml(text: str) -> Any:
@@ -303,8 +278,11 @@ def parse_yaml(text: str) -> Any:
         ValueError: the text is not that.
     """
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
     # PyYAML raises ValueError and OverflowError for an impossible date.
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         words = re.sub(r'in "<[\w ]+>", line', "in line", " ".join(str(error).split()))
         raise UserError(f"not valid YAML: {brief(words, 200, quoted=False)}") from None
+    if problem := _problem_of(value, _MOST_BITS, MOST_VALUES, infinities=True):  # which schemas refuse by their key
+        raise UserError(f"not valid YAML: {problem}")
+    return value

@@ -32,7 +32,7 @@ from pydantic.fields import FieldInfo
 
 from moe_ep_bench.errors import UserError, brief, did_you_mean, problem_words
 from moe_ep_bench.files import MOST_YAML_BYTES, parse_yaml, read_text
-from moe_ep_bench.policies import Policy, make_policy
+from moe_ep_bench.policies import FILE_FIELDS, Policy, make_policy
 from moe_ep_bench.policies.own import without_folder
 
 DATA_DIR = Path(__file__).resolve().parent / "data"
@@ -57,7 +57,7 @@ class _Flag:
 
 def _marked(value: object) -> object:
     if isinstance(value, list):
-        return [_marked(one) for one in value]
+        return [_marked(inner) for inner in value]
     return _Flag(value) if isinstance(value, bool) else value
 
 
@@ -179,11 +179,11 @@ def expand_policies(entries: Iterable[Mapping[str, Any]]) -> list[Policy]:
     Raises:
         ValueError: naming the field and what is allowed.
     """
-    found = []
+    policies = []
     for entry in entries:
         choices = [value if isinstance(value, list) else [value] for value in entry.values()]
-        found += [make_policy(dict(zip(entry, values, strict=True))) for values in itertools.product(*choices)]
-    return list(dict.fromkeys(found))
+        policies += [make_policy(dict(zip(entry, values, strict=True))) for values in itertools.product(*choices)]
+    return list(dict.fromkeys(policies))
 
 
 def _check_entry(entry: dict[str, Any]) -> dict[str, Any]:
@@ -192,9 +192,16 @@ def _check_entry(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_folders(entry: dict[str, Any]) -> dict[str, Any]:
-    """Results say of a policy's file its name alone."""
-    names = entry["name"]
-    return {**entry, "name": [*map(without_folder, names)] if isinstance(names, list) else without_folder(names)}
+    """Results say of a policy's files their names alone."""
+
+    def named(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [named(key, one) for one in value]
+        if not isinstance(value, str):
+            return value
+        return without_folder(value) if key == "name" else Path(value).name if key in FILE_FIELDS else value
+
+    return {key: named(key, value) for key, value in entry.items()}
 
 
 PolicyEntry = Annotated[
@@ -214,7 +221,7 @@ def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable
     problems = error.errors(include_url=False)
     problem = problems[0]
     if problem["type"] == "missing":  # A key that is not known may be the one that is missing, misspelt.
-        problem = next((one for one in problems if one["type"] == "extra_forbidden"), problem)
+        problem = next((other for other in problems if other["type"] == "extra_forbidden"), problem)
     location = list(problem["loc"])
     unknown = str(location.pop()) if problem["type"] == "extra_forbidden" else None
     models, keys = [kind], []

@@ -1,22 +1,23 @@
 """Write a results directory, atomically and part by part.
 
-``<out>/run.json``                   resolved config, environment, hashes, what each case is
-``<out>/<folder>/<id>.parquet``      the tables (``schema.TABLES``), a part per case or comparison
-``<out>/conditions/<comparison_id>-<launch>.json``  the machine while a comparison was timed
-``<out>/attempts/``                  what was running when a job was lost (``crash_journal``)
-``<out>/.locks/``                    what jobs are writing at the moment (``locks``)
+``<out>/run.json``              resolved config, environment, hashes, what each case is
+``<out>/<folder>/<id>.parquet`` the tables (``schema.TABLES``), a part per comparison; of samples one per launch
+``<out>/attempts/``             what was running when a job was lost (``crash_journal``)
+``<out>/.locks/``               what jobs are writing at the moment (``locks``)
 
 Several jobs may fill one directory, each with comparisons of its own (the points of a sweep). Parts are theirs alone;
 ``run.json`` is merged under a lock, and what was running is kept apart per job.
 
 A *case* is one policy on one workload; its id is a hash of everything that defines it. Cases with one
 ``comparison_id`` ran interleaved on the same batches and may be paired within a *launch*, one repetition of the whole
-process; a launch whose rows are in the part is not run again. Samples are never thinned or averaged here.
+process. A launch is written as a whole, once, with the conditions under which it was timed in its metadata; one whose
+part has all cases is not run again. Samples are never thinned or averaged here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,12 @@ from moe_ep_bench.schema import TABLES
 
 RUN_JSON = "run.json"
 _UNREADABLE = (UserError, OSError, pa.ArrowException)
+# From so many rows on they are written; small groups of rows would take more room than what is in them.
+_GROUP_ROWS = 2**20
+# Of a part of samples, in its metadata.
+_CONDITIONS = b"conditions"
 # Of one part. A few bytes of Parquet can stand for more than any memory holds.
-_MOST_VALUES, _MOST_BYTES = 2**28, 2**32
+_MOST_VALUES, _MOST_BYTES = 2**31, 2**34
 
 
 def check_part(path: Path) -> pq.FileMetaData:
@@ -87,9 +92,18 @@ class RunDirectory:
     def run_json(self) -> Path:
         return inside(self.root, self.root / RUN_JSON)
 
-    def path(self, table: str, part_id: str) -> Path:
-        """The part of a case or comparison in one of ``TABLES``."""
-        return inside(self.root, self.root / TABLES[table].folder / f"{_a_name(part_id)}.parquet")
+    def path(self, table: str, comparison_id: str, launch: int | None = None) -> Path:
+        """The part of a comparison in one of ``TABLES``; of samples that of a launch."""
+        name = _a_name(comparison_id) + ("" if launch is None else f"-{launch}")
+        return inside(self.root, self.root / TABLES[table].folder / f"{name}.parquet")
+
+    def parts(self, table: str) -> dict[str, list[Path]]:
+        """All parts of a table, by comparison."""
+        found: dict[str, list[Path]] = {}
+        for path in sorted(self.path(table, "").parent.glob("*.parquet")):
+            key = path.stem.rpartition("-")[0] if table == "samples" else path.stem
+            found.setdefault(key, []).append(path)
+        return found
 
     def earlier(self) -> dict[str, Any] | None:
         """What ``run.json`` says, where there is one already.
@@ -112,7 +126,7 @@ class RunDirectory:
     @property
     def folders(self) -> list[Path]:
         """The folders of all that is written here."""
-        names = dict.fromkeys([*(table.folder for table in TABLES.values()), "conditions", "attempts"])
+        names = dict.fromkeys([*(table.folder for table in TABLES.values()), "attempts"])
         return [self.root / name for name in names]
 
     @property
@@ -123,70 +137,68 @@ class RunDirectory:
     def profiles(self) -> Path:
         return self.root / "profiles"
 
-    def conditions_path(self, comparison_id: str, launch: int) -> Path:
-        return inside(self.root, self.root / "conditions" / f"{_a_name(comparison_id)}-{launch}.json")
-
-    def statuses(self, case_id: str) -> dict[int, str]:
-        """The status of every launch that a case's part holds; empty where there is no part that can be read."""
-        path = self.path("samples", case_id)
+    def statuses(self, comparison_id: str, launch: int | None = None, table: str = "samples") -> dict[str, str]:
+        """The status of every case that a part has rows of, by id; empty where there is no part that can be read."""
+        path = self.path(table, comparison_id, launch)
         try:
             check_part(path)
-            rows = pq.read_table(path, columns=["launch", "status"], partitioning=None)
+            rows = pq.read_table(path, columns=["case_id", "status"], partitioning=None)
         except _UNREADABLE:
             return {}
-        return dict(zip(rows["launch"].to_pylist(), rows["status"].to_pylist(), strict=True))
-
-    def is_finished(self, case_id: str, launch: int) -> bool:
-        """Whether a launch of the case has a result that stands. One that was skipped may fit another time."""
-        return self.statuses(case_id).get(launch, "skipped") != "skipped"
-
-    def is_done(self, table: str, part_id: str) -> bool:
-        """Whether there is a part with rows."""
-        try:
-            return check_part(self.path(table, part_id)).num_rows > 0
-        except _UNREADABLE:
-            return False
+        return dict(zip(rows["case_id"].to_pylist(), rows["status"].to_pylist(), strict=True))
 
     def remove_unfinished(self, ids: Iterable[str]) -> None:
-        """Remove what a killed job had begun to write of these cases and comparisons."""
-        beginnings = tuple(f".{one}" for one in ids)
+        """Remove what a killed job had begun to write of these files, by how their names begin."""
+        beginnings = tuple(f".{part_id}" for part_id in ids)
         for path in (*self.root.glob(".*"), *self.root.glob("*/.*")):
             if path.name.startswith(beginnings):
                 path.unlink(missing_ok=True)
 
-    def remove_case(self, case_id: str) -> None:
+    def remove(self, comparison_id: str) -> None:
+        """Remove all parts of a comparison."""
         for table in TABLES:
-            self.path(table, case_id).unlink(missing_ok=True)
+            for path in self.parts(table).get(comparison_id, ()):
+                path.unlink()
 
-    def remove_conditions(self, comparison_id: str) -> None:
-        for path in self.conditions_path(comparison_id, 0).parent.glob(f"{comparison_id}-*.json"):
-            path.unlink()
-
-    def write(self, table: str, part_id: str, rows: Mapping[str, Any], launch: int | None = None) -> None:
-        """Write a part of one of ``TABLES``; columns that ``rows`` lack are null.
+    def write(
+        self,
+        table: str,
+        comparison_id: str,
+        cases: Iterable[Mapping[str, Any]],
+        launch: int | None = None,
+        *,
+        replaces: Collection[str] | None = None,
+        conditions: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a part; columns that rows lack are null.
 
         Args:
-            rows: a list for each column, or one value that holds for all rows.
-            launch: whose rows these are; those of other launches stay. None = the part is written anew.
+            cases: rows of each case, asked for one after another: a sequence for each column, or one value for all.
+            replaces: cases whose rows these take the place of, while others' stay; None = the part is written anew.
+            conditions: under which a launch was timed.
         """
-        path, schema = self.path(table, part_id), TABLES[table].schema
-        num_rows = next((len(column) for column in rows.values() if isinstance(column, list)), 1)
-        unknown = set(rows) - set(schema.names)
-        assert not unknown, f"columns that the table {table} does not have: {sorted(unknown)}"
-        columns = (rows.get(field.name) for field in schema)
-        columns = [column if isinstance(column, list) else [column] * num_rows for column in columns]
-        part = pa.table([pa.array(*pair) for pair in zip(columns, schema.types, strict=True)], schema=schema)
-        if launch is not None:
-            place = schema.get_field_index("launch")
-            part = part.set_column(place, schema.field(place), pa.array([launch] * num_rows, pa.int32()))
-            part = pa.concat_tables([*_other_launches(path, launch), part])
-        with atomic_path(path) as temporary:
-            pq.write_table(part, temporary, compression="zstd")
+        path, schema = self.path(table, comparison_id, launch), TABLES[table].schema
+        kept = None if replaces is None else _others(path, schema, replaces)
+        facts = {} if conditions is None else {_CONDITIONS: json.dumps(conditions, allow_nan=False)}
+        if kept is not None and not facts:
+            facts = {key: value for key, value in (kept.schema.metadata or {}).items() if key == _CONDITIONS}
+        with (
+            atomic_path(path) as temporary,
+            pq.ParquetWriter(temporary, schema.with_metadata({**schema.metadata, **facts}), compression="zstd") as file,
+        ):
+            tables = [schema.empty_table() if kept is None else kept]
+            for rows in cases:
+                tables.append(_as_table(schema, rows if launch is None else {**rows, "launch": launch}))
+                if sum(map(len, tables)) >= _GROUP_ROWS:
+                    file.write_table(pa.concat_tables(tables))
+                    tables.clear()
+            if tables:
+                file.write_table(pa.concat_tables(tables))
 
     def write_run(
         self,
         description: Mapping[str, Any],
-        is_done: Callable[[str], bool] | None = None,
+        table: str = "samples",
         check: Callable[[], None] = lambda: None,
         *,
         keep_others: bool = False,
@@ -197,7 +209,7 @@ class RunDirectory:
         was begun under another config and never finished is dropped with its parts, unless another job is at it.
 
         Args:
-            is_done: whether a case has what makes it finished; the default is a part of samples.
+            table: whose rows make a case finished.
             check: raises where what is there by now does not allow it; called under the lock.
             keep_others: keep comparisons that were never finished too: other jobs have them to do.
 
@@ -207,40 +219,50 @@ class RunDirectory:
         with locks.hold(self.root, {RUN_JSON: RUN_JSON}, patience_s=60.0):
             check()
             self.remove_unfinished([RUN_JSON])
-            self._merge_run(description, is_done, keep_others)
-
-    def _merge_run(
-        self, description: Mapping[str, Any], is_done: Callable[[str], bool] | None, keep_others: bool
-    ) -> None:
-        is_done = is_done or (lambda case_id: bool(self.statuses(case_id)))
-        provenance = {
-            key: description.get(key)
-            for key in ("created", "config", "config_text", "command", "environment", "hashes")
-        }
-        merged = {**description, "runs": {description["run_id"]: provenance}}
-        earlier = self.earlier() or {}
-        merged["runs"] = {**earlier.get("runs", {}), **merged["runs"]}
-        for comparison_id, comparison in earlier.get("comparisons", {}).items():
-            if comparison_id in description["comparisons"]:
-                continue
-            cases = {k: case for k, case in earlier["cases"].items() if case["comparison_id"] == comparison_id}
-            kept = keep_others or locks.is_held(self.root, comparison_id)
-            if kept or all(is_done(case_id) for case_id in cases):
-                merged["comparisons"] = {comparison_id: comparison, **merged["comparisons"]}
-                merged["cases"] = {**cases, **merged["cases"]}
-            else:
-                for case_id in cases:
-                    self.remove_case(case_id)
-        write_json(self.run_json, merged)
+            provenance = {
+                key: description.get(key)
+                for key in ("created", "config", "config_text", "command", "environment", "hashes")
+            }
+            earlier = self.earlier() or {}
+            merged = {**description, "runs": {**earlier.get("runs", {}), description["run_id"]: provenance}}
+            launch = 0 if table == "samples" else None
+            for comparison_id, comparison in earlier.get("comparisons", {}).items():
+                if comparison_id in description["comparisons"]:
+                    continue
+                cases = {k: case for k, case in earlier["cases"].items() if case["comparison_id"] == comparison_id}
+                kept = keep_others or locks.is_held(self.root, comparison_id)
+                if kept or cases.keys() <= self.statuses(comparison_id, launch, table).keys():
+                    merged["comparisons"] = {comparison_id: comparison, **merged["comparisons"]}
+                    merged["cases"] = {**cases, **merged["cases"]}
+                else:
+                    self.remove(comparison_id)
+            write_json(self.run_json, merged)
 
 
-def _other_launches(path: Path, launch: int) -> list[pa.Table]:
-    """What a part holds beside a launch; nothing where it cannot be read."""
+def _as_table(schema: pa.Schema, rows: Mapping[str, Any]) -> pa.Table:
+    assert not (unknown := set(rows) - set(schema.names)), f"columns that the table does not have: {sorted(unknown)}"
+    columns = {name: value for name, value in rows.items() if hasattr(value, "__len__") and not isinstance(value, str)}
+    num_rows = max(map(len, columns.values()), default=1)
+    arrays = [
+        pa.array(columns[name], dtype) if name in columns else pa.repeat(pa.scalar(rows.get(name), dtype), num_rows)
+        for name, dtype in zip(schema.names, schema.types, strict=True)
+    ]
+    return pa.table(arrays, schema=schema)
+
+
+def _others(path: Path, schema: pa.Schema, case_ids: Collection[str]) -> pa.Table | None:
+    """What a part holds of other cases; None where it cannot be read."""
     try:
         check_part(path)
-        return [pq.read_table(path, partitioning=None).filter(pc.field("launch") != launch)]
+        rows = pq.read_table(path, partitioning=None)
     except _UNREADABLE:
-        return []
+        return None
+    return rows.filter(~pc.field("case_id").isin(list(case_ids))) if rows.schema.equals(schema) else None
+
+
+def conditions_of(part: pa.Table) -> bytes | None:
+    """Under which conditions a part of samples says that it was timed, as JSON."""
+    return (part.schema.metadata or {}).get(_CONDITIONS)
 
 
 def _a_name(part_id: str) -> str:

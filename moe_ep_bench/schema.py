@@ -8,7 +8,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 MODES = ("run", "emulated", "route", "quality")
 # What was timed. ``run.json`` names it; without a word it is a layer.
@@ -114,7 +114,7 @@ class Metric:
     Attributes:
         dtype: integers are exact.
         of: what it is computed from: the routing, the scores alone (no policy changes it), the layer's output, image
-            tokens, which not every workload has, or slots, where experts are not at their homes (``ADDED``).
+            tokens, which not every workload has, or slots, where experts are not at their homes.
     """
 
     name: str
@@ -169,8 +169,6 @@ METRICS = {
         Metric("moved_weight_bytes", pa.int64(), of="slots"),  # of experts that this rank is sent for the batch
     )
 }
-# Columns that parts of the same version may lack.
-ADDED = tuple(name for name, metric in METRICS.items() if metric.of == "slots")
 # What ``metrics.routing_metrics`` returns, in this order.
 ROUTING_METRICS = tuple(name for name, metric in METRICS.items() if metric.of in ("routing", "scores"))
 
@@ -180,7 +178,7 @@ _UNITS = {
     "tokens": ("num_tokens", "tokens_without_expert", "num_image_tokens"),
     "pairs": (
         *("load_E", "load_R", "num_pairs", "padding_pairs", "num_topk_pairs", "num_dropped_pairs", "crossing_pairs"),
-        *("image_load_E", "num_dropped_image_pairs", "slot_load_P"),
+        *("image_load_E", "slot_load_P"),
     ),
     "copies": ("crossing_copies",),
     "bytes": ("moved_weight_bytes",),
@@ -305,7 +303,7 @@ QUALITY_ROUTING_SCHEMA = _table(
 
 @dataclass(frozen=True)
 class Table:
-    """A table on disk: a Parquet part per case, in a folder of a results directory."""
+    """A table on disk: a Parquet part per comparison (of samples and launch), in a folder of a results directory."""
 
     folder: str
     schema: pa.Schema

@@ -34,7 +34,6 @@ from moe_ep_bench.layer.scores import logits_from_scores
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.selection import weighted
-from moe_ep_bench.timing.timer import PhaseRecorder
 
 BY_MAP = Parts("decode", "none", "torch", "allgather")
 GATHERED = [BY_MAP, Parts("grouped", "megatron", "auto", "allgather")]
@@ -154,22 +153,6 @@ def random_numbers_are_drawn_before_the_capture_and_are_the_same_in_every_replay
             run.replay()
             assert torch.equal(run.routing[None][1], routing.map_TE)
             assert torch.equal(run.output[:, 0], eager_TD)
-
-
-@law()
-def phases_of_a_captured_run_are_those_of_its_replay(lab: Lab) -> None:
-    stack, (hidden_TD, scores_TE) = lab.stack(parts=BY_MAP), lab.tokens(num_tokens=60, even=True)
-    with capturable():
-        lab.route(stack.forms[None], TopKOnDevice(), hidden_TD, scores_TE)
-        run = captured(lab, stack, TopKOnDevice(), hidden_TD, scores_TE, by_phase=True)
-        recorder = PhaseRecorder(TapeClock())
-        for _ in range(2):
-            recorder.begin()
-            run.replay(recorder)
-            recorder.end()
-            assert_phases(lab, recorder.times_us(), "wait_dispatch", "wait_combine", but="metadata")
-    assert "forward" not in vars(stack.forms[None].policy), "something is left on the layer"
-    assert "forward" not in vars(stack.forms[None].policy.experts)
 
 
 @law()

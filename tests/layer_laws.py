@@ -603,7 +603,7 @@ def megatron_drop_is_routed_by_megatrons_own_operations_which_wait_for_nothing(l
     ):
         spec = {"name": "megatron_drop", "capacity_factor": factor, "drop_policy": order, "pad_to_capacity": pad}
         router.policy = make_policy(spec)
-        with watched_waits(lab.ranks.device) as waits:
+        with watched_waits() as waits:
             weights_TE, map_TE = router.routing(logits_TE)
         assert not waits
         ours = router.policy.route(scores_TE, router.context)

@@ -31,6 +31,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_ep_bench.policies import Routing, RoutingContext
@@ -508,6 +509,39 @@ def xshare(
     return weigh(selection, selection, router_TE, context)
 
 
+# --- sere ------------------------------------------------------------------------------------------
+
+
+def sere(
+    scores_TE: Tensor,
+    context: RoutingContext,
+    *,
+    k0: int,
+    similarity: str,
+    threshold: float = 0.0,
+    layer: int | None = None,
+) -> Routing:
+    """Every token's secondary experts give way to the primary expert of the batch that is most like them."""
+    matrices = load_file(similarity)["similarity"].tolist()
+    if layer is None:
+        layer = round(context.layer_fraction * len(matrices)) if len(matrices) > 1 else 0
+    alike, valid_T = matrices[layer], is_valid(context, len(scores_TE))
+    top_k = model_top_k(scores_TE, context)
+    own = weigh(top_k, top_k, scores_TE, context)
+    lists = preference_lists(scores_TE, context)
+    primary = {expert for token, experts in enumerate(lists) if valid_T[token] for expert in experts[:k0]}
+    map_TE, weights_TE = torch.zeros_like(own.map_TE), torch.zeros_like(own.weights_TE)
+    for token, experts in enumerate(top_k):
+        for expert in experts:
+            target = expert
+            if expert not in primary:
+                nearest = min(primary, key=lambda other: (-alike[expert][other], other))
+                target = nearest if alike[expert][nearest] >= threshold else expert
+            map_TE[token, target] = True
+            weights_TE[token, target] += own.weights_TE[token, expert]
+    return Routing(map_TE=map_TE, weights_TE=weights_TE)
+
+
 # --- budget_drop -----------------------------------------------------------------------------------
 
 
@@ -581,102 +615,10 @@ ORACLES: dict[str, Callable[..., Routing]] = {
     "xshare": xshare,
     "lynx": lynx,
     "dynamic_skip": dynamic_skip,
+    "sere": sere,
 }
-
-
-# --- routing_metrics -------------------------------------------------------------------------------
 
 
 def uniform_activated_experts(num_experts: int, top_k: int, num_tokens: float) -> float:
     """Expected activated experts under independent uniform choices: E (1 - (1 - K / E)^T)."""
     return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else 0.0
-
-
-def expected_metrics(
-    map_TE: Tensor,
-    scores_TE: Tensor,
-    context: RoutingContext,
-    *,
-    capacity_factor: float = 1.0,
-    single_head: float = 0.5,
-    plateau: float = 0.8,
-) -> dict[str, Any]:
-    """Every routing metric by counting, one pair at a time."""
-    num_experts = scores_TE.shape[1]
-    num_local = num_experts // context.num_ranks
-    scores = scores_TE.double().tolist()
-    top_k = model_top_k(scores_TE, context)
-    valid_T = is_valid(context, len(scores))
-    tokens = [token for token, valid in enumerate(valid_T) if valid]
-    padding_pairs = int(map_TE.sum()) - int(map_TE[tokens].sum())
-
-    load_E = [0] * num_experts
-    load_R = [0] * context.num_ranks
-    selected_mass = top_k_mass = all_mass = 0.0
-    dropped = without_expert = crossing_pairs = crossing_copies = 0
-    shares, entropies = [], []
-    regimes = {"single_head": 0, "smooth": 0, "plateau": 0}
-    for token, valid in enumerate(valid_T):
-        chosen = {expert for expert in range(num_experts) if map_TE[token, expert]}
-        for expert in chosen:
-            load_E[expert] += 1
-            load_R[expert // num_local] += 1
-        other_ranks = [expert // num_local for expert in chosen if expert // num_local != context.rank]
-        crossing_pairs += len(other_ranks)
-        crossing_copies += len(set(other_ranks))
-        if not valid:
-            continue
-        row = scores[token]
-        row_mass, token_mass = sum(row), sum(row[expert] for expert in top_k[token])
-        selected_mass += sum(row[expert] for expert in chosen)
-        top_k_mass += token_mass
-        all_mass += row_mass
-        dropped += len(top_k[token] - chosen)
-        without_expert += not chosen
-        shares.append(_ratio(token_mass, row_mass))
-        terms = [score / row_mass * math.log(score / row_mass) for score in row if score / (row_mass or 1.0) > 0]
-        entropies.append(-sum(terms) / math.log(num_experts) if num_experts > 1 else 0.0)
-        ordered = sorted((row[expert] for expert in top_k[token]), reverse=True)
-        if token_mass > 0 and ordered[0] >= single_head * token_mass:
-            regimes["single_head"] += 1
-        elif ordered[-1] >= plateau * ordered[0]:
-            regimes["plateau"] += 1
-        else:
-            regimes["smooth"] += 1
-
-    num_tokens, num_pairs = len(tokens), sum(load_E)
-    num_topk_pairs = sum(len(experts) for experts in top_k)
-    mean = num_pairs / num_experts
-    peak = _ratio(max(load_E), mean)
-    allowed = Fraction(str(capacity_factor)) * num_tokens * context.top_k / num_experts
-    experts_R = [load_E[rank * num_local : (rank + 1) * num_local] for rank in range(context.num_ranks)]
-    activated_R = [sum(load > 0 for load in loads) for loads in experts_R]
-    return {
-        "num_tokens": num_tokens,
-        "load_E": load_E,
-        "load_R": load_R,
-        "num_pairs": num_pairs,
-        "padding_pairs": padding_pairs,
-        "num_topk_pairs": num_topk_pairs,
-        "num_dropped_pairs": dropped,
-        "dropped_fraction": _ratio(dropped, num_topk_pairs),
-        "retained_mass_topk": _ratio(selected_mass, top_k_mass),
-        "retained_mass_all": _ratio(selected_mass, all_mass),
-        "peak_load": peak,
-        "max_violation": peak - 1 if num_pairs else 0.0,
-        "load_cv": _ratio(math.sqrt(sum((load - mean) ** 2 for load in load_E) / num_experts), mean),
-        "excess_load": _ratio(float(sum(max(load - allowed, 0) for load in load_E)), num_pairs),
-        "tokens_without_expert": without_expert,
-        "experts_per_token": _ratio(num_pairs - padding_pairs, num_tokens),
-        "activated_experts": sum(activated_R),
-        "activated_experts_fullest_rank": max(activated_R),
-        "crossing_pairs": crossing_pairs,
-        "crossing_copies": crossing_copies,
-        "topk_share": _ratio(sum(shares), num_tokens),
-        "entropy": _ratio(sum(entropies), num_tokens),
-        **{f"regime_{name}": _ratio(count, num_tokens) for name, count in regimes.items()},
-    }

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_ep_bench.kernels import form_of
@@ -27,6 +33,29 @@ EXPANSIONS = (
     {"max_experts_per_token": 2},
     {"num_candidates": 1, "scope": "global", "max_experts_per_token": 3},
 )
+
+SERE_RULES = (
+    {"k0": 1},
+    {"k0": 2, "threshold": 0.5},
+    {"k0": 1, "threshold": 0.75, "layer": 0},
+    {"k0": 1, "threshold": 1},
+    {"k0": 10_000},
+)
+_FOLDER = Path(tempfile.mkdtemp(prefix="similarity-"))
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
+
+
+@functools.cache
+def similarity_file(num_experts: int, num_layers: int = 1) -> str:
+    """How alike so many experts are, in few levels, so that many tie."""
+    path = _FOLDER / f"{num_experts}-{num_layers}.safetensors"
+    generator = torch.Generator().manual_seed(num_experts)
+    similarity_LEE = torch.randint(0, 5, [num_layers, num_experts, num_experts], generator=generator) / 4
+    similarity_LEE = torch.maximum(similarity_LEE, similarity_LEE.transpose(1, 2))
+    similarity_LEE[:, range(num_experts), range(num_experts)] = 1
+    save_file({"similarity": similarity_LEE}, path, metadata={"format": "moe-similarity-v1", "model": "made up"})
+    return str(path)
+
 
 # Every metric with every modality and with every granularity, and of each other field at least two values.
 _RULES = [
@@ -113,6 +142,7 @@ TORCH_SPECS: list[Spec] = [
     {"name": "xshare", "scores": "topk", "k0": 0, "mass_threshold": 0.5},
     {"name": "xshare", "scores": "topk", "k0": 0, "scope": "request", "request_budget": 2, "budget": 2},
     {"name": "xshare", "scores": "topk", "k0": 1, "scope": "rank", "rank_budget": 2},
+    *({"name": "sere", **rule, "similarity": similarity_file(8 << n % 2)} for n, rule in enumerate(SERE_RULES)),
 ]
 
 ONE_OF_EACH: list[Spec] = [
@@ -129,6 +159,7 @@ ONE_OF_EACH: list[Spec] = [
     {"name": "xshare", "k0": 1, "budget": 4},
     {"name": "lynx", "num_dropped": 2},
     {"name": "dynamic_skip", "beta": 0.5},
+    {"name": "sere", "k0": 1, "similarity": similarity_file(8)},
 ]
 every_spec = pytest.mark.parametrize(
     "spec", SPECS + TORCH_SPECS, ids=lambda spec: make_policy(spec).label.replace(" ", ",")
@@ -151,13 +182,12 @@ def route(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> Routing:
 
 
 def fitted(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> Spec:
-    """The spec with LASER's pool sizes brought into what the case allows, K to E."""
-
-    def fit(values: Spec) -> Spec:
-        is_pool = "c" in values
-        return {**values, "c": min(max(values["c"], arguments["top_k"]), scores_TE.shape[1])} if is_pool else values
-
-    return fit(spec)
+    """The spec with LASER's pool sizes brought into what the case allows, K to E, and similarities of its experts."""
+    if "similarity" in spec:
+        return {**spec, "similarity": similarity_file(scores_TE.shape[1])}
+    if "c" not in spec:
+        return spec
+    return {**spec, "c": min(max(spec["c"], arguments["top_k"]), scores_TE.shape[1])}
 
 
 def selected(routing: Routing) -> list[list[int]]:
@@ -169,6 +199,15 @@ def assert_same(routing: Routing, other: Routing) -> None:
     """Bit for bit."""
     assert torch.equal(routing.map_TE, other.map_TE)
     assert torch.equal(routing.weights_TE, other.weights_TE)
+
+
+def assert_same_choice(ours: Routing, expected: Routing) -> None:
+    """The same pairs to the bit; weights within the rounding of a sum of a few float32."""
+    assert ours.map_TE.dtype == torch.bool
+    assert ours.weights_TE.dtype == torch.float32
+    assert torch.equal(ours.map_TE, expected.map_TE)
+    torch.testing.assert_close(ours.weights_TE, expected.weights_TE, rtol=2e-6, atol=1e-30)
+    assert not ours.weights_TE[~ours.map_TE].any()
 
 
 def random_scores(kind: str, num_tokens: int, num_experts: int, seed: int) -> Tensor:

@@ -15,7 +15,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from moe_ep_bench.analysis.show import show
-from moe_ep_bench.files import write_json
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import SCHEMA_VERSION, TOTAL, UNACCOUNTED
 
@@ -154,6 +153,8 @@ def write_run(
     generator = np.random.default_rng(seed)
     cases: dict[str, Any] = {}
     for comparison in comparisons:
+        samples: list[list[dict[str, Any]]] = [[] for _ in range(comparison.num_launches)]
+        routing = []
         for case in comparison.cases:
             case_id = comparison.case_id(case)
             cases[case_id] = {
@@ -169,12 +170,15 @@ def write_run(
                 for launch in range(comparison.num_launches):
                     identity["run_id"] = f"r{launch}"
                     rows = _timing_rows(comparison, case, generator)
-                    files.write("samples", case_id, _columns(rows, identity), launch)
-                files.write("routing", case_id, _columns(_routing_rows(comparison, case), identity))
+                    samples[launch].append(_columns(rows, identity))
+                routing.append(_columns(_routing_rows(comparison, case), identity))
             else:
-                files.write("samples", case_id, {name: [value] for name, value in identity.items()}, 0)
-        for launch in range(comparison.num_launches):
-            write_json(files.conditions_path(comparison.comparison_id, launch), _conditions(comparison, launch))
+                samples[0].append(identity)
+        for launch, rows in enumerate(samples):
+            conditions = _conditions(comparison, launch)
+            files.write("samples", comparison.comparison_id, rows, launch, conditions=conditions)
+        if routing:
+            files.write("routing", comparison.comparison_id, routing)
     files.write_run(
         {
             "schema_version": SCHEMA_VERSION,
@@ -208,7 +212,6 @@ def _conditions(comparison: FakeComparison, launch: int) -> dict[str, Any]:
     }
     return {
         "run_id": f"r{launch}",
-        "waits": comparison.conditions.get("waits", {}),
         "warm_up": {"rounds": 3, "change": 0.01, "settled": True, **comparison.conditions.get("warm_up", {})},
         "ranks": [rank] * comparison.num_ranks,
     }

@@ -49,20 +49,12 @@ class TapeGraphs:
 
 
 class TapeGraph:
-    """See ``layer.graphs.Graph``.
-
-    Attributes:
-        operations: names of what is on the tape, in order.
-    """
+    """See ``layer.graphs.Graph``."""
 
     def __init__(self) -> None:
         self._tape: list[Callable[[], None]] = []
         self._recording = _Recording(self._tape)
         self._waiting = mock.patch.object(host.HostEvent, "synchronize", _refuse)
-
-    @property
-    def operations(self) -> list[str]:
-        return self._recording.operations
 
     @property
     def num_bytes(self) -> int:
@@ -87,23 +79,10 @@ class TapeGraph:
             play()
 
 
-class Operations(TorchDispatchMode):
-    """Notes the names of the operations that are issued while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
 class _Recording(TorchDispatchMode):
     def __init__(self, tape: list[Callable[[], None]]) -> None:
         super().__init__()
         self._tape = tape
-        self.operations: list[str] = []
         self.made: list[Tensor] = []
         self.written: list[tuple[Tensor, Tensor]] = []
 
@@ -111,7 +90,6 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if would_wait(func, args, kwargs):
             raise RuntimeError(f"{_REFUSED}: {func}")
-        self.operations.append(func._schema.name)
         if func.namespace == "c10d":
             self._tape.append(lambda: Work.unbox(func(*args, **kwargs)[1]).wait())
             # Every collective that a layer runs writes into its first argument.

@@ -220,8 +220,8 @@ def test_rates_are_bytes_and_operations_over_time(tmp_path):
     load_E[4] = 0  # an expert that nobody selects is not read
     cases_ = [dataclasses.replace(case, expert_load=load_E) for case in standard_cases()]
     row = frame_of(tmp_path, noise=0.0, probe_overhead=0.0, cases=cases_).loc["native"]
-    batch = pq.read_table(tmp_path / "routing" / f"{row['case_id']}.parquet").to_pandas().query("batch == 0")
-    batch = batch.sort_values("rank")
+    batch = pd.read_parquet(tmp_path / "routing" / "c0.parquet")
+    batch = batch[(batch.batch == 0) & (batch.case_id == row["case_id"])].sort_values("rank")
     matrix_RR = np.stack(batch.load_R.to_list())  # source rank, expert rank
     fullest = max(matrix_RR.sum(axis=0).max(), matrix_RR.sum(axis=1).max())
     dispatch_us, combine_us, experts_us = 0.15 * 2000, 0.1 * 2000, 0.44 * 2000  # of rank 0, the slowest
@@ -243,7 +243,7 @@ def test_rates_are_bytes_and_operations_over_time(tmp_path):
         "experts_of_copy": moved / experts_us / 1e3 / CEILINGS["copy_gbps"],
     }
     assert row[list(expected)].to_dict() == pytest.approx(expected)
-    late = tmp_path / "cases" / f"{row['case_id']}.parquet"
+    late = tmp_path / "cases" / "c0-0.parquet"
     table = pq.read_table(late)
     is_late = pc.and_(pc.equal(table["phase"], "dispatch"), pc.equal(table["rank"], 1))
     later = pc.if_else(is_late, pc.multiply(table["time_us"], 2.0), table["time_us"])

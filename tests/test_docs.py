@@ -116,7 +116,7 @@ def test_reference_of_keys_is_current_and_describes_each() -> None:
 
 
 def test_pages_are_short() -> None:
-    words = {page: sum(any(map(str.isalnum, word)) for word in page.read_text().split()) for page in PAGES}
-    readme = words.pop(ROOT / "README.md")
-    assert readme <= 1200
-    assert sum(words.values()) <= 10_000
+    pages = [*PAGES, GENERATED]
+    words = {page: sum(any(map(str.isalnum, word)) for word in page.read_text().split()) for page in pages}
+    assert words.pop(ROOT / "README.md") <= 1200
+    assert sum(words.values()) <= 12_200

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
 from results_builder import shown_text
@@ -30,6 +31,7 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model.transport import Rows
 from moe_ep_bench.files import write_json
 from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.results import conditions_of
 from moe_ep_bench.runtime.crash_journal import Mark
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
@@ -122,17 +124,20 @@ def test_a_case_that_raises_in_its_check_is_left_out_and_the_others_stay(monkeyp
     assert [written[case.case_id].put.call_count for case in cases] == [0, 1, 2]
 
 
-def written(out: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_mtime_ns for path in (out / "cases").glob("*.parquet")}
+def written(out: Path) -> dict[str, str]:
+    """The job that wrote each case."""
+    rows = cases_of(out)
+    return dict(zip(rows.case_id, rows.run_id, strict=True))
 
 
 def test_adding_a_policy_models_that_policy_alone(tmp_path: Path) -> None:
     out, modelled = tmp_path / "out", {"links": "h100-nvlink4", "device": "h100-sxm"}
     for policies in ([{"name": "topk"}], [{"name": "topk"}, {"name": "pruned", "k0": 2}]):
         config = write_config(tmp_path, layer__ep_size=4, emulate=modelled, policies=policies)
-        before = written(out)
+        before = written(out) if out.exists() else {}
         assert main(["emulate", str(config), "--out", str(out)]) == OK
     after = written(out)
+    assert before
     assert {name: after[name] for name in before} == before
     assert len(after) == len(before) + 1
     assert set(cases(load(out)).label) >= {"native", "topk", "pruned k0=2"}, "of two jobs, and all stand"
@@ -159,7 +164,7 @@ def test_modelled_comparisons_are_kept_as_they_finish_and_the_end_says_which(
     interrupted.join(120)
     assert interrupted.exitcode == 128 + signal.SIGINT
     kept, num_cases = written(out), sum(len(one.cases) for one in comparisons)
-    assert {name.removesuffix(".parquet") for name in kept} == {case.case_id for case in comparisons[0].cases}
+    assert set(kept) == {case.case_id for case in comparisons[0].cases}
     said = f"stopped: {len(kept)} of {num_cases} cases are kept in {out}; the same command does what is"
     assert said in capfd.readouterr().err
     monkeypatch.setattr(virtual, "modelled_time", model)
@@ -252,7 +257,8 @@ def test_a_modelled_device_runs_nothing_and_says_so(modelled: Path, emulated: Pa
     text = shown_text(modelled)
     assert "modelled (nothing was run)" in text
     assert "devices/h20" in text
-    assert not (modelled / "conditions").exists()
+    (part,) = (modelled / "cases").iterdir()
+    assert conditions_of(pq.read_table(part)) is None
     ours, measured = routing_of(modelled), routing_of(emulated, point=0)
     pd.testing.assert_frame_equal(ours[ours.label.isin(measured.label)].reset_index(drop=True), measured)
     assert ours.reference_error.isna().all() if "reference_error" in ours else True

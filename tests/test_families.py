@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -196,3 +198,24 @@ def test_a_key_that_is_missing_or_changed_means_what_it_means_to_the_familys_cla
         assert ours.model_copy(update={"source": theirs.source}) == theirs, how
         num_held += 1
     assert num_held > 5
+
+
+def test_every_class_of_transformers_with_experts_is_understood_or_refused_with_the_way_on(tmp_path: Path) -> None:
+    understood, refused = [], []
+    for family, kind in CONFIG_MAPPING.items():
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                stated = json.dumps(kind().to_dict(), default=str)
+            except Exception:  # Some have no defaults.
+                continue
+        if not re.search("num_experts|n_routed_experts|num_local_experts|moe_", stated):
+            continue
+        (tmp_path / "config.json").write_text(stated)
+        try:
+            load_hf_model(tmp_path)
+            understood.append(family)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(understood) >= 47
+    way_on = re.compile("[^\n]*; (the way on is a config|expected a mixture of experts)[^\n]*")
+    assert [told for told in refused if not way_on.fullmatch(told)] == []

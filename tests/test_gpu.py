@@ -9,12 +9,14 @@ from pathlib import Path
 
 import laws
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
 from test_run import cases_of, launch, statuses, write_config
 
 from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
 from moe_ep_bench.layer.dispatchers import expert_major_pairs, rank_major_index, sum_per_token
+from moe_ep_bench.results import conditions_of
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing.ceilings import measure_ceilings
@@ -111,8 +113,8 @@ def test_a_run_on_one_gpu_measures_every_case_and_phase(finished: Path) -> None:
 
 
 def test_the_machine_is_sampled_beside_a_run(finished: Path) -> None:
-    (path,) = (finished / "conditions").iterdir()
-    (rank,) = json.loads(path.read_text())["ranks"]
+    (path,) = (finished / "cases").iterdir()
+    (rank,) = json.loads(conditions_of(pq.read_table(path)))["ranks"]
     assert rank["peak_memory_bytes"] > 0
     if importlib.util.find_spec("pynvml") is None:
         pytest.skip("nvidia-ml-py is not installed")
@@ -184,7 +186,7 @@ def test_decode_steps_are_replayed_from_cuda_graphs_with_their_phases(
     assert {"gate", "policy", "experts", TOTAL, UNACCOUNTED} | also <= set(phases.phase)
     totals = phases[phases.phase == TOTAL].time_us
     assert (phases.time_us >= 0).all()
-    conditions = [json.loads(path.read_text()) for path in (tmp_path / "out" / "conditions").iterdir()]
+    conditions = [json.loads(conditions_of(pq.read_table(path))) for path in (tmp_path / "out" / "cases").iterdir()]
     graphs = [rank["cuda_graphs"] for one in conditions for rank in one["ranks"] if "cuda_graphs" in rank]
     assert graphs
     assert all(one["count"] == (len(policies) + 3) * 2 * 2 and one["pool_bytes"] > 0 for one in graphs)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from policy_cases import SPECS, Spec, distinct_scores, fitted, possible_groups, random_scores
+from policy_cases import SPECS, Spec, assert_same_choice, distinct_scores, fitted, possible_groups, random_scores
 from torch import Tensor
-from twin_laws import assert_same_choice
 
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.dispatch import oracle_for, triton_twins

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from test_run import TESTS, cases_of, environment, write_config
 
 from moe_ep_bench.bench.comparison import RANKS
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
+from moe_ep_bench.results import conditions_of
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, USER_ERROR
 from moe_ep_bench.schema import PHASES, TOTAL, UNACCOUNTED
 
@@ -105,7 +107,8 @@ def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_canno
         assert list(replayed.status) == ["failed"]
         assert reason.format(last=run.num_ranks - 1) in replayed.reason.iloc[0]
     for label in ("native", "topk"):
-        eager, replayed = (pd.read_parquet(run.out / "routing" / f"{case_id}.parquet") for case_id in ids(label))
+        routed = pd.concat(map(pd.read_parquet, (run.out / "routing").iterdir()))
+        eager, replayed = (routed[routed.case_id == case_id].reset_index() for case_id in ids(label))
         assert eager.load_E.map(list).equals(replayed.load_E.map(list))
         assert replayed.reference_error.max() < 1e-4
     for side, rows in run.rows.items():
@@ -128,8 +131,8 @@ def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_canno
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_each_case_and_batch_is_one_graph_and_one_with_phases_and_conditions_count_them(scope: str, taped) -> None:
     run, found = taped(scope), {}
-    for path in (run.out / "conditions").iterdir():
-        for rank in json.loads(path.read_text())["ranks"]:
+    for path in (run.out / "cases").iterdir():
+        for rank in json.loads(conditions_of(pq.read_table(path)))["ranks"]:
             found.setdefault("cuda_graphs" in rank, []).append(rank.get("cuda_graphs"))
     num_cases, num_batches = 4, 2 if scope == "layer" else 1
     assert len(found[False]) == len(found[True]) == run.num_ranks

@@ -12,6 +12,7 @@ from typing import Any
 import hf_models
 import numpy as np
 import pandas as pd
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -209,7 +210,8 @@ def by_layer_and_batch(directory: Path) -> dict[tuple[str, str, int], list[int]]
     for case_id, case in described["cases"].items():
         if case["role"] in ("baseline", "policy"):
             title = described["comparisons"][case["comparison_id"]]["workload"]["description"]
-            rows = pq.read_table(directory / "routing" / f"{case_id}.parquet").to_pandas()
+            part = pq.read_table(directory / "routing" / f"{case['comparison_id']}.parquet")
+            rows = part.filter(pc.field("case_id") == case_id).to_pandas()
             for batch, of_ranks in rows.groupby("batch"):
                 found[title, case["policy"], batch] = np.stack(list(of_ranks["load_E"])).sum(0).tolist()
     return found

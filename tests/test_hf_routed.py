@@ -280,7 +280,7 @@ def test_capacities_act_on_prefill_and_batch_wide_policies_on_decode(spec: dict[
 
 def test_a_policy_acts_in_both_phases_but_for_capacities_and_batch_wide_ones() -> None:
     acts_in = {name: policy.acts_in for name, policy in POLICIES.items()}
-    decoding = {"pruned", "oea", "xshare", "lynx"}
+    decoding = {"pruned", "oea", "xshare", "lynx", "sere"}
     assert {name for name, phases in acts_in.items() if phases == ("decode",)} == decoding
     capacities = {name for name, phases in acts_in.items() if phases == ("prefill",)}
     assert capacities == {name for name in POLICIES if name.endswith("_drop")}

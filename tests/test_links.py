@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moe_ep_bench.bench.traffic import copies_of
 from moe_ep_bench.cost_model.devices import PRECISIONS
-from moe_ep_bench.cost_model.links import Link, Links, fit_errors, fit_link
+from moe_ep_bench.cost_model.links import Link, Links, fit_link
 from moe_ep_bench.cost_model.transport import Exchange, Rows, exchange_words, forwarded
 
 INTRA = {
@@ -140,8 +140,12 @@ def test_a_fit_to_noisy_times_comes_close() -> None:
 
 
 def test_errors_are_relative_and_r2_is_of_the_times() -> None:
-    assert fit_errors([12.0, 19.0, 30.0], [10.0, 20.0, 30.0]) == pytest.approx((0.05, 0.2, 1 - 5 / 200))
-    assert math.isnan(fit_errors([1.0, 2.0], [3.0, 3.0])[2])
+    sizes, times_us = np.array([1e5, 2e5, 4e5]), np.array([11.0, 19.0, 42.0])
+    fit = fit_link(sizes, times_us)
+    predicted_us = fit.latency_us + sizes / fit.bandwidth_gbps / 1e3
+    errors = np.abs(predicted_us / times_us - 1)
+    assert (fit.median_error, fit.worst_error) == pytest.approx((np.median(errors), errors.max()))
+    assert fit.r2 == pytest.approx(1 - ((predicted_us - times_us) ** 2).sum() / ((times_us - 24) ** 2).sum())
 
 
 def test_a_fit_minds_small_messages_as_much_as_large_ones() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -211,11 +212,11 @@ def test_a_damaged_part_is_left_out_and_named_among_the_warnings_of_a_modelled_r
 ) -> None:
     facts = {"links": "modelled by links/x: 3 us", "device": "modelled by devices/y: a roofline of 1 TFLOP/s"}
     comparison = FakeComparison(cases=standard_cases(), num_batches=1, num_iterations=1, facts=facts)
-    write_run(tmp_path, [comparison], mode="emulated")
-    (tmp_path / "cases" / "c0-0.parquet").write_bytes(b"PAR1")
+    write_run(tmp_path, [comparison, dataclasses.replace(comparison, comparison_id="c1")], mode="emulated")
+    (tmp_path / "cases" / "c1-0.parquet").write_bytes(b"PAR1")
     assert main(["show", str(tmp_path), "--format", "html"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "c0-0.parquet: damaged" in line
+    assert "c1-0.parquet: damaged" in line
     text = Parsed((tmp_path / "report.html").read_text()).text
     assert f"left out: {line.removeprefix('moe-ep-bench: ')}" in text
     assert "Modelled (nothing was run): 2 ranks, modelled by devices/y, links x;" in text

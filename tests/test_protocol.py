@@ -316,12 +316,6 @@ def probes(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
     probe_floor_us(lambda: clock.note(next(turns)), clock, count=2)
 
 
-def finds_ceilings(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "clock_for", clock.of)
-    monkeypatch.setitem(ceilings._WARMUPS, "cpu", 0)
-    ceilings._median_us(clock.does("work"), torch.device("cpu"))
-
-
 def calibrates(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
     from moe_ep_bench.cost_model import calibrate
 
@@ -330,7 +324,7 @@ def calibrates(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_runnable", lambda ranks, exchange: clock.does("work"))
     monkeypatch.setattr(torch.distributed, "all_reduce", clock.does("meet"))
     ranks = SimpleNamespace(device=torch.device("cpu"), gather=lambda times, everywhere: [times])
-    calibrate._measure(ranks, [calibrate.Exchange("all_reduce", "both", "even", 8)], 6, lambda: None)
+    calibrate._measure(ranks, [calibrate.Exchange("inside", "even", 8)], 6, lambda: None)
 
 
 def profiles(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
@@ -340,26 +334,11 @@ def profiles(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
     _iterate(session, FakeCase(clock.does("work")), PhaseRecorder(clock))
 
 
-def benchmarks_experts(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import experts
-
-    monkeypatch.setattr(experts, "clock_for", clock.of)
-    experts._interleaved([experts.Contender("one", clock.does("work"), 1.0)], torch.device("cpu"), 1)
-
-
 def benchmarks_decode(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     import decode_experts
 
     decode_experts._interleaved({"one": clock.does("work")}, 1, clock, clock.does("flush"))
-
-
-def benchmarks_policies(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import policies_gpu
-
-    policies_gpu._interleaved({("one", "graph"): clock.does("work")}, 1, clock, 1)
 
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

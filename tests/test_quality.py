@@ -85,8 +85,9 @@ def write(file: Path, content: dict[str, Any]) -> Path:
 def parts(directory: Path, folder: str = "quality") -> dict[str, pd.DataFrame]:
     """Every case's rows by its label."""
     described = json.loads((directory / "run.json").read_text())
+    rows = pd.concat(pq.read_table(part).to_pandas() for part in (directory / folder).iterdir())
     return {
-        case["label"]: pq.read_table(directory / folder / f"{case_id}.parquet").to_pandas()
+        case["label"]: rows[rows["case_id"] == case_id].reset_index(drop=True)
         for case_id, case in described["cases"].items()
     }
 
@@ -227,7 +228,7 @@ def test_a_killed_command_goes_on_with_the_cases_that_are_not_done(
     monkeypatch.setattr(Text, "_judge_batch", dying)
     with pytest.raises(KeyboardInterrupt):
         run_quality(folder / "config.yaml", tmp_path, [])
-    assert len(list((tmp_path / "quality").iterdir())) == 2
+    assert pd.concat(map(pd.read_parquet, (tmp_path / "quality").iterdir()))["case_id"].nunique() == 2
     judged[:] = ["-"] * 9
     run_quality(folder / "config.yaml", tmp_path, [])
     assert set(judged[9:]) == {make_policy(spec).label for spec in CONFIG["policies"][1:]}

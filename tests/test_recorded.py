@@ -49,12 +49,13 @@ METADATA = {
 }
 
 
-def trace_parts(score="softmax, not renormalised", lengths=LENGTHS, seed=0):
+def trace_parts(score="softmax, not renormalised", lengths=LENGTHS, seed=0, layers=LAYERS, top_k=K):
+    """Tensors and metadata of a small recording."""
     tokens = sum(lengths)
     random = np.random.default_rng(seed)
-    odds = np.exp(random.normal(size=(LAYERS, tokens, EXPERTS)) + 1.5 * random.normal(size=EXPERTS))
+    odds = np.exp(random.normal(size=(layers, tokens, EXPERTS)) + 1.5 * random.normal(size=EXPERTS))
     scores = odds / odds.sum(axis=2, keepdims=True)
-    ids = np.argsort(-scores, axis=2)[..., :K]
+    ids = np.argsort(-scores, axis=2)[..., :top_k]
     scores = np.take_along_axis(scores, ids, axis=2)
     if "over the top-k" in score:
         scores /= scores.sum(axis=2, keepdims=True)
@@ -64,14 +65,12 @@ def trace_parts(score="softmax, not renormalised", lengths=LENGTHS, seed=0):
         "sequence_id": np.repeat([4, 0, 7, 8, 2, *range(10, 60)][: len(lengths)], lengths).astype(np.int32),
         "position": np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
     }
-    return tensors, {**METADATA, "score": score}
+    return tensors, {**METADATA, "score": score, "top_k": str(top_k)}
 
 
 @pytest.fixture
 def trace(tmp_path):
-    path = tmp_path / "toy.safetensors"
-    save_file(*_saved(*trace_parts(), path))
-    return path
+    return write(tmp_path / "toy.safetensors", *trace_parts())
 
 
 @pytest.fixture
@@ -79,16 +78,16 @@ def normalised_trace(tmp_path):
     return save(tmp_path / "toy-normalised.safetensors", score="softmax over the top-k")
 
 
-def _saved(tensors, metadata, path):
-    return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, metadata
+def write(path, tensors, metadata):
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, metadata)
+    return path
 
 
 def save(path, **changes):
     """Write a recording of a domain called like its file; ``changes`` are of ``trace_parts`` and of the metadata."""
     made_from = {name: changes.pop(name) for name in ("score", "lengths", "seed") if name in changes}
     tensors, metadata = trace_parts(**made_from)
-    save_file(*_saved(tensors, {**metadata, "domain": path.stem, **changes}, path))
-    return path
+    return write(path, tensors, {**metadata, "domain": path.stem, **changes})
 
 
 def recorded(path, **changes):
@@ -131,8 +130,7 @@ def test_a_token_that_comes_again_keeps_its_top_k_but_not_its_tail(tmp_path):
     tensors, metadata = trace_parts()
     tensors["position"][:] = np.arange(TOKENS)
     tensors["sequence_id"][:] = 0  # one sequence only: both batches are the recording in its order
-    path = tmp_path / "toy.safetensors"
-    save_file(*_saved(tensors, metadata, path))
+    path = write(tmp_path / "toy.safetensors", tensors, metadata)
     workload = recorded(path, num_tokens=TOKENS)
     first, second = (workload.batch(index).scores_TE.topk(K + 1, dim=1) for index in range(2))
     assert torch.equal(first.values[:, :K], second.values[:, :K])
@@ -316,8 +314,7 @@ def test_a_slot_is_a_sequence_and_stays_on_its_rank(trace):
 def test_a_gap_in_a_recording_ends_a_request_of_several_tokens(tmp_path):
     tensors, metadata = trace_parts(lengths=[20])
     tensors["position"][9:] += 5  # tokens 0 to 8, and 9 to 19
-    path = tmp_path / "gap.safetensors"
-    save_file(*_saved(tensors, metadata, path))
+    path = write(tmp_path / "gap.safetensors", tensors, metadata)
     fields = {"num_tokens": 12, "num_batches": 30, "arrangement": "decode"}
 
     def firsts(workload):
@@ -349,8 +346,7 @@ def test_mixed_batches_are_the_same_bytes_whenever_and_beside_whichever_others_t
 
 def other_layers(path):
     tensors, metadata = trace_parts()
-    save_file(*_saved({name: of[:1] if of.ndim == 3 else of for name, of in tensors.items()}, metadata, path))
-    return path
+    return write(path, {name: of[:1] if of.ndim == 3 else of for name, of in tensors.items()}, metadata)
 
 
 DECODE = {"arrangement": "decode"}
@@ -394,8 +390,7 @@ def test_what_does_not_go_together_is_one_line_that_names_it(trace, tmp_path, na
 def test_only_the_layer_that_is_asked_for_is_read(tmp_path):
     tensors, metadata = trace_parts()
     tensors["scores"][1] = np.nan
-    path = tmp_path / "toy.safetensors"
-    save_file(*_saved(tensors, metadata, path))
+    path = write(tmp_path / "toy.safetensors", tensors, metadata)
     recorded(path, layer=0).batch(0)
     with pytest.raises(ValueError, match="layer 1: token 0: scores"):
         recorded(path, layer=1)

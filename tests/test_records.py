@@ -18,7 +18,7 @@ from moe_ep_bench import results
 from moe_ep_bench.bench.job import reason_of
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, stable_hash, write_json
-from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.results import RunDirectory, conditions_of
 from moe_ep_bench.runtime import locks
 from moe_ep_bench.runtime.crash_journal import (
     WAITED,
@@ -121,10 +121,10 @@ def test_links_in_a_ring_are_refused_and_stay(tmp_path: Path) -> None:
 
 def test_missing_columns_are_nulls_of_the_schemas_type(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    assert not directory.is_finished("a", 0)
-    directory.write("samples", "a", {"case_id": ["a"], "status": ["failed"], "reason": ["why"]}, 0)
-    assert directory.is_finished("a", 0)
-    table = pq.read_table(directory.path("samples", "a"))
+    assert directory.statuses("x", 0) == {}
+    directory.write("samples", "x", [{"case_id": "a", "status": "failed", "reason": "why"}], 0)
+    assert directory.statuses("x", 0) == {"a": "failed"}
+    table = pq.read_table(directory.path("samples", "x", 0))
     assert table.schema.equals(SAMPLES_SCHEMA)
     assert table.column("time_us").to_pylist() == [None]
 
@@ -135,7 +135,7 @@ def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) ->
         description = {**A_JOB, "run_id": run_id, "hashes": {"code": run_id}, "comparisons": {comparison: {}}}
         directory.write_run({**description, "cases": {case: {"comparison_id": comparison}}})
         if case != "b":  # Never finished.
-            directory.write("samples", case, {"case_id": [case], "status": ["ok"]}, 0)
+            directory.write("samples", comparison, [{"case_id": case, "status": "ok"}], 0)
     run = json.loads(directory.run_json.read_text())
     assert run["run_id"] == "3"
     assert list(run["cases"]) == ["a", "c"]
@@ -150,9 +150,8 @@ def test_a_comparison_that_goes_on_keeps_its_finished_cases(tmp_path: Path) -> N
     cases = {case: {"comparison_id": "x"} for case in ("done", "open")}
     for _ in range(2):
         directory.write_run({**A_JOB, "run_id": "1", "comparisons": {"x": {}}, "cases": cases})
-        if not directory.is_finished("done", 0):
-            directory.write("samples", "done", {"case_id": ["done"], "status": ["ok"]}, 0)
-    assert directory.is_finished("done", 0)
+        directory.write("samples", "x", [{"case_id": "done", "status": "ok"}], 0)
+    assert directory.statuses("x", 0) == {"done": "ok"}
 
 
 def test_a_part_that_announces_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,36 +166,35 @@ def test_a_part_that_announces_too_much_is_refused(tmp_path: Path, monkeypatch: 
                 results.check_part(path)
 
 
-def test_a_case_that_was_skipped_is_not_finished(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    for status, finished in (("ok", True), ("failed", True), ("skipped", False)):
-        directory.write("samples", status, {"case_id": [status], "status": [status]}, 0)
-        assert directory.is_finished(status, 0) is finished
-    directory.path("samples", "torn").write_bytes(b"PAR1")
-    assert not directory.is_finished("torn", 0)
-
-
-def test_launches_lie_side_by_side_and_a_repeated_one_replaces_itself(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    for launch, run_id in ((0, "first"), (2, "third"), (0, "again")):
-        assert not directory.is_finished("a", 1)
-        directory.write("samples", "a", {"run_id": [run_id] * 2, "status": ["ok"] * 2}, launch)
-    rows = pq.read_table(directory.path("samples", "a"))
-    assert sorted(zip(rows["launch"].to_pylist(), rows["run_id"].to_pylist(), strict=True)) == [
-        (0, "again"), (0, "again"), (2, "third"), (2, "third"),
+def test_rows_of_some_cases_take_the_place_of_the_same_and_others_stay(tmp_path: Path) -> None:
+    directory, conditions = RunDirectory(tmp_path), {"warm_up": 3}
+    rows = [{"case_id": case, "run_id": "1", "status": "ok", "time_us": [1.0, 2.0]} for case in "abc"]
+    directory.write("samples", "x", rows, 0, conditions=conditions)
+    directory.write("samples", "x", [{"case_id": "d", "status": "ok"}], 1)
+    directory.write("samples", "x", [{"case_id": "b", "run_id": "2", "status": "oom"}], 0, replaces=["b"])
+    found = pq.read_table(directory.path("samples", "x", 0))
+    assert json.loads(conditions_of(found)) == conditions
+    assert set(found["launch"].to_pylist()) == {0}
+    assert list(zip(found["case_id"].to_pylist(), found["run_id"].to_pylist(), strict=True)) == [
+        ("a", "1"), ("a", "1"), ("c", "1"), ("c", "1"), ("b", "2"),
     ]  # fmt: skip
-    assert directory.statuses("a") == {0: "ok", 2: "ok"}
-    # Launches of a version before, without metadata, are joined as well.
-    pq.write_table(rows.replace_schema_metadata({}), directory.path("samples", "a"))
-    directory.write("samples", "a", {"run_id": ["new"], "status": ["ok"]}, 3)
-    assert directory.statuses("a") == {0: "ok", 2: "ok", 3: "ok"}
+    assert directory.statuses("x", 0) == {"a": "ok", "b": "oom", "c": "ok"}
+    assert directory.statuses("x", 1) == {"d": "ok"}
+    assert directory.parts("samples") == {"x": [directory.path("samples", "x", launch) for launch in (0, 1)]}
+    directory.write("samples", "x", rows[:1], 0)
+    assert directory.statuses("x", 0) == {"a": "ok"}, "written anew"
+    directory.path("samples", "x", 0).write_bytes(b"PAR1")
+    assert directory.statuses("x", 0) == {}
+    directory.write("samples", "x", rows[1:2], 0, replaces=["b"])
+    assert directory.statuses("x", 0) == {"b": "ok"}, "what cannot be read goes"
+    directory.remove("x")
+    assert directory.parts("samples") == {}
 
 
 def test_a_part_says_its_version_and_its_units(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    for launch in (0, 1):
-        directory.write("samples", "a", {"run_id": ["one"], "status": ["ok"], "time_us": [2.5]}, launch)
-    schema = pq.read_schema(directory.path("samples", "a"))
+    directory.write("samples", "x", [{"run_id": "one", "status": "ok", "time_us": [2.5]}], 0)
+    schema = pq.read_schema(directory.path("samples", "x", 0))
     assert schema.metadata[b"schema_version"] == str(SCHEMA_VERSION).encode()
     assert {name: schema.field(name).metadata[b"unit"] for name in ("time_us", "host_us")} == {
         "time_us": b"us",
@@ -300,8 +298,8 @@ def test_a_comparison_that_another_job_is_at_is_not_dropped_from_the_description
 
 def test_what_a_killed_job_had_begun_to_write_goes_and_nothing_else(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    begun = [tmp_path / name for name in ("cases/.mine.parquet.x1", "conditions/.mine-0.json.x2", ".run.json.x3")]
-    others = [tmp_path / name for name in ("cases/.yours.parquet.x4", "cases/mine.parquet")]
+    begun = [tmp_path / name for name in ("cases/.mine-0.parquet.x1", "routing/.mine.parquet.x2", ".run.json.x3")]
+    others = [tmp_path / name for name in ("cases/.yours-0.parquet.x4", "cases/mine-0.parquet")]
     for path in (*begun, *others):
         path.parent.mkdir(exist_ok=True)
         path.touch()

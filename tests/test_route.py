@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import test_run
@@ -216,16 +218,17 @@ def test_random_drops_do_not_depend_on_the_other_cases(tmp_path: Path) -> None:
 def test_finished_cases_are_not_routed_again(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     out = route(config, tmp_path / "out", []).root
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
-    assert len(before) == 6  # native and two policies with their frontiers
-    victim = next((out / "routing").glob("*.parquet"))
-    victim.unlink()
+    before = rows_of(out).groupby("case_id")["run_id"].unique().str[0]
+    assert len(before) == 3  # native and two policies
+    parts = [out / folder / f"{load(out).comparisons[0].comparison_id}.parquet" for folder in ("routing", "frontier")]
+    assert {*out.rglob("*.parquet")} == {*parts}
+    victim = before.index[0]
+    pq.write_table(pq.read_table(parts[0]).filter(pc.field("case_id") != victim), parts[0])
     route(config, tmp_path / "out", [])
-    after = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
-    assert after.keys() == before.keys()
-    assert {path for path in after if path.parent.name == "routing" and after[path] != before[path]} == {victim}
+    after = rows_of(out).groupby("case_id")["run_id"].unique().str[0]
+    assert {case_id for case_id in before.index if after[case_id] != before[case_id]} == {victim}
     route(config, tmp_path / "out", [], force=True)
-    assert all(path.stat().st_mtime_ns != after[path] for path in after)
+    assert set(rows_of(out)["run_id"]).isdisjoint(after)
     route(config, tmp_path / "out", ["workload.seed=5"])
     assert len(load(out).comparisons) == 2  # a directory keeps what another config left
 
@@ -334,29 +337,38 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("what", "role"),
-    [("missing part", "policy"), ("damaged part", "policy"), ("lost rows", "baseline"), ("no json", "baseline")],
+    [
+        ("missing part", "policy"),
+        ("missing case", "policy"),
+        ("damaged part", "policy"),
+        ("lost rows", "baseline"),
+        ("no json", "baseline"),
+    ],
 )
 def test_a_directory_that_cannot_be_trusted_is_refused(what: str, role: str, sound: Path, tmp_path: Path) -> None:
     out = shutil.copytree(sound, tmp_path / "out")
     listed = json.loads((out / "run.json").read_text())["cases"]
-    part = out / "routing" / f"{next(key for key, case in listed.items() if case['role'] == role)}.parquet"
+    (part,) = (out / "routing").iterdir()
+    case_id = next(key for key, case in listed.items() if case["role"] == role)
     if what == "missing part":
         part.unlink()
+    elif what == "missing case":
+        pq.write_table(pq.read_table(part).filter(pc.field("case_id") != case_id), part)
     elif what == "damaged part":
         part.write_bytes(b"PAR1")
     elif what == "lost rows":
-        pq.write_table(pq.read_table(part).slice(0, 3), part)
+        pq.write_table(pq.read_table(part).filter((pc.field("case_id") != case_id) | (pc.field("rank") != 1)), part)
     else:
         (out / "run.json").write_text("{")
     with pytest.raises(ResultsError, match=str(out)) as refused:
         load(out)
-    # Whoever wants the rest has it, and the same line first; without run.json there is no rest.
+    # Whoever wants the rest has it, and the same line first; without run.json or the only part there is no rest.
     lines: list[str] = []
-    if what == "no json":
-        with pytest.raises(ResultsError):
+    if what in ("no json", "missing part", "damaged part"):
+        with pytest.raises(ResultsError, match=re.escape(str(refused.value))):
             load(out, lines)
     else:
-        assert set(cases(load(out, lines))["case_id"]) == set(listed) - {part.stem}
+        assert set(cases(load(out, lines))["case_id"]) == set(listed) - {case_id}
         assert lines[0] == str(refused.value)
 
 

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from policy_cases import SPECS, Spec, context_of, distinct_scores, random_scores
+from policy_cases import SPECS, Arguments, Spec, assert_same_choice, context_of, distinct_scores, fitted, random_scores
 from torch import Tensor
-from twin_laws import assert_routes_like_torch, assert_same_choice
 
 from moe_ep_bench.kernels import capacity_passes_triton, laser_triton, requests_triton, sets_triton
 from moe_ep_bench.kernels.dispatch import triton_twins
-from moe_ep_bench.policies import RoutingContext, make_policy
+from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 
 pytestmark = pytest.mark.usefixtures("patched_once")
 
@@ -42,6 +41,28 @@ EVERY_RULE: list[Spec] = [
 ]
 
 each_load_aware = pytest.mark.parametrize("spec", [LASER, LOAD_ONLY], ids=["laser", "load_only"])
+
+
+def assert_routes_like_torch(spec: Spec, scores_TE: Tensor, case: Arguments) -> Routing:
+    """Equal maps; weights within rounding; statistics, where there are any, equal where their sums are exact.
+
+    The twin is called with statistics of its own making, and with none. It draws what the torch form draws.
+    """
+    policy = make_policy(fitted(spec, scores_TE, case))
+    twin, context = triton_twins()[type(policy)], context_of(case)
+    stats_SE = policy.batch_stats(scores_TE, context)
+    expected = policy.route(scores_TE, context, stats_SE)
+    given = [None]
+    if stats_SE is not None:
+        ours_SE = twin.stats(policy, scores_TE, context_of(case))
+        assert ours_SE.dtype == torch.float64
+        torch.testing.assert_close(ours_SE, stats_SE, rtol=1e-12, atol=1e-12)
+        given.append(ours_SE)
+    for one_SE in given:
+        ours = context_of(case)
+        assert_same_choice(twin.select(policy, scores_TE, ours, one_SE), expected)
+        assert torch.equal(ours.generator.get_state(), context.generator.get_state())
+    return expected
 
 
 def assert_like_torch(spec: Spec, scores_TE: Tensor, **case: Any) -> Tensor:

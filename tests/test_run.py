@@ -24,6 +24,7 @@ from moe_ep_bench.bench import dry_run
 from moe_ep_bench.bench import run as run_module
 from moe_ep_bench.cli import main
 from moe_ep_bench.layer import parts, te_check
+from moe_ep_bench.results import conditions_of
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, OK, USER_ERROR
 from moe_ep_bench.runtime.torchrun import Ended
 from moe_ep_bench.schema import LAYER_PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA, TOTAL, UNACCOUNTED
@@ -156,8 +157,8 @@ def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
     beside = (finished / "run.json").read_text().replace(run["command"], "")
     assert str(finished.parent) not in beside, "a path of this machine that no command named"
     assert len(cases(load(finished))) == NUM_CASES
-    (path,) = (finished / "conditions").iterdir()
-    conditions = json.loads(path.read_text())
+    (path,) = (finished / "cases").iterdir()
+    conditions = json.loads(conditions_of(pq.read_table(path)))
     assert 1 <= conditions["warm_up"]["rounds"] <= 5
     assert len(conditions["ranks"]) == 2
     for rank in conditions["ranks"]:
@@ -203,8 +204,9 @@ def test_launches_repeat_the_process_and_one_that_lost_a_part_is_measured_again(
     assert set(cases(load(out)).speedup_num_launches.dropna()) == {2}
     # It is measured whole, and the other stays.
     first = rows[rows.launch == 0].set_index(["case_id", "rank", "batch", "iteration", "kind", "phase"]).time_us
-    part = next((out / "cases").iterdir())
-    pq.write_table(pq.read_table(part).filter(pc.field("launch") == 0), part)
+    (_, part) = sorted((out / "cases").iterdir())
+    gone = rows.case_id.iloc[0]
+    pq.write_table(pq.read_table(part).filter(pc.field("case_id") != gone), part)
     done = launch(launched, "--out", out)
     assert done.returncode == OK, done.stderr
     assert "finished before; --force runs them again" in done.stderr

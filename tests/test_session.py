@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_ep_bench.bench import inspection, job, replays, session
+from moe_ep_bench.bench import job, replays, session
 from moe_ep_bench.bench.replays import Replays
 from moe_ep_bench.bench.session import measure_comparison
 from moe_ep_bench.layer.graphs import Graphs
-from moe_ep_bench.policies.waits import beyond
 from moe_ep_bench.runtime.ranks import Ranks, ToldError
 from moe_ep_bench.timing.ceilings import Ceilings
 
@@ -32,7 +29,7 @@ class Recorded:
         return lambda *_: self.steps.append(step)
 
 
-ALL = ["try_all", "observe_all", "capture_all", "check_again", "warm_up", "time", "check_again", "write"]
+ALL = ["try_all", "observe_all", "capture_all", "check_again", "warm_up", "time", "check_again", "gather"]
 
 
 @pytest.mark.parametrize(("loses", "number"), [("try_all", 1), ("observe_all", 2), ("check_again", 4), ("", 8)])
@@ -50,7 +47,7 @@ def test_where_no_case_is_left_nothing_more_is_run(loses: str, number: int, monk
 def test_a_session_is_closed_where_all_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their process groups would wait for graphs that hold collectives."""
     made = mock.Mock()
-    monkeypatch.setattr(session, "_built", lambda *_: made)
+    monkeypatch.setattr(session, "_built", lambda *_: (made, None))
     monkeypatch.setattr(session, "try_all", mock.Mock(side_effect=ToldError))
     ranks = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(ToldError):
@@ -60,7 +57,7 @@ def test_a_session_is_closed_where_all_ranks_end(monkeypatch: pytest.MonkeyPatch
 
 def test_ceilings_are_measured_before_anything_is_built_or_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take gigabytes: later, the allocator might have to give back what warming up made it hold."""
-    steps, rows = [], []
+    steps = []
 
     def builds(*_: Any) -> Any:
         steps.append("build")
@@ -73,14 +70,15 @@ def test_ceilings_are_measured_before_anything_is_built_or_warmed_up(monkeypatch
     monkeypatch.setattr(session, "builder", builds)
     ranks = SimpleNamespace(device=torch.device("cpu"), rank=0, first_word=lambda text: f"rank 1: {text}")
     mark = SimpleNamespace(explain=lambda reason: steps.append("explain"), withdraw=lambda: steps.append("withdraw"))
-    here = mock.Mock(ranks=ranks, mark=mark, write_unmeasured=lambda *row: rows.append(row))
+    here = mock.Mock(ranks=ranks, mark=mark)
     here.survive = partial(job.Job.survive, here)
     comparison = mock.MagicMock()
     comparison.experiment.layer.dtype = "float32"
-    assert session._built(here, comparison, ["native", "topk"]) is None
+    built, outcome = session._built(here, comparison, [SimpleNamespace(case_id=name) for name in ("native", "topk")])
+    assert built is None
     assert steps == ["ceilings", "free", "build", "explain", "withdraw"]
     reason = "while building: rank 1: ValueError: no experts"
-    assert rows == [(comparison, case, "failed", reason) for case in ("native", "topk")]
+    assert outcome.unmeasured == dict.fromkeys(("native", "topk"), ("failed", reason))
     with job.watched_machine(torch.device("cpu"), Ceilings(1, 2.0, 3.0, 4.0)) as found:
         pass
     assert found["ceilings"]["copy_gbps"] == 3.0
@@ -215,19 +213,3 @@ def test_graphs_take_the_bytes_of_their_pools_and_what_the_driver_took_meanwhile
     graphs.abandon_pool()
     taken.update(used=1150, reserved=700)  # 100 for tensors, 50 for graphs as such
     assert graphs.num_bytes() == {"pool_bytes": 100, "driver_bytes": 50}
-
-
-def test_of_what_a_case_waits_for_only_what_native_does_not_is_kept() -> None:
-    waits = {case_id: Counter({"token_dispatcher.py:9": 1}) for case_id in ("native", "own", "topk")}
-    waits["own"]["own.py:7"] += 2
-    assert beyond(waits, "native") == {"own": {"own.py:7": 2}}
-    assert set(beyond(waits, None)) == set(waits)
-
-
-def test_on_a_gpu_a_look_counts_where_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "watched_waits", lambda device: nullcontext({"own.py:7": 2}))
-    for device, expected in (("cuda", {"own.py:7": 2}), ("cpu", {})):
-        stack = SimpleNamespace(moe_layers={}, run=lambda inputs: inputs)
-        held = SimpleNamespace(stack=stack, device=torch.device(device))
-        monkeypatch.setattr(inspection, "checked_rows", lambda held, batch: None)
-        assert inspection.look(SimpleNamespace(prepare=lambda batch: batch, session=held), 0).waits == expected

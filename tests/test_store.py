@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from results_builder import FakeCase, FakeComparison, standard_cases, write_run
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.reading import ResultsError, check_routing
-from moe_ep_bench.schema import SAMPLES_SCHEMA
+from moe_ep_bench.results import RunDirectory
 
 FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
 
@@ -41,12 +42,17 @@ def part(directory: Path, folder: str = "cases") -> Path:
     return sorted((directory / folder).glob("*.parquet"))[0]
 
 
-def conditions(directory: Path) -> Path:
-    return directory / "conditions" / "c0-0.json"
+def say(directory: Path, conditions: bytes | None) -> None:
+    """Have the part of samples say other conditions."""
+    table = pq.read_table(part(directory))
+    metadata = {key: value for key, value in table.schema.metadata.items() if key != b"conditions"}
+    given = {} if conditions is None else {b"conditions": conditions}
+    pq.write_table(table.replace_schema_metadata({**metadata, **given}), part(directory))
 
 
-def of_another_job(directory: Path) -> None:
-    edit_part(part(directory), run_id=["r1"] * pq.read_metadata(part(directory)).num_rows)
+def without(directory: Path, case_id: str, folder: str = "cases") -> None:
+    path = part(directory, folder)
+    pq.write_table(pq.read_table(path).filter(pc.field("case_id") != case_id), path)
 
 
 # What is done to a directory, and what the line says.
@@ -54,7 +60,7 @@ BREAKAGES = {
     "no run.json": (lambda d: (d / "run.json").unlink(), "run.json: missing"),
     "no JSON": (lambda d: (d / "run.json").write_text('{"schema_version": 1,'), "run.json: damaged, not JSON"),
     "a list": (lambda d: (d / "run.json").write_text("[]"), "schema_version: expected a whole number, got None"),
-    "newer": (lambda d: edit_json(d, lambda c: c.update(schema_version=4)), "expected 3, got 4; it is newer"),
+    "newer": (lambda d: edit_json(d, lambda c: c.update(schema_version=5)), "expected 4, got 5; it is newer"),
     "no cases": (lambda d: edit_json(d, lambda c: c.pop("cases")), "run.json: cases: missing"),
     "key gone": (
         lambda d: edit_json(d, lambda c: c["comparisons"]["c0"].pop("dtype")),
@@ -73,34 +79,34 @@ BREAKAGES = {
         lambda d: edit_json(d, lambda c: c["cases"]["c0-0"].update(comparison_id="c9")),
         "cases.c0-0.comparison_id: no comparison 'c9'",
     ),
-    "missing part": (lambda d: part(d).unlink(), "c0-0.parquet: missing; the run did not finish"),
+    "missing part": (lambda d: part(d).unlink(), "c0-0.parquet: no rows of token_drop gamma 1 and 2 more; the run"),
     "damaged part": (lambda d: part(d).write_bytes(b"PAR1 and nothing"), "c0-0.parquet: damaged, not Parquet"),
+    "older": (lambda d: edit_json(d, lambda c: c.update(schema_version=3)), "got 3; an earlier version wrote it"),
+    "missing case": (lambda d: without(d, "c0-0"), "no rows of token_drop gamma 1; the run did not finish"),
+    "missing routing": (lambda d: without(d, "c0-0", "routing"), "expected rows of the table routing too, got none"),
     "other schema": (lambda d: part(d).write_bytes(part(d, "routing").read_bytes()), "expected a column launch"),
-    "another case's part": (
-        lambda d: part(d).write_bytes((d / "cases" / "c0-1.parquet").read_bytes()),
-        "c0-0.parquet: foreign, case_id: expected 'c0-0', got 'c0-1'",
+    "another comparison's part": (
+        lambda d: edit_part(part(d), comparison_id=["c1"]),
+        "c0-0.parquet: foreign, comparison_id: expected 'c0', got 'c1'",
     ),
     "unlisted part": (
-        lambda d: (d / "cases" / "x.parquet").write_bytes(part(d).read_bytes()),
-        "x.parquet: foreign, run.json lists no case 'x'",
+        lambda d: (d / "cases" / "x-0.parquet").write_bytes(part(d).read_bytes()),
+        "x-0.parquet: foreign, run.json lists no comparison 'x'",
     ),
+    "a row of no case": (lambda d: edit_part(part(d), case_id=[None]), "a row lacks its case_id"),
     "another mode": (
         lambda d: edit_json(d, lambda c: c.update(mode="emulated")),
         "mode: expected 'emulated', got 'run'",
     ),
-    "another job": (of_another_job, "c0-0.parquet: of another job than c0-2.parquet"),
-    "no conditions": (lambda d: conditions(d).unlink(), "c0-0.json: missing; it says under which conditions"),
-    "damaged conditions": (lambda d: conditions(d).write_text("{}"), "c0-0.json: run_id: missing"),
-    "another job's conditions": (
-        lambda d: conditions(d).write_text(conditions(d).read_text().replace('"r0"', '"r7"')),
-        "c0-0.json: of another job than the cases (r7, r0)",
-    ),
+    "no conditions": (lambda d: say(d, None), "c0-0.parquet: conditions: missing in its metadata"),
+    "no JSON of conditions": (lambda d: say(d, b"{"), "c0-0.parquet: conditions: expected JSON"),
+    "damaged conditions": (lambda d: say(d, b"{}"), "c0-0.parquet: conditions.run_id: missing"),
     "unknown phase": (lambda d: edit_part(part(d), phase=["nap"]), "phase: expected one of shared, gate"),
     "unknown status": (lambda d: edit_part(part(d), status=["meh"]), "status: expected one of ok, failed"),
     "no time": (lambda d: edit_part(part(d), time_us=[None]), "lacks its rank, batch, iteration or time_us"),
     "time stands still": (lambda d: edit_part(part(d), time_us=[0.0]), "a total is not above 0"),
     "endless host time": (lambda d: edit_part(part(d), host_us=[float("inf")]), "a time is not below 1e+15 us"),
-    "no launch": (lambda d: edit_part(part(d), launch=[None]), "damaged, a row lacks its launch"),
+    "no launch": (lambda d: edit_part(part(d), launch=[None]), "foreign, launch: expected 0, got None"),
     "a rank twice": (lambda d: edit_part(part(d), rank=[1]), "stands there twice"),
     "a rank gone": (lambda d: edit_part(part(d), iteration=[77]), "expected totals of 2 ranks, got 1"),
     "short load": (lambda d: edit_part(part(d, "routing"), load_E=[[1, 2]]), "load_E: expected 8 entries, got 2"),
@@ -108,7 +114,10 @@ BREAKAGES = {
     "a rank's routing gone": (lambda d: edit_part(part(d, "routing"), batch=[77]), "one row for each of 2 ranks"),
 }
 # Without run.json, or the only comparison, there is no rest.
-NOTHING_LEFT = ("no run.json", "no JSON", "a list", "newer", "no cases", "key gone", "two baselines", "another mode")
+NOTHING_LEFT = (
+    *("no run.json", "no JSON", "a list", "newer", "older", "no cases", "key gone", "two baselines", "another mode"),
+    *("missing part", "damaged part", "other schema", "another comparison's part", "a row of no case", "no launch"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -156,10 +165,11 @@ def test_of_several_directories_the_damaged_one_is_named_and_the_others_are_read
 
 def test_a_case_that_failed_in_one_launch_failed(tmp_path: Path) -> None:
     write_run(tmp_path, [FakeComparison(cases=standard_cases(), num_launches=2, **FEW)])
-    rows = [row for row in pq.read_table(part(tmp_path)).to_pylist() if row["launch"] == 0]
-    failed = {**rows[0], "launch": 1, "status": "oom", "reason": "too big", "time_us": None}
-    pq.write_table(pa.Table.from_pylist([*rows, failed], schema=SAMPLES_SCHEMA), part(tmp_path))
-    row = cases(load(tmp_path)).set_index("case_id").loc[part(tmp_path).stem]
+    files = RunDirectory(tmp_path)
+    failed = {**pq.read_table(files.path("samples", "c0", 1)).to_pylist()[0], "time_us": None}
+    failed |= {"status": "oom", "reason": "too big"}
+    files.write("samples", "c0", [failed], 1, replaces=[failed["case_id"]])
+    row = cases(load(tmp_path)).set_index("case_id").loc[failed["case_id"]]
     assert (row["status"], row["reason"]) == ("oom", "launch 2: too big")
     assert row[["median_ms", "speedup_median", "dropped_share"]].isna().all()
 

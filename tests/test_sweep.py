@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from moe_ep_bench.bench.comparison import RANKS, ROUTING, VIRTUAL
+from moe_ep_bench.bench.description import describe_experiment, describe_point
 from moe_ep_bench.bench.plan import compare, plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import Experiment
@@ -51,13 +52,13 @@ OTHER = {
 }
 # Sections that enter every id whole, what only a GPU has, what adds cases in place of changing them, and whole models,
 # which are planned otherwise (test_model_run).
-LEFT_OUT = {"model", "workload", "layer.cuda_graph", "emulate.replication", "figures"}
+LEFT_OUT = {"model", "workload", "layer.cuda_graph", "emulate.replication", "emulate.rebalance", "figures"}
 LEFT_OUT |= {"scope", "whole.num_layers", "whole.context_length"}
 
 
 def write(folder: Path, sweep: Mapping[str, Any]) -> Path:
     path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump({**CONFIG, "sweep": dict(sweep)}))
+    path.write_text(yaml.safe_dump({**CONFIG, "sweep": dict(sweep)}, sort_keys=False))
     return path
 
 
@@ -143,3 +144,33 @@ def test_the_scopes_read_synthetic_workloads_whole(tmp_path: Path) -> None:
     (one,) = plan(write(tmp_path, {}), [], RANKS, 2, on_cpu=True)
     # What the file of skew_from counts, in its layer, stands in the definition as the loads that it counts.
     assert one.experiment.workload.model_fields_set - {"skew_from", "layer"} <= set(one.definition["workload"])
+
+
+PEAK, LINKS, EP_SIZE = "workload.peak_load", "emulate.links", "layer.ep_size"
+
+
+def test_an_experiment_knows_where_in_the_sweep_it_stands_and_its_ids_do_not(tmp_path: Path) -> None:
+    path = write(tmp_path, {PEAK: [2.0, 3.0], EP_SIZE: [1, 2]})
+    swept = load_experiments(path, on_cpu=True)
+    assert [one.point for one in swept] == [((PEAK, peak), (EP_SIZE, size)) for peak in (2.0, 3.0) for size in (1, 2)]
+    (alone,) = load_experiments(path, [f"{PEAK}=2.0", f"{EP_SIZE}=1"], on_cpu=True)
+    assert alone.point == ()
+    ids = [[case.case_id for case in compare(one, RANKS, 1, on_cpu=True).cases] for one in (swept[0], alone)]
+    assert ids[0] == ids[1]
+    assert describe_experiment(swept[0]) == describe_experiment(alone)
+    (tmp_path / "mine.yaml").write_text("")
+    path = write(tmp_path, {LINKS: ["h100-nvlink4", "mine.yaml"], EP_SIZE: [None]})
+    described = [describe_point(experiment) for experiment in load_experiments(path, on_cpu=True)]
+    assert described == [{LINKS: "h100-nvlink4", EP_SIZE: None}, {LINKS: "mine.yaml", EP_SIZE: None}]
+
+
+@pytest.mark.parametrize("name", ["skew", "experts-per-rank", "links"])
+def test_shipped_sweeps_are_of_one_key_and_on_a_modelled_device(name: str) -> None:
+    root = Path(__file__).parents[1]
+    experiments = load_experiments(root / "configs" / f"whatif-{name}.yaml", on_cpu=False)
+    assert len(experiments) >= 5
+    for experiment in experiments:
+        ((key, _),) = experiment.point
+        assert experiment.emulate.device == "h100-sxm"
+        assert experiment.workload.num_batches >= 10, "an interval needs as many"
+        assert f"[whatif-{name}](../configs/whatif-{name}.yaml) | `{key}`" in (root / "docs" / "whatif.md").read_text()

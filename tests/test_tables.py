@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from benchmarks.tables import DEVICES, experts_rows, power_law_loads, predicted_us
 from moe_ep_bench.analysis.origins import origin_of, phase_origin
 from moe_ep_bench.analysis.style import phase_look
 from moe_ep_bench.cli import main
@@ -20,7 +21,7 @@ from moe_ep_bench.cost_model import tables as reading
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.table_devices import TableDevice, load_device, load_links, shape_of
-from moe_ep_bench.cost_model.tables import SHAPE, Tables, balanced_loads, power_law_loads, read_moe
+from moe_ep_bench.cost_model.tables import SHAPE, Tables, balanced_loads, read_moe
 from moe_ep_bench.facts import TimedFacts
 from moe_ep_bench.models import ModelSpec, load_model
 
@@ -365,8 +366,6 @@ def test_mixtral_on_eight_h100_takes_what_was_measured() -> None:
 @needs_package
 @pytest.mark.parametrize("name", ["h100-sxm", "h200-sxm", "b200-sxm", "gb200"])
 def test_rooflines_are_within_15_percent_on_shapes_that_were_held_out(name: str) -> None:
-    from benchmarks.tables import DEVICES, experts_rows, predicted_us
-
     rows = experts_rows(*DEVICES[name])
     rows = rows.assign(error=np.abs(predicted_us(Device.named(name), rows) / rows["us"] - 1))
     assert (rows[rows["held"]].groupby("framework")["error"].median() < 0.15).all()

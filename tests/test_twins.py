@@ -43,7 +43,7 @@ from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.topk import TopK
 
 EVERYONE = [make_policy(spec) for spec in ONE_OF_EACH]
-WITHOUT_TRITON = {"megatron_drop"}
+WITHOUT_TRITON = {"megatron_drop", "sere"}
 ON_HOST_FROM_GPU = {"laser", "load_only"}
 
 every_policy = pytest.mark.parametrize("policy", EVERYONE, ids=lambda policy: policy.name)
@@ -127,14 +127,14 @@ def test_a_policy_of_one_s_own_needs_nothing_but_its_route(policy: Policy) -> No
         form_of(policy, "cpu", "numba").runs(5, 8)
 
 
-def test_policies_import_torch_and_pydantic_and_nothing_of_this_package_but_themselves() -> None:
+def test_policies_import_torch_pydantic_safetensors_and_nothing_of_this_package_but_themselves() -> None:
     for module in Path(policies.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(module.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 root = name.split(".")[0]
-                assert root in sys.stdlib_module_names | {"torch", "pydantic"} or name.startswith(
+                assert root in sys.stdlib_module_names | {"torch", "pydantic", "safetensors"} or name.startswith(
                     ("moe_ep_bench.policies", "moe_ep_bench.errors")
                 ), module
 

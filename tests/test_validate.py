@@ -229,10 +229,10 @@ def test_a_case_that_only_the_real_run_has_is_refused(tmp_path: Path) -> None:
 
 def turn_last_layer_round(root: Path, case_id: str) -> None:
     """Another rank is the fullest there than in the layers before."""
-    path = RunDirectory(root).path("routing", case_id)
+    path = RunDirectory(root).path("routing", "e")
     rows = pq.read_table(path).to_pydict()
-    for place, layer in enumerate(rows["layer"]):
-        if layer == MOE_LAYERS[-1]:
+    for place, (layer, found) in enumerate(zip(rows["layer"], rows["case_id"], strict=True)):
+        if (layer, found) == (MOE_LAYERS[-1], case_id):
             for column in ("load_E", "load_R"):
                 rows[column][place] = rows[column][place][::-1]
     pq.write_table(pa.Table.from_pydict(rows, schema=ROUTING_SCHEMA), path)

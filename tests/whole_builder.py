@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from results_builder import FakeCase, FakeComparison, write_run
 
@@ -59,18 +60,17 @@ def write_whole(
     comparison = FakeComparison(facts=facts, cases=cases, **settings)
     write_run(root, [comparison], mode, scope="model", seed=seed)
     files, generator = RunDirectory(root), np.random.default_rng(seed)
-    for case in cases:
-        if case.status != "ok":
-            continue
-        case_id = comparison.case_id(case)
-        samples = pq.read_table(files.path("samples", case_id)).to_pandas()
+    key, ok = comparison.comparison_id, [comparison.case_id(case) for case in cases if case.status == "ok"]
+    launches = [pq.read_table(path).to_pandas() for path in files.parts("samples")[key]]
+    for case_id in ok:
+        samples = pd.concat(rows[rows.case_id == case_id] for rows in launches)
         of_pass = _with_elsewhere(samples, elsewhere_noise, generator)
         rows = pd.concat([of_pass[of_pass.phase.isin([TOTAL, UNACCOUNTED])], _layers(samples, moe_layers)])
         for launch, own in rows.astype({"layer": "Int64"}).groupby("launch"):
-            files.write("samples", case_id, _columns(own.drop(columns="launch")), launch)
-        routing = pq.read_table(files.path("routing", case_id)).to_pandas()
+            files.write("samples", key, [_columns(own.drop(columns="launch"))], launch, replaces=[case_id])
+        routing = pq.read_table(files.path("routing", key)).filter(pc.field("case_id") == case_id).to_pandas()
         of_all = pd.concat([routing.assign(layer=layer) for layer in moe_layers])
-        files.write("routing", case_id, _columns(of_all))
+        files.write("routing", key, [_columns(of_all)], replaces=[case_id])
     return root
 
 

@@ -21,7 +21,6 @@ from moe_ep_bench.analysis.reduce import probe_floor_us
 from moe_ep_bench.analysis.store import Comparison, Store
 from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts
 from moe_ep_bench.machine.monitor import disturbances, remarks
-from moe_ep_bench.policies.waits import waits_words
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 from moe_ep_bench.workload.formatting import tokens_words
 
@@ -121,7 +120,6 @@ NOTES = (
         "the mean MoE layer that was",
         when="is_cut",
     ),
-    Note("layer", "the host waits for the device, in each run and beyond native: {waits}"),
     Note(
         "layer route",
         "below frontier: mass that dropping alone could keep beyond this, at the same fullest rank (of experts: with "
@@ -325,11 +323,10 @@ def _of_layer(facts: TimedFacts, launches: Sequence[Conditions]) -> dict[str, An
         known |= {"rest_us": rest.us_per_moe_layer, "rest_attention": f"attention{cached} {attention}"}
     if (whole := facts.whole) is not None:
         cached = f"one decode step; {tokens_words(whole.context_length)} of each request are in the cache"
-        kernels = ", ".join(sorted({name for launch in launches for name in launch.attention}))
         shared = whole.shared_by_chance
         known |= {
             "pass_is": cached if whole.context_length else "the prefill of all prompts, to the last token's logits",
-            "attention": whole.attention + (f" ({kernels} kernel)" if kernels else ""),
+            "attention": whole.attention,
             "num_moe_layers": len(whole.moe_layers),
             **dict(zip(("least_peak", "most_peak"), (min(whole.peak_loads), max(whole.peak_loads)), strict=True)),
             "num_layers": whole.num_layers,
@@ -378,7 +375,7 @@ def _of_times(facts: TimedFacts, rows: pd.DataFrame, of_role: dict[str, pd.DataF
 
 
 def _of_launches(rows: pd.DataFrame, launches: Sequence[Conditions]) -> dict[str, Any]:
-    """What was recorded of each launch while it was timed; of waits the last launch's."""
+    """What was recorded of each launch while it was timed."""
     labels = dict(zip(rows["case_id"], rows["label"], strict=True))
     allocating = [
         (count, labels[case])
@@ -388,10 +385,8 @@ def _of_launches(rows: pd.DataFrame, launches: Sequence[Conditions]) -> dict[str
         if case in labels
     ]
     number, label = max(allocating, default=(0, ""))
-    waits = launches[-1].waits.items() if launches else ()
     unsettled = [launch.warm_up.change for launch in launches if not launch.warm_up.settled]
     return {
-        "waits": "; ".join(f"{labels[case]}: {waits_words(lines)}" for case, lines in waits if case in labels),
         "num_allocating": number,
         "allocating": label,
         "remarks": list(dict.fromkeys(line for launch in launches for line in remarks(launch.machines))),

@@ -79,7 +79,8 @@ def read_quality(directory: Path) -> Quality:
         raise ResultsError(f"{files.run_json}: mode: expected quality, got {run.mode}")
     facts, listed = facts_of(files.run_json, run, Errors(None))
     place = {key: facts[key].order for key in facts}
-    done = [{"case_id": key, **case.model_dump()} for key, case in listed.items() if files.is_done("quality", key)]
+    judged = {case_id for key in facts for case_id in files.statuses(key, table="quality")}
+    done = [{"case_id": key, **case.model_dump()} for key, case in listed.items() if key in judged]
     done.sort(key=lambda case: (place[case["comparison_id"]], case["role"] != "baseline", case["order"]))
     begun = {case["comparison_id"] for case in done if case["role"] == "baseline"}
     if not begun:
@@ -114,15 +115,19 @@ def comparisons_of(facts: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
 
 def _read(files: RunDirectory, table: str, cases: pd.DataFrame, num_experts: pd.Series) -> pd.DataFrame:
     """All parts of a table, whose numbers all can be."""
-    schema = TABLES[table].schema
-    parts = [read_part(files.path(table, case_id), schema, {"case_id": case_id}) for case_id in cases.index]
-    found = pa.concat_tables([schema.empty_table(), *parts])
+    paths = {key: files.path(table, key) for key in cases["comparison_id"].unique()}
+    parts = {key: read_part(files, table, path, {"comparison_id": key}) for key, path in paths.items()}
+    of_cases = [parts[key].cases.get(case_id) for case_id, key in cases["comparison_id"].items()]
+    for label, part in zip(cases["label"], of_cases, strict=True):
+        if part is None:
+            raise ResultsError(f"{files.root}: no rows of {label} in the table {table}; start the run again")
+    found = pa.concat_tables([TABLES[table].schema.empty_table(), *of_cases])
     rows = found.to_pandas()
 
     def path_of(place: int) -> Path:
-        return files.path(table, rows["case_id"].iat[place])
+        return paths[rows["comparison_id"].iat[place]]
 
-    for name in (field.name for field in schema if pa.types.is_floating(field.type)):
+    for name in (field.name for field in found.schema if pa.types.is_floating(field.type)):
         is_finite = pc.fill_null(pc.is_finite(found[name]), True).to_numpy()
         refuse(~is_finite, path_of, f"{name}: expected finite numbers")
     keys = [key for key in ("phase", "task", "item", "metric", "filter", "batch", "layer") if key in rows]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -18,17 +18,9 @@ from numpy.typing import ArrayLike
 from pydantic import BaseModel, ValidationError
 
 from moe_ep_bench.errors import UserError, brief, printable, problem_words
-from moe_ep_bench.files import read_json
-from moe_ep_bench.results import RunDirectory, check_size
-from moe_ep_bench.schema import (
-    ADDED,
-    FRONTIER_SCHEMA,
-    METRICS,
-    SCHEMA_VERSION,
-    STATUSES,
-    TOTAL,
-    UNACCOUNTED,
-)
+from moe_ep_bench.files import inside, read_json
+from moe_ep_bench.results import RunDirectory, check_size, conditions_of
+from moe_ep_bench.schema import METRICS, SCHEMA_VERSION, STATUSES, TABLES, TOTAL, UNACCOUNTED
 
 ITERATION = ["launch", "batch", "iteration"]
 SAMPLE = ["rank", *ITERATION, "kind", "layer", "phase", "time_us", "host_us"]
@@ -106,7 +98,8 @@ def read_run_json(path: Path) -> dict[str, Any]:
     if not isinstance(version, int):
         raise ResultsError(f"{path}: schema_version: expected a whole number, got {version!r}")
     if version != SCHEMA_VERSION:
-        hint = "; it is newer than this program, which needs updating" if version > SCHEMA_VERSION else ""
+        hint = "; it is newer than this program, which needs updating"
+        hint = hint if version > SCHEMA_VERSION else "; an earlier version wrote it: measure again, elsewhere"
         raise ResultsError(f"{path}: schema_version: expected {SCHEMA_VERSION}, got {version}{hint}")
     return content
 
@@ -115,32 +108,33 @@ def read_run_json(path: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read columns of a part (None = all); ResultsError where it is damaged or lacks a column of the schema.
-
-    Columns of ``ADDED`` are null where the part was written without them.
-    """
+    """Read columns of a part (None = all); ResultsError where it is damaged or lacks a column of the schema."""
     try:
         # Quicker than pq.read_table by half: a part is one small file.
         with pq.ParquetFile(path) as part:
             check_size(path, part.metadata)
             fields = part.schema_arrow
-            added = {field.name: field for field in schema if field.name in ADDED and field.name not in fields.names}
-            for field in (field for field in schema if field.name not in added):
+            for field in schema:
                 if fields.names.count(field.name) != 1 or fields.field(field.name).type != field.type:
                     raise ResultsError(f"{path}: foreign, expected a column {field.name} of type {field.type}")
-            wanted = list(columns or schema.names)
-            table = part.read([name for name in wanted if name not in added], use_threads=False)
-            for name in (name for name in wanted if name in added):
-                table = table.append_column(added[name], pa.nulls(len(table), added[name].type))
-            return table.select(wanted)
+            return part.read(list(columns or schema.names), use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {printable(str(error))}") from error
 
 
+class Part(NamedTuple):
+    """A part of a comparison: its rows by case; of samples the launch, and under which conditions, as JSON."""
+
+    path: Path
+    cases: dict[str, pa.Table]
+    launch: int | None
+    conditions: bytes | None
+
+
 def read_part(
-    path: Path, schema: pa.Schema, identity: Mapping[str, str], columns: Sequence[str] | None = None
-) -> pa.Table:
-    """Read columns of a case's part (None = all).
+    files: RunDirectory, table: str, path: Path, identity: Mapping[str, str], columns: Sequence[str] | None = None
+) -> Part:
+    """Read columns of a comparison's part (None = all).
 
     Args:
         identity: columns and the value that all their rows must have.
@@ -148,17 +142,26 @@ def read_part(
     Raises:
         ResultsError: it is damaged, foreign or empty.
     """
-    table = read_table(path, schema, None if columns is None else [*identity, *columns])
-    if table.num_rows == 0:
+    number = path.stem.rpartition("-")[2]
+    launch = int(number) if table == "samples" and number.isdecimal() else None
+    expected_of = {**identity, **({"launch": launch} if table == "samples" else {})}
+    wanted = None if columns is None else [*dict.fromkeys(["case_id", *expected_of, *columns])]
+    rows = read_table(inside(files.root, path), TABLES[table].schema, wanted)
+    if rows.num_rows == 0:
         raise ResultsError(f"{path}: damaged, it has no rows")
-    for column, expected in identity.items():
-        others = [value for value in pc.unique(table[column]).to_pylist() if value != expected]
+    for column, expected in expected_of.items():
+        others = [value for value in pc.unique(rows[column]).to_pylist() if value != expected]
         if others:
             raise ResultsError(f"{path}: foreign, {column}: expected {expected!r}, got {others[0]!r}")
-    return table
+    if rows["case_id"].null_count:
+        raise ResultsError(f"{path}: damaged, a row lacks its case_id")
+    ids = rows["case_id"].combine_chunks().dictionary_encode()
+    place_N = ids.indices.to_numpy()
+    cases = {key: rows.filter(pa.array(place_N == place)) for place, key in enumerate(ids.dictionary.to_pylist())}
+    return Part(path, cases, launch, conditions_of(rows))
 
 
-def launches_of(path: Path, samples: pa.Table) -> dict[int, dict[str, Any]]:
+def launches_of(path: object, samples: pa.Table) -> dict[int, dict[str, Any]]:
     """The run_id, status and reason of each launch, by launch in their order; ResultsError where one has not one."""
     columns = ["launch", "run_id", "status", "reason"]
     launches: dict[int, list[dict[str, Any]]] = {}
@@ -168,12 +171,10 @@ def launches_of(path: Path, samples: pa.Table) -> dict[int, dict[str, Any]]:
         statuses = list(dict.fromkeys(row["status"] for row in rows))
         if len(statuses) != 1 or statuses[0] not in STATUSES:
             raise ResultsError(f"{path}: status: expected one of {', '.join(STATUSES)} in all rows, got {statuses}")
-    if None in launches:
-        raise ResultsError(f"{path}: damaged, a row lacks its launch")
     return {launch: launches[launch][0] for launch in sorted(launches)}
 
 
-def samples_of(path: Path, samples: pa.Table, world_size: int, phases: Sequence[str]) -> pd.DataFrame:
+def samples_of(path: object, samples: pa.Table, world_size: int, phases: Sequence[str]) -> pd.DataFrame:
     """The samples of a measured case: the columns ``SAMPLE``.
 
     Args:
@@ -210,7 +211,13 @@ def samples_of(path: Path, samples: pa.Table, world_size: int, phases: Sequence[
 
 
 def check_routing(
-    path: Path, rows: pd.DataFrame, *, num_experts: int, num_ranks: int, world_size: int, num_batches: int | None = None
+    path: object,
+    rows: pd.DataFrame,
+    *,
+    num_experts: int,
+    num_ranks: int,
+    world_size: int,
+    num_batches: int | None = None,
 ) -> None:
     """Raise ResultsError unless rows of routing hold counts, and all ranks' of every batch and layer once."""
     check_counts(lambda _: path, rows, {"load_E": num_experts, "load_R": num_ranks})
@@ -224,14 +231,14 @@ def check_routing(
         raise ResultsError(f"{path}: expected one row for each of {world_size} ranks in {of_all}, got {len(rows)}")
 
 
-def refuse(broken: ArrayLike, path_of: Callable[[int], Path], words: Callable[[int], str] | str) -> None:
+def refuse(broken: ArrayLike, path_of: Callable[[int], object], words: Callable[[int], str] | str) -> None:
     """Raise ResultsError where any row is broken: one line that names the first one's file."""
     for place in map(int, np.flatnonzero(broken)):
         raise ResultsError(f"{path_of(place)}: {words if isinstance(words, str) else words(place)}")
 
 
 def check_counts(
-    path_of: Callable[[int], Path],
+    path_of: Callable[[int], object],
     rows: pd.DataFrame,
     lengths: Mapping[str, ArrayLike],
     needs: Sequence[str] = ROUTING_NEEDS,
@@ -259,8 +266,8 @@ def check_counts(
         refuse(~is_known, path_of, f"{column}: expected finite numbers from 0, got others")
 
 
-def read_frontier(files: RunDirectory, case_id: str, routing: pd.DataFrame) -> pd.DataFrame | None:
-    """A case's part of the table ``frontier``, by layer and batch in order; None where it has none.
+def read_frontier(path: Path, found: pa.Table, routing: pd.DataFrame) -> pd.DataFrame:
+    """A case's rows of the table ``frontier``, by layer and batch in order.
 
     Args:
         routing: the case's rows of the table ``routing``, whose batches and layers it must have.
@@ -268,10 +275,7 @@ def read_frontier(files: RunDirectory, case_id: str, routing: pd.DataFrame) -> p
     Raises:
         ResultsError: it is damaged, or has other rows.
     """
-    path = files.path("frontier", case_id)
-    if not path.is_file():
-        return None
-    rows = read_table(path, FRONTIER_SCHEMA).to_pandas()
+    rows = found.to_pandas()
     keys = [key for key in ("layer", "batch") if rows[key].notna().all() and routing[key].notna().all()]
     where_NK, of_routing = (frame[keys].to_numpy(dtype=float) for frame in (rows, routing))
     order = np.lexsort(where_NK.T[::-1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from moe_ep_bench.analysis.iterations import Iterations, iterations_of
 from moe_ep_bench.analysis.reading import (
     SAMPLE,
     Errors,
+    Part,
     ResultsError,
     check_routing,
     launches_of,
@@ -36,12 +37,14 @@ from moe_ep_bench.analysis.reading import (
 )
 from moe_ep_bench.errors import printable
 from moe_ep_bench.facts import SHARED_ROLES, CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
+from moe_ep_bench.files import checked_json
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
-from moe_ep_bench.schema import LAYER_PHASES, PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA
+from moe_ep_bench.schema import LAYER_PHASES, PHASES, ROUTING_SCHEMA
 
 # Columns of ``ROUTING_SCHEMA`` that are read: a case has its words already.
 _ROUTED = [field.name for field in ROUTING_SCHEMA if field.type != pa.string()]
 _PARTS = {"run": ("samples", "routing"), "emulated": ("samples", "routing"), "route": ("routing",)}
+_COLUMNS = {"samples": ["run_id", "status", "reason", *SAMPLE], "routing": _ROUTED, "frontier": None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +119,7 @@ def kind_of(directory: Path) -> str:
     except (ValueError, AttributeError):
         return "timed"
     if mode == "route":  # ``papers`` times beside what it routes
-        return "timed" if RunDirectory(directory).path("samples", "any").parent.exists() else "routed"
+        return "timed" if RunDirectory(directory).parts("samples") else "routed"
     return "quality" if mode == "quality" else "timed"
 
 
@@ -168,41 +171,30 @@ def _read_directory(name: str, folder: Path, passed_over: list[str] | None) -> l
     if run.mode not in _PARTS:
         raise ResultsError(f"{files.run_json}: mode: expected one of {', '.join(_PARTS)}, got {run.mode!r}")
     facts, listed = facts_of(files.run_json, run, errors)
-    for path in sorted(
-        path for table in ("samples", "routing") for path in files.path(table, "").parent.glob("*.parquet")
-    ):
-        # ``route`` leaves what it routed by an earlier version of a policy.
-        if path.stem not in run.cases and run.mode != "route":
-            errors.add(ResultsError(f"{path}: foreign, run.json lists no case {path.stem!r}"))
-    read = [
-        errors.read(_read_case, files, case_id, case, facts[case.comparison_id], run.mode)
-        for case_id, case in _with_parts(files, listed, _PARTS[run.mode][0], errors).items()
-    ]
-    cases = [case for case in read if case is not None]
-    if run.mode == "route":
-        conditions: dict[str, dict[int, Conditions]] = {}
-    else:
-        modelled = [key for key, one in facts.items() if one.device is not None]
-        cases, jobs = _of_one_job(files, cases, errors, modelled)
-        conditions = _read_all_conditions(
-            files, {key: job for key, job in jobs.items() if key[0] not in modelled}, errors
-        )
+    parts = {table: files.parts(table) for table in ("samples", "routing", "frontier")}
+    for key, path in ((key, paths[0]) for of_table in parts.values() for key, paths in of_table.items()):
+        if key not in run.comparisons:
+            errors.add(ResultsError(f"{path}: foreign, run.json lists no comparison {key!r}"))
+    found, missing = [], []
+    for key, one in sorted(facts.items(), key=lambda item: _place_in_sweep(item[1])):
+        cases = {case_id: case for case_id, case in listed.items() if case.comparison_id == key}
+        of_table = {table: of_table.get(key, []) for table, of_table in parts.items()}
+        read, conditions, are_all = _read_comparison(files, of_table, key, one, cases, run.mode, errors)
+        found.append(Comparison(name, key, one, run, tuple(read.values()), conditions))
+        # Of what is there and cannot be read another line says so.
+        missing += [case for case_id, case in cases.items() if are_all and case_id not in read]
+    if missing:
+        table = _PARTS[run.mode][0]
+        path = files.path(table, missing[0].comparison_id, 0 if table == "samples" else None)
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        left = f"no rows of {missing[0].label}{more}; the run did not finish: start it again to go on"
+        errors.add(ResultsError(f"{path}: {left}"))
+    cases = [case for one in found for case in one.cases]
     if not any(case.is_ok for case in cases):
         counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in cases).items()))
         first = f"; {cases[0].facts.label}: {printable(str(cases[0].reason))}" if cases else ""
-        nothing = "none can be read" if passed_over else "run.json lists none"
+        nothing = f"none can be read: {passed_over[-1]}" if passed_over else "run.json lists none"
         raise ResultsError(f"{files.root}: no case was measured ({counts or nothing}){first}")
-    found = [
-        Comparison(
-            name,
-            comparison_id,
-            one,
-            run,
-            tuple(case for case in cases if case.facts.comparison_id == comparison_id),
-            conditions.get(comparison_id, {}),
-        )
-        for comparison_id, one in sorted(facts.items(), key=lambda item: _place_in_sweep(item[1]))
-    ]
     if passed_over is not None:
         passed_over += [line for one in found for line in _without_baseline(files.run_json, one)]
     return found
@@ -227,114 +219,87 @@ def facts_of(path: Path, run: RunFacts, errors: Errors) -> tuple[dict[str, Any],
     return comparisons, {key: case for key, case in ordered if case.comparison_id in comparisons}
 
 
-def _with_parts(files: RunDirectory, cases: dict[str, CaseFacts], table: str, errors: Errors) -> dict[str, CaseFacts]:
-    """The cases that have their parts; one line for all others, which an unfinished run leaves."""
-    paths = {key: errors.read(files.path, table, key) for key in cases}
-    cases = {key: case for key, case in cases.items() if paths[key] is not None}
-    missing = [key for key in cases if not files.path(table, key).is_file()]
-    if missing:
-        path, label = files.path(table, missing[0]), cases[missing[0]].label
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        errors.add(ResultsError(f"{path}: missing; the run did not finish ({label}{more}): start it again to go on"))
-    return {key: case for key, case in cases.items() if key not in missing}
-
-
-def _read_case(files: RunDirectory, case_id: str, case: CaseFacts, facts: TimedFacts | RoutedFacts, mode: str) -> Case:
-    identity = {"case_id": case_id, "comparison_id": case.comparison_id, "mode": mode}
-    empty = pd.DataFrame(columns=SAMPLE), pd.DataFrame(columns=_ROUTED)
-    if isinstance(facts, RoutedFacts):
-        routing, frontier = _read_routing(files, case_id, identity, facts, facts.num_ranks, facts.num_batches)
-        return Case(case_id, case, "ok", None, {}, empty[0], routing, frontier)
-    path, routing_path = files.path("samples", case_id), files.path("routing", case_id)
-    part = read_part(path, SAMPLES_SCHEMA, identity, ["run_id", "status", "reason", *SAMPLE])
-    launches = launches_of(path, part)
-    run_ids = {launch: row["run_id"] for launch, row in launches.items()}
-    for launch, row in launches.items():
-        if row["status"] != "ok":
-            reason = row["reason"] or "no reason was recorded"
-            reason = f"launch {launch + 1}: {reason}" if len(launches) > 1 else reason
-            return Case(case_id, case, row["status"], reason, run_ids, *empty)
-    samples = samples_of(path, part, facts.world_size, LAYER_PHASES if facts.whole is None else tuple(PHASES))
-    if not routing_path.is_file():
-        raise ResultsError(f"{routing_path}: missing; the run did not finish ({case.label}): start it again to go on")
-    routing, frontier = _read_routing(files, case_id, identity, facts, facts.world_size)
-    if lacking := sorted(set(part["batch"].to_pylist()) - {None, *routing["batch"]}):
-        raise ResultsError(f"{routing_path}: batch: expected rows of every timed batch, got none of {lacking[0]}")
-    return Case(case_id, case, "ok", None, run_ids, samples, routing, frontier)
-
-
-def _read_routing(
+def _read_comparison(
     files: RunDirectory,
-    case_id: str,
-    identity: dict[str, str],
+    paths: Mapping[str, Sequence[Path]],
+    comparison_id: str,
     facts: TimedFacts | RoutedFacts,
-    world_size: int,
-    num_batches: int | None = None,
-) -> tuple[pd.DataFrame, pd.DataFrame | None]:
-    """The case's routing and its frontier."""
-    path = files.path("routing", case_id)
-    rows = read_part(path, ROUTING_SCHEMA, identity, _ROUTED).select(_ROUTED).to_pandas()
+    cases: Mapping[str, CaseFacts],
+    mode: str,
+    errors: Errors,
+) -> tuple[dict[str, Case], dict[int, Conditions], bool]:
+    """The cases of a comparison that can be trusted, the conditions of each launch, and whether all could be read."""
+    identity = {"comparison_id": comparison_id}
+    parts: dict[str, list[Part]] = {}
+    for table, columns in _COLUMNS.items():
+        own = {**identity, **({} if table == "frontier" else {"mode": mode})}
+        read = [errors.read(read_part, files, table, path, own, columns) for path in paths[table]]
+        parts[table] = [part for part in read if part is not None]
+    is_lost = {table: len(parts[table]) < len(paths[table]) for table in parts}
+    found, conditions, are_all = {}, {}, not any(is_lost.values())
+    for case_id, case in cases.items():
+        of_case = {table: [part for part in of_table if case_id in part.cases] for table, of_table in parts.items()}
+        first = "routing" if isinstance(facts, RoutedFacts) else "samples"
+        if not of_case[first] or (is_lost["routing"] and not of_case["routing"]):
+            continue
+        read = errors.read(_read_case, case_id, case, facts, of_case)
+        are_all = are_all and read is not None
+        if read is not None:
+            found[case_id] = read
+    if isinstance(facts, TimedFacts) and facts.device is None:
+        timed = {launch for case in found.values() if case.is_ok for launch in case.run_ids}
+        of_launches = {part.launch: part for part in parts["samples"]}
+        for launch in sorted(timed):
+            one = errors.read(_read_conditions, of_launches[launch], {len(one.ranks) for one in conditions.values()})
+            if one is not None:
+                conditions[launch] = one
+    return found, conditions, are_all
+
+
+def _read_case(
+    case_id: str, case: CaseFacts, facts: TimedFacts | RoutedFacts, parts: Mapping[str, Sequence[Part]]
+) -> Case:
+    """A case of the parts that have rows of it."""
+    samples, frontier = pd.DataFrame(columns=SAMPLE), pd.DataFrame(columns=_ROUTED)
+    run_ids: dict[int, str] = {}
+    if isinstance(facts, RoutedFacts):
+        world_size, num_batches = facts.num_ranks, facts.num_batches
+    else:
+        world_size, num_batches, where = facts.world_size, None, f"{parts['samples'][0].path} ({case.label})"
+        tables = [part.cases[case_id] for part in parts["samples"]]
+        launches = launches_of(where, pa.concat_tables(tables))
+        run_ids = {launch: row["run_id"] for launch, row in launches.items()}
+        for launch, row in launches.items():
+            if row["status"] != "ok":
+                reason = row["reason"] or "no reason was recorded"
+                reason = f"launch {launch + 1}: {reason}" if len(launches) > 1 else reason
+                return Case(case_id, case, row["status"], reason, run_ids, samples, frontier)
+        phases = LAYER_PHASES if facts.whole is None else tuple(PHASES)
+        samples = samples_of(where, pa.concat_tables(tables), world_size, phases)
+        if not parts["routing"]:
+            raise ResultsError(f"{where}: expected rows of the table routing too, got none; start the run again")
+    part = parts["routing"][0]
+    where, routing = f"{part.path} ({case.label})", part.cases[case_id].select(_ROUTED).to_pandas()
     sizes = {"num_experts": facts.num_experts, "num_ranks": facts.num_ranks}
-    check_routing(path, rows, world_size=world_size, num_batches=num_batches, **sizes)
-    return rows, read_frontier(files, case_id, rows)
+    check_routing(where, routing, world_size=world_size, num_batches=num_batches, **sizes)
+    if lacking := sorted({*samples["batch"]} - {*routing["batch"]}):
+        raise ResultsError(f"{where}: batch: expected rows of every timed batch, got none of {lacking[0]}")
+    found = [read_frontier(one.path, one.cases[case_id], routing) for one in parts["frontier"]]
+    return Case(case_id, case, "ok", None, run_ids, samples, routing, found[0] if found else None)
 
 
-def _of_one_job(
-    files: RunDirectory, cases: list[Case], errors: Errors, modelled: Collection[str]
-) -> tuple[list[Case], dict[tuple[str, int], str]]:
-    """Pairs ran back to back: in each launch, measured cases of a comparison are of one job, not of two repetitions.
-
-    What is modelled (ids of comparisons) gives the same whenever it is asked. Of two jobs the baseline's stands, for
-    nothing is said without it; where it is not there, the first case's.
-
-    Returns:
-        The cases that stand, and the job of every comparison and launch that was measured.
-    """
-    first: dict[tuple[str, int], Case] = {}
-    strangers = set()
-    for case in sorted((case for case in cases if case.is_ok), key=lambda case: case.facts.role != "baseline"):
-        comparison_id = case.facts.comparison_id
-        others = {launch: first.setdefault((comparison_id, launch), case) for launch in case.run_ids}
-        for launch, other in others.items() if comparison_id not in modelled else ():
-            if other.run_ids[launch] != case.run_ids[launch] and case.case_id not in strangers:
-                strangers.add(case.case_id)
-                path, other_path = (files.path("samples", one.case_id) for one in (case, other))
-                errors.add(
-                    ResultsError(
-                        f"{path}: of another job than {other_path.name}, so their iterations are no pairs "
-                        f"({case.run_ids[launch]}, {other.run_ids[launch]}): run the comparison again"
-                    )
-                )
-    jobs = {(comparison_id, launch): case.run_ids[launch] for (comparison_id, launch), case in first.items()}
-    return [case for case in cases if case.case_id not in strangers], jobs
-
-
-def _read_all_conditions(
-    files: RunDirectory, jobs: dict[tuple[str, int], str], errors: Errors
-) -> dict[str, dict[int, Conditions]]:
-    """By comparison and launch, of the launches that were measured."""
-    conditions: dict[str, dict[int, Conditions]] = {}
-    for (comparison_id, launch), run_id in jobs.items():
-        launches = conditions.setdefault(comparison_id, {})
-        num_ranks = {len(one.ranks) for one in launches.values()}
-        one = errors.read(_read_conditions, files, comparison_id, launch, run_id, num_ranks)
-        if one is not None:
-            launches[launch] = one
-    return conditions
-
-
-def _read_conditions(
-    files: RunDirectory, comparison_id: str, launch: int, run_id: str, num_ranks: Collection[int]
-) -> Conditions:
+def _read_conditions(part: Part, num_ranks: Collection[int]) -> Conditions:
     """Of one launch; ``num_ranks`` is what other launches of the comparison had, if there are any."""
-    path = files.conditions_path(comparison_id, launch)
-    if not path.is_file():
-        raise ResultsError(f"{path}: missing; it says under which conditions the cases were timed")
-    conditions = typed(Conditions, path, "", read_document(path))
-    if conditions.run_id != run_id:
-        raise ResultsError(f"{path}: of another job than the cases ({conditions.run_id}, {run_id})")
+    if part.conditions is None:
+        raise ResultsError(f"{part.path}: conditions: missing in its metadata; they say how the cases were timed")
+    try:
+        content = checked_json(part.conditions, f"{part.path}: conditions")
+    except ValueError as error:
+        raise ResultsError(str(error)) from None
+    conditions = typed(Conditions, part.path, "conditions", content)
     if num_ranks and len(conditions.ranks) not in num_ranks:
-        raise ResultsError(f"{path}: ranks: expected as many as in other launches, got {len(conditions.ranks)}")
+        got = len(conditions.ranks)
+        raise ResultsError(f"{part.path}: conditions.ranks: expected as many as in other launches, got {got}")
     return conditions
 
 

@@ -187,6 +187,7 @@ POLICY_LOOKS = {
     "xshare": ("#009E73", "D"),
     "lynx": ("#56B4E9", "v"),
     "dynamic_skip": ("#D55E00", "P"),
+    "sere": ("#009E73", "v"),
     "EPLB": ("#AA4499", "h"),
 }
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from moe_ep_bench.config import Experiment, Lossless
@@ -42,8 +43,11 @@ class CaseSpec:
 
     @property
     def params(self) -> dict[str, Any]:
+        """Fields; of files their names alone, for ``policy_code`` says what they hold."""
         described = self.replication or self.policy
-        return described.params() if described else {}
+        files = self.policy.file_fields if self.policy else ()
+        params = described.params() if described else {}
+        return {key: Path(str(value)).name if key in files else value for key, value in params.items()}
 
     @property
     def is_padded(self) -> bool:
@@ -52,9 +56,9 @@ class CaseSpec:
 
     @property
     def policy_code(self) -> list[str]:
-        """The hash of a user's policy file: an edited rule never meets old results."""
-        code = None if self.policy is None else source_hash(type(self.policy))
-        return [] if code is None else [code]
+        """Hashes of a user's policy file and of what a policy reads: an edited rule never meets old results."""
+        hashes = [] if self.policy is None else [source_hash(type(self.policy)), self.policy.data_hash]
+        return [known for known in hashes if known is not None]
 
     @property
     def capacity_factor(self) -> float:

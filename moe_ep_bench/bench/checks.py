@@ -168,11 +168,12 @@ def of_batches(experiment: Experiment, num_layers: int | None, tokens_BR: NDArra
         num_layers: MoE layers among which a layer's place is known; None = it is not.
     """
     for policy in experiment.make_policies():
-        for field, values in policy.by_layer.items():
-            key, got = f"policies: {policy.name}.{field}", f"values for {len(values)}"
-            single = "one value, for synthetic scores are of no layer (scope: model has all)"
+        for field, of_layers in policy.layered.items():
+            key, got = f"policies: {policy.name}.{field}", f"values for {of_layers}"
+            single = "one value, for synthetic scores are of no layer (scope: model has all"
+            single += "; layer chooses one)" if "layer" in policy.params() else ")"
             yield num_layers is None, key, single, got
-            yield len(values) != num_layers, key, f"values for the {num_layers} MoE layers", got
+            yield of_layers != num_layers, key, f"values for the {num_layers} MoE layers", got
     for batch, rank in np.argwhere(tokens_BR == 0) if experiment.scope == "model" else ():
         # A rank's attention has nothing to do.
         yield True, "workload", "more tokens, so that every rank has some", f"none for rank {rank} in batch {batch}"

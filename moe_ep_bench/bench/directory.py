@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -85,13 +85,12 @@ def left_of(
     for comparison in comparisons:
         # The first launch begins anew; later ones were forgotten with it.
         if force and launch == 0:
-            case_ids = [case.case_id for case in comparison.cases]
-            for case_id in case_ids:
-                directory.remove_case(case_id)
-            directory.remove_conditions(comparison.comparison_id)
-            forget_lost(directory.attempts, [comparison.comparison_id, *case_ids])
+            directory.remove(comparison.comparison_id)
+            lost = [comparison.comparison_id, *(case.case_id for case in comparison.cases)]
+            forget_lost(directory.attempts, lost)
         tried = [case for case in comparison.cases if not given_up(directory, comparison, case)]
-        unfinished = [case for case in tried if not directory.is_finished(case.case_id, launch)]
+        finished = directory.statuses(comparison.comparison_id, launch)
+        unfinished = [case for case in tried if case.case_id not in finished]
         if comparison.backend == MODELLED:  # Nothing is timed, so that no case needs the others beside it.
             tried = unfinished
         left.append(tried if unfinished and launch < comparison.experiment.measure.launches else [])
@@ -109,22 +108,24 @@ def given_up(directory: RunDirectory, comparison: Comparison, case: CaseSpec) ->
 
 def status_of(directory: RunDirectory, comparisons: Sequence[Comparison], launch: int = 0) -> int:
     """The exit status: whether this launch measured all cases that it should have."""
-    cases = [
-        case
-        for comparison in comparisons
-        if launch < comparison.experiment.measure.launches
-        for case in comparison.cases
-    ]
-    failed = any(directory.statuses(case.case_id).get(launch) != "ok" for case in cases)
-    return CASES_FAILED if failed else OK
+    for comparison in comparisons:
+        if launch < comparison.experiment.measure.launches:
+            found = directory.statuses(comparison.comparison_id, launch)
+            if any(found.get(case.case_id) != "ok" for case in comparison.cases):
+                return CASES_FAILED
+    return OK
 
 
-def keep_other_policies(directory: RunDirectory, description: dict[str, Any], is_done: Callable[[str], bool]) -> None:
+def keep_other_policies(directory: RunDirectory, description: dict[str, Any], table: str) -> None:
     """Keep in ``description`` what is there of the same comparisons under policies that this config does not name.
 
     For modes without times: cases of a comparison saw the same batches whenever they were done. An edited policy of a
     user's own takes the place of what it was.
+
+    Args:
+        table: whose rows make a case done.
     """
+    done = {case for key in description["comparisons"] for case in directory.statuses(key, table=table)}
     now = [_but_for_code(case) for case in description["cases"].values()]
     earlier = (directory.earlier() or {}).get("cases", {})
     others = {
@@ -133,7 +134,7 @@ def keep_other_policies(directory: RunDirectory, description: dict[str, Any], is
         if case["comparison_id"] in description["comparisons"]
         and case_id not in description["cases"]
         and _but_for_code(case) not in now
-        and is_done(case_id)
+        and case_id in done
     }
     description["cases"] |= others
 

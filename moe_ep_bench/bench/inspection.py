@@ -10,10 +10,9 @@ Shapes: T = this rank's tokens, E = experts, N = tokens held against the referen
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,12 +22,10 @@ from moe_ep_bench.bench.cases import BASELINE, CEILING
 from moe_ep_bench.bench.job import split_reason
 from moe_ep_bench.bench.routing import case_metrics
 from moe_ep_bench.kernels.dispatch import oracle_for
-from moe_ep_bench.layer.attention import kernels_of_attention
 from moe_ep_bench.layer.backends import MappedExperts
 from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
-from moe_ep_bench.policies.waits import watched_waits
 
 if TYPE_CHECKING:
     from moe_ep_bench.bench.session import Case, Session
@@ -51,8 +48,6 @@ class Observation(NamedTuple):
 
     output: Tensor
     layers: dict[int | None, LayerLook]
-    waits: Mapping[str, int] = MappingProxyType({})
-    """Where the host waited for a GPU (``policies.waits``)."""
 
     @property
     def problem(self) -> str:
@@ -86,9 +81,8 @@ def look(case: Case, batch: int) -> Observation:
             hooks.callback(moe.register_forward_hook(partial(note_ends, layer)).remove)
             moe.router.look = partial(seen[layer].__setitem__, "gated_TE")
             hooks.callback(setattr, moe.router, "look", None)
-        waits = hooks.enter_context(watched_waits(session.device)) if session.device.type == "cuda" else {}
         output = session.stack.run(inputs)
-    return Observation(output, {layer: LayerLook(**parts) for layer, parts in seen.items()}, waits)
+    return Observation(output, {layer: LayerLook(**parts) for layer, parts in seen.items()})
 
 
 def checked_rows(session: Session, batch: int) -> Tensor:
@@ -143,10 +137,6 @@ def observe_all(session: Session) -> None:
                     valid_T = share.context.token_mask_T
                     row["output_error"] = relative_error(seen.output, native, valid_T) if is_last else None
                     case.metrics.put((place,), row)
-    if session.comparison.scope == "model":  # One pass more shows which kernels torch takes for attention.
-        job.watchdog.feed()
-        kernels = kernels_of_attention(partial(session.stack.run, session.cases[0].prepare(0)))
-        session.conditions["attention"] = sorted({name for names in job.ranks.told(list(kernels)) for name in names})
 
 
 def check_again(session: Session) -> None:
@@ -168,7 +158,6 @@ def check_again(session: Session) -> None:
 
 def _note(case: Case, seen: Observation, batch: int) -> None:
     """Note what is no number. The reference is held against few tokens of one batch; this is found in all."""
-    case.waits = Counter(seen.waits)  # The last look is a run in which nothing was compiled.
     if seen.problem:
         case.problem = case.problem or f"{seen.problem}, batch {batch}"
 
@@ -207,7 +196,6 @@ def drop_failing(session: Session, when: str) -> None:
         elif not all(error <= tolerance for error in worst):
             what = f"output differs from the dense reference by {max(worst):.2g}, allowed is {tolerance:g}"
             session.drop(case, f"{when}: {what}")
-    session.job.check_written()
 
 
 def compute_alone(session: Session) -> None:

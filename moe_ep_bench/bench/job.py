@@ -7,14 +7,12 @@ Timed backends work under a watchdog and leave a mark of what they are at, so th
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,10 +20,11 @@ import torch
 from tqdm import tqdm
 
 from moe_ep_bench.bench.cases import CaseSpec
-from moe_ep_bench.bench.comparison import Comparison
+from moe_ep_bench.bench.comparison import MODELLED, Comparison
 from moe_ep_bench.bench.directory import check_agreement, given_up, hold_comparisons, keep_other_policies, writes_to
+from moe_ep_bench.bench.rows import Outcome, write_launch
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.files import stable_hash, write_json
+from moe_ep_bench.files import stable_hash
 from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.monitor import MachineSampler
@@ -44,46 +43,25 @@ def new_run_id() -> str:
     return stable_hash([time.time_ns()])
 
 
-def identity(mode: str, run_id: str, comparison: Any, case: CaseSpec) -> dict[str, Any]:
-    """The columns that say which case rows belong to.
-
-    ``quality`` has comparisons of its own, whose checkpoint answers as a whole.
-    """
-    planned = comparison if isinstance(comparison, Comparison) else None
-    return {
-        "run_id": run_id,
-        "case_id": case.case_id,
-        "comparison_id": comparison.comparison_id,
-        "mode": mode,
-        "subject": planned.scope if planned else "model",
-        "backend": planned.backend if planned else None,
-        "model": comparison.model.name,
-        "policy": case.name,
-        "policy_params": json.dumps(case.params, sort_keys=True),
-        "num_ranks": comparison.ep_size,
-        "status": "ok",
-    }
-
-
 @dataclass
 class Job:
     """One job on this rank, which makes one launch of timed comparisons.
 
     Attributes:
         watchdog: from the first step to the last.
+        held: what ends with the job: ranks, locks of comparisons.
         launch: which of ``measure.launches``, from 0.
         mark, progress: of what is being tried (``trying``).
-        unwritten: what this rank could not write, in words.
     """
 
     ranks: Ranks
     directory: RunDirectory
     watchdog: Watchdog
+    held: contextlib.ExitStack
     launch: int = 0
     run_id: str = ""
     mark: Mark = field(init=False)
     progress: tqdm = field(init=False)
-    unwritten: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
     def trying(self, comparisons: Sequence[Comparison], folder: Path, num_iterations: int = 0) -> Iterator[None]:
@@ -116,7 +94,7 @@ class Job:
         self,
         comparisons: Sequence[Comparison],
         todo: Sequence[Sequence[CaseSpec]],
-        measure: Callable[[Job, Comparison, Sequence[CaseSpec]], object],
+        measure: Callable[[Job, Comparison, Sequence[CaseSpec]], Outcome],
     ) -> bool:
         """Measure what is to do, comparison by comparison; whether all was done before the job was asked to end.
 
@@ -126,18 +104,20 @@ class Job:
         counts = [comparison.num_iterations(cases) for comparison, cases in zip(comparisons, todo, strict=True)]
         with self.trying(comparisons, self.directory.attempts, sum(counts)):
             for comparison, cases, count in zip(comparisons, todo, counts, strict=True):
-                self._write_lost(comparison, cases)
-                self.check_written()
-                if not cases:
+                lost = self.ranks.of_first(self._lost(comparison, cases) if self.ranks.is_first else {})
+                if not cases and not lost:
                     continue
                 if self.ranks.of_first(asked_to_close()):
                     return False
-                launches = comparison.experiment.measure.launches
+                launches, outcome = comparison.experiment.measure.launches, Outcome()
                 repetition = f", launch {self.launch + 1} of {launches}" if launches > 1 else ""
                 self.progress.set_description(comparison.title + repetition)
                 others = self.progress.total - self.progress.n - count
-                measure(self, comparison, cases)
+                if cases:
+                    outcome = measure(self, comparison, cases)
                 self.progress.total = self.progress.n + others  # They may have been more or fewer than planned.
+                outcome.unmeasured |= lost
+                self.write(comparison, outcome, anew=bool(cases) and comparison.backend != MODELLED)
         return True
 
     def enter(self, comparison: Comparison) -> None:
@@ -150,9 +130,6 @@ class Job:
         self.watchdog.feed()
         self.mark.set(case_id)
         self.progress.update()
-
-    def identity(self, comparison: Comparison, case: CaseSpec) -> dict[str, Any]:
-        return identity(comparison.mode, self.run_id, comparison, case)
 
     def survive(self, error: Exception) -> str:
         """Say why this rank loses a case to an exception outside of collectives, and return the reason.
@@ -175,50 +152,35 @@ class Job:
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
-    def write_unmeasured(self, comparison: Comparison, case: CaseSpec, status: str, reason: str) -> None:
-        """Write the one row of a case that has no measurements, on rank 0."""
-        if self.ranks.is_first:
-            row = {**self.identity(comparison, case), "status": status, "reason": reason}
-            with self.writing():
-                self.directory.write("samples", case.case_id, row, self.launch)
+    def write(self, comparison: Comparison, outcome: Outcome, *, anew: bool) -> None:
+        """Write one launch of a comparison on rank 0; every rank calls this alike.
 
-    def write_conditions(self, comparison: Comparison, conditions: Mapping[str, Any]) -> None:
-        """Say under which conditions this launch was timed, on rank 0."""
-        if self.ranks.is_first:
-            path = self.directory.conditions_path(comparison.comparison_id, self.launch)
-            with self.writing():
-                write_json(path, {"run_id": self.run_id, **conditions})
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Keep it in mind when files cannot be written, a full disk say, until all ranks come to ``check_written``."""
-        try:
-            with writes_to(self.directory.root):
-                yield
-        except UserError as error:
-            self.unwritten.append(str(error))
-
-    def check_written(self) -> None:
-        """End on all ranks where one could not write; every rank calls this alike.
-
-        Going on would measure for nothing, and no case is to blame.
+        Going on where that fails, on a full disk say, would measure for nothing, and no case is to blame.
 
         Raises:
-            ToldError: after one line to the user.
+            ToldError: on all ranks, after one line to the user.
         """
-        problem = self.unwritten[0] if self.unwritten else ""
-        if problem:
-            self.progress.close()  # So that what is said begins a line.
-            problem = f"{problem}; what is finished stays, the same command goes on from there"
-        self.ranks.end_where(problem)
 
-    def _write_lost(self, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
-        """Give every case that was lost too often its row."""
-        for case in comparison.cases if self.ranks.is_first else ():
-            reasons = given_up(self.directory, comparison, case)
-            if case not in cases and reasons and not self.directory.is_finished(case.case_id, self.launch):
+        def act() -> None:
+            try:
+                with writes_to(self.directory.root):
+                    write_launch(self.directory, self.run_id, comparison, self.launch, outcome, anew=anew)
+            except UserError as error:
+                self.progress.close()  # So that what is said begins a line.
+                raise UserError(f"{error}; what is finished stays, the same command goes on from there") from None
+
+        self.enter(comparison)
+        self.ranks.agree(act, on_first=True)
+
+    def _lost(self, comparison: Comparison, cases: Sequence[CaseSpec]) -> dict[str, tuple[str, str]]:
+        """Status and reason of cases that were lost too often; nothing where no case is left and all is written."""
+        lost = {}
+        for case in comparison.cases:
+            if case not in cases and (reasons := given_up(self.directory, comparison, case)):
                 status, words = split_reason(reasons[-1])
-                self.write_unmeasured(comparison, case, status, f"{words} ({len(reasons)} attempts)")
+                lost[case.case_id] = status, f"{words} ({len(reasons)} attempts)"
+        is_written = not cases and lost.keys() <= self.directory.statuses(comparison.comparison_id, self.launch).keys()
+        return {} if is_written else lost
 
     def _lose(self, reason: str) -> NoReturn:
         try:
@@ -247,9 +209,9 @@ def fill(
 
     Args:
         comparisons: of ``plan``, or of ``quality``.
-        table: whose part makes a case done.
+        table: whose rows make a case done.
         describe: returns ``run.json`` for a run's id.
-        measure: writes the parts of a comparison's cases, given the run's id and a progress bar.
+        measure: writes the rows of a comparison's cases, given the run's id and a progress bar.
         unit: of progress, and how many of it the cases of a comparison are.
 
     Raises:
@@ -257,14 +219,15 @@ def fill(
     """
     check_agreement(directory, mode, conditions, force=force)
     with hold_comparisons(directory, comparisons):
-        is_done, run_id, todo = partial(directory.is_done, table), new_run_id(), {}
+        run_id, todo = new_run_id(), {}
         for comparison in comparisons:
-            cases = [case for case in comparison.cases if force or not is_done(case.case_id)]
+            done = directory.statuses(comparison.comparison_id, table=table)
+            cases = [case for case in comparison.cases if force or case.case_id not in done]
             if cases:
                 todo[comparison] = cases
         description = describe(run_id)
-        keep_other_policies(directory, description, is_done)
-        directory.write_run(description, is_done)
+        keep_other_policies(directory, description, table)
+        directory.write_run(description, table)
         if not todo:
             print("moe-ep-bench: all cases are there from before; --force begins anew", file=sys.stderr)
         with progress_bar(sum(unit[1](*pair) for pair in todo.items()), unit[0]) as progress:

@@ -55,10 +55,6 @@ _SEQUENCE_LENGTH = 128
 _TOPK_SHARE = 0.7
 # Tokens of each request in the cache, at decode.
 CONTEXT_LENGTH = 2048
-# Of a token, expert, case and batch, and what comes on top: measured on one core (Xeon, 2.1 GHz).
-_SECONDS, _START_SECONDS = 1.2e-8, 10
-# Native, native again, what loses nothing (``candidates``), and the ceiling.
-_OTHER_CASES = 8
 # Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
 _UNREAD = (
     *("policies", "measure", "claims", "layer.dispatcher", "layer.cuda_graph"),
@@ -135,29 +131,17 @@ class Question:
         return self.out / CONFIG_NAME
 
     @property
-    def seconds(self) -> float:
-        """About how long modelling takes."""
-        found = float(_START_SECONDS)
-        for experiment in self.experiments:
-            model, workload = experiment.model.spec(), experiment.workload
-            layers = model.num_moe_layers if experiment.scope == "model" else 1
-            tokens = workload.total_tokens(experiment.virtual_ranks) * workload.num_batches * layers
-            found += _SECONDS * tokens * model.num_experts * (len(experiment.make_policies()) + _OTHER_CASES)
-        return found
-
-    @property
     def summary(self) -> str:
-        """What will be modelled, and in about what time; one line."""
+        """What will be modelled; one line."""
         first, num_points = self.experiments[0], len(self.experiments)
         lossless = (*first.emulate.replication, *first.emulate.rebalance)
         num_candidates = len(first.make_policies()) + len(lossless)
-        time = f"{self.seconds / 60:.0f} min" if self.seconds >= 120 else f"{self.seconds:.0f} s"
         points = f" x {num_points} points" if num_points > 1 else ""
         device = first.emulate.device
         on = f"experts by {device}, the rest modelled" if is_table(device) else f"modelled on {device}"
         return (
             f"{first.model.spec().name}, {num_candidates} candidates x {first.workload.num_batches} batches{points}, "
-            f"{on} and {first.emulate.links}: about {time} on two idle cores, a minute more the first time"
+            f"{on} and {first.emulate.links}"
         )
 
     @property

@@ -8,7 +8,6 @@ Shapes: T = tokens of a rank, D = hidden size.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -25,7 +24,6 @@ from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.cost_model.timeline import Leg, legs_of
 from moe_ep_bench.cost_model.whole_model import PassWork, pass_segments
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
-from moe_ep_bench.policies.waits import watched_waits
 from moe_ep_bench.schema import PhaseKey
 from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder, Stopwatch, clock_for, no_meeting
@@ -86,7 +84,6 @@ class MeasuredRanks:
 
     Attributes:
         watch: times them.
-        waits: where the host waited for a GPU in a run of each case before timing (``policies.waits``).
     """
 
     def __init__(self, comparison: Comparison, device: torch.device) -> None:
@@ -95,7 +92,6 @@ class MeasuredRanks:
         flush = CacheFlush(device) if measure.flush_l2 else None
         recorder = PhaseRecorder(clock_for(device))
         self.watch = Stopwatch(recorder, no_meeting, flush, Allocations(device))
-        self.waits: dict[str, Counter[str]] = {}
         self._built = cache(self._build)
         most, virtual = comparison.most_tokens, self._built(comparison.model.num_experts)
         self._hidden = self._cache = None
@@ -140,9 +136,6 @@ class MeasuredRanks:
         whole = partial(virtual.stack.run, batch)
         with virtual.connected():
             if router.slots.is_contiguous:
-                if first and self._device.type == "cuda":
-                    with watched_waits(self._device) as self.waits[case_id]:
-                        whole()
                 return self._timed(virtual, case_id, whole, counts=not first)
             gate = partial(virtual.stack.moe_layers[None].router, batch)
             routed = self._timed(virtual, case_id, gate, counts=not first)

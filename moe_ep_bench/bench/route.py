@@ -17,10 +17,10 @@ from tqdm import tqdm
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import ROUTING, Comparison
 from moe_ep_bench.bench.description import describe_run
-from moe_ep_bench.bench.job import fill, identity
+from moe_ep_bench.bench.job import fill
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import one_thread
-from moe_ep_bench.bench.rows import write_routing
+from moe_ep_bench.bench.rows import identity, write_routing
 from moe_ep_bench.bench.traffic import RoutedBatches
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
@@ -46,9 +46,8 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
             for index in range(comparison.workload.num_batches):
                 found.route(index)
                 progress.update()
-        for case in cases:
-            facts = identity("route", run_id, comparison, case)
-            write_routing(directory, facts, comparison, found.metrics[case.case_id], found.frontiers[case.case_id])
+        facts = {case.case_id: identity("route", run_id, comparison, case) for case in cases}
+        write_routing(directory, comparison, facts, found.metrics, found.frontiers)
 
     fill(
         directory,

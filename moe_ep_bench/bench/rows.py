@@ -5,14 +5,16 @@ Shapes: V = cases, R = ranks, S = steps, B = batches, C = columns of a sample.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
-from moe_ep_bench.bench.job import Job
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import METRICS, TOTAL, UNACCOUNTED, PhaseKey, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.protocol import COLUMNS, PLAIN, Step, sample_keys
@@ -59,49 +61,94 @@ class PackedMetrics(dict[str, np.ndarray]):
             self[key][index] = np.nan if value is None else value
 
 
-def write_case(
-    job: Job,
-    comparison: Comparison,
-    case: CaseSpec,
-    samples: Samples,
-    times_RSC: np.ndarray,
-    metrics: Mapping[str, np.ndarray],
-    frontier: Sequence[Mapping[str, Any]] = (),
+def identity(mode: str, run_id: str, comparison: Any, case: CaseSpec) -> dict[str, Any]:
+    """The columns that say which case rows belong to.
+
+    ``quality`` has comparisons of its own, whose checkpoint answers as a whole.
+    """
+    planned = comparison if isinstance(comparison, Comparison) else None
+    return {
+        "run_id": run_id,
+        "case_id": case.case_id,
+        "comparison_id": comparison.comparison_id,
+        "mode": mode,
+        "subject": planned.scope if planned else "model",
+        "backend": planned.backend if planned else None,
+        "model": comparison.model.name,
+        "policy": case.name,
+        "policy_params": json.dumps(case.params, sort_keys=True),
+        "num_ranks": comparison.ep_size,
+        "status": "ok",
+    }
+
+
+@dataclass(eq=False)
+class Outcome:
+    """What measuring a comparison came to, of all ranks; what is by case is so by id.
+
+    Attributes:
+        unmeasured: status and reason of cases without times.
+        steps, columns: of samples.
+        times: of measured cases, microseconds [R, S, C].
+        metrics: of each, [R, rows], of each batch a row for each MoE layer.
+        frontiers: of each, rows of the table of that name; there may be none.
+        conditions: under which they were timed; None = modelled, or nothing was.
+    """
+
+    unmeasured: dict[str, tuple[str, str]] = field(default_factory=dict)
+    steps: Sequence[Step] = ()
+    columns: Sequence[PhaseKey] = ()
+    times: dict[str, np.ndarray] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    frontiers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    conditions: dict[str, Any] | None = None
+
+
+def write_launch(
+    directory: RunDirectory, run_id: str, comparison: Comparison, launch: int, outcome: Outcome, *, anew: bool
 ) -> None:
-    """Write the parts of one case: all ranks' samples, and what they routed.
+    """Write the parts of one launch of a comparison: what ranks routed, then samples, which make it finished.
 
     Args:
-        samples: whose steps and columns these are.
-        metrics, frontier: see ``write_routing``.
+        anew: these are all cases of the launch; else other cases' rows stay.
     """
-    # Routing is the same in every launch. The part with the times is what makes a case finished: last.
-    facts = job.identity(comparison, case)
-    if not job.directory.is_done("routing", case.case_id):
-        write_routing(job.directory, facts, comparison, metrics, frontier)
-    rows = _sample_columns(samples.steps, times_RSC, samples.columns)
-    job.directory.write("samples", case.case_id, {**facts, **rows}, job.launch)
+    facts = {case.case_id: identity(comparison.mode, run_id, comparison, case) for case in comparison.cases}
+    write_routing(directory, comparison, {key: facts[key] for key in outcome.times}, outcome.metrics, outcome.frontiers)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for key, (status, reason) in outcome.unmeasured.items():
+            yield {**facts[key], "status": status, "reason": reason}
+        for key, times_RSC in outcome.times.items():
+            yield {**facts[key], **_sample_columns(outcome.steps, times_RSC, outcome.columns)}
+
+    conditions = outcome.conditions and {"run_id": run_id, **outcome.conditions}
+    how = {"replaces": None if anew else {*outcome.times, *outcome.unmeasured}, "conditions": conditions}
+    directory.write("samples", comparison.comparison_id, rows(), launch, **how)
 
 
 def write_routing(
     directory: RunDirectory,
-    facts: Mapping[str, Any],
     comparison: Comparison,
-    metrics: Mapping[str, np.ndarray],
-    frontier: Sequence[Mapping[str, Any]],
+    facts: Mapping[str, Mapping[str, Any]],
+    metrics: Mapping[str, Mapping[str, np.ndarray]],
+    frontiers: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
-    """Write what ranks routed in a case.
+    """Write what ranks routed in cases; see ``Outcome``. Rows of other cases stay.
 
     Args:
-        facts: columns that say which case it is (``job.identity``).
-        metrics: [R, rows], of each batch a row for each MoE layer.
-        frontier: rows of the table of that name; there may be none.
+        facts: by id, columns that say which case it is (``identity``).
     """
-    case_id = facts["case_id"]
-    if frontier:
-        columns = {name: [row[name] for row in frontier] for name in frontier[0]}
-        directory.write("frontier", case_id, {"comparison_id": comparison.comparison_id, "case_id": case_id, **columns})
-    layers = list(comparison.row_layers.values())
-    directory.write("routing", case_id, {**facts, **_routing_columns(metrics, layers)})
+    layers, part = list(comparison.row_layers.values()), comparison.comparison_id
+    rows = {
+        key: {"comparison_id": part, "case_id": key, **{name: [row[name] for row in found] for name in found[0]}}
+        for key, found in frontiers.items()
+        if found and key in facts
+    }
+    if rows:
+        directory.write("frontier", part, rows.values(), replaces=rows.keys())
+    routed = ({**facts[key], **_routing_columns(metrics[key], layers)} for key in facts)
+    if facts:
+        directory.write("routing", part, routed, replaces=facts.keys())
 
 
 def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Sequence[PhaseKey]) -> dict[str, Any]:
@@ -110,18 +157,16 @@ def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Seque
     whole = {"host_us": columns.index(HOST), "thread_cpu_us": columns.index(THREAD_CPU)}
     occurred = ~np.isnan(times_RSC)
     occurred[..., list(whole.values())] = False
-    rank_N, step_N, column_N = (index.tolist() for index in np.nonzero(occurred))
-    rows = list(zip(rank_N, step_N, [phases[column] == TOTAL for column in column_N], strict=True))
+    rank_N, step_N, column_N = np.nonzero(occurred)
+    is_total_N = np.equal(phases, TOTAL)[column_N]
+    steps_of = {name: pa.array([getattr(step, name) for step in steps]) for name in ("batch", "iteration", "kind")}
     return {
         "rank": rank_N,
-        **{name: [getattr(steps[step], name) for step in step_N] for name in ("batch", "iteration", "kind")},
-        "layer": [layers[column] for column in column_N],
-        "phase": [phases[column] for column in column_N],
-        "time_us": times_RSC[occurred].tolist(),
-        **{
-            name: [float(times_RSC[rank, step, column]) if is_total else None for rank, step, is_total in rows]
-            for name, column in whole.items()
-        },
+        **{name: values.take(pa.array(step_N)) for name, values in steps_of.items()},
+        "layer": pa.array(layers, pa.int32()).take(pa.array(column_N)),
+        "phase": pa.array(phases).take(pa.array(column_N)),
+        "time_us": times_RSC[occurred],
+        **{name: pa.array(times_RSC[rank_N, step_N, column], mask=~is_total_N) for name, column in whole.items()},
     }
 
 

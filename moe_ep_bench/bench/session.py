@@ -12,9 +12,8 @@ Shapes: T = this rank's tokens, E = experts, D = hidden size, V = cases, S = ste
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -23,13 +22,13 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.bench.building import builder, random_pass
-from moe_ep_bench.bench.cases import BASELINE, CaseSpec
+from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.inspection import check_again, compute_alone, drop_failing, observe_all, try_all
 from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
 from moe_ep_bench.bench.replays import Replays
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Routers, Share
-from moe_ep_bench.bench.rows import PackedMetrics, Samples, columns_of, write_case
+from moe_ep_bench.bench.rows import Outcome, PackedMetrics, Samples, columns_of
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import ProcessGroupCollection, expert_parallel_groups
@@ -38,17 +37,16 @@ from moe_ep_bench.layer.phases import Rendezvous, replaced
 from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.stack import layer_seed
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.policies.waits import beyond
 from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import BREAKDOWN, Step, measure, plan, probe_floor_us, warm_breakdowns, warm_up
 from moe_ep_bench.timing.timer import PhaseRecorder, Stopwatch, clock_for
 
 
-def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
-    """Measure ``cases`` and write their parts; every rank calls this alike."""
+def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Outcome:
+    """Measure ``cases``; every rank calls this alike, and rank 0 gets what it came to."""
     job.enter(comparison)
     with device_scope(), torch.inference_mode():
-        session = _built(job, comparison, cases)
+        session, outcome = _built(job, comparison, cases)
         if session is not None:
             try:
                 _measure(session)
@@ -56,6 +54,7 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
                 session.close()
     del session
     free_memory(job.ranks.device)
+    return outcome
 
 
 def _measure(session: Session) -> None:
@@ -74,10 +73,10 @@ def _measure(session: Session) -> None:
         if not session.cases:
             return
     session.job.enter(session.comparison)
-    session.write()
+    session.gather()
 
 
-def _built(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Session | None:
+def _built(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> tuple[Session | None, Outcome]:
     """Build what runs; None where a rank cannot, which is then the reason of every case's row."""
     session, reason = None, ""
     groups = form_groups(comparison)
@@ -90,15 +89,11 @@ def _built(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Sessi
     if first := job.ranks.first_word(reason):
         rank, _, said = first.partition(": ")
         status, words = split_reason(said)
-        for case in cases:
-            job.write_unmeasured(comparison, case, status, f"while building: {rank}: {words}")
-        session = None
-        free_memory(job.ranks.device)
-    job.mark.withdraw()
-    job.check_written()
-    if session is not None:
-        session.fill_cache()
-    return session
+        job.mark.withdraw()
+        return None, Outcome({case.case_id: (status, f"while building: {rank}: {words}") for case in cases})
+    assert session is not None
+    session.fill_cache()
+    return session, session.outcome
 
 
 def form_groups(comparison: Comparison) -> ProcessGroupCollection:
@@ -115,7 +110,6 @@ class Case:
         metrics: of its routing, a row for every batch and layer.
         error: the worst beside the reference.
         problem: the first thing that was found wrong, in words.
-        waits: where the host waited for a GPU.
     """
 
     router: CaseRouter
@@ -123,7 +117,6 @@ class Case:
     metrics: PackedMetrics
     error: float = 0.0
     problem: str = ""
-    waits: Counter[str] = field(default_factory=Counter)
 
     @property
     def spec(self) -> CaseSpec:
@@ -177,7 +170,7 @@ class Session:
         stack: the layer or model that runs.
         meet: where the ranks that talk to each other are waited for.
         replays: the cases' CUDA graphs; None where they run eagerly.
-        conditions: of this rank and launch, for the results.
+        outcome: what has been found, for the results; complete on rank 0 alone.
     """
 
     def __init__(
@@ -206,8 +199,8 @@ class Session:
         clock, allocations = clock_for(self.device), Allocations(self.device)
         self.watch = Stopwatch(PhaseRecorder(clock), self.meet, flush, allocations)
         self.conditions: dict[str, Any] = {}
+        self.outcome = Outcome()
         self.timed: list[Case] = []
-        self.samples = Samples((), (), ())
         compute_alone(self)
 
     def fill_cache(self) -> None:
@@ -225,7 +218,7 @@ class Session:
         if self.replays is not None:
             self.replays.forget(case)
         self.cases.remove(case)
-        self.job.write_unmeasured(self.comparison, case.spec, status, reason)
+        self.outcome.unmeasured[case.case_id] = status, reason
 
     def reference(self, layer: int | None, input_ND: Tensor) -> DenseReference:
         """What a layer should make of an input. All cases give a layer alone the same one, which is kept."""
@@ -292,22 +285,16 @@ class Session:
             here["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device))
         self.conditions["ranks"] = self.job.ranks.told(here)
 
-    def write(self) -> None:
-        """Gather all ranks' samples and metrics on rank 0, which writes conditions and then case by case."""
-        ranks = self.job.ranks
-        baseline = next((case.case_id for case in self.timed if case.spec.role == BASELINE), None)
-        self.conditions["waits"] = beyond({case.case_id: case.waits for case in self.timed}, baseline)
-        self.job.write_conditions(self.comparison, self.conditions)
+    def gather(self) -> None:
+        """Gather all ranks' samples and metrics on rank 0."""
+        ranks, outcome = self.job.ranks, self.outcome
+        outcome.conditions, outcome.steps, outcome.columns = self.conditions, self.samples.steps, self.samples.columns
 
         def gathered(values: np.ndarray) -> np.ndarray:
             return np.stack([of_rank.numpy() for of_rank in ranks.gather(torch.from_numpy(values))] or [values])
 
-        with self.job.writing():
-            for case, times_SC in zip(self.timed, self.samples.times_VSC, strict=True):
-                if case not in self.cases:
-                    continue
+        for case, times_SC in zip(self.timed, self.samples.times_VSC, strict=True):
+            if case in self.cases:
                 self.job.watchdog.feed()
-                times_RSC, metrics = gathered(times_SC), {key: gathered(row) for key, row in case.metrics.items()}
-                if ranks.is_first:
-                    write_case(self.job, self.comparison, case.spec, self.samples, times_RSC, metrics)
-        self.job.check_written()
+                outcome.times[case.case_id] = gathered(times_SC)
+                outcome.metrics[case.case_id] = {key: gathered(row) for key, row in case.metrics.items()}

@@ -22,19 +22,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_ep_bench.bench.cases import BASELINE, CaseSpec
+from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
 from moe_ep_bench.bench.rank_timers import MeasuredRanks, RankTime, modelled_time
 from moe_ep_bench.bench.routing import CaseRouter, Share
-from moe_ep_bench.bench.rows import Samples, columns_of, write_case
+from moe_ep_bench.bench.rows import Outcome, columns_of
 from moe_ep_bench.bench.traffic import RoutedBatches, Traffic
 from moe_ep_bench.cost_model.timeline import compose, median_legs
 from moe_ep_bench.cost_model.transport import Rows
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.reference import TOLERANCE
-from moe_ep_bench.policies.waits import beyond
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, measure
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU
@@ -46,31 +45,25 @@ Work = tuple[Any, ...]
 """What a rank has to do: equal for ranks that take as long."""
 
 
-def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
-    """Measure ``cases`` on virtual ranks and write their parts."""
+def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Outcome:
+    """Measure ``cases`` on virtual ranks."""
     job.enter(comparison)
     with device_scope(), torch.inference_mode():
         emulation = Emulation(comparison, cases, job.ranks.device, job.begin)
         if comparison.device is not None:
             emulation.model()
-        else:
-            _measure_here(job, emulation)
-        with job.writing():
-            emulation.write(job)
-        job.check_written()
+            return emulation.outcome()
+        # Only a layer that is built needs Megatron-Core.
+        from moe_ep_bench.layer.megatron import expert_parallel_groups
 
-
-def _measure_here(job: Job, emulation: Emulation) -> None:
-    # Only a layer that is built needs Megatron-Core.
-    from moe_ep_bench.layer.megatron import expert_parallel_groups
-
-    comparison = emulation.comparison
-    expert_parallel_groups(1, comparison.experiment.measure.timeout_s + 60)
-    for case, reason in emulation.check(job.survive).items():
-        job.write_unmeasured(comparison, case, *split_reason(reason))
-    if emulation.cases:
-        job.write_conditions(comparison, emulation.measure())
-    free_memory(job.ranks.device)
+        expert_parallel_groups(1, comparison.experiment.measure.timeout_s + 60)
+        failed = emulation.check(job.survive)
+        conditions = emulation.measure() if emulation.cases else None
+        free_memory(job.ranks.device)
+        outcome = emulation.outcome()
+        outcome.unmeasured = {case.case_id: split_reason(reason) for case, reason in failed.items()}
+        outcome.conditions = conditions
+        return outcome
 
 
 class _Turn(NamedTuple):
@@ -163,26 +156,24 @@ class Emulation:
             for index in range(self.num_batches):
                 self.measure_batch(index, timer)
         here["allocating_iterations"] = dict(timer.watch.allocations.iterations)
-        baseline = next((case.case_id for case in self.cases if case.role == BASELINE), None)
         return {
             "warm_up": {"rounds": settings.fewest_rounds - settings.iterations, "change": None, "settled": False},
             "ranks": [here],
             "emulated_runs": dict(self.runs),
-            "waits": beyond(timer.waits, baseline),
         }
 
-    def write(self, job: Job) -> None:
-        """Write the routing of all cases, and their samples, which make them finished."""
+    def outcome(self) -> Outcome:
+        """What all cases that are in order took and routed: each batch once plain and once broken down."""
         steps = [Step(index, 0, kind) for kind in (PLAIN, BREAKDOWN) for index in range(self.num_batches)]
         whole = [self.columns.index(name) for name in (TOTAL, HOST, THREAD_CPU)]
-        samples, routed = Samples((), steps, self.columns), self.routed
+        times = {}
         for case in self.cases:
             samples_RBC = self.samples[case.case_id]
             plain_RBC = np.full_like(samples_RBC, np.nan)
             plain_RBC[..., whole] = samples_RBC[..., whole]
-            times_RSC = np.concatenate([plain_RBC, samples_RBC], axis=1)
-            kept = routed.metrics[case.case_id], routed.frontiers[case.case_id]
-            write_case(job, self.comparison, case, samples, times_RSC, *kept)
+            times[case.case_id] = np.concatenate([plain_RBC, samples_RBC], axis=1)
+        routed = {"metrics": self.routed.metrics, "frontiers": self.routed.frontiers}
+        return Outcome(steps=steps, columns=self.columns, times=times, **routed)
 
     # ---- one batch ---------------------------------------------------------------------------------------------------
 

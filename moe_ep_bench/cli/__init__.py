@@ -371,9 +371,15 @@ def _trace_eplb(options: argparse.Namespace) -> int:
 def _trace_record(options: argparse.Namespace) -> int:
     from moe_ep_bench.quality.recording import RecordOptions, record_trace
 
-    out = options.out or Path("recordings", f"{options.model.resolve().name}-{options.text.stem}.safetensors")
-    chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(RecordOptions)}
-    print(record_trace(options.model, options.text, out, RecordOptions(**chosen)).text())
+    source = options.model, options.text
+    chosen = RecordOptions(**{field.name: getattr(options, field.name) for field in dataclasses.fields(RecordOptions)})
+    if options.similarity is not None:
+        from moe_ep_bench.quality.similarity import record_similarity
+
+        print(record_similarity(*source, options.similarity, chosen))
+    if options.similarity is None or options.out is not None:
+        out = options.out or Path("recordings", f"{options.model.resolve().name}-{options.text.stem}.safetensors")
+        print(record_trace(*source, out, chosen).text())
     return OK
 
 

@@ -288,6 +288,8 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     record.add_argument("model", type=Path, metavar="MODEL", help="a checkpoint's folder (transformers)")
     record.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text")
     record.add_argument("--out", type=Path, metavar="FILE", help="default: recordings/MODEL-TEXT.safetensors")
+    text = "measure how alike the experts are, for the policy sere; without --out, record nothing"
+    record.add_argument("--similarity", type=Path, metavar="FILE", help=text)
     _add_value(record, "--sequence-length", 512, "N", "in tokens")
     record.add_argument("--num-sequences", type=int, metavar="N", help="default: as many as the text has")
     _add_value(record, "--batch", 8, "N", "sequences at a time")

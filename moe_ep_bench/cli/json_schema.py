@@ -16,11 +16,11 @@ from moe_ep_bench.config import Experiment, SweepPoint
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import POLICIES
 
+_LAYERS = {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"const": "all"}]}
 # What a file may hold in place of what one experiment holds: it is read into one experiment each.
 _LISTED: dict[str, dict[str, Any]] = {
-    "RecordedConfig.layer": {
-        "anyOf": [{"type": "integer", "minimum": 0}, {"type": "array", "items": {"type": "integer"}}, {"const": "all"}]
-    },
+    "RecordedConfig.layer": _LAYERS,
+    "SyntheticConfig.layer": _LAYERS,
     "RecordedConfig.trace": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/RecordingConfig"}]},
     "Claim.paper": {"type": "number"},
 }

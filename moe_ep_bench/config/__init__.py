@@ -44,6 +44,7 @@ FILE = FileKey()
 # ``run.json`` has only the last part of a path.
 NAME = PlainSerializer(lambda path: path and path.name, when_used="json")
 OWN_POLICY = FileKey(is_name=lambda text: not is_file(text))
+POLICY_DATA = FileKey(is_name=lambda text: not text.endswith(".safetensors"))
 PRESET_OR_FILE = FileKey(is_name=lambda text: not text.endswith(".yaml"))
 
 
@@ -120,7 +121,7 @@ class ModelConfig(Shape):
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
-        if sum(one is not None for one in (self.preset, self.hf_config, self.shape())) != 1:
+        if sum(source is not None for source in (self.preset, self.hf_config, self.shape())) != 1:
             raise UserError("give either preset or hf_config, or the shape: num_experts, top_k, ...")
         self.spec()  # Raises where there is no such model, and lists what there is.
         return self

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from moe_ep_bench.config import OWN_POLICY, Experiment, FileKey, SweepPoint
+from moe_ep_bench.config import OWN_POLICY, POLICY_DATA, Experiment, FileKey, SweepPoint
 from moe_ep_bench.errors import brief, naming
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.policies import POLICIES
+from moe_ep_bench.policies import FILE_FIELDS, POLICIES
 from moe_ep_bench.presets import REMOVED, ConfigError, models_in, read_yaml, validated
 from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.tail import TAILS
@@ -28,7 +28,10 @@ from moe_ep_bench.workload.trace import open_trace
 _Schema = TypeVar("_Schema", bound=SweepPoint)
 
 # Entries of policies are no models with fields of their own.
-_POLICY_FILES = {f"{key}.name": OWN_POLICY for key in ("policies", "claims.policy", "claims.versus")}
+_POLICIES = ("policies", "claims.policy", "claims.versus")
+_POLICY_FILES = {f"{key}.name": OWN_POLICY for key in _POLICIES} | {
+    f"{key}.{field}": POLICY_DATA for key in _POLICIES for field in FILE_FIELDS
+}
 
 
 def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool) -> list[Experiment]:

@@ -6,8 +6,7 @@ the median over repetitions of the slowest rank's time counts. Latency and bandw
 together, for full and for half duplex, and the better fit is kept: only skewed splits tell the two apart. The curve is
 that of even splits, so its error on skewed ones tests the model.
 
-With several ranks on each of several nodes, messages inside nodes and between them are measured apart. All-to-alls
-over both, small all-gathers and small all-reduces are measured to test predictions.
+With several ranks on each of several nodes, messages inside nodes and between them are measured apart.
 
 Shapes: R = ranks.
 """
@@ -32,7 +31,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from moe_ep_bench.cost_model.links import Duplex, Fit, Link, Links, busy_bytes, fit_errors, fit_link
+from moe_ep_bench.cost_model.links import Duplex, Fit, Link, Links, busy_bytes, fit_link
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.device import check_num_ranks, is_busy
@@ -50,8 +49,8 @@ DEFAULT_MAX_BYTES = {"cuda": 2**30, "cpu": 2**26}
 EVEN, HOT = "even", "hot"
 _HOT_SHARE = 4
 DUPLEXES: tuple[Duplex, ...] = ("full", "half")
-# Which messages: those inside nodes, those between nodes, or both.
-INSIDE, BETWEEN, BOTH = "inside", "between", "both"
+# Which messages: those inside nodes, or those between nodes.
+INSIDE, BETWEEN = "inside", "between"
 
 _JOIN_TIMEOUT_S = 120.0
 _WARM_UP = 3
@@ -62,10 +61,9 @@ _POOR_R2 = 0.9
 
 SAMPLES_SCHEMA = pa.schema(
     [
-        ("collective", pa.string()),  # all_to_all, all_gather, all_reduce
-        ("scope", pa.string()),  # inside, between, both
+        ("scope", pa.string()),  # inside, between
         ("split", pa.string()),  # even, hot
-        ("num_bytes", pa.int64()),  # all_to_all: of the fullest rank, to or from others; else what each rank gives
+        ("num_bytes", pa.int64()),  # of the fullest rank, to or from others
         ("repetition", pa.int32()),
         ("rank", pa.int32()),
         ("time_us", pa.float64()),
@@ -75,9 +73,8 @@ SAMPLES_SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective that is measured."""
+    """One all-to-all that is measured."""
 
-    collective: str
     scope: str
     split: str
     num_bytes: int
@@ -92,8 +89,7 @@ class Exchange:
         share_RR = np.ones((num_ranks, num_ranks))
         if self.split == HOT:
             share_RR[:, ::ranks_per_node] = _HOT_SHARE
-        if self.scope != BOTH:
-            share_RR[same_RR if self.scope == BETWEEN else ~same_RR] = 0
+        share_RR[same_RR if self.scope == BETWEEN else ~same_RR] = 0
         return np.ceil(share_RR * self.num_bytes / fullest_bytes(share_RR)).astype(np.int64)
 
 
@@ -182,11 +178,7 @@ def _exchanges(ranks: Ranks, most_bytes: int) -> list[Exchange]:
     per_node, several = ranks.local_world_size, ranks.world_size > ranks.local_world_size
     scopes = [*([INSIDE] if per_node > 1 else []), *([BETWEEN] if several else [])]
     sizes = [MIN_BYTES << step for step in range((most_bytes // MIN_BYTES).bit_length())]
-    if len(scopes) == 2:
-        scopes.append(BOTH)
-    found = [Exchange("all_to_all", scope, split, size) for size in sizes for scope in scopes for split in (EVEN, HOT)]
-    small = [Exchange(kind, BOTH, EVEN, MIN_BYTES) for kind in ("all_gather", "all_reduce")]
-    return [*found, *small]
+    return [Exchange(scope, split, size) for size in sizes for scope in scopes for split in (EVEN, HOT)]
 
 
 @torch.inference_mode()
@@ -212,20 +204,9 @@ def _measure(
 
 def _runnable(ranks: Ranks, exchange: Exchange) -> Callable[[], object]:
     """The collective with buffers of its own."""
-
-    def buffer(num_bytes: int) -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=ranks.device)
-
-    if exchange.collective == "all_gather":
-        given = buffer(exchange.num_bytes)
-        gathered = [torch.empty_like(given) for _ in range(ranks.world_size)]
-        return lambda: dist.all_gather(gathered, given)
-    if exchange.collective == "all_reduce":
-        summed = torch.zeros(exchange.num_bytes // 8, dtype=torch.float64, device=ranks.device)
-        return lambda: dist.all_reduce(summed)
     bytes_RR = exchange.matrix(ranks.world_size, ranks.local_world_size)
     to_R, from_R = bytes_RR[ranks.rank].tolist(), bytes_RR[:, ranks.rank].tolist()
-    sent, received = buffer(sum(to_R)), buffer(sum(from_R))
+    sent, received = (torch.zeros(sum(size_R), dtype=torch.uint8, device=ranks.device) for size_R in (to_R, from_R))
     return lambda: dist.all_to_all_single(received, sent, from_R, to_R)
 
 
@@ -247,7 +228,7 @@ def links_from(
     fits: dict[str, Fit] = {}
     fitted: dict[str, Link] = {}
     for scope in (INSIDE, BETWEEN):
-        exchanges = [one for one in medians_us if (one.collective, one.scope) == ("all_to_all", scope)]
+        exchanges = [one for one in medians_us if one.scope == scope]
         if not exchanges:
             continue
         times_us = np.array([medians_us[one] for one in exchanges])
@@ -272,32 +253,15 @@ def links_from(
     return Links(name=name, source=source, ranks_per_node=ranks_per_node, **sides), fits
 
 
-def predicted_us(links: Links, exchange: Exchange, num_ranks: int) -> float:
-    """What ``links`` say that an exchange takes."""
-    if exchange.collective == "all_gather":
-        return links.all_gather_us(exchange.num_bytes, num_ranks)
-    if exchange.collective == "all_reduce":
-        return links.all_reduce_us(exchange.num_bytes, num_ranks)
-    return float(links.all_to_all_us(exchange.matrix(num_ranks, links.ranks_per_node)).max())
-
-
-def report(links: Links, fits: Mapping[str, Fit], medians_us: Mapping[Exchange, float], num_ranks: int) -> str:
-    """Tables of what was measured and predicted, of the fits, and of the errors of each prediction."""
+def report(links: Links, fits: Mapping[str, Fit], medians_us: Mapping[Exchange, float]) -> str:
+    """Tables of what was measured and of the fits."""
     table = pd.DataFrame(map(asdict, medians_us)).assign(us=list(medians_us.values()))
     table["GB/s"] = table["num_bytes"] / table["us"] / 1e3
-    errors = []
-    for name, model in {"fit": links.without_curves(), "curve": links}.items():
-        table[name] = [predicted_us(model, exchange, num_ranks) for exchange in medians_us]
-        for keys, rows in table.groupby(["collective", "scope", "split"], sort=False):
-            # A curve is made of even splits: there it has no error to tell.
-            if (name, keys[2], keys[1] in fits) != ("curve", EVEN, True):
-                median, worst, _ = fit_errors(rows[name], rows["us"])
-                errors.append({"predicted by": name, "on": " ".join(keys), "median error": median, "worst": worst})
     sides = {INSIDE: links.intra, BETWEEN: links.inter}
     found = pd.DataFrame(
         [{"scope": scope, "duplex": sides[scope].duplex, **asdict(fit)} for scope, fit in fits.items()]
     )
-    texts = [one.to_string(index=False, float_format="{:,.4g}".format) for one in (table, found, pd.DataFrame(errors))]
+    texts = [one.to_string(index=False, float_format="{:,.4g}".format) for one in (table, found)]
     poor = [scope for scope, fit in fits.items() if fit.r2 < _POOR_R2]
     texts += [
         f"{scope}: a poor fit; measure again while the machine is idle, or with more --repetitions" for scope in poor
@@ -316,7 +280,7 @@ def _write(ranks: Ranks, out: Path, samples: Mapping[Exchange, np.ndarray]) -> N
     medians_us = {exchange: slowest_us(times_NR) for exchange, times_NR in samples.items()}
     links, fits = links_from(out.stem, _source(ranks), ranks.local_world_size, ranks.world_size, medians_us)
     write_links(out, links, fits)
-    print(f"{report(links, fits, medians_us, ranks.world_size)}\n{links.describe()}\nwritten to {out}", flush=True)
+    print(f"{report(links, fits, medians_us)}\n{links.describe()}\nwritten to {out}", flush=True)
 
 
 def _source(ranks: Ranks) -> str:

@@ -152,10 +152,6 @@ class Links(Preset):
         scaled = self.each(lambda link: link.scaled(factor))
         return scaled.model_copy(update={"name": f"{self.name}, bandwidth x {factor:g}"})
 
-    def without_curves(self) -> Links:
-        """The same links as two numbers each."""
-        return self.each(lambda link: link.model_copy(update={"curve": None}))
-
     def each(self, change: Callable[[Link], Link]) -> Links:
         return self.model_copy(
             update={"intra": self.intra and change(self.intra), "inter": self.inter and change(self.inter)}
@@ -299,14 +295,8 @@ def fit_link(bytes_N: ArrayLike, times_us_N: ArrayLike) -> Fit:
             f"fit: expected times that grow with the bytes, got none up to {scale:,.0f} bytes; measure larger ones"
         )
     predicted_N = latency_us + largest_us * sizes_N / scale
-    rms_error = float(np.sqrt(np.mean((predicted_N / times_N - 1) ** 2)))
-    return Fit(float(latency_us), float(scale / largest_us / 1e3), rms_error, *fit_errors(predicted_N, times_N))
-
-
-def fit_errors(predicted_N: ArrayLike, measured_N: ArrayLike) -> tuple[float, float, float]:
-    """Median and worst relative error, and R2 of the times (NaN where they do not vary)."""
-    predicted_N, measured_N = np.asarray(predicted_N, dtype=np.float64), np.asarray(measured_N, dtype=np.float64)
-    errors_N = np.abs(predicted_N / measured_N - 1)
-    spread = float(((measured_N - measured_N.mean()) ** 2).sum())
-    r2 = 1 - float(((predicted_N - measured_N) ** 2).sum()) / spread if spread > 0 else math.nan
-    return float(np.median(errors_N)), float(errors_N.max()), r2
+    errors_N = np.abs(predicted_N / times_N - 1)
+    rms_error, spread = float(np.sqrt(np.mean(errors_N**2))), float(((times_N - times_N.mean()) ** 2).sum())
+    r2 = 1 - float(((predicted_N - times_N) ** 2).sum()) / spread if spread > 0 else math.nan
+    errors = rms_error, float(np.median(errors_N)), float(errors_N.max())
+    return Fit(float(latency_us), float(scale / largest_us / 1e3), *errors, r2)

@@ -4,7 +4,6 @@ The extra ``moe-ep-bench[tables]`` installs the package (NVIDIA, Apache-2.0). On
 ``systems/data`` they are
 
 ``SYSTEM/moe/FRAMEWORK/VERSION/moe_perf.parquet``       MoE layers on one GPU that holds its share of the experts
-``SYSTEM/moe/trtllm/VERSION/wideep_moe_perf.parquet``   the same with and without EPLB, of TensorRT-LLM
 ``SYSTEM/comm/nccl/VERSION/nccl_perf.parquet``          collectives by nccl-tests
 ``SYSTEM/comm/vllm|trtllm/VERSION/moe_a2a_perf.parquet``  dispatch and combine of DeepEP
 ``SYSTEM/comm/sglang/VERSION/wideep_deepep_*.parquet``  the same, older, also between nodes
@@ -46,7 +45,7 @@ MEASURED_ELSEWHERE = "measured elsewhere"
 # How links say that whole dispatches were measured, not bytes on a link.
 DEEPEP_WORDS = f"dispatch and combine {MEASURED_ELSEWHERE}"
 
-MOE, WIDE_EP, NCCL, A2A = "moe_perf.parquet", "wideep_moe_perf.parquet", "nccl_perf.parquet", "moe_a2a_perf.parquet"
+MOE, NCCL, A2A = "moe_perf.parquet", "nccl_perf.parquet", "moe_a2a_perf.parquet"
 # SGLang's tables of DeepEP, by the name of the backend.
 DEEPEP = {"deepep_ll": "wideep_deepep_ll_perf.parquet", "deepep_normal": "wideep_deepep_normal_perf.parquet"}
 
@@ -242,50 +241,3 @@ def balanced_loads(num_tokens: int, num_experts: int, top_k: int, num_local: int
         experts = ((tokens + number * stride) % num_experts).astype(np.int64)
         loads += np.bincount(experts, minlength=num_experts)
     return loads[:num_local]
-
-
-def power_law_loads(
-    num_tokens: int, num_experts: int, top_k: int, ep_size: int, exponent: float, generator: np.random.Generator
-) -> NDArray[np.int64]:
-    """Pairs of each expert, by rank, for one draw of ``power_law_<exponent>`` scores: int64 [R, L], the fullest first.
-
-    Weights are drawn between 1 and 0.8 of the tokens (0.01 and 2 where there are no more pairs than experts), loads are
-    rounded shares of all pairs, no expert has more than all tokens, and what rounding leaves goes in turn to the least
-    loaded (or is taken from the most loaded) expert of each rank. Theirs is drawn anew, with no seed, for each row.
-    """
-    pairs = num_tokens * top_k
-    low, high = (1.0, 0.8 * num_tokens) if pairs > num_experts else (0.01, 2.0)
-    power = 1.0 - exponent
-    uniform = generator.random(num_experts)
-    weights = ((high**power - low**power) * uniform + low**power) ** (1 / power)
-    loads = np.minimum(np.rint(weights / weights.sum() * pairs).astype(np.int64), num_tokens)
-    loads_RL = loads.reshape(ep_size, -1)
-    missing = pairs - int(loads.sum())
-    quota_R = np.full(ep_size, abs(missing) // ep_size) + (np.arange(ep_size) < abs(missing) % ep_size)
-    for row, quota in zip(loads_RL, quota_R, strict=True):
-        _level(row, int(quota), num_tokens, up=missing > 0)
-    fullest = int(loads_RL.sum(axis=1).argmax())
-    loads_RL[[0, fullest]] = loads_RL[[fullest, 0]]
-    return loads_RL
-
-
-def _level(loads_L: NDArray[np.int64], quota: int, most: int, *, up: bool) -> None:
-    """Give ``quota`` pairs, one by one, to the least loaded expert, or take them from the most loaded; in place."""
-    sign = 1 if up else -1
-    heights = loads_L * sign  # Taking from the fullest is giving to the least of the negatives.
-    limit = most if up else 0
-    quota = min(quota, int((limit - heights).sum()))
-    while quota > 0:
-        least = heights.min()
-        lowest = np.flatnonzero(heights == least)
-        above = heights[heights > least]
-        step = (min(int(above.min()), limit) if len(above) else limit) - int(least)
-        if step * len(lowest) <= quota:
-            heights[lowest] += step
-            quota -= step * len(lowest)
-        else:
-            each, rest = divmod(quota, len(lowest))
-            heights[lowest] += each
-            heights[lowest[:rest]] += 1
-            quota = 0
-    loads_L[:] = heights * sign

@@ -6,8 +6,8 @@ kernel      scores lie on       policies
 ``torch``   any device          all: the definition of what is right
 ``numba``   the host            all of this package, step by step (``policy_steps``)
 ``numba``   a GPU               ``laser`` and ``load_only``: the sequential rule on the host, with copies there and back
-``triton``  a CUDA GPU          all but ``megatron_drop``, in a launch or a few (``triton_twins`` below), and but for
-                                values of ``Policy.torch_only``
+``triton``  a CUDA GPU          all but ``megatron_drop`` and ``sere``, in a launch or a few (``triton_twins`` below),
+                                and but for values of ``Policy.torch_only``
 ==========  ==================  =====================================================================================
 
 ``auto`` is the first of triton, numba and torch that there is. A twin equals the policy in torch: the same pairs to

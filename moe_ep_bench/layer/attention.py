@@ -1,8 +1,8 @@
-"""Core attention by torch's ``scaled_dot_product_attention``, and which of torch's kernels ran it.
+"""Core attention by torch's ``scaled_dot_product_attention``.
 
 Without Transformer Engine, Megatron-Core's own writes the scores of all pairs of tokens to memory, and supports neither
 packed prompts nor latent attention's unequal heads. Projections, norms, rotary positions and the cache stay its own.
-torch selects a kernel and does not report which: one run is watched for the operator that gets the work.
+torch selects a kernel by itself (``run --profile`` shows which).
 
 Shapes: T = tokens of all prompts, Q = queries, S = keys, B = requests, H = heads, G = key-value heads, D = head size.
 """
@@ -10,13 +10,11 @@ Shapes: T = tokens of all prompts, Q = queries, S = keys, B = requests, H = head
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ep_bench.errors import UserError
 
@@ -78,40 +76,3 @@ class SdpaAttention(torch.nn.Module):
             scale=self.scale,
             enable_gqa=query_BHQD.shape[1] != key_BGSD.shape[1],
         )
-
-
-_PREFIX = "aten::_scaled_dot_product_"
-_NAMES = {
-    "flash_attention": "flash",
-    "flash_attention_for_cpu": "flash on the CPU",
-    "efficient_attention": "memory-efficient",
-    "cudnn_attention": "cuDNN",
-    "attention_math": "math",
-}
-
-
-def kernels_of_attention(run: Callable[[], object]) -> list[str]:
-    """Return the kernels that attention uses in ``run``, sorted; empty where there is no attention.
-
-    An operator without a name here keeps torch's own.
-    """
-    # Outside of inference mode torch decomposes attention before any dispatch mode sees it.
-    with torch.inference_mode(), _Seen() as seen:
-        run()
-    found = {name.removeprefix(_PREFIX) for name in seen.names if name.startswith(_PREFIX)}
-    return sorted(_NAMES.get(name, name) for name in found)
-
-
-class _Seen(TorchDispatchMode):
-    """Record the names of all operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func._schema.name)
-        if func is torch.ops.aten.scaled_dot_product_attention.default:
-            with self:
-                return func.decompose(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))

@@ -92,12 +92,12 @@ def experts_submodule(parts: Parts, num_experts: int) -> Any:
 
 def fill_experts_(experts: Any, weights: Iterable[ExpertWeights]) -> None:
     """Copy the local experts' weights, in order, into whichever backend this is."""
-    for index, one in enumerate(weights):
+    for index, expert in enumerate(weights):
         if isinstance(experts, GroupedExperts):
-            experts.gate_up_L2FD[index].copy_(one.gate_up_2FD)
-            experts.down_LDF[index].copy_(one.down_DF)
+            experts.gate_up_L2FD[index].copy_(expert.gate_up_2FD)
+            experts.down_LDF[index].copy_(expert.down_DF)
         elif hasattr(experts, "local_experts"):
-            fill_mlp_(experts.local_experts[index], one)
+            fill_mlp_(experts.local_experts[index], expert)
         else:  # TEGroupedMLP: grouped linear layers hold one parameter per expert
-            getattr(experts.linear_fc1, f"weight{index}").data.copy_(one.gate_up_2FD)
-            getattr(experts.linear_fc2, f"weight{index}").data.copy_(one.down_DF)
+            getattr(experts.linear_fc1, f"weight{index}").data.copy_(expert.gate_up_2FD)
+            getattr(experts.linear_fc2, f"weight{index}").data.copy_(expert.down_DF)

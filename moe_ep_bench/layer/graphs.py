@@ -60,7 +60,7 @@ class Graphs:
     def num_bytes(self) -> dict[str, int]:
         """Bytes of the pools, and those that CUDA and NCCL took beside torch's allocator since the first capture."""
         pools, segments = set(map(tuple, self._pools)), torch.cuda.memory_snapshot()
-        of_pools = sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) in pools)
+        of_pools = sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) in pools)
         return {"pool_bytes": of_pools, "driver_bytes": max(self._outside_bytes() - self._others_bytes, 0)}
 
     def _outside_bytes(self) -> int:
@@ -120,7 +120,7 @@ class CapturedRun:
         recorder = PhaseRecorder(clock) if by_phase else None
         routers = {layer: moe.router for layer, moe in stack.moe_layers.items()}
         # A graph knows addresses alone: what it reads must live as long as it does.
-        self._read = batch, meet, [(one.replay_TE, getattr(one, "context", None)) for one in routers.values()]
+        self._read = batch, meet, [(router.replay_TE, getattr(router, "context", None)) for router in routers.values()]
 
         def note(layer: int | None, module: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
             self.routing[layer] = output

@@ -178,12 +178,12 @@ class _Deepseek(_Layered):
     routed_scale: PositiveFloat = Field(1.0, alias="routed_scaling_factor")
 
     def spec(self) -> dict[str, Any]:
-        found = {**super().spec(), "shared_ffn_hidden_size": self.n_shared_experts * self.ffn_hidden_size}
+        spec = {**super().spec(), "shared_ffn_hidden_size": self.n_shared_experts * self.ffn_hidden_size}
         # A group's score is the sum of so many of its best experts'.
-        found["group_score_experts"] = {"greedy": None, "group_limited_greedy": 1, "noaux_tc": 2}[self.topk_method]
-        if found["group_score_experts"] is None or self.num_groups == 1:
-            found |= {"num_groups": None, "top_groups": None, "group_score_experts": None}
-        return found
+        spec["group_score_experts"] = {"greedy": None, "group_limited_greedy": 1, "noaux_tc": 2}[self.topk_method]
+        if spec["group_score_experts"] is None or self.num_groups == 1:
+            spec |= {"num_groups": None, "top_groups": None, "group_score_experts": None}
+        return spec
 
 
 class _DeepseekOcr2(_Deepseek):

@@ -20,6 +20,7 @@ from moe_ep_bench.policies.laser import Laser, LoadOnly
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.policies.oea import OEA, Pruned
 from moe_ep_bench.policies.own import find_policy
+from moe_ep_bench.policies.sere import SERE
 from moe_ep_bench.policies.skipping import DynamicSkip, ExpertDrop, Lynx
 from moe_ep_bench.policies.topk import TopK
 from moe_ep_bench.policies.xshare import XShare
@@ -38,10 +39,21 @@ _ALL: tuple[type[Policy], ...] = (
     XShare,
     Lynx,
     DynamicSkip,
+    SERE,
 )
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _ALL}
+FILE_FIELDS = frozenset(field for policy in _ALL for field in policy.file_fields)
 
-__all__ = ["POLICIES", "Policy", "Routing", "RoutingContext", "fields_by_policy", "make_policy", "policy_class"]
+__all__ = [
+    "FILE_FIELDS",
+    "POLICIES",
+    "Policy",
+    "Routing",
+    "RoutingContext",
+    "fields_by_policy",
+    "make_policy",
+    "policy_class",
+]
 
 
 def fields_by_policy() -> dict[str, tuple[str, ...]]:

@@ -102,19 +102,34 @@ class Policy:
             batch-wide sets the weights that a decode step reads.
         looks_past_top_k: scores beyond the model's top-k decide, so that a recording which holds
             only the top-k needs a model of the others.
-        fewer_experts_by: the field by which a batch activates fewer experts; None = that is not what it is for.
         torch_only: values by field that only the form in torch, or numba's steps of it, can run.
         optional: fields that ``params`` holds only where they differ from their defaults.
         experts_in: fields that count experts; a config may ask for as many as the model has.
+        file_fields: fields that name files, whose paths configs give relative to themselves.
     """
 
     name: ClassVar[str]
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     looks_past_top_k: ClassVar[bool] = False
-    fewer_experts_by: ClassVar[str | None] = None
     torch_only: ClassVar[Mapping[str, object]] = {}
     optional: ClassVar[tuple[str, ...]] = ()
     experts_in: ClassVar[tuple[str, ...]] = ()
+    file_fields: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def data_hash(self) -> str | None:
+        """SHA-256 of what files it decides by; None = by none."""
+        return None
+
+    @property
+    def only_experts(self) -> int | None:
+        """The only number of experts that it can route; None = any."""
+        return None
+
+    @property
+    def layered(self) -> dict[str, int]:
+        """The fields that differ by layer, and of how many MoE layers they speak."""
+        return {name: len(values) for name, values in self.by_layer.items()}
 
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """Route one batch of tokens.
@@ -182,6 +197,17 @@ class Policy:
         """
         return _in_layer(self, layer_fraction) if self.by_layer else self
 
+    @staticmethod
+    def layer_at(layer_fraction: float, num_layers: int, fields: str) -> int:
+        """The MoE layer that stands there in the depth of a model of so many; ValueError: none does."""
+        layer = round(layer_fraction * num_layers)
+        if layer >= num_layers or abs(layer_fraction * num_layers - layer) > 1e-6:
+            expected = (
+                f"values for all MoE layers of the model, one of which stands at {layer_fraction:.4g} of its depth"
+            )
+            raise UserError(f"{fields}: expected {expected}; got {num_layers}")
+        return layer
+
     def params(self) -> dict[str, object]:
         """The fields as a JSON-ready dict, without the name. Ids of cases follow from it.
 
@@ -205,13 +231,9 @@ _Kind = TypeVar("_Kind", bound=Policy)
 
 @lru_cache(maxsize=4096)
 def _in_layer(policy: _Kind, layer_fraction: float) -> _Kind:
-    layered = policy.by_layer
-    num_layers = len(next(iter(layered.values())))
-    layer = round(layer_fraction * num_layers)
-    if layer >= num_layers or abs(layer_fraction * num_layers - layer) > 1e-6:
-        expected = f"values for all MoE layers of the model, one of which stands at {layer_fraction:.4g} of its depth"
-        raise UserError(f"{', '.join(layered)}: expected {expected}; got {num_layers}")
-    return replace(policy, **{name: values[layer] for name, values in layered.items()})
+    by_layer = policy.by_layer
+    layer = policy.layer_at(layer_fraction, len(next(iter(by_layer.values()))), ", ".join(by_layer))
+    return replace(policy, **{name: values[layer] for name, values in by_layer.items()})
 
 
 class SteppedPolicy(Policy):

@@ -9,6 +9,7 @@ Shapes: T = tokens, E = experts, K = top_k, R = ranks, S = rows of batch statist
 from __future__ import annotations
 
 import contextlib
+import math
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -191,8 +192,12 @@ _KINDS = ("softmax", "sigmoid", "ties", "zero rows")
 
 def trials(policy: Policy, count: int = 56) -> Iterator[Trial]:
     """Scores and contexts of every kind, always the same ones."""
+    num_layers = next(iter(policy.layered.values()), None)
     for seed in range(count):
         num_tokens, num_experts, num_ranks, top_k = _SHAPES[seed % len(_SHAPES)]
+        if policy.only_experts is not None:
+            num_experts = policy.only_experts
+            num_ranks, top_k = math.gcd(num_ranks, num_experts), min(top_k, num_experts)
         generator = torch.Generator().manual_seed(seed)
 
         def draw(high: int, *shape: int, generator: torch.Generator = generator) -> Tensor:
@@ -219,7 +224,7 @@ def trials(policy: Policy, count: int = 56) -> Iterator[Trial]:
             "token_mask_T": draw(3, num_tokens) > 0 if seed % 3 else None,
             "request_id_T": draw(4, num_tokens),
             "modality_T": draw(2, num_tokens),
-            "layer_fraction": seed % 4 / 3,
+            "layer_fraction": seed % num_layers / num_layers if num_layers else seed % 4 / 3,
             "load_E": draw(3, num_experts) if seed % 4 == 3 else None,
             "seed": seed,
         }
@@ -277,7 +282,7 @@ def _waits(policy: Policy) -> Counter[str]:
             policy.check(trial.scores_TE, context)
             if len(trial.scores_TE):
                 context.num_valid(len(trial.scores_TE))  # Counted beforehand.
-                with watched_waits(trial.scores_TE.device) as waits:
+                with watched_waits() as waits:
                     getattr(here, "select", here.route)(trial.scores_TE, context)
                 waits["most_pairs is unknown"] += here.most_pairs(*trial.scores_TE.shape, context) is None
                 return +waits

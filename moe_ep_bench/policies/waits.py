@@ -1,8 +1,8 @@
 """Where a run makes the host wait for a result of the device: a hidden cost inside a timed layer.
 
 On a GPU the host runs ahead of the device. What reads a number (``item``, ``tolist``, ``if tensor:``) or makes a shape
-from values (``nonzero``, an index by a mask, ``unique``) stops it there. On CUDA torch itself says where that happens
-(``torch.cuda.set_sync_debug_mode``); elsewhere the operations that would wait are counted as they are called.
+from values (``nonzero``, an index by a mask, ``unique``) stops it there. Operations that would wait are counted as they
+are called, on any device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -34,7 +33,6 @@ _READS = frozenset(
         "unique_dim_consecutive",
     }
 )
-_NOTICE = "called a synchronizing CUDA operation"
 
 
 def would_wait(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -50,32 +48,11 @@ def would_wait(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @contextlib.contextmanager
-def watched_waits(device: torch.device) -> Iterator[Counter[str]]:
-    """Count the waits in the block by the line, ``file.py:12``, that is to blame."""
-    waits: Counter[str] = Counter()
-    with _warned(waits) if device.type == "cuda" else _dispatched(waits):
-        yield waits
-
-
-@contextlib.contextmanager
-def _warned(waits: Counter[str]) -> Iterator[None]:
-    def note(message: Warning | str, *others: Any, **options: Any) -> None:
-        if _NOTICE in str(message):
-            waits[_place()] += 1
-
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = note
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-
-
-def _dispatched(waits: Counter[str]) -> contextlib.AbstractContextManager[Any]:
+def watched_waits() -> Iterator[Counter[str]]:
+    """Count the operations in the block that a GPU would make the host wait for, by the line that is to blame."""
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    waits: Counter[str] = Counter()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,22 +60,17 @@ def _dispatched(waits: Counter[str]) -> contextlib.AbstractContextManager[Any]:
                 waits[_place()] += 1
             return func(*args, **(kwargs or {}))
 
-    return Watch()
+    with Watch():
+        yield waits
 
 
 def _place() -> str:
     """The innermost line that is neither torch's nor this file's."""
-    not_blamed = os.path.dirname(torch.__file__), __file__, warnings.__file__
+    not_blamed = os.path.dirname(torch.__file__), __file__
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(not_blamed):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def beyond(waits: Mapping[str, Counter[str]], base: str | None) -> dict[str, dict[str, int]]:
-    """By case the waits that case ``base`` has not, which are in every case's time; cases without any are left out."""
-    common = waits.get(base or "", Counter())
-    return {case_id: dict(more) for case_id, lines in waits.items() if (more := lines - common)}
 
 
 def waits_words(waits: Mapping[str, int]) -> str:

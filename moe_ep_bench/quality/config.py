@@ -87,7 +87,7 @@ class QualityExperiment(SweepPoint):
     """A config file of ``quality`` at one point of its ``sweep``."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """The config's name, which results carry; without it, its file's."""
+    """Name that results carry; without it, the file's."""
     model: CheckpointConfig
     text: TextConfig | None = None
     """Text whose next tokens are judged; give this, tasks or both."""
@@ -104,8 +104,7 @@ class QualityExperiment(SweepPoint):
     layer: RanksConfig = RanksConfig()
     arrangement: Literal["auto", "prefill", "decode"] = "auto"
     """Tokens that are routed together: all of a batch (prefill), or those of each position (decode); auto = each
-    policy's own phase prefill for policies of both. Where a task's answers are generated,
-    prefill and decode are told apart as they run."""
+    policy's own phase, prefill where it has both. Where a task's answers are generated, the phases are told apart."""
     policies: tuple[PolicyEntry, ...] = Field(min_length=1)
     """Policies by name and fields; a list in place of a value means one policy for each."""
 

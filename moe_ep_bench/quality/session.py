@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from moe_ep_bench.bench.cases import BASELINE, POLICY, CaseSpec, with_ids
 from moe_ep_bench.bench.description import run_json
-from moe_ep_bench.bench.job import fill, identity
+from moe_ep_bench.bench.job import fill
+from moe_ep_bench.bench.rows import identity
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
@@ -197,7 +198,8 @@ def run_quality(
             # The scores make a case done: last.
             for table, rows in tables.items():
                 values = {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))}
-                directory.write(table, case.case_id, identity(MODE, run_id, one, case) | values)
+                rows_of_case = identity(MODE, run_id, one, case) | values
+                directory.write(table, one.comparison_id, [rows_of_case], replaces=[case.case_id])
             progress.update()
 
     conditions = {key: environment[key] for key in _DECISIVE}

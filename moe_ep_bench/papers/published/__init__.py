@@ -1,4 +1,4 @@
-"""Every number that seven papers print, as data: a YAML file for each paper, beside this module.
+"""Numbers that the papers print, as data: a YAML file for each paper, beside this module.
 
 A file holds items: a table, a figure or a section, with what it measured. An item is written like the table it is:
 ``rows`` names what its first cells say, ``columns`` what its other cells are. All stays as printed: ``1.30`` has two

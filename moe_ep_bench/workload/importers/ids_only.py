@@ -63,23 +63,26 @@ class Completion(NamedTuple):
 def _add_completions(completions: Iterable[Completion], options: ImportOptions, writer: TraceWriter) -> None:
     """Add completions' tokens: of one phase or both, each prompt once, with or without what a cache held."""
     left_out, num_cached = Counter[str](), 0
-    for one in completions:
-        position_T = one.first + np.arange(len(one.ids_TLK))
-        if one.num_prompt is not None and position_T.size and position_T[-1] + 1 < one.num_prompt:
-            got = f"{one.num_prompt} of a prompt, {position_T[-1] + 1} recorded"
-            raise UserError(f"{one.where}: expected all tokens of the prompt (--prompt-start, if not all), got {got}")
-        if one.num_prompt is None and options.phase in ("prefill", "decode"):
+    for completion in completions:
+        position_T = completion.first + np.arange(len(completion.ids_TLK))
+        if completion.num_prompt is not None and position_T.size and position_T[-1] + 1 < completion.num_prompt:
+            got = f"{completion.num_prompt} of a prompt, {position_T[-1] + 1} recorded"
             raise UserError(
-                f"phase: {one.where}: nothing says which tokens are the prompt's; expected none, or {HOW_TO_TELL}"
+                f"{completion.where}: expected all tokens of the prompt (--prompt-start, if not all), got {got}"
             )
-        is_prompt_T = position_T < (one.num_prompt or 0)
-        is_cached_T = position_T < one.num_cached
+        if completion.num_prompt is None and options.phase in ("prefill", "decode"):
+            raise UserError(
+                f"phase: {completion.where}: nothing says which tokens are the prompt's; expected none, or "
+                f"{HOW_TO_TELL}"
+            )
+        is_prompt_T = position_T < (completion.num_prompt or 0)
+        is_cached_T = position_T < completion.num_cached
         is_other_T = {"prefill": ~is_prompt_T, "decode": is_prompt_T}.get(
             options.phase or "", np.zeros_like(is_prompt_T)
         )
         reasons = {
             f"of another phase than {options.phase}": is_other_T,
-            "of prompts that several completions share": is_prompt_T & one.repeats_prompt,
+            "of prompts that several completions share": is_prompt_T & completion.repeats_prompt,
             "that the prefix cache held": is_cached_T & options.leave_out_cached,
         }
         kept_T = np.ones_like(is_prompt_T)
@@ -87,8 +90,8 @@ def _add_completions(completions: Iterable[Completion], options: ImportOptions, 
             left_out[why] += int((kept_T & is_out_T).sum())
             kept_T &= ~is_out_T
         num_cached += int((kept_T & is_cached_T).sum())
-        sequence_T = np.full(int(kept_T.sum()), one.sequence)
-        _add(one.ids_TLK[kept_T], sequence_T, position_T[kept_T], one.where, writer, options)
+        sequence_T = np.full(int(kept_T.sum()), completion.sequence)
+        _add(completion.ids_TLK[kept_T], sequence_T, position_T[kept_T], completion.where, writer, options)
     writer.left_out += left_out.total()
     writer.notes += [f"{number:,} tokens {why} left out" for why, number in left_out.items() if number]
     if num_cached:
@@ -267,11 +270,10 @@ def _sglang_completions(source: Path, options: ImportOptions, writer: TraceWrite
 def _told(response: Any) -> Iterator[dict[str, Any]]:
     """What a response says of each of its completions, in SGLang's own form or OpenAI's."""
     fields = response if isinstance(response, dict) else {}
-    for one in fields.get("choices") or [fields]:
-        found = next(
-            (one[key] for key in ("meta_info", "sglext", "sgl_ext") if isinstance(one, dict) and one.get(key)), {}
-        )
-        yield found if isinstance(found, dict) else {}
+    for choice in fields.get("choices") or [fields]:
+        said = choice if isinstance(choice, dict) else {}
+        told = next((said[key] for key in ("meta_info", "sglext", "sgl_ext") if said.get(key)), {})
+        yield told if isinstance(told, dict) else {}
 
 
 def _count(value: Any) -> int | None:

@@ -1,0 +1,144 @@
+"""SERE: a batch computes the experts that its tokens want most, which stand in for those alike (arXiv 2602.07616).
+
+A memory-bound decode step takes as long as the experts that the batch activates. Every token's first ``k0`` experts are
+*primary* for all; every other one of the batch's top-k is *secondary*, and its tokens go to the primary expert that is
+most like it, with the weight that the router gave the secondary one. A secondary expert which is like none stays.
+
+How alike experts are was measured on a checkpoint (``similarity``): one rule looks at weights, not at scores alone. As
+in the published kernel (JL-Cheng/SERE, ``rerouting_kernel.cu``) an expert moves as a whole, whichever token chose it,
+the lower index wins among equals, and weights were normalised before. Where two of a token's experts end up in one, the
+kernel computes it for both; here the token has it once, with the sum of their weights: the same output, fewer pairs.
+
+Statistics: per expert, how many tokens have it among their first ``k0``.
+
+Shapes: T = local tokens, E = experts, K = top_k, L = MoE layers.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
+from moe_ep_bench.policies.field_types import Count, Positive, Share, policy
+from moe_ep_bench.policies.lazy import Tensor, torch
+from moe_ep_bench.policies.selection import list_keys, top_k_map, weighted, without_padding
+from moe_ep_bench.policies.similarity import HOW, Similarity, open_similarity
+
+
+@policy
+class SERE(SteppedPolicy):
+    """Secondary experts' tokens go to the most similar primary one, where its similarity reaches ``threshold``.
+
+    Attributes:
+        k0: experts that every token makes primary (the paper's S); K or more changes nothing.
+        similarity: file of the experts' similarity (``policies.similarity``); every MoE layer has a matrix of its own.
+        threshold: 0 to 1 (the paper's rho); 0 keeps no secondary expert.
+        layer: number of the MoE layer whose matrix serves all; None = each layer's own.
+    """
+
+    name: ClassVar[str] = "sere"
+    acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
+    fewer_experts_by: ClassVar[str] = "k0"
+    looks_past_top_k: ClassVar[bool] = True  # No choice does, but what is said of the mass of pairs that moved.
+    experts_in: ClassVar[tuple[str, ...]] = ("k0",)
+    file_fields: ClassVar[tuple[str, ...]] = ("similarity",)
+
+    k0: Positive
+    similarity: str | None = None
+    threshold: Share = 0.0
+    layer: Count | None = None
+
+    def __post_init__(self) -> None:
+        if self.similarity is None:
+            raise UserError(f"similarity: sere needs a file of the experts' similarity; {HOW}")
+
+    @cached_property
+    def alike(self) -> Similarity:
+        """The file; ValueError where there is none."""
+        assert self.similarity is not None
+        found = open_similarity(Path(self.similarity))
+        if self.layer is not None and self.layer >= found.num_layers:
+            raise UserError(f"layer: expected 0 to {found.num_layers - 1}, layers of {found.path}; got {self.layer}")
+        return found
+
+    @property
+    def data_hash(self) -> str:
+        return self.alike.sha256
+
+    @property
+    def only_experts(self) -> int:
+        return self.alike.num_experts
+
+    @property
+    def layered(self) -> dict[str, int]:
+        per_layer = self.layer is None and self.alike.num_layers > 1
+        return super().layered | ({"similarity": self.alike.num_layers} if per_layer else {})
+
+    def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
+        super().check(scores_TE, context)
+        self._check_experts(scores_TE.shape[1])
+        self.layer_in(context.layer_fraction)
+
+    def check_model(self, num_experts: int) -> None:
+        super().check_model(num_experts)
+        self._check_experts(num_experts)
+
+    def _check_experts(self, num_experts: int) -> None:
+        if self.only_experts != num_experts:
+            got = f"{self.only_experts} in {Path(str(self.similarity)).name}"
+            raise UserError(f"similarity: expected a file of {num_experts} experts, as the model has, got {got}")
+
+    def layer_in(self, layer_fraction: float) -> int:
+        """The matrix that serves where a layer stands in the depth of the model; ValueError: there is none."""
+        if "similarity" not in self.layered:
+            return self.layer or 0
+        return self.layer_at(layer_fraction, self.alike.num_layers, "similarity")
+
+    @property
+    def label(self) -> str:
+        return super().label.replace(f"={self.similarity}", f"={Path(str(self.similarity)).stem}")
+
+    def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
+        first_TE = self.steps.best_per_row(list_keys(scores_TE, context, self.steps), self.k0)
+        return self.steps.load_of(without_padding(first_TE, context)).unsqueeze(0)
+
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        stats_SE = self.stats(scores_TE, context) if stats_SE is None else stats_SE
+        matrix_EE = self.alike.matrix(self.layer_in(context.layer_fraction), scores_TE.device)
+        top_k_TE = top_k_map(scores_TE, context, self.steps)
+        routing = weighted(scores_TE, top_k_TE, top_k_TE, context, self.steps)
+        return moved(routing, self.stand_ins(stats_SE[0] > 0, matrix_EE), context.top_k)
+
+    def stand_ins(self, primary_E: Tensor, matrix_EE: Tensor) -> Tensor:
+        """The expert that computes each expert's tokens: int64 [E]."""
+        among_EE = matrix_EE.masked_fill(~primary_E, -1.0)
+        most_alike_E = self.steps.best_per_row(among_EE, 1).byte().argmax(dim=1)
+        stays_E = primary_E | (among_EE.amax(dim=1) < self.threshold) | ~primary_E.any()
+        return torch.where(stays_E, torch.arange(len(primary_E), device=primary_E.device), most_alike_E)
+
+
+def moved(routing: Routing, target_E: Tensor, most: int) -> Routing:
+    """The routing with each expert's pairs at the expert that ``target_E`` names; weights that meet add up.
+
+    Args:
+        most: experts that a token has at most. A token's weights are added in the order of its experts, so that the
+            sums are the same whatever else is in the batch.
+    """
+    map_TE = routing.map_TE
+    num_tokens, num_experts = map_TE.shape
+    # A token's experts side by side, ascending; what it lacks has no weight, and a last column takes all others.
+    place_TE = torch.where(map_TE, map_TE.cumsum(dim=1) - 1, most)
+    expert_TE = torch.arange(num_experts, device=map_TE.device).expand(num_tokens, -1)
+    ids_TK = expert_TE.new_zeros(num_tokens, most + 1).scatter_(1, place_TE, expert_TE)[:, :most]
+    has_TK = torch.arange(most, device=map_TE.device) < map_TE.sum(dim=1, keepdim=True)
+    weight_TK = routing.weights_TE.gather(1, ids_TK) * has_TK
+    target_TK = target_E[ids_TK]
+    pairs_TE, weights_TE = torch.zeros_like(map_TE, dtype=torch.uint8), torch.zeros_like(routing.weights_TE)
+    for place in range(most):  # One expert a token at a time: what is added up has an order.
+        column = slice(place, place + 1)
+        pairs_TE.scatter_add_(1, target_TK[:, column], has_TK[:, column].byte())
+        weights_TE.scatter_add_(1, target_TK[:, column], weight_TK[:, column])
+    return Routing(map_TE=pairs_TE > 0, weights_TE=weights_TE)

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/lossless.py TRACES
 
 TRACES is a folder of moe-trace-v1 recordings; those of ``RECORDED`` are taken. Every traffic is modelled on 8 H200
-(``emulate``), and writes ``lossless.csv``, ``lossless.md`` and the figure ``lossless.png`` (``plot --figures paid``).
+(``emulate``), and writes ``lossless.csv``, ``lossless.md`` and the figure ``lossless.png``.
 Plans know the other batches alone. ``lossless.md`` has the fullest rank too, and this CPU's time to plan a batch,
 which is not counted: configs assume 100 us of a GPU. Takes about ten minutes on two cores.
 """
@@ -11,13 +11,13 @@ which is not counted: configs assume 100 us of a GPU. Takes about ten minutes on
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import yaml
@@ -40,6 +40,19 @@ RECORDED = {
     "GPT-OSS-20B, mixed": ("gpt-oss-20b-mixed", "gpt-oss-20b", 8192, 4),
 }
 POWER_LAWS = {f"gpt-oss-120b, power law 1.2, {tokens:,} a rank": tokens for tokens in (2048, 16384)}
+# By what labels begin with: what it is called, colour and marker.
+LOOKS = {
+    "token_drop.*device": ("Token Drop by device, 1.0 and 1.2", "#D55E00", "s"),
+    r"token_drop capacity_factor=[\d.]+$": ("Token Drop by expert, 1.0 to 2.0", "#B03000", "d"),
+    "budget_drop": ("budget_drop, 1 % and 5 %", "#E69F00", "^"),
+    "EPLB,": ("EPLB: memory", "#0072B2", "o"),
+    "variance": ("variance plan: memory", "#56B4E9", "v"),
+    r"EPLB \+ LP": ("EPLB + LP: memory, solver", "#0072B2", "x"),
+    r"EPLB \+ fewest": ("EPLB + fewest activated: memory, solver", "#0072B2", "+"),
+    "LLEP": ("LLEP: weights moved, solver", "#009E73", "<"),
+    "UltraEP": ("UltraEP: weights moved, solver", "#009E73", ">"),
+    "shared": ("shared experts by water-filling: rows", "#CC79A7", "*"),
+}
 POLICIES = [
     {"name": "token_drop", "capacity_factor": [1.0, 1.2], "granularity": "device"},
     {"name": "token_drop", "capacity_factor": [1.0, 1.5, 2.0]},
@@ -74,19 +87,41 @@ def config(preset: str, workload: dict[str, Any], replication: list, rebalance: 
     return {"name": "lossless", "model": {"preset": preset}, "workload": workload, **parts}
 
 
-def modelled(traffics: dict[str, dict[str, Any]], folder: Path, out: Path) -> pd.DataFrame:
+def modelled(traffics: dict[str, dict[str, Any]], folder: Path) -> pd.DataFrame:
     """A row per traffic and case."""
-    rows, directories = [], []
+    rows = []
     for name, values in traffics.items():
         file, directory = folder / "config.yaml", folder / name.replace(", ", "-").replace(" ", "_")
         file.write_text(yaml.safe_dump(values))
         assert command(["emulate", str(file), "--out", str(directory)]) == 0
         rows.append(cases(load([directory])).assign(traffic=name))
-        directories.append(str(directory))
-    figures = folder / "figures"
-    assert command(["plot", *directories, "--figures", "paid", "--format", "png", "--out", str(figures)]) == 0
-    shutil.copy(figures / "paid.png", out / "lossless.png")
     return pd.concat(rows, ignore_index=True)
+
+
+def draw(rows: pd.DataFrame, out: Path) -> None:
+    """A panel per traffic: speedup over mass lost; what loses nothing stands at 0, by what it is paid with."""
+    traffics = list(dict.fromkeys(rows["traffic"]))
+    figure, axes_N = plt.subplots(2, -(-len(traffics) // 2), figsize=(12, 6.4), squeeze=False)
+    for axes, traffic in zip(axes_N.flat, traffics, strict=False):
+        own = rows[rows["traffic"] == traffic].assign(lost=lambda own: 100 * (1 - own["retained_mass"]))
+        for start, (words, colour, marker) in LOOKS.items():
+            points = own[own["label"].str.match(start)].sort_values("lost")
+            line = "-" if start.startswith("token") else ""
+            axes.plot(points["lost"], points["speedup_median"], line, color=colour, marker=marker, label=words, ms=6)
+        (balanced,) = own.loc[own["label"] == "native, balanced scores", "speedup_median"]
+        axes.axhline(balanced, color="grey", linestyle=":", label="balance alone")
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_title(traffic, fontsize=8)
+        axes.set_xlim(-1.5, 30)
+        axes.set_ylim(top=1.08 * max(own.loc[own["lost"] < 30, "speedup_median"].max(), balanced))
+    for axes in axes_N.flat[len(traffics) :]:
+        axes.axis("off")
+    figure.supxlabel("score mass lost, %", fontsize=9)
+    figure.supylabel("speedup of a layer", fontsize=9)
+    figure.legend(*axes_N[0][0].get_legend_handles_labels(), loc="lower right", fontsize=8)
+    figure.suptitle("Dropping beside what loses nothing (modelled, 8 H200)", x=0.01, ha="left")
+    figure.tight_layout()
+    figure.savefig(out / "lossless.png", dpi=110)
 
 
 def planning_ms(repeats: int = 5) -> dict[str, float]:
@@ -191,10 +226,11 @@ def main() -> None:
     options = parser.parse_args()
     traffics = {name: values for name, values in configs(options.traces).items() if options.only in name}
     with tempfile.TemporaryDirectory() as folder:
-        rows = modelled(traffics, Path(folder), options.out)
+        rows = modelled(traffics, Path(folder))
     names = ["traffic", "label", "median_ms", "speedup_median", "speedup_low", "speedup_high", "verdict"]
     names += ["rank_imbalance", "activated_fullest_rank", "dropped_share", "retained_mass"]
     rows[[*names, "extra_gib_per_rank", "moved_gib"]].round(6).to_csv(options.out / "lossless.csv", index=False)
+    draw(rows, options.out)
     text = markdown(rows, planning_ms(), held_out(options.traces))
     (options.out / "lossless.md").write_text(text)
     print(text)

@@ -101,6 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ("scale", "runs with -m scale: draws many ranks and cases"),
         ("slurm", "runs with -m slurm, as root where slurm-wlm is installed"),
         ("browser", "runs with -m browser, where chromium is installed"),
+        ("vllm", "runs with -m vllm, where vLLM is installed"),
     ):
         if config.getoption("-m").strip() != marker:
             for item in items:

@@ -22,10 +22,11 @@ from test_recorded import real, tokens_of
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.workload import RecordedWorkload
+from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.importers import IMPORTERS, ImportOptions, arrays, import_trace
 from moe_ep_bench.workload.importers.ids_only import CONVERT
 from moe_ep_bench.workload.importers.writer import TraceWriter
-from moe_ep_bench.workload.trace import open_trace
+from moe_ep_bench.workload.trace import held, open_trace
 
 OPTIONS = {
     "esft": {},
@@ -257,7 +258,7 @@ def test_esft_keeps_every_token_but_the_first_of_each_text(tmp_path, out):
     assert (metadata["domain"], metadata["source_files"]) == ("law", "26")
     assert metadata["source_layers"] == ",".join(map(str, range(1, 27)))
     assert metadata["note"] == "first token of each sequence left out"
-    assert "6 tokens in 2 sequences; 36 pairs in every layer" in summary.text()
+    assert "6 tokens in 2 sequences; 36 places in every layer" in summary.text()
 
 
 def test_a_real_recording_survives_a_round_through_the_form_it_was_published_in(tmp_path, out):
@@ -553,7 +554,7 @@ DAMAGE = {
         "a dimension less": (f"1.{ROUTED}: ", array(f"1.{ROUTED}", np.zeros((4, 3), int))),
         "half a token": (f"1.{ROUTED}: token 2: ", item(f"1.{ROUTED}", (2, 3), -1)),
         "a layer more": (f"1.{ROUTED}: ", item(f"1.{ROUTED}", (2, 0), [1, 2, 3])),
-        "an expert twice": (f"1.{ROUTED}: layer 3: token 2: expert_ids: ", item(f"1.{ROUTED}", (2, 3), 0)),
+        "no such expert": (f"1.{ROUTED}: layer 3: token 2: expert_ids: ", item(f"1.{ROUTED}", (2, 3), 16)),
         "nothing recorded": ("", lambda made: [value.fill(-1) for value in made.values()]),
     },
 }
@@ -628,13 +629,13 @@ def vllm_0_32(form, path, lengths=(4, 3), generated=3, **choice):
         named = {f"{index}.routed_experts": ids for index, ids in enumerate(made)}
         np.savez(path, **named, **{f"{index}.prompt_length": length for index, length in enumerate(lengths)})
         return made
-    held = [{"choices": [{"routed_experts": npy(ids), **choice}]} for ids in made]
-    for one, length in zip(held, lengths, strict=True):
+    told = [{"choices": [{"routed_experts": npy(ids), **choice}]} for ids in made]
+    for one, length in zip(told, lengths, strict=True):
         if form == "usage":
             one["usage"] = {"prompt_tokens": length}
         else:
             one["choices"][0]["prompt_token_ids"] = list(range(length))
-    written(path, *held)
+    written(path, *told)
     return made
 
 
@@ -653,6 +654,35 @@ def test_prompts_and_what_was_generated_are_told_apart(tmp_path, out, form):
         ]
         np.testing.assert_array_equal(ids, np.concatenate(kept)[:, 1:].transpose(1, 0, 2))
         assert summary.left_out == 11 - len(expected)
+
+
+def test_slots_that_repeat_an_expert_are_tokens_with_fewer_experts(tmp_path, out):
+    """A server under a policy fills slots with an expert that the token holds, at weight 0."""
+    ids_TLK = routing(6, 4, 16, 3)
+    ids_TLK[2, 1], ids_TLK[4, 3] = [9, 9, 9], [5, 7, 5]
+    source = written(tmp_path / "r.jsonl", {"choices": [{"routed_experts": npy(ids_TLK)}]})
+    summary = imported("vllm", source, out)
+    assert "3 of 54 places are empty: tokens with fewer than 3 experts" in summary.trace.metadata["note"]
+    for layer, source_layer in enumerate((1, 2, 3)):
+        kept = held(*summary.trace.read_layer(layer))
+        ids_TK, scores_TK = summary.trace.read_layer(layer)
+        for token, ids_K in enumerate(ids_TLK[:, source_layer].tolist()):
+            assert sorted(ids_TK[token, kept[token]].tolist()) == sorted(set(ids_K))
+            assert set(scores_TK[token, kept[token]].tolist()) == {np.float16(1 / len(set(ids_K)))}
+    load_E = read_counts(out)[0]
+    assert (load_E[9], load_E.sum()) == (sum(9 in row for row in ids_TLK[:, 1].tolist()), 16)
+    with pytest.raises(ValueError, match=r"layer 0: expected top-3 of every token.*, got 1 of 6 tokens with fewer"):
+        RecordedWorkload(
+            path=out,
+            layer=0,
+            num_experts=16,
+            top_k=3,
+            num_tokens=6,
+            num_batches=1,
+            tail="uniform",
+            seed=0,
+            topk_share=0.5,
+        )
 
 
 def test_a_phase_that_nothing_tells_is_refused(tmp_path, out):
@@ -695,15 +725,15 @@ def test_positions_of_a_prompt_of_which_the_server_left_out_the_start(tmp_path, 
 
 
 def test_lines_without_a_response_lose_no_others(tmp_path, out):
-    held = json.dumps({"choices": [{"routed_experts": npy(routing(5, 4, 16, 3))}]})
+    line = json.dumps({"choices": [{"routed_experts": npy(routing(5, 4, 16, 3))}]})
     source = tmp_path / "r.jsonl"
-    source.write_text(f'\n{held}\nnull\n{{"error": {{"message": "too long"}}}}\n{held[:40]}\n{held}\n')
+    source.write_text(f'\n{line}\nnull\n{{"error": {{"message": "too long"}}}}\n{line[:40]}\n{line}\n')
     summary = imported("vllm", source, out)
     assert summary.trace.num_tokens == 10
     assert f"3 lines without a response left out, the first {source}:3: null" in summary.trace.metadata["note"]
     source.write_text("null\n")
     assert refusal("vllm", source, tmp_path / "o" / "x") == f"{source}:1: null"
-    source.write_text(f"data: {held}\n")
+    source.write_text(f"data: {line}\n")
     assert "stream" in refusal("vllm", source, tmp_path / "o" / "y")
 
 

@@ -237,8 +237,10 @@ def test_a_row_is_wrong_where_a_slow_loop_finds_it_wrong(seed, normalised):
     )
     # One thing is wrong at a time, or none: each check has to find its own.
     token, column = random.integers(6), random.integers(3)
-    fault = random.integers(9)
-    if fault < 3:
+    fault = random.integers(10)
+    if fault == 9:  # fewer than K experts: places that repeat the best one with score 0
+        ids_TK[token, 1 + column % 2 :], scores_TK[token] = ids_TK[token, 0], [[1.0, 0, 0], [0.6, 0.4, 0]][column % 2]
+    elif fault < 3:
         ids_TK[token, column] = [-1, 8, ids_TK[token, column - 1]][fault]
     elif fault < 8:
         scores_TK[token] = [[0.5, 0.3, np.nan], [np.inf, 0.3, 0.2], [0.9, 0.2, -0.1], [0.2, 0.5, 0.3], [0.9, 0.8, 0.1]][
@@ -246,6 +248,10 @@ def test_a_row_is_wrong_where_a_slow_loop_finds_it_wrong(seed, normalised):
         ]
 
     def is_wrong(ids, scores):
+        ids = [
+            ids[0],
+            *(expert for expert, score in zip(ids[1:], scores[1:], strict=True) if (expert, score) != (ids[0], 0)),
+        ]
         low, high = (0.98, 1.02) if normalised else (0.0, 1.02)
         return (
             any(not 0 <= expert < 8 for expert in ids)

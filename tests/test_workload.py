@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ep_bench.policies import RoutingContext
+from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.policies.topk import TopK
 from moe_ep_bench.workload import SyntheticWorkload, TokenBatch, deal
 from moe_ep_bench.workload.batch import balanced_scores, deal_sequences, dealing_order, image_tokens
-from moe_ep_bench.workload.tail import fill_tail, fit_top_k
+from moe_ep_bench.workload.tail import Groups, fill_tail, fit_top_k, keep_top_k_ahead
 
 few_examples = settings(max_examples=15)
 
@@ -191,6 +192,30 @@ def test_any_recorded_row_gets_a_tail_below_its_top_k(seed, steps, sharpness):
     best = scores_TE.topk(top_k, dim=1)
     np.testing.assert_array_equal(best.indices.numpy(), ids_TK)
     np.testing.assert_array_equal(best.values.numpy(), fitted.scores_TK)
+
+
+@pytest.mark.parametrize("top_groups", [1, 2, 4])
+def test_groups_of_recorded_experts_stay_ahead_of_all_others(top_groups):
+    """The top-k of a replay are the recorded experts also where a model chooses among groups first."""
+    random, num_experts, top_k = np.random.default_rng(top_groups), 32, 4
+    context = RoutingContext(top_k=top_k, num_groups=8, top_groups=top_groups)
+    # A selection bias may put any experts ahead, in as many groups as a token is allowed.
+    group_TG = np.argsort(random.random((200, 8)), axis=1)[:, :top_groups]
+    inside_TN = (group_TG[:, :, None] * 4 + np.arange(4)).reshape(200, -1)
+    ids_TK = np.take_along_axis(inside_TN, np.argsort(random.random(inside_TN.shape), axis=1)[:, :top_k], axis=1)
+    full_TE = random.dirichlet(np.ones(num_experts), 200).astype(np.float32)
+    best_TK = -np.sort(-np.take_along_axis(full_TE, ids_TK, axis=1), axis=1)
+    ids_TK = np.take_along_axis(ids_TK, np.argsort(-np.take_along_axis(full_TE, ids_TK, axis=1), axis=1), axis=1)
+    expected_TE = np.zeros((200, num_experts), dtype=bool)
+    np.put_along_axis(expected_TE, ids_TK, True, axis=1)
+    fitted_TK = fit_top_k(best_TK.astype(np.float64), num_experts).scores_TK
+    groups = Groups(8, top_groups)
+    for scores_TE in (
+        keep_top_k_ahead(ids_TK, full_TE, groups).scores_TE,
+        fill_tail(ids_TK, fitted_TK, np.ones(num_experts), random.random((200, num_experts)), groups),
+    ):
+        np.testing.assert_array_equal(top_k_map(torch.from_numpy(scores_TE), context).numpy(), expected_TE)
+    assert (top_k_map(torch.from_numpy(full_TE), context).numpy() != expected_TE).any(axis=1).sum() > 100
 
 
 def test_rows_that_leave_room_for_a_tail_keep_their_scores_and_others_are_counted():

@@ -49,6 +49,7 @@ class Job:
 
     Attributes:
         watchdog: from the first step to the last.
+        held: what ends with the job: ranks, locks of comparisons.
         launch: which of ``measure.launches``, from 0.
         mark, progress: of what is being tried (``trying``).
     """
@@ -56,6 +57,7 @@ class Job:
     ranks: Ranks
     directory: RunDirectory
     watchdog: Watchdog
+    held: contextlib.ExitStack
     launch: int = 0
     run_id: str = ""
     mark: Mark = field(init=False)

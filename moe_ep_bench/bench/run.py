@@ -7,9 +7,10 @@ the same thing. Then each comparison is measured, by ``session`` or by ``virtual
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,25 +111,19 @@ def run(
     """
     mine: list[Comparison] = []  # of which this rank says what is kept, for all ranks
     try:
-        with ends_on_signals(partial(_say_kept, RunDirectory(out), launch, mine)), contextlib.ExitStack() as held:
-            try:
-                ranks = join(_JOIN_TIMEOUT_S)
-            except (UserError, NotMetError) as error:
-                print(f"moe-ep-bench: {error}", file=sys.stderr)
-                return leave_status(USER_ERROR if isinstance(error, UserError) else LOST)
-            # Nothing of a case is lost where a rank hangs out here: the watchdog's own line says all.
-            watchdog = Watchdog(_SETUP_TIMEOUT_S, partial(is_busy, ranks.device), partial(leave_status, LOST))
-            held.callback(watchdog.stop)
-            held.callback(ranks.close)
-            job = Job(ranks, RunDirectory(out), watchdog, launch)
+        # Nothing of a case is lost where a rank hangs out here: the watchdog's own line says all.
+        with _begun(out, launch, mine, _SETUP_TIMEOUT_S) as job:
             comparisons = _agreed_plan(job, config, overrides, point)
-            watchdog.feed()
+            job.watchdog.feed()
             if profile is not None:
-                return leave_status(_profile(job, held, comparisons, profile))
-            mine += comparisons if ranks.is_first else []
-            return leave_status(_measure(job, held, comparisons, force=force, is_point=point is not None))
+                return leave_status(_profile(job, comparisons, profile))
+            mine += comparisons if job.ranks.is_first else []
+            return leave_status(_measure(job, comparisons, force=force, is_point=point is not None))
     except ToldError:
         return leave_status(USER_ERROR)
+    except (UserError, NotMetError) as error:
+        print(f"moe-ep-bench: {error}", file=sys.stderr)
+        return leave_status(USER_ERROR if isinstance(error, UserError) else LOST)
     except Exception as error:
         if is_of_peers(error):
             print(f"moe-ep-bench: {PEER_LOST}: {brief(error, 200, quoted=False)}", file=sys.stderr, flush=True)
@@ -154,15 +149,30 @@ def emulate_plan(comparisons: Sequence[Comparison], out: Path, *, force: bool = 
     Args:
         survey: see ``describe_timed_run``.
     """
+    measures = any(comparison.device is None for comparison in comparisons)
     try:
-        with ends_on_signals(partial(_say_kept, RunDirectory(out), 0, comparisons)), contextlib.ExitStack() as held:
-            ranks = join(_JOIN_TIMEOUT_S, measures=any(comparison.device is None for comparison in comparisons))
-            watchdog = Watchdog(is_busy=partial(is_busy, ranks.device))  # Nobody waits for it outside of cases.
-            held.callback(watchdog.stop)
-            held.callback(ranks.close)
-            return _measure(Job(ranks, RunDirectory(out), watchdog), held, comparisons, force=force, survey=survey)
+        with _begun(out, 0, comparisons, math.inf, measures=measures) as job:  # Nobody waits for it outside of cases.
+            return _measure(job, comparisons, force=force, survey=survey)
     except ToldError:
         return USER_ERROR
+
+
+@contextlib.contextmanager
+def _begun(
+    out: Path, launch: int, comparisons: Sequence[Comparison], timeout_s: float, *, measures: bool = True
+) -> Iterator[Job]:
+    """Join the other ranks and work under a watchdog; a signal ends it all, with a word on what is kept.
+
+    Args:
+        timeout_s: how long nothing may move outside of comparisons.
+        measures: see ``join``.
+    """
+    with ends_on_signals(partial(_say_kept, RunDirectory(out), launch, comparisons)), contextlib.ExitStack() as held:
+        ranks = join(_JOIN_TIMEOUT_S, measures=measures)
+        watchdog = Watchdog(timeout_s, partial(is_busy, ranks.device), partial(leave_status, LOST))
+        held.callback(watchdog.stop)
+        held.callback(ranks.close)
+        yield Job(ranks, RunDirectory(out), watchdog, held, launch)
 
 
 def _say_kept(directory: RunDirectory, launch: int, comparisons: Sequence[Comparison]) -> None:
@@ -223,22 +233,16 @@ def _unlike(ranks: Ranks, facts: dict[str, str]) -> str:
 
 
 def _measure(
-    job: Job,
-    held: contextlib.ExitStack,
-    comparisons: Sequence[Comparison],
-    *,
-    force: bool,
-    is_point: bool = False,
-    survey: bool = True,
+    job: Job, comparisons: Sequence[Comparison], *, force: bool, is_point: bool = False, survey: bool = True
 ) -> int:
-    """Measure what is left of this launch; return the exit status. Comparisons are held until ``held`` is closed."""
+    """Measure what is left of this launch; return the exit status."""
     # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
     if comparisons[0].backend == RANKS:
         from moe_ep_bench.bench.session import measure_comparison
     else:
         from moe_ep_bench.bench.virtual import measure_comparison
     ranks, directory = job.ranks, job.directory
-    todo = _left(job, held, comparisons, force=force)
+    todo = _left(job, comparisons, force=force)
     job.run_id = ranks.of_first(new_run_id())
     if any(todo):
         # Made on every rank, which keeps them together: it goes through all batches.
@@ -260,17 +264,15 @@ def _measure(
     return ranks.of_first(status)
 
 
-def _left(
-    job: Job, held: contextlib.ExitStack, comparisons: Sequence[Comparison], *, force: bool
-) -> list[list[CaseSpec]]:
+def _left(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> list[list[CaseSpec]]:
     """What is left to run, per comparison; rank 0 looks into the results directory for all.
 
-    From here on no other job writes these comparisons, until ``held`` is closed.
+    From here on no other job writes these comparisons, until this one ends.
     """
     wanted: list[str] = []
 
     def look() -> None:
-        _hold(job, held, comparisons, force=force)
+        _hold(job, comparisons, force=force)
         left = left_of(job.directory, comparisons, job.launch, force=force)
         wanted.extend(case.case_id for cases in left for case in cases)
 
@@ -279,20 +281,20 @@ def _left(
     return [[case for case in comparison.cases if case.case_id in ids] for comparison in comparisons]
 
 
-def _profile(job: Job, held: contextlib.ExitStack, comparisons: Sequence[Comparison], wanted: str) -> int:
+def _profile(job: Job, comparisons: Sequence[Comparison], wanted: str) -> int:
     """Profile the case that is ``wanted``; return the exit status."""
     from moe_ep_bench.bench.profile import profile_case
 
     comparison, case = job.ranks.agree(partial(find_case, comparisons, wanted))
-    _on_first(job, partial(_hold, job, held, [comparison], force=True))
+    _on_first(job, partial(_hold, job, [comparison], force=True))
     with job.trying([comparison], job.directory.profiles):
         profile_case(job, comparison, case)
     return OK
 
 
-def _hold(job: Job, held: contextlib.ExitStack, comparisons: Sequence[Comparison], *, force: bool) -> None:
+def _hold(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> None:
     check_timing(job.directory, comparisons[0], job.ranks.device, force=force)
-    held.enter_context(hold_comparisons(job.directory, comparisons))
+    job.held.enter_context(hold_comparisons(job.directory, comparisons))
 
 
 def _on_first(job: Job, act: Callable[[], object]) -> None:

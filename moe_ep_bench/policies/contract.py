@@ -102,7 +102,6 @@ class Policy:
             batch-wide sets the weights that a decode step reads.
         looks_past_top_k: scores beyond the model's top-k decide, so that a recording which holds
             only the top-k needs a model of the others.
-        fewer_experts_by: the field by which a batch activates fewer experts; None = that is not what it is for.
         torch_only: values by field that only the form in torch, or numba's steps of it, can run.
         optional: fields that ``params`` holds only where they differ from their defaults.
         experts_in: fields that count experts; a config may ask for as many as the model has.
@@ -112,7 +111,6 @@ class Policy:
     name: ClassVar[str]
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     looks_past_top_k: ClassVar[bool] = False
-    fewer_experts_by: ClassVar[str | None] = None
     torch_only: ClassVar[Mapping[str, object]] = {}
     optional: ClassVar[tuple[str, ...]] = ()
     experts_in: ClassVar[tuple[str, ...]] = ()

@@ -31,7 +31,6 @@ class Pruned(SteppedPolicy):
 
     name: ClassVar[str] = "pruned"
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
-    fewer_experts_by: ClassVar[str] = "k0"
     experts_in: ClassVar[tuple[str, ...]] = ("k0",)
 
     k0: Positive

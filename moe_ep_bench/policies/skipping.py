@@ -83,7 +83,6 @@ class Lynx(ClosingPolicy):
 
     name: ClassVar[str] = "lynx"
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
-    fewer_experts_by: ClassVar[str] = "num_dropped"
     experts_in: ClassVar[tuple[str, ...]] = ("num_dropped",)
 
     num_dropped: Count

@@ -62,7 +62,6 @@ class XShare(SteppedPolicy):
 
     name: ClassVar[str] = "xshare"
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
-    fewer_experts_by: ClassVar[str] = "budget"
     experts_in: ClassVar[tuple[str, ...]] = ("k0", "budget", "request_budget", "rank_budget")
     looks_past_top_k: ClassVar[bool] = True
     torch_only: ClassVar[Mapping[str, object]] = {"scores": "topk"}

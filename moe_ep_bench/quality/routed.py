@@ -143,7 +143,7 @@ class _Patch:
         logits_TE, _, ids_TK = output
         own_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, ids_TK, True)
         context = layer.context(self.num_ranks)
-        scores_TE = _settled(layer.scores(logits_TE), own_TE, context)
+        scores_TE = settled(layer.scores(logits_TE), own_TE, context)
         routing = None
         if self.policy is not None and self.forward_pass.phase in self.acts_in:
             routing = self._route(self.policy, layer, scores_TE, context)
@@ -227,7 +227,7 @@ def _by_pairs(forward: Callable[..., Tensor], hidden_TD: Tensor, routing: Routin
     return sum_TD.to(hidden_TD.dtype)
 
 
-def _settled(scores_TE: Tensor, own_TE: Tensor, context: RoutingContext) -> Tensor:
+def settled(scores_TE: Tensor, own_TE: Tensor, context: RoutingContext) -> Tensor:
     """Scores whose top-k is the model's own choice also where scores tie."""
     tied_T = (top_k_map(scores_TE, context) != own_TE).any(dim=1)
     if not bool(tied_T.any()):

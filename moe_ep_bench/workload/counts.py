@@ -153,11 +153,13 @@ def _of_slots(count_LS: NDArray[Any], expert_LS: NDArray[Any], where: str) -> ND
 
 
 def _of_recording(path: Path) -> Counts:
-    from moe_ep_bench.workload.trace import open_trace
+    from moe_ep_bench.workload.trace import held, open_trace
 
     trace = open_trace(path)
-    layers = (trace.read_layer(layer)[0] for layer in range(trace.num_layers))
-    load_LE = np.stack([np.bincount(ids_TK.ravel(), minlength=trace.num_experts) for ids_TK in layers])
+    layers = (trace.read_layer(layer) for layer in range(trace.num_layers))
+    load_LE = np.stack(
+        [np.bincount(ids_TK[held(ids_TK, scores_TK)], minlength=trace.num_experts) for ids_TK, scores_TK in layers]
+    )
     numbers = trace.metadata.get("source_layers", "").split(",")
     known = [int(name) for name in numbers] if all(name.isdecimal() for name in numbers) else []
     return _layers(load_LE, str(path), known if len(known) == trace.num_layers else None)

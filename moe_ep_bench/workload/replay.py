@@ -43,8 +43,17 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.randomness import Run, Stream, generator, in_chunks, row_numbers, rows_at_once, uniform_rows
-from moe_ep_bench.workload.tail import RECORDED, TAILS, FittedTopK, FullRows, fill_tail, fit_top_k, keep_top_k_ahead
-from moe_ep_bench.workload.trace import Trace, open_trace
+from moe_ep_bench.workload.tail import (
+    RECORDED,
+    TAILS,
+    FittedTopK,
+    FullRows,
+    Groups,
+    fill_tail,
+    fit_top_k,
+    keep_top_k_ahead,
+)
+from moe_ep_bench.workload.trace import Trace, held, open_trace
 from moe_ep_bench.workload.workload import Workload
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -67,7 +76,7 @@ class RecordedWorkload(Workload):
     Attributes: those of ``config.RecordedConfig``, and
         path: the recording, or several with their shares. These must be of one model, with the same layers and kind
             of scores.
-        num_experts, top_k: of the model that is measured; the recordings must agree.
+        num_experts, top_k, num_groups, top_groups: of the model that is measured; the recordings must agree.
         num_tokens: tokens in a batch, all ranks together.
         topk_share: needed where the recorded scores are normalised over the top-k (GPT-OSS), and only there. Every row
             gets exactly this share unless no tail would fit under its K-th score: such rows get more, and are counted.
@@ -89,6 +98,8 @@ class RecordedWorkload(Workload):
     topk_share: float | None = None
     arrangement: str = "sequences"
     tokens_per_request: int = 1
+    num_groups: int | None = None
+    top_groups: int | None = None
 
     def __post_init__(self) -> None:
         per_request = self.tokens_per_request
@@ -161,7 +172,7 @@ class RecordedWorkload(Workload):
             ids_TK, fitted, weights_E = self._routing
             jitter = [uniform_rows(self.seed, Stream.TAIL, index, *run, self.num_experts) for run in chunk]
             recorded = ids_TK[token_T].astype(np.int64), fitted.scores_TK[token_T]
-            yield fill_tail(*recorded, weights_E, np.concatenate(jitter))
+            yield fill_tail(*recorded, weights_E, np.concatenate(jitter), self._groups)
 
     # ---- what the batches are ----------------------------------------------------------------------------------------
 
@@ -244,7 +255,7 @@ class RecordedWorkload(Workload):
     @cached_property
     def _routing(self) -> tuple[NDArray[np.unsignedinteger], FittedTopK, NDArray[np.float64]]:
         """The layer as it will be used, of all recordings: recorded ids, fitted scores, tail weights."""
-        layers = [trace.read_layer(self.layer) for trace in self.traces]
+        layers = [self._read_layer(trace) for trace in self.traces]
         ids_TK, recorded_TK = (np.concatenate(parts) for parts in zip(*layers, strict=True))
         scores_TK = recorded_TK.astype(np.float64)
         if self.topk_share is not None:
@@ -258,12 +269,27 @@ class RecordedWorkload(Workload):
         weights_E = np.ones(self.num_experts) if self.tail == "uniform" else load_E + 1
         return ids_TK, fit_top_k(scores_TK, self.num_experts), weights_E
 
+    def _read_layer(self, trace: Trace) -> tuple[NDArray[np.unsignedinteger], NDArray[np.float16]]:
+        """The layer, as the model's own router chose: a policy's choice of fewer experts is no workload for another."""
+        ids_TK, scores_TK = trace.read_layer(self.layer)
+        if fewer := int((~held(ids_TK, scores_TK)).any(axis=1).sum()):
+            raise UserError(
+                f"{trace.path}: layer {self.layer}: expected top-{self.top_k} of every token, as the router chose, got "
+                f"{fewer:,} of {len(ids_TK):,} tokens with fewer: a server's routing under a policy; its loads are "
+                "what --counts takes"
+            )
+        return ids_TK, scores_TK
+
     @cached_property
     def _full(self) -> FullRows:
         """The layer's scores of all experts as they will be used, of all recordings."""
-        layers = [trace.read_layer(self.layer)[0] for trace in self.traces]
+        layers = [self._read_layer(trace)[0] for trace in self.traces]
         full = [trace.read_full_scores(self.layer) for trace in self.traces]
-        return keep_top_k_ahead(np.concatenate(layers).astype(np.int64), np.concatenate(full))
+        return keep_top_k_ahead(np.concatenate(layers).astype(np.int64), np.concatenate(full), self._groups)
+
+    @property
+    def _groups(self) -> Groups | None:
+        return Groups(self.num_groups, self.top_groups) if self.num_groups and self.top_groups else None
 
     @cached_property
     def _pools(self) -> list[Pool]:

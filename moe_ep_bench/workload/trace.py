@@ -15,7 +15,10 @@ and string metadata ``format``, ``model``, ``num_experts`` (at most 1,024), ``to
 
 * ``softmax, not renormalised``, or anything else: shares of a token's whole score mass, so at most 1 in sum;
 * with ``softmax over the top-k`` in it: 1 in sum;
-* beginning with ``assumed``: nobody recorded scores. The K of a row are equal, and only the ids say anything.
+* beginning with ``assumed``: nobody recorded scores. Those of a row's experts are equal, and only the ids say anything.
+
+A token may hold fewer than K experts, as it does in a server that drops pairs: the places that are left repeat its best
+expert with score 0 (``held``). Replays, which ask the model's own router, take no such recording.
 
 Files come from elsewhere and are trusted with nothing: the length of the header is held against the
 file before anything is allocated, header and sequences are checked when a trace is opened, a layer
@@ -186,6 +189,18 @@ def scores_are_normalised(score: str) -> bool:
     return "softmax over the top-k" in score or score.startswith("assumed")
 
 
+def held(ids_TK: NDArray[np.integer], scores_TK: NDArray[np.floating]) -> NDArray[np.bool_]:
+    """Which places of best-first rows hold an expert: all but those that repeat the best one with score 0."""
+    held_TK = (ids_TK != ids_TK[:, :1]) | (scores_TK != 0)
+    held_TK[:, 0] = True
+    return held_TK
+
+
+def _repeats(ids_TK: NDArray[np.integer]) -> NDArray[np.bool_]:
+    sorted_TK = np.sort(ids_TK, axis=1)
+    return (sorted_TK[:, 1:] == sorted_TK[:, :-1]).any(axis=1)
+
+
 def find_problem(
     ids_TK: NDArray[np.integer], scores_TK: NDArray[np.floating], num_experts: int, normalised: bool
 ) -> tuple[int, str] | None:
@@ -196,7 +211,11 @@ def find_problem(
         num_experts: E.
         normalised: whether rows sum to 1, else to at most 1.
     """
-    sorted_TK = np.sort(ids_TK, axis=1)
+    repeats_T = _repeats(ids_TK)
+    if repeats_T.any():  # A place without an expert counts as one of its own.
+        rows_RK, scores_RK = ids_TK[repeats_T].astype(np.int64), scores_TK[repeats_T]
+        own_K = -1 - np.arange(ids_TK.shape[1])
+        repeats_T[repeats_T] = _repeats(np.where(held(rows_RK, scores_RK), rows_RK, own_K))
     outside_TK = (ids_TK < 0) | (ids_TK >= num_experts)
     with np.errstate(invalid="ignore"):  # inf - inf; infinities have a check of their own
         sum_T = scores_TK.sum(axis=1, dtype=np.float32)
@@ -208,7 +227,7 @@ def find_problem(
             lambda t: f"expert_ids: expected 0 to {num_experts - 1}, got {ids_TK[t][outside_TK[t]][0]}",
         ),
         (
-            (sorted_TK[:, 1:] == sorted_TK[:, :-1]).any(axis=1),
+            repeats_T,
             lambda t: f"expert_ids: expected distinct experts, got {ids_TK[t].tolist()}",
         ),
         (

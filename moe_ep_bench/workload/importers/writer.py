@@ -28,6 +28,7 @@ from moe_ep_bench.workload.trace import (
     MAX_EXPERTS,
     Trace,
     find_problem,
+    held,
     id_type,
     open_trace,
     scores_are_normalised,
@@ -55,7 +56,7 @@ class ImportSummary:
         return (
             f"{trace.path}: {facts['model']}, {facts['domain']}, {facts['phase']}\n"
             f"  {trace.num_layers} layers x {trace.num_experts} experts, top-{trace.top_k}; {trace.num_tokens} tokens "
-            f"in {trace.num_sequences} sequences; {trace.num_tokens * trace.top_k} pairs in every layer, all kept\n"
+            f"in {trace.num_sequences} sequences; {trace.num_tokens * trace.top_k} places in every layer, all kept\n"
             f"  scores: {facts['score']}\n"
             f"  left out: {self.left_out} tokens; {facts['note']}\n"
             f"  made from {facts['source_files']} file(s), sha256 {facts['source_sha256']}"
@@ -67,8 +68,8 @@ class TraceWriter:
 
     Whoever records calls ``describe`` once. Then, pass by pass, ``add`` takes every layer's block of the pass and
     ``add_tokens`` the tokens themselves, which completes it. ``sources`` lists the files that were read, ``left_out``
-    counts tokens that were passed over, ``num_padding`` those of them that fill up, and ``notes`` says what a user
-    should know.
+    counts tokens that were passed over, ``num_padding`` those of them that fill up, ``num_empty`` places in which a
+    token holds no expert, and ``notes`` says what a user should know.
 
     Args:
         directory: for spools.
@@ -85,10 +86,10 @@ class TraceWriter:
         self.metadata = dict(metadata or {})
         self.left_out = 0
         self.notes: list[str] = []
-        self.num_tokens = self.num_experts = self.num_padding = 0
+        self.num_tokens = self.num_experts = self.num_padding = self.num_empty = 0
         self.top_k = top_k
         self._directory = directory
-        self._loads: dict[int, NDArray[np.int64]] = {}  # by layer, [E]
+        self._loads: dict[int, NDArray[np.int64]] = {}  # places by layer, [E]
         self._added: dict[int, tuple[int, str]] = {}  # by layer: tokens of the pass, and where the last of them stood
 
     def describe(self, *, num_experts: int, top_k: int, where: str, **metadata: str) -> None:
@@ -120,7 +121,8 @@ class TraceWriter:
 
         Args:
             layer: the source's number of it.
-            scores_TK: None where the source has none: all of a row get the same.
+            scores_TK: None where the source has none: all experts of a row get the same. There an expert that stands
+                in a row before leaves its place empty: a server that drops pairs fills up so.
             where: file and place, for errors.
             name_T: what the source calls these tokens, for errors; None = their places in the block.
             full_TE: scores of all experts, in rows that sum to 1; for all blocks or for none.
@@ -132,12 +134,13 @@ class TraceWriter:
             raise UserError(f"{where}: expected top-{self.top_k} as before, got {ids_TK.shape[1]}")
         ids_TK = ids_TK.astype(np.int64, copy=False)
         if scores_TK is None:
-            scores_TK = np.full(ids_TK.shape, 1 / self.top_k)
+            ids_TK, scores_TK = _assumed(ids_TK)
         order_TK = np.argsort(-scores_TK, axis=1, kind="stable")
         best_TK, scores_TK = np.take_along_axis(ids_TK, order_TK, 1), np.take_along_axis(scores_TK, order_TK, 1)
         if problem := find_problem(best_TK, scores_TK, self.num_experts, self._normalised):
             token, words = problem
             raise UserError(f"{where}: token {token if name_T is None else name_T[token]}: {words}")
+        self.num_empty += int((~held(best_TK, scores_TK)).sum())
         self._loads[layer] = self._loads.get(layer, 0) + np.bincount(ids_TK.ravel(), minlength=self.num_experts)
         self._added[layer] = self._added.get(layer, (0, ""))[0] + len(ids_TK), where
         self._spool(f"expert_ids-{layer}", best_TK.astype(id_type(self.num_experts)[0]))
@@ -190,6 +193,11 @@ class TraceWriter:
         layers = sorted(self._loads)
         if not (self.num_tokens and layers):
             raise UserError(f"{self.source}: expected at least one token, got none ({self.left_out} left out)")
+        if self.num_empty:
+            places = self.num_tokens * self.top_k * len(layers)
+            self.notes.append(
+                f"{self.num_empty:,} of {places:,} places are empty: tokens with fewer than {self.top_k} experts"
+            )
         metadata = {
             "format": FORMAT,
             "num_experts": str(self.num_experts),
@@ -241,6 +249,15 @@ class TraceWriter:
         # Opened anew for every block: there are more layers than files that a process may hold open.
         with (self._directory / name).open("ab") as file:
             file.write(values.tobytes())
+
+
+def _assumed(ids_TK: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Equal scores for the experts of a row, 0 in places that repeat one of them."""
+    again_TK = np.zeros(ids_TK.shape, dtype=bool)
+    for place in range(1, ids_TK.shape[1]):
+        again_TK[:, place] = (ids_TK[:, :place] == ids_TK[:, place, None]).any(axis=1)
+    scores_TK = ~again_TK / (~again_TK).sum(axis=1, keepdims=True)
+    return np.where(again_TK, ids_TK[:, :1], ids_TK), scores_TK
 
 
 def sha256_of(paths: Sequence[Path], root: Path) -> str:

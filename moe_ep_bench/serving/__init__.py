@@ -1,0 +1,1 @@
+"""Inside a server that people use: record its routing, and serve under a policy (``serving.vllm``)."""

@@ -1,0 +1,195 @@
+"""Route the tokens of one step of a server by a policy, in the K slots a token that its kernels have.
+
+The server's own router goes first. What it chose stays, to the bit, wherever the policy leaves a token its own top-k:
+a router in bfloat16 ties (its ``torch.topk`` breaks ties as it likes) and rounds its weights, and neither is a policy's
+doing. Elsewhere the policy's experts and weights take the slots. A token with fewer experts than slots repeats one that
+it holds, at weight 0; one that lost all repeats the busiest expert of the step: no expert is read that was not read
+anyway. The kernel still computes such a slot.
+
+Shapes: T = tokens of a step, E = experts, K = top_k, L = MoE layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.kernels import form_of
+from moe_ep_bench.layer.experts import seeded_generator
+from moe_ep_bench.policies import Policy, Routing
+from moe_ep_bench.policies.laser import LoadAwarePolicy
+from moe_ep_bench.policies.selection import weighted
+from moe_ep_bench.quality.families import MoELayer
+from moe_ep_bench.quality.routed import settled
+
+# Weights that forms of one policy compute, the numba and Triton ones too, are this close to each other.
+_ROUNDING = 1e-5
+COUNTS = ("steps", "tokens", "pairs", "dropped", "own_mass", "mass", "own_activated", "activated")
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The tokens that a server computes together, request by request.
+
+    Attributes:
+        request_T: which of the step's requests each is of, int64 on the scores' device.
+        is_prompt_T: whether it is a prompt's (prefill) or was generated (decode), bool.
+    """
+
+    request_T: Tensor
+    is_prompt_T: Tensor
+
+    def acting(self, acts_in: Sequence[str]) -> Tensor:
+        """Which tokens a policy decides on that acts in these phases: bool [T]."""
+        return (self.is_prompt_T & ("prefill" in acts_in)) | (~self.is_prompt_T & ("decode" in acts_in))
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What the server's own router did with a layer's tokens.
+
+    Attributes:
+        scores_TE: as a policy sees them; 0 where ``broken_T``.
+        own_TE: its top-k.
+        broken_T: tokens whose scores are no finite numbers.
+    """
+
+    scores_TE: Tensor
+    own_TE: Tensor
+    broken_T: Tensor
+
+
+def own_choice(layer: MoELayer, logits_TE: Tensor, ids_TK: Tensor) -> Choice:
+    """Scores in which the experts that the router chose are ahead also where they tie."""
+    scores_TE = layer.scores(logits_TE)
+    broken_T = ~scores_TE.isfinite().all(dim=1)
+    scores_TE = scores_TE.masked_fill(broken_T.unsqueeze(1), 0.0)
+    own_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, ids_TK.long(), True)
+    return Choice(settled(scores_TE, own_TE, layer.context(1)), own_TE, broken_T)
+
+
+class StepRouter:
+    """Routes the MoE layers of a model by one policy, and counts what it did.
+
+    Args:
+        num_ranks: expert-parallel ranks; a step is one batch of all of them.
+        acts_in: phases whose tokens the policy decides on, prefill, decode or both; None = its own.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        layers: Sequence[MoELayer],
+        num_ranks: int,
+        device: torch.device | str,
+        acts_in: Sequence[str] | None = None,
+    ) -> None:
+        self.policy, self.layers, self.num_ranks = policy, layers, num_ranks
+        self.acts_in = policy.acts_in if acts_in is None else acts_in
+        self.form = form_of(policy, device)
+        self.generator = seeded_generator(torch.device(device), 0)
+        self.counts_LC = torch.zeros(len(layers), len(COUNTS), dtype=torch.float64, device=device)
+        self.num_broken = torch.zeros((), dtype=torch.int64, device=device)
+        self.loads: dict[int, Tensor] = {}
+
+    def route(
+        self, place: int, choice: Choice, weights_TK: Tensor, ids_TK: Tensor, step: Step
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and expert ids [T, K] of a layer, in the types of the router's own."""
+        layer, scores_TE, own_TE = self.layers[place], choice.scores_TE, choice.own_TE
+        acts_T = step.acting(self.acts_in) & ~choice.broken_T
+        self.num_broken += choice.broken_T.sum()
+        load_E = self._carried(place, layer)
+        context = replace(
+            layer.context(self.num_ranks),
+            token_mask_T=None if bool(acts_T.all()) else acts_T,
+            request_id_T=step.request_T,
+            generator=self.generator,
+            load_E=None if load_E is None else load_E.clone(),
+        )
+        routing = self.form.route(scores_TE, context)
+        if load_E is not None:
+            load_E += routing.map_TE.sum(dim=0)
+        map_TE = torch.where(acts_T.unsqueeze(1), routing.map_TE, own_TE)
+        self._count(place, scores_TE, own_TE, map_TE, acts_T)
+        topk_TE = weighted(scores_TE, own_TE, own_TE, context).weights_TE
+        is_topk_T = (map_TE == own_TE).all(dim=1) & routing.weights_TE.isclose(topk_TE, rtol=_ROUNDING).all(dim=1)
+        return into_slots(Routing(map_TE, routing.weights_TE), ~acts_T | is_topk_T, weights_TK, ids_TK)
+
+    def _carried(self, place: int, layer: MoELayer) -> Tensor | None:
+        if not isinstance(self.policy, LoadAwarePolicy) or not self.policy.carry_loads:
+            return None
+        zeros = self.counts_LC.new_zeros(layer.num_experts)
+        return self.loads.setdefault(place, zeros)
+
+    def _count(self, place: int, scores_TE: Tensor, own_TE: Tensor, map_TE: Tensor, acts_T: Tensor) -> None:
+        acting_T1 = acts_T.unsqueeze(1)
+        self.counts_LC[place] += torch.stack(
+            [
+                acts_T.any(),
+                acts_T.sum(),
+                (own_TE & acting_T1).sum(),
+                (own_TE & ~map_TE).sum(),
+                (scores_TE * (own_TE & acting_T1)).sum(dtype=torch.float64),
+                (scores_TE * (map_TE & acting_T1)).sum(dtype=torch.float64),
+                own_TE.any(dim=0).sum() * acts_T.any(),
+                map_TE.any(dim=0).sum() * acts_T.any(),
+            ]
+        ).to(self.counts_LC)
+
+    def report(self) -> list[str]:
+        """What the policy did so far: a line for all layers, and one for each."""
+        count_LC = self.counts_LC.cpu()
+        # Tokens pass through every layer: all together they are as many as in one.
+        total_C = count_LC.sum(dim=0)
+        total_C[COUNTS.index("tokens")] /= len(self.layers)
+        lines = []
+        for name, row_C in zip(
+            ["all layers", *(layer.name for layer in self.layers)], [total_C, *count_LC], strict=True
+        ):
+            count = dict(zip(COUNTS, row_C.tolist(), strict=True))
+            steps = max(count["steps"], 1)
+            lines.append(
+                f"{name}: {count['tokens']:,.0f} tokens, {count['dropped']:,.0f} of {count['pairs']:,.0f} top-k pairs "
+                f"dropped ({count['dropped'] / max(count['pairs'], 1):.2%}), "
+                f"{count['mass'] / (count['own_mass'] or 1):.4f} of the top-k's mass kept, "
+                f"{count['activated'] / steps:.1f} experts activated a step "
+                f"({count['own_activated'] / steps:.1f} by top-k)"
+            )
+        if broken := int(self.num_broken):
+            lines.append(f"{broken:,} scores were no numbers: those tokens went as vLLM's own router sent them")
+        return lines
+
+
+def into_slots(routing: Routing, keeps_T: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """A policy's routing in the slots of a server: weights and ids [T, K].
+
+    Args:
+        routing: of all tokens; those that keep what they have need no weights.
+        keeps_T: tokens whose slots stay as the server's router filled them.
+        weights_TK, ids_TK: how it filled them.
+
+    Raises:
+        ValueError: the policy gave a token more experts than there are slots.
+    """
+    top_k, map_TE = ids_TK.shape[1], routing.map_TE
+    if not len(ids_TK):
+        return weights_TK.clone(), ids_TK.clone()
+    held_T = map_TE.sum(dim=1)
+    if (most := int(held_T.max())) > top_k:
+        raise UserError(
+            f"expected at most {top_k} experts a token, the slots of vLLM's kernels; the policy gave {most}"
+        )
+    found_TK, expert_TK = routing.weights_TE.masked_fill(~map_TE, -1.0).topk(top_k, dim=1)
+    empty_TK = found_TK < 0
+    stand_in_T1 = torch.where(held_T.unsqueeze(1) > 0, expert_TK[:, :1], map_TE.sum(dim=0).argmax())
+    expert_TK, found_TK = torch.where(empty_TK, stand_in_T1, expert_TK), found_TK.clamp(min=0)
+    keeps_T1 = keeps_T.unsqueeze(1)
+    return (
+        torch.where(keeps_T1, weights_TK, found_TK.to(weights_TK)),
+        torch.where(keeps_T1, ids_TK, expert_TK.to(ids_TK)),
+    )

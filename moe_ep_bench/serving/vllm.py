@@ -1,0 +1,529 @@
+"""The plugin for vLLM: record the routing of real requests with all scores, and serve under a policy.
+
+vLLM loads what stands under the entry point ``vllm.general_plugins`` in each of its processes. Without the variables
+below nothing is touched.
+
+==============================  =======================================================================================
+``MOE_EP_BENCH_RECORD``         a folder for ``moe-trace-v1`` parts (``serving.recorder``)
+``MOE_EP_BENCH_RECORD_GIB``     how much that may be, 4 unless said otherwise
+``MOE_EP_BENCH_POLICY``         ``{"name": ..., field: value}`` as JSON, or a YAML file that holds this; with
+                                ``acts_in``, a list of ``prefill`` and ``decode``, in place of the policy's own
+==============================  =======================================================================================
+
+The router that vLLM makes for a layer gets a subclass of its own class, which calls it and then the operation
+``moe_ep_bench::route`` with its logits and choice; an operation, so that torch.compile keeps it whole. Its routing
+method says ``Custom``, or a fused kernel would choose experts by itself. A step in which a layer's router was passed by
+ends the server with a line: no answer comes from a policy that did not decide. Steps of warm-up pass through, for their
+scores may be anything.
+
+The hooks are private to vLLM and held against its release 0.32 (tests/test_vllm.py).
+
+Shapes: T = tokens of a step, E = experts, K = top_k.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from moe_ep_bench.errors import UserError, naming
+
+RELEASE = "0.32"
+RECORD, LIMIT, POLICY = "MOE_EP_BENCH_RECORD", "MOE_EP_BENCH_RECORD_GIB", "MOE_EP_BENCH_POLICY"
+_STEPS_A_REPORT = 1000
+_SHUTDOWN_S = 60
+# What the factory of routers is told where scores are none that a policy knows, by what that is called.
+_UNKNOWN_ROUTERS = {
+    "custom_routing_function": "a routing function of the model's own",
+    "zero_expert_type": "experts that compute nothing",
+    "hash_indices_table": "experts by token id",
+    "bias_vl": "a selection bias for images",
+    "num_fused_shared_experts": "shared experts fused into the routed ones",
+}
+logger = logging.getLogger("vllm.moe_ep_bench")
+
+
+@dataclass(eq=False)
+class Session:
+    """What was asked for, and, in the process that computes, the model it acts in."""
+
+    policy: Any = None
+    acts_in: tuple[str, ...] = ()
+    directory: Path | None = None
+    most_bytes: int = 0
+    routers: list[Mapping[str, Any]] = field(default_factory=list)  # by place: what vLLM's factory was told
+    indices: dict[int, int] = field(default_factory=dict)  # by place: which of the model's MoE layers
+    layers: list[Any] = field(default_factory=list)
+    step_router: Any = None
+    recorder: Any = None
+    step: Any = None  # of real requests, while they are computed
+    num_steps: int = 0
+    num_routed: int = 0
+
+
+_session = Session()
+
+
+def settings(environment: Mapping[str, str]) -> Session | None:
+    """What the variables ask for; None = nothing.
+
+    Raises:
+        ValueError: one line that names the variable or file, the key and the value.
+    """
+    spec, directory = environment.get(POLICY, "").strip(), environment.get(RECORD, "").strip()
+    if not (spec or directory):
+        return None
+    gib = environment.get(LIMIT, "4")
+    try:
+        limit = float(gib)
+    except ValueError:
+        limit = 0.0
+    if not 0 < limit < 2**20:
+        raise UserError(f"{LIMIT}: expected a number of GiB above 0, got {gib!r}")
+    session = Session(directory=Path(directory).absolute() if directory else None, most_bytes=int(limit * 2**30))
+    if spec:
+        from moe_ep_bench.policies import make_policy
+
+        where = POLICY if spec.startswith("{") else spec
+        with naming(where):
+            values = dict(_mapping(spec))
+            acts_in = values.pop("acts_in", None)
+            session.policy = make_policy(values)
+            session.acts_in = session.policy.acts_in if acts_in is None else _phases(acts_in)
+    return session
+
+
+def _phases(acts_in: object) -> tuple[str, ...]:
+    known = ("prefill", "decode")
+    if not isinstance(acts_in, list) or not acts_in or not set(map(str, acts_in)) <= set(known):
+        raise UserError(f"acts_in: expected a list of {' and '.join(known)}, got {acts_in!r}")
+    return tuple(acts_in)
+
+
+def _mapping(spec: str) -> Mapping[str, object]:
+    if not spec.startswith("{"):
+        import yaml
+
+        try:
+            values = yaml.safe_load(Path(spec).read_bytes())
+        except OSError as problem:
+            raise UserError(f"cannot be read: {problem.strerror}") from None
+        except yaml.YAMLError as problem:
+            raise UserError(f"expected YAML: {' '.join(str(problem).split())}") from None
+    else:
+        try:
+            values = json.loads(spec)
+        except ValueError as problem:
+            raise UserError(f"expected JSON: {problem}") from None
+    if not isinstance(values, dict):
+        raise UserError(f'expected {{"name": ..., field: value}}, got {values!r}')
+    return values
+
+
+def register() -> None:
+    """Hook into vLLM where a variable asks for it: the entry point."""
+    global _session
+    try:
+        asked = settings(os.environ)
+        if asked is None and not _hooks.cache_info().currsize:
+            return
+        import vllm
+
+        if not vllm.__version__.startswith(f"{RELEASE}."):
+            raise UserError(f"vllm: the plugin's hooks are private and fit {RELEASE}, got {vllm.__version__}")
+    except UserError as problem:
+        _end(problem)
+    _session = asked or Session()
+    _hooks()
+
+
+def _end(problem: object) -> None:
+    print(f"moe-ep-bench: {problem}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+# ---- what cannot be honoured -----------------------------------------------------------------------------------------
+
+
+def check_config(config: Any, session: Session) -> None:
+    """Refuse a server in which the plugin cannot do what it says.
+
+    Raises:
+        ValueError: one line that says what to change.
+    """
+    parallel, num_experts = config.parallel_config, config.model_config.get_num_experts()
+    if not num_experts:
+        raise UserError(f"{config.model_config.model}: expected a mixture of experts")
+    graphs = config.compilation_config.cudagraph_mode
+    for is_so, words in (
+        (config.use_v2_model_runner, "Model Runner V2 is not known; set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (
+            config.device_config.device_type != "cpu" and graphs is not None and graphs.name != "NONE",
+            "graphs are replayed without their routers; start with --enforce-eager",
+        ),
+        (config.speculative_config is not None, "speculative decoding computes tokens of no request"),
+        (parallel.pipeline_parallel_size > 1, "a pipeline stage holds some of the layers; use --tensor-parallel-size"),
+        (parallel.use_ubatching, "micro-batches split a step; start without --enable-dbo"),
+        (parallel.use_sequence_parallel_moe, "ranks see a part of a step's tokens each; change the all2all backend"),
+        (parallel.prefill_context_parallel_size > 1, "ranks see a part of a prompt each"),
+        (
+            session.policy is not None and parallel.enable_eplb,
+            "replicas have no place in a policy's ranks; start without --enable-eplb",
+        ),
+        (
+            parallel.data_parallel_size > 1 and _looks_at_batch(session.policy),
+            "the policy decides for the tokens of all ranks, and data-parallel ranks see their own alone",
+        ),
+        (
+            session.directory is not None and any(session.directory.glob("*.safetensors")),
+            f"{RECORD}: {session.directory}: expected a folder without recordings",
+        ),
+    ):
+        if is_so:
+            raise UserError(words)
+    text = config.model_config.hf_text_config
+    top_k = getattr(text, "num_experts_per_tok", None) or getattr(text, "num_experts_per_token", None)
+    if session.policy is not None and top_k:
+        with naming(POLICY):
+            check_policy(
+                session.policy, [moe_layer("router", 0, 0, num_experts=num_experts, top_k=top_k)], num_ranks(config)
+            )
+
+
+def _looks_at_batch(policy: Any) -> bool:
+    from moe_ep_bench.policies.contract import Policy, SteppedPolicy
+
+    kind = type(policy)
+    stats = SteppedPolicy.stats if isinstance(policy, SteppedPolicy) else Policy.batch_stats
+    return getattr(kind, stats.__name__) is not stats or getattr(policy, "load_scope", None) == "all"
+
+
+def check_policy(policy: Any, layers: list[Any], num_ranks: int) -> None:
+    """Try a policy on layers of a model's shape.
+
+    Raises:
+        ValueError: it does not fit, or promises a token more experts than there are slots.
+    """
+    from moe_ep_bench.policies.contract import Policy
+    from moe_ep_bench.quality.routed import try_policies
+
+    for layer in layers:
+        policy.check_model(layer.num_experts)
+        most = policy.most_experts(layer.num_experts, layer.context(num_ranks))
+        # A policy of a user's own that promises nothing is held to the slots step by step.
+        if most > layer.top_k and type(policy).most_experts is not Policy.most_experts:
+            raise UserError(
+                f"{policy.name}: may give a token {most} experts, and vLLM's kernels have {layer.top_k} slots for one"
+            )
+        if not policy.by_layer or len(layers) > 1:
+            try_policies(layer, [policy], num_ranks)
+
+
+def num_ranks(config: Any) -> int:
+    parallel = config.parallel_config
+    return parallel.tensor_parallel_size * parallel.data_parallel_size if parallel.enable_expert_parallel else 1
+
+
+def moe_layer(name: str, number: int, fraction: float, num_experts: int, top_k: int, **told: Any) -> Any:
+    """A layer as policies know it, from what vLLM's factory of routers was told.
+
+    Raises:
+        ValueError: a router whose scores are none that a policy knows.
+    """
+    from moe_ep_bench.models import ModelSpec
+    from moe_ep_bench.quality.families import MoELayer
+
+    for key, words in _UNKNOWN_ROUTERS.items():
+        if not (told.get(key) is None or (isinstance(told[key], int) and told[key] == 0)):
+            raise UserError(f"{name}: {words} ({key}), which no policy knows")
+    score_function = told.get("scoring_func", "softmax")
+    if score_function not in ("softmax", "sigmoid"):
+        raise UserError(f"{name}: scoring_func: expected softmax or sigmoid, got {score_function!r}")
+    bias, scale = told.get("e_score_correction_bias"), told.get("routed_scaling_factor", 1.0)
+    groups, top = told.get("num_expert_group"), told.get("topk_group")
+    has_groups = bool(told.get("use_grouped_topk")) and groups is not None and groups > 1
+    spec = ModelSpec(
+        name=name,
+        source="vLLM",
+        num_layers=number + 1,
+        hidden_size=1,
+        ffn_hidden_size=1,
+        num_experts=num_experts,
+        top_k=top_k,
+        score_function=score_function,
+        normalize=bool(told.get("renormalize", True)),
+        selection_bias=bias is not None,
+        num_groups=groups if has_groups else None,
+        top_groups=top if has_groups else None,
+        group_score_experts=(2 if bias is not None else 1) if has_groups else None,
+        routed_scale=scale,
+    )
+    # The parameter itself: weights are loaded into it later.
+    router = SimpleNamespace(routed_scaling_factor=scale, e_score_correction_bias=bias)
+    return MoELayer(name, number, fraction, router, None, spec)
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _hooks() -> None:
+    """Wrap what vLLM calls, once a process; each wrapper asks the session whether there is anything to do."""
+    from vllm.engine import arg_utils
+    from vllm.model_executor.layers.fused_moe import layer as moe
+    from vllm.v1.worker.gpu_worker import Worker
+
+    define_operation()
+    _wrap(arg_utils.EngineArgs, "create_engine_config", _create_engine_config)
+    _wrap(moe, "create_fused_moe_router", _create_router)
+    _wrap(Worker, "load_model", _load_model)
+    _wrap(Worker, "execute_model", _execute_model)
+    _wrap(Worker, "shutdown", _shutdown)
+
+
+@functools.cache
+def define_operation() -> None:
+    """``torch.ops.moe_ep_bench.route``, which compiled code calls and does not look into."""
+    import torch
+
+    operation = torch.library.custom_op(
+        "moe_ep_bench::route",
+        _route,
+        mutates_args=(),
+        schema="(Tensor logits, Tensor weights, Tensor ids, int place) -> (Tensor, Tensor)",
+    )
+    operation.register_fake(lambda logits, weights, ids, place: (torch.empty_like(weights), torch.empty_like(ids)))
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        if _session.policy is None and _session.directory is None:
+            return inner(*args, **kwargs)
+        return wrapper(inner, *args, **kwargs)
+
+    setattr(owner, name, outer)
+
+
+def _create_engine_config(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    config = inner(*args, **kwargs)
+    try:
+        check_config(config, _session)
+    except UserError as problem:
+        _end(problem)
+    if not config.shutdown_timeout:
+        # Else vLLM kills its workers with what waits to be written. Requests are then served to their end, too.
+        config.shutdown_timeout = _SHUTDOWN_S
+        os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(_SHUTDOWN_S))
+        logger.info("moe-ep-bench: --shutdown-timeout is %d, in which recordings are completed", _SHUTDOWN_S)
+    return config
+
+
+def _create_router(inner: Callable[..., Any], **told: Any) -> Any:
+    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
+
+    router, place = inner(**told), len(_session.routers)
+    _session.routers.append(told)
+    kind = type(router)
+
+    def compute(
+        self: Any, hidden_states: Any, router_logits: Any, indices_type: Any, *, input_ids: Any = None
+    ) -> tuple[Any, Any]:
+        import torch
+
+        chosen = kind._compute_routing(self, hidden_states, router_logits, indices_type, input_ids=input_ids)
+        return torch.ops.moe_ep_bench.route(router_logits, *chosen, place)
+
+    method = property(lambda self: RoutingMethodType.Custom)
+    hooked = {"_compute_routing": compute, "routing_method_type": method, "moe_ep_bench_place": place}
+    router.__class__ = type(f"Hooked{kind.__name__}", (kind,), hooked)
+    return router
+
+
+def _load_model(inner: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    _session.routers.clear()
+    result = inner(worker, *args, **kwargs)
+    try:
+        _bind(worker)
+    except UserError as problem:
+        logger.error("moe-ep-bench: %s", problem)
+        raise
+    return result
+
+
+def _bind(worker: Any) -> None:
+    """Find the model's MoE layers, try the policy in each, and say what is going to happen."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    from moe_ep_bench.serving.recorder import Recorder
+    from moe_ep_bench.serving.step import StepRouter
+
+    session, config = _session, worker.vllm_config
+    names = config.compilation_config.static_all_moe_layers
+    runners = [config.compilation_config.static_forward_context[name] for name in names]
+    places = [getattr(runner.router, "moe_ep_bench_place", None) for runner in runners]
+    if not names or None in places:
+        raise UserError(
+            f"expected vLLM's own router in each of {len(names)} MoE layers, got {places.count(None)} others"
+        )
+    session.indices = {place: index for index, place in enumerate(places)}
+    session.layers = []
+    for index, (name, place) in enumerate(zip(names, places, strict=True)):
+        told = {**session.routers[place]}
+        sizes = {"num_experts": told.pop("global_num_experts"), "top_k": told.pop("top_k")}
+        if config.parallel_config.enable_eplb:
+            sizes["num_experts"] = told["num_logical_experts"]
+        session.layers.append(moe_layer(name, extract_layer_index(name), index / len(names), **sizes, **told))
+    is_first = worker.rank % config.parallel_config.tensor_parallel_size == 0
+    say = logger.info if is_first else logger.debug
+    layer, model = session.layers[0], config.model_config
+    shape = f"{len(names)} MoE layers, top-{layer.top_k} of {layer.num_experts} experts"
+    session.step_router = session.recorder = None
+    if session.policy is not None:
+        with naming(POLICY):
+            check_policy(session.policy, session.layers, num_ranks(config))
+        session.step_router = StepRouter(
+            session.policy, session.layers, num_ranks(config), worker.device, session.acts_in
+        )
+        say(
+            "moe-ep-bench: serving under %s in %s, %s; a step's tokens are one batch. The kernels compute every slot: "
+            "dropping saves no time here, only fewer activated experts can; what is measured are answers",
+            session.policy.label,
+            " and ".join(session.acts_in),
+            shape,
+        )
+    if session.directory is not None and is_first:
+        session.directory.mkdir(parents=True, exist_ok=True)
+        of_all = "sigmoid over its sum over all experts" if layer.spec.score_function == "sigmoid" else None
+        data_rank = config.parallel_config.data_parallel_rank
+        session.recorder = Recorder(
+            session.directory,
+            [layer.number for layer in session.layers],
+            layer.num_experts,
+            layer.top_k,
+            {
+                "model": Path(model.model).name,
+                "score": of_all or "softmax, not renormalised",
+                "domain": "requests of a server",
+                "source": f"vLLM {_version()}, plugin of moe-ep-bench",
+                "licence": "unstated",
+                "note": f"served under {session.policy.label}" if session.policy is not None else "",
+            },
+            session.most_bytes,
+            lambda line: logger.info("moe-ep-bench: %s", line),
+            f"rank{data_rank}-" if config.parallel_config.data_parallel_size > 1 else "",
+        )
+        limit = session.most_bytes / 2**30
+        say("moe-ep-bench: recording %s to %s, at most %.3g GiB", shape, session.directory, limit)
+
+
+def _version() -> str:
+    import vllm
+
+    return vllm.__version__
+
+
+def _execute_model(inner: Callable[..., Any], worker: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    session = _session
+    if not scheduled.total_num_scheduled_tokens or session.step is not None:
+        return inner(worker, scheduled, *args, **kwargs)
+    session.step, session.num_routed = _Computed(worker, scheduled), 0
+    try:
+        result = inner(worker, scheduled, *args, **kwargs)
+        if session.num_routed != len(session.layers):
+            problem = f"{session.num_routed} of {len(session.layers)} MoE layers routed through the plugin in a step"
+            logger.error("moe-ep-bench: %s: a fused kernel or a graph chose the experts", problem)
+            raise RuntimeError(problem)
+        session.step.end()
+    finally:
+        session.step = None
+    session.num_steps += 1
+    if session.step_router is not None and session.num_steps % _STEPS_A_REPORT == 0:
+        logger.info("moe-ep-bench: %s", session.step_router.report()[0])
+    return result
+
+
+def _shutdown(inner: Callable[..., Any], worker: Any) -> Any:
+    session = _session
+    if session.recorder is not None:
+        session.recorder.close()
+    if session.step_router is not None and session.num_steps:
+        for line in session.step_router.report():
+            logger.info("moe-ep-bench: %s", line)
+    session.step_router = session.recorder = None
+    return inner(worker)
+
+
+class _Computed:
+    """The step that is being computed: which tokens of which requests."""
+
+    def __init__(self, worker: Any, scheduled: Any) -> None:
+        self.worker, self.scheduled = worker, scheduled
+
+    @functools.cached_property
+    def tokens(self) -> tuple[list[str], Any, Any, Any]:
+        """Requests by name, and of each token its request, position and whether a prompt holds it.
+
+        Known when the first router is called: the runner orders requests after the step has begun.
+        """
+        import numpy as np
+
+        batch = self.worker.model_runner.input_batch
+        names = list(batch.req_ids)
+        count_B = np.array([self.scheduled.num_scheduled_tokens[name] for name in names])
+        request_T = np.arange(len(names)).repeat(count_B)
+        first_B = batch.num_computed_tokens_cpu[: len(names)].astype(np.int64)
+        position_T = np.arange(count_B.sum()) - (count_B.cumsum() - count_B - first_B)[request_T]
+        return names, request_T, position_T, position_T < batch.num_prompt_tokens[: len(names)][request_T]
+
+    @functools.cached_property
+    def step(self) -> Any:
+        import torch
+
+        from moe_ep_bench.serving.step import Step
+
+        _, request_T, _, is_prompt_T = self.tokens
+        device = self.worker.device
+        return Step(torch.from_numpy(request_T).to(device), torch.from_numpy(is_prompt_T).to(device))
+
+    def end(self) -> None:
+        if _session.recorder is not None:
+            names, request_T, position_T, is_prompt_T = self.tokens
+            over = self.scheduled.finished_req_ids
+            _session.recorder.end_step([names[request] for request in request_T], position_T, is_prompt_T, over)
+
+
+def _route(logits: Any, weights: Any, ids: Any, place: int) -> tuple[Any, Any]:
+    """What ``moe_ep_bench::route`` does: weights and expert ids [T, K] from vLLM's own."""
+    session = _session
+    computed = session.step
+    if computed is None or not session.layers:  # warm-up
+        return weights.clone(), ids.clone()
+    from moe_ep_bench.quality.recording import shares
+    from moe_ep_bench.serving.step import own_choice
+
+    index, num_tokens = session.indices[place], computed.scheduled.total_num_scheduled_tokens
+    session.num_routed += 1
+    if len(logits) < num_tokens:
+        raise UserError(f"expected the {num_tokens} tokens of a step in each MoE layer, got {len(logits)}")
+    out_weights, out_ids = weights.clone(), ids.clone()
+    real = slice(num_tokens)  # what is beyond fills up the batch
+    choice = own_choice(session.layers[index], logits[real], ids[real])
+    if session.recorder is not None and session.recorder.is_open:
+        broken_T = choice.broken_T.cpu().numpy()
+        scores_TE = choice.scores_TE.masked_fill(choice.broken_T.unsqueeze(1), 1.0)
+        session.recorder.add(index, shares(scores_TE), ids[real].cpu().numpy(), broken_T)
+    if session.step_router is not None:
+        routed = session.step_router.route(index, choice, weights[real], ids[real], computed.step)
+        out_weights[real], out_ids[real] = routed
+    return out_weights, out_ids

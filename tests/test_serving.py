@@ -1,0 +1,468 @@
+"""The plugin for vLLM as far as it needs no vLLM: what a step becomes, what is recorded, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_ep_bench.metrics import routing_metrics
+from moe_ep_bench.policies import Routing, make_policy
+from moe_ep_bench.serving import vllm as plugin
+from moe_ep_bench.serving.recorder import Recorder
+from moe_ep_bench.serving.step import COUNTS, Choice, Step, StepRouter, into_slots, own_choice
+from moe_ep_bench.workload.trace import open_trace
+
+EXPERTS, TOP_K = 16, 4
+FACTS: dict[str, dict[str, Any]] = {
+    "qwen": {"renormalize": True},
+    "mixtral": {"renormalize": False},
+    "deepseek": {
+        "scoring_func": "sigmoid",
+        "use_grouped_topk": True,
+        "num_expert_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "e_score_correction_bias": torch.linspace(-0.2, 0.2, EXPERTS),
+    },
+}
+
+
+def layer_of(family: str, index: int = 0, layers: int = 1) -> Any:
+    return plugin.moe_layer(family, index, index / layers, num_experts=EXPERTS, top_k=TOP_K, **FACTS[family])
+
+
+def routed_by_vllm(family: str, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids as vLLM's router for CPUs makes them, in the logits' type."""
+    facts = FACTS[family]
+    if family != "deepseek":
+        chosen_TK, ids_TK = logits_TE.topk(TOP_K, dim=1, sorted=False)
+        if facts["renormalize"]:
+            return chosen_TK.softmax(dim=1).float(), ids_TK.int()
+        return (chosen_TK - logits_TE.logsumexp(dim=1, keepdim=True)).exp().float(), ids_TK.int()
+    scores_TE = logits_TE.float().sigmoid()
+    biased_TGe = (scores_TE + facts["e_score_correction_bias"]).unflatten(1, (4, -1))
+    best_TG = biased_TGe.topk(2, dim=2).values.sum(dim=2).topk(2, dim=1).indices
+    inside_TG = torch.zeros(len(scores_TE), 4, dtype=torch.bool).scatter(1, best_TG, True)
+    ids_TK = biased_TGe.masked_fill(~inside_TG.unsqueeze(2), -torch.inf).flatten(1).topk(TOP_K, dim=1).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
+    return weights_TK / weights_TK.sum(dim=1, keepdim=True) * 2.5, ids_TK.int()
+
+
+def logits(tokens: int = 64, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(tokens, EXPERTS, generator=torch.Generator().manual_seed(seed)).mul(2).to(dtype)
+
+
+def step_of(tokens: int, prompts: int | None = None) -> Step:
+    number_T = torch.arange(tokens)
+    return Step(number_T // 8, number_T < (tokens if prompts is None else prompts))
+
+
+def dense(weights_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(ids_TK), EXPERTS).scatter_add(1, ids_TK.long(), weights_TK)
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FACTS)
+def test_topk_leaves_every_bit_of_a_router_in_bfloat16(family: str) -> None:
+    """Many of its logits tie, and it rounds its weights: both are kept."""
+    logits_TE = logits(512).round(decimals=1)
+    layer, (weights_TK, ids_TK) = layer_of(family), routed_by_vllm(family, logits_TE)
+    if family != "deepseek":
+        least_T1 = logits_TE.gather(1, ids_TK.long()).amin(dim=1, keepdim=True)
+        assert ((logits_TE == least_T1).sum(dim=1) > 1).sum() > 20
+    router = StepRouter(make_policy({"name": "topk"}), [layer], 1, "cpu")
+    choice = own_choice(layer, logits_TE, ids_TK)
+    found_TK, expert_TK = router.route(0, choice, weights_TK, ids_TK, step_of(512))
+    assert torch.equal(found_TK, weights_TK)
+    assert torch.equal(expert_TK, ids_TK)
+    count = dict(zip(COUNTS, router.counts_LC[0].tolist(), strict=True))
+    assert (count["tokens"], count["dropped"], count["pairs"]) == (512, 0, 512 * TOP_K)
+
+
+@pytest.mark.parametrize("family", FACTS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"name": "token_drop", "capacity_factor": 0.75},
+        {"name": "oea", "k0": 1, "k_max": 3},
+        {"name": "pruned", "k0": 1},
+        {"name": "xshare", "k0": 1, "budget": 2},
+        {"name": "lynx", "num_dropped": 5},
+        {"name": "laser", "eps_high": 0.9, "t_fix": 0.3, "c": 8},
+    ],
+    ids=lambda spec: spec["name"],
+)
+def test_a_policy_decides_for_the_tokens_of_its_phases(family: str, spec: dict[str, Any]) -> None:
+    policy, layer, step = make_policy(spec), layer_of(family), step_of(64, prompts=40)
+    logits_TE = logits(dtype=torch.float32)
+    weights_TK, ids_TK = routed_by_vllm(family, logits_TE)
+    choice = own_choice(layer, logits_TE, ids_TK)
+    router = StepRouter(policy, [layer], 1, "cpu")
+    found_TE = dense(*router.route(0, choice, weights_TK, ids_TK, step))
+    acts_T = step.acting(policy.acts_in)
+    assert acts_T.any()
+    acting = choice.scores_TE[acts_T]
+    context = layer.context(1)
+    routing = policy.route(acting, context) if spec["name"] != "laser" else None
+    if routing is not None:
+        torch.testing.assert_close(found_TE[acts_T], routing.weights_TE, rtol=1e-5, atol=1e-6)
+        metrics = routing_metrics(routing, acting, context)
+        count = dict(zip(COUNTS, router.counts_LC[0].tolist(), strict=True))
+        assert count["dropped"] == metrics["num_dropped_pairs"]
+        assert count["mass"] / count["own_mass"] == pytest.approx(metrics["retained_mass_topk"], rel=1e-5)
+        assert 0 < count["dropped"] < count["pairs"]
+    assert torch.equal(found_TE[~acts_T], dense(weights_TK, ids_TK)[~acts_T])
+
+
+def test_scores_that_are_no_numbers_stay_as_the_server_has_them() -> None:
+    layer, logits_TE = layer_of("qwen"), logits()
+    logits_TE[[3, 17]] = torch.nan
+    weights_TK, ids_TK = routed_by_vllm("qwen", logits_TE)
+    router = StepRouter(make_policy({"name": "pruned", "k0": 1}), [layer], 1, "cpu", ("prefill",))
+    choice = own_choice(layer, logits_TE, ids_TK)
+    found_TK, expert_TK = router.route(0, choice, weights_TK, ids_TK, step_of(64))
+    assert choice.broken_T.nonzero().flatten().tolist() == [3, 17]
+    assert found_TK[[3, 17]].isnan().all()
+    assert torch.equal(expert_TK[[3, 17]], ids_TK[[3, 17]])
+    others = [token for token in range(64) if token not in (3, 17)]
+    assert (found_TK[others] > 0).sum(dim=1).unique().tolist() == [1]
+    assert "2 scores were no numbers" in router.report()[-1]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 12))
+def test_slots_hold_what_the_policy_chose_and_read_no_other_expert(seed: int, tokens: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    scores_TE = torch.rand(tokens, EXPERTS, generator=random) + 0.01
+    own_TK = scores_TE.topk(TOP_K, dim=1).indices
+    own_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, own_TK, True)
+    keep_T1 = torch.randint(0, TOP_K + 1, (tokens, 1), generator=random)
+    order_TE = torch.rand(tokens, EXPERTS, generator=random).argsort(dim=1).argsort(dim=1)
+    map_TE, acts_T = order_TE < keep_T1, torch.rand(tokens, generator=random) < 0.8
+    map_TE = torch.where(acts_T.unsqueeze(1), map_TE, own_TE)
+    weights_TK = scores_TE.gather(1, own_TK)
+    found_TK, ids_TK = into_slots(Routing(map_TE, scores_TE * map_TE), ~acts_T, weights_TK, own_TK.int())
+    torch.testing.assert_close(dense(found_TK, ids_TK), scores_TE * map_TE)
+    assert ids_TK.dtype == torch.int32
+    if map_TE.any():
+        read_E = torch.zeros(EXPERTS, dtype=torch.bool)
+        read_E[ids_TK.long().flatten()] = True
+        assert torch.equal(read_E, map_TE.any(dim=0))
+
+
+def test_more_experts_than_slots_are_refused() -> None:
+    map_TE, own_TK = torch.ones(2, EXPERTS, dtype=torch.bool), torch.arange(TOP_K).repeat(2, 1)
+    with pytest.raises(ValueError, match=r"expected at most 4 experts a token.*gave 16"):
+        into_slots(Routing(map_TE, map_TE.float()), torch.zeros(2, dtype=torch.bool), own_TK.float(), own_TK)
+
+
+def test_loads_are_carried_from_step_to_step_where_a_policy_asks() -> None:
+    layer, step = layer_of("qwen"), step_of(16)
+    spec = {"name": "load_only", "carry_loads": True}
+    router, loads = StepRouter(make_policy(spec), [layer], 1, "cpu"), []
+    for seed in range(3):
+        logits_TE = logits(16, seed)
+        weights_TK, ids_TK = routed_by_vllm("qwen", logits_TE)
+        router.route(0, own_choice(layer, logits_TE, ids_TK), weights_TK, ids_TK, step)
+        loads.append(router.loads[0].clone())
+    assert [float(load_E.sum()) for load_E in loads] == [64, 128, 192]
+    assert float(loads[-1].max() - loads[-1].min()) <= 1  # 192 pairs on 16 experts
+
+
+# ---- the operation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> plugin.Session:
+    layer = layer_of("qwen")
+    session = plugin.Session(policy=make_policy({"name": "pruned", "k0": 1}), acts_in=("prefill",))
+    session.layers, session.indices = [layer], {5: 0}
+    session.step_router = StepRouter(session.policy, [layer], 1, "cpu", session.acts_in)
+    monkeypatch.setattr(plugin, "_session", session)
+    return session
+
+
+def test_compiled_code_calls_the_policy_as_one_operation(session: plugin.Session) -> None:
+    plugin.define_operation()
+    logits_TE = logits()
+    weights_TK, ids_TK = routed_by_vllm("qwen", logits_TE)
+    compiled = torch.compile(
+        lambda *tensors: torch.ops.moe_ep_bench.route(*tensors, 5), backend="aot_eager", fullgraph=True
+    )
+    warm_TK, _ = compiled(logits_TE * torch.nan, weights_TK, ids_TK)
+    assert torch.equal(warm_TK, weights_TK)  # warm-up is no request's
+    session.step = SimpleNamespace(scheduled=SimpleNamespace(total_num_scheduled_tokens=60), step=step_of(60))
+    found_TK, _ = compiled(logits_TE, weights_TK, ids_TK)
+    assert (found_TK[:60] > 0).sum(dim=1).unique().tolist() == [1]
+    assert torch.equal(found_TK[60:], weights_TK[60:])  # what fills up a batch
+    assert session.num_routed == 1
+
+
+def test_a_step_in_which_a_layer_was_passed_by_ends_the_server(session: plugin.Session) -> None:
+    scheduled = SimpleNamespace(total_num_scheduled_tokens=3, finished_req_ids=set())
+    with pytest.raises(RuntimeError, match="0 of 1 MoE layers routed through the plugin"):
+        plugin._execute_model(lambda worker, scheduled: "answer", None, scheduled)
+    idle = SimpleNamespace(total_num_scheduled_tokens=0)
+    assert plugin._execute_model(lambda worker, scheduled: "nothing", None, idle) == "nothing"
+    assert session.step is None
+
+
+def test_tokens_follow_the_runners_order_of_requests() -> None:
+    batch = SimpleNamespace(
+        req_ids=["b", "a"], num_computed_tokens_cpu=np.array([7, 0, 9]), num_prompt_tokens=np.array([8, 3, 9])
+    )
+    worker = SimpleNamespace(model_runner=SimpleNamespace(input_batch=batch), device="cpu")
+    scheduled = SimpleNamespace(num_scheduled_tokens={"a": 3, "b": 2})
+    names, request_T, position_T, is_prompt_T = plugin._Computed(worker, scheduled).tokens
+    assert [names[request] for request in request_T] == ["b", "b", "a", "a", "a"]
+    assert position_T.tolist() == [7, 8, 0, 1, 2]
+    assert is_prompt_T.tolist() == [True, False, True, True, True]
+
+
+# ---- recordings ------------------------------------------------------------------------------------------------------
+
+
+class Played:
+    """Steps of made-up requests, as a server computes them, and what was recorded of them."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.said: list[str] = []
+        self.random, self.tokens = np.random.default_rng(0), []
+        facts = {"model": "toy", "score": "softmax, not renormalised", "domain": "test", "source": "test"}
+        most_bytes = options.pop("most_bytes", 2**30)
+        self.recorder = Recorder(
+            folder, [1, 3], EXPERTS, TOP_K, facts | {"licence": "none"}, most_bytes, self.said.append, **options
+        )
+
+    def step(self, *pieces: tuple[str, int, int, bool], broken: int | None = None, over: tuple[str, ...] = ()) -> None:
+        """Compute pieces (request, first position, tokens, whether they are a prompt's)."""
+        names = [name for name, _, count, _ in pieces for _ in range(count)]
+        position_T = np.concatenate([np.arange(first, first + count) for _, first, count, _ in pieces])
+        is_prompt_T = np.concatenate([np.full(count, is_prompt) for *_, count, is_prompt in pieces])
+        layers = []
+        for place in range(2):
+            full_TE = self.random.dirichlet(np.ones(EXPERTS), len(names)).astype(np.float32)
+            ids_TK = np.argsort(-full_TE, axis=1)[:, :TOP_K]
+            broken_T = np.arange(len(names)) == (-1 if broken is None else broken)
+            self.recorder.add(place, full_TE, ids_TK.astype(np.int32), broken_T)
+            layers.append((full_TE, ids_TK))
+        self.tokens += [
+            (name, int(position), bool(is_prompt), [(full[token], ids[token]) for full, ids in layers])
+            for token, (name, position, is_prompt) in enumerate(zip(names, position_T, is_prompt_T, strict=True))
+        ]
+        self.recorder.end_step(names, position_T, is_prompt_T, over)
+
+
+def test_interleaved_requests_are_sorted_by_request_position_and_phase(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    played.step(("a", 0, 5, True), ("b", 0, 3, True))
+    played.step(("b", 3, 1, False), ("a", 5, 4, True))  # a prompt in chunks
+    played.step(("a", 9, 1, False), ("b", 4, 1, False))
+    played.recorder.close()
+    for phase, expected in (("prefill", [("a", 9), ("b", 3)]), ("decode", [("a", 1), ("b", 2)])):
+        trace = open_trace(tmp_path / f"{phase}-0001.safetensors")
+        kept = sorted(
+            (entry for entry in played.tokens if entry[2] == (phase == "prefill")), key=lambda entry: entry[:2]
+        )
+        assert np.diff(trace.start_S).tolist() == [count for _, count in expected]
+        assert trace.metadata["phase"] == phase
+        assert trace.metadata["source_layers"] == "1,3"
+        for layer in range(2):
+            np.testing.assert_array_equal(trace.read_full_scores(layer), [entry[3][layer][0] for entry in kept])
+            np.testing.assert_array_equal(trace.read_layer(layer)[0], [entry[3][layer][1] for entry in kept])
+    assert played.said[-1] == f"recorded 15 tokens of 2 requests in {tmp_path}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["decode-0001.safetensors", "prefill-0001.safetensors"]
+
+
+def test_what_is_computed_again_or_no_number_is_left_out_by_name(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    played.step(("a", 0, 5, True))
+    played.step(("a", 2, 4, True), broken=3)  # set back to position 2; its position 5 has no scores
+    played.recorder.close()
+    trace = open_trace(tmp_path / "prefill-0001.safetensors")
+    assert trace.num_tokens == 5
+    assert "3 tokens computed again" in trace.metadata["note"]
+    assert "1 tokens whose scores were no numbers left out" in trace.metadata["note"]
+
+
+def test_a_name_that_comes_again_is_another_request(tmp_path: Path) -> None:
+    played = Played(tmp_path)
+    played.step(("a", 0, 5, True))
+    played.step(("a", 0, 3, True), over=("a",))
+    played.recorder.close()
+    assert np.diff(open_trace(tmp_path / "prefill-0001.safetensors").start_S).tolist() == [5, 3]
+
+
+def test_full_parts_are_written_and_requests_keep_their_numbers(tmp_path: Path) -> None:
+    played = Played(tmp_path, part_bytes=1500, prefix="rank1-")
+    for position in range(0, 40, 8):
+        played.step(("a", position, 8, True), ("b", position, 2, True))
+    played.recorder.close()
+    parts = sorted(tmp_path.glob("rank1-prefill-*.safetensors"))
+    assert len(parts) == 5
+    for part in parts:
+        from safetensors.numpy import load_file
+
+        assert load_file(part)["sequence_id"].tolist() == [0] * 8 + [1] * 2
+
+
+def test_recording_ends_at_its_limit_and_the_server_goes_on(tmp_path: Path) -> None:
+    played = Played(tmp_path, most_bytes=4000)
+    for position in range(0, 400, 8):
+        played.step(("a", position, 8, True))
+    played.recorder.close()
+    assert "recording ended at its limit" in played.said[-1]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 12_000
+    assert not played.recorder.is_open
+
+
+def test_a_disk_that_is_full_ends_the_recording_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(tmp_path, part_bytes=100)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Recorder, "_write", full)
+    played.step(("a", 0, 8, True))
+    played.step(("a", 8, 8, True))
+    played.recorder.close()
+    assert played.said == ["recording ended: [Errno 28] No space left on device"]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refusal(call: Any, *args: Any) -> str:
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
+        call(*args)
+    return str(error.value)
+
+
+def test_without_a_variable_nothing_is_asked_for() -> None:
+    assert plugin.settings({}) is None
+
+
+def test_settings_come_from_json_or_a_yaml_file(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("name: oea\nk0: 3\nacts_in: [prefill, decode]\n")
+    for spec in (str(file), json.dumps({"name": "oea", "k0": 3, "acts_in": ["prefill", "decode"]})):
+        session = plugin.settings({plugin.POLICY: spec, plugin.RECORD: str(tmp_path / "r"), plugin.LIMIT: "0.5"})
+        assert session is not None
+        assert session.policy == make_policy({"name": "oea", "k0": 3})
+        assert session.acts_in == ("prefill", "decode")
+        assert (session.directory, session.most_bytes) == (tmp_path / "r", 2**29)
+    assert plugin.settings({plugin.POLICY: '{"name": "oea", "k0": 3}'}).acts_in == ("decode",)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({plugin.POLICY: "{"}, f"{plugin.POLICY}: expected JSON"),
+        ({plugin.POLICY: '{"name": "nobody"}'}, f"{plugin.POLICY}: name: expected one of topk"),
+        ({plugin.POLICY: '{"name": "topk", "acts_in": "decode"}'}, f"{plugin.POLICY}: acts_in: expected a list"),
+        ({plugin.POLICY: "nowhere.yaml"}, "nowhere.yaml: cannot be read: No such file"),
+        ({plugin.RECORD: "r", plugin.LIMIT: "-1"}, f"{plugin.LIMIT}: expected a number of GiB above 0, got '-1'"),
+        ({plugin.RECORD: "r", plugin.LIMIT: "much"}, f"{plugin.LIMIT}: expected a number of GiB above 0, got 'much'"),
+    ],
+)
+def test_settings_that_say_nothing_useful_are_one_line(variables: dict[str, str], expected: str) -> None:
+    assert refusal(plugin.settings, variables).startswith(expected)
+
+
+def config_of(**changes: Any) -> Any:
+    """A server's configuration as vLLM has it, as far as the plugin asks."""
+    parallel = {
+        "pipeline_parallel_size": 1,
+        "tensor_parallel_size": 4,
+        "data_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "enable_expert_parallel": True,
+        "enable_eplb": False,
+        "use_ubatching": False,
+        "use_sequence_parallel_moe": False,
+    }
+    top = {"use_v2_model_runner": False, "speculative_config": None}
+    graphs, device, text = "NONE", "cuda", {"num_experts_per_tok": TOP_K}
+    parallel |= {key: value for key, value in changes.items() if key in parallel}
+    top |= {key: value for key, value in changes.items() if key in top}
+    experts = changes.get("num_experts", EXPERTS)
+    return SimpleNamespace(
+        **top,
+        parallel_config=SimpleNamespace(**parallel),
+        model_config=SimpleNamespace(
+            model="m", get_num_experts=lambda: experts, hf_text_config=SimpleNamespace(**text)
+        ),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=changes.get("graphs", graphs))),
+        device_config=SimpleNamespace(device_type=device),
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "expected"),
+    [
+        ("topk", {"use_v2_model_runner": True}, "set VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("topk", {"graphs": "PIECEWISE"}, "--enforce-eager"),
+        ("topk", {"speculative_config": 1}, "speculative decoding"),
+        ("topk", {"pipeline_parallel_size": 2}, "pipeline stage"),
+        ("topk", {"use_ubatching": True}, "--enable-dbo"),
+        ("topk", {"use_sequence_parallel_moe": True}, "a part of a step's tokens"),
+        ("topk", {"prefill_context_parallel_size": 2}, "a part of a prompt"),
+        ("topk", {"enable_eplb": True}, "--enable-eplb"),
+        ("topk", {"num_experts": 0}, "expected a mixture of experts"),
+        ("topk", {"tensor_parallel_size": 3}, "num_ranks: expected a divisor of the 16 experts"),
+        ('{"name": "oea", "k0": 2}', {"data_parallel_size": 2}, "the policy decides for the tokens of all ranks"),
+        ('{"name": "token_drop", "capacity_factor": 1}', {"data_parallel_size": 2}, ""),
+        ('{"name": "expanded_drop", "capacity_factor": 1, "num_candidates": 2}', {}, "may give a token 6 experts"),
+        ('{"name": "expanded_drop", "capacity_factor": 1, "max_experts_per_token": 4}', {}, ""),
+        ('{"name": "token_drop", "capacity_factor": 1, "modality": "image_first"}', {}, "modality"),
+        ('{"name": "lynx", "num_dropped": 40}', {}, "num_dropped"),
+        ("topk", {}, ""),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_in_one_line(policy: str, changes: dict[str, Any], expected: str) -> None:
+    session = plugin.settings({plugin.POLICY: policy if policy[0] == "{" else json.dumps({"name": policy})})
+    assert session is not None
+    if expected:
+        assert expected in refusal(plugin.check_config, config_of(**changes), session)
+    else:
+        plugin.check_config(config_of(**changes), session)
+
+
+def test_a_folder_with_recordings_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "prefill-0001.safetensors").touch()
+    session = plugin.settings({plugin.RECORD: str(tmp_path)})
+    assert "expected a folder without recordings" in refusal(plugin.check_config, config_of(), session)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"custom_routing_function": len}, "a routing function of the model's own (custom_routing_function)"),
+        ({"zero_expert_type": "identity"}, "experts that compute nothing"),
+        ({"hash_indices_table": torch.zeros(1)}, "experts by token id"),
+        ({"num_fused_shared_experts": 1}, "shared experts fused"),
+        ({"scoring_func": "sqrtsoftplus"}, "scoring_func: expected softmax or sigmoid"),
+    ],
+)
+def test_a_router_whose_scores_no_policy_knows_is_refused(facts: dict[str, Any], expected: str) -> None:
+    build = lambda: plugin.moe_layer("layer", 0, 0, num_experts=EXPERTS, top_k=TOP_K, **facts)  # noqa: E731
+    assert expected in refusal(build)
+
+
+def test_choices_are_what_the_policy_is_shown() -> None:
+    """Scores that tie are apart by one unit in the last place, with the router's choice ahead."""
+    layer, logits_TE = layer_of("qwen"), torch.zeros(3, EXPERTS)
+    ids_TK = torch.tensor([[15, 3, 9, 1]] * 3)
+    choice = own_choice(layer, logits_TE, ids_TK)
+    assert isinstance(choice, Choice)
+    assert choice.scores_TE.topk(TOP_K, dim=1).indices.sort(dim=1).values.tolist() == [[1, 3, 9, 15]] * 3
+    torch.testing.assert_close(choice.scores_TE, torch.full_like(logits_TE, 1 / EXPERTS), rtol=2e-7, atol=0)

@@ -1,0 +1,232 @@
+"""The plugin in vLLM itself, on tiny models and the CPU: ``-m vllm``; ``.ci/run`` makes an environment for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from moe_ep_bench.cli import main
+from moe_ep_bench.serving import vllm as plugin
+from moe_ep_bench.serving.step import COUNTS
+from moe_ep_bench.workload.trace import open_trace
+
+pytestmark = pytest.mark.vllm
+FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+TESTS = Path(__file__).parent
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]),
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class Run(NamedTuple):
+    family: str
+    folder: Path
+    answers: dict[str, Any]
+    counts: dict[str, list[list[float]]]
+
+    def seen(self, name: str) -> dict[str, np.ndarray]:
+        """By layer: the router's logits and what the experts were given, tokens in the order of their steps."""
+        with np.load(self.folder / f"{name}.npz") as arrays:
+            return dict(arrays)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, subprocess.Popen[bytes]]]]:
+    """A process for every family, all at once: most of their time is imports."""
+    children = {}
+    for family in FAMILIES:
+        folder = tmp_path_factory.mktemp(family)
+        with (folder / "log").open("wb") as log:
+            command = [sys.executable, TESTS / "run_vllm.py", family, folder]
+            children[family] = folder, subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log)
+    yield children
+    for _, child in children.values():
+        child.kill()
+        child.wait()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def run(request: pytest.FixtureRequest, engines: dict[str, tuple[Path, subprocess.Popen[bytes]]]) -> Run:
+    folder, child = engines[request.param]
+    assert child.wait(timeout=300) == 0, (folder / "log").read_text()[-5000:]
+    told = json.loads((folder / "answers.json").read_text())
+    return Run(request.param, folder, told["answers"], told["counts"])
+
+
+def layers_of(seen: dict[str, np.ndarray]) -> list[str]:
+    return sorted({name.partition("|")[0] for name in seen})
+
+
+def test_topk_gives_vllms_own_answers(run: Run) -> None:
+    assert run.answers["topk"] == run.answers["own"]
+    assert run.answers["token_drop"] != run.answers["own"]
+
+
+@pytest.mark.parametrize("name", ["topk", "token_drop"])
+def test_a_recording_holds_what_the_routers_chose(run: Run, name: str) -> None:
+    """In the first step all prompts, one after the other; so the rows of the recording are those of the kernel."""
+    seen, trace = run.seen(name), open_trace(run.folder / name / "prefill-0001.safetensors")
+    assert trace.num_tokens == 211
+    for layer, layer_name in enumerate(layers_of(seen)):
+        logits_TE = torch.from_numpy(seen[f"{layer_name}|logits"][:211])
+        sigmoid = run.family == "deepseek_v3"
+        scores_TE = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(dim=1)
+        expected = (scores_TE / scores_TE.sum(dim=1, keepdim=True)).numpy()
+        np.testing.assert_allclose(trace.read_full_scores(layer), expected, rtol=2e-6)
+        if name == "topk":
+            kernel_TK = seen[f"{layer_name}|ids"][:211]
+            np.testing.assert_array_equal(np.sort(trace.read_layer(layer)[0], axis=1), np.sort(kernel_TK, axis=1))
+    assert trace.metadata["phase"] == "prefill"
+
+
+def test_generated_tokens_are_recorded_by_request_and_position(run: Run) -> None:
+    seen, trace = run.seen("topk"), open_trace(run.folder / "topk" / "decode-0001.safetensors")
+    assert np.diff(trace.start_S).tolist() == [7] * 4  # the last of eight is never computed
+    # Each step computes a token of every request, in their order.
+    for layer, layer_name in enumerate(layers_of(seen)):
+        kernel_TK = seen[f"{layer_name}|ids"][211:].reshape(7, 4, -1).swapaxes(0, 1).reshape(28, -1)
+        np.testing.assert_array_equal(np.sort(trace.read_layer(layer)[0], axis=1), np.sort(kernel_TK, axis=1))
+
+
+def test_token_drop_drops_what_route_drops_on_the_recording(run: Run, tmp_path: Path) -> None:
+    config = tmp_path / "route.yaml"
+    config.write_text(f"""
+model: {{hf_config: {run.folder / run.family / "config.json"}}}
+workload: {{kind: recorded, trace: {run.folder / "token_drop" / "prefill-0001.safetensors"}, layer: all, tail: recorded,
+  num_tokens: 211, num_batches: 1}}
+layer: {{ep_size: 1}}
+policies: [{{name: token_drop, capacity_factor: 1.0}}]
+""")
+    assert main(["route", str(config), "--out", str(tmp_path / "out")]) == 0
+    parts = [pd.read_parquet(path) for path in (tmp_path / "out" / "routing").glob("*.parquet")]
+    rows = pd.concat(parts).query("policy == 'token_drop'").sort_values("layer").reset_index()
+    counts = pd.DataFrame(run.counts["token_drop"], columns=COUNTS)
+    assert rows["num_tokens"].tolist() == counts["tokens"].tolist() == [211] * len(rows)
+    assert rows["num_topk_pairs"].tolist() == counts["pairs"].tolist()
+    assert rows["num_dropped_pairs"].tolist() == counts["dropped"].tolist()
+    assert min(counts["dropped"]) > 0
+    if run.family != "deepseek_v3":  # whose recording holds shares of sigmoid scores
+        np.testing.assert_allclose(rows["retained_mass_topk"], counts["mass"] / counts["own_mass"], rtol=1e-4)
+    seen = run.seen("token_drop")
+    for layer_name, load_E in zip(layers_of(seen), rows["load_E"], strict=True):
+        is_held_TK = seen[f"{layer_name}|weights"][:211] > 0
+        held_N = seen[f"{layer_name}|ids"][:211][is_held_TK].astype(int)
+        assert np.bincount(held_N, minlength=len(load_E)).tolist() == load_E.tolist()
+
+
+def test_experts_get_the_policys_pairs_alone(run: Run) -> None:
+    """A dropped pair reaches no expert with a weight, and no expert is read that no token holds."""
+    seen, counts = run.seen("token_drop"), run.counts["token_drop"]
+    for layer_name, (_, _, pairs, dropped, *_, activated) in zip(layers_of(seen), counts, strict=True):
+        ids_TK, weights_TK = seen[f"{layer_name}|ids"][:211], seen[f"{layer_name}|weights"][:211]
+        assert (weights_TK > 0).sum() == pairs - dropped
+        assert len(np.unique(ids_TK)) == activated == len(np.unique(ids_TK[weights_TK > 0]))
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from run_vllm import tiny
+
+    return tiny(tmp_path_factory.mktemp("model") / "qwen", "qwen3_moe")
+
+
+def server(model: Path, port: int, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--enforce-eager"]
+    options = ["--port", str(port), "--max-model-len", "128", "--gpu-memory-utilization", "0.1"]
+    return subprocess.Popen(
+        [*command, *options],
+        env={**ENVIRONMENT, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("broken.py:Mine", "name: cannot load the file of"),
+        (
+            '{"name": "expanded_drop", "capacity_factor": 1, "num_candidates": 2}',
+            "expanded_drop: may give a token 6 experts, and vLLM's kernels have 4 slots",
+        ),
+    ],
+    ids=["a broken file", "more experts than slots"],
+)
+def test_a_policy_that_cannot_serve_ends_the_start_with_one_line(
+    model: Path, tmp_path: Path, policy: str, expected: str
+) -> None:
+    if policy.startswith("broken"):
+        (tmp_path / "broken.py").write_text("class Mine(:\n")
+        policy = json.dumps({"name": f"{tmp_path / policy}"})
+    child = server(model, 0, **{plugin.POLICY: policy})
+    try:
+        text, _ = child.communicate(timeout=120)
+    finally:
+        child.kill()
+    lines = [line for line in text.splitlines() if "moe-ep-bench" in line]
+    assert child.returncode == 2
+    assert len(lines) == 1
+    assert expected in lines[0]
+    assert lines[0] == text.splitlines()[-1]
+    assert "Traceback" not in text
+
+
+def test_a_server_records_and_drops_until_it_is_stopped(model: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    policy = json.dumps({"name": "token_drop", "capacity_factor": 1.0, "acts_in": ["prefill", "decode"]})
+    child = server(model, port, **{plugin.POLICY: policy, plugin.RECORD: str(tmp_path / "recorded")})
+    try:
+        deadline = time.monotonic() + 150
+        while time.monotonic() < deadline and child.poll() is None:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        asked = {"model": str(model), "prompt": "the quick brown fox jumps over the lazy dog", "max_tokens": 6}
+        for _ in range(2):
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/completions",
+                json.dumps(asked | {"temperature": 0, "ignore_eos": True}).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as response:
+                usage = json.load(response)["usage"]
+        child.send_signal(signal.SIGTERM)
+        text, _ = child.communicate(timeout=90)
+    finally:
+        if child.poll() is None:
+            child.kill()
+            print(child.communicate()[0][-5000:])
+    assert "serving under token_drop capacity_factor=1.0 in prefill and decode, 2 MoE layers, top-4 of 64" in text
+    assert "dropping saves no time here" in text
+    assert "all layers: " in text
+    prefill = open_trace(tmp_path / "recorded" / "prefill-0001.safetensors")
+    decode = open_trace(tmp_path / "recorded" / "decode-0001.safetensors")
+    assert (prefill.num_tokens, decode.num_tokens) == (2 * usage["prompt_tokens"], 2 * 5)
+    assert prefill.metadata["note"] == "served under token_drop capacity_factor=1.0"
+    assert not list((tmp_path / "recorded").glob(".*"))

@@ -566,6 +566,7 @@ def candidates(
         "replication": [*({**spare, **balancer} for balancer in balancers), {**spare, "plan": "variance"}],
         "rebalance": [] if is_decode else [{"name": "llep"}, {"name": "ultra"}],
     }
+    lossless["rebalance"] += [{"name": "waterfill"}] if model.shared_ffn_hidden_size else []
     return kept, {key: [] if why else wanted for key, wanted in lossless.items()}, left_out
 
 

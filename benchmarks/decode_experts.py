@@ -18,18 +18,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 import torch
+from interleaved import interleaved, keep, replayed
 from scipy.stats import linregress
 from scipy.stats import t as student
 from torch import Tensor
 
-from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.kernels.decode_experts import decode_experts, expert_rows
 from moe_ep_bench.kernels.swiglu import weighted_swiglu
 from moe_ep_bench.layer.experts import ExpertWeights, apply_expert
@@ -38,7 +37,7 @@ from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.timing.ceilings import measure_ceilings
 from moe_ep_bench.timing.memory import CacheFlush
-from moe_ep_bench.timing.timer import Clock, clock_for, time_us
+from moe_ep_bench.timing.timer import clock_for, time_us
 
 # Preset and the ranks among which an expert's FFN is split: the layers of the papers' tables.
 LAYERS = (("qwen3-30b-a3b", 1), ("qwen3-235b-a22b", 8), ("gpt-oss-120b", 1))
@@ -84,10 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             wrong += bench.check()
             tables.append(bench.over_experts(read_gbps, PUBLISHED if preset == PUBLISHED[0] else None))
             tables.append(bench.over_tokens())
-            if options.out:
-                with atomic_path(options.out / "decode_experts.csv") as path:
-                    pd.concat(tables).to_csv(path, index=False)
-                write_json(options.out / "decode_experts.json", {"environment": provenance.describe(device)})
+            keep(options.out, "decode_experts", pd.concat(tables), device)
             del bench
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -211,30 +207,15 @@ class Bench:
 
     def _times(self, step: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
         """Medians in microseconds, forms interleaved."""
-        is_gpu = self.device.type == "cuda"
-        runs = {name: _replayed(form) if is_gpu else form for name, form in self.forms(step).items()}
-        return _interleaved(runs, self.rounds, clock_for(self.device), self.flush)
+        is_gpu, clock = self.device.type == "cuda", clock_for(self.device)
 
+        def measure(_: str, run: Callable[[], object]) -> float:
+            self.flush()
+            return time_us(run, clock)
 
-def _replayed(form: Callable[[], Tensor]) -> Callable[[], object]:
-    form()  # Compiles.
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        form()
-    return graph.replay
-
-
-def _interleaved(
-    runs: dict[str, Callable[[], object]], rounds: int, clock: Clock, flush: Callable[[], None]
-) -> dict[str, float]:
-    times: dict[str, list[float]] = defaultdict(list)
-    for number in range(rounds + 2):
-        for name, run in runs.items():
-            flush()
-            taken_us = time_us(run, clock)
-            if number > 1:
-                times[name].append(taken_us)
-    return {name: statistics.median(values) for name, values in times.items()}
+        runs = {name: replayed(form) if is_gpu else form for name, form in self.forms(step).items()}
+        times = interleaved(runs, self.rounds, measure, uncounted=2)
+        return {name: statistics.median(values) for name, values in times.items()}
 
 
 if __name__ == "__main__":

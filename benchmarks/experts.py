@@ -15,16 +15,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 import torch
+from interleaved import interleaved, keep
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.kernels.swiglu import weighted_swiglu
 from moe_ep_bench.layer.dispatchers import expert_major_pairs, sum_per_token
 from moe_ep_bench.layer.experts import DTYPES
@@ -76,17 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         contenders = _contenders(model, DTYPES[options.dtype], ranks.device, options)
         contenders += permutations(model, options.tokens, DTYPES[options.dtype], ranks.device)
         contenders += flushes(ranks.device)
-        times = _interleaved(contenders, ranks.device, options.rounds)
+        times = timed(contenders, ranks.device, options.rounds)
     table = _table(contenders, times)
     title = f"{model.name} x {model.scale:g}, {options.tokens:,} tokens, {options.dtype}, skew {options.skew:g}"
     print(f"{title}\n{provenance.describe(ranks.device)['device_name']}, medians of {options.rounds} rounds\n")
     print(table.to_string(index=False, float_format="{:.3g}".format))
     if why := no_transformer_engine(ranks.device):
         print(f"\npermute and unpermute, fused: not timed; {why}")
-    if options.out:
-        with atomic_path(options.out / "experts.csv") as path:
-            table.to_csv(path, index=False)
-        write_json(options.out / "experts.json", {"title": title, "environment": provenance.describe(ranks.device)})
+    keep(options.out, "experts", table, ranks.device, title=title)
     ranks.close()
     return 0
 
@@ -204,18 +200,17 @@ def _counts(model: ModelSpec, num_tokens: int, skew: float) -> torch.Tensor:
     return counts_E
 
 
-def _interleaved(contenders: Sequence[Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of every call; each round runs all contenders once, after three that are not counted."""
-    clock = clock_for(device)
-    times: dict[str, list[float]] = defaultdict(list)
-    for number in range(rounds + 3):
-        for contender in contenders:
-            if contender.before is not None:
-                contender.before()
-            taken_us = time_us(contender.run, clock)
-            if number >= 3:
-                times[contender.name].append(taken_us)
-    return times
+def timed(contenders: Sequence[Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of every call, after three that are not counted."""
+    clock, by_name = clock_for(device), {contender.name: contender for contender in contenders}
+
+    def measure(name: str, run: Callable[[], object]) -> float:
+        if (before := by_name[name].before) is not None:
+            before()
+        return time_us(run, clock)
+
+    runs = {name: contender.run for name, contender in by_name.items()}
+    return interleaved(runs, rounds, measure, uncounted=3)
 
 
 def _table(contenders: Sequence[Contender], times: dict[str, list[float]]) -> pd.DataFrame:

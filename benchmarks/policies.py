@@ -16,17 +16,15 @@ import functools
 import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
 import torch
+from interleaved import interleaved, keep, median_ratio
 from torch import Tensor
 
-from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.kernels import form_of
-from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import POLICIES, RoutingContext, make_policy
 
 TOP_K = 8
@@ -71,14 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for num_threads in sorted({1, all_threads}):
         torch.set_num_threads(num_threads)
         for num_tokens, num_experts in QUICK if options.quick else [*PREFILL, *DECODE]:
-            table = _table(_interleaved(_contenders(num_tokens, num_experts), options.rounds), num_tokens)
+            table = _table(interleaved(_contenders(num_tokens, num_experts), options.rounds, _seconds), num_tokens)
             print(f"\n{num_tokens:,} tokens, {num_experts} experts, top-{TOP_K}, {num_threads} threads")
             print(table.to_string(index=False, float_format="{:.3g}".format, na_rep=""), flush=True)
             tables.append(table.assign(num_tokens=num_tokens, num_experts=num_experts, num_threads=num_threads))
-    if options.out:
-        with atomic_path(options.out / "policies.csv") as path:
-            pd.concat(tables).to_csv(path, index=False)
-        write_json(options.out / "policies.json", {"environment": provenance.describe(torch.device("cpu"))})
+    keep(options.out, "policies", pd.concat(tables), torch.device("cpu"))
     return 0
 
 
@@ -112,16 +107,10 @@ def published(scores_TE: Tensor, num_local: int) -> Tensor:
     return torch.zeros_like(scores_TE).scatter(0, kept.indices, kept.values)
 
 
-def _interleaved(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every call; each round runs all contenders once, after one that is not counted."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for number in range(rounds + 1):
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            if number:
-                times[name].append(time.perf_counter() - start)
-    return times
+def _seconds(_: str, run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def _table(times: dict[str, list[float]], num_tokens: int) -> pd.DataFrame:
@@ -132,10 +121,7 @@ def _table(times: dict[str, list[float]], num_tokens: int) -> pd.DataFrame:
         algorithm = ALGORITHMS.get(name.split()[0])
         if algorithm is not None:
             ratios["over published"] = times[algorithm]
-        medians = {
-            column: statistics.median(a / b for a, b in zip(seconds, yardstick, strict=True))
-            for column, yardstick in ratios.items()
-        }
+        medians = {column: median_ratio(seconds, yardstick) for column, yardstick in ratios.items()}
         median = statistics.median(seconds)
         rows.append({"what": name, "ms": 1e3 * median, "tokens/us": num_tokens / median / 1e6, **medians})
     return pd.DataFrame(rows)

@@ -22,7 +22,6 @@ import argparse
 import os
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,15 @@ if "--rehearse" in sys.argv:
 
 import pandas as pd
 import torch
+from interleaved import interleaved, keep, median_ratio, replayed
 from policies import ALGORITHMS, NUM_RANKS, PLAIN, SPECS, TOP_K, published
 
-from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.kernels import dispatch
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.laser import LoadAwarePolicy
 from moe_ep_bench.timing.ceilings import measure_ceilings
-from moe_ep_bench.timing.timer import HOLD_US, Clock, clock_for, time_us
+from moe_ep_bench.timing.timer import HOLD_US, clock_for, time_us
 
 PREFILL = [(65_536, 64), (524_288, 64), (524_288, 128)]
 DECODE = [(1, 128), (16, 128), (64, 128), (512, 128)]
@@ -81,22 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\n{num_tokens:,} tokens, {num_experts} experts, top-{TOP_K}")
             print(table.to_string(index=False, float_format="{:.3g}".format, na_rep=""), flush=True)
             tables.append(table.assign(num_tokens=num_tokens, num_experts=num_experts))
-            _write(options.out, tables, device)
+            keep(options.out, "policies_gpu", pd.concat(tables), device)  # a later shape that fails costs nothing
             if num_tokens > MOST_DECODE_TOKENS and not options.rehearse:
                 kernels = bench.kernels(copy_gbps)
                 print(kernels.to_string(index=False, float_format="{:.3g}".format), flush=True)
                 tables.append(kernels.assign(num_tokens=num_tokens, num_experts=num_experts))
-                _write(options.out, tables, device)
+                keep(options.out, "policies_gpu", pd.concat(tables), device)
     print("\n" + ("all Triton forms agree" if not disagreeing else f"DISAGREE, not timed: {'; '.join(disagreeing)}"))
     return int(bool(disagreeing))
-
-
-def _write(out: Path | None, tables: Sequence[pd.DataFrame], device: torch.device) -> None:
-    """What there is so far, so that a later shape that fails costs nothing."""
-    if out is not None:
-        with atomic_path(out / "policies_gpu.csv") as path:
-            pd.concat(tables).to_csv(path, index=False)
-        write_json(out / "policies_gpu.json", {"environment": provenance.describe(device)})
 
 
 class Bench:
@@ -163,8 +154,14 @@ class Bench:
             if compiled is not None and policy.label not in self.wrong:
                 contenders[policy.label, "launched"] = compiled
                 if self.device.type == "cuda":
-                    contenders[policy.label, "graph"] = _graph_of(compiled, repeated)
-        times = _interleaved(contenders, rounds, clock_for(self.device), repeated)
+                    contenders[policy.label, "graph"] = replayed(compiled, repeated)
+        clock = clock_for(self.device)
+
+        def measure(name: tuple[str, str], run: Callable[[], Any]) -> float:
+            hold_us = 0.0 if name[1] == "launched" else HOLD_US
+            return time_us(run, clock, hold_us=hold_us) / (repeated if name[1] == "graph" else 1)
+
+        times = interleaved(contenders, rounds, measure)
         least_bytes = (4 + 1 + 4) * self.scores_TE.numel()
         rows = []
         for label in dict.fromkeys(label for label, _ in contenders):
@@ -175,11 +172,11 @@ class Bench:
             best = times.get((label, "graph"), times.get((label, "launched")))
             if best is not None:
                 if (label, "torch") in times:
-                    row["over torch"] = _ratio(best, times[label, "torch"])
-                row["over top-k"] = _ratio(best, times[PLAIN, "torch"])
+                    row["over torch"] = median_ratio(best, times[label, "torch"])
+                row["over top-k"] = median_ratio(best, times[PLAIN, "torch"])
                 algorithm = ALGORITHMS.get(label.split()[0])
                 if algorithm is not None:
-                    row["over published"] = _ratio(best, times[algorithm, "torch"])
+                    row["over published"] = median_ratio(best, times[algorithm, "torch"])
                 if not is_decode:
                     row["GB/s"] = least_bytes / statistics.median(best) / 1e3
                     row["of copy"] = row["GB/s"] / copy_gbps
@@ -211,37 +208,6 @@ class Bench:
                     }
                 )
         return pd.DataFrame(rows)
-
-
-def _graph_of(run: Callable[[], Any], times: int) -> Callable[[], Any]:
-    """Replay what ``run`` launches, so many times in a row."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(times):
-            run()
-    return graph.replay
-
-
-def _interleaved(
-    contenders: dict[tuple[str, str], Callable[[], Any]], rounds: int, clock: Clock, repeated: int
-) -> dict[tuple[str, str], list[float]]:
-    """Microseconds of every call; each round runs all contenders once, after one that is not counted."""
-    times: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for number in range(rounds + 1):
-        for name, run in contenders.items():
-            taken_us = time_us(run, clock, hold_us=0.0 if name[1] == "launched" else HOLD_US)
-            if number:
-                times[name].append(taken_us / (repeated if name[1] == "graph" else 1))
-    return times
-
-
-def _ratio(times: Sequence[float], yardstick: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(times, yardstick, strict=True))
 
 
 if __name__ == "__main__":

@@ -114,11 +114,6 @@ class Browser:
         answer = self.ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(answer["data"]))
 
-    def part(self, x: float, y: float, width: float, height: float) -> bytes:
-        """A PNG of a part of the window, in CSS pixels from its upper left corner, as it is shown now."""
-        clip = {"x": x, "y": y, "width": width, "height": height, "scale": 1}
-        return base64.b64decode(self.ask("Page.captureScreenshot", clip=clip)["data"])
-
     def of_kind(self, *methods: str) -> list[dict[str, Any]]:
         return [event["params"] for event in self.events if event.get("method") in methods]
 

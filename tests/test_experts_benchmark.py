@@ -42,6 +42,6 @@ def test_flushes_differ_in_the_sweep_and_stay_outside_of_what_is_timed(monkeypat
     monkeypatch.setattr(experts, "SMALL_BYTES", 64)
     with_sweep, without = experts.flushes(CPU)
     assert (with_sweep.bytes, without.bytes) == (128, 128)
-    times = experts._interleaved([with_sweep, without], CPU, rounds=2)
+    times = experts.timed([with_sweep, without], CPU, rounds=2)
     assert made == [True, False] * 5
     assert {name: len(values) for name, values in times.items()} == {with_sweep.name: 2, without.name: 2}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 
-import matplotlib.pyplot as plt
 import pytest
 from headless import CHROMIUM, Browser
 from results_builder import FakeCase, FakeComparison, standard_cases, write_run
@@ -169,51 +167,3 @@ def test_a_model_of_many_layers_and_policies_fits_the_page(
     )
     assert (heads, rows) == (3 + 1 + 4, 27)
     assert room >= 0 or width == 400, "the table of layers is wider than a page"
-
-
-def shades(browser: Browser, box: str) -> tuple[float, float]:
-    """How far the brightness of a box varies within 24 pixels of its left and of its right edge, 0 to 1.
-
-    Measured in a band below its rounded corners and above its text; of a figure's box, in the figure's white margin.
-    """
-    place = browser.evaluate(
-        f"(() => {{ const box = document.querySelector({box!r}); box.scrollIntoView({{block: 'center'}});"
-        " const at = box.getBoundingClientRect(), x = at.x + box.clientLeft, y = at.y + box.clientTop;"
-        " return new Promise(done => requestAnimationFrame(() => setTimeout("
-        "  () => done([Math.round(x + scrollX), Math.round(y + scrollY), box.clientWidth]), 50))); })()"
-    )
-    x, y, width = place
-    y += 16 if box == ".card" else 8
-    found = []
-    for left in (x, x + width - 24):
-        pixels = plt.imread(io.BytesIO(browser.part(left, y, 24, 2)))[:, 1:-1, :3]
-        found.append(float(pixels.max() - pixels.min()))
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("box", [".card", "#commands pre"])
-def test_what_is_wider_than_the_window_casts_a_shade_where_more_is_hidden(
-    browser: Browser, pages: dict[str, str], box: str, dark: bool
-) -> None:
-    def scroll(position: str) -> None:
-        browser.evaluate(f"(() => {{ const e = document.querySelector({box!r}); e.scrollLeft = {position}; }})()")
-
-    browser.open(pages["one"], 400, dark=dark)
-    # A command that is too long for the window, whatever this page's are.
-    browser.evaluate("document.querySelector('#commands pre').textContent = 'word '.repeat(80)")
-    none, some = 0.05, 0.2
-    left, right = shades(browser, box)
-    assert left < none
-    assert right > some
-    scroll("(e.scrollWidth - e.clientWidth) / 2")
-    assert min(shades(browser, box)) > some
-    scroll("e.scrollWidth")
-    left, right = shades(browser, box)
-    assert left > some
-    assert right < none
-
-
-def test_what_fits_casts_no_shade(browser: Browser, pages: dict[str, str]) -> None:
-    browser.open(pages["one"], 1280)
-    assert max(shades(browser, ".card")) < 0.05

@@ -127,8 +127,10 @@ def test_what_solving_takes_is_what_each_case_says() -> None:
 def test_the_end_of_a_run_is_six_columns_that_fit_100_characters_and_three_notes_at_most(tmp_path, modelled):
     facts = {"device": "modelled by devices/h100-sxm: roofline", "links": "modelled by links/x: y"} if modelled else {}
     # Below what the model can tell has the longest verdict.
-    long = FakeCase("token_drop", label="token_drop capacity_factor=1.25 granularity=rank", speedup=1.01)
-    text = end_of_run(run_of(tmp_path, cases=[*standard_cases(), long], num_batches=10, facts=facts))
+    long = [FakeCase("oea", params={"k0": k}, label=f"oea {'x' * 40} end={k}", speedup=1.01) for k in range(2)]
+    text = end_of_run(run_of(tmp_path, cases=[*standard_cases(), *long], num_batches=10, facts=facts))
+    assert "end=0 " in text  # names that are cut are told apart
+    assert "end=1 " in text
     assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 100
     header = next(line for line in text.splitlines() if line.startswith("policy"))
     assert re.split(r"\s{2,}", header) == ["policy", "layer ms", "speedup", "verdict", "dropped %", "kept %"]

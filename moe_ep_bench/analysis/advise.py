@@ -41,19 +41,10 @@ _ROUNDING = 10**-_DIGITS
 _BEST = 5
 _FEW_DRAWS = 4
 _CANDIDATE = ["policy", "role", "policy_params"]  # labels may be shared
-# How a user gets what decides: documented with vLLM 0.21 (training/routed_experts_replay) and by SGLang's server.
-RECORD_YOURS = """The peak load decides, and it is assumed. Your server returns yours once it is started with
---enable-return-routed-experts:
-  vLLM:   curl -s -w '\\n' localhost:8000/v1/completions -H 'Content-Type: application/json' \\
-            -d '{"model": "MODEL", "prompt": "...", "max_tokens": 1}' >> routes.jsonl
-          moe-ep-bench trace import vllm routes.jsonl mine.safetensors --preset MODEL --phase \\
-            prefill --assume-equal-scores
-  SGLang: curl -s -w '\\n' localhost:30000/generate -H 'Content-Type: application/json' -d '{"text": \\
-            "...", "sampling_params": {"max_new_tokens": 1}, "return_routed_experts": true}' >> routes.jsonl
-          moe-ep-bench trace import sglang routes.jsonl mine.safetensors --preset MODEL \\
-            --assume-equal-scores
-Then ask again with --trace mine.safetensors. Loads are yours then; scores are assumed equal, so bound the dropped
-pairs (--max-dropped), not the mass."""
+RECORD_YOURS = """The peak load decides, and it is assumed. vLLM and SGLang return yours once they are started with
+--enable-return-routed-experts: docs/servers.md has the request and `moe-ep-bench trace import`, which makes a file of
+it. Then ask again with --trace FILE. Loads are yours then; scores are assumed equal, so bound the dropped pairs
+(--max-dropped), not the mass."""
 
 
 # ---- candidates and the pick -----------------------------------------------------------------------------------------
@@ -503,7 +494,7 @@ def _draw_notes(rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) 
     parts = rows["parts"].max()
     overs = set(rows["over"].dropna())
     if "layer" in overs:
-        yield f"the traffic is that of {parts:.0f} layers; intervals are over all of them"
+        yield f"the traffic is that of {parts:.0f} layers; ranges in brackets are over all of them"
     elif "draw" in overs:
         if parts < _FEW_DRAWS:
             yield f"{parts:.0f} draws rarely reach a verdict; without --draws there are more"

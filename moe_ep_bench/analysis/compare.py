@@ -46,22 +46,6 @@ from moe_ep_bench.timing.statistics import (
     noise_floor,
 )
 
-
-class Condition(NamedTuple):
-    """What was recorded of a run and may decide its times.
-
-    Attributes:
-        takes: the verdicts that it takes away where it differs, unless it was changed on purpose: all, times, or none.
-        allowed: by how much numbers may differ, relative; None = texts, which are equal or not.
-        form: of a number.
-    """
-
-    key: str
-    takes: str = "all"
-    allowed: float | None = None
-    form: str = ""
-
-
 # Of run.json's ``environment``; of its ``comparisons``, what the same config may have become on another machine.
 _ENVIRONMENT = (
     *("device_name", "driver", "cpu_name", "num_cores", "threads_per_rank", "python", "torch", "cuda", "nccl"),
@@ -70,17 +54,18 @@ _ENVIRONMENT = (
 _LAYER = ("backend", "experts", "permute", "kernel", "cuda_graph", "oversubscribed", "links", "device", "placement")
 # Code is what ``compare`` mostly compares.
 _INFORMATIVE = ("hostname", "code", "git_commit")
-# A GPU's clock moves in steps of 15 MHz, under 1 %; a speedup is paired inside its run, so that the clock cancels. The
-# matmul and the copy beside a run are taken a few times only, too rough to take a verdict away.
-_CONDITIONS = (
-    *map(Condition, (*_ENVIRONMENT, *_LAYER)),
-    Condition("clocks", "times", 0.02, "SM clock {:,.0f} MHz (median)"),
-    Condition("matmul beside the run", "none", 0.05, "{:.3g} TFLOP/s"),
-    Condition("copy beside the run", "none", 0.05, "{:.3g} GB/s"),
-    *(Condition(key, "none") for key in _INFORMATIVE),
-)
-_BY_KEY = {condition.key: condition for condition in _CONDITIONS}
-CHANGEABLE = tuple(condition.key for condition in _CONDITIONS if condition.takes != "none")
+# What was recorded of a run and may decide its times: the verdicts that it takes away where it differs and was not
+# changed on purpose (all, times or none), by how much numbers may differ, relative, and their form. A GPU's clock moves
+# in steps of 15 MHz, under 1 %; a speedup is paired inside its run, so that the clock cancels. The matmul and the copy
+# beside a run are taken a few times only, too rough to take a verdict away.
+_CONDITIONS: dict[str, tuple[str, float | None, str]] = {
+    **dict.fromkeys((*_ENVIRONMENT, *_LAYER), ("all", None, "{}")),
+    "clocks": ("times", 0.02, "SM clock {:,.0f} MHz (median)"),
+    "matmul beside the run": ("none", 0.05, "{:.3g} TFLOP/s"),
+    "copy beside the run": ("none", 0.05, "{:.3g} GB/s"),
+    **dict.fromkeys(_INFORMATIVE, ("none", None, "{}")),
+}
+CHANGEABLE = tuple(key for key, (takes, *_) in _CONDITIONS.items() if takes != "none")
 # Of a run's own warnings, those that say that its times may not be those of another day.
 _WEAKENS = ("disturbed machine", "warm-up did not settle", "times drifted", "more ranks than cores", "launch-bound")
 # What ``judge`` says of a ratio above the floor, in words for a time and for a speedup.
@@ -335,7 +320,7 @@ def _uncontrolled(row: Row) -> str | None:
 # ---- conditions ------------------------------------------------------------------------------------------------------
 
 
-def _differences(old: pd.DataFrame, now: pd.DataFrame, intended: Collection[str]) -> pd.DataFrame:
+def _differences(old: dict[str, Row], now: dict[str, Row], intended: Collection[str]) -> pd.DataFrame:
     """Conditions of comparisons that differ; what a run did not record differs from nothing.
 
     Returns:
@@ -343,39 +328,35 @@ def _differences(old: pd.DataFrame, now: pd.DataFrame, intended: Collection[str]
         no weight).
     """
     rows = []
-    both = old.merge(now, on=["comparison_id", "key"], suffixes=("_base", "_new"))
-    for row in both.to_dict("records"):
-        condition, base, new = _BY_KEY[row["key"]], row["value_base"], row["value_new"]
-        if base == new or (condition.allowed is not None and abs(new - base) <= condition.allowed * abs(base)):
-            continue
-        texts = (condition.form.format(value) if condition.form else value for value in (base, new))
-        rows.append((row["comparison_id"], row["key"], *texts, condition.takes, row["key"] in intended))
+    for comparison_id in (name for name in old if name in now):
+        for key, (takes, allowed, form) in _CONDITIONS.items():
+            base, new = old[comparison_id].get(key), now[comparison_id].get(key)
+            if missing(base) or missing(new) or base == new:
+                continue
+            if allowed is None or abs(new - base) > allowed * abs(base):
+                rows.append((comparison_id, key, form.format(base), form.format(new), takes, key in intended))
     return pd.DataFrame(rows, columns=["comparison_id", "key", "base", "new", "takes_verdicts_on", "intended"])
 
 
-def _recorded(store: Store) -> pd.DataFrame:
-    """What was recorded of each comparison: comparison_id, key (in the order of ``_CONDITIONS``), value."""
-    by_run, ranks = jobs(store).set_index("run_id"), conditions(store)
-    rows = []
+def _recorded(store: Store) -> dict[str, Row]:
+    """What was recorded of each comparison, by key of ``_CONDITIONS``."""
+    by_run, ranks, found = jobs(store).set_index("run_id"), conditions(store), {}
     for about in comparisons(store).to_dict("records"):
-        own = ranks[ranks["comparison_id"] == about["comparison_id"]] if len(ranks) else ranks
+        facts, own = about["facts"], ranks[ranks["comparison_id"] == about["comparison_id"]] if len(ranks) else ranks
         runs = by_run[by_run.index.isin(own["run_id"])] if len(own) else by_run
         environments = [job.environment | {"code": job.hashes.get("code")} for job in runs.itertuples()]
-        found: Row = {}
+        row: Row = {}
         for key in (*_ENVIRONMENT, *_INFORMATIVE):
             texts = {_text(environment[key]) for environment in environments if environment.get(key) is not None}
-            found[key] = " and ".join(sorted(texts)) or None
-        for key in _LAYER:
-            value = about["facts"].get(key)
-            found[key] = value["ran"].partition(" (")[0] if isinstance(value, dict) else _text(value)
-        if about["facts"].get("kernel") is None:  # not recorded
-            del found["kernel"]
+            row[key] = " and ".join(sorted(texts)) or None
+        for key in _LAYER if facts.get("kernel") is not None else (name for name in _LAYER if name != "kernel"):
+            value = facts.get(key)
+            row[key] = value["ran"].partition(" (")[0] if isinstance(value, dict) else _text(value)
         if len(own):
-            found["clocks"] = own["sm_clock_mhz"].astype(float).median()
-            found["matmul beside the run"] = own["matmul_tflops"].min()
-            found["copy beside the run"] = own["copy_gbps"].min()
-        rows += [(about["comparison_id"], key, found[key]) for key in _BY_KEY if not missing(found.get(key))]
-    return pd.DataFrame(rows, columns=["comparison_id", "key", "value"])
+            row["clocks"] = own["sm_clock_mhz"].astype(float).median()
+            row |= {"matmul beside the run": own["matmul_tflops"].min(), "copy beside the run": own["copy_gbps"].min()}
+        found[about["comparison_id"]] = row
+    return found
 
 
 def _text(value: Any) -> str:

@@ -21,13 +21,14 @@ from moe_ep_bench.analysis.cases import COMPARISON, cases, comparisons
 from moe_ep_bench.analysis.columns import COLUMNS
 from moe_ep_bench.analysis.marks import Panel, facets
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, interval_words
+from moe_ep_bench.analysis.origins import ORIGINS
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.analysis.style import GAMMA, HOW, Look, dress, looks_of
+from moe_ep_bench.analysis.style import GAMMA, Look, dress, is_slide, looks_of
 from moe_ep_bench.files import atomic_path
 
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
 COST = ["dropped_share", "retained_mass"]
-_MOST_LINES = 10
+_MOST_LINES, _ON_SLIDE = 10, 6
 _ENDS = [f"{name}_{end}" for name in ("speedup", "moe_speedup") for end in ("median", "low", "high")]
 _ENDS += ["floor_low", "floor_high"]
 _IS_INTERVAL = ("speedup_is_interval", "moe_speedup_is_interval")
@@ -124,20 +125,21 @@ def draw(figure: Figure, store: Any, **options: Any) -> Drawing | None:
         rows = rows[rows["facet"].isin(rows.query(figure.needs, engine="python")["facet"])]
     if rows.empty:
         return None
-    drawn, notes = _few(rows, figure.limit)
+    beside = figure.beside(rows) if callable(figure.beside) else figure.beside
+    # A slide has room for one row of panels, and its reader for few lines.
+    most_facets = min(figure.limit, 1 if beside and len(figure.panels) > 2 else 2) if is_slide() else figure.limit
+    drawn, notes = _few(rows, most_facets)
     drawn = _with_legend(drawn)
     # A policy has its look in every figure of a store: also where others are not drawn.
     everywhere = case_rows(store)["line"] if figure.looks is looks_of and isinstance(store, Store) else []
     looks = figure.looks([name for name in [*everywhere, *rows["line"]] if isinstance(name, str)])
-    more = [line for line in drawn["line"].dropna().unique()][_MOST_LINES:]
-    if more:
+    if more := _other_lines(drawn):
         notes.append(f"not drawn, but in the CSV: {', '.join(more)}")
         drawn = drawn[~drawn["line"].isin(more)]
     notes += [*drawn["note"].dropna().unique()] if "note" in drawn else []
-    beside = figure.beside(drawn) if callable(figure.beside) else figure.beside
     sheet, body = facets(drawn, figure.panels, looks, beside=beside, most=figure.most)
     how = drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)}
-    tags = [word for word in (*HOW, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
+    tags = [word for word in (*ORIGINS, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
     dress(sheet, figure.title, figure.how.format_map(how), _footer(drawn, notes, timed=figure.timed), tags, body=body)
     columns = dict.fromkeys([*ABOUT, *figure.columns, "origin", "workload"])
     return Drawing(sheet, rows[[name for name in columns if name in rows]])
@@ -148,8 +150,17 @@ def _few(rows: pd.DataFrame, limit: int) -> tuple[pd.DataFrame, list[str]]:
     names = list(rows["facet"].unique())
     if len(names) <= limit:
         return rows, []
-    kept = {names[int(place)] for place in np.linspace(0, len(names) - 1, limit).round()}
+    kept = {names[int(place)] for place in np.linspace(len(names) - 1, 0, limit).round()}
     return rows[rows["facet"].isin(kept)], [f"of {len(names)} comparisons {limit} are drawn; the CSV has all"]
+
+
+def _other_lines(rows: pd.DataFrame) -> list[str]:
+    """Lines for which there is no room: the last ones; on a slide those of policies that gain least."""
+    lines = list(rows["line"].dropna().unique())
+    if is_slide() and "speedup_median" in rows and rows["speedup_median"].notna().any():
+        gains = rows.groupby("line")["speedup_median"].max().reindex(lines)
+        return [line for line in lines if line not in set(gains.fillna(np.inf).nlargest(_ON_SLIDE).index)]
+    return lines[_MOST_LINES:]
 
 
 def _with_legend(rows: pd.DataFrame) -> pd.DataFrame:

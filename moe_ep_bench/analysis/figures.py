@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, conditions, frontiers, routing, samples
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, conditions, frontiers, routing, timings
 from moe_ep_bench.analysis.drawing import COST, Figure, case_rows, layer_rows
 from moe_ep_bench.analysis.marks import (
     FULL_COLOUR,
@@ -289,12 +289,11 @@ def activated_rows(store: Store) -> pd.DataFrame:
     steps = batches.merge(rows.drop(columns="activated_fullest_rank"), on=CASE)
     is_idle = steps["activated_fullest_rank"] <= (1 - _LEAST_IDLE) * (steps["num_experts"] // steps["num_ranks"])
     steps = steps[is_idle.groupby(steps["facet"]).transform("any")]
-    times = samples(store, steps) if len(steps) else pd.DataFrame(columns=["kind", "phase"])
-    times = times[(times["kind"] == "breakdown") & (times["phase"] == "experts")]
-    if times.empty:
-        return times
-    slowest = times.groupby([*CASE, "batch", "launch", "iteration"])["time_us"].max()
-    steps = steps.merge(slowest.groupby([*CASE, "batch"]).median().reset_index(), on=[*CASE, "batch"])
+    times = timings(store)  # of the slowest rank, where a layer was timed by phase
+    times = times[times["quantity"] == "experts"].groupby([*CASE, "batch"])["time_us"].median().reset_index()
+    steps = steps.merge(times, on=[*CASE, "batch"])
+    if steps.empty:
+        return steps
     steps["num_pairs"] = [_pairs(load, size) for load, size in zip(steps["load_E"], steps["num_ranks"], strict=True)]
     found = []
     for _, pool in steps.groupby("facet", sort=False):

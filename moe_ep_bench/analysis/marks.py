@@ -23,12 +23,12 @@ from matplotlib.patheffects import Normal, withStroke
 from matplotlib.transforms import ScaledTranslation
 
 from moe_ep_bench.analysis.columns import COLUMNS, Column
+from moe_ep_bench.analysis.origins import ORIGINS
 from moe_ep_bench.analysis.style import (
     CEILING_LINE,
     FONT_SIZES,
     GAMMA,
     GREY,
-    HOW,
     INK,
     MUTED,
     NATIVE_LINE,
@@ -105,7 +105,7 @@ def facets(
     titles = [0.0] * len(bands)
     for at, own in enumerate(groups):
         row, column = divmod(at, across)
-        origins = {origin for origin in own["origin"].dropna() if origin in HOW}
+        origins = {origin for origin in own["origin"].dropna() if origin in ORIGINS}
         for place, panel in enumerate(panels):
             where = (row, column * number + place) if stand_beside else (row * number + place, column)
             axes = figure.add_subplot(grid[where])

@@ -36,7 +36,7 @@ _LEAST_IDLE = 0.05
 _ROUNDING = 1e-6  # shares are sums of float32
 WARNING = "warning: "
 
-MODEL_CAVEAT = "Intervals are of traffic only: what the model leaves out, or has wrong, is in none of them."
+MODEL_CAVEAT = "ranges in brackets come from traffic alone: errors of the model of devices and links are not in them"
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
 NOT_FUSED = "permutation is not fused: phase shares are not to be set beside a paper's"
 READING = "loads, activated experts and traffic count padding that is computed; drops and mass kept are of valid tokens"

@@ -19,7 +19,7 @@ from moe_ep_bench.analysis.drawing import Drawing, Figure, draw
 from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.lines import Lines
 from moe_ep_bench.analysis.papers import Claims
-from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.reading import Errors, ResultsError
 from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
 from moe_ep_bench.errors import UserError, brief
@@ -71,16 +71,13 @@ def stores(directories: Sequence[Path], passed_over: list[str]) -> Iterator[Any]
     """
     timed = []
     for directory in dict.fromkeys(path.resolve() for path in directories):
-        try:
-            if kind_of(directory) == "quality":
-                yield _quality(directory)
-            else:
-                load([directory], [])
-                timed.append(directory)
-        except ResultsError as error:
-            passed_over.append(str(error))
-    if timed:
-        yield load(timed, passed_over)
+        if kind_of(directory) != "quality":
+            timed.append(directory)
+            continue
+        if (quality := Errors(passed_over).read(_quality, directory)) is not None:
+            yield quality
+    if timed and (store := Errors(passed_over).read(load, timed, passed_over)) is not None:
+        yield store
 
 
 def _quality(directory: Path) -> Any:

@@ -135,13 +135,6 @@ def read_store(directories: Iterable[Path], passed_over: list[str] | None = None
     """
     folders, comparisons = _named(directories), []
     for name, folder in folders.items():
-        kind = kind_of(folder)
-        if kind == "validation":
-            raise ResultsError(f"{folder}: holds two runs side by side: name {folder}/real or {folder}/emulated")
-        if kind == "quality":
-            raise ResultsError(
-                f"{folder}: holds what policies do to a model's answers, without times; expected times or routing"
-            )
         if passed_over is None or len(folders) == 1:
             comparisons += _read_directory(name, folder, passed_over)
         else:
@@ -166,7 +159,13 @@ def _named(directories: Iterable[Path]) -> dict[str, Path]:
 
 
 def _read_directory(name: str, folder: Path, passed_over: list[str] | None) -> list[Comparison]:
-    files, errors = RunDirectory(folder), Errors(passed_over)
+    files, errors, kind = RunDirectory(folder), Errors(passed_over), kind_of(folder)
+    if kind == "validation":
+        raise ResultsError(f"{folder}: holds two runs side by side: name {folder}/real or {folder}/emulated")
+    if kind == "quality":
+        raise ResultsError(
+            f"{folder}: holds what policies do to a model's answers, without times; expected times or routing"
+        )
     run = typed(RunFacts, files.run_json, "", read_run_json(files.run_json))
     if run.mode not in _PARTS:
         raise ResultsError(f"{files.run_json}: mode: expected one of {', '.join(_PARTS)}, got {run.mode!r}")

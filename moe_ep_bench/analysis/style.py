@@ -26,6 +26,7 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
+from moe_ep_bench.analysis.origins import ORIGINS
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
 
@@ -98,6 +99,11 @@ def house_style(size: str = "page") -> Iterator[None]:
         yield
 
 
+def is_slide() -> bool:
+    """Whether the height of a sheet is given."""
+    return rcParams["figure.figsize"][1] > 0
+
+
 def is_narrow() -> bool:
     """Whether panels must stand one under another."""
     return rcParams["figure.figsize"][0] < 5.0
@@ -105,8 +111,6 @@ def is_narrow() -> bool:
 
 # ---- origins -------------------------------------------------------------------------------------------------------
 
-# How times came about, and where router scores were taken from: the tags of a sheet.
-HOW = ("measured", "emulated", "partly measured elsewhere", "modelled", "routed")
 _DASHES, _DOTS = (0, (3, 2)), (0, (1, 1))
 _LINE_OF = {"modelled": _DASHES, "partly measured elsewhere": _DOTS}
 
@@ -120,7 +124,7 @@ def frame(axes: Axes, how: str | None) -> None:
 
 def _tag_look(word: str) -> dict[str, Any]:
     """Text and box of a tag; round boxes say how times came about, square ones on which scores."""
-    is_how = word in HOW
+    is_how = word in ORIGINS
     face, ink = {"measured": (INK, "white"), "recorded": (GREY, INK)}.get(word, ("white", INK if is_how else MUTED))
     box = {
         "boxstyle": f"{'round' if is_how else 'square'},pad=0.28",
@@ -276,7 +280,7 @@ def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Seq
     Args:
         how: the subtitle: how to read the figure.
         footer: paragraphs.
-        tags: words of ``HOW``, and ``recorded`` or ``synthetic``.
+        tags: words of ``ORIGINS``, and ``recorded`` or ``synthetic``.
         body: inches of the panels on the page.
     """
     width, fixed = figure.get_figwidth(), rcParams["figure.figsize"][1]

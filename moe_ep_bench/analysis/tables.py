@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, layers, routing, samples
-from moe_ep_bench.analysis.columns import COLUMNS, Column, Row, columns, interval, times
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, layers, routing
+from moe_ep_bench.analysis.columns import COLUMNS, Column, Row, columns, interval, short_label, times
 from moe_ep_bench.analysis.notes import WARNING, leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
@@ -40,7 +40,6 @@ class View:
         columns: names, of ``COLUMNS`` or the frame; those without a value in any row are left out.
         headers: other headers than ``COLUMNS`` has, by name.
         where: a query of the frame; empty = all rows.
-        order: a column, descending; None = reading order.
         rows: the frame, of a store and the comparison's rows of ``cases``.
         notes: below the table; None = all notes of the comparison.
     """
@@ -49,7 +48,6 @@ class View:
     columns: Sequence[str]
     headers: dict[str, str] | None = None
     where: str = ""
-    order: str | None = None
     title: str = ""
     rows: Callable[[Store, pd.DataFrame], pd.DataFrame] = lambda _, rows: rows
     notes: Sequence[str] | None = ()
@@ -78,29 +76,21 @@ def _by_rank(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     native = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")]
     if native.empty:
         return pd.DataFrame()
-    shown = pd.concat([native, fastest(rows)]).drop_duplicates(CASE)
-    frame = samples(store, shown)
-    key = ["launch", "batch", "iteration"]
-    totals = frame[(frame["kind"] == "plain") & (frame["phase"] == TOTAL)]
-    slowest = totals.loc[totals.groupby(["label", *key])["time_us"].idxmax()].groupby(["label", "rank"]).size()
-    waits = frame[frame["kind"] == "breakdown"]
-    waits_us = waits["time_us"].where(waits["phase"].isin(GROUPS["waiting"]), 0.0)
-    waits_us = (
-        waits_us.groupby([waits[name] for name in ("label", "rank", *key)]).sum().groupby(["label", "rank"]).median()
-    )
-    found = totals.groupby(["label", "rank"])["time_us"].median().div(1e3).rename("median_ms").to_frame()
-    shares = slowest / slowest.groupby("label").transform("sum")
-    found = found.assign(slowest_share=shares, waiting_ms=waits_us / 1e3).fillna({"slowest_share": 0.0}).reset_index()
-    loads = routing(store).merge(shown[[*CASE, "num_ranks"]], on=CASE)
-    over_mean = [np.multiply(one.load_R, one.num_ranks / one.num_topk_pairs) for one in loads.itertuples()]
-    of_rank = {
-        label: np.mean([over_mean[at] for at in places], axis=0)
-        for label, places in loads.groupby("label").indices.items()
-    }
-    number = int(rows["num_ranks"].iloc[0])
-    found["load_over_mean"] = [
-        of_rank[label][rank % number] for label, rank in zip(found["label"], found["rank"], strict=True)
-    ]
+    shown, parts = pd.concat([native, fastest(rows)]).drop_duplicates(CASE), []
+    comparison = store.by_id[tuple(native[COMPARISON].iloc[0])]
+    loads, by_id = routing(store), {case.case_id: case for case in comparison.cases}
+    for about in shown.to_dict("records"):
+        case, own = by_id[about["case_id"]], loads[loads[CASE].eq([about[name] for name in CASE]).all(axis=1)]
+        total_IR = case.plain.of(TOTAL)
+        load_R = np.mean(np.stack(own["load_R"].to_list()) / own[["num_topk_pairs"]].to_numpy(), axis=0)
+        rank_R = np.arange(total_IR.shape[1])
+        part = {"label": about["label"], "rank": rank_R, "median_ms": np.median(total_IR, axis=0) / 1e3}
+        part["slowest_share"] = np.bincount(total_IR.argmax(axis=1), minlength=len(rank_R)) / len(total_IR)
+        if len(case.breakdown.index):
+            part["waiting_ms"] = np.median(case.breakdown.of(*GROUPS["waiting"]), axis=0) / 1e3
+        part["load_over_mean"] = (load_R * len(load_R))[rank_R % len(load_R)]
+        parts.append(pd.DataFrame(part))
+    found = pd.concat(parts, ignore_index=True)
     known = conditions(store)
     known = known.merge(shown[COMPARISON].drop_duplicates(), on=COMPARISON) if len(known) else known
     if len(known):
@@ -241,7 +231,6 @@ def table_of(store: Store, view: View, rows: pd.DataFrame, names: Sequence[str] 
         frame = frame.query(view.where, engine="python") if set(_needed(view)) <= set(frame) else frame.iloc[:0]
     if frame.empty:
         return Table(frame, ())
-    frame = frame if view.order is None else frame.sort_values(view.order, ascending=False)
     chosen = columns(names, frame) if names else _columns_of(view, frame)
     facts, has_status = rows.iloc[0], "status" in frame
     instead = "instead" if has_status else None
@@ -294,7 +283,7 @@ def short_table(rows: pd.DataFrame) -> Table:
     names = of_route if kind_of(rows) == "route" else ("median_ms", "speedup_median", "verdict", *_COST)
     headers = {"retained_mass": "kept", **(VIEWS["model"].headers or {} if kind_of(rows) == "model" else {})}
     cells = {
-        "label": lambda row: textwrap.shorten(row["label"], 33, placeholder=" ..."),
+        "label": lambda row: _fitting(short_label(row["label"]), 33),
         "speedup_median": interval("speedup", "speedup", of_baseline="1", digits=2).cell,
         "verdict": lambda row: "below the model" if row["verdict"] == BELOW_MODEL else COLUMNS["verdict"].shown(row),
     }
@@ -304,6 +293,11 @@ def short_table(rows: pd.DataFrame) -> Table:
     ]
     instead = pd.Series(list(map(_reason, rows.to_dict("records"))), rows.index, dtype=object)
     return Table(rows.assign(instead=instead), shown, rows["title"].iloc[0], (), "instead")
+
+
+def _fitting(name: str, most: int) -> str:
+    """A name in so many characters; what tells cases apart mostly stands at its end, which is kept."""
+    return name if len(name) <= most else f"{name[: most - 17].rstrip()} ... {name[-12:].lstrip()}"
 
 
 def fastest(frame: pd.DataFrame) -> pd.DataFrame:

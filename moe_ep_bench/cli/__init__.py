@@ -303,9 +303,14 @@ def _papers(options: argparse.Namespace) -> int:
 
 
 def _papers_list(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.papers_list import list_json, list_text
+    if options.json:
+        from moe_ep_bench.papers.published import list_json
 
-    print(list_json(options.paper) if options.json else list_text(options.paper))
+        print(list_json(options.paper))
+    else:
+        from moe_ep_bench.analysis.listings import list_papers
+
+        print(list_papers(options.paper))
     return OK
 
 
@@ -410,7 +415,7 @@ def _check_policy(options: argparse.Namespace) -> int:
 
 
 def _tables(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.tables_list import list_tables
+    from moe_ep_bench.analysis.listings import list_tables
 
     print(list_tables(options.system, options.model))
     return OK
@@ -426,12 +431,9 @@ def _schema(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    if options.config is not None:
-        _check_config(options)
     from moe_ep_bench.machine.doctor import doctor
 
-    out = _out(options) if options.config else options.out or Path("results")
-    return doctor(out, options.config, options.overrides, options.nproc)
+    return doctor(options.out, options.nproc)
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -295,3 +296,9 @@ def typed(value: str) -> str | float | None:
 def _read(file: Path) -> dict[str, Any]:
     """A file's keys and values, all text: YAML's own reading would take 1.30 for 1.3."""
     return yaml.load(file.read_text(), getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+
+
+def list_json(name: str | None) -> str:
+    """The numbers of a paper, or of all, as a list of objects with the fields of ``Number``, one on each line."""
+    lines = (json.dumps(dataclasses.asdict(number), ensure_ascii=False) for number in numbers(name))
+    return "[\n" + ",\n".join(lines) + "\n]"

@@ -1,0 +1,61 @@
+"""Time contenders in turn, so that a disturbance strikes all alike; keep the table with the machine that made it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+import torch
+
+from moe_ep_bench.files import atomic_path, write_json
+from moe_ep_bench.machine import provenance
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+def interleaved(
+    runs: Mapping[Name, Callable[[], Any]],
+    rounds: int,
+    measure: Callable[[Name, Callable[[], Any]], float],
+    *,
+    uncounted: int = 1,
+) -> dict[Name, list[float]]:
+    """What every call took; each round measures all once, after ``uncounted`` ones."""
+    times: dict[Name, list[float]] = defaultdict(list)
+    for number in range(rounds + uncounted):
+        for name, run in runs.items():
+            taken = measure(name, run)
+            if number >= uncounted:
+                times[name].append(taken)
+    return times
+
+
+def median_ratio(times: Sequence[float], yardstick: Sequence[float]) -> float:
+    """Of one over the other in the same rounds."""
+    return statistics.median(a / b for a, b in zip(times, yardstick, strict=True))
+
+
+def replayed(run: Callable[[], Any], times: int = 1) -> Callable[[], Any]:
+    """A CUDA graph of what ``run`` launches, so many times in a row."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            run()
+    return graph.replay
+
+
+def keep(out: Path | None, name: str, table: pd.DataFrame, device: torch.device, **about: Any) -> None:
+    """Write ``NAME.csv`` and ``NAME.json``, where a folder was named."""
+    if out is not None:
+        with atomic_path(out / f"{name}.csv") as path:
+            table.to_csv(path, index=False)
+        write_json(out / f"{name}.json", {**about, "environment": provenance.describe(device)})

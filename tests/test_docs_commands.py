@@ -69,6 +69,12 @@ STAND_INS = {
 }
 OWN_STAND_INS = {
     "trace record MODEL --text FILE": {"FILE": "text.txt"},
+    "trace record MODEL --text FILE --similarity recordings/alike.safetensors "
+    "--sequence-length 128 --num-sequences 400": {
+        "FILE": "text.txt",
+        "128": "16",
+        "400": "4",
+    },
     "advise --model config.json --ep 8 --tokens 16384 --trace FILE": {"8": "2"},
     "trace thresholds FILE --budget 1% --tokens 2048": {
         "FILE": "recordings/gpt-oss-20b-mixed.safetensors",
@@ -108,12 +114,19 @@ LISTED = {
         "needs a GPU: CUDA graphs",
     ),
     "check-policy ./my_policy.py:LeaveBusiest --set num_left=2": ("--help", "test_own_policies does so"),
+    "emulate configs/balance-recorded.yaml --set workload.trace=FILE": ("--help", "needs the recording itself"),
+    "papers configs/papers/llep-figure4.yaml": ("--help", "takes minutes; test_published reads it"),
+    "advise --model MODEL/config.json --ep 8 --tokens 16384 --trace recordings/mine/prefill-0001.safetensors": (
+        "--help",
+        "a server records the trace; other recordings are asked about here",
+    ),
     "validate configs/quickstart.yaml": ("--help", "configs/validate-cpu.yaml is validated here"),
     "validate configs/validate-model-cpu.yaml --nproc 2": ("--help", "test_whole_validate does so"),
 }
 SCRIPTS = {
     "benchmarks/decode_experts.py": "needs a GPU",
     "benchmarks/fuzz.py": "takes an hour; test_fuzz takes a short round",
+    "benchmarks/lossless.py": "takes minutes",
     "benchmarks/soak.py": "takes hours",
     "benchmarks/tables.py": "takes minutes; test_tables",
     "benchmarks/train_small_moe.py": "takes minutes",

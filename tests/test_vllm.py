@@ -185,7 +185,7 @@ def test_a_policy_that_cannot_serve_ends_the_start_with_one_line(
         text, _ = child.communicate(timeout=300)
     finally:
         child.kill()
-    lines = [line for line in text.splitlines() if "moe-ep-bench" in line]
+    lines = [line for line in text.splitlines() if line.startswith("moe-ep-bench: ")]
     assert child.returncode == 2
     assert len(lines) == 1
     assert expected in lines[0]

@@ -633,7 +633,7 @@ def commands(bases: Path) -> Make:
         elif name in ("validate", "papers", "calibrate", "doctor", "trace record", "check-policy"):
             # They would measure or start something: their own checks of options are what is tried.
             words = [word if word not in ("config.yaml", "topk") else "missing.yaml" for word in words]
-            words += {"calibrate": ["--nproc", "0"], "doctor": ["missing.yaml"]}.get(name, [])
+            words += {"calibrate": ["--nproc", "0"], "doctor": ["--nproc", "0"]}.get(name, [])
         return [word.replace("\x00", "") for word in words]
 
     return make

@@ -57,7 +57,7 @@ def loaded_by(*commands: list[object]) -> tuple[set[str], list[int], list[str]]:
 
 
 def test_mistakes_in_a_config_are_found_without_torch(tmp_path: Path) -> None:
-    commands = ("run", "emulate", "route", "advise", "validate", "papers", "doctor")
+    commands = ("run", "emulate", "route", "advise", "validate", "papers")
     asked, expected = [], []
     for number, (change, words) in enumerate(MISTAKES.values()):
         config = tmp_path / f"{number}.yaml"

@@ -15,11 +15,10 @@ import pynvml
 import pytest
 import torch
 from test_environment import H100
-from test_run import write_config
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.kernels import toolchain
-from moe_ep_bench.machine import doctor, provenance
+from moe_ep_bench.machine import doctor
 from moe_ep_bench.machine.doctor import NOTE, OK, PROBLEM, gpu_notes, ranks_and_exchange
 from moe_ep_bench.machine.gpus import THROTTLE_REASONS
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
@@ -102,23 +101,6 @@ def test_a_driver_that_fails_costs_its_clocks_alone(monkeypatch: pytest.MonkeyPa
     assert "GPU is lost" in unknown.words
 
 
-@pytest.mark.parametrize(
-    ("package", "version", "is_refused"),
-    [
-        ("megatron_core", "0.21.0", True), ("torch", "2.9.1", True), ("megatron_core", "0.16.1", False),
-        ("megatron_core", "0.19.2", False), ("torch", "2.11.0a0+nv26.2", True), ("torch", "2.12.0a0+nv26.4", False),
-    ],
-)  # fmt: skip
-def test_versions_are_held_against_what_the_package_asks_for(
-    package: str, version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    versions = {**provenance.package_versions(), package: version}
-    monkeypatch.setattr(provenance, "package_versions", lambda: versions)
-    refused = [finding.words for finding in doctor.packages() if finding.status == PROBLEM]
-    assert len(refused) == is_refused
-    assert all(version in words and "expected " in words for words in refused)
-
-
 def test_what_a_gpu_run_does_without_is_a_note_with_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     notes = {finding.words.split(":")[0] for finding in doctor.packages() if finding.status == NOTE}
@@ -159,38 +141,18 @@ def test_a_directory_that_cannot_be_written_and_a_full_disk_are_problems(
     assert doctor.disk(tmp_path).status == PROBLEM
 
 
-def test_this_machine_and_a_small_config_are_examined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["doctor", str(write_config(tmp_path)), "--out", str(out), "--nproc", "2"]) == 0
+    assert main(["doctor", "--out", str(out), "--nproc", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 120 for line in lines)
-    for check in ("packages", "memory", "disk", "all-to-all"):
+    for check in ("packages", "disk", "all-to-all"):
         assert any(line.startswith(f"ok      {check}") for line in lines), lines
     assert lines[-1] == "no problems: runs can start"
     assert not out.exists()
 
 
-def test_memory_that_seems_short_is_a_note_and_refuses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(provenance, "available_memory_bytes", lambda device, ranks: 2**20)
-    monkeypatch.setattr(doctor, "ranks_and_exchange", lambda ranks: iter(()))
-    assert main(["doctor", str(write_config(tmp_path)), "--out", str(tmp_path), "--nproc", "2"]) == 0
-    assert "note    memory" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--nproc", "0"], "--nproc: expected"),
-        (["--set", "workload.seed=1"], "--set workload.seed=1: expected a CONFIG whose value it replaces, got none"),
-        (["{config}", "--nproc", "2", "--set", "layer.ep_size=3"], "layer.ep_size: expected a divisor of the 2 ranks"),
-    ],
-)
-def test_a_wrong_command_or_config_is_one_line_and_status_2_before_any_finding(
-    arguments: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = write_config(tmp_path)
-    assert main(["doctor", *(argument.format(config=config) for argument in arguments)]) == USER_ERROR
+def test_a_number_of_ranks_that_is_none_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--nproc", "0"]) == USER_ERROR
     shown = capsys.readouterr()
-    assert (shown.out, shown.err.count("\n"), line in shown.err) == ("", 1, True)
+    assert (shown.out, shown.err.count("\n"), "--nproc: expected" in shown.err) == ("", 1, True)

@@ -12,5 +12,15 @@
 ``results``           columns -> an atomic part
 
 ``emulate`` and ``advise`` differ in the middle: ``traffic`` routes all ranks' batches, and ``virtual`` sets one rank
-after another side by side. ``route`` ends behind ``traffic``.
+after another side by side. ``route`` ends behind ``traffic``. Beside that path
+
+``checks``            what a config asks for and a backend cannot do
+``directory``         may results lie here, and what is left of them
+``words``, ``description``, ``dry_run``  a comparison in a title, in ``run.json``, and before anything runs
+``building``          config -> layer or model, and a pass of random tokens
+``inspection``        what layers chose and computed, held against the reference; ``small_layers``: of virtual ranks
+``replays``           cases as CUDA graphs
+``rank_timers``       how long a virtual rank takes, measured or modelled
+``question``          what ``advise`` is asked -> experiments
+``profile``, ``validate``  commands of their own
 """

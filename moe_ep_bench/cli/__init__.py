@@ -431,12 +431,9 @@ def _schema(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    if options.config is not None:
-        _check_config(options)
     from moe_ep_bench.machine.doctor import doctor
 
-    out = _out(options) if options.config else options.out or Path("results")
-    return doctor(out, options.config, options.overrides, options.nproc)
+    return doctor(options.out, options.nproc)
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -141,9 +141,9 @@ def make_parser() -> argparse.ArgumentParser:
     schema.add_argument("configs", metavar="CONFIGS", nargs="?", default="run", help="run (default) or quality")
 
     doctor = add("doctor", "check this machine: what works, and what each missing part costs")
-    doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a config to be run here")
-    doctor.add_argument("--out", type=Path, metavar="DIR", help="results directory (default: results/<config's name>)")
-    _add_overrides(doctor)
+    doctor.add_argument(
+        "--out", type=Path, metavar="DIR", default=Path("results"), help="results directory (%(default)s)"
+    )
     _add_nproc(doctor)
 
     show = add("show", "print the tables of results directories, or write them in another format")

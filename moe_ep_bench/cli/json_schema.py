@@ -18,6 +18,9 @@ from moe_ep_bench.policies import POLICIES
 
 _LAYERS = {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"const": "all"}]}
 # What a file may hold in place of what one experiment holds: it is read into one experiment each.
+_LAYERS = {
+    "anyOf": [{"type": "integer", "minimum": 0}, {"type": "array", "items": {"type": "integer"}}, {"const": "all"}]
+}
 _LISTED: dict[str, dict[str, Any]] = {
     "RecordedConfig.layer": _LAYERS,
     "SyntheticConfig.layer": _LAYERS,

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
-import importlib.metadata
 import itertools
 import os
-import re
 import shutil
 import sys
 import tempfile
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +24,6 @@ import pynvml
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from packaging.requirements import Requirement
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import atomic_path
@@ -35,7 +32,7 @@ from moe_ep_bench.layer.te_check import transformer_engine
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.gpus import THROTTLE_REASONS, query_gpus
 from moe_ep_bench.runtime import exit_codes
-from moe_ep_bench.runtime.device import check_num_ranks, device_type, gpus_in_sight, local_ranks, why_torch_has_none
+from moe_ep_bench.runtime.device import check_num_ranks, gpus_in_sight, local_ranks, why_torch_has_none
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
@@ -62,23 +59,17 @@ class Finding(NamedTuple):
     words: str
 
 
-def doctor(out: Path, config: Path | None, overrides: Sequence[str], nproc: int | None) -> int:
-    """Print what this machine has for a run of ``config`` by ``nproc`` ranks; 0 = runs can start, 1 = a problem.
+def doctor(out: Path, nproc: int | None) -> int:
+    """Print what this machine has for runs of ``nproc`` ranks into ``out``; 0 = they can start, 1 = a problem.
 
     Under torchrun the first rank prints all, others their notes and problems.
-
-    Raises:
-        UserError: one line on what is wrong with the command or the config; before any finding.
     """
-    if overrides and config is None:
-        raise UserError(f"--set {overrides[0]}: expected a CONFIG whose value it replaces, got none")
     nproc = local_ranks(nproc)
     rank, of_node = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", nproc))
     faulthandler.dump_traceback_later(_LIMIT_S, exit=True, file=sys.__stderr__)
     try:
-        memory = _memory(config, overrides, int(os.environ.get("WORLD_SIZE", of_node)), of_node) if config else []
         problems = 0
-        for status, check, words in itertools.chain(machine(out), memory, ranks_and_exchange(of_node)):
+        for status, check, words in itertools.chain(machine(out), ranks_and_exchange(of_node)):
             problems += status == PROBLEM
             if rank == 0 or status != OK:
                 lines = textwrap.wrap(words, 100, break_long_words=False, break_on_hyphens=False)
@@ -140,13 +131,9 @@ def gpu_notes(gpu: dict[str, Any]) -> Iterator[str]:
 
 
 def packages() -> Iterator[Finding]:
-    """Versions beside those that this program asks for; Transformer Engine is tried where there is a GPU."""
+    """What is installed, and what a run on a GPU does without; Transformer Engine is tried."""
     versions = provenance.package_versions()
     yield Finding(OK, "packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
-    for requirement in map(Requirement, importlib.metadata.requires("moe-ep-bench") or []):
-        version = versions.get(re.sub("-", "_", requirement.name))
-        if not requirement.marker and version and not requirement.specifier.contains(version, prereleases=True):
-            yield Finding(PROBLEM, "packages", f"{requirement.name} {version}: expected {requirement.specifier}")
     if not torch.cuda.is_available():
         return
     for name, cost in _WITHOUT.items():
@@ -169,22 +156,6 @@ def disk(out: Path) -> Finding:
         return Finding(PROBLEM, "disk", f"--out {out}: cannot be written ({error.strerror})")
     free = shutil.disk_usage(folder).free / 2**30
     return Finding(OK if free >= _MIN_FREE_GIB else PROBLEM, "disk", f"--out {out}: {free:,.1f} GiB free")
-
-
-def _memory(config: Path, overrides: Sequence[str], num_ranks: int, of_node: int) -> list[Finding]:
-    """What every comparison of a config takes on a rank, beside what is free: an estimate refuses nothing."""
-    from moe_ep_bench.bench.comparison import RANKS
-    from moe_ep_bench.bench.plan import plan
-    from moe_ep_bench.bench.words import need_of
-
-    device = torch.device(device_type())
-    available = provenance.available_memory_bytes(device, of_node)
-    findings = []
-    for comparison in plan(config, overrides, RANKS, num_ranks, on_cpu=device.type == "cpu"):
-        need = need_of(comparison)
-        status = OK if need.num_bytes <= available else NOTE
-        findings.append(Finding(status, "memory", f"{comparison.title}: {need.describe(available)}"))
-    return findings
 
 
 # ---- the all-to-all --------------------------------------------------------------------------------------------------

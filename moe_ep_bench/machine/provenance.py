@@ -107,13 +107,6 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def available_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
-    """Memory that one rank may still take on its device. A batch system's own limit is not known here."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return host_memory_bytes(ranks_per_node)
-
-
 def host_memory_bytes(ranks_per_node: int) -> int:
     """Memory of this machine that one rank may still take."""
     return psutil.virtual_memory().available // ranks_per_node

@@ -33,10 +33,10 @@ class SERE(SteppedPolicy):
     """Secondary experts' tokens go to the most similar primary one, where its similarity reaches ``threshold``.
 
     Attributes:
-        k0: experts that every token makes primary (the paper's S); K or more changes nothing.
-        similarity: file of the experts' similarity (``policies.similarity``); every MoE layer has a matrix of its own.
-        threshold: 0 to 1 (the paper's rho); 0 keeps no secondary expert.
-        layer: number of the MoE layer whose matrix serves all; None = each layer's own.
+        k0: experts that every token makes primary (the paper's S).
+        similarity: file of the experts' similarity.
+        threshold: least similarity, 0 to 1 (the paper's rho).
+        layer: MoE layer whose matrix serves all; None = each layer's own.
     """
 
     name: ClassVar[str] = "sere"

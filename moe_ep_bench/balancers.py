@@ -27,8 +27,12 @@ By weights that move in the batch into free slots, which all layers share, from 
                no rank need exceed; ranks above it give away pairs of their busiest experts to ranks with most room.
                Ranks that got weights pass them on, so that no home sends all copies of a busy expert
 
-Ours in both: ranks have ``spare_per_rank`` free slots (LLEP sets no bound), and nothing moves unless the fullest rank
-gets emptier by it. Left out: UltraEP's preference for replicas near a token, and its bound to one NVLink domain.
+By tokens of shared experts, whose weights every rank holds: ``water_fill``, to the ranks with fewest pairs, as
+DeepEP-Waterfill of SGLang (pull request 19290) with a rule of ours: SGLang's source ranks decide each for itself.
+
+Ours in ``llep`` and ``ultra``: ranks have ``spare_per_rank`` free slots (LLEP sets no bound), and nothing moves unless
+the fullest rank gets emptier by it. Left out: UltraEP's preference for replicas near a token, and its bound to one
+NVLink domain.
 
 Shapes: R = ranks, E = experts, P = slots of all ranks, slots r * P / R and on being rank r's; V = places, an expert on
 a rank in however many slots; X = experts on several ranks, S = their places.
@@ -372,6 +376,41 @@ def _gives_away(ranks: _Ranks, most: int, least_pairs: int) -> bool:
         if ranks.used_R[rank] > most:
             return False
     return True
+
+
+# ---- by shared experts -----------------------------------------------------------------------------------------------
+
+
+def water_fill(tokens_R: ArrayLike, pairs_R: ArrayLike, pairs_per_token: float) -> NDArray[np.int64]:
+    """Give the shared experts' tokens to ranks so that the fullest is as empty as they allow (whole tokens).
+
+    Every rank holds the shared experts. What a rank keeps of its own tokens does not travel.
+
+    Args:
+        tokens_R: tokens of each rank.
+        pairs_R: pairs of routed experts that each rank computes.
+        pairs_per_token: work of a token's shared experts, in pairs.
+
+    Returns:
+        int64 [R, R]: tokens of each rank (row) whose shared experts each rank (column) computes.
+    """
+    tokens_R, pairs_R = np.asarray(tokens_R, dtype=np.int64), np.asarray(pairs_R, dtype=np.float64)
+    order_R, total = np.argsort(pairs_R, kind="stable"), int(tokens_R.sum())
+    levels_R = (pairs_R[order_R].cumsum() + pairs_per_token * total) / np.arange(1, len(pairs_R) + 1)
+    # The first so many ranks, to which the water reaches.
+    level = levels_R[np.flatnonzero(np.append(pairs_R[order_R][1:], np.inf) >= levels_R)[0]]
+    filled_R = np.floor(np.maximum(level - pairs_R, 0) / pairs_per_token + 1e-9).astype(np.int64)
+    for _ in range(total - int(filled_R.sum())):
+        filled_R[(pairs_R + pairs_per_token * (filled_R + 1)).argmin()] += 1
+    kept_R = np.minimum(tokens_R, filled_R)
+    surplus_R, room_R, given_RR = tokens_R - kept_R, filled_R - kept_R, np.diag(kept_R)
+    for sender in np.flatnonzero(surplus_R):
+        for receiver in np.flatnonzero(room_R):
+            moved = min(surplus_R[sender], room_R[receiver])
+            given_RR[sender, receiver] += moved
+            surplus_R[sender] -= moved
+            room_R[receiver] -= moved
+    return given_RR
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ _GROUP_ROWS = 2**20
 # Of a part of samples, in its metadata.
 _CONDITIONS = b"conditions"
 # Of one part. A few bytes of Parquet can stand for more than any memory holds.
-_MOST_VALUES, _MOST_BYTES = 2**31, 2**34
+_MOST_VALUES, _MOST_BYTES = 2**30, 2**33
 
 
 def check_part(path: Path) -> pq.FileMetaData:

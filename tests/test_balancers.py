@@ -13,7 +13,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from moe_ep_bench.balancers import FREE, MOVING, OVER_REPLICAS, Balanced, activated, llep, lp, ultra, with_free_slots
+from moe_ep_bench.balancers import (
+    FREE,
+    MOVING,
+    OVER_REPLICAS,
+    Balanced,
+    activated,
+    llep,
+    lp,
+    ultra,
+    water_fill,
+    with_free_slots,
+)
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.placement import replicate, replicate_by_risk
 
@@ -330,3 +341,41 @@ def test_replicas_follow_the_spread_where_means_are_equal() -> None:
 def test_wrong_slots_are_named(num_slots: int) -> None:
     with pytest.raises(ValueError, match=f"num_slots: expected a multiple of num_ranks=2.*got {num_slots}"):
         replicate_by_risk([[1, 2, 3, 4]], num_slots=num_slots, num_ranks=2)
+
+
+# --- Shared experts ----------------------------------------------------------------------------------
+
+
+def least_level(num_tokens: int, pairs_R: list[int], pairs_per_token: float) -> float:
+    """The fullest rank of the best of all ways to give out the tokens, tried one by one."""
+    splits = itertools.product(range(num_tokens + 1), repeat=len(pairs_R))
+    full = (np.add(pairs_R, np.multiply(pairs_per_token, split)).max() for split in splits if sum(split) == num_tokens)
+    return min(full)
+
+
+@some_examples
+@given(
+    ranks=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), min_size=1, max_size=3),
+    pairs_per_token=st.sampled_from([0.5, 1.0, 2.0, 3.3]),
+)
+def test_water_filling_leaves_the_emptiest_fullest_rank_and_computes_every_token_once(ranks, pairs_per_token) -> None:
+    tokens_R, pairs_R = (list(values) for values in zip(*ranks, strict=True))
+    given_RR = water_fill(tokens_R, pairs_R, pairs_per_token)
+    assert given_RR.min() >= 0
+    assert given_RR.sum(axis=1).tolist() == tokens_R
+    level_R = pairs_R + pairs_per_token * given_RR.sum(axis=0)
+    assert level_R.max() == pytest.approx(least_level(sum(tokens_R), pairs_R, pairs_per_token))
+    assert level_R.max() <= (np.array(pairs_R) + pairs_per_token * np.array(tokens_R)).max() + 1e-9
+    senders, receivers = np.nonzero(given_RR * (1 - np.eye(len(ranks), dtype=int)))
+    assert not set(senders) & set(receivers), "who sends its tokens takes no others"
+
+
+@settings(some_examples, max_examples=20)
+@given(pairs=st.lists(st.integers(0, 10**6), min_size=2, max_size=64), per_token=st.floats(0.1, 8))
+def test_water_reaches_one_level_on_any_number_of_ranks(pairs: list[int], per_token: float) -> None:
+    tokens_R = np.full(len(pairs), 4096)
+    filled_R = water_fill(tokens_R, pairs, per_token).sum(axis=0)
+    level_R = pairs + per_token * filled_R
+    wet = filled_R > 0
+    assert level_R[wet].max() - level_R[wet].min() <= per_token + 1e-6
+    assert (np.array(pairs)[~wet] >= level_R[wet].max() - per_token - 1e-6).all()

@@ -28,6 +28,7 @@ from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.rank_timers import RankTime
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
+from moe_ep_bench.cost_model.transport import Rows
 from moe_ep_bench.files import write_json
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.results import conditions_of
@@ -278,6 +279,50 @@ def test_replicas_relieve_the_fullest_rank_drop_nothing_and_cost_memory(modelled
     one_expert = 3 * model.hidden_size * model.ffn_hidden_size * 4
     assert {extra.pop(one) for one in list(extra) if one.startswith("EPLB")} == {one_expert * model.num_moe_layers}
     assert set(extra.values()) == {None}
+
+
+def test_what_moves_in_a_batch_is_counted_and_takes_its_time_over_the_links(tmp_path: Path) -> None:
+    """Weights and rows of shared experts; each pair and each token is computed once all the same."""
+    moving = [{"name": name, "least_pairs": 1, "threshold": 1, "solve_us": 7} for name in ("llep", "ultra")]
+    settings = {"links": "h20-nvlink4", "device": "h20", "rebalance": [*moving, {"name": "waterfill"}]}
+    config = write_config(tmp_path, layer__ep_size=4, workload__num_batches=1, emulate=settings)
+    assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == OK
+    rows, times = routing_of(tmp_path / "out"), cases_of(tmp_path / "out")
+    labels = json.loads((tmp_path / "out/run.json").read_text())["cases"]
+    times = times[times.kind == "breakdown"].assign(
+        label=lambda rows: rows.case_id.map(lambda one: labels[one]["label"])
+    )
+    phases = times.pivot_table(index=["label", "rank"], columns="phase", values="time_us")
+    sums = {label: np.sum(own.load_R.tolist(), axis=0) for label, own in rows.groupby("label")}
+    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
+    links, expert_bytes = comparison.links, comparison.expert_bytes
+    for name in ("LLEP", "UltraEP"):
+        label = f"{name} (7 us to solve), 2 spare per rank"
+        own = rows[rows.label == label].sort_values("rank")
+        assert sums[label].max() < sums["native"].max()
+        assert sums[label].sum() == sums["native"].sum()
+        assert (own.num_dropped_pairs == 0).all()
+        moved = own.moved_weight_bytes.to_numpy()
+        assert moved.any()
+        assert (moved % expert_bytes == 0).all(), "whole experts"
+        assert (moved <= 2 * expert_bytes).all(), "no more than the free slots of a rank"
+        assert (own.slot_load_P.map(len) == 64 + 2 * 4).all()
+        least_us = links.intra.time_us(moved.max())
+        assert phases.loc[label].dispatch.max() > least_us, "weights come over the links that carry the rows"
+        assert (phases.loc[label].policy - phases.loc["native"].policy).round(6).eq(7).all()
+    filled, native = phases.loc["shared experts by water-filling"], phases.loc["native"]
+    assert filled.experts.tolist() == native.experts.tolist()
+    assert filled.shared.idxmin() == sums["native"].argmax(), "the fullest rank computes fewest shared tokens"
+    assert filled.shared.idxmax() == sums["native"].argmin()
+
+
+def test_rows_of_shared_experts_travel_beside_pairs_and_copies() -> None:
+    more_RR = np.zeros((4, 4), dtype=np.int64)
+    more_RR[0, 3], more_RR[1, 0], more_RR[2, 2] = 5, 2, 9
+    rows = Rows(np.ones((4, 4)), np.full((4, 4), 2.0), np.full((4, 2), 3.0)).beside(more_RR, 2)
+    assert (rows.pairs_RR - 1).tolist() == (rows.copies_RR - 2).tolist() == more_RR.tolist()
+    assert (rows.node_copies_RN - 3).tolist() == [[0, 5], [2, 0], [0, 9], [0, 0]]
+    assert Rows(np.ones((4, 4))).beside(more_RR, 2).copies_RR is None
 
 
 def test_a_linear_program_empties_the_fullest_rank_and_its_solving_counts(modelled: Path) -> None:

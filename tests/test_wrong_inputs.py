@@ -67,7 +67,8 @@ CHANGES = {
     "emulate.replication=[{spare_per_rank: 1, balancer: best}]": "balancer: expected static, lp or activated, got",
     "emulate.replication=[{spare_per_rank: 1, solve_us: 5}]": "solve_us: expected balancer lp or activated beside it",
     "emulate.rebalance=[{name: llep, spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts",
-    "emulate.rebalance=[{name: best}]": "name: expected llep or ultra, got",
+    "emulate.rebalance=[{name: best}]": "rebalance.0",
+    "emulate.rebalance=[{name: waterfill}]": "expected no waterfill, for OLMoE-1B-7B has no shared",
     "emulate.chunk_tokens=64": "emulate.chunk_tokens: is gone; use fewer workload.num_tokens",
 }
 

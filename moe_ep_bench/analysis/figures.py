@@ -447,6 +447,32 @@ FIGURES["pareto"] = Figure(
     beside=True,
 )
 
+
+def paid_rows(store: Store) -> pd.DataFrame:
+    """``pareto_rows`` of comparisons where something balances without loss, with what each is paid with, or is free."""
+    rows = pareto_rows(store)
+    if rows.empty:
+        return rows
+    rows = rows[rows.groupby("facet")["role"].transform(lambda roles: "replication" in set(roles))]
+    spent = {"lost_mass": (1 - rows["retained_mass"]).clip(lower=0)}
+    spent |= {name: rows[name].fillna(0) for name in ("extra_gib_per_rank", "moved_gib")}
+    is_free = ~pd.concat(spent, axis=1).gt(0).any(axis=1)
+    return rows.assign(**spent, is_free=is_free, is_joined=rows["role"] == "policy")
+
+
+FIGURES["paid"] = Figure(
+    "What speed is paid with",
+    [
+        _SPEED(paid, joined="is_joined", only=f"not off_scale and ({paid} > 0{free})", needs=f"{paid} > 0")
+        for paid, free in (("lost_mass", " or is_free"), ("extra_gib_per_rank", ""), ("moved_gib", ""))
+    ],
+    "Speedup over native against what it is paid with: score mass, memory of replicas in all layers, weights that move "
+    "in a batch. What pays with none of these stands at no mass. {intervals}",
+    paid_rows,
+    columns=(*_SPEEDUP, "verdict", "lost_mass", "extra_gib_per_rank", "moved_gib"),
+    beside=True,
+)
+
 # ---- whole models ----------------------------------------------------------------------------------------------------
 
 _ESTIMATES = {

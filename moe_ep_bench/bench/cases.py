@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.config import Experiment, RebalanceConfig, ReplicationConfig
+from moe_ep_bench.config import Experiment, Lossless
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
@@ -35,7 +35,7 @@ class CaseSpec:
     role: str
     name: str
     policy: Policy | None
-    replication: ReplicationConfig | RebalanceConfig | None = None
+    replication: Lossless | None = None
 
     def told(self, context: RoutingContext) -> RoutingContext:
         """Fields of the context that the router may see: policies know the padding, Megatron-Core's own does not."""

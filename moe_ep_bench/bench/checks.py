@@ -110,10 +110,14 @@ def _baseline(experiment: Experiment, ep_size: int) -> Rows:
 
 def _replicas(experiment: Experiment, ep_size: int) -> Rows:
     """Replicas of a whole model; more spare experts than the model has others."""
-    num_experts = experiment.model.spec().num_experts
+    model, emulate = experiment.model.spec(), experiment.emulate
+    num_experts, fills = model.num_experts, any(one.name == "waterfill" for one in emulate.rebalance)
+    lacks = f"no waterfill, for {model.name} has no shared experts"
+    yield fills and not model.shared_ffn_hidden_size, "emulate.rebalance", lacks, "some"
+    yield fills and emulate.device == MEASURED, "emulate.device", "a modelled one beside waterfill", MEASURED
     most = num_experts - num_experts // ep_size
     for key in ("replication", "rebalance"):
-        wanted = getattr(experiment.emulate, key)
+        wanted = getattr(emulate, key)
         yield wanted and experiment.scope == "model", f"emulate.{key}", "none with scope model", "some"
         for spare in (slots.spare_per_rank for slots in wanted):
             held = f"at most {most}, with which every rank holds all {num_experts} experts"

@@ -26,7 +26,7 @@ from moe_ep_bench.balancers import with_free_slots
 from moe_ep_bench.bench import words
 from moe_ep_bench.bench.cases import CaseSpec, cases_of
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
-from moe_ep_bench.config import Experiment, RebalanceConfig, ReplicationConfig, SyntheticConfig
+from moe_ep_bench.config import Experiment, Lossless, ReplicationConfig, SyntheticConfig
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.transport import Exchange
@@ -267,12 +267,10 @@ class Comparison:
         device = "cuda" if self.on_gpu else "cpu"
         return form_of(case.policy, device, asked).runs(self.most_tokens, self.model.num_experts)
 
-    def slots_ahead(
-        self, wanted: ReplicationConfig | RebalanceConfig, load_BE: NDArray[np.float64]
-    ) -> NDArray[np.int64]:
+    def slots_ahead(self, wanted: Lossless, load_BE: NDArray[np.float64]) -> NDArray[np.int64]:
         """The expert in each slot, int64 [P], as loads of batches that are known ahead have it placed."""
         num_experts, num_ranks = self.model.num_experts, self.ep_size
-        if isinstance(wanted, RebalanceConfig):
+        if not isinstance(wanted, ReplicationConfig):
             return with_free_slots(num_experts, num_ranks, wanted.spare_per_rank)
         sizes = {"num_slots": num_experts + wanted.spare_per_rank * num_ranks, "num_ranks": num_ranks}
         if wanted.plan == "variance":
@@ -291,8 +289,8 @@ class Comparison:
         """
         if case.replication is None:
             return None
-        shared = isinstance(case.replication, RebalanceConfig)
-        return case.replication.spare_per_rank * self.expert_bytes * (1 if shared else self.model.num_moe_layers)
+        num_layers = self.model.num_moe_layers if isinstance(case.replication, ReplicationConfig) else 1
+        return case.replication.spare_per_rank * self.expert_bytes * num_layers
 
     def num_iterations(self, cases: Sequence[CaseSpec] | None = None) -> int:
         """Runs of ``cases`` (None = all) in one launch, checks included: of one real rank, or of all virtual ones.

@@ -234,7 +234,7 @@ class Question:
         comparisons = self.compare()
         with atomic_path(self.config) as temporary:
             temporary.write_text(self.text)
-        return emulate_plan(comparisons, self.out, force=force, survey=False)
+        return emulate_plan(comparisons, self.out, force=force)
 
 
 def check_reading(options: argparse.Namespace) -> None:
@@ -566,6 +566,7 @@ def candidates(
         "replication": [*({**spare, **balancer} for balancer in balancers), {**spare, "plan": "variance"}],
         "rebalance": [] if is_decode else [{"name": "llep"}, {"name": "ultra"}],
     }
+    lossless["rebalance"] += [{"name": "waterfill"}] if model.shared_ffn_hidden_size else []
     return kept, {key: [] if why else wanted for key, wanted in lossless.items()}, left_out
 
 

@@ -61,6 +61,7 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
             int(of_layer.counts_RP[rank].sum()),
             of_layer.received(rank),
             int(sum(of_layer.num_tokens_R)),
+            of_layer.num_shared(rank),
         )
         for layer, of_layer in traffic.layers.items()
     }

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from moe_ep_bench.bench.cases import CEILING, NATIVE, CaseSpec
 from moe_ep_bench.bench.comparison import ROUTING, Comparison
-from moe_ep_bench.config import RebalanceConfig, ReplicationConfig
+from moe_ep_bench.config import Lossless
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.dispatch import numba_steps
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
@@ -334,7 +334,7 @@ class Routers:
     def __init__(self, batches: Batches) -> None:
         self._batches, self._comparison = batches, batches.comparison
         self._seed = self._comparison.experiment.layer.seed
-        self._placements: dict[tuple[ReplicationConfig | RebalanceConfig, int], ExpertPlacement] = {}
+        self._placements: dict[tuple[Lossless, int], ExpertPlacement] = {}
         self._loads: dict[tuple[str, int | None, int], Tensor] = {}
 
     def of(self, case: CaseSpec, index: int = 0) -> CaseRouter:
@@ -350,7 +350,7 @@ class Routers:
             self._placements[wanted, index] = self._place(wanted, index)
         return self._placements[wanted, index]
 
-    def _place(self, wanted: ReplicationConfig | RebalanceConfig, index: int) -> ExpertPlacement:
+    def _place(self, wanted: Lossless, index: int) -> ExpertPlacement:
         comparison, counts_BRE = self._comparison, self._counts
         slot_expert_P = comparison.slots_ahead(wanted, other_batches(counts_BRE.sum(axis=1), index))
         balanced = wanted.balance(slot_expert_P, counts_BRE[index])

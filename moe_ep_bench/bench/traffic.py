@@ -14,7 +14,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_ep_bench.balancers import water_fill
 from moe_ep_bench.bench.cases import BASELINE, CEILING, NOISE, CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Routers, Share, case_metrics, in_order, rank_pool
 from moe_ep_bench.bench.rows import PackedMetrics
+from moe_ep_bench.config import WaterfillConfig
 from moe_ep_bench.kernels.dispatch import numba_steps
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
+from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.workload.frontier import Frontier, top_k_pairs
 
@@ -49,6 +52,7 @@ class LayerTraffic:
         stats_SE: what a batch-wide policy's statistics sum up to over ranks; None where it has none.
         metrics: of each rank's tokens, [R] rows of ``case_metrics``.
         frontier: a row of the table ``frontier``, without its batch and layer; None where there is none.
+        shared_RR: int64, tokens of each rank whose shared experts each rank computes; None = each its own.
         copies_RR, copies_RN: int64, distinct tokens that each rank sends to each rank and node; None = not counted.
     """
 
@@ -57,6 +61,7 @@ class LayerTraffic:
     stats_SE: Tensor | None
     metrics: PackedMetrics
     frontier: dict[str, Any] | None = None
+    shared_RR: NDArray[np.int64] | None = None
     copies_RR: Tensor | None = None
     copies_RN: Tensor | None = None
 
@@ -78,7 +83,12 @@ class LayerTraffic:
 
     def work(self, rank: int) -> tuple[Any, ...]:
         """Equal for ranks that have the same to do: their tokens, the pairs they send, the rows of every slot."""
-        return self.num_tokens_R[rank], int(self.counts_RP[rank].sum()), *self.received(rank).tolist()
+        own = self.num_tokens_R[rank], self.num_shared(rank), int(self.counts_RP[rank].sum())
+        return *own, *self.received(rank).tolist()
+
+    def num_shared(self, rank: int) -> int | None:
+        """Tokens whose shared experts a rank computes once rows are there; None = its own, ahead of them."""
+        return None if self.shared_RR is None else int(self.shared_RR[:, rank].sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +184,17 @@ def traffic_of(
         frontiers = _frontier_rows(batches, place, pairs, routers, counts)
     stacked = [[torch.stack(part) for part in zip(*of_ranks, strict=True)] for of_ranks in copies]
     parts = zip(counts, stats, metrics, frontiers, stacked, strict=True)
-    return [LayerTraffic(num_tokens, *facts, *copied) for *facts, copied in parts]
+    traffic = [LayerTraffic(num_tokens, *facts, None, *copied) for *facts, copied in parts]
+    return [_with_shared(batches.comparison.model, *of_case) for of_case in zip(routers, traffic, strict=True)]
+
+
+def _with_shared(model: ModelSpec, router: CaseRouter, traffic: LayerTraffic) -> LayerTraffic:
+    """The same, where the case gives tokens of shared experts to other ranks."""
+    if not isinstance(router.case.replication, WaterfillConfig):
+        return traffic
+    pairs_per_token = model.shared_ffn_hidden_size / model.ffn_hidden_size
+    shared_RR = water_fill(traffic.num_tokens_R, traffic.rank_pairs.sum(axis=0), pairs_per_token)
+    return replace(traffic, shared_RR=shared_RR)
 
 
 @torch.inference_mode()

@@ -248,6 +248,8 @@ class Emulation:
             copies = of_layer.copies_RR, of_layer.copies_RN
             counted = (None if counts is None else counts.double().numpy() for counts in copies)
             rows = Rows(of_layer.rank_pairs.astype(np.float64), *counted)
+            if of_layer.shared_RR is not None:
+                rows = rows.beside(of_layer.shared_RR, links.ranks_per_node)
             dispatch_us, combine_us = self.comparison.exchange.times_us(links, rows)
             if router.slots.moved_bytes_RR is not None:  # The same links carry them, ahead of the rows.
                 dispatch_us = dispatch_us + links.all_to_all_us(router.slots.moved_bytes_RR)

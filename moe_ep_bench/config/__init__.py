@@ -428,6 +428,34 @@ class RebalanceConfig(Strict):
         return MOVING[self.name](slot_expert_P, counts_RE, least_pairs=self.least_pairs, threshold=threshold)
 
 
+class WaterfillConfig(Strict):
+    """Tokens of shared experts that go to the ranks with fewest pairs (``balancers.water_fill``)."""
+
+    name: Literal["waterfill"]
+    """``waterfill``: of models with shared experts, where times are modelled."""
+    solve_us: float = Field(0, ge=0)
+    """Time in which every rank plans a batch, assumed."""
+
+    spare_per_rank: ClassVar[int] = 0
+
+    @property
+    def solving_us(self) -> float:
+        """As of ``ReplicationConfig``."""
+        return self.solve_us
+
+    @property
+    def label(self) -> str:
+        return "shared experts by water-filling" + (f" ({self.solve_us:g} us to solve)" if self.solve_us else "")
+
+    def params(self) -> dict[str, Any]:
+        """What makes a case of it, JSON-ready."""
+        return {"solve_us": self.solve_us}
+
+    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Balanced:
+        """Routed experts stay where they are."""
+        return OVER_REPLICAS["static"](slot_expert_P, counts_RE)
+
+
 _LABELS = {
     "eplb": "EPLB",
     "variance": "variance plan",
@@ -481,8 +509,8 @@ class EmulateConfig(Strict):
     """Type of dispatched rows, ``fp8`` with a scale for each 128 values; null = ``layer.dtype``, as combined rows."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Replicas of busy experts, beside the policies."""
-    rebalance: tuple[RebalanceConfig, ...] = ()
-    """Weights that move in every batch, beside the policies."""
+    rebalance: tuple[Annotated[RebalanceConfig | WaterfillConfig, Field(discriminator="name")], ...] = ()
+    """Weights, or tokens of shared experts, that move in every batch, beside the policies."""
 
     @property
     def sent(self) -> dict[str, Any]:
@@ -490,7 +518,8 @@ class EmulateConfig(Strict):
         return self.model_dump(mode="json", include={"transport", "dispatch_dtype"}, exclude_defaults=True)
 
 
-Rule = Policy | ReplicationConfig | RebalanceConfig
+Lossless = ReplicationConfig | RebalanceConfig | WaterfillConfig
+Rule = Policy | Lossless
 """What a case does in place of native: a policy, or what loses nothing."""
 
 

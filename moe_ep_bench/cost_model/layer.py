@@ -56,12 +56,14 @@ class RankWork:
         num_sent: N, pairs that it sends to anyone, itself included.
         received_L: int64 [L], rows that arrive at each of its local experts or slots.
         batch_tokens: of all ranks; None = not said, and taken from the rows.
+        num_shared: tokens whose shared experts it computes beside the routed ones; None = its own, ahead of the gate.
     """
 
     num_tokens: int
     num_sent: int
     received_L: NDArray[np.int64]
     batch_tokens: int | None = None
+    num_shared: int | None = None
 
     @property
     def num_received(self) -> int:
@@ -102,11 +104,12 @@ def layer_segments(
     experts_us = device.experts_us(
         W, F, work.received_L, b, dtype=dtype, num_matrices=model.expert_matrices, num_tokens=work.batch_tokens
     )
-    shared_us = device.work_us(*ffn_work(D, S, T, b, model.expert_matrices))
+    num_shared, is_own = (T, True) if work.num_shared is None else (work.num_shared, False)
+    shared_us = device.work_us(*ffn_work(D, S, num_shared, b, model.expert_matrices))
     add_us = device.work_us(0, 3 * T * D * b, T)
     segments = [  # Stages that take no time stand where a measured run has them.
         (UNACCOUNTED, 0.0),
-        *([("shared", shared_us)] if S else []),
+        *([("shared", shared_us)] if S and is_own else []),
         ("gate", gate_us),
         ("policy", top_k_us),
         *([("wait_policy", 0.0), ("policy", routing_us - top_k_us)] if batch_wide else []),
@@ -120,6 +123,7 @@ def layer_segments(
         (UNACCOUNTED, 0.0),
         ("metadata", 0.0),
         ("permute", sort_us),
+        *([("shared", shared_us)] if S and not is_own else []),
         ("experts", experts_us),
         ("permute", sort_us),
         ("wait_combine", 0.0),

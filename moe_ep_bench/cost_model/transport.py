@@ -50,6 +50,14 @@ class Rows:
     copies_RR: NDArray[np.float64] | None = None
     node_copies_RN: NDArray[np.float64] | None = None
 
+    def beside(self, more_RR: NDArray[np.int64], ranks_per_node: int) -> Rows:
+        """With further rows, each a copy of its own, although its token may go to that rank or node anyhow."""
+        if self.copies_RR is None or self.node_copies_RN is None:
+            return Rows(self.pairs_RR + more_RR)
+        firsts = np.arange(0, len(more_RR), ranks_per_node)
+        nodes_RN = np.add.reduceat(more_RR, firsts, axis=1)
+        return Rows(self.pairs_RR + more_RR, self.copies_RR + more_RR, self.node_copies_RN + nodes_RN)
+
 
 @dataclass(frozen=True)
 class Exchange:

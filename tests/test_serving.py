@@ -244,7 +244,7 @@ class Played:
             folder, [1, 3], EXPERTS, TOP_K, facts | {"licence": "none"}, most_bytes, self.said.append, **options
         )
 
-    def step(self, *pieces: tuple[str, int, int, bool], broken: int | None = None, over: tuple[str, ...] = ()) -> None:
+    def step(self, *pieces: tuple[str, int, int, bool], broken: int | None = None) -> None:
         """Compute pieces (request, first position, tokens, whether they are a prompt's)."""
         names = [name for name, _, count, _ in pieces for _ in range(count)]
         position_T = np.concatenate([np.arange(first, first + count) for _, first, count, _ in pieces])
@@ -260,7 +260,7 @@ class Played:
             (name, int(position), bool(is_prompt), [(full[token], ids[token]) for full, ids in layers])
             for token, (name, position, is_prompt) in enumerate(zip(names, position_T, is_prompt_T, strict=True))
         ]
-        self.recorder.end_step(names, position_T, is_prompt_T, over)
+        self.recorder.end_step(names, position_T, is_prompt_T)
 
 
 def test_interleaved_requests_are_sorted_by_request_position_and_phase(tmp_path: Path) -> None:
@@ -298,7 +298,8 @@ def test_what_is_computed_again_or_no_number_is_left_out_by_name(tmp_path: Path)
 def test_a_name_that_comes_again_is_another_request(tmp_path: Path) -> None:
     played = Played(tmp_path)
     played.step(("a", 0, 5, True))
-    played.step(("a", 0, 3, True), over=("a",))
+    played.recorder.forget(["a", "b"])
+    played.step(("a", 0, 3, True))
     played.recorder.close()
     assert np.diff(open_trace(tmp_path / "prefill-0001.safetensors").start_S).tolist() == [5, 3]
 

@@ -62,24 +62,16 @@ class Recorder:
         """Add a layer of the step, the layers' ``place``: shares of all experts' scores, and the experts chosen."""
         self._step[place] = full_TE, ids_TK, broken_T
 
-    def end_step(
-        self,
-        request_T: Sequence[str],
-        position_T: NDArray[np.int64],
-        is_prompt_T: NDArray[np.bool_],
-        over: Iterable[str],
-    ) -> None:
-        """Complete a step.
+    def forget(self, names: Iterable[str]) -> None:
+        """Requests that ended: who has such a name from now on is another."""
+        for name in names:
+            self._requests.pop(name, None)
 
-        Args:
-            request_T: the server's names of the requests.
-            over: requests that ended before the step, whose names may come again.
-        """
+    def end_step(self, request_T: Sequence[str], position_T: NDArray[np.int64], is_prompt_T: NDArray[np.bool_]) -> None:
+        """Complete a step; ``request_T`` has the server's names of the requests."""
         step, self._step = self._step, {}
         if not self.is_open:
             return
-        for name in over:
-            self._requests.pop(name, None)
         sequence_T, kept_T = np.empty(len(position_T), np.int64), np.ones(len(position_T), bool)
         for token, (name, position) in enumerate(zip(request_T, position_T.tolist(), strict=True)):
             number, expected = self._requests.get(name, (-1, 0))

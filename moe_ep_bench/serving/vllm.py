@@ -239,6 +239,8 @@ def _version() -> str:
 
 def _execute_model(inner: Callable[..., Any], worker: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
     session = _session
+    if session.recorder is not None:
+        session.recorder.forget(scheduled.finished_req_ids)
     if not scheduled.total_num_scheduled_tokens or session.step is not None:
         return inner(worker, scheduled, *args, **kwargs)
     session.step, session.num_routed = _Computed(worker, scheduled), 0
@@ -303,8 +305,7 @@ class _Computed:
     def end(self) -> None:
         if _session.recorder is not None:
             names, request_T, position_T, is_prompt_T = self.tokens
-            over = self.scheduled.finished_req_ids
-            _session.recorder.end_step([names[request] for request in request_T], position_T, is_prompt_T, over)
+            _session.recorder.end_step([names[request] for request in request_T], position_T, is_prompt_T)
 
 
 def _route(logits: Any, weights: Any, ids: Any, place: int) -> tuple[Any, Any]:

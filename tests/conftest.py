@@ -52,7 +52,7 @@ WARM = (
     "model_run",
     "own_policies",
     "padding",
-    "permutation",
+    "parts",
     "ranks",
     "run",
     "stopping",

@@ -27,6 +27,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 
 from moe_ep_bench.serving import vllm as plugin
+from moe_ep_bench.serving.settings import POLICY, RECORD
 
 # Experts in sizes that vLLM's CPU kernels take; enough of them that routers in bfloat16 tie.
 _SIZES = {"hidden_size": 64, "intermediate_size": 64, "dtype": torch.bfloat16}
@@ -85,7 +86,7 @@ def answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
 
 def ask(llm: LLM | None, policy: dict[str, Any] | None, record: Path | None) -> Any:
     """Set the plugin's variables anew; an engine that is there is bound to them."""
-    for name, value in ((plugin.POLICY, policy and json.dumps(policy)), (plugin.RECORD, record and str(record))):
+    for name, value in ((POLICY, policy and json.dumps(policy)), (RECORD, record and str(record))):
         os.environ.pop(name, None)
         if value:
             os.environ[name] = value

@@ -89,9 +89,3 @@ def test_results_go_below_the_working_directory(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "moe_ep_bench.bench.run", fake)
     assert cli.main(["emulate", str(ROOT / "configs/quickstart.yaml")]) == USER_ERROR
     assert seen == [Path("results/quickstart")]
-
-
-def test_one_repetition_alone_is_for_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    assert cli.main(["run", "configs/quickstart.yaml", "--launch", "0"]) == USER_ERROR
-    assert "--launch: only for ranks" in capsys.readouterr().err

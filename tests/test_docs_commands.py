@@ -69,6 +69,12 @@ STAND_INS = {
 }
 OWN_STAND_INS = {
     "trace record MODEL --text FILE": {"FILE": "text.txt"},
+    "trace record MODEL --text FILE --similarity recordings/alike.safetensors "
+    "--sequence-length 128 --num-sequences 400": {
+        "FILE": "text.txt",
+        "128": "16",
+        "400": "4",
+    },
     "advise --model config.json --ep 8 --tokens 16384 --trace FILE": {"8": "2"},
     "trace thresholds FILE --budget 1% --tokens 2048": {
         "FILE": "recordings/gpt-oss-20b-mixed.safetensors",

@@ -231,18 +231,6 @@ def domains(tmp_path):
     )
 
 
-@pytest.mark.parametrize("arrangement", ["sequences", "decode"])
-def test_a_mixture_replays_the_routing_of_every_recording_to_the_letter(domains, arrangement):
-    workload = recorded([(path, 1) for path in domains], num_tokens=40, arrangement=arrangement)
-    ids_TK = np.concatenate([open_trace(path).read_layer(1)[0] for path in domains])
-    for index in range(2):
-        token_T = tokens_of(workload, index)
-        assert len(set((token_T >= 70).tolist())) == 2
-        scores_TE = workload.batch(index).scores_TE
-        assert_rows_are_distributions_without_ties(scores_TE)
-        np.testing.assert_array_equal(scores_TE.topk(K, dim=1).indices.numpy(), ids_TK[token_T])
-
-
 def test_a_mixture_describes_itself_and_gives_no_path_away(domains):
     text = json.dumps(recorded([(domains[0], 1), (domains[1], 3)], num_tokens=1000).describe())
     facts = json.loads(text)
@@ -325,20 +313,6 @@ def test_a_gap_in_a_recording_ends_a_request_of_several_tokens(tmp_path):
     assert np.isin([0, 9], first_NB).all()
     single_NB = firsts(recorded(path, **fields))
     np.testing.assert_array_equal(single_NB[1:], (single_NB[:-1] + 1) % 20)  # single tokens have nothing to cross
-
-
-@pytest.mark.parametrize("change", [{}, {"arrangement": "decode", "tokens_per_request": 2}])
-def test_mixed_batches_are_the_same_bytes_whenever_and_beside_whichever_others_they_are_made(domains, change):
-    sources = [(path, 1) for path in domains]
-    fresh = recorded(sources, num_tokens=24, **change).batch(1)
-    again = recorded(sources, num_tokens=24, **{**change, "num_batches": 9})
-    again.batch(8)
-    assert torch.equal(again.batch(1).scores_TE, fresh.scores_TE)
-    assert torch.equal(again.batch(1).sequence_id_T, fresh.sequence_id_T)
-    same, other = recorded(sources, num_tokens=24, **change), recorded(sources, num_tokens=24, seed=1, **change)
-    assert same.fingerprint() != other.fingerprint()
-    drawn = [np.concatenate([tokens_of(workload, index) for index in range(2)]) for workload in (same, other)]
-    assert not np.array_equal(*drawn)
 
 
 # Refused

@@ -17,7 +17,8 @@ from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, make_policy
 from moe_ep_bench.serving import vllm as plugin
 from moe_ep_bench.serving.recorder import Recorder
-from moe_ep_bench.serving.step import COUNTS, Choice, Step, StepRouter, into_slots, own_choice
+from moe_ep_bench.serving.settings import LIMIT, POLICY, RECORD, Settings, check_config, settings
+from moe_ep_bench.serving.step import COUNTS, Choice, Step, StepRouter, into_slots, moe_layer, own_choice
 from moe_ep_bench.workload.trace import open_trace
 
 EXPERTS, TOP_K = 16, 4
@@ -36,7 +37,7 @@ FACTS: dict[str, dict[str, Any]] = {
 
 
 def layer_of(family: str, index: int = 0, layers: int = 1) -> Any:
-    return plugin.moe_layer(family, index, index / layers, num_experts=EXPERTS, top_k=TOP_K, **FACTS[family])
+    return moe_layer(family, index, index / layers, num_experts=EXPERTS, top_k=TOP_K, **FACTS[family])
 
 
 def routed_by_vllm(family: str, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,9 +185,9 @@ def test_loads_are_carried_from_step_to_step_where_a_policy_asks() -> None:
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> plugin.Session:
     layer = layer_of("qwen")
-    session = plugin.Session(policy=make_policy({"name": "pruned", "k0": 1}), acts_in=("prefill",))
+    session = plugin.Session(Settings(policy=make_policy({"name": "pruned", "k0": 1})))
     session.layers, session.indices = [layer], {5: 0}
-    session.step_router = StepRouter(session.policy, [layer], 1, "cpu", session.acts_in)
+    session.step_router = StepRouter(session.asked.policy, [layer], 1, "cpu", ("prefill",))
     monkeypatch.setattr(plugin, "_session", session)
     return session
 
@@ -348,34 +349,37 @@ def refusal(call: Any, *args: Any) -> str:
 
 
 def test_without_a_variable_nothing_is_asked_for() -> None:
-    assert plugin.settings({}) is None
+    assert settings({}) is None
 
 
 def test_settings_come_from_json_or_a_yaml_file(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("name: oea\nk0: 3\nacts_in: [prefill, decode]\n")
+    (tmp_path / "own.yaml").write_text("name: mine.py:Mine\n")
+    with pytest.raises(ValueError, match=f"cannot read the file of '{tmp_path / 'mine.py'}:Mine'"):
+        settings({POLICY: str(tmp_path / "own.yaml")})
     for spec in (str(file), json.dumps({"name": "oea", "k0": 3, "acts_in": ["prefill", "decode"]})):
-        session = plugin.settings({plugin.POLICY: spec, plugin.RECORD: str(tmp_path / "r"), plugin.LIMIT: "0.5"})
+        session = settings({POLICY: spec, RECORD: str(tmp_path / "r"), LIMIT: "0.5"})
         assert session is not None
         assert session.policy == make_policy({"name": "oea", "k0": 3})
         assert session.acts_in == ("prefill", "decode")
         assert (session.directory, session.most_bytes) == (tmp_path / "r", 2**29)
-    assert plugin.settings({plugin.POLICY: '{"name": "oea", "k0": 3}'}).acts_in == ("decode",)
+    assert settings({POLICY: '{"name": "oea", "k0": 3}'}).acts_in == ("decode",)
 
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({plugin.POLICY: "{"}, f"{plugin.POLICY}: expected JSON"),
-        ({plugin.POLICY: '{"name": "nobody"}'}, f"{plugin.POLICY}: name: expected one of topk"),
-        ({plugin.POLICY: '{"name": "topk", "acts_in": "decode"}'}, f"{plugin.POLICY}: acts_in: expected a list"),
-        ({plugin.POLICY: "nowhere.yaml"}, "nowhere.yaml: cannot be read: No such file"),
-        ({plugin.RECORD: "r", plugin.LIMIT: "-1"}, f"{plugin.LIMIT}: expected a number of GiB above 0, got '-1'"),
-        ({plugin.RECORD: "r", plugin.LIMIT: "much"}, f"{plugin.LIMIT}: expected a number of GiB above 0, got 'much'"),
+        ({POLICY: "{"}, f"{POLICY}: expected JSON"),
+        ({POLICY: '{"name": "nobody"}'}, f"{POLICY}: name: expected one of topk"),
+        ({POLICY: '{"name": "topk", "acts_in": "decode"}'}, f"{POLICY}: acts_in: expected a list"),
+        ({POLICY: "nowhere.yaml"}, "nowhere.yaml: cannot be read: No such file"),
+        ({RECORD: "r", LIMIT: "-1"}, f"{LIMIT}: expected a number of GiB above 0, got '-1'"),
+        ({RECORD: "r", LIMIT: "much"}, f"{LIMIT}: expected a number of GiB above 0, got 'much'"),
     ],
 )
 def test_settings_that_say_nothing_useful_are_one_line(variables: dict[str, str], expected: str) -> None:
-    assert refusal(plugin.settings, variables).startswith(expected)
+    assert refusal(settings, variables).startswith(expected)
 
 
 def config_of(**changes: Any) -> Any:
@@ -429,18 +433,18 @@ def config_of(**changes: Any) -> Any:
     ],
 )
 def test_what_cannot_be_honoured_is_refused_in_one_line(policy: str, changes: dict[str, Any], expected: str) -> None:
-    session = plugin.settings({plugin.POLICY: policy if policy[0] == "{" else json.dumps({"name": policy})})
+    session = settings({POLICY: policy if policy[0] == "{" else json.dumps({"name": policy})})
     assert session is not None
     if expected:
-        assert expected in refusal(plugin.check_config, config_of(**changes), session)
+        assert expected in refusal(check_config, config_of(**changes), session)
     else:
-        plugin.check_config(config_of(**changes), session)
+        check_config(config_of(**changes), session)
 
 
 def test_a_folder_with_recordings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "prefill-0001.safetensors").touch()
-    session = plugin.settings({plugin.RECORD: str(tmp_path)})
-    assert "expected a folder without recordings" in refusal(plugin.check_config, config_of(), session)
+    session = settings({RECORD: str(tmp_path)})
+    assert "expected a folder without recordings" in refusal(check_config, config_of(), session)
 
 
 @pytest.mark.parametrize(
@@ -454,7 +458,7 @@ def test_a_folder_with_recordings_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_router_whose_scores_no_policy_knows_is_refused(facts: dict[str, Any], expected: str) -> None:
-    build = lambda: plugin.moe_layer("layer", 0, 0, num_experts=EXPERTS, top_k=TOP_K, **facts)  # noqa: E731
+    build = lambda: moe_layer("layer", 0, 0, num_experts=EXPERTS, top_k=TOP_K, **facts)  # noqa: E731
     assert expected in refusal(build)
 
 

@@ -154,6 +154,12 @@ def test_results_that_cannot_be_trusted_are_one_clear_line(sound: Path, tmp_path
     assert not any("\n" in one for one in lines)
 
 
+def test_rows_of_a_case_that_no_config_names_any_more_are_read_by_nobody(sound: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(sound, tmp_path / "run")
+    edit_json(directory, lambda content: content["cases"].pop("c0-0"))
+    assert set(cases(load(directory))["case_id"]) == {"c0-1", "c0-2"}
+
+
 def test_of_several_directories_the_damaged_one_is_named_and_the_others_are_read(sound: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(sound, tmp_path / "damaged")
     (directory / "run.json").unlink()

@@ -167,15 +167,6 @@ def workloads(recordings):
     yield recorded(recordings, arrangement="decode")
 
 
-def test_wrong_batches_are_refused_as_ever(recordings):
-    for workload in workloads(recordings):
-        for index in (-1, 3):
-            with pytest.raises(IndexError, match=f"^batch: expected 0 to 2, got {index}$"):
-                workload.rank_batches(index, 2)
-            with pytest.raises(IndexError, match=f"^batch: expected 0 to 2, got {index}$"):
-                workload.blocks(index)
-
-
 def test_the_fingerprint_and_what_is_achieved_are_those_of_whole_batches(recordings):
     for workload in workloads(recordings):
         batches = [workload.batch(index) for index in range(3)]

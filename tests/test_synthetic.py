@@ -91,17 +91,6 @@ def test_noise_is_gumbel_noise_token_by_token_and_copied_inside_sequences(copyin
     assert abs(np.corrcoef(noise_TE[:, 0], noise_TE[:, 1])[0, 1]) < 0.05
 
 
-@few_examples
-@given(st.lists(st.integers(0, 700), min_size=2, max_size=8, unique=True), st.sampled_from([6, 16]), st.booleans())
-def test_any_rows_of_noise_can_be_made_alone(bounds, num_experts, copies):
-    bounds = sorted(bounds)[: len(bounds) // 2 * 2]
-    runs = [Run(*pair) for pair in zip(bounds[::2], bounds[1::2], strict=True)]
-    keys = {"sequence_length": 50, "copying": 0.6 if copies else 0.0}
-    (whole_TE,) = gumbel_noise(3, 1, [Run(0, 700)], num_experts, **keys)
-    alone_TE = np.concatenate(list(gumbel_noise(3, 1, runs, num_experts, **keys)))
-    np.testing.assert_array_equal(alone_TE, np.concatenate([whole_TE[first:end] for first, end in runs]))
-
-
 # Targets
 
 

@@ -14,7 +14,7 @@ from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.policies.topk import TopK
 from moe_ep_bench.workload import SyntheticWorkload, TokenBatch, deal
-from moe_ep_bench.workload.batch import balanced_scores, deal_sequences, dealing_order, image_tokens
+from moe_ep_bench.workload.batch import balanced_scores, dealing_order, image_tokens
 from moe_ep_bench.workload.tail import Groups, fill_tail, fit_top_k, keep_top_k_ahead
 
 few_examples = settings(max_examples=15)
@@ -86,22 +86,6 @@ def test_ranks_get_as_many_tokens_as_nearly_as_whole_sequences_allow(length_S, n
     fills = [len(indices) for indices in dealt]
     assert sum(map(bool, fills)) == min(num_ranks, num_pieces)
     assert max(fills) - min(fills) <= max(length_S)
-
-
-@few_examples
-@given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 9), st.integers(1, 7))
-def test_equal_sequences_are_dealt_in_turn(length, num_sequences, last, num_ranks):
-    length_S = np.array([*[length] * (num_sequences - 1), min(last, length)])
-    np.testing.assert_array_equal(deal_sequences(length_S, num_ranks), np.arange(num_sequences) % num_ranks)
-
-
-@pytest.mark.parametrize(
-    ("length_S", "num_ranks", "tokens"),
-    [([4096] * 8, 16, [2048] * 16), ([9], 4, [2, 2, 2, 3]), ([4, 1], 3, [2, 2, 1]), ([1, 1], 3, [1, 1, 0])],
-)
-def test_the_longest_sequences_are_cut_evenly_where_a_rank_would_be_empty(length_S, num_ranks, tokens):
-    ids_T = torch.arange(len(length_S)).repeat_interleave(torch.tensor(length_S))
-    assert [len(indices) for indices in deal(ids_T, num_ranks)] == tokens
 
 
 # Balancing

@@ -84,21 +84,21 @@ def describe_timed_run(
     run_id: str,
     comparisons: Sequence[Comparison],
     before: Callable[[], object] = lambda: None,
-    *,
-    survey: bool = True,
 ) -> dict[str, Any]:
     """``run.json`` of real or virtual ranks, as rank 0 writes it; every rank calls this.
 
+    Batches are gone through for their fingerprints and figures, but not those of a modelled layer: its rows of routing
+    say what they turned out to be.
+
     Args:
         before: called ahead of each layer whose batches are all gone through on this rank.
-        survey: go through all batches for their fingerprints and figures; without it a layer's ``run.json`` has none.
 
     Raises:
         ValueError: a batch cannot meet its targets; one line, on every rank.
     """
     for comparison in comparisons:
         with naming(comparison.title):
-            if survey or comparison.scope == "model":
+            if comparison.backend != MODELLED or comparison.scope == "model":
                 survey_together(tuple(comparison.workloads.values()), ranks, before)
             else:
                 comparison.workload.skip_survey()

@@ -234,7 +234,7 @@ class Question:
         comparisons = self.compare()
         with atomic_path(self.config) as temporary:
             temporary.write_text(self.text)
-        return emulate_plan(comparisons, self.out, force=force, survey=False)
+        return emulate_plan(comparisons, self.out, force=force)
 
 
 def check_reading(options: argparse.Namespace) -> None:

@@ -143,16 +143,12 @@ def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = 
     return emulate_plan(plan(config, overrides, VIRTUAL, on_cpu=on_cpu), out, force=force)
 
 
-def emulate_plan(comparisons: Sequence[Comparison], out: Path, *, force: bool = False, survey: bool = True) -> int:
-    """Measure comparisons of virtual ranks in this process; return the exit status, 128 + signal where one ended it.
-
-    Args:
-        survey: see ``describe_timed_run``.
-    """
+def emulate_plan(comparisons: Sequence[Comparison], out: Path, *, force: bool = False) -> int:
+    """Measure comparisons of virtual ranks in this process; return the exit status, 128 + signal where one ended it."""
     measures = any(comparison.device is None for comparison in comparisons)
     try:
         with _begun(out, 0, comparisons, math.inf, measures=measures) as job:  # Nobody waits for it outside of cases.
-            return _measure(job, comparisons, force=force, survey=survey)
+            return _measure(job, comparisons, force=force)
     except ToldError:
         return USER_ERROR
 
@@ -232,9 +228,7 @@ def _unlike(ranks: Ranks, facts: dict[str, str]) -> str:
     return ""
 
 
-def _measure(
-    job: Job, comparisons: Sequence[Comparison], *, force: bool, is_point: bool = False, survey: bool = True
-) -> int:
+def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_point: bool = False) -> int:
     """Measure what is left of this launch; return the exit status."""
     # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
     if comparisons[0].backend == RANKS:
@@ -247,7 +241,7 @@ def _measure(
     if any(todo):
         # Made on every rank, which keeps them together: it goes through all batches.
         feed = job.watchdog.feed
-        description = ranks.agree(partial(describe_timed_run, ranks, job.run_id, comparisons, feed, survey=survey))
+        description = ranks.agree(partial(describe_timed_run, ranks, job.run_id, comparisons, feed))
         # Checked before, but another job may have come first.
         check = partial(check_timing, directory, comparisons[0], ranks.device, force=force)
         _on_first(job, partial(directory.write_run, description, check=check, keep_others=is_point))

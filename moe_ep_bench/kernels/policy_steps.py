@@ -82,6 +82,12 @@ class HostSteps(Steps):
         _in_slices(len(bits), row_selection.without_cells, *arrays)
         return kept_TE
 
+    def moved(self, map_TE: Tensor, weights_TE: Tensor, target_E: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        moved_TE, sums_TE = (torch.zeros(map_TE.shape, dtype=kind) for kind in (torch.bool, torch.float32))
+        arrays = map(_array, (map_TE, weights_TE, target_E, moved_TE, sums_TE))
+        _in_slices(map_TE.shape[0], row_selection.moved, *arrays)
+        return moved_TE, sums_TE
+
     def by_request(
         self, scores_TE: Tensor, wanted_TE: Tensor, request_T: Tensor, num_requests: int
     ) -> tuple[Tensor, Tensor]:

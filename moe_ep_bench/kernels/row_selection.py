@@ -143,6 +143,16 @@ def histogram(bits_TE, scores_TE, map_TE, num_bins, shift, unit, first, last):
 
 
 @njit(cache=True, nogil=True)
+def moved(map_TE, weights_TE, target_E, moved_TE, sums_TE, first, last):
+    """Move every marked pair to its expert's target, where weights add up."""
+    for token in range(first, last):
+        for expert in range(map_TE.shape[1]):
+            if map_TE[token, expert]:
+                moved_TE[token, target_E[expert]] = True
+                sums_TE[token, target_E[expert]] += weights_TE[token, expert]
+
+
+@njit(cache=True, nogil=True)
 def without_cells(bits_TE, map_TE, dropped_SE, shift, kept_TE, first, last):
     """Mark what is marked and whose cell is not dropped."""
     for token in range(first, last):

@@ -109,8 +109,9 @@ class SERE(SteppedPolicy):
         stats_SE = self.stats(scores_TE, context) if stats_SE is None else stats_SE
         matrix_EE = self.alike.matrix(self.layer_in(context.layer_fraction), scores_TE.device)
         top_k_TE = top_k_map(scores_TE, context, self.steps)
-        routing = weighted(scores_TE, top_k_TE, top_k_TE, context, self.steps)
-        return moved(routing, self.stand_ins(stats_SE[0] > 0, matrix_EE), context.top_k)
+        own = weighted(scores_TE, top_k_TE, top_k_TE, context, self.steps)
+        target_E = self.stand_ins(stats_SE[0] > 0, matrix_EE)
+        return Routing(*self.steps.moved(own.map_TE, own.weights_TE, target_E, context.top_k))
 
     def stand_ins(self, primary_E: Tensor, matrix_EE: Tensor) -> Tensor:
         """The expert that computes each expert's tokens: int64 [E]."""
@@ -118,27 +119,3 @@ class SERE(SteppedPolicy):
         most_alike_E = self.steps.best_per_row(among_EE, 1).byte().argmax(dim=1)
         stays_E = primary_E | (among_EE.amax(dim=1) < self.threshold) | ~primary_E.any()
         return torch.where(stays_E, torch.arange(len(primary_E), device=primary_E.device), most_alike_E)
-
-
-def moved(routing: Routing, target_E: Tensor, most: int) -> Routing:
-    """The routing with each expert's pairs at the expert that ``target_E`` names; weights that meet add up.
-
-    Args:
-        most: experts that a token has at most. A token's weights are added in the order of its experts, so that the
-            sums are the same whatever else is in the batch.
-    """
-    map_TE = routing.map_TE
-    num_tokens, num_experts = map_TE.shape
-    # A token's experts side by side, ascending; what it lacks has no weight, and a last column takes all others.
-    place_TE = torch.where(map_TE, map_TE.cumsum(dim=1) - 1, most)
-    expert_TE = torch.arange(num_experts, device=map_TE.device).expand(num_tokens, -1)
-    ids_TK = expert_TE.new_zeros(num_tokens, most + 1).scatter_(1, place_TE, expert_TE)[:, :most]
-    has_TK = torch.arange(most, device=map_TE.device) < map_TE.sum(dim=1, keepdim=True)
-    weight_TK = routing.weights_TE.gather(1, ids_TK) * has_TK
-    target_TK = target_E[ids_TK]
-    pairs_TE, weights_TE = torch.zeros_like(map_TE, dtype=torch.uint8), torch.zeros_like(routing.weights_TE)
-    for place in range(most):  # One expert a token at a time: what is added up has an order.
-        column = slice(place, place + 1)
-        pairs_TE.scatter_add_(1, target_TK[:, column], has_TK[:, column].byte())
-        weights_TE.scatter_add_(1, target_TK[:, column], weight_TK[:, column])
-    return Routing(map_TE=pairs_TE > 0, weights_TE=weights_TE)

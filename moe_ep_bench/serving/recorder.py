@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.workload.importers.writer import TraceWriter
 
-PART_BYTES = 2**28
+PART_BYTES = 2**29
 _PHASES = ("prefill", "decode")
 
 

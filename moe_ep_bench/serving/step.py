@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from torch import Tensor
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import seeded_generator
+from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy, Routing
 from moe_ep_bench.policies.laser import LoadAwarePolicy
 from moe_ep_bench.policies.selection import weighted
@@ -28,7 +31,51 @@ from moe_ep_bench.quality.routed import settled
 
 # Weights that forms of one policy compute, the numba and Triton ones too, are this close to each other.
 _ROUNDING = 1e-5
+# What the factory of routers is told where scores are none that a policy knows, by what that is called.
+_UNKNOWN_ROUTERS = {
+    "custom_routing_function": "a routing function of the model's own",
+    "zero_expert_type": "experts that compute nothing",
+    "hash_indices_table": "experts by token id",
+    "bias_vl": "a selection bias for images",
+    "num_fused_shared_experts": "shared experts fused into the routed ones",
+}
 COUNTS = ("steps", "tokens", "pairs", "dropped", "own_mass", "mass", "own_activated", "activated")
+
+
+def moe_layer(name: str, number: int, fraction: float, num_experts: int, top_k: int, **told: Any) -> MoELayer:
+    """A layer as policies know it, from what vLLM's factory of routers was told.
+
+    Raises:
+        ValueError: a router whose scores are none that a policy knows.
+    """
+    for key, words in _UNKNOWN_ROUTERS.items():
+        if not (told.get(key) is None or (isinstance(told[key], int) and told[key] == 0)):
+            raise UserError(f"{name}: {words} ({key}), which no policy knows")
+    score_function = told.get("scoring_func", "softmax")
+    if score_function not in ("softmax", "sigmoid"):
+        raise UserError(f"{name}: scoring_func: expected softmax or sigmoid, got {score_function!r}")
+    bias, scale = told.get("e_score_correction_bias"), told.get("routed_scaling_factor", 1.0)
+    groups, top = told.get("num_expert_group"), told.get("topk_group")
+    has_groups = bool(told.get("use_grouped_topk")) and groups is not None and groups > 1
+    spec = ModelSpec(
+        name=name,
+        source="vLLM",
+        num_layers=number + 1,
+        hidden_size=1,
+        ffn_hidden_size=1,
+        num_experts=num_experts,
+        top_k=top_k,
+        score_function=score_function,
+        normalize=bool(told.get("renormalize", True)),
+        selection_bias=bias is not None,
+        num_groups=groups if has_groups else None,
+        top_groups=top if has_groups else None,
+        group_score_experts=(2 if bias is not None else 1) if has_groups else None,
+        routed_scale=scale,
+    )
+    # The parameter itself: weights are loaded into it later.
+    router = SimpleNamespace(routed_scaling_factor=scale, e_score_correction_bias=bias)
+    return MoELayer(name, number, fraction, router, None, spec)
 
 
 @dataclass(frozen=True, eq=False)

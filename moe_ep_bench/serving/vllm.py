@@ -1,14 +1,7 @@
 """The plugin for vLLM: record the routing of real requests with all scores, and serve under a policy.
 
 vLLM loads what stands under the entry point ``vllm.general_plugins`` in each of its processes. Without the variables
-below nothing is touched.
-
-==============================  =======================================================================================
-``MOE_EP_BENCH_RECORD``         a folder for ``moe-trace-v1`` parts (``serving.recorder``)
-``MOE_EP_BENCH_RECORD_GIB``     how much that may be, 4 unless said otherwise
-``MOE_EP_BENCH_POLICY``         ``{"name": ..., field: value}`` as JSON, or a YAML file that holds this; with
-                                ``acts_in``, a list of ``prefill`` and ``decode``, in place of the policy's own
-==============================  =======================================================================================
+of ``serving.settings`` nothing is touched.
 
 The router that vLLM makes for a layer gets a subclass of its own class, which calls it and then the operation
 ``moe_ep_bench::route`` with its logits and choice; an operation, so that torch.compile keeps it whole. Its routing
@@ -24,30 +17,20 @@ Shapes: T = tokens of a step, E = experts, K = top_k.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from moe_ep_bench.errors import UserError, naming
+from moe_ep_bench.serving.settings import POLICY, Settings, check_config, check_policy, num_ranks, settings
 
 RELEASE = "0.32"
-RECORD, LIMIT, POLICY = "MOE_EP_BENCH_RECORD", "MOE_EP_BENCH_RECORD_GIB", "MOE_EP_BENCH_POLICY"
 _STEPS_A_REPORT = 1000
-_SHUTDOWN_S = 60
-# What the factory of routers is told where scores are none that a policy knows, by what that is called.
-_UNKNOWN_ROUTERS = {
-    "custom_routing_function": "a routing function of the model's own",
-    "zero_expert_type": "experts that compute nothing",
-    "hash_indices_table": "experts by token id",
-    "bias_vl": "a selection bias for images",
-    "num_fused_shared_experts": "shared experts fused into the routed ones",
-}
+_SHUTDOWN_S = 120
 logger = logging.getLogger("vllm.moe_ep_bench")
 
 
@@ -55,10 +38,7 @@ logger = logging.getLogger("vllm.moe_ep_bench")
 class Session:
     """What was asked for, and, in the process that computes, the model it acts in."""
 
-    policy: Any = None
-    acts_in: tuple[str, ...] = ()
-    directory: Path | None = None
-    most_bytes: int = 0
+    asked: Settings | None = None
     routers: list[Mapping[str, Any]] = field(default_factory=list)  # by place: what vLLM's factory was told
     indices: dict[int, int] = field(default_factory=dict)  # by place: which of the model's MoE layers
     layers: list[Any] = field(default_factory=list)
@@ -70,62 +50,6 @@ class Session:
 
 
 _session = Session()
-
-
-def settings(environment: Mapping[str, str]) -> Session | None:
-    """What the variables ask for; None = nothing.
-
-    Raises:
-        ValueError: one line that names the variable or file, the key and the value.
-    """
-    spec, directory = environment.get(POLICY, "").strip(), environment.get(RECORD, "").strip()
-    if not (spec or directory):
-        return None
-    gib = environment.get(LIMIT, "4")
-    try:
-        limit = float(gib)
-    except ValueError:
-        limit = 0.0
-    if not 0 < limit < 2**20:
-        raise UserError(f"{LIMIT}: expected a number of GiB above 0, got {gib!r}")
-    session = Session(directory=Path(directory).absolute() if directory else None, most_bytes=int(limit * 2**30))
-    if spec:
-        from moe_ep_bench.policies import make_policy
-
-        where = POLICY if spec.startswith("{") else spec
-        with naming(where):
-            values = dict(_mapping(spec))
-            acts_in = values.pop("acts_in", None)
-            session.policy = make_policy(values)
-            session.acts_in = session.policy.acts_in if acts_in is None else _phases(acts_in)
-    return session
-
-
-def _phases(acts_in: object) -> tuple[str, ...]:
-    known = ("prefill", "decode")
-    if not isinstance(acts_in, list) or not acts_in or not set(map(str, acts_in)) <= set(known):
-        raise UserError(f"acts_in: expected a list of {' and '.join(known)}, got {acts_in!r}")
-    return tuple(acts_in)
-
-
-def _mapping(spec: str) -> Mapping[str, object]:
-    if not spec.startswith("{"):
-        import yaml
-
-        try:
-            values = yaml.safe_load(Path(spec).read_bytes())
-        except OSError as problem:
-            raise UserError(f"cannot be read: {problem.strerror}") from None
-        except yaml.YAMLError as problem:
-            raise UserError(f"expected YAML: {' '.join(str(problem).split())}") from None
-    else:
-        try:
-            values = json.loads(spec)
-        except ValueError as problem:
-            raise UserError(f"expected JSON: {problem}") from None
-    if not isinstance(values, dict):
-        raise UserError(f'expected {{"name": ..., field: value}}, got {values!r}')
-    return values
 
 
 def register() -> None:
@@ -141,134 +65,13 @@ def register() -> None:
             raise UserError(f"vllm: the plugin's hooks are private and fit {RELEASE}, got {vllm.__version__}")
     except UserError as problem:
         _end(problem)
-    _session = asked or Session()
+    _session = Session(asked)
     _hooks()
 
 
 def _end(problem: object) -> None:
     print(f"moe-ep-bench: {problem}", file=sys.stderr, flush=True)
     raise SystemExit(2)
-
-
-# ---- what cannot be honoured -----------------------------------------------------------------------------------------
-
-
-def check_config(config: Any, session: Session) -> None:
-    """Refuse a server in which the plugin cannot do what it says.
-
-    Raises:
-        ValueError: one line that says what to change.
-    """
-    parallel, num_experts = config.parallel_config, config.model_config.get_num_experts()
-    if not num_experts:
-        raise UserError(f"{config.model_config.model}: expected a mixture of experts")
-    graphs = config.compilation_config.cudagraph_mode
-    for is_so, words in (
-        (config.use_v2_model_runner, "Model Runner V2 is not known; set VLLM_USE_V2_MODEL_RUNNER=0"),
-        (
-            config.device_config.device_type != "cpu" and graphs is not None and graphs.name != "NONE",
-            "graphs are replayed without their routers; start with --enforce-eager",
-        ),
-        (config.speculative_config is not None, "speculative decoding computes tokens of no request"),
-        (parallel.pipeline_parallel_size > 1, "a pipeline stage holds some of the layers; use --tensor-parallel-size"),
-        (parallel.use_ubatching, "micro-batches split a step; start without --enable-dbo"),
-        (parallel.use_sequence_parallel_moe, "ranks see a part of a step's tokens each; change the all2all backend"),
-        (parallel.prefill_context_parallel_size > 1, "ranks see a part of a prompt each"),
-        (
-            session.policy is not None and parallel.enable_eplb,
-            "replicas have no place in a policy's ranks; start without --enable-eplb",
-        ),
-        (
-            parallel.data_parallel_size > 1 and _looks_at_batch(session.policy),
-            "the policy decides for the tokens of all ranks, and data-parallel ranks see their own alone",
-        ),
-        (
-            session.directory is not None and any(session.directory.glob("*.safetensors")),
-            f"{RECORD}: {session.directory}: expected a folder without recordings",
-        ),
-    ):
-        if is_so:
-            raise UserError(words)
-    text = config.model_config.hf_text_config
-    top_k = getattr(text, "num_experts_per_tok", None) or getattr(text, "num_experts_per_token", None)
-    if session.policy is not None and top_k:
-        with naming(POLICY):
-            check_policy(
-                session.policy, [moe_layer("router", 0, 0, num_experts=num_experts, top_k=top_k)], num_ranks(config)
-            )
-
-
-def _looks_at_batch(policy: Any) -> bool:
-    from moe_ep_bench.policies.contract import Policy, SteppedPolicy
-
-    kind = type(policy)
-    stats = SteppedPolicy.stats if isinstance(policy, SteppedPolicy) else Policy.batch_stats
-    return getattr(kind, stats.__name__) is not stats or getattr(policy, "load_scope", None) == "all"
-
-
-def check_policy(policy: Any, layers: list[Any], num_ranks: int) -> None:
-    """Try a policy on layers of a model's shape.
-
-    Raises:
-        ValueError: it does not fit, or promises a token more experts than there are slots.
-    """
-    from moe_ep_bench.policies.contract import Policy
-    from moe_ep_bench.quality.routed import try_policies
-
-    for layer in layers:
-        policy.check_model(layer.num_experts)
-        most = policy.most_experts(layer.num_experts, layer.context(num_ranks))
-        # A policy of a user's own that promises nothing is held to the slots step by step.
-        if most > layer.top_k and type(policy).most_experts is not Policy.most_experts:
-            raise UserError(
-                f"{policy.name}: may give a token {most} experts, and vLLM's kernels have {layer.top_k} slots for one"
-            )
-        if not policy.by_layer or len(layers) > 1:
-            try_policies(layer, [policy], num_ranks)
-
-
-def num_ranks(config: Any) -> int:
-    parallel = config.parallel_config
-    return parallel.tensor_parallel_size * parallel.data_parallel_size if parallel.enable_expert_parallel else 1
-
-
-def moe_layer(name: str, number: int, fraction: float, num_experts: int, top_k: int, **told: Any) -> Any:
-    """A layer as policies know it, from what vLLM's factory of routers was told.
-
-    Raises:
-        ValueError: a router whose scores are none that a policy knows.
-    """
-    from moe_ep_bench.models import ModelSpec
-    from moe_ep_bench.quality.families import MoELayer
-
-    for key, words in _UNKNOWN_ROUTERS.items():
-        if not (told.get(key) is None or (isinstance(told[key], int) and told[key] == 0)):
-            raise UserError(f"{name}: {words} ({key}), which no policy knows")
-    score_function = told.get("scoring_func", "softmax")
-    if score_function not in ("softmax", "sigmoid"):
-        raise UserError(f"{name}: scoring_func: expected softmax or sigmoid, got {score_function!r}")
-    bias, scale = told.get("e_score_correction_bias"), told.get("routed_scaling_factor", 1.0)
-    groups, top = told.get("num_expert_group"), told.get("topk_group")
-    has_groups = bool(told.get("use_grouped_topk")) and groups is not None and groups > 1
-    spec = ModelSpec(
-        name=name,
-        source="vLLM",
-        num_layers=number + 1,
-        hidden_size=1,
-        ffn_hidden_size=1,
-        num_experts=num_experts,
-        top_k=top_k,
-        score_function=score_function,
-        normalize=bool(told.get("renormalize", True)),
-        selection_bias=bias is not None,
-        num_groups=groups if has_groups else None,
-        top_groups=top if has_groups else None,
-        group_score_experts=(2 if bias is not None else 1) if has_groups else None,
-        routed_scale=scale,
-    )
-    # The parameter itself: weights are loaded into it later.
-    router = SimpleNamespace(routed_scaling_factor=scale, e_score_correction_bias=bias)
-    return MoELayer(name, number, fraction, router, None, spec)
 
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
@@ -308,7 +111,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
     @functools.wraps(inner)
     def outer(*args: Any, **kwargs: Any) -> Any:
-        if _session.policy is None and _session.directory is None:
+        if _session.asked is None:
             return inner(*args, **kwargs)
         return wrapper(inner, *args, **kwargs)
 
@@ -318,7 +121,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 def _create_engine_config(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     config = inner(*args, **kwargs)
     try:
-        check_config(config, _session)
+        check_config(config, _session.asked)
     except UserError as problem:
         _end(problem)
     if not config.shutdown_timeout:
@@ -365,10 +168,11 @@ def _bind(worker: Any) -> None:
     """Find the model's MoE layers, try the policy in each, and say what is going to happen."""
     from vllm.model_executor.models.utils import extract_layer_index
 
+    from moe_ep_bench.serving import step
     from moe_ep_bench.serving.recorder import Recorder
-    from moe_ep_bench.serving.step import StepRouter
 
-    session, config = _session, worker.vllm_config
+    session, asked, config = _session, _session.asked, worker.vllm_config
+    assert asked is not None
     names = config.compilation_config.static_all_moe_layers
     runners = [config.compilation_config.static_forward_context[name] for name in names]
     places = [getattr(runner.router, "moe_ep_bench_place", None) for runner in runners]
@@ -383,31 +187,31 @@ def _bind(worker: Any) -> None:
         sizes = {"num_experts": told.pop("global_num_experts"), "top_k": told.pop("top_k")}
         if config.parallel_config.enable_eplb:
             sizes["num_experts"] = told["num_logical_experts"]
-        session.layers.append(moe_layer(name, extract_layer_index(name), index / len(names), **sizes, **told))
+        session.layers.append(step.moe_layer(name, extract_layer_index(name), index / len(names), **sizes, **told))
     is_first = worker.rank % config.parallel_config.tensor_parallel_size == 0
     say = logger.info if is_first else logger.debug
     layer, model = session.layers[0], config.model_config
     shape = f"{len(names)} MoE layers, top-{layer.top_k} of {layer.num_experts} experts"
     session.step_router = session.recorder = None
-    if session.policy is not None:
+    if asked.policy is not None:
         with naming(POLICY):
-            check_policy(session.policy, session.layers, num_ranks(config))
-        session.step_router = StepRouter(
-            session.policy, session.layers, num_ranks(config), worker.device, session.acts_in
+            check_policy(asked.policy, session.layers, num_ranks(config))
+        session.step_router = step.StepRouter(
+            asked.policy, session.layers, num_ranks(config), worker.device, asked.acts_in
         )
         say(
             "moe-ep-bench: serving under %s in %s, %s; a step's tokens are one batch. The kernels compute every slot: "
             "dropping saves no time here, only fewer activated experts can; what is measured are answers",
-            session.policy.label,
-            " and ".join(session.acts_in),
+            asked.policy.label,
+            " and ".join(asked.acts_in),
             shape,
         )
-    if session.directory is not None and is_first:
-        session.directory.mkdir(parents=True, exist_ok=True)
+    if asked.directory is not None and is_first:
+        asked.directory.mkdir(parents=True, exist_ok=True)
         of_all = "sigmoid over its sum over all experts" if layer.spec.score_function == "sigmoid" else None
         data_rank = config.parallel_config.data_parallel_rank
         session.recorder = Recorder(
-            session.directory,
+            asked.directory,
             [layer.number for layer in session.layers],
             layer.num_experts,
             layer.top_k,
@@ -417,14 +221,14 @@ def _bind(worker: Any) -> None:
                 "domain": "requests of a server",
                 "source": f"vLLM {_version()}, plugin of moe-ep-bench",
                 "licence": "unstated",
-                "note": f"served under {session.policy.label}" if session.policy is not None else "",
+                "note": f"served under {asked.policy.label}" if asked.policy is not None else "",
             },
-            session.most_bytes,
+            asked.most_bytes,
             lambda line: logger.info("moe-ep-bench: %s", line),
             f"rank{data_rank}-" if config.parallel_config.data_parallel_size > 1 else "",
         )
-        limit = session.most_bytes / 2**30
-        say("moe-ep-bench: recording %s to %s, at most %.3g GiB", shape, session.directory, limit)
+        limit = asked.most_bytes / 2**30
+        say("moe-ep-bench: recording %s to %s, at most %.3g GiB", shape, asked.directory, limit)
 
 
 def _version() -> str:

@@ -1,4 +1,4 @@
-"""Permutation by index and grouped experts, held against loops that spell out what they do."""
+"""What a layer is made of: which experts and permutation run where, a Transformer Engine that is tried, activation."""
 
 from __future__ import annotations
 
@@ -8,57 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moe_ep_bench.kernels.swiglu import weighted_swiglu_formula
 from moe_ep_bench.layer import parts, te_check
-from moe_ep_bench.layer.dispatchers import expert_major_pairs, rank_major_index, sum_per_token
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.te_check import TransformerEngine
 from moe_ep_bench.models import load_model
 
 pytestmark = pytest.mark.seam
-
-
-@st.composite
-def maps(draw: st.DrawFn) -> torch.Tensor:
-    """A routing map of 0 to 20 tokens and 1 to 9 experts, of any density."""
-    num_tokens, num_experts = draw(st.integers(0, 20)), draw(st.integers(1, 9))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
-    return torch.rand(num_tokens, num_experts, generator=generator) < draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
-
-
-@given(maps())
-def test_pairs_come_by_expert_and_then_by_token(map_TE: torch.Tensor) -> None:
-    num_tokens, num_experts = map_TE.shape
-    expected = [(e, t) for e in range(num_experts) for t in range(num_tokens) if map_TE[t, e]]
-    expert_N, token_N = expert_major_pairs(map_TE, len(expected) + 3)
-    # Rows that no pair has are there, on every device.
-    assert list(zip(expert_N.tolist(), token_N.tolist(), strict=True)) == [*expected, *[(0, 0)] * 3]
-
-
-@given(maps(), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_rows_are_summed_by_token(map_TE: torch.Tensor, dtype: torch.dtype) -> None:
-    expert_N, token_N = expert_major_pairs(map_TE, int(map_TE.sum()))
-    # Whole numbers small enough to be exact in bfloat16, so that any order of summing gives the same.
-    hidden_ND = torch.arange(len(token_N) * 3).remainder(7).view(-1, 3).to(dtype)
-    expected_TD = torch.zeros(len(map_TE), 3)
-    for row, token in zip(hidden_ND, token_N, strict=True):
-        expected_TD[token] += row
-    summed_TD = sum_per_token(hidden_ND, map_TE, token_N * map_TE.shape[1] + expert_N)
-    assert summed_TD.dtype == dtype
-    assert torch.equal(summed_TD.float(), expected_TD)
-
-
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**20))
-def test_rows_by_expert_and_rank_are_found_among_rows_by_rank_and_expert(
-    num_ranks: int, num_local_experts: int, seed: int
-) -> None:
-    counts_RL = torch.randint(0, 4, (num_ranks, num_local_experts), generator=torch.Generator().manual_seed(seed))
-    rows = [(r, e, i) for r in range(num_ranks) for e in range(num_local_experts) for i in range(counts_RL[r, e])]
-    index_N = rank_major_index(counts_RL, len(rows))
-    assert [rows[i] for i in index_N.tolist()] == sorted(rows, key=lambda row: (row[1], row[0], row[2]))
 
 
 # What is asked for, on a CPU or not, beside which Transformer Engine (and its problem): what runs, or the error.

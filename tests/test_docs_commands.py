@@ -114,12 +114,19 @@ LISTED = {
         "needs a GPU: CUDA graphs",
     ),
     "check-policy ./my_policy.py:LeaveBusiest --set num_left=2": ("--help", "test_own_policies does so"),
+    "emulate configs/balance-recorded.yaml --set workload.trace=FILE": ("--help", "needs the recording itself"),
+    "papers configs/papers/llep-figure4.yaml": ("--help", "takes minutes; test_published reads it"),
+    "advise --model MODEL/config.json --ep 8 --tokens 16384 --trace recordings/mine/prefill-0001.safetensors": (
+        "--help",
+        "a server records the trace; other recordings are asked about here",
+    ),
     "validate configs/quickstart.yaml": ("--help", "configs/validate-cpu.yaml is validated here"),
     "validate configs/validate-model-cpu.yaml --nproc 2": ("--help", "test_whole_validate does so"),
 }
 SCRIPTS = {
     "benchmarks/decode_experts.py": "needs a GPU",
     "benchmarks/fuzz.py": "takes an hour; test_fuzz takes a short round",
+    "benchmarks/lossless.py": "takes minutes",
     "benchmarks/soak.py": "takes hours",
     "benchmarks/tables.py": "takes minutes; test_tables",
     "benchmarks/train_small_moe.py": "takes minutes",

@@ -14,7 +14,8 @@ Over replicas that a plan put in place ahead (``placement``):
 
 ``static``     replicas share evenly, in turn; nothing is solved
 ``lp``         the least possible load of the fullest rank: the linear program of DeepSeek's LPLB
-               (github.com/deepseek-ai/LPLB), over slots of any plan (LPLB joins ranks by a graph of its own)
+               (github.com/deepseek-ai/LPLB), over slots of any plan (LPLB joins ranks by a graph of its own). SGLang's
+               (pull request 24515) stops after few steps, said to come within 2 % of this; that was not tried here
 ``activated``  the fewest experts with pairs on the rank that has most of them, whose weights are what a decode step
                reads: METRO's aim (arXiv 2512.09277). METRO is greedy and said to be near the best; this is the best
 

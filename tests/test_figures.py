@@ -286,6 +286,17 @@ def test_of_a_long_sweep_some_points_are_drawn_and_the_csv_has_all(swept: Store)
         assert "of 5 comparisons 4 are drawn" in words(drawing.figure)
 
 
+def test_a_slide_has_four_panels_at_most_and_the_six_lines_that_gain_most(swept: Store, tmp_path: Path) -> None:
+    assert len(drawn("speedup", swept, "slide").figure.axes) == 4
+    assert len(drawn("pareto", swept, "slide").figure.axes) <= 3
+    cases = [FakeCase("oea", params={"k0": k}, label=f"oea k0={k}", speedup=1 + k / 20) for k in range(1, 9)]
+    run = store_of(tmp_path, FakeComparison(cases=[*native(), *cases], num_batches=2, num_iterations=1, noise=0.0))
+    drawing = drawn("speedup", run, "slide")
+    assert ticks(drawing.figure.axes[0].yaxis) == [f"oea k0={k}" for k in range(3, 9)]
+    assert len(drawing.rows) == 8
+    assert "not drawn, but in the CSV: oea k0=1, oea k0=2" in words(drawing.figure)
+
+
 def test_loads_fall_from_each_cases_own_fullest(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     cases = [*native(), FakeCase("oea", params={"k0": 3}), FakeCase("lynx", params={"num_dropped": 8})]

@@ -160,13 +160,14 @@ def _paired(old: pd.DataFrame, now: pd.DataFrame) -> pd.DataFrame:
 
 def _weakened(stores: Sequence[Store]) -> dict[str, list[str]]:
     """Of each run's own warnings those that say that its times may not be those of another day."""
-    found: dict[str, list[str]] = {}
+    warnings: dict[str, list[str]] = {}
     for name, store in zip(("BASE", "NEW"), stores, strict=True):
-        for one in store.comparisons:
-            lines = [line.removeprefix(WARNING) for line in notes(store, one.directory, one.comparison_id)]
-            own = [f"{name}: {line}" for line in lines if line.startswith(_WEAKENS)]
-            found[one.comparison_id] = found.get(one.comparison_id, []) + own
-    return found
+        for comparison in store.comparisons:
+            lines = notes(store, comparison.directory, comparison.comparison_id)
+            lines = [line.removeprefix(WARNING) for line in lines]
+            of_run = warnings.setdefault(comparison.comparison_id, [])
+            of_run += [f"{name}: {line}" for line in lines if line.startswith(_WEAKENS)]
+    return warnings
 
 
 def _check_kinds(base: Path, new: Path, old: pd.DataFrame, now: pd.DataFrame) -> None:
@@ -243,16 +244,16 @@ def _changes(
     floors = [_floors(frame) for frame in frames]
     key = ["case_id", "quantity", "of"]
     values = [frame.melt([*key[:2], *ITERATION], list(_WORDS), var_name="of") for frame in frames]
-    found = measured[["comparison_id", "case_id", "role"]].merge(changes_of(*values, key), on="case_id")
-    found = found[(found["role"] != "baseline") | (found["of"] == "time")]
-    weighty = differences[~differences["intended"].astype(bool)]
-    rows = []
-    for row in found.to_dict("records"):
-        own = weighty[weighty["comparison_id"] == row["comparison_id"]]
-        forbids = own[own["takes_verdicts_on"].isin(["all", "times"] if row["of"] == "time" else ["all"])]["key"]
+    paired = measured[["comparison_id", "case_id", "role"]].merge(changes_of(*values, key), on="case_id")
+    paired = paired[(paired["role"] != "baseline") | (paired["of"] == "time")]
+    weighty, rows = differences[~differences["intended"].astype(bool)], []
+    for row in paired.to_dict("records"):
+        forbidding = weighty["takes_verdicts_on"].isin(["all", "times"] if row["of"] == "time" else ["all"])
+        forbidding &= weighty["comparison_id"] == row["comparison_id"]
         pair = [of_run.get((row["comparison_id"], row["quantity"])) for of_run in floors]
         floor = joint_floor(*pair) if all(pair) else None
-        verdict, why = _verdict(row["estimate"], floor, about.loc[row["comparison_id"]], ", ".join(forbids))
+        differing = ", ".join(weighty.loc[forbidding, "key"])
+        verdict, why = _verdict(row["estimate"], floor, about.loc[row["comparison_id"]], differing)
         ends = {f"floor_{end}": getattr(floor, end, None) for end in ("low", "high")}
         rows.append(row | ends | {"verdict": _WORDS[row["of"]].get(verdict, verdict), "why": why})
     return pd.DataFrame(rows).drop(columns="estimate")
@@ -340,10 +341,11 @@ def _differences(old: dict[str, Row], now: dict[str, Row], intended: Collection[
 
 def _recorded(store: Store) -> dict[str, Row]:
     """What was recorded of each comparison, by key of ``_CONDITIONS``."""
-    by_run, ranks, found = jobs(store).set_index("run_id"), conditions(store), {}
+    by_run, all_ranks, recorded = jobs(store).set_index("run_id"), conditions(store), {}
     for about in comparisons(store).to_dict("records"):
-        facts, own = about["facts"], ranks[ranks["comparison_id"] == about["comparison_id"]] if len(ranks) else ranks
-        runs = by_run[by_run.index.isin(own["run_id"])] if len(own) else by_run
+        facts, ranks = about["facts"], all_ranks
+        ranks = ranks[ranks["comparison_id"] == about["comparison_id"]] if len(ranks) else ranks
+        runs = by_run[by_run.index.isin(ranks["run_id"])] if len(ranks) else by_run
         environments = [job.environment | {"code": job.hashes.get("code")} for job in runs.itertuples()]
         row: Row = {}
         for key in (*_ENVIRONMENT, *_INFORMATIVE):
@@ -352,11 +354,12 @@ def _recorded(store: Store) -> dict[str, Row]:
         for key in _LAYER if facts.get("kernel") is not None else (name for name in _LAYER if name != "kernel"):
             value = facts.get(key)
             row[key] = value["ran"].partition(" (")[0] if isinstance(value, dict) else _text(value)
-        if len(own):
-            row["clocks"] = own["sm_clock_mhz"].astype(float).median()
-            row |= {"matmul beside the run": own["matmul_tflops"].min(), "copy beside the run": own["copy_gbps"].min()}
-        found[about["comparison_id"]] = row
-    return found
+        if len(ranks):
+            row["clocks"] = ranks["sm_clock_mhz"].astype(float).median()
+            row["matmul beside the run"] = ranks["matmul_tflops"].min()
+            row["copy beside the run"] = ranks["copy_gbps"].min()
+        recorded[about["comparison_id"]] = row
+    return recorded
 
 
 def _text(value: Any) -> str:
@@ -399,10 +402,10 @@ def outcomes(change: Change, limit: float | None) -> pd.Series:
 
 def exit_status(change: Change, limit: float | None, *, strict: bool = False) -> int:
     """0 nothing is slower by more than the limit, 1 something is, 3 (strict) something is open. No limit: always 0."""
-    found = set(outcomes(change, limit))
-    if "slower" in found:
+    answers = set(outcomes(change, limit))
+    if "slower" in answers:
         return 1
-    is_open = "open" in found or len(_native_moved(change.cases)) > 0
+    is_open = "open" in answers or len(_native_moved(change.cases)) > 0
     return 3 if strict and limit is not None and is_open else 0
 
 
@@ -459,8 +462,8 @@ def _answer(change: Change, limit: float | None) -> Iterator[str]:
     shown = ["slower", "faster", "no difference", *([BELOW_MODEL] if BELOW_MODEL in counts else []), "inconclusive"]
     yield f"{len(policies)} policies: " + ", ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in shown)
     if limit is not None:
-        found = outcomes(change, limit)
-        slower, still_open = (", ".join(change.cases["label"][found == name]) for name in ("slower", "open"))
+        answers = outcomes(change, limit)
+        slower, still_open = (", ".join(change.cases["label"][answers == name]) for name in ("slower", "open"))
         yield f"slower by more than {100 * limit:g} %, beyond noise: {slower or 'none'}"
         if still_open:
             yield f"warning: neither shown nor excluded to be slower by more than {100 * limit:g} %: {still_open}"
@@ -486,9 +489,9 @@ def _tables(change: Change, comparison_id: str) -> Iterator[Table]:
         if MOE in set(parts["quantity"]):
             title += ", of all MoE layers together; and of a pass's parts, on its slowest rank"
         yield Table(wide, (_POLICY, *(number(name, form="{}") for name in names.unique())), title)
-    found = change.differences[change.differences["comparison_id"] == comparison_id]
-    if len(found):
-        yield Table(found.assign(takes=found.apply(_takes, axis=1)), _DIFFERENCES, "conditions that differ")
+    differing = change.differences[change.differences["comparison_id"] == comparison_id]
+    if len(differing):
+        yield Table(differing.assign(takes=differing.apply(_takes, axis=1)), _DIFFERENCES, "conditions that differ")
 
 
 def _cell(row: Row) -> str:

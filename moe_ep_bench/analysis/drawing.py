@@ -125,9 +125,8 @@ def draw(figure: Figure, store: Any, **options: Any) -> Drawing | None:
         rows = rows[rows["facet"].isin(rows.query(figure.needs, engine="python")["facet"])]
     if rows.empty:
         return None
-    beside = figure.beside(rows) if callable(figure.beside) else figure.beside
-    # A slide has room for one row of panels, and its reader for few lines.
-    most_facets = min(figure.limit, 1 if beside and len(figure.panels) > 2 else 2) if is_slide() else figure.limit
+    # A slide has room for four panels, and its reader for few lines.
+    most_facets = min(figure.limit, max(1, 4 // len(figure.panels))) if is_slide() else figure.limit
     drawn, notes = _few(rows, most_facets)
     drawn = _with_legend(drawn)
     # A policy has its look in every figure of a store: also where others are not drawn.
@@ -137,6 +136,7 @@ def draw(figure: Figure, store: Any, **options: Any) -> Drawing | None:
         notes.append(f"not drawn, but in the CSV: {', '.join(more)}")
         drawn = drawn[~drawn["line"].isin(more)]
     notes += [*drawn["note"].dropna().unique()] if "note" in drawn else []
+    beside = figure.beside(drawn) if callable(figure.beside) else figure.beside
     sheet, body = facets(drawn, figure.panels, looks, beside=beside, most=figure.most)
     how = drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)}
     tags = [word for word in (*ORIGINS, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]

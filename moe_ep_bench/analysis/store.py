@@ -137,8 +137,12 @@ def read_store(directories: Iterable[Path], passed_over: list[str] | None = None
     for name, folder in folders.items():
         if passed_over is None or len(folders) == 1:
             comparisons += _read_directory(name, folder, passed_over)
-        else:
-            comparisons += Errors(passed_over).read(_read_directory, name, folder, passed_over) or []
+            continue
+        lines: list[str] = []
+        read = Errors(passed_over).read(_read_directory, name, folder, lines)
+        if read is not None:  # else the error's line says why
+            passed_over += lines
+            comparisons += read
     if not comparisons:
         raise ResultsError(f"{', '.join(map(str, folders.values()))}: nothing can be read; {(passed_over or [''])[-1]}")
     return Store(folders, tuple(comparisons))

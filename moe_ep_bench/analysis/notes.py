@@ -158,7 +158,7 @@ NOTES = (
         when="has_replicas",
     ),
     Note("route", "assumed: {image_share:.0%} of every sequence's tokens are an image's"),
-    Note(_TIMED, "{memory} more memory per rank: replicas in all layers together, moved weights in one"),
+    Note(_TIMED, "more memory: of replicas in all layers together, of moved weights in one", when="takes_memory"),
     Note(_TIMED, "solving counts in every batch, as {solving} us, assumed, in the phase policy"),
     Note(_ALL, "mass kept above 100 %: the policy adds experts to the top-k", when="adds_experts"),
     Note(_TIMED, "{remarks}"),
@@ -358,10 +358,7 @@ def _of_times(facts: TimedFacts, rows: pd.DataFrame, of_role: dict[str, pd.DataF
         "unaccounted": most.get("breakdown_unaccounted_share", 0) > MAX_UNACCOUNTED,
         "probes": most.get("probe_overhead", 0) > MAX_PROBE_OVERHEAD,
         **{name: most.get(name) for name in ("most_by_amdahl", "floor_low", "floor_high")},
-        "memory": [
-            f"{row['label']}: {row['extra_gib_per_rank']:.3g} GiB"
-            for row in replicas.dropna(subset="extra_gib_per_rank").to_dict("records")
-        ],
+        "takes_memory": replicas["extra_gib_per_rank"].gt(0).any(),
         "solving": solving_words(replicas["policy_params"]),
     }
     if len(native):

@@ -174,8 +174,8 @@ def phase_look(group: str, how: str = "measured") -> dict[str, Any]:
 
 # ---- policies ------------------------------------------------------------------------------------------------------
 
-# Colour and marker of every policy, the same in every figure. Policies that rarely stand in
-# one figure share a colour.
+# Colour and marker of every policy and of what balances without loss, by the first word of a label, the same in every
+# figure. Those that rarely stand in one figure share a colour.
 POLICY_LOOKS = {
     "native": (INK, "*"),
     "topk": ("#0072B2", "o"),
@@ -193,6 +193,10 @@ POLICY_LOOKS = {
     "dynamic_skip": ("#D55E00", "P"),
     "sere": ("#009E73", "v"),
     "EPLB": ("#AA4499", "h"),
+    "variance": ("#882255", "D"),
+    "LLEP": ("#56B4E9", "<"),
+    "UltraEP": ("#0072B2", ">"),
+    "shared": ("#999933", "v"),
 }
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")

@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from warm import ASKED, Server, megatron_core, warm
 
 # One seed for all: what CI finds, everyone finds. The machines are shared, so no example has a deadline.
-settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)
+settings.register_profile(
+    "seeded", derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("seeded")
 
 

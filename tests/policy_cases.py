@@ -182,7 +182,9 @@ def route(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> Routing:
 
 
 def fitted(spec: Spec, scores_TE: Tensor, arguments: Arguments) -> Spec:
-    """The spec with LASER's pool size brought into what the case allows, K to E."""
+    """The spec with LASER's pool size brought into what the case allows, K to E, and similarities of its experts."""
+    if "similarity" in spec:
+        return {**spec, "similarity": similarity_file(scores_TE.shape[1])}
     if "c" not in spec:
         return spec
     return {**spec, "c": min(max(spec["c"], arguments["top_k"]), scores_TE.shape[1])}

@@ -338,7 +338,10 @@ def benchmarks_decode(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.syspath_prepend(BENCHMARKS)
     import decode_experts
 
-    decode_experts._interleaved({"one": clock.does("work")}, 1, clock, clock.does("flush"))
+    monkeypatch.setattr(decode_experts, "clock_for", clock.of)
+    forms = {"one": clock.does("work")}
+    bench = SimpleNamespace(device=torch.device("cpu"), rounds=1, flush=clock.does("flush"), forms=lambda step: forms)
+    decode_experts.Bench._times(bench, None)
 
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

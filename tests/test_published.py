@@ -505,3 +505,27 @@ def test_the_docs_have_the_numbers_of_measured_kernels_and_the_rooflines(
     else:
         ends = [f"{primary[name].min():.{decimals}f} to {primary[name].max():.{decimals}f}" for name in both]
         assert f"| {'; '.join(ends)} |" in DOCS
+
+
+def test_the_page_of_balancing_has_the_numbers_of_lossless() -> None:
+    """Its table row by row, with an asterisk where nothing is sure."""
+
+    def speed(own: pd.DataFrame, label: str) -> str:
+        is_sure = own["verdict"][label] in ("faster", "slower")
+        return f"{own['speedup_median'][label]:.2f}" + ("" if is_sure else "\\*")
+
+    def drop(own: pd.DataFrame, label: str) -> str:
+        return f"{speed(own, label)} ({100 * (1 - own['retained_mass'][label]):.1f} %)"
+
+    page = (ROOT / "docs" / "balancing.md").read_text()
+    moved = [f"UltraEP ({solve_us} us to solve), 4 spare per rank" for solve_us in (0, 100)]
+    for traffic, own in pd.read_csv(MODELLED.with_name("lossless.csv"), index_col="label").groupby("traffic"):
+        drops = own[own.index.str.contains("drop") & (own["retained_mass"] >= 0.95)]
+        cells = [
+            speed(own, "native, balanced scores"),
+            ", ".join(speed(own, f"{plan}, 1 spare per rank") for plan in ("EPLB", "variance plan")),
+            ", ".join(speed(own, label) for label in moved if label in own.index) or "-",
+            drop(own, "token_drop capacity_factor=1.0 granularity=device"),
+            drop(own, drops["speedup_median"].idxmax()),
+        ]
+        assert f" | {' | '.join(cells)} |\n" in page, traffic

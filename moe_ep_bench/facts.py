@@ -216,6 +216,7 @@ class CaseFacts(JsonRecord):
     extra_bytes_per_rank: float | None = None  # beyond native's, for replicas of experts
     order: int = 0  # in the config
     phase: str | None = None  # of ``quality``: in which it is judged
+    data_model: str | None = None  # whose data the policy decides by
 
     @field_validator("policy_params")
     @classmethod

@@ -232,7 +232,7 @@ def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable
         elif part in fields:
             keys.append(part)
             models = models_in(fields[part].annotation)
-        elif members := [model for model in models if part in (model.__name__, _kind_of(model))]:
+        elif members := [model for model in models if part in (model.__name__, *_kinds_of(model))]:
             models = members  # Pydantic's name for a member of a union, no key of the file.
         else:
             keys.append(part)  # an alias
@@ -259,6 +259,7 @@ def _fields(models: Iterable[type[BaseModel]]) -> dict[str, FieldInfo]:
     return {name: field for model in models for name, field in model.model_fields.items()}
 
 
-def _kind_of(model: type[BaseModel]) -> object:
-    """Which word of a file stands for this member of a union."""
-    return model.model_fields["kind"].default if "kind" in model.model_fields else None
+def _kinds_of(model: type[BaseModel]) -> list[object]:
+    """The words of a file that stand for this member of a union."""
+    told_by = (model.model_fields[key] for key in ("kind", "name") if key in model.model_fields)
+    return [word for field in told_by for word in get_args(field.annotation)]

@@ -19,7 +19,7 @@ from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 from moe_ep_bench.analysis import page
 from moe_ep_bench.analysis.advise import RECORD_YOURS, advice_lines, advice_text, candidates, load_timed, picks
 from moe_ep_bench.analysis.cases import cases, comparisons, load, timings
-from moe_ep_bench.analysis.columns import short_label
+from moe_ep_bench.analysis.columns import fitting_labels, short_labels
 from moe_ep_bench.analysis.compare import compare_directories
 from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.bench.question import Bounds, Question, ask, ask_both
@@ -163,7 +163,7 @@ def test_the_answer_comes_first_in_three_lines_and_the_table_fits_100_characters
     table = rest[1 : rest.index("", 1)]
     assert max(map(len, table)) <= 100
     labels = [row[0] for row in rows_of(text)]
-    assert labels == ["token_drop gamma 1.5", "token_drop gamma 2", "EPLB, 1 spare per rank", "token_drop gamma 1"]
+    assert labels == ["token_drop gamma 1.5", "token_drop gamma 2", "EPLB, 1 spare", "token_drop gamma 1"]
     assert rows_of(text)[-1][-1] == "out of bounds"
 
 
@@ -177,9 +177,28 @@ def test_five_best_and_two_losers_explain_the_pick_and_all_are_printed_when_aske
 
 
 def test_labels_of_candidates_are_short() -> None:
-    label = "token_drop capacity_factor=1.0 granularity=device"
-    assert short_label(label) == "token_drop 1.0 per device"
-    assert short_label("xshare k0=1 scope=request request_budget=4") == "xshare k0=1 per request budget=4"
+    made = {
+        "token_drop capacity_factor=1.0 granularity=device": "token_drop 1.0 per device",
+        "xshare k0=1 scope=request request_budget=4": "xshare k0=1 per request budget=4",
+        "EPLB + LP (100 us to solve), 1 spare per rank": "EPLB + LP, 1 spare",
+        "UltraEP (2.5e+06 us to solve), 2 spare per rank": "UltraEP, 2 spare",
+        "sere k0=1 similarity=alike threshold=0.3": "sere k0=1 threshold=0.3",
+    }
+    assert dict(zip(made, short_labels(pd.Series(list(made))), strict=True)) == made
+
+
+def test_short_labels_keep_what_tells_cases_apart() -> None:
+    """What solving takes, which file, and the middle of a name that would be cut."""
+    solved = [f"{how} ({us} us to solve), 1 spare per rank" for how in ("EPLB + LP", "UltraEP") for us in (0, 100)]
+    rest = ["LLEP (0 us to solve), 2 spare per rank", "sere k0=1 similarity=a", "sere k0=1 similarity=b"]
+    long = [f"UltraEP (7 us to solve), 2 spare per rank, least_pairs={n}, threshold=1.5" for n in (64, 512)]
+    labels = pd.Series([*solved, *rest, *long, *solved], range(3, 16))
+    short = short_labels(labels)
+    assert list(short[:4]) == [f"{how} ({us} us), 1 spare" for how in ("EPLB + LP", "UltraEP") for us in (0, 100)]
+    assert list(short[4:7]) == ["LLEP, 2 spare", *rest[1:]]
+    fitted = fitting_labels(labels, 33)
+    assert labels.nunique() == short.nunique() == fitted.nunique() == 9
+    assert fitted[short.str.len() <= 33].equals(short[short.str.len() <= 33])
 
 
 def test_replicas_cost_gib_of_a_rank(tmp_path: Path) -> None:
@@ -471,6 +490,7 @@ def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> N
             drop(1.5, speedup, 0.05, 0.97),
             comparison_id=f"layer{layer}",
             num_batches=5,
+            native_us=2000 + 400 * layer,
             facts={
                 "point": {"workload.layer": layer},
                 "workload": workload,
@@ -481,11 +501,13 @@ def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> N
         for layer, speedup in enumerate((1.2, 1.3, 1.4))
     ]
     text = advice_text(load_timed(write_run(tmp_path, comparisons, "emulated")), BOUNDS)
-    assert (
-        "a layer is 1.300 times as fast as native, 1.538 in place of 2.000 ms (modelled; 1.20 to 1.40 by layer)."
-        in text.splitlines()[0]
-    )
-    assert "the traffic is that of 3 layers" in text
+    (row,) = rows_of(text)
+    assert row[1].startswith("1.300 [")
+    assert row[2] == "1.846", "the first line has the table's milliseconds"
+    gain = "a layer is 1.300 times as fast as native, 1.846 in place of 2.400 ms (modelled; 1.20 to 1.40 by layer)."
+    assert gain in text.splitlines()[0]
+    notes = " ".join(text.split())
+    assert "3 layers; by layer: the least and the greatest of one; [brackets]: 95 % for the median over all" in notes
 
 
 def test_decode_is_asked_beside_prefill_with_one_token_of_each_request() -> None:

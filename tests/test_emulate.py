@@ -22,12 +22,14 @@ from results_builder import shown_text
 from test_run import cases_of, environment, routing_of, statuses, write_config
 
 from moe_ep_bench.analysis.cases import cases, load
+from moe_ep_bench.analysis.columns import fitting_labels, short_labels
 from moe_ep_bench.bench import small_layers, virtual
 from moe_ep_bench.bench.comparison import VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.rank_timers import RankTime
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
+from moe_ep_bench.config import RebalanceConfig, ReplicationConfig, WaterfillConfig
 from moe_ep_bench.cost_model.transport import Rows
 from moe_ep_bench.files import write_json
 from moe_ep_bench.models import ModelSpec
@@ -297,7 +299,7 @@ def test_what_moves_in_a_batch_is_counted_and_takes_its_time_over_the_links(tmp_
     (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
     links, expert_bytes = comparison.links, comparison.expert_bytes
     for name in ("LLEP", "UltraEP"):
-        label = f"{name} (7 us to solve), 2 spare per rank"
+        label = f"{name} (7 us to solve), 2 spare per rank, least_pairs=1, threshold=1.0"
         own = rows[rows.label == label].sort_values("rank")
         assert sums[label].max() < sums["native"].max()
         assert sums[label].sum() == sums["native"].sum()
@@ -314,6 +316,31 @@ def test_what_moves_in_a_batch_is_counted_and_takes_its_time_over_the_links(tmp_
     assert filled.experts.tolist() == native.experts.tolist()
     assert filled.shared.idxmin() == sums["native"].argmax(), "the fullest rank computes fewest shared tokens"
     assert filled.shared.idxmax() == sums["native"].argmin()
+
+
+def test_ways_to_balance_that_differ_have_labels_that_differ() -> None:
+    """Of any two with other fields; claims name them by label, tables may shorten it."""
+    ways = [
+        *(ReplicationConfig(spare_per_rank=spare, plan=plan) for spare in (1, 2) for plan in ("eplb", "variance")),
+        *(
+            ReplicationConfig(spare_per_rank=1, balancer=how, solve_us=us)
+            for how in ("lp", "activated")
+            for us in (0, 7)
+        ),
+        *(RebalanceConfig(name=name, spare_per_rank=spare) for name in ("llep", "ultra") for spare in (2, 4)),
+        *(RebalanceConfig(name="ultra", least_pairs=pairs) for pairs in (1, 64)),
+        *(RebalanceConfig(name="llep", threshold=most) for most in (1.3, 1.5)),
+        *(RebalanceConfig(name="llep", solve_us=us) for us in (0, 7)),
+        *(WaterfillConfig(name="waterfill", solve_us=us) for us in (0, 7)),
+    ]
+    assert len({way.label for way in ways}) == len({(way.name, json.dumps(way.params())) for way in ways}) == len(ways)
+    labels = pd.Series([way.label for way in ways])
+    assert labels[labels.str.startswith("UltraEP (100 us to solve), 2")].tolist() == [
+        "UltraEP (100 us to solve), 2 spare per rank",
+        "UltraEP (100 us to solve), 2 spare per rank, least_pairs=1",
+        "UltraEP (100 us to solve), 2 spare per rank, least_pairs=64",
+    ]
+    assert short_labels(labels).nunique() == fitting_labels(labels, 33).nunique() == len(ways)
 
 
 def test_rows_of_shared_experts_travel_beside_pairs_and_copies() -> None:

@@ -89,6 +89,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store_of(tmp_path_factory.mktemp("figures"), FakeComparison(cases=cases, num_ranks=4, num_iterations=2))
 
 
+def test_ways_to_balance_have_a_line_each_along_their_spare_slots(tmp_path: Path) -> None:
+    ways = [(spare, more) for more in ("", ", least_pairs=64") for spare in (1, 2)]
+    made = [
+        FakeCase("ultra", "replication", {"spare_per_rank": spare}, f"UltraEP, {spare} spare per rank{more}")
+        for spare, more in ways
+    ]
+    rows = case_rows(store_of(tmp_path, FakeComparison(cases=[*standard_cases(), *made], num_ranks=4)))
+    replicas = rows[rows["role"] == "replication"].sort_values("label")
+    assert dict(zip(replicas["label"], replicas["line"], strict=True)) == {
+        case.label: f"UltraEP{more}" for case, (_, more) in zip(made, ways, strict=True)
+    }
+
+
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Peak loads out of order; token_drop pays where the peak load is above its capacity factor."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moe_ep_bench import cli
 from moe_ep_bench.analysis.quality import read_quality
+from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.quality.families import find_moe_layers
 from moe_ep_bench.quality.similarity import inner_products, similarities
@@ -278,6 +279,36 @@ def test_layers_of_a_recording_have_their_own_matrix_and_synthetic_scores_need_a
         status, said = routed(similarity, **sections)
         assert status == USER_ERROR
         assert told in said.splitlines()[-1]
+
+
+def test_more_primary_experts_than_a_token_has_are_refused_and_as_many_are_native(folder: Path, tmp_path: Path) -> None:
+    own = {"name": "sere", "similarity": str(folder / "alike.safetensors")}
+    with pytest.raises(ValueError, match=r"asked.yaml: policies.0.k0: expected at most 3, the model's top-k, got 4$"):
+        load_experiments(config(folder, "asked", policies=[{**own, "k0": 4, "layer": 0}]), on_cpu=True)
+    scores_TE = torch.rand(16, 8, generator=torch.Generator().manual_seed(0))
+    context = RoutingContext(top_k=3)
+    native = make_policy({"name": "topk"}).route(scores_TE, context)
+    for k0 in (3, 4):
+        for spec in ({**own, "k0": k0, "layer": 0}, {"name": "xshare", "k0": k0, "budget": 0}):
+            assert selected(make_policy(spec).route(scores_TE, context)) == selected(native)
+    assert selected(make_policy({"name": "oea", "k0": 4}).route(scores_TE, context)) != selected(native), "it adds"
+
+
+@pytest.mark.parametrize(("model", "is_other"), [("allenai/OLMoE-1B-7B-0924", False), ("Mixtral-8x7B", True)])
+def test_experts_of_another_model_are_said_where_the_run_ends_and_what_dropped_means(
+    model: str, is_other: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path / "alike.safetensors", ALIKE.repeat(16, 16)[None], model=model)
+    olmoe = {"preset": "olmoe-1b-7b", "scale": 1 / 32}
+    own = [{"name": "sere", "k0": k0, "threshold": 0.3, "similarity": "alike.safetensors"} for k0 in (1, 2)]
+    path = config(tmp_path, "asked", policies=own, model=olmoe)
+    assert cli.main(["route", str(path), "--out", str(tmp_path / "out")]) == OK
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("warning: data: sere decides by Mixtral-8x7B's, not OLMoE-1B-7B's") == is_other
+    assert told.count("decides by") == is_other
+    assert "sere k0=1 threshold=0.3 " in told, "short, and told apart"
+    assert " activated dropped % kept % " in told
+    assert "dropped: of the model's own pairs, also where a policy computes others in their place" in told
 
 
 def test_every_rank_takes_it(folder: Path) -> None:

@@ -20,9 +20,9 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load, timings
-from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, short_label, text
+from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, short_labels, text
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words
-from moe_ep_bench.analysis.origins import ELSEWHERE, is_elsewhere, modelled_line, scale_words
+from moe_ep_bench.analysis.origins import ELSEWHERE, is_elsewhere, is_same_model, modelled_line, scale_words
 from moe_ep_bench.analysis.reading import ITERATION, ResultsError
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
@@ -41,6 +41,7 @@ _ROUNDING = 10**-_DIGITS
 _BEST = 5
 _FEW_DRAWS = 4
 _CANDIDATE = ["policy", "role", "policy_params"]  # labels may be shared
+_RANGES = "by {0}: the least and the greatest of one; [brackets]: 95 % for the median over all"
 RECORD_YOURS = """The peak load decides, and it is assumed. vLLM and SGLang return yours once they are started with
 --enable-return-routed-experts: docs/servers.md has the request and `moe-ep-bench trace import`, which makes a file of
 it. Then ask again with --trace FILE. Loads are yours then; scores are assumed equal, so bound the dropped pairs
@@ -298,9 +299,10 @@ def _said(words: str, rows: pd.DataFrame, natives: pd.DataFrame) -> list[str]:
     costs += [f"{memory:.3g} GiB more memory on each rank"] if memory > 0 else []
     names = pd.MultiIndex.from_frame(picks[COMPARISON])
     native = natives.reindex(names).reset_index(drop=True)
+    pick_ms = native["median_ms"].array / speedup.array if is_judged else picks["median_ms"]  # judged: as others' gain
     taken = [
-        f"{milliseconds(ms / gain)} in place of {milliseconds(ms)} ms{f' at {at}' if len(picks) > 1 else ''}"
-        for at, gain, ms in zip(picks["at"], speedup, native["median_ms"], strict=True)
+        f"{milliseconds(own_ms)} in place of {milliseconds(ms)} ms{f' at {at}' if len(picks) > 1 else ''}"
+        for at, own_ms, ms in zip(picks["at"], pick_ms, native["median_ms"], strict=True)
     ]
     gains = f"{what} is {_ends(speedup, '{:.3f}'.format)} times as fast as native, {', '.join(taken)}"
     return [f"{words}: {gains} ({'; '.join(how)}).", f"It costs: {', '.join(costs)}."]
@@ -347,10 +349,7 @@ def _skew(facts: Row) -> str:
     """Whose skew a comparison has."""
     workload, model = facts["workload"], facts["model"]
     if (recording := workload.get("recording")) is not None:
-        recorded, own = (
-            "".join(filter(str.isalnum, name.rpartition("/")[2].lower())) for name in (recording["model"], model)
-        )
-        is_own = recorded in own or own in recorded
+        is_own = is_same_model(recording["model"], model)
         return f"skew of {recording['model']}'s recording" + ("" if is_own else f", not {model}'s")
     if (named := workload.get("skew")) is not None:
         is_assumed = f", not {model}'s own" if named["basis"] == "assumed" else ""
@@ -385,6 +384,7 @@ def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
     rows = rows.assign(**{name: mask.groupby(rows["candidate"]).transform("any") for name, mask in known.items()})
     order = ["picked", "allowed", "log_speed"]
     rows = rows.sort_values([*order, "candidate"], ascending=[False, False, False, True], kind="stable")
+    rows = rows.assign(label=short_labels(rows["label"]))
     for _, group in rows.groupby(_CANDIDATE, sort=False):
         first, speedup = group.iloc[0], group["speedup_median"]
         ends = f" [{first['speedup_low']:.2f}, {first['speedup_high']:.2f}]" if first["speedup_is_interval"] else ""
@@ -393,7 +393,7 @@ def _table(rows: pd.DataFrame, title: str, *, is_model: bool) -> Table:
             verdicts += group["at"].map(lambda at: f" at {at.removeprefix('peak load ').removeprefix('traffic ')}")
         found.append(
             {
-                "label": short_label(first["label"]),
+                "label": first["label"],
                 "speedup": f"{speedup.min():.3f}{ends}" if len(group) == 1 else _ends(speedup, "{:.3f}".format),
                 "median_ms": first["median_ms"] if len(group) == 1 else np.nan,
                 "dropped_share": group["dropped_share"].max(),
@@ -494,13 +494,13 @@ def _draw_notes(rows: pd.DataFrame, about: pd.DataFrame, natives: pd.DataFrame) 
     parts = rows["parts"].max()
     overs = set(rows["over"].dropna())
     if "layer" in overs:
-        yield f"the traffic is that of {parts:.0f} layers; ranges in brackets are over all of them"
+        yield f"the traffic is that of {parts:.0f} layers; {_RANGES.format('layer')}"
     elif "draw" in overs:
         if parts < _FEW_DRAWS:
             yield f"{parts:.0f} draws rarely reach a verdict; without --draws there are more"
         yield (
             f"the traffic is drawn {parts:.0f} times: by chance other experts are busy and share a rank; yours is one "
-            "more draw; workload.rank_load sets how full a rank is"
+            f"more draw; workload.rank_load sets how full a rank is; {_RANGES.format('draw')}"
         )
     else:
         set_loads = {"rank_load", "expert_loads"}
@@ -576,7 +576,7 @@ def picks_text(phases: Mapping[str, Store], bounds: Bounds) -> str:
     )
     elsewhere = any(is_elsewhere(one.facts) for store in phases.values() for one in store.comparisons)
     note = f"{ELSEWHERE if elsewhere else 'modelled'}, {note}"
-    rows["label"] = rows["label"].map(short_label)
+    rows["label"] = short_labels(rows["label"])
     alike = {name for name in ("phase", "at") if rows[name].nunique() == 1}
     columns = [column for column in columns if column.name not in alike]
     return render([Table(rows, columns, "The whole model, from end to end", [note])], "text")

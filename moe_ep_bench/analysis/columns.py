@@ -132,15 +132,34 @@ _SHORTER = {
     r"(granularity|scope)=": "per ",
     r"(metric|modality)=": "",
     r"(request|rank)_budget": "budget",
-    r" \(\d+ us to solve\)": "",
+    r" similarity=\S+": "",
+    r" spare per rank": " spare",
+    r" us to solve\)": " us)",
+    r" \([^ ]+ us\)": "",
 }
 
 
-def short_label(label: str) -> str:
-    """``token_drop 1.0 per device`` of ``token_drop capacity_factor=1.0 granularity=device``."""
+def short_labels(labels: pd.Series) -> pd.Series:
+    """``token_drop 1.0 per device`` of ``token_drop capacity_factor=1.0 granularity=device``, for all cases of a table.
+
+    What tells two of them apart stays.
+    """
+    short = labels
     for key, shorter in _SHORTER.items():
-        label = re.sub(key, shorter, label)
-    return label
+        short = _unless_alike(labels, short, short.map(lambda label, at=key, by=shorter: re.sub(at, by, label)))
+    return short
+
+
+def fitting_labels(labels: pd.Series, most: int) -> pd.Series:
+    """Short labels in so many characters; what tells cases apart mostly stands at its end, which is kept."""
+    short = short_labels(labels)
+    cut = short.map(lambda label: f"{label[: most - 17].rstrip()} ... {label[-12:].lstrip()}")
+    return _unless_alike(labels, short, cut.where(short.str.len() > most, short))
+
+
+def _unless_alike(labels: pd.Series, long: pd.Series, short: pd.Series) -> pd.Series:
+    """Short ones, but long ones where two labels would be one."""
+    return short.where(labels.groupby(short).transform("nunique") == 1, long)
 
 
 _PARTS = [*dict.fromkeys([*(phase.group for phase in PHASES.values()), UNACCOUNTED])]

@@ -46,7 +46,11 @@ def case_rows(store: Store) -> pd.DataFrame:
     rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
     is_replica, is_ceiling = rows["role"] == "replication", rows["role"] == "ceiling"
     spare = rows["policy_params"].map(lambda params: json.loads(params or "{}").get("spare_per_rank"))
-    line = rows["family_label"].astype(object).where(~is_replica, rows["label"].str.partition(",")[0])
+    line = (
+        rows["family_label"]
+        .astype(object)
+        .where(~is_replica, rows["label"].str.replace(r", \d+ spare per rank", "", regex=True))
+    )
     line = line.where(~is_ceiling)
     step = rows["capacity_factor"].astype(object).mask(is_replica, spare.map("{:.0f} spare".format, "ignore"))
     factor = rows["capacity_factor"].map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}").astype("str")

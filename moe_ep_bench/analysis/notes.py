@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import COMPARISON, cases, routing
-from moe_ep_bench.analysis.origins import component_words
+from moe_ep_bench.analysis.origins import component_words, is_same_model
 from moe_ep_bench.analysis.reduce import probe_floor_us
 from moe_ep_bench.analysis.store import Comparison, Store
 from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts
@@ -141,11 +141,7 @@ NOTES = (
         "fullest: pairs over native's mean expert's or rank's; imbalance: over the mean of the pairs that are "
         "computed; of each batch, then means over batches and layers",
     ),
-    Note(
-        "route",
-        "dropped: of the model's own pairs, also where a policy computes others in their place",
-        when="looking",
-    ),
+    Note(_ALL, "dropped: of the model's own pairs, also where a policy computes others in their place", 5, "looking"),
     Note(
         "route",
         "scores were not recorded and are assumed equal over the top-k: loads are the recording's, but mass, and what "
@@ -209,6 +205,7 @@ WARNINGS = (
     Note(_TIMED, "disturbed machine: {disturbed}", 2),
     Note(_TIMED, "warm-up did not settle: its last round took {unsettled} against the one before", 2),
     Note(_TIMED, "simpler than {model}'s: {departures}"),
+    Note(_ALL, "data: {data}, not {model}'s", 2),
     Note(
         _ALL,
         "scores past the recorded top-k are modelled ({tail} tail), and what {looking} did rests on them: {tried}",
@@ -275,6 +272,7 @@ def _facts(store: Store, comparison: Comparison, rows: pd.DataFrame) -> dict[str
         "has_replicas": "replication" in of_role,
         "adds_experts": rows["retained_mass"].astype(float).max() > 1 + _ROUNDING,
         "looking": ", ".join(policies.loc[policies["looks_past_top_k"].astype(bool), "label"]),
+        "data": _foreign_data(comparison),
         **_tail(store, comparison),
     }
     if facts.workload.padding and "baseline" in of_role:
@@ -286,6 +284,14 @@ def _facts(store: Store, comparison: Comparison, rows: pd.DataFrame) -> dict[str
         return known | {"has_assumed_scores": has_assumed, "image_share": facts.image_share}
     launches = [comparison.conditions[launch] for launch in sorted(comparison.conditions)]
     return known | _of_layer(facts, launches) | _of_times(facts, rows, of_role) | _of_launches(rows, launches)
+
+
+def _foreign_data(comparison: Comparison) -> list[str]:
+    """Policies that decide by data of another model than the comparison's, and whose these are."""
+    used = dict.fromkeys((case.facts.policy, case.facts.data_model) for case in comparison.cases)
+    return [
+        f"{policy} decides by {of}'s" for policy, of in used if of and not is_same_model(of, comparison.facts.model)
+    ]
 
 
 def _tail(store: Store, comparison: Comparison) -> dict[str, Any]:

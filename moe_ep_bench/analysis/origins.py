@@ -29,6 +29,12 @@ def origin_of(run: RunFacts, facts: ComparisonFacts) -> str:
     return {"run": "measured", "emulated": "emulated", "route": "routed"}[run.mode]
 
 
+def is_same_model(named: str, model: str) -> bool:
+    """Whether a file's word for a model means this one: case, signs and the hub's owner aside, one holds the other."""
+    of_file, own = ("".join(filter(str.isalnum, name.rpartition("/")[2].lower())) for name in (named, model))
+    return of_file in own or own in of_file
+
+
 def is_elsewhere(facts: TimedFacts) -> bool:
     """Whether others measured the experts or the links of a device that is not here."""
     return facts.device is not None and any(

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
-from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, short_label, text
+from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, short_labels, text
 from moe_ep_bench.analysis.notes import chance_words
 from moe_ep_bench.analysis.reading import Errors, ResultsError, check_counts, read_part, read_run_json, refuse, typed
 from moe_ep_bench.analysis.render import Table
@@ -345,7 +345,8 @@ def _verdict(rows: pd.DataFrame) -> pd.Series:
 
 def _pairs(cases: pd.DataFrame) -> Iterator[Row]:
     """All pairs of a comparison's cases that a claim is about; ``a`` and ``b`` are their ids."""
-    rows = [{"id": row["case_id"], **row, "fields": _fields(row)} for row in cases.reset_index().to_dict("records")]
+    cases = cases.reset_index().assign(short=short_labels(cases["label"]).array)
+    rows = [{"id": row["case_id"], **row, "fields": _fields(row)} for row in cases.to_dict("records")]
     for source, claim in orderings():
         named = claim.better.keys() | claim.worse.keys()
         worse, better = ([row for row in rows if _suits(row["fields"], kind)] for kind in (claim.worse, claim.better))
@@ -361,7 +362,7 @@ def _pairs(cases: pd.DataFrame) -> Iterator[Row]:
                     **words,
                     "a": a["id"],
                     "b": b["id"],
-                    **{name: short_label(row["label"]) for name, row in (("better", a), ("worse", b))},
+                    **{name: row["short"] for name, row in (("better", a), ("worse", b))},
                 }
 
 
@@ -406,14 +407,18 @@ def _metric(row: Row) -> str:
     return row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})")
 
 
-_POLICY = Column("label", "policy", cell=lambda row: short_label(row["label"]))
+def _policy(rows: pd.DataFrame, header: str = "policy") -> Column:
+    """The rows' labels as tables show them; files hold them whole."""
+    shown = dict(zip(rows["label"], short_labels(rows["label"]), strict=True))
+    return Column("label", header, cell=lambda row: shown[row["label"]])
+
+
 _BESIDE_PAPER = (
     _with_error("value", "stderr", "ours %", "{:.1f}", 100),
     percentage("paper", "paper"),
     Column("paper", "ours - paper (std. errors)", cell=_against_paper),
 )
 _TEXT = (
-    _POLICY,
     text("phase"),
     number("perplexity", "ppl", "{:.2f}"),
     _with_error("cross_entropy_added", "cross_entropy_added_half", "cross-entropy + nats", "{:+.4f}"),
@@ -434,7 +439,6 @@ _CLAIM = (
     Column("agree", "checkpoints", cell=lambda row: f"{row['agree']} of {row['checkpoints']}"),
 )
 _TASK = (
-    _POLICY,
     text("task"),
     Column("metric", "metric", cell=_metric),
     number("num_fewshot", "shots", "{}"),
@@ -445,7 +449,7 @@ _TASK = (
     percentage("dropped_fraction", "dropped"),
     percentage("retained_mass_topk", "mass kept"),
 )
-_MEAN = (Column("label", "mean over tasks", cell=_POLICY.cell), number("tasks", form="{}"), *_BESIDE_PAPER)
+_MEAN = (number("tasks", form="{}"), *_BESIDE_PAPER)
 
 
 def quality_tables(quality: Quality) -> list[Table]:
@@ -456,7 +460,8 @@ def quality_tables(quality: Quality) -> list[Table]:
         means, left_out = task_means(scores)
         why = "left out of the means, for which of its numbers the paper's stands for is not stated"
         if len(means):
-            found.append(("means", Table(means, _MEAN, notes=[f"{task}: {why}" for task in left_out])))
+            notes = [f"{task}: {why}" for task in left_out]
+            found.append(("means", Table(means, [_policy(means, "mean over tasks"), *_MEAN], notes=notes)))
     for kind, table in found:
         table.frame.insert(0, "table", kind)
     return [table for _, table in found]
@@ -479,7 +484,7 @@ def _text_tables(quality: Quality) -> Iterator[Table]:
         ]
         how = f"answers of the whole model, routing of {facts['num_ranks']:.0f} virtual ranks; not timed"
         title = f"{facts['title']}: {how}"
-        yield Table(rows.copy(), _TEXT, title, notes, caption=notes[:1])
+        yield Table(rows.copy(), [_policy(rows), *_TEXT], title, notes, caption=notes[:1])
 
 
 def _claim_tables(quality: Quality) -> Iterator[Table]:
@@ -498,7 +503,8 @@ def _task_tables(quality: Quality) -> Iterator[Table]:
     scores = task_scores(quality)
     for comparison_id, rows in scores.groupby("comparison_id", sort=False) if len(scores) else ():
         facts = quality.comparisons.loc[comparison_id]
-        columns = [column for column in _TASK if column.header != "task" or rows["task"].nunique() > 1]
+        several = rows["task"].nunique() > 1
+        columns = [_policy(rows), *(column for column in _TASK if column.header != "task" or several)]
         notes = [
             "+-: standard errors over questions, of a difference to the unpatched model over the same ones, where the "
             "number is their mean; that requests of a batch share their routing is not in them",

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, layers, routing
-from moe_ep_bench.analysis.columns import COLUMNS, Column, Row, columns, interval, short_label, times
+from moe_ep_bench.analysis.columns import COLUMNS, Column, Row, columns, fitting_labels, interval, times
 from moe_ep_bench.analysis.notes import WARNING, leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
@@ -279,11 +279,11 @@ def _reason(row: Row) -> str | None:
 
 def short_table(rows: pd.DataFrame) -> Table:
     """What the end of a run prints of a comparison: six columns that fit 100 characters."""
-    of_route = ("fullest_expert", "fullest_rank", "rank_imbalance", *_COST)
+    load = "activated_experts" if leaves_idle(rows) else "rank_imbalance"
+    of_route = ("fullest_expert", "fullest_rank", load, *_COST)
     names = of_route if kind_of(rows) == "route" else ("median_ms", "speedup_median", "verdict", *_COST)
     headers = {"retained_mass": "kept", **(VIEWS["model"].headers or {} if kind_of(rows) == "model" else {})}
     cells = {
-        "label": lambda row: _fitting(short_label(row["label"]), 33),
         "speedup_median": interval("speedup", "speedup", of_baseline="1", digits=2).cell,
         "verdict": lambda row: "below the model" if row["verdict"] == BELOW_MODEL else COLUMNS["verdict"].shown(row),
     }
@@ -292,12 +292,8 @@ def short_table(rows: pd.DataFrame) -> Table:
         for name in ("label", *names)
     ]
     instead = pd.Series(list(map(_reason, rows.to_dict("records"))), rows.index, dtype=object)
-    return Table(rows.assign(instead=instead), shown, rows["title"].iloc[0], (), "instead")
-
-
-def _fitting(name: str, most: int) -> str:
-    """A name in so many characters; what tells cases apart mostly stands at its end, which is kept."""
-    return name if len(name) <= most else f"{name[: most - 17].rstrip()} ... {name[-12:].lstrip()}"
+    rows = rows.assign(instead=instead, label=fitting_labels(rows["label"], 33))
+    return Table(rows, shown, rows["title"].iloc[0], (), "instead")
 
 
 def fastest(frame: pd.DataFrame) -> pd.DataFrame:

@@ -80,6 +80,7 @@ class CaseSpec:
             "label": self.label,
             "role": self.role,
             **({"policy_code": self.policy_code[0]} if self.policy_code else {}),
+            **({"data_model": self.policy.data_model} if self.policy and self.policy.data_model else {}),
             "looks_past_top_k": self.policy is not None and self.policy.looks_past_top_k,
         }
 

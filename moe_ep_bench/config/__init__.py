@@ -352,6 +352,9 @@ class MeasureConfig(Strict):
         return self.model_dump(mode="json", exclude={"timeout_s", "launches"}, exclude_defaults=True)
 
 
+MOST_SOLVE_US = 1_000_000  # a batch takes less than a second
+
+
 class ReplicationConfig(Strict):
     """Replicas of busy experts that are placed ahead (``placement``), and who chooses among them (``balancers``)."""
 
@@ -362,7 +365,7 @@ class ReplicationConfig(Strict):
     balancer: Literal["static", "lp", "activated"] = "static"
     """Replicas share evenly; or every batch is solved, for the emptiest fullest rank (``lp``) or the fewest activated
     experts on a rank (``activated``)."""
-    solve_us: float | None = Field(None, ge=0)
+    solve_us: float | None = Field(None, ge=0, le=MOST_SOLVE_US)
     """Time in which every rank solves a batch, assumed; null = 100, static 0."""
 
     @model_validator(mode="after")
@@ -405,7 +408,7 @@ class RebalanceConfig(Strict):
     """Fewest pairs for which an expert's weights move, unless they are the last."""
     threshold: float | None = Field(None, ge=1)
     """Nothing moves while the fullest rank has at most so many times the mean; null = 1.3 for llep, 1 for ultra."""
-    solve_us: float = Field(SOLVE_US, ge=0)
+    solve_us: float = Field(SOLVE_US, ge=0, le=MOST_SOLVE_US)
     """Time in which every rank plans a batch, assumed."""
 
     @property
@@ -415,7 +418,8 @@ class RebalanceConfig(Strict):
 
     @property
     def label(self) -> str:
-        return _label(_LABELS[self.name], self)
+        changed = self.model_dump(include={"least_pairs", "threshold"}, exclude_defaults=True)
+        return ", ".join([_label(_LABELS[self.name], self), *(f"{key}={value}" for key, value in changed.items())])
 
     def params(self) -> dict[str, Any]:
         """What makes a case of it, JSON-ready."""
@@ -433,7 +437,7 @@ class WaterfillConfig(Strict):
 
     name: Literal["waterfill"]
     """``waterfill``: of models with shared experts, where times are modelled."""
-    solve_us: float = Field(0, ge=0)
+    solve_us: float = Field(0, ge=0, le=MOST_SOLVE_US)
     """Time in which every rank plans a batch, assumed."""
 
     spare_per_rank: ClassVar[int] = 0
@@ -497,7 +501,7 @@ class EmulateConfig(Strict):
     links: Annotated[str | None, PRESET_OR_FILE] = None
     """Links between virtual ranks: a name of data/links/, a file by ``calibrate``, or (``tables``)
     ``table:SYSTEM/nccl/VERSION``, ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND``."""
-    bandwidth_scale: float = Field(1.0, gt=0)
+    bandwidth_scale: float = Field(1.0, ge=1e-6, le=1e6)
     """Factor on the bandwidth of all links."""
     device: Annotated[str, PRESET_OR_FILE] = MEASURED
     """``measured``: this device runs every virtual rank's layer. Else nothing is run: a name of data/devices/, a path
@@ -559,7 +563,7 @@ class Experiment(SweepPoint):
                 if classes.setdefault(policy.name, type(policy)) is not type(policy):
                     raise UserError(f"policies.{number}.name: expected one policy of the name {policy.name}, got two")
                 try:
-                    policy.check_model(num_experts)
+                    policy.check_model(num_experts, self.model.spec().top_k)
                 except ValueError as problem:
                     raise UserError(f"policies.{number}.{problem}") from None
         for number, claim in enumerate(self.claims):

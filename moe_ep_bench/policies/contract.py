@@ -105,6 +105,7 @@ class Policy:
         torch_only: values by field that only the form in torch, or numba's steps of it, can run.
         optional: fields that ``params`` holds only where they differ from their defaults.
         experts_in: fields that count experts; a config may ask for as many as the model has.
+        within_top_k: of these, fields that change nothing beyond the model's top-k.
         file_fields: fields that name files, whose paths configs give relative to themselves.
     """
 
@@ -114,11 +115,17 @@ class Policy:
     torch_only: ClassVar[Mapping[str, object]] = {}
     optional: ClassVar[tuple[str, ...]] = ()
     experts_in: ClassVar[tuple[str, ...]] = ()
+    within_top_k: ClassVar[tuple[str, ...]] = ()
     file_fields: ClassVar[tuple[str, ...]] = ()
 
     @property
     def data_hash(self) -> str | None:
         """SHA-256 of what files it decides by; None = by none."""
+        return None
+
+    @property
+    def data_model(self) -> str | None:
+        """The model that these files were taken from; None = none, or they do not say."""
         return None
 
     @property
@@ -157,8 +164,8 @@ class Policy:
         """Raise ValueError when this policy cannot route these scores in this context."""
         check_inputs(scores_TE, context)
 
-    def check_model(self, num_experts: int) -> None:
-        """Raise ValueError where a field counts more experts than a config's model has.
+    def check_model(self, num_experts: int, top_k: int) -> None:
+        """Raise ValueError where a field counts more experts than a config's model has, or than can mean anything.
 
         ``route`` itself takes more as all: one policy may serve layers of several sizes.
         """
@@ -167,6 +174,8 @@ class Policy:
             for count in counts if isinstance(counts, ByLayer) else [counts]:
                 if count is not None and count > num_experts:
                     raise UserError(f"{field}: expected at most the model's {num_experts} experts, got {count}")
+                if count is not None and field in self.within_top_k and count > top_k:
+                    raise UserError(f"{field}: expected at most {top_k}, the model's top-k, got {count}")
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         """The most experts that a token may be given: all, unless a policy promises less.

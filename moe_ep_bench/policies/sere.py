@@ -44,6 +44,7 @@ class SERE(SteppedPolicy):
     fewer_experts_by: ClassVar[str] = "k0"
     looks_past_top_k: ClassVar[bool] = True  # No choice does, but what is said of the mass of pairs that moved.
     experts_in: ClassVar[tuple[str, ...]] = ("k0",)
+    within_top_k: ClassVar[tuple[str, ...]] = ("k0",)
     file_fields: ClassVar[tuple[str, ...]] = ("similarity",)
 
     k0: Positive
@@ -69,6 +70,10 @@ class SERE(SteppedPolicy):
         return self.alike.sha256
 
     @property
+    def data_model(self) -> str | None:
+        return self.alike.model
+
+    @property
     def only_experts(self) -> int:
         return self.alike.num_experts
 
@@ -82,8 +87,8 @@ class SERE(SteppedPolicy):
         self._check_experts(scores_TE.shape[1])
         self.layer_in(context.layer_fraction)
 
-    def check_model(self, num_experts: int) -> None:
-        super().check_model(num_experts)
+    def check_model(self, num_experts: int, top_k: int) -> None:
+        super().check_model(num_experts, top_k)
         self._check_experts(num_experts)
 
     def _check_experts(self, num_experts: int) -> None:

@@ -26,12 +26,14 @@ class Similarity:
 
     Attributes:
         sha256: of the file.
+        model: whose experts these are, where it says so.
     """
 
     path: Path
     sha256: str
     num_layers: int
     num_experts: int
+    model: str | None
     _matrices: dict[str, Tensor] = field(default_factory=dict)
 
     def matrix(self, layer: int, device: torch.device) -> Tensor:
@@ -74,15 +76,15 @@ def _open(path: Path, _: int) -> Similarity:
     where = f"similarity: {path}"
     try:
         with safe_open(path, framework="np") as file:
-            form, names = (file.metadata() or {}).get("format"), list(file.keys())
+            facts, names = file.metadata() or {}, list(file.keys())
             tensor = file.get_slice(TENSOR) if TENSOR in names else None
             shape, dtype = ([], "") if tensor is None else (list(tensor.get_shape()), tensor.get_dtype())
     except (SafetensorError, OSError) as error:
         raise UserError(f"{where}: not readable ({brief(str(error), quoted=False)}); {HOW}") from None
-    if form != FORMAT:
+    if (form := facts.get("format")) != FORMAT:
         raise UserError(f"{where}: expected format {FORMAT}, got {brief(form)}; {HOW}")
     if len(shape) != 3 or shape[1] != shape[2] or 0 in shape or dtype != "F32":
         raise UserError(f"{where}: expected {TENSOR}, F32 [layers, experts, experts], got {dtype or 'none'} {shape}")
     with path.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
-    return Similarity(path, digest, *shape[:2])
+    return Similarity(path, digest, *shape[:2], facts.get("model"))

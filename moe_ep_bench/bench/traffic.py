@@ -52,8 +52,8 @@ class LayerTraffic:
         stats_SE: what a batch-wide policy's statistics sum up to over ranks; None where it has none.
         metrics: of each rank's tokens, [R] rows of ``case_metrics``.
         frontier: a row of the table ``frontier``, without its batch and layer; None where there is none.
-        shared_RR: int64, tokens of each rank whose shared experts each rank computes; None = each its own.
         copies_RR, copies_RN: int64, distinct tokens that each rank sends to each rank and node; None = not counted.
+        shared_RR: int64, tokens of each rank whose shared experts each rank computes; None = each its own.
     """
 
     num_tokens_R: list[int]
@@ -61,9 +61,9 @@ class LayerTraffic:
     stats_SE: Tensor | None
     metrics: PackedMetrics
     frontier: dict[str, Any] | None = None
-    shared_RR: NDArray[np.int64] | None = None
     copies_RR: Tensor | None = None
     copies_RN: Tensor | None = None
+    shared_RR: NDArray[np.int64] | None = None
 
     @cached_property
     def rank_pairs(self) -> NDArray[np.int64]:
@@ -184,7 +184,7 @@ def traffic_of(
         frontiers = _frontier_rows(batches, place, pairs, routers, counts)
     stacked = [[torch.stack(part) for part in zip(*of_ranks, strict=True)] for of_ranks in copies]
     parts = zip(counts, stats, metrics, frontiers, stacked, strict=True)
-    traffic = [LayerTraffic(num_tokens, *facts, None, *copied) for *facts, copied in parts]
+    traffic = [LayerTraffic(num_tokens, *facts, *copied) for *facts, copied in parts]
     return [_with_shared(batches.comparison.model, *of_case) for of_case in zip(routers, traffic, strict=True)]
 
 

@@ -80,8 +80,7 @@ class ModelExtent(JsonRecord):
     of_moe_layers: Count
     context_length: NonNegativeInt  # tokens in the cache of each request that decodes; 0 = prefill
     attention: str
-    peak_loads: list[float]  # fullest expert over mean, of each MoE layer's scores
-    shared_by_chance: list[float] = Field([])  # experts that neighbours share, of layers with more than was asked for
+    num_shared_by_chance: NonNegativeInt = 0  # MoE layers in which neighbours share more experts than was asked for
 
 
 class Rest(JsonRecord):

@@ -269,11 +269,6 @@ def chosen_experts(scores_TE: Tensor, context: RoutingContext) -> Tensor:
     return top_k_map(scores_TE, context, (scores_TE.is_cpu and _host_steps()) or TORCH)
 
 
-def mass_share(scores_TE: Tensor, map_TE: Tensor) -> Tensor:
-    """Share of each token's score mass that the experts of ``map_TE`` hold: float64 [T], 0 for a row of zeros."""
-    return _share(_mass(scores_TE, map_TE), scores_TE.sum(dim=1, dtype=torch.float64))
-
-
 def _host_steps() -> Steps | None:
     from moe_ep_bench.kernels.dispatch import numba_steps  # Imports torch, for which reading results does not wait.
 

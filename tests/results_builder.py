@@ -118,7 +118,7 @@ class FakeComparison:
             "oversubscribed": False,
             "random_weights": True,
             "departures": [],
-            "workload": {"kind": "synthetic", "description": "Zipf 0.8", "tail_model": None, "achieved": {}},
+            "workload": {"kind": "synthetic", "description": "Zipf 0.8", "tail_model": None},
             **self.facts,
         }
 

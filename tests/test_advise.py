@@ -728,8 +728,6 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
     shown = " ".join(page_of([out], []).split())
     assert all(str(escape(line)) in shown for line in advice_lines(out))
     assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 15 candidates x 5 batches x 2 points, modelled on h100-sxm")
-    described = json.loads((out / "run.json").read_text())
-    assert set(described["hashes"]["workload"].values()) == {None}, "nobody asked for a survey"
     written = {part: part.stat().st_mtime_ns for part in (out / "cases").iterdir()}
     assert main(command) == OK
     assert capsys.readouterr().out == first.out

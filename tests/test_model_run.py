@@ -108,7 +108,6 @@ def test_run_json_says_what_was_built_and_a_layer_is_no_result_beside_it(finishe
     (comparison,) = run["comparisons"].values()
     whole = comparison["whole"]
     assert (whole["num_layers"], whole["of_layers"], whole["moe_layers"]) == (3, 27, MOE)
-    assert whole["peak_loads"] == pytest.approx([4.0, 4.0], abs=0.15)
     assert any("Rotary" in line for line in comparison["departures"])
     assert "first 3 of 27 layers, prefill" in comparison["title"]
     with pytest.raises(ValueError, match="holds results with scope model, here it is layer"):

@@ -140,14 +140,13 @@ def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
     assert run["mode"] == "run"
     assert {"device_name", "torch", "megatron_core", "git_commit", "hostname"} <= set(run["environment"])
     assert [rank["hostname"] for rank in run["environment"]["ranks"]] == [run["environment"]["hostname"]] * 2
-    assert set(run["hashes"]) == {"code", "config", "workload"}
+    assert set(run["hashes"]) == {"code", "config"}
     (comparison,) = run["comparisons"].values()
     assert comparison["scale"] == 0.03125
     assert comparison["backend"] == "gloo"
     assert comparison["kernel"] == {"requested": "auto", "ran": "numba"}
     assert {case["kernel"] for case in run["cases"].values() if case["role"] == "policy"} == {"numba"}
     assert {case["kernel"] for case in run["cases"].values() if case["role"] != "policy"} == {None}
-    assert abs(comparison["workload"]["achieved"]["peak_load"] - 4.0) < 0.1
     assert sorted(case["role"] for case in run["cases"].values()) == [
         "baseline", "ceiling", "noise", "policy", "policy", "policy", "policy",
     ]  # fmt: skip

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import tracemalloc
 from contextlib import contextmanager
-from itertools import pairwise
-from statistics import fmean
 from unittest.mock import patch
 
 import pytest
@@ -50,13 +47,6 @@ def assert_ranks_are_dealt(streamed: Workload, whole: Workload, index, num_ranks
     assert streamed.tokens_of_ranks(index, num_ranks).tolist() == tokens_R
 
 
-def assert_blocks_are_the_batch(streamed: Workload, whole: Workload, index):
-    batch = whole.batch(index)
-    blocks = list(streamed.blocks(index))
-    assert torch.equal(torch.cat([block.scores_TE for block in blocks]), batch.scores_TE)
-    assert torch.equal(torch.cat([block.sequence_id_T for block in blocks]), batch.sequence_id_T)
-
-
 # Synthetic
 
 
@@ -93,7 +83,6 @@ def test_a_ranks_synthetic_tokens_are_those_it_is_dealt(
     with sizes(chunk_scores):
         streamed = synthetic(**fields)
         assert_ranks_are_dealt(streamed, whole, index, num_ranks)
-        assert_blocks_are_the_batch(streamed, whole, index)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +95,6 @@ def test_a_batch_that_is_solved_in_part_is_the_same_for_all_ranks(kind, sequence
         whole = synthetic(**fields)
         for num_ranks in (1, 5, 64):
             assert_ranks_are_dealt(synthetic(**fields), whole, 1, num_ranks)
-        assert_blocks_are_the_batch(synthetic(**fields), whole, 1)
 
 
 def test_the_targets_of_a_large_batch_are_met_on_the_solved_part_and_nearly_on_the_rest():
@@ -154,56 +142,6 @@ def test_a_ranks_recorded_tokens_are_those_it_is_dealt(
     with sizes(chunk_scores):
         streamed = recorded(recordings[:num_recordings], **fields)
         assert_ranks_are_dealt(streamed, whole, index, num_ranks)
-        assert_blocks_are_the_batch(streamed, whole, index)
-
-
-# Any workload
-
-
-def workloads(recordings):
-    yield synthetic(neighbour_overlap=1.6)
-    yield synthetic(sequence_length=1)
-    yield recorded(recordings)
-    yield recorded(recordings, arrangement="decode")
-
-
-def test_the_fingerprint_and_what_is_achieved_are_those_of_whole_batches(recordings):
-    for workload in workloads(recordings):
-        batches = [workload.batch(index) for index in range(3)]
-        with sizes(chunk_scores=160):
-            fingerprint, achieved = workload.fingerprint(), workload.achieved()
-        digests = ""
-        for batch in batches:
-            digest = hashlib.sha256(repr(tuple(batch.scores_TE.shape)).encode())
-            digest.update(batch.scores_TE.numpy().tobytes())
-            digest.update(batch.sequence_id_T.numpy().tobytes())
-            digests += digest.hexdigest()
-        assert fingerprint == hashlib.sha256(digests.encode()).hexdigest()[:16]
-        loads = [top_k_load(batch.scores_TE, K) for batch in batches]
-        means = {
-            "peak_load": map(peak_load, loads),
-            "activated_experts": (int((load_E > 0).sum()) for load_E in loads),
-            "topk_share": (top_k_share(batch.scores_TE, K) for batch in batches),
-        }
-        assert {name: achieved[name] for name in means} == pytest.approx(
-            {name: fmean(values) for name, values in means.items()}, rel=1e-12
-        )
-        assert achieved["peak_load_range"] == [min(map(peak_load, loads)), max(map(peak_load, loads))]
-        for num_ranks in (2, 4, 8, 16):
-            mean = fmean(peak_load(load_E.view(num_ranks, -1).sum(1)) for load_E in loads)
-            assert achieved["rank_load"][str(num_ranks)] == pytest.approx(mean, rel=1e-12)
-        assert achieved["neighbour_overlap"] == slow_overlap(batches)
-
-
-def slow_overlap(batches):
-    """Token by token."""
-    means = []
-    for batch in batches:
-        sets = [set(row) for row in batch.scores_TE.topk(K, dim=1).indices.tolist()]
-        pairs = list(pairwise(zip(batch.sequence_id_T.tolist(), sets, strict=True)))
-        shared = [len(one & other) for (name, one), (next_name, other) in pairs if name == next_name]
-        means += [fmean(shared)] if shared else []
-    return pytest.approx(fmean(means), rel=1e-12) if means else None
 
 
 # Memory
@@ -243,5 +181,3 @@ def test_memory_is_bounded_by_a_ranks_tokens(recordings, kind):
         streamed = make()
         of_ranks = peak_bytes(lambda: go_through(streamed.rank_batches(0, num_ranks)))
         assert of_ranks < of_batch / 4, (of_ranks, of_batch)
-        # A survey holds no batch either.
-        assert peak_bytes(lambda: go_through(make().blocks(0))) < of_batch / 4

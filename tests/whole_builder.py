@@ -34,7 +34,6 @@ def whole_facts(of_layers: int = 3, moe_layers: Sequence[int] = MOE_LAYERS, **fa
         "of_moe_layers": of_layers - 1,
         "context_length": 0,
         "attention": "torch scaled_dot_product_attention",
-        "peak_loads": [2.0, 2.1],
     }
     return {"whole": whole, **facts}
 

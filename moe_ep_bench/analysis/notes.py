@@ -66,8 +66,7 @@ NOTES = (
     ),
     Note(
         "model",
-        "in {num_shared} MoE layers neighbours share {least_shared:.2f} to {most_shared:.2f} experts, more than asked "
-        "for: independent tokens do under this skew",
+        "in {num_shared} MoE layers neighbours share more experts than asked: independent tokens do under this skew",
     ),
     Note("model", "attention: {attention}, data-parallel"),
     Note(_TIMED, "{components}"),
@@ -275,10 +274,13 @@ def _facts(store: Store, comparison: Comparison, rows: pd.DataFrame) -> dict[str
         "data": _foreign_data(comparison),
         **_tail(store, comparison),
     }
-    if facts.workload.padding and "baseline" in of_role:
+    if "baseline" in of_role:
         frame = routing(store)
         batches = frame[frame["case_id"].eq(of_role["baseline"]["case_id"].iloc[0])]
-        known["padding_percent"] = 100 * batches["padding_pairs"].sum() / batches["num_pairs"].sum()
+        peaks = batches.groupby("layer", dropna=False)["expert_imbalance"].mean()
+        known |= {"least_peak": peaks.min(), "most_peak": peaks.max()}
+        if facts.workload.padding:
+            known["padding_percent"] = 100 * batches["padding_pairs"].sum() / batches["num_pairs"].sum()
     if isinstance(facts, RoutedFacts):
         has_assumed = "scores assumed" in facts.workload.description
         return known | {"has_assumed_scores": has_assumed, "image_share": facts.image_share}
@@ -329,16 +331,14 @@ def _of_layer(facts: TimedFacts, launches: Sequence[Conditions]) -> dict[str, An
         known |= {"rest_us": rest.us_per_moe_layer, "rest_attention": f"attention{cached} {attention}"}
     if (whole := facts.whole) is not None:
         cached = f"one decode step; {tokens_words(whole.context_length)} of each request are in the cache"
-        shared = whole.shared_by_chance
         known |= {
             "pass_is": cached if whole.context_length else "the prefill of all prompts, to the last token's logits",
             "attention": whole.attention,
             "num_moe_layers": len(whole.moe_layers),
-            **dict(zip(("least_peak", "most_peak"), (min(whole.peak_loads), max(whole.peak_loads)), strict=True)),
             "num_layers": whole.num_layers,
             "of_layers": whole.of_layers,
             "is_cut": whole.num_layers < whole.of_layers,
-            **({"num_shared": len(shared), "least_shared": min(shared), "most_shared": max(shared)} if shared else {}),
+            "num_shared": whole.num_shared_by_chance,
         }
     return known
 

@@ -43,7 +43,7 @@ def _but_for_the_seed(one: Comparison) -> str:
     targets = {key: value for key, value in facts.workload.targets.items() if key != "expert_loads"}
     asked = [point, facts.workload.kind, targets, facts.workload.skew]
     apart = {"point": True, "workload": True, "title": True, "sizes": True, "order": True}
-    apart |= {"whole": {"peak_loads", "shared_by_chance"}}
+    apart |= {"whole": {"num_shared_by_chance"}}
     return json.dumps([facts.model_dump(mode="json", exclude=apart), asked], sort_keys=True)
 
 

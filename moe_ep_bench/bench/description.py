@@ -34,7 +34,6 @@ def run_json(
     comparisons: Sequence[Any],
     environment: Mapping[str, Any],
     configs: Iterable[Any],
-    fingerprint: Callable[[Any], str | None],
     describe: Callable[[Any], dict[str, Any]],
 ) -> dict[str, Any]:
     """What ``run.json`` says of comparisons of ``plan``, or of ``quality``.
@@ -53,7 +52,6 @@ def run_json(
         "hashes": {
             "code": provenance.code_hash(),
             "config": stable_hash([comparison.definition for comparison in comparisons]),
-            "workload": {comparison.comparison_id: fingerprint(comparison) for comparison in comparisons},
         },
         "comparisons": {
             comparison.comparison_id: {**describe(comparison), "order": order}
@@ -68,14 +66,10 @@ def run_json(
 def describe_run(
     run_id: str, comparisons: Sequence[Comparison], environment: Mapping[str, Any], ranks: Ranks | None = None
 ) -> dict[str, Any]:
-    """``run.json`` of planned comparisons; goes through all batches for their fingerprints.
-
-    Args:
-        ranks: of timed ones.
-    """
+    """``run.json`` of planned comparisons; ``ranks`` are those of timed ones."""
     configs = (describe_experiment(comparison.experiment) for comparison in comparisons)
     described = partial(_describe, ranks=ranks)
-    facts = run_json(run_id, comparisons[0].mode, comparisons, environment, configs, _fingerprint, described)
+    facts = run_json(run_id, comparisons[0].mode, comparisons, environment, configs, described)
     return {**facts, "scope": comparisons[0].scope}
 
 
@@ -87,22 +81,15 @@ def describe_timed_run(
 ) -> dict[str, Any]:
     """``run.json`` of real or virtual ranks, as rank 0 writes it; every rank calls this.
 
-    Batches are gone through for their fingerprints and figures, but not those of a modelled layer: its rows of routing
-    say what they turned out to be.
-
     Args:
-        before: called ahead of each layer whose batches are all gone through on this rank.
+        before: called ahead of each batch that this rank solves for.
 
     Raises:
         ValueError: a batch cannot meet its targets; one line, on every rank.
     """
     for comparison in comparisons:
         with naming(comparison.title):
-            if comparison.backend != MODELLED or comparison.scope == "model":
-                survey_together(tuple(comparison.workloads.values()), ranks, before)
-            else:
-                comparison.workload.skip_survey()
-                comparison.workload.solve()
+            solve_together(tuple(comparison.workloads.values()), ranks, before)
     mine = provenance.describe_rank(ranks.device, several_nodes=ranks.local_world_size < ranks.world_size)
     of_ranks = ranks.told(mine)
     # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
@@ -110,37 +97,26 @@ def describe_timed_run(
     return describe_run(run_id, comparisons, {**described, "ranks": of_ranks}, ranks)
 
 
-def survey_together(workloads: Sequence[Workload], ranks: Ranks, before: Callable[[], object]) -> None:
-    """Go through all batches of all workloads, so that each knows its ``findings`` on every rank; all call this alike.
-
-    Ranks share the batches and tell the others what they found and solved for.
-
-    Args:
-        before: called before each piece of a batch.
+def solve_together(workloads: Sequence[Workload], ranks: Ranks, before: Callable[[], object]) -> None:
+    """Solve for the targets of all batches: ranks share them, and tell each other what they solved; all call this.
 
     Raises:
         ValueError: some batch cannot meet its targets; on every rank.
     """
     batches = [(workload, index) for workload in workloads for index in range(workload.num_batches)]
     problem = ""
-    before()
     try:
         for workload, index in batches[ranks.rank :: ranks.world_size]:
-            for _ in workload.survey(index):
-                before()
+            before()
+            workload.solve(index)
     except ValueError as error:
         problem = str(error)
     for refused in filter(None, ranks.told(problem)):
         raise UserError(refused)
-    for rank, of_rank in enumerate(ranks.told([workload.findings() for workload in workloads])):
-        if rank != ranks.rank:
-            for workload, findings in zip(workloads, of_rank, strict=True):
-                workload.take_findings(findings)
-
-
-def _fingerprint(comparison: Comparison) -> str | None:
-    of_layers = [workload.fingerprint() for workload in comparison.workloads.values()]
-    return of_layers[0] if len(of_layers) == 1 else stable_hash(of_layers)
+    for rank, solved in enumerate(ranks.told([workload.solved() for workload in workloads])):
+        for workload, of_workload in zip(workloads, solved, strict=True):
+            if rank != ranks.rank:
+                workload.take_solved(of_workload)
 
 
 def describe_kernels(comparison: Comparison) -> dict[str, str]:
@@ -217,15 +193,9 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
 
 
 def _describe_model(comparison: Comparison, *, modelled: bool) -> dict[str, Any]:
-    """How much of a whole model is built, and what its layers' traffic turned out to be."""
+    """How much of a whole model is built."""
     model, context, workloads = comparison.model, comparison.context_length, comparison.workloads
-    achieved = {layer: workload.achieved() for layer, workload in workloads.items()}
-    # What adjacent tokens share in layers where that is more than was asked for.
-    by_chance = [
-        achieved[layer]["neighbour_overlap"]
-        for layer, workload in workloads.items()
-        if isinstance(workload, SyntheticWorkload) and workload.shares_by_chance
-    ]
+    by_chance = (isinstance(one, SyntheticWorkload) and one.shares_by_chance for one in workloads.values())
     built = "torch scaled_dot_product_attention"
     return {
         "num_layers": comparison.num_layers,
@@ -234,8 +204,7 @@ def _describe_model(comparison: Comparison, *, modelled: bool) -> dict[str, Any]
         "of_moe_layers": model.num_moe_layers,
         "context_length": context,
         "attention": words.modelled_attention(model, context) if modelled else built,
-        "peak_loads": [of_layer["peak_load"] for of_layer in achieved.values()],
-        "shared_by_chance": [float(overlap) for overlap in by_chance if overlap is not None],
+        "num_shared_by_chance": sum(by_chance),
     }
 
 

@@ -48,8 +48,6 @@ def _lines(comparison: Comparison, device: str, gpu: dict[str, Any]) -> Iterator
         yield f"{title}: {comparison.workload.num_batches} batches"
         yield from _cases(comparison)
         return
-    for workload in comparison.workloads.values():
-        workload.skip_survey()  # What batches would turn out to be is not said: none is made.
     on_ranks = f" on {comparison.world_size} rank(s)" if backend == RANKS else ""
     yield f"{title}{on_ranks}, {describe_workload(comparison)['description']}"
     if comparison.links is not None:

@@ -45,8 +45,7 @@ class QualityComparison:
 
     Attributes:
         evaluated: what all cases are asked. Both kinds have a ``title``; a ``definition``, all that decides what is
-            asked, and the ``fingerprint`` of what is read; ``describe()``, what analysis needs to know; and
-            ``judge()``, which yields the rows of every case.
+            asked; ``describe()``, what analysis needs to know; and ``judge()``, which yields the rows of every case.
     """
 
     experiment: QualityExperiment
@@ -186,8 +185,7 @@ def run_quality(
 
     def described(run_id: str) -> dict[str, Any]:
         configs = (experiment.model_dump(mode="json") for experiment in experiments)
-        how = (lambda one: one.evaluated.fingerprint), (lambda one: one.describe())
-        return run_json(run_id, MODE, comparisons, environment, configs, *how)
+        return run_json(run_id, MODE, comparisons, environment, configs, lambda one: one.describe())
 
     def judge(run_id: str, one: QualityComparison, cases: Sequence[CaseSpec], progress: tqdm) -> None:
         asked = one.experiment.model

@@ -12,7 +12,6 @@ from typing import Any
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.facts import Published, PublishedNumber
-from moe_ep_bench.files import stable_hash
 from moe_ep_bench.papers.published import load
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality.config import QualityExperiment, TaskConfig
@@ -36,18 +35,9 @@ class Task:
     published: Published | None
 
     @property
-    def questions(self) -> dict[str, Any]:
-        """All that decides what is asked."""
-        asked = {"name": self.config.name, "num_fewshot": self.config.num_fewshot, "own": self.index.folder_hash}
-        return {"task": asked, "limit": self.experiment.limit}
-
-    @property
-    def fingerprint(self) -> str:
-        return stable_hash(self.questions)
-
-    @property
     def definition(self) -> dict[str, Any]:
-        return {**self.questions, "batch_size": self.experiment.batch_size}
+        asked = {"name": self.config.name, "num_fewshot": self.config.num_fewshot, "own": self.index.folder_hash}
+        return {"task": asked, "limit": self.experiment.limit, "batch_size": self.experiment.batch_size}
 
     @property
     def title(self) -> str:

@@ -7,7 +7,7 @@ router scores*. ``SyntheticWorkload`` solves for targets; ``RecordedWorkload`` r
 A workload makes *global* batches (``TokenBatch``: the tokens of all ranks) and does not know how many ranks there are,
 so that one workload gives the same bytes to 1, 4 or 64 of them. ``deal`` then hands whole sequences to ranks: single
 tokens would average the ranks' traffic and erase the differences that dispatch and combine have to bear. Every workload
-describes itself (``describe``), and ``fingerprint`` hashes the bytes it makes.
+describes itself (``describe``).
 """
 
 from __future__ import annotations

@@ -26,10 +26,9 @@ Shapes: T = tokens of a batch, E = experts, K = top_k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,9 +104,8 @@ class PatternWorkload(GeneratedWorkload):
     def targets(self) -> dict[str, object]:
         return {"pattern": self.pattern}
 
-    def _in_words(self, achieved: Mapping[str, Any]) -> str:
-        reached = f", peak load achieved {achieved['peak_load']:.3g}" if achieved else ""
-        return f"synthetic pattern {self.pattern}{reached}"
+    def _in_words(self) -> str:
+        return f"synthetic pattern {self.pattern}"
 
 
 @lru_cache(maxsize=8)

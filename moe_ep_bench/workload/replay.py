@@ -204,7 +204,6 @@ class RecordedWorkload(Workload):
             f"{self.num_batches} {size}, {changed}, seed {self.seed}",
             "tail_model": None if self.tail == RECORDED else self.tail,
             "targets": {} if self.topk_share is None else {"topk_share": self.topk_share},
-            "achieved": self.achieved(),
             "recording": {
                 "model": metadata["model"],
                 "score": metadata["score"],

@@ -13,8 +13,8 @@ target has a number of the recipe to itself (``targets``), so they are met one a
 
 Solving for a batch takes the rows at its beginning that hold ``SOLVED_SCORES`` scores: all of it up to 262,144 tokens
 of 256 experts. A larger batch meets its targets on that part, and on the rest within sampling error (a peak load of 5
-among 1,024 experts, top-8: a standard deviation of 2 %, more where neighbours are alike); ``achieved`` says what all
-rows together came to.
+among 1,024 experts, top-8: a standard deviation of 2 %, more where neighbours are alike); native's
+routing says what all rows together came to.
 
 Shapes: T = tokens of all ranks, E = experts, K = top_k.
 """
@@ -80,23 +80,21 @@ class GeneratedWorkload(Workload):
         """What was asked for, by field; what was left to chance is None or absent."""
 
     @abstractmethod
-    def _in_words(self, achieved: Mapping[str, Any]) -> str:
-        """The targets, each with what was achieved where that is known."""
+    def _in_words(self) -> str:
+        """The targets."""
 
     def sequence_lengths(self, index: int) -> NDArray[np.int64]:
         return np.diff([*range(0, self.num_tokens, self.sequence_length), self.num_tokens])
 
     def describe(self) -> dict[str, object]:
-        achieved = self.achieved()
         return {
             "kind": "synthetic",
             "description": (
-                f"{self._in_words(achieved)}, {self.num_experts} experts, top-{self.top_k}, {self.num_batches} x "
+                f"{self._in_words()}, {self.num_experts} experts, top-{self.top_k}, {self.num_batches} x "
                 f"{self.num_tokens} tokens in sequences of {self.sequence_length}, seed {self.seed}"
             ),
             "tail_model": None,
             "targets": self.targets(),
-            "achieved": achieved,
             "recording": None,
         }
 
@@ -283,9 +281,8 @@ class SyntheticWorkload(GeneratedWorkload):
         strength = solve_strength(lambda strength: loads(strength * popularity_E), self.peak_load, num_tokens, most)
         return strength * popularity_E
 
-    def solve(self) -> None:
-        for index in range(self.num_batches):
-            self._recipe(index)
+    def solve(self, index: int) -> None:
+        self._recipe(index)
 
     def solved(self) -> dict[str, Any]:
         recipes = {index: [bias_E.tolist(), sharpness] for index, (bias_E, sharpness) in self._recipes.items()}
@@ -305,25 +302,19 @@ class SyntheticWorkload(GeneratedWorkload):
         asked["expert_loads"] = None if self.expert_loads is None else list(self.expert_loads)
         return {"peak_load": self.peak_load, **{name: value for name, value in asked.items() if value is not None}}
 
-    def _in_words(self, achieved: Mapping[str, Any]) -> str:
-        def reached(value: float | None, words: str = "") -> str:
-            return "" if value is None else f" ({words}{value:.3g})"
-
-        peak_load = achieved.get("peak_load")
+    def _in_words(self) -> str:
         if self.expert_loads is not None:
             asked = max(self.expert_loads) * self.num_experts / sum(self.expert_loads)
-            words = [f"synthetic softmax scores, experts' loads as counted, peak load {asked:.3g}{reached(peak_load)}"]
+            words = [f"synthetic softmax scores, experts' loads as counted, peak load {asked:.3g}"]
         elif self.peak_load is None:
-            words = [f"synthetic softmax scores, no skew asked for{reached(peak_load, 'peak load achieved ')}"]
+            words = ["synthetic softmax scores, no skew asked for"]
         else:
-            words = [f"synthetic softmax scores, peak load {self.peak_load:g}{reached(peak_load, 'achieved ')}"]
+            words = [f"synthetic softmax scores, peak load {self.peak_load:g}"]
         if self.rank_load is not None:
-            num_ranks, load = self.rank_load
-            fullest = achieved.get("rank_load", {}).get(str(num_ranks))
-            words.append(f"fullest of {num_ranks} ranks {load:g}{reached(fullest)}")
+            words.append(f"fullest of {self.rank_load[0]} ranks {self.rank_load[1]:g}")
         for name in ("topk_share", "neighbour_overlap"):
             if (target := getattr(self, name)) is not None:
-                words.append(f"{name.replace('_', ' ')} {target:g}{reached(achieved.get(name))}")
+                words.append(f"{name.replace('_', ' ')} {target:g}")
         return ", ".join(words)
 
 

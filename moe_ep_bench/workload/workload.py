@@ -9,18 +9,15 @@ Shapes: T = tokens, E = experts, R = ranks, S = sequences of a batch, P = pieces
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.metrics import chosen_experts, imbalance, mass_share, rank_imbalance, shared_by_neighbours
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.workload.batch import TokenBatch, deal_pieces
@@ -43,7 +40,6 @@ class Workload(ABC):
     topk_share: float | None
     num_groups: int | None = None
     top_groups: int | None = None
-    _skips_survey = False
 
     @abstractmethod
     def sequence_lengths(self, index: int) -> NDArray[np.int64]:
@@ -59,11 +55,11 @@ class Workload(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, object]:
-        """Say in JSON-ready words and numbers what the batches are; makes every batch once.
+        """Say in JSON-ready words and numbers what the batches are; makes none.
 
         Keys: ``kind`` (synthetic or recorded), ``description`` (one line for readers),
         ``tail_model`` (how scores below a recorded top-k were filled in, else None), ``targets``
-        (what was asked for), ``achieved`` (see ``achieved``), ``recording`` (provenance, else None).
+        (what was asked for; native's routing says what came of it), ``recording`` (provenance, else None).
         """
 
     @cached_property
@@ -99,17 +95,6 @@ class Workload(ABC):
         """Count the tokens that each rank gets of batch ``index``: int64 [R]; arguments as of ``rank_batches``."""
         start_P, _, rank_P = self._dealt(index, num_ranks)
         return np.bincount(rank_P, np.diff(start_P), minlength=num_ranks).astype(np.int64)
-
-    def blocks(self, index: int) -> Iterator[TokenBatch]:
-        """Yield batch ``index`` a few rows at a time, in order; a sequence may go on in the next block."""
-        return self._blocks(index, self._starts(index))
-
-    def _blocks(self, index: int, start_S: NDArray[np.int64]) -> Iterator[TokenBatch]:
-        first = 0
-        for scores_TE in self.make_scores(index, [Run(0, int(start_S[-1]))]):
-            sequence_id_T = np.searchsorted(start_S, np.arange(first, first + len(scores_TE)), side="right") - 1
-            yield TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
-            first += len(scores_TE)
 
     def _dealt(self, index: int, num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Where pieces of sequences start, int64 [P + 1]; of which sequence each is, and whose, int64 [P]."""
@@ -152,111 +137,19 @@ class Workload(ABC):
                 f"topk_share: expected a number between {least:g} (top_k / experts) and 1, got {self.topk_share:g}"
             )
 
-    # ---- the survey: what the batches are and turned out to be -------------------------------------------------------
+    # ---- targets -----------------------------------------------------------------------------------------------------
 
-    def fingerprint(self) -> str | None:
-        """16 hex digits of a sha256 over the bytes of all batches; makes every batch once. None if not surveyed."""
-        digests = "".join(batch["digest"] for batch in self._surveyed_all())
-        return hashlib.sha256(digests.encode()).hexdigest()[:16] if digests else None
-
-    def achieved(self) -> dict[str, object]:
-        """What the batches turned out to be under the model's own top-k; makes every batch once.
-
-        Means over batches: ``peak_load`` (max_E(load) / mean load; ``peak_load_range`` its least and
-        greatest), ``rank_load`` (the same of contiguous ranks, by their number: powers of two that divide the
-        experts), ``activated_experts`` (with at least one token), ``topk_share`` of the score mass, and
-        ``neighbour_overlap`` (experts that adjacent tokens of a sequence share; None without such tokens). Empty if not
-        surveyed.
-        """
-        batches = self._surveyed_all()
-        if not batches:
-            return {}
-        peaks = [batch["peak_load"] for batch in batches]
-        overlaps = [batch["neighbour_overlap"] for batch in batches if batch["neighbour_overlap"] is not None]
-        return {
-            "peak_load": fmean(peaks),
-            "peak_load_range": [min(peaks), max(peaks)],
-            "rank_load": {
-                ranks: fmean(batch["rank_load"][ranks] for batch in batches) for ranks in batches[0]["rank_load"]
-            },
-            **{name: fmean(batch[name] for batch in batches) for name in ("activated_experts", "topk_share")},
-            "neighbour_overlap": fmean(overlaps) if overlaps else None,
-        }
-
-    def skip_survey(self) -> None:
-        """Go without ``fingerprint`` and ``achieved``, for which all batches are made once more."""
-        self.__dict__["_skips_survey"] = True
-
-    def solve(self) -> None:  # noqa: B027
-        """Solve for the targets of all batches ahead of making them; a subclass that has targets does so.
+    def solve(self, index: int) -> None:  # noqa: B027
+        """Solve for the targets of batch ``index`` ahead of making it; a subclass that has targets does so.
 
         Raises:
-            ValueError: a batch cannot meet them.
+            ValueError: the batch cannot meet them.
         """
 
-    def findings(self) -> dict[str, Any]:
-        """What going through batches has shown so far, JSON-ready, for others to take over."""
-        return {"batches": self._surveyed, "solved": self.solved()}
-
-    def take_findings(self, findings: Mapping[str, Any]) -> None:
-        """Take over the ``findings`` of an equal workload elsewhere, in place of going through its batches."""
-        self._surveyed.update((int(index), batch) for index, batch in findings["batches"].items())
-        self.take_solved(findings["solved"])
-
     def solved(self) -> dict[str, Any]:
-        """What was solved for while batches were made, JSON-ready; a subclass that solves for something says it."""
+        """What was solved for so far, for equal workloads elsewhere; empty without targets."""
         return {}
 
     def take_solved(self, solved: Mapping[str, Any]) -> None:
         """Take over what an equal workload has ``solved`` for."""
         assert not solved, "a subclass that solves for something takes it over"
-
-    @cached_property
-    def _surveyed(self) -> dict[int, dict[str, Any]]:
-        """By batch its ``digest``, and what it turned out to be."""
-        return {}
-
-    def _surveyed_all(self) -> list[dict[str, Any]]:
-        """Of every batch, in order; none if the survey was skipped."""
-        if self._skips_survey:
-            return []
-        for index in range(self.num_batches):
-            for _ in self.survey(index):
-                pass
-        return [self._surveyed[index] for index in range(self.num_batches)]
-
-    def survey(self, index: int) -> Iterator[None]:
-        """Go through batch ``index`` for ``findings`` once, a block in memory; yield after each.
-
-        Raises:
-            ValueError: it cannot meet its targets.
-        """
-        if index in self._surveyed:
-            return
-        digest = hashlib.sha256(repr((self.num_tokens, self.num_experts)).encode())
-        load_E, topk_share, num_shared, num_neighbours = torch.zeros(self.num_experts, dtype=torch.int64), 0.0, 0, 0
-        # The last token of the block before, whose neighbour is in the block to come.
-        map_1E = torch.zeros(0, self.num_experts, dtype=torch.bool)
-        ids = [torch.zeros(0, dtype=torch.int64)]
-        for block in self.blocks(index):
-            digest.update(block.scores_TE.numpy().data.cast("B"))
-            map_TE = chosen_experts(block.scores_TE, self.selection)
-            load_E += map_TE.sum(0)
-            topk_share += float(mass_share(block.scores_TE, map_TE).sum())
-            sequence_id_T = torch.cat([ids[-1][-1:], block.sequence_id_T])
-            pairs, shared = shared_by_neighbours(torch.cat([map_1E, map_TE]), sequence_id_T)
-            num_neighbours, num_shared = num_neighbours + pairs, num_shared + shared
-            map_1E = map_TE[-1:]
-            ids.append(block.sequence_id_T)
-            yield
-        for sequence_id_T in ids:
-            digest.update(sequence_id_T.numpy().data.cast("B"))
-        counts = [2**power for power in range(1, 9) if self.num_experts % 2**power == 0]
-        self._surveyed[index] = {
-            "digest": digest.hexdigest(),
-            "peak_load": float(imbalance(load_E)),
-            "rank_load": {str(num_ranks): float(rank_imbalance(load_E, num_ranks)) for num_ranks in counts},
-            "activated_experts": int((load_E > 0).sum()),
-            "topk_share": topk_share / self.num_tokens,
-            "neighbour_overlap": num_shared / num_neighbours if num_neighbours else None,
-        }

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +134,6 @@ def own(plain: Path, tmp_path: Path) -> Path:
     return shutil.copytree(plain, tmp_path / "own")
 
 
-@pytest.fixture
-def own_models(models: Path, tmp_path: Path) -> Path:
-    """A copy of ``models``, to be written to."""
-    return shutil.copytree(models, tmp_path / "models")
-
-
 def verdicts(validation: Validation) -> list[str | None]:
     return [None if pd.isna(verdict) else verdict for verdict in validation.cases["verdict"]]
 
@@ -150,23 +145,37 @@ def test_an_error_that_all_cases_share_shows_in_times_but_not_in_speedups(tmp_pa
     assert verdicts(validation) == [None, None, "equivalent", "equivalent"]
 
 
-def test_the_margin_that_was_asked_for_decides(tmp_path: Path) -> None:
-    root = built(tmp_path, emulated={"cases": cases(drop=1.5 * 0.96, balance=1.6)})
-    assert verdicts(load_validation(root)) == [None, None, "different", "equivalent"]
-    ValidationDirectory(root).write_pairs([("r", "e")], "calibrated on these ranks", 0.1)
-    assert verdicts(load_validation(root)) == [None, None, "equivalent", "equivalent"]
-    assert verdict_line(load_validation(root)).startswith("2 of 2 speedups are equivalent within 10 %")
-
-
-def test_the_last_line_counts_and_tells_the_largest_difference(tmp_path: Path) -> None:
-    validation = load_validation(built(tmp_path, emulated={"cases": cases(drop=1.5 * 0.9, balance=1.6)}))
+def test_the_margin_decides_and_the_last_line_counts_and_tells_the_largest_difference(tmp_path: Path) -> None:
+    root = built(tmp_path, emulated={"cases": cases(drop=1.5 * 0.9, balance=1.6)})
+    validation = load_validation(root)
     assert verdicts(validation) == [None, None, "different", "equivalent"]
     text = validation_text(validation)
     last = r"1 of 2 speedups are equivalent within 3 % \(1 different\), largest difference "
     assert re.fullmatch(last + r"(9\.9|10\.\d) %", text.splitlines()[-1])
     row = next(line for line in text.splitlines() if line.startswith(DROP))
-    assert re.search(r"0\.(89|90)\d \[0\.\d+, 0\.9\d+\]  different", row)
+    assert re.search(r"1\.50\d +1\.3[45]\d +0\.(89|90)\d \[0\.\d+, 0\.9\d+\]  different", row)
     assert row.rstrip().endswith("25.0         80.0"), "no speed without its fidelity"
+    ValidationDirectory(root).write_pairs([("r", "e")], "calibrated on these ranks", 0.15)
+    assert verdicts(load_validation(root)) == [None, None, "equivalent", "equivalent"]
+    assert verdict_line(load_validation(root)).startswith("2 of 2 speedups are equivalent within 15 %")
+
+
+def test_comparisons_of_a_sweep_are_rows_of_one_table(tmp_path: Path) -> None:
+    """Each speedup stands beside that of its own comparison."""
+    for what, mode, speedups in (("real", "run", (1.5, 1.2)), ("emulated", "emulated", (1.2, 1.2))):
+        runs = [
+            FakeComparison(
+                f"{what[0]}{number}", {"title": f"Tiny {number}"}, cases(drop=speedup), noise=0.001, num_iterations=2
+            )
+            for number, speedup in enumerate(speedups)
+        ]
+        write_run(tmp_path / what, runs, mode)
+    ValidationDirectory(tmp_path).write_pairs([("r0", "e0"), ("r1", "e1")], "links")
+    validation = load_validation(tmp_path)
+    found = validation.cases.set_index(["comparison", "label"])["verdict"]
+    assert (found["Tiny 0", DROP], found["Tiny 1", DROP]) == ("different", "equivalent")
+    rows = [line.split("  ")[1] for line in validation_text(validation).splitlines() if line.startswith(DROP)]
+    assert rows == ["Tiny 0", "Tiny 1"]
 
 
 @pytest.mark.parametrize(
@@ -206,25 +215,30 @@ def test_what_is_written_is_what_show_prints(own: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda root: (root / "validation.json").unlink(), "missing; `moe-ep-bench validate` writes it"),
-        (lambda root: (root / "validation.json").write_text("[]"), "damaged, or not written by this program"),
+        (lambda files: files.pairs.unlink(), "missing; `moe-ep-bench validate` writes it"),
+        (lambda files: files.pairs.write_text("[]"), "damaged, or not written by this program"),
+        (lambda files: files.write_pairs([("r", "other")], "links"), "emulated: holds no comparison other, which"),
         (
-            lambda root: ValidationDirectory(root).write_pairs([("r", "other")], "links"),
-            "emulated: holds no comparison other, which",
+            lambda files: set_value(files.real / "run.json", "scope", "model"),
+            r"expected times of a model, as in .*; got layer",
+        ),
+        (
+            lambda files: write_run(files.emulated, [FakeComparison("e", cases=cases()[:3])], "emulated"),
+            "the emulated run has no case native, balanced",
         ),
     ],
 )
-def test_a_directory_that_lacks_something_is_one_line(harm, message: str, own: Path) -> None:
-    harm(own)
+def test_a_directory_that_lacks_something_is_one_line(
+    harm: Callable[[ValidationDirectory], object], message: str, own: Path
+) -> None:
+    harm(ValidationDirectory(own))
     with pytest.raises(ResultsError, match=message) as caught:
         load_validation(own)
     assert "\n" not in str(caught.value)
 
 
-def test_a_case_that_only_the_real_run_has_is_refused(tmp_path: Path) -> None:
-    built(tmp_path, emulated={"cases": cases()[:3]})
-    with pytest.raises(ResultsError, match="the emulated run has no case native, balanced"):
-        load_validation(tmp_path)
+def set_value(path: Path, key: str, value: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
 
 
 def turn_last_layer_round(root: Path, case_id: str) -> None:
@@ -257,18 +271,12 @@ def test_a_pass_dilutes_an_error_of_its_moe_layers(tmp_path: Path) -> None:
     assert (layers["verdict"], cases.loc[("topk", "MoE layers"), "verdict"]) == ("different", "equivalent")
 
 
-def test_routing_that_differs_in_one_layer_is_not_judged(own_models: Path) -> None:
-    turn_last_layer_round(own_models / "emulated", "e-0")
-    validation = load_validation(own_models)
+def test_routing_that_differs_in_one_layer_is_not_judged(models: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(models, tmp_path / "models")
+    turn_last_layer_round(own / "emulated", "e-0")
+    validation = load_validation(own)
     assert set(validation.cases["verdict"].dropna()) == {"inconclusive"}
     assert f"warning: not comparable: routing is not the same in both runs: {DROP}" in validation_text(validation)
-
-
-def test_layers_are_not_held_against_models(own_models: Path) -> None:
-    path = own_models / "emulated" / "run.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "scope": "layer"}))
-    with pytest.raises(ResultsError, match=r"expected times of a model, as in .*; got layer"):
-        load_validation(own_models)
 
 
 # The command.
@@ -309,11 +317,6 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path, capsys: pytest
     (out / "run.json").write_text("{}")
     assert main(["validate", str(config), "--nproc", "2", "--out", str(out)]) == USER_ERROR
     assert "holds the results of another command" in capsys.readouterr().err
-    (out / "run.json").unlink()
-    links = Path(__file__).parents[1] / "moe_ep_bench" / "data" / "links" / "h100-nvlink4.yaml"
-    ValidationDirectory(out).links.write_text(links.read_text())
-    assert main(["validate", str(config), "--nproc", "2", "--out", str(out)]) == USER_ERROR
-    assert "holds links measured on 8 ranks, here are 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("failing", ["calibrating the collectives", "the real run on 2 ranks"])
@@ -324,10 +327,14 @@ def test_a_step_that_fails_is_named_and_nothing_is_compared(
     monkeypatch.setattr(validate_module, "launch", lambda *_, **__: Ended(LOST))
     monkeypatch.setattr(validate_module, "_emulate", lambda *_, **__: pytest.fail("went on"))
     out = tmp_path / "out"
+    links = Path(__file__).parents[1] / "moe_ep_bench" / "data" / "links" / "h100-nvlink4.yaml"
+    out.mkdir()
+    if failing.startswith("cal"):  # these are of 8 ranks
+        shutil.copy(links, ValidationDirectory(out).links)
     assert main(["validate", str(write_config(tmp_path)), "--nproc", "2", "--out", str(out)]) == LOST
     said = capsys.readouterr().err
     assert re.search(f"validate: {failing}.* failed with exit status {LOST}; nothing was compared", said, re.DOTALL)
-    assert not list(out.iterdir())
+    assert {path.name for path in out.iterdir()} <= {"links.yaml"}
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess:

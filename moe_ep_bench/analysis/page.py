@@ -83,9 +83,9 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         )
     before: list[Table] = []
     if kinds == {"validation"}:
-        from moe_ep_bench.analysis.validate import load_validation, validation_tables
+        from moe_ep_bench.analysis.validate import load_validation, validation_table
 
-        before = validation_tables(load_validation(directories[0]))
+        before = [validation_table(load_validation(directories[0]))]
         directories = [directories[0] / "real", directories[0] / "emulated"]
     store = load(list(directories), passed_over)
     frame = cases(store)

@@ -8,7 +8,6 @@ runs' times stand beside it. A whole pass dilutes the error of its MoE layers, w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +16,7 @@ import pandas as pd
 from moe_ep_bench.analysis.cases import cases, comparisons, jobs, load, routing, timings
 from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, text
 from moe_ep_bench.analysis.compare import changes_of
-from moe_ep_bench.analysis.notes import OVERSUBSCRIBED
-from moe_ep_bench.analysis.origins import scale_words
+from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
@@ -30,11 +28,8 @@ from moe_ep_bench.timing.statistics import equivalence
 _RUNS = ("real", "emulated")
 # What names a case in both runs; ids differ, for they say how it was measured.
 _KEY = ["comparison", "role", "policy", "policy_params", "quantity"]
-# What both runs have of a case, and what the routing, which is the same, says once.
 _NUMBERS = ["median_ms", *(f"speedup_{end}" for end in ("median", "low", "high", "is_interval"))]
-_CONDITIONS = ["threads", "loads"]
-_OF_EITHER = ["case_id", "status", "reason", *_NUMBERS, *_CONDITIONS]
-_OF_BOTH = ["label", "dropped_share", "retained_mass"]
+_OF_EITHER = ["case_id", "status", "reason", *_NUMBERS, "oversubscribed", "threads", "loads"]
 _CLAIMS = ("policy", "ceiling")  # native's own speedup claims nothing
 
 
@@ -44,13 +39,13 @@ class Validation(NamedTuple):
     Attributes:
         cases: a row per case and ``quantity`` (all: the layer or the pass; MoE layers of a pass). Columns of either run
             end in ``_real`` and ``_emulated``; ``ratio_*`` is emulated over real speedup with its interval; ``verdict``
-            is of policies and the ceiling; ``unmeasured`` says why a row has no numbers.
-        notes: by title of the comparison, what its table needs to be read.
+            is of policies and the ceiling; ``why`` the runs are not comparable.
+        notes: what the table needs to be read.
         margin: by which equivalent speedups differ at most.
     """
 
     cases: pd.DataFrame
-    notes: dict[str, list[str]]
+    notes: list[str]
     margin: float
 
 
@@ -65,40 +60,36 @@ def load_validation(directory: Path) -> Validation:
         pairs, links, margin = files.read_pairs()
     except ValueError as error:
         raise ResultsError(str(error)) from None
-    roots, ids = (files.real, files.emulated), tuple(zip(*pairs, strict=True))
+    roots = (files.real, files.emulated)
     stores = [load(root, join_draws=False) for root in roots]
     about = [comparisons(store).set_index("comparison_id") for store in stores]
-    for root, wanted, known in zip(roots, ids, about, strict=True):
+    for root, known, wanted in zip(roots, about, zip(*pairs, strict=True), strict=True):
         if unknown := [name for name in wanted if name not in known.index]:
             raise ResultsError(f"{root}: holds no comparison {unknown[0]}, which {files.pairs} names")
     scope, other = (known["scope"].iloc[0] for known in about)
     if scope != other:
-        raise ResultsError(f"{roots[1]}: expected times of a {scope}, as in {roots[0]}; got {other}")
-    facts = about[0].loc[list(ids[0])].set_index("title")
-    titles = (dict(zip(of_run, facts.index, strict=True)) for of_run in ids)
-    (real, real_speedups), (emulated, speedups) = map(_rows_and_speedups, stores, titles)
-    rows = real.merge(emulated.drop(columns=_OF_BOTH), "left", _KEY, suffixes=("_real", "_emulated"))
+        raise ResultsError(f"{files.emulated}: expected times of a {scope}, as in {files.real}; got {other}")
+    titles = {name: about[0].at[pair[0], "title"] for pair in pairs for name in pair}
+    (rows, real), (others, emulated) = (_rows_and_speedups(store, titles) for store in stores)
+    others = others.drop(columns=["label", "dropped_share", "retained_mass"])
+    rows = rows.merge(others, "left", _KEY, suffixes=("_real", "_emulated"))
     if len(lost := rows["label"][rows["case_id_emulated"].isna()]):
         raise ResultsError(f"the emulated run has no case {lost.iloc[0]}, which the real one has")
-    rows = rows.iloc[facts.index.get_indexer(rows["comparison"]).argsort(kind="stable")].reset_index(drop=True)
-    reasons = {
-        title: list(_reasons(group, facts.loc[title])) for title, group in rows.groupby("comparison", sort=False)
-    }
-    notes = {
-        title: [
-            f"real ranks: {of_title['ran_on']}, {of_title['dtype']}, {scale_words(of_title['scale'])}",
-            f"links: {links}",
-            *(f"warning: not comparable: {reason}" for reason in reasons[title]),
-        ]
-        for title, of_title in facts.to_dict("index").items()
-    }
-    ratios = changes_of(real_speedups, speedups, _KEY).rename(columns={"ratio": "median"}).set_index(_KEY)
-    rows = rows.join(ratios[["median", "low", "high", "is_interval", "estimate"]].add_prefix("ratio_"), on=_KEY)
-    numbers = rows.drop(columns=["ratio_estimate", *(f"{name}_{run}" for name in _CONDITIONS for run in _RUNS)])
-    rows = rows.to_dict("records")
-    numbers["verdict"] = [_verdict(row, margin, is_sound=not reasons[row["comparison"]]) for row in rows]
-    numbers["unmeasured"] = [_unmeasured(row) for row in rows]
-    return Validation(numbers, notes, margin)
+    ratios = changes_of(real, emulated, _KEY)
+    rows = rows.assign(
+        ratio=[ratios.get(key) for key in rows[_KEY].itertuples(index=False, name=None)],
+        why=rows["comparison"].map({title: _incomparable(group) for title, group in rows.groupby("comparison")}),
+    )
+    for end in ("median", "low", "high", "is_interval"):
+        rows[f"ratio_{end}"] = [getattr(ratio, end, None) for ratio in rows["ratio"]]
+    rows["verdict"] = [
+        equivalence(row["ratio"] if missing(row["why"]) else None, margin) if row["role"] in _CLAIMS else None
+        for row in rows.to_dict("records")
+    ]
+    ran = about[0].loc[[first for first, _ in pairs]]
+    notes = [f"real ranks: {words}" for words in (ran["ran_on"] + ", " + ran["dtype"]).unique()]
+    notes += [f"links: {links}", *(f"{WARNING}not comparable: {why}" for why in rows["why"].dropna().unique())]
+    return Validation(rows.drop(columns=["ratio", "loads_real", "loads_emulated"]), notes, margin)
 
 
 def _rows_and_speedups(store: Store, titles: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -118,40 +109,29 @@ def _rows_and_speedups(store: Store, titles: dict[str, str]) -> tuple[pd.DataFra
         moe = {"moe_ms": "median_ms", **{f"moe_{name}": name for name in _NUMBERS[1:]}}
         frame = pd.concat([frame, claims.drop(columns=_NUMBERS).rename(columns=moe).assign(quantity=MOE)])
     iterations = timings(store).merge(claims[["case_id", "comparison", "policy", "policy_params"]], on="case_id")
-    return frame[[*_KEY, *_OF_EITHER, *_OF_BOTH]], iterations.rename(columns={"speedup": "value"})
+    about = [*_KEY, *_OF_EITHER, "label", "dropped_share", "retained_mass"]
+    return frame[about], iterations.rename(columns={"speedup": "value"})
 
 
-def _reasons(rows: pd.DataFrame, facts: pd.Series) -> Iterator[str]:
-    """Why a comparison's runs are not comparable."""
-    if facts["oversubscribed"]:
-        yield OVERSUBSCRIBED
-    threads = [rows[f"threads_{run}"].iloc[0] for run in _RUNS]
-    if threads[0] != threads[1]:
-        yield "each real rank computed with {} thread(s), the emulated one with {}".format(*threads)
-    measured = rows[(rows["quantity"] == ALL) & (rows["status_real"] == "ok") & (rows["status_emulated"] == "ok")]
-    rerouted = measured["label"][measured["loads_real"] != measured["loads_emulated"]]
-    if len(rerouted):
-        yield f"routing is not the same in both runs: {', '.join(rerouted)}"
-
-
-def _verdict(row: Row, margin: float, *, is_sound: bool) -> str | None:
-    """On a claim; without an estimate, or of runs that are not comparable, it is inconclusive."""
-    if row["role"] not in _CLAIMS:
-        return None
-    estimate = row["ratio_estimate"]
-    return equivalence(estimate if is_sound and not missing(estimate) else None, margin)
-
-
-def _unmeasured(row: Row) -> str | None:
-    """Why a row has no numbers."""
-    lost = next((run for run in _RUNS if row[f"status_{run}"] != "ok"), None)
-    return lost and f"{lost}: {row[f'status_{lost}']}: {row[f'reason_{lost}'] or 'no reason recorded'}"
+def _incomparable(rows: pd.DataFrame) -> str | None:
+    """Why the runs of a comparison are not comparable; None where they are."""
+    first, measured = rows.iloc[0], rows[(rows["status_real"] == "ok") & (rows["status_emulated"] == "ok")]
+    rerouted = measured["label"][measured["loads_real"] != measured["loads_emulated"]].unique()
+    reasons = {
+        OVERSUBSCRIBED: first["oversubscribed_real"],
+        "each real rank computed with {} thread(s), the emulated one with {}".format(
+            *(first[f"threads_{run}"] for run in _RUNS)
+        ): first["threads_real"] != first["threads_emulated"],
+        f"routing is not the same in both runs: {', '.join(rerouted)}": len(rerouted) > 0,
+    }
+    return next((words for words, holds in reasons.items() if holds), None)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 _COLUMNS = (
     text("label", "policy"),
+    text("comparison"),
     text("quantity", "of"),
     number("median_ms_real", "measured ms", milliseconds),
     number("median_ms_emulated", "emulated ms", milliseconds),
@@ -164,20 +144,25 @@ _COLUMNS = (
 )
 
 
-def validation_tables(validation: Validation) -> list[Table]:
-    """A table per comparison: both runs' times and speedups, and the verdicts."""
-    cases = validation.cases
-    cases = cases.assign(verdict=cases["verdict"].fillna(cases["role"].map({"baseline": "native", "noise": "floor"})))
-    has_layers = (cases["quantity"] == MOE).any()
-    columns = [column for column in _COLUMNS if has_layers or column.header != "of"]
+def validation_table(validation: Validation) -> Table:
+    """Both runs' times and speedups, and the verdicts."""
+    rows = validation.cases
+    verdicts = rows["verdict"].fillna(rows["role"].map({"baseline": "native", "noise": "floor"}))
+    shown = rows.assign(verdict=verdicts, instead=[_unmeasured(row) for row in rows.to_dict("records")])
+    alike = {name for name in ("comparison", "quantity") if rows[name].nunique() == 1}
     rule = (
         f"equivalent: the whole 95 % interval of emulated over measured speedup lies within {100 * validation.margin:g}"
         " % (two one-sided tests at 2.5 %); different: all of it lies outside; the ratio is taken batch by batch"
     )
-    return [
-        Table(cases[cases["comparison"] == title], columns, title, [*notes, rule], "unmeasured")
-        for title, notes in validation.notes.items()
-    ]
+    columns = [column for column in _COLUMNS if column.name not in alike]
+    title = rows["comparison"].iloc[0] if "comparison" in alike else "Emulated beside real ranks"
+    return Table(shown, columns, title, [*validation.notes, rule], "instead")
+
+
+def _unmeasured(row: Row) -> str | None:
+    """Why a row has no numbers."""
+    lost = next((run for run in _RUNS if row[f"status_{run}"] != "ok"), None)
+    return lost and f"{lost}: {row[f'status_{lost}']}: {row[f'reason_{lost}'] or 'no reason recorded'}"
 
 
 def verdict_line(validation: Validation) -> str:
@@ -188,15 +173,15 @@ def verdict_line(validation: Validation) -> str:
         of = "speedups" if quantity == ALL else f"speedups of {quantity} alone"
         line = f"{counts.get('equivalent', 0)} of {len(rows)} {of} are equivalent within {100 * validation.margin:g} %"
         others = [f"{counts[verdict]} {verdict}" for verdict in ("different", "inconclusive") if verdict in counts]
-        largest = (rows["ratio_median"] - 1).abs().max()
+        largest = (rows["ratio_median"].astype(float) - 1).abs().max()
         line += f" ({', '.join(others)})" if others else ""
         parts.append(line + ("" if pd.isna(largest) else f", largest difference {100 * largest:.1f} %"))
     return "; ".join(parts)
 
 
 def validation_text(validation: Validation) -> str:
-    """The tables; the last line says how many speedups are equivalent."""
-    return f"{render(validation_tables(validation), 'text')}\n\n{verdict_line(validation)}"
+    """The table; the last line says how many speedups are equivalent."""
+    return f"{render([validation_table(validation)], 'text')}\n\n{verdict_line(validation)}"
 
 
 def write_validation(directory: Path) -> str:

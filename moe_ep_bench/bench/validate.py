@@ -25,7 +25,7 @@ from moe_ep_bench.config import EmulateConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES, launch_calibrate
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.files import refuse_links_out
+from moe_ep_bench.files import check_folder, refuse_links_out
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.results import EQUIVALENCE_MARGIN, RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime.device import device_type
@@ -66,11 +66,13 @@ def validate(
     planned_links = json.dumps(given or Links.names()[0])
     on_cpu = not torch.cuda.is_available()
     emulated = plan(config, [*as_real, f"emulate.links={planned_links}"], VIRTUAL, on_cpu=on_cpu)
+    if RunDirectory(out).run_json.exists():
+        raise UserError(f"--out {out}: holds the results of another command; choose another directory")
+    check_folder(out, "--out")
+    out.mkdir(parents=True, exist_ok=True)
     refuse_links_out(out)
-    _check_directory(files, num_ranks, given, force=force)
     for report in (files.pairs, files.text, files.table):
         report.unlink(missing_ok=True)  # of runs that may be about to change
-    calibrate = partial(launch_calibrate, Path(links), num_ranks, max_bytes=_largest_bytes(real))
     steps: dict[str, Callable[[], int]] = {
         f"the real run on {num_ranks} ranks ({files.real})": lambda: (
             launch(config, files.real, overrides, num_ranks, force=force).status
@@ -79,7 +81,9 @@ def validate(
             _emulate, config, files.emulated, as_real, num_ranks, force=force
         ),
     }
-    if given is None and (force or not files.links.exists()):
+    is_known = files.links.exists() and Links.load(links).ranks_per_node == num_ranks
+    if given is None and (force or not is_known):
+        calibrate = partial(launch_calibrate, Path(links), num_ranks, max_bytes=_largest_bytes(real))
         steps = {f"calibrating the collectives of {num_ranks} ranks": calibrate, **steps}
     worst = OK
     for step, take in steps.items():
@@ -90,8 +94,8 @@ def validate(
             print(f"moe-ep-bench: validate: {failed}", file=sys.stderr)
             return status
         worst = max(worst, status)
-    # Ids depend on the links that were measured meanwhile.
-    emulated = plan(config, as_real, VIRTUAL, on_cpu=on_cpu, try_out=False) if given is None else emulated
+    if given is None:  # ids depend on the links that were measured meanwhile
+        emulated = plan(config, as_real, VIRTUAL, on_cpu=on_cpu, try_out=False)
     pairs = [(ran.comparison_id, other.comparison_id) for ran, other in zip(real, emulated, strict=True)]
     source = "calibrated on these ranks" if given is None else f"given as emulate.links {Path(given).name}"
     files.write_pairs(pairs, f"{source}, {Links.load(links).describe()}", margin)
@@ -129,23 +133,3 @@ def _incomparable(comparison: Comparison, num_ranks: int) -> Iterator[tuple[obje
     plain = EmulateConfig().model_dump()
     for key, value in comparison.experiment.emulate.model_dump(exclude={"links"}).items():
         yield value != plain[key], f"emulate.{key}", f"{plain[key]!r}, which is what real ranks do", repr(value)
-
-
-def _check_directory(files: ValidationDirectory, num_ranks: int, given_links: str | None, *, force: bool) -> None:
-    """Make the directory; raise where it is something else's or of another number of ranks."""
-    out = files.root
-    if RunDirectory(out).run_json.exists():
-        raise UserError(f"--out {out}: holds the results of another command; choose another directory")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot write there: {error.strerror}") from None
-    if not os.access(out, os.W_OK):
-        raise UserError(f"--out {out}: cannot write there")
-    if given_links is None and files.links.exists() and not force:
-        measured_on = Links.load(str(files.links)).ranks_per_node
-        if measured_on != num_ranks:
-            raise UserError(
-                f"--out {out}: holds links measured on {measured_on} ranks, here are {num_ranks}; "
-                "choose another directory or --force"
-            )

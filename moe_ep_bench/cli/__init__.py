@@ -457,18 +457,19 @@ def _plot(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.compare import compare_directories, compare_json, compare_text, exit_status
+    from moe_ep_bench.analysis.compare import compare_directories, compare_text, exit_status
+    from moe_ep_bench.analysis.render import Table, render
     from moe_ep_bench.bench.question import parse_share
 
     limit = None if options.fail_over is None else parse_share("--fail-over", options.fail_over)
     if options.strict and limit is None:
         raise UserError("--strict: expected --fail-over beside it")
-    changed = [key for key in options.changed.split(",") if key]
-    change = compare_directories(options.base, options.new, intended=changed, same_machine=options.same_machine)
+    how = {"intended": [key for key in options.changed.split(",") if key], "same_machine": options.same_machine}
+    change = compare_directories(options.base, options.new, limit=limit, **how)
     if options.base.resolve() == options.new.resolve():
         print("moe-ep-bench: BASE and NEW are one directory, so that nothing can differ", file=sys.stderr)
-    print(compare_json(change, limit, strict=options.strict) if options.json else compare_text(change, limit))
-    return exit_status(change, limit, strict=options.strict)
+    print(render([Table(change.cases, ())], "json") if options.json else compare_text(change))
+    return exit_status(change, strict=options.strict)
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

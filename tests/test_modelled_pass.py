@@ -147,8 +147,8 @@ def test_a_step_of_latent_attention_is_absorbed_by_hand() -> None:
     assert found == pytest.approx(projections + elementwise + core)
     # Its weights are those of the expanded form, multiplied in another order.
     latent = LATENT.attention
-    weights = sum(takes * gives * heads for takes, gives, heads in latent.absorbed_projections(1000))
-    assert weights + latent.widths.normed == latent.num_parameters(1000)
+    weights = sum(takes * gives * heads for takes, gives, heads in latent.form(1000, decodes=True).projections)
+    assert weights + latent.form(1000).normed == latent.num_parameters(1000)
     # A device of 1e4 operations per us: 8 heads of 70 numbers with each cached token, and of 50 with its latent.
     slow = DEVICE.model_copy(update={"attention_efficiency": 1e-4})
     core = 2 * 8 * (70 + 50) * 10_000 / 1e4

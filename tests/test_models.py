@@ -359,7 +359,7 @@ def without(name: str, key: str) -> dict[str, Any]:
             changed("olmoe-1b-7b", model_type="new_moe"),
             "model_type 'new_moe': no family that is known here; the way on",
         ),
-        ({"model_type": "llama", "hidden_size": 64}, "expected a mixture of experts, and no key states how many"),
+        ({"model_type": "llama", "hidden_size": 64}, "expected a mixture of experts, and no key says how many"),
         (changed("olmoe-1b-7b", hidden_size="2048"), "hidden_size: expected a whole number, got '2048'"),
         (
             changed("olmoe-1b-7b", num_experts_per_tok=65),
@@ -368,7 +368,7 @@ def without(name: str, key: str) -> dict[str, Any]:
         (changed("olmoe-1b-7b", hidden_act=1), "hidden_act: expected text, got 1"),
         (changed("olmoe-1b-7b", hidden_size=float("inf")), "hidden_size: expected a whole number, got inf"),
         (changed("qwen3-30b-a3b", decoder_sparse_step=0), "decoder_sparse_step: expected a number above 0, got 0"),
-        (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1 or a list, got true"),
+        (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1 or a list, got True"),
         (
             changed("deepseek-v3", mlp_layer_types=["sparse"] * 61),
             "mlp_layer_types: expected 3 dense layers, as first_k",
@@ -379,7 +379,7 @@ def without(name: str, key: str) -> dict[str, Any]:
             {"model_type": "deepseek_v4", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
             | {"vocab_size": 64, "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
             | {"mlp_layer_types": ["moe", "hash_moe"]},
-            "mlp_layer_types: expected the kinds of 2 layers, hash_moe before moe; got",
+            "mlp_layer_types: expected hash_moe before moe; got",
         ),
         (changed("deepseek-v3", intermediate_size=0), "intermediate_size: 0; expected a whole number from 1"),
         (changed("deepseek-v3", topk_method="greedy"), "topk_method: expected noaux_tc, got 'greedy'"),

@@ -38,7 +38,7 @@ from typing import Any
 
 from moe_ep_bench.cost_model.devices import Device, ffn_work
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
-from moe_ep_bench.models import LatentAttention, ModelSpec
+from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, PhaseKey
 
 
@@ -150,21 +150,15 @@ class _Formulas:
         attention, work, value_bytes = self.model.attention, self.work, self.value_bytes
         assert attention is not None
         tokens, hidden = work.num_tokens, self.model.hidden_size
-        if isinstance(attention, LatentAttention) and work.num_requests:
-            widths, projections = attention.absorbed, attention.absorbed_projections(hidden)
-            num_rotated = attention.qk_rope_head_dim * (attention.num_heads + 1)
-        else:
-            widths, projections = attention.widths, [(*sizes, 1) for sizes in attention.projections(hidden)]
-            num_rotated = widths.queries + widths.keys
-        queries, keys, values, output, normed = widths
+        form = attention.form(hidden, decodes=work.num_requests > 0)
         # Tokens whose keys and values are read, the new ones included.
         cached = sum(work.prompt_lengths) + work.num_requests * (work.context_length + 1)
-        projections_us = sum(self._gemm_us(tokens, *sizes) for sizes in projections)
-        elementwise_us = self._moved_us(2 * value_bytes * tokens * (normed + num_rotated))
+        projections_us = sum(self._gemm_us(tokens, *sizes) for sizes in form.projections)
+        elementwise_us = self._moved_us(2 * value_bytes * tokens * (form.normed + form.rotated))
         pairs = sum(length**2 / 2 for length in work.prompt_lengths)
         pairs += work.num_requests * (work.context_length + 1)
-        core_bytes = value_bytes * (tokens * (queries + output) + cached * (keys + values))
-        core_us = self.device.attention_us(2 * (queries + output) * pairs, core_bytes)
+        core_bytes = value_bytes * (tokens * (form.queries + form.output) + cached * (form.keys + form.values))
+        core_us = self.device.attention_us(2 * (form.queries + form.output) * pairs, core_bytes)
         return projections_us + elementwise_us + core_us
 
     @property

@@ -7,8 +7,6 @@ one MoE layer on the fullest rank. What libraries and allocators take is not cou
 bytes, of which the 80e9 that are counted leave some for them.
 
 The same formula says what a layer or a model takes that is built here: no more than an estimate, which refuses nothing.
-
-Shapes: R = ranks, E = experts, D = hidden size, F = expert FFN size.
 """
 
 from __future__ import annotations
@@ -17,25 +15,10 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
-from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.models.spec import ModelSpec
 
 # Of the fullest rank over the mean, where no workload says more.
 USUAL_PEAK = 2.0
-
-
-def rank_expert_weights(model: ModelSpec, num_ranks: int) -> int:
-    """Weights of a rank's routed experts in one layer."""
-    return model.num_experts // num_ranks * model.expert_parameters
-
-
-def layer_rows_values(model: ModelSpec, num_pairs: int) -> int:
-    """Values that (token, expert) pairs take while a rank computes them: permuted twice, and inside the FFN."""
-    return num_pairs * (4 * model.expert_hidden_size + model.expert_matrices * model.ffn_hidden_size)
-
-
-def fullest_pairs(model: ModelSpec, num_tokens: int, peak_load: float | None, num_ranks: int) -> int:
-    """Pairs of the fullest rank, as if its hot experts lay together, where every rank has ``num_tokens``."""
-    return int(num_tokens * model.top_k * min(peak_load or USUAL_PEAK, num_ranks))
 
 
 class Need(NamedTuple):
@@ -89,13 +72,9 @@ class Fit(BaseModel):
         """That it does not fit, by how much, and where it would; empty where it fits."""
         if self.holds():
             return ""
-        parts = {
-            "experts": self.expert_bytes,
-            "other weights": self.other_weight_bytes,
-            "cache": self.cache_bytes,
-            "rows of a layer": self.row_bytes,
-        }
-        listed = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts.items() if size >= 5e7)
+        names = ("experts", "other weights", "cache", "rows of a layer")
+        sizes = (self.expert_bytes, self.other_weight_bytes, self.cache_bytes, self.row_bytes)
+        listed = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in zip(names, sizes, strict=True) if size >= 5e7)
         size = self.fitting_ep_size
         at = "on no EP size it would" if size is None else f"the smallest EP size on which it does is {size}"
         return (
@@ -125,7 +104,9 @@ def footprint(
         peak_load: of the fullest rank over the mean.
         num_layers: from the model's first on; 0 = one MoE layer alone, None = all.
     """
-    rows = layer_rows_values(model, fullest_pairs(model, num_tokens, peak_load, ep_size))
+    # Pairs of the fullest rank, as if its hot experts lay together: permuted twice, and inside the FFN.
+    pairs = int(num_tokens * model.top_k * min(peak_load or USUAL_PEAK, ep_size))
+    rows = pairs * (4 * model.expert_hidden_size + model.expert_matrices * model.ffn_hidden_size)
     if num_layers == 0:
         num_moe, cached = 1, 0
         others = model.hidden_size * (model.num_experts + model.expert_matrices * model.shared_ffn_hidden_size)
@@ -135,8 +116,9 @@ def footprint(
         num_moe = sum(layer < num_layers for layer in model.moe_layers)
         others = model.other_parameters(num_layers) or 0
         cached = 0 if model.attention is None else model.attention.cached_values * num_layers * cached_tokens
+    experts = model.num_experts // ep_size * model.expert_parameters * num_moe
     return {
-        "expert_bytes": round(rank_expert_weights(model, ep_size) * num_moe * (expert_value_bytes or value_bytes)),
+        "expert_bytes": round(experts * (expert_value_bytes or value_bytes)),
         "other_weight_bytes": others * value_bytes,
         "cache_bytes": cached * value_bytes,
         "row_bytes": rows * value_bytes,

@@ -1,0 +1,335 @@
+"""Model shapes: what decides how a model's MoE layers behave under expert parallelism.
+
+A preset is a YAML file in data/models/, each figure with its source. A Hugging Face config.json serves as well
+(``hf_config``). ``scaled`` shrinks the hidden sizes, so that CPU ranks can run a layer; experts, top-k and routing
+stay, and results say that it was scaled. ``sharded`` takes one tensor-parallel rank's slice of each expert's FFN, and
+the name says so.
+
+A spec states the model as it is. Where the benchmark's layer is simpler, its ``departures`` say so.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.presets import Preset, Strict
+
+# Kernels want hidden sizes that are multiples of this.
+_SIZE_MULTIPLE = 16
+_FFN_SIZES = ("ffn_hidden_size", "shared_ffn_hidden_size")
+
+
+ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+"""What makes a router's scores of its logits; the last is the root of their softplus."""
+
+
+class Form(NamedTuple):
+    """What attention does with a token in one layer; widths are of all heads together."""
+
+    queries: int
+    keys: int
+    values: int
+    output: int
+    normed: int
+    """Numbers that attention's own norms read."""
+    rotated: int
+    """Numbers that rotary positions change."""
+    projections: list[tuple[int, int, int]]
+    """What each takes and gives, and how many there are of it: one, or one a head."""
+
+
+class Attention(Strict):
+    """Multi-head or grouped-query attention."""
+
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    bias: Literal["none", "qkv", "all"] = "none"
+    """Which projections have a bias: none, those of queries, keys and values, or the output's too."""
+    qk_norm: Literal["none", "head", "all_heads"] = "none"
+    """Queries and keys are normalised: not, each head alone, or all heads together."""
+    sinks: bool = False
+    """Each head has a learned logit that takes weight from the tokens'."""
+
+    @property
+    def cached_values(self) -> int:
+        """Numbers that an engine caches of a token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    def form(self, hidden_size: int, *, decodes: bool = False) -> Form:
+        """The same for a prompt and for a decode step."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        projections = [(hidden_size, queries + 2 * keys, 1), (queries, hidden_size, 1)]
+        normed = 0 if self.qk_norm == "none" else queries + keys
+        return Form(queries, keys, keys, queries, normed, queries + keys, projections)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        form = self.form(hidden_size)
+        to_heads = form.queries + form.keys + form.values
+        biases = {"none": 0, "qkv": to_heads, "all": to_heads + hidden_size}[self.bias]
+        norms = 2 * self.head_dim if self.qk_norm == "head" else form.normed
+        return _weights(form) + biases + norms + self.num_heads * self.sinks
+
+
+class LatentAttention(Strict):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    num_heads: PositiveInt
+    kv_lora_rank: PositiveInt
+    """Width of the latent that keys and values are made from, and that is cached."""
+    q_lora_rank: PositiveInt | None = None
+    """Width of the latent that queries are made from; null = queries come from the hidden state."""
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+
+    @property
+    def cached_values(self) -> int:
+        """Numbers that an engine caches of a token in one layer: the latent, and the key's rotary part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def form(self, hidden_size: int, *, decodes: bool = False) -> Form:
+        """Of a prompt, or of a decode step, which is *absorbed*.
+
+        A step's queries and outputs stay in the latent, which stands for keys and values alike. What makes keys and
+        values of it is multiplied into queries and outputs instead (section 2.1.2): no cached token is expanded.
+        """
+        heads, latent, rope = self.num_heads, self.kv_lora_rank, self.qk_rope_head_dim
+        queries, values = heads * (self.qk_nope_head_dim + rope), heads * self.v_head_dim
+        normed = (self.q_lora_rank or 0) + latent
+        to_queries = [(hidden_size, queries, 1)]
+        if self.q_lora_rank is not None:
+            to_queries = [(hidden_size, self.q_lora_rank, 1), (self.q_lora_rank, queries, 1)]
+        before, after = [*to_queries, (hidden_size, latent + rope, 1)], (values, hidden_size, 1)
+        if decodes:
+            of_heads = [(self.qk_nope_head_dim, latent, heads), (latent, self.v_head_dim, heads)]
+            widths = heads * self.cached_values, self.cached_values, 0, heads * latent
+            return Form(*widths, normed, (heads + 1) * rope, [*before, *of_heads, after])
+        expand = (latent, heads * self.qk_nope_head_dim + values, 1)
+        return Form(queries, queries, values, values, normed, 2 * queries, [*before, expand, after])
+
+    def num_parameters(self, hidden_size: int) -> int:
+        form = self.form(hidden_size)
+        return _weights(form) + form.normed
+
+
+def _weights(form: Form) -> int:
+    return sum(takes * gives * number for takes, gives, number in form.projections)
+
+
+class ModelSpec(Preset):
+    """One MoE layer's shape, and the model in which such layers stand."""
+
+    FOLDER = "models"
+
+    name: str
+    source: str
+    num_layers: PositiveInt
+    first_dense_layers: NonNegativeInt = 0
+    """Layers at the bottom with a dense FFN; all others are MoE layers, unless these are listed."""
+    listed_moe_layers: tuple[NonNegativeInt, ...] | None = None
+    """MoE layers, ascending, where others lie in between; null = all above ``first_dense_layers``."""
+    dense_ffn_hidden_size: NonNegativeInt = 0
+    """Width of the dense layers' gated FFN; 0 = not stated, or no such layer."""
+    hidden_size: PositiveInt
+    vocab_size: PositiveInt | None = None
+    tied_embeddings: bool = False
+    """The output layer shares the embedding's weights."""
+    attention: Attention | LatentAttention | None = None
+
+    num_experts: PositiveInt
+    top_k: PositiveInt
+    ffn_hidden_size: PositiveInt
+    """Width of one routed expert's FFN."""
+    activation: Literal["swiglu", "clamped_swiglu", "other_gated", "plain"] = "swiglu"
+    """``plain`` experts, shared ones too, have no gate: two matrices in place of three."""
+    latent_size: PositiveInt | None = None
+    """Width of what routed experts take and give, between two projections of the layer; null = ``hidden_size``."""
+    expert_bias: bool = False
+    """The experts' linear layers have biases."""
+    shared_ffn_hidden_size: NonNegativeInt = 0
+    """Width of all shared experts together; 0 = none."""
+    shared_expert_gate: bool = False
+    """The shared experts' output is multiplied by the sigmoid of one learned projection."""
+
+    score_function: ScoreFunction = "softmax"
+    num_hash_layers: NonNegativeInt = 0
+    """The first so many MoE layers look a token's experts up by its id; scores only weigh them."""
+    router_bias: bool = False
+    """The router's linear layer has a bias: part of the logits, and so of the weights."""
+    router_scales: bool = False
+    """The router has a norm of its own, and a learned scale per expert multiplies the weights."""
+    selection_bias: bool = False
+    """A learned bias per expert is added to the scores for selecting, never to the weights."""
+    num_groups: int | None = Field(None, ge=2)
+    top_groups: PositiveInt | None = None
+    """The top-k looks only into the ``top_groups`` best of ``num_groups`` equal groups of experts; null = no groups."""
+    group_score_experts: PositiveInt | None = None
+    """A group's score is the sum of this many of its best experts' scores."""
+    normalize: bool
+    """Weights of the selected experts are divided by their sum (norm_topk_prob)."""
+    scales_inputs: bool = False
+    """Combine weights multiply what an expert takes, not what it gives."""
+    routed_scale: PositiveFloat = 1.0
+    """Factor on the combine weights (routed_scaling_factor)."""
+    scale: float = Field(1.0, gt=0, le=1)
+    """Hidden sizes as a share of the true ones."""
+    tensor_parallel: PositiveInt = 1
+    """Of so many tensor-parallel ranks this is one: its FFN sizes are the shard's."""
+    assumed: tuple[str, ...] = ()
+    """Fields whose values neither the model's file nor its code says."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSpec:
+        if self.top_k > self.num_experts:
+            raise UserError(f"top_k: expected at most num_experts={self.num_experts}, got {self.top_k}")
+        if self.first_dense_layers >= self.num_layers:
+            raise UserError(
+                f"first_dense_layers: expected fewer than num_layers={self.num_layers}, got {self.first_dense_layers}"
+            )
+        listed = self.listed_moe_layers
+        if listed is not None and (self.first_dense_layers or not listed or list(listed) != sorted({*listed})):
+            raise UserError(f"listed_moe_layers: expected numbers, ascending, without first_dense_layers; got {listed}")
+        if listed and listed[-1] >= self.num_layers:
+            raise UserError(f"listed_moe_layers: expected 0 to {self.num_layers - 1}, got {listed[-1]}")
+        self._check_groups()
+        return self
+
+    def _check_groups(self) -> None:
+        groups, top, scored = self.num_groups, self.top_groups, self.group_score_experts
+        if groups is None or top is None or scored is None:
+            if (groups, top, scored) != (None, None, None):
+                raise UserError(
+                    "expected all of num_groups, top_groups, group_score_experts or none,"
+                    f" got {groups}, {top}, {scored}"
+                )
+            return
+        size = self.num_experts // groups
+        if self.num_experts % groups:
+            raise UserError(f"num_groups: expected a divisor of num_experts={self.num_experts}, got {groups}")
+        if top > groups or top * size < self.top_k:
+            raise UserError(
+                f"top_groups: expected at most num_groups={groups}, with room for top_k={self.top_k}"
+                f" in groups of {size}, got {top}"
+            )
+        if scored > size:
+            raise UserError(f"group_score_experts: expected at most the {size} experts of a group, got {scored}")
+
+    @property
+    def hub_id(self) -> str:
+        """A preset's model on Hugging Face, as ``source`` begins."""
+        return self.source.partition(" ")[0]
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers that route, ascending; all others have a dense FFN."""
+        return self.listed_moe_layers or tuple(range(self.first_dense_layers, self.num_layers))
+
+    @property
+    def num_moe_layers(self) -> int:
+        return len(self.moe_layers)
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Width of the rows that travel to routed experts and back."""
+        return self.latent_size or self.hidden_size
+
+    @property
+    def expert_matrices(self) -> int:
+        """Matrices of an expert."""
+        return 2 if self.activation == "plain" else 3
+
+    @property
+    def departures(self) -> tuple[str, ...]:
+        """Where the benchmark's layer is simpler than the model: short sentences, to be shown with results."""
+        sums = self.top_k // self.top_groups if self.top_groups else None
+        sentences = {
+            f"One of {self.tensor_parallel} tensor-parallel ranks, with its slice of every expert; the all-reduce"
+            " of their outputs is not in it.": self.tensor_parallel > 1,
+            "The experts' biases are left out.": self.expert_bias,
+            "The clamped SwiGLU is computed as plain SwiGLU.": self.activation == "clamped_swiglu",
+            "The experts' gated activation is computed as SwiGLU.": self.activation == "other_gated",
+            f"The projections into the routed experts' width of {self.latent_size} and out of it are left"
+            " out.": self.latent_size is not None,
+            "The router's bias is left out.": self.router_bias,
+            "The router's norm and its learned scale of each expert are left out.": self.router_scales,
+            "The weights scale what experts give, the model's scale what they take.": self.scales_inputs,
+            "The shared experts' gate is left out.": self.shared_expert_gate,
+            f"The first {self.num_hash_layers} MoE layers choose experts by token id; here all choose by"
+            " score.": self.num_hash_layers > 0,
+            "The selection bias is zero: its trained values are part of the weights.": self.selection_bias,
+            f"A group's score sums its best {sums} experts, as Megatron-Core has it,"
+            f" where the model's sums {self.group_score_experts}.": sums != self.group_score_experts,
+            "Assumed, for the model's file does not say it: "
+            + ", ".join(f"{field} {getattr(self, field)}" for field in self.assumed)
+            + ".": self.assumed,
+        }
+        return tuple(sentence for sentence, holds in sentences.items() if holds)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one routed expert: its matrices, and biases where the model has them."""
+        biases = (self.expert_matrices - 1) * self.ffn_hidden_size + self.expert_hidden_size
+        return self.expert_matrices * self.expert_hidden_size * self.ffn_hidden_size + biases * self.expert_bias
+
+    @property
+    def latent_parameters(self) -> int:
+        """Weights of a layer's projections into and out of ``latent_size``."""
+        return 2 * self.hidden_size * (self.latent_size or 0)
+
+    def other_parameters(self, num_layers: int | None = None) -> int | None:
+        """Weights of all but routed experts: of the first ``num_layers`` (None = all), embeddings and output.
+
+        None for a shard, or where attention, vocabulary or dense FFN is not stated.
+        """
+        dense_known = self.dense_ffn_hidden_size > 0 or self.num_moe_layers == self.num_layers
+        if self.attention is None or self.vocab_size is None or not dense_known or self.tensor_parallel > 1:
+            return None
+        hidden, num_layers = self.hidden_size, num_layers or self.num_layers
+        router = self.num_experts * (hidden + self.router_bias + self.selection_bias)
+        shared = self.expert_matrices * hidden * self.shared_ffn_hidden_size + hidden * self.shared_expert_gate
+        shared += self.latent_parameters
+        block = self.attention.num_parameters(hidden) + 2 * hidden  # two norms
+        num_moe = sum(layer < num_layers for layer in self.moe_layers)
+        ffn = num_moe * (router + shared) + (num_layers - num_moe) * 3 * hidden * self.dense_ffn_hidden_size
+        embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * hidden
+        return embeddings + num_layers * block + ffn + hidden
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Weights of the whole language model; None where ``other_parameters`` is."""
+        others = self.other_parameters()
+        return others and others + self.num_moe_layers * self.num_experts * self.expert_parameters
+
+    def sharded(self, tensor_parallel: int) -> ModelSpec:
+        """Return one rank's shard of so many: the FFN of routed and shared experts is cut.
+
+        Raises:
+            ValueError: their sizes cannot be divided so.
+        """
+        if tensor_parallel == 1:
+            return self
+        sizes = {key: getattr(self, key) for key in _FFN_SIZES}
+        for key, size in sizes.items():
+            if size % tensor_parallel:
+                raise UserError(f"tensor_parallel: expected a divisor of {key}={size}, got {tensor_parallel}")
+        shards = {key: size // tensor_parallel for key, size in sizes.items()}
+        name = f"{self.name}, 1 of {tensor_parallel} TP ranks"
+        return self.model_copy(update={**shards, "name": name, "tensor_parallel": tensor_parallel})
+
+    def scaled(self, scale: float) -> ModelSpec:
+        """Return this model with its hidden sizes multiplied by ``scale`` (rounded to multiples of 16).
+
+        Attention keeps its heads and latent sizes: only what enters and leaves it shrinks.
+        """
+        if scale == 1.0:
+            return self
+        sizes = {
+            key: max(_SIZE_MULTIPLE, round(getattr(self, key) * scale / _SIZE_MULTIPLE) * _SIZE_MULTIPLE)
+            for key in ("hidden_size", "latent_size", *_FFN_SIZES, "dense_ffn_hidden_size")
+            if getattr(self, key)
+        }
+        return self.model_copy(update={**sizes, "scale": scale})

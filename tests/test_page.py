@@ -80,7 +80,7 @@ def page_of(directory: Path, out: Path) -> str:
 
 
 def test_the_page_begins_with_what_was_found_and_says_what_was_not(directory: Path, tmp_path: Path) -> None:
-    text = Parsed(page_of(directory, tmp_path / "page.html")).text
+    text = " ".join(Parsed(page_of(directory, tmp_path / "page.html")).text.split())
     head = text[: text.index("Tables")]
     assert "token_drop gamma 1 gains most, 1.5" in head
     assert "it drops 25.0 % and keeps 80.0 % of the score mass" in head
@@ -97,7 +97,6 @@ def test_the_rank_that_others_wait_for_shows(directory: Path) -> None:
     assert native["slowest_share"].tolist() == [1, 0]
     assert native["median_ms"][1] == pytest.approx(FAST_RANK * native["median_ms"][0])
     assert native["waiting_ms"][0] == 0 < native["waiting_ms"][1]
-    assert native["load_over_mean"].mean() == pytest.approx(1, rel=0.01)
     assert set(ranks.index.get_level_values("label")) == {"native", "token_drop gamma 1"}
 
 
@@ -121,6 +120,7 @@ def test_labels_and_host_names_are_text_and_nothing_is_fetched(directory: Path, 
     parsed = Parsed(page)
     assert [tag["id"] for name, tag in parsed.tags if name == "figure"] == ["figure-speedup"]
     assert page.count('src="data:image/') == 1
+    assert '<td class=number data-value="2.0' in page
     assert "default-src 'none'" in page
     for tag, attributes in parsed.tags:
         named = (attributes.get(name) or "#" for name in ("src", "href", "srcset", "action", "data", "poster"))

@@ -236,6 +236,8 @@ COLUMNS = {
         Column("most_by_amdahl", "at most, by Amdahl"),
         times("policy_ms", "policy"),
         *(times(f"mean_rank_{part}_ms", part) for part in (*_PARTS, "policy")),
+        Column("layer", "layer", form="{:.0f}"),
+        *(times(part, part) for part in ("attention", "dense", "moe")),
         times("all_layers_ms_extrapolated", "all layers, extrapolated"),
         Column("speedup_extrapolated", "end to end, extrapolated", better="higher"),
         # Ranks.

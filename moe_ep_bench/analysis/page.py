@@ -13,15 +13,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -31,7 +28,7 @@ from moe_ep_bench.analysis.advise import advice_lines
 from moe_ep_bench.analysis.cases import cases, comparisons, jobs, load
 from moe_ep_bench.analysis.columns import COLUMNS, missing
 from moe_ep_bench.analysis.reading import ResultsError
-from moe_ep_bench.analysis.render import Table, render
+from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.style import FORMATS, house_style, settle
 from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, overview, tables, warnings_of
@@ -88,13 +85,8 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         before = [validation_table(load_validation(directories[0]))]
         directories = [directories[0] / "real", directories[0] / "emulated"]
     store = load(list(directories), passed_over)
-    frame = cases(store)
-    listed = [*before, *([overview(store)] if len(comparisons(store)) > 1 else []), *tables(store, list(VIEWS))]
-    lost = [
-        f"not measured: {row['label']}, {row['status']}: {row['reason'] or 'no reason was recorded'} ({row['title']})"
-        for row in frame[frame["status"] != "ok"].to_dict("records")
-    ]
-    # Every value is escaped, those of tables by ``render``; the script holds none.
+    frame, facts = cases(store), comparisons(store)
+    listed = [*before, *([overview(store)] if len(facts) > 1 else []), *tables(store, list(VIEWS))]
     environment = Environment(
         loader=PackageLoader("moe_ep_bench", "analysis/report"),
         autoescape=True,
@@ -103,31 +95,26 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["yaml"] = _yaml
     script = files("moe_ep_bench.analysis.report").joinpath("report.js").read_text(encoding="utf-8")
-    provenance = jobs(store)
     return environment.get_template("report.html").render(
-        title=_title(comparisons(store)),
-        name=", ".join(directory.resolve().name for directory in directories),
-        created=" to ".join(dict.fromkeys(str(provenance["created"].iloc[at]) for at in (0, -1))),
+        names=[directory.resolve().name for directory in directories],
+        titles=list(facts["title"].unique()),
+        models=list(facts["model"].unique()),
         line=_line(store),
-        findings=[*itertools.chain.from_iterable(map(advice_lines, directories)), *findings(frame)],
-        warnings=[*(f"left out: {line}" for line in passed_over), *lost, *warnings_of(listed)],
+        advice=[line for directory in directories for line in advice_lines(directory)],
+        fastest=fastest(frame).sort_values("speedup_median", ascending=False).head(_MOST_FINDINGS).to_dict("records"),
+        shown=lambda row, name: COLUMNS[name].shown(row),
+        passed_over=passed_over,
+        lost=frame[frame["status"] != "ok"].to_dict("records"),
+        warnings=warnings_of(listed),
         images=[_image(name, figure) for name, figure in _drawn(store)],
-        tables=_html(listed),
+        tables=listed,
         max_open=MAX_OPEN,
-        told=_told(provenance),
-        commands="\n".join(_commands(provenance)),
+        jobs=jobs(store).to_dict("records"),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-
-
-def _title(facts: pd.DataFrame) -> str:
-    """The one comparison; of several how many there are."""
-    titles = facts["title"].unique()
-    if len(titles) == 1:
-        return titles[0]
-    return f"{len(titles)} comparisons of {', '.join(facts['model'].unique())}"
 
 
 def _line(store: Store) -> str:
@@ -140,37 +127,6 @@ def _line(store: Store) -> str:
     words = f"{what[0][:1].upper()}{what[0][1:]}" + (f", and {len(what) - 1} more" if len(what) > 1 else "")
     random = any(getattr(one.facts, "random_weights", False) for one in store.comparisons)
     return f"{words}; {count_words(cases(store))}{'; weights are random' if random else ''}."
-
-
-def findings(frame: pd.DataFrame) -> list[str]:
-    """What a reader wants to know first: of each comparison the fastest policy, how sure that is, and what it costs."""
-    timed = frame[frame["speedup_median"].notna()]
-    best = fastest(timed) if len(timed) else timed
-    if best.empty:
-        return []
-    best = best.sort_values("speedup_median", ascending=False).head(_MOST_FINDINGS)
-    lines = []
-    for row in best.to_dict("records"):
-        cells = {name: COLUMNS[name].shown(row) for name in ("speedup_median", "dropped_share", "retained_mass")}
-        what = "end to end" if row["scope"] == "model" else "the layer"
-        lines.append(
-            f"{row['title']}: {row['label']} gains most, {cells['speedup_median']} x native for {what} "
-            f"({row['verdict']}, {row['origin']}); it drops {cells['dropped_share']} % and keeps "
-            f"{cells['retained_mass']} % of the score mass."
-        )
-    return lines
-
-
-# ---- blocks ----------------------------------------------------------------------------------------------------------
-
-
-def _html(listed: Iterable[Table]) -> list[tuple[str, Markup]]:
-    """Titles and tables without them; without warnings too, which are listed once for all tables."""
-    found = []
-    for table in listed:
-        notes = [note for note in table.notes if not note.startswith("warning: ")]
-        found.append((table.title, Markup(render([replace(table, title="", notes=notes)], "html"))))
-    return found
 
 
 def _drawn(store: Store) -> Iterator[tuple[str, Figure]]:
@@ -201,36 +157,5 @@ def _encoded(figure: Figure, file_format: str) -> bytes:
     return buffer.getvalue()
 
 
-# ---- where the numbers come from -------------------------------------------------------------------------------------
-
-
-def _told(provenance: pd.DataFrame) -> dict[str, str]:
-    """What each job wrote down, by its title: configs word for word, each once, then environments and hashes.
-
-    Of jobs that did not record their config it is the resolved values.
-    """
-    texts: dict[str, str] = {}
-    for job in provenance.to_dict("records"):
-        name, text = f"config.yaml ({job['run_id']})", job["config_text"]
-        if not isinstance(text, str):
-            name, text = f"resolved config ({job['run_id']})", _yaml(job["config"])
-        if text not in texts.values():
-            texts[f"Config: {name}"] = text
-    about = ("created", "command", "hashes", "environment")
-    jobs = {f"Job {job['run_id']}": _yaml({key: job[key] for key in about}) for job in provenance.to_dict("records")}
-    return texts | jobs
-
-
 def _yaml(content: Any) -> str:
     return yaml.safe_dump(json.loads(json.dumps(content, default=str)), sort_keys=False, allow_unicode=True, width=120)
-
-
-def _commands(provenance: pd.DataFrame) -> Iterator[str]:
-    """The command lines word for word, under the commit of their code."""
-    for job in provenance.to_dict("records"):
-        environment, code = job["environment"], job["hashes"].get("code") or "not recorded"
-        commit = environment.get("git_commit")
-        changed = " with uncommitted changes" if environment.get("git_dirty") else ""
-        where = f"commit {commit}{changed}" if commit else "no commit was recorded"
-        yield f"# {where}; code hash {json.dumps(code).strip(chr(34))}"
-        yield job["command"] if isinstance(job["command"], str) else "# the command was not recorded"

@@ -1,32 +1,26 @@
-"""Render tables for a terminal, Markdown, LaTeX and HTML; as CSV and JSON with all columns, unrounded.
+"""Render tables for a terminal, Markdown and LaTeX; as CSV and JSON with all columns, unrounded.
 
 A ``Table`` is a frame, the columns that people read, a title and notes. Every command prints its results through
-``render``, so that a number stands alike wherever it is read.
+``render``, so that a number stands alike wherever it is read; the page's template takes a ``Table`` as it is.
 """
 
 from __future__ import annotations
 
-import html
-import json
-import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
 
 import pandas as pd
 
-from moe_ep_bench.analysis.columns import NONE, Column, Row, missing
+from moe_ep_bench.analysis.columns import Column, Row, missing
 
-PEOPLE = ("text", "md", "latex", "html")
+PEOPLE = ("text", "md", "latex")
 PROGRAMS = ("csv", "json")
 # Of ``render(..., "json")``: raised when a column changes its name or meaning, not when one is added.
 JSON_VERSION = 2
 
-_GAP = "  "
 _LATEX = str.maketrans(
     {
         **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -46,7 +40,7 @@ class Table:
     """A frame with what people read of it.
 
     Attributes:
-        instead: the name of a column whose text, where it is not empty, takes the place of a row's numbers.
+        instead: the name of a column whose text, where it is not empty, makes a row a line below the table.
         notes: lines that are needed to read the numbers.
         caption: those of them that a caption has room for (LaTeX).
     """
@@ -60,17 +54,18 @@ class Table:
 
     @property
     def rows(self) -> list[Row]:
-        return self.frame.to_dict("records")
+        """The rows that have numbers."""
+        return [row for row in self.frame.to_dict("records") if self.instead is None or missing(row[self.instead])]
 
     @property
     def cells(self) -> list[list[str]]:
-        """The cells of all rows; of a row without numbers the first and the text that takes their place."""
-        return [
-            [column.shown(row) for column in self.columns]
-            if self.instead is None or missing(row[self.instead])
-            else [self.columns[0].shown(row), row[self.instead]]
-            for row in self.rows
-        ]
+        return [[column.shown(row) for column in self.columns] for row in self.rows]
+
+    @property
+    def lost(self) -> list[str]:
+        """Rows without numbers, a line each that says why."""
+        rows = [] if self.instead is None else self.frame[self.frame[self.instead].notna()].to_dict("records")
+        return [f"{self.columns[0].shown(row)}: {row[self.instead]}" for row in rows]
 
 
 def render(tables: Sequence[Table], to: str, *, width: int | None = None) -> str:
@@ -84,32 +79,18 @@ def render(tables: Sequence[Table], to: str, *, width: int | None = None) -> str
         frame = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
         if to == "csv":
             return frame.to_csv(index=False, lineterminator="\n")
-        rows = [{name: _plain(value) for name, value in row.items()} for row in frame.to_dict("records")]
-        lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
-        return f'{{"version": {JSON_VERSION}, "rows": [\n{lines}\n]}}\n'
+        rows = frame.to_json(orient="records", double_precision=15)
+        return f'{{"version": {JSON_VERSION}, "rows": {rows}}}\n'
     if to == "text":
         return "\n\n".join(_text(table, width) for table in tables)
-    block = {"md": _markdown, "latex": _latex, "html": _html}[to]
-    head = "% \\usepackage{booktabs}\n" if to == "latex" else ""
-    return head + "\n\n".join(block(table) for table in tables) + "\n"
+    if to == "md":
+        return "\n\n".join(map(_markdown, tables)) + "\n"
+    return "% \\usepackage{booktabs}\n" + "\n\n".join(map(_latex, tables)) + "\n"
 
 
 def terminal_width() -> int | None:
     """Characters in a line of the terminal; None where the output is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
-    if isinstance(value, list | dict):
-        return value
-    if missing(value):
-        return None
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# ---- for a terminal --------------------------------------------------------------------------------------------------
 
 
 def wrapped(line: str, width: int | None, indent: str = "") -> str:
@@ -120,34 +101,25 @@ def wrapped(line: str, width: int | None, indent: str = "") -> str:
 
 
 def _text(table: Table, width: int | None) -> str:
-    lines, left_out = _aligned(table, width) if table.columns else ([], [])
-    notes = [wrapped(note, width, "  ") for note in table.notes]
-    if left_out:
-        notes.append(wrapped(f"no room for: {', '.join(left_out)} (--columns, or --format csv)", width, "  "))
+    """An aligned table; the last columns, for which a terminal has no room, are named among the lines below it."""
+    columns, lines = list(table.columns), [*table.lost, *table.notes]
+    cells = [[column.title for column in columns], *table.cells]
+    sizes = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    number = len(columns)
+    while width is not None and number > 2 and sum(sizes[:number]) + 2 * (number - 1) > width:
+        number -= 1
+    if left_out := [column.title for column in columns[number:]]:
+        lines.append(f"no room for: {', '.join(left_out)} (--columns, or --format csv)")
+    rows = []
+    for row in (cells[0], ["-" * size for size in sizes], *cells[1:]) if columns else ():
+        aligned = [
+            cell.ljust(size) if column.is_words else cell.rjust(size)
+            for cell, size, column in zip(row[:number], sizes[:number], columns[:number], strict=True)
+        ]
+        rows.append("  ".join(aligned).rstrip())
     title = table.title and wrapped(table.title, width)
-    return "\n\n".join(part for part in (title, "\n".join(lines), "\n".join(notes)) if part)
-
-
-def _aligned(table: Table, width: int | None) -> tuple[list[str], list[str]]:
-    """Lines of a table, and the titles of columns for which a terminal has no room: the last ones."""
-    columns, rows = table.columns, [[column.title for column in table.columns], *table.cells]
-    full = [row for row in rows if len(row) == len(columns)]
-    sizes = [max(len(row[place]) for row in full) for place in range(len(columns))]
-    sizes[0] = max(len(row[0]) for row in rows)
-    places = list(range(len(columns)))
-    while width is not None and len(places) > 2 and sum(sizes[p] + len(_GAP) for p in places) - len(_GAP) > width:
-        places.pop()
-    lines = []
-    for row in (rows[0], ["-" * size for size in sizes], *rows[1:]):
-        if len(row) == len(columns):
-            cells = [row[p].ljust(sizes[p]) if columns[p].is_words else row[p].rjust(sizes[p]) for p in places]
-            lines.append(_GAP.join(cells).rstrip())
-        else:
-            lines.append(f"{row[0]:<{sizes[0]}}{_GAP}{row[1]}")
-    return lines, [columns[place].title for place in range(len(places), len(columns))]
-
-
-# ---- for documents ---------------------------------------------------------------------------------------------------
+    below = "\n".join(wrapped(line, width, "  ") for line in lines)
+    return "\n\n".join(part for part in (title, "\n".join(rows), below) if part)
 
 
 def escape_latex(text: str) -> str:
@@ -160,55 +132,24 @@ def escape_markdown(text: str) -> str:
     return " ".join(text.translate(_MARKDOWN).split())
 
 
-def _grid(table: Table, escape: Callable[[str], str]) -> list[list[str]]:
-    """The header and all rows, escaped, as many cells in each."""
-    rows = [[column.title for column in table.columns], *table.cells]
-    return [[escape(cell) for cell in row] + [""] * (len(table.columns) - len(row)) for row in rows]
-
-
 def _latex(table: Table) -> str:
     """One ``table`` with booktabs rules; its title and the shortest notes are the caption."""
-    header, *rows = [" & ".join(row) + r" \\" for row in _grid(table, escape_latex)]
-    caption = escape_latex(" ".join(f"{part.rstrip('.')}." for part in (table.title, *table.caption) if part))
+    rows = [[column.title for column in table.columns], *table.cells]
+    header, *body = [" & ".join(map(escape_latex, row)) + r" \\" for row in rows]
+    caption = escape_latex(
+        " ".join(f"{part.rstrip('.')}." for part in (table.title, *table.lost, *table.caption) if part)
+    )
     columns = "".join("l" if column.is_words else "r" for column in table.columns)
     lines = [r"\begin{table}[tbp]", r"\centering", rf"\caption{{{caption}}}", rf"\begin{{tabular}}{{{columns}}}"]
-    lines += [r"\toprule", header, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""]
+    lines += [r"\toprule", header, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""]
     return "\n".join(lines)
 
 
 def _markdown(table: Table) -> str:
     """One table in GitHub's dialect, under its title and above its notes."""
-    header, *rows = _grid(table, escape_markdown)
+    header, *body = [[column.title for column in table.columns], *table.cells]
     rule = ["---" if column.is_words else "---:" for column in table.columns]
-    lines = [f"| {' | '.join(row)} |" for row in (header, rule, *rows)] if table.columns else []
-    notes = "\n".join(f"- {escape_markdown(note)}" for note in table.notes)
+    rows = [map(escape_markdown, header), rule, *(map(escape_markdown, row) for row in body)]
+    lines = [f"| {' | '.join(row)} |" for row in rows] if table.columns else []
+    notes = "\n".join(f"- {escape_markdown(line)}" for line in (*table.lost, *table.notes))
     return "\n\n".join(part for part in (escape_markdown(table.title), "\n".join(lines), notes) if part)
-
-
-def _html(table: Table) -> str:
-    """One ``table`` in a box that scrolls; the numbers behind its cells are ``data-value``, by which a page sorts."""
-    kinds = ["" if column.is_words else " class=number" for column in table.columns]
-    head = "".join(f"<th{kind}>{html.escape(c.title)}</th>" for kind, c in zip(kinds, table.columns, strict=True))
-    body = []
-    for row, cells in zip(table.rows, table.cells, strict=True):
-        if len(cells) < len(table.columns):
-            label, reason = map(html.escape, cells)
-            body.append(f"<tr><td>{label}</td><td colspan={len(table.columns) - 1}>{reason}</td></tr>")
-            continue
-        values = [
-            "" if cell == NONE else _data_value(row.get(c.name)) for cell, c in zip(cells, table.columns, strict=True)
-        ]
-        tags = (
-            f"<td{kind}{value}>{html.escape(cell)}</td>" for kind, value, cell in zip(kinds, values, cells, strict=True)
-        )
-        body.append(f"<tr>{''.join(tags)}</tr>")
-    lines = [f"<h3>{html.escape(table.title)}</h3>"] if table.title else []
-    if table.columns:
-        lines += [f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>", *body, "</tbody></table></div>"]
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in table.notes)
-    return "\n".join([*lines, *([f"<ul>{notes}</ul>"] if notes else [])])
-
-
-def _data_value(value: Any) -> str:
-    """The number behind a cell, where there is one."""
-    return f' data-value="{float(value)}"' if isinstance(value, Real) and not missing(value) else ""

@@ -1,4 +1,4 @@
-"""Show results directories: as text, as a page, or in a format that other programs read."""
+"""Show results directories, as text, as a page or in a format that other programs read; and papers' numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import COMPARISON, cases, load, samples
 from moe_ep_bench.analysis.columns import columns as columns_named
+from moe_ep_bench.analysis.columns import text
 from moe_ep_bench.analysis.notes import most_important
 from moe_ep_bench.analysis.origins import modelled_line
 from moe_ep_bench.analysis.reading import ResultsError
@@ -19,6 +20,7 @@ from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.tables import MAIN, VIEWS, count_words, short_table, tables
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, check_folder
+from moe_ep_bench.papers import published
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
 FORMATS = ("text", "md", "latex", "csv", "json", "html")
@@ -161,3 +163,32 @@ def end_of_run(directory: Path) -> str:
     notes = [wrapped(line, _SHORT_WIDTH, "  ") for line in most_important(store)]
     where = f"{count_words(frame)}; in {directory}\nmore: moe-ep-bench show {directory}; moe-ep-bench plot {directory}"
     return "\n\n".join(filter(None, [*blocks, "\n".join(notes), where]))
+
+
+def list_papers(name: str | None) -> str:
+    """A table for each item of a paper, or of all; numbers as printed, with the sign of a bound and standard errors."""
+    signs, tables = {bound: sign for sign, bound in published.BOUNDS.items()}, []
+    for paper in map(published.load, [name] if name else published.names()):
+        notes = [paper.version, *([paper.note] if paper.note else [])]
+        tables.append(Table(pd.DataFrame(), (), f"arXiv {paper.paper}: {paper.title}", notes))
+        for item in paper.items:
+            numbers = list(item.numbers(paper))
+            wheres = [
+                ", ".join(f"{value}" if key == "what" else f"{key} {value}" for key, value in number.where.items())
+                for number in numbers
+            ]
+            printed = [
+                f"{signs.get(number.bound, '')}{number.printed}"
+                + ("" if number.stderr is None else f" ± {number.stderr:.2f}")
+                + (" (read off)" if number.read_off else "")
+                for number in numbers
+            ]
+            about = {name: [getattr(number, name) for number in numbers] for name in ("model", "unit")}
+            rows = pd.DataFrame({"model": about["model"], "where": wheres, "number": printed, "unit": about["unit"]})
+            left_out = paper.why_uncompared(item.item, item.kind)
+            notes = [item.note] if item.note else []
+            if left_out is not None:
+                notes.append(f"not compared: {left_out.why}{f' ({left_out.by})' if left_out.by else ''}")
+            title = f"{item.item}: {item.what} ({item.kind}, {item.metric})"
+            tables.append(Table(rows, [text(column) for column in rows], title, notes))
+    return render(tables, "text")

@@ -308,7 +308,7 @@ def _papers_list(options: argparse.Namespace) -> int:
 
         print(list_json(options.paper))
     else:
-        from moe_ep_bench.analysis.listings import list_papers
+        from moe_ep_bench.analysis.show import list_papers
 
         print(list_papers(options.paper))
     return OK
@@ -414,13 +414,6 @@ def _check_policy(options: argparse.Namespace) -> int:
     return OK if kept else CASES_FAILED
 
 
-def _tables(options: argparse.Namespace) -> int:
-    from moe_ep_bench.analysis.listings import list_tables
-
-    print(list_tables(options.system, options.model))
-    return OK
-
-
 def _schema(options: argparse.Namespace) -> int:
     import json
 
@@ -482,7 +475,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     PAPERS_LIST: _papers_list,
     "quality": _quality,
     "calibrate": _calibrate,
-    "tables": _tables,
     "trace info": _trace_info,
     "trace thresholds": _trace_thresholds,
     "trace eplb": _trace_eplb,

@@ -127,10 +127,6 @@ def make_parser() -> argparse.ArgumentParser:
     _add_nproc(calibrate)
     _add_cpu(calibrate)
 
-    tables = add("tables", "list what others measured on real GPUs: devices, shapes and links to name")
-    tables.add_argument("system", metavar="DEVICE", nargs="?", help="tell its shapes and links, e.g. h100_sxm")
-    tables.add_argument("model", metavar="MODEL", nargs="?", help="only what was measured of this model's shape")
-
     _add_trace(add("trace", "inspect, record or import routing recordings"))
 
     checked = add("check-policy", "hold a policy to the laws that every policy keeps")

@@ -499,13 +499,13 @@ class EmulateConfig(Strict):
     """Settings of ``emulate``."""
 
     links: Annotated[str | None, PRESET_OR_FILE] = None
-    """Links between virtual ranks: a name of data/links/, a file by ``calibrate``, or (``tables``)
+    """Links between virtual ranks: a name of data/links/, a file by ``calibrate``, or of measured tables
     ``table:SYSTEM/nccl/VERSION``, ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND``."""
     bandwidth_scale: float = Field(1.0, ge=1e-6, le=1e6)
     """Factor on the bandwidth of all links."""
     device: Annotated[str, PRESET_OR_FILE] = MEASURED
     """``measured``: this device runs every virtual rank's layer. Else nothing is run: a name of data/devices/, a path
-    of such a file, or measured elsewhere ``table:SYSTEM/FRAMEWORK/VERSION`` (``tables``)."""
+    of such a file, or measured elsewhere ``table:SYSTEM/FRAMEWORK/VERSION``."""
     transport: Transport = "pairs"
     """Rows sent: ``pairs``, (token, expert), as NCCL's all-to-all; ``copies``, (token, rank) and between nodes (token,
     node), as DeepEP."""

@@ -58,7 +58,7 @@ VALUE_BYTES = {name: precision.hidden_bytes for name, precision in PRECISIONS.it
 RUN_DTYPES = ("float32", "bfloat16")
 
 REMOVED |= {
-    "decode": "memory_efficiency and overhead_us, or a measured table as the device (moe-ep-bench tables)",
+    "decode": "memory_efficiency and overhead_us, or a measured table as the device (table:...)",
     "decode_below_rows": "layer.experts: decode, by name",
 }
 
@@ -123,7 +123,7 @@ class Device(Preset):
             UserError: a dtype that the device has no figures of.
         """
         if dtype not in RUN_DTYPES:
-            raise UserError(f"expected a table (moe-ep-bench tables) with layer.dtype {dtype}, got {self.name}")
+            raise UserError(f"expected a device of tables (table:...) with layer.dtype {dtype}, got {self.name}")
         return self
 
     @property

@@ -29,7 +29,7 @@ from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.presets import Preset, Strict
 
 Basis = Literal["measured", "measured elsewhere", "published", "assumed"]
-"""Measured by ``calibrate`` or outside this program, in others' tables (``tables``), published by others (the file says
+"""Measured by ``calibrate`` or outside this program, in others' tables, published by others (the file says
 by whom), or assumed."""
 
 Duplex = Literal["full", "half"]

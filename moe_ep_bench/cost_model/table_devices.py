@@ -1,4 +1,4 @@
-"""Devices and links whose times others measured (``tables``), in place of formulas.
+"""Devices and links whose times others measured (``tables.py``), in place of formulas.
 
 *Experts.* A rank's time follows from the rows of its shape, dtype and EP size that were measured under balanced scores.
 Let u(T) be their time with T tokens of all ranks, and b T what a kernel does for tokens of all ranks, whoever's experts
@@ -215,7 +215,7 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, roofline_us: 
         UserError: nothing near enough was measured; the line lists shapes.
     """
     if not len(rows):
-        raise UserError("expected rows of balanced loads, got none; take another framework or version (tables SYSTEM)")
+        raise UserError("expected rows of balanced loads, got none; take another framework or version")
     wanted = shape_of(model)
     own = of_shape(rows, wanted)
     if len(own):

@@ -23,7 +23,6 @@ Nothing is kept beyond the process. No row of theirs is part of this repository 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -171,27 +170,6 @@ class Tables:
             return pq.read_table(path, columns=list(columns), filters=filters).to_pandas()
         except (pa.ArrowException, OSError, KeyError) as problem:
             raise UserError(f"{path}: damaged: {brief(str(problem), quoted=False)}") from None
-
-
-def systems() -> list[str]:
-    """With tables of any kind."""
-    data = root() / "data"
-    return [one for one in _folders(data) if _folders(data / one / "moe") or _folders(data / one / "comm")]
-
-
-def all_tables(kind: str, system: str | None = None) -> list[Tables]:
-    """Every framework's version on every system, or on one."""
-    data = root() / "data"
-    return [
-        Tables(one, framework, version)
-        for one in ([system] if system else systems())
-        for framework in _folders(data / one / kind)
-        for version in sorted(_folders(data / one / kind / framework), key=_by_number)
-    ]
-
-
-def _by_number(version: str) -> list[tuple[int, str]]:
-    return [(int(digits or 0), text) for digits, text in re.findall(r"(\d*)(\D*)", version)]
 
 
 # ---- rows of MoE layers ----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 const words = new Intl.Collator("en", { numeric: true });
 
 function keyOf(cell) {
-  if (!cell || cell.colSpan > 1) return null; // a reason in place of numbers
+  if (!cell) return null;
   if (cell.dataset.value !== undefined) return Number(cell.dataset.value);
   const text = cell.textContent.trim();
   return text === "-" ? null : text !== "" && !isNaN(text) ? Number(text) : text;

@@ -1,4 +1,4 @@
-"""Fields by layer, and factors that a recording gives for a budget."""
+"""Fields of policies by layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -16,17 +15,11 @@ from trace_files import write_trace
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import CaseRouter, Share
-from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.policies.by_layer import ByLayer
 from moe_ep_bench.presets import expand_policies
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
-from moe_ep_bench.workload.derived import Setting, compared_policies, derive_factors, judge, needed_factors
-from moe_ep_bench.workload.trace import open_trace
-
-# ---- fields by layer -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -103,7 +96,7 @@ def test_wrong_values_by_layer_are_refused(value: object, message: str) -> None:
 
 
 def test_a_config_by_layer_needs_as_many_layers(tmp_path: Path) -> None:
-    recorded = random_trace(tmp_path / "a.safetensors", num_layers=3)
+    recorded = write_trace(tmp_path / "a.safetensors", length_S=(8,) * 20, num_layers=3, top_k=2)
     config = {
         "model": {"num_experts": 8, "top_k": 2, "hidden_size": 8, "ffn_hidden_size": 8},
         "workload": {"kind": "recorded", "trace": str(recorded), "layer": 2, "tail": "uniform", "num_tokens": 16},
@@ -120,67 +113,3 @@ def test_a_config_by_layer_needs_as_many_layers(tmp_path: Path) -> None:
         load_experiments(tmp_path / "config.yaml", [change], on_cpu=True)
         with pytest.raises(ValueError, match=expected):
             plan(tmp_path / "config.yaml", [change], ROUTING)
-
-
-# ---- a budget on a recording -----------------------------------------------------------------------------------------
-
-
-def random_trace(path: Path, num_layers: int = 2) -> Path:
-    """Twenty sequences of eight tokens; 8 experts, top-2."""
-    return write_trace(path, length_S=(8,) * 20, num_layers=num_layers, top_k=2)
-
-
-SETTING = Setting(num_ranks=4, num_tokens=40)
-
-
-@pytest.mark.parametrize("granularity", ["device", "expert"])
-def test_a_derived_factor_is_the_least_that_keeps_the_budget(granularity: str, tmp_path: Path) -> None:
-    path, setting = random_trace(tmp_path / "a.safetensors"), Setting(4, 40, granularity)
-    derived, trace = derive_factors(path, 0.05, setting), open_trace(path)
-
-    def lost(factor: float, batches: list) -> float:
-        policy = make_policy({"name": "token_drop", "granularity": granularity, "capacity_factor": factor})
-        shares = []
-        for parts in batches[::2]:
-            maps = [policy.route(part, setting.context(trace, rank)).map_TE for rank, part in enumerate(parts)]
-            kept = sum(float((part * map_TE).sum()) for part, map_TE in zip(parts, maps, strict=True))
-            shares.append(1 - kept / sum(float(part.sum()) for part in parts))
-        return float(np.mean(shares))
-
-    layers = list(setting.layers(trace))
-    assert len(layers[0]) == 4  # of five sequences each
-    for batches, factor in zip(layers, derived.layers, strict=True):
-        assert lost(factor, batches) <= 0.05 < lost(factor - 0.002, batches)
-    both = [lost(derived.common, batches) for batches in layers]
-    assert np.mean(both) <= 0.05 < np.mean([lost(derived.common - 0.002, batches) for batches in layers])
-    needed = needed_factors(layers[0][0], setting, 2)
-    assert (len(needed), needed["share"].sum()) == (2 * 40, pytest.approx(1))
-
-
-def test_budget_drop_keeps_its_budget_in_each_batch_and_nothing_beats_the_frontier(tmp_path: Path) -> None:
-    path = random_trace(tmp_path / "a.safetensors")
-    rows = judge(path, 0.05, SETTING, compared_policies(0.05, derive_factors(path, 0.05, SETTING), SETTING))
-    found = rows.set_index("method").to_dict("index")
-    assert found["native"]["lost"] == pytest.approx(0, abs=1e-6)
-    assert found["budget_drop"]["most_lost"] <= 0.05 + 1e-6
-    assert (rows["above"] >= -1e-9).all()
-    assert found["native"]["fullest"] > found["budget_drop"]["fullest"] >= found["frontier"]["fullest"]
-    assert found["frontier"]["fullest"] >= found["frontier, spread"]["fullest"]
-
-
-def test_thresholds_for_a_budget_are_an_entry_of_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = random_trace(tmp_path / "a.safetensors")
-    arguments = ["trace", "thresholds", str(path), "--budget", "5%", "--ep", "4", "--tokens", "40"]
-    assert main(arguments) == OK
-    text = capsys.readouterr().out
-    assert "# budget_drop" in text
-    (policy,) = expand_policies(yaml.safe_load(text))
-    assert policy.by_layer["capacity_factor"] == tuple(derive_factors(path, 0.05, SETTING).layers)
-    for wrong, message in (
-        (["--ep", "3"], "ep: expected a divisor"),
-        (["--budget", "2"], "--budget: expected a share"),
-    ):
-        assert main([*arguments, *wrong]) == USER_ERROR
-        assert message in capsys.readouterr().err
-    assert main([*arguments, "--tokens", "100"]) == USER_ERROR
-    assert "tokens: expected at most half of the 160 recorded" in capsys.readouterr().err

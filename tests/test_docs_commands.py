@@ -76,10 +76,6 @@ OWN_STAND_INS = {
         "400": "4",
     },
     "advise --model config.json --ep 8 --tokens 16384 --trace FILE": {"8": "2"},
-    "trace thresholds FILE --budget 1% --tokens 2048": {
-        "FILE": "recordings/gpt-oss-20b-mixed.safetensors",
-        "2048": "20",
-    },
 }
 # Not run as printed: the option that stands for it, and why.
 A_START = "the ranks of configs/decode.yaml start here; each start takes seconds"
@@ -208,7 +204,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     example = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (folder / "mine.yaml").write_text(example[1])
     experts = np.argsort(np.random.default_rng(0).random((40, 16, 64)), axis=2)[..., :8]
-    np.savez(folder / "routes.npz", **{"0.prompt_routed_experts": experts, "0.routed_experts": experts[:2]})
+    np.savez(folder / "routes.npz", **{"0.routed_experts": experts, "0.prompt_length": 38})
     routed = np.argsort(np.random.default_rng(1).random((40, 16, 64)), axis=2)[..., :8].astype(np.int32)
     prompts = {"choices": [{"routed_experts": npy(routed), "prompt_token_ids": list(range(30))}]}
     written(folder / "routes.jsonl", prompts, prompts)

@@ -38,7 +38,7 @@ from moe_ep_bench.placement import replicate
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import ROUTING_SCHEMA
-from moe_ep_bench.workload.derived import laser_thresholds
+from moe_ep_bench.workload.facts import laser_thresholds
 from moe_ep_bench.workload.importers.options import ASSUMED
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
@@ -395,5 +395,7 @@ def test_scores_that_do_not_say_their_share_give_no_thresholds(
     path = write_trace(tmp_path / "a.safetensors", normalised=True)
     assert main(["trace", "thresholds", str(path)]) == USER_ERROR
     assert "normalised over the top-k" in capsys.readouterr().err
+    assert main(["trace", "thresholds", str(path), "--budget", "1%"]) == USER_ERROR
+    assert "budget_drop" in capsys.readouterr().err
     with pytest.raises(ValueError, match="keep: expected 0 to 1"):
         laser_thresholds(write_trace(tmp_path / "b.safetensors"), 1.5)

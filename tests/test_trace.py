@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_recorded import EXPERTS, real, trace_parts, write
-from trace_files import loads_entry, write_loads, write_trace
+from trace_files import write_trace
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.workload.trace import open_trace
@@ -137,7 +137,7 @@ def test_info_states_what_scores_are_and_where_tokens_are_missing(changes, key, 
     assert words in info_of(write_trace(tmp_path / "toy.safetensors", **changes), capsys)[key]
 
 
-@pytest.mark.parametrize("make", [lambda path: None, lambda path: write_loads(path, loads_entry())])
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.write_text("[[1, 2]]")])
 def test_info_of_what_is_no_recording_is_one_line(make, tmp_path, capsys):
     path = tmp_path / "loads.json"
     make(path)

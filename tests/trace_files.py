@@ -1,8 +1,7 @@
-"""Write small recordings, and files of expert loads."""
+"""Write small recordings."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -56,14 +55,4 @@ def write_trace(
         "licence": "MIT",
     }
     save_file({name: np.ascontiguousarray(of) for name, of in tensors.items()}, path, {**facts, **metadata})
-    return path
-
-
-def loads_entry(**changes) -> dict:
-    entry = {"model": "tiny", "top_k": 2, "domain": "words", "source": "a test", "licence": "MIT"}
-    return {**entry, "load_E_by_layer": {"0": [6, 2, 0, 8], "7": [4, 4, 4, 4]}, **changes}
-
-
-def write_loads(path: Path, *entries: dict) -> Path:
-    path.write_text(json.dumps(entries))
     return path

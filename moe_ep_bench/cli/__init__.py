@@ -342,7 +342,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _trace_info(options: argparse.Namespace) -> int:
-    from moe_ep_bench.workload.trace import trace_info
+    from moe_ep_bench.workload.facts import trace_info
 
     print(trace_info(options.file))
     return OK
@@ -351,15 +351,12 @@ def _trace_info(options: argparse.Namespace) -> int:
 def _trace_thresholds(options: argparse.Namespace) -> int:
     import yaml
 
+    from moe_ep_bench.workload.facts import laser_thresholds
+
     if options.budget is not None:
-        from moe_ep_bench.bench.question import parse_share
-        from moe_ep_bench.workload.derived import Setting, budget_text
-
-        setting = Setting(options.ep, options.tokens, options.granularity)
-        print(budget_text(options.file, parse_share("--budget", options.budget), setting))
-        return OK
-    from moe_ep_bench.workload.derived import laser_thresholds
-
+        raise UserError(
+            "--budget: is gone; the policy budget_drop (max_lost_mass) finds each batch's factor as it runs"
+        )
     derived = laser_thresholds(options.file, options.keep)
     print(yaml.safe_dump([{"name": "laser", **derived}], sort_keys=False, default_flow_style=None), end="")
     return OK
@@ -391,10 +388,8 @@ def _trace_record(options: argparse.Namespace) -> int:
 def _trace_import(options: argparse.Namespace) -> int:
     from moe_ep_bench.workload.importers import ImportOptions, import_trace
 
-    # All but what only a preset gives.
-    names = [field.name for field in dataclasses.fields(ImportOptions) if hasattr(options, field.name)]
-    chosen = {name: value for name in names if (value := getattr(options, name)) is not None}
-    print(import_trace(options.kind, options.source, options.out, ImportOptions(**chosen)).text())
+    chosen = {name: value for name in ImportOptions.model_fields if (value := getattr(options, name)) is not None}
+    print(import_trace(options.kind, options.source, options.out, chosen).text())
     return OK
 
 

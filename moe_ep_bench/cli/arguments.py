@@ -259,16 +259,10 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     info.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file")
     info.set_defaults(command="trace info")
 
-    thresholds = actions.add_parser("thresholds", help="derive fields of the policies laser or token_drop")
+    thresholds = actions.add_parser("thresholds", help="derive fields of the policy laser")
     thresholds.add_argument("file", type=Path, metavar="FILE", help="a moe-trace-v1 file")
-    _add_value(thresholds, "--keep", 0.25, "SHARE", "of laser: share of tokens that keep their top-k")
-    text = "of token_drop: score mass that may be lost, e.g. 1%%, from which factors follow"
-    thresholds.add_argument("--budget", metavar="SHARE", help=text)
-    _add_value(thresholds, "--ep", 8, "N", "with --budget: ranks")
-    _add_value(thresholds, "--tokens", 2048, "N", "with --budget: of a batch, all ranks together")
-    thresholds.add_argument(
-        "--granularity", choices=("device", "expert"), default="device", help="with --budget: (%(default)s)"
-    )
+    _add_value(thresholds, "--keep", 0.25, "SHARE", "share of tokens that keep their top-k")
+    thresholds.add_argument("--budget", help=argparse.SUPPRESS)
     thresholds.set_defaults(command="trace thresholds")
 
     eplb = actions.add_parser("eplb", help="plan replicas for its loads; write which expert each slot holds (SGLang)")
@@ -300,19 +294,16 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     imported.add_argument("source", type=Path, metavar="SOURCE", help="a checkout, directory or file")
     imported.add_argument("out", type=Path, metavar="OUT", help="the file to write; must not exist")
     for name, text in (
-        ("preset", "a model of data/models/"),
+        ("preset", "a model of data/models/, or its config.json"),
         ("model", "name of the model, without a preset"),
         ("domain", "part of a published recording; of others, the subject of the texts"),
-        ("phase", "prefill, decode, 'prefill and decode' or training"),
+        ("phase", "prefill, decode or training"),
         ("licence", "of a recording of your own"),
         ("score-function", "softmax, sigmoid or sqrtsoftplus, for recorded logits"),
     ):
         imported.add_argument(f"--{name}", help=text)
     imported.add_argument("--num-experts", type=int, help="without a preset")
-    imported.add_argument("--max-bytes", type=int, metavar="N", help="largest array of the source (default: 2^30)")
-    imported.add_argument("--micro-batch-size", type=int, default=1, help="sequences interleaved in a forward pass")
-    text = "first recorded position, where requests set routed_experts_prompt_start (SGLang: routed_experts_start_len)"
-    imported.add_argument("--prompt-start", type=int, default=0, metavar="N", help=text)
-    imported.add_argument("--leave-out-cached", action="store_true", help="leave out what the prefix cache held")
-    imported.add_argument("--assume-equal-scores", action="store_true", help="accept a recording of expert ids only")
+    imported.add_argument("--micro-batch-size", type=int, help="sequences interleaved in a forward pass")
+    text = "accept a recording of expert ids only"
+    imported.add_argument("--assume-equal-scores", action="store_true", default=None, help=text)
     imported.set_defaults(command="trace import")

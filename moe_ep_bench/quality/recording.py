@@ -38,7 +38,7 @@ from moe_ep_bench.quality.passes import RouterCall
 from moe_ep_bench.quality.routed import routed
 from moe_ep_bench.runtime import locks
 from moe_ep_bench.runtime.progress import progress_bar
-from moe_ep_bench.workload.importers.writer import ImportSummary, TraceWriter, sha256_of
+from moe_ep_bench.workload.writer import ImportSummary, TraceWriter, sha256_of
 
 _PROGRESS = "progress.json"
 

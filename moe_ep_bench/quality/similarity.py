@@ -28,7 +28,7 @@ from moe_ep_bench.quality.checkpoint import Checkpoint, check_enough, pick_devic
 from moe_ep_bench.quality.families import MoELayer, find_moe_layers
 from moe_ep_bench.quality.recording import RecordOptions
 from moe_ep_bench.runtime.progress import progress_bar
-from moe_ep_bench.workload.importers.writer import sha256_of
+from moe_ep_bench.workload.writer import sha256_of
 
 MEASURE = "1 - Frobenius distance of outputs over the layer's largest"
 # Numbers of all experts' outputs that are held at a time.

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.files import atomic_path
-from moe_ep_bench.workload.importers.writer import TraceWriter
+from moe_ep_bench.workload.writer import TraceWriter
 
 PART_BYTES = 2**29
 _PHASES = ("prefill", "decode")

@@ -147,41 +147,9 @@ class Trace:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def trace_info(path: Path) -> str:
-    """State what a recording holds, a line per fact; ``route`` of ``topk`` says the rest.
-
-    Raises:
-        ValueError: the file cannot be used; the message names it and says what is wrong.
-    """
-    trace = open_trace(path)
-    facts, length_S = trace.metadata, np.diff(trace.start_S)
-    gaps = len(trace.consecutive_starts()) - len(trace.start_S)
-    scores = facts["score"]
-    if trace.scores_are_assumed:
-        scores += "; nobody recorded scores"
-    elif trace.has_full_scores:
-        scores += "; of all experts"
-    elif trace.scores_are_normalised:
-        scores += "; their share of all experts' mass is unknown"
-    rows = {
-        "file": path.name,
-        "sha256": trace.sha256(),
-        "model": facts["model"],
-        "routing": f"{trace.num_layers} MoE layers, {trace.num_experts} experts, top-{trace.top_k}",
-        "tokens": f"{trace.num_tokens:,} in {trace.num_sequences:,} sequences of {length_S.min():,} to "
-        f"{length_S.max():,} (median {np.median(length_S):,.0f}){f', {gaps:,} gaps' if gaps else ''}",
-        **{name: facts[name] for name in ("phase", "domain")},
-        "scores": scores,
-        **{name: facts[name] for name in ("source", "licence")},
-    }
-    width = max(map(len, rows))
-    hint = "loads, drops and activated experts, layer by layer: moe-ep-bench route with workload.trace and policy topk"
-    return "\n".join([*(f"{name:<{width}}  {value}" for name, value in rows.items()), "", hint])
-
-
-def id_type(num_experts: int) -> tuple[type[np.unsignedinteger], str]:
-    """Of so many experts' ids: numpy's type and safetensors' name of it."""
-    return (np.uint8, "U8") if num_experts <= 256 else (np.uint16, "U16")
+def id_type(num_experts: int) -> type[np.unsignedinteger]:
+    """The type of so many experts' ids."""
+    return np.uint8 if num_experts <= 256 else np.uint16
 
 
 def scores_are_normalised(score: str) -> bool:

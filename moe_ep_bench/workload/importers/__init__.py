@@ -23,18 +23,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
-from moe_ep_bench.workload.importers import ids_only, with_scores
+from moe_ep_bench.presets import validated
+from moe_ep_bench.workload.importers import servers, training
 from moe_ep_bench.workload.importers.options import ASSUMED, ImportOptions
-from moe_ep_bench.workload.importers.writer import ImportSummary, TraceWriter
-
-__all__ = ["IMPORTERS", "ImportOptions", "ImportSummary", "import_trace"]
+from moe_ep_bench.workload.writer import ImportSummary, TraceWriter
 
 
 class Importer(NamedTuple):
@@ -45,54 +43,46 @@ class Importer(NamedTuple):
         recorder: who made the source: the trace's ``source``.
         takes: the options that suit it.
         needs: those that must be given, or follow from ``preset``.
+        phases: what ``phase`` may be.
     """
 
     read: Callable[[Path, ImportOptions, TraceWriter], None]
     recorder: str
     takes: tuple[str, ...]
     needs: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ("prefill", "decode")
 
 
-_ASSUMED = "assume_equal_scores"
-_COMMON = ("preset", "model", "num_experts", "domain", "licence", "max_bytes", _ASSUMED)
-_OF_SERVERS = ("phase", "prompt_start", "leave_out_cached")
+_EQUAL, _ALL_PHASES = "assume_equal_scores", ("prefill", "decode", "training")
+_FACTS = ("model", "num_experts", "phase", "domain", "licence")
+_MEGATRON = ("preset", *_FACTS, _EQUAL, "score_function", "micro_batch_size")
+_SERVER = ("preset", *_FACTS, _EQUAL)
 IMPORTERS: Mapping[str, Importer] = MappingProxyType(
     {
-        "esft": Importer(with_scores.read_esft, "deepseek-ai/ESFT results/expert_scores", ("domain",)),
+        "esft": Importer(training.read_esft, "deepseek-ai/ESFT results/expert_scores", ("domain",)),
         "flame-moe": Importer(
-            with_scores.read_flame_moe,
+            training.read_flame_moe,
             "cmu-flame/FLAME-MoE captured routing",
-            ("model", "num_experts", "domain", "licence", "max_bytes", "phase"),
+            _FACTS,
             ("model", "num_experts", "phase"),
+            _ALL_PHASES,
         ),
         "megatron": Importer(
-            with_scores.read_megatron,
-            "Megatron-Core router trace",
-            (*_COMMON, "phase", "score_function", "micro_batch_size"),
-            ("model", "phase"),
+            training.read_megatron, "Megatron-Core router trace", _MEGATRON, ("model", "phase"), _ALL_PHASES
         ),
-        "sglang": Importer(
-            ids_only.read_sglang,
-            "SGLang expert distribution recorder",
-            (*_COMMON, *_OF_SERVERS),
-            ("model", _ASSUMED),
-        ),
-        "vllm": Importer(
-            ids_only.read_vllm,
-            "vLLM routed experts",
-            (*_COMMON, *_OF_SERVERS),
-            ("model", "num_experts", _ASSUMED),
-        ),
+        "sglang": Importer(servers.read_sglang, "SGLang expert distribution recorder", _SERVER, ("model", _EQUAL)),
+        "vllm": Importer(servers.read_vllm, "vLLM routed experts", _SERVER, ("model", "num_experts", _EQUAL)),
     }
 )
 
 
-def import_trace(kind: str, source: Path, out: Path, options: ImportOptions | None = None) -> ImportSummary:
+def import_trace(kind: str, source: Path, out: Path, chosen: Mapping[str, Any]) -> ImportSummary:
     """Write the recording at ``source`` as the ``moe-trace-v1`` file ``out``.
 
     Args:
         kind: one of ``IMPORTERS``.
         out: must not exist yet; parent directories are made.
+        chosen: fields of ``ImportOptions``.
 
     Raises:
         ValueError: an unknown kind, an option that does not suit it, a source that is missing, damaged or not
@@ -100,32 +90,30 @@ def import_trace(kind: str, source: Path, out: Path, options: ImportOptions | No
     """
     if kind not in IMPORTERS:
         raise UserError(f"kind: expected one of {', '.join(IMPORTERS)}; got {kind!r}")
-    importer, options = IMPORTERS[kind], options or ImportOptions()
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if value != field.default and field.name not in importer.takes:
-            raise UserError(
-                f"{field.name}: not for {kind} recordings, which take {', '.join(importer.takes)}; got {value!r}"
-            )
-    options = options.with_preset()
-    source, out = Path(source), Path(out)
+    importer = IMPORTERS[kind]
+    for name, value in chosen.items():
+        if name not in importer.takes:
+            raise UserError(f"{name}: not for {kind} recordings, which take {', '.join(importer.takes)}; got {value!r}")
+    options = validated(ImportOptions, dict(chosen), Path("trace import")).with_model()
+    if options.phase not in (None, *importer.phases):
+        raise UserError(f"phase: expected one of {', '.join(importer.phases)}; got {options.phase!r}")
     if not source.exists():
         raise UserError(f"{source}: no such file or directory")
     if out.exists():
         raise UserError(f"{out}: expected a name that is free, but there is such a file already")
-    if missing := [name for name in importer.needs if not getattr(options, name)]:
-        hint = "; preset says what belongs to a model" if "preset" in importer.takes else ""
-        scores = ", and they have no scores, only expert ids (loads stay true)" if _ASSUMED in missing else ""
-        raise UserError(f"{', '.join(missing)}: needed, because {kind} recordings do not say it{scores}{hint}")
-    metadata = options.metadata() | {"source": importer.recorder}
-    if _ASSUMED in importer.needs:
+    for name in importer.needs:
+        scores = "; they have no scores, only expert ids (loads stay true)" if name == _EQUAL else ""
+        options.need(name, f"{kind} recordings do not say it{scores}")
+    metadata = {"source": importer.recorder, "domain": options.domain, "licence": options.licence}
+    metadata |= {name: value for name in ("model", "phase") if (value := getattr(options, name)) is not None}
+    if _EQUAL in importer.needs:
         metadata["score"] = ASSUMED
     try:
         with (
             atomic_path(out) as temporary,
             tempfile.TemporaryDirectory(dir=out.parent, prefix=".importing.") as directory,
         ):
-            writer = TraceWriter(Path(directory), source, metadata, options.top_k)
+            writer = TraceWriter(Path(directory), source, metadata)
             importer.read(source, options, writer)
             return writer.write(temporary, out)
     except OSError as error:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,8 +35,8 @@ from moe_ep_bench.workload.trace import (
     scores_are_normalised,
 )
 
-# Four-byte tensors first, so that each begins where its type wants it.
-_OF_TOKENS, _OF_LAYERS = ("position", "sequence_id"), (FULL_SCORES, "scores", "expert_ids")
+# Tokens for which one fill stands in all places; with more than this share of them something else went wrong.
+PADDING, _MOST_PADDING = "of padding (one fill, 0 or a type's largest, in all their places)", 0.1
 
 
 @dataclass(frozen=True)
@@ -68,38 +69,32 @@ class TraceWriter:
 
     Whoever records calls ``describe`` once. Then, pass by pass, ``add`` takes every layer's block of the pass and
     ``add_tokens`` the tokens themselves, which completes it. ``sources`` lists the files that were read, ``left_out``
-    counts tokens that were passed over, ``num_padding`` those of them that fill up, ``num_empty`` places in which a
-    token holds no expert, and ``notes`` says what a user should know.
+    counts tokens that were passed over by what they are (``of padding``), and ``notes`` says what a user should know.
 
     Args:
         directory: for spools.
         source: file or directory.
         metadata: of the trace, as far as it is known; ``describe`` gives the rest.
-        top_k: what the model has, where that is known.
     """
 
-    def __init__(
-        self, directory: Path, source: Path, metadata: Mapping[str, str] | None = None, top_k: int | None = None
-    ) -> None:
+    def __init__(self, directory: Path, source: Path, metadata: Mapping[str, str] | None = None) -> None:
         self.source = source
         self.sources = [source] if source.is_file() else []
         self.metadata = dict(metadata or {})
-        self.left_out = 0
+        self.left_out: Counter[str] = Counter()
         self.notes: list[str] = []
-        self.num_tokens = self.num_experts = self.num_padding = self.num_empty = 0
-        self.top_k = top_k
+        self.num_tokens = self.num_experts = self.top_k = 0
+        self._num_empty = 0  # places in which a token holds no expert
         self._directory = directory
         self._loads: dict[int, NDArray[np.int64]] = {}  # places by layer, [E]
-        self._added: dict[int, tuple[int, str]] = {}  # by layer: tokens of the pass, and where the last of them stood
+        self._where: dict[int, str] = {}  # by layer: where the last block stood
 
     def describe(self, *, num_experts: int, top_k: int, where: str, **metadata: str) -> None:
         """Say what is recorded; ``metadata`` completes, or replaces, what was known before.
 
         Raises:
-            ValueError: another top-k than the model's, more experts than the format names, or none to choose from.
+            ValueError: more experts than the format names, or none to choose from.
         """
-        if self.top_k not in (None, top_k):
-            raise UserError(f"{where}: top_k: the model has {self.top_k}, the recording {top_k}")
         if not top_k < num_experts <= MAX_EXPERTS:
             raise UserError(
                 f"{where}: num_experts: expected {top_k + 1} (more than top_k) to {MAX_EXPERTS}, got {num_experts}"
@@ -140,13 +135,13 @@ class TraceWriter:
         if problem := find_problem(best_TK, scores_TK, self.num_experts, self._normalised):
             token, words = problem
             raise UserError(f"{where}: token {token if name_T is None else name_T[token]}: {words}")
-        self.num_empty += int((~held(best_TK, scores_TK)).sum())
+        self._num_empty += int((~held(best_TK, scores_TK)).sum())
         self._loads[layer] = self._loads.get(layer, 0) + np.bincount(ids_TK.ravel(), minlength=self.num_experts)
-        self._added[layer] = self._added.get(layer, (0, ""))[0] + len(ids_TK), where
-        self._spool(f"expert_ids-{layer}", best_TK.astype(id_type(self.num_experts)[0]))
-        self._spool(f"scores-{layer}", scores_TK.astype(np.float16))
+        self._where[layer] = where
+        self._spool("expert_ids", best_TK, layer)
+        self._spool("scores", scores_TK, layer)
         if full_TE is not None:
-            self._spool(f"{FULL_SCORES}-{layer}", full_TE.astype(np.float32))
+            self._spool(FULL_SCORES, full_TE, layer)
 
     def add_tokens(self, sequence_id: NDArray[np.integer] | int, position_T: NDArray[np.integer], where: str) -> None:
         """Complete a pass: the sequence that each (or all) of its tokens are from, and their places in it.
@@ -154,21 +149,20 @@ class TraceWriter:
         Raises:
             ValueError: positions out of range, or a layer that has other tokens, or none.
         """
-        if position_T.size and not (position_T.min() >= 0 and position_T.max() < 2**31):
-            raise UserError(
-                f"{where}: position: expected 0 to {2**31 - 1}, got {position_T.min()} to {position_T.max()}"
-            )
+        least, most = position_T.min(initial=0), position_T.max(initial=0)
+        if least < 0 or most >= 2**31:
+            raise UserError(f"{where}: position: expected 0 to {2**31 - 1}, got {least} to {most}")
+        expected = self.num_tokens + position_T.size
         for layer, load_E in sorted(self._loads.items()):
-            got, place = self._added.get(layer, (0, where))
-            if got != position_T.size or load_E.sum() != (self.num_tokens + got) * self.top_k:
+            if (got := load_E.sum() // self.top_k) != expected:
                 raise UserError(
-                    f"{place}: layer {layer}: expected the tokens of the other layers, {position_T.size} here and "
-                    f"{self.num_tokens} before, got {got} and {load_E.sum() // self.top_k - got}"
+                    f"{self._where.get(layer, where)}: layer {layer}: expected {expected} tokens, as the other layers "
+                    f"have up to here, got {got}"
                 )
-        self._added = {}
-        self._spool("position", position_T.astype(np.int32))
-        self._spool("sequence_id", np.broadcast_to(sequence_id, position_T.shape).astype(np.int32))
-        self.num_tokens += position_T.size
+        self._where = {}
+        self._spool("position", position_T)
+        self._spool("sequence_id", np.broadcast_to(sequence_id, position_T.shape))
+        self.num_tokens = expected
 
     def progress(self) -> dict[str, Any]:
         """The passes that are complete, JSON-ready, for ``resume`` in another process on the same directory."""
@@ -180,30 +174,35 @@ class TraceWriter:
         self.num_tokens = progress["num_tokens"]
         self._loads = {int(layer): np.array(load_E) for layer, load_E in progress["loads"].items()}
         for path in self._directory.iterdir():
-            name = path.name.partition("-")[0]
-            if name in (*_OF_TOKENS, *_OF_LAYERS):
-                os.truncate(path, self.num_tokens * self._row(name)[1])
+            if column := self._columns.get(path.name.partition("-")[0]):
+                dtype, width = column
+                os.truncate(path, self.num_tokens * width * dtype.itemsize)
 
     def write(self, path: Path, out: Path) -> ImportSummary:
         """String the spools together in the file ``path``, later known as ``out``, and read it back.
 
         Raises:
-            ValueError: no tokens.
+            ValueError: no tokens, or more padding than a recording has.
         """
-        layers = sorted(self._loads)
-        if not (self.num_tokens and layers):
-            raise UserError(f"{self.source}: expected at least one token, got none ({self.left_out} left out)")
-        if self.num_empty:
-            places = self.num_tokens * self.top_k * len(layers)
-            self.notes.append(
-                f"{self.num_empty:,} of {places:,} places are empty: tokens with fewer than {self.top_k} experts"
+        layers, left_out = sorted(self._loads), self.left_out.total()
+        if self.left_out[PADDING] > _MOST_PADDING * (self.num_tokens + self.left_out[PADDING]):
+            raise UserError(
+                f"{self.source}: {self.left_out[PADDING]:,} tokens {PADDING}, {self.num_tokens:,} others; expected "
+                f"{_MOST_PADDING:.0%} at most: was all routing recorded?"
             )
+        if not (self.num_tokens and layers):
+            raise UserError(f"{self.source}: expected at least one token, got none ({left_out} left out)")
+        notes = [f"{number:,} tokens {what} left out" for what, number in self.left_out.items() if number]
+        if self._num_empty:
+            places = self.num_tokens * self.top_k * len(layers)
+            fewer = f"tokens with fewer than {self.top_k} experts"
+            notes.append(f"{self._num_empty:,} of {places:,} places are empty: {fewer}")
         metadata = {
             "format": FORMAT,
             "num_experts": str(self.num_experts),
             "top_k": str(self.top_k),
             **{name: self.metadata[name] for name in ("model", "score", "phase", "domain", "source", "licence")},
-            "note": "; ".join(self.notes) or "nothing",
+            "note": "; ".join([*self.notes, *notes]) or "nothing",
             "source_layers": ",".join(map(str, layers)),
             "source_files": str(len(self.sources)),
             "source_sha256": sha256_of(self.sources, self.source),
@@ -214,19 +213,37 @@ class TraceWriter:
             written_E = np.bincount(trace.read_layer(index)[0].ravel(), minlength=self.num_experts)
             if not np.array_equal(written_E, self._loads[layer]):
                 raise RuntimeError(f"layer {layer} was written with other experts than it was read with")
-        return ImportSummary(replace(trace, path=out), self.left_out)
+        return ImportSummary(replace(trace, path=out), left_out)
+
+    @property
+    def _columns(self) -> dict[str, tuple[np.dtype, int]]:
+        """By tensor the type and the number of a row's values; those of four bytes first, so that each is aligned."""
+        return {
+            "position": (np.dtype("<i4"), 1),
+            "sequence_id": (np.dtype("<i4"), 1),
+            FULL_SCORES: (np.dtype("<f4"), self.num_experts),
+            "scores": (np.dtype("<f2"), self.top_k),
+            "expert_ids": (np.dtype(id_type(self.num_experts)), self.top_k),
+        }
+
+    def _spool(self, name: str, values: NDArray[np.generic], layer: int | None = None) -> None:
+        # Opened anew for every block: there are more layers than files that a process may hold open.
+        with (self._directory / (name if layer is None else f"{name}-{layer}")).open("ab") as file:
+            file.write(values.astype(self._columns[name][0]).tobytes())
 
     def _string_together(self, path: Path, layers: list[int], metadata: dict[str, str]) -> None:
         header, end, spools = {"__metadata__": metadata}, 0, []
-        for name in (*_OF_TOKENS, *_OF_LAYERS):
-            of_layers = [self._directory / f"{name}-{layer}" for layer in layers]
-            if name == FULL_SCORES and not of_layers[0].exists():
+        for name, (dtype, width) in self._columns.items():
+            is_of_tokens = (self._directory / name).exists()
+            files = [self._directory / (name if is_of_tokens else f"{name}-{layer}") for layer in layers]
+            files = files[:1] if is_of_tokens else files
+            if not files[0].exists():  # no scores of all experts
                 continue
-            dtype, row_bytes, *width = self._row(name)
-            shape = [len(layers), self.num_tokens, *width] if width else [self.num_tokens]
-            start, end = end, end + row_bytes * self.num_tokens * (len(layers) if width else 1)
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-            spools += of_layers if width else [self._directory / name]
+            shape = [self.num_tokens] if is_of_tokens else [len(layers), self.num_tokens, width]
+            start, end = end, end + dtype.itemsize * int(np.prod(shape))
+            kind = {"i": "I", "f": "F", "u": "U"}[dtype.kind] + str(8 * dtype.itemsize)
+            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+            spools += files
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with path.open("wb") as file:
@@ -235,20 +252,6 @@ class TraceWriter:
                 with spool.open("rb") as written:
                     shutil.copyfileobj(written, file, 2**20)
                 spool.unlink()
-
-    def _row(self, name: str) -> tuple[Any, ...]:
-        """Of a tensor's rows: type as safetensors names it, bytes and, of those by layer, how many values."""
-        if name in _OF_TOKENS:
-            return "I32", 4
-        if name == FULL_SCORES:
-            return "F32", 4 * self.num_experts, self.num_experts
-        dtype, size = ("F16", 2) if name == "scores" else (id_type(self.num_experts)[1], 1 + (self.num_experts > 256))
-        return dtype, size * self.top_k, self.top_k
-
-    def _spool(self, name: str, values: NDArray[np.generic]) -> None:
-        # Opened anew for every block: there are more layers than files that a process may hold open.
-        with (self._directory / name).open("ab") as file:
-            file.write(values.tobytes())
 
 
 def _assumed(ids_TK: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -1,4 +1,4 @@
-"""Recordings that hold scores: ESFT's, FLAME-MoE's and Megatron-Core's.
+"""Recordings of training frameworks, which hold scores: ESFT's, FLAME-MoE's and Megatron-Core's.
 
 Shapes: T = tokens of a pass, E = experts, K = top_k.
 """
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from scipy.special import expit, softmax
 
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.workload.importers.arrays import REAL, checked, json_lines, lines, opened_npz, whole_number
-from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.importers.writer import TraceWriter
+from moe_ep_bench.workload.arrays import REAL, checked, json_objects, lines, opened_npz, whole_number
+from moe_ep_bench.workload.importers.options import ASSUMED, ImportOptions
+from moe_ep_bench.workload.writer import TraceWriter
 
 # ---- ESFT ------------------------------------------------------------------------------------------------------------
 
@@ -43,30 +43,33 @@ def read_esft(source: Path, options: ImportOptions, writer: TraceWriter) -> None
     Args:
         source: the checkout, its ``results/expert_scores``, or the directory of one domain.
     """
-    domains = _esft_domains(source, options.domain)
+    root, name = source / "results" / "expert_scores", f"expert_weights_{ESFT_LAYERS[0]}.txt"
+    root = root if root.is_dir() else source
+    folders = [root] if (root / name).is_file() else sorted(path.parent for path in root.glob(f"*/{name}"))
+    domains = {path.resolve().name: path for path in folders}
+    if not domains:
+        raise UserError(f"{source}: expected results/expert_scores/<domain>/{name}, got none")
+    if options.domain not in ("unstated", *domains):
+        raise UserError(f"{source}: domain: expected one of {', '.join(domains)}; got {options.domain!r}")
+    chosen = domains if options.domain == "unstated" else {options.domain: domains[options.domain]}
     about = {"model": "deepseek-v2-lite", "score": "softmax, not renormalised", "phase": "prefill", "licence": "MIT"}
-    about |= {"domain": "+".join(domains), "where": str(source)}
+    about |= {"domain": "+".join(chosen), "where": str(source)}
     writer.describe(num_experts=ESFT_EXPERTS, top_k=ESFT_TOP_K, **about)
-    writer.notes.append("first token of each sequence left out")
-    sequences = itertools.count()
-    for directory in domains.values():
-        paths = [directory / f"expert_weights_{layer}.txt" for layer in ESFT_LAYERS]
-        for path in paths:
-            if not path.is_file():
-                raise UserError(f"{path}: no such file, but expected layers {ESFT_LAYERS[0]} to {ESFT_LAYERS[-1]}")
+    num_sequences = 0
+    for folder in chosen.values():
+        paths = [folder / f"expert_weights_{layer}.txt" for layer in ESFT_LAYERS]
         for texts in itertools.zip_longest(*map(lines, paths)):
             num_tokens = 0
-            is_over = [text is None for text in texts]
-            if any(is_over):
-                odd = is_over.index(2 * sum(is_over) < len(texts))
-                raise UserError(f"{paths[odd]}: expected as many texts as the other layers have")
-            for layer, text in zip(ESFT_LAYERS, texts, strict=True):
-                where, (ids_TK, weights_TK) = text[0], _esft_text(*text)
-                num_tokens = num_tokens or len(ids_TK)
-                writer.add(layer, ids_TK[1:], weights_TK[1:], where, range(1, len(ids_TK)))
-            writer.add_tokens(next(sequences), np.arange(1, num_tokens), str(directory))
-            writer.left_out += 1
+            for layer, path, text in zip(ESFT_LAYERS, paths, texts, strict=True):
+                if text is None:
+                    raise UserError(f"{path}: expected as many texts as the other layers have")
+                ids_TK, weights_TK = _esft_text(*text)
+                num_tokens = len(ids_TK)
+                writer.add(layer, ids_TK[1:], weights_TK[1:], text[0], range(1, num_tokens))
+            writer.add_tokens(num_sequences, np.arange(1, num_tokens), str(folder))
+            num_sequences += 1
         writer.sources += paths
+    writer.left_out["at the beginning of a text"] = num_sequences
 
 
 def _esft_text(where: str, text: bytes) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -80,20 +83,6 @@ def _esft_text(where: str, text: bytes) -> tuple[NDArray[np.int64], NDArray[np.f
     if ids.size != weights.size or ids.size % ESFT_TOP_K:
         raise UserError(f"{where}: expected {ESFT_TOP_K} ids and weights per token, got {ids.size} and {weights.size}")
     return ids.reshape(-1, ESFT_TOP_K), weights.reshape(-1, ESFT_TOP_K)
-
-
-def _esft_domains(source: Path, domain: str | None) -> dict[str, Path]:
-    """Directories by domain."""
-    root = source / "results" / "expert_scores"
-    root = root if root.is_dir() else source
-    name = f"expert_weights_{ESFT_LAYERS[0]}.txt"
-    folders = [root] if (root / name).is_file() else sorted(path.parent for path in root.glob(f"*/{name}"))
-    if not folders:
-        raise UserError(f"{source}: expected results/expert_scores/<domain>/{name}, got none")
-    domains = {path.resolve().name: path for path in folders}
-    if domain not in (None, *domains):
-        raise UserError(f"{source}: domain: expected one of {', '.join(domains)}; got {domain!r}")
-    return domains if domain is None else {domain: domains[domain]}
 
 
 # ---- FLAME-MoE -------------------------------------------------------------------------------------------------------
@@ -119,24 +108,23 @@ def read_flame_moe(source: Path, options: ImportOptions, writer: TraceWriter) ->
     not renormalised (``--moe-router-pre-softmax``), so that probabilities are shares of a token's whole mass. What
     tokens are of one text is not captured: a pass is a sequence.
     """
-    with opened_npz(source, FLAME_CONVERT, options.max_bytes) as npz:
+    with opened_npz(source, FLAME_CONVERT) as npz:
         forms = [FLAME_FORM.fullmatch(name) for name in npz.names]
         if None in forms:
-            raise UserError(
-                f"{source}: expected <pass>.<layer>.ids and .probs, got {brief(npz.names[forms.index(None)])}"
-            )
+            got = brief(npz.names[forms.index(None)])
+            raise UserError(f"{source}: expected <pass>.<layer>.ids and .probs, got {got}")
         places = sorted({(int(form[1]), int(form[2])) for form in forms if form})
         for sequence, (number, layers) in enumerate(itertools.groupby(places, key=lambda place: place[0])):
             num_tokens = 0
             for _, layer in layers:
-                name = f"{number}.{layer}"
+                where = npz.where(name := f"{number}.{layer}")
                 ids_TK = npz.array(f"{name}.ids", (None, None))
                 probs_TK = npz.array(f"{name}.probs", ids_TK.shape, REAL).astype(np.float64)
                 if not writer.num_experts:
-                    about = {"where": npz.where(name), "score": "softmax, not renormalised"}
-                    writer.describe(num_experts=options.num_experts, top_k=ids_TK.shape[1], **about)
-                writer.add(layer, ids_TK, probs_TK, npz.where(name))
-                num_tokens = num_tokens or len(ids_TK)
+                    sizes = {"num_experts": options.num_experts, "top_k": ids_TK.shape[1]}
+                    writer.describe(**sizes, where=where, score="softmax, not renormalised")
+                writer.add(layer, ids_TK, probs_TK, where)
+                num_tokens = len(ids_TK)
             writer.add_tokens(sequence, np.arange(num_tokens), npz.where(str(number)))
     writer.notes.append("a pass is a sequence: texts were not captured")
 
@@ -144,7 +132,6 @@ def read_flame_moe(source: Path, options: ImportOptions, writer: TraceWriter) ->
 # ---- Megatron-Core ---------------------------------------------------------------------------------------------------
 
 _MEGATRON_FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")
-_ROWS_AT_ONCE = 4096
 
 
 class _Record(NamedTuple):
@@ -153,8 +140,7 @@ class _Record(NamedTuple):
     where: str
     step: int
     layer: int
-    ids_TK: NDArray[np.integer] | None
-    """None of multi-token prediction."""
+    ids_TK: NDArray[np.integer]
     logits: tuple[int, int] | None
     """Offset into the sidecar, and number of experts."""
 
@@ -171,8 +157,7 @@ def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> 
     Ids come in ascending order of experts, not of scores. Scores are there only with
     ``--moe-routing-trace-capture-logits``: the record then has ``logit_offset``, ``logit_bytes`` and ``logit_shape``
     [tokens, experts] into ``logits_rank<rank>.bin`` beside it, bfloat16, before any score function. From these each
-    token's shares of the whole score mass are made; a bias or groups in the selection may have chosen others than the
-    largest, which the trace's note counts. What the tracer does not say, and what follows:
+    token's shares of the whole score mass are made. What the tracer does not say, and what follows:
 
     * Texts. A forward pass is taken as one sequence; as ``micro_batch_size`` of them where these are interleaved
       ([sequence place, batch] flattened); in ``phase`` decode every token stands alone.
@@ -187,48 +172,41 @@ def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> 
     """
     path = _megatron_file(source)
     sidecar = path.with_name(path.name.replace("router_trace", "logits").replace(".jsonl", ".bin"))
-    writer.sources = [path]
-    batch, num_sequences, num_other, num_mtp, has_logits = options.micro_batch_size, 0, 0, 0, None
+    writer.sources, num_sequences, has_logits = [path], 0, None
     for step, records in itertools.groupby(_megatron_records(path), key=lambda record: record.step):
-        passes: dict[int, list[int]] = {}  # tokens of each pass of the step, by layer
+        lengths: dict[int, list[int]] = {}  # tokens of each pass of the step, by layer
         for record in records:
-            if record.ids_TK is None:
-                num_mtp += 1
-                continue
+            num_tokens = len(record.ids_TK)
             if has_logits is None:
                 has_logits = record.logits is not None
                 writer.sources += [sidecar] * has_logits
                 _describe_megatron(record, options, writer)
             if (record.logits is not None) != has_logits:
                 raise UserError(f"{record.where}: expected logits in all records or in none, as in the first")
-            num_tokens = len(record.ids_TK)
-            if num_tokens % batch:
-                expected = f"a multiple of micro_batch_size ({batch})"
+            number = num_tokens if options.phase == "decode" else options.micro_batch_size
+            if num_tokens % number:
+                expected = f"a multiple of micro_batch_size ({number})"
                 raise UserError(f"{record.where}: num_tokens: expected {expected}, got {num_tokens}")
-            passes.setdefault(record.layer, []).append(num_tokens)
-            num_other += _add_megatron(record, sidecar, options, writer)
-        lengths = passes[min(passes)] if passes else []
-        for layer in passes:
-            if passes[layer] != lengths:
-                expected = f"passes of {brief(lengths)} tokens like layer {min(passes)}"
-                raise UserError(f"{path}: step {step}: layer {layer}: expected {expected}, got {brief(passes[layer])}")
+            # Interleaved sequences come one after the other.
+            order_T = np.arange(num_tokens).reshape(-1, number).T.ravel()
+            ids_TK, scores_TK = record.ids_TK[order_T], None
+            if record.logits is not None:
+                scores_TE = _megatron_scores(record, sidecar, options, writer.num_experts)[order_T]
+                # What is out of range the writer refuses.
+                scores_TK = np.take_along_axis(scores_TE, ids_TK.clip(0, writer.num_experts - 1), axis=1)
+            writer.add(record.layer, ids_TK, scores_TK, f"{record.where}: layer {record.layer}", order_T)
+            lengths.setdefault(record.layer, []).append(num_tokens)
         sequences, positions = [], []
-        for num_tokens in lengths:
-            number = num_tokens if options.phase == "decode" else batch
-            long = num_tokens // max(number, 1)
+        for num_tokens in next(iter(lengths.values()), ()):
+            number = num_tokens if options.phase == "decode" else options.micro_batch_size
+            long = num_tokens // number
             sequences.append(num_sequences + np.repeat(np.arange(number), long))
             positions.append(np.tile(np.arange(long), number))
             num_sequences += number
-        if passes:
+        if sequences:
             writer.add_tokens(np.concatenate(sequences), np.concatenate(positions), f"{path}: step {step}")
-    if has_logits is None:
-        raise UserError(f"{path}: expected records of block decoder, got none")
     what = "a token is a sequence" if options.phase == "decode" else "a sequence is a forward pass or part of one"
-    writer.notes.append(what)
-    if num_other:
-        writer.notes.append(f"in {num_other} rows of all layers others than the largest logits were chosen")
-    if num_mtp:
-        writer.notes.append(f"{num_mtp} records of multi-token prediction left out")
+    writer.notes.append(f"{what}; multi-token prediction is left out")
 
 
 def _megatron_file(source: Path) -> Path:
@@ -244,77 +222,43 @@ def _megatron_file(source: Path) -> Path:
 
 
 def _megatron_records(path: Path) -> Iterator[_Record]:
-    for where, record in json_lines(path):
-        if not isinstance(record, dict):
-            raise UserError(f"{where}: expected an object, got {brief(record)}")
+    """Yield what routers of the decoder did with tokens, each line checked."""
+    for where, record in json_objects(path):
         block, stage = record.get("block"), record.get("stage")
         if block not in ("decoder", "mtp") or stage != "pre_dispatch":
             expected = "block decoder or mtp and stage pre_dispatch"
             raise UserError(f"{where}: expected {expected}, got {brief(block)} and {brief(stage)}")
         step, layer, num_tokens = (whole_number(record, name, where) for name in ("step", "layer", "num_tokens"))
-        top_k = whole_number(record, "topk", where, 1)
-        # Without tokens there is no list that would say how long it is.
-        shape = (num_tokens, top_k) if num_tokens else (0,)
-        ids_TK = checked(record.get("top_indices"), f"{where}: top_indices", shape).reshape(num_tokens, top_k)
+        if block == "mtp" or not num_tokens:
+            continue
+        shape = num_tokens, whole_number(record, "topk", where, 1)
+        ids_TK = checked(record.get("top_indices"), f"{where}: top_indices", shape)
         logits = None
         if "logit_offset" in record:
-            logits = whole_number(record, "logit_offset", where), whole_number(record, "logit_bytes", where)
+            num_bytes = whole_number(record, "logit_bytes", where)
             lengths = checked(record.get("logit_shape"), f"{where}: logit_shape", (2,)).tolist()
-            if lengths[0] != num_tokens or math.prod(lengths) * 2 != logits[1]:
-                expected = f"{num_tokens} tokens in {logits[1]} bytes of bfloat16"
+            if lengths[0] != num_tokens or math.prod(lengths) * 2 != num_bytes:
+                expected = f"{num_tokens} tokens in {num_bytes} bytes of bfloat16"
                 raise UserError(f"{where}: logit_shape: expected {expected}, got {lengths}")
-            logits = logits[0], lengths[1]
-        yield _Record(where, step, layer, ids_TK if block == "decoder" else None, logits)
+            logits = whole_number(record, "logit_offset", where), lengths[1]
+        yield _Record(where, step, layer, ids_TK, logits)
 
 
 def _describe_megatron(record: _Record, options: ImportOptions, writer: TraceWriter) -> None:
     """Describe the trace by its first record."""
     if record.logits is None:
-        score = options.accept_no_scores(record.where, "record with --moe-routing-trace-capture-logits, or ")
-        num_experts = options.need("num_experts", "the trace has no logits to tell it by")
+        options.need("assume_equal_scores", "there are no logits (--moe-routing-trace-capture-logits), only expert ids")
+        num_experts, score = options.need("num_experts", "the trace has no logits to tell it by"), ASSUMED
     else:
         function = options.need("score_function", "the trace has logits before the score function")
-        num_experts = record.logits[1]
-        if options.num_experts not in (None, num_experts):
-            raise UserError(f"{record.where}: num_experts: expected {options.num_experts}, got {num_experts} logits")
+        num_experts = options.num_experts or record.logits[1]
         score = "softmax" if function == "softmax" else f"{function}, divided by the sum over all experts"
         score += ", not renormalised, from bfloat16 logits"
     writer.describe(num_experts=num_experts, top_k=record.ids_TK.shape[1], where=record.where, score=score)
 
 
-def _add_megatron(record: _Record, sidecar: Path, options: ImportOptions, writer: TraceWriter) -> int:
-    """Add a layer's pass; return in how many rows an expert was chosen before one with a larger logit."""
-    num_other, num_tokens = 0, len(record.ids_TK)
-    # Interleaved sequences come one after the other.
-    order_T = np.arange(num_tokens).reshape(-1, options.micro_batch_size).T.ravel()
-    where = f"{record.where}: layer {record.layer}"
-    if not num_tokens or record.logits is None:
-        writer.add(record.layer, record.ids_TK[order_T], None, where, order_T)
-        return 0
-    for first in range(0, num_tokens, _ROWS_AT_ONCE):
-        rows_T = order_T[first : first + _ROWS_AT_ONCE]
-        ids_TK = record.ids_TK[rows_T]
-        logits_TE = _megatron_logits(record, rows_T, sidecar, writer.num_experts)
-        match options.score_function:
-            case "softmax":
-                scores_TE = softmax(logits_TE, axis=1)
-            case "sigmoid":
-                scores_TE = expit(logits_TE)
-            case _:
-                scores_TE = np.sqrt(np.logaddexp(0, logits_TE))
-        scores_TE /= scores_TE.sum(axis=1, keepdims=True)
-        safe_TK = ids_TK.clip(0, writer.num_experts - 1)  # what is out of range the writer refuses
-        writer.add(record.layer, ids_TK, np.take_along_axis(scores_TE, safe_TK, axis=1), where, rows_T)
-        least_T = np.take_along_axis(logits_TE, ids_TK, axis=1).min(axis=1)
-        np.put_along_axis(logits_TE, ids_TK, -np.inf, axis=1)
-        num_other += int((logits_TE.max(axis=1) > least_T).sum())
-    return num_other
-
-
-def _megatron_logits(
-    record: _Record, rows_T: NDArray[np.int64], sidecar: Path, num_experts: int
-) -> NDArray[np.float64]:
-    """Logits of some tokens of a record: [T, E]."""
+def _megatron_scores(record: _Record, sidecar: Path, options: ImportOptions, num_experts: int) -> NDArray[np.float32]:
+    """Shares of a record's score mass: [T, E]."""
     assert record.logits is not None
     offset, recorded_experts = record.logits
     if recorded_experts != num_experts:
@@ -323,9 +267,13 @@ def _megatron_logits(
     if not sidecar.is_file() or sidecar.stat().st_size < end:
         size = sidecar.stat().st_size if sidecar.is_file() else "no such file"
         raise UserError(f"{record.where}: {sidecar.name}: expected at least {end} bytes, got {size}")
-    stored = np.memmap(sidecar, np.dtype("<u2"), "r", offset, (len(record.ids_TK), num_experts))
-    logits_TE = (stored[rows_T].astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    if not np.isfinite(logits_TE).all():
-        token = rows_T[(~np.isfinite(logits_TE)).any(axis=1).argmax()]
-        raise UserError(f"{record.where}: {sidecar.name}: token {token}: expected finite logits, got others")
-    return logits_TE
+    stored_TE = np.memmap(sidecar, np.dtype("<u2"), "r", offset, (len(record.ids_TK), num_experts))
+    logits_TE = (stored_TE.astype(np.uint32) << 16).view(np.float32)
+    match options.score_function:
+        case "softmax":
+            return softmax(logits_TE, axis=1)
+        case "sigmoid":
+            scores_TE = expit(logits_TE)
+        case _:
+            scores_TE = np.sqrt(np.logaddexp(0, logits_TE))
+    return scores_TE / scores_TE.sum(axis=1, keepdims=True)

@@ -131,8 +131,7 @@ def routing_metrics(
         of_scores: ``score_metrics`` of the same scores and context, where several routings share them.
 
     Returns:
-        ``schema.ROUTING_METRICS`` in their order,
-        as plain ints, floats and lists of ints.
+        ``schema.ROUTING_METRICS`` in their order: plain ints and floats, loads as int64 arrays.
     """
     num_experts = scores_TE.shape[1]
     num_tokens = context.num_valid(len(scores_TE))
@@ -152,8 +151,8 @@ def routing_metrics(
     num_dropped_pairs = num_topk_pairs - counts.num_kept_pairs
     values = {
         "num_tokens": num_tokens,
-        "load_E": load_E.tolist(),
-        "load_R": load_R.tolist(),
+        "load_E": load_E,
+        "load_R": load_R,
         "num_pairs": num_pairs,
         "padding_pairs": num_pairs - counts.num_valid_pairs,
         "num_topk_pairs": num_topk_pairs,

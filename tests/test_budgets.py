@@ -65,8 +65,8 @@ def test_every_layer_of_a_model_is_given_its_own_values() -> None:
     shares = {}
     for layer in range(3):
         context = RoutingContext(top_k=2, request_id_T=torch.arange(4), layer_fraction=layer / 3)
-        shares[layer] = Share(layer, 0, context, torch.rand(4, 8), "softmax")
-    CaseRouter(case, None, seed=0).enter(stack, shares, 0)
+        shares[layer] = Share(layer, 0, 0, context, torch.rand(4, 8), "softmax")
+    CaseRouter(case, SimpleNamespace(seed=0)).enter(stack, shares)
     assert [here.capacity_factor for here in given.values()] == [0.5, 1.0, 2.0]
 
 

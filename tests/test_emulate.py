@@ -17,16 +17,15 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-import torch
 from results_builder import shown_text
 from test_run import cases_of, environment, routing_of, statuses, write_config
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import fitting_labels, short_labels
-from moe_ep_bench.bench import small_layers, virtual
+from moe_ep_bench.bench import measured_ranks, virtual
 from moe_ep_bench.bench.comparison import VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.rank_timers import RankTime
+from moe_ep_bench.bench.rank_times import RankTime
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import RebalanceConfig, ReplicationConfig, WaterfillConfig
@@ -76,20 +75,6 @@ def test_every_rank_and_batch_has_all_phases_that_add_up(emulated: Path) -> None
         assert said in text
 
 
-def test_ranks_with_the_same_to_do_are_timed_once(tmp_path: Path) -> None:
-    # Balanced scores give every rank the same number of rows.
-    size = {"layer__ep_size": 8, "workload__num_tokens": 256, "workload__sequence_length": 32}
-    model = {"preset": "mixtral-8x7b", "scale": 0.0078125}
-    asked = {"model": model, "policies": [{"name": "topk"}], "workload__peak_load": None, "workload__num_batches": 1}
-    (comparison,) = plan(write_config(tmp_path, **asked, **size, **LINKS), [], VIRTUAL, on_cpu=True)
-    emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), lambda case_id: None)
-    timer = SimpleNamespace(time=lambda *_, **__: RankTime([{"experts": 2.0}], []))
-    emulation.measure_batch(0, timer)
-    assert emulation.runs.total() == 4 * 4 * 8
-    assert emulation.runs["shared"] >= 4 * 7
-    assert (emulation.layer_us == 2).all()
-
-
 def test_sigterm_ends_it_in_order_and_blames_no_case(tmp_path: Path) -> None:
     changes = {**LINKS, "layer__ep_size": 4, "measure__iterations": 100_000}
     config, out = write_config(tmp_path, **changes), tmp_path / "out"
@@ -112,18 +97,18 @@ def test_sigterm_ends_it_in_order_and_blames_no_case(tmp_path: Path) -> None:
 def test_a_case_that_raises_in_its_check_is_left_out_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     raises, wrong, right = cases = [Mock(case_id=name) for name in ("raises", "wrong", "right")]
     errors = {raises: lambda: [][0], wrong: lambda: 1.0, right: lambda: 0.0}
-    small = SimpleNamespace(error=lambda case, layer: errors[case]())
-    monkeypatch.setattr(small_layers, "SmallLayers", lambda *_: small)
-    emulation, survived, written = Emulation.__new__(Emulation), [], {case.case_id: Mock() for case in cases}
-    emulation.comparison, emulation.num_ranks = SimpleNamespace(workloads=[0, 1]), 2
+    small = SimpleNamespace(error=lambda router, layer: errors[router.case]())
+    monkeypatch.setattr(measured_ranks, "SmallLayers", lambda *_: small)
+    emulation, survived = Emulation.__new__(Emulation), []
+    emulation.comparison, emulation.errors = SimpleNamespace(workloads=[0, 1]), {}
     emulation.device, emulation.begin = None, lambda case_id: None
-    emulation.routed = SimpleNamespace(cases=cases, metrics=written, routers=SimpleNamespace(of=lambda case: case))
+    emulation.routed = SimpleNamespace(routers=[SimpleNamespace(case=case) for case in cases])
     reasons = {raises: "failed: IndexError", wrong: "output differs from the dense reference by 1 in layer 0"}
     failed = emulation.check(lambda error: (survived.append(error), "failed: IndexError")[1])
     assert {case: reason.partition(", allowed")[0] for case, reason in failed.items()} == reasons
     assert [type(error) for error in survived] == [IndexError]
     assert emulation.cases == [right]
-    assert [written[case.case_id].put.call_count for case in cases] == [0, 1, 2]
+    assert emulation.errors == {("wrong", 0): 1.0, ("right", 0): 0.0, ("right", 1): 0.0}
 
 
 def written(out: Path) -> dict[str, str]:

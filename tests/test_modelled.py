@@ -187,8 +187,9 @@ def _print_forms(config: Path) -> None:
     import torch
 
     from moe_ep_bench.bench.comparison import VIRTUAL
+    from moe_ep_bench.bench.measured_ranks import MeasuredRanks
     from moe_ep_bench.bench.plan import plan
-    from moe_ep_bench.bench.rank_timers import MeasuredRanks, modelled_time
+    from moe_ep_bench.bench.rank_times import modelled_time
     from moe_ep_bench.bench.virtual import Emulation
     from moe_ep_bench.layer.host import device_scope
     from moe_ep_bench.layer.megatron import expert_parallel_groups

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from moe_ep_bench.balancers import lp, static, ultra, with_free_slots
 from moe_ep_bench.bench.comparison import VIRTUAL
+from moe_ep_bench.bench.measured_ranks import MeasuredRanks
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.rank_timers import MeasuredRanks
 from moe_ep_bench.bench.routing import Batches, CaseRouter
 from moe_ep_bench.bench.traffic import Traffic, traffic_of
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
@@ -212,8 +212,9 @@ def experts_in_slots_compute_what_was_worked_out(lab: Lab) -> None:
     spare = ExpertPlacement(spared.slot_expert_LP[0], 64, 4)
     batches, timer = Batches(comparison, lab.device), MeasuredRanks(comparison, lab.device)
     for case, slots in itertools.product(comparison.cases[:4], (plain, spare)):
-        router = CaseRouter(case, slots, seed=0)
-        (of_layer,) = traffic_of(batches, None, 0, [router])
+        router = CaseRouter(case, batches)
+        router.slots = lambda index, slots=slots: slots
+        ((of_layer,), _) = traffic_of(batches, None, 0, [router])
         traffic = Traffic(0, {None: of_layer})
         for rank, tokens in list(enumerate(batches.shares(None, 0)))[::3]:
             shares = {None: tokens.of(case)}

@@ -18,9 +18,9 @@ after another side by side. ``route`` ends behind ``traffic``. Beside that path
 ``directory``         may results lie here, and what is left of them
 ``words``, ``description``, ``dry_run``  a comparison in a title, in ``run.json``, and before anything runs
 ``building``          config -> layer or model, and a pass of random tokens
-``inspection``        what layers chose and computed, held against the reference; ``small_layers``: of virtual ranks
+``inspection``        what layers chose and computed, held against the reference
 ``replays``           cases as CUDA graphs
-``rank_timers``       how long a virtual rank takes, measured or modelled
+``measured_ranks``, ``rank_times``  how long a virtual rank takes, measured and modelled; cases beside the reference
 ``question``          what ``advise`` is asked -> experiments
 ``profile``, ``validate``  commands of their own
 """

@@ -101,10 +101,9 @@ class Comparison:
         recorded = self.scope == "layer" and isinstance(self.workload, RecordedWorkload)
         return self.workload.layer if recorded else None
 
-    @property
-    def row_layers(self) -> dict[int | None, int | None]:
-        """By key of ``workloads`` how rows name the layer: a routed recording's by its own number."""
-        return {key: self.layer if self.backend == ROUTING else key for key in self.workloads}
+    def row_layer(self, key: int | None) -> int | None:
+        """How rows name a layer of ``workloads``: a routed recording's by its own number."""
+        return self.layer if self.backend == ROUTING else key
 
     @property
     def num_layers(self) -> int:

@@ -69,8 +69,8 @@ def _lines(comparison: Comparison, device: str, gpu: dict[str, Any]) -> Iterator
     if backend == RANKS:
         yield f"{memory}; {comparison.num_iterations() * comparison.experiment.measure.launches:,} iterations"
         return
-    runs = f"{comparison.num_iterations():,} runs of a rank's {comparison.scope} at most"
-    yield f"{runs}, fewer where ranks have the same to do; {memory}"
+    runs = f"{comparison.num_iterations():,} runs of a rank's {comparison.scope}"
+    yield f"{runs}; {memory}"
 
 
 def _cases(comparison: Comparison) -> Iterator[str]:

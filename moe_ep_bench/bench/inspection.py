@@ -128,7 +128,7 @@ def observe_all(session: Session) -> None:
                 native = seen.output
             with _without_others(case):
                 _note(case, seen, batch)
-                for place, (layer, of_layer) in enumerate(seen.layers.items(), batch * len(session.layers)):
+                for layer, of_layer in seen.layers.items():
                     job.watchdog.feed()
                     share = case.share(batch, layer)
                     row = case_metrics(case.spec, of_layer.routing, share)
@@ -136,7 +136,7 @@ def observe_all(session: Session) -> None:
                     is_last = layer == session.layers[-1] and case.spec.role != CEILING and native is not None
                     valid_T = share.context.token_mask_T
                     row["output_error"] = relative_error(seen.output, native, valid_T) if is_last else None
-                    case.metrics.put((place,), row)
+                    case.rows[batch, layer] = row
 
 
 def check_again(session: Session) -> None:
@@ -150,10 +150,10 @@ def check_again(session: Session) -> None:
             seen, problem = session.replays.looked_at(case, seen)
             case.problem = case.problem or problem
         with _without_others(case):
-            for place, (layer, of_layer) in enumerate(seen.layers.items()):
+            for layer, of_layer in seen.layers.items():
                 session.job.watchdog.feed()
-                errors = case.metrics["reference_error"]
-                errors[place] = max(_reference_error(case, layer, of_layer), errors[place])
+                row = case.rows[0, layer]
+                row["reference_error"] = max(_reference_error(case, layer, of_layer), row["reference_error"])
 
 
 def _note(case: Case, seen: Observation, batch: int) -> None:
@@ -171,9 +171,9 @@ def _reference_error(case: Case, layer: int | None, seen: LayerLook) -> float:
     session, policy, share = case.session, case.spec.policy, case.share(0, layer)
     weights_NE = seen.routing.weights_TE[checked_rows(session, 0)]
     error = session.reference(layer, seen.input_ND).worst_error(seen.output_ND, weights_NE)
-    alone, context = session.comparison.ep_size == 1, case.router.context(share, 0)
+    alone, context = session.comparison.ep_size == 1, case.router.context(share)
     if policy is not None and (alone or policy.batch_stats(share.scores_TE, context) is None):
-        expected = oracle_for(policy, session.device).route(share.scores_TE, case.router.context(share, 0))
+        expected = oracle_for(policy, session.device).route(share.scores_TE, case.router.context(share))
         maps = expected.map_TE, seen.routing.map_TE
         if isinstance(policy, MegatronDrop):
             maps = maps[0].sum(dim=0), maps[1].sum(dim=0)

@@ -41,13 +41,13 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
     directory = RunDirectory(out)
 
     def routed(run_id: str, comparison: Comparison, cases: Sequence[CaseSpec], progress: tqdm) -> None:
-        found = RoutedBatches(comparison, cases, _CPU)
+        batches = RoutedBatches(comparison, cases, _CPU)
         with one_thread(), torch.inference_mode():
             for index in range(comparison.workload.num_batches):
-                found.route(index)
+                batches.route(index)
                 progress.update()
         facts = {case.case_id: identity("route", run_id, comparison, case) for case in cases}
-        write_routing(directory, comparison, facts, found.metrics, found.frontiers)
+        write_routing(directory, comparison, facts, batches.rows, batches.frontiers)
 
     fill(
         directory,

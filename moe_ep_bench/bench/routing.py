@@ -1,7 +1,7 @@
 """Route a rank's tokens by a case, on virtual ranks as on real ones.
 
-``Batches`` has every rank's tokens, a ``Share`` for each rank; ``Routers`` say how a case routes a share. A layer that
-stands alone has the key None.
+``Batches`` makes every rank's tokens, a ``Share`` for each rank; a ``CaseRouter`` routes shares as its case does. A
+layer that stands alone has the key None.
 
 **Replicas** are placed for the loads of all other batches: what a server knows before the tokens come; with one batch
 alone, for itself. A balancer (``balancers``) then splits each batch, or moves weights for it, once all counts are
@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from torch import Tensor
 
 from moe_ep_bench.bench.cases import CEILING, NATIVE, CaseSpec
 from moe_ep_bench.bench.comparison import ROUTING, Comparison
-from moe_ep_bench.config import Lossless
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.dispatch import numba_steps
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
@@ -45,7 +44,6 @@ from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.policies.laser import LoadAwarePolicy
 from moe_ep_bench.workload import TokenBatch
 from moe_ep_bench.workload.batch import balanced_scores
-from moe_ep_bench.workload.frontier import Frontier
 
 if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
     from moe_ep_bench.kernels.shared import SharedSteps
@@ -120,6 +118,7 @@ class Share:
     """
 
     layer: int | None
+    batch: int
     rank: int
     context: RoutingContext
     drawn_TE: Tensor
@@ -127,12 +126,12 @@ class Share:
 
     @staticmethod
     def of_rank(
-        comparison: Comparison, layer: int | None, tokens: TokenBatch, rank: int, device: torch.device
+        comparison: Comparison, layer: int | None, batch: int, rank: int, tokens: TokenBatch, device: torch.device
     ) -> Share:
         valid_T = None if tokens.valid_T is None else tokens.valid_T.to(device)
         context = comparison.context(layer, rank % comparison.ep_size, tokens.sequence_id_T.to(device), valid_T)
         function = None if comparison.backend == ROUTING else comparison.model.score_function
-        return Share(layer, rank, context, tokens.scores_TE.to(device), function)
+        return Share(layer, batch, rank, context, tokens.scores_TE.to(device), function)
 
     @property
     def num_tokens(self) -> int:
@@ -180,23 +179,6 @@ class Share:
         return self.balanced if case.role == CEILING else self
 
 
-_Value = TypeVar("_Value")
-
-
-class _Recent(Generic[_Value]):
-    """The last few values that were asked for. (``lru_cache`` of a method would hold its object in a circle.)"""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._values = most, dict[Hashable, _Value]()
-
-    def get(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
-        value = self._values.pop(key) if key in self._values else make()
-        self._values[key] = value
-        if len(self._values) > self._most:
-            del self._values[next(iter(self._values))]
-        return value
-
-
 class Batches:
     """All ranks' tokens of a comparison's batches: kept where they are small, else made anew, rank by rank.
 
@@ -204,195 +186,162 @@ class Batches:
         few: only so many of each rank's tokens, from the first to the last; None = all.
 
     Attributes:
-        frontiers: by layer and batch, once they are known.
         num_bytes: of the scores of a batch in a layer.
+        shares: every rank's tokens of a batch, rank by rank; called with the layer and the batch's index. What it keeps
+            is freed with this object: nothing of it leads back here.
     """
 
+    shares: Callable[[int | None, int], Iterable[Share]]
+
     def __init__(self, comparison: Comparison, device: torch.device, few: int | None = None) -> None:
-        self.comparison, self.device, self._few = comparison, device, few
-        self.frontiers: dict[tuple[int | None, int], Frontier] = {}
+        self.comparison, self.device, self.seed = comparison, device, comparison.experiment.layer.seed
         num_tokens, num_layers = comparison.num_tokens, len(comparison.workloads)
         if few is not None:
             num_tokens = min(num_tokens, few * comparison.world_size)
-        layer_bytes = self.num_bytes = num_tokens * comparison.model.num_experts * torch.float32.itemsize
-        self._keeps_tokens = layer_bytes <= min(_MOST_LAYER_BYTES, _MOST_MODEL_BYTES // num_layers)
-        self._keeps_shares = layer_bytes * num_layers <= _MOST_SHARES_BYTES
-        num_batches = max(1, _MOST_BATCHES_BYTES // (layer_bytes * num_layers))
-        self._tokens = _Recent[list[TokenBatch]](num_batches * num_layers)
-        self._shares = _Recent[list[Share]](num_layers)
+        num_bytes = self.num_bytes = num_tokens * comparison.model.num_experts * torch.float32.itemsize
 
-    def shares(self, layer: int | None, index: int) -> Iterable[Share]:
-        """Every rank's tokens of a batch in a layer, rank by rank."""
-        if self._keeps_shares:
-            return self._shares.get((layer, index), lambda: list(self._make_shares(layer, index)))
-        return self._make_shares(layer, index)
+        def cut(tokens: TokenBatch) -> TokenBatch:
+            """Some of a rank's tokens from the first to the last, and so of both where some are padding."""
+            if few is None:
+                return tokens
+            return tokens.rows(torch.linspace(0, max(tokens.num_tokens - 1, 0), min(few, tokens.num_tokens)).long())
 
-    def _make_shares(self, layer: int | None, index: int) -> Iterator[Share]:
-        if self._keeps_tokens:
-            tokens = iter(self._tokens.get((layer, index), lambda: self._make_tokens(layer, index)))
-        else:
-            tokens = map(self._cut, self.comparison.rank_batches(layer, index))
-        for rank, of_rank in enumerate(tokens):
-            yield Share.of_rank(self.comparison, layer, of_rank, rank, self.device)
+        def tokens_of(layer: int | None, index: int) -> list[TokenBatch]:
+            """All ranks' tokens, made in threads; the first rank's alone, which solves for the batch's targets."""
+            make = partial(comparison.rank_batch, layer, index)
+            first = make(0)
+            with rank_pool(torch.device("cpu"), num_bytes) as pool:
+                return [cut(tokens) for tokens in (first, *in_order(pool, make, range(1, comparison.world_size)))]
 
-    def _make_tokens(self, layer: int | None, index: int) -> list[TokenBatch]:
-        """All ranks' tokens, made in threads; the first rank's alone, which solves for the batch's targets."""
-        make = partial(self.comparison.rank_batch, layer, index)
-        first = make(0)
+        kept_tokens = lru_cache(max(1, _MOST_BATCHES_BYTES // (num_bytes * num_layers)) * num_layers)(tokens_of)
+        keeps_tokens = num_bytes <= min(_MOST_LAYER_BYTES, _MOST_MODEL_BYTES // num_layers)
+
+        def make_shares(layer: int | None, index: int) -> Iterator[Share]:
+            ranks = kept_tokens(layer, index) if keeps_tokens else map(cut, comparison.rank_batches(layer, index))
+            for rank, tokens in enumerate(ranks):
+                yield Share.of_rank(comparison, layer, index, rank, tokens, device)
+
+        self.shares = make_shares
+        if num_bytes * num_layers <= _MOST_SHARES_BYTES:
+            self.shares = lru_cache(num_layers)(lambda layer, index: list(make_shares(layer, index)))
+
+    @cached_property
+    def native_counts(self) -> NDArray[np.int64]:
+        """Pairs of each rank's tokens and each expert under the model's own top-k, [B, R, E]."""
+        native = next(case for case in self.comparison.cases if case.policy is None and case.replication is None)
+        router = CaseRouter(native, self)
+
+        def counts_of(share: Share) -> NDArray[np.int64]:
+            return router.map_of(share, None).sum(0).cpu().numpy()
+
         with rank_pool(torch.device("cpu"), self.num_bytes) as pool:
-            others = in_order(pool, make, range(1, self.comparison.world_size))
-            return [self._cut(tokens) for tokens in (first, *others)]
-
-    def _cut(self, tokens: TokenBatch) -> TokenBatch:
-        """Some of a rank's tokens from the first to the last, and so of both where some are padding."""
-        if self._few is None:
-            return tokens
-        num_tokens = min(self._few, tokens.num_tokens)
-        return tokens.rows(torch.linspace(0, max(tokens.num_tokens - 1, 0), num_tokens).long())
+            batches = range(self.comparison.workload.num_batches)
+            return np.array([list(in_order(pool, counts_of, self.shares(None, index))) for index in batches])
 
 
 # ---- routing ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CaseRouter:
-    """How a case routes; its experts stand in ``slots``.
-
-    Attributes:
-        carried: gives the loads that a batch starts from (``Routers.carried``).
-    """
+    """How a case routes the batches of its comparison, where its experts stand, and what loads a batch starts from."""
 
     case: CaseSpec
-    slots: ExpertPlacement
-    seed: int
-    carried: Callable[[CaseSpec, int | None, int, int], Tensor | None] = lambda *_: None
+    batches: Batches
+    _slots: dict[int, ExpertPlacement] = field(default_factory=dict)
+    _loads: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     @property
     def rule(self) -> Policy:
         """What routes: the policy, or the model's own top-k."""
         return self.case.policy or NATIVE
 
-    def context(self, share: Share, index: int) -> RoutingContext:
-        """What the rule knows of a rank's tokens of batch ``index``, its randomness at its start."""
+    def slots(self, index: int) -> ExpertPlacement:
+        """Where the case's experts stand for batch ``index``."""
+        comparison, wanted = self.batches.comparison, self.case.replication
+        if wanted is None:
+            return comparison.slots
+        if index not in self._slots:
+            counts_BRE = self.batches.native_counts
+            slot_expert_P = comparison.slots_ahead(wanted, other_batches(counts_BRE.sum(axis=1), index))
+            balanced = wanted.balance(slot_expert_P, counts_BRE[index])
+            self._slots[index] = ExpertPlacement.of_batch(balanced, counts_BRE[index], comparison.expert_bytes)
+        return self._slots[index]
+
+    def context(self, share: Share) -> RoutingContext:
+        """What the rule knows of a rank's tokens of a batch, its randomness at its start."""
         place = () if share.layer is None else (share.layer,)
-        draws = seeded_generator(share.context.request_id_T.device, self.seed, DRAWS, index, share.rank, *place)
-        load_E = self.carried(self.case, share.layer, index, share.rank)
+        device, load_E = share.context.request_id_T.device, self.carried(share.layer, share.batch, share.rank)
+        draws = seeded_generator(device, self.batches.seed, DRAWS, share.batch, share.rank, *place)
         return replace(self.case.told(share.context), generator=draws, load_E=load_E)
 
-    def route(self, share: Share, index: int, stats_SE: Tensor | None) -> Routing:
+    def route(self, share: Share, stats_SE: Tensor | None) -> Routing:
         """Over experts; ``on_slots`` sends pairs on."""
-        return form_of(self.rule, share.scores_TE.device).route(share.scores_TE, self.context(share, index), stats_SE)
+        return form_of(self.rule, share.scores_TE.device).route(share.scores_TE, self.context(share), stats_SE)
 
-    def map_of(self, share: Share, index: int, stats_SE: Tensor | None) -> Tensor:
+    def map_of(self, share: Share, stats_SE: Tensor | None) -> Tensor:
         """The map of ``route``, bool [T, E], found with what other cases found of the same scores."""
         if not self._shares_steps(share):
-            return self.route(share, index, stats_SE).map_TE
-        rule, context = self._in_place(share, index)
+            return self.route(share, stats_SE).map_TE
+        rule, context = self._in_place(share)
         return rule.by(share.steps).select(share.scores_TE, context, stats_SE).map_TE
 
-    def stats_of(self, share: Share, index: int) -> Tensor | None:
+    def stats_of(self, share: Share) -> Tensor | None:
         """Of a batch-wide policy what is summed over ranks, float64 [S, E]."""
         if not self._shares_steps(share):
-            form = form_of(self.rule, share.scores_TE.device)
-            return form.batch_stats(share.scores_TE, self.context(share, index))
-        rule, context = self._in_place(share, index)
+            return form_of(self.rule, share.scores_TE.device).batch_stats(share.scores_TE, self.context(share))
+        rule, context = self._in_place(share)
         return rule.by(share.steps).stats(share.scores_TE, context)
 
     def _shares_steps(self, share: Share) -> bool:
         return share.steps is not None and type(self.rule) in share.steps.policies
 
-    def _in_place(self, share: Share, index: int) -> tuple[Policy, RoutingContext]:
+    def _in_place(self, share: Share) -> tuple[Policy, RoutingContext]:
         """The rule with its values in the share's layer, and what it knows there."""
-        context = self.context(share, index)
+        context = self.context(share)
         rule = self.rule.in_layer(context.layer_fraction)
         if share.rank == 0:  # All ranks' scores are of one workload.
             rule.check(share.scores_TE, context)
         return rule, context
 
-    def on_slots(self, routing: Routing, rank: int) -> Routing:
-        """A rank's routing over slots."""
-        map_TP: Tensor = self.slots.spread(routing.map_TE, rank)
-        return Routing(map_TP, self.slots.spread_weights(routing.weights_TE, map_TP))
-
-    def enter(self, stack: Stack, shares: Mapping[int | None, Share], index: int) -> None:
-        """Put the case's routing of a rank's tokens of batch ``index`` into the MoE layers of ``stack``."""
+    def enter(self, stack: Stack, shares: Mapping[int | None, Share]) -> None:
+        """Put the case's routing of a rank's tokens of a batch into the MoE layers of ``stack``."""
         policy = self.case.policy
         stack.take(() if policy is None else stack.forms)
         for layer, share in shares.items():
             if policy is None:  # By Megatron-Core's own router.
                 stack.route(layer, share.logits_TE)
                 continue
-            told = self.context(share, index)
+            told = self.context(share)
             here = policy.in_layer(told.layer_fraction)
             context = replace(told, random_TE=here.random_keys(share.logits_TE, told))  # a captured graph cannot draw
             stack.route(layer, share.logits_TE, here, context)
 
-
-class Routers:
-    """How the cases of a comparison route its batches: where their experts stand, and what loads they start from."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches, self._comparison = batches, batches.comparison
-        self._seed = self._comparison.experiment.layer.seed
-        self._placements: dict[tuple[Lossless, int], ExpertPlacement] = {}
-        self._loads: dict[tuple[str, int | None, int], Tensor] = {}
-
-    def of(self, case: CaseSpec, index: int = 0) -> CaseRouter:
-        """How a case routes batch ``index``."""
-        return CaseRouter(case, self.slots(case, index), self._seed, self.carried)
-
-    def slots(self, case: CaseSpec, index: int) -> ExpertPlacement:
-        """Where a case's experts stand for batch ``index``."""
-        wanted = case.replication
-        if wanted is None:
-            return self._comparison.slots
-        if (wanted, index) not in self._placements:
-            self._placements[wanted, index] = self._place(wanted, index)
-        return self._placements[wanted, index]
-
-    def _place(self, wanted: Lossless, index: int) -> ExpertPlacement:
-        comparison, counts_BRE = self._comparison, self._counts
-        slot_expert_P = comparison.slots_ahead(wanted, other_batches(counts_BRE.sum(axis=1), index))
-        balanced = wanted.balance(slot_expert_P, counts_BRE[index])
-        return ExpertPlacement.of_batch(balanced, counts_BRE[index], comparison.expert_bytes)
-
-    @cached_property
-    def _counts(self) -> NDArray[np.int64]:
-        """Pairs of each rank's tokens and each expert under the model's own top-k, [B, R, E]."""
-        native = next(case for case in self._comparison.cases if case.policy is None and case.replication is None)
-        router = CaseRouter(native, self._comparison.slots, self._seed)
-
-        def counts_of(index: int, share: Share) -> list[int]:
-            return router.map_of(share, index, None).sum(0).tolist()
-
-        with rank_pool(torch.device("cpu"), self._batches.num_bytes) as pool:
-            indices = range(self._comparison.workload.num_batches)
-            ranks = (in_order(pool, partial(counts_of, i), self._batches.shares(None, i)) for i in indices)
-            return np.array([list(counts_RE) for counts_RE in ranks])
-
-    def carried(self, case: CaseSpec, layer: int | None, index: int, rank: int) -> Tensor | None:
+    def carried(self, layer: int | None, index: int, rank: int) -> Tensor | None:
         """Loads that batch ``index`` starts from on a rank, float64 [E]; None = nothing."""
-        policy = case.policy
+        policy = self.case.policy
         if index == 0 or not isinstance(policy, LoadAwarePolicy) or not policy.carry_loads:
             return None
-        for after in range(1, index + 1):
-            if (case.case_id, layer, after) not in self._loads:
-                self._loads[case.case_id, layer, after] = self._left(case, layer, after - 1)
-        load_RE = self._loads[case.case_id, layer, index]
+        for before in range(index):  # In turn: each starts from what those before it left.
+            if (layer, before + 1) not in self._loads:
+                shares = (share.of(self.case) for share in self.batches.shares(layer, before))
+                load_RE = torch.stack([self.route(share, None).map_TE.sum(dim=0).double() for share in shares])
+                self._loads[layer, before + 1] = load_RE + self._loads[layer, before] if before else load_RE
+        load_RE = self._loads[layer, index]
         return load_RE.sum(dim=0) if policy.load_scope == "all" else load_RE[rank]
 
-    def _left(self, case: CaseSpec, layer: int | None, index: int) -> Tensor:
-        """Pairs of every rank's tokens up to batch ``index``: float64 [R, E]."""
-        router = self.of(case, index)
-        maps = (router.route(share.of(case), index, None).map_TE for share in self._batches.shares(layer, index))
-        load_RE = torch.stack([map_TE.sum(dim=0).double() for map_TE in maps])
-        return load_RE if index == 0 else load_RE + self._loads[case.case_id, layer, index]
+
+def on_slots(slots: ExpertPlacement, routing: Routing, rank: int) -> Routing:
+    """A rank's routing over slots."""
+    map_TP: Tensor = slots.spread(routing.map_TE, rank)
+    return Routing(map_TP, slots.spread_weights(routing.weights_TE, map_TP))
 
 
 def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, Any]:
-    """``routing_metrics`` of a case's routing, excess load by its own capacity factor; loads of image tokens."""
+    """A row of the table ``routing``: ``routing_metrics``, excess load by the case's own factor; loads of images."""
     how: dict[str, Any] = {"of_scores": share.of_scores, "capacity_factor": case.capacity_factor}
-    row = routing_metrics(routing, share.scores_TE, share.context, **how)
+    row: dict[str, Any] = {"rank": share.rank, "batch": share.batch, "layer": share.layer}
+    row |= routing_metrics(routing, share.scores_TE, share.context, **how)
     if case.is_padded:  # What fills an expert up weighs nothing: it is computed, and no mass of it is kept.
         kept = replace(routing, map_TE=routing.weights_TE > 0)
         of_kept = routing_metrics(kept, share.scores_TE, share.context, **how)
@@ -400,5 +349,5 @@ def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, An
     if share.context.modality_T is not None:
         is_image_T, valid_T = share.context.modality_T == IMAGE, share.context.token_mask_T
         row["num_image_tokens"] = int((is_image_T if valid_T is None else is_image_T & valid_T).sum())
-        row["image_load_E"] = routing.map_TE[is_image_T].sum(dim=0).tolist()
+        row["image_load_E"] = routing.map_TE[is_image_T].sum(dim=0).cpu().numpy()
     return row

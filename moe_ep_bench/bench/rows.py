@@ -1,6 +1,6 @@
 """Write what ranks measured and routed as rows of ``samples`` and ``routing``.
 
-Shapes: V = cases, R = ranks, S = steps, B = batches, C = columns of a sample.
+Shapes: V = cases, R = ranks, S = steps, C = columns of a sample.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,12 @@ import pyarrow as pa
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.schema import METRICS, TOTAL, UNACCOUNTED, PhaseKey, layer_and_phase, phases_in_depth
+from moe_ep_bench.schema import TOTAL, UNACCOUNTED, PhaseKey, layer_and_phase, phases_in_depth
 from moe_ep_bench.timing.protocol import COLUMNS, PLAIN, Step, sample_keys
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU
+
+Row = dict[str, Any]
+"""Values by column of a table."""
 
 
 def columns_of(comparison: Comparison) -> tuple[PhaseKey, ...]:
@@ -41,24 +46,6 @@ class Samples:
         for name, time_us in times.items():
             if step.kind != PLAIN or name != UNACCOUNTED:
                 self.times_VSC[case, self._step[step], self._column[name]] = time_us
-
-
-class PackedMetrics(dict[str, np.ndarray]):
-    """Metrics of many rows as float64 arrays, [*shape] or of lists [*shape, length]: many dicts take far more memory.
-
-    Integers below 2**53 stay exact; None is NaN.
-    """
-
-    def __init__(self, *shape: int) -> None:
-        self.shape = shape
-
-    def put(self, index: tuple[int | slice, ...], row: Mapping[str, Any]) -> None:
-        """Take in a row, or with a slice in ``index`` several rows as arrays."""
-        num_slices = sum(isinstance(place, slice) for place in index)
-        for key, value in row.items():
-            if key not in self:
-                self[key] = np.full((*self.shape, *np.shape(value)[num_slices:]), np.nan)
-            self[key][index] = np.nan if value is None else value
 
 
 def identity(mode: str, run_id: str, comparison: Any, case: CaseSpec) -> dict[str, Any]:
@@ -90,8 +77,8 @@ class Outcome:
         unmeasured: status and reason of cases without times.
         steps, columns: of samples.
         times: of measured cases, microseconds [R, S, C].
-        metrics: of each, [R, rows], of each batch a row for each MoE layer.
-        frontiers: of each, rows of the table of that name; there may be none.
+        rows: of each, rows of the table ``routing``: of every batch one for each rank and MoE layer.
+        frontiers: of each, rows of the table ``frontier``; there may be none.
         conditions: under which they were timed; None = modelled, or nothing was.
     """
 
@@ -99,8 +86,8 @@ class Outcome:
     steps: Sequence[Step] = ()
     columns: Sequence[PhaseKey] = ()
     times: dict[str, np.ndarray] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    frontiers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+    frontiers: dict[str, list[Row]] = field(default_factory=dict)
     conditions: dict[str, Any] | None = None
 
 
@@ -113,7 +100,7 @@ def write_launch(
         anew: these are all cases of the launch; else other cases' rows stay.
     """
     facts = {case.case_id: identity(comparison.mode, run_id, comparison, case) for case in comparison.cases}
-    write_routing(directory, comparison, {key: facts[key] for key in outcome.times}, outcome.metrics, outcome.frontiers)
+    write_routing(directory, comparison, {key: facts[key] for key in outcome.times}, outcome.rows, outcome.frontiers)
 
     def rows() -> Iterator[dict[str, Any]]:
         for key, (status, reason) in outcome.unmeasured.items():
@@ -130,25 +117,29 @@ def write_routing(
     directory: RunDirectory,
     comparison: Comparison,
     facts: Mapping[str, Mapping[str, Any]],
-    metrics: Mapping[str, Mapping[str, np.ndarray]],
-    frontiers: Mapping[str, Sequence[Mapping[str, Any]]],
+    rows: Mapping[str, Sequence[Row]],
+    frontiers: Mapping[str, Sequence[Row]],
 ) -> None:
     """Write what ranks routed in cases; see ``Outcome``. Rows of other cases stay.
 
     Args:
         facts: by id, columns that say which case it is (``identity``).
     """
-    layers, part = list(comparison.row_layers.values()), comparison.comparison_id
-    rows = {
-        key: {"comparison_id": part, "case_id": key, **{name: [row[name] for row in found] for name in found[0]}}
-        for key, found in frontiers.items()
-        if found and key in facts
+    part = comparison.comparison_id
+    known = {
+        key: {"comparison_id": part, "case_id": key} | as_columns(frontiers[key]) for key in facts if frontiers.get(key)
     }
-    if rows:
-        directory.write("frontier", part, rows.values(), replaces=rows.keys())
-    routed = ({**facts[key], **_routing_columns(metrics[key], layers)} for key in facts)
+    if known:
+        directory.write("frontier", part, known.values(), replaces=known.keys())
     if facts:
+        by_rank = (sorted(rows[key], key=itemgetter("rank")) for key in facts)
+        routed = ({**of_case, **as_columns(listed)} for of_case, listed in zip(facts.values(), by_rank, strict=True))
         directory.write("routing", part, routed, replaces=facts.keys())
+
+
+def as_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """Rows as columns; what a row lacks is None."""
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain.from_iterable(rows))}
 
 
 def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Sequence[PhaseKey]) -> dict[str, Any]:
@@ -168,21 +159,3 @@ def _sample_columns(steps: Sequence[Step], times_RSC: np.ndarray, columns: Seque
         "time_us": times_RSC[occurred],
         **{name: pa.array(times_RSC[rank_N, step_N, column], mask=~is_total_N) for name, column in whole.items()},
     }
-
-
-def _routing_columns(metrics: Mapping[str, np.ndarray], layers: Sequence[int | None]) -> dict[str, list[Any]]:
-    """Rows of one case, one per rank, batch and layer, from the metrics of [R, rows]."""
-    num_ranks, num_rows = next(iter(metrics.values())).shape[:2]
-    rank_N, row_N = np.indices((num_ranks, num_rows)).reshape(2, -1).tolist()
-    columns: dict[str, list[Any]] = {
-        "rank": rank_N,
-        "batch": [row // len(layers) for row in row_N],
-        "layer": [layers[row % len(layers)] for row in row_N],
-    }
-    for key, values in metrics.items():
-        flat = values.reshape(num_ranks * num_rows, *values.shape[2:])
-        if METRICS[key].is_integer:
-            columns[key] = flat.astype(np.int64).tolist()
-        else:
-            columns[key] = [None if np.isnan(value) else value for value in flat.tolist()]
-    return columns

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,8 @@ from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.inspection import check_again, compute_alone, drop_failing, observe_all, try_all
 from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
 from moe_ep_bench.bench.replays import Replays
-from moe_ep_bench.bench.routing import Batches, CaseRouter, Routers, Share
-from moe_ep_bench.bench.rows import Outcome, PackedMetrics, Samples, columns_of
+from moe_ep_bench.bench.routing import Batches, CaseRouter, Share
+from moe_ep_bench.bench.rows import Outcome, Row, Samples, columns_of
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import ProcessGroupCollection, expert_parallel_groups
@@ -107,14 +108,14 @@ class Case:
     """A case that can run any batch (``timing.protocol.Runnable``), and what was seen of it on this rank.
 
     Attributes:
-        metrics: of its routing, a row for every batch and layer.
+        rows: of its routing, by batch and layer.
         error: the worst beside the reference.
         problem: the first thing that was found wrong, in words.
     """
 
     router: CaseRouter
     session: Session
-    metrics: PackedMetrics
+    rows: dict[tuple[int, int | None], Row] = field(default_factory=dict)
     error: float = 0.0
     problem: str = ""
 
@@ -133,7 +134,7 @@ class Case:
     def prepare(self, batch: int) -> Any:
         """Put this case's MoE layers and the batch's routing in place; return the batch's input."""
         shares = {layer: self.share(batch, layer) for layer in self.session.layers}
-        self.router.enter(self.session.stack, shares, batch)
+        self.router.enter(self.session.stack, shares)
         return self.session.inputs[batch]()
 
     def route_alone(self, batch: int) -> None:
@@ -190,8 +191,8 @@ class Session:
             self._cache = KeyValueCache(most_requests, comparison.context_length)
         self.shares = [self._shares(number) for number in range(self.num_batches)]
         self.inputs = [self._new_input(number) for number in range(self.num_batches)]
-        routers, num_rows = Routers(Batches(comparison, self.device)), self.num_batches * len(self.layers)
-        self.cases = [Case(routers.of(case), self, PackedMetrics(num_rows)) for case in cases]
+        batches = Batches(comparison, self.device)
+        self.cases = [Case(CaseRouter(case, batches), self) for case in cases]
         self.is_replayed = comparison.parts.cuda_graph
         self.replays: Replays | None = None
         self._reference: DenseReference | None = None
@@ -235,7 +236,7 @@ class Session:
         for layer in self.layers:
             self.job.watchdog.feed()
             tokens = self.comparison.rank_batch(layer, number, rank)
-            shares[layer] = Share.of_rank(self.comparison, layer, tokens, rank, self.device)
+            shares[layer] = Share.of_rank(self.comparison, layer, number, rank, tokens, self.device)
         return shares
 
     def _new_input(self, number: int) -> Callable[[], Any]:
@@ -297,4 +298,4 @@ class Session:
             if case in self.cases:
                 self.job.watchdog.feed()
                 outcome.times[case.case_id] = gathered(times_SC)
-                outcome.metrics[case.case_id] = {key: gathered(row) for key, row in case.metrics.items()}
+                outcome.rows[case.case_id] = list(chain(*ranks.told(list(case.rows.values()))))

@@ -14,9 +14,9 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,12 +26,11 @@ from torch import Tensor
 from moe_ep_bench.balancers import water_fill
 from moe_ep_bench.bench.cases import BASELINE, CEILING, NOISE, CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
-from moe_ep_bench.bench.routing import Batches, CaseRouter, Routers, Share, case_metrics, in_order, rank_pool
-from moe_ep_bench.bench.rows import PackedMetrics
+from moe_ep_bench.bench.routing import Batches, CaseRouter, Share, case_metrics, in_order, rank_pool
+from moe_ep_bench.bench.rows import Row
 from moe_ep_bench.config import WaterfillConfig
 from moe_ep_bench.kernels.dispatch import numba_steps
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
-from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.workload.frontier import Frontier, top_k_pairs
 
@@ -48,22 +47,24 @@ class LayerTraffic:
 
     Attributes:
         num_tokens_R: tokens of each rank.
-        counts_RP: int64 on the host, pairs that the tokens of each rank send to each slot.
+        slots: where the case's experts stand.
         stats_SE: what a batch-wide policy's statistics sum up to over ranks; None where it has none.
-        metrics: of each rank's tokens, [R] rows of ``case_metrics``.
-        frontier: a row of the table ``frontier``, without its batch and layer; None where there is none.
-        copies_RR, copies_RN: int64, distinct tokens that each rank sends to each rank and node; None = not counted.
-        shared_RR: int64, tokens of each rank whose shared experts each rank computes; None = each its own.
+        rows_R: of each rank's tokens a row of the table ``routing`` (``case_metrics``).
+        copies: int64 [R, R] and [R, N], distinct tokens that each rank sends to each rank and node; None = not counted.
+        moves_shared: pairs that a token's shared experts are worth, where their tokens go to ranks with few pairs.
     """
 
     num_tokens_R: list[int]
-    counts_RP: Tensor
+    slots: ExpertPlacement
     stats_SE: Tensor | None
-    metrics: PackedMetrics
-    frontier: dict[str, Any] | None = None
-    copies_RR: Tensor | None = None
-    copies_RN: Tensor | None = None
-    shared_RR: NDArray[np.int64] | None = None
+    rows_R: list[Row]
+    copies: tuple[Tensor, Tensor] | None = None
+    moves_shared: float | None = None
+
+    @cached_property
+    def counts_RP(self) -> Tensor:  # noqa: N802
+        """Pairs that the tokens of each rank send to each slot: int64, on the host."""
+        return torch.from_numpy(np.stack([row.get("slot_load_P", row["load_E"]) for row in self.rows_R]))
 
     @cached_property
     def rank_pairs(self) -> NDArray[np.int64]:
@@ -81,14 +82,12 @@ class LayerTraffic:
 
         return Announced(self.counts_RP.to(device), self.stats_SE)
 
-    def work(self, rank: int) -> tuple[Any, ...]:
-        """Equal for ranks that have the same to do: their tokens, the pairs they send, the rows of every slot."""
-        own = self.num_tokens_R[rank], self.num_shared(rank), int(self.counts_RP[rank].sum())
-        return *own, *self.received(rank).tolist()
-
-    def num_shared(self, rank: int) -> int | None:
-        """Tokens whose shared experts a rank computes once rows are there; None = its own, ahead of them."""
-        return None if self.shared_RR is None else int(self.shared_RR[:, rank].sum())
+    @cached_property
+    def shared_RR(self) -> NDArray[np.int64] | None:  # noqa: N802
+        """Tokens of each rank whose shared experts each rank computes, once rows are there; None = its own, ahead."""
+        if self.moves_shared is None:
+            return None
+        return water_fill(self.num_tokens_R, self.rank_pairs.sum(axis=0), self.moves_shared)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,26 +102,19 @@ class Traffic:
     layers: Mapping[int | None, LayerTraffic]
     lengths_R: list[tuple[int, ...]] | None = None
 
-    def work(self, rank: int) -> tuple[Any, ...]:
-        """Equal for ranks that have the same to do, in all layers and between them."""
-        return self.lengths_R and self.lengths_R[rank], *(traffic.work(rank) for traffic in self.layers.values())
-
 
 class RoutedBatches:
     """All ranks' routing of a comparison's batches by cases, worked out batch by batch; what is said of it is kept.
 
     Attributes:
-        metrics: of each case, [R, B x layers] rows, those of a batch's layers together.
-        frontiers: of each case by id, rows of the table ``frontier``.
+        rows: of each case by id, rows of the table ``routing``; ``frontiers``, of the table ``frontier``.
     """
 
     def __init__(self, comparison: Comparison, cases: Sequence[CaseSpec], device: torch.device) -> None:
-        self.comparison, self.cases = comparison, list(cases)
-        self.batches = Batches(comparison, device)
-        self.routers = Routers(self.batches)
-        num_rows = comparison.workload.num_batches * len(comparison.workloads)
-        self.metrics = {case.case_id: PackedMetrics(comparison.world_size, num_rows) for case in cases}
-        self.frontiers: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.comparison, self.batches = comparison, Batches(comparison, device)
+        self.routers = [CaseRouter(case, self.batches) for case in cases]
+        self.rows: dict[str, list[Row]] = defaultdict(list)
+        self.frontiers: dict[str, list[Row]] = defaultdict(list)
 
     def route(self, index: int, begin: Callable[[], object] = lambda: None) -> list[tuple[CaseRouter, Traffic]]:
         """Of every case its router, and what its routing of batch ``index`` amounts to.
@@ -130,71 +122,65 @@ class RoutedBatches:
         Args:
             begin: called ahead of each layer of a model.
         """
-        comparison = self.comparison
-        routers = [self.routers.of(case, index) for case in self.cases]
-        layers: list[dict[int | None, LayerTraffic]] = [{} for _ in routers]
-        for place, (layer, named) in enumerate(comparison.row_layers.items(), index * len(comparison.workloads)):
+        comparison, links = self.comparison, self.comparison.links
+        nodes = links.ranks_per_node if links and comparison.exchange.transport == "copies" else None
+        baseline = next((router for router in self.routers if router.case.role == BASELINE), None)
+        # Native runs a second time for the noise floor, but routes the same.
+        stand_ins = [baseline if baseline and router.case.role == NOISE else router for router in self.routers]
+        distinct = list(dict.fromkeys(stand_ins))
+        layers: list[dict[int | None, LayerTraffic]] = [{} for _ in self.routers]
+        for layer in comparison.workloads:
             if layer is not None:
                 begin()
-            for of_case, router, traffic in zip(layers, routers, self._layer(layer, index, routers), strict=True):
-                of_case[layer], case_id = traffic, router.case.case_id
-                self.metrics[case_id].put((slice(None), place), traffic.metrics)
-                if traffic.frontier is not None:
-                    self.frontiers[case_id].append({"batch": index, "layer": named, **traffic.frontier})
+            traffic, frontiers = traffic_of(self.batches, layer, index, distinct, nodes)
+            named = {"layer": comparison.row_layer(layer)}
+            for number, router in enumerate(self.routers):
+                place, case_id = distinct.index(stand_ins[number]), router.case.case_id
+                layers[number][layer] = traffic[place]
+                self.rows[case_id] += [row | named for row in traffic[place].rows_R]
+                self.frontiers[case_id] += [row | named for row in frontiers[place]]
         lengths_R = comparison.lengths_of_ranks(index) if comparison.scope == "model" else None
-        return [(router, Traffic(index, of_case, lengths_R)) for router, of_case in zip(routers, layers, strict=True)]
-
-    def _layer(self, layer: int | None, index: int, routers: Sequence[CaseRouter]) -> list[LayerTraffic]:
-        """Of every case. Native runs a second time for the noise floor, but routes the same."""
-        baseline = next((router for router in routers if router.case.role == BASELINE), None)
-        stand_ins = [baseline if baseline and router.case.role == NOISE else router for router in routers]
-        distinct, links = list(dict.fromkeys(stand_ins)), self.comparison.links
-        nodes = links.ranks_per_node if links and self.comparison.exchange.transport == "copies" else None
-        traffic = dict(zip(distinct, traffic_of(self.batches, layer, index, distinct, nodes), strict=True))
-        return [traffic[router] for router in stand_ins]
+        return [
+            (router, Traffic(index, of_case, lengths_R)) for router, of_case in zip(self.routers, layers, strict=True)
+        ]
 
 
 def traffic_of(
     batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter], ranks_per_node: int | None = None
-) -> list[LayerTraffic]:
+) -> tuple[list[LayerTraffic], list[list[Row]]]:
     """Route batch ``index`` on all ranks in one layer, by every case; ranks side by side, in threads.
 
     Args:
         ranks_per_node: count copies too, for nodes of so many ranks; None = do not.
+
+    Returns:
+        Of every case the traffic, and its row of the table ``frontier`` or none.
     """
-    num_ranks, place = batches.comparison.world_size, (layer, index)
-    # One array each for all ranks: many small ones between the large ones that come and go would scatter memory.
-    counts = [torch.zeros(num_ranks, router.slots.num_slots, dtype=torch.int64) for router in routers]
-    metrics = [PackedMetrics(num_ranks) for _ in routers]
-    copies: list[list[tuple[Tensor, Tensor]]] = [[] for _ in routers]
+    model = batches.comparison.model
+    placed = [(router, router.slots(index)) for router in routers]
+    wants_frontier = batches.comparison.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS
+    wants_frontier = wants_frontier and any(router.case.role != CEILING for router in routers)
     num_tokens: list[int] = []
-    pairs: list[tuple[Tensor, Tensor]] | None = None if place in batches.frontiers else []
+    pairs: list[tuple[Tensor, Tensor]] = []
+    ranks: list[list[tuple[Row, tuple[Tensor, Tensor] | None]]] = []
     with rank_pool(batches.device, batches.num_bytes) as pool:
         for router in routers:
-            router.carried(router.case, layer, index, 0)  # worked out before threads ask for it
+            router.carried(layer, index, 0)  # worked out before threads ask for it
         stats = _statistics(batches, layer, index, routers, pool)
-        route = partial(_route_rank, routers, index=index, stats=stats, ranks_per_node=ranks_per_node)
-        for rank, (rows, share) in enumerate(in_order(pool, route, batches.shares(layer, index))):
+        route = partial(_route_rank, placed, stats, ranks_per_node)
+        for routed, share in in_order(pool, route, batches.shares(layer, index)):
+            ranks.append(routed)
             num_tokens.append(share.num_tokens)
-            pairs = _with_pairs(pairs, routers, share)
-            for number, (row, counts_P, copied) in enumerate(rows):
-                metrics[number].put((rank,), row)
-                counts[number][rank] = counts_P
-                copies[number] += [] if copied is None else [copied]
-        frontiers = _frontier_rows(batches, place, pairs, routers, counts)
-    stacked = [[torch.stack(part) for part in zip(*of_ranks, strict=True)] for of_ranks in copies]
-    parts = zip(counts, stats, metrics, frontiers, stacked, strict=True)
-    traffic = [LayerTraffic(num_tokens, *facts, *copied) for *facts, copied in parts]
-    return [_with_shared(batches.comparison.model, *of_case) for of_case in zip(routers, traffic, strict=True)]
-
-
-def _with_shared(model: ModelSpec, router: CaseRouter, traffic: LayerTraffic) -> LayerTraffic:
-    """The same, where the case gives tokens of shared experts to other ranks."""
-    if not isinstance(router.case.replication, WaterfillConfig):
-        return traffic
-    pairs_per_token = model.shared_ffn_hidden_size / model.ffn_hidden_size
-    shared_RR = water_fill(traffic.num_tokens_R, traffic.rank_pairs.sum(axis=0), pairs_per_token)
-    return replace(traffic, shared_RR=shared_RR)
+            if wants_frontier:
+                pairs.append(top_k_pairs(share.scores_TE, share.of_scores.top_k_TE))
+    traffic = []
+    for (router, slots), stats_SE, of_ranks in zip(placed, stats, zip(*ranks, strict=True), strict=True):
+        rows, copies = zip(*of_ranks, strict=True)
+        copied = None if ranks_per_node is None else tuple(map(torch.stack, zip(*copies, strict=True)))
+        fills = isinstance(router.case.replication, WaterfillConfig)
+        per_token = model.shared_ffn_hidden_size / model.ffn_hidden_size if fills else None
+        traffic.append(LayerTraffic(num_tokens, slots, stats_SE, list(rows), copied, per_token))
+    return traffic, _frontier_rows(index, pairs, routers, traffic)
 
 
 @torch.inference_mode()
@@ -205,7 +191,7 @@ def _statistics(
 
     @torch.inference_mode()
     def stats_of(share: Share, numbers: Sequence[int]) -> list[Tensor | None]:
-        return [routers[number].stats_of(share.of(routers[number].case), index) for number in numbers]
+        return [routers[number].stats_of(share.of(routers[number].case)) for number in numbers]
 
     ranks = iter(batches.shares(layer, index))
     # The first rank's say who has any.
@@ -219,60 +205,55 @@ def _statistics(
 
 @torch.inference_mode()
 def _route_rank(
-    routers: Sequence[CaseRouter],
-    of_rank: Share,
-    *,
-    index: int,
+    placed: Sequence[tuple[CaseRouter, ExpertPlacement]],
     stats: Sequence[Tensor | None],
     ranks_per_node: int | None,
-) -> tuple[list[tuple[dict[str, Any], Tensor, tuple[Tensor, Tensor] | None]], Share]:
-    """Of one rank and every case the row of metrics, pairs by slot, int64 [P], and copies; and the share."""
-    rows = []
-    for router, stats_SE in zip(routers, stats, strict=True):
-        share, slots, copied = of_rank.of(router.case), router.slots, None
+    of_rank: Share,
+) -> tuple[list[tuple[Row, tuple[Tensor, Tensor] | None]], Share]:
+    """Of one rank and every case the row of metrics and the copies; and the share."""
+    routed = []
+    for (router, slots), stats_SE in zip(placed, stats, strict=True):
+        share, copied = of_rank.of(router.case), None
         if router.case.is_padded:  # What fills an expert up is told apart by its weight.
-            routing = router.route(share, index, stats_SE)
+            routing = router.route(share, stats_SE)
         else:
-            map_TE = router.map_of(share, index, stats_SE)
+            map_TE = router.map_of(share, stats_SE)
             routing = Routing(map_TE, map_TE)  # of weights nothing is asked
         row = case_metrics(router.case, routing, share)
+        if not slots.is_contiguous:
+            row |= in_slots(routing.map_TE, slots, of_rank.rank)
         if ranks_per_node is not None:
             copied = copies_of(slots.spread(routing.map_TE, of_rank.rank), slots.num_ranks, ranks_per_node)
-        counts_P = torch.tensor(row["load_E"])
-        if not slots.is_contiguous:
-            counts_P, placed = in_slots(routing.map_TE, slots, of_rank.rank)
-            row |= placed
-        rows.append((row, counts_P, copied))
-    return rows, of_rank
+        routed.append((row, copied))
+    return routed, of_rank
 
 
 def copies_of(map_TP: Tensor, num_ranks: int, ranks_per_node: int) -> tuple[Tensor, Tensor]:
     """Distinct tokens that a rank sends to each rank, int64 [R], and to each node: neighbours, the last maybe fewer."""
     to_rank_TR = map_TP.unflatten(1, (num_ranks, -1)).any(2)
     to_node_TN = torch.stack([node_TR.any(1) for node_TR in to_rank_TR.split(ranks_per_node, dim=1)], dim=1)
-    return to_rank_TR.sum(0), to_node_TN.sum(0)
+    return to_rank_TR.sum(0).cpu(), to_node_TN.sum(0).cpu()
 
 
-def in_slots(map_TE: Tensor, slots: ExpertPlacement, rank: int) -> tuple[Tensor, dict[str, Any]]:
-    """Pairs by slot, int64 [P], and those metrics that depend on where experts stand."""
+def in_slots(map_TE: Tensor, slots: ExpertPlacement, rank: int) -> Row:
+    """Those metrics that depend on where experts stand; ``slot_load_P`` are pairs by slot, int64 [P]."""
     if map_TE.is_cpu and numba_steps("cpu") is not None:
         from moe_ep_bench.kernels.counting import slot_counts
 
         slot_N, first_E, pairs_E, before_RE = _split_of(slots)
         split = slot_N, first_E, pairs_E, before_RE[rank]
-        arrays = slot_counts(map_TE.contiguous().numpy(), *split, slots.num_slots, slots.num_ranks)
-        counts_P, copies_R = map(torch.from_numpy, arrays)
+        counts_P, copies_R = slot_counts(map_TE.contiguous().numpy(), *split, slots.num_slots, slots.num_ranks)
     else:
         map_TP = slots.spread(map_TE, rank)
-        counts_P, copies_R = map_TP.sum(0), map_TP.unflatten(1, (slots.num_ranks, -1)).any(2).sum(0)
-    counts_RS = counts_P.view(slots.num_ranks, -1)
-    load_R = counts_RS.sum(1)
-    moved_RR = slots.moved_bytes_RR
-    return counts_P, {
-        "slot_load_P": counts_P.tolist(),
+        counts = map_TP.sum(0), map_TP.unflatten(1, (slots.num_ranks, -1)).any(2).sum(0)
+        counts_P, copies_R = (of_slots.cpu().numpy() for of_slots in counts)
+    counts_RS = counts_P.reshape(slots.num_ranks, -1)
+    load_R, moved_RR = counts_RS.sum(axis=1), slots.moved_bytes_RR
+    return {
+        "slot_load_P": counts_P,
         "moved_weight_bytes": 0 if moved_RR is None else int(moved_RR[:, rank].sum()),
-        "load_R": load_R.tolist(),
-        "activated_experts_fullest_rank": int((counts_RS > 0).sum(1).max()),
+        "load_R": load_R,
+        "activated_experts_fullest_rank": int((counts_RS > 0).sum(axis=1).max()),
         "crossing_pairs": int(load_R.sum() - load_R[rank]),
         "crossing_copies": int(copies_R.sum() - copies_R[rank]),
     }
@@ -286,48 +267,28 @@ def _split_of(slots: ExpertPlacement) -> tuple[NDArray[np.int64], ...]:
     return tuple(part.contiguous().numpy() for part in parts)
 
 
-# ---- the frontier of dropping ----------------------------------------------------------------------------------------
-
-
-def _with_pairs(
-    pairs: list[tuple[Tensor, Tensor]] | None, routers: Sequence[CaseRouter], share: Share
-) -> list[tuple[Tensor, Tensor]] | None:
-    """Add a rank's top-k pairs to those of ranks before it; None where all are balanced, or there are too many."""
-    if pairs is None or all(router.case.role == CEILING for router in routers):
-        return None
-    pairs.append(top_k_pairs(share.scores_TE, share.of_scores.top_k_TE))
-    return pairs if sum(len(scores_N) for scores_N, _ in pairs) <= _MOST_FRONTIER_PAIRS else None
-
-
 def _frontier_rows(
-    batches: Batches,
-    place: tuple[int | None, int],
-    pairs: list[tuple[Tensor, Tensor]] | None,
-    routers: Sequence[CaseRouter],
-    counts: Sequence[Tensor],
-) -> list[dict[str, Any] | None]:
+    index: int, pairs: list[tuple[Tensor, Tensor]], routers: Sequence[CaseRouter], traffic: Sequence[LayerTraffic]
+) -> list[list[Row]]:
     """Of the top-k mass what dropping alone keeps at most where a case computes its loads; the whole curve for native.
 
-    None for cases whose experts have no single home each or that see balanced scores, and where nothing is known.
+    No row for cases whose experts have no single home each or that see balanced scores, and without ``pairs``.
     """
-    homes = [None if router.case.role == CEILING else router.slots.rank_E for router in routers]
+    homes = [
+        None if router.case.role == CEILING else case.slots.rank_E
+        for router, case in zip(routers, traffic, strict=True)
+    ]
     rank_E = next((home_E for home_E in homes if home_E is not None), None)
-    if pairs and rank_E is not None:
-        batches.frontiers[place] = Frontier.of(pairs, rank_E)
-    frontier, rows = batches.frontiers.get(place), []
-    for router, home_E, counts_RP in zip(routers, homes, counts, strict=True):
-        if frontier is None or home_E is None:
-            rows.append(None)
+    if not pairs or rank_E is None:
+        return [[] for _ in routers]
+    frontier, rows = Frontier.of(pairs, rank_E), []
+    for router, home_E, of_case in zip(routers, homes, traffic, strict=True):
+        if home_E is None:
+            rows.append([])
             continue
-        load_E = counts_RP.sum(0)
+        load_E = of_case.counts_RP.sum(0)
         fullest = int(load_E.new_zeros(int(home_E.max()) + 1).index_add(0, home_E, load_E).max())
         loads, kept = frontier.curve() if router.case.role == BASELINE else (None, None)
-        rows.append(
-            {
-                "kept_by_load": frontier.kept(fullest),
-                "kept_by_experts": frontier.kept_by_experts(int((load_E > 0).sum())),
-                "curve_load": loads,
-                "curve_kept": kept,
-            }
-        )
+        row = {"batch": index, "kept_by_load": frontier.kept(fullest), "curve_load": loads, "curve_kept": kept}
+        rows.append([{**row, "kept_by_experts": frontier.kept_by_experts(int((load_E > 0).sum()))}])
     return rows

@@ -547,7 +547,7 @@ def recordings(bases: Path) -> Make:
     write(bases / "toy.safetensors", *trace_parts())
     importers.megatron(bases / "megatron")
     importers.esft(bases / "esft", lengths=(2,), domains=("law",))
-    np.savez(bases / "sglang.npz", **importers.sglang_arrays(importers.sglang()))
+    (bases / "toy.yaml").write_bytes(importers.TOY.read_bytes())
     np.savez(bases / "vllm.npz", **importers.vllm_arrays())
     ids = routing(3, 4, 16, 3)
     written(bases / "vllm.jsonl", *[{"choices": [{"routed_experts": npy(ids), "prompt_token_ids": [1, 2]}]}] * 2)
@@ -560,16 +560,15 @@ def recordings(bases: Path) -> Make:
     (bases / "model.json").write_text(json.dumps({**model, "norm_topk_prob": False}))
     (bases / "small.yaml").write_bytes(_yaml(SMALL))
     into, equal = "out/x.safetensors", "--assume-equal-scores"
-    vllm = f"--model toy --num-experts 16 {equal}"
+    vllm = f"--preset toy.yaml {equal}"
     routed = "emulate small.yaml --dry-run --out out --set sweep.workload.seed=[0] --set"
     eplb = "trace eplb IN out/map.json --ep 4 --spare-per-rank 1"
     counted = [
         (name, line) for name in ("counts.json", "counts.npz") for line in (eplb, f"{routed} workload.skew_from=IN")
     ]
     commands = [
-        ("megatron", f"trace import megatron IN {into} --model toy --phase prefill --score-function softmax"),
+        ("megatron", f"trace import megatron IN {into} --preset toy.yaml --phase prefill"),
         ("esft", f"trace import esft IN {into} --domain law"),
-        ("sglang.npz", f"trace import sglang IN {into} --model toy {equal}"),
         ("sglang.jsonl", f"trace import sglang IN {into} --preset deepseek-v2-lite {equal}"),
         *((name, f"trace import vllm IN {into} {vllm}") for name in ("vllm.jsonl", "vllm.npz")),
         *(("toy.safetensors", line) for line in ("trace info IN", "trace info IN", "trace thresholds IN", eplb)),

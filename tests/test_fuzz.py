@@ -131,7 +131,7 @@ def test_yaml_of_ours_reads_as_pyyaml_reads_it() -> None:
 
 # ---- recordings ------------------------------------------------------------------------------------------------------
 
-VLLM = ("--model", "toy", "--num-experts", "16", "--assume-equal-scores")
+VLLM = ("--preset", "olmoe-1b-7b", "--assume-equal-scores")
 
 
 def test_pickles_are_never_read(box: Path) -> None:

@@ -10,30 +10,31 @@ import importlib.metadata
 import io
 import itertools
 import json
-import shlex
-import sys
 import tracemalloc
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from test_recorded import real, tokens_of
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.workload import RecordedWorkload, arrays
 from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.importers import IMPORTERS, import_trace
-from moe_ep_bench.workload.importers.servers import CONVERT
 from moe_ep_bench.workload.trace import held, open_trace
 from moe_ep_bench.workload.writer import TraceWriter
 
+TOY = Path(__file__).parent / "data" / "toy-model.yaml"  # four layers, the first dense; 16 experts, top-3
+EQUAL = {"assume_equal_scores": True}
 OPTIONS = {
     "esft": {},
     "flame-moe": {"model": "toy", "num_experts": 16, "phase": "training"},
-    "megatron": {"model": "toy", "phase": "prefill", "score_function": "softmax"},
-    "sglang": {"model": "toy", "assume_equal_scores": True},
-    "vllm": {"model": "toy", "num_experts": 16, "assume_equal_scores": True},
+    "megatron": {"preset": str(TOY), "phase": "prefill"},
+    "sglang": {"preset": str(TOY), **EQUAL},
+    "vllm": {"preset": str(TOY), **EQUAL},
 }
 every_kind = pytest.mark.parametrize("kind", IMPORTERS)
 
@@ -41,6 +42,13 @@ every_kind = pytest.mark.parametrize("kind", IMPORTERS)
 @pytest.fixture
 def out(tmp_path):
     return tmp_path / "out" / "made.safetensors"
+
+
+def toy(tmp_path, **changes):
+    """A preset like ``TOY`` but for ``changes``."""
+    path = tmp_path / "changed.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(TOY.read_text()) | changes))
+    return {"preset": str(path), **EQUAL}
 
 
 def imported(kind, source, out, **options):
@@ -101,7 +109,7 @@ def esft(root, lengths=(5, 1, 3), domains=("intent", "law")):
     return rows
 
 
-def megatron(directory, passes=(6, 4), layers=(1, 3), num_experts=16, top_k=3, logits=True, rank=0):
+def megatron(directory, passes=(6, 4), layers=(1, 3), num_experts=16, top_k=3, rank=0):
     """A tracer's files; returns ids and logits by (pass, layer)."""
     random, rows = np.random.default_rng(7), {}
     directory.mkdir(parents=True, exist_ok=True)
@@ -113,63 +121,24 @@ def megatron(directory, passes=(6, 4), layers=(1, 3), num_experts=16, top_k=3, l
             data = values_TE.view(torch.int16).numpy().tobytes()
             record = {"step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer, "rank": rank}
             record |= {"num_tokens": num_tokens, "topk": top_k}
-            if logits:
-                record |= {
-                    "logit_offset": len(sidecar),
-                    "logit_bytes": len(data),
-                    "logit_shape": [num_tokens, num_experts],
-                }
-                sidecar += data
+            record |= {"logit_offset": len(sidecar), "logit_bytes": len(data), "logit_shape": [num_tokens, num_experts]}
+            sidecar += data
             records.append({**record, "top_indices": ids_TK.tolist()})
             rows[step, layer] = ids_TK.numpy(), values_TE.double().numpy()
     path = directory / f"router_trace_rank{rank}.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    if logits:
-        (directory / f"logits_rank{rank}.bin").write_bytes(sidecar)
+    (directory / f"logits_rank{rank}.bin").write_bytes(sidecar)
     return rows
-
-
-def sglang(num_physical=20, num_logical=16, top_k=3, layers=(1, 2, 3)):
-    """A dump as SGLang's recorder holds it in memory: two prompts with filling, then two decode passes."""
-    random = np.random.default_rng(11)
-    to_logical = np.stack([random.permutation(np.arange(num_physical) % num_logical) for _ in range(4)])
-    records = []
-    for lengths, positions, valid in (
-        ([4, 3], [0, 1, 2, 3, 8, 9, 10, 0], 7),
-        (None, [4, 11], 2),
-        (None, [], 0),
-        (None, [5, 12, 0], 2),
-    ):
-        ids = np.full((4, len(positions), 8), -1, np.int32)
-        for layer in layers:
-            for token in range(valid):
-                logical = random.permutation(num_logical)[:top_k]
-                ids[layer, token, :top_k] = [random.choice(np.flatnonzero(to_logical[layer] == e)) for e in logical]
-        record = {"rank": 0, "input_ids": [7] * len(positions), "misc_objects": []}
-        record |= {"positions": positions, "extend_seq_lens": lengths, "topk_ids_of_layer": torch.from_numpy(ids)}
-        records.append(record)
-    return {"records": records, "last_physical_to_logical_map": torch.from_numpy(to_logical)}
-
-
-def sglang_arrays(dump):
-    arrays = {"last_physical_to_logical_map": dump["last_physical_to_logical_map"].numpy()}
-    for index, record in enumerate(dump["records"]):
-        for key in ("topk_ids_of_layer", "positions", "extend_seq_lens"):
-            if record[key] is not None:
-                arrays[f"{index}.{key}"] = np.asarray(record[key])
-    return arrays
 
 
 PROMPTS = (4, 3, 1)
 
 
-def vllm_arrays(dense=1):
-    """Three requests, four layers of which ``dense`` never route; two tokens of the second were not recorded."""
+def vllm_arrays():
+    """Three requests; two tokens of the second were not recorded."""
     made = {f"{index}.prompt_length": np.array(length) for index, length in enumerate(PROMPTS)}
     for request, length in enumerate((6, 6, 2)):
-        ids_TLK = routing(length, 4, 16, 3, seed=request).astype(np.int16)
-        ids_TLK[:, :dense] = 0
-        made[f"{request}.routed_experts"] = ids_TLK
+        made[f"{request}.routed_experts"] = routing(length, 4, 16, 3, seed=request).astype(np.int16)
     made["1.routed_experts"][:2] = -1
     return made
 
@@ -227,8 +196,11 @@ def prepared(kind, root):
     if kind in ("esft", "megatron"):
         {"esft": esft, "megatron": megatron}[kind](root)
         return root
-    made = {"flame-moe": flame_moe_arrays, "sglang": lambda: sglang_arrays(sglang()), "vllm": vllm_arrays}
-    np.savez(root / "d.npz", **made[kind]())
+    if kind == "sglang":
+        return written(
+            root / "r.jsonl", *({"meta_info": {"routed_experts": raw(routing(5, 4, 16, 3, seed))}} for seed in (0, 1))
+        )
+    np.savez(root / "d.npz", **{"flame-moe": flame_moe_arrays, "vllm": vllm_arrays}[kind]())
     return root / "d.npz"
 
 
@@ -293,7 +265,8 @@ def test_a_real_recording_survives_a_round_through_the_form_it_was_published_in(
 )
 def test_megatrons_logits_become_shares_of_the_score_mass(tmp_path, out, function, odds):
     rows = megatron(tmp_path)
-    facts = imported("megatron", tmp_path, out, score_function=function).trace.metadata
+    model = toy(tmp_path, score_function=function)["preset"]
+    facts = imported("megatron", tmp_path, out, preset=model).trace.metadata
     ids, scores, sequence_id_T, position_T = read_back(out)
     assert sequence_id_T.tolist() == [0] * 6 + [1] * 4
     assert position_T.tolist() == [*range(6), *range(4)]
@@ -326,14 +299,13 @@ def test_interleaved_sequences_are_told_apart(tmp_path, out):
 
 
 @pytest.mark.seam
-@pytest.mark.parametrize("logits", [True, False])
-def test_what_megatrons_own_tracer_writes_is_read(tmp_path, out, logits, monkeypatch):
+def test_what_megatrons_own_tracer_writes_is_read(tmp_path, out, monkeypatch):
     if importlib.metadata.version("megatron-core").startswith("0.16"):  # asked first: its import takes seconds
         pytest.skip("0.16.1 has no router tracer")
     from megatron.core.transformer.moe import router_trace
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    tracer = router_trace.RouterTracer(str(tmp_path / "trace"), max_steps=9, rank=0, capture_logits=logits)
+    tracer = router_trace.RouterTracer(str(tmp_path / "trace"), max_steps=9, rank=0, capture_logits=True)
     generator = torch.Generator().manual_seed(0)
 
     class Router:
@@ -352,40 +324,11 @@ def test_what_megatrons_own_tracer_writes_is_read(tmp_path, out, logits, monkeyp
             hook(Router(), (hidden_TE[:, None],), (map_TE.float(), map_TE))
             expected[step, layer] = ids_TK.numpy()
     tracer.flush()
-    options = {"score_function": "softmax"} if logits else {"num_experts": 8, "assume_equal_scores": True}
-    options |= {"model": "toy", "phase": "prefill"}
-    assert import_trace("megatron", tmp_path / "trace", out, options).trace.num_tokens == 8
+    model = toy(tmp_path, num_experts=8, top_k=2)["preset"]
+    assert imported("megatron", tmp_path / "trace", out, preset=model).trace.num_tokens == 8
     ids = read_back(out)[0]
     for layer in (1, 2):
-        ids_TK = np.concatenate([expected[step, layer] for step in (0, 1)])
-        np.testing.assert_array_equal(
-            ids[layer - 1] if logits else np.sort(ids[layer - 1]), ids_TK if logits else np.sort(ids_TK)
-        )
-
-
-def test_sglangs_dump_goes_through_the_command_that_converts_it(tmp_path, out, monkeypatch):
-    dump = sglang()
-    torch.save(dump, tmp_path / "dump.pt")
-    assert refusal("sglang", tmp_path / "dump.pt", out).endswith(CONVERT)
-    python, option, code, *arguments = shlex.split(CONVERT)
-    assert (python, option, arguments) == ("python", "-c", ["dump.pt", "dump.npz"])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["-c", *arguments])
-    exec(code, {})
-    summary = imported("sglang", tmp_path / "dump.npz", out)
-    ids, scores, sequence_id_T, position_T = read_back(out)
-    assert sequence_id_T.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 3, 4, 5]
-    assert position_T.tolist() == [0, 1, 2, 3, 8, 9, 10, 4, 11, 5, 12]
-    to_logical = dump["last_physical_to_logical_map"].numpy()
-    for index, layer in enumerate((1, 2, 3)):
-        recorded = np.concatenate([record["topk_ids_of_layer"][layer].numpy() for record in dump["records"]])
-        physical_TK = recorded[recorded[:, 0] >= 0, :3]
-        np.testing.assert_array_equal(ids[index], to_logical[layer][physical_TK])
-    assert (scores == np.float16(1 / 3)).all()
-    assert (summary.trace.num_experts, summary.trace.top_k, summary.left_out) == (16, 3, 2)
-    facts = summary.trace.metadata
-    assert (facts["phase"], facts["source_layers"]) == ("prefill and decode", "1,2,3")
-    assert facts["score"].startswith("assumed")
+        np.testing.assert_array_equal(ids[layer - 1], np.concatenate([expected[step, layer] for step in (0, 1)]))
 
 
 @pytest.mark.parametrize("form", ["npz", "lists", "base64", "usage"])
@@ -417,7 +360,7 @@ def test_vllms_routed_experts_are_kept_with_their_places_and_phases(tmp_path, ou
 def test_more_experts_than_a_byte_names_are_kept(tmp_path, out):
     ids_TLK = routing(5, 4, 512, 3)
     source = written(tmp_path / "r.jsonl", {"choices": [{"routed_experts": npy(ids_TLK)}]})
-    imported("vllm", source, out, num_experts=512)
+    import_trace("vllm", source, out, toy(tmp_path, num_experts=512))
     ids = read_back(out)[0]
     assert (ids.dtype, ids.max() > 255) == (np.uint16, True)
     np.testing.assert_array_equal(ids, ids_TLK.transpose(1, 0, 2)[1:])
@@ -427,19 +370,19 @@ def test_sglangs_responses_are_read_with_the_models_layers(tmp_path, out):
     recorded = routing(6, 27, 64, 6), routing(3, 27, 64, 6, seed=1)
     told = [{"meta_info": {"routed_experts": raw(ids), "prompt_tokens": 2}} for ids in recorded]
     source = written(tmp_path / "responses.jsonl", *told)
-    options = {"preset": "deepseek-v2-lite", "assume_equal_scores": True}
+    options = {"preset": "deepseek-v2-lite", **EQUAL}
     trace = import_trace("sglang", source, out, options).trace
     assert (trace.num_layers, trace.num_tokens, trace.num_sequences, trace.top_k) == (26, 9, 2, 6)
     assert trace.scores_are_assumed
     np.testing.assert_array_equal(read_back(out)[0], np.concatenate(recorded).transpose(1, 0, 2)[1:])
     import_trace("sglang", source, out.with_name("decode"), options | {"phase": "decode"})
     assert read_back(out.with_name("decode"))[3].tolist() == [2, 3, 4, 5, 2]
-    assert refusal("sglang", source, tmp_path / "o" / "x").startswith("preset: needed")
+    assert refusal("sglang", tmp_path / "x.pt", tmp_path / "o" / "x").startswith(str(tmp_path / "x.pt"))
 
 
 def test_ids_without_scores_need_consent_and_say_so_in_results(tmp_path, out):
     source = prepared("sglang", tmp_path / "source")
-    assert refusal("sglang", source, out, {"model": "toy"}).startswith("assume_equal_scores: needed")
+    assert refusal("sglang", source, out, {"preset": str(TOY)}).startswith("assume_equal_scores: needed")
     imported("sglang", source, out)
     fields = {"layer": 0, "num_experts": 16, "top_k": 3, "num_tokens": 9, "num_batches": 1}
     fields |= {"tail": "uniform", "seed": 0}
@@ -449,7 +392,7 @@ def test_ids_without_scores_need_consent_and_say_so_in_results(tmp_path, out):
 
 
 def test_a_preset_gives_the_models_facts_and_the_recording_must_agree(tmp_path, out):
-    options = {"preset": "olmoe-1b-7b", "assume_equal_scores": True}
+    options = {"preset": "olmoe-1b-7b", **EQUAL}
     source = tmp_path / "r.npz"
     for wrong in (routing(5, 16, 64, 4), routing(5, 15, 64, 8)):
         np.savez(source, **{"0.routed_experts": wrong})
@@ -515,7 +458,6 @@ def array(name, value):
     return lambda made: made.update({name: value}) if value is not None else made.pop(name)
 
 
-MAP, IDS, LENGTHS = "last_physical_to_logical_map", "topk_ids_of_layer", "extend_seq_lens"
 ROUTED = "routed_experts"
 NOBODY = np.array([[{}]], dtype=object)
 # fmt: off
@@ -538,29 +480,21 @@ DAMAGE = {
     "megatron": {
         "another block": (":2: ", record(1, block="encoder")),
         "more tokens": (":2: top_indices: ", record(1, num_tokens=7)),
-        "another top-k": (":2: layer 3: ", record(1, topk=2, top_indices=[[1, 2]] * 6)),
-        "no logits": (":2: ", record(1, logit_offset=None)),
+        "another top-k": (":2: layer 3: expected top-3", record(1, topk=2, top_indices=[[1, 2]] * 6)),
+        "no logits": (":2: expected logits", record(1, logit_offset=None)),
         "no whole ids": (":2: top_indices: ", record(1, top_indices=[[1, 2, 3.5]] * 6)),
         "another shape": (":2: logit_shape: ", record(1, logit_shape=[5, 16])),
+        "other experts": (":2: logit_shape: ", record(1, logit_shape=[6, 8])),
         "beyond the sidecar": (":4: logits_rank0.bin: ", record(3, logit_offset=10**6)),
         "a layer less": (": step 1: layer 3: ", lambda records: records.pop()),
-    },
-    "sglang": {
-        "no map": (MAP, array(MAP, None)),
-        "another number of layers": (f"0.{IDS}: ", array(MAP, np.zeros((3, 20), int))),
-        "no such expert": (f"0.{IDS}: layer 2: ", item(f"0.{IDS}", (2, 3, 1), 20)),
-        "negative expert of a slot": (MAP, item(MAP, (2, 3), -1)),
-        "an expert less": (f"0.{IDS}: token 3: ", item(f"0.{IDS}", (2, 3, 1), -1)),
-        "lengths of more": (f"0.{LENGTHS}: ", array(f"0.{LENGTHS}", np.array([6, 3]))),
-        "no place": (f"0.{IDS}: position: ", item("0.positions", 1, -5)),
-        "a layer more": (f"1.{IDS}: layer 0: ", lambda made: made[f"1.{IDS}"].__setitem__(0, made[f"1.{IDS}"][1])),
     },
     "vllm": {
         "another name": ("", array("arr_0", np.zeros((1, 4, 3), int))),
         "a dimension less": (f"1.{ROUTED}: ", array(f"1.{ROUTED}", np.zeros((4, 3), int))),
         "a prompt cut": (f"1.{ROUTED}: expected all 7 tokens", array("1.prompt_length", np.array(7))),
         "half a token": (f"1.{ROUTED}: token 2: ", item(f"1.{ROUTED}", (2, 3), -1)),
-        "a layer more": (f"1.{ROUTED}: ", item(f"1.{ROUTED}", (2, 0), [1, 2, 3])),
+        "a layer more": (f"1.{ROUTED}: ", array(f"1.{ROUTED}", np.zeros((6, 5, 3), int))),
+        "another top-k": (f"1.{ROUTED}: ", array(f"1.{ROUTED}", np.zeros((6, 4, 4), int))),
         "no such expert": (f"1.{ROUTED}: layer 3: token 2: expert_ids: ", item(f"1.{ROUTED}", (2, 3), 16)),
         "nothing recorded": ("", lambda made: [value.fill(-1) for value in made.values() if value.ndim]),
     },
@@ -580,15 +514,14 @@ def test_a_damaged_source_is_refused_with_file_and_place(tmp_path, out, kind, na
 @pytest.mark.parametrize("fill", [0, 255, -1])
 def test_a_source_full_of_padding_is_refused_and_a_little_is_named(tmp_path, out, fill):
     """At 256 experts a wrapped -1 looks like expert 255; no router gives a token one expert twice."""
-    ids_TLK = routing(20, 4, 256, 3)
+    ids_TLK, model = routing(20, 4, 256, 3), toy(tmp_path, num_experts=256)
     for num_padding, name in ((2, "little"), (5, "much")):
         ids_TLK[:num_padding, 1:] = fill
         source = written(tmp_path / f"{name}.jsonl", {"choices": [{"routed_experts": npy(ids_TLK)}]})
         if name == "much" and fill >= 0:
-            options = {**OPTIONS["vllm"], "num_experts": 256}
-            assert "5 tokens of padding" in refusal("vllm", source, tmp_path / "o" / "much", options)
+            assert "5 tokens of padding" in refusal("vllm", source, tmp_path / "o" / "much", model)
             continue
-        summary = imported("vllm", source, out.with_name(name), num_experts=256)
+        summary = import_trace("vllm", source, out.with_name(name), model)
         assert (summary.trace.num_layers, summary.trace.num_tokens, summary.left_out) == (
             3,
             20 - num_padding,
@@ -596,7 +529,7 @@ def test_a_source_full_of_padding_is_refused_and_a_little_is_named(tmp_path, out
         )
         reason = "that were not recorded" if fill < 0 else "of padding (one fill"
         assert f"{num_padding} tokens {reason}" in summary.trace.metadata["note"]
-    source = written(tmp_path / "all.jsonl", {"choices": [{"routed_experts": npy(np.full((4, 3, 2), fill))}]})
+    source = written(tmp_path / "all.jsonl", {"choices": [{"routed_experts": npy(np.full((4, 4, 3), fill))}]})
     assert refusal("vllm", source, tmp_path / "o" / "all").startswith(f"{source}: ")
 
 
@@ -611,8 +544,7 @@ def test_a_top_1_models_dense_layers_are_those_that_the_model_names(tmp_path, ou
     ids_TLK = np.random.default_rng(0).integers(0, 4, (6, 4, 1), np.uint8)
     ids_TLK[:, ::2] = 0
     source = written(tmp_path / "r.jsonl", {"choices": [{"routed_experts": npy(ids_TLK)}]})
-    assert refusal("vllm", source, out).startswith("preset: needed, because ")
-    options = {"preset": str(tmp_path / "config.json"), "assume_equal_scores": True}
+    options = {"preset": str(tmp_path / "config.json"), **EQUAL}
     trace = import_trace("vllm", source, out, options).trace
     assert trace.metadata["source_layers"] == "1,3"
     np.testing.assert_array_equal(read_back(out)[0], ids_TLK.transpose(1, 0, 2)[1::2])
@@ -810,17 +742,16 @@ def test_a_failure_at_the_end_leaves_nothing_behind(tmp_path, out, monkeypatch):
 WRONG = {
     "kind": ("esft", {}, "kind: "),
     "another option": ("esft", {"phase": "decode"}, "phase: "),
-    "no model": ("vllm", {"num_experts": 8, "assume_equal_scores": True}, "model: needed"),
-    "nothing": ("vllm", {}, "model: needed"),
-    "unknown preset": ("vllm", {"preset": "olmoe"}, "preset: "),
+    "no model": ("vllm", EQUAL, "preset: needed"),
+    "nothing": ("flame-moe", {}, "model, num_experts, phase: needed"),
+    "unknown preset": ("vllm", {"preset": "olmoe", **EQUAL}, "preset: "),
+    "no such file": ("megatron", {"preset": "x.yaml", "phase": "prefill"}, "preset: x.yaml: "),
     "beside a preset": ("vllm", {"preset": "olmoe-1b-7b", "num_experts": 64}, "num_experts: "),
     "phase": ("vllm", {"phase": "training and decode"}, "trace import: phase: "),
     "training": ("vllm", {**OPTIONS["vllm"], "phase": "training"}, "phase: "),
-    "score function": ("megatron", {"score_function": "relu"}, "trace import: score_function: "),
-    "no score function": ("megatron", {"model": "toy", "phase": "prefill"}, "score_function: "),
-    "too many experts": ("vllm", {"num_experts": 1025}, "trace import: num_experts: "),
+    "too many experts": ("flame-moe", {"num_experts": 1025}, "trace import: num_experts: "),
     "no batch": ("megatron", {"micro_batch_size": 0}, "trace import: micro_batch_size: "),
-    "two lines": ("vllm", {"model": "a\nb"}, "trace import: model: "),
+    "two lines": ("flame-moe", {"model": "a\nb"}, "trace import: model: "),
     "no such domain": ("esft", {"domain": "maths"}, "SOURCE: domain: "),
 }
 
@@ -836,7 +767,7 @@ def test_options_that_do_not_suit_are_refused(tmp_path, out, name):
 def test_the_command_makes_the_trace_that_its_options_ask_for(tmp_path, out, capsys):
     source = prepared("megatron", tmp_path / "source")
     expected = imported("megatron", source, out.with_name("expected"))
-    arguments = ["--model", "toy", "--phase", "prefill", "--score-function", "softmax"]
+    arguments = ["--preset", str(TOY), "--phase", "prefill"]
     assert main(["trace", "import", "megatron", str(source), str(out), *arguments]) == 0
     said = capsys.readouterr()
     assert out.read_bytes() == expected.trace.path.read_bytes()

@@ -39,7 +39,7 @@ from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import ROUTING_SCHEMA
 from moe_ep_bench.workload.facts import laser_thresholds
-from moe_ep_bench.workload.importers.options import ASSUMED
+from moe_ep_bench.workload.importers import ASSUMED
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 few_examples = settings(max_examples=15)

@@ -294,16 +294,15 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     imported.add_argument("source", type=Path, metavar="SOURCE", help="a checkout, directory or file")
     imported.add_argument("out", type=Path, metavar="OUT", help="the file to write; must not exist")
     for name, text in (
-        ("preset", "a model of data/models/, or its config.json"),
-        ("model", "name of the model, without a preset"),
+        ("preset", "the model, or its config.json; needed by megatron, sglang and vllm"),
+        ("model", "name of the model, of flame-moe"),
         ("domain", "part of a published recording; of others, the subject of the texts"),
         ("phase", "prefill, decode or training"),
         ("licence", "of a recording of your own"),
-        ("score-function", "softmax, sigmoid or sqrtsoftplus, for recorded logits"),
     ):
         imported.add_argument(f"--{name}", help=text)
-    imported.add_argument("--num-experts", type=int, help="without a preset")
-    imported.add_argument("--micro-batch-size", type=int, help="sequences interleaved in a forward pass")
+    imported.add_argument("--num-experts", type=int, help="of flame-moe")
+    imported.add_argument("--micro-batch-size", type=int, help="of megatron: sequences interleaved in a forward pass")
     text = "accept a recording of expert ids only"
     imported.add_argument("--assume-equal-scores", action="store_true", default=None, help=text)
     imported.set_defaults(command="trace import")

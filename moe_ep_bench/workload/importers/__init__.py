@@ -5,8 +5,8 @@ kind       source                                                               
 =========  ==========================================================================  ==================
 esft       a checkout of deepseek-ai/ESFT (``results/expert_scores``)                  full softmax
 flame-moe  captured routing of cmu-flame/FLAME-MoE, as npz                             full softmax
-megatron   ``router_trace_rank*.jsonl`` of Megatron-Core 0.19's router tracer          with a logits sidecar
-sglang     a per_token dump of SGLang's recorder as npz, or responses as JSON lines    none
+megatron   ``router_trace_rank*.jsonl`` of Megatron-Core 0.19's router tracer          logits beside it
+sglang     SGLang's responses with routed experts, as JSON lines                       none
 vllm       vLLM's returned routed experts, as npz or JSON lines                        none
 =========  ==========================================================================  ==================
 
@@ -31,7 +31,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.presets import validated
 from moe_ep_bench.workload.importers import servers, training
-from moe_ep_bench.workload.importers.options import ASSUMED, ImportOptions
+from moe_ep_bench.workload.importers.options import ImportOptions
 from moe_ep_bench.workload.writer import ImportSummary, TraceWriter
 
 
@@ -42,7 +42,7 @@ class Importer(NamedTuple):
         read: hands the writer what the source holds; its docstring describes the format.
         recorder: who made the source: the trace's ``source``.
         takes: the options that suit it.
-        needs: those that must be given, or follow from ``preset``.
+        needs: those that must be given.
         phases: what ``phase`` may be.
     """
 
@@ -50,30 +50,31 @@ class Importer(NamedTuple):
     recorder: str
     takes: tuple[str, ...]
     needs: tuple[str, ...] = ()
-    phases: tuple[str, ...] = ("prefill", "decode")
+    phases: tuple[str, ...] = ("prefill", "decode", "training")
 
 
-_EQUAL, _ALL_PHASES = "assume_equal_scores", ("prefill", "decode", "training")
-_FACTS = ("model", "num_experts", "phase", "domain", "licence")
-_MEGATRON = ("preset", *_FACTS, _EQUAL, "score_function", "micro_batch_size")
-_SERVER = ("preset", *_FACTS, _EQUAL)
+_EQUAL, _WORDS = "assume_equal_scores", ("phase", "domain", "licence")
+_SERVER = ("preset", *_WORDS, _EQUAL), ("preset", _EQUAL), ("prefill", "decode")
 IMPORTERS: Mapping[str, Importer] = MappingProxyType(
     {
         "esft": Importer(training.read_esft, "deepseek-ai/ESFT results/expert_scores", ("domain",)),
         "flame-moe": Importer(
             training.read_flame_moe,
             "cmu-flame/FLAME-MoE captured routing",
-            _FACTS,
+            ("model", "num_experts", *_WORDS),
             ("model", "num_experts", "phase"),
-            _ALL_PHASES,
         ),
         "megatron": Importer(
-            training.read_megatron, "Megatron-Core router trace", _MEGATRON, ("model", "phase"), _ALL_PHASES
+            training.read_megatron,
+            "Megatron-Core router trace",
+            ("preset", "micro_batch_size", *_WORDS),
+            ("preset", "phase"),
         ),
-        "sglang": Importer(servers.read_sglang, "SGLang expert distribution recorder", _SERVER, ("model", _EQUAL)),
-        "vllm": Importer(servers.read_vllm, "vLLM routed experts", _SERVER, ("model", "num_experts", _EQUAL)),
+        "sglang": Importer(servers.read_sglang, "SGLang routed experts", *_SERVER),
+        "vllm": Importer(servers.read_vllm, "vLLM routed experts", *_SERVER),
     }
 )
+ASSUMED = "assumed equal over the top-k: the source holds expert ids only"
 
 
 def import_trace(kind: str, source: Path, out: Path, chosen: Mapping[str, Any]) -> ImportSummary:
@@ -94,18 +95,18 @@ def import_trace(kind: str, source: Path, out: Path, chosen: Mapping[str, Any]) 
     for name, value in chosen.items():
         if name not in importer.takes:
             raise UserError(f"{name}: not for {kind} recordings, which take {', '.join(importer.takes)}; got {value!r}")
-    options = validated(ImportOptions, dict(chosen), Path("trace import")).with_model()
+    options = validated(ImportOptions, dict(chosen), Path("trace import"))
     if options.phase not in (None, *importer.phases):
         raise UserError(f"phase: expected one of {', '.join(importer.phases)}; got {options.phase!r}")
     if not source.exists():
         raise UserError(f"{source}: no such file or directory")
     if out.exists():
         raise UserError(f"{out}: expected a name that is free, but there is such a file already")
-    for name in importer.needs:
-        scores = "; they have no scores, only expert ids (loads stay true)" if name == _EQUAL else ""
-        options.need(name, f"{kind} recordings do not say it{scores}")
+    if missing := [name for name in importer.needs if not getattr(options, name)]:
+        scores = ", and they have no scores, only expert ids (loads stay true)" if _EQUAL in missing else ""
+        raise UserError(f"{', '.join(missing)}: needed, because {kind} recordings do not say it{scores}")
     metadata = {"source": importer.recorder, "domain": options.domain, "licence": options.licence}
-    metadata |= {name: value for name in ("model", "phase") if (value := getattr(options, name)) is not None}
+    metadata |= {"model": options.spec.name if options.preset else options.model or "", "phase": options.phase or ""}
     if _EQUAL in importer.needs:
         metadata["score"] = ASSUMED
     try:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt
 
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.models import ModelSpec, ScoreFunction, load_model
+from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.presets import Strict
 from moe_ep_bench.workload.trace import MAX_EXPERTS
-
-ASSUMED = "assumed equal over the top-k: the source holds expert ids only"
 
 
 def _one_line(words: str) -> str:
@@ -26,11 +24,12 @@ Words = Annotated[str, AfterValidator(_one_line)]
 class ImportOptions(Strict):
     """Facts about a recording, as options of ``trace import`` give them."""
 
-    preset: str | None = None
-    """The model, or its config.json: gives what the next three say, and its layers."""
+    preset: str = ""
+    """The model: a preset's name, its config.json, or a YAML file of the form of a preset."""
     model: Words | None = None
+    """Name of a model that has neither."""
     num_experts: int | None = Field(None, ge=2, le=MAX_EXPERTS)
-    score_function: ScoreFunction | None = None
+    """Of such a model."""
     phase: Literal["prefill", "decode", "training"] | None = None
     domain: Words = "unstated"
     licence: Words = "unstated"
@@ -40,24 +39,8 @@ class ImportOptions(Strict):
     """Take a recording of ids alone: loads stay true; score mass and choices by score mean nothing."""
 
     @property
-    def spec(self) -> ModelSpec | None:
+    def spec(self) -> ModelSpec:
         """The model of ``preset``. Raises ValueError: there is no such preset."""
         with naming("preset"):
-            return None if self.preset is None else load_model(self.preset)
-
-    def with_model(self) -> ImportOptions:
-        """Add the facts of ``preset``, where there is one. Raises ValueError: a fact is given beside it."""
-        if (spec := self.spec) is None:
-            return self
-        facts = {"model": spec.name, "num_experts": spec.num_experts, "score_function": spec.score_function}
-        for name in facts:
-            if (value := getattr(self, name)) is not None:
-                raise UserError(f"{name}: expected none beside preset, which says it; got {value!r}")
-        return self.model_copy(update=facts)
-
-    def need(self, name: str, why: str) -> Any:
-        """Return the option of that name. Raises ValueError: it was not given."""
-        if not (value := getattr(self, name)):
-            hint = " (or preset)" if name in ("model", "num_experts", "score_function") else ""
-            raise UserError(f"{name}: needed, because {why}{hint}")
-        return value
+            is_file = self.preset.endswith(".yaml")
+            return ModelSpec.load(self.preset) if is_file else load_model(self.preset)

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from scipy.special import expit, softmax
 
 from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.workload.arrays import REAL, checked, json_objects, lines, opened_npz, whole_number
-from moe_ep_bench.workload.importers.options import ASSUMED, ImportOptions
+from moe_ep_bench.workload.importers.options import ImportOptions
 from moe_ep_bench.workload.writer import TraceWriter
 
 # ---- ESFT ------------------------------------------------------------------------------------------------------------
@@ -141,23 +142,24 @@ class _Record(NamedTuple):
     step: int
     layer: int
     ids_TK: NDArray[np.integer]
-    logits: tuple[int, int] | None
-    """Offset into the sidecar, and number of experts."""
+    offset: int
+    """Of its logits in the sidecar."""
+    logit_shape: list[int]
 
 
 def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
     """Import one rank's file of Megatron-Core 0.19's router tracer, and its logits sidecar.
 
-    ``--moe-routing-trace-path`` makes Megatron-Core (``moe/router_trace.py`` there; 0.16.1 has no tracer) write one
-    JSON object per forward pass and MoE layer of one rank:
+    ``--moe-routing-trace-path`` with ``--moe-routing-trace-capture-logits`` makes Megatron-Core
+    (``moe/router_trace.py`` there; 0.16.1 has no tracer) write one JSON object per forward pass and MoE layer of one
+    rank:
 
         {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0,
-         "num_tokens": 128, "topk": 8, "top_indices": [[ids], ...]}
+         "num_tokens": 128, "topk": 8, "top_indices": [[ids], ...], "logit_offset": 0, "logit_shape": [128, 64], ...}
 
-    Ids come in ascending order of experts, not of scores. Scores are there only with
-    ``--moe-routing-trace-capture-logits``: the record then has ``logit_offset``, ``logit_bytes`` and ``logit_shape``
-    [tokens, experts] into ``logits_rank<rank>.bin`` beside it, bfloat16, before any score function. From these each
-    token's shares of the whole score mass are made. What the tracer does not say, and what follows:
+    Ids come in ascending order of experts, not of scores. Logits stand in ``logits_rank<rank>.bin`` beside it,
+    bfloat16, before any score function: from these each token's shares of the whole score mass are made. What the
+    tracer does not say, and what follows:
 
     * Texts. A forward pass is taken as one sequence; as ``micro_batch_size`` of them where these are interleaved
       ([sequence place, batch] flattened); in ``phase`` decode every token stands alone.
@@ -170,55 +172,45 @@ def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> 
     Args:
         source: the JSONL file, or a directory with one.
     """
-    path = _megatron_file(source)
+    files = [source] if source.is_file() else sorted(source.iterdir())
+    files = [path for path in files if _MEGATRON_FILE.fullmatch(path.name)]
+    if len(files) != 1:
+        names = ", ".join(path.name for path in files) or "none"
+        expected = "expected one router_trace_rank<rank>.jsonl"
+        raise UserError(f"{source}: {expected}, got {names}: name one file, as ranks may hold the same tokens")
+    path, spec = files[0], options.spec
     sidecar = path.with_name(path.name.replace("router_trace", "logits").replace(".jsonl", ".bin"))
-    writer.sources, num_sequences, has_logits = [path], 0, None
+    writer.sources = [path, sidecar]
+    function = spec.score_function
+    score = "softmax" if function == "softmax" else f"{function}, divided by the sum over all experts"
+    score += ", not renormalised, from bfloat16 logits"
+    writer.describe(num_experts=spec.num_experts, top_k=spec.top_k, where=f"preset {options.preset}", score=score)
+    num_sequences = 0
     for step, records in itertools.groupby(_megatron_records(path), key=lambda record: record.step):
         lengths: dict[int, list[int]] = {}  # tokens of each pass of the step, by layer
         for record in records:
-            num_tokens = len(record.ids_TK)
-            if has_logits is None:
-                has_logits = record.logits is not None
-                writer.sources += [sidecar] * has_logits
-                _describe_megatron(record, options, writer)
-            if (record.logits is not None) != has_logits:
-                raise UserError(f"{record.where}: expected logits in all records or in none, as in the first")
+            where, num_tokens = record.where, len(record.ids_TK)
             number = num_tokens if options.phase == "decode" else options.micro_batch_size
             if num_tokens % number:
                 expected = f"a multiple of micro_batch_size ({number})"
-                raise UserError(f"{record.where}: num_tokens: expected {expected}, got {num_tokens}")
+                raise UserError(f"{where}: num_tokens: expected {expected}, got {num_tokens}")
             # Interleaved sequences come one after the other.
             order_T = np.arange(num_tokens).reshape(-1, number).T.ravel()
-            ids_TK, scores_TK = record.ids_TK[order_T], None
-            if record.logits is not None:
-                scores_TE = _megatron_scores(record, sidecar, options, writer.num_experts)[order_T]
-                # What is out of range the writer refuses.
-                scores_TK = np.take_along_axis(scores_TE, ids_TK.clip(0, writer.num_experts - 1), axis=1)
-            writer.add(record.layer, ids_TK, scores_TK, f"{record.where}: layer {record.layer}", order_T)
+            ids_TK, scores_TE = record.ids_TK[order_T], _megatron_scores(record, sidecar, spec)[order_T]
+            # What is out of range the writer refuses.
+            scores_TK = np.take_along_axis(scores_TE, ids_TK.clip(0, spec.num_experts - 1), axis=1)
+            writer.add(record.layer, ids_TK, scores_TK, f"{where}: layer {record.layer}", order_T)
             lengths.setdefault(record.layer, []).append(num_tokens)
         sequences, positions = [], []
         for num_tokens in next(iter(lengths.values()), ()):
             number = num_tokens if options.phase == "decode" else options.micro_batch_size
-            long = num_tokens // number
-            sequences.append(num_sequences + np.repeat(np.arange(number), long))
-            positions.append(np.tile(np.arange(long), number))
+            sequences.append(num_sequences + np.repeat(np.arange(number), num_tokens // number))
+            positions.append(np.tile(np.arange(num_tokens // number), number))
             num_sequences += number
         if sequences:
             writer.add_tokens(np.concatenate(sequences), np.concatenate(positions), f"{path}: step {step}")
     what = "a token is a sequence" if options.phase == "decode" else "a sequence is a forward pass or part of one"
     writer.notes.append(f"{what}; multi-token prediction is left out")
-
-
-def _megatron_file(source: Path) -> Path:
-    files = [source] if source.is_file() else sorted(source.iterdir())
-    files = [path for path in files if _MEGATRON_FILE.fullmatch(path.name)]
-    if len(files) != 1:
-        names = ", ".join(path.name for path in files) or "none"
-        raise UserError(
-            f"{source}: expected one router_trace_rank<rank>.jsonl, got {names}: name one file, as ranks may hold the "
-            "same tokens or other layers"
-        )
-    return files[0]
 
 
 def _megatron_records(path: Path) -> Iterator[_Record]:
@@ -229,47 +221,28 @@ def _megatron_records(path: Path) -> Iterator[_Record]:
             expected = "block decoder or mtp and stage pre_dispatch"
             raise UserError(f"{where}: expected {expected}, got {brief(block)} and {brief(stage)}")
         step, layer, num_tokens = (whole_number(record, name, where) for name in ("step", "layer", "num_tokens"))
-        if block == "mtp" or not num_tokens:
-            continue
-        shape = num_tokens, whole_number(record, "topk", where, 1)
-        ids_TK = checked(record.get("top_indices"), f"{where}: top_indices", shape)
-        logits = None
-        if "logit_offset" in record:
-            num_bytes = whole_number(record, "logit_bytes", where)
-            lengths = checked(record.get("logit_shape"), f"{where}: logit_shape", (2,)).tolist()
-            if lengths[0] != num_tokens or math.prod(lengths) * 2 != num_bytes:
-                expected = f"{num_tokens} tokens in {num_bytes} bytes of bfloat16"
-                raise UserError(f"{where}: logit_shape: expected {expected}, got {lengths}")
-            logits = whole_number(record, "logit_offset", where), lengths[1]
-        yield _Record(where, step, layer, ids_TK, logits)
+        if block == "decoder" and num_tokens:
+            shape = num_tokens, whole_number(record, "topk", where, 1)
+            ids_TK = checked(record.get("top_indices"), f"{where}: top_indices", shape)
+            if "logit_offset" not in record:
+                raise UserError(f"{where}: expected logits (--moe-routing-trace-capture-logits), got none")
+            logit_shape = checked(record.get("logit_shape"), f"{where}: logit_shape", (2,)).tolist()
+            yield _Record(where, step, layer, ids_TK, whole_number(record, "logit_offset", where), logit_shape)
 
 
-def _describe_megatron(record: _Record, options: ImportOptions, writer: TraceWriter) -> None:
-    """Describe the trace by its first record."""
-    if record.logits is None:
-        options.need("assume_equal_scores", "there are no logits (--moe-routing-trace-capture-logits), only expert ids")
-        num_experts, score = options.need("num_experts", "the trace has no logits to tell it by"), ASSUMED
-    else:
-        function = options.need("score_function", "the trace has logits before the score function")
-        num_experts = options.num_experts or record.logits[1]
-        score = "softmax" if function == "softmax" else f"{function}, divided by the sum over all experts"
-        score += ", not renormalised, from bfloat16 logits"
-    writer.describe(num_experts=num_experts, top_k=record.ids_TK.shape[1], where=record.where, score=score)
-
-
-def _megatron_scores(record: _Record, sidecar: Path, options: ImportOptions, num_experts: int) -> NDArray[np.float32]:
+def _megatron_scores(record: _Record, sidecar: Path, spec: ModelSpec) -> NDArray[np.float32]:
     """Shares of a record's score mass: [T, E]."""
-    assert record.logits is not None
-    offset, recorded_experts = record.logits
-    if recorded_experts != num_experts:
-        raise UserError(f"{record.where}: logit_shape: expected {num_experts} experts, got {recorded_experts}")
-    end = offset + len(record.ids_TK) * num_experts * 2
-    if not sidecar.is_file() or sidecar.stat().st_size < end:
-        size = sidecar.stat().st_size if sidecar.is_file() else "no such file"
+    shape = len(record.ids_TK), spec.num_experts
+    if record.logit_shape != [*shape]:
+        raise UserError(f"{record.where}: logit_shape: expected {[*shape]}, got {record.logit_shape}")
+    end = record.offset + 2 * math.prod(shape)
+    size = sidecar.stat().st_size if sidecar.is_file() else 0
+    if size < end:
         raise UserError(f"{record.where}: {sidecar.name}: expected at least {end} bytes, got {size}")
-    stored_TE = np.memmap(sidecar, np.dtype("<u2"), "r", offset, (len(record.ids_TK), num_experts))
-    logits_TE = (stored_TE.astype(np.uint32) << 16).view(np.float32)
-    match options.score_function:
+    logits_TE = (np.memmap(sidecar, np.dtype("<u2"), "r", record.offset, shape).astype(np.uint32) << 16).view(
+        np.float32
+    )
+    match spec.score_function:
         case "softmax":
             return softmax(logits_TE, axis=1)
         case "sigmoid":

@@ -17,12 +17,12 @@ from safetensors.numpy import save_file
 from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
 from moe_ep_bench.analysis import page
-from moe_ep_bench.analysis.advise import RECORD_YOURS, advice_lines, advice_text, candidates, load_timed, picks
+from moe_ep_bench.analysis.advise import OUT_OF_BOUNDS, RECORD_YOURS, advice_lines, advice_text, candidates, load_timed
 from moe_ep_bench.analysis.cases import cases, comparisons, load, timings
 from moe_ep_bench.analysis.columns import fitting_labels, short_labels
 from moe_ep_bench.analysis.compare import compare_directories
 from moe_ep_bench.analysis.page import page_of
-from moe_ep_bench.bench.question import Bounds, Question, ask, ask_both
+from moe_ep_bench.bench.question import Bounds, Question, ask
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.timing.statistics import BELOW_MODEL, estimate_median
@@ -115,7 +115,7 @@ def test_a_case_at_the_bound_is_within_it_and_each_bound_decides_alone(tmp_path:
         (Bounds(0.125, 0.751), False),
     ):
         (row,) = candidates(store, bounds).to_dict("records")
-        assert row["within"] == row["is_pick"] == is_within
+        assert row["is_pick"] == is_within == (row["standing"] != OUT_OF_BOUNDS)
 
 
 @pytest.mark.parametrize(
@@ -160,20 +160,24 @@ def test_the_answer_comes_first_in_three_lines_and_the_table_fits_100_characters
     assert costs == "It costs: at most 8.0 % of the pairs are dropped, at least 96.0 % of the mass is kept."
     assert what.startswith("For Tiny-MoE, NVIDIA Fake 80GB x 2 ranks, nccl; Zipf 0.8")
     assert what.endswith("; at most 10 % of the pairs dropped and 5 % of the score mass lost.")
-    table = rest[1 : rest.index("", 1)]
-    assert max(map(len, table)) <= 100
-    labels = [row[0] for row in rows_of(text)]
-    assert labels == ["token_drop gamma 1.5", "token_drop gamma 2", "EPLB, 1 spare", "token_drop gamma 1"]
-    assert rows_of(text)[-1][-1] == "out of bounds"
+    assert max(map(len, rest[1 : rest.index("", 1)])) <= 100
+    rows = rows_of(text)
+    labels = ["token_drop gamma 1.5", "token_drop gamma 2", "EPLB, 1 spare", "token_drop gamma 1"]
+    assert [row[0] for row in rows] == labels
+    assert [row[-1] for row in rows] == ["faster"] * 3 + ["out of bounds"]
+    assert rows[0][1:5] == ["1.300 [1.30, 1.30]", "1.538", "8.0", "96.0"]
+    assert "the pick is judged by the traffic that chose it" in text
+    assert "score mass is no accuracy" in text
 
 
 def test_five_best_and_two_losers_explain_the_pick_and_all_are_printed_when_asked_for(tmp_path: Path) -> None:
     made = [drop(number + 2, 1.5 - number / 20, 0.05, 0.97) for number in range(12)]
-    store = load_timed(write_run(tmp_path, [comparison_of(*made, drop(1.0, 1.6, 0.3, 0.8))]))
+    made += [drop(1.0, 1.6, 0.3, 0.8), drop(0.5, 1.55, 0.4, 0.7)]
+    store = load_timed(write_run(tmp_path, [comparison_of(*made)]))
     text = advice_text(store, BOUNDS)
-    assert {row[0].split()[-1] for row in rows_of(text)} == {"2", "3", "4", "5", "6", "13", "1"}
-    assert "6 more candidates: --all" in text
-    assert len(rows_of(advice_text(store, BOUNDS, show_all=True))) == 13
+    assert [row[0].split()[-1] for row in rows_of(text)] == ["2", "3", "4", "5", "6", "13", "1"]
+    assert "7 more candidates: --all" in text
+    assert len(rows_of(advice_text(store, BOUNDS, show_all=True))) == 14
 
 
 def test_labels_of_candidates_are_short() -> None:
@@ -203,7 +207,6 @@ def test_short_labels_keep_what_tells_cases_apart() -> None:
 
 def test_replicas_cost_gib_of_a_rank(tmp_path: Path) -> None:
     store = load_timed(with_memory(write_run(tmp_path, [comparison_of(eplb(1.1))]), 3e9))
-    assert candidates(store, BOUNDS)["more_gib"].tolist() == [pytest.approx(3e9 / 1024**3)]
     assert "It costs: nothing is dropped, 2.79 GiB more memory on each rank." in advice_text(store, BOUNDS)
 
 
@@ -223,56 +226,57 @@ def test_one_traffic_stands_after_another_where_the_pick_differs(tmp_path: Path)
     first, second = (line for line in text.splitlines() if line.startswith("At "))
     assert first.startswith("At peak load 1 and 2: Keep native: ")
     assert second.startswith("At peak load 3 and 4: Use token_drop gamma 1.5: a layer is 1.500 to 1.600 times as fast")
-    same = advice_text(load_timed(write_run(tmp_path / "same", at_peaks(1.5, 1.6))), BOUNDS)
-    assert same.startswith(
-        "Use token_drop gamma 1.5: a layer is 1.500 to 1.600 times as fast as native, 1.333 in place of 2.000 ms at "
-    )
-
-
-def test_where_the_peak_load_is_assumed_the_answer_ends_with_how_to_get_it(tmp_path: Path) -> None:
-    def told(*speedups: float, key: str = "workload.peak_load") -> str:
-        directory = write_run(tmp_path / f"{key}-{speedups}", at_peaks(*speedups, key=key), "emulated")
-        return advice_text(load_timed(directory), BOUNDS)
-
-    assert told(1.0, 1.3).endswith(RECORD_YOURS)
-    assert RECORD_YOURS in told(1.3, 1.3), "the pick is the same, but not what it gains"
-    assert RECORD_YOURS not in told(1.0, 1.3, key="layer.ep_size")
-
-
-DRAWN, ASSUMED = "one draw: native's fullest rank has", ", assumed, not Tiny-MoE's own; "
-
-
-def recorded(model: str, passes: float) -> dict:
-    """A workload of a recording that a batch uses so often."""
-    sources = [{"passes_per_batch": passes}]
-    return {"kind": "recorded", "recording": {"model": model, "arrangement": "sequences", "sources": sources}}
+    same = advice_text(load_timed(write_run(tmp_path / "same", at_peaks(1.5, 1.6, 1.0 / 0.8))), BOUNDS)
+    gains = "a layer is 1.250 to 1.600 times as fast as native, 1.333 in place of 2.000 ms at peak load 1, "
+    assert same.startswith(f"Use token_drop gamma 1.5: {gains}")
+    (row,) = rows_of(same)
+    assert row == ["token_drop gamma 1.5", "1.250 to 1.600", "5.0", "97.0", "faster"]
+    assert "; peak load 1 to 3, " in same or "; Zipf 0.8" in same
 
 
 @pytest.mark.parametrize(
-    ("workload", "skew", "note"),
+    ("speedups", "key", "is_told"),
     [
-        ({"targets": {"peak_load": 4.0}}, f"; peak load 4{ASSUMED}", DRAWN),
-        ({"targets": {"peak_load": None}}, f"; traffic without skew{ASSUMED}", DRAWN),
-        ({"targets": {"peak_load": 4.0, "rank_load": {"ep_size": 2, "load": 1.2}}}, f"; peak load 4{ASSUMED}", None),
-        (
-            recorded("allenai/OLMoE", 8.19),
-            "; skew of allenai/OLMoE's recording, not Tiny-MoE's; ",
-            "8.19 times",
-        ),
-        (recorded("who/Tiny-MoE", 0.83), "; skew of who/Tiny-MoE's recording; ", None),
-        ({"skew": {"name": "mixed", "basis": "assumed", "source": "X"}}, "(assumed: X), not Tiny-MoE's own; ", DRAWN),
+        ((1.0, 1.3), "workload.peak_load", True),
+        ((1.3, 1.3), "workload.peak_load", True),  # the pick is the same, but not what it gains
+        ((1.0, 1.3), "layer.ep_size", False),
+    ],
+)
+def test_where_the_peak_load_is_assumed_the_answer_ends_with_how_to_get_it(
+    tmp_path: Path, speedups: tuple[float, ...], key: str, is_told: bool
+) -> None:
+    directory = write_run(tmp_path, at_peaks(*speedups, key=key), "emulated")
+    assert advice_text(load_timed(directory), BOUNDS).endswith(RECORD_YOURS) == is_told
+
+
+ASSUMED = ", assumed, not Tiny-MoE's own; "
+
+
+def recorded(model: str) -> dict:
+    return {"kind": "recorded", "recording": {"model": model, "arrangement": "sequences", "sources": []}}
+
+
+@pytest.mark.parametrize(
+    ("workload", "skew", "is_drawn"),
+    [
+        ({"targets": {"peak_load": 4.0}}, f"; peak load 4{ASSUMED}", True),
+        ({"targets": {"peak_load": None}}, f"; traffic without skew{ASSUMED}", True),
+        ({"targets": {"peak_load": 4.0, "rank_load": {"ep_size": 2, "load": 1.2}}}, f"; peak load 4{ASSUMED}", False),
+        ({"targets": {"expert_loads": [1.0]}}, "; experts' loads as counted; ", False),
+        (recorded("allenai/OLMoE"), "; skew of allenai/OLMoE's recording, not Tiny-MoE's; ", False),
+        (recorded("who/Tiny-MoE"), "; skew of who/Tiny-MoE's recording; ", False),
+        ({"skew": {"name": "mixed", "basis": "assumed", "source": "X"}}, "(assumed: X), not Tiny-MoE's own; ", True),
     ],
 )
 def test_whose_skew_it_is_and_what_of_it_is_chance_are_said(
-    tmp_path: Path, workload: dict, skew: str, note: str | None
+    tmp_path: Path, workload: dict, skew: str, is_drawn: bool
 ) -> None:
     workload = {"kind": "synthetic", "description": "", "tail_model": None, **workload}
     text = advised(tmp_path, USUAL[0], mode="emulated", num_batches=1, facts={**MODELLED, "workload": workload})
     what = next(line for line in text.splitlines() if line.startswith("For "))
     assert what.startswith("For Tiny-MoE, 2 ranks, modelled by devices/b, links modelled by links/a; ")
     assert skew in what
-    assert (DRAWN in text, " times, so " in text) == (note == DRAWN, note not in (DRAWN, None))
-    assert note is None or note in text
+    assert ("one draw: native's fullest rank has" in text) == is_drawn
 
 
 @pytest.mark.parametrize(
@@ -292,7 +296,7 @@ def test_whole_models_are_ranked_by_the_pass(tmp_path: Path) -> None:
     text = advice_text(load_timed(directory), NO_BOUNDS)
     gain = float(re.search(r"Use token_drop gamma 1: a pass is (.*) times", text)[1])
     assert gain == pytest.approx(1 / (1 / 3 + 2 / 3 / 1.5), rel=0.02)
-    assert float(re.findall("no policy exceeds (.*) end to end", text)[0]) == pytest.approx(3.0, rel=0.02)
+    assert "end to end" in text, "the speedup's header"
 
 
 # ---- draws ---------------------------------------------------------------------------------------------------------
@@ -342,10 +346,9 @@ def test_draws_of_one_traffic_are_launches_of_one_comparison(tmp_path: Path) -> 
     ends = [row[f"speedup_{end}"] for end in ("median", "low", "high")]
     assert ends == pytest.approx([expected.median, expected.low, expected.high])
     assert row["dropped_share"] == pytest.approx(0.08, abs=1e-3)
-    assert row["within"], "one draw alone drops more than the bound"
-    assert (row["least"], row["most"], row["parts"]) == pytest.approx((1.1, 1.5, 3), abs=0.02)
-    assert "the traffic is drawn 3 times" in advice_text(store, BOUNDS)
-    assert picks(store, BOUNDS)["layer_speedup"].tolist() == [1.0], "the low end is below native"
+    assert row["standing"] == row["verdict"] == "inconclusive", "one draw alone drops more than the bound"
+    assert (row["least"], row["most"]) == pytest.approx((1.1, 1.5), abs=0.02)
+    assert "by draw: the least and the greatest" in advice_text(store, BOUNDS)
 
 
 @pytest.mark.parametrize(
@@ -366,14 +369,12 @@ def test_a_pick_is_judged_on_draws_that_did_not_choose_it(tmp_path: Path, low: f
     text = advice_text(store, BOUNDS)
     assert text.startswith(answer)
     assert "of 2 verdicts up to 0.1 would be called by chance alone" in text
-    layer_speedup = picks(store, BOUNDS)["layer_speedup"].tolist()
-    assert layer_speedup == pytest.approx([low if "Use" in answer else 1.0], rel=0.06)
-
-
-def test_a_pick_of_one_draw_says_that_its_batches_chose_it(tmp_path: Path) -> None:
-    text = advised(tmp_path, *USUAL)
-    assert "the pick is judged by the traffic that chose it" in text
-    assert "did not choose it" not in text
+    if "Use" in answer:
+        (pick,) = rows[rows["is_pick"]].to_dict("records")
+        assert pick["promised"] == pytest.approx(low, rel=0.06)
+        assert f"{low:.1f}" in text.splitlines()[0].partition(" times")[0]
+        assert pick["chosen_by"] < 5
+        assert f"only {pick['chosen_by']:.0f} of 5 draws would choose it" in text
 
 
 def test_every_command_gives_a_case_the_same_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -412,7 +413,8 @@ def test_what_differs_in_more_than_the_draw_stays_apart(tmp_path: Path) -> None:
 
 
 def asked(*arguments: object) -> Question:
-    return ask(make_parser().parse_args(["advise", *map(str, arguments)]))
+    options = make_parser().parse_args(["advise", *map(str, arguments)])
+    return ask(options, Bounds.of(options.max_dropped, options.max_lost_mass))
 
 
 def candidates_of(question: Question) -> list[str]:
@@ -449,16 +451,14 @@ def test_traffic_that_chance_decides_is_drawn_several_times(tmp_path: Path) -> N
         config = yaml.safe_load(asked(*arguments).text)
         return config.get("sweep", {}).get("workload.seed"), config["workload"]["num_batches"]
 
-    one_load = [*QWEN, "--peak-load", "3"]
-    assert drawn(*one_load) == ([1, 2, 3, 4, 5], 4)
-    assert drawn(*one_load, "--draws", "2") == ([1, 2], 5), "ten batches in all, or there is no interval"
-    assert drawn(*one_load, "--draws", "1") == (None, 10)
+    assert drawn(*QWEN, "--peak-load", "3") == ([1, 2, 3, 4, 5], 4)
     assert drawn("--model", "olmoe-1b-7b", "--ep", 1, "--tokens", 64) == (None, 10), "one rank holds all experts"
     full = recording(tmp_path / "full.safetensors", full=True)
     assert drawn("--model", "olmoe-1b-7b", "--ep", 8, "--tokens", 64, "--trace", full) == (None, 4), "of three layers"
     config = ROOT / "configs/quickstart.yaml"
     assert drawn(config) == (None, 10), "its skew says how full a rank is"
     assert drawn(config, "--set", "workload.seed=7", "--set", "workload.rank_load=null") == ([7, 8, 9, 10, 11], 10)
+    assert drawn(config, "--set", "sweep.workload.seed=[3, 4]") == ([3, 4], 10)
     pattern = tmp_path / "pattern.yaml"
     pattern.write_text(
         "name: pattern\nmodel: {preset: olmoe-1b-7b}\nlayer: {ep_size: 8}\npolicies: [{name: topk}]\n"
@@ -471,7 +471,7 @@ def test_traffic_that_chance_decides_is_drawn_several_times(tmp_path: Path) -> N
 def test_counts_are_told_from_a_recording_by_content_and_give_every_experts_load(tmp_path: Path) -> None:
     counts, olmoe = tmp_path / "counts.json", ["--model", "olmoe-1b-7b", "--ep", 8, "--tokens", 64]
     counts.write_text(json.dumps(np.arange(3 * 64).reshape(3, 64).tolist()))
-    with pytest.raises(ValueError, match=r"--trace .*counts.json: expected a recording, got counts of 3 layers"):
+    with pytest.raises(ValueError, match=r"--trace: .*counts.json: .*counts of experts go as --counts"):
         asked(*olmoe, "--trace", counts)
     question = asked(*olmoe, "--counts", counts)
     assert [one.workload.layer for one in question.experiments] == [0, 1, 2]
@@ -479,7 +479,7 @@ def test_counts_are_told_from_a_recording_by_content_and_give_every_experts_load
     assert "workload.seed" not in yaml.safe_load(question.text).get("sweep", {}), "chance decides no rank's load"
     with pytest.raises(ValueError, match=r"--counts .*expected counts of 128 experts, as .* has; got 64"):
         asked(*QWEN, "--counts", counts)
-    with pytest.raises(ValueError, match="--peak-load: expected none beside --trace or --counts"):
+    with pytest.raises(ValueError, match="--peak-load: expected none beside --counts"):
         asked(*olmoe, "--counts", counts, "--peak-load", 2)
 
 
@@ -506,22 +506,23 @@ def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> N
     assert row[2] == "1.846", "the first line has the table's milliseconds"
     gain = "a layer is 1.300 times as fast as native, 1.846 in place of 2.400 ms (modelled; 1.20 to 1.40 by layer)."
     assert gain in text.splitlines()[0]
-    notes = " ".join(text.split())
-    assert "3 layers; by layer: the least and the greatest of one; [brackets]: 95 % for the median over all" in notes
+    assert "by layer: the least and the greatest of one of several; [brackets]: 95 % for the median over all" in text
 
 
-def test_decode_is_asked_beside_prefill_with_one_token_of_each_request() -> None:
-    options = make_parser().parse_args(["advise", *QWEN, "--decode-tokens", "256", "--out", "both"])
-    both = {phase: yaml.safe_load(one.text)["workload"] for phase, one in ask_both(options).items()}
-    sizes = {phase: (one["num_tokens"], one["sequence_length"]) for phase, one in both.items()}
-    assert sizes == {"prefill": (16384, 128), "decode": (256, 1)}
-    prefill, decode = ask_both(options).values()
-    assert [one.experiments[0].whole.context_length for one in (prefill, decode)] == [0, 2048]
-    assert [str(one.out) for one in (prefill, decode)] == ["both/prefill", "both/decode"]
-    assert "2,048 tokens in each request's cache" in decode.assumed
-    alone = ask_both(make_parser().parse_args(["advise", *QWEN]))
-    assert list(alone) == [""]
-    assert alone[""].text == prefill.text, "asked for decode too, prefill's question is the same"
+def test_decode_is_asked_of_one_token_of_each_request() -> None:
+    decode = ["--model", "qwen3-30b-a3b", "--ep", 8, "--decode-tokens", 256]
+    question = asked(*decode)
+    config = yaml.safe_load(question.text)
+    assert (config["workload"]["num_tokens"], config["workload"]["sequence_length"]) == (256, 1)
+    assert config["whole"] == {"context_length": 2048}
+    assert "2,048 tokens in each request's cache" in question.assumed
+    names = {label.split()[0] for label in candidates_of(question)}
+    assert {"oea", "xshare", "token_drop"} <= names
+    assert question.left_out == ("xshare: by request decides for its tokens, of which a step has one",)
+    balancers = [{}, {"balancer": "lp"}, {"balancer": "activated"}, {"plan": "variance"}]
+    assert config["emulate"]["replication"] == [{"spare_per_rank": 1, **one} for one in balancers]
+    assert config["emulate"]["rebalance"] == []
+    assert yaml.safe_load(asked(*decode, "--context", 64).text)["whole"] == {"context_length": 64}
 
 
 @pytest.mark.parametrize("name", ["decode-graph", "model-prefill"])
@@ -541,9 +542,11 @@ def test_eplb_plans_by_many_tokens_or_three_batches(tokens: int, batches: int) -
 
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_modelled() -> None:
     question = asked("--model", "deepseek-v3", "--ep", 8, "--tokens", 65536)
-    with pytest.raises(ValueError, match=r"^--ep: does not fit: .* the smallest EP size on which it does is 32$"):
-        question.check_fit()
-    asked("--model", "deepseek-v3", "--ep", 32, "--tokens", 65536).check_fit()
+    words = "does not fit: .* the smallest EP size on which it does is 32"
+    with pytest.raises(ValueError, match=f"^--ep, layer.ep_size: {words}$"):
+        question.check()
+    assert re.search(words, question.plan)
+    asked("--model", "deepseek-v3", "--ep", 32, "--tokens", 65536).check()
 
 
 def test_a_config_that_is_only_asked_about_needs_no_policies(tmp_path: Path) -> None:
@@ -561,14 +564,21 @@ def test_what_was_not_asked_for_is_said_to_be_assumed() -> None:
     assert any(words.startswith("traffic without skew") for words in of_config)
     plain = asked(ROOT / "configs/quickstart.yaml").assumed
     assert not any(words.startswith(("10 batches", "traffic without")) for words in plain)
-    of_options = asked("--model", "deepseek-v3", "--ep", 32, "--tokens", 65536)
-    assert {"bfloat16 (--dtype)", "prompts of 128 tokens (--prompt-length)"} <= {*of_options.assumed}
-    stated = asked(
-        *["--model", "deepseek-v3", "--ep", "32", "--tokens", "65536", "--dtype", "float32", "--prompt-length", "4096"]
-    )
-    assert (stated.experiments[0].layer.dtype, stated.experiments[0].workload.sequence_length) == ("float32", 4096)
-    assert not any(words.startswith(("bfloat16", "prompts")) for words in stated.assumed)
-    assert "measured elsewhere" not in of_options.plan
+    words = ("bfloat16 (--dtype)", "prompts of 128 tokens (--prompt-length)", "NCCL's pairs", "device h1", "links h1")
+    assert all(any(one.startswith(start) for one in asked(*QWEN).assumed) for start in words)
+    given = {"dtype": "float32", "prompt-length": "4096", "transport": "copies", "device": "h20", "links": "pcie5-ndr"}
+    stated = asked(*QWEN, *(word for key, value in given.items() for word in (f"--{key}", value)))
+    first = stated.experiments[0]
+    assert (first.layer.dtype, first.workload.sequence_length, first.emulate.transport) == ("float32", 4096, "copies")
+    assert (first.emulate.device, first.emulate.links) == ("h20", "pcie5-ndr")
+    assert not stated.assumed
+
+
+def test_device_and_links_of_the_options_end_a_configs_sweep_of_them() -> None:
+    swept = [ROOT / "configs/quickstart.yaml", "--set", "sweep.emulate.device=[measured, h20, h100-sxm]"]
+    assert yaml.safe_load(asked(*swept).text)["sweep"]["emulate.device"] == ["h20", "h100-sxm"]
+    question = asked(*swept, "--device", "b200-sxm")
+    assert {one.emulate.device for one in question.experiments} == {"b200-sxm"}
 
 
 def test_the_same_question_has_the_same_candidates_whatever_the_config_says() -> None:
@@ -600,13 +610,14 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
     olmoe = ["--model", "olmoe-1b-7b", "--ep", 1, "--tokens", 64]
     without = asked(*olmoe, "--trace", recording(tmp_path / "top.safetensors", full=False))
     assert {label.split()[0] for label in candidates_of(without)} == {"token_drop", "budget_drop"}
-    assert sum("looks past the top-k" in line for line in without.left_out) == 2
-    assert without.left_out[-1] == "EPLB, LLEP, UltraEP: one rank holds all experts"
+    prefill, past, no_replicas = without.left_out[1], without.left_out[0], without.left_out[2]
+    assert past == "expanded_drop, laser: looks past the top-k, of which the recording has no scores"
+    assert no_replicas == "EPLB, LLEP, UltraEP: one rank holds all experts"
     full = asked(*olmoe, "--trace", recording(tmp_path / "full.safetensors", full=True))
-    assert full.left_out == without.left_out[-2:]
+    assert full.left_out == (prefill, no_replicas)
     assert [one.workload.layer for one in full.experiments] == [0, 1, 2], "all that were recorded"
-    (reason,) = asked(ROOT / "configs/decode.yaml", "--set", "layer.ep_size=8").left_out
-    assert reason == "xshare request: decides for a request's tokens, of which a step has one"
+    of_model = asked(ROOT / "configs/model-prefill.yaml")
+    assert of_model.left_out[-1] == "EPLB, LLEP, UltraEP: experts of whole models are not replicated"
 
 
 @pytest.mark.parametrize(
@@ -617,16 +628,17 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
         (["--model", "olmoe-1b-7b", "--tokens", "64"], "--ep: expected a number beside --model; got none"),
         ([*QWEN, "--ep", "7"], "--ep: expected a divisor of the 128 experts of Qwen3-30B-A3B; got 7"),
         ([*QWEN, "--tokens", "4"], "--tokens: expected at least one for each of the 8 ranks; got 4"),
-        ([*QWEN, "--device", "h1000"], "--device: expected a path of a .yaml or one of a100-sxm-80gb"),
-        ([*QWEN, "--links", "none"], "--links: expected a path of a .yaml or one of"),
-        ([*QWEN, "--peak-load", "17"], "--peak-load: expected 1 to 16 (experts / top-k); got 17"),
-        ([*QWEN, "--draws", "0"], "--draws: expected 1 to 100; got 0"),
-        (["--model", "qwen3-30b-a3b", "--ep", "1", "--tokens", "64", "--draws", "3"], "--draws: expected none where"),
+        ([*QWEN, "--device", "h1000"], "--device, --dtype: expected a path of a .yaml or one of a100-sxm-80gb"),
+        ([*QWEN, "--links", "none"], "--links, --ep: expected a path of a .yaml or one of"),
+        ([*QWEN, "--dtype", "fp3"], "--dtype: expected bfloat16, float32"),
+        ([*QWEN, "--peak-load", "0.5"], "--peak-load: expected at least 1, got 0.5"),
         ([*QWEN, "--peak-load", "1.001"], "peak_load: expected 1."),
-        ([*QWEN, "--decode-tokens", "4"], "--decode-tokens: expected at least one for each of the 8 ranks; got 4"),
+        ([*QWEN, "--decode-tokens", "64"], "--tokens: expected none beside --decode-tokens"),
+        ([*QWEN[:4], "--decode-tokens", "4"], "--decode-tokens: expected at least one for each of the 8 ranks; got 4"),
         ([*QWEN, "--context", "64"], "--context: expected --decode-tokens beside it"),
-        ([*QWEN, "--decode-tokens", "64", "--context", "0"], "--context: expected at least one token in each"),
-        ([*QWEN, "--trace", "no.safetensors"], "--trace: no.safetensors"),
+        ([*QWEN, "--prompt-length", "20000"], "--prompt-length: expected at most 16384 (--tokens); got 20000"),
+        ([*QWEN, "--counts", "no", "--trace", "no"], "--counts: expected none beside --trace"),
+        ([*QWEN, "--trace", "no.safetensors"], "--trace: no.safetensors: no such file"),
         ([*QWEN, "--max-dropped", "5"], "--max-dropped: expected a share such as 5% or 0.05, 0 to 1; got 5"),
         ([*QWEN, "--max-lost-mass", "nan"], "--max-lost-mass: expected a share"),
         ([*QWEN, "--set", "layer.ep_size=4"], "--set layer.ep_size=4: goes with a config"),
@@ -662,8 +674,7 @@ def fitting(expert_bytes: int, smallest: int | None) -> dict:
 def test_what_does_not_fit_is_no_pick(tmp_path: Path) -> None:
     text = advised(tmp_path / "none", *USUAL, facts=fitting(163_000_000_000, 32))
     words = "does not fit: 163 GB on each of 2 ranks in bfloat16 (experts 163), h100-sxm has 80 GB; the smallest EP"
-    assert f"the model {words} size on which it does is 32" in text
-    assert text.startswith("None: the model does not fit on EP 2.")
+    assert text.startswith(f"None: the model {words} size on which it does is 32.")
     assert advised(tmp_path / "fits", *USUAL, facts=fitting(79_000_000_000, 2)).startswith("Use token_drop gamma 1.5")
 
 
@@ -671,17 +682,8 @@ def test_replicas_that_do_not_fit_are_no_pick_and_are_named(tmp_path: Path) -> N
     directory = write_run(tmp_path, [comparison_of(*USUAL, eplb(1.6), facts=fitting(78_000_000_000, 2))])
     text = advice_text(load_timed(with_memory(directory, 3e9)), BOUNDS)
     assert text.startswith("Use token_drop gamma 1.5")
-    left = "does not fit beside the model, which leaves 1.86 GiB of h100-sxm: EPLB, 1 spare per rank (2.79 GiB)"
-    assert left in text
-
-
-def test_that_it_does_not_fit_is_said_before_anything_is_modelled(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--ep", "16", "--tokens", "32768", "--decode-tokens", "256", "--context", "4096"]
-    assert main(["advise", "--model", "deepseek-v3", *sizes, "--dry-run"]) == OK
-    prefill, decode = (part for part in capsys.readouterr().out.split("\n\n") if "does not fit: " in part)
-    assert "GB on each of 16 ranks in bfloat16 (experts 81.7, other weights 34" in prefill
-    assert "the smallest EP size on which it does is 32" in prefill
-    assert "cache 4.61" in decode
+    (row,) = (row for row in rows_of(text) if row[0].startswith("EPLB"))
+    assert row[-2:] == ["2.8", "does not fit"]
 
 
 # ---- command -------------------------------------------------------------------------------------------------------
@@ -694,7 +696,6 @@ def test_a_directory_is_only_read(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith("Use token_drop gamma 1: ")
     for option in (
         ["--force"],
-        ["--draws", "2"],
         ["--set", "layer.ep_size=2"],
         ["--out", "elsewhere"],
         ["--tokens", "64"],
@@ -714,7 +715,7 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
     assert "by default: prompts of 16 tokens" in plan
     assert yaml.safe_load(plan.partition("\n\n")[2])["sweep"]["workload.peak_load"] == [None, 4.0]
     assert not out.exists()
-    command += ["--peak-load", "4", "--draws", "2"]
+    command += ["--peak-load", "4"]
     assert main(command) == OK
     first = capsys.readouterr()
     assert first.out.splitlines()[0].endswith(" (modelled)." if first.out.startswith("Use") else "faster.")
@@ -727,7 +728,7 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
     monkeypatch.setattr(page, "_drawn", lambda store: ())  # figures have tests of their own
     shown = " ".join(page_of([out], []).split())
     assert all(str(escape(line)) in shown for line in advice_lines(out))
-    assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 15 candidates x 5 batches x 2 points, modelled on h100-sxm")
+    assert first.err.startswith("moe-ep-bench: OLMoE-1B-7B, 15 candidates x 4 batches x 5 points on h100-sxm and h100-")
     written = {part: part.stat().st_mtime_ns for part in (out / "cases").iterdir()}
     assert main(command) == OK
     assert capsys.readouterr().out == first.out
@@ -735,45 +736,23 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
 
 
 def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
-    """A pass of which MoE layers take 2 ms of 8; where native stays there is nothing to gain."""
-    comparisons = [
-        comparison_of(
-            drop(1.5, speedup, 0.05, 0.97), eplb(0.9), comparison_id=name, facts={"title": name, "rest": REST}
-        )
-        for name, speedup in (("faster", 2.0), ("slower", 0.8))
-    ]
-    rows = picks(load_timed(write_run(tmp_path, comparisons)), BOUNDS)
-    assert rows["label"].tolist() == ["token_drop gamma 1.5", "native"]
-    # 3 MoE layers of 2 and 1 ms, each beside 6 ms; 4,096 tokens on 2 ranks.
-    expected = {
-        "moe_share": [0.25, 0.25],
-        "layer_speedup": [2.0, 1.0],
-        "end_to_end": [8 / 7, 1.0],
-        "native_ms": [24.0, 24.0],
-        "pass_ms": [21.0, 24.0],
-        "native_tokens_per_s": [2048 / 0.024, 2048 / 0.024],
-        "tokens_per_s": [2048 / 0.021, 2048 / 0.024],
-    }
-    for name, values in expected.items():
-        assert rows[name].tolist() == pytest.approx(values, rel=1e-6), name
+    """A pass of 3 MoE layers of 2 ms, each beside 6 ms; 4,096 tokens on 2 ranks."""
+    text = advised(tmp_path, drop(1.5, 2.0, 0.05, 0.97), eplb(0.9), facts={"rest": REST})
+    (line,) = (line for line in text.splitlines() if line.startswith("The whole model"))
+    assert "1.143 times as fast, 21.00 in place of 24.00 ms, 97,524 in place of 85,333 tokens/s a GPU" in line
+    assert "of one MoE layer" not in text
+    kept = advised(tmp_path / "kept", drop(1.5, 0.8, 0.05, 0.97), facts={"rest": REST})
+    assert "The whole model" not in kept
 
 
-def test_prefill_and_decode_are_answered_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    trace = recording(tmp_path / "top.safetensors", full=False)
-    sizes = ["--ep", "4", "--tokens", "64", "--decode-tokens", "8", "--context", "128", "--trace", str(trace)]
+def test_decode_of_a_recording_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, trace = tmp_path / "out", recording(tmp_path / "top.safetensors", full=False)
+    sizes = ["--ep", "4", "--decode-tokens", "8", "--context", "128", "--trace", str(trace)]
     assert main(["advise", "--model", "olmoe-1b-7b", *sizes, "--out", str(out)]) == OK
     told = capsys.readouterr().out
-    first, *_ = told.split("PREFILL")
-    phases = [line.split()[0] for line in first.splitlines() if line.startswith(("prefill", "decode"))]
-    assert phases == ["prefill", "decode"]
-    assert "us to solve: assumed, and in the speedup" in told
     assert "requests that decode route as their prompts did" in told
-    for phase in phases:
-        assert (out / phase / "advise.yaml").is_file()
-        advice, whole = (out / phase / "advice.txt").read_text().split("\n\nThe whole model, from end to end")
-        assert advice.removesuffix(f"\n\n{RECORD_YOURS}") in told
-        assert "pick tok/s" in whole
+    assert "warning: scores past the recorded top-k are modelled" not in told, "no candidate looks there"
+    assert "all 3 recorded layers" in told
 
 
 def test_the_readmes_example_is_answered_as_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ LISTED = {
     "advise mine.yaml": ("--dry-run", AN_ANSWER),
     "advise configs/quickstart.yaml": ("--dry-run", AN_ANSWER),
     "advise --model qwen3-30b-a3b --ep 8 --tokens 16384": ("--dry-run", AN_ANSWER),
-    "advise --model qwen3-30b-a3b --ep 8 --tokens 16384 --decode-tokens 512": ("--dry-run", AN_ANSWER),
+    "advise --model qwen3-30b-a3b --ep 8 --decode-tokens 512": ("--dry-run", AN_ANSWER),
     "advise --model olmoe-1b-7b --ep 8 --tokens 16384 --device h100-sxm --peak-load 4": ("--dry-run", AN_ANSWER),
     "advise --model olmoe-1b-7b --ep 8 --tokens 16384 --device h100-sxm --peak-load 4 --max-dropped 5%": (
         "--dry-run",

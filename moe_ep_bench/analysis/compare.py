@@ -26,7 +26,7 @@ import pandas as pd
 from moe_ep_bench.analysis.cases import cases, comparisons, conditions, jobs, load, timings
 from moe_ep_bench.analysis.columns import NONE, Column, Row, milliseconds, missing, number, percentage, text
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
-from moe_ep_bench.analysis.origins import MODE_WORDS, PARTLY_ELSEWHERE
+from moe_ep_bench.analysis.origins import MODE_WORDS, NOTHING_RAN
 from moe_ep_bench.analysis.reading import ITERATION, ResultsError
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
@@ -61,8 +61,6 @@ _SAME = ("no difference", BELOW_MODEL)
 _AGREE = {("slower", "lower"), ("faster", "higher"), *((time, speedup) for time in _SAME for speedup in _SAME)}
 # What is measured of a policy, beside controls: these decide ``--fail-over``.
 _JUDGED_ROLES = ("policy", "replication")
-# Origins of times of a device that is not here.
-_NOTHING_RAN = ("modelled", PARTLY_ELSEWHERE)
 # A share of pairs or score mass that differs by less is rounding.
 _ROUTING_STEP = 5e-4
 _IDENTITY = ["comparison_id", "title", "label", "policy", "role"]
@@ -208,7 +206,7 @@ def _judged(of: str, row: Row, ratio: Estimate | None, differing: Sequence[str])
         return found | {f"{of}_verdict": None, "why": None}
     floor = None if row["floor"] is None else NoiseFloor(1 / row["floor"], row["floor"])
     is_shared = bool(row["oversubscribed_base"] or row["oversubscribed_new"])
-    verdict = judge(ratio, floor, is_modelled=row["origin_new"] in _NOTHING_RAN, is_oversubscribed=is_shared)
+    verdict = judge(ratio, floor, is_modelled=row["origin_new"] in NOTHING_RAN, is_oversubscribed=is_shared)
     reasons = {
         f"conditions differ: {', '.join(differing)}": bool(differing),
         "nothing to divide: no common batch, or a time of 0": ratio is None,

@@ -20,6 +20,8 @@ ELSEWHERE = "partly measured elsewhere, the rest modelled (nothing was run)"
 PARTLY_ELSEWHERE = "partly measured elsewhere"
 # How times came about: the values of the column ``origin``.
 ORIGINS = ("measured", "emulated", PARTLY_ELSEWHERE, "modelled", "routed")
+# Of a device that is not here.
+NOTHING_RAN = (PARTLY_ELSEWHERE, "modelled")
 
 
 def origin_of(run: RunFacts, facts: ComparisonFacts) -> str:

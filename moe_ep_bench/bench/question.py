@@ -1,6 +1,7 @@
 """Turn what ``advise`` is asked into a config of modelled emulation: whose layer, which traffic, which candidates.
 
-Needs no torch until a question is modelled: mistakes are found, and the plan is printed, before it is imported.
+The flags make a config by one table, ``KEYS``; candidates are another, ``_candidates``. Needs no torch until a question
+is modelled: mistakes are found, and the plan is printed, before it is imported.
 """
 
 from __future__ import annotations
@@ -9,74 +10,62 @@ import argparse
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from moe_ep_bench.bench.words import fit_on
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, read_config
-from moe_ep_bench.cost_model.devices import PRECISIONS
-from moe_ep_bench.cost_model.table_devices import (
-    DTYPE,
-    TableDevice,
-    default_links,
-    dtype_of,
-    load_device,
-    load_links,
-)
+from moe_ep_bench.cost_model.table_devices import DTYPE, TableDevice, default_links, dtype_of, load_device, load_links
 from moe_ep_bench.cost_model.tables import is_table
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model, preset_of
 from moe_ep_bench.policies import policy_class
+from moe_ep_bench.presets import ConfigError
 from moe_ep_bench.workload import open_trace
 from moe_ep_bench.workload.counts import one_rank_words, read_counts
 from moe_ep_bench.workload.skews import PATTERNS
 
-if TYPE_CHECKING:
-    from moe_ep_bench.bench.comparison import Comparison
-
-# Those of a question that names none.
+CONFIG_NAME = "advise.yaml"
+# Flags that are keys of a config; ``--decode-tokens`` is ``--tokens`` of a decode step.
+KEYS = {
+    "ep": "layer.ep_size",
+    "dtype": "layer.dtype",
+    "tokens": "workload.num_tokens",
+    "prompt_length": "workload.sequence_length",
+    "peak_load": "workload.peak_load",
+    "context": "whole.context_length",
+    "device": "emulate.device",
+    "links": "emulate.links",
+    "transport": "emulate.transport",
+    "dispatch_dtype": "emulate.dispatch_dtype",
+}
+# Those that go with a config too.
+_OF_ANY = ("device", "links", "transport", "dispatch_dtype")
+_OF_MODEL = ("model", "trace", "counts", "decode_tokens", *(flag for flag in KEYS if flag not in _OF_ANY))
+# Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
+_UNREAD = (
+    *("policies", "measure", "claims", "layer.dispatcher", "layer.cuda_graph"),
+    *("emulate.replication", "emulate.rebalance", "workload.num_batches"),
+)
+# Of a question that names none.
 MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
 PEAK_LOADS = (1.2, 2.0, 4.0)
-DEVICE = "h100-sxm"
+DEVICE, CONTEXT_LENGTH = "h100-sxm", 2048
+_PROMPT_LENGTH = 128
 _NODE = 8
 # With fewer batches there are no intervals (``timing.statistics.MIN_BATCHES``).
 _BATCHES = 10
 # Chance decides which experts of a synthetic workload are busy and share a rank; one draw of it says little. Batches of
 # a draw are alike: of --model's, two to four are enough, so that EPLB plans each for the others by so many tokens.
-DRAWS, _MOST_DRAWS = 5, 100
+DRAWS = 5
 _BATCHES_OF_A_DRAW, _PLANNED_TOKENS = 4, 2**16
-_SEQUENCE_LENGTH = 128
 # Score mass of the top-k, where a recording has scores that are normalised over it.
 _TOPK_SHARE = 0.7
-# Tokens of each request in the cache, at decode.
-CONTEXT_LENGTH = 2048
-# Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
-_UNREAD = (
-    *("policies", "measure", "claims", "layer.dispatcher", "layer.cuda_graph"),
-    "emulate.replication",
-    "emulate.rebalance",
-)
-# Options that stand in place of a config.
-_OF_MODEL = (
-    "model",
-    "ep",
-    "tokens",
-    "trace",
-    "counts",
-    "peak_load",
-    "decode_tokens",
-    "context",
-    "dtype",
-    "prompt_length",
-)
-# Options that are keys of ``emulate``.
-_SENT = ("transport", "dispatch_dtype")
-CONFIG_NAME = "advise.yaml"
 
 
 @dataclass(frozen=True)
@@ -114,6 +103,9 @@ def parse_share(option: str, text: str) -> float:
     return share
 
 
+# ---- a question ------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Question:
     """A config file's text and its points; what was given by default, and which candidates were left out and why."""
@@ -123,7 +115,6 @@ class Question:
     assumed: tuple[str, ...]
     left_out: tuple[str, ...]
     out: Path
-    from_flags: bool = True
 
     @property
     def config(self) -> Path:
@@ -134,94 +125,49 @@ class Question:
     def summary(self) -> str:
         """What will be modelled; one line."""
         first, num_points = self.experiments[0], len(self.experiments)
-        lossless = (*first.emulate.replication, *first.emulate.rebalance)
-        num_candidates = len(first.make_policies()) + len(lossless)
+        emulate = first.emulate
+        num_candidates = len(first.make_policies()) + len((*emulate.replication, *emulate.rebalance))
         points = f" x {num_points} points" if num_points > 1 else ""
-        device = first.emulate.device
-        on = f"experts by {device}, the rest modelled" if is_table(device) else f"modelled on {device}"
-        return (
-            f"{first.model.spec().name}, {num_candidates} candidates x {first.workload.num_batches} batches{points}, "
-            f"{on} and {first.emulate.links}"
-        )
+        on = f"experts by {emulate.device}, the rest modelled" if is_table(emulate.device) else emulate.device
+        batches = f"{first.workload.num_batches} batches{points}"
+        return f"{first.model.spec().name}, {num_candidates} candidates x {batches} on {on} and {emulate.links}"
 
     @property
-    def unfit(self) -> tuple[str, ...]:
-        """Why the model does not fit the device on so many ranks, a line each; nothing where it does."""
-        return tuple(dict.fromkeys(filter(None, self._lacking)))
-
-    @property
-    def _lacking(self) -> list[str]:
-        """Of each point why the model does not fit the device; empty where it does."""
-        devices = [(experiment, load_device(experiment.emulate.device)) for experiment in self.experiments]
-        return [
-            fit_on(point, point.virtual_ranks, device.name, device.memory_gb * 1e9).words or ""
-            for point, device in devices
-        ]
-
-    @property
-    def plan(self) -> str:
-        """The summary, what is assumed, left out and measured elsewhere, and the config with candidates and traffic."""
-        notes = [f"by default: {words}" for words in self.assumed] + [f"left out: {words}" for words in self.left_out]
-        notes += [device.describe(num_tokens=tokens) for device, tokens in self._tables]
-        notes = [*dict.fromkeys(notes), *self.unfit]
-        return "\n".join([self.summary, *notes, f"config: {self.config} (not written)", "", self.text.rstrip()])
-
-    @property
-    def _tables(self) -> list[tuple[TableDevice, int]]:
-        """Devices that are tables, each with a batch's tokens."""
-        found = []
+    def cautions(self) -> tuple[str, ...]:
+        """Where the model does not fit, and what tables say of experts beside the roofline; a line each."""
+        tables = []
         for experiment in self.experiments:
             device = load_device(experiment.emulate.device)
             if isinstance(device, TableDevice):
-                num_tokens = experiment.workload.total_tokens(experiment.virtual_ranks)
-                found.append((device.for_layer(*_layer_of(experiment)), num_tokens))
-        return found
+                tokens = experiment.workload.total_tokens(experiment.virtual_ranks)
+                compared = device.for_layer(*_layer_of(experiment)).compared(tokens)
+                tables.append(f"experts by {device.table_name}: {compared}")
+        return tuple(dict.fromkeys([*filter(None, self._lacking), *tables]))
 
     @property
-    def tables(self) -> tuple[str, ...]:
-        """What tables say of experts beside the roofline, and beyond which rows; a line each."""
-        words = (f"experts by {device.table_name}: {device.compared(tokens)}" for device, tokens in self._tables)
-        return tuple(dict.fromkeys(words))
+    def _lacking(self) -> list[str]:
+        """Of each point why the model does not fit the device on so many ranks; empty where it does."""
+        points = [(one, one.virtual_ranks, load_device(one.emulate.device)) for one in self.experiments]
+        return [fit_on(one, ranks, device.name, device.memory_gb * 1e9).words for one, ranks, device in points]
 
-    def check_fit(self) -> None:
-        """Refuse a model that fits on none of the asked EP sizes.
+    @property
+    def plan(self) -> str:
+        """The summary, what is assumed and left out, and the config with candidates and traffic."""
+        notes = [f"by default: {words}" for words in self.assumed] + [f"left out: {words}" for words in self.left_out]
+        where = f"config: {self.config} (not written)"
+        return "\n".join([self.summary, *notes, *self.cautions, where, "", self.text.rstrip()])
 
-        Raises:
-            ValueError: one line that says how much it lacks.
-        """
-        lacking = self._lacking
-        if all(lacking):
-            raise UserError(f"{'--ep' if self.from_flags else 'layer.ep_size'}: {lacking[0]}")
-
-    def check_out(self) -> None:
-        """Refuse a directory with results of another question.
+    def check(self) -> None:
+        """Refuse a model that fits on none of the asked EP sizes, and a directory with results of another question.
 
         Raises:
-            ValueError: one line that names the directory.
+            ValueError: one line that says how much it lacks, or names the directory.
         """
+        if all(lacking := self._lacking):
+            raise UserError(f"--ep, layer.ep_size: {lacking[0]}")
         check_folder(self.out, "--out")
         if (self.out / "run.json").exists() and not (self.config.exists() and self.config.read_text() == self.text):
             raise UserError(f"--out {self.out}: holds results of another question; expected another directory")
-
-    def compare(self, *, try_out: bool = True) -> list[Comparison]:
-        """Plan the comparisons (``plan.plan_experiments``); imports torch, as all that comes after the plan does."""
-        import torch
-
-        from moe_ep_bench.bench.plan import VIRTUAL, plan_experiments
-
-        config, on_cpu = Path(self.config.name), not torch.cuda.is_available()
-        return plan_experiments(config, self.experiments, VIRTUAL, on_cpu=on_cpu, try_out=try_out)
-
-    def check_rest(self) -> None:
-        """Find out whether what a layer comes to in a whole model can be modelled.
-
-        Raises:
-            ValueError: the model or the device does not state what a whole model needs; one line.
-        """
-        from moe_ep_bench.bench.description import rest_of
-
-        for comparison in self.compare(try_out=False):
-            rest_of(comparison)
 
     def model(self, *, force: bool = False) -> int:
         """Write the config and model its comparisons; return the exit status as ``emulate`` does.
@@ -229,12 +175,48 @@ class Question:
         Raises:
             ValueError: the question cannot be modelled; one line, and nothing is written.
         """
+        import torch
+
+        from moe_ep_bench.bench.plan import VIRTUAL, plan_experiments
         from moe_ep_bench.bench.run import emulate_plan
 
-        comparisons = self.compare()
+        config, on_cpu = Path(CONFIG_NAME), not torch.cuda.is_available()
+        comparisons = plan_experiments(config, self.experiments, VIRTUAL, on_cpu=on_cpu)
         with atomic_path(self.config) as temporary:
             temporary.write_text(self.text)
         return emulate_plan(comparisons, self.out, force=force)
+
+
+def ask(options: argparse.Namespace, bounds: Bounds | None = None) -> Question:
+    """Read the options of ``advise``: a config, or ``--model`` with what goes with it.
+
+    Raises:
+        ValueError: one line: the option or the key, the value, what is allowed.
+    """
+    where = options.config or Path(CONFIG_NAME)
+    raw, sweep, assumed = _of_flags(options) if options.config is None else _of_config(options)
+    assumed += _put_flags(raw, sweep, options)
+    experiments = _points(where, {**raw, "policies": [{"name": "topk"}]}, sweep)  # any will do to find the workloads
+    chosen, left_out = candidates(experiments, bounds or Bounds.of(None, None))
+    raw |= {"policies": chosen.pop("policies"), "emulate": {**raw["emulate"], **chosen}}
+    if "workload.seed" not in sweep and any(map(_is_drawn, experiments)):
+        if options.config is None:
+            enough = min(_BATCHES_OF_A_DRAW, 1 + math.ceil(_PLANNED_TOKENS / raw["workload"]["num_tokens"]))
+            raw["workload"]["num_batches"] = max(enough, math.ceil(_BATCHES / DRAWS))
+        seed = experiments[0].workload.seed
+        # First, so that points of one draw, which share its random numbers, follow each other.
+        sweep = {"workload.seed": [seed + number for number in range(DRAWS)], **sweep}
+    text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
+    experiments = _points(where, raw, sweep)
+    for experiment in experiments:
+        layer = _layer_of(experiment)
+        with naming("--links, --ep" if options.config is None else f"{where}: emulate.links, layer.ep_size"):
+            load_links(experiment.emulate.links or "").for_layer(*layer).all_gather_us(0, experiment.virtual_ranks)
+        with naming("--device, --dtype" if options.config is None else f"{where}: emulate.device, layer.dtype"):
+            load_device(experiment.emulate.device).for_layer(*layer)
+    name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
+    out = options.out or Path("results", name)
+    return Question(text, tuple(experiments), tuple(assumed), tuple(left_out), out)
 
 
 def check_reading(options: argparse.Namespace) -> None:
@@ -243,15 +225,18 @@ def check_reading(options: argparse.Namespace) -> None:
     Raises:
         ValueError: one line that names the option.
     """
-    refused = (*_OF_MODEL, *_SENT, "draws", "device", "links", "out", "overrides", "force", "dry_run")
+    refused = (*_OF_MODEL, *_OF_ANY, "out", "overrides", "force", "dry_run")
     _refuse(options, refused, f"with {options.config}: a results directory is only read")
 
 
 def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    for option in names:
-        if getattr(options, option) not in (None, False, []):
-            name = "set" if option == "overrides" else option.replace("_", "-")
-            raise UserError(f"--{name}: expected none {why}")
+    for name in names:
+        if getattr(options, name) not in (None, False, []):
+            raise UserError(f"{'--set' if name == 'overrides' else _flag(name)}: expected none {why}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _layer_of(experiment: Experiment) -> tuple[ModelSpec, int, str]:
@@ -259,89 +244,44 @@ def _layer_of(experiment: Experiment) -> tuple[ModelSpec, int, str]:
     return experiment.model.spec(), experiment.virtual_ranks, experiment.layer.dtype
 
 
-def ask(options: argparse.Namespace, bounds: Bounds | None = None, *, decode: bool = False) -> Question:
-    """Read the options of ``advise``: a config, or ``--model`` with what goes with it.
-
-    Args:
-        decode: ask of ``--decode-tokens``, in place of ``--tokens``.
-
-    Raises:
-        ValueError: one line: the option or the key, the value, what is allowed.
-    """
-    if options.config is None:
-        where = Path(CONFIG_NAME)
-        raw, sweep, assumed = _of_flags(options, decode)
-    else:
-        where = options.config
-        raw, sweep, assumed = _of_config(options)
-    if decode:
-        raw["whole"] = {"context_length": CONTEXT_LENGTH if options.context is None else options.context}
-    raw["emulate"] = _with_links(raw, sweep, options, assumed)
-    raw["policies"] = [{"name": "topk"}]  # Any will do to find what the workloads are.
-    experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
-    if options.config is not None and any(experiment.workload.is_unskewed for experiment in experiments):
-        loads = ", ".join(f"{load:g}" for load in PEAK_LOADS)
-        assumed.append(f"traffic without skew, as the config sets none (sweep workload.peak_load over {loads})")
-    if options.config is None and raw["layer"]["dtype"] == DTYPE and options.dtype is None:
-        assumed.append(f"{DTYPE} (--dtype)")
-    if options.config is None and options.transport is None:
-        assumed.append("NCCL's pairs (--transport copies: DeepEP's)")
-    raw["policies"], lossless, left_out = candidates(experiments, bounds or Bounds.of(None, None))
-    raw["emulate"] |= lossless
-    sweep = _with_draws(raw, sweep, options, experiments)
-    text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
-    experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
-    with naming("--links, --ep" if options.config is None else f"{where}: emulate.links, layer.ep_size"):
-        for experiment in experiments:
-            links = load_links(experiment.emulate.links or "").for_layer(*_layer_of(experiment))
-            links.all_gather_us(0, experiment.virtual_ranks)
-    with naming("--device, --dtype" if options.config is None else f"{where}: emulate.device, layer.dtype"):
-        for experiment in experiments:
-            load_device(experiment.emulate.device).for_layer(*_layer_of(experiment))
-    name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
-    if decode and options.context is None:
-        assumed.append(f"{CONTEXT_LENGTH:,} tokens in each request's cache")
-    found = tuple(experiments), tuple(assumed), tuple(left_out), options.out or Path("results", name)
-    return Question(text, *found, from_flags=options.config is None)
+def _points(where: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> list[Experiment]:
+    """The points of a config; mistakes in a config that flags made name the flag."""
+    try:
+        return experiments_of(where, *copy.deepcopy((raw, sweep)))
+    except ConfigError as error:
+        said = str(error).removeprefix(f"{CONFIG_NAME}: ")
+        flag = next((flag for flag, key in KEYS.items() if said.startswith(f"{key}:")), None)
+        if flag is None or said == str(error):
+            raise
+        raise UserError(f"{_flag(flag)}{said.removeprefix(KEYS[flag])}") from None
 
 
-def ask_both(options: argparse.Namespace, bounds: Bounds | None = None) -> dict[str, Question]:
-    """Read the options of ``advise`` for prefill and, with ``--decode-tokens``, for decode; by phase.
-
-    Raises:
-        ValueError: as ``ask``.
-    """
-    if options.decode_tokens is None and options.context is not None:
-        raise UserError("--context: expected --decode-tokens beside it, whose requests have it; got none")
-    if options.decode_tokens is None or options.config is not None:
-        return {"": ask(options, bounds)}
-    found = {phase: ask(options, bounds, decode=phase == "decode") for phase in ("prefill", "decode")}
-    if options.out is not None:
-        found = {phase: replace(question, out=options.out / phase) for phase, question in found.items()}
-    return found
+# ---- from options to a config ----------------------------------------------------------------------------------------
 
 
-def _with_draws(
-    raw: dict[str, Any], sweep: dict[str, Any], options: argparse.Namespace, experiments: Sequence[Experiment]
-) -> dict[str, Any]:
-    """The sweep with several draws of the traffic, where chance decides how busy ranks are."""
-    draws = DRAWS if options.draws is None else options.draws
-    is_drawn = "workload.seed" not in sweep and any(map(_is_drawn, experiments))
-    if not 1 <= draws <= _MOST_DRAWS:
-        raise UserError(f"--draws: expected 1 to {_MOST_DRAWS}; got {draws}")
-    if options.draws is not None and not is_drawn:
-        raise UserError(f"--draws: expected none where chance does not decide how busy ranks are; got {draws}")
-    if draws == 1 or not is_drawn:
-        return sweep
-    if options.config is None:
-        enough = min(_BATCHES_OF_A_DRAW, 1 + math.ceil(_PLANNED_TOKENS / raw["workload"]["num_tokens"]))
-        raw["workload"]["num_batches"] = max(enough, math.ceil(_BATCHES / draws))
-    seed = experiments[0].workload.seed
-    # First, so that points of one draw, which share its random numbers, follow each other.
-    return {"workload.seed": [seed + number for number in range(draws)], **sweep}
+def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """A config's values and its sweep, without what does not enter the question, and what was assumed."""
+    _refuse(options, _OF_MODEL, "with a config, whose keys say that; --set KEY=VALUE changes one")
+    raw, sweep = read_config(options.config, options.overrides)
+    raw.setdefault("policies", [{"name": "topk"}])  # its own are no candidates, so it needs none
+    experiments = _points(options.config, raw, sweep)  # what is wrong with it is said as of any config
+    for key in _UNREAD:
+        section, _, name = key.rpartition(".")
+        (raw.get(section) or {} if section else raw).pop(name, None)
+    sweep = {key: values for key, values in sweep.items() if not key.startswith(_UNREAD)}
+    wanted = experiments[0].workload.num_batches
+    raw["workload"]["num_batches"] = max(wanted, _BATCHES)
+    loads = ", ".join(f"{load:g}" for load in PEAK_LOADS)
+    assumed = {
+        f"{_BATCHES} batches in place of {wanted}, of which there would be no intervals": wanted < _BATCHES,
+        f"traffic without skew, as the config sets none (sweep workload.peak_load over {loads})": any(
+            experiment.workload.is_unskewed for experiment in experiments
+        ),
+    }
+    return raw, sweep, [words for words, holds in assumed.items() if holds]
 
 
-def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """A config's values, its sweep, and what was assumed."""
     if options.model is None:
         raise UserError("advise: expected a config, a results directory or --model; got none")
@@ -349,51 +289,57 @@ def _of_flags(options: argparse.Namespace, decode: bool) -> tuple[dict[str, Any]
         raise UserError(f"--set {options.overrides[0]}: goes with a config; expected the options of --model")
     with naming("--model"):
         model = load_model(options.model)
-    ep, tokens, peak_load = options.ep, options.decode_tokens if decode else options.tokens, options.peak_load
-    counted, context, prompt = "decode-tokens" if decode else "tokens", options.context, options.prompt_length
-    if options.trace and options.counts:
-        raise UserError(f"--counts: expected none beside --trace, which has loads of its own; got {options.counts}")
-    if options.dtype not in (None, *PRECISIONS):
-        raise UserError(f"--dtype: expected one of {', '.join(PRECISIONS)}; got {options.dtype}")
-    most, has_loads = model.num_experts / model.top_k, options.trace or options.counts
-    for option, value, expected, is_right in (
-        ("ep", ep, "a number beside --model", ep is not None),
-        (counted, tokens, "a number beside --model", tokens is not None),
-        ("ep", ep, f"a divisor of the {model.num_experts} experts of {model.name}", ep and model.num_experts % ep == 0),
-        (counted, tokens, f"at least one for each of the {ep} ranks", tokens and ep and tokens >= ep > 0),
-        ("prompt-length", prompt, "none beside --trace, which has its own", prompt is None or not options.trace),
-        ("prompt-length", prompt, f"1 to {tokens} tokens (--tokens)", prompt is None or 1 <= prompt <= tokens),
-        ("context", context, "at least one token in each request's cache", context is None or context > 0),
-        ("peak-load", peak_load, "none beside --trace or --counts, whose skew it is", not (has_loads and peak_load)),
-        ("peak-load", peak_load, f"1 to {most:g} (experts / top-k)", peak_load is None or 1 <= peak_load <= most),
+    decode, ep, prompt = options.decode_tokens is not None, options.ep, options.prompt_length
+    counted = "decode_tokens" if decode else "tokens"
+    tokens = getattr(options, counted)
+    for flag, expected, is_right in (
+        ("ep", "a number beside --model", ep is not None),
+        (counted, "a number beside --model", tokens is not None),
+        (
+            "ep",
+            f"a divisor of the {model.num_experts} experts of {model.name}",
+            ep and ep > 0 and model.num_experts % ep == 0,
+        ),
+        (counted, f"at least one for each of the {ep} ranks", tokens and ep and tokens >= ep),
+        ("prompt_length", f"at most {tokens} (--tokens)", not prompt or not tokens or prompt <= tokens),
+        (
+            "tokens",
+            "none beside --decode-tokens: prefill and decode are two questions",
+            not (decode and options.tokens),
+        ),
+        ("context", "--decode-tokens beside it, whose requests have it", decode or options.context is None),
+        ("counts", "none beside --trace, which has loads of its own", not (options.trace and options.counts)),
+        ("peak_load", "none beside --counts, whose skew it is", not (options.peak_load and options.counts)),
     ):
         if not is_right:
-            raise UserError(f"--{option}: expected {expected}; got {'none' if value is None else f'{value:g}'}")
-    length = 1 if decode else options.prompt_length or min(_SEQUENCE_LENGTH, tokens // ep)
-    traffic: dict[str, Any] = {"kind": "synthetic", "sequence_length": length}
-    prompts = [] if decode or options.prompt_length else [f"prompts of {length} tokens (--prompt-length)"]
+            got = getattr(options, flag)
+            raise UserError(f"{_flag(flag)}: expected {expected}; got {'none' if got is None else got}")
     sweep: dict[str, Any] = {}
+    length = 1 if decode else min(_PROMPT_LENGTH, tokens // ep)
+    traffic: dict[str, Any] = {"kind": "synthetic", "sequence_length": length}
+    assumed = [] if decode or prompt else [f"prompts of {length} tokens (--prompt-length)"]
     if options.trace is not None:
         traffic, assumed = _recorded(options.trace, model, decode)
     elif options.counts is not None:
-        counts, assumed = _counted(options.counts, model)
-        traffic, assumed = traffic | counts, assumed + prompts
-    else:
-        assumed = prompts
-        if peak_load is None:
-            loads = sweep["workload.peak_load"] = peak_loads(model, tokens)
-            if None in loads:
-                assumed = [*assumed, f"no peak loads that chance alone exceeds with {tokens:,} tokens"]
-        else:
-            traffic["peak_load"] = peak_load
-    preset = preset_of(options.model)
+        counts, words = _counted(options.counts, model)
+        traffic, assumed = traffic | counts, words + assumed
+    elif options.peak_load is None:
+        loads = sweep["workload.peak_load"] = peak_loads(model, tokens)
+        assumed += [f"no peak loads that chance alone exceeds with {tokens:,} tokens"] if None in loads else []
+    dtype, preset = dtype_of(options.device), preset_of(options.model)
     raw = {
         "name": "advise",
         "model": {"preset": preset} if preset else {"hf_config": str(Path(options.model).absolute())},
         "workload": {"num_tokens": tokens, "num_batches": _BATCHES, "seed": 1, **traffic},
-        "layer": {"dtype": options.dtype or dtype_of(options.device), "ep_size": ep},
+        "layer": {"dtype": dtype, "ep_size": ep},
+        **({"whole": {"context_length": CONTEXT_LENGTH}} if decode else {}),
     }
-    return raw, sweep, assumed
+    default = {
+        f"{dtype} (--dtype)": dtype == DTYPE and options.dtype is None,
+        "NCCL's pairs (--transport copies: DeepEP's)": options.transport is None,
+        f"{CONTEXT_LENGTH:,} tokens in each request's cache": decode and options.context is None,
+    }
+    return raw, sweep, assumed + [words for words, holds in default.items() if holds]
 
 
 def peak_loads(model: ModelSpec, num_tokens: int) -> list[float | None]:
@@ -428,146 +374,55 @@ def _counted(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
     return {**found, "num_batches": _batches_of_a_layer(num_layers)}, assumed
 
 
-def _refuse_counts(path: Path) -> None:
-    """Say of a file that is given as a recording that it holds counts, if it does."""
-    if not path.is_file():  # A pipe without a writer would be waited for.
-        return
-    try:
-        with path.open("rb") as file:
-            is_text = file.read(64).lstrip()[:1] in (b"{", b"[")
-        num_layers = len(read_counts(path)) if is_text or path.suffix == ".npz" else 0
-    except (OSError, ValueError):
-        return
-    if num_layers:
-        raise UserError(
-            f"--trace {path}: expected a recording, got counts of {num_layers} layers' experts; give them as --counts"
-        )
-
-
 def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any], list[str]]:
     """The workload of a recording, in all its layers."""
-    _refuse_counts(path)
-    with naming("--trace"):
+    with naming("--trace", " (counts of experts go as --counts)"):
         trace = open_trace(path)
     if (trace.num_experts, trace.top_k) != (model.num_experts, model.top_k):
         raise UserError(
             f"--trace {path}: expected a recording of {model.num_experts} experts, top-{model.top_k}, as {model.name} "
             f"has them; got {trace.num_experts}, top-{trace.top_k} ({trace.metadata['model']})"
         )
+    is_of_decode = trace.metadata["phase"] == "decode"
     found = {
         "kind": "recorded",
         "trace": str(Path(path).absolute()),
         "layer": "all",
         "num_batches": _batches_of_a_layer(trace.num_layers),
-        "arrangement": "decode" if decode or trace.metadata["phase"] == "decode" else "sequences",
+        "arrangement": "decode" if decode or is_of_decode else "sequences",
         "tail": "recorded" if trace.has_full_scores else "popularity",
     }
     assumed = [f"all {trace.num_layers} recorded layers"]
     if trace.scores_are_normalised:
         found["topk_share"] = _TOPK_SHARE
         assumed.append(f"top-k score mass {_TOPK_SHARE:g}")
-    if decode and trace.metadata["phase"] != "decode":
-        assumed.append("requests that decode route as their prompts did")
-    return found, assumed
+    return found, assumed + (["requests that decode route as their prompts did"] if decode and not is_of_decode else [])
 
 
-def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """A config's values and its sweep, without what does not enter the question, and what was assumed."""
-    _refuse(options, _OF_MODEL, "with a config, whose keys say that; --set KEY=VALUE changes one")
-    raw, sweep = read_config(options.config, options.overrides)
-    raw.setdefault("policies", [{"name": "topk"}])  # its own are no candidates, so it needs none
-    experiments_of(options.config, *copy.deepcopy((raw, sweep)))  # what is wrong with it is said as of any config
-    for key in _UNREAD:
-        section, _, name = key.rpartition(".")
-        (raw.get(section) or {} if section else raw).pop(name, None)
-    sweep = {key: values for key, values in sweep.items() if not key.startswith(_UNREAD)}
-    sweep.pop("workload.num_batches", None)
-    wanted = raw["workload"].get("num_batches", _BATCHES)
-    raw["workload"]["num_batches"] = max(wanted, _BATCHES)
-    few = f"{_BATCHES} batches in place of {wanted}, of which there would be no intervals"
-    return raw, sweep, [few] if wanted < _BATCHES else []
-
-
-def _with_links(
-    raw: dict[str, Any], sweep: dict[str, Any], options: argparse.Namespace, assumed: list[str]
-) -> dict[str, Any]:
-    """The config's section ``emulate`` with a device and links, those of an H100 by default."""
-    found = dict(raw.get("emulate") or {})
-    for key, given, load in (("device", options.device, load_device), ("links", options.links, load_links)):
-        if given is not None:
-            with naming(f"--{key}"):
-                load(given)
-            found[key] = str(Path(given).absolute()) if given.endswith(".yaml") else given
-            sweep.pop(f"emulate.{key}", None)
-    for key in _SENT:
-        if getattr(options, key) is not None:
-            found[key] = getattr(options, key)
-            sweep.pop(f"emulate.{key}", None)
+def _put_flags(raw: dict[str, Any], sweep: dict[str, Any], options: argparse.Namespace) -> list[str]:
+    """Put the flags' values into a config, and a device and links where it has none; what of these was assumed."""
+    for flag, key in KEYS.items():
+        if (value := getattr(options, flag)) is not None:
+            section, name = key.split(".")
+            raw[section] = {**(raw.get(section) or {}), name: _absolute(value)}
+            sweep.pop(key, None)
+    emulate, assumed = raw.setdefault("emulate", {}), []
     devices = [device for device in sweep.pop("emulate.device", []) if device != MEASURED]
     if devices:
         sweep["emulate.device"] = devices
-    elif found.get("device", MEASURED) == MEASURED:
-        found["device"] = DEVICE
+    elif emulate.get("device", MEASURED) == MEASURED:
+        emulate["device"] = DEVICE
         assumed.append(f"device {DEVICE}")
-    if found.get("links") is None and "emulate.links" not in sweep:
+    if emulate.get("links") is None and "emulate.links" not in sweep:
         sizes = [*sweep.get("layer.ep_size", []), (raw.get("layer") or {}).get("ep_size")]
         beyond_node = max(size or _NODE for size in sizes) > _NODE
-        found["links"] = default_links(found.get("device", DEVICE), beyond_node=beyond_node)
-        assumed.append(f"links {found['links']}")
-    return found
+        emulate["links"] = default_links(emulate.get("device", DEVICE), beyond_node=beyond_node)
+        assumed.append(f"links {emulate['links']}")
+    return assumed
 
 
-def candidates(
-    experiments: Sequence[Experiment], bounds: Bounds
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
-    """Policies of the four papers at their usual settings, ``budget_drop`` at the user's bounds, a spare slot for EPLB,
-    balanced evenly and by LP, and what the phase or the workload rules out.
-
-    Settings in experts are those of the papers' models, scaled to this one's experts and top-k. Rules that a paper only
-    compares with (``pruned``, ``expert_drop``, ``load_only``) are no candidates.
-    """
-    model = experiments[0].model.spec()
-    num_experts, top_k = model.num_experts, model.top_k
-    policies = [
-        {"name": "token_drop", "capacity_factor": [1.0, 1.5, 2.0]},
-        {"name": "token_drop", "capacity_factor": 1.0, "granularity": "device"},
-        {"name": "expanded_drop", "capacity_factor": [1.0, 1.5, 2.0]},
-        {"name": "oea", "k0": sorted({-(-3 * top_k // 8), -(-5 * top_k // 8)})},
-        {"name": "laser", "eps_high": 0.6, "t_fix": 0.3, "c": min(2 * top_k, num_experts)},
-        {"name": "xshare", "k0": 1, "budget": [max(1, num_experts // 8), max(1, num_experts // 4)]},
-        {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": max(1, num_experts // 32)},
-        {"name": "xshare", "k0": 1, "scope": "request", "request_budget": max(1, num_experts // 32)},
-    ]
-    budgets = {"max_dropped": bounds.max_dropped, "max_lost_mass": round(1 - bounds.min_retained, 6)}
-    policies += [{"name": "budget_drop", key: budget} for key, budget in budgets.items() if 0 < budget < 1]
-    workloads = [one.workload for one in experiments]
-    lacks_scores = any(isinstance(one, RecordedConfig) and one.tail != "recorded" for one in workloads)
-    kept, left_out, idle = [], [], []
-    is_decode = any(one.whole.context_length or one.workload.is_step for one in experiments)
-    for entry in policies:
-        words = " ".join(str(value) for key, value in entry.items() if key in ("name", "scope"))
-        if not is_decode and policy_class(entry["name"]).acts_in == ("decode",):
-            idle.append(entry["name"])
-        elif policy_class(entry["name"]).looks_past_top_k and lacks_scores:
-            left_out.append(f"{words}: looks past the top-k, of which the recording has no scores")
-        elif entry.get("scope") == "request" and any(one.request_tokens == 1 for one in workloads):
-            left_out.append(f"{words}: decides for a request's tokens, of which a step has one")
-        else:
-            kept.append(entry)
-    names = ", ".join(dict.fromkeys(idle))
-    left_out += [f"{names}: cannot act at prefill, where a batch activates all experts"] if idle else []
-    why = "experts of whole models are not replicated" if any(one.scope == "model" for one in experiments) else ""
-    if any(one.layer.ep_size == 1 for one in experiments):
-        why = why or "one rank holds all experts"
-    left_out += [f"EPLB, LLEP, UltraEP: {why}"] if why else []
-    spare = {"spare_per_rank": 1}
-    balancers = [{}, {"balancer": "lp"}, *([{"balancer": "activated"}] if is_decode else [])]
-    lossless = {
-        "replication": [*({**spare, **balancer} for balancer in balancers), {**spare, "plan": "variance"}],
-        "rebalance": [] if is_decode else [{"name": "llep"}, {"name": "ultra"}],
-    }
-    lossless["rebalance"] += [{"name": "waterfill"}] if model.shared_ffn_hidden_size else []
-    return kept, {key: [] if why else wanted for key, wanted in lossless.items()}, left_out
+def _absolute(value: Any) -> Any:
+    return str(Path(value).absolute()) if str(value).endswith(".yaml") else value
 
 
 def _is_drawn(experiment: Experiment) -> bool:
@@ -578,3 +433,76 @@ def _is_drawn(experiment: Experiment) -> bool:
     if workload.layer is not None:  # Every expert has its load, in its place.
         return False
     return ep_size != 1 and workload.targets(experiment.model.preset, ep_size)["rank_load"] is None
+
+
+# ---- candidates ------------------------------------------------------------------------------------------------------
+
+
+# What loses nothing and acts in one phase only: weights take long to move for a step, which activates few experts.
+_ONLY_IN = {"llep": "prefill", "ultra": "prefill", "activated": "decode"}
+
+
+def _candidates(model: ModelSpec, bounds: Bounds) -> dict[str, list[dict[str, Any]]]:
+    """All candidates: the four papers' policies at their usual settings, ``budget_drop`` at the user's bounds, and, by
+    key of ``emulate``, what loses nothing.
+
+    Settings in experts are those of the papers' models, scaled to this one's experts and top-k. Rules that a paper only
+    compares with (``pruned``, ``expert_drop``, ``load_only``) are no candidates.
+    """
+    num_experts, top_k = model.num_experts, model.top_k
+    budgets = {"max_dropped": bounds.max_dropped, "max_lost_mass": round(1 - bounds.min_retained, 6)}
+    return {
+        "policies": [
+            {"name": "token_drop", "capacity_factor": [1.0, 1.5, 2.0]},
+            {"name": "token_drop", "capacity_factor": 1.0, "granularity": "device"},
+            {"name": "expanded_drop", "capacity_factor": [1.0, 1.5, 2.0]},
+            {"name": "oea", "k0": sorted({-(-3 * top_k // 8), -(-5 * top_k // 8)})},
+            {"name": "laser", "eps_high": 0.6, "t_fix": 0.3, "c": min(2 * top_k, num_experts)},
+            {"name": "xshare", "k0": 1, "budget": [max(1, num_experts // 8), max(1, num_experts // 4)]},
+            {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": max(1, num_experts // 32)},
+            {"name": "xshare", "k0": 1, "scope": "request", "request_budget": max(1, num_experts // 32)},
+            *({"name": "budget_drop", key: budget} for key, budget in budgets.items() if 0 < budget < 1),
+        ],
+        "replication": [
+            {"spare_per_rank": 1},
+            {"spare_per_rank": 1, "balancer": "lp"},
+            {"spare_per_rank": 1, "balancer": "activated"},
+            {"spare_per_rank": 1, "plan": "variance"},
+        ],
+        "rebalance": [
+            *({"name": "llep"}, {"name": "ultra"}),
+            *([{"name": "waterfill"}] if model.shared_ffn_hidden_size else []),
+        ],
+    }
+
+
+def candidates(experiments: Sequence[Experiment], bounds: Bounds) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
+    """The candidates that can act here, and what the phase or the workload rules out, a line for each reason."""
+    workloads = [one.workload for one in experiments]
+    lacks_scores = any(isinstance(one, RecordedConfig) and one.tail != "recorded" for one in workloads)
+    is_decode = any(one.whole.context_length or one.workload.is_step for one in experiments)
+    found, left_out = _candidates(experiments[0].model.spec(), bounds), {}
+    policies, phase = found.pop("policies"), "decode" if is_decode else "prefill"
+    kept = []
+    for entry in policies:
+        kind = policy_class(entry["name"])
+        reasons = {
+            "cannot act at prefill, where a batch activates all experts": not is_decode and kind.acts_in == ("decode",),
+            "looks past the top-k, of which the recording has no scores": kind.looks_past_top_k and lacks_scores,
+            "by request decides for its tokens, of which a step has one": entry.get("scope") == "request"
+            and any(one.request_tokens == 1 for one in workloads),
+        }
+        why = next((words for words, holds in reasons.items() if holds), None)
+        if why is None:
+            kept.append(entry)
+        else:
+            left_out.setdefault(why, {})[entry["name"]] = None
+    why = "experts of whole models are not replicated" if any(one.scope == "model" for one in experiments) else ""
+    if any(one.layer.ep_size == 1 for one in experiments):
+        why = why or "one rank holds all experts"
+    if why:
+        left_out[why] = {"EPLB, LLEP, UltraEP": None}
+    for key, entries in found.items():
+        ways = ((entry, entry.get("name", entry.get("balancer"))) for entry in entries)
+        found[key] = [] if why else [entry for entry, way in ways if _ONLY_IN.get(way, phase) == phase]
+    return {"policies": kept, **found}, [f"{', '.join(names)}: {why}" for why, names in left_out.items()]

@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moe_ep_bench.cli.arguments import PAPERS_LIST, make_parser, with_list_joined
 from moe_ep_bench.errors import UserError
@@ -22,9 +21,6 @@ from moe_ep_bench.runtime.errors import complain, tolerant_stderr
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.runtime.progress import announce, settle
 from moe_ep_bench.runtime.signals import end_with_parent
-
-if TYPE_CHECKING:
-    from moe_ep_bench.bench.question import Question
 
 # Above 0 where a job begins again: Slurm's count of requeues, torchrun's of its own restarts.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
@@ -227,7 +223,7 @@ def _route(options: argparse.Namespace) -> int:
 
 
 def _advise(options: argparse.Namespace) -> int:
-    from moe_ep_bench.bench.question import Bounds, ask_both, check_reading
+    from moe_ep_bench.bench.question import Bounds, ask, check_reading
 
     bounds = Bounds.of(options.max_dropped, options.max_lost_mass)
     if options.config is not None and options.config.is_dir():
@@ -238,38 +234,22 @@ def _advise(options: argparse.Namespace) -> int:
         return OK
     if options.config is not None:
         _check_config(options, "policies=[{name: topk}]")  # Its own are no candidates, so that it needs none.
-    questions = ask_both(options, bounds)
+    question = ask(options, bounds)
     settle()
     if options.dry_run:
-        print("\n\n".join(question.plan for question in questions.values()))
+        print(question.plan)
         return OK
-    for question in questions.values():
-        question.check_fit()
-        question.check_out()
-    _tell(*next(iter(questions.items())))
-    # Found to be known before anything is modelled.
-    if len(questions) > 1:
-        for question in questions.values():
-            question.check_rest()
-    for number, (phase, question) in enumerate(questions.items()):
-        if number:
-            _tell(phase, question)
-        status = question.model(force=options.force)
-        if status not in (OK, CASES_FAILED):
-            return status
+    question.check()
+    for line in (question.summary, *question.cautions):
+        print(f"moe-ep-bench: {line}", file=sys.stderr, flush=True)
+    status = question.model(force=options.force)
 
     def report() -> str:
-        from moe_ep_bench.analysis.advise import answer_text
+        from moe_ep_bench.analysis.advise import write_answer
 
-        return answer_text(questions, bounds, show_all=options.all)
+        return write_answer(question, bounds, show_all=options.all)
 
     return _shown(status, report)
-
-
-def _tell(phase: str, question: Question) -> None:
-    """Say what is modelled next, and about how long that takes."""
-    for line in (question.summary, *question.unfit, *question.tables):
-        print(f"moe-ep-bench: {phase and f'{phase}: '}{line}", file=sys.stderr, flush=True)
 
 
 def _validate(options: argparse.Namespace) -> int:

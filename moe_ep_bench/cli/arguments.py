@@ -203,7 +203,10 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens of a batch, all ranks together")
     parser.add_argument(
-        "--decode-tokens", type=int, metavar="N", help="answer for decode too: requests of a step, all ranks together"
+        "--decode-tokens",
+        type=int,
+        metavar="N",
+        help="of decode, in place of --tokens: requests of a step, all ranks together",
     )
     parser.add_argument("--context", type=int, metavar="N", help="of decode: tokens in each request's cache (2048)")
     parser.add_argument("--prompt-length", type=int, metavar="N", help="tokens of a prompt (128)")
@@ -220,7 +223,6 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     traffic.add_argument("--trace", type=Path, metavar="FILE", help="a moe-trace-v1 recording")
     traffic.add_argument("--counts", type=Path, metavar="FILE", help="how often a server chose each expert (JSON, npz)")
     traffic.add_argument("--peak-load", type=float, metavar="X", help="load of the busiest expert over the mean")
-    traffic.add_argument("--draws", type=int, metavar="N", help="how often chance draws the busy experts (5)")
     bounds = parser.add_argument_group("bounds (default: 10% dropped and 5% lost mass; one alone binds alone)")
     bounds.add_argument("--max-dropped", metavar="SHARE", help="most top-k pairs dropped, e.g. 5%%")
     bounds.add_argument("--max-lost-mass", metavar="SHARE", help="most score mass of the top-k lost, e.g. 1%%")

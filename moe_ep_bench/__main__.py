@@ -10,7 +10,7 @@ if __name__ == "__main__":
     status = main()
     if "RANK" in os.environ:
         # A rank has said and written everything. Destructors of devices and groups may wait for peers that have ended,
-        # and no watchdog is left to end that.
+        # and no guard is left to end that.
         for stream in sys.stdout, sys.stderr:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

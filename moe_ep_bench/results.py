@@ -2,7 +2,7 @@
 
 ``<out>/run.json``              resolved config, environment, hashes, what each case is
 ``<out>/<folder>/<id>.parquet`` the tables (``schema.TABLES``), a part per comparison; of samples one per launch
-``<out>/attempts/``             what was running when a job was lost (``crash_journal``)
+``<out>/attempts/``             what was tried when a job was lost (``runtime.attempts``)
 ``<out>/.locks/``               what jobs are writing at the moment (``locks``)
 
 Several jobs may fill one directory, each with comparisons of its own (the points of a sweep). Parts are theirs alone;

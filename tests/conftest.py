@@ -32,6 +32,7 @@ LONGEST = (
     "run",
     "golden_figures",
     "graph_run",
+    "guard",
     "setup",
     "model_run",
     "compile_kernels",
@@ -49,6 +50,7 @@ WARM = (
     "emulate_model",
     "faults",
     "graph_run",
+    "guard",
     "layer",
     "locks",
     "model_run",
@@ -57,11 +59,9 @@ WARM = (
     "parts",
     "ranks",
     "run",
-    "stopping",
     "transformer",
     "validate",
     "virtual",
-    "watchdog",
     "without_megatron",
 )
 

@@ -33,7 +33,7 @@ from moe_ep_bench.cost_model.transport import Rows
 from moe_ep_bench.files import write_json
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.results import conditions_of
-from moe_ep_bench.runtime.crash_journal import Mark
+from moe_ep_bench.runtime.attempts import Attempt
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.workload import SyntheticWorkload
@@ -181,7 +181,7 @@ def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
     (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
     lost = comparison.cases[3]
     write_json(out / "attempts" / f"{lost.case_id}.json", ["oom: out of memory (rank 0)"])
-    Mark(out / "attempts", comparison.comparison_id, 0).set(lost.case_id)  # And then it was killed.
+    Attempt(out / "attempts", comparison.comparison_id, 0).name(lost.case_id)  # And then it was killed.
     command = ["emulate", str(config), "--out", str(out)]
     assert main(command) == CASES_FAILED
     found = statuses(out)

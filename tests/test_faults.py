@@ -31,10 +31,10 @@ from test_run import cases_of, environment, free_port, launch, statuses, write_c
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.bench.directory import check_agreement
 from moe_ep_bench.cli import main
-from moe_ep_bench.machine.provenance import nccl_version
+from moe_ep_bench.machine.provenance import package_versions
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import locks
-from moe_ep_bench.runtime.crash_journal import collect_lost, lost_attempts
+from moe_ep_bench.runtime.attempts import collect_lost, lost_attempts
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 
 STEPPING_CLOCK = """
@@ -386,7 +386,8 @@ def test_ranks_that_are_unlike_refuse_together(unlike: str, tmp_path: Path) -> N
         jobs.append(start_rank(config, out, rank, port, *how))
     errors = [job.communicate(timeout=600)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [USER_ERROR, USER_ERROR], errors
-    nccl = f"nccl {nccl_version()}" if nccl_version() else "no nccl"
+    version = package_versions()["nccl"]
+    nccl = f"nccl {version}" if version else "no nccl"
     expected = f"rank 1 has torch 1.0, nccl 2.0, rank 0 has torch {torch.__version__}, {nccl}; install alike"
     if unlike == "the config":
         expected = "rank 1 differs from rank 0; start all ranks alike"

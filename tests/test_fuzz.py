@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import os
 import pickle
 import shutil
 import sys
@@ -28,15 +29,15 @@ from moe_ep_bench.results import RunDirectory
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import fuzz
 
-SMALL = {"num_batches": 2, "num_iterations": 1, "tokens": 64}
 
-
-@pytest.mark.parametrize(("kind", "inputs"), [("configs", 50), ("recordings", 50), ("results", 16), ("commands", 12)])
-def test_mutated_inputs_end_in_a_result_or_one_line(kind: str, inputs: int) -> None:
+@pytest.mark.parametrize(("kind", "inputs"), [("configs", 40), ("recordings", 50), ("results", 20)])
+def test_damaged_inputs_end_in_a_result_or_one_line(kind: str, inputs: int) -> None:
     findings, statuses = fuzz.fuzz(kind, inputs, seed=1_000_000)
     assert not findings, "\n".join(findings)
     assert statuses.total() == inputs
-    assert statuses["2"] > inputs / 4  # The mutations do harm.
+    assert statuses["2"] > inputs / 4, "the damage does harm"
+    sound, statuses = fuzz.fuzz(kind, 6, harm=lambda path, rand: None)
+    assert (sound, statuses) == ([], {"0": 6}), "and without it there is none"
 
 
 @pytest.fixture
@@ -47,11 +48,12 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def refused(box: Path, *command: str) -> str:
+def refused(box: Path, command: str) -> str:
     """The one line with which a command refuses what it is given; nothing ran, and nothing was asked or written."""
     before = {path for path in box.rglob("*") if "__pycache__" not in path.parts}
     begun = time.process_time()
-    outcome = fuzz.call(command, box / "out", box / "scratch")
+    # YAML has a space behind a colon.
+    outcome = fuzz.call([word.replace(":", ": ") for word in command.split()], box / "out", box / "scratch")
     assert time.process_time() - begun < 5
     assert not outcome.problems
     assert outcome.status == 2, outcome.out
@@ -61,15 +63,14 @@ def refused(box: Path, *command: str) -> str:
     return outcome.err.strip()
 
 
+# ---- configs ---------------------------------------------------------------------------------------------------------
+
 PICKLE = pickle.dumps(fuzz.Touch())
 NESTED = "[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1)
 ALIASES = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 12))
 CONFIGS = {
-    "a tag that calls": (
-        "name: !!python/object/apply:pathlib.Path.touch [canary]",
-        "could not determine a construct",
-    ),
+    "a tag that calls": ("name: !!python/object/apply:pathlib.Path.touch [canary]", "not determine a construct"),
     "a tag of other values": ("name: !!binary aGk=", "got bytes"),
     "an unhashable key": ("? [a]\n: b", "found unhashable key"),
     "half a character": ('name: "\\ud800"', "not valid YAML"),
@@ -88,17 +89,15 @@ CONFIGS = {
 def test_a_config_that_is_no_plain_text_is_refused(name: str, box: Path) -> None:
     content, message = CONFIGS[name]
     (box / "config.yaml").write_text(content)
-    assert message in refused(box, "emulate", "config.yaml", "--dry-run")
+    assert message in refused(box, "emulate config.yaml --dry-run")
 
 
 def test_what_is_no_regular_file_is_refused_and_not_waited_for(box: Path) -> None:
-    import os
-
-    os.mkfifo(box / "pipe.yaml")
-    assert "expected a regular file" in refused(box, "route", "pipe.yaml")
-    assert "expected a regular file" in refused(box, "route", "/dev/zero")
-    os.mkfifo(box / "pipe.safetensors")
-    refused(box, "trace", "info", "pipe.safetensors")
+    for name in ("pipe.yaml", "pipe.safetensors"):
+        os.mkfifo(box / name)
+    assert "expected a regular file" in refused(box, "route pipe.yaml")
+    assert "expected a regular file" in refused(box, "route /dev/zero")
+    refused(box, "trace info pipe.safetensors")
 
 
 IMPOSSIBLE = {
@@ -106,22 +105,15 @@ IMPOSSIBLE = {
     "workload.num_batches=1000000000000": "workload.num_batches: expected at most 1,048,576",
     "layer.ep_size=1000000000000000000000": "layer: ep_size",
     "layer.ep_size=128": "layer.ep_size",
-    "workload.seed=100000000000000000000000000000000000000000000": "workload: seed: expected",
     "workload.num_tokens=1000000000000": "workload.num_tokens: expected a batch of at most",
-    "model={num_experts: 1000000000000, top_k: 2, hidden_size: 8, ffn_hidden_size: 8}": "at most 65,536 experts",
+    "model={num_experts:1000000000000,top_k:2,hidden_size:8,ffn_hidden_size:8}": "at most 65,536 experts",
 }
 
 
-@pytest.mark.parametrize(
-    ("command", "change"),
-    [*(("emulate", change) for change in IMPOSSIBLE), *((one, next(iter(IMPOSSIBLE))) for one in ("route", "run"))],
-)
-def test_sizes_that_cannot_be_are_refused_in_planning(command: str, change: str, box: Path) -> None:
-    (box / "config.yaml").write_text(yaml.safe_dump(fuzz.SMALL))
-    begun = time.process_time()
-    said = refused(box, command, "config.yaml", "--dry-run", "--set", "sweep.workload.seed=[0]", "--set", change)
-    assert IMPOSSIBLE[change] in said
-    assert time.process_time() - begun < 2
+@pytest.mark.parametrize("change", IMPOSSIBLE)
+def test_sizes_that_cannot_be_are_refused_in_planning(change: str, box: Path) -> None:
+    (box / "config.yaml").write_text(yaml.safe_dump({**fuzz.SMALL, "sweep": {"workload.seed": [0]}}))
+    assert IMPOSSIBLE[change] in refused(box, f"emulate config.yaml --dry-run --set {change}")
 
 
 def test_yaml_of_ours_reads_as_pyyaml_reads_it() -> None:
@@ -129,69 +121,43 @@ def test_yaml_of_ours_reads_as_pyyaml_reads_it() -> None:
         assert parse_yaml(path.read_text()) == yaml.safe_load(path.read_text())
 
 
-# ---- recordings ------------------------------------------------------------------------------------------------------
+# ---- recordings and checkpoints --------------------------------------------------------------------------------------
 
-VLLM = ("--preset", "olmoe-1b-7b", "--assume-equal-scores")
+INTO = "out/made.safetensors --preset olmoe-1b-7b --assume-equal-scores"
 
 
-def test_pickles_are_never_read(box: Path) -> None:
-    for name in ("x.npz", "x.safetensors", "x.pt", "x.json"):
-        (box / name).write_bytes(PICKLE)
-        refused(box, "trace", "info", name)
-        refused(box, "trace", "import", "vllm", name, "out/made.safetensors", *VLLM)
-        refused(box, "trace", "eplb", name, "out/map.json", "--ep", "2", "--spare-per-rank", "1")
+@pytest.mark.parametrize("name", ["x.npz", "x.safetensors", "x.pt", "x.json"])
+def test_pickles_are_never_read(name: str, box: Path) -> None:
+    (box / name).write_bytes(PICKLE)
+    refused(box, f"trace info {name}")
+    refused(box, f"trace import vllm {name} {INTO}")
+    refused(box, f"trace eplb {name} out/map.json --ep 2 --spare-per-rank 1")
 
 
 def test_arrays_of_objects_are_never_read(box: Path) -> None:
     np.savez(box / "x.npz", **{"0.routed_experts": np.array([fuzz.Touch()], dtype=object)})
-    said = refused(box, "trace", "import", "vllm", "x.npz", "out/made.safetensors", *VLLM)
+    said = refused(box, f"trace import vllm x.npz {INTO}")
     assert "0.routed_experts: Object arrays are pickles, which are not read" in said
     with zipfile.ZipFile(box / "y.npz", "w") as archive:
         archive.writestr("0.routed_experts.npy", PICKLE)
-    refused(box, "trace", "import", "vllm", "y.npz", "out/made.safetensors", *VLLM)
+    refused(box, f"trace import vllm y.npz {INTO}")
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-OWN_CODE = (
-    "from pathlib import Path\nPath('canary').touch()\nclass Config: pass\nclass Model: pass\nclass Tokens: pass\n"
-)
-
-
-def own_checkpoint(folder: Path, model_type: str = "mine") -> Path:
+@pytest.mark.parametrize(("model_type", "is_pickled"), [("mine", False), ("olmoe", False), ("olmoe", True)])
+def test_a_checkpoint_that_brings_code_or_pickles_is_one_line(model_type: str, is_pickled: bool, box: Path) -> None:
+    folder = box / "theirs"
     folder.mkdir()
     autos = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model", "AutoTokenizer": ["code.Tokens", None]}
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, "auto_map": autos}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": autos, "tokenizer_class": "Tokens"}))
-    (folder / "code.py").write_text(OWN_CODE)
-    (folder / "model.safetensors").write_bytes(b"")
-    return folder
-
-
-@pytest.mark.parametrize("model_type", ["mine", "olmoe"])
-def test_a_checkpoint_that_brings_code_is_one_line(model_type: str, box: Path) -> None:
-    own_checkpoint(box / "theirs", model_type)
+    (folder / "code.py").write_text("import pathlib\npathlib.Path('canary').touch()\nclass Config: pass\n")
+    (folder / ("pytorch_model.bin" if is_pickled else "model.safetensors")).write_bytes(PICKLE if is_pickled else b"")
     (box / "text.txt").write_text("words " * 1000)
-    said = refused(box, "trace", "record", "theirs", "--text", "text.txt", "--out", "out/x.safetensors")
-    assert "theirs: " in said
-    if model_type == "mine":
-        assert "needs its own code, which is not run" in said
-    quality = {
-        "name": "theirs",
-        "model": {"checkpoint": "theirs"},
-        "text": {"file": "text.txt"},
-        "policies": [{"name": "topk"}],
-    }
-    (box / "config.yaml").write_text(yaml.safe_dump(quality))
-    refused(box, "quality", "config.yaml", "--dry-run")
-
-
-def test_pickled_weights_are_not_read(box: Path) -> None:
-    folder = own_checkpoint(box / "theirs")
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(PICKLE)
-    (box / "text.txt").write_text("words " * 1000)
-    refused(box, "trace", "record", "theirs", "--text", "text.txt", "--out", "out/x.safetensors")
+    said = refused(box, "trace record theirs --text text.txt --out out/x.safetensors")
+    assert ("needs its own code, which is not run" in said) == (model_type == "mine")
+    config = {"model": {"checkpoint": "theirs"}, "text": {"file": "text.txt"}, "policies": [{"name": "topk"}]}
+    (box / "config.yaml").write_text(yaml.safe_dump({"name": "theirs", **config}))
+    refused(box, "quality config.yaml --dry-run")
 
 
 # ---- results directories ---------------------------------------------------------------------------------------------
@@ -199,7 +165,8 @@ def test_pickled_weights_are_not_read(box: Path) -> None:
 
 def directory(root: Path, label: str = "") -> Path:
     named = [FakeCase("oea", label=label, speedup=1.2)] if label else []
-    return write_run(root, [FakeComparison(cases=[*standard_cases(), *named], **SMALL)])
+    small = {"num_batches": 2, "num_iterations": 1, "tokens": 64}
+    return write_run(root, [FakeComparison(cases=[*standard_cases(), *named], **small)])
 
 
 def edit(path: Path, *changes: tuple[str, str]) -> None:
@@ -210,33 +177,29 @@ def edit(path: Path, *changes: tuple[str, str]) -> None:
     path.write_text(text)
 
 
-NUMBERS = {
+TOKENS = '"num_tokens": 64'
+EDITS = {
     "NaN": ('"scale": 1.0', '"scale": NaN', "NaN is no JSON number"),
     "an infinity": ('"scale": 1.0', '"scale": 1e999', "expected numbers that a double holds"),
-    "5,000 digits": ('"num_tokens": 64', f'"num_tokens": {"9" * 5000}', "run.json: damaged, not JSON"),
-    "100 digits": ('"num_tokens": 64', f'"num_tokens": {"9" * 100}', "expected whole numbers of 64 bits"),
-    "a text": ('"num_tokens": 64', '"num_tokens": "many"', "num_tokens: expected a whole number, got 'many'"),
-    "no tokens": ('"num_tokens": 64', '"num_tokens": 0', "num_tokens: expected at least 1, got 0"),
+    "5,000 digits": (TOKENS, f'"num_tokens": {"9" * 5000}', "run.json: damaged, not JSON"),
+    "100 digits": (TOKENS, f'"num_tokens": {"9" * 100}', "expected whole numbers of 64 bits"),
+    "a text": (TOKENS, '"num_tokens": "many"', "num_tokens: expected a whole number, got 'many'"),
+    "no tokens": (TOKENS, '"num_tokens": 0', "num_tokens: expected at least 1, got 0"),
     "half a character": ('"model": "Tiny-MoE"', '"model": "\\ud800"', "expected text, got the character U+D800"),
     "nesting": ('"config": {}', f'"config": {{"x": {NESTED}}}', f"at most {MOST_DEPTH} deep"),
+    **{case_id: ('"c0"', json.dumps(case_id), "name") for case_id in ("../../outside", "/etc/passwd", "x" * 300)},
 }
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_and_words_that_cannot_be_are_refused(name: str, box: Path) -> None:
-    old, new, message = NUMBERS[name]
-    edit(directory(box / "run") / "run.json", (old, new))
-    assert message in refused(box, "show", "run")
-
-
-@pytest.mark.parametrize("case_id", ["../../outside", "/etc/passwd", "a/b", "x" * 300])
-def test_ids_lead_to_no_other_file(case_id: str, box: Path) -> None:
+@pytest.mark.parametrize("name", EDITS)
+def test_numbers_words_and_ids_that_cannot_be_are_refused(name: str, box: Path) -> None:
+    old, new, message = EDITS[name]
     root = directory(box / "run")
-    shutil.copy(root / "cases" / "c0-0.parquet", box / "outside.parquet")
-    (root / "cases" / "c0-0.parquet").unlink()
-    (root / "routing" / "c0.parquet").unlink()
-    edit(root / "run.json", ('"c0"', json.dumps(case_id)))
-    assert "name" in refused(box, "show", "run")
+    if old == '"c0"':
+        shutil.move(root / "cases" / "c0-0.parquet", box / "outside.parquet")
+        (root / "routing" / "c0.parquet").unlink()
+    edit(root / "run.json", (old, new))
+    assert message in refused(box, "show run")
 
 
 @pytest.mark.parametrize("what", ["run.json", "cases", "cases/c0-0.parquet", "routing/c0.parquet"])
@@ -244,12 +207,30 @@ def test_links_lead_to_no_other_file(what: str, box: Path) -> None:
     root = directory(box / "run")
     (root / what).rename(box / "outside")
     (root / what).symlink_to(box / "outside")
-    assert "leads out of run" in refused(box, "show", "run")
+    assert "leads out of run" in refused(box, "show run")
     if what == "cases":  # within the directory a link is followed
         (root / what).unlink()
         (box / "outside").rename(root / "moved")
         (root / what).symlink_to("moved")
         assert RunDirectory(root).statuses("c0", 0)
+
+
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [("figures", "own"), ("figures/speedup.csv", "own"), ("report.html", "own"), ("claims.json", "itself")],
+)
+def test_nothing_is_written_through_links_of_a_results_directory(link: str, target: str, box: Path) -> None:
+    """Neither through one that leads out of it, nor through one that leads to itself."""
+    root, outside = directory(box / "run", "native"), box / "own"
+    outside.write_text("the user's")
+    (root / link).parent.mkdir(exist_ok=True)
+    (root / link).symlink_to(outside if target == "own" else (root / link).name)
+    commands = [["plot", str(root), "--figures", "speedup"], ["show", str(root), "--format", "html"]]
+    for command in commands[: 1 if link.startswith("figures/") else 2]:  # `show` writes the page alone.
+        done = fuzz.call(command, root, box / "scratch")
+        assert (done.status, done.problems) == (2, []), done
+        assert link in done.err
+    assert outside.read_text() == "the user's"
 
 
 class Elements(html.parser.HTMLParser):
@@ -268,38 +249,12 @@ class Elements(html.parser.HTMLParser):
             self.scripts.append(data[:20])
 
 
-HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>-->]]>'\"&$x^$"
-
-
-@pytest.mark.parametrize(
-    ("link", "target"),
-    [("figures", "own"), ("figures/speedup.csv", "own"), ("report.html", "own"), ("claims.json", "itself")],
-)
-def test_nothing_is_written_through_links_of_a_results_directory(link: str, target: str, box: Path) -> None:
-    """Neither through one that leads out of it, nor through one that leads to itself."""
-    root, outside = directory(box / "run", "native"), box / "own"
-    outside.write_text("the user's")
-    (root / link).parent.mkdir(exist_ok=True)
-    (root / link).symlink_to(outside if target == "own" else (root / link).name)
-    for command in (["plot", str(root), "--figures", "speedup"], ["show", str(root), "--format", "html"]):
-        if command[0] == "show" and link.startswith("figures/"):
-            continue  # It writes the page alone.
-        done = fuzz.call(command, root, box / "scratch")
-        assert (done.status, done.problems) == (2, []), done
-        assert link in done.err
-    assert outside.read_text() == "the user's"
-
-
 def test_names_are_text_in_pages_and_pictures(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in set(FIGURES) - {"speedup", "phases"}:  # names enter all alike
         monkeypatch.delitem(FIGURES, name)
-    root = directory(box / "run", HOSTILE)
-    edit(
-        root / "run.json",
-        ('"Tiny-MoE', json.dumps(HOSTILE)[:-1]),
-        ('"NVIDIA Fake 80GB"', json.dumps(HOSTILE)),
-        ('"node"', json.dumps(HOSTILE)),
-    )
+    hostile = "<script>alert(1)</script><img src=x onerror=alert(1)>-->]]>'\"&$x^$"
+    root, text = directory(box / "run", hostile), json.dumps(hostile)
+    edit(root / "run.json", ('"Tiny-MoE', text[:-1]), ('"NVIDIA Fake 80GB"', text), ('"node"', text))
     assert fuzz.call(["show", "run", "--format", "html", "--out", "out/page.html"], box / "out", box).status == 0
     page = Elements()
     page.feed((box / "out" / "page.html").read_text())

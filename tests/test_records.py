@@ -15,18 +15,11 @@ import torch
 from torch.distributed import DistBackendError
 
 from moe_ep_bench import results
-from moe_ep_bench.bench.job import reason_of
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, stable_hash, write_json
 from moe_ep_bench.results import RunDirectory, conditions_of
 from moe_ep_bench.runtime import locks
-from moe_ep_bench.runtime.crash_journal import (
-    WAITED,
-    Mark,
-    collect_lost,
-    lost_attempts,
-    stopped_reason,
-)
+from moe_ep_bench.runtime.attempts import STOPPED, WAITED, Attempt, collect_lost, lost_attempts, reason_of
 from moe_ep_bench.schema import SAMPLES_SCHEMA, SCHEMA_VERSION, TABLES, UNIT_OF
 
 A_JOB = {"mode": "run", "environment": {}, "hashes": {}}
@@ -216,8 +209,9 @@ def test_a_hash_follows_content_and_not_order() -> None:
     assert stable_hash({"a": 1}) != stable_hash({"a": 2})
 
 
+ASKED = f"{STOPPED} by signal 15"
 PEER, DIED = "peer lost: closed", "ended without a word (killed, or out of memory)"
-# Marks that ranks left (a case and a reason; no case = it never ran one), whether the job was asked to end, and the
+# What ranks left (a case and a reason; no case = it never ran one), whether the job was asked to end, and the
 # attempts that are recorded.
 LOST_JOBS = {
     "who failed on its own is the cause": ([("case", PEER), ("case", "oom: 20 GiB")], False, "oom: 20 GiB (rank 1)"),
@@ -226,10 +220,10 @@ LOST_JOBS = {
     "all noticed": ([("case", PEER), ("case", "peer lost: reset")], False, PEER),
     "all waited": ([("case", f"{WAITED} 6 s")] * 2, False, "timeout: every rank waited for others for 6 s"),
     "one waited": ([("case", f"{WAITED} 6 s"), ("case", PEER)], False, f"{WAITED} 6 s"),
-    "stopped, and one died": ([("case", stopped_reason(15)), ("case", "")], False, f"failed: rank 1 {DIED}"),
-    "stopped, and one hung": ([("case", stopped_reason(15)), ("case", "timeout: 5 s")], False, "timeout: 5 s (rank 1)"),
-    "stopped": ([("case", stopped_reason(15)), ("case", PEER)], False, None),
-    "killed because it did not end when asked to": ([("case", stopped_reason(15)), ("case", "")], True, None),
+    "stopped, and one died": ([("case", ASKED), ("case", "")], False, f"failed: rank 1 {DIED}"),
+    "stopped, and one hung": ([("case", ASKED), ("case", "timeout: 5 s")], False, "timeout: 5 s (rank 1)"),
+    "stopped": ([("case", ASKED), ("case", PEER)], False, None),
+    "killed because it did not end when asked to": ([("case", ASKED), ("case", "")], True, None),
     "failed before it was asked": ([("case", "failed: before"), ("case", "")], True, "failed: before (rank 0)"),
     "ran nothing": ([(None, "")], False, None),
 }
@@ -237,15 +231,15 @@ LOST_JOBS = {
 
 @pytest.mark.parametrize("name", LOST_JOBS)
 def test_the_reason_is_the_one_who_failed_not_those_who_noticed(name: str, tmp_path: Path) -> None:
-    marks, stopped, expected = LOST_JOBS[name]
-    for rank, (case_id, reason) in enumerate(marks):
-        mark = Mark(tmp_path, "job", rank)
+    left, stopped, expected = LOST_JOBS[name]
+    for rank, (case_id, reason) in enumerate(left):
+        attempt = Attempt(tmp_path, "job", rank)
         if case_id is not None:
-            mark.set(case_id)
+            attempt.name(case_id)
         if reason:
-            mark.explain(reason)
+            attempt.explain(reason)
     collect_lost(tmp_path, ["another"])
-    assert len(list(tmp_path.iterdir())) == len(marks), "they are another job's"
+    assert len(list(tmp_path.iterdir())) == len(left), "they are another job's"
     collect_lost(tmp_path, ["job"], stopped=stopped)
     assert lost_attempts(tmp_path, "case") == [expected] * (expected is not None)
     assert [path.name for path in tmp_path.iterdir()] == ["case.json"] * (expected is not None)
@@ -253,22 +247,23 @@ def test_the_reason_is_the_one_who_failed_not_those_who_noticed(name: str, tmp_p
 
 def test_attempts_add_up_the_first_explanation_stays_and_one_taken_back_blames_nobody(tmp_path: Path) -> None:
     for reason in ("timeout: one", "timeout: two"):
-        mark = Mark(tmp_path, "job", 0)
-        mark.set("case")
-        mark.explain(reason)
-        mark.explain("peer lost: later")
+        attempt = Attempt(tmp_path, "job", 0)
+        attempt.name("a longer name")
+        attempt.name("case")
+        attempt.explain(reason)
+        attempt.explain("peer lost: later")
         collect_lost(tmp_path, ["job"])
     assert lost_attempts(tmp_path, "case") == ["timeout: one (rank 0)", "timeout: two (rank 0)"]
-    mark = Mark(tmp_path, "job", 0)
-    mark.set("case")
-    mark.explain("failed: it cannot be captured")
-    mark.withdraw()
-    mark.set("second")
+    attempt = Attempt(tmp_path, "job", 0)
+    attempt.name("case")
+    attempt.explain("failed: it cannot be captured")
+    attempt.explain("")
+    attempt.name("second")
     collect_lost(tmp_path, ["job"])
     assert len(lost_attempts(tmp_path, "case")) == 2
     assert lost_attempts(tmp_path, "second") == [f"failed: all ranks {DIED}"]
-    ended = Mark(tmp_path, "job", 0)
-    ended.set("third")
+    ended = Attempt(tmp_path, "job", 0)
+    ended.name("third")
     ended.clear()
     collect_lost(tmp_path, ["job"])
     assert lost_attempts(tmp_path, "third") == []

@@ -23,7 +23,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.cases, self.steps = ["native"], []
-        self.is_replayed, self.job, self.comparison = True, mock.Mock(), None
+        self.is_replayed, self.job, self.comparison = True, mock.Mock(), mock.Mock()
 
     def __getattr__(self, step: str) -> Any:
         return lambda *_: self.steps.append(step)
@@ -69,8 +69,8 @@ def test_ceilings_are_measured_before_anything_is_built_or_warmed_up(monkeypatch
     monkeypatch.setattr(session, "Rendezvous", lambda *_: None)
     monkeypatch.setattr(session, "builder", builds)
     ranks = SimpleNamespace(device=torch.device("cpu"), rank=0, first_word=lambda text: f"rank 1: {text}")
-    mark = SimpleNamespace(explain=lambda reason: steps.append("explain"), withdraw=lambda: steps.append("withdraw"))
-    here = mock.Mock(ranks=ranks, mark=mark)
+    guard = SimpleNamespace(explain=lambda reason: steps.append("explain" if reason else "withdraw"))
+    here = mock.Mock(ranks=ranks, guard=guard)
     here.survive = partial(job.Job.survive, here)
     comparison = mock.MagicMock()
     comparison.experiment.layer.dtype = "float32"
@@ -115,7 +115,7 @@ def test_a_rank_whose_device_answers_no_more_does_not_go_on(monkeypatch: pytest.
 def capturing(
     monkeypatch: pytest.MonkeyPatch, num_batches: int = 1, others: str = ""
 ) -> tuple[Replays, list[str], list[int]]:
-    """Graphs on rank 0 of two, the reasons that it leaves in its mark, and the batches that it replays.
+    """Graphs on rank 0 of two, the reasons that it leaves for the next job, and the batches that it replays.
 
     Args:
         others: what rank 1 says of its captures.
@@ -123,7 +123,7 @@ def capturing(
     reasons, replayed = [], []
     ranks = mock.Mock(told=lambda text: [text, others])
     ranks.first_word = partial(Ranks.first_word, ranks)
-    job = SimpleNamespace(mark=SimpleNamespace(explain=reasons.append), watchdog=mock.Mock(), ranks=ranks)
+    job = SimpleNamespace(guard=SimpleNamespace(explain=reasons.append, feed=lambda: None), ranks=ranks)
     held = mock.Mock(job=job, num_batches=num_batches, device=torch.device("cpu"))
     held.meet, held.settings = mock.Mock(size=2), SimpleNamespace(breakdown_iterations=0)
     monkeypatch.setattr(replays, "Graphs", mock.Mock())
@@ -145,7 +145,7 @@ CANNOT = "cannot be captured as a CUDA graph: "
         (AssertionError(""), "failed", "AssertionError"),
     ],
 )
-def test_what_cannot_be_captured_is_agreed_on_and_left_in_the_mark_for_whoever_waits(
+def test_what_cannot_be_captured_is_agreed_on_and_left_for_whoever_waits(
     error: Exception, status: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, reasons, replayed = capturing(monkeypatch)

@@ -133,8 +133,6 @@ def _become(job: dict[str, object], files: dict[int, int]) -> None:
         if not _finds_this_package(job["arguments"], own):
             for name in [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]:
                 del sys.modules[name]
-        elif signals := sys.modules.get(f"{_PACKAGE}.runtime.signals"):
-            signals._explain.clear()  # what the process that forks would say
         for number, name in enumerate(("stdin", "stdout", "stderr")):
             stream = os.fdopen(number, "w" if number else "r", closefd=False)
             if number:

@@ -7,7 +7,6 @@ What cannot be trusted is named, a line each, and passed over; the rest is drawn
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from moe_ep_bench.analysis.reading import Errors, ResultsError
 from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.files import check_folder, refuse_links_out
+from moe_ep_bench.files import check_folder, read_json, refuse_links_out
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 _LINES = ("x", "y", "by", "facet", "where")
@@ -149,7 +148,7 @@ def lines_of(directories: Sequence[Path]) -> list[Lines]:
     found = []
     for directory in directories:
         try:
-            config = json.loads((directory / "run.json").read_text(encoding="utf-8")).get("config") or []
+            config = read_json(directory / "run.json").get("config") or []
         except (OSError, ValueError, AttributeError):
             continue  # named where the directory is read
         for experiment in config if isinstance(config, list) else [config]:

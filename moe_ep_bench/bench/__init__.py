@@ -3,7 +3,7 @@
 ``cli/__init__``      reads the command line
 ``bench/run``         has torchrun start ranks; ranks agree and find what is left to measure
 ``bench/plan``        config -> comparisons (``comparison``), with their cases (``cases``), workloads and ids
-``bench/job``         comparison after comparison, under a watchdog and with a mark of what is being tried
+``bench/job``         comparison after comparison, under a guard and with a line of what is being tried
 ``bench/session``     builds this rank's layers and batches, and takes the steps of a measurement
 ``bench/routing``     a rank's tokens as a case sees them, and how it routes them
 ``layer/stack``       Megatron-Core's layers in both forms, native and policy

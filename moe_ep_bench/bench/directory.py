@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from moe_ep_bench.files import refuse_links_out
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import locks
-from moe_ep_bench.runtime.crash_journal import MAX_ATTEMPTS, collect_lost, forget_lost, lost_attempts
+from moe_ep_bench.runtime.attempts import MAX_ATTEMPTS, collect_lost, forget_lost, lost_attempts, split_reason
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
 
@@ -57,7 +57,7 @@ def check_agreement(
 
 def check_timing(directory: RunDirectory, comparison: Comparison, device: torch.device, *, force: bool) -> None:
     """Raise unless such times can be written here, and earlier ones are of this machine, code and packages."""
-    conditions = provenance.conditions(device)
+    conditions = provenance.conditions({**provenance.hardware(device), **provenance.package_versions()})
     check_agreement(directory, comparison.mode, conditions, force=force, scope=comparison.scope)
 
 
@@ -70,9 +70,17 @@ def hold_comparisons(directory: RunDirectory, comparisons: Iterable[Comparison])
     return locks.hold(directory.root, {comparison.comparison_id: comparison.title for comparison in comparisons})
 
 
+class Todo(NamedTuple):
+    """What is left of a comparison: cases to measure, and of those that were lost too often status and reason."""
+
+    comparison: Comparison
+    cases: Sequence[CaseSpec]
+    lost: Mapping[str, tuple[str, str]]
+
+
 def left_of(
     directory: RunDirectory, comparisons: Sequence[Comparison], launch: int = 0, *, force: bool = False
-) -> list[list[CaseSpec]]:
+) -> list[Todo]:
     """What is left to run, per comparison. What lost jobs left behind is noted and removed.
 
     Measured cases of a comparison are paired, so a launch that is incomplete is measured whole again, except for cases
@@ -81,29 +89,29 @@ def left_of(
     ids = [comparison.comparison_id for comparison in comparisons]
     collect_lost(directory.attempts, ids)
     directory.remove_unfinished([*ids, *(case.case_id for comparison in comparisons for case in comparison.cases)])
-    left = []
-    for comparison in comparisons:
-        # The first launch begins anew; later ones were forgotten with it.
-        if force and launch == 0:
-            directory.remove(comparison.comparison_id)
-            lost = [comparison.comparison_id, *(case.case_id for case in comparison.cases)]
-            forget_lost(directory.attempts, lost)
-        tried = [case for case in comparison.cases if not given_up(directory, comparison, case)]
-        finished = directory.statuses(comparison.comparison_id, launch)
-        unfinished = [case for case in tried if case.case_id not in finished]
-        if comparison.backend == MODELLED:  # Nothing is timed, so that no case needs the others beside it.
-            tried = unfinished
-        left.append(tried if unfinished and launch < comparison.experiment.measure.launches else [])
-    return left
+    return [_left_of(directory, comparison, launch, force=force) for comparison in comparisons]
 
 
-def given_up(directory: RunDirectory, comparison: Comparison, case: CaseSpec) -> list[str]:
-    """The reasons for which this case is not tried again; empty while it may be."""
-    for lost_id in (case.case_id, comparison.comparison_id):
-        reasons = lost_attempts(directory.attempts, lost_id)
-        if len(reasons) >= MAX_ATTEMPTS:
-            return reasons
-    return []
+def _left_of(directory: RunDirectory, comparison: Comparison, launch: int, *, force: bool) -> Todo:
+    whole_id, case_ids = comparison.comparison_id, [case.case_id for case in comparison.cases]
+    # The first launch begins anew; later ones were forgotten with it.
+    if force and launch == 0:
+        directory.remove(whole_id)
+        forget_lost(directory.attempts, [whole_id, *case_ids])
+    lost = {}
+    for case_id in case_ids:
+        attempts = max((lost_attempts(directory.attempts, lost_id) for lost_id in (whole_id, case_id)), key=len)
+        if len(attempts) >= MAX_ATTEMPTS:
+            status, words = split_reason(attempts[-1])
+            lost[case_id] = status, f"{words} ({len(attempts)} attempts)"
+    done = directory.statuses(whole_id, launch).keys()
+    cases = [case for case in comparison.cases if case.case_id not in lost]
+    if comparison.backend == MODELLED:  # Nothing is timed, so that no case needs the others beside it.
+        cases = [case for case in cases if case.case_id not in done]
+    if launch >= comparison.experiment.measure.launches:
+        return Todo(comparison, [], {})
+    is_measured = {case.case_id for case in cases} <= done
+    return Todo(comparison, [] if is_measured else cases, {} if is_measured and lost.keys() <= done else lost)
 
 
 def status_of(directory: RunDirectory, comparisons: Sequence[Comparison], launch: int = 0) -> int:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.bench.cases import BASELINE, CEILING
-from moe_ep_bench.bench.job import split_reason
 from moe_ep_bench.bench.routing import case_metrics
 from moe_ep_bench.kernels.dispatch import oracle_for
 from moe_ep_bench.layer.backends import MappedExperts
 from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
+from moe_ep_bench.runtime.attempts import split_reason
 
 if TYPE_CHECKING:
     from moe_ep_bench.bench.session import Case, Session
@@ -107,10 +107,10 @@ def try_all(session: Session) -> None:
     The statistics of a policy that looks at the whole batch are this rank's own.
     """
     for case in session.cases:
-        session.job.mark.set(case.case_id)
+        session.job.guard.at(case.case_id)
         with _without_others(case):
             for batch in range(session.num_batches):
-                session.job.watchdog.feed()
+                session.job.guard.feed()
                 case.route_alone(batch)
 
 
@@ -122,14 +122,14 @@ def observe_all(session: Session) -> None:
         for case in session.cases:
             job.begin(case.case_id)
             if case.spec.role == BASELINE and batch == 0:  # Where it is lost, no case of this size can be had.
-                job.mark.set(session.comparison.comparison_id)
+                job.guard.at(session.comparison.comparison_id)
             seen = look(case, batch)
             if case.spec.role == BASELINE:
                 native = seen.output
             with _without_others(case):
                 _note(case, seen, batch)
                 for layer, of_layer in seen.layers.items():
-                    job.watchdog.feed()
+                    job.guard.feed()
                     share = case.share(batch, layer)
                     row = case_metrics(case.spec, of_layer.routing, share)
                     row["reference_error"] = _reference_error(case, layer, of_layer) if batch == 0 else None
@@ -151,7 +151,7 @@ def check_again(session: Session) -> None:
             case.problem = case.problem or problem
         with _without_others(case):
             for layer, of_layer in seen.layers.items():
-                session.job.watchdog.feed()
+                session.job.guard.feed()
                 row = case.rows[0, layer]
                 row["reference_error"] = max(_reference_error(case, layer, of_layer), row["reference_error"])
 

@@ -1,27 +1,26 @@
-"""Go through comparisons one after another: a job's ranks, where it writes, its watchdog, how it ends.
+"""Go through comparisons one after another: a job's ranks, where it writes, its guard, how it ends.
 
-Timed backends work under a watchdog and leave a mark of what they are at, so that the next job knows what was lost
+Timed backends work under a guard and write a line ahead of what they try, so that the next job knows what was lost
 (``Job``). Nothing of an untimed one can be lost but its own time (``fill``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import MODELLED, Comparison
-from moe_ep_bench.bench.directory import check_agreement, given_up, hold_comparisons, keep_other_policies, writes_to
+from moe_ep_bench.bench.directory import Todo, check_agreement, hold_comparisons, keep_other_policies, writes_to
 from moe_ep_bench.bench.rows import Outcome, write_launch
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import stable_hash
@@ -29,13 +28,11 @@ from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.monitor import MachineSampler
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.crash_journal import PEER_LOST, Mark
-from moe_ep_bench.runtime.exit_codes import LOST
+from moe_ep_bench.runtime.attempts import Attempt, is_of_peers, reason_of
+from moe_ep_bench.runtime.guard import Guard
 from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.runtime.ranks import Ranks, ToldError
-from moe_ep_bench.runtime.signals import explaining
 from moe_ep_bench.runtime.torchrun import asked_to_close
-from moe_ep_bench.runtime.watchdog import Watchdog
 from moe_ep_bench.timing.ceilings import Ceilings, measure_ceilings
 
 
@@ -48,63 +45,48 @@ class Job:
     """One job on this rank, which makes one launch of timed comparisons.
 
     Attributes:
-        watchdog: from the first step to the last.
+        guard: from the first step to the last.
         held: what ends with the job: ranks, locks of comparisons.
         launch: which of ``measure.launches``, from 0.
-        mark, progress: of what is being tried (``trying``).
+        progress: of what is being tried (``trying``).
     """
 
     ranks: Ranks
     directory: RunDirectory
-    watchdog: Watchdog
+    guard: Guard
     held: contextlib.ExitStack
     launch: int = 0
     run_id: str = ""
-    mark: Mark = field(init=False)
-    progress: tqdm = field(init=False)
+    progress: tqdm = field(default_factory=lambda: tqdm(disable=True))
 
     @contextlib.contextmanager
     def trying(self, comparisons: Sequence[Comparison], folder: Path, num_iterations: int = 0) -> Iterator[None]:
-        """Keep a mark in ``folder``, named by the first comparison, of what is tried in the block.
+        """Keep a line in ``folder``, in a file named by the first comparison, of what is tried in the block.
 
-        Where the block fails, the process group is lost: the mark keeps the reason and this process ends with ``LOST``
-        at once, because destructors would wait for peers that may never come.
+        Where the block fails, the process group is lost: the reason stays there and this process ends with ``LOST``.
 
         Raises:
             ToldError: results cannot be written; on all ranks, after one line to the user.
         """
-        marks: list[Mark] = []
+        attempts: list[Attempt] = []
         place = folder, comparisons[0].comparison_id, self.ranks.rank
         timeout_s = max(comparison.experiment.measure.timeout_s for comparison in comparisons)
-        with contextlib.ExitStack() as ending:
-            self.progress = progress_bar(num_iterations, "iteration", shown=self.ranks.is_first)
-            ending.callback(self.progress.close)
-            ending.callback(lambda: [mark.clear() for mark in marks])
-            self.ranks.agree(writes_to(self.directory.root)(lambda: marks.append(Mark(*place))))
-            (self.mark,) = marks
-            with self.watchdog.during(timeout_s, self.mark.explain), explaining(self.mark.explain):
-                try:
-                    yield
-                except ToldError:
-                    raise
-                except Exception as error:
-                    self._lose(reason_of(error))
+        self.ranks.agree(writes_to(self.directory.root)(lambda: attempts.append(Attempt(*place))))
+        self.progress = progress_bar(num_iterations, "iteration", shown=self.ranks.is_first)
+        with self.guard.trying(attempts[0], timeout_s), self.progress:
+            try:
+                yield
+            except ToldError:
+                raise
+            except Exception as error:
+                self.progress.close()  # So that what is said begins a line.
+                self.guard.lose(reason_of(error), self.ranks.rank)
 
-    def measure(
-        self,
-        comparisons: Sequence[Comparison],
-        todo: Sequence[Sequence[CaseSpec]],
-        measure: Callable[[Job, Comparison, Sequence[CaseSpec]], Outcome],
-    ) -> bool:
-        """Measure what is to do, comparison by comparison; whether all was done before the job was asked to end.
-
-        Args:
-            todo: the cases of each comparison that are to be measured.
-        """
-        counts = [comparison.num_iterations(cases) for comparison, cases in zip(comparisons, todo, strict=True)]
-        with self.trying(comparisons, self.directory.attempts, sum(counts)):
-            for comparison, cases, count in zip(comparisons, todo, counts, strict=True):
-                lost = self.ranks.of_first(self._lost(comparison, cases) if self.ranks.is_first else {})
+    def measure(self, todo: Sequence[Todo], measure: Callable[[Job, Comparison, Sequence[CaseSpec]], Outcome]) -> bool:
+        """Measure what is to do, comparison by comparison; whether all was done before the job was asked to end."""
+        counts = [comparison.num_iterations(cases) for comparison, cases, _ in todo]
+        with self.trying([one.comparison for one in todo], self.directory.attempts, sum(counts)):
+            for (comparison, cases, lost), count in zip(todo, counts, strict=True):
                 if not cases and not lost:
                     continue
                 if self.ranks.of_first(asked_to_close()):
@@ -120,15 +102,9 @@ class Job:
                 self.write(comparison, outcome, anew=bool(cases) and comparison.backend != MODELLED)
         return True
 
-    def enter(self, comparison: Comparison) -> None:
-        """Note that work on a comparison as a whole begins: building its layers, writing its parts."""
-        self.watchdog.feed()
-        self.mark.set(comparison.comparison_id)
-
     def begin(self, case_id: str) -> None:
-        """Note that an iteration of a case begins: for the watchdog, for a job after a crash, for the display."""
-        self.watchdog.feed()
-        self.mark.set(case_id)
+        """Note that an iteration of a case begins: for the guard, for a job after a crash, for the display."""
+        self.guard.at(case_id)
         self.progress.update()
 
     def survive(self, error: Exception) -> str:
@@ -150,8 +126,6 @@ class Job:
         print(f"moe-ep-bench: rank {self.ranks.rank}: {reason}", file=sys.stderr, flush=True)
         return reason
 
-    # ---- writing -----------------------------------------------------------------------------------------------------
-
     def write(self, comparison: Comparison, outcome: Outcome, *, anew: bool) -> None:
         """Write one launch of a comparison on rank 0; every rank calls this alike.
 
@@ -166,31 +140,11 @@ class Job:
                 with writes_to(self.directory.root):
                     write_launch(self.directory, self.run_id, comparison, self.launch, outcome, anew=anew)
             except UserError as error:
-                self.progress.close()  # So that what is said begins a line.
+                self.progress.close()
                 raise UserError(f"{error}; what is finished stays, the same command goes on from there") from None
 
-        self.enter(comparison)
+        self.guard.at(comparison.comparison_id)
         self.ranks.agree(act, on_first=True)
-
-    def _lost(self, comparison: Comparison, cases: Sequence[CaseSpec]) -> dict[str, tuple[str, str]]:
-        """Status and reason of cases that were lost too often; nothing where no case is left and all is written."""
-        lost = {}
-        for case in comparison.cases:
-            if case not in cases and (reasons := given_up(self.directory, comparison, case)):
-                status, words = split_reason(reasons[-1])
-                lost[case.case_id] = status, f"{words} ({len(reasons)} attempts)"
-        is_written = not cases and lost.keys() <= self.directory.statuses(comparison.comparison_id, self.launch).keys()
-        return {} if is_written else lost
-
-    def _lose(self, reason: str) -> NoReturn:
-        try:
-            self.mark.explain(reason)
-            self.progress.close()
-            print(
-                f"moe-ep-bench: rank {self.ranks.rank}: {brief(reason, 300, quoted=False)}", file=sys.stderr, flush=True
-            )
-        finally:  # Though nobody may hear it.
-            os._exit(LOST)
 
 
 def fill(
@@ -262,43 +216,7 @@ def watched_machine(device: torch.device, ceilings: Ceilings) -> Iterator[dict[s
         state = sampler.stop()
     facts |= {
         "hostname": socket.gethostname(),
-        "machine": state.as_dict(),
+        "machine": asdict(state),
         "ceilings": asdict(ceilings),
         "peak_memory_bytes": provenance.peak_memory_bytes(device),
     }
-
-
-# ---- reasons ---------------------------------------------------------------------------------------------------------
-
-# How gloo, NCCL and the store say that another rank has ended. NCCL's other errors (of CUDA, of the fabric) are this
-# rank's own.
-_GONE = (
-    *("closed by peer", "closed by remote peer", "reset by peer", "Timed out waiting", "Broken pipe"),
-    *("ncclRemoteError", "remote process exit", "Connection was likely closed", "communicator was aborted"),
-)
-
-
-def is_of_peers(error: Exception) -> bool:
-    """Whether a collective says that other ranks have ended, and so nothing of what went wrong."""
-    return not _is_oom(error) and any(text in str(error) for text in _GONE)
-
-
-def _is_oom(error: Exception) -> bool:
-    """Memory that torch's allocator, CUDA or NCCL did not get on this rank."""
-    named = isinstance(error, torch.distributed.DistBackendError) or "CUDA error" in str(error)
-    return isinstance(error, torch.OutOfMemoryError) or (named and "out of memory" in str(error))
-
-
-def reason_of(error: Exception) -> str:
-    """Why this rank lost a case, as its mark keeps it: a status, or "peer lost" where another rank is the cause."""
-    if _is_oom(error):
-        return f"oom: {error}"
-    return f"{PEER_LOST if is_of_peers(error) else 'failed'}: {type(error).__name__}: {error}"
-
-
-def split_reason(reason: str) -> tuple[str, str]:
-    """Status of a lost case, and the words of its reason (``reason_of``)."""
-    kind, _, words = reason.partition(": ")
-    if kind not in ("oom", "timeout", "failed", PEER_LOST):
-        return "failed", reason
-    return (kind if kind in ("oom", "timeout") else "failed"), words or reason

@@ -54,7 +54,7 @@ def profile_case(job: Job, comparison: Comparison, case: CaseSpec) -> None:
 
     Writes ``<out>/profiles/<case_id>-rank<rank>.json.gz`` in Chrome's trace format, for Perfetto.
     """
-    job.enter(comparison)
+    job.guard.at(comparison.comparison_id)
     with device_scope(), torch.inference_mode():
         session = Session(job, comparison, [case], form_groups(comparison))
         session.fill_cache()

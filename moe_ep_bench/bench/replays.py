@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.bench.inspection import Observation, checked_rows, look
-from moe_ep_bench.bench.job import is_of_peers, reason_of
 from moe_ep_bench.layer.graphs import CapturedRun, Graphs, unfit_environment
 from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.policies import Routing
+from moe_ep_bench.runtime.attempts import is_of_peers, reason_of
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Replays:
         for case in list(session.cases):
             session.job.begin(case.case_id)
             said = self.capture(case)
-            session.job.mark.withdraw()
+            session.job.guard.explain("")
             if said:
                 rank, status, reason = said.split(": ", 2)
                 session.drop(case, f"{rank}: {reason}", status)
@@ -46,7 +46,7 @@ class Replays:
         """Keep a case's runs of all batches; rank, status and reason where a rank cannot, alike on all ranks."""
         unlike, job = "", self.session.job
         for batch in range(self.session.num_batches):
-            job.watchdog.feed()
+            job.guard.feed()
             eager = look(case, batch)
             if said := job.ranks.first_word(self._keep(case, batch)):
                 return said
@@ -74,7 +74,7 @@ class Replays:
             what = (str(error).splitlines() or [type(error).__name__])[0]
             said = f"{reason_of(error).partition(': ')[0]}: cannot be captured as a CUDA graph: {what}"
             # NCCL may set something up between ranks while it captures. Should others wait there, this is why.
-            session.job.mark.explain(said)
+            session.job.guard.explain(said)
             return said
         return ""
 

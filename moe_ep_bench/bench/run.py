@@ -17,23 +17,21 @@ from typing import Any
 
 import torch
 
-from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import describe_timed_run
-from moe_ep_bench.bench.directory import check_timing, hold_comparisons, left_of, status_of, writes_to
-from moe_ep_bench.bench.job import Job, is_of_peers, new_run_id
+from moe_ep_bench.bench.directory import Todo, check_timing, hold_comparisons, left_of, status_of, writes_to
+from moe_ep_bench.bench.job import Job, new_run_id
 from moe_ep_bench.bench.plan import find_case, plan
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.crash_journal import PEER_LOST, collect_lost
-from moe_ep_bench.runtime.device import check_num_ranks, device_type, is_busy
+from moe_ep_bench.runtime.attempts import PEER_LOST, collect_lost, is_of_peers
+from moe_ep_bench.runtime.device import check_num_ranks, device_type
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
+from moe_ep_bench.runtime.guard import Guard
 from moe_ep_bench.runtime.ranks import NotMetError, Ranks, ToldError, join
-from moe_ep_bench.runtime.signals import ends_on_signals
 from moe_ep_bench.runtime.torchrun import Ended, is_launched, leave_status, num_nodes, torchrun
-from moe_ep_bench.runtime.watchdog import Watchdog
 
 # How long ranks may take to meet before a config has said otherwise.
 _JOIN_TIMEOUT_S = 120.0
@@ -78,17 +76,14 @@ def launch(
             ended = ended._replace(status=CLOSED)
         if ended.status not in (OK, CASES_FAILED):
             if ended.status > 128:
-                _forgive(RunDirectory(out), comparisons)
+                # Take away what ranks left that were asked to end, unless another job has already begun.
+                directory = RunDirectory(out)
+                with contextlib.suppress(ValueError, OSError), hold_comparisons(directory, comparisons):
+                    collect_lost(directory.attempts, [comparisons[0].comparison_id], stopped=True)
             return ended
         # Which node has rank 0 may change from launch to launch.
         worst = ended._replace(status=max(worst.status, ended.status))
     return worst
-
-
-def _forgive(directory: RunDirectory, comparisons: Sequence[Comparison]) -> None:
-    """Take away what ranks left that were asked to end, unless another job has already begun."""
-    with contextlib.suppress(ValueError, OSError), hold_comparisons(directory, comparisons):
-        collect_lost(directory.attempts, [comparisons[0].comparison_id], stopped=True)
 
 
 def run(
@@ -111,10 +106,10 @@ def run(
     """
     mine: list[Comparison] = []  # of which this rank says what is kept, for all ranks
     try:
-        # Nothing of a case is lost where a rank hangs out here: the watchdog's own line says all.
+        # Nothing of a case is lost where a rank hangs out here: the guard's own line says all.
         with _begun(out, launch, mine, _SETUP_TIMEOUT_S) as job:
             comparisons = _agreed_plan(job, config, overrides, point)
-            job.watchdog.feed()
+            job.guard.feed()
             if profile is not None:
                 return leave_status(_profile(job, comparisons, profile))
             mine += comparisons if job.ranks.is_first else []
@@ -157,18 +152,22 @@ def emulate_plan(comparisons: Sequence[Comparison], out: Path, *, force: bool = 
 def _begun(
     out: Path, launch: int, comparisons: Sequence[Comparison], timeout_s: float, *, measures: bool = True
 ) -> Iterator[Job]:
-    """Join the other ranks and work under a watchdog; a signal ends it all, with a word on what is kept.
+    """Join the other ranks and work under a guard; a signal ends it all, with a word on what is kept.
 
     Args:
         timeout_s: how long nothing may move outside of comparisons.
         measures: see ``join``.
     """
-    with ends_on_signals(partial(_say_kept, RunDirectory(out), launch, comparisons)), contextlib.ExitStack() as held:
+    directory = RunDirectory(out)
+    with (
+        Guard(timeout_s, partial(_say_kept, directory, launch, comparisons)) as guard,
+        contextlib.ExitStack() as held,
+    ):
         ranks = join(_JOIN_TIMEOUT_S, measures=measures)
-        watchdog = Watchdog(timeout_s, partial(is_busy, ranks.device), partial(leave_status, LOST))
-        held.callback(watchdog.stop)
+        guard.device = ranks.device
+        guard.feed()
         held.callback(ranks.close)
-        yield Job(ranks, RunDirectory(out), watchdog, held, launch)
+        yield Job(ranks, directory, guard, held, launch)
 
 
 def _say_kept(directory: RunDirectory, launch: int, comparisons: Sequence[Comparison]) -> None:
@@ -189,12 +188,12 @@ def _agreed_plan(job: Job, config: Path, overrides: Sequence[str], point: int | 
     Raises:
         ToldError: some rank cannot, or they differ.
     """
-    ranks, watchdog = job.ranks, job.watchdog
+    ranks, guard = job.ranks, job.guard
 
     def read() -> list[Comparison]:
         # Whoever launched this rank has tried out what it is to do.
         how: Any = {"on_cpu": ranks.device.type == "cpu", "point": point, "try_out": not is_launched()}
-        before = lambda experiment: watchdog.allow(experiment.measure.timeout_s)  # noqa: E731
+        before = lambda experiment: guard.allow(experiment.measure.timeout_s)  # noqa: E731
         comparisons = plan(config, overrides, RANKS, ranks.world_size, before=before, **how)
         most = _num_launches(comparisons)
         if not 0 <= job.launch < most:
@@ -208,7 +207,8 @@ def _agreed_plan(job: Job, config: Path, overrides: Sequence[str], point: int | 
         "what computes experts and permutes": str([comparison.parts for comparison in comparisons]),
         "the code of moe-ep-bench": provenance.code_hash(),
     }
-    ranks.end_where(_unlike(ranks, facts))
+    if ranks.complain(_unlike(ranks, facts)):
+        raise ToldError
     return comparisons
 
 
@@ -237,42 +237,43 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_poi
         from moe_ep_bench.bench.virtual import measure_comparison
     ranks, directory = job.ranks, job.directory
     todo = _left(job, comparisons, force=force)
+    is_done = not any(cases for _, cases, _ in todo)
     job.run_id = ranks.of_first(new_run_id())
-    if any(todo):
+    if not is_done:
         # Made on every rank, which keeps them together: it goes through all batches.
-        feed = job.watchdog.feed
-        description = ranks.agree(partial(describe_timed_run, ranks, job.run_id, comparisons, feed))
+        description = ranks.agree(partial(describe_timed_run, ranks, job.run_id, comparisons, job.guard.feed))
         # Checked before, but another job may have come first.
         check = partial(check_timing, directory, comparisons[0], ranks.device, force=force)
         _on_first(job, partial(directory.write_run, description, check=check, keep_others=is_point))
-    if not job.measure(comparisons, todo, measure_comparison):
+    if not job.measure(todo, measure_comparison):
         if ranks.is_first:
             print("moe-ep-bench: asked to end; the same command does what is left", file=sys.stderr)
         return CLOSED
-    status = status_of(directory, comparisons, job.launch) if ranks.is_first else OK
-    if ranks.is_first and not any(todo):
+    if ranks.is_first and is_done:
         number = f" in launch {job.launch + 1}" if job.launch else ""
         num_cases = sum(len(comparison.cases) for comparison in comparisons)
         before = f"all {num_cases} cases were finished before{number}"
         print(f"moe-ep-bench: {before}; --force runs them again", file=sys.stderr)
-    return ranks.of_first(status)
+    return ranks.of_first(status_of(directory, comparisons, job.launch) if ranks.is_first else OK)
 
 
-def _left(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> list[list[CaseSpec]]:
+def _left(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> list[Todo]:
     """What is left to run, per comparison; rank 0 looks into the results directory for all.
 
     From here on no other job writes these comparisons, until this one ends.
     """
-    wanted: list[str] = []
+    found: list[Todo] = []
 
     def look() -> None:
         _hold(job, comparisons, force=force)
-        left = left_of(job.directory, comparisons, job.launch, force=force)
-        wanted.extend(case.case_id for cases in left for case in cases)
+        found.extend(left_of(job.directory, comparisons, job.launch, force=force))
 
     _on_first(job, look)
-    ids = set(job.ranks.of_first(wanted))
-    return [[case for case in comparison.cases if case.case_id in ids] for comparison in comparisons]
+    told = job.ranks.of_first([([case.case_id for case in cases], lost) for _, cases, lost in found])
+    return [
+        Todo(comparison, [case for case in comparison.cases if case.case_id in case_ids], lost)
+        for comparison, (case_ids, lost) in zip(comparisons, told, strict=True)
+    ]
 
 
 def _profile(job: Job, comparisons: Sequence[Comparison], wanted: str) -> int:

@@ -26,7 +26,7 @@ from moe_ep_bench.bench.building import builder, random_pass
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.inspection import check_again, compute_alone, drop_failing, observe_all, try_all
-from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
+from moe_ep_bench.bench.job import Job, ceilings_of, watched_machine
 from moe_ep_bench.bench.replays import Replays
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share
 from moe_ep_bench.bench.rows import Outcome, Row, Samples, columns_of
@@ -38,6 +38,7 @@ from moe_ep_bench.layer.phases import Rendezvous, replaced
 from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.stack import layer_seed
 from moe_ep_bench.machine import provenance
+from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import BREAKDOWN, Step, measure, plan, probe_floor_us, warm_breakdowns, warm_up
 from moe_ep_bench.timing.timer import PhaseRecorder, Stopwatch, clock_for
@@ -45,7 +46,7 @@ from moe_ep_bench.timing.timer import PhaseRecorder, Stopwatch, clock_for
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Outcome:
     """Measure ``cases``; every rank calls this alike, and rank 0 gets what it came to."""
-    job.enter(comparison)
+    job.guard.at(comparison.comparison_id)
     with device_scope(), torch.inference_mode():
         session, outcome = _built(job, comparison, cases)
         if session is not None:
@@ -73,7 +74,7 @@ def _measure(session: Session) -> None:
         drop_failing(session, when)
         if not session.cases:
             return
-    session.job.enter(session.comparison)
+    session.job.guard.at(session.comparison.comparison_id)
     session.gather()
 
 
@@ -86,11 +87,11 @@ def _built(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> tuple
     except Exception as error:
         reason = job.survive(error)
         # Should others wait in a collective of Megatron-Core's after all, the job is lost, and this is why.
-        job.mark.explain(reason)
+        job.guard.explain(reason)
     if first := job.ranks.first_word(reason):
         rank, _, said = first.partition(": ")
         status, words = split_reason(said)
-        job.mark.withdraw()
+        job.guard.explain("")
         return None, Outcome({case.case_id: (status, f"while building: {rank}: {words}") for case in cases})
     assert session is not None
     session.fill_cache()
@@ -99,7 +100,7 @@ def _built(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> tuple
 
 def form_groups(comparison: Comparison) -> ProcessGroupCollection:
     """Process groups of the comparison's layers; every rank calls this alike."""
-    # The watchdog is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
+    # The guard is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
     return expert_parallel_groups(comparison.ep_size, comparison.experiment.measure.timeout_s + 60)
 
 
@@ -234,7 +235,7 @@ class Session:
         """This rank's tokens of a batch in each layer."""
         rank, shares = self.job.ranks.rank, {}
         for layer in self.layers:
-            self.job.watchdog.feed()
+            self.job.guard.feed()
             tokens = self.comparison.rank_batch(layer, number, rank)
             shares[layer] = Share.of_rank(self.comparison, layer, number, rank, tokens, self.device)
         return shares
@@ -270,7 +271,7 @@ class Session:
         self.conditions["warm_up"] = asdict(result)
 
     def _slowest(self, times_B: np.ndarray) -> np.ndarray:
-        return torch.stack(self.job.ranks.gather(torch.from_numpy(times_B), everywhere=True)).amax(dim=0).numpy()
+        return np.max(self.job.ranks.told(times_B), axis=0)
 
     def time(self) -> None:
         """Run the measuring loop, and say what this rank's machine did meanwhile."""
@@ -292,10 +293,10 @@ class Session:
         outcome.conditions, outcome.steps, outcome.columns = self.conditions, self.samples.steps, self.samples.columns
 
         def gathered(values: np.ndarray) -> np.ndarray:
-            return np.stack([of_rank.numpy() for of_rank in ranks.gather(torch.from_numpy(values))] or [values])
+            return np.stack(ranks.gather(values) or [values])
 
         for case, times_SC in zip(self.timed, self.samples.times_VSC, strict=True):
             if case in self.cases:
-                self.job.watchdog.feed()
+                self.job.guard.feed()
                 outcome.times[case.case_id] = gathered(times_SC)
                 outcome.rows[case.case_id] = list(chain(*ranks.told(list(case.rows.values()))))

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
-from moe_ep_bench.bench.job import Job, ceilings_of, split_reason, watched_machine
+from moe_ep_bench.bench.job import Job, ceilings_of, watched_machine
 from moe_ep_bench.bench.rank_times import RankTime, modelled_time
 from moe_ep_bench.bench.routing import CaseRouter, Share
 from moe_ep_bench.bench.rows import Outcome, columns_of
@@ -35,6 +35,7 @@ from moe_ep_bench.cost_model.transport import Rows
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.reference import TOLERANCE
+from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, measure
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU
@@ -48,7 +49,7 @@ _COUNT_BYTES, _STATISTIC_BYTES = 8, 8
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Outcome:
     """Measure ``cases`` on virtual ranks."""
-    job.enter(comparison)
+    job.guard.at(comparison.comparison_id)
     with device_scope(), torch.inference_mode():
         emulation = Emulation(comparison, cases, job.ranks.device, job.begin)
         if comparison.device is not None:

@@ -34,11 +34,11 @@ import yaml
 from moe_ep_bench.cost_model.links import Duplex, Fit, Link, Links, busy_bytes, fit_link
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.runtime.device import check_num_ranks, is_busy
+from moe_ep_bench.runtime.device import check_num_ranks
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
+from moe_ep_bench.runtime.guard import Guard
 from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
 from moe_ep_bench.runtime.torchrun import torchrun
-from moe_ep_bench.runtime.watchdog import Watchdog
 from moe_ep_bench.timing.timer import clock_for, time_us
 
 MIN_BYTES = 2**10
@@ -129,9 +129,9 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
         alike = len(set(ranks.told((str(out), most_bytes, repetitions, ranks.local_world_size)))) == 1
         if ranks.complain(what_to_change(ranks, out, most_bytes, repetitions, alike=alike)):
             return USER_ERROR
-        watchdog = Watchdog(timeout_s, partial(is_busy, ranks.device))
-        samples = _measure(ranks, _exchanges(ranks, most_bytes), repetitions, watchdog.feed)
-        watchdog.stop()
+        with Guard(timeout_s) as guard:
+            guard.device = ranks.device
+            samples = _measure(ranks, _exchanges(ranks, most_bytes), repetitions, guard.feed)
         error = ""
         if ranks.is_first:
             try:
@@ -191,8 +191,8 @@ def _measure(
             run = _runnable(ranks, exchange)
             for _ in range(_WARM_UP):
                 run()
-            times_us = torch.tensor([time_us(run, clock, meet) for _ in range(count)], dtype=torch.float64)
-            samples[exchange].append(torch.stack(ranks.gather(times_us, everywhere=True), dim=1).numpy())
+            times_us = np.array([time_us(run, clock, meet) for _ in range(count)])
+            samples[exchange].append(np.stack(ranks.told(times_us), axis=1))
             del run  # and with it its buffers, before others are made
     return {exchange: np.concatenate(passes) for exchange, passes in samples.items()}
 

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import pynvml
 import torch
 import torch.distributed as dist
@@ -36,8 +35,7 @@ from moe_ep_bench.runtime.device import check_num_ranks, gpus_in_sight, local_ra
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
-# The look at a machine, and one all-to-all.
-_LIMIT_S, _EXCHANGE_S = 900.0, 180.0
+_EXCHANGE_S = 180.0
 _VALUES = 1 << 18  # int64 that a rank sends to another at least; some get up to four times as many
 _MIN_FREE_GIB = 1.0
 _MAX_USED_PERCENT = 5.0  # of a GPU's memory or time; a driver alone takes less
@@ -66,50 +64,31 @@ def doctor(out: Path, nproc: int | None) -> int:
     """
     nproc = local_ranks(nproc)
     rank, of_node = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", nproc))
-    faulthandler.dump_traceback_later(_LIMIT_S, exit=True, file=sys.__stderr__)
-    try:
-        problems = 0
-        for status, check, words in itertools.chain(machine(out), ranks_and_exchange(of_node)):
-            problems += status == PROBLEM
-            if rank == 0 or status != OK:
-                lines = textwrap.wrap(words, 100, break_long_words=False, break_on_hyphens=False)
-                print(f"{status:8}{check:12}" + f"\n{'':20}".join(lines), flush=True)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    problems = 0
+    for status, check, words in itertools.chain(gpus(), packages(), disk(out), ranks_and_exchange(of_node)):
+        problems += status == PROBLEM
+        if rank == 0 or status != OK:
+            lines = textwrap.wrap(words, 100, break_long_words=False, break_on_hyphens=False)
+            print(f"{status:8}{check:12}" + f"\n{'':20}".join(lines), flush=True)
     if rank == 0:
         print(f"\n{problems or 'no'} problem{'s' * (problems != 1)}: runs {'would fail' if problems else 'can start'}")
     return exit_codes.CASES_FAILED if problems else exit_codes.OK
 
 
-def machine(out: Path) -> Iterator[Finding]:
-    """What is here: host, GPUs, packages, disk."""
-    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    free = psutil.virtual_memory().available / 2**30
-    host = f"{provenance.cpu_name()}, {cores} cores for us, {free:.1f} GiB of memory free, load {load:.1f}"
-    yield Finding(NOTE if load > cores / 2 else OK, "CPU", host)
-    yield from gpus()
-    yield from packages()
-    yield disk(out)
-
-
 def gpus() -> Iterator[Finding]:
     """GPUs that torch can use, beside what the driver says of them."""
     names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    if not names:
-        if seen := gpus_in_sight():
-            yield Finding(PROBLEM, "GPUs", f"{seen}, and torch can use none: {why_torch_has_none()}")
-        else:
-            words = "none: ranks run on the CPU over gloo, which shows the machinery and no GPU's times"
-            yield Finding(NOTE, "GPUs", words)
-        return
-    yield Finding(OK, "GPUs", ", ".join(f"{count} x {name}" for name, count in names.items()))
-    if len(names) > 1:
-        yield Finding(NOTE, "GPUs", "of several kinds: the slowest one sets every layer's time")
-    try:
-        for gpu in query_gpus():
-            yield from (Finding(NOTE, f"GPU {gpu['index']}", words) for words in gpu_notes(gpu))
-    except pynvml.NVMLError as error:
-        yield Finding(NOTE, "GPUs", f"clocks and power caps cannot be looked at (NVML: {error})")
+    if seen := not names and gpus_in_sight():
+        yield Finding(PROBLEM, "GPUs", f"{seen}, and torch can use none: {why_torch_has_none()}")
+    elif not names:
+        yield Finding(NOTE, "GPUs", "none: ranks run on the CPU over gloo; that shows the machinery, no GPU's times")
+    else:
+        yield Finding(OK, "GPUs", ", ".join(f"{count} x {name}" for name, count in names.items()))
+        try:
+            for gpu in query_gpus():
+                yield from (Finding(NOTE, f"GPU {gpu['index']}", words) for words in gpu_notes(gpu))
+        except pynvml.NVMLError as error:
+            yield Finding(NOTE, "GPUs", f"clocks and power caps cannot be looked at (NVML: {error})")
 
 
 def gpu_notes(gpu: dict[str, Any]) -> Iterator[str]:
@@ -117,14 +96,12 @@ def gpu_notes(gpu: dict[str, Any]) -> Iterator[str]:
     known = {name: value or 0 for name, value in gpu.items()}
     if known["mig"] == "Enabled":
         yield "MIG is enabled: a rank gets a slice, and NCCL joins no slices of one GPU"
-    if known["ecc_errors"]:
-        yield f"{known['ecc_errors']} uncorrected memory errors since the driver was loaded: have it reset or replaced"
     if 0 < known["power_limit_w"] < known["power_default_w"]:
         yield f"capped at {known['power_limit_w']:.0f} W of {known['power_default_w']:.0f} W: times hold for this cap"
     # A power cap is reached under any load; the other reasons a healthy GPU does not show.
     slowed = [name for name, bit in THROTTLE_REASONS.items() if known["throttle_reasons"] & bit and name != "power_cap"]
     if slowed:
-        yield f"slowed down now ({', '.join(slowed)}; {known['temperature_c']:.0f} C): its rank will be the straggler"
+        yield f"slowed down now ({', '.join(slowed)}): its rank will be the straggler"
     used = 100 * (1 - known["memory_free_mib"] / known["memory_mib"]) if known["memory_mib"] else 0
     if max(used, known["utilization_percent"]) > _MAX_USED_PERCENT:
         yield f"another process takes {used:.0f} % of its memory and {known['utilization_percent']:.0f} % of its time"
@@ -136,29 +113,25 @@ def packages() -> Iterator[Finding]:
     yield Finding(OK, "packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
     if not torch.cuda.is_available():
         return
-    for name, cost in _WITHOUT.items():
-        if not versions[name]:
-            yield Finding(NOTE, "packages", f"no {name}: {cost}")
+    for name in [name for name in _WITHOUT if not versions[name]]:
+        yield Finding(NOTE, "packages", f"no {name}: {_WITHOUT[name]}")
     if versions["transformer_engine"] and (problem := transformer_engine().problem):
         yield Finding(PROBLEM, "packages", f"transformer_engine {versions['transformer_engine']}: {problem}")
     if versions["triton"] and (lacking := toolchain.lacking()):
         yield Finding(PROBLEM, "packages", f"Triton compiles nothing here: {lacking}")
 
 
-def disk(out: Path) -> Finding:
+def disk(out: Path) -> Iterator[Finding]:
     """Whether results can be written, and how much room there is."""
     folder = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
     try:
         with atomic_path(folder / f".doctor-{os.getpid()}") as path:
             path.touch()
         (folder / f".doctor-{os.getpid()}").unlink()
+        free = shutil.disk_usage(folder).free / 2**30
+        yield Finding(OK if free >= _MIN_FREE_GIB else PROBLEM, "disk", f"--out {out}: {free:,.1f} GiB free")
     except OSError as error:
-        return Finding(PROBLEM, "disk", f"--out {out}: cannot be written ({error.strerror})")
-    free = shutil.disk_usage(folder).free / 2**30
-    return Finding(OK if free >= _MIN_FREE_GIB else PROBLEM, "disk", f"--out {out}: {free:,.1f} GiB free")
-
-
-# ---- the all-to-all --------------------------------------------------------------------------------------------------
+        yield Finding(PROBLEM, "disk", f"--out {out}: cannot be written ({error.strerror})")
 
 
 def ranks_and_exchange(num_ranks: int) -> Iterator[Finding]:
@@ -184,7 +157,7 @@ def ranks_and_exchange(num_ranks: int) -> Iterator[Finding]:
 
 
 def exchange(rank: int, num_ranks: int, backend: str, store: str = "") -> None:
-    """Take part in an all-to-all of uneven parts.
+    """Take part in an all-to-all of uneven parts; a hang ends this process.
 
     Args:
         store: the file at which ranks meet; empty = as torchrun says.
@@ -192,9 +165,9 @@ def exchange(rank: int, num_ranks: int, backend: str, store: str = "") -> None:
     Raises:
         RuntimeError: values came wrong, or not at all.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    device = torch.device("cpu")
     if backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
     faulthandler.dump_traceback_later(2 * _EXCHANGE_S, exit=True, file=sys.__stderr__)
     meet: dict[str, Any] = {"timeout": datetime.timedelta(seconds=_EXCHANGE_S)}
@@ -202,20 +175,16 @@ def exchange(rank: int, num_ranks: int, backend: str, store: str = "") -> None:
         meet |= {"store": dist.FileStore(store, num_ranks), "rank": rank, "world_size": num_ranks}
     dist.init_process_group(backend, **meet)
     try:
-        sent = [message(num_ranks, rank, target) for target in range(num_ranks)]
-        expected = [message(num_ranks, source, rank) for source in range(num_ranks)]
+        # Lengths differ by pair of ranks, and so do values.
+        lengths = [[_VALUES // num_ranks * (1 + (a + 2 * b) % 4) for b in range(num_ranks)] for a in range(num_ranks)]
+        sent = [torch.arange(length) + ((rank * num_ranks + to + 1) << 32) for to, length in enumerate(lengths[rank])]
+        expected = [torch.arange(of[rank]) + ((a * num_ranks + rank + 1) << 32) for a, of in enumerate(lengths)]
         received = torch.empty(sum(map(len, expected)), dtype=torch.int64, device=device)
-        splits = [len(part) for part in expected], [len(part) for part in sent]
-        dist.all_to_all_single(received, torch.cat(sent).to(device), *splits)
-        for source, (part, right) in enumerate(zip(received.cpu().split(splits[0]), expected, strict=True)):
+        splits = [len(part) for part in expected]
+        dist.all_to_all_single(received, torch.cat(sent).to(device), splits, lengths[rank])
+        for source, (part, right) in enumerate(zip(received.cpu().split(splits), expected, strict=True)):
             if num_wrong := int((part != right).sum()):
                 raise RuntimeError(f"rank {rank} got {num_wrong:,} of {len(right):,} values from rank {source} wrong")
     finally:
         dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
-
-
-def message(num_ranks: int, source: int, target: int) -> torch.Tensor:
-    """What one rank sends to another, int64; lengths differ by pair."""
-    length = _VALUES // num_ranks * (1 + (source + 2 * target) % 4)
-    return torch.arange(length) + ((source * num_ranks + target + 1) << 32)

@@ -14,8 +14,6 @@ THROTTLE_REASONS = {
     "hw_thermal": pynvml.nvmlClocksEventReasonHwThermalSlowdown,
     "sw_thermal": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
     "hw_power_brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
-    "sync_boost": pynvml.nvmlClocksEventReasonSyncBoost,
-    "display_clocks": pynvml.nvmlClocksEventReasonDisplayClockSetting,
 }
 
 
@@ -35,17 +33,11 @@ FIELDS: dict[str, Callable[[Any], Any]] = {
     "memory_mib": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).total / 2**20,
     "memory_free_mib": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).free / 2**20,
     "utilization_percent": lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
-    "temperature_c": lambda gpu: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
     "sm_clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
     "sm_clock_limit_mhz": lambda gpu: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM),
-    "power_w": lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
     "power_limit_w": lambda gpu: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
     "power_default_w": lambda gpu: pynvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1e3,
     "mig": lambda gpu: "Enabled" if pynvml.nvmlDeviceGetMigMode(gpu)[0] else "Disabled",
-    # Uncorrected ones, since the driver was loaded.
-    "ecc_errors": lambda gpu: pynvml.nvmlDeviceGetTotalEccErrors(
-        gpu, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-    ),
     "throttle_reasons": throttle_reasons,
 }
 

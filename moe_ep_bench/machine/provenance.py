@@ -1,4 +1,4 @@
-"""What a result was obtained on, as plain values for ``run.json``: code, packages, hardware, topology, settings, job.
+"""What a result was obtained on, as plain values for ``run.json``: code, packages, hardware, settings, job.
 
 The first rank writes it once per run; of the other ranks who they were (``describe_rank``). Clocks while a run is timed
 are ``monitor``'s.
@@ -34,12 +34,11 @@ _VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "NVSHMEM_", "NVTE_", "GLOO_", "OMP
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING",
     "CUDA_MODULE_LOADING", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG",
-    "TRITON_INTERPRET",
+    "PYTORCH_CUDA_ALLOC_CONF", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TRITON_INTERPRET",
 )  # fmt: skip
 _SLURM = (
-    "SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES",
-    "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT",
+    "SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_JOB_NODELIST", "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT",
 )  # fmt: skip
 
 # What must be equal for results to lie in one directory, and what besides where ranks ran on GPUs.
@@ -56,46 +55,42 @@ def code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+def version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def package_versions() -> dict[str, str | None]:
     """Versions of what the numbers depend on; None = not installed."""
+    # Another project holds the name ``apex`` on the package index.
+    has_apex = importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers")
+    has_nccl = torch.distributed.is_nccl_available()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "megatron_core": version_of("megatron-core"),
         "transformer_engine": version_of("transformer-engine"),
-        "apex": nvidia_apex_version(),
+        "apex": version_of("apex") or "unknown" if has_apex else None,
         "cuda": torch.version.cuda,
-        "nccl": nccl_version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         "triton": version_of("triton") or version_of("pytorch-triton"),
         "deep_ep": version_of("deep_ep"),
         "transformers": version_of("transformers"),
     }
 
 
-def nccl_version() -> str | None:
-    """Version of the NCCL that torch has loaded; None where torch was built without."""
-    if not torch.distributed.is_nccl_available():
-        return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
-
-
-def nvidia_apex_version() -> str | None:
-    """Version of NVIDIA Apex. Another project holds the name ``apex`` on the package index."""
-    if importlib.util.find_spec("apex") is None or importlib.util.find_spec("apex.optimizers") is None:
-        return None
-    return version_of("apex") or "unknown"
-
-
 def hardware(device: torch.device) -> dict[str, Any]:
     """Names and sizes of the device and its host."""
-    on_cuda = device.type == "cuda"
+    on_cuda, num_cores = device.type == "cuda", len(os.sched_getaffinity(0))
     return {
         "device_type": device.type,
         "device_name": torch.cuda.get_device_name(device) if on_cuda else cpu_name(),
-        "num_devices": torch.cuda.device_count() if on_cuda else len(os.sched_getaffinity(0)),
+        "num_devices": torch.cuda.device_count() if on_cuda else num_cores,
         "cpu_name": cpu_name(),
-        "num_cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "num_cores": num_cores,
+        "memory_bytes": psutil.virtual_memory().total,
     }
 
 
@@ -162,26 +157,19 @@ def describe(device: torch.device) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "kernel": platform.release(),
         "load_average": list(os.getloadavg()),
-        "git_commit": _git("rev-parse", "HEAD"),
+        "git_commit": _output("git", "-C", str(_PACKAGE), "rev-parse", "HEAD"),
         # Of this package: results and notes beside it do not change what is measured.
-        "git_dirty": bool(_git("status", "--porcelain", "--", ".")),
+        "git_dirty": bool(_output("git", "-C", str(_PACKAGE), "status", "--porcelain", "--", ".")),
         "threads_per_rank": torch.get_num_threads(),
     }
 
 
 def describe_gpus() -> dict[str, Any]:
-    """The node's GPUs, driver and topology (as ``nvidia-smi topo -m`` prints it); None where it cannot be had.
-
-    ``gpus_why`` says why.
-    """
-    described: dict[str, Any] = {"gpus": None, "driver": None, "topology": None, "gpus_why": None}
+    """The node's GPUs, and how they are linked (as ``nvidia-smi topo -m`` prints it); ``gpus_why`` there are none."""
     try:
-        gpus = query_gpus()
-        described |= {"gpus": gpus, "driver": gpus[0]["driver"] if gpus else None}
-        described["topology"] = _output("nvidia-smi", "topo", "-m").splitlines()
-    except (pynvml.NVMLError, OSError, subprocess.SubprocessError) as error:
-        described["gpus_why"] = str(error)
-    return described
+        return {"gpus": query_gpus(), "topology": (_output("nvidia-smi", "topo", "-m") or "").splitlines()}
+    except pynvml.NVMLError as error:
+        return {"gpus": None, "gpus_why": str(error)}
 
 
 def describe_rank(device: torch.device, *, several_nodes: bool) -> dict[str, Any]:
@@ -193,7 +181,6 @@ def describe_rank(device: torch.device, *, several_nodes: bool) -> dict[str, Any
         "num_cores": len(os.sched_getaffinity(0)),
         "gpu_name": torch.cuda.get_device_name(device) if on_cuda else None,
         "gpu_uuid": f"GPU-{torch.cuda.get_device_properties(device).uuid}" if on_cuda else None,
-        "slurm_procid": os.environ.get("SLURM_PROCID"),
         **({"node": describe_gpus()} if speaks else {}),
     }
 
@@ -210,31 +197,15 @@ def slurm_job(variables: Mapping[str, str] = os.environ) -> dict[str, str] | Non
     return job if "SLURM_JOB_ID" in job else None
 
 
-def comparable(environment: dict[str, Any]) -> dict[str, Any]:
-    """The part of an environment that must be equal for results to lie in one directory."""
+def conditions(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of an environment (``describe``) that must be equal for results to lie in one directory."""
     on_gpus = environment.get("device_type") == "cuda"
     return {key: environment.get(key) for key in (*_COMPARED, *(_COMPARED_ON_GPUS if on_gpus else ()))}
 
 
-def conditions(device: torch.device) -> dict[str, Any]:
-    """``comparable`` of here and now."""
-    return comparable({**hardware(device), **package_versions()})
-
-
-def version_of(distribution: str) -> str | None:
+def _output(*command: str) -> str | None:
+    """What a program prints, within 20 s; None where there is no answer."""
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        return _output("git", "-C", str(_PACKAGE), *arguments).strip()
+        return subprocess.run(command, capture_output=True, check=True, text=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _output(*command: str) -> str:
-    """What a program prints, within 20 s; OSError or SubprocessError where there is no answer."""
-    return subprocess.run(command, capture_output=True, check=True, text=True, timeout=20).stdout

@@ -10,15 +10,11 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pynvml
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.machine.gpus import query_gpus
-
-if TYPE_CHECKING:
-    import torch
 
 # Of a command and of the ranks that it starts: --cpu was given.
 _CPU = "MOE_EP_BENCH_CPU"
@@ -129,12 +125,3 @@ def check_num_ranks(nproc: int) -> None:
 def most_cpu_ranks(cores: int) -> int:
     """CPU ranks that a node carries; with more than cores they share time slices, and rows are flagged."""
     return max(_RANKS_PER_CORE * cores, _LEAST_RANKS)
-
-
-def is_busy(device: torch.device) -> bool:
-    """Whether a GPU still has work in its default stream, on which all is timed; never the CPU. Any thread may ask."""
-    if device.type != "cuda":
-        return False
-    import torch
-
-    return not torch.cuda.default_stream(device).query()

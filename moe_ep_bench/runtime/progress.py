@@ -1,22 +1,21 @@
-"""Progress on standard error: a bar on a terminal; in a file or a pipe lines with the share done and the time left."""
+"""Progress on standard error: tqdm's bar on a terminal, in a file or a pipe lines with the share and the time left."""
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
-# Lines follow each other after so long at least, but for those of a new description.
-_EVERY_S = 10.0
-# Of less that is done nobody can tell how long the rest takes.
-_LEAST_SHARE = 0.01
 # What takes no longer says nothing.
 SILENT_S = 1.0
+# Lines follow each other after so long at least, but for those of a new description.
+_EVERY_S = 10.0
+_FORMAT = "{desc}{percentage:.0f} %, {n:,} of {total:,} {unit}, {remaining} left"
 
-_announcement: threading.Timer | None = None
+_announcement = threading.Timer(SILENT_S, print)
 
 
 def announce(words: str) -> None:
@@ -30,42 +29,22 @@ def announce(words: str) -> None:
 
 def settle() -> None:
     """Withdraw what was announced and not said yet."""
-    if _announcement is not None:
-        _announcement.cancel()
+    _announcement.cancel()
 
 
 class _Lines(tqdm):
-    """A line on standard error for each description, and every ``_EVERY_S``."""
+    """A line for each description, and every ``_EVERY_S``; none before ``delay`` seconds are over."""
 
-    def __init__(self, total: int, unit: str, delay: float) -> None:
-        super().__init__(total=total, unit=unit, disable=True)
-        self._units, self._delay = f"{unit}es" if unit.endswith("ch") else f"{unit}s", delay
-        self._description, self._began = "", time.monotonic()
-        self._said = self._began
+    @staticmethod
+    def status_printer(file: TextIO) -> Callable[[str], None]:
+        return lambda text: print(text, file=file, flush=True)
 
-    def update(self, n: float | None = 1) -> None:
-        self.n += n or 0
-        self._say(_EVERY_S)
+    def refresh(self, *arguments: Any, **options: Any) -> None:
+        if not self.disable and self._time() - self.start_t >= self.delay:
+            super().refresh(*arguments, **options)
 
-    def set_description(self, desc: str | None = None, refresh: bool | None = True) -> None:
-        is_new, self._description = desc != self._description, desc or ""
-        self._say(0.0 if is_new else _EVERY_S)
-
-    def _say(self, at_least_s: float) -> None:
-        now = time.monotonic()
-        if now - self._began < self._delay or now - self._said < at_least_s:
-            return
-        settle()
-        self._said, taken_s = now, now - self._began
-        is_known = taken_s >= 1 and self.n >= max(1, _LEAST_SHARE * self.total)
-        left = f", {duration(taken_s / self.n * (self.total - self.n))} left" if is_known else ""
-        done = f"{100 * self.n / self.total:.0f} %, {self.n:,} of {self.total:,} {self._units}{left}"
-        print(f"{self._description}: {done}", file=sys.stderr, flush=True)
-
-
-def duration(seconds: float) -> str:
-    """About how long, in words."""
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    def close(self) -> None:
+        self.disable = True
 
 
 def progress_bar(total: int, unit: str, *, shown: bool = True, delay: float = 0.0) -> tqdm:
@@ -74,10 +53,10 @@ def progress_bar(total: int, unit: str, *, shown: bool = True, delay: float = 0.
     Args:
         delay: seconds in which nothing is shown yet.
     """
-    options: dict[str, Any] = {"total": total, "unit": unit}
-    if not shown or not total:
-        return tqdm(**options, disable=True)
-    if not sys.stderr.isatty():
-        return _Lines(**options, delay=delay)
-    settle()
-    return tqdm(**options, mininterval=1.0, dynamic_ncols=True, delay=delay, leave=delay == 0)
+    options: dict[str, Any] = {"total": total, "unit": unit, "disable": not shown or not total}
+    if not options["disable"] and not delay:
+        settle()
+    if sys.stderr.isatty():
+        return tqdm(**options, mininterval=1.0, dynamic_ncols=True, delay=delay, leave=delay == 0)
+    # A delay of any length keeps the line without a description back.
+    return _Lines(**options, file=sys.stderr, bar_format=_FORMAT, mininterval=_EVERY_S, delay=delay or 1e-9)

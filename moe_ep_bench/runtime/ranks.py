@@ -16,19 +16,18 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.runtime.device import device_type
 
 # NCCL's own threads would abort a rank whose peer is gone, or whose device waits for long: it would leave no word, and
-# be blamed for it. Our watchdog ends it instead, and says for what it waited.
+# be blamed for it. Our guard ends it instead, and says for what it waited.
 _NCCL_LEAVES_IT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 # Threads of a CPU rank, in place of as many as it has cores: tests of tiny layers on busy cores would wait for them.
 _THREADS = "MOE_EP_BENCH_THREADS"
 
-# Ranks may wait for one that reads a recording or writes results; a hang is the watchdog's to end.
+# Ranks may wait for one that reads a recording or writes results; a hang is the guard's to end.
 _SIDE_TIMEOUT = datetime.timedelta(hours=1)
 
 
@@ -71,30 +70,16 @@ class Ranks:
         return self.local_world_size > len(cores)
 
     def told(self, value: T) -> list[T]:
-        """Every rank's value, in order of rank, on every rank: plain values, for agreement and results."""
+        """Every rank's value, in order of rank, on every rank: plain values or arrays, for agreement and results."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.side_group)
         return values
 
-    def gather(self, tensor: Tensor, *, everywhere: bool = False) -> list[Tensor]:
-        """Every rank's tensor (equal shapes) in order of rank; on rank 0 only unless ``everywhere``."""
-        tensor = tensor.cpu().contiguous()
-        wanted = everywhere or self.is_first
-        rows = [torch.empty_like(tensor) for _ in range(self.world_size)] if wanted else []
-        if everywhere:
-            dist.all_gather(rows, tensor, group=self.side_group)
-        else:
-            dist.gather(tensor, rows or None, dst=0, group=self.side_group)
-        return rows
-
-    def complain(self, error: str) -> bool:
-        """Print the first error of any rank (empty = none), once; tell all ranks whether there was one."""
-        errors = self.told(error)
-        failing = [rank for rank, text in enumerate(errors) if text]
-        if failing and self.is_first:
-            where = "" if len(failing) == self.world_size or failing[0] == 0 else f"rank {failing[0]}: "
-            print(f"moe-ep-bench: {where}{errors[failing[0]]}", file=sys.stderr, flush=True)
-        return bool(failing)
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in order of rank, on rank 0 alone; elsewhere nothing."""
+        values: list[Any] = [None] * self.world_size if self.is_first else []
+        dist.gather_object(value, values or None, dst=0, group=self.side_group)
+        return values
 
     def of_first(self, value: T) -> T:
         """Rank 0's value, on every rank."""
@@ -104,10 +89,14 @@ class Ranks:
         """What the first rank that has something to say says; empty where none has. Every rank calls this."""
         return next((f"rank {rank}: {said}" for rank, said in enumerate(self.told(text)) if said), "")
 
-    def end_where(self, error: str) -> None:
-        """Raise ToldError on all ranks where any has an error (empty = none), after ``complain``."""
-        if self.complain(error):
-            raise ToldError
+    def complain(self, error: str) -> bool:
+        """Print the first error of any rank (empty = none), once; tell all ranks whether there was one."""
+        errors = self.told(error)
+        failing = [rank for rank, text in enumerate(errors) if text]
+        if failing and self.is_first:
+            where = "" if len(failing) == self.world_size or failing[0] == 0 else f"rank {failing[0]}: "
+            print(f"moe-ep-bench: {where}{errors[failing[0]]}", file=sys.stderr, flush=True)
+        return bool(failing)
 
     def agree(self, act: Callable[[], T], *, on_first: bool = False) -> T:
         """Do something on every rank, or on rank 0 for all, whose result others do not get.
@@ -121,7 +110,8 @@ class Ranks:
                 result = act()
             except ValueError as problem:
                 error = str(problem)
-        self.end_where(error)
+        if self.complain(error):
+            raise ToldError
         return cast(T, result)
 
     def close(self) -> None:
@@ -164,18 +154,21 @@ def join(timeout_s: float, *, measures: bool = True) -> Ranks:
             dist.barrier(meeting)
             dist.destroy_process_group(meeting)
         except (dist.DistError, RuntimeError, ValueError) as error:
-            names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-            rank, world_size, host, port = (os.environ.get(name, "?") for name in names)
-            interface = ""
-            if world_size != str(local_world_size):  # gloo takes the one that the host's name leads to.
-                taken = os.environ.get("GLOO_SOCKET_IFNAME", "unset")
-                interface = f", over a network that GLOO_SOCKET_IFNAME names (here {taken})"
-            why = brief(error, 200, quoted=False)
-            raise NotMetError(
-                f"rank {rank} of {world_size} did not meet the others at {host}:{port} within {timeout_s:g} s; "
-                f"expected {world_size} ranks, all started with that WORLD_SIZE{interface}: {why}"
-            ) from None
+            raise NotMetError(_not_met(timeout_s, local_world_size, error)) from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     side_group = dist.new_group(backend="gloo", timeout=_SIDE_TIMEOUT)
     return Ranks(dist.get_rank(), dist.get_world_size(), local_world_size, device, side_group)
+
+
+def _not_met(timeout_s: float, local_world_size: int, error: Exception) -> str:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, world_size, host, port = (os.environ.get(name, "?") for name in names)
+    interface = ""
+    if world_size != str(local_world_size):  # gloo takes the one that the host's name leads to.
+        taken = os.environ.get("GLOO_SOCKET_IFNAME", "unset")
+        interface = f", over a network that GLOO_SOCKET_IFNAME names (here {taken})"
+    return (
+        f"rank {rank} of {world_size} did not meet the others at {host}:{port} within {timeout_s:g} s; expected "
+        f"{world_size} ranks, all started with that WORLD_SIZE{interface}: {brief(error, 200, quoted=False)}"
+    )

@@ -8,13 +8,13 @@ whatever became of the cases, so that nothing is restarted; the first of a node 
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import json
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from moe_ep_bench.runtime.exit_codes import LOST
 _FOLDER = "MOE_EP_BENCH_LAUNCH"
 # Of ranks: the arguments of the command that started them, as JSON.
 _ARGUMENTS = "MOE_EP_BENCH_ARGUMENTS"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def num_nodes() -> int:
@@ -63,78 +64,29 @@ def torchrun(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) -> 
     options += [] if "PET_MAX_RESTARTS" in os.environ else [f"--max-restarts={max_restarts}"]
     options += ["--standalone"] if num_nodes() == 1 else []
     with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as folder:
-        with (
-            _environment({**_defaults(), _FOLDER: folder, _ARGUMENTS: json.dumps(sys.argv[1:])}),
-            _closing_on_signal(Path(folder)),
-        ):
-            try:
-                main([*options, f"--log-dir={folder}", "-m", "moe_ep_bench", *arguments])
-            except SignalException as stopped:
-                return Ended(128 + int(stopped.sigval))
-            except ChildFailedError:  # torchrun has said which ranks failed, and they why.
-                return Ended(LOST)
-            except Exception as error:  # Nodes that do not meet, say; torch keeps what went wrong in the cause.
-                where = f" at {endpoint}" if (endpoint := os.environ.get("PET_RDZV_ENDPOINT")) else ""
-                words = brief(error.__cause__ or error, 200, quoted=False)
-                print(f"moe-ep-bench: torchrun{where}: {type(error).__name__}: {words}", file=sys.stderr)
-                return Ended(LOST)
+        close = Path(folder, "close")  # a file, for ranks whom no signal reaches
+        earlier = signal.signal(signal.SIGUSR1, lambda number, frame: close.touch())
+        variables = {**_defaults(), _FOLDER: folder, _ARGUMENTS: json.dumps(sys.argv[1:])}
+        before = dict(os.environ)
+        os.environ.update({**variables, **before})  # What the user has set stays.
+        try:
+            main([*options, f"--log-dir={folder}", "-m", "moe_ep_bench", *arguments])
+        except SignalException as stopped:
+            return Ended(128 + int(stopped.sigval))
+        except ChildFailedError:  # torchrun has said which ranks failed, and they why.
+            return Ended(LOST)
+        except Exception as error:  # Nodes that do not meet, say; torch keeps what went wrong in the cause.
+            where = f" at {endpoint}" if (endpoint := os.environ.get("PET_RDZV_ENDPOINT")) else ""
+            words = brief(error.__cause__ or error, 200, quoted=False)
+            print(f"moe-ep-bench: torchrun{where}: {type(error).__name__}: {words}", file=sys.stderr)
+            return Ended(LOST)
+        finally:
+            signal.signal(signal.SIGUSR1, earlier)
+            for name in variables.keys() - before.keys():
+                os.environ.pop(name, None)
         agreed = Path(folder, "status")
         status, node = map(int, agreed.read_text().split()) if agreed.exists() else (LOST, None)
-        return Ended(status, node == 0, Path(folder, "close").exists())
-
-
-def leave_status(status: int) -> int:
-    """In a rank: leave the status on which all ranks agreed; return what this process is to end with."""
-    folder = os.environ.get(_FOLDER)
-    if folder is None:  # Somebody's own torchrun.
-        return status
-    if os.environ.get("LOCAL_RANK") == "0":
-        Path(folder, "status").write_text(f"{status} {os.environ['GROUP_RANK']}")
-    return 0
-
-
-def is_launched() -> bool:
-    """In a rank: whether ``torchrun`` above started it, and not somebody's own."""
-    return _FOLDER in os.environ
-
-
-def asked_arguments() -> list[str]:
-    """Arguments of the command that the user gave: in a rank those of the process that started it."""
-    return json.loads(os.environ[_ARGUMENTS]) if _ARGUMENTS in os.environ else sys.argv[1:]
-
-
-def asked_to_close() -> bool:
-    """In a rank: whether its node was asked (SIGUSR1) to end after the comparison that is measured."""
-    folder = os.environ.get(_FOLDER)
-    return folder is not None and Path(folder, "close").exists()
-
-
-def ask_to_close() -> None:
-    """Ask the ranks of this node to end after the comparison that is measured."""
-    if folder := os.environ.get(_FOLDER):
-        Path(folder, "close").touch()
-
-
-@contextlib.contextmanager
-def _closing_on_signal(folder: Path) -> Iterator[None]:
-    """Turn SIGUSR1 into a request to close: a file, for ranks whom no signal reached."""
-    earlier = signal.signal(signal.SIGUSR1, lambda number, frame: Path(folder, "close").touch())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, earlier)
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables in the block; those that the user has set stay."""
-    new = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            os.environ.pop(name, None)
+        return Ended(status, node == 0, close.exists())
 
 
 def _defaults() -> dict[str, str]:
@@ -150,3 +102,44 @@ def _defaults() -> dict[str, str]:
         if folder.stat().st_uid == os.getuid():
             defaults["TRITON_CACHE_DIR"] = str(folder)
     return defaults
+
+
+# ---- in a rank -------------------------------------------------------------------------------------------------------
+
+
+def is_launched() -> bool:
+    """Whether ``torchrun`` above started this rank, and not somebody's own."""
+    return _FOLDER in os.environ
+
+
+def end_with_parent() -> None:
+    """Have the kernel send SIGTERM when torchrun's process is gone. Before torch is imported."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def leave_status(status: int) -> int:
+    """Leave the status on which all ranks agreed; return what this process is to end with."""
+    folder = os.environ.get(_FOLDER)
+    if folder is None:  # Somebody's own torchrun.
+        return status
+    if os.environ.get("LOCAL_RANK") == "0":
+        Path(folder, "status").write_text(f"{status} {os.environ['GROUP_RANK']}")
+    return 0
+
+
+def asked_arguments() -> list[str]:
+    """Arguments of the command that the user gave: in a rank those of the process that started it."""
+    return json.loads(os.environ[_ARGUMENTS]) if _ARGUMENTS in os.environ else sys.argv[1:]
+
+
+def asked_to_close() -> bool:
+    """Whether this node was asked (SIGUSR1) to end after the comparison that is measured."""
+    folder = os.environ.get(_FOLDER)
+    return folder is not None and Path(folder, "close").exists()
+
+
+def ask_to_close() -> None:
+    """Ask the ranks of this node to end after the comparison that is measured."""
+    if folder := os.environ.get(_FOLDER):
+        Path(folder, "close").touch()

@@ -193,7 +193,7 @@ def measure(
     """Time every case at every step: the loop behind all measured times, of real and of virtual ranks.
 
     Args:
-        before: called with the case's id ahead of each iteration, untimed (progress, marks, the watchdog).
+        before: called with the case's id ahead of each iteration, untimed (progress, the guard).
         keep: called with the case's index, the step and what the case's ``time`` found.
     """
     num_batches = 1 + max(step.batch for step in steps)

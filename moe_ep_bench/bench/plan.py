@@ -31,9 +31,10 @@ from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.presets import ConfigError
 from moe_ep_bench.runtime.progress import SILENT_S, progress_bar
-from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
-from moe_ep_bench.workload.patterns import PatternWorkload
+from moe_ep_bench.workload.batch import Workload
+from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.skews import PATTERNS
+from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
 
 def plan(
@@ -264,7 +265,7 @@ def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -
             return RecordedWorkload(recordings, **sizes, **groups, **{key: getattr(config, key) for key in keys})
         length = config.sequence_length
         if config.skew in PATTERNS:
-            return PatternWorkload(pattern=config.skew, sequence_length=length, **sizes, **groups)
+            return SyntheticWorkload(pattern=config.skew, sequence_length=length, **sizes, **groups)
         targets = config.targets(experiment.model.preset, experiment.layer.ep_size or world_size)
         load = targets.pop("rank_load")
         rank_load = (load["ep_size"], load["load"]) if load else None

@@ -26,9 +26,9 @@ from moe_ep_bench.files import atomic_path, check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model, preset_of
 from moe_ep_bench.policies import policy_class
 from moe_ep_bench.presets import ConfigError
-from moe_ep_bench.workload import open_trace
 from moe_ep_bench.workload.counts import one_rank_words, read_counts
 from moe_ep_bench.workload.skews import PATTERNS
+from moe_ep_bench.workload.trace import open_trace
 
 CONFIG_NAME = "advise.yaml"
 # Flags that are keys of a config; ``--decode-tokens`` is ``--tokens`` of a decode step.

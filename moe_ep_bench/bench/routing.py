@@ -42,8 +42,7 @@ from moe_ep_bench.placement import other_batches
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.policies.laser import LoadAwarePolicy
-from moe_ep_bench.workload import TokenBatch
-from moe_ep_bench.workload.batch import balanced_scores
+from moe_ep_bench.workload.batch import TokenBatch, balanced_scores
 
 if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
     from moe_ep_bench.kernels.shared import SharedSteps

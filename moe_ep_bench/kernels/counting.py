@@ -1,6 +1,6 @@
 """Counting what batches and routings amount to, in one pass over memory, compiled for the host.
 
-Each has a slow form beside it that says the same: ``workload.targets.chosen_experts``, ``metrics.counts_by_torch``.
+Each has a slow form beside it that says the same: ``workload.scores.chosen_experts``, ``metrics.counts_by_torch``.
 
 Shapes: T = tokens, E = experts, K = top_k, R = ranks.
 """

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench import cli
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.presets import ConfigError
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload import patterns
 from moe_ep_bench.workload.skews import PATTERNS
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
@@ -137,7 +137,7 @@ def test_a_pattern_is_a_skew_of_a_config(tmp_path: Path, capsys: pytest.CaptureF
         (["workload.peak_load=3"], "skew: megatron_w1 prescribes all loads; expected no peak_load"),
         (["workload.skew=megatron_w4"], "workload.skew: expected mixed, single_domain, worst_layer, megatron_w0"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(UserError, match=message):
             load_experiments(path, change, on_cpu=True)
     assert cli.main(["route", str(path), "--dry-run", "--set", "model.preset=deepseek-v3"]) == 2
     assert "skew: megatron_w1 knows no groups of experts; the model has 8" in capsys.readouterr().err

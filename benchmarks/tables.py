@@ -4,7 +4,7 @@
     python benchmarks/tables.py --fit                      # prints the figures of data/devices/ and data/links/
 
 Needs the extra ``tables``. Every fifth shape is held out of all fits, and errors on these stand apart. Errors are
-|predicted / measured - 1|. ``BEFORE`` are the figures that data/devices/ had before they were fitted.
+|predicted / measured - 1|.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.links import Curve, Links
 from moe_ep_bench.cost_model.table_devices import ExpertTable, load_links, read_nccl, tables_of_shape
 from moe_ep_bench.cost_model.tables import (
     BALANCED,
@@ -30,7 +30,6 @@ from moe_ep_bench.cost_model.tables import (
     package_words,
     read_moe,
 )
-from moe_ep_bench.placement import replicate
 
 # Device, system, and the frameworks that its roofline is fitted to, each weighing the same.
 DEVICES = {
@@ -40,12 +39,6 @@ DEVICES = {
     "b200-sxm": ("b200_sxm", ("trtllm/1.3.0rc20", "vllm/0.24.0")),
     "gb200": ("gb200", ("trtllm/1.3.0rc20", "vllm/0.24.0")),
 }
-_ASSUMED = {"memory_efficiency": 0.81, "overhead_us": 37.0}
-BEFORE = {
-    "h100-sxm": {"arithmetic_efficiency": ((1, 0.003125), (128, 0.4), (1024, 0.5)), **_ASSUMED},
-    "h200-sxm": {"arithmetic_efficiency": ((1, 0.003125), (128, 0.4), (1024, 0.5)), **_ASSUMED},
-    "a100-sxm-80gb": {"arithmetic_efficiency": ((1, 0.00390625), (128, 0.5), (1024, 0.6)), **_ASSUMED},
-}
 # Links of one node, and the table of NCCL they are fitted to.
 LINKS = {
     "h100-nvlink4": "table:h100_sxm/nccl/2.29.2",
@@ -53,10 +46,7 @@ LINKS = {
     "b200-nvlink5": "table:b200_sxm/nccl/2.29.2",
     "gb200-nvl72": "table:gb200/nccl/2.29.2",
 }
-LINKS_BEFORE = {"h100-nvlink4": (10.6, 450 * 0.82), "a100-nvlink3": (10.6, 300 * 0.77)}
 LAWS = ("table:h100_sxm/trtllm/1.3.0rc20", "table:h100_sxm/vllm/0.24.0", "table:h100_sxm/sglang/0.5.14")
-# TensorRT-LLM's layers with and without EPLB.
-WIDE, WIDE_EP = "table:h100_sxm/trtllm/1.3.0rc10", "wideep_moe_perf.parquet"
 MOST_EP, HELD = 8, 5
 # Tokens at which the law is held against power laws, draws of a row's loads, and the fewest rows of a table.
 LAW_TOKENS, DRAWS, FEWEST = (16, 128, 1024, 4096, 16384), 10, 5
@@ -74,25 +64,23 @@ def held_out(rows: pd.DataFrame) -> pd.Series:
 def experts_rows(system: str, frameworks: tuple[str, ...]) -> pd.DataFrame:
     """Balanced rows in bfloat16 of gated experts up to EP 8, with a rank's activated experts and pairs."""
     parts = [
-        read_moe(Tables.named(f"table:{system}/{one}", "moe"), dtype="bfloat16").assign(framework=one)
-        for one in frameworks
+        read_moe(Tables.named(f"table:{system}/{framework}", "moe"), dtype="bfloat16").assign(framework=framework)
+        for framework in frameworks
     ]
     rows = pd.concat(parts, ignore_index=True)
-    gated = [shape[:3] not in UNGATED for shape in rows[SHAPE].itertuples(index=False, name=None)]
-    rows = rows[np.array(gated) & (rows["ep_size"] <= MOST_EP)].reset_index(drop=True)
+    is_gated = ~rows[SHAPE[:3]].apply(tuple, axis=1).isin(UNGATED)
+    rows = rows[is_gated & (rows["ep_size"] <= MOST_EP)].reset_index(drop=True)
     loads = [
-        balanced_loads(one.num_tokens, one.num_experts, one.topk, one.num_experts // one.ep_size)
-        for one in rows.itertuples()
+        balanced_loads(row.num_tokens, row.num_experts, row.top_k, row.num_experts // row.ep_size)
+        for row in rows.itertuples()
     ]
-    rows["active"] = [int((one > 0).sum()) for one in loads]
-    rows["pairs"] = [int(one.sum()) for one in loads]
-    rows["rows"] = rows["pairs"] / rows["active"]
-    return rows.assign(held=held_out(rows))
+    rows = rows.assign(active=[int((load_L > 0).sum()) for load_L in loads], pairs=[int(one.sum()) for one in loads])
+    return rows.assign(rows=rows["pairs"] / rows["active"], held=held_out(rows))
 
 
 def predicted_us(device: Device, rows: pd.DataFrame) -> np.ndarray:
     """The experts by the roofline, equally loaded, and the two sorts of rows that a table's row has in it."""
-    hidden, ffn = rows["hidden_size"].to_numpy(float), rows["inter_size"].to_numpy(float)
+    hidden, ffn = rows["hidden_size"].to_numpy(float), rows["ffn_hidden_size"].to_numpy(float)
     pairs, active = rows["pairs"].to_numpy(float), rows["active"].to_numpy(float)
     arithmetic_us = device.arithmetic_us(6 * pairs * hidden * ffn, rows["rows"])
     num_bytes = 2 * (3 * hidden * ffn * active + pairs * (2 * hidden + 6 * ffn))
@@ -110,7 +98,7 @@ def fit_device(device: Device, rows: pd.DataFrame) -> Device:
     weights *= np.sqrt(len(seen))
 
     def made(figures: np.ndarray) -> Device:
-        shares = tuple((float(knot), float(np.exp(share))) for knot, share in zip(KNOTS, figures[2:], strict=True))
+        shares = Curve.of(KNOTS, np.exp(figures[2:]))
         update = {"overhead_us": float(np.exp(figures[0])), "memory_efficiency": float(np.exp(figures[1]))}
         return device.model_copy(update={**update, "arithmetic_efficiency": shares})
 
@@ -141,19 +129,14 @@ def errors_of(frame: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def rooflines() -> pd.DataFrame:
-    """A row for each measured row and stage, before and after the fit."""
+    """A row for each measured row."""
     parts = []
     for name, (system, frameworks) in DEVICES.items():
-        rows, now = experts_rows(system, frameworks), Device.named(name)
-        stages = {"after": now}
-        if name in BEFORE:
-            stages["before"] = now.model_copy(update=BEFORE[name])
-        for stage, device in sorted(stages.items(), reverse=True):
-            parts.append(
-                rows.assign(device=name, stage=stage, predicted=predicted_us(device, rows), measured=rows["us"])
-            )
-    found = pd.concat(parts, ignore_index=True)
-    return found.assign(band=band(found["rows"]), shapes=np.where(found["held"], "held out", "fitted"))
+        rows = experts_rows(system, frameworks)
+        predicted = predicted_us(Device.named(name), rows)
+        parts.append(rows.assign(device=name, stage="after", predicted=predicted, measured=rows["us"]))
+    frame = pd.concat(parts, ignore_index=True)
+    return frame.assign(band=band(frame["rows"]), shapes=np.where(frame["held"], "held out", "fitted"))
 
 
 # ---- (b) the straggler's law -----------------------------------------------------------------------------------------
@@ -161,67 +144,51 @@ def rooflines() -> pd.DataFrame:
 
 def interpolation(name: str) -> pd.DataFrame:
     """Every inner row predicted from the others of its shape and EP size, and from all."""
-    found = []
-    for tables in _tables(Tables.named(name, "moe")):
-        for position in range(1, len(tables.tokens) - 1):
-            kept = [at for at in range(len(tables.tokens)) if at != position]
-            number, measured = tables.tokens[position], tables.times_us[position]
-            fewer = tables.model_copy(
-                update={
-                    "tokens": tuple(tables.tokens[at] for at in kept),
-                    "times_us": tuple(tables.times_us[at] for at in kept),
-                }
-            )
-            fewer = ExpertTable.model_validate(fewer.model_dump())
-            loads = tables.loads(number)
-            found.append(("at the row", tables.time_us(loads, number), measured))
-            found.append(("without the row", fewer.time_us(loads, number), measured))
-    return pd.DataFrame(found, columns=["how", "predicted", "measured"]).assign(table=name)
+    rows = []
+    for table in _tables(Tables.named(name, "moe")):
+        points = table.curve.root
+        for position in range(1, len(points) - 1):
+            (tokens, measured), others = points[position], points[:position] + points[position + 1 :]
+            fewer = ExpertTable.model_validate(table.model_dump() | {"curve": others})
+            loads = table.loads(int(tokens))
+            rows.append(("at the row", table.time_us(loads, int(tokens)), measured))
+            rows.append(("without the row", fewer.time_us(loads, int(tokens)), measured))
+    return pd.DataFrame(rows, columns=["how", "predicted", "measured"]).assign(table=name)
 
 
 def _tables(tables: Tables, dtype: str = "bfloat16") -> Iterator[ExpertTable]:
     for _, rows in read_moe(tables, dtype=dtype).groupby(SHAPE):
         for table in tables_of_shape(rows).values():
-            if len(table.tokens) >= FEWEST:
+            if len(table.curve.root) >= FEWEST:
                 yield table
 
 
 def law(name: str) -> pd.DataFrame:
     """Ratio imbalanced over balanced of every power-law row: predicted from balanced rows and drawn loads, measured."""
     tables, generator = Tables.named(name, "moe"), np.random.default_rng(0)
-    every = read_moe(tables, distribution=None)
-    every = every[every["num_tokens"].isin(LAW_TOKENS)]
-    drawn: dict[tuple, list[np.ndarray]] = {}
+    measured = read_moe(tables, distribution=None)
+    measured = measured[measured["num_tokens"].isin(LAW_TOKENS)]
+    draws: dict[tuple, list[np.ndarray]] = {}
     found = []
-    for dtype in sorted(every["dtype"].unique()):
-        for table in _tables(tables, dtype):
-            shape = (table.hidden_size, table.ffn_hidden_size, table.num_experts, table.top_k)
-            own = every[(every["dtype"] == dtype) & (every["ep_size"] == table.ep_size)]
-            own = of_shape(own, shape)
-            balanced_us = own[own["distribution"] == BALANCED].set_index("num_tokens")["us"]
-            for one in own[own["distribution"] != BALANCED].itertuples():
-                if one.num_tokens not in balanced_us.index:
-                    continue
-                exponent = float(one.distribution.rpartition("_")[2])
-                key = (one.num_tokens, *shape[2:], table.ep_size, exponent)
-                if key not in drawn:
-                    drawn[key] = [power_law_loads(*key, generator)[0] for _ in range(DRAWS)]
-                times = np.array([table.time_us(loads, one.num_tokens) for loads in drawn[key]])
-                load = np.mean([loads.sum() for loads in drawn[key]]) * table.ep_size / (one.num_tokens * table.top_k)
-                base_us = float(balanced_us[one.num_tokens])
-                found.append(
-                    {
-                        "dtype": dtype,
-                        "ep_size": table.ep_size,
-                        "num_tokens": one.num_tokens,
-                        **dict(zip(SHAPE, shape, strict=True)),
-                        "load": load,
-                        "predicted": times.mean() / base_us,
-                        "measured": one.us / base_us,
-                        "of_all_tokens": table.token_us * one.num_tokens / base_us,
-                        "chance": times.std() / times.mean() / np.sqrt(5),
-                    }
-                )
+    for dtype, table in ((name, table) for name in sorted(set(measured["dtype"])) for table in _tables(tables, name)):
+        shape = [getattr(table, key) for key in SHAPE]
+        rows = of_shape(measured[(measured["dtype"] == dtype) & (measured["ep_size"] == table.ep_size)], shape)
+        base = rows[rows["distribution"] == BALANCED][["num_tokens", "us"]].rename(columns={"us": "base_us"})
+        for row in rows[rows["distribution"] != BALANCED].merge(base).itertuples():
+            key = (row.num_tokens, *shape[2:], table.ep_size, float(row.distribution.rpartition("_")[2]))
+            if key not in draws:
+                draws[key] = [power_law_loads(*key, generator)[0] for _ in range(DRAWS)]
+            times = np.array([table.time_us(load_L, row.num_tokens) for load_L in draws[key]])
+            pairs = np.mean([load_L.sum() for load_L in draws[key]])
+            ratios = {
+                "load": pairs * table.ep_size / (row.num_tokens * table.top_k),
+                "predicted": times.mean() / row.base_us,
+                "measured": row.us / row.base_us,
+                "of_all_tokens": table.token_us * row.num_tokens / row.base_us,
+                "chance": times.std() / times.mean() / np.sqrt(5),
+            }
+            at = {"dtype": dtype, "ep_size": table.ep_size, "num_tokens": row.num_tokens}
+            found.append({**at, **dict(zip(SHAPE, shape, strict=True)), **ratios})
     frame = pd.DataFrame(found)
     return frame.assign(table=name, held=held_out(frame))
 
@@ -244,102 +211,30 @@ def power_law_loads(
     loads_RL = loads.reshape(ep_size, -1)
     missing = pairs - int(loads.sum())
     quota_R = np.full(ep_size, abs(missing) // ep_size) + (np.arange(ep_size) < abs(missing) % ep_size)
-    for row, quota in zip(loads_RL, quota_R, strict=True):
-        _level(row, int(quota), num_tokens, up=missing > 0)
+    for load_L, quota in zip(loads_RL, quota_R, strict=True):
+        for _ in range(quota):
+            if missing > 0 and load_L.min() < num_tokens:
+                load_L[load_L.argmin()] += 1
+            elif missing < 0 and load_L.max() > 0:
+                load_L[load_L.argmax()] -= 1
     fullest = int(loads_RL.sum(axis=1).argmax())
     loads_RL[[0, fullest]] = loads_RL[[fullest, 0]]
     return loads_RL
 
 
-def _level(loads_L: NDArray[np.int64], quota: int, most: int, *, up: bool) -> None:
-    """Give ``quota`` pairs, one by one, to the least loaded expert, or take them from the most loaded; in place."""
-    sign = 1 if up else -1
-    heights = loads_L * sign  # Taking from the fullest is giving to the least of the negatives.
-    limit = most if up else 0
-    quota = min(quota, int((limit - heights).sum()))
-    while quota > 0:
-        least = heights.min()
-        lowest = np.flatnonzero(heights == least)
-        above = heights[heights > least]
-        step = (min(int(above.min()), limit) if len(above) else limit) - int(least)
-        if step * len(lowest) <= quota:
-            heights[lowest] += step
-            quota -= step * len(lowest)
-        else:
-            each, rest = divmod(quota, len(lowest))
-            heights[lowest] += each
-            heights[lowest[:rest]] += 1
-            quota = 0
-    loads_L[:] = heights * sign
-
-
-# ---- (c) wide EP -----------------------------------------------------------------------------------------------------
-
-
-def wide_ep() -> pd.DataFrame:
-    """The gain of EPLB: time with a home for every expert over time with planned slots, predicted and measured."""
-    tables, generator = Tables.named(WIDE, "moe"), np.random.default_rng(0)
-    columns = [*SHAPE, "moe_dtype", "moe_ep_size", "num_slots", "num_tokens", "distribution", "latency"]
-    rows = tables.read("moe", WIDE_EP, columns)
-    rows["exponent"] = rows["distribution"].str.extract(r"([\d.]+)", expand=False).astype(float)
-    rows = rows[rows["num_tokens"].isin(LAW_TOKENS)]
-    found = []
-    for (hidden, ffn, experts, top_k), own in rows.groupby(SHAPE):
-        balanced = read_moe(tables, dtype="fp8_block")
-        balanced = of_shape(balanced, (hidden, ffn, experts, top_k))
-        by_size = tables_of_shape(balanced) if len(balanced) else {}
-        for (ep_size, exponent, number), points in own.groupby(["moe_ep_size", "exponent", "num_tokens"]):
-            plain = points[~points["distribution"].str.endswith("eplb")]["latency"]
-            if ep_size not in by_size or len(plain) != 1:
-                continue
-            table = by_size[ep_size]
-            table = table.model_copy(update={"expert_us": 3 * hidden * ffn / 2.7e6})
-            draws = [power_law_loads(number, experts, top_k, ep_size, exponent, generator) for _ in range(DRAWS)]
-            native_us = np.mean([table.time_us(loads_RL[0], number) for loads_RL in draws])
-            for one in points[points["distribution"].str.endswith("eplb")].itertuples():
-                times = []
-                for loads_RL in draws:
-                    load_E = loads_RL.ravel()
-                    placed = replicate(load_E, num_slots=one.num_slots, num_ranks=ep_size, policy="global")
-                    slots_P = placed.slot_expert_LP[0]
-                    load_P = (load_E / placed.replicas[0])[slots_P].reshape(ep_size, -1)
-                    times.append(table.time_us(load_P[load_P.sum(axis=1).argmax()], number))
-                found.append(
-                    {
-                        **dict(zip(SHAPE, (hidden, ffn, experts, top_k), strict=True)),
-                        "ep_size": ep_size,
-                        "exponent": exponent,
-                        "num_tokens": number,
-                        "slots": f"{one.num_slots} of {experts} experts",
-                        "predicted": native_us / np.mean(times),
-                        "measured": float(plain.iloc[0]) / one.latency,
-                    }
-                )
-    return pd.DataFrame(found)
-
-
-# ---- (d) links -------------------------------------------------------------------------------------------------------
+# ---- (c) links -------------------------------------------------------------------------------------------------------
 
 
 def links() -> pd.DataFrame:
-    """Every size of an even all-to-all on all GPUs of a node: by the file, by the file before, by the table."""
-    found = []
+    """Every size of an even all-to-all on all GPUs of a node: by the file and by the table."""
+    parts = []
     for name, table in LINKS.items():
         rows = read_nccl(Tables.named(table, "comm"))
         rows = rows[(rows["op_name"] == "alltoall") & (rows["num_gpus"] == rows["num_gpus"].max())]
-        sizes, measured = rows["bytes"].to_numpy(), rows["us"].to_numpy()
-        now, elsewhere = Links.named(name).intra, load_links(table).intra
-        predictions = {"after": now.time_us(sizes), "table": elsewhere.time_us(sizes)}
-        if name in LINKS_BEFORE:
-            latency_us, reached_gbps = LINKS_BEFORE[name]
-            predictions["before"] = latency_us + sizes / (reached_gbps * 1e3)
-        for stage, predicted in predictions.items():
-            found.append(
-                pd.DataFrame({"bytes": sizes, "predicted": predicted, "measured": measured}).assign(
-                    links=name, stage=stage, gpus=int(rows["num_gpus"].max())
-                )
-            )
-    return pd.concat(found, ignore_index=True)
+        for stage, link in (("after", Links.named(name).intra), ("table", load_links(table).intra)):
+            predicted = link.time_us(rows["bytes"].to_numpy())
+            parts.append(rows.assign(links=name, stage=stage, gpus=rows["num_gpus"], predicted=predicted))
+    return pd.concat(parts, ignore_index=True).rename(columns={"us": "measured"})
 
 
 # ---- what is written -------------------------------------------------------------------------------------------------
@@ -349,7 +244,7 @@ def errors() -> Iterator[tuple[str, pd.DataFrame]]:
     """All errors, by the name of their file."""
     fits = rooflines()
     yield "rooflines", errors_of(fits, ["device", "framework", "stage", "shapes"])
-    by_rows = errors_of(fits[fits["stage"] == "after"], ["device", "framework", "shapes", "band"])
+    by_rows = errors_of(fits, ["device", "framework", "shapes", "band"])
     yield "rooflines-by-rows", by_rows.rename(columns={"band": "rows an expert"})
     points = pd.concat([interpolation(name) for name in LAWS], ignore_index=True)
     yield "interpolation", errors_of(points, ["table", "how"])
@@ -359,9 +254,6 @@ def errors() -> Iterator[tuple[str, pd.DataFrame]]:
     medians = laws.groupby(key)[["measured", "load", "of_all_tokens", "chance"]].median().reset_index()
     yield "law-by-ep", errors_of(laws, key).merge(medians).rename(columns={"ratio": "predicted over measured"})
     yield "law-by-tokens", errors_of(laws, ["table", "num_tokens"])
-    wide, key = wide_ep(), ["slots", "ep_size"]
-    gains = wide.groupby(key)[["predicted", "measured"]].median().reset_index()
-    yield "wide-ep", errors_of(wide, key).drop(columns="ratio").merge(gains)
     carried = links()
     carried["worst"] = (carried["predicted"] / carried["measured"] - 1).abs()
     worst = carried.groupby(["links", "stage"])["worst"].max().reset_index()
@@ -377,13 +269,13 @@ def fitted() -> Iterator[str]:
         yield f"# {name}"
         yield f"overhead_us: {device.overhead_us:.3g}\nmemory_efficiency: {device.memory_efficiency:.3g}"
         yield "arithmetic_efficiency:"
-        yield from (f"  - [{knot:g}, {share:.3g}]" for knot, share in device.arithmetic_efficiency)
+        yield from (f"  - [{knot:g}, {share:.3g}]" for knot, share in device.arithmetic_efficiency.root)
         errors = rows.assign(predicted=predicted_us(device, rows), measured=rows["us"])
         yield "\n".join(f"# {line}" for line in errors_of(errors, ["framework", "held"]).to_string().splitlines())
     for name, table in LINKS.items():
         link = load_links(table).intra
         yield f"# {name}\n  latency_us: {link.latency_us:.3g}\n  curve:"
-        yield from (f"    - [{size:.6g}, {us:.4g}]" for size, us in link.curve)
+        yield from (f"    - [{size:.6g}, {us:.4g}]" for size, us in link.curve.root)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ep_bench.cost_model.devices import (
+    PRECISIONS,
     RUN_DTYPES,
     VALUE_BYTES,
     Device,
@@ -64,7 +65,16 @@ def test_a_gated_ffn_reads_the_weights_of_experts_that_have_rows() -> None:
 def test_a_pass_costs_its_overhead_and_its_work() -> None:
     flops, num_bytes, rows = ffn_work(1000, 500, [0, 1, 5000], 2)
     expected = 3 + device().work_us(flops, num_bytes, rows)
-    assert device().experts_us(1000, 500, [0, 1, 5000], 2) == pytest.approx(expected)
+    assert device().experts_us(1000, 500, [0, 1, 5000]) == pytest.approx(expected)
+
+
+def test_a_smaller_precision_reads_less_and_multiplies_faster() -> None:
+    """Of weights alone, and of arithmetic: rows stay in two bytes."""
+    small = device(overhead_us=0.0)
+    few, many = small.experts_us(1000, 500, [1], num_matrices=3), small.experts_us(1000, 500, [10**6])
+    fp8 = PRECISIONS["fp8"]
+    assert few - small.experts_us(1000, 500, [1], fp8) == pytest.approx(3 * 1000 * 500 / 1e6)
+    assert small.experts_us(1000, 500, [10**6], fp8) == pytest.approx(many / 2)
 
 
 def test_a_gpus_name_is_one_devices() -> None:
@@ -82,7 +92,7 @@ def test_routing_takes_a_time_per_score_and_permutation_its_share_of_the_bandwid
 def test_few_rows_reach_less_arithmetic() -> None:
     # Between the points: a straight line over logarithms. Beyond them: the nearest point.
     expected = [0.01, math.sqrt(0.01 * 0.5), 0.5, 0.5]
-    np.testing.assert_allclose(device().efficiency([0.5, 10, 100, 1e6]), expected)
+    np.testing.assert_allclose(device().arithmetic_efficiency.at([0.5, 10, 100, 1e6], growth=0), expected)
     assert device().work_us(1e9, 0, 1) == pytest.approx(1000)
 
 
@@ -95,8 +105,8 @@ def test_a_value_has_as_many_bytes_as_in_torch() -> None:
 def test_no_work_takes_no_time() -> None:
     known = device()
     assert known.work_us(0, 0, 0) == known.work_us([], [], []) == 0
-    assert known.experts_us(1000, 500, [], 2) == known.experts_us(1000, 500, [0, 0], 2) == 0
-    assert known.experts_us(1000, 500, [0, 3], 2) == known.experts_us(1000, 500, [3], 2)
+    assert known.experts_us(1000, 500, []) == known.experts_us(1000, 500, [0, 0]) == 0
+    assert known.experts_us(1000, 500, [0, 3]) == known.experts_us(1000, 500, [3])
 
 
 @given(
@@ -108,7 +118,7 @@ def test_more_tokens_never_take_less_time(rows: list[int], name: str, more: int)
     rows_L = np.array(rows)
     fuller_L = rows_L.copy()
     fuller_L[0] += more
-    fewer_us, more_us = (KNOWN[name].experts_us(2048, 1024, one, 2) for one in (rows_L, fuller_L))
+    fewer_us, more_us = (KNOWN[name].experts_us(2048, 1024, one) for one in (rows_L, fuller_L))
     assert more_us >= fewer_us * (1 - 1e-12)
 
 
@@ -116,7 +126,7 @@ def test_the_h100s_roofline_is_near_what_a_decode_step_took_with_torch() -> None
     """Qwen3-30B-A3B at 16 tokens, grouped_mm: 37 us + 3.49 us per activated expert. The fit is of other kernels."""
     # 128 pairs on 60 experts: rows are 0.4 % of what their weights are.
     rows_L = np.array([3] * 8 + [2] * 52 + [0] * 68)
-    time_us = Device.load("h100-sxm").experts_us(2048, 768, rows_L, 2)
+    time_us = Device.load("h100-sxm").experts_us(2048, 768, rows_L)
     assert time_us == pytest.approx(37 + 3.49 * 60, rel=0.15)
 
 
@@ -153,7 +163,7 @@ def test_figures_say_what_they_rest_on(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"arithmetic_efficiency": [[100, 0.5], [1, 0.1]]}, "arithmetic_efficiency: expected rising rows"),
+        ({"arithmetic_efficiency": [[100, 0.5], [1, 0.1]]}, "arithmetic_efficiency: expected rising sizes"),
         ({"arithmetic_efficiency": []}, "arithmetic_efficiency: .*at least 1"),
         ({"memory_efficiency": 2}, "memory_efficiency: .*got 2"),
         ({"permute_efficiency": 0}, "permute_efficiency: .*got 0"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moe_ep_bench.bench.traffic import copies_of
 from moe_ep_bench.cost_model.devices import PRECISIONS
-from moe_ep_bench.cost_model.links import Link, Links, fit_link
+from moe_ep_bench.cost_model.links import Link, Links
 from moe_ep_bench.cost_model.transport import Exchange, Rows, exchange_words, forwarded
 
 INTRA = {
@@ -116,45 +116,6 @@ def test_a_curve_goes_through_its_points() -> None:
     np.testing.assert_allclose(link.time_us(sizes), [0, 10, 10, 10, 10**1.5, 100, 120])
 
 
-SIZES = 2.0 ** np.arange(10, 31)
-
-
-@pytest.mark.parametrize(("latency_us", "gbps"), [(10.6, 370.0), (250.0, 1.5), (0.5, 24.0)])
-def test_a_fit_without_noise_gives_back_its_parameters(latency_us: float, gbps: float) -> None:
-    fit = fit_link(SIZES, latency_us + SIZES / (gbps * 1e3))
-    assert (fit.latency_us, fit.bandwidth_gbps) == pytest.approx((latency_us, gbps), rel=1e-9)
-    assert fit.worst_error < 1e-9
-    assert fit.r2 == pytest.approx(1)
-
-
-def test_a_fit_to_noisy_times_comes_close() -> None:
-    noise = np.random.default_rng(0).lognormal(0, 0.05, len(SIZES))
-    fit = fit_link(SIZES, (10.6 + SIZES / 370e3) * noise)
-    assert (fit.latency_us, fit.bandwidth_gbps) == pytest.approx((10.6, 370), rel=0.06)
-    # Medians of a normal distribution's absolute value lie at 0.67 of its width.
-    assert 0.01 < fit.median_error < 0.07
-    assert fit.median_error < fit.rms_error < fit.worst_error < 0.2
-    assert 0.97 < fit.r2 < 1
-    with pytest.raises(ValueError, match="times that grow with the bytes"):
-        fit_link([1024, 2048, 4096], [30.0, 20.0, 10.0])
-
-
-def test_errors_are_relative_and_r2_is_of_the_times() -> None:
-    sizes, times_us = np.array([1e5, 2e5, 4e5]), np.array([11.0, 19.0, 42.0])
-    fit = fit_link(sizes, times_us)
-    predicted_us = fit.latency_us + sizes / fit.bandwidth_gbps / 1e3
-    errors = np.abs(predicted_us / times_us - 1)
-    assert (fit.median_error, fit.worst_error) == pytest.approx((np.median(errors), errors.max()))
-    assert fit.r2 == pytest.approx(1 - ((predicted_us - times_us) ** 2).sum() / ((times_us - 24) ** 2).sum())
-
-
-def test_a_fit_minds_small_messages_as_much_as_large_ones() -> None:
-    """Least squares of the times themselves would let one per cent at 1 GB outweigh the whole latency."""
-    times_us = 10.6 + SIZES / 370e3
-    times_us[-1] *= 1.02
-    assert fit_link(SIZES, times_us).latency_us == pytest.approx(10.6, rel=0.02)
-
-
 def test_links_that_others_wrote_load_by_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     for curve in (CURVE, {**INTRA, "curve": [[1, 5.0], [2, 5.0], [3, 6.0]]}):
@@ -179,8 +140,8 @@ GOOD = {"name": "test", "source": "a test", "ranks_per_node": 4, "intra": INTRA,
         ({**GOOD, "intra": {**INTRA, "efficiency": 1.2}}, "intra.efficiency: expected at most 1, got 1.2"),
         ({**GOOD, "intra": {**INTRA, "latency_basis": "guessed"}}, "intra.latency_basis: expected .*got 'guessed'"),
         ({**GOOD, "intra": {**INTRA, "bandwidth": 1}}, "intra.bandwidth: no such key"),
-        ({**GOOD, "intra": {**INTRA, "curve": [[1, 2], [1, 3]]}}, r"curve: expected rising bytes.*got \[1.0, 3.0\]"),
-        ({**GOOD, "intra": {**INTRA, "curve": [[2, 1], [1, 2]]}}, "expected rising bytes"),
+        ({**GOOD, "intra": {**INTRA, "curve": [[1, 2], [1, 3]]}}, r"curve: expected rising sizes.*got \[1.0, 3.0\]"),
+        ({**GOOD, "intra": {**INTRA, "curve": [[2, 1], [1, 2]]}}, "expected rising sizes"),
         ({**GOOD, "intra": None}, "intra: expected a link with ranks_per_node=4"),
         ({**GOOD, "intra": None, "ranks_per_node": 1}, "inter: expected a link where intra is null"),
         ({key: value for key, value in GOOD.items() if key != "source"}, "source: missing"),
@@ -199,6 +160,7 @@ def test_a_wrong_file_is_told_in_one_line(text: object, words: str, tmp_path: Pa
 
 def test_scaled_links_carry_more_in_the_same_time_and_keep_their_latency() -> None:
     plain = links(intra=CURVE)
+    plain.all_gather_us(8, 4)
     faster = plain.scaled(4)
     assert plain.scaled(1) is plain
     for before, after in ((plain.intra, faster.intra), (plain.inter, faster.inter)):

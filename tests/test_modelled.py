@@ -86,7 +86,7 @@ def test_the_experts_by_hand() -> None:
     assert phases()["experts"] == pytest.approx(3 + 60 + 180)
     # One row: 3e6 operations are 0.06 us; 2 (1.5e6 + 5e3) bytes are 3.01 us. An expert without rows moves nothing.
     assert phases(RankWork(1000, 2000, np.array([1, 0, 1])))["experts"] == pytest.approx(3 + 2 * 3.01)
-    assert phases(RankWork(1000, 2000, np.array([1])), bytes_per_value=4)["experts"] == pytest.approx(3 + 6.02)
+    assert phases(RankWork(1000, 2000, np.array([1])), dtype="float32")["experts"] == pytest.approx(3 + 6.02)
 
 
 def test_the_shared_experts_by_hand() -> None:

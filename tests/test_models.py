@@ -368,7 +368,7 @@ def without(name: str, key: str) -> dict[str, Any]:
         (changed("olmoe-1b-7b", hidden_act=1), "hidden_act: expected text, got 1"),
         (changed("olmoe-1b-7b", hidden_size=float("inf")), "hidden_size: expected a whole number, got inf"),
         (changed("qwen3-30b-a3b", decoder_sparse_step=0), "decoder_sparse_step: expected a number above 0, got 0"),
-        (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1 or a list, got true"),
+        (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1 or a list, got True"),
         (
             changed("deepseek-v3", mlp_layer_types=["sparse"] * 61),
             "mlp_layer_types: expected 3 dense layers, as first_k",
@@ -524,7 +524,7 @@ def test_plain_experts_have_two_matrices() -> None:
     gated = load_model("olmoe-1b-7b")
     plain = gated.model_copy(update={"activation": "plain"})
     assert 3 * plain.expert_parameters == 2 * gated.expert_parameters
-    args = gated.hidden_size, gated.ffn_hidden_size, [64] * 8, 2
+    args = gated.hidden_size, gated.ffn_hidden_size, [64] * 8
     device = Device.named("h100-sxm")
     base = device.overhead_us
     few, many = (device.experts_us(*args, num_matrices=number) - base for number in (2, 3))

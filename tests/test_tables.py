@@ -146,25 +146,11 @@ def test_a_shape_that_was_not_measured_is_scaled_and_says_so_or_refused() -> Non
     exact = bound(8)
     assert "scaled" not in exact.describe()
     rows_L = np.array([4000, 4000])
-    assert 1 < near.experts_us(1024, 768, rows_L, 2) / exact.experts_us(1024, 512, rows_L, 2) <= 1.5 * 1.01
+    assert 1 < near.experts_us(1024, 768, rows_L) / exact.experts_us(1024, 512, rows_L) <= 1.5 * 1.01
     with pytest.raises(
         ValueError, match="within a factor of 4; measured: 1024 x 512, 16 experts, top-2 \\(EP 1, 2, 4, 8"
     ):
         bound(8, shape=(128, 128, 16, 2))
-
-
-@pytest.mark.usefixtures("made_up")
-def test_a_tables_time_stands_beside_the_rooflines_and_a_far_one_is_explained() -> None:
-    device = bound(8)
-    assert device.table is not None
-    tokens = 16_384
-    table_us = device.table.time_us(device.table.loads(tokens), tokens)
-    ratio = table_us / device.roofline_us(1024, 512, device.table.loads(tokens))
-    assert device.compared(tokens).startswith(f"{table_us / 1e3:.3g} ms of balanced loads, {ratio:.2g} x the roofline")
-    assert ("a row saw all ranks' tokens" in device.compared(tokens)) == (ratio >= 2)
-    assert device.compared(2 * tokens).startswith("extrapolated to 32,768; ")
-    slow = device.model_copy(update={"table": device.table.model_copy(update={"times_us": [9e4] * 10})})
-    assert "a row saw all ranks' tokens, which these kernels touch" in slow.compared(tokens)
 
 
 @pytest.mark.usefixtures("made_up")
@@ -173,7 +159,7 @@ def test_a_table_says_that_it_was_measured_elsewhere_and_the_rest_is_modelled() 
     assert "16,384 tokens, extrapolated to 50,000; " in bound().describe(num_tokens=50_000)
     assert words.startswith(
         "experts measured elsewhere (aiconfigurator-core 0.0, vLLM 1.0 on H100 SXM, bfloat16): 1024 x 512, 16 experts,"
-        " top-2, EP 8: 10 rows of 1 to 16,384 tokens, "
+        " top-2, EP 8: 10 rows of 1 to 16,384 tokens; "
     )
     assert "; the rest modelled by devices/h100-sxm: roofline" in words
     assert (

@@ -129,7 +129,7 @@ def a_pass_is_cut_at_the_meetings_of_all_layers_in_order(lab: Lab) -> None:
         assert "output" in first[-1]
         segments = pass_segments(
             Device.load("h100-sxm"), model.model, model.num_layers, model.work(0), by_policy=spec is not None,
-            batch_wide=spec is not None, bytes_per_value=4,
+            batch_wide=spec is not None, dtype="float32",
         )  # fmt: skip
         modelled, modelled_meetings = legs_of(segments)
         assert modelled_meetings == meetings

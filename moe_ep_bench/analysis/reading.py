@@ -261,7 +261,8 @@ def check_counts(
         refuse(np.isin(places_N, strange), path_of, f"{column}: expected counts, got others")
     for column in (name for name in rows if name in METRICS and not pa.types.is_list(METRICS[name].dtype)):
         values_N = rows[column].to_numpy(dtype=float, na_value=np.nan)
-        is_known = np.isnan(values_N) | ((values_N >= 0) & (values_N < MOST_COUNT))
+        least = -1 if column == "max_violation" else 0
+        is_known = np.isnan(values_N) | ((values_N >= least) & (values_N < MOST_COUNT))
         refuse(~is_known, path_of, f"{column}: expected finite numbers from 0, got others")
 
 

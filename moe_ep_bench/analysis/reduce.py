@@ -233,7 +233,7 @@ COUNTS = [
     "num_tokens", "num_pairs", "padding_pairs", "num_topk_pairs", "num_dropped_pairs", "tokens_without_expert",
     "crossing_pairs", "crossing_copies", "num_image_tokens",
 ]  # fmt: skip
-SHARES = ["topk_share", "entropy"]
+SHARES = ["topk_share", "entropy", "regime_single_head", "regime_smooth", "regime_plateau"]
 ROUTED = [
     "fullest_expert", "fullest_rank", "expert_imbalance", "rank_imbalance", "dropped_share", "retained_mass",
     "below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank",

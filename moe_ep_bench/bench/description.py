@@ -13,7 +13,7 @@ from moe_ep_bench.bench import checks, words
 from moe_ep_bench.bench.comparison import MODELLED, ROUTING, Comparison
 from moe_ep_bench.bench.words import fit_of
 from moe_ep_bench.config import Experiment
-from moe_ep_bench.cost_model.devices import PRECISIONS, VALUE_BYTES
+from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
@@ -22,8 +22,7 @@ from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
-from moe_ep_bench.workload.batch import Workload
-from moe_ep_bench.workload.synthetic import SyntheticWorkload
+from moe_ep_bench.workload import SyntheticWorkload, Workload
 
 if TYPE_CHECKING:  # It imports torch, for which a dry run does not wait.
     from moe_ep_bench.runtime.ranks import Ranks
@@ -104,8 +103,7 @@ def solve_together(workloads: Sequence[Workload], ranks: Ranks, before: Callable
     Raises:
         ValueError: some batch cannot meet its targets; on every rank.
     """
-    solvable = [workload for workload in workloads if isinstance(workload, SyntheticWorkload)]
-    batches = [(workload, index) for workload in solvable for index in range(workload.num_batches)]
+    batches = [(workload, index) for workload in workloads for index in range(workload.num_batches)]
     problem = ""
     try:
         for workload, index in batches[ranks.rank :: ranks.world_size]:
@@ -115,8 +113,8 @@ def solve_together(workloads: Sequence[Workload], ranks: Ranks, before: Callable
         problem = str(error)
     for refused in filter(None, ranks.told(problem)):
         raise UserError(refused)
-    for rank, solved in enumerate(ranks.told([workload.solved() for workload in solvable])):
-        for workload, of_workload in zip(solvable, solved, strict=True):
+    for rank, solved in enumerate(ranks.told([workload.solved() for workload in workloads])):
+        for workload, of_workload in zip(workloads, solved, strict=True):
             if rank != ranks.rank:
                 workload.take_solved(of_workload)
 
@@ -231,12 +229,12 @@ def rest_of(comparison: Comparison) -> dict[str, Any]:
     experiment, model, device = comparison.experiment, comparison.model, comparison.device
     assert device is not None
     checks.refuse(checks.whole_model(model, experiment))
-    context, value_bytes = experiment.whole.context_length, VALUE_BYTES[experiment.layer.dtype]
+    context, dtype = experiment.whole.context_length, experiment.layer.dtype
     passes = [
         PassWork((), sum(lengths), context, {}) if context else PassWork(lengths, 0, 0, {})
         for lengths in comparison.lengths_of_ranks(0)
     ]
-    slowest_us = max(outside_moe_us(device, model, work, bytes_per_value=value_bytes) for work in passes)
+    slowest_us = max(outside_moe_us(device, model, work, dtype=dtype) for work in passes)
     return {
         "us_per_moe_layer": slowest_us / model.num_moe_layers,
         "num_moe_layers": model.num_moe_layers,

@@ -19,15 +19,16 @@ import yaml
 from moe_ep_bench.bench.words import fit_on
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, read_config
-from moe_ep_bench.cost_model.table_devices import DTYPE, TableDevice, default_links, dtype_of, load_device, load_links
-from moe_ep_bench.cost_model.tables import is_table
+from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device, load_links
+from moe_ep_bench.cost_model.tables import DTYPE, is_table
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model, preset_of
 from moe_ep_bench.policies import policy_class
+from moe_ep_bench.presets import ConfigError
+from moe_ep_bench.workload import open_trace
 from moe_ep_bench.workload.counts import one_rank_words, read_counts
 from moe_ep_bench.workload.skews import PATTERNS
-from moe_ep_bench.workload.trace import open_trace
 
 CONFIG_NAME = "advise.yaml"
 # Flags that are keys of a config; ``--decode-tokens`` is ``--tokens`` of a decode step.
@@ -133,15 +134,8 @@ class Question:
 
     @property
     def cautions(self) -> tuple[str, ...]:
-        """Where the model does not fit, and what tables say of experts beside the roofline; a line each."""
-        tables = []
-        for experiment in self.experiments:
-            device = load_device(experiment.emulate.device)
-            if isinstance(device, TableDevice):
-                tokens = experiment.workload.total_tokens(experiment.virtual_ranks)
-                compared = device.for_layer(*_layer_of(experiment)).compared(tokens)
-                tables.append(f"experts by {device.table_name}: {compared}")
-        return tuple(dict.fromkeys([*filter(None, self._lacking), *tables]))
+        """Where the model does not fit; a line each."""
+        return tuple(dict.fromkeys(filter(None, self._lacking)))
 
     @property
     def _lacking(self) -> list[str]:
@@ -247,7 +241,7 @@ def _points(where: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> list[Exp
     """The points of a config; mistakes in a config that flags made name the flag."""
     try:
         return experiments_of(where, *copy.deepcopy((raw, sweep)))
-    except UserError as error:
+    except ConfigError as error:
         said = str(error).removeprefix(f"{CONFIG_NAME}: ")
         flag = next((flag for flag, key in KEYS.items() if said.startswith(f"{key}:")), None)
         if flag is None or said == str(error):

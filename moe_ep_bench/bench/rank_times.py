@@ -8,7 +8,6 @@ from typing import Any
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.routing import CaseRouter
 from moe_ep_bench.bench.traffic import Traffic
-from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.cost_model.timeline import Leg, legs_of
 from moe_ep_bench.cost_model.whole_model import PassWork, pass_segments
@@ -48,7 +47,6 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
         "by_policy": router.case.policy is not None,
         "batch_wide": any(of_layer.stats_SE is not None for of_layer in traffic.layers.values()),
         "alone": comparison.ep_size == 1,
-        "bytes_per_value": VALUE_BYTES[dtype],
         "dtype": dtype,
     }
     if traffic.lengths_R is None:

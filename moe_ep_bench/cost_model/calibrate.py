@@ -8,7 +8,7 @@ that of even splits, so its error on skewed ones tests the model.
 
 With several ranks on each of several nodes, messages inside nodes and between them are measured apart.
 
-Shapes: R = ranks.
+Shapes: R = ranks, N = exchanges.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import os
 import sys
 import time
 import traceback
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -30,14 +30,16 @@ import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 import yaml
+from numpy.typing import ArrayLike
 
-from moe_ep_bench.cost_model.links import Duplex, Fit, Link, Links, busy_bytes, fit_link
+from moe_ep_bench.cost_model.links import Curve, Duplex, Link, Links, busy_bytes
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.device import check_num_ranks
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.guard import Guard
-from moe_ep_bench.runtime.ranks import NotMetError, Ranks, join
+from moe_ep_bench.runtime.ranks import NotMetError, Ranks, ToldError, join
 from moe_ep_bench.runtime.torchrun import torchrun
 from moe_ep_bench.timing.timer import clock_for, time_us
 
@@ -127,18 +129,14 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
     try:
         most_bytes = DEFAULT_MAX_BYTES[ranks.device.type] if max_bytes is None else max_bytes
         alike = len(set(ranks.told((str(out), most_bytes, repetitions, ranks.local_world_size)))) == 1
-        if ranks.complain(what_to_change(ranks, out, most_bytes, repetitions, alike=alike)):
-            return USER_ERROR
+        ranks.agree(lambda: check(ranks, out, most_bytes, repetitions, alike=alike))
         with Guard(timeout_s) as guard:
             guard.device = ranks.device
-            samples = _measure(ranks, _exchanges(ranks, most_bytes), repetitions, guard.feed)
-        error = ""
-        if ranks.is_first:
-            try:
-                _write(ranks, out, samples)
-            except (OSError, ValueError) as problem:
-                error = str(problem)
-        return USER_ERROR if ranks.complain(error) else OK
+            samples = measure(ranks, exchanges(ranks, most_bytes), repetitions, guard.feed)
+        ranks.agree(lambda: _write(ranks, out, samples), on_first=True)
+        return OK
+    except ToldError:
+        return USER_ERROR
     except Exception:
         traceback.print_exc()
         return LOST
@@ -146,8 +144,12 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
         ranks.close()
 
 
-def what_to_change(ranks: Ranks, out: Path, most_bytes: int, repetitions: int, *, alike: bool) -> str:
-    """What a user has to change before anything can be measured, in one line; empty if nothing."""
+def check(ranks: Ranks, out: Path, most_bytes: int, repetitions: int, *, alike: bool) -> None:
+    """Refuse what cannot be measured or written; the first rank looks into the folder for all.
+
+    Raises:
+        UserError: one line.
+    """
     refused = {
         "calibrate: expected the same options and as many ranks on every node; start all ranks alike": not alike,
         f"calibrate: expected at least 2 ranks, got {ranks.world_size}": ranks.world_size < 2,
@@ -157,18 +159,17 @@ def what_to_change(ranks: Ranks, out: Path, most_bytes: int, repetitions: int, *
     }
     for message, holds in refused.items():
         if holds:
-            return message
+            raise UserError(message)
     if ranks.is_first:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            return f"--out {out}: cannot be written: {error.strerror}"
+            raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
         if out.is_dir() or not os.access(out.parent, os.W_OK):
-            return f"--out {out}: cannot be written"
-    return ""
+            raise UserError(f"--out {out}: cannot be written")
 
 
-def _exchanges(ranks: Ranks, most_bytes: int) -> list[Exchange]:
+def exchanges(ranks: Ranks, most_bytes: int) -> list[Exchange]:
     """What is measured, small messages first; sizes double."""
     per_node, several = ranks.local_world_size, ranks.world_size > ranks.local_world_size
     scopes = [*([INSIDE] if per_node > 1 else []), *([BETWEEN] if several else [])]
@@ -177,24 +178,26 @@ def _exchanges(ranks: Ranks, most_bytes: int) -> list[Exchange]:
 
 
 @torch.inference_mode()
-def _measure(
-    ranks: Ranks, exchanges: Sequence[Exchange], repetitions: int, before: Callable[[], None]
-) -> dict[Exchange, np.ndarray]:
-    """Microseconds of every exchange, [repetitions, R]; the same on all ranks."""
+def measure(ranks: Ranks, messages: Sequence[Exchange], repetitions: int, before: Callable[[], None]) -> pd.DataFrame:
+    """Time every exchange; the same rows of ``SAMPLES_SCHEMA`` on all ranks."""
     clock = clock_for(ranks.device)
     meet = partial(dist.all_reduce, torch.zeros(1, device=ranks.device))
-    samples = defaultdict(list)
+    parts = []
     for number in range(min(_PASSES, repetitions)):
         count = len(range(number, repetitions, _PASSES))
-        for exchange in exchanges:
+        for exchange in messages:
             before()
             run = _runnable(ranks, exchange)
             for _ in range(_WARM_UP):
                 run()
             times_us = np.array([time_us(run, clock, meet) for _ in range(count)])
-            samples[exchange].append(np.stack(ranks.told(times_us), axis=1))
+            repetition = number + _PASSES * np.arange(count)
+            parts += [
+                pd.DataFrame({**asdict(exchange), "repetition": repetition, "rank": rank, "time_us": of_rank_us})
+                for rank, of_rank_us in enumerate(ranks.told(times_us))
+            ]
             del run  # and with it its buffers, before others are made
-    return {exchange: np.concatenate(passes) for exchange, passes in samples.items()}
+    return pd.concat(parts, ignore_index=True)
 
 
 def _runnable(ranks: Ranks, exchange: Exchange) -> Callable[[], object]:
@@ -205,77 +208,114 @@ def _runnable(ranks: Ranks, exchange: Exchange) -> Callable[[], object]:
     return lambda: dist.all_to_all_single(received, sent, from_R, to_R)
 
 
-def slowest_us(samples_NR: np.ndarray) -> float:
-    """Median over repetitions of the slowest rank's microseconds."""
-    return float(np.median(samples_NR.max(axis=1)))
+def medians(samples: pd.DataFrame) -> pd.DataFrame:
+    """Of every exchange the median over repetitions of the slowest rank's microseconds: scope, split, num_bytes, us."""
+    keys = ["scope", "split", "num_bytes"]
+    slowest = samples.groupby([*keys, "repetition"], sort=False)["time_us"].max()
+    return slowest.groupby(keys, sort=False).median().rename("us").reset_index()
+
+
+class Fit(NamedTuple):
+    """A latency and a bandwidth fitted to measured times."""
+
+    latency_us: float
+    bandwidth_gbps: float
+    error: float
+    """Root mean square of predicted / measured - 1."""
+    r2: float
+    """Of the times themselves, so large messages decide it."""
+
+
+def fit_link(bytes_N: ArrayLike, times_us_N: ArrayLike) -> Fit:
+    """Fit latency + bytes / bandwidth to measured times: least squares in relative error, neither below zero.
+
+    Raises:
+        UserError: times that do not grow with the bytes.
+    """
+    from scipy.optimize import nnls  # Imports slowly.
+
+    sizes_N, times_N = np.asarray(bytes_N, dtype=np.float64), np.asarray(times_us_N, dtype=np.float64)
+    # Each residual is predicted / measured - 1. Scaled bytes give both columns one magnitude.
+    scale = sizes_N.max()
+    columns = np.stack([1 / times_N, sizes_N / scale / times_N], axis=1)
+    (latency_us, largest_us), residual = nnls(columns, np.ones(len(times_N)))
+    if largest_us <= 1e-9 * latency_us:
+        raise UserError(
+            f"fit: expected times that grow with the bytes, got none up to {scale:,.0f} bytes; measure larger ones"
+        )
+    off_N = latency_us + largest_us * sizes_N / scale - times_N
+    r2 = 1 - float((off_N**2).sum() / ((times_N - times_N.mean()) ** 2).sum())
+    return Fit(float(latency_us), float(scale / largest_us / 1e3), residual / len(times_N) ** 0.5, r2)
 
 
 def links_from(
-    name: str, source: str, ranks_per_node: int, num_ranks: int, medians_us: Mapping[Exchange, float]
+    name: str, source: str, ranks_per_node: int, num_ranks: int, times: pd.DataFrame
 ) -> tuple[Links, dict[str, Fit]]:
-    """Fit links to the median time of every all-to-all; also the fits, by scope.
+    """Fit links to ``medians``; also the fits, by scope.
 
     Raises:
-        ValueError: times that do not grow with the bytes.
+        UserError: times that do not grow with the bytes.
     """
     from scipy.optimize import isotonic_regression  # Imports slowly.
 
     fits: dict[str, Fit] = {}
-    fitted: dict[str, Link] = {}
-    for scope in (INSIDE, BETWEEN):
-        exchanges = [one for one in medians_us if one.scope == scope]
-        if not exchanges:
-            continue
-        times_us = np.array([medians_us[one] for one in exchanges])
-        is_even = np.array([one.split == EVEN for one in exchanges])
-        matrices = [one.matrix(num_ranks, ranks_per_node) for one in exchanges]
+    links: dict[str, Link] = {}
+    for scope, rows in times.groupby("scope"):
+        is_even, times_us = (rows["split"] == EVEN).to_numpy(), rows["us"].to_numpy()
+        matrices = [
+            Exchange(*row).matrix(num_ranks, ranks_per_node)
+            for row in rows[["scope", "split", "num_bytes"]].itertuples(index=False, name=None)
+        ]
         sizes = {duplex: np.array([fullest_bytes(one, duplex) for one in matrices]) for duplex in DUPLEXES}
         choices = {duplex: fit_link(sizes[duplex], times_us) for duplex in DUPLEXES}
-        duplex = min(DUPLEXES, key=lambda duplex: choices[duplex].rms_error)
-        fit = fits[scope] = choices[duplex]
+        duplex = min(DUPLEXES, key=lambda duplex: choices[duplex].error)
+        fit = fits[str(scope)] = choices[duplex]
         # More bytes cannot take less time: where a larger message was faster, that is noise.
         curve_us = np.exp(isotonic_regression(np.log(times_us[is_even])).x)
-        fitted[scope] = Link(
+        links[str(scope)] = Link(
             latency_us=round(fit.latency_us, 3),
             latency_basis="measured",
             bandwidth_gbps=float(f"{fit.bandwidth_gbps:.5g}"),
             efficiency=1.0,
             efficiency_basis="measured",
             duplex=duplex,
-            curve=tuple(zip(sizes[duplex][is_even], curve_us.round(3), strict=True)),
+            curve=Curve.of(sizes[duplex][is_even], curve_us.round(3)),
         )
-    sides = {"intra": fitted.get(INSIDE), "inter": fitted.get(BETWEEN)}
+    sides = {"intra": links.get(INSIDE), "inter": links.get(BETWEEN)}
     return Links(name=name, source=source, ranks_per_node=ranks_per_node, **sides), fits
 
 
-def report(links: Links, fits: Mapping[str, Fit], medians_us: Mapping[Exchange, float]) -> str:
-    """Tables of what was measured and of the fits."""
-    table = pd.DataFrame(map(asdict, medians_us)).assign(us=list(medians_us.values()))
-    table["GB/s"] = table["num_bytes"] / table["us"] / 1e3
-    sides = {INSIDE: links.intra, BETWEEN: links.inter}
-    found = pd.DataFrame(
-        [{"scope": scope, "duplex": sides[scope].duplex, **asdict(fit)} for scope, fit in fits.items()]
-    )
-    texts = [one.to_string(index=False, float_format="{:,.4g}".format) for one in (table, found)]
-    poor = [scope for scope, fit in fits.items() if fit.r2 < _POOR_R2]
-    texts += [
-        f"{scope}: a poor fit; measure again while the machine is idle, or with more --repetitions" for scope in poor
-    ]
-    return "\n\n".join(texts)
+def report(links: Links, fits: dict[str, Fit], times: pd.DataFrame) -> str:
+    """What was measured and fitted, and what the links are."""
+    table = times.assign(**{"GB/s": times["num_bytes"] / times["us"] / 1e3})
+    poor = "a poor fit; measure again while the machine is idle, or with more --repetitions"
+    lines = [f"{scope}: {poor}" for scope, fit in fits.items() if fit.r2 < _POOR_R2]
+    return "\n".join([table.to_string(index=False, float_format="{:,.4g}".format), *lines, links.describe()])
 
 
-def _write(ranks: Ranks, out: Path, samples: Mapping[Exchange, np.ndarray]) -> None:
-    rows = [
-        {**asdict(exchange), "repetition": repetition, "rank": rank, "time_us": time_us}
-        for exchange, times_NR in samples.items()
-        for (repetition, rank), time_us in np.ndenumerate(times_NR)
+def write_links(out: Path, links: Links, fits: dict[str, Fit]) -> None:
+    """Write a links file that ``Links.load`` reads."""
+    comments = [
+        f"# {scope}: latency and bandwidth fit with an error of {fit.error:.1%}, R2 {fit.r2:.5f}"
+        for scope, fit in fits.items()
     ]
-    with atomic_path(out.with_suffix(".samples.parquet")) as temporary:
-        pq.write_table(pa.Table.from_pylist(rows, schema=SAMPLES_SCHEMA), temporary, compression="zstd")
-    medians_us = {exchange: slowest_us(times_NR) for exchange, times_NR in samples.items()}
-    links, fits = links_from(out.stem, _source(ranks), ranks.local_world_size, ranks.world_size, medians_us)
-    write_links(out, links, fits)
-    print(f"{report(links, fits, medians_us)}\n{links.describe()}\nwritten to {out}", flush=True)
+    text = yaml.safe_dump(links.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=100)
+    with atomic_path(out) as temporary:
+        temporary.write_text("\n".join(["# Written by moe-ep-bench calibrate.", *comments, text]))
+
+
+def _write(ranks: Ranks, out: Path, samples: pd.DataFrame) -> None:
+    """Write samples and links, and print what was measured; UserError where there is no place."""
+    times = medians(samples)
+    links, fits = links_from(out.stem, _source(ranks), ranks.local_world_size, ranks.world_size, times)
+    try:
+        with atomic_path(out.with_suffix(".samples.parquet")) as temporary:
+            table = pa.Table.from_pandas(samples, schema=SAMPLES_SCHEMA, preserve_index=False)
+            pq.write_table(table.replace_schema_metadata(), temporary, compression="zstd")
+        write_links(out, links, fits)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
+    print(f"{report(links, fits, times)}\nwritten to {out}", flush=True)
 
 
 def _source(ranks: Ranks) -> str:
@@ -287,15 +327,3 @@ def _source(ranks: Ranks) -> str:
         f" {ranks.local_world_size} on a node{shared}; {backend}, torch {versions['torch']}"
         f"{', CUDA ' + versions['cuda'] if versions['cuda'] else ''}"
     )
-
-
-def write_links(out: Path, links: Links, fits: Mapping[str, Fit]) -> None:
-    """Write a links file that ``Links.load`` reads."""
-    comments = [
-        f"# {scope}: latency and bandwidth fit with a median error of {fit.median_error:.1%},"
-        f" {fit.worst_error:.1%} at worst, R2 {fit.r2:.5f}"
-        for scope, fit in fits.items()
-    ]
-    text = yaml.safe_dump(links.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=100)
-    with atomic_path(out) as temporary:
-        temporary.write_text("\n".join(["# Written by moe-ep-bench calibrate.", *comments, text]))

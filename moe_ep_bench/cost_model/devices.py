@@ -12,14 +12,13 @@ Shapes: L = experts of a rank, D = hidden size, F = expert FFN size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from moe_ep_bench.cost_model.links import Basis
+from moe_ep_bench.cost_model.links import Basis, Curve
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.presets import REMOVED, Preset
@@ -81,8 +80,8 @@ class Device(Preset):
     """Memory bandwidth of the data sheet, 1e12 bytes per second."""
     memory_gb: PositiveFloat
     """Size of the memory, 1e9 bytes."""
-    arithmetic_efficiency: tuple[tuple[PositiveFloat, _Share], ...] = Field(min_length=1)
-    """(rows, share of the arithmetic) with rising rows."""
+    arithmetic_efficiency: Curve
+    """(rows, share of the arithmetic) with rising rows; its ends hold beyond it."""
     arithmetic_basis: Basis
     gpu_names: tuple[str, ...] = ()
     """The driver's names of such a GPU."""
@@ -108,9 +107,8 @@ class Device(Preset):
 
     @model_validator(mode="after")
     def _check(self) -> Device:
-        rows = [rows for rows, _ in self.arithmetic_efficiency]
-        if rows != sorted(set(rows)):
-            raise UserError(f"arithmetic_efficiency: expected rising rows, got {rows}")
+        if self.most_efficiency > 1:
+            raise UserError(f"arithmetic_efficiency: expected shares of at most 1, got {self.most_efficiency:g}")
         if (self.attention_efficiency is None) != (self.attention_basis is None):
             got = self.attention_basis or "none"
             raise UserError(f"attention_basis: expected one with attention_efficiency and none without, got {got}")
@@ -136,27 +134,20 @@ class Device(Preset):
         """Memory bandwidth of all but permutation and routing, 1e12 bytes per second."""
         return self.memory_tbps * self.memory_efficiency
 
-    def efficiency(self, rows: ArrayLike) -> np.ndarray:
-        """Share of the arithmetic that GEMMs of ``rows`` rows reach.
-
-        The table is interpolated linearly over the logarithms of rows and share; beyond it its ends hold.
-        """
-        rows = np.maximum(np.asarray(rows, dtype=np.float64), np.finfo(np.float64).tiny)
-        return np.exp(np.interp(np.log(rows), *self._log_efficiency))
-
-    @cached_property
-    def _log_efficiency(self) -> NDArray[np.float64]:
-        """Logarithms of rows and of the share, asked for by every phase of every rank."""
-        return np.log(np.asarray(self.arithmetic_efficiency).T)
+    @property
+    def most_efficiency(self) -> float:
+        """The largest share of the arithmetic."""
+        return max(share for _, share in self.arithmetic_efficiency.root)
 
     def arithmetic_us(self, flops: ArrayLike, rows: ArrayLike) -> NDArray[np.float64]:
-        """flops / (arithmetic x efficiency(rows)), elementwise."""
-        return np.asarray(flops, dtype=np.float64) / (self.bf16_tflops * self.efficiency(rows) * 1e6)
+        """flops / (arithmetic x share at these rows), elementwise."""
+        share = self.arithmetic_efficiency.at(rows, growth=0.0)
+        return np.asarray(flops, dtype=np.float64) / (self.bf16_tflops * share * 1e6)
 
     def work_us(self, flops: ArrayLike, num_bytes: ArrayLike, rows: ArrayLike) -> float:
         """Microseconds of pieces of work that run one after another, without launches.
 
-        Sum over pieces of max(flops / (arithmetic x efficiency(rows)), bytes / (bandwidth x efficiency)).
+        Sum over pieces of max(flops / (arithmetic x share at its rows), bytes / (bandwidth x efficiency)).
 
         Args:
             flops: operations of each piece (or of one): 6 x rows x hidden x FFN size for a gated FFN.
@@ -171,9 +162,8 @@ class Device(Preset):
         hidden_size: int,
         ffn_hidden_size: int,
         rows_L: ArrayLike,
-        value_bytes: float,
+        precision: Precision = PRECISIONS["bfloat16"],
         *,
-        dtype: str = "bfloat16",
         num_matrices: int = 3,
         num_tokens: int | None = None,
     ) -> float:
@@ -181,19 +171,16 @@ class Device(Preset):
 
         Args:
             rows_L: tokens of each expert.
-            value_bytes: of a weight or an activation.
-            dtype: whose weights may be smaller, and whose arithmetic faster.
+            precision: whose weights may be smaller, and whose arithmetic faster.
             num_matrices: of an expert.
             num_tokens: of all ranks; tables alone ask for them.
         """
-        flops_L, bytes_L, rows_L = ffn_work(hidden_size, ffn_hidden_size, rows_L, value_bytes, num_matrices)
-        if dtype not in RUN_DTYPES:
-            smaller = value_bytes - PRECISIONS[dtype].weight_bytes
-            bytes_L = bytes_L - smaller * num_matrices * hidden_size * ffn_hidden_size * (rows_L > 0)
-            flops_L = flops_L / PRECISIONS[dtype].speed
+        hidden_bytes, weights = precision.hidden_bytes, num_matrices * hidden_size * ffn_hidden_size
+        flops_L, bytes_L, rows_L = ffn_work(hidden_size, ffn_hidden_size, rows_L, hidden_bytes, num_matrices)
+        bytes_L = bytes_L - (hidden_bytes - precision.weight_bytes) * weights * (rows_L > 0)
         if not (rows_L > 0).any():
             return 0.0
-        return self.overhead_us + self.work_us(flops_L, bytes_L, rows_L)
+        return self.overhead_us + self.work_us(flops_L / precision.speed, bytes_L, rows_L)
 
     def routing_us(self, num_scores: int, *, by_policy: bool) -> float:
         """Microseconds of routing ``num_scores`` = tokens x experts scores, by the model's own top-k or by a policy."""
@@ -220,7 +207,6 @@ class Device(Preset):
 
         ``num_tokens`` of all ranks tell of a table whether it holds so many.
         """
-        most = max(share for _, share in self.arithmetic_efficiency)
         attention = ""
         if whole and self.attention_efficiency is not None:
             attention = (
@@ -229,7 +215,7 @@ class Device(Preset):
             )
         return (
             f"modelled by devices/{self.name}: roofline of {self.bf16_tflops:g} bf16 TFLOP/s,"
-            f" up to {most:.0%} reached ({self.arithmetic_basis}), and {self.memory_tbps:g} TB/s,"
+            f" up to {self.most_efficiency:.0%} reached ({self.arithmetic_basis}), and {self.memory_tbps:g} TB/s,"
             f" {self.reached_tbps / self.memory_tbps:.0%} reached ({self.memory_basis});"
             f" {self.overhead_us:g} us a pass ({self.overhead_basis});"
             f" routing {self.routing_native_ps:g} ps a score ({self.routing_native_basis}),"

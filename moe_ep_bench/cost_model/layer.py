@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.cost_model.devices import Device, ffn_work
+from moe_ep_bench.cost_model.devices import PRECISIONS, Device, ffn_work
 from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.schema import UNACCOUNTED
@@ -79,7 +79,6 @@ def layer_segments(
     by_policy: bool,
     batch_wide: bool,
     alone: bool = False,
-    bytes_per_value: int = 2,
     dtype: str = "bfloat16",
 ) -> list[tuple[str, float]]:
     """Phases and microseconds of one run in the order in which a measured one has them, for ``timeline.legs_of``.
@@ -90,10 +89,10 @@ def layer_segments(
         by_policy: a policy routes; otherwise the model's own top-k.
         batch_wide: the policy sums statistics over ranks.
         alone: there is no other rank: nobody is met, and rows lie as the experts want them.
-        bytes_per_value: b, of weights and hidden states; arithmetic is bfloat16's whatever it is.
-        dtype: of the experts' weights, where the device is a table.
+        dtype: of ``PRECISIONS``; what b is, and whether experts are smaller; float32 has bfloat16's arithmetic.
     """
-    T, N, M, b = work.num_tokens, work.num_sent, work.num_received, bytes_per_value
+    precision = PRECISIONS[dtype]
+    T, N, M, b = work.num_tokens, work.num_sent, work.num_received, precision.hidden_bytes
     E, D, F, S = model.num_experts, model.hidden_size, model.ffn_hidden_size, model.shared_ffn_hidden_size
     W = model.expert_hidden_size
     gate_us = device.work_us(2 * T * D * E, b * (T * D + D * E) + _LOGIT_BYTES * T * E, T) if T else 0.0
@@ -102,7 +101,7 @@ def layer_segments(
     sorted_already = alone or len(work.received_L) == 1 or device.HOLDS_PERMUTATION
     sort_us = 0.0 if sorted_already else device.permute_us(2 * M * W * b)
     experts_us = device.experts_us(
-        W, F, work.received_L, b, dtype=dtype, num_matrices=model.expert_matrices, num_tokens=work.batch_tokens
+        W, F, work.received_L, precision, num_matrices=model.expert_matrices, num_tokens=work.batch_tokens
     )
     num_shared, is_own = (T, True) if work.num_shared is None else (work.num_shared, False)
     shared_us = device.work_us(*ffn_work(D, S, num_shared, b, model.expert_matrices))

@@ -14,15 +14,13 @@ Shapes: R = ranks, N = measured points.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import ConfigDict, Field, PositiveFloat, RootModel, model_validator
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.models import ModelSpec
@@ -36,22 +34,34 @@ Duplex = Literal["full", "half"]
 """Whether both directions have the bandwidth, or share it, as where a processor copies both."""
 
 
-class Curve(NamedTuple):
-    """Measured times over sizes (bytes, tokens, pairs), as logarithms: float64 [N] each, sizes rising."""
+class Curve(RootModel[Annotated[tuple[tuple[PositiveFloat, PositiveFloat], ...], Field(min_length=1)]]):
+    """Measured (size, microseconds) with rising sizes: bytes, tokens or pairs."""
 
-    sizes_N: NDArray[np.float64]
-    times_N: NDArray[np.float64]
+    model_config = ConfigDict(frozen=True)
+
+    @model_validator(mode="after")
+    def _check(self) -> Curve:
+        for before, after in pairwise(self.root):
+            if after[0] <= before[0]:
+                raise UserError(f"expected rising sizes, got {list(after)} after {list(before)}")
+        return self
 
     @staticmethod
     def of(sizes_N: ArrayLike, times_us_N: ArrayLike) -> Curve:
-        return Curve(*(np.log(np.asarray(values, dtype=np.float64)) for values in (sizes_N, times_us_N)))
+        return Curve(tuple(zip(np.asarray(sizes_N).tolist(), np.asarray(times_us_N).tolist(), strict=True)))
 
-    @property
+    @cached_property
+    def _logs(self) -> NDArray[np.float64]:
+        """Logarithms of sizes and times, [2, N]."""
+        return np.log(np.asarray(self.root, dtype=np.float64).T)
+
+    @cached_property
     def growth(self) -> float:
         """Microseconds for each unit of size between the last two points; 0 where time falls, and of one point."""
-        if len(self.sizes_N) == 1:
+        if len(self.root) == 1:
             return 0.0
-        return max(float(np.diff(np.exp(self.times_N[-2:]))[0] / np.diff(np.exp(self.sizes_N[-2:]))[0]), 0.0)
+        (size, time_us), (larger, longer_us) = self.root[-2:]
+        return max((longer_us - time_us) / (larger - size), 0.0)
 
     def at(self, sizes: ArrayLike, growth: float | None = None) -> NDArray[np.float64]:
         """Microseconds, linear over the logarithms of size and time; below the first point what that takes.
@@ -59,9 +69,8 @@ class Curve(NamedTuple):
         Beyond the last point time grows by ``growth`` for each unit of size; None = as between the last two.
         """
         sizes = np.asarray(sizes, dtype=np.float64)
-        inside = np.exp(np.interp(np.log(np.maximum(sizes, np.finfo(np.float64).tiny)), *self))
-        over = sizes - np.exp(self.sizes_N[-1])
-        return inside + np.maximum(over, 0) * (self.growth if growth is None else growth)
+        inside = np.exp(np.interp(np.log(np.maximum(sizes, np.finfo(np.float64).tiny)), *self._logs))
+        return inside + np.maximum(sizes - self.root[-1][0], 0) * (self.growth if growth is None else growth)
 
 
 class Link(Strict):
@@ -77,15 +86,8 @@ class Link(Strict):
     efficiency_basis: Basis
     duplex: Duplex = "full"
     """With ``half`` the bandwidth counts bytes sent and received together."""
-    curve: tuple[tuple[PositiveFloat, PositiveFloat], ...] | None = Field(None, min_length=2)
-    """Measured (bytes, microseconds) with rising bytes. It replaces latency and bandwidth up to its last point."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Link:
-        for before, after in pairwise(self.curve or ()):
-            if after[0] <= before[0]:
-                raise UserError(f"curve: expected rising bytes, got {list(after)} after {list(before)}")
-        return self
+    curve: Curve | None = None
+    """Measured times over bytes. It replaces latency and bandwidth up to its last point."""
 
     @property
     def reached_gbps(self) -> float:
@@ -102,22 +104,17 @@ class Link(Strict):
         time. Below it the first point's time holds; beyond it bytes take the link's bandwidth.
         """
         sizes, byte_us = np.asarray(num_bytes, dtype=np.float64), 1 / (self.reached_gbps * 1e3)
-        times = self.latency_us + sizes * byte_us if self.curve is None else self._measured.at(sizes, byte_us)
+        times = self.latency_us + sizes * byte_us if self.curve is None else self.curve.at(sizes, byte_us)
         return np.where(sizes > 0, times, 0.0)
-
-    @cached_property
-    def _measured(self) -> Curve:
-        assert self.curve is not None
-        return Curve.of(*np.asarray(self.curve).T)
 
     def scaled(self, factor: float) -> Link:
         """The same link with ``factor`` times the bandwidth, and the same latency."""
-        curve = self.curve and tuple((num_bytes * factor, us) for num_bytes, us in self.curve)
+        curve = self.curve and Curve(tuple((num_bytes * factor, us) for num_bytes, us in self.curve.root))
         return self.model_copy(update={"bandwidth_gbps": self.bandwidth_gbps * factor, "curve": curve})
 
     def describe(self) -> str:
         half = ", half duplex" if self.duplex == "half" else ""
-        curve = "" if self.curve is None else f", as a curve of {len(self.curve)} sizes"
+        curve = "" if self.curve is None else f", as a curve of {len(self.curve.root)} sizes"
         return (
             f"{self.latency_us:.4g} us ({self.latency_basis})"
             f" + bytes at {self.bandwidth_gbps:.4g} GB/s x {self.efficiency:.3g} ({self.efficiency_basis}){half}{curve}"
@@ -149,13 +146,8 @@ class Links(Preset):
         """The same links with ``factor`` times the bandwidth; the name says so."""
         if factor == 1:
             return self
-        scaled = self.each(lambda link: link.scaled(factor))
-        return scaled.model_copy(update={"name": f"{self.name}, bandwidth x {factor:g}"})
-
-    def each(self, change: Callable[[Link], Link]) -> Links:
-        return self.model_copy(
-            update={"intra": self.intra and change(self.intra), "inter": self.inter and change(self.inter)}
-        )
+        sides = {"intra": self.intra and self.intra.scaled(factor), "inter": self.inter and self.inter.scaled(factor)}
+        return self.model_copy(update={**sides, "name": f"{self.name}, bandwidth x {factor:g}"})
 
     def describe(self) -> str:
         """Which model made a number: to stand beside it."""
@@ -260,43 +252,3 @@ def _doubling_us(link: Link | None, partners: int, num_bytes: float) -> float:
 def busy_bytes(sent: ArrayLike, received: ArrayLike, duplex: Duplex) -> np.ndarray:
     """The bytes that a link must carry: the larger of both directions, or with half duplex their sum."""
     return np.maximum(sent, received) if duplex == "full" else np.add(sent, received)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A latency and a bandwidth fitted to measured times.
-
-    Errors are |predicted / measured - 1|. R2 is of the times themselves, so large messages decide it.
-    """
-
-    latency_us: float
-    bandwidth_gbps: float
-    rms_error: float
-    median_error: float
-    worst_error: float
-    r2: float
-
-
-def fit_link(bytes_N: ArrayLike, times_us_N: ArrayLike) -> Fit:
-    """Fit latency + bytes / bandwidth to measured times: least squares in relative error, neither below zero.
-
-    Raises:
-        ValueError: times that do not grow with the bytes.
-    """
-    from scipy.optimize import nnls  # Imports slowly.
-
-    sizes_N, times_N = np.asarray(bytes_N, dtype=np.float64), np.asarray(times_us_N, dtype=np.float64)
-    # Each residual is predicted / measured - 1. Scaled bytes give both columns one magnitude.
-    scale = sizes_N.max()
-    columns = np.stack([1 / times_N, sizes_N / scale / times_N], axis=1)
-    (latency_us, largest_us), _ = nnls(columns, np.ones(len(times_N)))
-    if largest_us <= 1e-9 * latency_us:
-        raise UserError(
-            f"fit: expected times that grow with the bytes, got none up to {scale:,.0f} bytes; measure larger ones"
-        )
-    predicted_N = latency_us + largest_us * sizes_N / scale
-    errors_N = np.abs(predicted_N / times_N - 1)
-    rms_error, spread = float(np.sqrt(np.mean(errors_N**2))), float(((times_N - times_N.mean()) ** 2).sum())
-    r2 = 1 - float(((predicted_N - times_N) ** 2).sum()) / spread if spread > 0 else math.nan
-    errors = rms_error, float(np.median(errors_N)), float(errors_N.max())
-    return Fit(float(latency_us), float(scale / largest_us / 1e3), *errors, r2)

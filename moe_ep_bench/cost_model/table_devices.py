@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,22 +35,23 @@ from numpy.typing import ArrayLike, NDArray
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.links import Curve, Link, Links
 from moe_ep_bench.cost_model.tables import (
-    A2A,
-    DEEPEP,
     DEEPEP_WORDS,
+    DTYPE,
     MEASURED_ELSEWHERE,
-    MOE,
     NCCL,
     PREFIX,
     SHAPE,
     UNGATED,
     Tables,
+    backends_of,
     balanced_loads,
     choose,
+    dtypes_of,
     is_table,
     of_shape,
+    read_deepep,
     read_moe,
-    system_words,
+    read_nccl,
 )
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.models import ModelSpec
@@ -59,7 +60,6 @@ from moe_ep_bench.presets import Strict
 if TYPE_CHECKING:  # It imports slowly.
     import pandas as pd
 
-DTYPE = "bfloat16"
 # Further apart an expert's weights, or a rank's experts, are not scaled.
 _MOST_SCALED = 4.0
 # Growth with all ranks' tokens is looked for above so many, over at least so many EP sizes; experts keep some of a row.
@@ -79,9 +79,6 @@ _LINKS = {
 _OTHER_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")
 
 
-_SHAPE_FIELDS = ("hidden_size", "ffn_hidden_size", "num_experts", "top_k")
-
-
 class ExpertTable(Strict):
     """Measured times of one shape, dtype and EP size under balanced scores (see the module)."""
 
@@ -90,9 +87,8 @@ class ExpertTable(Strict):
     num_experts: int
     top_k: int
     ep_size: int
-    tokens: tuple[int, ...]
-    """Of all ranks, rising."""
-    times_us: tuple[float, ...]
+    curve: Curve
+    """Over tokens of all ranks."""
     token_us: float = 0.0
     """b: microseconds for each token of all ranks."""
     expert_us: float = 0.0
@@ -103,6 +99,12 @@ class ExpertTable(Strict):
     @property
     def num_local(self) -> int:
         return self.num_experts // self.ep_size
+
+    @property
+    def words(self) -> str:
+        """The shape and EP size."""
+        sizes = f"{self.hidden_size} x {self.ffn_hidden_size}, {self.num_experts} experts, top-{self.top_k}"
+        return f"{sizes}, EP {self.ep_size}"
 
     def loads(self, num_tokens: int) -> NDArray[np.int64]:
         """Of the rank's experts in the row of so many tokens, int64 [L]."""
@@ -121,21 +123,16 @@ class ExpertTable(Strict):
             return 0.0
         if num_tokens is None:
             num_tokens = max(1, round(rows_L.sum() * self.ep_size / self.top_k))
-        common_us = self.token_us * num_tokens
-        balanced_us = float(self._by_tokens.at(num_tokens))
-        rest_us = max(balanced_us - common_us, _LEAST_REST * balanced_us)
-        return balanced_us - rest_us + rest_us * self._work_us(rows_L) / self._balanced_us(num_tokens)
-
-    @cached_property
-    def _by_tokens(self) -> Curve:
-        return Curve.of(self.tokens, self.times_us)
+        measured_us = float(self.curve.at(num_tokens))
+        rest_us = max(measured_us - self.token_us * num_tokens, _LEAST_REST * measured_us)
+        return measured_us - rest_us + rest_us * self._work_us(rows_L) / self._balanced_us(num_tokens)
 
     @cached_property
     def _by_pairs(self) -> Curve:
         """f by the rank's pairs; rows with as many pairs are averaged."""
-        times_us_N, tokens_N = np.asarray(self.times_us), np.asarray(self.tokens)
+        tokens_N, times_us_N = np.asarray(self.curve.root).T
         rest_us_N = np.maximum(times_us_N - self.token_us * tokens_N, _LEAST_REST * times_us_N)
-        pairs, of_N = np.unique([self.loads(number).sum() for number in self.tokens], return_inverse=True)
+        pairs, of_N = np.unique([self.loads(int(number)).sum() for number in tokens_N], return_inverse=True)
         means = np.bincount(of_N, rest_us_N) / np.bincount(of_N)
         return Curve.of(pairs[pairs > 0], means[pairs > 0])
 
@@ -147,23 +144,14 @@ class ExpertTable(Strict):
         return max(one_each_us + float(grown_us.sum()), _LEAST_REST * one_each_us)
 
     @cached_property
-    def _balanced(self) -> dict[int, float]:
-        return {}
-
-    def _balanced_us(self, num_tokens: int) -> float:
+    def _balanced_us(self) -> Callable[[int], float]:
         """S of balanced loads, kept by tokens."""
-        if num_tokens not in self._balanced:
-            rows_L = self.loads(num_tokens).astype(np.float64)
-            rows_L = rows_L[rows_L > 0]
-            self._balanced[num_tokens] = self._work_us(rows_L if len(rows_L) else np.ones(1))
-        return self._balanced[num_tokens]
 
-    def describe(self) -> str:
-        scaled = f", scaled from {self.scaled_from}" if self.scaled_from else ""
-        return (
-            f"{self.hidden_size} x {self.ffn_hidden_size}, {self.num_experts} experts, top-{self.top_k},"
-            f" EP {self.ep_size}: {len(self.tokens)} rows of {self.tokens[0]:,} to {self.tokens[-1]:,} tokens{scaled}"
-        )
+        def balanced_us(num_tokens: int) -> float:
+            rows_L = self.loads(num_tokens).astype(np.float64)
+            return self._work_us(rows_L[rows_L > 0] if rows_L.any() else np.ones(1))
+
+        return cache(balanced_us)
 
 
 # ---- from rows to tables ---------------------------------------------------------------------------------------------
@@ -174,11 +162,10 @@ Roofline = Callable[[int, int, ArrayLike], float]
 def tables_of_shape(rows: pd.DataFrame) -> dict[int, ExpertTable]:
     """One shape's balanced rows of one dtype as a table for each EP size."""
     rows = rows.sort_values("num_tokens")
-    shared = {**dict(zip(_SHAPE_FIELDS, rows[SHAPE].iloc[0].tolist(), strict=True)), "token_us": _token_us(rows)}
-    points = rows.groupby("ep_size").agg(tokens=("num_tokens", list), times_us=("us", list))
+    shared = {**rows[SHAPE].iloc[0].to_dict(), "token_us": _token_us(rows)}
     return {
-        ep_size: ExpertTable(**shared, ep_size=ep_size, tokens=tokens, times_us=times_us)
-        for ep_size, tokens, times_us in points.itertuples(name=None)
+        int(ep_size): ExpertTable(**shared, ep_size=ep_size, curve=Curve.of(points["num_tokens"], points["us"]))
+        for ep_size, points in rows.groupby("ep_size")
     }
 
 
@@ -192,7 +179,7 @@ def _token_us(rows: pd.DataFrame) -> float:
     if len(grown) < _FEWEST_SIZES:
         return 0.0
     growth_R = (grown["us"] / grown["num_tokens"]).to_numpy()
-    pairs_R = rows["topk"].iloc[0] / grown.index.to_numpy()
+    pairs_R = rows["top_k"].iloc[0] / grown.index.to_numpy()
     columns = np.stack([pairs_R / growth_R, 1 / growth_R], axis=1)  # Residuals are relative.
     per_pair_us, token_us = np.linalg.lstsq(columns, np.ones(len(grown)))[0]
     if per_pair_us < 0:
@@ -214,32 +201,31 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, roofline_us: 
     Raises:
         UserError: nothing near enough was measured; the line lists shapes.
     """
-    if not len(rows):
+    if rows.empty:
         raise UserError("expected rows of balanced loads, got none; take another framework or version")
     wanted = shape_of(model)
-    own = of_shape(rows, wanted)
-    if len(own):
-        tables = tables_of_shape(own)
-        if ep_size in tables:
-            return tables[ep_size]
+    exact = of_shape(rows, wanted)
+    if ep_size in exact["ep_size"].to_numpy():
+        return tables_of_shape(exact)[ep_size]
     points = rows[[*SHAPE, "ep_size"]].drop_duplicates()
     is_plain = points[SHAPE[:3]].apply(tuple, axis=1).isin(UNGATED)
     kind, points = ("plain", points[is_plain]) if model.activation == "plain" else ("gated", points[~is_plain])
-    if not len(points):
+    if points.empty:
         raise UserError(f"expected rows of {kind} experts; there are none")
-    hidden, ffn, experts, top_k = (points[name].astype(float) for name in SHAPE)
-    weights = np.abs(np.log(hidden * ffn / (wanted[0] * wanted[1])))
-    local = np.abs(np.log(experts / points["ep_size"] * ep_size / wanted[2]))
+    logs = np.log(points[SHAPE].astype(float) / list(wanted))  # of ratios
+    weights = (logs["hidden_size"] + logs["ffn_hidden_size"]).abs()
+    local = (logs["num_experts"] - np.log(points["ep_size"] / ep_size)).abs()
     # Of two as near the one of the same hidden size, experts and top-k stands in.
-    others = sum(
-        np.abs(np.log(mine / theirs))
-        for mine, theirs in ((hidden, wanted[0]), (experts, wanted[2]), (top_k, wanted[3]))
-    )
+    others = logs[["hidden_size", "num_experts", "top_k"]].abs().sum(axis=1)
     nearest = (weights + local + 0.1 * others).idxmin()
     if max(weights[nearest], local[nearest]) > np.log(_MOST_SCALED) * 1.001:
+        measured = [
+            f"{shape[0]} x {shape[1]}, {shape[2]} experts, top-{shape[3]} (EP {', '.join(map(str, sorted(sizes)))})"
+            for shape, sizes in points.groupby(SHAPE)["ep_size"]
+        ]
         raise UserError(
             f"expected experts like {wanted[0]} x {wanted[1]} with {wanted[2] / ep_size:g} on a rank, within a factor"
-            f" of {_MOST_SCALED:g}; measured: {'; '.join(shape_words(rows))}"
+            f" of {_MOST_SCALED:g}; measured: {'; '.join(measured)}"
         )
     *shape, source_size = points.loc[nearest]
     return _scaled(tables_of_shape(of_shape(rows, shape))[source_size], wanted, ep_size, roofline_us)
@@ -249,36 +235,23 @@ def _scaled(table: ExpertTable, wanted: tuple[int, int, int, int], ep_size: int,
     """A table for another shape or EP size: the same rows an expert, times the ratio of the roofline's times."""
     hidden, ffn, experts, top_k = wanted
     share = table.top_k / table.num_experts * experts / top_k
-    times = {}
-    for measured, time_us in zip(table.tokens, table.times_us, strict=True):
+    times: dict[float, float] = {}
+    for measured, time_us in table.curve.root:
         number = max(1, round(measured * share))
-        theirs = roofline_us(table.hidden_size, table.ffn_hidden_size, table.loads(measured))
+        theirs = roofline_us(table.hidden_size, table.ffn_hidden_size, table.loads(int(measured)))
         ours = roofline_us(hidden, ffn, balanced_loads(number, experts, top_k, experts // ep_size))
         if theirs > 0 and ours > 0:
             times[number] = time_us * ours / theirs
     return ExpertTable(
-        **dict(zip(_SHAPE_FIELDS, wanted, strict=True)),
+        **dict(zip(SHAPE, wanted, strict=True)),
         ep_size=ep_size,
-        tokens=tuple(times),
-        times_us=tuple(times.values()),
+        curve=Curve.of([*times], [*times.values()]),
         token_us=table.token_us * (top_k * hidden) / (table.top_k * table.hidden_size),
-        scaled_from=table.describe().partition(":")[0],
+        scaled_from=table.words,
     )
 
 
-def shape_words(rows: pd.DataFrame) -> list[str]:
-    """Shapes of rows: hidden x FFN size, experts, top-k and EP sizes."""
-    found = []
-    for shape, points in rows.groupby(SHAPE):
-        sizes = ", ".join(str(size) for size in sorted(points["ep_size"].unique()))
-        found.append(f"{shape[0]} x {shape[1]}, {shape[2]} experts, top-{shape[3]} (EP {sizes})")
-    return found
-
-
 # ---- devices ---------------------------------------------------------------------------------------------------------
-
-
-_FAR = 2.0  # times a roofline's, from which on a table's time is explained
 
 
 class TableDevice(Device):
@@ -296,38 +269,25 @@ class TableDevice(Device):
     dtypes: tuple[str, ...]
     """That the name allows: all that were measured, or the one it ends in."""
     dtype: str | None = None
-    num_matrices: int = 3
-    """Of an expert."""
     table: ExpertTable | None = None
 
     def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> TableDevice:
         if dtype not in self.dtypes:
             raise UserError(f"{self.table_name}: expected layer.dtype one of {', '.join(self.dtypes)}; got {dtype}")
-        device = self.model_copy(update={"dtype": dtype, "num_matrices": model.expert_matrices})
+
+        def roofline_us(hidden_size: int, ffn_hidden_size: int, rows_L: ArrayLike) -> float:
+            sizes = hidden_size, ffn_hidden_size, rows_L, PRECISIONS[dtype]
+            return Device.experts_us(self, *sizes, num_matrices=model.expert_matrices)
+
         rows = read_moe(Tables.named(self.table_name, "moe"), dtype=dtype, tp_size=model.tensor_parallel)
         with naming(f"{self.table_name}, {dtype}"):
-            table = find_table(rows, model, ep_size, device.roofline_us)
+            table = find_table(rows, model, ep_size, roofline_us)
         sizes = model.expert_matrices, model.expert_hidden_size, model.ffn_hidden_size
-        weights = math.prod(sizes) * PRECISIONS[dtype].weight_bytes
-        table = table.model_copy(update={"expert_us": weights / (self.reached_tbps * 1e6)})
-        return device.model_copy(update={"table": table})
-
-    def roofline_us(self, hidden_size: int, ffn_hidden_size: int, rows_L: ArrayLike) -> float:
-        """What the roofline of the device says of experts in the table's dtype."""
-        assert self.dtype is not None
-        sizes = hidden_size, ffn_hidden_size, rows_L, PRECISIONS[self.dtype].hidden_bytes
-        return Device.experts_us(self, *sizes, dtype=self.dtype, num_matrices=self.num_matrices)
+        expert_us = math.prod(sizes) * PRECISIONS[dtype].weight_bytes / (self.reached_tbps * 1e6)
+        return self.model_copy(update={"dtype": dtype, "table": table.model_copy(update={"expert_us": expert_us})})
 
     def experts_us(
-        self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        rows_L: ArrayLike,
-        value_bytes: float,
-        *,
-        dtype: str = DTYPE,
-        num_matrices: int = 3,
-        num_tokens: int | None = None,
+        self, hidden_size: int, ffn_hidden_size: int, rows_L: ArrayLike, *_: object, num_tokens: int | None = None, **__
     ) -> float:
         assert self.table is not None, "no layer's rows were taken"
         return self.table.time_us(rows_L, num_tokens)
@@ -338,30 +298,14 @@ class TableDevice(Device):
 
     def describe(self, *, whole: bool = False, num_tokens: int | None = None) -> str:
         rows = ""
-        if self.table is not None:
-            rows = f" {self.table.describe()}{f', {self.compared(num_tokens)}' if num_tokens else ''};"
+        if (table := self.table) is not None:
+            (first, _), (last, _) = table.curve.root[0], table.curve.root[-1]
+            rows = f" {table.words}: {len(table.curve.root)} rows of {first:,.0f} to {last:,.0f} tokens"
+            rows += f", scaled from {table.scaled_from}" if table.scaled_from else ""
+            rows += f", extrapolated to {num_tokens:,};" if num_tokens and num_tokens > last else ";"
         dtype = f", {self.dtype}" if self.dtype else ""
         rest = super().describe(whole=whole).removeprefix("modelled by ")
         return f"experts {MEASURED_ELSEWHERE} ({self.words}{dtype}):{rows} the rest modelled by {rest}"
-
-    def compared(self, num_tokens: int) -> str:
-        """How far so many tokens of all ranks lie beyond the rows; balanced loads by the table and by the roofline, and
-        why they differ where these kernels do more work."""
-        assert self.table is not None
-        rows_L = self.table.loads(num_tokens)
-        beyond = f"extrapolated to {num_tokens:,}; " if num_tokens > self.table.tokens[-1] else ""
-        if not rows_L.any():
-            return f"{beyond}balanced loads leave it idle"
-        table_us = self.table.time_us(rows_L, num_tokens)
-        ratio = table_us / self.roofline_us(self.table.hidden_size, self.table.ffn_hidden_size, rows_L)
-        why = ""
-        own_alone = Tables.named(self.table_name, "moe").framework == "trtllm"
-        if ratio >= _FAR and self.table.ep_size > 1 and not own_alone:
-            why = (
-                ": a row saw all ranks' tokens, which these kernels touch and no all-to-all brings (TensorRT-LLM's "
-                "follow a rank's own)"
-            )
-        return f"{beyond}{table_us / 1e3:.3g} ms of balanced loads, {ratio:.2g} x the roofline{why}"
 
 
 def load_device(name: str) -> Device:
@@ -373,7 +317,7 @@ def load_device(name: str) -> Device:
     if not is_table(name):
         return Device.load(name)
     tables = Tables.named(name, "moe")
-    known = [one for one in dtypes_of(tables) if one in PRECISIONS]
+    known = [dtype for dtype in dtypes_of(tables) if dtype in PRECISIONS]
     dtypes = [choose("dtype", tables.parts[0], known)] if tables.parts else known
     fields = _base(tables).model_dump() | {"table_name": tables.name, "words": tables.words, "dtypes": dtypes}
     return TableDevice.model_validate(fields)
@@ -383,11 +327,6 @@ def dtype_of(name: str | None) -> str:
     """The dtype that a device's name ends in; bfloat16 where it names none."""
     parts = name.split("/") if name is not None and is_table(name) else []
     return parts[3] if len(parts) > 3 else DTYPE
-
-
-def dtypes_of(tables: Tables) -> list[str]:
-    """Dtypes of whole experts."""
-    return sorted(tables.read("moe", MOE, ["moe_dtype"], [("moe_tp_size", "=", 1)])["moe_dtype"].unique())
 
 
 def _base(tables: Tables) -> Device:
@@ -400,28 +339,21 @@ def _base(tables: Tables) -> Device:
         raise UserError(f"{tables.name}: {tables.system}.yaml states no bfloat16_tc_flops or no mem_bw")
     memory_tbps = gpu["mem_bw"] / 1e12
     slower = like.memory_tbps / memory_tbps
-    return like.model_copy(
-        update={
-            "name": f"h100-sxm, its shares of the data sheet of {system_words(tables.system)}",
-            "bf16_tflops": gpu["bfloat16_tc_flops"] / 1e12,
-            "memory_tbps": memory_tbps,
-            "memory_gb": gpu["mem_capacity"] / 1e9,
-            "arithmetic_basis": "assumed",
-            "memory_basis": "assumed",
-            "overhead_basis": "assumed",
-            "gpu_names": (),
-            "routing_native_ps": like.routing_native_ps * slower,
-            "routing_native_basis": "assumed",
-            "routing_policy_ps": like.routing_policy_ps * slower,
-            "routing_policy_basis": "assumed",
-            "attention_basis": "assumed",
-        }
-    )
+    bases = ("arithmetic", "memory", "overhead", "routing_native", "routing_policy", "attention")
+    figures = {
+        "name": f"h100-sxm, its shares of the data sheet of {tables.system_words}",
+        "bf16_tflops": gpu["bfloat16_tc_flops"] / 1e12,
+        "memory_tbps": memory_tbps,
+        "memory_gb": gpu["mem_capacity"] / 1e9,
+        "gpu_names": (),
+        "routing_native_ps": like.routing_native_ps * slower,
+        "routing_policy_ps": like.routing_policy_ps * slower,
+    }
+    return like.model_copy(update={**figures, **{f"{base}_basis": "assumed" for base in bases}})
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
 
-_VALUE_BYTES = {"half": 2, "int8": 1}
 _NOISE = 0.1
 
 
@@ -429,19 +361,22 @@ class NcclLinks(Links):
     """Links of one node by nccl-tests."""
 
     words: str
-    curves: tuple[tuple[str, int, Link], ...]
-    """(collective, GPUs, times over bytes): those that a rank sends to others (alltoall), gets from others (all_gather)
-    or has to sum (all_reduce)."""
+    curves: dict[str, dict[int, Link]]
+    """By collective and GPUs, times over bytes: those that a rank sends to others (alltoall), gets from others
+    (all_gather) or has to sum (all_reduce)."""
 
-    def each(self, change: Callable[[Link], Link]) -> Links:
-        curves = tuple((collective, gpus, change(link)) for collective, gpus, link in self.curves)
-        return super().each(change).model_copy(update={"curves": curves})
+    def scaled(self, factor: float) -> Links:
+        curves = {
+            collective: {gpus: link.scaled(factor) for gpus, link in by_gpus.items()}
+            for collective, by_gpus in self.curves.items()
+        }
+        return self if factor == 1 else super().scaled(factor).model_copy(update={"curves": curves})
 
     def describe(self) -> str:
-        sizes = ", ".join(str(gpus) for collective, gpus, _ in self.curves if collective == "alltoall")
         return (
-            f"{MEASURED_ELSEWHERE} ({self.words}): all-to-all, all-gather and all-reduce of nccl-tests on {sizes} GPUs"
-            f" of a node, over bytes; uneven splits by each rank's larger direction; {self.name}"
+            f"{MEASURED_ELSEWHERE} ({self.words}): all-to-all, all-gather and all-reduce of nccl-tests on"
+            f" {', '.join(map(str, self.curves['alltoall']))} GPUs of a node, over bytes; uneven splits by each rank's"
+            f" larger direction; {self.name}"
         )
 
     def busy_us(self, intra_RR: NDArray[np.float64], inter_RR: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -453,17 +388,10 @@ class NcclLinks(Links):
     def all_reduce_us(self, num_bytes: float, num_ranks: int) -> float:
         return float(self._curve("all_reduce", num_ranks).time_us(num_bytes)) if num_ranks > 1 else 0.0
 
-    def _curve(self, wanted: str, num_ranks: int) -> Link:
+    def _curve(self, collective: str, num_ranks: int) -> Link:
         """Of the fewest GPUs that are no fewer than the ranks."""
         self._check_ranks(num_ranks)
-        return next(link for collective, gpus, link in self.curves if collective == wanted and gpus >= num_ranks)
-
-
-_DEEPEP_SHAPE = ["hidden_size", "topk", "num_experts", "ep_size"]
-
-
-def _deepep_words(hidden: int, top_k: int, experts: int, ep_size: int) -> str:
-    return f"{hidden}, top-{top_k} of {experts}, EP {ep_size}"
+        return next(link for gpus, link in self.curves[collective].items() if gpus >= num_ranks)
 
 
 class DeepEpLinks(Links):
@@ -473,24 +401,20 @@ class DeepEpLinks(Links):
     table_name: str
     backend: str
     top_k: int = 0
-    curves: dict[str, tuple[tuple[float, float], ...]] | None = None
-    """By phase, (tokens of a rank, microseconds)."""
+    curves: dict[str, Curve] | None = None
+    """By phase, over tokens of a rank."""
 
     def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> DeepEpLinks:
         rows = read_deepep(Tables.named(self.table_name, "comm"), self.backend, dtype)
+        keys = ["hidden_size", "top_k", "num_experts", "ep_size"]
         wanted = (model.expert_hidden_size, model.top_k, model.num_experts, ep_size)
-        mine = rows[(rows[_DEEPEP_SHAPE] == list(wanted)).all(axis=1)]
-        if not len(mine):
-            known = rows[_DEEPEP_SHAPE].drop_duplicates().itertuples(index=False, name=None)
-            raise UserError(
-                f"{self.table_name}: expected {_deepep_words(*wanted)}; measured:"
-                f" {'; '.join(_deepep_words(*shape) for shape in known)}"
-            )
-        fastest = mine.groupby(["phase", "num_tokens"])["us"].min()
-        curves = {
-            phase: tuple((float(tokens), us) for (_, tokens), us in points.items())
-            for phase, points in fastest.groupby("phase")
-        }
+        mine = rows[(rows[keys] == list(wanted)).all(axis=1)]
+        if mine.empty:
+            known = rows[keys].drop_duplicates().itertuples(index=False, name=None)
+            told, *others = ("{}, top-{} of {}, EP {}".format(*shape) for shape in (wanted, *known))
+            raise UserError(f"{self.table_name}: expected {told}; measured: {'; '.join(others)}")
+        fastest = mine.groupby(["phase", "num_tokens"], as_index=False)["us"].min()
+        curves = {phase: Curve.of(points["num_tokens"], points["us"]) for phase, points in fastest.groupby("phase")}
         return self.model_copy(update={"top_k": model.top_k, "curves": curves})
 
     def dispatch_us(self, pairs_RR: NDArray[np.float64], row_bytes: float, weight_bytes: float) -> NDArray[np.float64]:
@@ -502,7 +426,7 @@ class DeepEpLinks(Links):
     def _deepep_us(self, pairs_RR: NDArray[np.float64], phase: str) -> NDArray[np.float64]:
         assert self.curves is not None, "no layer's rows were taken"
         tokens_R = np.maximum(pairs_RR.sum(axis=1), pairs_RR.sum(axis=0)) / self.top_k
-        return np.where(tokens_R > 0, Curve.of(*zip(*self.curves[phase], strict=True)).at(tokens_R), 0.0)
+        return np.where(tokens_R > 0, self.curves[phase].at(tokens_R), 0.0)
 
     def describe(self) -> str:
         rest = super().describe().removeprefix("modelled by ")
@@ -542,37 +466,19 @@ def load_links(name: str) -> Links:
 
 
 def _nccl_links(tables: Tables) -> NcclLinks:
-    rows = read_nccl(tables)
-    missing = {"alltoall", "all_gather", "all_reduce"} - set(rows["op_name"])
-    if missing:
-        raise UserError(f"{tables.where('comm', NCCL)}: no rows of {min(missing)}; take another version of nccl")
-    curves = [(*key, _curve(points)) for key, points in rows.groupby(["op_name", "num_gpus"])]
-    return NcclLinks(
-        name=tables.name,
-        source=tables.where("comm", NCCL),
-        words=tables.words,
-        ranks_per_node=int(rows["num_gpus"].max()),
-        intra=[link for collective, _, link in curves if collective == "alltoall"][-1],
-        inter=None,
-        curves=curves,
-    )
+    rows, source = read_nccl(tables), tables.where("comm", NCCL)
+    curves = {
+        collective: {gpus: _measured_link(points) for gpus, points in of_collective.groupby("num_gpus")}
+        for collective, of_collective in rows.groupby("op_name")
+    }
+    if missing := {"alltoall", "all_gather", "all_reduce"} - set(curves):
+        raise UserError(f"{source}: no rows of {min(missing)}; take another version of nccl")
+    most, intra = max(rows["num_gpus"]), [*curves["alltoall"].values()][-1]
+    how = {"words": tables.words, "ranks_per_node": int(most), "curves": curves}
+    return NcclLinks(name=tables.name, source=source, intra=intra, inter=None, **how)
 
 
-def read_nccl(tables: Tables) -> pd.DataFrame:
-    """Rows of nccl-tests: op_name, num_gpus, bytes that pass a rank's link, us; the fastest where sizes repeat.
-
-    nccl-tests names all bytes of a rank's buffer; of an all-to-all or all-gather one of num_gpus parts stays. Elements
-    are of 2 or 1 bytes, so that most sizes were timed twice.
-    """
-    columns = ["op_name", "nccl_dtype", "num_gpus", "message_size", "latency"]
-    rows = tables.read("comm", NCCL, columns)
-    size = rows["message_size"] * rows["nccl_dtype"].map(_VALUE_BYTES)
-    crossing = np.where(rows["op_name"] == "all_reduce", 1.0, 1 - 1 / rows["num_gpus"])
-    rows = rows.assign(bytes=size * crossing, us=rows["latency"] * 1e3)
-    return rows.groupby(["op_name", "num_gpus", "bytes"], as_index=False)["us"].min()
-
-
-def _curve(points: pd.DataFrame) -> Link:
+def _measured_link(points: pd.DataFrame) -> Link:
     """A link by measured points.
 
     A message that took up to ``_NOISE`` longer than a larger one was disturbed: it takes what that did. One that took
@@ -589,34 +495,5 @@ def _curve(points: pd.DataFrame) -> Link:
         bandwidth_gbps=float(reached_gbps),
         efficiency=1.0,
         efficiency_basis=MEASURED_ELSEWHERE,
-        curve=tuple(zip(sizes.tolist(), times.tolist(), strict=True)),
+        curve=Curve.of(sizes, times),
     )
-
-
-def backends_of(tables: Tables) -> list[str]:
-    """Ways of dispatching that a framework's files hold."""
-    found = [name for name, file in DEEPEP.items() if tables.path("comm", file).is_file()]
-    if tables.path("comm", A2A).is_file():
-        found += tables.read("comm", A2A, ["comm_backend"])["comm_backend"].unique().tolist()
-    return sorted(found)
-
-
-def read_deepep(tables: Tables, backend: str, dtype: str) -> pd.DataFrame:
-    """hidden_size, topk, num_experts, ep_size, num_tokens, phase, us."""
-    if backend not in DEEPEP or not tables.path("comm", DEEPEP[backend]).is_file():
-        columns = ["phase", "comm_dtype", "ep_size", "hidden_size", "topk", "num_experts", "num_tokens", "latency"]
-        rows = tables.read("comm", A2A, columns, [("comm_backend", "=", backend)])
-        known = rows["comm_dtype"].unique().tolist()
-        wanted = next((one for one in (dtype, dtype.partition("_")[0], "default", DTYPE) if one in known), known[0])
-        return rows[rows["comm_dtype"] == wanted].rename(columns={"latency": "us"})
-    shape = ["node_num", "hidden_size", "num_topk", "num_experts", "num_token"]
-    names = {"num_topk": "topk", "num_token": "num_tokens"}
-    import pandas as pd
-
-    parts = []
-    for phase in ("dispatch", "combine"):
-        times = [f"{phase}_avg_t_us"] if backend == "deepep_ll" else [f"{phase}_transmit_us", f"{phase}_notify_us"]
-        rows: Any = tables.read("comm", DEEPEP[backend], [*shape, *times])
-        parts.append(rows.assign(phase=phase, us=rows[times].sum(axis=1)).drop(columns=times))
-    rows = pd.concat(parts, ignore_index=True).rename(columns=names)
-    return rows.assign(ep_size=rows["node_num"] * tables.facts["node"]["num_gpus_per_node"])

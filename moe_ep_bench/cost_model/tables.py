@@ -58,15 +58,6 @@ def is_table(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
-def framework_words(framework: str) -> str:
-    return _FRAMEWORKS.get(framework, framework)
-
-
-def system_words(system: str) -> str:
-    """``h100_sxm`` as H100 SXM."""
-    return system.upper().replace("_", " ")
-
-
 # ---- what there is ---------------------------------------------------------------------------------------------------
 
 
@@ -145,9 +136,15 @@ class Tables:
         return f"{package_words()}, {self.system}/{kind}/{self.framework}/{self.version}/{file}"
 
     @property
+    def system_words(self) -> str:
+        """``h100_sxm`` as H100 SXM."""
+        return self.system.upper().replace("_", " ")
+
+    @property
     def words(self) -> str:
         """What was measured and by whom: the package, the framework and the system."""
-        return f"{package_words()}, {framework_words(self.framework)} {self.version} on {system_words(self.system)}"
+        framework = _FRAMEWORKS.get(self.framework, self.framework)
+        return f"{package_words()}, {framework} {self.version} on {self.system_words}"
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -174,8 +171,10 @@ class Tables:
 
 # ---- rows of MoE layers ----------------------------------------------------------------------------------------------
 
-SHAPE = ["hidden_size", "inter_size", "num_experts", "topk"]
-_MOE_COLUMNS = [*SHAPE, "moe_dtype", "num_tokens", "moe_ep_size", "distribution", "latency"]
+DTYPE = "bfloat16"
+SHAPE = ["hidden_size", "ffn_hidden_size", "num_experts", "top_k"]
+_NAMES = {"inter_size": "ffn_hidden_size", "topk": "top_k", "moe_dtype": "dtype", "moe_ep_size": "ep_size"}
+_MOE_COLUMNS = ["hidden_size", "num_experts", *_NAMES, "num_tokens", "distribution", "latency"]
 
 
 def read_moe(
@@ -190,8 +189,8 @@ def read_moe(
     filters += [("moe_dtype", "=", dtype)] if dtype else []
     filters += [("distribution", "=", distribution)] if distribution else []
     rows = tables.read("moe", MOE, _MOE_COLUMNS, filters)
-    rows = rows.rename(columns={"moe_dtype": "dtype", "moe_ep_size": "ep_size"}).assign(us=rows["latency"] * 1e3)
-    rows["inter_size"] //= tp_size
+    rows = rows.rename(columns=_NAMES).assign(us=rows["latency"] * 1e3)
+    rows["ffn_hidden_size"] //= tp_size
     keys = [*SHAPE, "dtype", "ep_size", "distribution", "num_tokens"]
     return rows.drop(columns="latency").groupby(keys, as_index=False)["us"].min()
 
@@ -219,3 +218,53 @@ def balanced_loads(num_tokens: int, num_experts: int, top_k: int, num_local: int
         experts = ((tokens + number * stride) % num_experts).astype(np.int64)
         loads += np.bincount(experts, minlength=num_experts)
     return loads[:num_local]
+
+
+# ---- rows of collectives ---------------------------------------------------------------------------------------------
+
+
+def dtypes_of(tables: Tables) -> list[str]:
+    """Dtypes of whole experts."""
+    return sorted(tables.read("moe", MOE, ["moe_dtype"], [("moe_tp_size", "=", 1)])["moe_dtype"].unique())
+
+
+def read_nccl(tables: Tables) -> pd.DataFrame:
+    """Rows of nccl-tests: op_name, num_gpus, bytes that pass a rank's link, us; the fastest where sizes repeat.
+
+    nccl-tests names all bytes of a rank's buffer; of an all-to-all or all-gather one of num_gpus parts stays. Elements
+    are of 2 or 1 bytes, so that most sizes were timed twice.
+    """
+    rows = tables.read("comm", NCCL, ["op_name", "nccl_dtype", "num_gpus", "message_size", "latency"])
+    size = rows["message_size"] * rows["nccl_dtype"].map({"half": 2, "int8": 1})
+    crossing = np.where(rows["op_name"] == "all_reduce", 1.0, 1 - 1 / rows["num_gpus"])
+    rows = rows.assign(bytes=size * crossing, us=rows["latency"] * 1e3)
+    return rows.groupby(["op_name", "num_gpus", "bytes"], as_index=False)["us"].min()
+
+
+def backends_of(tables: Tables) -> list[str]:
+    """Ways of dispatching that a framework's files hold."""
+    names = [name for name, file in DEEPEP.items() if tables.path("comm", file).is_file()]
+    if tables.path("comm", A2A).is_file():
+        names += tables.read("comm", A2A, ["comm_backend"])["comm_backend"].unique().tolist()
+    return sorted(names)
+
+
+def read_deepep(tables: Tables, backend: str, dtype: str) -> pd.DataFrame:
+    """hidden_size, top_k, num_experts, ep_size, num_tokens, phase, us."""
+    if backend not in DEEPEP or not tables.path("comm", DEEPEP[backend]).is_file():
+        columns = ["phase", "comm_dtype", "ep_size", "hidden_size", "topk", "num_experts", "num_tokens", "latency"]
+        rows = tables.read("comm", A2A, columns, [("comm_backend", "=", backend)])
+        known = rows["comm_dtype"].unique().tolist()
+        named = (name for name in (dtype, dtype.partition("_")[0], "default", DTYPE) if name in known)
+        rows = rows[rows["comm_dtype"] == next(named, known[0])]
+        return rows.rename(columns={"latency": "us", "topk": "top_k"})
+    import pandas as pd
+
+    parts = []
+    for phase in ("dispatch", "combine"):
+        times = [f"{phase}_avg_t_us"] if backend == "deepep_ll" else [f"{phase}_transmit_us", f"{phase}_notify_us"]
+        shape = ["node_num", "hidden_size", "num_topk", "num_experts", "num_token"]
+        rows = tables.read("comm", DEEPEP[backend], [*shape, *times])
+        parts.append(rows.assign(phase=phase, us=rows[times].sum(axis=1)).drop(columns=times))
+    rows = pd.concat(parts, ignore_index=True).rename(columns={"num_topk": "top_k", "num_token": "num_tokens"})
+    return rows.assign(ep_size=rows["node_num"] * tables.facts["node"]["num_gpus_per_node"])

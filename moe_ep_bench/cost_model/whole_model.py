@@ -34,9 +34,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from moe_ep_bench.cost_model.devices import Device, ffn_work
+from moe_ep_bench.cost_model.devices import PRECISIONS, Device, ffn_work
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, PhaseKey
@@ -70,7 +70,7 @@ class PassWork:
 
 
 def pass_segments(
-    device: Device, model: ModelSpec, num_layers: int, work: PassWork, *, bytes_per_value: int = 2, **of_layers: Any
+    device: Device, model: ModelSpec, num_layers: int, work: PassWork, *, dtype: str = "bfloat16", **of_layers: Any
 ) -> list[tuple[PhaseKey, float]]:
     """Phases and microseconds of one pass in the order in which a measured one has them, for ``timeline.legs_of``.
 
@@ -78,100 +78,80 @@ def pass_segments(
 
     Args:
         num_layers: that are built, the first ones of the model.
-        of_layers: see ``layer_segments``; of every MoE layer.
+        dtype, of_layers: see ``layer_segments``; of every MoE layer.
 
     Raises:
         ValueError: the device's share for attention is not stated.
     """
-    timed = _Formulas(device, model, work, bytes_per_value)
-    found: list[tuple[PhaseKey, float]] = [(UNACCOUNTED, 0.0), ("embedding", timed.embedding_us)]
+    us = _outside_us(device, model, work, dtype)
+    segments: list[tuple[PhaseKey, float]] = [(UNACCOUNTED, 0.0), ("embedding", us.embedding)]
     for layer in range(num_layers):
-        found += [
+        segments += [
             ("rest", 0.0),
-            ((layer, "rest"), timed.layer_rest_us / 2),
-            ((layer, "attention"), timed.attention_us),
-            ((layer, "rest"), timed.norm_us),
+            ((layer, "rest"), us.layer_rest / 2),
+            ((layer, "attention"), us.attention),
+            ((layer, "rest"), us.norm),
         ]
         if layer in work.layers:
-            inner = layer_segments(device, model, work.layers[layer], bytes_per_value=bytes_per_value, **of_layers)
-            found += [((layer, MOE_REST if phase == UNACCOUNTED else phase), time_us) for phase, time_us in inner]
+            inner = layer_segments(device, model, work.layers[layer], dtype=dtype, **of_layers)
+            segments += [((layer, MOE_REST if phase == UNACCOUNTED else phase), time_us) for phase, time_us in inner]
         else:
-            found.append(((layer, "dense"), timed.dense_us))
-        found.append(((layer, "rest"), timed.layer_rest_us / 2 - timed.norm_us))
-    return [*found, ("rest", timed.norm_us), ("output", timed.output_us), (UNACCOUNTED, 0.0)]
+            segments.append(((layer, "dense"), us.dense))
+        segments.append(((layer, "rest"), us.layer_rest / 2 - us.norm))
+    return [*segments, ("rest", us.norm), ("output", us.output), (UNACCOUNTED, 0.0)]
 
 
-def outside_moe_us(device: Device, model: ModelSpec, work: PassWork, *, bytes_per_value: int = 2) -> float:
+def outside_moe_us(device: Device, model: ModelSpec, work: PassWork, *, dtype: str = "bfloat16") -> float:
     """Microseconds of a pass through all of a model's layers that no MoE layer takes.
 
     Raises:
         ValueError: the device's share for attention is not stated.
     """
-    timed = _Formulas(device, model, work, bytes_per_value)
-    layers_us = model.num_layers * (timed.attention_us + timed.layer_rest_us)
-    dense_us = (model.num_layers - model.num_moe_layers) * timed.dense_us
-    return timed.embedding_us + layers_us + dense_us + timed.norm_us + timed.output_us
+    us = _outside_us(device, model, work, dtype)
+    layers_us = model.num_layers * (us.attention + us.layer_rest)
+    return us.embedding + layers_us + (model.num_layers - model.num_moe_layers) * us.dense + us.norm + us.output
 
 
-@dataclass(frozen=True)
-class _Formulas:
-    """The module's table, in microseconds."""
+class _Outside(NamedTuple):
+    """The module's table, in microseconds; ``layer_rest``: two norms and two residual additions."""
 
-    device: Device
-    model: ModelSpec
-    work: PassWork
-    value_bytes: int
+    embedding: float
+    norm: float
+    layer_rest: float
+    attention: float
+    dense: float
+    output: float
 
-    @property
-    def embedding_us(self) -> float:
-        return self.device.permute_us(2 * self._hidden_bytes)
 
-    @property
-    def norm_us(self) -> float:
-        return self._moved_us(2 * self._hidden_bytes)
+def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: str) -> _Outside:
+    T, D, b = work.num_tokens, model.hidden_size, PRECISIONS[dtype].hidden_bytes
+    assert model.attention is not None
+    assert model.vocab_size is not None
 
-    @property
-    def layer_rest_us(self) -> float:
-        """Two norms and two residual additions."""
-        return 2 * self.norm_us + 2 * self._moved_us(3 * self._hidden_bytes)
-
-    @property
-    def dense_us(self) -> float:
-        sizes = self.model.hidden_size, self.model.dense_ffn_hidden_size or self.model.ffn_hidden_size
-        return self.device.work_us(*ffn_work(*sizes, self.work.num_tokens, self.value_bytes))
-
-    @property
-    def output_us(self) -> float:
-        assert self.model.vocab_size is not None
-        return self._gemm_us(self.work.num_last_tokens, self.model.hidden_size, self.model.vocab_size)
-
-    @property
-    def attention_us(self) -> float:
-        attention, work, value_bytes = self.model.attention, self.work, self.value_bytes
-        assert attention is not None
-        tokens, hidden = work.num_tokens, self.model.hidden_size
-        form = attention.form(hidden, decodes=work.num_requests > 0)
-        # Tokens whose keys and values are read, the new ones included.
-        cached = sum(work.prompt_lengths) + work.num_requests * (work.context_length + 1)
-        projections_us = sum(self._gemm_us(tokens, *sizes) for sizes in form.projections)
-        elementwise_us = self._moved_us(2 * value_bytes * tokens * (form.normed + form.rotated))
-        pairs = sum(length**2 / 2 for length in work.prompt_lengths)
-        pairs += work.num_requests * (work.context_length + 1)
-        core_bytes = value_bytes * (tokens * (form.queries + form.output) + cached * (form.keys + form.values))
-        core_us = self.device.attention_us(2 * (form.queries + form.output) * pairs, core_bytes)
-        return projections_us + elementwise_us + core_us
-
-    @property
-    def _hidden_bytes(self) -> int:
-        """Of all tokens' hidden states."""
-        return self.value_bytes * self.work.num_tokens * self.model.hidden_size
-
-    def _gemm_us(self, rows: int, takes: int, gives: int, heads: int = 1) -> float:
+    def gemm_us(rows: int, takes: int, gives: int, heads: int = 1) -> float:
         """Of ``heads`` GEMMs at once."""
-        if rows == 0:
-            return 0.0
-        num_bytes = heads * self.value_bytes * (takes * gives + rows * (takes + gives))
-        return self.device.work_us(2.0 * heads * rows * takes * gives, num_bytes, rows)
+        num_bytes = heads * b * (takes * gives + rows * (takes + gives))
+        return device.work_us(2.0 * heads * rows * takes * gives, num_bytes, rows) if rows else 0.0
 
-    def _moved_us(self, num_bytes: float) -> float:
-        return self.device.work_us(0, num_bytes, 1)
+    def moved_us(num_bytes: float) -> float:
+        return device.work_us(0, num_bytes, 1)
+
+    form = model.attention.form(D, decodes=work.num_requests > 0)
+    # Pairs of tokens that attend, and tokens whose keys and values are read, the new ones included.
+    pairs = sum(length**2 / 2 for length in work.prompt_lengths) + work.num_requests * (work.context_length + 1)
+    cached = sum(work.prompt_lengths) + work.num_requests * (work.context_length + 1)
+    core_bytes = b * (T * (form.queries + form.output) + cached * (form.keys + form.values))
+    attention_us = (
+        sum(gemm_us(T, *sizes) for sizes in form.projections)
+        + moved_us(2 * b * T * (form.normed + form.rotated))
+        + device.attention_us(2 * (form.queries + form.output) * pairs, core_bytes)
+    )
+    norm_us = moved_us(2 * T * D * b)
+    return _Outside(
+        embedding=device.permute_us(2 * T * D * b),
+        norm=norm_us,
+        layer_rest=2 * norm_us + 2 * moved_us(3 * T * D * b),
+        attention=attention_us,
+        dense=device.work_us(*ffn_work(D, model.dense_ffn_hidden_size or model.ffn_hidden_size, T, b)),
+        output=gemm_us(work.num_last_tokens, D, model.vocab_size),
+    )

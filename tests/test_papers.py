@@ -110,7 +110,7 @@ MISTAKES: dict[str, tuple[dict, dict, str]] = {
     "a layer's of a model": (
         {"metric": "layer_time"},
         WHOLE,
-        r"0\.metric: expected one of .*moe_speedup.* got layer",
+        r"0\.metric: expected one of .*moe_speedup.* with scope: model; got layer_time",
     ),
     "a layer's pass": ({"of": "layer"}, WHOLE, r"0\.of: expected end_to_end or not_stated with speedup, .*got layer"),
     "layers end to end": (
@@ -118,7 +118,11 @@ MISTAKES: dict[str, tuple[dict, dict, str]] = {
         WHOLE,
         r"0\.of: expected layer or not_stated with moe_speedup, got end_to_end",
     ),
-    "a model's of a layer": ({"metric": "step_time"}, {}, r"0\.metric: expected a layer's without scope: model"),
+    "a model's of a layer": (
+        {"metric": "step_time"},
+        {},
+        r"0\.metric: expected one of .* with scope: layer; got step_time",
+    ),
 }
 
 

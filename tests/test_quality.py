@@ -269,7 +269,7 @@ def test_a_sweep_is_a_comparison_for_each_of_its_points_and_a_dry_run_reads_no_w
 def test_costs_and_routing_are_means_beside_the_unpatched_model(done: Path) -> None:
     costs_of = text_costs(read_quality(done)).set_index(["label", "phase"])
     # Steps of decoding have loads of their own to be set against.
-    assert costs_of.index.tolist()[:3] == [("native", "prefill"), ("native", "decode"), ("topk", "prefill")]
+    assert costs_of.index.tolist()[:3] == [("native", "decode"), ("native", "prefill"), ("topk", "prefill")]
     assert costs_of.loc["native"]["cross_entropy_added"].isna().all()
     top, drop, oea, nothing = (
         costs_of.xs(make_policy(spec).label).iloc[0]

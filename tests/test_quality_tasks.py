@@ -19,7 +19,7 @@ import torch
 import yaml
 from test_quality import parts, refused
 
-from moe_ep_bench.analysis.quality import Quality, comparisons_of, read_quality, task_means, task_scores, text_costs
+from moe_ep_bench.analysis.quality import Quality, comparisons_of, read_quality, task_scores, text_costs
 from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.cli import main
 from moe_ep_bench.papers import published
@@ -350,13 +350,6 @@ def test_the_papers_number_stands_beside_the_same_task_shots_metric_and_policy_o
     text = quality_text(tmp_path)
     assert f"{100 * (row['value'] - 0.4):+.1f} ({row['paper_stderrs']:+.1f})" in text
     assert "the paper states none. Made up." in text
-    means, left_out = task_means(found)
-    assert not left_out
-    means = means.set_index("label")
-    assert (means["tasks"] == 2).all()
-    assert means["paper"]["native"] == pytest.approx(0.55)
-    of_native = beside.xs("native", level="label")
-    assert means["stderr"]["native"] == pytest.approx(math.hypot(*of_native["stderr"]) / 2)
 
 
 def test_a_number_stands_beside_whatever_its_paper_leaves_open(folder: Path, stand_in: StandIn, tmp_path: Path) -> None:
@@ -381,18 +374,12 @@ def answered(*tasks: tuple[str, dict[str, float], float], shots: int | None = 5)
     return Quality(comparisons_of(facts), cases, pd.DataFrame(rows), pd.DataFrame())
 
 
-def test_a_task_with_several_numbers_for_the_papers_one_is_left_out_of_the_means_and_named() -> None:
-    single = (("one", {"none": 0.2}, 30.0), ("two", {"none": 0.4}, 40.0))
-    double = ("gsm8k", {"strict-match": 0.9, "flexible-extract": 0.8}, 90.0)
-    means, left_out = task_means(task_scores(answered(*single, double)))
-    assert left_out == ["gsm8k"]
-    (row,) = means.itertuples()
-    assert (row.label, row.tasks, row.value, row.paper) == ("native", 2, pytest.approx(0.3), pytest.approx(0.35))
-    assert task_means(task_scores(answered(*single)))[1] == []
-    unstated = task_scores(answered(single[0], shots=None))
+def test_the_papers_number_stands_beside_each_of_ours_of_the_same_shots_and_of_no_part() -> None:
+    single, double = ("one", {"none": 0.2}, 30.0), ("gsm8k", {"strict-match": 0.9, "flexible-extract": 0.8}, 90.0)
+    assert task_scores(answered(single, double))["paper"].tolist() == [0.3, 0.9, 0.9]
+    unstated = task_scores(answered(single, shots=None))
     assert unstated["paper"].isna().all(), "no number stands where the paper states no shots"
-    of_part = answered(single[0])
-    assert task_scores(of_part)["paper"].tolist() == [0.3]
+    of_part = answered(single)
     of_part.scores["task"] = "a part of it"
     assert task_scores(of_part)["paper"].isna().all()
 

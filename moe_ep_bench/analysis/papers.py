@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, load, routing, timings
-from moe_ep_bench.analysis.columns import NONE, Row, missing, number, percentage, text
+from moe_ep_bench.analysis.cases import COMPARISON, cases, comparisons, load, routing, timings
+from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, text
 from moe_ep_bench.analysis.reading import ITERATION, ResultsError, read_document, typed
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
@@ -46,8 +46,8 @@ _CSV = [
 ]  # fmt: skip
 
 
-# Microseconds of each case and quantity, by launch, batch and iteration.
-Times = dict[tuple[str, ...], pd.Series]
+# Microseconds by case id and quantity, each by launch, batch and iteration.
+Times = dict[tuple[str, str], pd.Series]
 
 
 class _Row(JsonRecord):  # ``papers.run``
@@ -102,17 +102,15 @@ def load_claims(directory: Path) -> Claims:
     claimed = typed(_File, path, "", read_document(path)).claims
     store = load(directory, join_draws=False)
     rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
-    activated = routing(store).groupby(CASE)["activated_fullest_rank"].mean()
-    rows["activated"] = [activated.get(key) for key in rows[CASE].itertuples(index=False, name=None)]
-    by_id = {(row["comparison_id"], row["case_id"]): row for row in rows.to_dict("records")}
+    activated = routing(store).groupby("case_id")["activated_fullest_rank"].mean()
+    by_id = rows.assign(activated=rows["case_id"].map(activated)).set_index("case_id", drop=False).to_dict("index")
     natives = {row["comparison_id"]: row for row in by_id.values() if row["role"] == "baseline"}
-    times = timings(store).set_index(ITERATION)
-    times = dict(iter(times.groupby([*CASE, "quantity"], sort=False)["time_us"]))
+    times = dict(iter(timings(store).set_index(ITERATION).groupby(["case_id", "quantity"], sort=False)["time_us"]))
     found = []
     try:
         for claim in claimed:
-            case, native = by_id[claim.comparison_id, claim.case_id], natives.get(claim.comparison_id)
-            against = by_id[claim.comparison_id, claim.versus_id] if claim.versus_id else native
+            case, native = by_id[claim.case_id], natives.get(claim.comparison_id)
+            against = by_id[claim.versus_id] if claim.versus_id else native
             found.append(_row(claim, case, native, against, times))
     except KeyError as error:
         raise ResultsError(f"{path}: of another run than run.json, or damaged: {error!r}"[:300]) from None
@@ -156,34 +154,28 @@ def _value(claim: _Row, case: Row, against: Row, times: Times) -> tuple[float, f
     """Value, low and high by the claim's metric; None where it was not measured."""
     metric = CLAIMED[claim.metric]
     if metric.of in (ALL, MOE):
-        ours_us, against_us = (times.get((*(row[name] for name in CASE), metric.of)) for row in (case, against))
+        ours_us, against_us = (times.get((row["case_id"], metric.of)) for row in (case, against))
         if ours_us is None or against_us is None:
             return None
         pair = (ours_us, against_us) if metric.value == "ratio" else (against_us, ours_us)
         found = estimate_median(against_us if metric.value == "native" else paired_ratios(*pair))
         return found and (found.median, found.low, found.high)
     ours, theirs = (np.nan if missing(row.get(metric.of)) else row[metric.of] for row in (case, against))
-    if metric.value in ("own", "plain"):
-        value = ours / theirs if claim.versus_id else ours
-    else:
-        value = {"native": theirs, "ratio": ours / (theirs or np.nan), "inverse": theirs / (ours or np.nan)}[
-            metric.value
-        ]
+    own = ours / theirs if claim.versus_id else ours
+    values = {"own": own, "plain": own, "native": theirs, "ratio": ours / (theirs or np.nan)}
+    value = values.get(metric.value, theirs / (ours or np.nan))
     return None if missing(value) else (float(value),) * 3
 
 
 def _over_draws(frame: pd.DataFrame) -> pd.DataFrame:
     """A row per claim and traffic: means over its draws that were measured, the difference, and which is primary."""
-    groups = frame.groupby(["number", "traffic"], sort=False)
-    is_measured = frame["ours"].notna()
-    counted = frame[is_measured | (~is_measured.groupby([frame["number"], frame["traffic"]]).transform("any"))]
-    groups = counted.groupby(["number", "traffic"], sort=False)
-    rows = groups.nth(0).set_index(["number", "traffic"])
-    draws = groups["ours"].count().clip(lower=1).reindex(rows.index)
-    several = draws > 1
-    rows.loc[several, _MEANS] = groups[_MEANS].mean().reindex(rows.index)[several]
-    ends = groups["ours"].agg(["min", "max"]).reindex(rows.index)
-    rows.loc[several, ["ours_low", "ours_high"]] = ends[several].to_numpy()
+    traffic = ["number", "traffic"]
+    has_ours = frame.groupby(traffic)["ours"].transform("count") > 0
+    groups = frame[frame["ours"].notna() | ~has_ours].groupby(traffic, sort=False)
+    rows, draws = groups.nth(0).set_index(traffic), groups["ours"].count().clip(lower=1)
+    several = draws.index[draws > 1]
+    rows.loc[several, _MEANS] = groups[_MEANS].mean().loc[several]
+    rows.loc[several, ["ours_low", "ours_high"]] = groups["ours"].agg(["min", "max"]).loc[several].to_numpy()
     rows = rows.assign(draws=draws).reset_index()
     below, above = rows["ours"] - rows["paper_low"], rows["ours"] - rows["paper_high"]
     difference = below.clip(upper=0).fillna(0) + above.clip(lower=0).fillna(0)
@@ -211,9 +203,9 @@ def write_claims(claims: Claims) -> str:
 
 
 def claims_text(claims: Claims) -> str:
-    """The claims, the largest disagreement first; errors by metric; what the traffics are; and reasons."""
+    """The claims, the largest disagreement first; errors by metric; and reasons."""
     rows = _primary(claims.frame)
-    return render([_claims_table(claims, rows), *_errors_table(rows), _traffic_table(claims), _reasons(rows)], "text")
+    return render([_claims_table(claims, rows), *_errors_table(rows), _reasons(rows)], "text")
 
 
 def number_words(metric: str, value: float) -> str:
@@ -237,14 +229,10 @@ def how_words(claims: Claims) -> str:
     """How ours came about, by which device and links, and how many layers of how many."""
     about = comparisons(claims.store)
     about = about[about["comparison_id"].isin(claims.measured["comparison_id"])]
-    whole = [facts.get("whole") for facts in about["facts"]]
-    cut = [
-        f"the first {one['num_layers']} of {one['of_layers']} layers"
-        for one in whole
-        if one and one["num_layers"] < one["of_layers"]
-    ]
-    ran_on = [facts.get("device") or words for facts, words in zip(about["facts"], about["ran_on"], strict=True)]
-    parts = [about["how"], ran_on, about["links_words"].dropna(), cut]
+    whole = [facts["whole"] for facts in about["facts"] if facts.get("whole")]
+    cut = [f"the first {one['num_layers']} of {one['of_layers']} layers" for one in whole]
+    is_cut = any(one["num_layers"] < one["of_layers"] for one in whole)
+    parts = [about["how"], about["ran_on"], about["links_words"].dropna(), cut if is_cut else []]
     return "; ".join(" / ".join(dict.fromkeys(values)) for values in parts if len(values))
 
 
@@ -259,23 +247,15 @@ def _primary(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
-    records = rows.to_dict("records")
-    words = pd.DataFrame(
-        {
-            "paper": [paper_words(row) for row in records],
-            "ours_words": [_ours(row, "ours") + _all_layers(row) for row in records],
-            "difference_words": [_difference(row) for row in records],
-            "range_words": [
-                NONE if row["least"] == row["most"] else f"{_ours(row, 'least')} to {_ours(row, 'most')}"
-                for row in records
-            ],
-        },
-        rows.index,
-    )
     columns = [
-        *(number("number", " ", "{}"), text("claim"), text("case", "policy"), number("paper", form="{}")),
-        *(number("ours_words", "ours", "{}"), number("difference_words", "ours - paper", "{}")),
-        *(number("range_words", "range", "{}"), text("traffic", "primary traffic")),
+        number("number", " ", "{}"),
+        text("claim"),
+        text("case", "policy"),
+        Column("paper_low", "paper", cell=paper_words),
+        Column("ours", "ours", cell=lambda row: _ours(row, "ours") + _all_layers(row)),
+        Column("difference", "ours - paper", cell=_difference),
+        Column("least", "range", cell=_range),
+        text("traffic", "primary traffic"),
         percentage("dropped_share", "dropped"),
     ]
     notes = [
@@ -289,7 +269,7 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
     known = rows[rows["primary_because"].notna()].drop_duplicates(["traffic", "primary_because"])
     notes += [f"{row.traffic} is primary: {row.primary_because}" for row in known.itertuples()]
     ours = "whole models here, from end to end" if (rows["ours_of"] != "layer").any() else "one layer here"
-    return Table(rows.join(words), columns, f"Papers' numbers beside {ours}: {how_words(claims)}", notes)
+    return Table(rows, columns, f"Papers' numbers beside {ours}: {how_words(claims)}", notes)
 
 
 def _ours(row: Row, column: str) -> str:
@@ -299,6 +279,12 @@ def _ours(row: Row, column: str) -> str:
 def _all_layers(row: Row) -> str:
     value = row["ours_extrapolated_to_all_layers"]
     return "" if missing(value) else f" [all: {value:.2f}]"
+
+
+def _range(row: Row) -> str:
+    """Ours under all traffics."""
+    is_one = missing(row["least"]) or row["least"] == row["most"]
+    return NONE if is_one else f"{_ours(row, 'least')} to {_ours(row, 'most')}"
 
 
 def _difference(row: Row) -> str:
@@ -323,29 +309,6 @@ def _errors_table(rows: pd.DataFrame) -> list[Table]:
     columns = [text("words", "metric"), number("count", "numbers", "{}"), number("error", "mean absolute error")]
     columns.append(number("bias", "mean error", "{:+.3f}"))
     return [Table(frame, columns, "How far ours is from single numbers")]
-
-
-def _traffic_table(claims: Claims) -> Table:
-    """Loads under each traffic, what balance alone gains, and of whole models what no policy exceeds."""
-    rows = cases(claims.store)
-    rows = rows[rows["comparison_id"].isin(claims.measured["comparison_id"])]
-    gains = rows[rows["role"] == "ceiling"].set_index("comparison_id")["speedup_median"]
-    native = rows[rows["role"] == "baseline"]
-    facts = comparisons(claims.store).set_index("comparison_id")["facts"]
-    native = native.assign(
-        gain=native["comparison_id"].map(gains),
-        basis=native["comparison_id"].map(facts).map(basis_words),
-    )
-    columns = [
-        text("title", "comparison"),
-        number("fullest_expert", "fullest expert", "{:.2f}"),
-        number("fullest_rank", "fullest rank", "{:.2f}"),
-        number("gain", "balance alone gains", "{:.2f}"),
-        text("basis", "what the traffic is"),
-    ]
-    if "moe_share" in native:
-        columns[4:4] = [percentage("moe_share", "MoE share"), number("most_by_amdahl", "at most", "{:.2f}")]
-    return Table(native, columns)
 
 
 def basis_words(facts: Row) -> str:

@@ -162,26 +162,17 @@ def half_interval(values: pd.Series) -> float:
     return float(stdtrit(len(values) - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
-def _by_sequence(quality: Quality) -> pd.DataFrame:
-    """A row per case of a text and sequence: costs, and ``added``, what it adds to the unpatched cross-entropy."""
-    sequence = ["comparison_id", "batch", "item"]
-    about = quality.cases[["comparison_id", "role"]].join(quality.comparisons["text"], on="comparison_id")
-    about = about[about["text"].notna()].drop(columns="text")
-    rows = quality.scores.drop(columns="comparison_id", errors="ignore").join(about, on="case_id", how="inner")
-    keys = [*sequence, "case_id", "role"]
-    rows = rows.pivot(index=keys, columns="metric", values="value").reset_index()
-    native = rows.loc[rows["role"] == "baseline", [*sequence, "cross_entropy"]]
-    rows = rows.merge(native, on=sequence, how="left", suffixes=("", "_native"))
-    return rows.assign(added=rows["cross_entropy"] - rows["cross_entropy_native"])
-
-
-def _added(costs: pd.DataFrame) -> pd.DataFrame:
-    """What each case, a column, adds to the unpatched cross-entropy; null where it did not read a sequence."""
-    return costs.pivot(index=["comparison_id", "batch", "item"], columns="case_id", values="added")
+def _added(quality: Quality) -> pd.DataFrame:
+    """What each case of a text, a column, adds to the unpatched cross-entropy of a sequence, a row; null of others."""
+    is_cost = quality.scores["metric"] == "cross_entropy"
+    costs = quality.scores[is_cost].pivot(index=["batch", "item"], columns="case_id", values="value")
+    cases = quality.cases.loc[costs.columns]
+    natives = cases[cases["role"] == "baseline"].reset_index().set_index("comparison_id")["case_id"]
+    return costs - costs[cases["comparison_id"].map(natives)].to_numpy()
 
 
 def text_costs(quality: Quality) -> pd.DataFrame:
-    """A row per case of a text, in config order; of the unpatched model one for each phase in which others are judged.
+    """A row per case of a text and phase in which it is judged, the unpatched model in those of the others.
 
     Columns: what the case is; of its comparison ``title``, ``comparison``, ``checkpoints`` and ``group``;
     ``cross_entropy``, ``kl`` (nats per token), ``perplexity``, ``agreement``; ``cross_entropy_added`` to the unpatched
@@ -191,37 +182,36 @@ def text_costs(quality: Quality) -> pd.DataFrame:
     """
     if quality.comparisons["text"].isna().all():
         return pd.DataFrame()
-    costs = _by_sequence(quality)
-    by_case = costs.groupby("case_id")
-    answers = by_case[["cross_entropy", "kl", "agreement", "added"]].mean()
-    answers = answers.rename(columns={"added": "cross_entropy_added"}).assign(
-        num_sequences=by_case.size(),
-        num_batches=by_case["batch"].nunique(),
-        perplexity=np.exp(answers["cross_entropy"]),
-        cross_entropy_added_half=half_over_batches(_added(costs)),
+    added = _added(quality)
+    answers = (
+        quality.scores.groupby(["case_id", "metric"])["value"].mean().unstack()[["cross_entropy", "kl", "agreement"]]
     )
-    rows = quality.cases[quality.cases.index.isin(answers.index)].reset_index()
+    answers = answers.loc[added.columns].assign(
+        num_sequences=added.count(),
+        num_batches=(added.groupby(level="batch").count() > 0).sum(),
+        perplexity=np.exp(answers["cross_entropy"]),
+        cross_entropy_added=added.mean(),
+        cross_entropy_added_half=half_over_batches(added),
+    )
+    is_native = quality.cases["role"] == "baseline"
     answers.loc[
-        rows.loc[rows["role"] == "baseline", "case_id"], ["cross_entropy_added", "cross_entropy_added_half"]
+        answers.index.isin(quality.cases.index[is_native]), ["cross_entropy_added", "cross_entropy_added_half"]
     ] = np.nan
-    judged = rows.loc[rows["role"] != "baseline", ["comparison_id", "phase"]].drop_duplicates()
-    natives = rows[rows["role"] == "baseline"].merge(judged, on="comparison_id", how="left", suffixes=("_alone", ""))
-    natives["phase"] = natives["phase"].fillna(natives["phase_alone"])
-    rows = pd.concat([natives[rows.columns], rows[rows["role"] != "baseline"]])
-    rows = rows.iloc[np.argsort(quality.comparisons.index.get_indexer(rows["comparison_id"]), kind="stable")]
+    rows = quality.cases.drop(columns="phase").join(_routing_means(quality.routing), how="inner").reset_index()
+    judged = quality.cases[~is_native].groupby("comparison_id")["phase"].agg(set)
+    is_shown = [row.phase in judged.get(row.comparison_id, {row.phase}) for row in rows.itertuples()]
     about = quality.comparisons[["title", "group", "comparison", "checkpoints"]]
-    rows = rows.assign(policy_params=rows["policy_params"].map(json.dumps)).join(answers, on="case_id")
-    rows = rows.join(_routing_means(quality.routing), on=["case_id", "phase"]).join(about, on="comparison_id")
-    return rows.reset_index(drop=True)
+    rows = rows[is_shown].join(answers, on="case_id").join(about, on="comparison_id")
+    return rows.assign(policy_params=rows["policy_params"].map(json.dumps)).reset_index(drop=True)
 
 
 def _routing_means(routing: pd.DataFrame) -> pd.DataFrame:
-    """Means over batches, then over layers, by case and phase."""
+    """Means over batches, then over layers; by case, with the phase."""
     case = ["case_id", "phase"]
     routing = routing.rename(columns=_IMBALANCES)
     computed = routing["num_pairs"] / routing["num_topk_pairs"]
     by_layer = routing.assign(fullest_rank=routing["rank_imbalance"] * computed).groupby([*case, "layer"])
-    return by_layer[[*_ROUTED, "fullest_rank"]].mean().groupby(case).mean()
+    return by_layer[[*_ROUTED, "fullest_rank"]].mean().groupby(case).mean().reset_index("phase")
 
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------
@@ -240,23 +230,20 @@ def task_scores(quality: Quality) -> pd.DataFrame:
     if cases.empty:
         return pd.DataFrame()
     scores = quality.scores.drop(columns=["comparison_id", "phase"], errors="ignore")
-    scores = scores[scores["case_id"].isin(cases.index)].join(cases[["comparison_id", "role"]], on="case_id")
-    number = ["comparison_id", "task", "metric", "filter"]
-    of_native = scores.loc[scores["role"] == "baseline", [*number, "item", "value"]]
-    scores = scores.merge(of_native, on=[*number, "item"], how="left", suffixes=("", "_native"))
+    scores = scores.join(cases[["comparison_id", "role"]], on="case_id", how="inner")
+    number = ["comparison_id", "task", "metric", "filter", "item"]
+    natives = scores.loc[scores["role"] == "baseline", [*number, "value"]]
+    scores = scores.merge(natives, on=number, how="left", suffixes=("", "_native"))
     whole, questions = scores[scores["item"].isna()], scores[scores["item"].notna()]
     routing = whole[whole["filter"].isna()].pivot(index="case_id", columns="metric", values="value")
     rows = whole.loc[whole["filter"].notna() & whole["is_asked"].eq(True), ["case_id", *_SCORE, "value_native"]]
     rows = cases.join(rows.set_index("case_id"), how="inner").rename_axis("case_id").reset_index()
     is_named = rows["metric"] == rows["asked_metric"]
     rows = rows[is_named | ~is_named.groupby(rows["case_id"]).transform("any")]
-    is_native = rows["role"] == "baseline"
     rows = rows.assign(
         policy_params=rows["policy_params"].map(json.dumps),
-        added=(rows["value"] - rows["value_native"]).mask(is_native),
-        added_stderr=[
-            math.nan if row.role == "baseline" else _paired_stderr(row, questions) for row in rows.itertuples()
-        ],
+        added=(rows["value"] - rows["value_native"]).mask(rows["role"] == "baseline"),
+        added_stderr=[_paired_stderr(row, questions) for row in rows.itertuples()],
         paper=[_paper(row) for row in rows.itertuples()],
     )
     rows["paper_stderrs"] = (rows["value"] - rows["paper"]) / rows["stderr"].where(rows["stderr"] > 0)
@@ -268,12 +255,13 @@ def task_scores(quality: Quality) -> pd.DataFrame:
 def _paired_stderr(row: Any, questions: pd.DataFrame) -> float:
     """Standard error over questions of what a case adds to the unpatched model's number.
 
-    Missing where the number is not the mean over the questions of the task, or of its parts.
+    Missing of that itself, and where the number is not the mean over the questions of the task, or of its parts.
     """
     alike = questions[(questions[["case_id", "metric", "filter"]] == [row.case_id, row.metric, row.filter]).all(axis=1)]
     questions = alike[alike["task"] == row.task] if (alike["task"] == row.task).any() else alike
     ours, theirs = questions["value"], questions["value_native"]
     is_mean = len(ours) > 1 and theirs.notna().all() and math.isclose(ours.mean(), row.value, abs_tol=1e-9)
+    is_mean = is_mean and row.role != "baseline"
     return float((ours - theirs).std() / math.sqrt(len(ours))) if is_mean else math.nan
 
 
@@ -290,23 +278,6 @@ def _paper(row: Any) -> float:
     return math.nan
 
 
-def task_means(scores: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """A row per policy: means over the tasks that both we and the paper have one number of, from two tasks on.
-
-    Returns:
-        The means, and the tasks left out because we have several numbers for the paper's one.
-    """
-    beside = scores[scores["paper"].notna()]
-    is_one = beside.groupby(["comparison_id", "label"])["value"].transform("size") == 1
-    by_label = beside[is_one].groupby("label", sort=False)
-    means = by_label[["value", "paper"]].mean().assign(tasks=by_label.size())
-    squares = (beside["stderr"] ** 2).groupby(beside["label"][is_one]).sum(min_count=1)
-    means["stderr"] = np.sqrt(squares) / means["tasks"]
-    means["stderr"] = means["stderr"].where(by_label["stderr"].count() == means["tasks"])
-    means["paper_stderrs"] = (means["value"] - means["paper"]) / means["stderr"].where(means["stderr"] > 0)
-    return means[means["tasks"] > 1].reset_index(), list(dict.fromkeys(beside["task"][~is_one]))
-
-
 # ---- papers' claims on texts -----------------------------------------------------------------------------------------
 
 
@@ -319,7 +290,7 @@ def claims(quality: Quality) -> pd.DataFrame:
     """
     if quality.comparisons["text"].isna().all():
         return pd.DataFrame()
-    added = _added(_by_sequence(quality))
+    added = _added(quality)
     cases = quality.cases[quality.cases.index.isin(added.columns) & (quality.cases["role"] != "baseline")]
     frame = pd.DataFrame([pair for _, of_one in cases.groupby("comparison_id", sort=False) for pair in _pairs(of_one)])
     if frame.empty:
@@ -346,30 +317,21 @@ def _verdict(rows: pd.DataFrame) -> pd.Series:
 def _pairs(cases: pd.DataFrame) -> Iterator[Row]:
     """All pairs of a comparison's cases that a claim is about; ``a`` and ``b`` are their ids."""
     cases = cases.reset_index().assign(short=short_labels(cases["label"]).array)
-    rows = [{"id": row["case_id"], **row, "fields": _fields(row)} for row in cases.to_dict("records")]
+    rows = [row | {"fields": _fields(row)} for row in cases.to_dict("records")]
     for source, claim in orderings():
         named = claim.better.keys() | claim.worse.keys()
         worse, better = ([row for row in rows if _suits(row["fields"], kind)] for kind in (claim.worse, claim.better))
         for b, a in product(worse, better):
             shared = (a["fields"].keys() & b["fields"].keys()) - named
             if a["phase"] == b["phase"] and all(a["fields"][key] == b["fields"][key] for key in shared):
-                words = {
-                    "claim": claim.says,
-                    "source": source,
-                    "comparison_id": a["comparison_id"],
-                }
-                yield {
-                    **words,
-                    "a": a["id"],
-                    "b": b["id"],
-                    **{name: row["short"] for name, row in (("better", a), ("worse", b))},
-                }
+                ids = {"comparison_id": a["comparison_id"], "a": a["case_id"], "b": b["case_id"]}
+                yield {"claim": claim.says, "source": source, **ids, "better": a["short"], "worse": b["short"]}
 
 
 def _suits(fields: Row, wanted: Row) -> bool:
-    return all(
-        key in fields and (fields[key] is not None if value == "set" else fields[key] == value)
-        for key, value in wanted.items()
+    known = ((value, fields[key]) for key, value in wanted.items() if key in fields)
+    return wanted.keys() <= fields.keys() and all(
+        found is not None if value == "set" else found == value for value, found in known
     )
 
 
@@ -407,17 +369,12 @@ def _metric(row: Row) -> str:
     return row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})")
 
 
-def _policy(rows: pd.DataFrame, header: str = "policy") -> Column:
+def _policy(rows: pd.DataFrame) -> Column:
     """The rows' labels as tables show them; files hold them whole."""
     shown = dict(zip(rows["label"], short_labels(rows["label"]), strict=True))
-    return Column("label", header, cell=lambda row: shown[row["label"]])
+    return Column("label", "policy", cell=lambda row: shown[row["label"]])
 
 
-_BESIDE_PAPER = (
-    _with_error("value", "stderr", "ours %", "{:.1f}", 100),
-    percentage("paper", "paper"),
-    Column("paper", "ours - paper (std. errors)", cell=_against_paper),
-)
 _TEXT = (
     text("phase"),
     number("perplexity", "ppl", "{:.2f}"),
@@ -443,28 +400,23 @@ _TASK = (
     Column("metric", "metric", cell=_metric),
     number("num_fewshot", "shots", "{}"),
     number("num_samples", "questions", "{:,}"),
-    _BESIDE_PAPER[0],
+    _with_error("value", "stderr", "ours %", "{:.1f}", 100),
     _with_error("added", "added_stderr", "over unpatched", "{:+.1f}", 100),
-    *_BESIDE_PAPER[1:],
+    percentage("paper", "paper"),
+    Column("paper_stderrs", "ours - paper (std. errors)", cell=_against_paper),
     percentage("dropped_fraction", "dropped"),
     percentage("retained_mass_topk", "mass kept"),
 )
-_MEAN = (number("tasks", form="{}"), *_BESIDE_PAPER)
 
 
 def quality_tables(quality: Quality) -> list[Table]:
-    """All tables; the column ``table`` says of a row which kind it is of: texts, claims, tasks or means."""
-    tables = [("texts", _text_tables(quality)), ("claims", _claim_tables(quality)), ("tasks", _task_tables(quality))]
-    found = [(kind, table) for kind, of_kind in tables for table in of_kind]
-    if len(scores := task_scores(quality)):
-        means, left_out = task_means(scores)
-        why = "left out of the means, for which of its numbers the paper's stands for is not stated"
-        if len(means):
-            notes = [f"{task}: {why}" for task in left_out]
-            found.append(("means", Table(means, [_policy(means, "mean over tasks"), *_MEAN], notes=notes)))
-    for kind, table in found:
-        table.frame.insert(0, "table", kind)
-    return [table for _, table in found]
+    """All tables; the column ``table`` says of a row which kind it is of: texts, claims or tasks."""
+    tables = {"texts": _text_tables(quality), "claims": _claim_tables(quality), "tasks": _task_tables(quality)}
+    return [
+        dataclasses.replace(table, frame=table.frame.assign(table=kind))
+        for kind, of_kind in tables.items()
+        for table in of_kind
+    ]
 
 
 def _text_tables(quality: Quality) -> Iterator[Table]:
@@ -484,7 +436,7 @@ def _text_tables(quality: Quality) -> Iterator[Table]:
         ]
         how = f"answers of the whole model, routing of {facts['num_ranks']:.0f} virtual ranks; not timed"
         title = f"{facts['title']}: {how}"
-        yield Table(rows.copy(), [_policy(rows), *_TEXT], title, notes, caption=notes[:1])
+        yield Table(rows, [_policy(rows), *_TEXT], title, notes, caption=notes[:1])
 
 
 def _claim_tables(quality: Quality) -> Iterator[Table]:
@@ -496,7 +448,7 @@ def _claim_tables(quality: Quality) -> Iterator[Table]:
             "checkpoints: of which so many say the same by themselves",
             *chance_words(len(rows)),
         ]
-        yield Table(rows.copy(), _CLAIM, f"Papers' claims on {comparison}", notes)
+        yield Table(rows, _CLAIM, f"Papers' claims on {comparison}", notes)
 
 
 def _task_tables(quality: Quality) -> Iterator[Table]:
@@ -518,4 +470,4 @@ def _task_tables(quality: Quality) -> Iterator[Table]:
                 f"paper: {paper['source']}, {paper['model']}; the difference is in our standard errors, the paper "
                 f"states none. {paper['note']}"
             )
-        yield Table(rows.copy(), columns, facts["title"], notes)
+        yield Table(rows, columns, facts["title"], notes)

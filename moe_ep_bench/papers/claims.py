@@ -131,23 +131,23 @@ class Claim(Strict):
             scope: ``layer`` or ``model``.
             decodes: whether a pass of the model is a decode step.
         """
-        metric = CLAIMED[self.metric]
-        if scope not in metric.scopes and scope == "layer":
-            raise UserError(f"metric: expected a layer's without scope: model, got {self.metric}, a whole model's")
-        if scope not in metric.scopes:
-            known = ", ".join(name for name, one in CLAIMED.items() if scope in one.scopes)
-            raise UserError(f"metric: expected one of {known} with scope: model, got {self.metric}, a layer's")
-        if scope == "layer":
-            return
-        if metric.is_pass and self.of == "layer":
-            raise UserError(
-                f"of: expected end_to_end or not_stated with {self.metric}, which is a whole pass's with scope: model;"
-                " got layer (moe_speedup is the layers')"
-            )
-        if self.metric == "moe_speedup" and self.of == "end_to_end":
-            raise UserError("of: expected layer or not_stated with moe_speedup, got end_to_end")
-        if self.metric == "step_time" and not decodes:
-            raise UserError("metric: expected whole.context_length above 0 with step_time, a decode step's; got 0")
+        metric, is_model = CLAIMED[self.metric], scope == "model"
+        known = ", ".join(name for name, one in CLAIMED.items() if scope in one.scopes)
+        pass_of = f"of: expected end_to_end or not_stated with {self.metric}, a whole pass's; got layer"
+        for is_wrong, words in (
+            (scope not in metric.scopes, f"metric: expected one of {known} with scope: {scope}; got {self.metric}"),
+            (is_model and metric.is_pass and self.of == "layer", f"{pass_of} (moe_speedup is the layers')"),
+            (
+                self.metric == "moe_speedup" and self.of == "end_to_end",
+                "of: expected layer or not_stated with moe_speedup, got end_to_end",
+            ),
+            (
+                self.metric == "step_time" and not decodes,
+                "metric: expected whole.context_length above 0 with step_time, a decode step's; got 0",
+            ),
+        ):
+            if is_wrong:
+                raise UserError(words)
 
     def resolved(self, policy: Any) -> Claim:
         """The claim of one policy, with the number that ``published`` refers to; several are taken as a range.

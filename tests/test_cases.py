@@ -22,7 +22,7 @@ from results_builder import (
     standard_cases,
     write_run,
 )
-from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, write_whole
+from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, whole_facts, write_whole
 
 from moe_ep_bench.analysis.cases import CASE, cases, comparisons, layers, load, routing, samples, timings
 
@@ -204,7 +204,7 @@ def test_the_fullest_expert_is_that_of_each_batch(tmp_path):
 
 def test_layers_of_a_whole_model_have_busy_experts_of_their_own(tmp_path):
     """Summed over two layers these loads would be even."""
-    frame_of(tmp_path, cases=[FakeCase("native", role="baseline")], num_ranks=1, **FEW)
+    frame_of(tmp_path, cases=[FakeCase("native", role="baseline")], num_ranks=1, facts=whole_facts(), **FEW)
     path = next((tmp_path / "routing").glob("*.parquet"))
     rows = [
         {**row, "layer": layer, "load_E": [row["num_topk_pairs"] * (expert == layer) for expert in range(8)]}
@@ -280,7 +280,7 @@ def test_a_pass_gains_what_amdahls_law_says_of_its_layers(tmp_path):
     assert native["most_by_amdahl"] == pytest.approx(1 / (1 - SHARE), rel=0.03)
     assert native["mean_rank_attention_ms"] == pytest.approx(ELSEWHERE_US["attention"] / 1e3)
     assert rows["speedup_extrapolated"].isna().all()
-    of_native = layers(store).query("label == 'native'").set_index("layer")
+    of_native = layers(store, cases(store)).query("label == 'native'").set_index("layer")
     assert list(of_native.index) == [0, 1, 2]
     assert of_native["dense"].iloc[0] == pytest.approx(ELSEWHERE_US["dense"] / 1e3)
 

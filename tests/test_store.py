@@ -12,126 +12,170 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from results_builder import FakeCase, FakeComparison, standard_cases, write_run
+from results_builder import FakeComparison, standard_cases, write_run
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.analysis.reading import ResultsError, check_routing
+from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.results import RunDirectory
 
 FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
+SAMPLES, ROUTING, FRONTIER = "cases/c0-0.parquet", "routing/c0.parquet", "frontier/c0.parquet"
 
 
-def edit_json(directory: Path, change: Callable[[dict], object]) -> None:
-    path = directory / "run.json"
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+def in_json(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """Change run.json."""
+
+    def damage(directory: Path) -> None:
+        content = json.loads((directory / "run.json").read_text())
+        change(content)
+        (directory / "run.json").write_text(json.dumps(content))
+
+    return damage
 
 
-def edit_part(path: Path, **columns: list) -> None:
+def in_part(name: str, **columns: list) -> Callable[[Path], None]:
     """Overwrite columns of a part, first row by first row."""
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    for name, values in columns.items():
-        for row, value in zip(rows, values, strict=False):
-            row[name] = value
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+
+    def damage(directory: Path) -> None:
+        table = pq.read_table(directory / name)
+        rows = table.to_pylist()
+        for column, values in columns.items():
+            for row, value in zip(rows, values, strict=False):
+                row[column] = value
+        pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), directory / name)
+
+    return damage
 
 
-def part(directory: Path, folder: str = "cases") -> Path:
-    return sorted((directory / folder).glob("*.parquet"))[0]
+def without(name: str, case_id: str = "c0-0") -> Callable[[Path], None]:
+    """Leave a case's rows out of a part."""
+
+    def damage(directory: Path) -> None:
+        pq.write_table(pq.read_table(directory / name).filter(pc.field("case_id") != case_id), directory / name)
+
+    return damage
 
 
-def say(directory: Path, conditions: bytes | None) -> None:
-    """Have the part of samples say other conditions."""
-    table = pq.read_table(part(directory))
-    metadata = {key: value for key, value in table.schema.metadata.items() if key != b"conditions"}
-    given = {} if conditions is None else {b"conditions": conditions}
-    pq.write_table(table.replace_schema_metadata({**metadata, **given}), part(directory))
+def with_conditions(conditions: bytes | None) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        table = pq.read_table(directory / SAMPLES)
+        metadata = {key: value for key, value in table.schema.metadata.items() if key != b"conditions"}
+        metadata |= {} if conditions is None else {b"conditions": conditions}
+        pq.write_table(table.replace_schema_metadata(metadata), directory / SAMPLES)
+
+    return damage
 
 
-def without(directory: Path, case_id: str, folder: str = "cases") -> None:
-    path = part(directory, folder)
-    pq.write_table(pq.read_table(path).filter(pc.field("case_id") != case_id), path)
-
-
-# What is done to a directory, and what the line says.
+# What is done to a directory of the comparisons c0 and c1, what the line says, and which cases are left: none, those of
+# c1 ("c1"), or all but c0-0 ("others").
 BREAKAGES = {
-    "no run.json": (lambda d: (d / "run.json").unlink(), "run.json: missing"),
-    "no JSON": (lambda d: (d / "run.json").write_text('{"schema_version": 1,'), "run.json: damaged, not JSON"),
-    "a list": (lambda d: (d / "run.json").write_text("[]"), "schema_version: expected a whole number, got None"),
-    "newer": (lambda d: edit_json(d, lambda c: c.update(schema_version=5)), "expected 4, got 5; it is newer"),
-    "no cases": (lambda d: edit_json(d, lambda c: c.pop("cases")), "run.json: cases: missing"),
-    "key gone": (
-        lambda d: edit_json(d, lambda c: c["comparisons"]["c0"].pop("dtype")),
-        "comparisons.c0.dtype: missing",
-    ),
-    "odd role": (lambda d: edit_json(d, lambda c: c["cases"]["c0-0"].update(role="king")), "cases.c0-0.role"),
+    "no run.json": (lambda d: (d / "run.json").unlink(), "run.json: missing", "none"),
+    "no JSON": (lambda d: (d / "run.json").write_text('{"schema'), "run.json: damaged, not JSON", "none"),
+    "a list": (lambda d: (d / "run.json").write_text("[]"), "schema_version: expected a whole number", "none"),
+    "newer": (in_json(lambda c: c.update(schema_version=5)), "expected 4, got 5; it is newer", "none"),
+    "older": (in_json(lambda c: c.update(schema_version=3)), "got 3; an earlier version wrote it", "none"),
+    "no cases": (in_json(lambda c: c.pop("cases")), "run.json: cases: missing", "none"),
+    "another mode": (in_json(lambda c: c.update(mode="emulated")), "mode: expected 'emulated', got 'run'", "none"),
+    "key gone": (in_json(lambda c: c["comparisons"]["c0"].pop("dtype")), "comparisons.c0.dtype: missing", "c1"),
+    "odd role": (in_json(lambda c: c["cases"]["c0-0"].update(role="king")), "cases.c0-0.role", "others"),
     "odd factor": (
-        lambda d: edit_json(d, lambda c: c["cases"]["c0-0"]["policy_params"].update(capacity_factor=[1])),
+        in_json(lambda c: c["cases"]["c0-0"]["policy_params"].update(capacity_factor=[1])),
         "capacity_factor: expected a number or null, got [1]",
+        "others",
     ),
     "two baselines": (
-        lambda d: edit_json(d, lambda c: c["cases"]["c0-0"].update(role="baseline")),
+        in_json(lambda c: c["cases"]["c0-0"].update(role="baseline")),
         "comparisons.c0: expected one baseline case, got 2",
+        "c1",
     ),
     "no such comparison": (
-        lambda d: edit_json(d, lambda c: c["cases"]["c0-0"].update(comparison_id="c9")),
+        in_json(lambda c: c["cases"]["c0-0"].update(comparison_id="c9")),
         "cases.c0-0.comparison_id: no comparison 'c9'",
+        "others",
     ),
-    "missing part": (lambda d: part(d).unlink(), "c0-0.parquet: no rows of token_drop gamma 1 and 2 more; the run"),
-    "damaged part": (lambda d: part(d).write_bytes(b"PAR1 and nothing"), "c0-0.parquet: damaged, not Parquet"),
-    "older": (lambda d: edit_json(d, lambda c: c.update(schema_version=3)), "got 3; an earlier version wrote it"),
-    "missing case": (lambda d: without(d, "c0-0"), "no rows of token_drop gamma 1; the run did not finish"),
-    "missing routing": (lambda d: without(d, "c0-0", "routing"), "expected rows of the table routing too, got none"),
-    "other schema": (lambda d: part(d).write_bytes(part(d, "routing").read_bytes()), "expected a column launch"),
+    "missing part": (lambda d: (d / SAMPLES).unlink(), "c0-0.parquet: no rows of token_drop gamma 1 and 2 more", "c1"),
+    "missing case": (without(SAMPLES), "no rows of token_drop gamma 1; the run did not finish", "others"),
+    "missing routing": (without(ROUTING), "expected rows of the table routing too, got none", "c1"),
+    "damaged part": (lambda d: (d / SAMPLES).write_bytes(b"PAR1 and"), "c0-0.parquet: damaged, not Parquet", "c1"),
+    "empty part": (
+        lambda d: pq.write_table(pq.read_table(d / SAMPLES).slice(0, 0), d / SAMPLES),
+        "c0-0.parquet: damaged, it has no rows",
+        "c1",
+    ),
+    "other schema": (lambda d: shutil.copy(d / ROUTING, d / SAMPLES), "expected a column launch", "c1"),
     "another comparison's part": (
-        lambda d: edit_part(part(d), comparison_id=["c1"]),
+        in_part(SAMPLES, comparison_id=["c1"]),
         "c0-0.parquet: foreign, comparison_id: expected 'c0', got 'c1'",
+        "c1",
     ),
     "unlisted part": (
-        lambda d: (d / "cases" / "x-0.parquet").write_bytes(part(d).read_bytes()),
+        lambda d: shutil.copy(d / SAMPLES, d / "cases" / "x-0.parquet"),
         "x-0.parquet: foreign, run.json lists no comparison 'x'",
+        "all",
     ),
-    "a row of no case": (lambda d: edit_part(part(d), case_id=[None]), "a row lacks its case_id"),
-    "another mode": (
-        lambda d: edit_json(d, lambda c: c.update(mode="emulated")),
-        "mode: expected 'emulated', got 'run'",
-    ),
-    "no conditions": (lambda d: say(d, None), "c0-0.parquet: conditions: missing in its metadata"),
-    "no JSON of conditions": (lambda d: say(d, b"{"), "c0-0.parquet: conditions: expected JSON"),
-    "damaged conditions": (lambda d: say(d, b"{}"), "c0-0.parquet: conditions.run_id: missing"),
-    "unknown phase": (lambda d: edit_part(part(d), phase=["nap"]), "phase: expected one of shared, gate"),
-    "unknown status": (lambda d: edit_part(part(d), status=["meh"]), "status: expected one of ok, failed"),
-    "no time": (lambda d: edit_part(part(d), time_us=[None]), "lacks its rank, batch, iteration or time_us"),
-    "time stands still": (lambda d: edit_part(part(d), time_us=[0.0]), "a total is not above 0"),
-    "endless host time": (lambda d: edit_part(part(d), host_us=[float("inf")]), "a time is not below 1e+15 us"),
-    "no launch": (lambda d: edit_part(part(d), launch=[None]), "foreign, launch: expected 0, got None"),
-    "a rank twice": (lambda d: edit_part(part(d), rank=[1]), "stands there twice"),
-    "a rank gone": (lambda d: edit_part(part(d), iteration=[77]), "expected totals of 2 ranks, got 1"),
-    "short load": (lambda d: edit_part(part(d, "routing"), load_E=[[1, 2]]), "load_E: expected 8 entries, got 2"),
-    "no pairs counted": (lambda d: edit_part(part(d, "routing"), num_topk_pairs=[None]), "lacks its num_topk_pairs"),
-    "a rank's routing gone": (lambda d: edit_part(part(d, "routing"), batch=[77]), "one row for each of 2 ranks"),
+    "no conditions": (with_conditions(None), "c0-0.parquet: conditions: missing in its metadata", "c1"),
+    "no JSON of conditions": (with_conditions(b"{"), "c0-0.parquet: conditions: expected JSON", "c1"),
+    "damaged conditions": (with_conditions(b"{}"), "c0-0.parquet: conditions.run_id: missing", "c1"),
+    **{
+        f"{table.partition('/')[0]} {column}={value}": (in_part(table, **{column: [value]}), words, "c1")
+        for table, column, value, words in (
+            (SAMPLES, "case_id", None, "a row lacks its case_id"),
+            (SAMPLES, "launch", None, "foreign, launch: expected 0, got None"),
+            (SAMPLES, "status", "meh", "status: expected one of ok, failed"),
+            (SAMPLES, "kind", "nap", "kind: expected plain or breakdown; got 'nap'"),
+            (SAMPLES, "phase", "nap", "phase: expected one of shared, gate"),
+            (SAMPLES, "phase", "attention", "phase: expected one of shared, gate"),  # it is no whole model
+            (SAMPLES, "batch", None, "batch: expected a value in every row"),
+            (SAMPLES, "time_us", None, "time_us: expected a value in every row"),
+            (SAMPLES, "time_us", 0.0, "time_us: expected totals above 0"),
+            (SAMPLES, "time_us", 1e15, "time_us: expected below 1e+15 us"),
+            (SAMPLES, "host_us", float("inf"), "host_us: expected below 1e+15 us"),
+            (SAMPLES, "rank", 1, "expected each phase once"),
+            (SAMPLES, "iteration", 77, "expected totals of 2 ranks in every iteration"),
+            (ROUTING, "num_topk_pairs", None, "num_topk_pairs: expected a value in every row"),
+            (ROUTING, "num_tokens", -1, "num_tokens: expected finite numbers from 0"),
+            (ROUTING, "retained_mass_topk", float("inf"), "retained_mass_topk: expected finite numbers"),
+            (ROUTING, "load_E", None, "load_E: expected a value in every row"),
+            (ROUTING, "load_E", [1, 2], "load_E: expected 8 entries in every row"),
+            (ROUTING, "load_R", [1, -2], "load_R: expected counts"),
+            (ROUTING, "rank", 1, "expected one row for each rank, batch and layer"),
+            (ROUTING, "rank", 5, "expected all of 2 ranks in every batch and layer"),
+            (ROUTING, "batch", 77, "expected all of 2 ranks in every batch and layer"),
+            (ROUTING, "layer", 2, "expected all of 2 ranks in every batch and layer"),
+            (FRONTIER, "kept_by_load", 1.1, "kept_by_load: expected shares"),
+            (FRONTIER, "kept_by_experts", None, "kept_by_experts: expected shares"),
+            (FRONTIER, "curve_kept", [0.5], "expected curves of as many finite loads as shares"),
+            (FRONTIER, "curve_load", [1.0, float("nan")], "expected curves of as many finite loads as shares"),
+        )
+    },
 }
-# Without run.json, or the only comparison, there is no rest.
-NOTHING_LEFT = (
-    *("no run.json", "no JSON", "a list", "newer", "older", "no cases", "key gone", "two baselines", "another mode"),
-    *("missing part", "damaged part", "other schema", "another comparison's part", "a row of no case", "no launch"),
-)
+LEFT = {
+    "none": (),
+    "c1": ("c1-0", "c1-1", "c1-2"),
+    "others": ("c0-1", "c0-2", "c1-0", "c1-1", "c1-2"),
+    "all": ("c0-0", "c0-1", "c0-2", "c1-0", "c1-1", "c1-2"),
+}
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first, _, _, *native = standard_cases()
     directory = tmp_path_factory.mktemp("sound") / "run"
-    write_run(directory, [FakeComparison(cases=[first, *native], **FEW)])
-    assert len(cases(load(directory))) == 3
+    listed = [FakeComparison(key, cases=[first, *native], **FEW) for key in ("c0", "c1")]
+    write_run(directory, listed)
+    curve = {"curve_load": [1.0, 2.0], "curve_kept": [0.5, 1.0]}
+    rows = [
+        {"case_id": "c0-2", "batch": batch, "kept_by_load": 1.0, "kept_by_experts": 1.0, **curve} for batch in (0, 1)
+    ]
+    rows = [{key: [value] for key, value in row.items()} for row in rows]
+    RunDirectory(directory).write("frontier", "c0", [{**row, "comparison_id": "c0"} for row in rows])
+    assert set(cases(load(directory))["case_id"]) == set(LEFT["all"])
     return directory
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_results_that_cannot_be_trusted_are_one_clear_line(sound: Path, tmp_path: Path, breakage: str) -> None:
-    damage, message = BREAKAGES[breakage]
+    damage, message, left = BREAKAGES[breakage]
     directory = shutil.copytree(sound, tmp_path / "run")
     damage(directory)
     with pytest.raises(ResultsError) as error:
@@ -142,29 +186,28 @@ def test_results_that_cannot_be_trusted_are_one_clear_line(sound: Path, tmp_path
     assert "\n" not in line
     # Whoever wants the rest has it, and the same line.
     lines: list[str] = []
-    if breakage in NOTHING_LEFT:
-        with pytest.raises(ResultsError) as fatal:
+    if left == "none":
+        with pytest.raises(ResultsError):
             load(directory, lines)
-        lines.append(str(fatal.value))
     else:
         rest = cases(load(directory, lines))
-        assert len(rest) >= 2
+        assert set(rest["case_id"]) == set(LEFT[left])
         assert (rest["status"] == "ok").all()
-    assert line in lines
+        assert line in lines
     assert not any("\n" in one for one in lines)
 
 
 def test_rows_of_a_case_that_no_config_names_any_more_are_read_by_nobody(sound: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(sound, tmp_path / "run")
-    edit_json(directory, lambda content: content["cases"].pop("c0-0"))
-    assert set(cases(load(directory))["case_id"]) == {"c0-1", "c0-2"}
+    in_json(lambda content: content["cases"].pop("c0-0"))(directory)
+    assert set(cases(load(directory))["case_id"]) == set(LEFT["others"])
 
 
 def test_of_several_directories_the_damaged_one_is_named_and_the_others_are_read(sound: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(sound, tmp_path / "damaged")
     (directory / "run.json").unlink()
     lines: list[str] = []
-    assert set(cases(load([sound, directory], lines))["directory"]) == {"run"}
+    assert set(cases(load([sound, directory, sound], lines))["directory"]) == {"run"}
     assert len(lines) == 1
     assert str(directory) in lines[0]
 
@@ -185,21 +228,3 @@ def test_a_run_in_which_nothing_was_measured_says_why(tmp_path: Path) -> None:
     write_run(tmp_path, [FakeComparison(cases=lost, **FEW)])
     with pytest.raises(ResultsError, match=r"no case was measured \(5 oom\); token_drop gamma 1: too big"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda rows: rows[(rows["layer"] != 2) | (rows["batch"] != 1)], "layer: expected rows of every batch in each"),
-        (lambda rows: rows.iloc[1:], "expected one row for each of 2 ranks in every batch"),
-    ],
-)
-def test_every_rank_batch_and_layer_must_be_routed_once(tmp_path: Path, change: Callable, words: str) -> None:
-    write_run(tmp_path, [FakeComparison(cases=[FakeCase("native", role="baseline")], **FEW)])
-    rows = load(tmp_path).comparisons[0].cases[0].routing
-    whole = rows.loc[rows.index.repeat(2)].reset_index(drop=True)
-    whole["layer"] = [1, 2] * len(rows)
-    sizes = {"num_experts": 8, "num_ranks": 2, "world_size": 2}
-    check_routing(Path("x"), whole, **sizes)
-    with pytest.raises(ResultsError, match=words):
-        check_routing(Path("x"), change(whole), **sizes)

@@ -1,7 +1,7 @@
 """From results directories to one frame, and from it to tables, figures and answers.
 
-The data flow: ``store`` (run.json and Parquet, checked by ``reading``; typed by ``facts``) with ``seeds`` (comparisons
-that differ in their traffic alone) -> ``reduce`` (ranks joined, ratios formed, of one case) -> ``cases`` (the frame: a
+The data flow: ``store`` (a long frame per table, of run.json and Parquet that ``reading`` has checked) with ``seeds``
+(comparisons that differ in their traffic alone) -> ``reduce`` (ranks joined, ratios formed) -> ``cases`` (the frame: a
 row per case). All else reads that: ``tables`` (views, printed by ``render``) with ``notes``, ``figures`` and
 ``answer_figures`` (rows that ``drawing`` draws by ``marks`` and ``style``; ``lines`` is any column against any other),
 ``page``, ``compare``, ``advise``, ``papers`` and ``validate``. ``columns`` names each column once; ``show`` and

@@ -16,38 +16,38 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.origins import device_words, file_of, how_words, origin_of, workload_words
+from moe_ep_bench.analysis.reading import ITERATION
 from moe_ep_bench.analysis.reduce import (
-    ITERATION,
+    KEY,
+    MOE_PHASES,
     PASS_PARTS,
-    ROUTED,
-    all_layers_ms,
     breakdown,
     by_layer_ms,
-    host_bound_share,
     joined_routing,
-    layer_time_us,
-    moe_time_us,
+    layer_times,
+    mean_ms,
+    on_slowest,
+    phase_times,
     probe_floor_us,
     rates,
     routing_means,
-    slowest_us,
+    with_frontier,
 )
 from moe_ep_bench.analysis.seeds import joined
-from moe_ep_bench.analysis.store import Case, Comparison, Store, read_store
+from moe_ep_bench.analysis.store import Comparison, Store, read_store
 from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts
 from moe_ep_bench.schema import ALL, ATTENTION, LAYER_PHASES, MOE, REST, TOTAL
 from moe_ep_bench.timing.statistics import (
     Estimate,
-    NoiseFloor,
     drift,
     estimate_median,
     judge,
     minimum_detectable_effect,
     noise_floor,
-    outliers,
     paired_ratios,
 )
 from moe_ep_bench.workload.formatting import tokens_words
@@ -68,7 +68,9 @@ _FIRST_POLICIES = ("topk", "token_drop", "expanded_drop")
 # Roles that have no verdict of their own.
 _ROLE_VERDICTS = {"baseline": "baseline", "noise": "noise floor"}
 # What a policy costs; nothing of the ceiling, whose scores are not the model's.
-_COSTS = ("dropped_share", "retained_mass", "output_error", "below_frontier", "below_frontier_experts")
+_COSTS = ["dropped_share", "retained_mass", "output_error", "below_frontier", "below_frontier_experts"]
+# A host that is still issuing work when this much of the time is over has kept the device waiting.
+_HOST_BOUND = 0.95
 
 
 def load(directories: Path | Sequence[Path], passed_over: list[str] | None = None, *, join_draws: bool = True) -> Store:
@@ -94,71 +96,60 @@ def cases(store: Store) -> pd.DataFrame:
     """A row per case in reading order: baseline, noise, topk, policies, replication, ceiling.
 
     Columns: ``CASE``; those of ``comparisons`` but ``facts``; what the case is (``policy``, ``policy_params`` (JSON),
-    ``label``, ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``extra_gib_per_rank``,
-    ``fits``, whether the model fits the device's memory; ``family``, the policy with every parameter but the capacity
-    factor; ``family_label``, the same for people); ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank;
-    ``speedup_*`` over native and ``over_topk_*`` over topk (median, low, high, is_interval); ``floor_low``,
-    ``floor_high``; ``verdict``; ``detectable``, the smallest speedup that would be called; ``reduce.ROUTED`` and
-    ``output_error``; of layers ``pass_ms``, ``reduce.breakdown`` and ``reduce.rates``;
-    of whole models ``moe_*``, ``by_amdahl``, ``mean_rank_<part>_ms`` and extrapolations; ``probe_overhead``,
-    ``host_bound_share``, ``drift``, ``outlier_share``, ``outlier_worst``.
+    ``label``, ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``data_model``,
+    ``extra_gib_per_rank``, ``fits``, whether the model fits the device's memory; ``family``, the policy with every
+    parameter but the capacity factor; ``family_label``, the same for people); ``reduce.ROUTED`` and ``output_error``;
+    ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native and ``over_topk_*`` over topk
+    (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``; ``detectable``, the smallest speedup
+    that would be called; ``host_bound_share``; ``drift``; ``reduce.breakdown``; ``probe_overhead``; of layers
+    ``pass_ms`` and ``reduce.rates``; of whole models ``moe_*``, ``by_amdahl``, ``mean_rank_<part>_ms`` and
+    extrapolations.
     """
-    means = routing_means(routing(store)).to_dict("index")
-    rows = [row for comparison in store.comparisons for row in _rows(comparison, means)]
-    frame = pd.DataFrame(rows)
-    frame = frame.reindex(columns=list(dict.fromkeys([*frame, *_TIMED])))
-    frame = frame.assign(**_families(frame)).astype({"speedup_num_launches": "Int64", "capacity_factor": float})
-    return frame.merge(comparisons(store).drop(columns="facts"), on=COMPARISON, how="left", validate="m:1")
+    rows = _listed(store)
+    means = routing_means(_routing(store))
+    means.loc[means.index.isin(rows.index[rows["role"] == "ceiling"]), _COSTS] = np.nan
+    rows = rows.join(means)
+    if len(store.samples):
+        rows = rows.join(_times(store)).join(_speedups(store, rows))
+        rows = rows.join(breakdown(_phase_times(store), rows["probe_floor_us"])).join(_rates(store))
+        of_probes = rows["breakdown_layer_ms"] / rows["median_ms"] - 1
+        rows["probe_overhead"] = of_probes.where([facts.run.mode != "emulated" for facts in rows["comparison"]])
+        rows = rows.join(_passes(rows)).join(_models(store, rows))
+    rows = rows.reindex(columns=list(dict.fromkeys([*rows, *_TIMED])))
+    rows = rows.assign(**_families(rows)).drop(columns=["comparison", "native", "topk", "noise", "probe_floor_us"])
+    about = comparisons(store).drop(columns="facts")
+    return rows.astype({"speedup_num_launches": "Int64"}).merge(about, on=COMPARISON, how="left", validate="m:1")
 
 
-def _rows(comparison: Comparison, means: dict[tuple, dict[str, float]]) -> list[dict[str, Any]]:
-    facts = comparison.facts
-    listed = sorted(comparison.cases, key=_reading_order)
-    rows = [_identity(comparison, case) | _routed(comparison, case, means) for case in listed]
-    if isinstance(facts, RoutedFacts):
-        return rows
-    native = comparison.case_of("baseline")
-    topk = next((case for case in listed if case.facts.policy == "topk" and case.is_ok), None)
-    speedups = {case.case_id: _speedup(native, case) for case in listed}
-    again = next((speedups[case.case_id] for case in listed if case.facts.role == "noise"), None)
-    floor = None if again is None else noise_floor(again)
-    conditions = [comparison.conditions[launch] for launch in sorted(comparison.conditions)]
-    floor_us = probe_floor_us(facts, conditions)
-    for case, row in zip(listed, rows, strict=True):
-        row |= _times(case) | _values("speedup_", speedups[case.case_id], (*ESTIMATE, "num_launches"))
-        row |= _values("over_topk_", _speedup(topk, case), ESTIMATE)
-        row |= _verdict(case, facts, speedups[case.case_id], floor)
-        row |= breakdown(case, floor_us)
-        row |= _of_pass(case, facts, row) if facts.whole is None else _of_model(case, facts, row, native)
-        row |= rates(case, facts, conditions)
-        if "breakdown_layer_ms" in row and row["median_ms"] is not None and comparison.run.mode != "emulated":
-            row["probe_overhead"] = row["breakdown_layer_ms"] / row["median_ms"] - 1
-    return rows
+@lru_cache(maxsize=4)
+def _listed(store: Store) -> pd.DataFrame:
+    """What each case is, in reading order, by its number in the store.
+
+    Beside columns of ``cases``: ``comparison``, the object; ``native``, ``topk`` and ``noise``, the numbers of the
+    comparison's measured cases of that kind; ``probe_floor_us``.
+    """
+    rows = pd.DataFrame([_identity(store.comparisons[case.comparison], case) for case in store.cases.itertuples()])
+    rows = rows.astype({"capacity_factor": float})
+    place = store.cases["comparison"]
+    for name, is_kind in {
+        "native": rows["role"] == "baseline",
+        "topk": rows["policy"] == "topk",
+        "noise": rows["role"] == "noise",
+    }.items():
+        measured = place[is_kind & (rows["status"] == "ok")].drop_duplicates()
+        rows[name] = place.map(pd.Series(measured.index, measured))
+    order = [(place[case], *_reading_order(store.cases["facts"][case])) for case in rows.index]
+    return rows.loc[sorted(rows.index, key=order.__getitem__)]
 
 
-def _reading_order(case: Case) -> tuple:
-    facts = case.facts
-    first = _FIRST_POLICIES.index(facts.policy) if facts.policy in _FIRST_POLICIES else len(_FIRST_POLICIES)
-    factor = facts.policy_params.get("capacity_factor")
-    return (
-        _ROLE_ORDER.index(facts.role),
-        first,
-        _family(facts.policy, facts.policy_params),
-        factor or 0.0,
-        facts.label,
-    )
-
-
-def _key(comparison: Comparison, case: Case) -> dict[str, str]:
-    """``CASE``, on which all frames join."""
-    return dict(zip(CASE, (comparison.directory, comparison.comparison_id, case.case_id), strict=True))
-
-
-def _identity(comparison: Comparison, case: Case) -> dict[str, Any]:
+def _identity(comparison: Comparison, case: Any) -> dict[str, Any]:
     facts, fit = case.facts, getattr(comparison.facts, "fit", None)
-    factor = facts.policy_params.get("capacity_factor")
+    factor, is_timed = facts.policy_params.get("capacity_factor"), isinstance(comparison.facts, TimedFacts)
     return {
-        **_key(comparison, case),
+        "directory": comparison.directory,
+        "comparison_id": comparison.comparison_id,
+        "case_id": case.case_id,
+        "comparison": comparison,
         "policy": facts.policy,
         "policy_params": json.dumps(facts.policy_params, sort_keys=True),
         "label": facts.label,
@@ -167,96 +158,137 @@ def _identity(comparison: Comparison, case: Case) -> dict[str, Any]:
         "reason": case.reason,
         "capacity_factor": None if factor is None else float(factor),
         "looks_past_top_k": facts.looks_past_top_k,
+        "data_model": facts.data_model,
         "extra_gib_per_rank": facts.extra_bytes_per_rank and facts.extra_bytes_per_rank / 2**30,
         "fits": fit and fit.holds(facts.extra_bytes_per_rank or 0),
+        "probe_floor_us": probe_floor_us(comparison.facts, comparison.conditions.values()) if is_timed else 0.0,
     }
 
 
-def _routed(comparison: Comparison, case: Case, means: dict[tuple, dict[str, float]]) -> dict[str, Any]:
-    values = _values("", means.get(tuple(_key(comparison, case).values())), (*ROUTED, "output_error"))
-    return values | (dict.fromkeys(_COSTS) if case.facts.role == "ceiling" else {})
+def _reading_order(facts: Any) -> tuple:
+    first = _FIRST_POLICIES.index(facts.policy) if facts.policy in _FIRST_POLICIES else len(_FIRST_POLICIES)
+    factor = facts.policy_params.get("capacity_factor") or 0.0
+    return _ROLE_ORDER.index(facts.role), first, _family(facts.policy, facts.policy_params), factor, facts.label
 
 
-def _values(prefix: str, source: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Attributes, or values of a mapping, as columns; none where there is no source."""
-    get = source.get if isinstance(source, dict) else lambda name: getattr(source, name, None)
-    return {f"{prefix}{name}": get(name) for name in names}
+def _values(prefix: str, source: object, names: Iterable[str]) -> dict[str, Any]:
+    """Attributes as columns; none where there is no source."""
+    return {f"{prefix}{name}": getattr(source, name, None) for name in names}
 
 
-def _speedup(native: Case | None, case: Case) -> Estimate | None:
-    """Of the case over another; None of that itself, and where nothing pairs."""
-    if native is None or native is case or not case.is_ok:
-        return None
-    return estimate_median(paired_ratios(layer_time_us(native), layer_time_us(case)))
+# ---- times of cases --------------------------------------------------------------------------------------------------
+
+_layer_times = lru_cache(maxsize=4)(lambda store: layer_times(store.samples))
+_phase_times = lru_cache(maxsize=4)(lambda store: phase_times(store.samples))
 
 
-def _times(case: Case) -> dict[str, Any]:
-    """Quantiles of the layer's time, and how steady it was."""
-    times_us = layer_time_us(case)
+def _times(store: Store) -> pd.DataFrame:
+    """Quantiles of the layer's time, and how steady it was.
+
+    ``host_bound_share``: of plain iterations, in which the slowest rank's host issued work until the end: no queue, no
+    device limit. It says something on a GPU only, where the host runs ahead of the device.
+    """
+    times_us = _layer_times(store)
+    by_case = times_us["time_us"].groupby(level="case")
+    quantiles = by_case.quantile([0.5, 0.9, 0.99]).unstack().set_axis(["median_ms", "p90_ms", "p99_ms"], axis=1) / 1e3
+    is_bound = times_us["host_us"] >= _HOST_BOUND * times_us["time_us"]
+    return quantiles.assign(host_bound_share=is_bound.groupby(level="case").mean(), drift=by_case.apply(drift))
+
+
+def _estimates(times_us: pd.Series, pairs: pd.Series) -> dict[int, Estimate | None]:
+    """Speedup of each case over another, ``pairs`` by case; None over itself, and where nothing pairs."""
+    by_case = {case: of_case.droplevel("case") for case, of_case in times_us.groupby(level="case")}
+    return {
+        case: estimate_median(paired_ratios(by_case[over], by_case[case]))
+        if over in by_case and case in by_case and over != case
+        else None
+        for case, over in pairs.items()
+    }
+
+
+def _speedups(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
+    """Speedups over native and topk, and what the first say beside the noise floor."""
+    times_us, found = _layer_times(store)["time_us"], {}
+    speedups, over_topk = (_estimates(times_us, rows[over]) for over in ("native", "topk"))
+    for case, row in rows.iterrows():
+        facts, speedup, same_again = row["comparison"].facts, speedups[case], speedups.get(row["noise"])
+        if isinstance(facts, RoutedFacts):
+            continue
+        floor, modelled = noise_floor(same_again) if same_again else None, facts.device is not None
+        verdict = judge(speedup, floor, is_modelled=modelled, is_oversubscribed=facts.oversubscribed)
+        found[case] = {
+            **_values("speedup_", speedup, (*ESTIMATE, "num_launches")),
+            **_values("over_topk_", over_topk[case], ESTIMATE),
+            **_values("floor_", floor, ("low", "high")),
+            "verdict": _ROLE_VERDICTS.get(row["role"], verdict) if row["status"] == "ok" else None,
+            "detectable": minimum_detectable_effect(speedup, floor, is_modelled=modelled)
+            if speedup and floor
+            else None,
+        }
+    numbers = [name for name in _TIMED[3:] if not name.endswith(("is_interval", "verdict"))]
+    return pd.DataFrame.from_dict(found, orient="index").astype(dict.fromkeys(numbers, float))
+
+
+def _rates(store: Store) -> pd.DataFrame:
+    """``reduce.rates`` of all layers that were timed."""
+    phases_us, routed, parts = _phase_times(store), _routing(store), [pd.DataFrame()]
+    for place, comparison in enumerate(store.comparisons):
+        facts, numbers = comparison.facts, store.cases.index[store.cases["comparison"] == place]
+        if isinstance(facts, TimedFacts) and facts.whole is None and comparison.conditions:
+            times_us = phases_us[phases_us.index.get_level_values("case").isin(numbers)]
+            launches = list(comparison.conditions.values())
+            parts.append(rates(times_us, routed[routed["case"].isin(numbers)], facts, launches))
+    return pd.concat(parts)
+
+
+def _passes(rows: pd.DataFrame) -> pd.DataFrame:
+    """What a layer comes to in a pass of its model, where the rest of it is stated; of models their tokens."""
+    found = {}
+    for case, row in rows[rows["median_ms"].notna()].iterrows():
+        facts, times = row["comparison"].facts, {}
+        pass_ms = row["median_ms"] if facts.whole else facts.rest and facts.rest.pass_ms(row["median_ms"])
+        if pass_ms is not None:
+            per_s = facts.num_tokens / pass_ms * 1e3
+            times = {"tokens_per_s_per_rank": per_s / facts.world_size}
+            times |= {"tokens_per_s": per_s} if facts.whole else {"pass_ms": pass_ms}
+        found[case] = times
+    return pd.DataFrame.from_dict(found, orient="index")
+
+
+def _models(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
+    """What the MoE layers have to do with a whole model's pass, and what it would be with all layers."""
+    wholes = {case: getattr(row["comparison"].facts, "whole", None) for case, row in rows.iterrows()}
+    wholes = {case: whole for case, whole in wholes.items() if whole is not None}
+    names = ("num_layers", "of_layers", "context_length")
+    found = pd.DataFrame.from_dict({case: _values("", whole, names) for case, whole in wholes.items()}, orient="index")
+    times_us = _phase_times(store)
+    times_us = times_us[times_us.index.get_level_values("case").isin(found.index)]
     if times_us.empty:
-        return dict.fromkeys(("median_ms", "p90_ms", "p99_ms"))
-    far = outliers(times_us)
-    return {
-        **dict(zip(("median_ms", "p90_ms", "p99_ms"), times_us.quantile([0.5, 0.9, 0.99]) / 1e3, strict=True)),
-        "host_bound_share": host_bound_share(case),
-        "drift": drift(times_us),
-        "outlier_share": far.share,
-        "outlier_worst": far.worst,
-    }
-
-
-def _verdict(case: Case, facts: TimedFacts, speedup: Estimate | None, floor: NoiseFloor | None) -> dict[str, Any]:
-    modelled = facts.device is not None
-    verdict = judge(speedup, floor, is_modelled=modelled, is_oversubscribed=facts.oversubscribed)
-    detectable = minimum_detectable_effect(speedup, floor, is_modelled=modelled) if speedup and floor else None
-    role_verdict = _ROLE_VERDICTS.get(case.facts.role, verdict)
-    return {
-        **_values("floor_", floor, ("low", "high")),
-        "verdict": role_verdict if case.is_ok else None,
-        "detectable": detectable,
-    }
-
-
-def _of_pass(case: Case, facts: TimedFacts, row: dict[str, Any]) -> dict[str, Any]:
-    """What a layer comes to in a pass of its model, where the rest of it is stated."""
-    if facts.rest is None or row["median_ms"] is None:
-        return {}
-    pass_ms = facts.rest.pass_ms(row["median_ms"])
-    return {"pass_ms": pass_ms, "tokens_per_s_per_rank": facts.num_tokens / facts.world_size / pass_ms * 1e3}
-
-
-def _of_model(case: Case, facts: TimedFacts, row: dict[str, Any], native: Case | None) -> dict[str, Any]:
-    """What the MoE layers have to do with a pass, and what it would be with all layers."""
-    assert facts.whole is not None
-    about = _values("", facts.whole, ("num_layers", "of_layers", "context_length"))
-    if row["median_ms"] is None:
-        return about
-    rate = facts.num_tokens / row["median_ms"] * 1e3
-    about |= {"tokens_per_s": rate, "tokens_per_s_per_rank": rate / facts.world_size}
-    times_us = slowest_us(case)
-    if times_us is None:
-        return about
-    moe_us, speedup, share, all_speedup = moe_time_us(case), None, None, None
-    all_ms = all_layers_ms(case, facts, row["median_ms"], row["breakdown_layer_ms"])
-    if native is not None and not native.breakdown.index.empty:
-        native_us = moe_time_us(native)
-        share = float(native_us.sum() / slowest_us(native)[TOTAL].sum())
-        speedup = estimate_median(paired_ratios(native_us, moe_us)) if case is not native else None
-    if native is not None and native is not case and all_ms is not None and not native.breakdown.index.empty:
-        native_ms = float(layer_time_us(native).median()) / 1e3
-        native_all_ms = all_layers_ms(native, facts, native_ms, breakdown(native)["breakdown_layer_ms"])
-        all_speedup = native_all_ms and native_all_ms / all_ms
-    return about | {
-        "moe_ms": float(moe_us.median()) / 1e3,
-        "moe_share": float(moe_us.sum() / times_us[TOTAL].sum()),
-        **_values("moe_speedup_", speedup, ESTIMATE),
-        "by_amdahl": 1 / (1 - share + share / speedup.median) if speedup and share is not None else None,
-        "most_by_amdahl": None if share is None else 1 / (1 - share),
-        "policy_ms": float(times_us["policy"].median()) / 1e3,
-        **{f"mean_rank_{part}_ms": time_ms for part, time_ms in case.breakdown.mean_ms(PASS_PARTS).items()},
-        "all_layers_ms_extrapolated": all_ms,
-        "speedup_extrapolated": all_speedup,
-    }
+        return found
+    slowest_us, rows = on_slowest(times_us), rows.loc[found.index]
+    moe_us = slowest_us[MOE_PHASES].sum(axis=1)
+    medians_us, sums_us = slowest_us.groupby(level="case").median(), slowest_us.groupby(level="case").sum()
+    share = moe_us.groupby(level="case").sum() / sums_us[TOTAL]
+    native = rows["native"]
+    speedups = pd.DataFrame(
+        [_values("moe_speedup_", of, ESTIMATE) for of in _estimates(moe_us, native).values()], rows.index
+    )
+    speedup, native_share = speedups["moe_speedup_median"].astype(float), native.map(share)
+    # Every further MoE layer is taken to be like the mean of those that were built.
+    layers_ms = by_layer_ms(store.samples)
+    layer_ms = layers_ms[layers_ms["moe"].notna()].sum(axis=1).groupby(level="case").mean()
+    missing = found["of_layers"] - found["num_layers"]
+    all_ms = (rows["median_ms"] * (1 + missing * layer_ms / rows["breakdown_layer_ms"])).where(missing > 0)
+    return found.assign(
+        moe_ms=moe_us.groupby(level="case").median() / 1e3,
+        moe_share=share,
+        **speedups,
+        by_amdahl=1 / (1 - native_share + native_share / speedup),
+        most_by_amdahl=(1 / (1 - native_share)).where(share.notna()),
+        policy_ms=medians_us["policy"] / 1e3,
+        all_layers_ms_extrapolated=all_ms,
+        speedup_extrapolated=(native.map(all_ms) / all_ms).where(native != rows.index),
+    ).join(mean_ms(times_us, PASS_PARTS).add_prefix("mean_rank_").add_suffix("_ms"))
 
 
 # ---- families --------------------------------------------------------------------------------------------------------
@@ -316,14 +348,15 @@ def comparisons(store: Store) -> pd.DataFrame:
     values), ``swept`` and ``swept_value``, the first key whose values differ in the store; ``how``, ``ran_on``,
     ``links_words``, ``workload_words``, for footers; ``facts``, the comparison's object in run.json.
     """
-    frame = pd.DataFrame([_comparison(one) for one in store.comparisons])
+    layers_of = store.routing.groupby(store.routing["case"].map(store.cases["comparison"]))["layer"].unique()
+    frame = pd.DataFrame([_comparison(one, layers_of.get(place, ())) for place, one in enumerate(store.comparisons)])
     points = [json.loads(point) for point in frame["point"]]
     keys = dict.fromkeys(key for point in points for key in point)
     swept = next((key for key in keys if len({json.dumps(point.get(key)) for point in points}) > 1), None)
     return frame.assign(swept=swept, swept_value=[point.get(swept) for point in points])
 
 
-def _comparison(one: Comparison) -> dict[str, Any]:
+def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:
     facts, run = one.facts, one.run
     timed = facts if isinstance(facts, TimedFacts) else None
     return {
@@ -348,7 +381,7 @@ def _comparison(one: Comparison) -> dict[str, Any]:
         "how": how_words(run, facts),
         "ran_on": device_words(run, facts),
         "links_words": timed and timed.links,
-        "workload_words": _workload_words(one),
+        "workload_words": _workload_words(facts, layers),
         "facts": facts.model_dump(mode="json"),
     }
 
@@ -359,13 +392,14 @@ def _title(facts: ComparisonFacts) -> str:
     return f"{facts.model}, {tokens_words(facts.num_tokens)}, EP {facts.num_ranks}, {facts.traffic}"
 
 
-def _workload_words(one: Comparison) -> str:
+def _workload_words(facts: ComparisonFacts, layers: Sequence[float]) -> str:
     """The workload's own words, of all layers that were routed alike together."""
-    words = workload_words(one.facts)
-    layers = one.cases[0].routing["layer"].dropna().unique() if isinstance(one.facts, RoutedFacts) and one.cases else ()
-    if len(layers) < 2:
-        return words
-    return re.sub(r"layer \d+", f"{len(layers)} layers from {min(layers)} to {max(layers)}", words, count=1)
+    words = workload_words(facts)
+    if isinstance(facts, RoutedFacts) and len(layers) > 1:
+        words = re.sub(
+            r"layer \d+", f"{len(layers)} layers from {min(layers):.0f} to {max(layers):.0f}", words, count=1
+        )
+    return words
 
 
 @lru_cache(maxsize=4)
@@ -410,20 +444,19 @@ def jobs(store: Store) -> pd.DataFrame:
 
 
 def samples(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
-    """A row per case, launch, rank, batch, iteration, kind, phase and layer: ``time_us`` and ``host_us``.
+    """A row per case, launch, batch, iteration, kind, rank, layer and phase: ``time_us`` and ``host_us``.
 
     Of a whole model phases are each layer's own; ``layer`` is null where a phase is of none.
 
     Args:
         of: rows of ``cases``; None = all.
     """
-    order = ["launch", "batch", "iteration", "kind", "rank", "layer", "phase"]
-    parts = []
-    for comparison, case in _timed(store, of):
-        about = _key(comparison, case) | _values("", case.facts, ("role", "policy", "label"))
-        about["policy_params"] = json.dumps(case.facts.policy_params, sort_keys=True)
-        parts.append(_beside(about, case.samples.astype({"layer": "Int32"}).sort_values(order)))
-    return _together(parts)
+    rows = store.samples
+    if of is not None:
+        rows = rows[rows["case"].isin(_listed(store).reset_index(names="case").merge(of[CASE], on=CASE)["case"])]
+    rows = rows.sort_values([*KEY, "kind", "rank", "layer", "phase"])
+    rows = rows.astype({"kind": object, "phase": object, "layer": "Int32"})
+    return _named(store, rows, "role", "policy", "label", "policy_params")
 
 
 @lru_cache(maxsize=4)
@@ -435,88 +468,53 @@ def timings(store: Store) -> pd.DataFrame:
     pass, on the rank that is slowest in each, where they add up: MoE layers, waiting included; attention; and the rest,
     which no policy reaches. Then every phase of a layer, on the rank that spends most in it, all MoE layers together.
     """
-    parts = []
-    for comparison, case in _timed(store):
-        broken, quantities = case.breakdown, {ALL: layer_time_us(case)}
-        if len(broken.index) and getattr(comparison.facts, "whole", None) is not None:
-            pass_us, moe_us = slowest_us(case), moe_time_us(case)
-            quantities |= {MOE: moe_us, ATTENTION: pass_us["attention"]}
-            quantities[REST] = pass_us[TOTAL] - moe_us - pass_us["attention"]
-        occurred = [phase for phase in LAYER_PHASES if phase in broken.occurred]
-        quantities |= {phase: broken.series(broken.of(phase).max(axis=1)) for phase in occurred}
-        rows = pd.concat(quantities, names=["quantity"]).rename("time_us").reset_index()
-        parts.append(_beside(_key(comparison, case) | {"role": case.facts.role}, rows))
-    if not parts:
-        return pd.DataFrame(columns=[*CASE, "role", "quantity", *ITERATION, "time_us", "speedup"])
-    frame = pd.concat(parts, ignore_index=True)
-    pair = [*COMPARISON, "quantity", *ITERATION]
-    natives = frame[frame["role"] == "baseline"].set_index(pair)["time_us"].rename("native_us")
-    native_us = frame.join(natives, on=pair)["native_us"].mask(frame["role"] == "baseline")
-    return frame.assign(speedup=(native_us / frame["time_us"]).where((native_us > 0) & (frame["time_us"] > 0)))
+    listed, phases_us = _listed(store), _phase_times(store)
+    is_model = [getattr(comparison.facts, "whole", None) is not None for comparison in listed["comparison"]]
+    pass_us = on_slowest(phases_us[phases_us.index.get_level_values("case").isin(listed.index[is_model])])
+    moe_us = pass_us[MOE_PHASES].sum(axis=1)
+    parts = {ALL: _layer_times(store)["time_us"], MOE: moe_us, ATTENTION: pass_us["attention"]}
+    parts[REST] = pass_us[TOTAL] - moe_us - pass_us["attention"]
+    longest_us = phases_us.groupby(level=KEY).max()
+    parts |= {phase: longest_us[phase].dropna() for phase in LAYER_PHASES}
+    rows = pd.concat(parts, names=["quantity"]).rename("time_us").reset_index()
+    pair = ["quantity", *ITERATION]
+    natives = rows[rows["case"].isin(listed["native"])].rename(columns={"case": "native", "time_us": "native_us"})
+    rows = rows.assign(native=rows["case"].map(listed["native"])).merge(natives, on=["native", *pair], how="left")
+    is_pair = (rows["native_us"] > 0) & (rows["time_us"] > 0) & (rows["case"] != rows["native"])
+    rows["speedup"] = (rows["native_us"] / rows["time_us"]).where(is_pair)
+    return _named(store, rows[["case", *pair, "time_us", "speedup"]], "role")
 
 
-def layers(store: Store, of: pd.DataFrame | None = None) -> pd.DataFrame:
-    """A row per case and layer of whole models: ``attention``, ``moe``, ``dense`` and ``rest`` in milliseconds.
-
-    Mean over ranks, median over breakdown iterations.
-    """
-    parts = []
-    for comparison, case in _timed(store, of):
-        if getattr(comparison.facts, "whole", None) is None or case.breakdown.index.empty:
-            continue
-        about = _key(comparison, case) | {"label": case.facts.label}
-        parts.append(_beside(about, by_layer_ms(case).reset_index()))
-    return _together(parts)
+def layers(store: Store, of: pd.DataFrame) -> pd.DataFrame:
+    """A row per case of ``cases`` and layer of a whole model: ``attention``, ``moe``, ``dense``, ``rest`` in ms."""
+    rows = _named(store, by_layer_ms(store.samples).reset_index(), "label")
+    return rows.merge(of[CASE], on=CASE)
 
 
-def _beside(about: dict[str, Any], rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of a case behind the columns that say which it is."""
-    return pd.concat([pd.DataFrame(about, index=rows.index), rows], axis=1)
-
-
-def _together(parts: list[pd.DataFrame]) -> pd.DataFrame:
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=CASE)
-
-
-def _timed(store: Store, of: pd.DataFrame | None = None) -> list[tuple[Comparison, Case]]:
-    wanted = None if of is None else set(of[CASE].itertuples(index=False, name=None))
-    return [
-        (comparison, case)
-        for comparison in store.comparisons
-        for case in comparison.cases
-        if case.is_ok
-        and len(case.samples)
-        and (wanted is None or (comparison.directory, comparison.comparison_id, case.case_id) in wanted)
-    ]
+@lru_cache(maxsize=4)
+def _routing(store: Store) -> pd.DataFrame:
+    """``reduce.joined_routing`` of all cases beside the frontier; ``case`` is the number in the store."""
+    parts = [store.routing.iloc[:0]]
+    for case, rows in store.routing.groupby("case"):
+        facts = store.comparisons[store.cases["comparison"][case]].facts
+        is_contiguous = isinstance(facts, RoutedFacts) or facts.placement == "contiguous"
+        at_home = is_contiguous and store.cases["facts"][case].role != "replication"
+        parts.append(joined_routing(rows, facts, at_home=at_home))
+    return with_frontier(pd.concat(parts[1:] or parts, ignore_index=True), store.frontier)
 
 
 @lru_cache(maxsize=4)
 def routing(store: Store) -> pd.DataFrame:
     """A row per case, batch and layer, source ranks joined.
 
-    Columns: ``CASE``, ``label``, ``role``, ``policy``, ``capacity_factor`` and those of ``reduce.joined_routing``.
+    Columns: ``CASE``, ``label``, ``role``, ``policy``, ``capacity_factor`` and those of ``reduce.joined_routing`` and
+    ``reduce.with_frontier``.
     """
-    parts = []
-    for comparison in store.comparisons:
-        for case in (case for case in comparison.cases if case.is_ok):
-            about = _key(comparison, case) | _values("", case.facts, ("label", "role", "policy"))
-            about["capacity_factor"] = case.facts.policy_params.get("capacity_factor")
-            parts.append(_beside(about, joined_routing(case, comparison.facts)))
-    frame = _together(parts)
-    return frame.astype({"capacity_factor": float}) if parts else frame
+    rows = _named(store, _routing(store), "label", "role", "policy", "capacity_factor")
+    return rows.astype({"layer": "Int64"})
 
 
-@lru_cache(maxsize=4)
-def frontiers(store: Store) -> pd.DataFrame:
-    """A row per case, layer and batch of what dropping alone can keep at most: ``kept_by_load``, ``kept_by_experts``.
-
-    Of native also the curve: ``curve_load`` (fullest rank over the mean, ascending) and ``curve_kept``, lists.
-    """
-    return _together(
-        [
-            case.frontier.assign(**_key(comparison, case))
-            for comparison in store.comparisons
-            for case in comparison.cases
-            if case.frontier is not None
-        ]
-    )
+def _named(store: Store, rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """Rows behind the columns that say which case they are of, in place of its number."""
+    about = _listed(store).loc[rows["case"], [*CASE, *columns]].reset_index(drop=True)
+    return pd.concat([about, rows.drop(columns="case").reset_index(drop=True)], axis=1)

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, conditions, frontiers, routing, timings
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, comparisons, conditions, routing, timings
 from moe_ep_bench.analysis.drawing import COST, Figure, case_rows, layer_rows
 from moe_ep_bench.analysis.marks import (
     FULL_COLOUR,
@@ -391,26 +391,26 @@ def pareto_rows(store: Store) -> pd.DataFrame:
     note = "off the scale: " + rows["name"] + ", speedup " + speeds + " at " + shares + " dropped"
     natives = everyone[(everyone["role"] == "baseline") & (everyone["status"] == "ok")].drop_duplicates("facet")
     relief = rows["facet"].map(natives.set_index("facet")["fullest_rank"]) / rows["fullest_rank"]
-    most = frontiers(store)
+    most = routing(store)
     keys = pd.MultiIndex.from_frame(rows[CASE])
-    kept = most.groupby(CASE)["kept_by_load"].mean().reindex(keys).to_numpy() if len(most) else np.nan
+    kept = most.groupby(CASE)["kept_by_load"].mean().reindex(keys).to_numpy().astype(float)
     kept_share = kept - rows["below_frontier"]
     return rows.assign(
         off_scale=drops_all,
         note=note.where(drops_all),
         kept_share=kept_share,
         relief=relief.where(kept_share.notna() & (rows["role"] == "policy")),
-        curve=rows["facet"].map(_curves(store, most)) if len(most) else None,
+        curve=rows["facet"].map(_curves(most)),
     )
 
 
-def _curves(store: Store, most: pd.DataFrame) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _curves(most: pd.DataFrame) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """By facet: how much less the fullest rank computes than native's, and the share of mass that is kept at most."""
     from moe_ep_bench.workload.frontier import joint  # it imports torch
 
-    native = cases(store).query("role == 'baseline' and status == 'ok'")[CASE]
     found = {}
-    for (directory, comparison_id), own in most.merge(native, on=CASE).groupby(COMPARISON):
+    natives = most[(most["role"] == "baseline") & most["curve_load"].notna()]
+    for (directory, comparison_id), own in natives.groupby(COMPARISON):
         curves = [(list(load), list(kept)) for load, kept in zip(own["curve_load"], own["curve_kept"], strict=True)]
         load_N, kept_N = (values.numpy() for values in joint(curves))
         found[f"{directory}/{comparison_id}"] = load_N[-1] / load_N[load_N > 0], kept_N[load_N > 0]

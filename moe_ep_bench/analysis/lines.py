@@ -23,7 +23,7 @@ _PERCENTILE = re.compile(r"(?P<column>\w+)_p(?P<percent>\d\d?)$")
 # Columns that are of the figures alone, or too long for an axis.
 _HIDDEN = {
     *("facts", "policy_params", "point", "reason", "step", "at", "facet", "how"),
-    *("ran_on", "links_words", "workload_words"),
+    *("ran_on", "links_words", "workload_words", "curve_load", "curve_kept"),
 }
 
 

@@ -271,7 +271,7 @@ def _facts(store: Store, comparison: Comparison, rows: pd.DataFrame) -> dict[str
         "has_replicas": "replication" in of_role,
         "adds_experts": rows["retained_mass"].astype(float).max() > 1 + _ROUNDING,
         "looking": ", ".join(policies.loc[policies["looks_past_top_k"].astype(bool), "label"]),
-        "data": _foreign_data(comparison),
+        "data": _foreign_data(facts.model, rows),
         **_tail(store, comparison),
     }
     if "baseline" in of_role:
@@ -288,12 +288,10 @@ def _facts(store: Store, comparison: Comparison, rows: pd.DataFrame) -> dict[str
     return known | _of_layer(facts, launches) | _of_times(facts, rows, of_role) | _of_launches(rows, launches)
 
 
-def _foreign_data(comparison: Comparison) -> list[str]:
+def _foreign_data(model: str, rows: pd.DataFrame) -> list[str]:
     """Policies that decide by data of another model than the comparison's, and whose these are."""
-    used = dict.fromkeys((case.facts.policy, case.facts.data_model) for case in comparison.cases)
-    return [
-        f"{policy} decides by {of}'s" for policy, of in used if of and not is_same_model(of, comparison.facts.model)
-    ]
+    used = rows[["policy", "data_model"]].dropna().drop_duplicates().itertuples(index=False)
+    return [f"{policy} decides by {of}'s" for policy, of in used if not is_same_model(of, model)]
 
 
 def _tail(store: Store, comparison: Comparison) -> dict[str, Any]:

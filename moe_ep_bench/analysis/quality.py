@@ -23,13 +23,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
 from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slowly
 
 from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, short_labels, text
 from moe_ep_bench.analysis.notes import chance_words
-from moe_ep_bench.analysis.reading import Errors, ResultsError, check_counts, read_part, read_run_json, refuse, typed
+from moe_ep_bench.analysis.reading import Errors, ResultsError, Sizes, check, read_part, read_run_json, typed
 from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import facts_of
 from moe_ep_bench.facts import RunFacts
@@ -44,7 +42,6 @@ _OF_A_CHECKPOINT = {"name", "model", "title", "order"}
 _CASE = ["comparison_id", "label", "role", "policy", "policy_params", "phase"]
 _IMBALANCES = {"peak_load": "expert_imbalance", "rank_peak_load": "rank_imbalance"}
 _ROUTED = ["dropped_fraction", "retained_mass_topk", "experts_per_token", "activated_experts", *_IMBALANCES.values()]
-_ROUTING_NEEDS = ("layer", "num_tokens", "load_E", "num_topk_pairs", "num_dropped_pairs")
 _SCORE = ["task", "metric", "filter", "num_fewshot", "num_samples", "value", "stderr"]
 
 
@@ -115,26 +112,17 @@ def comparisons_of(facts: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
 
 def _read(files: RunDirectory, table: str, cases: pd.DataFrame, num_experts: pd.Series) -> pd.DataFrame:
     """All parts of a table, whose numbers all can be."""
-    paths = {key: files.path(table, key) for key in cases["comparison_id"].unique()}
-    parts = {key: read_part(files, table, path, {"comparison_id": key}) for key, path in paths.items()}
-    of_cases = [parts[key].cases.get(case_id) for case_id, key in cases["comparison_id"].items()]
-    for label, part in zip(cases["label"], of_cases, strict=True):
-        if part is None:
-            raise ResultsError(f"{files.root}: no rows of {label} in the table {table}; start the run again")
-    found = pa.concat_tables([TABLES[table].schema.empty_table(), *of_cases])
-    rows = found.to_pandas()
-
-    def path_of(place: int) -> Path:
-        return paths[rows["comparison_id"].iat[place]]
-
-    for name in (field.name for field in found.schema if pa.types.is_floating(field.type)):
-        is_finite = pc.fill_null(pc.is_finite(found[name]), True).to_numpy()
-        refuse(~is_finite, path_of, f"{name}: expected finite numbers")
-    keys = [key for key in ("phase", "task", "item", "metric", "filter", "batch", "layer") if key in rows]
-    refuse(rows.duplicated(["case_id", *keys]), path_of, f"{', '.join(keys)}: expected one row for each, got several")
-    if "load_E" in rows:
-        check_counts(path_of, rows, {"load_E": rows["case_id"].map(num_experts)}, _ROUTING_NEEDS)
-    return rows
+    parts = [pd.DataFrame(columns=TABLES[table].schema.names)]
+    for key, listed in cases.groupby("comparison_id", sort=False):
+        path = files.path(table, key)
+        rows = read_part(files, table, path, {"comparison_id": key}).rows
+        for case_id, label in listed["label"].items():
+            if case_id not in set(rows["case_id"]):
+                raise ResultsError(f"{files.root}: no rows of {label} in the table {table}; start the run again")
+        rows = rows[rows["case_id"].isin(listed.index)]
+        check(table, path, rows, Sizes(num_experts[listed.index[0]]))
+        parts.append(rows)
+    return pd.concat(parts[1:] or parts, ignore_index=True)
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Read the files of a results directory and check them: JSON against typed facts, Parquet parts against the schema.
+"""Read the files of a results directory: JSON against typed facts, Parquet parts against ``RULES``, one table of them.
 
-A part is trusted only after it has been held against the schema and against what run.json says of its case.
+A part is trusted only after it has been held against the schema, its rules, and what run.json says of its comparison.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike
 from pydantic import BaseModel, ValidationError
@@ -20,12 +19,9 @@ from pydantic import BaseModel, ValidationError
 from moe_ep_bench.errors import UserError, brief, printable, problem_words
 from moe_ep_bench.files import inside, read_json
 from moe_ep_bench.results import RunDirectory, check_size, conditions_of
-from moe_ep_bench.schema import METRICS, SCHEMA_VERSION, STATUSES, TABLES, TOTAL, UNACCOUNTED
+from moe_ep_bench.schema import METRICS, SCHEMA_VERSION, TABLES, TOTAL
 
 ITERATION = ["launch", "batch", "iteration"]
-SAMPLE = ["rank", *ITERATION, "kind", "layer", "phase", "time_us", "host_us"]
-# What a measured routing row must hold. The two ratios of masses are exempt: a rank without valid tokens has none.
-ROUTING_NEEDS = ("rank", "batch", "num_tokens", "load_E", "load_R", "num_topk_pairs", "num_dropped_pairs")
 
 LEAST_US, MOST_US = 1e-6, 1e15  # no clock tells less, no run lasts so long
 MOST_COUNT = 2**53  # beyond which a double does not count
@@ -42,15 +38,15 @@ class ResultsError(UserError):
 
 
 class Errors:
-    """Errors of what is read one by one: raised at once, or collected as lines where the rest is wanted."""
+    """Errors of what is read part by part: raised at once, or collected as lines where the rest is wanted."""
 
     def __init__(self, lines: list[str] | None) -> None:
-        self._lines = lines
+        self.lines = lines
 
     def add(self, error: UserError) -> None:
-        if self._lines is None:
+        if self.lines is None:
             raise error
-        self._lines.append(str(error))
+        self.lines.append(str(error))
 
     def read(self, reader: Callable[..., _Value], *arguments: Any) -> _Value | None:
         """What the reader returns; None where it raised, and the error was collected."""
@@ -87,10 +83,9 @@ def read_document(path: Path) -> Any:
 
 def read_run_json(path: Path) -> dict[str, Any]:
     """Read run.json; ResultsError where it is missing, damaged or of another version."""
-    if path.parent.is_file():
-        raise ResultsError(f"{path.parent}: is a file; expected a directory that `moe-ep-bench` has written")
     if not path.parent.is_dir():
-        raise ResultsError(f"{path.parent}: no such directory")
+        what = "is a file; expected a directory that `moe-ep-bench` has written"
+        raise ResultsError(f"{path.parent}: {what if path.parent.exists() else 'no such directory'}")
     if not path.is_file():
         raise ResultsError(f"{path}: missing; a results directory is one that `moe-ep-bench` has written")
     content = read_document(path)
@@ -107,186 +102,196 @@ def read_run_json(path: Path) -> dict[str, Any]:
 # ---- Parquet ---------------------------------------------------------------------------------------------------------
 
 
-def read_table(path: Path, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read columns of a part (None = all); ResultsError where it is damaged or lacks a column of the schema."""
+class Part(NamedTuple):
+    """Rows of a comparison's part; of samples also under which conditions they were timed, as JSON."""
+
+    path: Path
+    rows: pd.DataFrame
+    conditions: bytes | None
+
+
+def read_part(
+    files: RunDirectory, table: str, path: Path, identity: Mapping[str, object], columns: Sequence[str] | None = None
+) -> Part:
+    """Read columns of a part beside those of its identity (None = all); words of samples are categories.
+
+    Args:
+        identity: columns and the value that all their rows must have; of samples also the launch of their file's name.
+
+    Raises:
+        ResultsError: it is damaged, foreign or empty.
+    """
+    schema = TABLES[table].schema
+    if table == "samples":
+        launch = path.stem.rpartition("-")[2]
+        identity = {**identity, "launch": int(launch) if launch.isdecimal() else None}
+    wanted = schema.names if columns is None else [*dict.fromkeys(["case_id", *identity, *columns])]
     try:
         # Quicker than pq.read_table by half: a part is one small file.
-        with pq.ParquetFile(path) as part:
+        with pq.ParquetFile(inside(files.root, path)) as part:
             check_size(path, part.metadata)
             fields = part.schema_arrow
             for field in schema:
                 if fields.names.count(field.name) != 1 or fields.field(field.name).type != field.type:
                     raise ResultsError(f"{path}: foreign, expected a column {field.name} of type {field.type}")
-            return part.read(list(columns or schema.names), use_threads=False)
+            found = part.read(wanted, use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {printable(str(error))}") from error
-
-
-class Part(NamedTuple):
-    """A part of a comparison: its rows by case; of samples the launch, and under which conditions, as JSON."""
-
-    path: Path
-    cases: dict[str, pa.Table]
-    launch: int | None
-    conditions: bytes | None
-
-
-def read_part(
-    files: RunDirectory, table: str, path: Path, identity: Mapping[str, str], columns: Sequence[str] | None = None
-) -> Part:
-    """Read columns of a comparison's part (None = all).
-
-    Args:
-        identity: columns and the value that all their rows must have.
-
-    Raises:
-        ResultsError: it is damaged, foreign or empty.
-    """
-    number = path.stem.rpartition("-")[2]
-    launch = int(number) if table == "samples" and number.isdecimal() else None
-    expected_of = {**identity, **({"launch": launch} if table == "samples" else {})}
-    wanted = None if columns is None else [*dict.fromkeys(["case_id", *expected_of, *columns])]
-    rows = read_table(inside(files.root, path), TABLES[table].schema, wanted)
-    if rows.num_rows == 0:
+    if found.num_rows == 0:
         raise ResultsError(f"{path}: damaged, it has no rows")
-    for column, expected in expected_of.items():
-        others = [value for value in pc.unique(rows[column]).to_pylist() if value != expected]
+    if found["case_id"].null_count:
+        raise ResultsError(f"{path}: damaged, a row lacks its case_id")
+    for column, expected in identity.items():
+        others = [value for value in found[column].unique().to_pylist() if value != expected]
         if others:
             raise ResultsError(f"{path}: foreign, {column}: expected {expected!r}, got {others[0]!r}")
-    if rows["case_id"].null_count:
-        raise ResultsError(f"{path}: damaged, a row lacks its case_id")
-    ids = rows["case_id"].combine_chunks().dictionary_encode()
-    place_N = ids.indices.to_numpy()
-    cases = {key: rows.filter(pa.array(place_N == place)) for place, key in enumerate(ids.dictionary.to_pylist())}
-    return Part(path, cases, launch, conditions_of(rows))
+    # Of millions of samples each word is one object.
+    return Part(path, found.to_pandas(strings_to_categorical=table == "samples"), conditions_of(found))
 
 
-def launches_of(path: object, samples: pa.Table) -> dict[int, dict[str, Any]]:
-    """The run_id, status and reason of each launch, by launch in their order; ResultsError where one has not one."""
-    columns = ["launch", "run_id", "status", "reason"]
-    launches: dict[int, list[dict[str, Any]]] = {}
-    for row in samples.group_by(columns, use_threads=False).aggregate([]).to_pylist():
-        launches.setdefault(row["launch"], []).append(row)
-    for rows in launches.values():
-        statuses = list(dict.fromkeys(row["status"] for row in rows))
-        if len(statuses) != 1 or statuses[0] not in STATUSES:
-            raise ResultsError(f"{path}: status: expected one of {', '.join(STATUSES)} in all rows, got {statuses}")
-    return {launch: launches[launch][0] for launch in sorted(launches)}
+class Sizes(NamedTuple):
+    """What a comparison's rows are held against."""
+
+    num_experts: int
+    num_ranks: int = 0
+    world_size: int = 0
+    num_batches: int | None = None  # that a routed layer has; of what is timed it is open
+    phases: Sequence[str] = ()
 
 
-def samples_of(path: object, samples: pa.Table, world_size: int, phases: Sequence[str]) -> pd.DataFrame:
-    """The samples of a measured case: the columns ``SAMPLE``.
+class Rule(NamedTuple):
+    """What rows of some tables must be.
 
-    Args:
-        phases: that may occur, beside the total and what is unaccounted for.
-
-    Raises:
-        ResultsError: a row lacks what it must have or stands there twice, or an iteration lacks a rank.
+    Attributes:
+        column: that the line of an error names; a rule holds where a table has it.
+        broken: of each row whether it breaks the rule.
+        words: what was expected, fields of ``Sizes`` in braces.
     """
-    samples = samples.select(SAMPLE)
-    for column, allowed in (("kind", ("plain", "breakdown")), ("phase", (*phases, TOTAL, UNACCOUNTED))):
-        for value in sorted(set(pc.unique(samples[column]).to_pylist()) - {None, *allowed}):
-            raise ResultsError(f"{path}: {column}: expected one of {', '.join(allowed)}; got {value!r}")
-    time_us, host_us = (samples[column].to_numpy() for column in ("time_us", "host_us"))
-    needed = ("rank", *ITERATION, "kind", "phase")
-    if any(samples[column].null_count for column in needed) or np.isnan(time_us).any():
-        raise ResultsError(f"{path}: damaged, a measured row lacks its rank, batch, iteration or time_us")
-    if samples.group_by([*needed, "layer"], use_threads=False).aggregate([]).num_rows != len(samples):
-        raise ResultsError(f"{path}: damaged, one rank, iteration, layer and phase stands there twice")
-    if (np.abs([time_us, host_us]) >= MOST_US).any():
-        raise ResultsError(f"{path}: damaged, a time is not below {MOST_US:g} us")
-    is_total = pc.equal(samples["phase"], TOTAL)
-    if (time_us[is_total.to_numpy()] < LEAST_US).any():
-        raise ResultsError(f"{path}: damaged, a total is not above 0")
-    # The slowest rank can be named only when all ranks are there.
-    totals = samples.append_column("is_total", pc.cast(is_total, pa.int64()))
-    totals = totals.group_by([*ITERATION, "kind"], use_threads=False).aggregate([("is_total", "sum")])
-    for row in totals.filter(pc.not_equal(totals["is_total_sum"], world_size)).sort_by("iteration").to_pylist():
-        raise ResultsError(
-            f"{path}: launch {row['launch']}, batch {row['batch']}, {row['kind']} iteration {row['iteration']}: "
-            f"expected totals of {world_size} ranks, got {row['is_total_sum']}"
-        )
-    # Of millions of rows each word is one object.
-    return samples.to_pandas(strings_to_categorical=True).astype({"kind": object, "phase": object})
+
+    tables: str
+    column: str
+    broken: Callable[[pd.DataFrame, Sizes], ArrayLike]
+    words: str
 
 
-def check_routing(
-    path: object,
-    rows: pd.DataFrame,
-    *,
-    num_experts: int,
-    num_ranks: int,
-    world_size: int,
-    num_batches: int | None = None,
-) -> None:
-    """Raise ResultsError unless rows of routing hold counts, and all ranks' of every batch and layer once."""
-    check_counts(lambda _: path, rows, {"load_E": num_experts, "load_R": num_ranks})
-    where_NK = np.column_stack([rows[key].to_numpy(dtype=float, na_value=-1) for key in ("rank", "batch", "layer")])
-    units, numbers = np.unique(where_NK[:, 1:], axis=0, return_counts=True)
-    if len(units) < np.prod([len(np.unique(column)) for column in where_NK[:, 1:].T]):
-        raise ResultsError(f"{path}: layer: expected rows of every batch in each, got fewer")
-    is_short = num_batches is not None and len(np.unique(where_NK[:, 1])) != num_batches
-    if is_short or (numbers != world_size).any() or len(np.unique(where_NK, axis=0)) < len(where_NK):
-        of_all = "every batch" if num_batches is None else f"{num_batches} batches"
-        raise ResultsError(f"{path}: expected one row for each of {world_size} ranks in {of_all}, got {len(rows)}")
+def _lacks(tables: str, *columns: str) -> list[Rule]:
+    return [
+        Rule(tables, name, lambda rows, _, name=name: rows[name].isna(), "expected a value in every row")
+        for name in columns
+    ]
 
 
-def refuse(broken: ArrayLike, path_of: Callable[[int], object], words: Callable[[int], str] | str) -> None:
-    """Raise ResultsError where any row is broken: one line that names the first one's file."""
-    for place in map(int, np.flatnonzero(broken)):
-        raise ResultsError(f"{path_of(place)}: {words if isinstance(words, str) else words(place)}")
+def _is_strange(column: str, least: float) -> Callable[[pd.DataFrame, Sizes], ArrayLike]:
+    """Whether numbers are not finite ones from ``least``; null is fine, a rank without tokens has no share of them."""
+    return lambda rows, _: ~(rows[column].between(least, MOST_COUNT, inclusive="left") | rows[column].isna())
 
 
-def check_counts(
-    path_of: Callable[[int], object],
-    rows: pd.DataFrame,
-    lengths: Mapping[str, ArrayLike],
-    needs: Sequence[str] = ROUTING_NEEDS,
-) -> None:
-    """Raise ResultsError unless rows of routing have what they must, and every number of them is one that can be.
+def _loads(column: str, size: str) -> list[Rule]:
+    """Lists of so many counts."""
 
-    Args:
-        path_of: the file of a row, by its place.
-        lengths: of the columns of lists, one number or each row's; all entries are counts.
-        needs: columns without nulls.
-    """
-    for column in needs:
-        refuse(rows[column].isna(), path_of, f"damaged, a measured row lacks its {column}")
-    for column, length in lengths.items():
-        got_N, expected_N = rows[column].map(len).to_numpy(dtype=int), np.broadcast_to(length, len(rows))
-        words = f"{column}: expected {{}} entries, got {{}}".format
-        refuse(got_N != expected_N, path_of, lambda at, w=words, e=expected_N, g=got_N: w(e[at], g[at]))
-        counts, places_N = np.concatenate(rows[column].to_list() or [[]]), np.arange(len(rows))
-        strange = np.repeat(places_N, got_N)[~((counts >= 0) & (counts < MOST_COUNT))]
-        refuse(np.isin(places_N, strange), path_of, f"{column}: expected counts, got others")
-    for column in (name for name in rows if name in METRICS and not pa.types.is_list(METRICS[name].dtype)):
-        values_N = rows[column].to_numpy(dtype=float, na_value=np.nan)
-        least = -1 if column == "max_violation" else 0
-        is_known = np.isnan(values_N) | ((values_N >= least) & (values_N < MOST_COUNT))
-        refuse(~is_known, path_of, f"{column}: expected finite numbers from 0, got others")
+    def is_no_count(rows: pd.DataFrame, _: Sizes) -> ArrayLike:
+        counts_NE = np.stack(rows[column].to_list())
+        return ~((counts_NE >= 0) & (counts_NE < MOST_COUNT)).all(axis=1)
+
+    def has_others(rows: pd.DataFrame, sizes: Sizes) -> ArrayLike:
+        return rows[column].map(len) != getattr(sizes, size)
+
+    tables = "routing quality_routing"
+    return [
+        *_lacks(tables, column),
+        Rule(tables, column, has_others, f"expected {{{size}}} entries in every row"),
+        Rule(tables, column, is_no_count, "expected counts"),
+    ]
 
 
-def read_frontier(path: Path, found: pa.Table, routing: pd.DataFrame) -> pd.DataFrame:
-    """A case's rows of the table ``frontier``, by layer and batch in order.
+def _repeats(*columns: str) -> Callable[[pd.DataFrame, Sizes], ArrayLike]:
+    return lambda rows, _: rows.duplicated([name for name in ("case_id", *columns) if name in rows])
 
-    Args:
-        routing: the case's rows of the table ``routing``, whose batches and layers it must have.
 
-    Raises:
-        ResultsError: it is damaged, or has other rows.
-    """
-    rows = found.to_pandas()
-    keys = [key for key in ("layer", "batch") if rows[key].notna().all() and routing[key].notna().all()]
-    where_NK, of_routing = (frame[keys].to_numpy(dtype=float) for frame in (rows, routing))
-    order = np.lexsort(where_NK.T[::-1])
-    if not np.array_equal(where_NK[order], np.unique(of_routing, axis=0)):
-        raise ResultsError(f"{path}: expected one row for each layer and batch of the routing, got {len(rows)} rows")
-    for column in ("kept_by_load", "kept_by_experts"):
-        if not rows[column].between(0, 1 + 1e-6).all():
-            raise ResultsError(f"{path}: {column}: expected shares, got others")
-    for load, kept in zip(rows["curve_load"], rows["curve_kept"], strict=True):
-        if load is None and kept is None:  # Native's part alone has the curve.
+def _lacks_ranks(rows: pd.DataFrame, sizes: Sizes) -> ArrayLike:
+    """Whether an iteration lacks the total of a rank: the slowest one can be named only when all are there."""
+    is_total = rows["phase"].eq(TOTAL)
+    iterations = [rows[name] for name in ("case_id", "batch", "iteration", "kind")]
+    return is_total.groupby(iterations, observed=True).transform("sum") != sizes.world_size
+
+
+def _lacks_units(rows: pd.DataFrame, sizes: Sizes) -> ArrayLike:
+    """Whether a case lacks a rank, batch or layer that others of its rows have."""
+    units = rows[["rank", "batch", "layer"]].fillna(-1).groupby(rows["case_id"])
+    ranks, batches, layers = (units[name].transform("nunique") for name in ("rank", "batch", "layer"))
+    is_short = sizes.num_batches is not None and batches != sizes.num_batches
+    return is_short | (ranks != sizes.world_size) | (units["rank"].transform("size") != ranks * batches * layers)
+
+
+def _curve_is_broken(rows: pd.DataFrame, _: Sizes) -> ArrayLike:
+    """Whether a curve is not as many finite loads as shares; native's part alone has one."""
+
+    def is_broken(load: Any, kept: Any) -> bool:
+        if load is None or kept is None:
+            return load is not kept
+        return len(load) != len(kept) or not np.isfinite([load, kept]).all()
+
+    return [is_broken(*curve) for curve in zip(rows["curve_load"], rows["curve_kept"], strict=True)]
+
+
+_ROUTED, _UNIT = "routing quality_routing", ("rank", "batch", "layer")
+_NUMBERS = [*(name for name, metric in METRICS.items() if not pa.types.is_list(metric.dtype)), "rank_peak_load"]
+RULES = (
+    Rule("samples", "kind", lambda rows, _: ~rows["kind"].isin(["plain", "breakdown"]), "expected plain or breakdown"),
+    Rule("samples", "phase", lambda rows, sizes: ~rows["phase"].isin(sizes.phases), "expected one of {phases}"),
+    *_lacks("samples", "rank", "batch", "iteration", "time_us"),
+    *(
+        Rule("samples", name, lambda rows, _, name=name: rows[name].abs() >= MOST_US, f"expected below {MOST_US:g} us")
+        for name in ("time_us", "host_us")
+    ),
+    Rule(
+        "samples",
+        "time_us",
+        lambda rows, _: rows["phase"].eq(TOTAL) & (rows["time_us"] < LEAST_US),
+        "expected totals above 0",
+    ),
+    Rule(
+        "samples",
+        "phase",
+        _repeats("rank", "batch", "iteration", "kind", "layer", "phase"),
+        "expected each phase once in an iteration, got it twice",
+    ),
+    Rule("samples", "rank", _lacks_ranks, "expected totals of {world_size} ranks in every iteration"),
+    *_lacks("routing", "rank", "batch"),
+    *_lacks("quality_routing", "layer"),
+    *_lacks(_ROUTED, "num_tokens", "num_topk_pairs", "num_dropped_pairs"),
+    *_loads("load_E", "num_experts"),
+    *_loads("load_R", "num_ranks"),
+    *(
+        Rule(_ROUTED, name, _is_strange(name, -1 if name == "max_violation" else 0), "expected finite numbers from 0")
+        for name in _NUMBERS
+    ),
+    Rule("routing", "rank", _repeats(*_UNIT), "expected one row for each rank, batch and layer, got several"),
+    Rule("routing", "rank", _lacks_units, "expected all of {world_size} ranks in every batch and layer"),
+    *(
+        Rule("frontier", name, lambda rows, _, name=name: ~rows[name].between(0, 1 + 1e-6), "expected shares")
+        for name in ("kept_by_load", "kept_by_experts")
+    ),
+    Rule("frontier", "curve_load", _curve_is_broken, "expected curves of as many finite loads as shares"),
+    *(
+        Rule("quality", name, lambda rows, _, name=name: np.isinf(rows[name]), "expected finite numbers")
+        for name in ("value", "stderr")
+    ),
+    Rule(
+        "quality quality_routing",
+        "case_id",
+        _repeats("phase", "task", "item", "metric", "filter", "batch", "layer"),
+        "expected one row for each item or layer, got several",
+    ),
+)
+
+
+def check(table: str, path: Path, rows: pd.DataFrame, sizes: Sizes) -> None:
+    """Raise ResultsError at the first rule of a table that a row breaks: one line that names the file and the value."""
+    for rule in RULES if len(rows) else ():
+        if table not in rule.tables.split() or rule.column not in rows:
             continue
-        if load is None or kept is None or len(load) != len(kept) or not np.isfinite([load, kept]).all():
-            raise ResultsError(f"{path}: expected curves of as many loads as shares, got others")
-    return rows.iloc[order].reset_index(drop=True)
+        for place in np.flatnonzero(rule.broken(rows, sizes))[:1]:
+            words = rule.words.format(**sizes._asdict() | {"phases": ", ".join(sizes.phases)})
+            got = brief(np.asarray(rows[rule.column].iat[place]).tolist())
+            raise ResultsError(f"{path}: {rule.column}: {words}; got {got} in a row of {rows['case_id'].iat[place]}")

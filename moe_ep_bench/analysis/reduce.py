@@ -1,4 +1,4 @@
-"""The only place where ranks are joined and ratios formed: times, phases, rates and routing of one case.
+"""The only place where ranks are joined and ratios formed: times, phases, rates and routing of cases.
 
 *Layer time.* Ranks meet in every layer, so the slowest one's time is the layer's: the maximum over ranks of ``total``,
 per iteration, from plain iterations (nothing is read inside them).
@@ -23,21 +23,19 @@ written and read, outputs.
 their speedup s, Amdahl's law (AFIPS 1967) says 1 / (1 - f + f / s) for the pass. Where only the first layers were
 built, every further MoE layer is taken to be like the mean of those that were timed, with its attention.
 
-Shapes: I = iterations, R = ranks, P = phases, B = batches, U = batches of layers, E = experts, L = a rank's experts.
+Functions take long frames of a store, whose column ``case`` says which case a row is of, and return frames by case.
+Shapes: U = batches of layers, Z = source ranks, R = expert ranks, E = experts, L = a rank's experts.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.iterations import PHASE_AXIS, Iterations
 from moe_ep_bench.analysis.reading import ITERATION
-from moe_ep_bench.analysis.store import Case
 from moe_ep_bench.cost_model.devices import VALUE_BYTES
 from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts
 from moe_ep_bench.metrics import imbalance, mass_kept
@@ -47,7 +45,7 @@ from moe_ep_bench.schema import LAYER_PHASES, MOE_REST, PHASES, TOTAL, UNACCOUNT
 MODEL_GROUPS = phase_groups("model")
 GROUPS = {**phase_groups("layer"), UNACCOUNTED: (UNACCOUNTED,)}
 # What an MoE layer's time consists of in a model.
-MOE_PHASES = (*LAYER_PHASES, MOE_REST)
+MOE_PHASES = [*LAYER_PHASES, MOE_REST]
 # What a pass consists of, in the order in which figures stack it: what no policy changes, then the MoE layers.
 PASS_PARTS = {
     "attention": MODEL_GROUPS["attention"],
@@ -61,8 +59,8 @@ RATES = (
     *("crossing_pair_bytes", "crossing_copy_bytes", "dispatch_gbps", "dispatch_bus_gbps", "combine_gbps"),
     *("combine_bus_gbps", "experts_tflops", "experts_of_matmul", "experts_of_copy"),
 )
-# A host that is still issuing work when this much of the time is over has kept the device waiting.
-_HOST_BOUND = 0.95
+# Which iteration of which case.
+KEY = ["case", *ITERATION]
 # Beside each pair's hidden state its routing weight travels, in float32.
 _WEIGHT_BYTES = 4
 
@@ -70,23 +68,33 @@ _WEIGHT_BYTES = 4
 # ---- times -----------------------------------------------------------------------------------------------------------
 
 
-def layer_time_us(case: Case) -> pd.Series:
-    """Time of the slowest rank in each plain iteration, indexed by (launch, batch, iteration)."""
-    return case.plain.series(case.plain.of(TOTAL).max(axis=1))
+def layer_times(samples: pd.DataFrame) -> pd.DataFrame:
+    """Time of the slowest rank in each plain iteration, and for how long its host issued it; by ``KEY``, us."""
+    totals = samples[samples["kind"].eq("plain") & samples["phase"].eq(TOTAL)]
+    return on_slowest(totals.set_index([*KEY, "rank"])[["time_us", "host_us"]].sort_index(), "time_us")
 
 
-def host_time_us(case: Case) -> pd.Series:
-    """Time for which the slowest rank's host issued a plain iteration, indexed by (launch, batch, iteration)."""
-    times = case.plain
-    return times.series(times.host_us[np.arange(len(times.index)), times.slowest_rank()])
+def phase_times(samples: pd.DataFrame) -> pd.DataFrame:
+    """Phases of each rank in each breakdown iteration, summed over layers; by ``KEY`` and rank, us.
 
-
-def host_bound_share(case: Case) -> float:
-    """Share of plain iterations in which the slowest rank's host issued work until the end: no queue, no device limit.
-
-    Meaningful on a GPU only, where the host runs ahead of the device.
+    Columns: ``PHASES``, ``unaccounted``, ``total``; null where a phase did not occur.
     """
-    return float((host_time_us(case) >= _HOST_BOUND * layer_time_us(case)).mean())
+    rows = samples[samples["kind"].eq("breakdown")]
+    times_us = rows.groupby([*KEY, "rank", rows["phase"].astype(str)])["time_us"].sum().unstack("phase")
+    return times_us.reindex(columns=[*PHASES, UNACCOUNTED, TOTAL]).astype(float)
+
+
+def on_slowest(times_us: pd.DataFrame, total: str = TOTAL) -> pd.DataFrame:
+    """Rows of the rank with the longest total in each iteration, of equal ones the first; by ``KEY``."""
+    is_slowest = times_us[total] == times_us.groupby(level=KEY)[total].transform("max")
+    return times_us[is_slowest].groupby(level=KEY).head(1).droplevel("rank").fillna(0.0)
+
+
+def mean_ms(times_us: pd.DataFrame, groups: Mapping[str, Sequence[str]]) -> pd.DataFrame:
+    """Milliseconds of groups of phases: mean over ranks, then median over iterations; by case."""
+    means_us = times_us.fillna(0.0).groupby(level=KEY).mean()
+    sums_us = pd.DataFrame({name: means_us[list(phases)].sum(axis=1) for name, phases in groups.items()})
+    return sums_us.groupby(level="case").median() / 1e3
 
 
 def probe_floor_us(facts: TimedFacts, conditions: Sequence[Conditions]) -> float:
@@ -95,8 +103,12 @@ def probe_floor_us(facts: TimedFacts, conditions: Sequence[Conditions]) -> float
     return float(np.median(known)) if known and facts.backend == "nccl" else 0.0
 
 
-def breakdown(case: Case, floor_us: float = 0.0) -> dict[str, Any]:
-    """What the breakdown iterations of a case say; empty when it has none. ``floor_us`` is taken off every wait.
+def breakdown(times_us: pd.DataFrame, floor_us: pd.Series) -> pd.DataFrame:
+    """What the breakdown iterations of cases say, by case.
+
+    Args:
+        times_us: of ``phase_times``.
+        floor_us: by case what is taken off every wait.
 
     Returns:
         ``breakdown_slowest_phase``, which takes longest (median over iterations) on the rank that is slowest in each
@@ -105,135 +117,100 @@ def breakdown(case: Case, floor_us: float = 0.0) -> dict[str, Any]:
         likewise ``breakdown_policy_share``; ``breakdown_layer_ms``, the median, probes included; ``<group>_ms``, mean
         over ranks, then median over iterations.
     """
-    if case.breakdown.index.empty:
-        return {}
-    times = case.breakdown.less(floor_us, WAITING_PHASES)
-    slowest_us_IP = times.on_slowest()
-    batches, batch_I = np.unique(times.index.get_level_values("batch"), return_inverse=True)
-    per_batch_us_BP = np.zeros((len(batches), slowest_us_IP.shape[1]))
-    np.add.at(per_batch_us_BP, batch_I, slowest_us_IP)
-    median_us = dict(zip(PHASE_AXIS, np.median(slowest_us_IP, axis=0), strict=True))
-    shares_P = np.median(per_batch_us_BP / per_batch_us_BP[:, [PHASE_AXIS.index(TOTAL)]], axis=0)
-    shares = dict(zip(PHASE_AXIS, shares_P, strict=True))
-    slowest = max(LAYER_PHASES, key=median_us.__getitem__)
-    return {
-        # Waiting is not the phase that it stands before.
-        "breakdown_slowest_phase": f"waiting ({PHASES[slowest].meets})" if PHASES[slowest].is_waiting else slowest,
-        "breakdown_unaccounted_share": float(shares[UNACCOUNTED]),
-        "breakdown_policy_share": float(shares["policy"]),
-        "breakdown_layer_ms": float(median_us[TOTAL]) / 1e3,
-        **{f"{group}_ms": time_ms for group, time_ms in times.mean_ms(GROUPS).items()},
-    }
+    waits = list(WAITING_PHASES)
+    floors_us = floor_us.reindex(times_us.index.get_level_values("case")).to_numpy()
+    less_us = times_us[waits].sub(floors_us, axis=0).clip(lower=0.0)
+    times_us = times_us.assign(**less_us)
+    slowest_us = on_slowest(times_us)
+    median_us = slowest_us.groupby(level="case").median()
+    per_batch_us = slowest_us.groupby(level=["case", "batch"]).sum()
+    shares = per_batch_us.div(per_batch_us[TOTAL], axis=0).groupby(level="case").median()
+    # Waiting is not the phase that it stands before.
+    words = {name: f"waiting ({phase.meets})" for name, phase in PHASES.items() if phase.is_waiting}
+    return pd.DataFrame(
+        {
+            "breakdown_slowest_phase": median_us[list(LAYER_PHASES)].idxmax(axis=1).replace(words),
+            "breakdown_unaccounted_share": shares[UNACCOUNTED],
+            "breakdown_policy_share": shares["policy"],
+            "breakdown_layer_ms": median_us[TOTAL] / 1e3,
+            **mean_ms(times_us, GROUPS).add_suffix("_ms"),
+        }
+    )
 
 
 # ---- rates -----------------------------------------------------------------------------------------------------------
 
 
-def rates(case: Case, facts: TimedFacts, conditions: Sequence[Conditions]) -> dict[str, float | None]:
-    """``RATES`` of one case, medians over breakdown iterations; empty where its experts were not timed.
+def rates(
+    times_us: pd.DataFrame, routing: pd.DataFrame, facts: TimedFacts, conditions: Sequence[Conditions]
+) -> pd.DataFrame:
+    """``RATES`` of a comparison's layers by case, medians over breakdown iterations.
 
-    Of whole models too, whose phases are many layers'. ``crossing_*``: hidden states that leave their rank in a
-    dispatch, all ranks together, mean over batches. Bandwidths, 1e9 bytes per second, are None with one rank, under
-    another dispatcher than the all-to-all, and where these phases were not timed.
+    Args:
+        times_us: of ``phase_times``; a case whose experts were not timed has no rates.
+        routing: of ``joined_routing``.
+
+    Returns:
+        ``crossing_*``: hidden states that leave their rank in a dispatch, all ranks together, mean over batches.
+        Bandwidths, 1e9 bytes per second, are null with one rank, under another dispatcher than the all-to-all, and
+        where these phases were not timed. ``experts_of_*``: shares of the matmul's TFLOP/s and the copy's bandwidth.
     """
-    times = case.breakdown
-    if facts.whole is not None or not conditions or "experts" not in times.occurred:
-        return {}
-    hidden_bytes = facts.hidden_size * VALUE_BYTES[facts.dtype]
-    crossing_bytes = case.routing.groupby("batch")[["crossing_pairs", "crossing_copies"]].sum().mean() * hidden_bytes
-    pairs = _fullest_buffer_pairs(case.routing, facts.num_ranks)
-    found: dict[str, float | None] = dict(zip(RATES[:2], map(float, crossing_bytes), strict=True))
-    for phase, pair_bytes in (("dispatch", hidden_bytes + _WEIGHT_BYTES), ("combine", hidden_bytes)):
-        gbps = _algorithm_gbps(times, phase, pairs * pair_bytes, facts)
-        found[f"{phase}_gbps"] = gbps
-        found[f"{phase}_bus_gbps"] = None if gbps is None else gbps * (facts.num_ranks - 1) / facts.num_ranks
-    return found | dict(zip(RATES[-3:], _expert_rates(case, facts, conditions), strict=True))
-
-
-def _fullest_buffer_pairs(routing: pd.DataFrame, num_ranks: int) -> pd.Series:
-    """Pairs of the fullest rank's buffer, by batch: the larger of what it sends and receives, local pairs included."""
-    batches, load_BRR = source_loads(routing, "load_R")
-    replicas = load_BRR.reshape(len(batches), -1, num_ranks, num_ranks)
-    fullest_B = np.maximum(*(replicas.sum(axis=axis).max(axis=(1, 2)) for axis in (3, 2)))
-    return pd.Series(fullest_B, batches, dtype=float)
-
-
-def _algorithm_gbps(times: Iterations, phase: str, buffer_bytes: pd.Series, facts: TimedFacts) -> float | None:
-    """Algorithm bandwidth of an all-to-all."""
-    if facts.num_ranks == 1 or facts.dispatcher != "alltoall" or phase not in times.occurred:
-        return None
-    bytes_I = buffer_bytes.loc[times.index.get_level_values("batch")].to_numpy()
-    return float(np.median(bytes_I / times.of(phase).max(axis=1))) / 1e3
-
-
-def _expert_rates(case: Case, facts: TimedFacts, conditions: Sequence[Conditions]) -> tuple[float, ...]:
-    """TFLOP/s, its share of the matmul's, and the share of the copy's bandwidth."""
     hidden, ffn, size = facts.hidden_size, facts.ffn_hidden_size, VALUE_BYTES[facts.dtype]
-    batches, pairs_BRL = pairs_by_rank(case.routing, facts)
-    batch_I = batches.get_indexer(case.breakdown.index.get_level_values("batch"))
-    rank_I = pairs_BRL.sum(axis=2).argmax(axis=1)[batch_I]
-    pairs_IL = pairs_BRL[batch_I, rank_I]
-    pairs_I, activated_I = pairs_IL.sum(axis=1), (pairs_IL > 0).sum(axis=1)
-    time_us_I = case.breakdown.of("experts")[np.arange(len(rank_I)), rank_I]
-    ceilings = []
+    times_us = times_us[times_us["experts"].notna().groupby(level="case").transform("any")]
+    slowest_us = times_us.groupby(level=KEY)[["dispatch", "combine"]].max()
+    batches = routing.set_index(["case", "batch"])
+    pairs = batches["fullest_buffer"].reindex(slowest_us.index.droplevel(["launch", "iteration"])).to_numpy()
+    means = batches[["crossing_pairs", "crossing_copies"]].groupby(level="case").mean() * hidden * size
+    found = means.set_axis(RATES[:2], axis=1)
+    for phase, pair_bytes in (("dispatch", hidden * size + _WEIGHT_BYTES), ("combine", hidden * size)):
+        gbps = pairs * pair_bytes / slowest_us[phase] / 1e3
+        has_links = facts.num_ranks > 1 and facts.dispatcher == "alltoall"
+        found[f"{phase}_gbps"] = gbps.groupby(level="case").median() if has_links else np.nan
+        found[f"{phase}_bus_gbps"] = found[f"{phase}_gbps"] * (facts.num_ranks - 1) / facts.num_ranks
+    about = ["busiest_rank", "busiest_pairs", "busiest_experts"]
+    rows = times_us["experts"].reset_index().merge(routing[["case", "batch", *about]], on=["case", "batch"])
+    rows = rows[rows["rank"] == rows["busiest_rank"]]
+    ceilings = {}
     for name in ("matmul_tflops", "copy_gbps"):
         by_rank = np.median([[getattr(rank.ceilings, name) for rank in launch.ranks] for launch in conditions], axis=0)
         # One device may have stood in for all ranks.
-        ceilings.append(by_rank[rank_I] if len(by_rank) > 1 else by_rank[0])
-    matrices = facts.expert_matrices
-    tflops_I = 2 * matrices * hidden * ffn * pairs_I / time_us_I / 1e6
-    moved_bytes_I = size * (matrices * hidden * ffn * activated_I + pairs_I * 2 * (hidden + matrices * ffn))
-    found = tflops_I, tflops_I / ceilings[0], moved_bytes_I / time_us_I / 1e3 / ceilings[1]
-    return tuple(float(np.median(values_I)) for values_I in found)
+        ceilings[name] = by_rank[rows["rank"]] if len(by_rank) > 1 else by_rank[0]
+    matrices, num_pairs, time_us = facts.expert_matrices, rows["busiest_pairs"], rows["experts"]
+    tflops = 2 * matrices * hidden * ffn * num_pairs / time_us / 1e6
+    moved_bytes = size * (matrices * hidden * ffn * rows["busiest_experts"] + num_pairs * 2 * (hidden + matrices * ffn))
+    rows = rows.assign(
+        experts_tflops=tflops,
+        experts_of_matmul=tflops / ceilings["matmul_tflops"],
+        experts_of_copy=moved_bytes / time_us / 1e3 / ceilings["copy_gbps"],
+    )
+    return found.join(rows.groupby("case")[list(RATES[-3:])].median(), how="right")
 
 
 # ---- whole models ----------------------------------------------------------------------------------------------------
 
 
-def slowest_us(case: Case) -> pd.DataFrame | None:
-    """Phases of the slowest rank, summed over layers, by launch, batch and breakdown iteration; None without these."""
-    times = case.breakdown
-    return None if times.index.empty else pd.DataFrame(times.on_slowest(), times.index, PHASE_AXIS)
+def by_layer_ms(samples: pd.DataFrame) -> pd.DataFrame:
+    """Milliseconds of each layer: columns attention, moe, dense and rest; mean over ranks, median over iterations.
 
-
-def moe_time_us(case: Case) -> pd.Series:
-    """Time of all MoE layers on the slowest rank of each breakdown iteration, indexed by launch, batch, iteration."""
-    times_us = slowest_us(case)
-    assert times_us is not None
-    return times_us[list(MOE_PHASES)].sum(axis=1)
-
-
-def by_layer_ms(case: Case) -> pd.DataFrame:
-    """Milliseconds of each layer: columns attention, moe, dense and rest; mean over ranks, median over iterations."""
-    rows = case.samples
-    rows = rows[(rows["kind"] == "breakdown") & rows["phase"].isin(PHASES) & rows["layer"].notna()]
-    kinds = rows["phase"].where(~rows["phase"].isin(MOE_PHASES), "moe")
-    sums = rows.groupby([rows["layer"].astype(int), kinds, *ITERATION, rows["rank"]])["time_us"].sum()
-    means = sums.groupby(level=["layer", "phase", *ITERATION]).mean()
-    return means.groupby(level=["layer", "phase"]).median().unstack("phase") / 1e3
-
-
-def all_layers_ms(case: Case, facts: TimedFacts, median_ms: float, breakdown_layer_ms: float) -> float | None:
-    """The pass with all layers, from plain iterations of the built ones and their shares in breakdown iterations."""
-    assert facts.whole is not None
-    missing = facts.whole.of_layers - facts.whole.num_layers
-    if not missing:
-        return None
-    layers_ms = by_layer_ms(case)
-    if layers_ms.empty:
-        return None
-    of_one = float(layers_ms.loc[facts.whole.moe_layers].sum(axis=1).mean()) / breakdown_layer_ms
-    return median_ms * (1 + missing * of_one)
+    By case and layer.
+    """
+    rows = samples[samples["kind"].eq("breakdown") & samples["phase"].isin(list(PHASES)) & samples["layer"].notna()]
+    parts = rows["phase"].astype(str).where(~rows["phase"].isin(MOE_PHASES), "moe")
+    sums_us = rows.groupby([*KEY, "rank", rows["layer"].astype(int), parts])["time_us"].sum()
+    means_us = sums_us.groupby(level=[*KEY, "layer", "phase"]).mean()
+    medians_us = means_us.groupby(level=["case", "layer", "phase"]).median().unstack("phase")
+    return medians_us.reindex(columns=["attention", "moe", "dense", "rest"]) / 1e3
 
 
 # ---- routing ---------------------------------------------------------------------------------------------------------
 
-# Summed over source ranks; weighted by their tokens; means over batches, then over layers.
+# Summed over source ranks; weighted by their tokens; the worst rank's; means over batches, then over layers.
 COUNTS = [
     "num_tokens", "num_pairs", "padding_pairs", "num_topk_pairs", "num_dropped_pairs", "tokens_without_expert",
     "crossing_pairs", "crossing_copies", "num_image_tokens",
 ]  # fmt: skip
-SHARES = ["topk_share", "entropy", "regime_single_head", "regime_smooth", "regime_plateau"]
+SHARES = ["topk_share", "entropy"]
+ERRORS = ["output_error", "reference_error"]
 ROUTED = [
     "fullest_expert", "fullest_rank", "expert_imbalance", "rank_imbalance", "dropped_share", "retained_mass",
     "below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank",
@@ -241,106 +218,93 @@ ROUTED = [
 ]  # fmt: skip
 
 
-def joined_routing(case: Case, facts: TimedFacts | RoutedFacts) -> pd.DataFrame:
-    """A row per layer and batch of a case, its source ranks joined.
+def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_home: bool) -> pd.DataFrame:
+    """A row per layer and batch of one case, its source ranks joined.
 
-    Columns: ``layer``, ``batch``, ``COUNTS``, ``SHARES``, ``ROUTED``, ``output_error`` and ``reference_error`` (worst
-    rank), and pairs as lists: ``load_E``, ``load_R``, ``image_load_E`` (null without images), ``pairs_RR`` (from each
-    source rank to each rank's experts, row by row). ``fullest_*`` are over the model's mean, T*K/E and T*K/R, the same
-    yardstick for every policy, so that dropping shows as less load; ``*_imbalance`` over the mean of the pairs that are
-    computed; ``retained_mass`` is ``metrics.mass_kept``, above 1 where a policy adds experts; ``below_*`` what dropping
-    alone keeps at most at the same fullest rank, or with as many activated experts, less what the case keeps, below 0
-    where a policy that reroutes keeps more; null where it was not computed.
+    Args:
+        rows: of the table ``routing``.
+        at_home: experts are at their homes where no slots say otherwise.
+
+    Returns:
+        ``case``, ``layer``, ``batch``, ``COUNTS``, ``SHARES``, ``ERRORS``, ``ROUTED`` without what the frontier says,
+        and pairs as lists: ``load_E``, ``load_R``, ``pairs_RR`` (from each source rank to each rank's experts, row by
+        row). ``fullest_*`` are over the model's mean, T*K/E and T*K/R, the same yardstick for every policy, so that
+        dropping shows as less load; ``*_imbalance`` over the mean of the pairs that are computed; ``retained_mass`` is
+        ``metrics.mass_kept``, above 1 where a policy adds experts. ``fullest_buffer``: pairs of the fullest rank's
+        buffer, the larger of what it sends and receives, local pairs included. ``busiest_rank`` has the most pairs, of
+        all ranks, where experts are at their homes: ``busiest_pairs``, of so many experts (``busiest_experts``).
     """
-    rows = case.routing
-    layer_N, batch_N = rows["layer"].fillna(-1).to_numpy(dtype=int), rows["batch"].to_numpy()
-    rows = rows.take(np.lexsort((rows["rank"], batch_N, layer_N)))
-    num_sources = rows["rank"].nunique()  # of which every unit has a row (``reading.check_routing``)
+    rows = rows.sort_values(["layer", "batch", "rank"], kind="stable")
+    num_sources = rows["rank"].nunique()  # of which every unit has a row (``reading.RULES``)
     num_units = len(rows) // num_sources
 
     def by_unit(names: str | list[str]) -> np.ndarray:
-        """Columns, or the lists of one: [U, source ranks, columns or entries]."""
+        """Columns, or the lists of one: [U, Z, columns or entries]."""
         values = np.stack(rows[names].to_list()) if isinstance(names, str) else rows[names].to_numpy(dtype=float)
         return values.reshape(num_units, num_sources, -1)
 
-    first = rows.iloc[::num_sources]
     counts = dict(zip(COUNTS, np.nansum(by_unit(COUNTS), axis=1).T, strict=True))
     topk_U, tokens_U = counts["num_topk_pairs"], counts["num_tokens"]
-    weighted_URS = by_unit(SHARES) * by_unit(["num_tokens"])
+    weighted_UZS = by_unit(SHARES) * by_unit(["num_tokens"])
     with warnings.catch_warnings(action="ignore"):  # of units without tokens, pairs or an error
-        shares = dict(zip(SHARES, np.nansum(weighted_URS, axis=1).T / tokens_U, strict=True))
-        errors_U2 = np.nanmax(by_unit(["output_error", "reference_error"]), axis=1)
+        shares = dict(zip(SHARES, np.nansum(weighted_UZS, axis=1).T / tokens_U, strict=True))
+        errors = dict(zip(ERRORS, np.nanmax(by_unit(ERRORS), axis=1).T, strict=True))
         dropped_U = counts["num_dropped_pairs"] / topk_U
-    load_UE, load_URR = by_unit("load_E").sum(axis=1), by_unit("load_R")
-    load_UR = load_URR.sum(axis=1)
-    kept_U = mass_kept(rows, np.arange(len(rows)) // num_sources)
-    # Slots say where replicas and moved weights are. Elsewhere experts are at their homes, or it is not known.
+    load_UZE, load_UZR = by_unit("load_E"), by_unit("load_R")
+    load_UE, load_UR = load_UZE.sum(axis=1), load_UZR.sum(axis=1)
+    # Source ranks of one replica of the model send to its ranks alone.
+    num_ranks = facts.num_ranks
+    sent_XRR = load_UZR.reshape(-1, num_ranks, num_ranks)
+    buffer_X = np.maximum(sent_XRR.sum(axis=1).max(axis=1), sent_XRR.sum(axis=2).max(axis=1))
+    pairs_UZL = load_UZE.reshape(-1, num_ranks, load_UE.shape[1]).sum(axis=1).reshape(num_units, num_sources, -1)
+    busiest_U = pairs_UZL.sum(axis=2).argmax(axis=1)
+    busiest_UL = pairs_UZL[np.arange(num_units), busiest_U]
+    # Slots say where replicas and moved weights are.
     in_slots = rows["slot_load_P"].notna().all()
-    is_known = in_slots or (
-        (isinstance(facts, RoutedFacts) or facts.placement == "contiguous") and case.facts.role != "replication"
-    )
     load_UP = by_unit("slot_load_P").sum(axis=1) if in_slots else load_UE
-    activated_UR = (load_UP.reshape(num_units, facts.num_ranks, -1) > 0).sum(axis=2)
-    most = (np.nan, np.nan)
-    if case.frontier is not None:
-        most = (case.frontier[name].to_numpy() for name in ("kept_by_load", "kept_by_experts"))
-    has_images = rows["image_load_E"].notna().all()
+    activated_UR = (load_UP.reshape(num_units, num_ranks, -1) > 0).sum(axis=2)
     return pd.DataFrame(
         {
-            "layer": first["layer"].astype("Int64").to_numpy(),
-            "batch": first["batch"].to_numpy(),
+            **rows[["case", "layer", "batch"]].iloc[::num_sources].reset_index(drop=True),
             **counts,
             **shares,
-            "output_error": errors_U2[:, 0],
-            "reference_error": errors_U2[:, 1],
+            **errors,
             "fullest_expert": load_UE.max(axis=1) * load_UE.shape[1] / topk_U,
-            "fullest_rank": load_UR.max(axis=1) * load_UR.shape[1] / topk_U,
+            "fullest_rank": load_UR.max(axis=1) * num_ranks / topk_U,
             "expert_imbalance": imbalance(load_UE),
             "rank_imbalance": imbalance(load_UR),
             "dropped_share": dropped_U,
-            "retained_mass": kept_U,
-            **dict(zip(("below_frontier", "below_frontier_experts"), (share - kept_U for share in most), strict=True)),
+            "retained_mass": mass_kept(rows, np.arange(len(rows)) // num_sources),
             "experts_per_token": (counts["num_pairs"] - counts["padding_pairs"]) / tokens_U,
             "activated_experts": (load_UE > 0).sum(axis=1),
-            "activated_fullest_rank": activated_UR.max(axis=1) if is_known else np.nan,
+            "activated_fullest_rank": activated_UR.max(axis=1) if in_slots or at_home else np.nan,
             "moved_gib": by_unit(["moved_weight_bytes"]).sum(axis=(1, 2)) / 2**30,
             "load_E": list(load_UE),
             "load_R": list(load_UR),
-            "image_load_E": list(by_unit("image_load_E").sum(axis=1)) if has_images else None,
-            "pairs_RR": list(load_URR.reshape(num_units, -1)),
+            "pairs_RR": list(load_UZR.reshape(num_units, -1)),
+            "fullest_buffer": buffer_X.reshape(num_units, -1).max(axis=1),
+            "busiest_rank": busiest_U,
+            "busiest_pairs": busiest_UL.sum(axis=1),
+            "busiest_experts": (busiest_UL > 0).sum(axis=1),
         }
     )
 
 
+def with_frontier(routing: pd.DataFrame, frontier: pd.DataFrame) -> pd.DataFrame:
+    """Joined routing beside what dropping alone can keep at most, null where it was not computed.
+
+    Columns: ``kept_by_load``, ``kept_by_experts``, ``curve_load``, ``curve_kept`` of the schema; ``below_frontier`` and
+    ``below_frontier_experts``, what is kept at most at the same fullest rank, or with as many activated experts, less
+    what the case keeps, below 0 where a policy that reroutes keeps more.
+    """
+    unit = ["case", "batch", "layer"]
+    routing = routing.merge(frontier.astype(routing.dtypes[unit]), on=unit, how="left")
+    most = routing[["kept_by_load", "kept_by_experts"]].astype(float).sub(routing["retained_mass"], axis=0)
+    return routing.assign(below_frontier=most["kept_by_load"], below_frontier_experts=most["kept_by_experts"])
+
+
 def routing_means(routing: pd.DataFrame) -> pd.DataFrame:
-    """``ROUTED`` by case, means over batches, then over layers; of output errors the worst layer of each batch first.
-
-    Args:
-        routing: of ``joined_routing``, with directory, comparison_id and case_id.
-    """
-    case = ["directory", "comparison_id", "case_id"]
-    if routing.empty:  # no case was measured
-        return pd.DataFrame(columns=[*ROUTED, "output_error"])
-    by_layer = routing.groupby([*case, "layer"], dropna=False)[ROUTED].mean()
-    errors = routing.groupby([*case, "batch"])["output_error"].max()
-    return by_layer.groupby(case).mean().join(errors.groupby(case).mean())
-
-
-def source_loads(routing: pd.DataFrame, column: str) -> tuple[pd.Index, np.ndarray]:
-    """The batches, ascending, and their loads, source ranks in their order: [B, source ranks, E or R]."""
-    batch_N = routing["batch"].to_numpy()
-    order_N = np.lexsort((routing["rank"].to_numpy(), batch_N))
-    batches = pd.Index(np.unique(batch_N), name="batch")
-    load_NE = np.stack(routing[column].to_numpy()[order_N])
-    return batches, load_NE.reshape(len(batches), -1, load_NE.shape[1])
-
-
-def pairs_by_rank(routing: pd.DataFrame, facts: TimedFacts) -> tuple[pd.Index, np.ndarray]:
-    """Pairs of each rank's own experts, all source ranks of its replica together; experts are placed contiguously.
-
-    Returns:
-        The batches, and the pairs [B, ranks, L].
-    """
-    batches, load_BRE = source_loads(routing, "load_E")
-    replicas = load_BRE.reshape(len(batches), -1, facts.num_ranks, facts.num_experts).sum(axis=2)
-    return batches, replicas.reshape(len(batches), -1, facts.num_experts // facts.num_ranks)
+    """``ROUTED`` by case, means over batches, then layers; of output errors first the worst layer of each batch."""
+    by_layer = routing.groupby(["case", "layer"], dropna=False)[ROUTED].mean()
+    errors = routing.groupby(["case", "batch"])["output_error"].max()
+    return by_layer.groupby("case").mean().join(errors.groupby("case").mean())

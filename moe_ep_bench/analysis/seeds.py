@@ -16,86 +16,102 @@ from dataclasses import replace
 
 import pandas as pd
 
-from moe_ep_bench.analysis.store import Case, Comparison, Store
+from moe_ep_bench.analysis.store import Comparison, Store
 from moe_ep_bench.facts import RoutedFacts
 
 SEED = "workload.seed"
-LAYERS = ("workload.layer",)
-_FRAMES = ("samples", "routing", "frontier")
+_JOINED = (SEED, "workload.layer")
 
 
 def joined(store: Store) -> Store:
     """The store with such comparisons joined, each under the id of its first, or of the group of routed layers."""
-    members: dict[tuple[str, str], list[Comparison]] = {}
-    for one in store.comparisons:
-        members.setdefault((one.directory, _but_for_the_seed(one)), []).append(one)
-    return replace(store, comparisons=tuple(map(_join, members.values())))
+    launches = store.samples.groupby(store.samples["case"].map(store.cases["comparison"]))["launch"].nunique()
+    groups: dict[tuple[str, str], list[int]] = {}
+    for place, comparison in enumerate(store.comparisons):
+        groups.setdefault((comparison.directory, _alike(comparison, launches.get(place, 1))), []).append(place)
+    comparisons, moves = [], {}
+    for number, places in enumerate(groups.values()):
+        members = [store.comparisons[place] for place in places]
+        comparisons.append(_joined(members))
+        batches = 0
+        for launch, (place, comparison) in enumerate(zip(places, members, strict=True)):
+            is_routed = isinstance(comparison.facts, RoutedFacts)
+            values = {"layer": comparison.facts.layer} if is_routed else {"launch": launch} if len(members) > 1 else {}
+            moves[place] = {
+                "comparison": number,
+                "members": len(members) if is_routed else 1,
+                "batches": batches,
+            } | values
+            batches += 0 if is_routed else comparison.facts.num_batches
+    return _moved(replace(store, comparisons=tuple(comparisons)), pd.DataFrame.from_dict(moves, orient="index"))
 
 
-def _but_for_the_seed(one: Comparison) -> str:
+def _alike(comparison: Comparison, num_launches: int) -> str:
     """What comparisons that are joined have alike; what a seed achieved may differ, what was asked for may not."""
-    facts = one.facts
+    facts = comparison.facts
     if isinstance(facts, RoutedFacts):
         return facts.group
-    if {SEED, *LAYERS}.isdisjoint(facts.point) or any(len(case.run_ids) > 1 for case in one.cases):
-        return one.comparison_id
-    point = {key: value for key, value in facts.point.items() if key not in (SEED, *LAYERS)}
+    if set(_JOINED).isdisjoint(facts.point) or num_launches > 1:
+        return comparison.comparison_id
     targets = {key: value for key, value in facts.workload.targets.items() if key != "expert_loads"}
-    asked = [point, facts.workload.kind, targets, facts.workload.skew]
+    asked = [_point(comparison), facts.workload.kind, targets, facts.workload.skew]
     apart = {"point": True, "workload": True, "title": True, "sizes": True, "order": True}
     apart |= {"whole": {"num_shared_by_chance"}}
     return json.dumps([facts.model_dump(mode="json", exclude=apart), asked], sort_keys=True)
 
 
-def _join(members: Sequence[Comparison]) -> Comparison:
-    """One comparison of several; of layers that were routed, cases that one lacks are left out."""
+def _point(comparison: Comparison) -> dict[str, object]:
+    """The point of the sweep without what is joined."""
+    return {key: value for key, value in comparison.facts.point.items() if key not in _JOINED}
+
+
+def _joined(members: Sequence[Comparison]) -> Comparison:
+    """What is shared by the cases of several comparisons; conditions of each are those of a launch."""
     first, facts = members[0], members[0].facts
-    parts: dict[tuple[str, ...], list[Case]] = {}
-    conditions, num_batches = {}, 0
     if isinstance(facts, RoutedFacts):
-        members = sorted(members, key=lambda one: one.facts.layer or 0)
-    elif len(members) == 1:
+        first = min(members, key=lambda comparison: comparison.facts.layer or 0)
+        return replace(first, comparison_id=facts.group)
+    if len(members) == 1:
         return first
-    for launch, one in enumerate(members):
-        values = {"layer": one.facts.layer} if isinstance(one.facts, RoutedFacts) else {"launch": launch}
-        for case in one.cases:
-            about = case.facts
-            key = (about.role, about.policy, json.dumps(about.policy_params, sort_keys=True), about.label)
-            parts.setdefault(key, []).append(_moved(case, values, num_batches))
-        if not isinstance(one.facts, RoutedFacts):
-            conditions |= zip([launch], one.conditions.values(), strict=False)  # of what is modelled there are none
-            num_batches += one.facts.num_batches
-    if isinstance(facts, RoutedFacts):
-        cases = (_one_of(alike) for alike in parts.values() if len(alike) == len(members))
-        return replace(first, comparison_id=facts.group, cases=tuple(cases))
-    point = {key: value for key, value in facts.point.items() if key not in (SEED, *LAYERS)}
+    num_batches = sum(comparison.facts.num_batches for comparison in members)
     draws = len(members) if SEED in facts.point else 1
-    facts = facts.model_copy(update={"point": point, "num_batches": num_batches, "draws": draws})
-    return replace(first, facts=facts, conditions=conditions, cases=tuple(map(_one_of, parts.values())))
+    facts = facts.model_copy(update={"point": _point(first), "num_batches": num_batches, "draws": draws})
+    conditions = {launch: next(iter(c.conditions.values()), None) for launch, c in enumerate(members)}
+    return replace(
+        first, facts=facts, conditions={launch: one for launch, one in conditions.items() if one is not None}
+    )
 
 
-def _moved(case: Case, values: dict[str, int | None], batches: int) -> Case:
-    """A case whose rows have these values, behind so many batches of other seeds."""
+def _moved(store: Store, moves: pd.DataFrame) -> Store:
+    """Cases and rows under the comparison that theirs became, launch after launch and batch after batch.
 
-    def moved(rows: pd.DataFrame | None) -> pd.DataFrame | None:
-        if rows is None:
-            return None
-        given = {key: value for key, value in values.items() if key in rows and value is not None}
-        return rows.assign(batch=rows["batch"] + batches, **given)
+    A case that failed for one seed failed; one that a routed layer lacks is left out.
 
-    run_ids = {values.get("launch", launch): run_id for launch, run_id in case.run_ids.items()}
-    return replace(case, run_ids=run_ids, **{name: moved(getattr(case, name)) for name in _FRAMES})
+    Args:
+        moves: by the old comparison's place: the new one's; how many ``members`` must have a case; behind how many
+            ``batches`` its own come; and its ``launch`` or ``layer``, where it is given one.
+    """
+    cases = store.cases.drop(columns="comparison").join(
+        moves.loc[store.cases["comparison"]].set_index(store.cases.index)
+    )
+    about = [[facts.role, facts.policy, facts.policy_params, facts.label] for facts in cases["facts"]]
+    cases["key"] = [json.dumps(words, sort_keys=True) for words in about]
+    by_key = cases.groupby(["comparison", "key"], sort=False)
+    cases["case"] = by_key.ngroup()
+    cases = cases[by_key["key"].transform("size") >= cases["members"]]
+    first = cases.sort_values("status", key=lambda status: status == "ok", kind="stable").drop_duplicates("case")
+    first = first.set_index("case", drop=False).sort_index()
+    kept = cases.drop(columns=["facts", "members"])[cases["case"].map(first["status"]) == "ok"]
+    places = pd.Series(range(len(first)), first.index)
 
+    def moved(rows: pd.DataFrame) -> pd.DataFrame:
+        rows = rows[rows["case"].isin(kept.index)]
+        of_rows = kept.loc[rows["case"]].set_index(rows.index)
+        given = {
+            name: of_rows[name].fillna(rows[name]) for name in ("launch", "layer") if name in of_rows and name in rows
+        }
+        batch = rows["batch"] + of_rows["batches"]
+        return rows.assign(case=of_rows["case"].map(places), batch=batch, **given)
 
-def _one_of(parts: list[Case]) -> Case:
-    """One case of several; as within a directory, one that failed in a launch failed."""
-    run_ids = {launch: run_id for part in parts for launch, run_id in part.run_ids.items()}
-    failed = next((part for part in parts if not part.is_ok), None)
-    if failed is not None:
-        return replace(failed, run_ids=run_ids)
-    frames = {name: [getattr(part, name) for part in parts] for name in _FRAMES}
-    whole = {
-        name: None if any(rows is None for rows in of_parts) else pd.concat(of_parts, ignore_index=True)
-        for name, of_parts in frames.items()
-    }
-    return replace(parts[0], run_ids=run_ids, **whole)
+    frames = {table: moved(getattr(store, table)) for table in ("samples", "routing", "frontier")}
+    return replace(store, cases=first[list(store.cases)].reset_index(drop=True), **frames)

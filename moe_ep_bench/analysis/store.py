@@ -1,9 +1,9 @@
-"""From directories to a store: comparisons with their typed facts, each with its cases' samples and routing.
+"""From directories to a store: comparisons with their typed facts, and one long frame for each table.
 
 Every figure and table rests on these files, so they are checked here and in ``reading``, once: what is missing, damaged
 or of another run is an error that names it, never a gap that nobody sees. Who would rather see the rest of a directory
-gives a list for these lines: what cannot be trusted is then left out and named. Directories stand beside each other and
-are never pooled: two jobs share no moment.
+gives a list for these lines: a comparison with a part that cannot be trusted is then left out and named. Directories
+stand beside each other and are never pooled: two jobs share no moment.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,94 +20,76 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
-from moe_ep_bench.analysis.iterations import Iterations, iterations_of
 from moe_ep_bench.analysis.reading import (
-    SAMPLE,
     Errors,
     Part,
     ResultsError,
-    check_routing,
-    launches_of,
+    Sizes,
+    check,
     read_document,
-    read_frontier,
     read_part,
     read_run_json,
-    samples_of,
     typed,
 )
 from moe_ep_bench.errors import printable
 from moe_ep_bench.facts import SHARED_ROLES, CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
 from moe_ep_bench.files import checked_json
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
-from moe_ep_bench.schema import LAYER_PHASES, PHASES, ROUTING_SCHEMA
+from moe_ep_bench.schema import FRONTIER_SCHEMA, LAYER_PHASES, PHASES, ROUTING_SCHEMA, STATUSES, TOTAL, UNACCOUNTED
 
-# Columns of ``ROUTING_SCHEMA`` that are read: a case has its words already.
-_ROUTED = [field.name for field in ROUTING_SCHEMA if field.type != pa.string()]
-_PARTS = {"run": ("samples", "routing"), "emulated": ("samples", "routing"), "route": ("routing",)}
-_COLUMNS = {"samples": ["run_id", "status", "reason", *SAMPLE], "routing": _ROUTED, "frontier": None}
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """One policy on one workload.
-
-    Attributes:
-        status: one of ``STATUSES``; ``reason`` says why when it is not ok. A case that failed in one launch failed.
-        run_ids: the job that wrote each launch.
-        samples: the columns ``SAMPLE``; of a whole model each phase of every layer; no rows unless timed.
-        routing: numbers of ``ROUTING_SCHEMA``, a row per rank, batch and layer; no rows unless ok.
-        frontier: one row per layer and batch, as in ``FRONTIER_SCHEMA``; None where it was not computed.
-    """
-
-    case_id: str
-    facts: CaseFacts
-    status: str
-    reason: str | None
-    run_ids: dict[int, str]
-    samples: pd.DataFrame
-    routing: pd.DataFrame
-    frontier: pd.DataFrame | None = None
-
-    @property
-    def is_ok(self) -> bool:
-        return self.status == "ok"
-
-    @cached_property
-    def plain(self) -> Iterations:
-        """Plain iterations, of which only the totals are timed."""
-        return iterations_of(self.samples, "plain")
-
-    @cached_property
-    def breakdown(self) -> Iterations:
-        return iterations_of(self.samples, "breakdown")
+_MODES = ("run", "emulated", "route")
+_WORDS = {
+    "kind": pd.CategoricalDtype(["plain", "breakdown"]),
+    "phase": pd.CategoricalDtype([*PHASES, UNACCOUNTED, TOTAL]),
+}
+# Columns of the store's frames; a case has its words already.
+_COLUMNS = {
+    "samples": ["launch", "batch", "iteration", "kind", "rank", "layer", "phase", "time_us", "host_us"],
+    "routing": [field.name for field in ROUTING_SCHEMA if field.type != pa.string()],
+    "frontier": [field.name for field in FRONTIER_SCHEMA if field.type != pa.string()],
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Cases on the same batches, in run.json's order, and under which conditions each launch was timed."""
+    """What cases on the same batches share, and under which conditions each launch was timed."""
 
     directory: str
     comparison_id: str
     facts: TimedFacts | RoutedFacts
     run: RunFacts
-    cases: tuple[Case, ...]
-    conditions: dict[int, Conditions] = field(default_factory=dict)
-
-    def case_of(self, role: str) -> Case | None:
-        """The measured case of a role that one case holds (baseline, noise, ceiling), if there is one."""
-        return next((case for case in self.cases if case.facts.role == role and case.is_ok), None)
+    conditions: Mapping[int, Conditions]
 
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """Comparisons in the order of their directories and sweeps; ``folders`` by the column ``directory``."""
+    """Comparisons in the order of their directories and sweeps, and what was recorded of their cases.
+
+    Attributes:
+        folders: by the column ``directory``.
+        cases: a row per case in run.json's order: ``comparison``, its place among ``comparisons``; ``case_id``;
+            ``facts`` (``CaseFacts``); ``status``, one of ``STATUSES``; ``reason``, why it is not ok. A case that failed
+            in one launch failed. Its number, the index, is the column ``case`` of the other frames, which hold
+            ``_COLUMNS`` of the cases that are ok.
+        samples: a row per launch, rank, batch, iteration, kind, layer and phase.
+        routing: a row per rank, batch and layer.
+        frontier: a row per batch and layer, where it was computed.
+    """
 
     folders: dict[str, Path]
     comparisons: tuple[Comparison, ...]
+    cases: pd.DataFrame
+    samples: pd.DataFrame
+    routing: pd.DataFrame
+    frontier: pd.DataFrame
 
     @cached_property
     def by_id(self) -> dict[tuple[str, str], Comparison]:
-        return {(one.directory, one.comparison_id): one for one in self.comparisons}
+        return {(comparison.directory, comparison.comparison_id): comparison for comparison in self.comparisons}
+
+
+# A comparison, its cases, and their rows of each table.
+_Read = tuple[Comparison, pd.DataFrame, dict[str, pd.DataFrame]]
 
 
 def kind_of(directory: Path) -> str:
@@ -133,19 +115,35 @@ def read_store(directories: Iterable[Path], passed_over: list[str] | None = None
         ResultsError: one line that names the file and what is wrong with it; with ``passed_over`` only where nothing
             is left.
     """
-    folders, comparisons = _named(directories), []
+    folders, read = _named(directories), []
     for name, folder in folders.items():
-        if passed_over is None or len(folders) == 1:
-            comparisons += _read_directory(name, folder, passed_over)
-            continue
-        lines: list[str] = []
-        read = Errors(passed_over).read(_read_directory, name, folder, lines)
-        if read is not None:  # else the error's line says why
-            passed_over += lines
-            comparisons += read
-    if not comparisons:
+        errors = Errors(None if passed_over is None else [])
+        if len(folders) == 1:
+            found = _read_directory(name, folder, errors)
+        else:
+            found = Errors(passed_over).read(_read_directory, name, folder, errors)
+        if found is not None:  # else one line says why
+            read += found
+            if passed_over is not None:
+                passed_over += errors.lines or []
+    if not read:
         raise ResultsError(f"{', '.join(map(str, folders.values()))}: nothing can be read; {(passed_over or [''])[-1]}")
-    return Store(folders, tuple(comparisons))
+    cases = pd.concat([rows.assign(comparison=place) for place, (_, rows, _) in enumerate(read)])
+    cases["number"] = range(len(cases))
+    frames: dict[str, pd.DataFrame] = {}
+    for table in _COLUMNS:
+        numbered = [
+            rows[table].assign(case=rows[table]["case"].map(cases[cases["comparison"] == place]["number"]))
+            for place, (_, _, rows) in enumerate(read)
+        ]
+        frames[table] = _together(numbered)
+    cases = cases.drop(columns="number").reset_index(drop=True)
+    return Store(folders, tuple(comparison for comparison, _, _ in read), cases, **frames)
+
+
+def _together(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Rows of several frames; empty ones, whose columns have no types, are left out."""
+    return pd.concat([rows for rows in parts if len(rows)] or parts[:1], ignore_index=True)
 
 
 def _named(directories: Iterable[Path]) -> dict[str, Path]:
@@ -162,8 +160,8 @@ def _named(directories: Iterable[Path]) -> dict[str, Path]:
     return names
 
 
-def _read_directory(name: str, folder: Path, passed_over: list[str] | None) -> list[Comparison]:
-    files, errors, kind = RunDirectory(folder), Errors(passed_over), kind_of(folder)
+def _read_directory(name: str, folder: Path, errors: Errors) -> list[_Read]:
+    files, kind = RunDirectory(folder), kind_of(folder)
     if kind == "validation":
         raise ResultsError(f"{folder}: holds two runs side by side: name {folder}/real or {folder}/emulated")
     if kind == "quality":
@@ -171,36 +169,26 @@ def _read_directory(name: str, folder: Path, passed_over: list[str] | None) -> l
             f"{folder}: holds what policies do to a model's answers, without times; expected times or routing"
         )
     run = typed(RunFacts, files.run_json, "", read_run_json(files.run_json))
-    if run.mode not in _PARTS:
-        raise ResultsError(f"{files.run_json}: mode: expected one of {', '.join(_PARTS)}, got {run.mode!r}")
+    if run.mode not in _MODES:
+        raise ResultsError(f"{files.run_json}: mode: expected one of {', '.join(_MODES)}, got {run.mode!r}")
     facts, listed = facts_of(files.run_json, run, errors)
-    parts = {table: files.parts(table) for table in ("samples", "routing", "frontier")}
-    for key, path in ((key, paths[0]) for of_table in parts.values() for key, paths in of_table.items()):
+    paths = {table: files.parts(table) for table in _COLUMNS}
+    for key, path in ((key, found[0]) for of_table in paths.values() for key, found in of_table.items()):
         if key not in run.comparisons:
             errors.add(ResultsError(f"{path}: foreign, run.json lists no comparison {key!r}"))
-    found, missing = [], []
-    for key, one in sorted(facts.items(), key=lambda item: _place_in_sweep(item[1])):
+    read = []
+    for key in sorted(facts, key=lambda key: _place_in_sweep(facts[key])):
         cases = {case_id: case for case_id, case in listed.items() if case.comparison_id == key}
-        of_table = {table: of_table.get(key, []) for table, of_table in parts.items()}
-        read, conditions, are_all = _read_comparison(files, of_table, key, one, cases, run.mode, errors)
-        found.append(Comparison(name, key, one, run, tuple(read.values()), conditions))
-        # Of what is there and cannot be read another line says so.
-        missing += [case for case_id, case in cases.items() if are_all and case_id not in read]
-    if missing:
-        table = _PARTS[run.mode][0]
-        path = files.path(table, missing[0].comparison_id, 0 if table == "samples" else None)
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        left = f"no rows of {missing[0].label}{more}; the run did not finish: start it again to go on"
-        errors.add(ResultsError(f"{path}: {left}"))
-    cases = [case for one in found for case in one.cases]
-    if not any(case.is_ok for case in cases):
-        counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in cases).items()))
-        first = f"; {cases[0].facts.label}: {printable(str(cases[0].reason))}" if cases else ""
-        nothing = f"none can be read: {passed_over[-1]}" if passed_over else "run.json lists none"
+        of_comparison = {table: of_table.get(key, []) for table, of_table in paths.items()}
+        found = errors.read(_read_comparison, files, of_comparison, (name, key), facts[key], run, cases, errors)
+        read += [] if found is None else [found]
+    tried = [case for _, cases, _ in read for case in cases.itertuples()]
+    if not any(case.status == "ok" for case in tried):
+        counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in tried).items()))
+        first = f"; {tried[0].facts.label}: {printable(str(tried[0].reason))}" if tried else ""
+        nothing = f"none can be read: {errors.lines[-1]}" if errors.lines else "run.json lists none"
         raise ResultsError(f"{files.root}: no case was measured ({counts or nothing}){first}")
-    if passed_over is not None:
-        passed_over += [line for one in found for line in _without_baseline(files.run_json, one)]
-    return found
+    return read
 
 
 def facts_of(path: Path, run: RunFacts, errors: Errors) -> tuple[dict[str, Any], dict[str, CaseFacts]]:
@@ -222,104 +210,113 @@ def facts_of(path: Path, run: RunFacts, errors: Errors) -> tuple[dict[str, Any],
     return comparisons, {key: case for key, case in ordered if case.comparison_id in comparisons}
 
 
-def _read_comparison(
-    files: RunDirectory,
-    paths: Mapping[str, Sequence[Path]],
-    comparison_id: str,
-    facts: TimedFacts | RoutedFacts,
-    cases: Mapping[str, CaseFacts],
-    mode: str,
-    errors: Errors,
-) -> tuple[dict[str, Case], dict[int, Conditions], bool]:
-    """The cases of a comparison that can be trusted, the conditions of each launch, and whether all could be read."""
-    identity = {"comparison_id": comparison_id}
-    parts: dict[str, list[Part]] = {}
-    for table, columns in _COLUMNS.items():
-        own = {**identity, **({} if table == "frontier" else {"mode": mode})}
-        read = [errors.read(read_part, files, table, path, own, columns) for path in paths[table]]
-        parts[table] = [part for part in read if part is not None]
-    is_lost = {table: len(parts[table]) < len(paths[table]) for table in parts}
-    found, conditions, are_all = {}, {}, not any(is_lost.values())
-    for case_id, case in cases.items():
-        of_case = {table: [part for part in of_table if case_id in part.cases] for table, of_table in parts.items()}
-        first = "routing" if isinstance(facts, RoutedFacts) else "samples"
-        if not of_case[first] or (is_lost["routing"] and not of_case["routing"]):
-            continue
-        read = errors.read(_read_case, case_id, case, facts, of_case)
-        are_all = are_all and read is not None
-        if read is not None:
-            found[case_id] = read
-    if isinstance(facts, TimedFacts) and facts.device is None:
-        timed = {launch for case in found.values() if case.is_ok for launch in case.run_ids}
-        of_launches = {part.launch: part for part in parts["samples"]}
-        for launch in sorted(timed):
-            one = errors.read(_read_conditions, of_launches[launch], {len(one.ranks) for one in conditions.values()})
-            if one is not None:
-                conditions[launch] = one
-    return found, conditions, are_all
-
-
-def _read_case(
-    case_id: str, case: CaseFacts, facts: TimedFacts | RoutedFacts, parts: Mapping[str, Sequence[Part]]
-) -> Case:
-    """A case of the parts that have rows of it."""
-    samples, frontier = pd.DataFrame(columns=SAMPLE), pd.DataFrame(columns=_ROUTED)
-    run_ids: dict[int, str] = {}
-    if isinstance(facts, RoutedFacts):
-        world_size, num_batches = facts.num_ranks, facts.num_batches
-    else:
-        world_size, num_batches, where = facts.world_size, None, f"{parts['samples'][0].path} ({case.label})"
-        tables = [part.cases[case_id] for part in parts["samples"]]
-        launches = launches_of(where, pa.concat_tables(tables))
-        run_ids = {launch: row["run_id"] for launch, row in launches.items()}
-        for launch, row in launches.items():
-            if row["status"] != "ok":
-                reason = row["reason"] or "no reason was recorded"
-                reason = f"launch {launch + 1}: {reason}" if len(launches) > 1 else reason
-                return Case(case_id, case, row["status"], reason, run_ids, samples, frontier)
-        phases = LAYER_PHASES if facts.whole is None else tuple(PHASES)
-        samples = samples_of(where, pa.concat_tables(tables), world_size, phases)
-        if not parts["routing"]:
-            raise ResultsError(f"{where}: expected rows of the table routing too, got none; start the run again")
-    part = parts["routing"][0]
-    where, routing = f"{part.path} ({case.label})", part.cases[case_id].select(_ROUTED).to_pandas()
-    sizes = {"num_experts": facts.num_experts, "num_ranks": facts.num_ranks}
-    check_routing(where, routing, world_size=world_size, num_batches=num_batches, **sizes)
-    if lacking := sorted({*samples["batch"]} - {*routing["batch"]}):
-        raise ResultsError(f"{where}: batch: expected rows of every timed batch, got none of {lacking[0]}")
-    found = [read_frontier(one.path, one.cases[case_id], routing) for one in parts["frontier"]]
-    return Case(case_id, case, "ok", None, run_ids, samples, routing, found[0] if found else None)
-
-
-def _read_conditions(part: Part, num_ranks: Collection[int]) -> Conditions:
-    """Of one launch; ``num_ranks`` is what other launches of the comparison had, if there are any."""
-    if part.conditions is None:
-        raise ResultsError(f"{part.path}: conditions: missing in its metadata; they say how the cases were timed")
-    try:
-        content = checked_json(part.conditions, f"{part.path}: conditions")
-    except ValueError as error:
-        raise ResultsError(str(error)) from None
-    conditions = typed(Conditions, part.path, "conditions", content)
-    if num_ranks and len(conditions.ranks) not in num_ranks:
-        got = len(conditions.ranks)
-        raise ResultsError(f"{part.path}: conditions.ranks: expected as many as in other launches, got {got}")
-    return conditions
-
-
-def _without_baseline(path: Path, comparison: Comparison) -> Sequence[str]:
-    """A line where a comparison can have no speedups."""
-    number = sum(case.is_ok for case in comparison.cases)
-    if isinstance(comparison.facts, RoutedFacts) or not number or comparison.case_of("baseline") is not None:
-        return []
-    return [
-        f"{path}: comparisons.{comparison.comparison_id} ({comparison.facts.title}): native, its baseline, is not "
-        f"there as measured, so its {number} cases have no speedups"
-    ]
-
-
 def _place_in_sweep(facts: TimedFacts | RoutedFacts) -> tuple[list[tuple[bool, Any]], int]:
     """Sorts comparisons by the values of their swept keys, numbers before words, then by the config's order."""
     point = facts.point if isinstance(facts, TimedFacts) else {}
     values = [point[key] for key in sorted(point)]
     places = [(False, value) if isinstance(value, int | float) else (True, json.dumps(value)) for value in values]
     return places, facts.order if isinstance(facts, RoutedFacts) else 0
+
+
+# ---- a comparison ----------------------------------------------------------------------------------------------------
+
+
+def _read_comparison(
+    files: RunDirectory,
+    paths: Mapping[str, Sequence[Path]],
+    key: tuple[str, str],
+    facts: TimedFacts | RoutedFacts,
+    run: RunFacts,
+    listed: Mapping[str, CaseFacts],
+    errors: Errors,
+) -> _Read:
+    """Read all parts of a comparison, ``case`` of whose frames is a row of its cases.
+
+    Raises:
+        ResultsError: a part cannot be trusted, or says nothing of a case that others know.
+    """
+    is_timed = isinstance(facts, TimedFacts)
+    first = "samples" if is_timed else "routing"
+    parts: dict[str, list[Part]] = {}
+    for table, columns in _COLUMNS.items():
+        more = ["status", "reason"] if table == "samples" else []
+        mode = {} if table == "frontier" else {"mode": run.mode}
+        identity = {"comparison_id": key[1], **mode}
+        parts[table] = [read_part(files, table, path, identity, [*more, *columns]) for path in paths[table]]
+    statuses = _statuses(parts["samples"]) if is_timed else {case: ("ok", None) for case in _ids(parts["routing"])}
+    cases = pd.DataFrame(
+        [(case_id, listed[case_id], *statuses[case_id]) for case_id in listed if case_id in statuses],
+        columns=["case_id", "facts", "status", "reason"],
+    )
+    if missing := [case for case_id, case in listed.items() if case_id not in statuses]:
+        path = files.path(first, key[1], 0 if is_timed else None)
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        left = f"no rows of {missing[0].label}{more}; the run did not finish: start it again to go on"
+        errors.add(ResultsError(f"{path}: {left}"))
+    ok = cases[cases["status"] == "ok"]
+    frames = {table: _checked(table, of_table, ok, facts) for table, of_table in parts.items()}
+    for case in ok.drop(frames["routing"]["case"].unique()).itertuples():
+        where = f"{(paths['routing'] or paths[first])[0]} ({case.facts.label})"
+        raise ResultsError(f"{where}: expected rows of the table routing too, got none; start the run again")
+    measured = [part for part in parts["samples"] if part.rows["case_id"].isin(ok["case_id"]).any()]
+    conditions = _conditions(measured) if is_timed and facts.device is None else {}
+    return Comparison(*key, facts, run, conditions), cases, frames
+
+
+def _ids(parts: Iterable[Part]) -> set[str]:
+    return {case_id for part in parts for case_id in part.rows["case_id"]}
+
+
+def _statuses(parts: Sequence[Part]) -> dict[str, tuple[str, str | None]]:
+    """Status and reason of each case by its id: those of the first launch in which it is not ok."""
+    statuses: dict[str, tuple[str, str | None]] = {}
+    for part in parts:
+        rows = part.rows[["case_id", "launch", "status", "reason"]].drop_duplicates().astype(object)
+        for row in rows[rows["case_id"].duplicated() | ~rows["status"].isin(STATUSES)].itertuples():
+            expected = f"expected one of {', '.join(STATUSES)} in all rows of a case"
+            raise ResultsError(f"{part.path}: status: {expected}, got {row.status!r}")
+        for row in rows.itertuples():
+            reason = None
+            if row.status != "ok":
+                reason = f"launch {row.launch + 1}: " if len(parts) > 1 else ""
+                reason += row.reason if isinstance(row.reason, str) else "no reason was recorded"
+            if statuses.get(row.case_id, ("ok", None))[0] == "ok":
+                statuses[row.case_id] = row.status, reason
+    return statuses
+
+
+def _checked(table: str, parts: Sequence[Part], ok: pd.DataFrame, facts: TimedFacts | RoutedFacts) -> pd.DataFrame:
+    """The rows of cases that are ok, of all parts of a table, held against its rules."""
+    if isinstance(facts, RoutedFacts):
+        sizes = Sizes(facts.num_experts, facts.num_ranks, facts.num_ranks, facts.num_batches)
+    else:
+        phases = LAYER_PHASES if facts.whole is None else tuple(PHASES)
+        sizes = Sizes(facts.num_experts, facts.num_ranks, facts.world_size, phases=(*phases, TOTAL, UNACCOUNTED))
+    frames = [pd.DataFrame(columns=["case", *_COLUMNS[table]])]
+    for part in parts:
+        place_N = pd.Index(ok["case_id"]).get_indexer(part.rows["case_id"])
+        rows = part.rows[place_N >= 0]
+        check(table, part.path, rows, sizes)
+        rows = rows.assign(case=ok.index[place_N[place_N >= 0]])[["case", *_COLUMNS[table]]]
+        if table == "samples":
+            rows = rows.astype({"rank": int, "batch": int, "iteration": int, **_WORDS})
+        frames.append(rows)
+    return _together(frames)
+
+
+def _conditions(parts: Sequence[Part]) -> dict[int, Conditions]:
+    """Under which conditions each launch was timed."""
+    conditions: dict[int, Conditions] = {}
+    for path, rows, told in parts:
+        if told is None:
+            raise ResultsError(f"{path}: conditions: missing in its metadata; they say how the cases were timed")
+        try:
+            content = checked_json(told, f"{path}: conditions")
+        except ValueError as error:
+            raise ResultsError(str(error)) from None
+        launch = typed(Conditions, path, "conditions", content)
+        conditions[int(rows["launch"].iloc[0])] = launch
+        if len({len(launch.ranks) for launch in conditions.values()}) > 1:
+            got = len(launch.ranks)
+            raise ResultsError(f"{path}: conditions.ranks: expected as many as in other launches, got {got}")
+    return conditions

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, layers
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, layers, samples
 from moe_ep_bench.analysis.columns import COLUMNS, Column, columns, fitting_labels, interval
 from moe_ep_bench.analysis.notes import WARNING, leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
+from moe_ep_bench.analysis.reading import ITERATION
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import Store
@@ -65,11 +66,16 @@ def _by_rank(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     ``median_ms`` is a rank's own time, ``slowest_share`` how often it is the slowest, of plain iterations;
     ``waiting_ms`` the median of breakdowns.
     """
-    parts = []
-    for case_id, label in native_and_fastest(rows)[["case_id", "label"]].itertuples(index=False):
-        comparison = store.by_id[tuple(rows[COMPARISON].iloc[0])]
-        case = next(case for case in comparison.cases if case.case_id == case_id)
-        total_IR, waiting_IR = case.plain.of(TOTAL), case.breakdown.of(*GROUPS["waiting"])
+    chosen, parts = native_and_fastest(rows), []
+    rows_of = dict(iter(samples(store, chosen).groupby("case_id")))
+    for case_id, label in chosen[["case_id", "label"]].itertuples(index=False):
+        times = rows_of[case_id]
+        total_IR, waiting_IR = (
+            times[times["kind"].eq(kind) & times["phase"].isin(phases)]
+            .pivot_table("time_us", ITERATION, "rank", aggfunc="sum")
+            .to_numpy()
+            for kind, phases in (("plain", [TOTAL]), ("breakdown", GROUPS["waiting"]))
+        )
         part = pd.DataFrame({"label": label, "rank": np.arange(total_IR.shape[1])})
         part["median_ms"] = np.median(total_IR, axis=0) / 1e3
         part["slowest_share"] = np.bincount(total_IR.argmax(axis=1), minlength=len(part)) / len(total_IR)

@@ -18,6 +18,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from moe_ep_bench.analysis.cases import samples
 from moe_ep_bench.analysis.marks import milliseconds
 from moe_ep_bench.analysis.reading import ITERATION
 from moe_ep_bench.analysis.store import Store
@@ -109,12 +110,9 @@ def _chosen(rows: pd.DataFrame, asked: str | None) -> tuple[pd.Series, pd.Series
 
 def _broken_down(store: Store, row: pd.Series) -> pd.DataFrame:
     """Breakdown iterations of a case, indexed by ``ITERATION`` and rank, a column per phase; us."""
-    comparison = store.by_id[row["directory"], row["comparison_id"]]
-    times = next(case for case in comparison.cases if case.case_id == row["case_id"]).breakdown
-    phases, (iterations, ranks) = [*LAYER_PHASES, UNACCOUNTED, TOTAL], times.time_us.shape[:2]
-    index = times.index.repeat(ranks).to_frame(index=False).assign(rank=np.tile(np.arange(ranks), iterations))
-    time_us = np.stack([times.of(phase) for phase in phases], axis=2).reshape(-1, len(phases))
-    return pd.DataFrame(time_us, pd.MultiIndex.from_frame(index), pd.Index(phases, name="phase"))
+    rows = samples(store, row.to_frame().T).query("kind == 'breakdown'")
+    times_us = rows.pivot_table("time_us", [*ITERATION, "rank"], "phase", aggfunc="sum")
+    return times_us.reindex(columns=[*LAYER_PHASES, UNACCOUNTED, TOTAL]).fillna(0.0)
 
 
 def _of_slowest_group(times_us: pd.DataFrame, size: int) -> pd.DataFrame:

@@ -15,21 +15,17 @@ class UserError(ValueError):
 
 
 @contextlib.contextmanager
-def naming(where: str, hint: str = "") -> Iterator[None]:
+def naming(where: str, hint: str = "", joint: str = ": ") -> Iterator[None]:
     """Name the file, key or option that a ValueError in the block is about."""
     try:
         yield
     except ValueError as problem:
-        raise UserError(f"{where}: {problem}{hint}") from None
+        raise UserError(f"{where}{joint if where else ''}{problem}{hint}") from None
 
 
-@contextlib.contextmanager
-def saying(hint: str) -> Iterator[None]:
+def saying(hint: str) -> contextlib.AbstractContextManager[None]:
     """End the line of a ValueError in the block with what to do."""
-    try:
-        yield
-    except ValueError as problem:
-        raise UserError(f"{problem}{hint}") from None
+    return naming("", hint)
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -42,7 +38,9 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 def brief(value: object, most: int = 80, *, quoted: bool = True) -> str:
-    """A value as an error's line shows it: on one line, cut at ``most`` characters."""
+    """A value as an error's line shows it: on one line, cut at ``most`` characters, true as files write it."""
+    if isinstance(value, bool):
+        return str(value).lower()
     try:
         text = " ".join((repr(value) if quoted else str(value)).split())
     except (ValueError, RecursionError):  # an integer of thousands of digits
@@ -57,66 +55,39 @@ def printable(text: str) -> str:
     )
 
 
-# What a field expects, by pydantic's type of error; its context fills the braces.
-_EXPECTED = {
+# Where pydantic's own message is none for people, by its type of error; the error's context fills the braces.
+_WORDS = {
     "greater_than": "a number above {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than": "a number below {lt}",
     "less_than_equal": "at most {le}",
-    "finite_number": "a finite number",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_parsing_size": "a smaller whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
     "string_type": "text",
     "string_too_short": "text",
     "string_pattern_mismatch": "text of the pattern {pattern}",
-    "path_type": "a path",
     "literal_error": "{expected}",
-    "enum": "{expected}",
     "too_short": "at least {min_length} of them",
     "too_long": "at most {max_length} of them",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "dict_type": "keys with values",
-    "mapping_type": "keys with values",
-    "model_type": "keys with values",
-    "model_attributes_type": "keys with values",
+    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "keys with values"),
     "union_tag_not_found": "the key {discriminator}",
     "union_tag_invalid": "{discriminator} as one of {expected_tags}",
 }
 
 
 def problem_words(problem: Mapping[str, Any]) -> str:
-    """One error of pydantic's in our words: ``expected ..., got value``."""
-    kind = problem["type"]
+    """One error of pydantic's as ``expected ..., got value``; its own message where that says so already."""
+    kind, message, context = problem["type"], problem["msg"], problem.get("ctx", {})
     if kind == "missing":
         return "missing"
     if kind == "extra_forbidden":
         return "no such key"
-    if kind == "json_invalid":
-        return f"not valid JSON: {problem['ctx']['error']}"
     if kind == "value_error":
-        return problem["msg"].removeprefix("Value error, ")
-    context = {key: _plain(value) for key, value in problem.get("ctx", {}).items()}
-    if kind in _EXPECTED:
-        got = problem["ctx"]["tag"] if kind == "union_tag_invalid" else problem["input"]
-        return f"expected {_EXPECTED[kind].format(**context)}, got {brief(got)}{_as_yaml_writes(kind, got)}"
-    return f"{problem['msg'][0].lower()}{problem['msg'][1:]}, got {brief(problem['input'])}"
-
-
-def _as_yaml_writes(kind: str, got: object) -> str:
-    """How YAML writes a number that it took for text, as it does 1e9."""
-    try:
-        number = repr(float(got)) if kind == "float_type" and isinstance(got, str) else ""
-    except ValueError:
-        return ""
-    return f" (text to YAML; as a number {number})" if "." in number else ""
-
-
-def _plain(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "")
+        return message.removeprefix("Value error, ")
+    plain = {
+        key: f"{value:g}" if isinstance(value, float) else str(value).replace("'", "") for key, value in context.items()
+    }
+    expected = _WORDS[kind].format(**plain) if kind in _WORDS else message.removeprefix("Input should be ")
+    return f"expected {expected}, got {brief(context.get('tag', problem['input']))}"

@@ -33,6 +33,11 @@ SHARED_ROLES = ("policy", "replication")
 Count = Annotated[int, Field(ge=1, le=2**40)]
 
 
+def tokens_words(num_tokens: int) -> str:
+    """``1 token``, ``4,096 tokens``."""
+    return f"{num_tokens:,} token{'' if num_tokens == 1 else 's'}"
+
+
 class JsonRecord(BaseModel):
     """An object of a JSON file: typed, finite, and free to say more."""
 

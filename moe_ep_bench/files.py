@@ -5,9 +5,8 @@ pydantic model) against it. Refused at this door, each in one line:
 
 * what is no regular file, or larger than its kind ever is; in a results directory, what leads out of it;
 * nesting beyond ``MOST_DEPTH``, and aliases that stand for more than ``MOST_VALUES`` values;
-* numbers that JSON does not have (NaN, infinities) or that fit no double or 64 bits, in JSON; in YAML, whole numbers of
-  more than 1,024 bits;
-* YAML's tags and merge keys: a config needs none;
+* whole numbers of more than 64 bits, and in JSON numbers that it does not have (NaN, infinities);
+* YAML's tags and merge keys: a config needs none. A date is text, and 1e9 is a number;
 * characters that are no text: halves of some (surrogates), control characters, and marks that turn a line round.
 """
 
@@ -22,9 +21,8 @@ import re
 import stat
 import tempfile
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -34,7 +32,6 @@ MOST_YAML_BYTES = 2**20
 MOST_JSON_BYTES = 2**28
 MOST_DEPTH = 40
 MOST_VALUES = 200_000
-_MOST_BITS = 1024  # of a whole number in YAML; schemas refuse those beyond 64 by their key
 _TOO_DEEP = f"expected values at most {MOST_DEPTH} deep in each other, got deeper ones"
 _NO_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -43,6 +40,27 @@ def stable_hash(value: Any) -> str:
     """Hash a JSON-ready value: 16 hex digits, equal for equal content on any machine."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def free_memory_bytes() -> int:
+    """Memory of this machine that no process has; a lot where the system does not say."""
+    with contextlib.suppress(OSError, ValueError, StopIteration, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    return 2**62
+
+
+# ---- paths -----------------------------------------------------------------------------------------------------------
+
+
+def _regular(path: Path) -> Path:
+    """Where a path leads. Raises ValueError: in a ring, or to a pipe or a device; one line that names it."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise UserError(f"{path}: leads to no file, as links lead in a ring")
+    if target.exists() and not target.is_file() and not target.is_dir():
+        raise UserError(f"{path}: expected a regular file")
+    return target
 
 
 @contextlib.contextmanager
@@ -54,12 +72,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     Raises:
         ValueError: one line: links lead in a ring, a device or pipe stands there, or no file can be made.
     """
-    if path.is_symlink():
-        link, path = path, Path(os.path.realpath(path))
-        if path.is_symlink():
-            raise UserError(f"{link}: leads to no file, as links lead in a ring")
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise UserError(f"cannot write {path}: expected a regular file, got a device or a pipe")
+    path = _regular(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -77,26 +90,21 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_json(path: Path, value: Any) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
 def check_folder(folder: Path, option: str) -> None:
     """Refuse a folder to write into that is a file, or lies below one; said before anything is read or drawn.
 
     Raises:
         ValueError: one line that names the option, the folder and the file.
     """
-    for place in (folder, *folder.parents):
-        if place.is_dir():
-            return
-        if place.exists():
-            words = "is a file" if place == folder else f"lies below {place}, which is a file"
-            raise UserError(f"{option} {folder}: {words}; expected a directory")
-
-
-def write_json(path: Path, value: Any) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
-
-
-# ---- documents -------------------------------------------------------------------------------------------------------
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    if not place.is_dir():
+        words = "is a file" if place == folder else f"lies below {place}, which is a file"
+        raise UserError(f"{option} {folder}: {words}; expected a directory")
 
 
 def inside(folder: Path, path: Path) -> Path:
@@ -107,14 +115,8 @@ def inside(folder: Path, path: Path) -> Path:
     """
     if "\0" in str(path) or len(path.name) > 250:
         raise UserError(f"{brief(str(path), quoted=False)}: no name of a file")
-    try:
-        stays = path.resolve().is_relative_to(folder.resolve())
-    except RuntimeError:
-        raise UserError(f"{path}: leads to no file, as links lead in a ring") from None
-    if not stays:
+    if not _regular(path).is_relative_to(folder.resolve()):
         raise UserError(f"{path}: leads out of {folder}")
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise UserError(f"{path}: expected a regular file")
     return path
 
 
@@ -125,11 +127,12 @@ def refuse_links_out(root: Path, *folders: Path) -> None:
         ValueError: a link there leads out of the directory; one line that names it.
     """
     for folder in (root, *folders):
-        if folder.is_dir():
-            with os.scandir(folder) as entries:
-                links = [Path(entry.path) for entry in entries if entry.is_symlink()]
-            for link in links:
-                inside(root, link)
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.is_symlink():
+                inside(root, path)
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
@@ -166,17 +169,6 @@ def read_text(path: Path, most_bytes: int = MOST_JSON_BYTES) -> str:
         raise UserError(f"{path}: expected text in UTF-8, got byte 0x{byte:02x} at position {error.start}") from None
 
 
-def free_memory_bytes() -> int:
-    """Memory of this machine that no process has; a lot where the system does not say."""
-    with contextlib.suppress(OSError, ValueError, StopIteration, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-    return 2**62
-
-
-# ---- JSON ------------------------------------------------------------------------------------------------------------
-
-
 def parse_json(text: bytes | str, where: object, *, infinities: bool = False) -> Any:
     """A JSON value; NaN and infinities, which JSON does not have, are refused, unless ``infinities`` are taken.
 
@@ -191,8 +183,24 @@ def parse_json(text: bytes | str, where: object, *, infinities: bool = False) ->
         raise UserError(f"{where}: expected JSON, got {words} ({' '.join(str(error).split())})") from None
 
 
-def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, most_bits: int = 64) -> Any:
+def _refuse_constant(name: str) -> None:
+    raise UserError(f"{name} is no JSON number")
+
+
+def checked_json(text: bytes | str, where: object, most_bits: int = 64) -> Any:
     """A JSON document of plain values, whole numbers of at most ``most_bits`` with their sign.
+
+    Raises:
+        ValueError: one line that begins with ``where``.
+    """
+    value = parse_json(text, where)
+    if problem := _problem_of(value, most_bits):
+        raise UserError(f"{where}: {problem}")
+    return value
+
+
+def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, most_bits: int = 64) -> Any:
+    """The JSON document (``checked_json``) of a file.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
@@ -201,21 +209,7 @@ def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, most_bits: int = 64
     return checked_json(read_text(path, most_bytes), path, most_bits)
 
 
-def checked_json(text: bytes | str, where: object, most_bits: int = 64) -> Any:
-    """A JSON document of plain values, as ``read_json`` has it; ValueError where it is none."""
-    value = parse_json(text, where)
-    if problem := _problem_of(value, most_bits):
-        raise UserError(f"{where}: {problem}")
-    return value
-
-
-def _refuse_constant(name: str) -> None:
-    raise UserError(f"{name} is no JSON number")
-
-
-def _problem_of(
-    document: Any, most_bits: int, most_values: float = math.inf, *, infinities: bool = False
-) -> str | None:
+def _problem_of(document: Any, most_bits: int = 64, most_values: float = math.inf, *, infinities: bool = False) -> str:
     """What no reader should meet in a document; a value that stands in several places counts in each."""
     left: list[tuple[Any, int]] = [(document, 1)]
     seen = 0
@@ -224,21 +218,20 @@ def _problem_of(
         seen += 1
         if seen > most_values:
             return f"more than {most_values:,} values, aliases counted"
-        if isinstance(value, dict | list) and depth > MOST_DEPTH:
-            return _TOO_DEEP
-        if isinstance(value, dict):
-            left += [(inner, depth + 1) for pair in value.items() for inner in pair]
-        elif isinstance(value, list):
-            left += [(inner, depth + 1) for inner in value]
+        if isinstance(value, dict | list):
+            if depth > MOST_DEPTH:
+                return _TOO_DEEP
+            inner = [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
+            left += [(part, depth + 1) for part in inner]
         elif isinstance(value, float) and not (infinities or math.isfinite(value)):
             return "expected numbers that a double holds, got a larger one"
         elif isinstance(value, int) and not -(2 ** (most_bits - 1)) <= value < 2 ** (most_bits - 1):
             return f"expected whole numbers of {most_bits} bits, got one of {value.bit_length()}"
-        elif isinstance(value, str) and (found := _NO_TEXT.search(value)):
-            return f"expected text, got the character U+{ord(found[0]):04X}"
-        elif not isinstance(value, float | int | str | date | None):
+        elif isinstance(value, str) and (character := _NO_TEXT.search(value)):
+            return f"expected text, got the character U+{ord(character[0]):04X}"
+        elif not isinstance(value, float | int | str | None):
             return f"expected text, numbers, lists and keys with values, got {type(value).__name__}"
-    return None
+    return ""
 
 
 # ---- YAML ------------------------------------------------------------------------------------------------------------
@@ -247,6 +240,10 @@ def _problem_of(
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
     """Takes no key twice, of which PyYAML would take the last, and merges none: merges may multiply without bound."""
 
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
     depth = 0
 
     def descend_resolver(self, current_node: yaml.Node | None, current_index: Any) -> None:
@@ -271,6 +268,11 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         return super().construct_mapping(node, deep)
 
 
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
 def parse_yaml(text: str) -> Any:
     """Parse YAML of plain values whose keys are unique.
 
@@ -279,10 +281,9 @@ def parse_yaml(text: str) -> Any:
     """
     try:
         value = yaml.load(text, _Loader)
-    # PyYAML raises ValueError and OverflowError for an impossible date.
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         words = re.sub(r'in "<[\w ]+>", line', "in line", " ".join(str(error).split()))
         raise UserError(f"not valid YAML: {brief(words, 200, quoted=False)}") from None
-    if problem := _problem_of(value, _MOST_BITS, MOST_VALUES, infinities=True):  # which schemas refuse by their key
+    if problem := _problem_of(value, most_values=MOST_VALUES, infinities=True):  # which schemas refuse by their key
         raise UserError(f"not valid YAML: {problem}")
     return value

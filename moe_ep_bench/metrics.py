@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -32,9 +30,6 @@ from moe_ep_bench.schema import ROUTING_METRICS
 if TYPE_CHECKING:
     import pandas as pd
 
-# The least share of the top-k mass that makes a single head; of the best top-k score in the least that makes a plateau.
-_SINGLE_HEAD, _PLATEAU = 0.5, 0.8
-
 
 @dataclass(frozen=True, eq=False)
 class ScoreMetrics:
@@ -44,14 +39,15 @@ class ScoreMetrics:
         top_k_TE: bool, the model's own choice, padding rows empty.
         num_topk_pairs: its pairs.
         top_k_mass, mass: score mass of the top-k and of all experts, summed over valid tokens.
-        of_scores: the metrics from ``topk_share`` to ``regime_plateau``.
+        topk_share, entropy: means over valid tokens.
     """
 
     top_k_TE: Tensor
     num_topk_pairs: int
     top_k_mass: float
     mass: float
-    of_scores: dict[str, float]
+    topk_share: float
+    entropy: float
 
 
 def score_metrics(scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
@@ -59,15 +55,8 @@ def score_metrics(scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
     num_tokens = context.num_valid(len(scores_TE))
     top_k_TE = chosen_experts(scores_TE, context)
     sums = _sums_by_numba(scores_TE, top_k_TE, context) or sums_by_torch(scores_TE, top_k_TE, context)
-    totals = {
-        "topk_share": sums.topk_share,
-        "entropy": sums.entropy,
-        "regime_single_head": sums.num_single_head,
-        "regime_smooth": num_tokens - sums.num_single_head - sums.num_plateau,
-        "regime_plateau": sums.num_plateau,
-    }
-    means = {name: _ratio(value, num_tokens) for name, value in totals.items()}
-    return ScoreMetrics(top_k_TE, sums.num_topk_pairs, sums.top_k_mass, sums.mass, means)
+    means = (_ratio(total, num_tokens) for total in (sums.topk_share, sums.entropy))
+    return ScoreMetrics(top_k_TE, sums.num_topk_pairs, sums.top_k_mass, sums.mass, *means)
 
 
 def moved(metrics: ScoreMetrics, scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
@@ -79,8 +68,6 @@ def routing_metrics(
     routing: Routing,
     scores_TE: Tensor,
     context: RoutingContext,
-    *,
-    capacity_factor: float = 1.0,
     of_scores: ScoreMetrics | None = None,
 ) -> dict[str, Any]:
     """Measure one routing of one source rank's tokens.
@@ -93,10 +80,7 @@ def routing_metrics(
     - ``load_E``, ``load_R``: pairs per expert and per expert rank; ``num_pairs``: their sum; ``padding_pairs``: those
       of padding tokens, whose results nobody reads.
     - ``peak_load``: imbalance, the fullest expert over the mean load num_pairs / E; 1 is balance, E is collapse.
-      ``max_violation``: peak_load - 1 (MaxVio of arXiv 2408.15664); 0 where nothing is computed.
-      ``load_cv``: population standard deviation of load_E over its mean.
-    - ``excess_load``: share of the pairs above capacity, sum_E relu(load - gamma * N) / sum_E load (arXiv 2503.05066,
-      Eq. 11), with N = T * K / E of the valid tokens even where a policy computes fewer or more pairs.
+      (MaxVio of arXiv 2408.15664 is this less 1.)
     - ``activated_experts``: experts with at least one pair, each of which costs a read of its weights (arXiv
       2511.02237); ``activated_experts_fullest_rank``: on the rank with the most of them.
 
@@ -118,16 +102,12 @@ def routing_metrics(
     - ``topk_share``: the top-k's share of the token's row sum; 0 for a row of zeros.
     - ``entropy``: of the row as a distribution, over log E: 0 is certainty, 1 indifference. 0 for a row of zeros and
       where E = 1.
-    - ``regime_single_head``, ``regime_smooth``, ``regime_plateau``: shares of tokens. *Single-head*: the best of the
-      top-k holds at least half of the top-k mass. Else *plateau*: the least of the top-k reaches 0.8 times the best,
-      or there is no mass. Else *smooth*. With K up to 2 the best always holds at least half.
 
     Args:
         routing: what a policy returned; only its map is read.
         scores_TE: float32 [T, E], the scores that it routed.
         context: what is so of these tokens; ``top_k``, ``num_ranks``, ``rank``, the bias, the groups and the
             token mask are read. The mask says which tokens are valid, also where what routed was not told.
-        capacity_factor: gamma in ``excess_load``; taken as the decimal that was written, as capacities are.
         of_scores: ``score_metrics`` of the same scores and context, where several routings share them.
 
     Returns:
@@ -143,10 +123,6 @@ def routing_metrics(
     load_R = load_E.reshape(context.num_ranks, -1).sum(axis=1)
     activated_R = (load_E > 0).reshape(context.num_ranks, -1).sum(axis=1)
     num_pairs = int(load_E.sum())
-    mean_load = num_pairs / num_experts
-    peak_load = _ratio(int(load_E.max()), mean_load)
-    allowed = _allowed(float(capacity_factor), num_tokens, context.top_k, num_experts)
-    excess = float(np.maximum(load_E - allowed, 0).sum())
     num_topk_pairs = of_scores.num_topk_pairs
     num_dropped_pairs = num_topk_pairs - counts.num_kept_pairs
     values = {
@@ -160,17 +136,15 @@ def routing_metrics(
         "dropped_fraction": _ratio(num_dropped_pairs, num_topk_pairs),
         "retained_mass_topk": _ratio(counts.mass, of_scores.top_k_mass),
         "retained_mass_all": _ratio(counts.mass, of_scores.mass),
-        "peak_load": peak_load,
-        "max_violation": peak_load - 1 if num_pairs else 0.0,
-        "load_cv": _ratio(float(load_E.std()), mean_load),
-        "excess_load": _ratio(excess, num_pairs),
+        "peak_load": _ratio(int(load_E.max()), num_pairs / num_experts),
         "tokens_without_expert": num_tokens - counts.num_served_tokens,
         "experts_per_token": _ratio(counts.num_valid_pairs, num_tokens),
         "activated_experts": int(activated_R.sum()),
         "activated_experts_fullest_rank": int(activated_R.max()),
         "crossing_pairs": num_pairs - int(load_R[context.rank]),
         "crossing_copies": int(copies_R.sum()) - int(copies_R[context.rank]),
-        **of_scores.of_scores,
+        "topk_share": of_scores.topk_share,
+        "entropy": of_scores.entropy,
     }
     return {name: values[name] for name in ROUTING_METRICS}
 
@@ -183,23 +157,18 @@ class ScoreSums(NamedTuple):
     mass: float
     topk_share: float
     entropy: float
-    num_single_head: int
-    num_plateau: int
 
 
 def sums_by_torch(scores_TE: Tensor, top_k_TE: Tensor, context: RoutingContext) -> ScoreSums:
     """Sum by torch, on any device: what the compiled form is held against."""
     top_k_mass_T = _mass(scores_TE, top_k_TE)
     mass_T = _mass(scores_TE, without_padding(torch.ones_like(top_k_TE), context))
-    single_head_T, plateau_T = _regimes(scores_TE, top_k_TE, top_k_mass_T)
     return ScoreSums(
         int(top_k_TE.sum()),
         float(top_k_mass_T.sum()),
         float(mass_T.sum()),
         float(_share(top_k_mass_T, mass_T).sum()),
         float(_normalised_entropy(scores_TE, mass_T).sum()),
-        int(single_head_T.sum()),
-        int(plateau_T.sum()),
     )
 
 
@@ -210,8 +179,7 @@ def _sums_by_numba(scores_TE: Tensor, top_k_TE: Tensor, context: RoutingContext)
     from moe_ep_bench.kernels.counting import score_sums
 
     top_k = top_k_TE.contiguous().numpy().view(np.uint8)
-    scores, valid_T = scores_TE.contiguous().numpy(), _valid(context)
-    return ScoreSums(*score_sums(top_k, scores, valid_T, _SINGLE_HEAD, _PLATEAU))
+    return ScoreSums(*score_sums(top_k, scores_TE.contiguous().numpy(), _valid(context)))
 
 
 def _valid(context: RoutingContext) -> NDArray[np.bool_]:
@@ -274,12 +242,6 @@ def _host_steps() -> Steps | None:
     return numba_steps("cpu")
 
 
-@lru_cache(maxsize=1024)
-def _allowed(capacity_factor: float, num_tokens: int, top_k: int, num_experts: int) -> float:
-    """gamma * N, exact like the capacities: a load that fills its capacity to the brim has no excess."""
-    return float(Fraction(repr(capacity_factor)) * num_tokens * top_k / num_experts)
-
-
 def _ratio(numerator: float, denominator: float) -> float:
     """numerator / denominator, where a share of nothing is 0."""
     return numerator / denominator if denominator else 0.0
@@ -303,16 +265,6 @@ def _normalised_entropy(scores_TE: Tensor, mass_T: Tensor) -> Tensor:
     share_TE = _share(scores_TE, mass_T.unsqueeze(1))  # float64, as the mass is
     # Rounding may carry a uniform row past 1.
     return (torch.special.entr(share_TE).sum(dim=1) / math.log(num_experts)).clamp(max=1.0)
-
-
-def _regimes(scores_TE: Tensor, top_k_TE: Tensor, top_k_mass_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens are single-head and which plateau, bool [T] each; padding is neither."""
-    is_token_T = top_k_TE.any(dim=1)
-    best_T = scores_TE.masked_fill(~top_k_TE, -torch.inf).amax(dim=1).double()
-    least_T = scores_TE.masked_fill(~top_k_TE, torch.inf).amin(dim=1).double()
-    single_head_T = (top_k_mass_T > 0) & (best_T >= _SINGLE_HEAD * top_k_mass_T)
-    plateau_T = ~single_head_T & (least_T >= _PLATEAU * best_T)
-    return single_head_T & is_token_T, plateau_T & is_token_T
 
 
 # --- Of several tokens, layers or batches together -------------------------------------------------

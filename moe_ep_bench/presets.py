@@ -13,52 +13,26 @@ Policies stand in all files alike: a name and fields, where a list in place of a
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    PlainSerializer,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, ValidationError
 from pydantic.fields import FieldInfo
 
-from moe_ep_bench.errors import UserError, brief, did_you_mean, problem_words
+from moe_ep_bench.errors import UserError, brief, did_you_mean, naming, problem_words
 from moe_ep_bench.files import MOST_YAML_BYTES, parse_yaml, read_text
 from moe_ep_bench.policies import FILE_FIELDS, Policy, make_policy
 from moe_ep_bench.policies.own import without_folder
 
 DATA_DIR = Path(__file__).resolve().parent / "data"
 
-
-class ConfigError(UserError):
-    """A user's mistake in a file or an override; its text is the one line to show."""
-
-
-_MOST = 2**63 - 1
-
-
-class _Flag:
-    """A true or false where neither can stand: no type of a field takes it."""
-
-    def __init__(self, value: bool) -> None:
-        self._value = value
-
-    def __repr__(self) -> str:
-        return str(self._value).lower()
-
-
-def _marked(value: object) -> object:
-    if isinstance(value, list):
-        return [_marked(inner) for inner in value]
-    return _Flag(value) if isinstance(value, bool) else value
+REMOVED: dict[str, str] = {}
+"""Dotted keys that files of earlier versions have, and what to use in their place, or ``nothing: `` and why; schemas
+add theirs."""
 
 
 class Strict(BaseModel):
@@ -66,19 +40,8 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_flag_for_a_number(cls, values: object) -> object:
-        """Pydantic would take true for 1."""
-        if not isinstance(values, dict):
-            return values
-        for key, value in values.items():
-            if isinstance(value, int) and abs(value) > _MOST:
-                raise UserError(f"{key}: expected a whole number of 64 bits, got {brief(value)}")
-        flags = {name for name, field in cls.model_fields.items() if _takes_flags(field.annotation)}
-        aliases = [cls.model_fields[name].validation_alias for name in flags]
-        flags.update(*(alias.choices if isinstance(alias, AliasChoices) else [str(alias)] for alias in aliases))
-        return {key: value if key in flags else _marked(value) for key, value in values.items()}
+
+_Kind = TypeVar("_Kind", bound=Strict)
 
 
 class Preset(Strict):
@@ -95,6 +58,7 @@ class Preset(Strict):
         return sorted(path.stem for path in cls.folder().glob("*.yaml"))
 
     @classmethod
+    @cache
     def named(cls, name: str, otherwise: str = "") -> Self:
         """Load a preset by its name.
 
@@ -107,7 +71,7 @@ class Preset(Strict):
             raise UserError(
                 f"expected {otherwise}one of {', '.join(names)}; got {brief(name)}{did_you_mean(name, names)}"
             )
-        return cls._packaged(cls.folder() / f"{name}.yaml")
+        return cls._read(cls.folder() / f"{name}.yaml")
 
     @classmethod
     def load(cls, name_or_path: str) -> Self:
@@ -120,57 +84,105 @@ class Preset(Strict):
         return cls._read(path) if path.suffix == ".yaml" else cls.named(name_or_path, "a path of a .yaml or ")
 
     @classmethod
-    @cache
-    def _packaged(cls, path: Path) -> Self:
-        """A long sweep names the same few again and again."""
-        return cls._read(path)
-
-    @classmethod
     def _read(cls, path: Path) -> Self:
         return validated(cls, read_yaml(path), path)
-
-
-_Kind = TypeVar("_Kind", bound=Strict)
-
-REMOVED: dict[str, str] = {}
-"""Dotted keys that files of earlier versions have, and what to use in their place, or ``nothing: `` and why; schemas
-add theirs."""
 
 
 def read_yaml(path: Path, unreadable: str = "cannot be read") -> dict[str, Any]:
     """Read the keys and values of a YAML file.
 
     Raises:
-        ConfigError: one line that names the file.
+        UserError: one line that names the file.
     """
     try:
         text = read_text(path, MOST_YAML_BYTES)
+        with naming(str(path)):
+            fields = parse_yaml(text)
     except OSError as error:
-        raise ConfigError(f"{path}: {unreadable}: {error.strerror}") from None
+        raise UserError(f"{path}: {unreadable}: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(str(error)) from None
-    try:
-        fields = parse_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise UserError(str(error)) from None
     if not isinstance(fields, dict):
-        raise ConfigError(f"{path}: expected keys with values, got {type(fields).__name__}")
+        raise UserError(f"{path}: expected keys with values, got {type(fields).__name__}")
     return fields
 
 
-def validated(kind: type[_Kind], fields: dict[str, Any], where: Path, beside: Iterable[str] = ()) -> _Kind:
+def validated(
+    kind: type[_Kind],
+    fields: Mapping[str, Any],
+    where: object = "",
+    beside: Iterable[str] = (),
+    *,
+    strict: bool = True,
+) -> _Kind:
     """Check the fields of a file.
 
     Args:
+        where: the file; empty where a caller names it.
         beside: keys of the file that are not fields of ``kind``, to list where a key is unknown.
+        strict: types are JSON's: neither true nor text is a number.
 
     Raises:
-        ConfigError: one line: the file, the first wrong key, what was expected and its value.
+        UserError: one line: the file, the first wrong key, what was expected and its value.
     """
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate_json(json.dumps(fields), strict=strict)
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_first_error(error, kind, beside)}") from None
+        problem = _first_error(error, kind, beside)
+        raise UserError(f"{where}: {problem}" if str(where) else problem) from None
+
+
+def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable[str]) -> str:
+    """The first error as ``key: problem, got value``."""
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    if problem["type"] == "missing":  # A key that is not known may be the one that is missing, misspelt.
+        problem = next((other for other in problems if other["type"] == "extra_forbidden"), problem)
+    location = list(problem["loc"])
+    unknown = str(location.pop()) if problem["type"] == "extra_forbidden" else None
+    models, keys = [kind], []
+    for part in location:
+        fields = _fields(models)
+        members = [model for model in models if part in (model.__name__, *_kinds_of(model))]
+        if part in fields:
+            models = models_in(fields[part].annotation)
+        elif members:
+            models = members  # Pydantic's name for a member of a union, no key of the file.
+            continue
+        keys.append(str(part))
+    if unknown is None:
+        return ": ".join([*filter(None, [".".join(keys)]), problem_words(problem)])
+    key, known = ".".join([*keys, unknown]), [*_fields(models), *(() if keys else beside)]
+    return unknown_key(key, known)
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """What is said of a dotted key that is none of ``known``: what to use where it is gone, else what there is."""
+    if instead := REMOVED.get(re.sub(r"\.\d+(?=\.|$)", "", key)):
+        why = instead.removeprefix("nothing: ")
+        return f"{key}: is gone; {'use ' if why == instead else ''}{why}"
+    names = list(known)
+    return f"{key}: no such key; expected one of {', '.join(names)}{did_you_mean(key.rpartition('.')[2], names)}"
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models of a field's annotation: the annotation itself, or members of its union or tuple."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in models_in(part)]
+
+
+def _fields(models: Iterable[type[BaseModel]]) -> dict[str | int, FieldInfo]:
+    return {name: field for model in models for name, field in model.model_fields.items()}
+
+
+def _kinds_of(model: type[BaseModel]) -> list[object]:
+    """The words of a file that stand for this member of a union."""
+    told_by = (model.model_fields[key] for key in ("kind", "name") if key in model.model_fields)
+    return [word for field in told_by for word in get_args(field.annotation)]
+
+
+# ---- policies --------------------------------------------------------------------------------------------------------
 
 
 def expand_policies(entries: Iterable[Mapping[str, Any]]) -> list[Policy]:
@@ -196,7 +208,7 @@ def _without_folders(entry: dict[str, Any]) -> dict[str, Any]:
 
     def named(key: str, value: Any) -> Any:
         if isinstance(value, list):
-            return [named(key, one) for one in value]
+            return [named(key, inner) for inner in value]
         if not isinstance(value, str):
             return value
         return without_folder(value) if key == "name" else Path(value).name if key in FILE_FIELDS else value
@@ -207,59 +219,3 @@ def _without_folders(entry: dict[str, Any]) -> dict[str, Any]:
 PolicyEntry = Annotated[
     dict[str, Any], AfterValidator(_check_entry), PlainSerializer(_without_folders, when_used="json")
 ]
-
-
-def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The models of a field's annotation: the annotation itself, or members of its union or tuple."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in models_in(part)]
-
-
-def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable[str]) -> str:
-    """The first error as ``key: problem, got value``."""
-    problems = error.errors(include_url=False)
-    problem = problems[0]
-    if problem["type"] == "missing":  # A key that is not known may be the one that is missing, misspelt.
-        problem = next((other for other in problems if other["type"] == "extra_forbidden"), problem)
-    location = list(problem["loc"])
-    unknown = str(location.pop()) if problem["type"] == "extra_forbidden" else None
-    models, keys = [kind], []
-    for part in location:
-        fields = _fields(models)
-        if isinstance(part, int):
-            keys.append(str(part))
-        elif part in fields:
-            keys.append(part)
-            models = models_in(fields[part].annotation)
-        elif members := [model for model in models if part in (model.__name__, *_kinds_of(model))]:
-            models = members  # Pydantic's name for a member of a union, no key of the file.
-        else:
-            keys.append(part)  # an alias
-    key = ".".join(keys)
-    if unknown is not None:
-        known = [*_fields(models), *(() if keys else beside)]
-        key = ".".join([*keys, unknown])
-        if instead := REMOVED.get(re.sub(r"\.\d+(?=\.|$)", "", key)):
-            why = instead.removeprefix("nothing: ")
-            return f"{key}: is gone; {'use ' if why == instead else ''}{why}"
-        return f"{key}: no such key; expected one of {', '.join(known)}{did_you_mean(unknown, known)}"
-    message = problem_words(problem)
-    return f"{key}: {message}" if key else message
-
-
-def _takes_flags(annotation: Any) -> bool:
-    """Whether true and false are values of a type, or of a member of its union or list."""
-    return annotation in (bool, object, Any) or any(
-        isinstance(part, bool) or _takes_flags(part) for part in get_args(annotation)
-    )
-
-
-def _fields(models: Iterable[type[BaseModel]]) -> dict[str, FieldInfo]:
-    return {name: field for model in models for name, field in model.model_fields.items()}
-
-
-def _kinds_of(model: type[BaseModel]) -> list[object]:
-    """The words of a file that stand for this member of a union."""
-    told_by = (model.model_fields[key] for key in ("kind", "name") if key in model.model_fields)
-    return [word for field in told_by for word in get_args(field.annotation)]

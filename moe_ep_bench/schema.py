@@ -145,9 +145,6 @@ METRICS = {
         Metric(
             "peak_load", pa.float64()
         ),  # imbalance: fullest expert over the mean of computed pairs, of this source rank
-        Metric("max_violation", pa.float64()),  # peak_load - 1
-        Metric("load_cv", pa.float64()),  # coefficient of variation over experts
-        Metric("excess_load", pa.float64()),  # arXiv 2503.05066, Eq. 11
         Metric("tokens_without_expert", pa.int64()),
         Metric("experts_per_token", pa.float64()),
         Metric("activated_experts", pa.int64()),
@@ -156,9 +153,6 @@ METRICS = {
         Metric("crossing_copies", pa.int64()),  # to other ranks, one per (token, rank)
         Metric("topk_share", pa.float64(), of="scores"),
         Metric("entropy", pa.float64(), of="scores"),  # normalised to 0..1
-        Metric("regime_single_head", pa.float64(), of="scores"),  # shares of tokens
-        Metric("regime_smooth", pa.float64(), of="scores"),
-        Metric("regime_plateau", pa.float64(), of="scores"),
         # Worst token: |layer - dense reference| / |reference|.
         Metric("reference_error", pa.float64(), of="output"),
         # |layer - native layer| / |native layer|, all valid tokens; of a whole model of the logits, in its last layer.
@@ -184,11 +178,11 @@ _UNITS = {
     "bytes": ("moved_weight_bytes",),
     "experts": (*("experts_per_token", "activated_experts", "activated_experts_fullest_rank"),),
     "share": (
-        *("dropped_fraction", "retained_mass_topk", "retained_mass_all", "excess_load", "topk_share", "entropy"),
-        *("regime_single_head", "regime_smooth", "regime_plateau", "reference_error", "output_error"),
+        *("dropped_fraction", "retained_mass_topk", "retained_mass_all", "topk_share", "entropy"),
+        *("reference_error", "output_error"),
         *("kept_by_load", "kept_by_experts", "curve_kept"),
     ),
-    "over mean": ("peak_load", "max_violation", "load_cv", "curve_load", "rank_peak_load"),
+    "over mean": ("peak_load", "curve_load", "rank_peak_load"),
 }
 UNIT_OF = {name: unit for unit, names in _UNITS.items() for name in names}
 

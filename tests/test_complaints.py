@@ -15,6 +15,8 @@ import pytest
 
 from moe_ep_bench import cli
 from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.cli import commands
+from moe_ep_bench.cli.commands import shown
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime import progress
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
@@ -63,7 +65,8 @@ def test_what_a_user_can_correct_is_a_line(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_who_stops_reading_a_printed_result_has_seen_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
-    monkeypatch.setattr(cli, "_end_output", lambda: ended.append(True))
+    for module in (cli, commands):
+        monkeypatch.setattr(module, "end_output", lambda: ended.append(True))
     monkeypatch.setitem(cli.COMMANDS, "run", raising(BrokenPipeError(errno.EPIPE, "x")))
     monkeypatch.setitem(cli.COMMANDS, "show", raising(BrokenPipeError(errno.EPIPE, "x")))
     assert cli.main(["show", "results"]) == OK
@@ -71,7 +74,7 @@ def test_who_stops_reading_a_printed_result_has_seen_enough(monkeypatch: pytest.
     assert len(ended) == 2
     # Nor does it change how the measuring before went.
     report = raising(BrokenPipeError())
-    monkeypatch.setitem(cli.COMMANDS, "emulate", lambda options: cli._shown(CASES_FAILED, lambda: report(options)))
+    monkeypatch.setitem(cli.COMMANDS, "emulate", lambda options: shown(CASES_FAILED, lambda: report(options)))
     assert cli.main(["emulate", "c.yaml"]) == CASES_FAILED
 
 

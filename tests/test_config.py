@@ -17,7 +17,8 @@ from moe_ep_bench.bench.plan import compare, plan_experiments
 from moe_ep_bench.bench.words import describe_workload, need_of
 from moe_ep_bench.config import SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.presets import REMOVED, ConfigError
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.presets import REMOVED
 from moe_ep_bench.workload.skews import SKEWS, Skews, load_skew
 
 
@@ -124,7 +125,7 @@ def test_a_model_by_its_config_json_is_found_beside_the_config_and_leaves_no_pat
 )
 def test_a_key_of_an_earlier_version_says_what_to_use(key: str, tmp_path: Path) -> None:
     experiment(tmp_path)
-    with pytest.raises(ConfigError, match=f"^[^\n]*{key}: is gone; [^\n]+$"):
+    with pytest.raises(UserError, match=f"^[^\n]*{key}: is gone; [^\n]+$"):
         load_experiments(tmp_path / "config.yaml", [f"{key}=1"], on_cpu=False)
 
 
@@ -185,7 +186,7 @@ def test_a_sweep_is_set_key_by_key_and_one_value_ends_it(tmp_path: Path) -> None
     assert len(load_experiments(path, ["sweep.workload.seed=[4, 5]"], on_cpu=False)) == 2
     assert len(load_experiments(path, ["workload.seed=7"], on_cpu=False)) == 1
     assert len(load_experiments(path, ["sweep.layer.seed=[1, 2]"], on_cpu=False)) == 6
-    with pytest.raises(ConfigError, match=r"expected sweep.KEY=\[values\]"):
+    with pytest.raises(UserError, match=r"expected sweep.KEY=\[values\]"):
         load_experiments(path, ["sweep={}"], on_cpu=False)
 
 
@@ -198,7 +199,7 @@ def test_what_holds_on_a_cpu_wins_over_a_sweep(tmp_path: Path) -> None:
     assert [(one.layer.seed, one.workload.seed) for one in found] == [(7, 4), (7, 5), (7, 6)]
     assert len(load_experiments(path, on_cpu=False)) == 6
     path.write_text(text + "on_cpu: {sweep: {}}\n")
-    with pytest.raises(ConfigError, match=r"on_cpu.sweep: expected sweep.KEY=\[values\]"):
+    with pytest.raises(UserError, match=r"on_cpu.sweep: expected sweep.KEY=\[values\]"):
         load_experiments(path, on_cpu=True)
 
 

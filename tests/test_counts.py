@@ -17,8 +17,8 @@ from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.bench.words import describe_workload
 from moe_ep_bench.config.files import load_experiments
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.placement import replicate
-from moe_ep_bench.presets import ConfigError
 from moe_ep_bench.workload.counts import mean_peak_load, read_counts
 
 COUNTS = [[0, 0, 0, 0], [9, 1, 3, 3], [1, 9, 4, 2]]  # a dense layer and two others
@@ -151,7 +151,7 @@ def test_a_workload_of_one_ranks_counts_says_so_or_is_refused_with_the_reason(tm
             continue
         expected = r"skew_from: .*counts.json: expected a peak load up to 2 \(experts / top_k\), got 4; only experts 3"
         for overrides in ([], ["workload.layer=0"]):
-            with pytest.raises(ConfigError, match=expected):
+            with pytest.raises(UserError, match=expected):
                 load_experiments(path, overrides, on_cpu=True)
 
 
@@ -167,7 +167,7 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
         described = describe_workload(comparison)["description"]
         assert f"loads of layer {one.workload.layer} counted in counts.json" in described
     for wrong, message in (({"layer": 2}, "expected 0 to 1"), ({"layer": 0, "skew_from": None}, "skew_from")):
-        with pytest.raises(ConfigError, match=f"layer: .*{message}"):
+        with pytest.raises(UserError, match=f"layer: .*{message}"):
             load_experiments(config(tmp_path, **wrong), on_cpu=True)
 
 
@@ -193,15 +193,15 @@ MISTAKES = {
 def test_what_is_no_count_is_one_line(name: str, tmp_path: Path) -> None:
     content, message = MISTAKES[name]
     (tmp_path / "counts.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=f"^[^\n]*{message}[^\n]*$"):
+    with pytest.raises(UserError, match=f"^[^\n]*{message}[^\n]*$"):
         load_experiments(config(tmp_path), on_cpu=True)
 
 
 def test_counts_and_a_named_skew_exclude_each_other(tmp_path: Path) -> None:
     written(tmp_path, "matrix")
-    with pytest.raises(ConfigError, match="skew, skew_from: expected one of the two, got both"):
+    with pytest.raises(UserError, match="skew, skew_from: expected one of the two, got both"):
         load_experiments(config(tmp_path, skew="megatron_w1"), on_cpu=True)
-    with pytest.raises(ConfigError, match=r"none\.json: no such file"):
+    with pytest.raises(UserError, match=r"none\.json: no such file"):
         load_experiments(config(tmp_path, skew_from="none.json"), on_cpu=True)
 
 

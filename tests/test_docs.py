@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moe_ep_bench.cli import COMMANDS
-from moe_ep_bench.cli.arguments import make_parser, with_list_joined
+from moe_ep_bench.cli import COMMANDS, make_parser
 from moe_ep_bench.config.files import load_experiments
 
 ROOT = Path(__file__).parent.parent
@@ -67,14 +66,14 @@ def test_commands_parse(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
         if " ".join(arguments) in {*COMMANDS, *THIRTEEN}:
             continue
         try:
-            make_parser().parse_args(with_list_joined(arguments))
+            make_parser().parse_args(arguments)
         except SystemExit:
             pytest.fail(f"{' '.join(arguments)}: {capsys.readouterr().err}")
 
 
 def test_commands_that_wait_for_a_gpu_name_configs_keys_and_steps_that_there_are() -> None:
     text = RESULTS[0].read_text().partition("## What still waits for a GPU")[2]
-    found = [make_parser().parse_args(with_list_joined(one)) for one in commands(text) if one[0] == "run" and one[1:]]
+    found = [make_parser().parse_args(one) for one in commands(text) if one[0] == "run" and one[1:]]
     assert len(found) > 10
     for asked in found:
         load_experiments(ROOT / asked.config, asked.overrides, on_cpu=False)

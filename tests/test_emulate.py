@@ -36,7 +36,7 @@ from moe_ep_bench.results import conditions_of
 from moe_ep_bench.runtime.attempts import Attempt
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
-from moe_ep_bench.workload import SyntheticWorkload
+from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}
 

@@ -25,7 +25,6 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.runtime.exit_codes import OK
-from moe_ep_bench.workload import deal
 from moe_ep_bench.workload.frontier import Frontier, joint, top_k_pairs
 
 RANK_E = torch.arange(8) // 2  # four ranks
@@ -150,8 +149,8 @@ def test_route_and_emulate_hold_each_policy_against_the_frontier_of_its_batches(
     )
     (comparison,) = plan(folder / "config.yaml", [], ROUTING)
     expected: dict[str, list[float]] = {}
-    for batch in (comparison.workload.batch(0), comparison.workload.batch(1)):
-        parts = [batch.scores_TE[rows_T] for rows_T in deal(batch, 4)]
+    for index in range(2):
+        parts = [rank.scores_TE for rank in comparison.workload.rank_batches(index, 4)]
         contexts = [RoutingContext(top_k=6, num_ranks=4, rank=rank) for rank in range(4)]
         pairs = [top_k_pairs(one, top_k_map(one, context)) for one, context in zip(parts, contexts, strict=True)]
         frontier = Frontier.of(pairs, torch.arange(64) // 16)

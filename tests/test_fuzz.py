@@ -79,9 +79,8 @@ CONFIGS = {
     "a bomb of merged keys": (MERGES, "merge keys are not read"),
     "an alias of itself": ("a: &a [*a]", f"at most {MOST_DEPTH} deep"),
     "nesting": (f"a: {NESTED}", f"at most {MOST_DEPTH} deep"),
-    "an integer of 4,000 digits": (f"a: {'9' * 4000}", "expected whole numbers of 1024 bits"),
+    "an integer of 4,000 digits": (f"a: {'9' * 4000}", "expected whole numbers of 64 bits"),
     "2 MB": ("a: 1\n" * 2**19, "expected at most 1,048,576 bytes"),
-    "an impossible date": ("a: 2001-99-99", "not valid YAML"),
 }
 
 
@@ -101,9 +100,9 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(box: Path) -> Non
 
 
 IMPOSSIBLE = {
-    "workload.num_tokens=1000000000000000000000000000000": "workload: num_tokens: expected a whole number of 64 bits",
+    "workload.num_tokens=1000000000000000000000000000000": "expected whole numbers of 64 bits, got one of 100",
     "workload.num_batches=1000000000000": "workload.num_batches: expected at most 1,048,576",
-    "layer.ep_size=1000000000000000000000": "layer: ep_size",
+    "layer.ep_size=1000000000000000000000": "--set layer.ep_size=1",
     "layer.ep_size=128": "layer.ep_size",
     "workload.num_tokens=1000000000000": "workload.num_tokens: expected a batch of at most",
     "model={num_experts:1000000000000,top_k:2,hidden_size:8,ffn_hidden_size:8}": "at most 65,536 experts",

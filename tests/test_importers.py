@@ -21,9 +21,10 @@ import yaml
 from test_recorded import real, tokens_of
 
 from moe_ep_bench.cli import main
-from moe_ep_bench.workload import RecordedWorkload, arrays
+from moe_ep_bench.workload import arrays
 from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.importers import IMPORTERS, import_trace
+from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.trace import held, open_trace
 from moe_ep_bench.workload.writer import TraceWriter
 
@@ -387,8 +388,12 @@ def test_ids_without_scores_need_consent_and_say_so_in_results(tmp_path, out):
     fields = {"layer": 0, "num_experts": 16, "top_k": 3, "num_tokens": 9, "num_batches": 1}
     fields |= {"tail": "uniform", "seed": 0}
     with pytest.raises(ValueError, match="topk_share: needed"):
-        RecordedWorkload(out, **fields)
-    assert RecordedWorkload(out, **fields, topk_share=0.6).describe()["recording"]["score"].startswith("assumed equal")
+        RecordedWorkload([(out, 1)], **fields)
+    assert (
+        RecordedWorkload([(out, 1)], **fields, topk_share=0.6)
+        .describe()["recording"]["score"]
+        .startswith("assumed equal")
+    )
 
 
 def test_a_preset_gives_the_models_facts_and_the_recording_must_agree(tmp_path, out):
@@ -567,7 +572,7 @@ def test_slots_that_repeat_an_expert_are_tokens_with_fewer_experts(tmp_path, out
     assert (load_E[9], load_E.sum()) == (sum(9 in row for row in ids_TLK[:, 1].tolist()), 16)
     fields = {"layer": 0, "num_experts": 16, "top_k": 3, "num_tokens": 6, "num_batches": 1, "seed": 0}
     with pytest.raises(ValueError, match=r"layer 0: expected top-3 of every token.*, got 1 of 6 tokens with fewer"):
-        RecordedWorkload(out, **fields, tail="uniform", topk_share=0.5)
+        RecordedWorkload([(out, 1)], **fields, tail="uniform", topk_share=0.5)
 
 
 def test_a_phase_that_nothing_tells_is_refused(tmp_path, out):
@@ -697,7 +702,7 @@ def test_pairs_of_every_expert_are_conserved_and_replayed_and_a_changed_source_h
         assert seen[layer].sum() == trace.num_tokens * trace.top_k
     sizes = {"num_experts": trace.num_experts, "top_k": trace.top_k, "num_tokens": 12, "num_batches": 1}
     share = 0.6 if trace.scores_are_normalised else None
-    workload = RecordedWorkload(out, 1, **sizes, tail="uniform", seed=0, topk_share=share)
+    workload = RecordedWorkload([(out, 1)], 1, **sizes, tail="uniform", seed=0, topk_share=share)
     best = workload.batch(0).scores_TE.topk(trace.top_k, dim=1).indices
     np.testing.assert_array_equal(best.numpy(), trace.read_layer(1)[0][tokens_of(workload, 0)])
     again = imported(kind, source, out.with_name("again")).trace

@@ -10,14 +10,14 @@ import pytest
 import yaml
 
 from moe_ep_bench import __version__, cli
-from moe_ep_bench.cli.json_schema import config_schema
+from moe_ep_bench.cli.json_schema import schema_text
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TYPES = {
     "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
     "null": type(None),
 }  # fmt: skip
-SCHEMAS = {which: config_schema(which) for which in ("run", "quality")}
+SCHEMAS = {which: json.loads(schema_text(which)) for which in ("run", "quality")}
 
 
 def is_valid(value: Any, part: dict[str, Any], root: dict[str, Any]) -> bool:

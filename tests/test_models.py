@@ -368,7 +368,7 @@ def without(name: str, key: str) -> dict[str, Any]:
         (changed("olmoe-1b-7b", hidden_act=1), "hidden_act: expected text, got 1"),
         (changed("olmoe-1b-7b", hidden_size=float("inf")), "hidden_size: expected a whole number, got inf"),
         (changed("qwen3-30b-a3b", decoder_sparse_step=0), "decoder_sparse_step: expected a number above 0, got 0"),
-        (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1 or a list, got True"),
+        (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1 or a list, got true"),
         (
             changed("deepseek-v3", mlp_layer_types=["sparse"] * 61),
             "mlp_layer_types: expected 3 dense layers, as first_k",

@@ -29,10 +29,10 @@ from moe_ep_bench.bench.comparison import VIRTUAL
 from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import write_json
 from moe_ep_bench.papers.claims import Claim, claims_path
 from moe_ep_bench.papers.run import run_claims
-from moe_ep_bench.presets import ConfigError
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 TOKEN_DROP = {"name": "token_drop", "capacity_factor": 1.5}
@@ -129,7 +129,7 @@ MISTAKES: dict[str, tuple[dict, dict, str]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_that_names_the_claim(name: str, tmp_path: Path) -> None:
     change, config, message = MISTAKES[name]
-    with pytest.raises(ConfigError, match=rf"^[^\n]*claims\.{message}[^\n]*$"):
+    with pytest.raises(UserError, match=rf"^[^\n]*claims\.{message}[^\n]*$"):
         load_experiments(write(tmp_path, [{**CLAIM, **change}], **config), on_cpu=False)
 
 

@@ -14,20 +14,25 @@ from numpy.typing import NDArray
 
 from moe_ep_bench import cli
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.presets import ConfigError
-from moe_ep_bench.workload.patterns import PatternWorkload
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.workload import patterns
 from moe_ep_bench.workload.skews import PATTERNS
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
 E, K, T = 32, 4, 4096
 
 
-def workload(pattern: str, **fields: Any) -> PatternWorkload:
+def workload(pattern: str, **fields: Any) -> SyntheticWorkload:
     known = {"num_experts": E, "top_k": K, "num_tokens": T, "num_batches": 8, "sequence_length": 64, "seed": 3}
-    return PatternWorkload(pattern=pattern, **{**known, **fields})
+    return SyntheticWorkload(pattern=pattern, **{**known, **fields})
 
 
-def load(found: PatternWorkload, index: int = 0) -> NDArray[np.float64]:
+def quotas(found: SyntheticWorkload, index: int) -> NDArray[np.int64]:
+    sizes = found.num_experts, found.top_k, found.num_tokens, found.seed
+    return patterns.quotas(found.pattern, index, *sizes)
+
+
+def load(found: SyntheticWorkload, index: int = 0) -> NDArray[np.float64]:
     """Pairs of each expert over the mean."""
     ids_TK = found.batch(index).scores_TE.topk(K, dim=1).indices
     load_E = torch.bincount(ids_TK.flatten(), minlength=E).numpy()
@@ -70,20 +75,20 @@ def test_loads_are_those_of_the_definition(pattern: str, index: int) -> None:
 @pytest.mark.parametrize("num_tokens", [4, T])
 def test_power_law_loads_are_its_quotas(exponent: float, num_tokens: int) -> None:
     found = workload(f"power_law_{exponent}", num_tokens=num_tokens)
-    quota_E = found.quotas(0)
+    quota_E = quotas(found, 0)
     assert quota_E.sum() == num_tokens * K
     assert (quota_E >= 0).all()
     assert (quota_E <= num_tokens).all()
     ids_TK = found.batch(0).scores_TE.topk(K, dim=1).indices
     assert torch.bincount(ids_TK.flatten(), minlength=E).tolist() == quota_E.tolist()
-    assert not np.array_equal(quota_E, found.quotas(1))
+    assert not np.array_equal(quota_E, quotas(found, 1))
 
 
 def test_power_laws_are_as_skewed_as_the_distribution_says() -> None:
     """Sorted weights lie at the inverse distribution function of evenly spread shares, computed number by number."""
     size, total = 256, T * K
     for exponent in (1.01, 1.2):
-        many = [workload(f"power_law_{exponent}", num_experts=size, seed=seed).quotas(0) for seed in range(40)]
+        many = [quotas(workload(f"power_law_{exponent}", num_experts=size, seed=seed), 0) for seed in range(40)]
         low, high = 1.0 ** (1 - exponent), (0.8 * T) ** (1 - exponent)
         exact = [(low + (high - low) * (place + 0.5) / size) ** (1 / (1 - exponent)) for place in range(size)]
         median = float(np.median(exact)) / sum(exact) * total
@@ -132,7 +137,7 @@ def test_a_pattern_is_a_skew_of_a_config(tmp_path: Path, capsys: pytest.CaptureF
         (["workload.peak_load=3"], "skew: megatron_w1 prescribes all loads; expected no peak_load"),
         (["workload.skew=megatron_w4"], "workload.skew: expected mixed, single_domain, worst_layer, megatron_w0"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(UserError, match=message):
             load_experiments(path, change, on_cpu=True)
     assert cli.main(["route", str(path), "--dry-run", "--set", "model.preset=deepseek-v3"]) == 2
     assert "skew: megatron_w1 knows no groups of experts; the model has 8" in capsys.readouterr().err

@@ -284,7 +284,7 @@ LASER: Spec = {"name": "laser", "eps_high": 0.5, "t_fix": 0.5, "c": 4}
         ({"name": "token_drop"}, "capacity_factor", "token_drop needs it"),
         ({**DROP, "capacity_factor": -0.5}, "capacity_factor", "-0.5"),
         ({**DROP, "capacity_factor": float("nan")}, "capacity_factor", "nan"),
-        ({**DROP, "capacity_factor": True}, "capacity_factor", "True"),
+        ({**DROP, "capacity_factor": True}, "capacity_factor", "true"),
         ({**DROP, "metric": "scores"}, "metric", "'scores'"),
         ({**DROP, "modality": "image"}, "modality", "'image'"),
         ({**DROP, "min_capacity": -1}, "min_capacity", "-1"),

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from test_workload import assert_rows_are_distributions_without_ties, digest_of
 
-from moe_ep_bench.workload import RecordedWorkload, deal, open_trace
-from moe_ep_bench.workload.replay import Pool, draw_sequences, draw_steps
+from moe_ep_bench.workload.replay import Pool, RecordedWorkload, draw_sequences, draw_steps
 from moe_ep_bench.workload.tail import TAILS
+from moe_ep_bench.workload.trace import open_trace
 
 few_examples = settings(max_examples=15)
 
@@ -92,7 +92,8 @@ def save(path, **changes):
 
 def recorded(path, **changes):
     fields = {"layer": 1, "num_experts": EXPERTS, "top_k": K, "num_tokens": 50, "num_batches": 2, "seed": 0}
-    return RecordedWorkload(path, **{**fields, "tail": "popularity", **changes})
+    recordings = path if isinstance(path, list) else [(path, 1)]
+    return RecordedWorkload(recordings, **{**fields, "tail": "popularity", **changes})
 
 
 def tokens_of(workload, index):
@@ -122,7 +123,6 @@ def test_a_short_recording_is_gone_through_as_often_as_it_takes_and_says_so(trac
     assert workload.batch(0).sequence_id_T[-1] == 3 * len(LENGTHS) - 1
     facts = workload.describe()
     assert facts["recording"]["sources"][0]["passes_per_batch"] == 3.0
-    assert facts["recording"]["requests_per_batch"] == 3 * len(LENGTHS)
     assert "uses the recording 3.00 times" in facts["description"]
 
 
@@ -294,8 +294,8 @@ def test_slots_step_through_sequences_side_by_side(pools, per_request, most, see
 
 def test_a_slot_is_a_sequence_and_stays_on_its_rank(trace):
     workload = recorded(trace, arrangement="decode", tokens_per_request=2, num_tokens=14, num_batches=5)
-    dealt = [[indices.tolist() for indices in deal(workload.batch(index), 3)] for index in range(5)]
     assert workload.batch(4).sequence_id_T.tolist() == [slot for slot in range(7) for _ in range(2)]
+    dealt = [[rank.sequence_id_T.tolist() for rank in workload.rank_batches(index, 3)] for index in range(5)]
     assert all(ranks == dealt[0] for ranks in dealt)
 
 

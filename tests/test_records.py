@@ -98,7 +98,7 @@ def test_a_place_where_no_file_can_be_made_is_a_mistake_of_the_users() -> None:
 def test_a_device_or_a_pipe_is_refused_and_stays(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
-    with pytest.raises(UserError, match=r"\Acannot write [^\n]*: expected a regular file, got a device or a pipe\Z"):
+    with pytest.raises(UserError, match=r"\A[^\n]*: expected a regular file\Z"):
         write_text(tmp_path / name, "text")
     assert not (tmp_path / name).is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]

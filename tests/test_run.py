@@ -132,7 +132,7 @@ def test_routing_rows_count_every_pair_of_the_workload(finished: Path) -> None:
     assert (dropped.groupby("case_id").num_dropped_pairs.sum() > 0).all()
     assert rows[rows.batch == 0].reference_error.max() < 1e-4
     assert rows[(rows.policy == "topk")].output_error.max() == 0
-    assert rows[rows.policy == "native_balanced"].load_cv.max() < 0.1
+    assert rows[rows.policy == "native_balanced"].peak_load.max() < 1.2
 
 
 def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:

@@ -6,6 +6,7 @@ import tracemalloc
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from test_recorded import EXPERTS, K, save
 from test_workload import peak_load, top_k_load, top_k_share
 
-from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, TokenBatch, Workload, deal
 from moe_ep_bench.workload import randomness as randomness_module
 from moe_ep_bench.workload import synthetic as synthetic_module
+from moe_ep_bench.workload.batch import TokenBatch, Workload, deal_pieces
+from moe_ep_bench.workload.replay import RecordedWorkload
+from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
 few_examples = settings(max_examples=4)
 
@@ -40,7 +43,12 @@ chunk_sizes = st.sampled_from([50, 300, 2048, 2**16])
 def assert_ranks_are_dealt(streamed: Workload, whole: Workload, index, num_ranks):
     batch = whole.batch(index)
     ranks = list(streamed.rank_batches(index, num_ranks))
-    for rank, tokens_T in zip(ranks, deal(batch, num_ranks), strict=True):
+    start_P, rank_P = deal_pieces(
+        torch.unique_consecutive(batch.sequence_id_T, return_counts=True)[1].numpy(), num_ranks
+    )
+    rank_T = np.repeat(rank_P, np.diff(start_P))
+    for number, rank in enumerate(ranks):
+        tokens_T = torch.from_numpy(np.flatnonzero(rank_T == number))
         assert torch.equal(rank.scores_TE, batch.scores_TE[tokens_T])
         assert torch.equal(rank.sequence_id_T, batch.sequence_id_T[tokens_T])
     tokens_R = [tokens.num_tokens for tokens in ranks]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_ep_bench.bench.description import solve_together
-from moe_ep_bench.workload import SyntheticWorkload
+from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
 SIZES = {"num_experts": 16, "top_k": 2, "num_tokens": 400, "num_batches": 2, "sequence_length": 20, "peak_load": 3.0}
 TARGETS = {
@@ -68,9 +68,9 @@ def test_what_others_solved_for_is_what_a_rank_would_have_solved(name: str) -> N
         alone = make(name, seed)
         for workloads in of_rank:
             with (
-                mock.patch.object(SyntheticWorkload, "_solve", refused),
-                mock.patch("moe_ep_bench.workload.synthetic.solve_copying", refused),
-                mock.patch("moe_ep_bench.workload.synthetic.place_for_rank_load", refused),
+                mock.patch.object(SyntheticWorkload, "_bias", refused),
+                mock.patch("moe_ep_bench.workload.solving.solve_copying", refused),
+                mock.patch("moe_ep_bench.workload.solving.place_for_rank_load", refused),
             ):
                 batches = [workloads[seed].batch(index) for index in range(2)]
             for index, batch in enumerate(batches):

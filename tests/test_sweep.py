@@ -16,7 +16,7 @@ from moe_ep_bench.bench.plan import compare, plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.presets import ConfigError
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 CONFIG = {
@@ -94,7 +94,7 @@ def test_a_key_makes_another_comparison_in_some_scope_or_may_not_be_swept(key: s
         assert len(load_experiments(path, on_cpu=True)) == 2
         return
     expected = rf"config.yaml: sweep.{key}: its 2 values would be measured as one and the same comparison: expected"
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(UserError, match=expected):
         load_experiments(path, on_cpu=True)
 
 
@@ -134,7 +134,7 @@ def test_points_that_a_command_cannot_tell_apart_are_refused_by_it_alone(name: s
     }
     for command, planned in plans.items():
         if command in refused_by.split():
-            with pytest.raises(ConfigError, match=expected):
+            with pytest.raises(UserError, match=expected):
                 planned()
         else:
             assert len(planned()) >= 2

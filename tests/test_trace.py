@@ -210,7 +210,7 @@ def test_a_header_longer_than_its_file_is_refused_before_it_is_read(path, length
     path.write_bytes(struct.pack("<Q", length) + whole[8:])
     tracemalloc.start()
     try:
-        assert f"got {length}" in refusal(path)
+        assert refusal(path).startswith("not a whole, readable safetensors file (")
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.policies.topk import TopK
-from moe_ep_bench.workload import SyntheticWorkload, TokenBatch, deal
-from moe_ep_bench.workload.batch import balanced_scores, dealing_order, image_tokens
+from moe_ep_bench.workload.batch import TokenBatch, balanced_scores, deal_pieces, dealing_order, image_tokens
+from moe_ep_bench.workload.synthetic import SyntheticWorkload
 from moe_ep_bench.workload.tail import Groups, fill_tail, fit_top_k, keep_top_k_ahead
 
 few_examples = settings(max_examples=15)
@@ -88,15 +88,14 @@ def test_the_first_tokens_of_every_sequence_are_images():
 @few_examples
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(1, 6))
 def test_ranks_get_as_many_tokens_as_nearly_as_whole_sequences_allow(length_S, num_ranks):
-    ids_T = torch.arange(len(length_S)).repeat_interleave(torch.tensor(length_S))
-    dealt = deal(ids_T, num_ranks)
-    assert torch.equal(torch.cat(dealt).sort().values, torch.arange(len(ids_T)))
-    assert all((indices.diff() > 0).all() for indices in dealt)
-    num_pieces = sum(ids_T[indices].unique().numel() for indices in dealt)
-    assert num_pieces == max(len(length_S), min(num_ranks, len(ids_T))), "a sequence is cut only for an empty rank"
-    fills = [len(indices) for indices in dealt]
-    assert sum(map(bool, fills)) == min(num_ranks, num_pieces)
-    assert max(fills) - min(fills) <= max(length_S)
+    start_P, rank_P = deal_pieces(np.array(length_S), num_ranks)
+    length_P, num_tokens = np.diff(start_P), sum(length_S)
+    assert (start_P[0], start_P[-1]) == (0, num_tokens)
+    assert set(np.cumsum(length_S)) <= set(start_P), "a sequence ends where a piece ends"
+    assert len(length_P) == max(len(length_S), min(num_ranks, num_tokens)), "a sequence is cut only for an empty rank"
+    fill_R = np.bincount(rank_P, length_P, minlength=num_ranks)
+    assert (fill_R > 0).sum() == min(num_ranks, len(length_P))
+    assert fill_R.max() - fill_R.min() <= max(length_S)
 
 
 # Balancing

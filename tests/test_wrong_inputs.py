@@ -11,7 +11,7 @@ import yaml
 
 from moe_ep_bench import cli
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.presets import ConfigError
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -50,7 +50,7 @@ CHANGES = {
     "policies=topk": "policies: expected a list, got 'topk'",
     "policies.0.x=1": "policies.0: x: topk has no such field; expected no fields",
     "policies.1.k0=99": "policies.1.k0: expected at most the model's 64 experts, got 99",
-    "policies.0={name: token_drop, capacity_factor: 1e9}": "got '1e9' (text to YAML; as a number 1000000000.0)",
+    "policies.0={name: token_drop, capacity_factor: many}": "capacity_factor: expected a number, got 'many'",
     "policies.2.k0=1": "--set policies.2.k0=1: policies.2.k0: expected 0 to 1 for an entry of the list, got 2",
     "policies.0.name=oa": "policies.0: name: expected one of ",
     "policies.0.name.x=1": "--set policies.0.name.x=1: policies.0.name.x: name has no keys of its own",
@@ -99,6 +99,7 @@ COMMANDS = {
     ONE_NODE: "--links, --ep: links/h100-nvlink4: expected at most 8 ranks (inter is null: one node), got 16; "
     "h100-nvlink4-ndr crosses nodes",
     "emulat": "COMMAND: expected one of run, emulate",
+    "trace thresholds x --budget 1%": "expected no such arguments: --budget 1%; --budget is gone: the policy",
     "run": "the following arguments are required: CONFIG",
     "show": "the following arguments are required: DIR",
     "emulate CONFIG policies.0.k0=2": "expected no such arguments: policies.0.k0=2; --set KEY=VALUE replaces a value",
@@ -202,9 +203,10 @@ def test_a_model_may_be_given_by_its_shape(tmp_path: Path) -> None:
     assert (spec.num_experts, spec.top_k, spec.num_moe_layers, spec.normalize) == (1024, 2, 1, True)
     for model, message in (
         ({**SHAPE, "preset": "olmoe-1b-7b"}, "model: give either preset or hf_config, or the shape"),
-        ({"top_k": 2, "hidden_size": 32}, "model: num_experts: missing beside top_k, hidden_size"),
+        ({"top_k": 2, "hidden_size": 32}, "model: num_experts: missing"),
+        ({**SHAPE, "top_l": 1}, "model: top_l: no such key; expected one of preset, hf_config, scale"),
         ({**SHAPE, "top_k": 1025}, "top_k: expected at most num_experts=1024, got 1025"),
-        ({"preset": "olmoe-1b-7b", "normalize": True}, "model: num_experts: missing beside normalize"),
+        ({"preset": "olmoe-1b-7b", "normalize": True}, "model: give either preset or hf_config, or the shape"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(message)):
+        with pytest.raises(UserError, match=re.escape(message)):
             load_experiments(write(tmp_path, model=model), on_cpu=False)

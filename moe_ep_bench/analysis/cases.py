@@ -39,7 +39,7 @@ from moe_ep_bench.analysis.reduce import (
 )
 from moe_ep_bench.analysis.seeds import joined
 from moe_ep_bench.analysis.store import Comparison, Store, read_store
-from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts
+from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts, tokens_words
 from moe_ep_bench.schema import ALL, ATTENTION, LAYER_PHASES, MOE, REST, TOTAL
 from moe_ep_bench.timing.statistics import (
     Estimate,
@@ -50,7 +50,6 @@ from moe_ep_bench.timing.statistics import (
     noise_floor,
     paired_ratios,
 )
-from moe_ep_bench.workload.formatting import tokens_words
 
 COMPARISON = ["directory", "comparison_id"]
 CASE = [*COMPARISON, "case_id"]

@@ -19,10 +19,9 @@ from moe_ep_bench.analysis.cases import COMPARISON, cases, routing
 from moe_ep_bench.analysis.origins import component_words, is_same_model
 from moe_ep_bench.analysis.reduce import probe_floor_us
 from moe_ep_bench.analysis.store import Comparison, Store
-from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts
+from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts, tokens_words
 from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
-from moe_ep_bench.workload.formatting import tokens_words
 
 # Aims of the timing protocol: above these a breakdown is told apart from what it breaks down.
 MAX_UNACCOUNTED = 0.01

@@ -262,10 +262,7 @@ RULES = (
     *_lacks(_ROUTED, "num_tokens", "num_topk_pairs", "num_dropped_pairs"),
     *_loads("load_E", "num_experts"),
     *_loads("load_R", "num_ranks"),
-    *(
-        Rule(_ROUTED, name, _is_strange(name, -1 if name == "max_violation" else 0), "expected finite numbers from 0")
-        for name in _NUMBERS
-    ),
+    *(Rule(_ROUTED, name, _is_strange(name, 0), "expected finite numbers from 0") for name in _NUMBERS),
     Rule("routing", "rank", _repeats(*_UNIT), "expected one row for each rank, batch and layer, got several"),
     Rule("routing", "rank", _lacks_units, "expected all of {world_size} ranks in every batch and layer"),
     *(

@@ -61,12 +61,6 @@ class CaseSpec:
         return [known for known in hashes if known is not None]
 
     @property
-    def capacity_factor(self) -> float:
-        """By which excess load is counted: the policy's own, 1 where it has none."""
-        factor = self.params.get("capacity_factor")
-        return factor if isinstance(factor, float) else 1.0
-
-    @property
     def label(self) -> str:
         rule = self.policy or self.replication
         return rule.label if rule else _LABELS.get(self.role, self.name)

@@ -40,8 +40,8 @@ from moe_ep_bench.placement import replicate, replicate_by_risk
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
-from moe_ep_bench.workload import RecordedWorkload, TokenBatch, Workload
-from moe_ep_bench.workload.batch import deal_pieces, image_tokens
+from moe_ep_bench.workload.batch import TokenBatch, Workload, deal_pieces, image_tokens
+from moe_ep_bench.workload.replay import RecordedWorkload
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,8 +180,8 @@ class Comparison:
             facts |= {key: value for key, value in targets.items() if value is not None}
             facts = {key: value for key, value in facts.items() if key not in ("skew_from", "layer")}
         if isinstance(workload, RecordedWorkload):
-            traces = zip(workload.sources, workload.traces, strict=True)
-            facts["trace"] = [{"trace": trace.sha256(), "share": source.share} for source, trace in traces]
+            traces = zip(workload.shares, workload.traces, strict=True)
+            facts["trace"] = [{"trace": trace.sha256(), "share": share} for share, trace in traces]
         return {**facts, "num_tokens": self.num_tokens, "tokens_per_rank": None}
 
     def alike_but_for(self, *keys: str) -> str:

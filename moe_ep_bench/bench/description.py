@@ -22,7 +22,8 @@ from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
-from moe_ep_bench.workload import SyntheticWorkload, Workload
+from moe_ep_bench.workload.batch import Workload
+from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
 if TYPE_CHECKING:  # It imports torch, for which a dry run does not wait.
     from moe_ep_bench.runtime.ranks import Ranks
@@ -103,7 +104,8 @@ def solve_together(workloads: Sequence[Workload], ranks: Ranks, before: Callable
     Raises:
         ValueError: some batch cannot meet its targets; on every rank.
     """
-    batches = [(workload, index) for workload in workloads for index in range(workload.num_batches)]
+    solvable = [workload for workload in workloads if isinstance(workload, SyntheticWorkload)]
+    batches = [(workload, index) for workload in solvable for index in range(workload.num_batches)]
     problem = ""
     try:
         for workload, index in batches[ranks.rank :: ranks.world_size]:
@@ -113,8 +115,8 @@ def solve_together(workloads: Sequence[Workload], ranks: Ranks, before: Callable
         problem = str(error)
     for refused in filter(None, ranks.told(problem)):
         raise UserError(refused)
-    for rank, solved in enumerate(ranks.told([workload.solved() for workload in workloads])):
-        for workload, of_workload in zip(workloads, solved, strict=True):
+    for rank, solved in enumerate(ranks.told([workload.solved() for workload in solvable])):
+        for workload, of_workload in zip(solvable, solved, strict=True):
             if rank != ranks.rank:
                 workload.take_solved(of_workload)
 

@@ -29,11 +29,11 @@ from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.lazy import torch
-from moe_ep_bench.presets import ConfigError
 from moe_ep_bench.runtime.progress import SILENT_S, progress_bar
-from moe_ep_bench.workload import RecordedWorkload, SyntheticWorkload, Workload
-from moe_ep_bench.workload.patterns import PatternWorkload
+from moe_ep_bench.workload.batch import Workload
+from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.skews import PATTERNS
+from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
 
 def plan(
@@ -175,7 +175,7 @@ def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:
     Such is a repeated value, and a key that this backend does not read.
 
     Raises:
-        ConfigError: one line naming the file, the swept key and its values.
+        UserError: one line naming the file, the swept key and its values.
     """
     first: dict[str, Comparison] = {}
     for comparison in comparisons:
@@ -186,9 +186,9 @@ def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:
         differing = [key for key in mine if mine[key] != theirs[key]]
         if not differing:
             point = ", ".join(f"{key}={value}" for key, value in mine.items())
-            raise ConfigError(f"{config}: sweep: expected every value once, got {point} twice")
+            raise UserError(f"{config}: sweep: expected every value once, got {point} twice")
         values, others = (", ".join(str(at[key]) for key in differing) for at in (mine, theirs))
-        raise ConfigError(
+        raise UserError(
             f"{config}: sweep.{', sweep.'.join(differing)}: {others} and {values} are one and the same comparison "
             f"for this command; expected values that it measures differently, or one (--set {differing[0]}=VALUE)"
         )
@@ -264,7 +264,7 @@ def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -
             return RecordedWorkload(recordings, **sizes, **groups, **{key: getattr(config, key) for key in keys})
         length = config.sequence_length
         if config.skew in PATTERNS:
-            return PatternWorkload(pattern=config.skew, sequence_length=length, **sizes, **groups)
+            return SyntheticWorkload(pattern=config.skew, sequence_length=length, **sizes, **groups)
         targets = config.targets(experiment.model.preset, experiment.layer.ep_size or world_size)
         load = targets.pop("rank_load")
         rank_load = (load["ep_size"], load["load"]) if load else None

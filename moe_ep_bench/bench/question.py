@@ -25,10 +25,9 @@ from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model, preset_of
 from moe_ep_bench.policies import policy_class
-from moe_ep_bench.presets import ConfigError
-from moe_ep_bench.workload import open_trace
 from moe_ep_bench.workload.counts import one_rank_words, read_counts
 from moe_ep_bench.workload.skews import PATTERNS
+from moe_ep_bench.workload.trace import open_trace
 
 CONFIG_NAME = "advise.yaml"
 # Flags that are keys of a config; ``--decode-tokens`` is ``--tokens`` of a decode step.
@@ -241,7 +240,7 @@ def _points(where: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> list[Exp
     """The points of a config; mistakes in a config that flags made name the flag."""
     try:
         return experiments_of(where, *copy.deepcopy((raw, sweep)))
-    except ConfigError as error:
+    except UserError as error:
         said = str(error).removeprefix(f"{CONFIG_NAME}: ")
         flag = next((flag for flag, key in KEYS.items() if said.startswith(f"{key}:")), None)
         if flag is None or said == str(error):

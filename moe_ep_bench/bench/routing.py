@@ -42,8 +42,7 @@ from moe_ep_bench.placement import other_batches
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.policies.laser import LoadAwarePolicy
-from moe_ep_bench.workload import TokenBatch
-from moe_ep_bench.workload.batch import balanced_scores
+from moe_ep_bench.workload.batch import TokenBatch, balanced_scores
 
 if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
     from moe_ep_bench.kernels.shared import SharedSteps
@@ -338,13 +337,12 @@ def on_slots(slots: ExpertPlacement, routing: Routing, rank: int) -> Routing:
 
 
 def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, Any]:
-    """A row of the table ``routing``: ``routing_metrics``, excess load by the case's own factor; loads of images."""
-    how: dict[str, Any] = {"of_scores": share.of_scores, "capacity_factor": case.capacity_factor}
+    """A row of the table ``routing``: ``routing_metrics``, and loads of image tokens where there are any."""
     row: dict[str, Any] = {"rank": share.rank, "batch": share.batch, "layer": share.layer}
-    row |= routing_metrics(routing, share.scores_TE, share.context, **how)
+    row |= routing_metrics(routing, share.scores_TE, share.context, share.of_scores)
     if case.is_padded:  # What fills an expert up weighs nothing: it is computed, and no mass of it is kept.
         kept = replace(routing, map_TE=routing.weights_TE > 0)
-        of_kept = routing_metrics(kept, share.scores_TE, share.context, **how)
+        of_kept = routing_metrics(kept, share.scores_TE, share.context, share.of_scores)
         row |= {key: of_kept[key] for key in _OF_KEPT}
     if share.context.modality_T is not None:
         is_image_T, valid_T = share.context.modality_T == IMAGE, share.context.token_mask_T

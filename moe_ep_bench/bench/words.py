@@ -11,12 +11,12 @@ import numpy as np
 
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.cost_model.devices import PRECISIONS
+from moe_ep_bench.facts import tokens_words
 from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.models.memory import Fit, Need, footprint
 from moe_ep_bench.policies.lazy import torch
-from moe_ep_bench.workload import RecordedWorkload
 from moe_ep_bench.workload.counts import one_rank_words, read_counts
-from moe_ep_bench.workload.formatting import tokens_words
+from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.skews import PATTERNS
 
 if TYPE_CHECKING:

@@ -6,10 +6,12 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import json
 import textwrap
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
 
 from moe_ep_bench import __version__
 from moe_ep_bench.config import Experiment, SweepPoint
@@ -18,74 +20,48 @@ from moe_ep_bench.policies import POLICIES
 
 _LAYERS = {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"const": "all"}]}
 # What a file may hold in place of what one experiment holds: it is read into one experiment each.
-_LAYERS = {
-    "anyOf": [{"type": "integer", "minimum": 0}, {"type": "array", "items": {"type": "integer"}}, {"const": "all"}]
-}
-_LISTED: dict[str, dict[str, Any]] = {
-    "RecordedConfig.layer": _LAYERS,
-    "SyntheticConfig.layer": _LAYERS,
-    "RecordedConfig.trace": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/RecordingConfig"}]},
-    "Claim.paper": {"type": "number"},
+_LISTED: dict[str, dict[str, dict[str, Any]]] = {
+    "SyntheticConfig": {"layer": _LAYERS},
+    "RecordedConfig": {"layer": _LAYERS, "trace": {"type": "string"}},
+    "Claim": {"paper": {"type": "number"}},
 }
 
 
-def config_schema(which: str) -> dict[str, Any]:
-    """The schema of a config of ``quality``, or of all other commands (``run``).
+class _Schema(GenerateJsonSchema):
+    """pydantic's, with the descriptions of fields, and what files may hold besides."""
+
+    def model_schema(self, schema: Any) -> dict[str, Any]:
+        model, result = schema["cls"], super().model_schema(schema)
+        fields = result["properties"]
+        for key, other in _LISTED.get(model.__name__, {}).items():
+            fields[key] = {"anyOf": [fields[key], other]}
+        for key, text in described(model).items():
+            fields[key]["description"] = text
+        if not issubclass(model, SweepPoint):
+            result.pop("required", None)  # A sweep may give the value.
+        return result
+
+
+def schema_text(which: str) -> str:
+    """The schema of a config of ``quality``, or of all other commands (``run``), as JSON.
 
     Raises:
         ValueError: it is neither.
     """
-    kinds: dict[str, type[SweepPoint]] = {"run": Experiment}
+    kind: type[SweepPoint] = Experiment
     if which == "quality":
         from moe_ep_bench.quality.config import QualityExperiment
 
-        kinds["quality"] = QualityExperiment
-    if which not in kinds:
+        kind = QualityExperiment
+    elif which != "run":
         raise UserError(f"CONFIGS: expected run (for all commands but quality) or quality, got {which!r}")
-    kind = kinds[which]
-    schema = kind.model_json_schema(by_alias=True)
-    models = {model.__name__: model for model in _models(kind)}
-    for name, part in {kind.__name__: schema, **schema.get("$defs", {})}.items():
-        for key, text in described(models[name]).items():
-            part["properties"][key]["description"] = text
-    for part in schema.get("$defs", {}).values():
-        part.pop("required", None)  # A sweep may give the value.
-    for place, other in _LISTED.items():
-        name, _, key = place.partition(".")
-        if name in schema.get("$defs", {}):
-            fields = schema["$defs"][name]["properties"]
-            fields[key] = {"description": fields[key].get("description", ""), "anyOf": [fields[key], other]}
+    schema = kind.model_json_schema(schema_generator=_Schema)
     schema["properties"]["policies"]["items"] = _policy_schema()
-    for beside in kind.BESIDE:
-        schema["properties"][beside] = {"type": "object"}
+    schema["properties"] |= {beside: {"type": "object"} for beside in kind.BESIDE}
     schema["properties"]["sweep"]["additionalProperties"] = {"type": "array"}
-    schema["required"] = [key for key in schema["required"] if key != "name"]  # Without it a config has its file's.
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": f"moe-ep-bench-{which}-{__version__}",
-        **schema,
-        "title": f"moe-ep-bench {__version__}: a config of {which}",
-    }
-
-
-def described(model: type[BaseModel]) -> dict[str, str]:
-    """The string below each field of a model's source, inherited fields included."""
-    texts: dict[str, str] = {}
-    for kind in reversed(model.__mro__):
-        if not (issubclass(kind, BaseModel) and kind.__module__.startswith("moe_ep_bench")):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
-        for field, text in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                texts[field.target.id] = " ".join(inspect.cleandoc(text.value.value).split())
-    return {key: text for key, text in texts.items() if key in model.model_fields}
-
-
-def _models(kind: type[BaseModel]) -> list[type[BaseModel]]:
-    from moe_ep_bench.presets import models_in
-
-    below = [model for field in kind.model_fields.values() for model in models_in(field.annotation)]
-    return [kind, *(inner for model in below for inner in _models(model))]
+    schema["required"].remove("name")  # Without it a config has its file's.
+    about = {"$id": f"moe-ep-bench-{which}-{__version__}", "title": f"moe-ep-bench {__version__}: a config of {which}"}
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, **about}, indent=2)
 
 
 def _policy_schema() -> dict[str, Any]:
@@ -100,3 +76,16 @@ def _policy_schema() -> dict[str, Any]:
     ]
     own = {"properties": {"name": {"not": {"enum": list(POLICIES)}}}, "required": ["name"]}
     return {"type": "object", "anyOf": [*ours, own]}
+
+
+def described(model: type[BaseModel]) -> dict[str, str]:
+    """The string below each field of a model's source, inherited fields included."""
+    texts: dict[str, str] = {}
+    for kind in reversed(model.__mro__):
+        if not (issubclass(kind, BaseModel) and kind.__module__.startswith("moe_ep_bench")):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
+        for field, text in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                texts[field.target.id] = " ".join(inspect.cleandoc(text.value.value).split())
+    return {key: text for key, text in texts.items() if key in model.model_fields}

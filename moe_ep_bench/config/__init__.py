@@ -6,46 +6,26 @@ interleaved on the same batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, PlainSerializer, PrivateAttr, field_validator, model_validator
+from pydantic import ConfigDict, Field, PlainSerializer, PrivateAttr, model_validator
 
 from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
 from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.models import ModelSpec, ScoreFunction, load_hf_model, naming_hub
+from moe_ep_bench.models import ModelSpec, load_hf_model, naming_hub
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import Policy
-from moe_ep_bench.policies.own import is_file
-from moe_ep_bench.presets import (
-    PolicyEntry,
-    Strict,
-    expand_policies,
-)
+from moe_ep_bench.presets import PolicyEntry, Strict, expand_policies, unknown_key, validated
 from moe_ep_bench.workload.counts import layer_loads, mean_peak_load, one_rank_words, read_counts
 from moe_ep_bench.workload.skews import PATTERNS, SKEWS, TARGETS, Skew, load_skew
 
-
-@dataclass(frozen=True)
-class FileKey:
-    """Marks a key that names a file. Relative paths are read from the config's own folder."""
-
-    is_name: Callable[[str], bool] = lambda _: False
-    """Whether a value is no path but a name, as of a preset."""
-
-
-FILE = FileKey()
 # ``run.json`` has only the last part of a path.
 NAME = PlainSerializer(lambda path: path and path.name, when_used="json")
-OWN_POLICY = FileKey(is_name=lambda text: not is_file(text))
-POLICY_DATA = FileKey(is_name=lambda text: not text.endswith(".safetensors"))
-PRESET_OR_FILE = FileKey(is_name=lambda text: not text.endswith(".yaml"))
 
 
 class SweepPoint(Strict):
@@ -62,57 +42,15 @@ class SweepPoint(Strict):
         return self._point
 
 
-class Shape(Strict):
-    """A model's MoE layer by hand, in place of a preset."""
+class ModelConfig(Strict):
+    """A preset, a Hugging Face config.json, or a shape by hand: the keys of ``ModelSpec``."""
 
-    num_experts: int | None = Field(None, ge=1)
-    """Routed experts, with top_k, hidden_size and ffn_hidden_size in place of a preset."""
-    top_k: int | None = Field(None, ge=1)
-    """Experts of a token."""
-    hidden_size: int | None = Field(None, ge=1)
-    """Width of a token."""
-    ffn_hidden_size: int | None = Field(None, ge=1)
-    """Width of one routed expert's gated FFN."""
-    num_layers: int | None = Field(None, ge=1)
-    """MoE layers of the model; null = 1."""
-    shared_ffn_hidden_size: int | None = Field(None, ge=0)
-    """Width of all shared experts together; null = none."""
-    activation: Literal["swiglu", "plain"] | None = None
-    """Plain experts have no gate: two matrices in place of three; null = swiglu."""
-    score_function: ScoreFunction | None = None
-    """Score function of the router; null = softmax."""
-    selection_bias: bool | None = None
-    """A learned bias per expert that selects, but does not weigh; null = none."""
-    num_groups: int | None = Field(None, ge=2)
-    """Groups of experts, of which a token may choose from the top_groups best; null = none."""
-    top_groups: int | None = Field(None, ge=1)
-    """Groups of a token."""
-    group_score_experts: int | None = Field(None, ge=1)
-    """Best experts of a group whose sum is its score."""
-    normalize: bool | None = None
-    """Divide a token's weights by their sum; null = true."""
-    routed_scale: float | None = Field(None, gt=0)
-    """Factor on a token\'s weights; null = 1."""
+    model_config = ConfigDict(extra="allow")
 
-    def shape(self) -> ModelSpec | None:
-        """The model that is given by hand, or None.
-
-        Raises:
-            ValueError: a key is missing, or given without ``num_experts``.
-        """
-        given = {key: getattr(self, key) for key in Shape.model_fields if getattr(self, key) is not None}
-        if not given:
-            return None
-        if missing := [key for key in ("num_experts", "top_k", "hidden_size", "ffn_hidden_size") if key not in given]:
-            raise UserError(f"{missing[0]}: missing beside {', '.join(given)}, which give a shape by hand")
-        named = {"name": f"{self.num_experts} experts, top-{self.top_k}", "source": "shape given in the config"}
-        return ModelSpec(**{**named, "num_layers": 1, "normalize": True, **given})
-
-
-class ModelConfig(Shape):
     preset: str | None = None
-    """Model of data/models/."""
-    hf_config: Annotated[Path | None, FILE] = None
+    """Model of data/models/. In place of it a shape by hand: num_experts, top_k, hidden_size, ffn_hidden_size, and any
+    other key of those files."""
+    hf_config: Path | None = None
     """Hugging Face config.json, or its folder, in place of a preset."""
     scale: float = Field(1.0, gt=0, le=1)
     """Factor on the hidden sizes."""
@@ -121,20 +59,27 @@ class ModelConfig(Shape):
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
-        if sum(source is not None for source in (self.preset, self.hf_config, self.shape())) != 1:
+        known = [*type(self).model_fields, *ModelSpec.model_fields]
+        if unknown := [key for key in self.model_extra or () if key not in known]:
+            raise UserError(unknown_key(unknown[0], known))
+        if sum(map(bool, (self.preset, self.hf_config, self.model_extra))) != 1:
             raise UserError("give either preset or hf_config, or the shape: num_experts, top_k, ...")
         self.spec()  # Raises where there is no such model, and lists what there is.
         return self
 
     def spec(self) -> ModelSpec:
-        if (by_hand := self.shape()) is not None:
-            whole = by_hand
-        elif self.hf_config is not None:
+        if self.hf_config is not None:
             whole = load_hf_model(self.hf_config)
-        else:
-            assert self.preset is not None
+        elif self.preset is not None:
             with naming("preset"), naming_hub(self.preset):
                 whole = ModelSpec.named(self.preset)
+        else:
+            shape = self.model_extra or {}
+            name = f"{shape.get('num_experts')} experts, top-{shape.get('top_k')}"
+            whole = validated(
+                ModelSpec,
+                {"name": name, "source": "shape given in the config", "num_layers": 1, "normalize": True, **shape},
+            )
         return whole.sharded(self.tensor_parallel).scaled(self.scale)
 
 
@@ -168,7 +113,7 @@ class SyntheticConfig(_Workload):
     skew: Literal[(*SKEWS, *PATTERNS)] | None = None
     """Targets calibrated to the model (data/skews/), where keys beside it win, null included; or another benchmark's
     pattern (``megatron_*``, ``power_law_*``)."""
-    skew_from: Annotated[Path | None, FILE, NAME] = None
+    skew_from: Annotated[Path | None, NAME] = None
     """Counts of experts in place of ``skew``: a recording, SGLang's ``logical_count`` or [layers][experts] in JSON."""
     layer: int | None = Field(None, ge=0)
     """Layer of ``skew_from`` whose loads experts get; several or ``all``: a comparison each. null = the mean
@@ -248,7 +193,7 @@ class SyntheticConfig(_Workload):
 
 
 class RecordingConfig(Strict):
-    trace: Annotated[Path, FILE]
+    trace: Path
     """Path of a moe-trace-v1 file."""
     share: float = Field(1.0, gt=0)
     """Share of all tokens, relative to the others."""
@@ -257,7 +202,7 @@ class RecordingConfig(Strict):
 class RecordedConfig(_Workload):
     kind: Literal["recorded"] = "recorded"
     """Scores are replayed from recordings."""
-    trace: Annotated[tuple[RecordingConfig, ...], FILE] = Field(min_length=1)
+    trace: tuple[RecordingConfig, ...] = Field(min_length=1)
     """Path of a recording, or several recordings with their shares."""
     layer: int = Field(ge=0)
     """Recorded layer; several or ``all``: a comparison each."""
@@ -286,11 +231,6 @@ class RecordedConfig(_Workload):
     @property
     def tail_words(self) -> str:
         return "all scores recorded" if self.tail == "recorded" else f"{self.tail} tail"
-
-    @field_validator("trace", mode="before")
-    @classmethod
-    def _one_or_several(cls, value: object) -> object:
-        return [{"trace": value}] if isinstance(value, str | Path) else value
 
 
 class LayerConfig(Strict):
@@ -352,10 +292,49 @@ class MeasureConfig(Strict):
         return self.model_dump(mode="json", exclude={"timeout_s", "launches"}, exclude_defaults=True)
 
 
-MOST_SOLVE_US = 1_000_000  # a batch takes less than a second
+SolveTime = Annotated[float, Field(ge=0, le=1_000_000)]  # a batch takes less than a second
+_LABELS = {
+    "eplb": "EPLB",
+    "variance": "variance plan",
+    "static": "",
+    "lp": " + LP",
+    "activated": " + fewest activated",
+    "llep": "LLEP",
+    "ultra": "UltraEP",
+    "waterfill": "shared experts by water-filling",
+}
 
 
-class ReplicationConfig(Strict):
+class Lossless(Strict):
+    """What spreads a batch over ranks and loses nothing (``balancers``): a case of ``emulate`` beside the policies."""
+
+    @property
+    def solving_us(self) -> float | None:
+        """Of a batch on every rank; None where nothing is solved."""
+        return self.solve_us
+
+    @property
+    def title(self) -> str:
+        return _LABELS[self.name]
+
+    @property
+    def label(self) -> str:
+        """As tables and claims name it."""
+        solving = "" if self.solving_us is None else f" ({self.solving_us:g} us to solve)"
+        return f"{self.title}{solving}, {self.spare_per_rank} spare per rank"
+
+    def params(self) -> dict[str, Any]:
+        """What makes a case of it, JSON-ready."""
+        always = {"spare_per_rank": self.spare_per_rank or None, "solve_us": self.solving_us}
+        changed = self.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+        return changed | {key: value for key, value in always.items() if value is not None}
+
+    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Balanced:
+        """A batch over the slots of all ranks; here routed experts stay where they are."""
+        return OVER_REPLICAS["static"](slot_expert_P, counts_RE)
+
+
+class ReplicationConfig(Lossless):
     """Replicas of busy experts that are placed ahead (``placement``), and who chooses among them (``balancers``)."""
 
     spare_per_rank: int = Field(ge=1)
@@ -365,7 +344,7 @@ class ReplicationConfig(Strict):
     balancer: Literal["static", "lp", "activated"] = "static"
     """Replicas share evenly; or every batch is solved, for the emptiest fullest rank (``lp``) or the fewest activated
     experts on a rank (``activated``)."""
-    solve_us: float | None = Field(None, ge=0, le=MOST_SOLVE_US)
+    solve_us: SolveTime | None = None
     """Time in which every rank solves a batch, assumed; null = 100, static 0."""
 
     @model_validator(mode="after")
@@ -380,24 +359,17 @@ class ReplicationConfig(Strict):
 
     @property
     def solving_us(self) -> float | None:
-        """Of a batch on every rank; None where nothing is solved."""
         return None if self.balancer == "static" else SOLVE_US if self.solve_us is None else self.solve_us
 
     @property
-    def label(self) -> str:
-        return _label(f"{_LABELS[self.plan]}{_LABELS[self.balancer]}", self)
-
-    def params(self) -> dict[str, Any]:
-        """What makes a case of it, JSON-ready."""
-        solving = {} if self.solving_us is None else {"solve_us": self.solving_us}
-        return self.model_dump(mode="json", exclude_defaults=True) | solving
+    def title(self) -> str:
+        return f"{_LABELS[self.plan]}{_LABELS[self.balancer]}"
 
     def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Balanced:
-        """A batch over slots that were placed ahead (``balancers``)."""
         return OVER_REPLICAS[self.balancer](slot_expert_P, counts_RE)
 
 
-class RebalanceConfig(Strict):
+class RebalanceConfig(Lossless):
     """Weights of experts that move in every batch (``balancers``)."""
 
     name: Literal["llep", "ultra"]
@@ -408,72 +380,32 @@ class RebalanceConfig(Strict):
     """Fewest pairs for which an expert's weights move, unless they are the last."""
     threshold: float | None = Field(None, ge=1)
     """Nothing moves while the fullest rank has at most so many times the mean; null = 1.3 for llep, 1 for ultra."""
-    solve_us: float = Field(SOLVE_US, ge=0, le=MOST_SOLVE_US)
+    solve_us: SolveTime = SOLVE_US
     """Time in which every rank plans a batch, assumed."""
-
-    @property
-    def solving_us(self) -> float:
-        """As of ``ReplicationConfig``."""
-        return self.solve_us
 
     @property
     def label(self) -> str:
         changed = self.model_dump(include={"least_pairs", "threshold"}, exclude_defaults=True)
-        return ", ".join([_label(_LABELS[self.name], self), *(f"{key}={value}" for key, value in changed.items())])
-
-    def params(self) -> dict[str, Any]:
-        """What makes a case of it, JSON-ready."""
-        always = {"spare_per_rank": self.spare_per_rank, "solve_us": self.solve_us}
-        return self.model_dump(mode="json", exclude_defaults=True, exclude={"name"}) | always
+        return ", ".join([super().label, *(f"{key}={value}" for key, value in changed.items())])
 
     def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Balanced:
-        """A batch over homes and free slots (``balancers``)."""
         threshold = {"llep": 1.3, "ultra": 1.0}[self.name] if self.threshold is None else self.threshold
         return MOVING[self.name](slot_expert_P, counts_RE, least_pairs=self.least_pairs, threshold=threshold)
 
 
-class WaterfillConfig(Strict):
+class WaterfillConfig(Lossless):
     """Tokens of shared experts that go to the ranks with fewest pairs (``balancers.water_fill``)."""
 
     name: Literal["waterfill"]
     """``waterfill``: of models with shared experts, where times are modelled."""
-    solve_us: float = Field(0, ge=0, le=MOST_SOLVE_US)
+    solve_us: SolveTime = 0
     """Time in which every rank plans a batch, assumed."""
 
     spare_per_rank: ClassVar[int] = 0
 
     @property
-    def solving_us(self) -> float:
-        """As of ``ReplicationConfig``."""
-        return self.solve_us
-
-    @property
     def label(self) -> str:
-        return "shared experts by water-filling" + (f" ({self.solve_us:g} us to solve)" if self.solve_us else "")
-
-    def params(self) -> dict[str, Any]:
-        """What makes a case of it, JSON-ready."""
-        return {"solve_us": self.solve_us}
-
-    def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Balanced:
-        """Routed experts stay where they are."""
-        return OVER_REPLICAS["static"](slot_expert_P, counts_RE)
-
-
-_LABELS = {
-    "eplb": "EPLB",
-    "variance": "variance plan",
-    "static": "",
-    "lp": " + LP",
-    "activated": " + fewest activated",
-    "llep": "LLEP",
-    "ultra": "UltraEP",
-}
-
-
-def _label(name: str, wanted: ReplicationConfig | RebalanceConfig) -> str:
-    solving = "" if wanted.solving_us is None else f" ({wanted.solving_us:g} us to solve)"
-    return f"{name}{solving}, {wanted.spare_per_rank} spare per rank"
+        return self.title + (f" ({self.solve_us:g} us to solve)" if self.solve_us else "")
 
 
 class FigureConfig(Strict):
@@ -498,12 +430,12 @@ MEASURED = "measured"
 class EmulateConfig(Strict):
     """Settings of ``emulate``."""
 
-    links: Annotated[str | None, PRESET_OR_FILE] = None
+    links: str | None = None
     """Links between virtual ranks: a name of data/links/, a file by ``calibrate``, or of measured tables
     ``table:SYSTEM/nccl/VERSION``, ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND``."""
     bandwidth_scale: float = Field(1.0, ge=1e-6, le=1e6)
     """Factor on the bandwidth of all links."""
-    device: Annotated[str, PRESET_OR_FILE] = MEASURED
+    device: str = MEASURED
     """``measured``: this device runs every virtual rank's layer. Else nothing is run: a name of data/devices/, a path
     of such a file, or measured elsewhere ``table:SYSTEM/FRAMEWORK/VERSION``."""
     transport: Transport = "pairs"
@@ -522,7 +454,6 @@ class EmulateConfig(Strict):
         return self.model_dump(mode="json", include={"transport", "dispatch_dtype"}, exclude_defaults=True)
 
 
-Lossless = ReplicationConfig | RebalanceConfig | WaterfillConfig
 Rule = Policy | Lossless
 """What a case does in place of native: a policy, or what loses nothing."""
 
@@ -562,16 +493,12 @@ class Experiment(SweepPoint):
             for policy in expand_policies([entry]):
                 if classes.setdefault(policy.name, type(policy)) is not type(policy):
                     raise UserError(f"policies.{number}.name: expected one policy of the name {policy.name}, got two")
-                try:
+                with naming(f"policies.{number}", joint="."):
                     policy.check_model(num_experts, self.model.spec().top_k)
-                except ValueError as problem:
-                    raise UserError(f"policies.{number}.{problem}") from None
         for number, claim in enumerate(self.claims):
             self.claimed_policies(number)
-            try:
+            with naming(f"claims.{number}", joint="."):
                 claim.check_scope(self.scope, decodes=self.whole.context_length > 0)
-            except ValueError as problem:
-                raise UserError(f"claims.{number}.{problem}") from None
         return self
 
     @property

@@ -8,179 +8,35 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel
-
-from moe_ep_bench.config import OWN_POLICY, POLICY_DATA, Experiment, FileKey, SweepPoint
-from moe_ep_bench.errors import brief, naming
+from moe_ep_bench.config import Experiment, SweepPoint
+from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import FILE_FIELDS, POLICIES
-from moe_ep_bench.presets import REMOVED, ConfigError, models_in, read_yaml, validated
+from moe_ep_bench.policies.own import is_file
+from moe_ep_bench.presets import REMOVED, read_yaml, validated
 from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
 
 _Schema = TypeVar("_Schema", bound=SweepPoint)
 
-# Entries of policies are no models with fields of their own.
+# Keys that name a file, and whether a value of theirs does: some take names too.
 _POLICIES = ("policies", "claims.policy", "claims.versus")
-_POLICY_FILES = {f"{key}.name": OWN_POLICY for key in _POLICIES} | {
-    f"{key}.{field}": POLICY_DATA for key in _POLICIES for field in FILE_FIELDS
+_FILES: dict[str, Callable[[str], bool]] = {
+    **dict.fromkeys(("model.hf_config", "workload.skew_from", "workload.trace", "workload.trace.trace"), bool),
+    **dict.fromkeys(("model.checkpoint", "text.file", "include"), bool),
+    **dict.fromkeys(("emulate.links", "emulate.device"), lambda text: text.endswith(".yaml")),
+    **dict.fromkeys((f"{key}.name" for key in _POLICIES), is_file),
+    **dict.fromkeys(
+        (f"{key}.{field}" for key in _POLICIES for field in FILE_FIELDS), lambda text: text.endswith(".safetensors")
+    ),
 }
-
-
-def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool) -> list[Experiment]:
-    """Read a config file and return one experiment per point of its ``sweep``.
-
-    Args:
-        overrides: ``key=value`` with a dotted key and a YAML value; they win over the file. An override of a swept
-            key ends its sweep; ``sweep.key=[values]`` sweeps it. Relative paths are read from the working directory.
-        on_cpu: apply the file's ``on_cpu`` section, whose dotted keys and values work as overrides.
-
-    Raises:
-        ConfigError: one line naming file, key, value and what is allowed.
-    """
-    return experiments_of(path, *_read(path, Experiment, overrides, Path(), on_cpu=on_cpu))
-
-
-def read_config(path: Path, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a config file's values and its sweep, overrides applied and paths absolute; ``on_cpu`` is passed over.
-
-    Raises:
-        ConfigError: see ``load_experiments``.
-    """
-    return _read(path.absolute(), Experiment, overrides, Path.cwd())
-
-
-def experiments_of(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> list[Experiment]:
-    """One experiment per point of a config's sweep; ``path`` is named in errors."""
-    if "scope" in sweep:
-        raise ConfigError(
-            f"{path}: sweep.scope: expected one value, as scope outside of sweep: times of layers and of whole models "
-            "stand in directories of their own"
-        )
-    if isinstance(raw.get("workload"), dict):
-        _sweep_recording(path, raw, sweep)
-    return _points(path, Experiment, raw, sweep)
-
-
-def load_points(path: Path, schema: type[_Schema], overrides: Iterable[str]) -> list[_Schema]:
-    """Read a config file of another schema, one experiment per point of its ``sweep``.
-
-    Overrides work as in ``load_experiments``, but their relative paths too are read from the config's own folder.
-
-    Raises:
-        ConfigError: one line naming file, key, value and what is allowed.
-    """
-    return _points(path, schema, *_read(path, schema, overrides, path.parent))
-
-
-def _read(
-    path: Path, schema: type[SweepPoint], overrides: Iterable[str], overrides_folder: Path, *, on_cpu: bool = False
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The file's values and its sweep, both with the overrides applied and relative paths resolved."""
-    files = _file_keys(schema) | _POLICY_FILES
-    if not path.exists() and path.name in ModelSpec.names():
-        raise ConfigError(f"{path}: is a model's name; expected a config's path (advise takes --model {path.name})")
-    raw = read_yaml(path, "cannot read the config")
-    is_of_quality = isinstance(raw.get("model"), dict) and "checkpoint" in raw["model"]
-    if is_of_quality and schema is Experiment:
-        raise ConfigError(f"{path}: model.checkpoint: is for moe-ep-bench quality alone")
-    if not is_of_quality and schema is not Experiment and "workload" in raw:
-        raise ConfigError(f"{path}: workload: is for run, emulate, route and advise; quality needs model.checkpoint")
-    raw.setdefault("name", re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "-", path.stem).strip("-") or "config")
-    sections = {name: raw.pop(name, None) or {} for name in schema.BESIDE}
-    for name, section in sections.items():
-        if not isinstance(section, dict):
-            raise ConfigError(f"{path}: {name}: expected dotted keys with values, got {brief(section)}")
-    raw, sweep = (_resolved(values, "", files, path.parent) for values in (raw, sections["sweep"]))
-    on_cpu_values = sections["on_cpu"] if on_cpu else {}
-    changes = [(str(key), value, path.parent, f"{path}: on_cpu.{key}") for key, value in on_cpu_values.items()]
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator:
-            raise ConfigError(f"--set {brief(override, quoted=False)}: expected key=value")
-        where = f"--set {brief(override, quoted=False)}"
-        try:
-            value = parse_yaml(text)
-        except ValueError as error:
-            raise ConfigError(f"{where}: the value is {error}") from None
-        changes.append((key, value, overrides_folder, where))
-    for key, value, folder, where in changes:
-        swept = key.removeprefix("sweep.")
-        value = _resolved(value, re.sub(r"\.\d+(?=\.|$)", "", swept), files, folder)
-        if key == "sweep":
-            raise ConfigError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
-        if key != swept:
-            sweep[swept] = value
-        else:
-            _check_policys_field(raw, key, where)
-            _put(raw, key, value, where)
-            sweep.pop(key, None)
-    return raw, sweep
-
-
-def _check_policys_field(raw: dict[str, Any], key: str, where: str) -> None:
-    """Refuse a field that the policy of this place lacks and others of the list have: the place may be the mistake."""
-    place, entries = re.fullmatch(r"policies\.(\d+)\.(\w+)", key), raw.get("policies")
-    if place is None or not isinstance(entries, list) or int(place[1]) >= len(entries):
-        return
-    field, names = place[2], [entry.get("name") if isinstance(entry, dict) else None for entry in entries]
-    name = names[int(place[1])]
-    having = [f"policies.{n} ({names[n]})" for n, entry in enumerate(entries) if names[n] and field in entry]
-    if name in POLICIES and having and field not in {"name", *(known.name for known in fields(POLICIES[name]))}:
-        raise ConfigError(f"{where}: policies.{place[1]} is {name}, which has no {field}; have it: {', '.join(having)}")
-
-
-def _file_keys(kind: type[BaseModel], above: str = "") -> dict[str, FileKey]:
-    """The dotted keys of a schema that are marked as naming files."""
-    keys: dict[str, FileKey] = {}
-    for name, field in kind.model_fields.items():
-        key = above + name
-        keys.update((key, mark) for mark in field.metadata if isinstance(mark, FileKey))
-        for model in models_in(field.annotation):
-            keys |= _file_keys(model, f"{key}.")
-    return keys
-
-
-def _resolved(value: Any, key: str, files: Mapping[str, FileKey], folder: Path) -> Any:
-    """A copy of a key's value in which relative paths are read from ``folder``."""
-    if isinstance(value, dict):
-        return {
-            name: _resolved(inner, f"{key}.{name}" if key else str(name), files, folder)
-            for name, inner in value.items()
-        }
-    if isinstance(value, list):
-        return [_resolved(entry, key, files, folder) for entry in value]
-    is_path = isinstance(value, str) and key in files and not files[key].is_name(value)
-    return str(folder / value) if is_path else value
-
-
-def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
-    *parents, last = str(dotted).split(".")
-    inner: Any = raw
-    for parent in parents:
-        listed = isinstance(inner, list)
-        inner = inner[_place(inner, parent, dotted, where)] if listed else inner.setdefault(parent, {})
-        if not isinstance(inner, dict | list):
-            raise ConfigError(f"{where}: {dotted}: {parent} has no keys of its own")
-    if isinstance(inner, list):
-        inner[_place(inner, last, dotted, where)] = value
-    else:
-        inner[last] = value
-
-
-def _place(values: list[Any], number: str, dotted: str, where: str) -> int:
-    if not number.isdecimal() or int(number) >= len(values):
-        allowed = f"0 to {len(values) - 1}" if values else "nothing, for the list is empty"
-        raise ConfigError(f"{where}: {dotted}: expected {allowed} for an entry of the list, got {number}")
-    return int(number)
-
 
 # Keys of earlier versions, and what to use in their place.
 REMOVED |= {
@@ -219,13 +75,152 @@ _NO_SWEEP = {
 }
 
 
+def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool) -> list[Experiment]:
+    """Read a config file and return one experiment per point of its ``sweep``.
+
+    Args:
+        overrides: ``key=value`` with a dotted key and a YAML value; they win over the file. An override of a swept
+            key ends its sweep; ``sweep.key=[values]`` sweeps it. Relative paths are read from the working directory.
+        on_cpu: apply the file's ``on_cpu`` section, whose dotted keys and values work as overrides.
+
+    Raises:
+        UserError: one line naming file, key, value and what is allowed.
+    """
+    return experiments_of(path, *_read(path, Experiment, overrides, Path(), on_cpu=on_cpu))
+
+
+def read_config(path: Path, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read a config file's values and its sweep, overrides applied and paths absolute; ``on_cpu`` is passed over.
+
+    Raises:
+        UserError: see ``load_experiments``.
+    """
+    return _read(path.absolute(), Experiment, overrides, Path.cwd())
+
+
+def load_points(path: Path, schema: type[_Schema], overrides: Iterable[str]) -> list[_Schema]:
+    """Read a config file of another schema, one experiment per point of its ``sweep``.
+
+    Overrides work as in ``load_experiments``, but their relative paths too are read from the config's own folder.
+
+    Raises:
+        UserError: one line naming file, key, value and what is allowed.
+    """
+    return _points(path, schema, *_read(path, schema, overrides, path.parent))
+
+
+def experiments_of(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> list[Experiment]:
+    """One experiment per point of a config's sweep; ``path`` is named in errors."""
+    if "scope" in sweep:
+        raise UserError(
+            f"{path}: sweep.scope: expected one value, as scope outside of sweep: times of layers and of whole models "
+            "stand in directories of their own"
+        )
+    if isinstance(raw.get("workload"), dict):
+        _sweep_recording(path, raw, sweep)
+    return _points(path, Experiment, raw, sweep)
+
+
+# ---- the file and its overrides --------------------------------------------------------------------------------------
+
+
+def _read(
+    path: Path, schema: type[SweepPoint], overrides: Iterable[str], overrides_folder: Path, *, on_cpu: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The file's values and its sweep, both with the overrides applied and relative paths resolved."""
+    if not path.exists() and path.name in ModelSpec.names():
+        raise UserError(f"{path}: is a model's name; expected a config's path (advise takes --model {path.name})")
+    raw = read_yaml(path, "cannot read the config")
+    is_of_quality = isinstance(raw.get("model"), dict) and "checkpoint" in raw["model"]
+    if is_of_quality and schema is Experiment:
+        raise UserError(f"{path}: model.checkpoint: is for moe-ep-bench quality alone")
+    if not is_of_quality and schema is not Experiment and "workload" in raw:
+        raise UserError(f"{path}: workload: is for run, emulate, route and advise; quality needs model.checkpoint")
+    raw.setdefault("name", re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "-", path.stem).strip("-") or "config")
+    sections = {name: raw.pop(name, None) or {} for name in schema.BESIDE}
+    for name, section in sections.items():
+        if not isinstance(section, dict):
+            raise UserError(f"{path}: {name}: expected dotted keys with values, got {brief(section)}")
+    raw, sweep = (_resolved(values, "", path.parent) for values in (raw, sections["sweep"]))
+    changes = [
+        (str(key), value, path.parent, f"{path}: on_cpu.{key}")
+        for key, value in (sections["on_cpu"] if on_cpu else {}).items()
+    ]
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        where = f"--set {brief(override, quoted=False)}"
+        if not separator:
+            raise UserError(f"{where}: expected key=value")
+        with naming(f"{where}: the value is", joint=" "):
+            changes.append((key, parse_yaml(text), overrides_folder, where))
+    for key, value, folder, where in changes:
+        if key == "sweep":
+            raise UserError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
+        swept = key.removeprefix("sweep.")
+        value = _resolved(value, re.sub(r"\.\d+(?=\.|$)", "", swept), folder)
+        if key != swept:
+            sweep[swept] = value
+        else:
+            _check_policys_field(raw, key, where)
+            _put(raw, key, value, where)
+            sweep.pop(key, None)
+    return raw, sweep
+
+
+def _check_policys_field(raw: dict[str, Any], key: str, where: str) -> None:
+    """Refuse a field that the policy of this place lacks and others of the list have: the place may be the mistake."""
+    place, entries = re.fullmatch(r"policies\.(\d+)\.(\w+)", key), raw.get("policies")
+    if place is None or not isinstance(entries, list) or int(place[1]) >= len(entries):
+        return
+    field, names = place[2], [entry.get("name") if isinstance(entry, dict) else None for entry in entries]
+    name = names[int(place[1])]
+    having = [f"policies.{n} ({names[n]})" for n, entry in enumerate(entries) if names[n] and field in entry]
+    if name in POLICIES and having and field not in {"name", *(known.name for known in fields(POLICIES[name]))}:
+        raise UserError(f"{where}: policies.{place[1]} is {name}, which has no {field}; have it: {', '.join(having)}")
+
+
+def _resolved(value: Any, key: str, folder: Path) -> Any:
+    """A copy of a key's value in which relative paths are read from ``folder``."""
+    if isinstance(value, dict):
+        return {name: _resolved(inner, f"{key}.{name}".lstrip("."), folder) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_resolved(entry, key, folder) for entry in value]
+    is_path = isinstance(value, str) and key in _FILES and _FILES[key](value)
+    return str(folder / value) if is_path else value
+
+
+def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
+    """Set the value of a dotted key, whose numbers are places in lists."""
+    *parents, last = str(dotted).split(".")
+    inner: Any = raw
+    for parent in parents:
+        place = _place(inner, parent, f"{where}: {dotted}")
+        inner = inner[place] if isinstance(inner, list) else inner.setdefault(place, {})
+        if not isinstance(inner, dict | list):
+            raise UserError(f"{where}: {dotted}: {parent} has no keys of its own")
+    inner[_place(inner, last, f"{where}: {dotted}")] = value
+
+
+def _place(values: dict[str, Any] | list[Any], key: str, where: str) -> Any:
+    """What a word of a dotted key stands for in ``values``: itself, or a place in a list."""
+    if isinstance(values, dict):
+        return key
+    if not key.isdecimal() or int(key) >= len(values):
+        allowed = f"0 to {len(values) - 1}" if values else "nothing, for the list is empty"
+        raise UserError(f"{where}: expected {allowed} for an entry of the list, got {key}")
+    return int(key)
+
+
+# ---- points of the sweep ---------------------------------------------------------------------------------------------
+
+
 def _points(path: Path, schema: type[_Schema], raw: dict[str, Any], sweep: Mapping[str, Any]) -> list[_Schema]:
     """One experiment for every combination of swept values."""
     for key, values in sweep.items():
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"{path}: sweep.{key}: expected a list of values, got {brief(values)}")
+            raise UserError(f"{path}: sweep.{key}: expected a list of values, got {brief(values)}")
         if key in _NO_SWEEP and len(values) > 1:
-            raise ConfigError(
+            raise UserError(
                 f"{path}: sweep.{key}: its {len(values)} values would be measured as one and the same comparison: "
                 f"{_NO_SWEEP[key]}"
             )
@@ -234,6 +229,9 @@ def _points(path: Path, schema: type[_Schema], raw: dict[str, Any], sweep: Mappi
         point, values = tuple(zip(sweep, chosen, strict=True)), copy.deepcopy(raw)
         for key, value in point:
             _put(values, key, copy.deepcopy(value), f"{path}: sweep")
+        workload = values.get("workload")
+        if isinstance(workload, dict) and isinstance(workload.get("trace"), str):
+            workload["trace"] = [{"trace": workload["trace"]}]
         experiment = validated(schema, values, path, schema.BESIDE)
         experiment._point = point
         experiments.append(experiment)
@@ -248,20 +246,17 @@ def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> 
         sweep["workload.tail"] = list(TAILS)
     if raw.get("scope") == "model" and workload.get("kind") == "recorded":
         # A whole model takes all layers of a recording in one comparison.
-        asked = {
-            "workload.layer": workload.get("layer", "all"),
-            "sweep.workload.layer": sweep.get("workload.layer", "all"),
-        }
-        for key, value in asked.items():
+        swept = sweep.get("workload.layer", "all")
+        for key, value in (("workload.layer", workload.get("layer", "all")), ("sweep.workload.layer", swept)):
             if value != "all":
-                raise ConfigError(
+                raise UserError(
                     f"{path}: {key}: expected all, for with scope model every MoE layer takes its own recorded one; "
                     f"got {brief(value)}"
                 )
         workload["layer"] = 0
     elif isinstance(layer, list):
         if not layer:
-            raise ConfigError(f"{path}: workload.layer: expected a layer, several or all, got []")
+            raise UserError(f"{path}: workload.layer: expected a layer, several or all, got []")
         sweep["workload.layer"] = [place for number, place in enumerate(layer) if place not in layer[:number]]
     elif layer == "all" and workload.get("skew_from") is not None:
         with naming(f"{path}: workload.skew_from"):
@@ -272,8 +267,6 @@ def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> 
         while isinstance(trace, list | dict) and trace:
             trace = trace[0] if isinstance(trace, list) else trace.get("trace")
         if not isinstance(trace, str):
-            raise ConfigError(f"{path}: workload.layer: all needs a recording in workload.trace, got {brief(trace)}")
-        try:
+            raise UserError(f"{path}: workload.layer: all needs a recording in workload.trace, got {brief(trace)}")
+        with naming(f"{path}: workload"):
             sweep["workload.layer"] = list(range(open_trace(trace).num_layers))
-        except ValueError as error:
-            raise ConfigError(f"{path}: workload: {error}") from None

@@ -1,6 +1,6 @@
 """Counting what batches and routings amount to, in one pass over memory, compiled for the host.
 
-Each has a slow form beside it that says the same: ``workload.targets.chosen_experts``, ``metrics.counts_by_torch``.
+Each has a slow form beside it that says the same: ``workload.scores.chosen_experts``, ``metrics.counts_by_torch``.
 
 Shapes: T = tokens, E = experts, K = top_k, R = ranks.
 """
@@ -119,23 +119,21 @@ def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks):
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
-def score_sums(top_k_TE, scores_TE, valid_T, single_head, plateau):
+def score_sums(top_k_TE, scores_TE, valid_T):
     """What ``metrics.ScoreSums`` holds, over valid tokens.
 
     Args:
         top_k_TE: as uint8, padding rows empty.
         valid_T: bool [T]; empty = all tokens are valid.
-        single_head, plateau: the thresholds of the regimes.
     """
     num_tokens, num_experts = scores_TE.shape
-    num_pairs = num_single_head = num_plateau = 0
+    num_pairs = 0
     mass_sum = top_k_sum = share_sum = entropy_sum = 0.0
     for token in range(num_tokens):
         if valid_T.size and not valid_T[token]:
             continue
         scores_E, top_k_E = scores_TE[token], top_k_TE[token]
         pairs, mass, top_k_mass, weighted = 0, 0.0, 0.0, 0.0
-        best, least = -np.inf, np.inf
         for expert in range(num_experts):
             score = np.float64(scores_E[expert])
             mass += score
@@ -144,7 +142,6 @@ def score_sums(top_k_TE, scores_TE, valid_T, single_head, plateau):
             if top_k_E[expert]:
                 pairs += 1
                 top_k_mass += score
-                best, least = max(best, score), min(least, score)
         num_pairs += pairs
         mass_sum += mass
         top_k_sum += top_k_mass
@@ -153,11 +150,7 @@ def score_sums(top_k_TE, scores_TE, valid_T, single_head, plateau):
             if num_experts > 1:
                 entropy = (np.log(mass) - weighted / mass) / np.log(num_experts)
                 entropy_sum += min(max(entropy, 0.0), 1.0)  # rounding may carry it past either end
-        if pairs:
-            is_single_head = top_k_mass > 0 and best >= single_head * top_k_mass
-            num_single_head += is_single_head
-            num_plateau += not is_single_head and least >= plateau * best
-    return num_pairs, top_k_sum, mass_sum, share_sum, entropy_sum, num_single_head, num_plateau
+    return num_pairs, top_k_sum, mass_sum, share_sum, entropy_sum
 
 
 @njit(cache=True, nogil=True)

@@ -13,23 +13,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainSerializer, model_validator
+from pydantic import Field, model_validator
 
-from moe_ep_bench.config import FILE, SweepPoint
+from moe_ep_bench.config import NAME, SweepPoint
 from moe_ep_bench.config.files import load_points
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import REMOVED, PolicyEntry, Strict, expand_policies
 
-# ``run.json`` has only the last part of a path.
-NAME = PlainSerializer(lambda path: path and path.resolve().name, when_used="json")
-
-
 REMOVED["published.table"] = "published.paper and published.item, a table of moe_ep_bench/papers/published/"
 
 
 class CheckpointConfig(Strict):
-    checkpoint: Annotated[Path, FILE, NAME]
+    checkpoint: Annotated[Path, NAME]
     """Folder written by save_pretrained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights; auto = the checkpoint's own."""
@@ -38,7 +34,7 @@ class CheckpointConfig(Strict):
 
 
 class TextConfig(Strict):
-    file: Annotated[Path, FILE, NAME]
+    file: Annotated[Path, NAME]
     """Text in UTF-8."""
     num_sequences: int = Field(64, ge=1)
     """Number of sequences, from the beginning of the text."""
@@ -93,7 +89,7 @@ class QualityExperiment(SweepPoint):
     """Text whose next tokens are judged; give this, tasks or both."""
     tasks: tuple[TaskConfig, ...] | None = Field(None, min_length=1)
     """Tasks of the lm-evaluation-harness."""
-    include: Annotated[Path | None, FILE, NAME] = None
+    include: Annotated[Path | None, NAME] = None
     """Folder with your own tasks, in the harness' YAML."""
     limit: int | None = Field(None, ge=1)
     """Questions of each task, from its beginning; null = all."""
@@ -131,6 +127,6 @@ def load_quality(path: Path, overrides: Iterable[str] = ()) -> list[QualityExper
     """Read a config file: one experiment per point of its ``sweep``.
 
     Raises:
-        ConfigError: one line naming file, key, value and what is allowed.
+        UserError: one line naming file, key, value and what is allowed.
     """
     return load_points(path, QualityExperiment, overrides)

@@ -1,19 +1,32 @@
-"""A batch of tokens, and how ranks share it.
+"""Batches of tokens with their router scores: what every source of them has in common, and how ranks share them.
 
-Shapes: T = tokens of all ranks together, E = experts, R = ranks, S = sequences.
+A workload makes *global* batches and does not know how many ranks there are, so that one workload gives the same bytes
+to 1, 4 or 64 of them. Ranks get whole sequences: single tokens would average the ranks' traffic and erase the
+differences that dispatch and combine have to bear.
+
+Any rows of a batch can be made alone, so a workload need not hold a batch to give a rank its tokens. A thousand ranks
+of 16,384 tokens and 1,024 experts have 64 GiB of scores together, one of them 64 MiB. Which sequences are a rank's
+depends on their lengths only (``deal_pieces``), and a row's scores on the random numbers at its place.
+
+Shapes: T = tokens of all ranks together, E = experts, K = top_k, R = ranks, S = sequences of a batch, P = pieces of
+sequences.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.lazy import Tensor, torch
+from moe_ep_bench.workload.randomness import Run, runs_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +75,158 @@ class TokenBatch:
                 f"padding_per_rank: expected less than the {self.num_tokens} tokens that a rank has, got {num_padding}"
             )
         return replace(self, valid_T=torch.arange(self.num_tokens) < self.num_tokens - num_padding)
+
+
+class Workload(ABC):
+    """A source of ``num_batches`` batches that are the same bytes whenever and wherever they are made.
+
+    A subclass makes scores and describes them. What it keeps between batches changes none. Sequences are numbered from
+    0 in the order of their rows. The config's schema has checked each field by itself; a workload checks what depends
+    on several, or on its files.
+    """
+
+    num_tokens: int
+    num_batches: int
+    num_experts: int
+    top_k: int
+    seed: int
+    topk_share: float | None
+    num_groups: int | None = None
+    top_groups: int | None = None
+
+    @abstractmethod
+    def sequence_lengths(self, index: int) -> NDArray[np.int64]:
+        """Tokens of each sequence of batch ``index``: int64 [S], all above 0."""
+
+    @abstractmethod
+    def make_scores(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float32]]:
+        """Make some rows of batch ``index``, in order: pieces of the scores, float32 [some rows, E].
+
+        Args:
+            runs: ascending.
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, object]:
+        """Say in JSON-ready words and numbers what the batches are; makes none.
+
+        Keys: ``kind`` (synthetic or recorded), ``description`` (one line for readers), ``tail_model`` (how scores
+        below a recorded top-k were filled in, else None), ``targets`` (what was asked for; native's routing says what
+        came of it), ``recording`` (provenance, else None).
+        """
+
+    @functools.cached_property
+    def selection(self) -> RoutingContext:
+        """The model's own top-k."""
+        return RoutingContext(top_k=self.top_k, num_groups=self.num_groups, top_groups=self.top_groups)
+
+    def batch(self, index: int) -> TokenBatch:
+        """Return batch ``index``, 0 to ``num_batches - 1``."""
+        return self.rank_batch(index, 0, 1)
+
+    def rank_batch(self, index: int, rank: int, num_ranks: int) -> TokenBatch:
+        """Make one rank's tokens of batch ``index`` and no others."""
+        return next(self.rank_batches(index, num_ranks, [rank]))
+
+    def rank_batches(self, index: int, num_ranks: int, ranks: Iterable[int] | None = None) -> Iterator[TokenBatch]:
+        """Yield the tokens of some ranks, or of all, rank by rank: one rank's are held at a time.
+
+        Raises:
+            IndexError: no such batch.
+        """
+        start_S, start_P, rank_P = self._dealt(index, num_ranks)
+        sequence_P = np.searchsorted(start_S, start_P[:-1], side="right") - 1
+        for rank in range(num_ranks) if ranks is None else ranks:
+            pieces = np.flatnonzero(rank_P == rank)
+            sequence_id_T = np.repeat(sequence_P[pieces], np.diff(start_P)[pieces])
+            scores_TE = np.empty((len(sequence_id_T), self.num_experts), dtype=np.float32)
+            first = 0
+            for rows_TE in self.make_scores(index, runs_of(pieces, start_P)):
+                scores_TE[first : first + len(rows_TE)] = rows_TE
+                first += len(rows_TE)
+            yield TokenBatch(torch.from_numpy(scores_TE), torch.from_numpy(sequence_id_T))
+
+    def tokens_of_ranks(self, index: int, num_ranks: int) -> NDArray[np.int64]:
+        """Count the tokens that each rank gets of batch ``index``: int64 [R]."""
+        _, start_P, rank_P = self._dealt(index, num_ranks)
+        return np.bincount(rank_P, np.diff(start_P), minlength=num_ranks).astype(np.int64)
+
+    def _dealt(self, index: int, num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Where sequences start, int64 [S + 1], and their pieces, int64 [P + 1]; whose each piece is, int64 [P]."""
+        if not 0 <= index < self.num_batches:
+            raise IndexError(f"batch: expected 0 to {self.num_batches - 1}, got {index}")
+        length_S = self.sequence_lengths(index)
+        return np.concatenate([[0], length_S.cumsum()]), *deal_pieces(length_S, num_ranks)
+
+    def _check_topk_share(self) -> None:
+        least = self.top_k / self.num_experts
+        if self.topk_share is not None and not least < self.topk_share < 1:
+            raise UserError(
+                f"topk_share: expected a number between {least:g} (top_k / experts) and 1, got {self.topk_share:g}"
+            )
+
+
+# ---- dealing ---------------------------------------------------------------------------------------------------------
+
+
+def deal_pieces(length_S: NDArray[np.int64], num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Share a batch among ranks by whole sequences, as evenly in tokens as these allow.
+
+    Sequences are cut only where a rank would be empty (``pieces_of``); then each rank gets one piece.
+
+    Args:
+        length_S: tokens of each sequence.
+
+    Returns:
+        Where each piece starts and the last one ends, int64 [P + 1]; whose it is, int64 [P].
+    """
+    start_P = pieces_of(length_S, num_ranks)
+    return start_P, deal_sequences(np.diff(start_P), num_ranks)
+
+
+def pieces_of(length_S: NDArray[np.int64], num_wanted: int) -> NDArray[np.int64]:
+    """Cut the longest sequences into even parts until there are ``num_wanted`` pieces, or single tokens.
+
+    Returns:
+        Where each piece starts, and the last one ends: int64 [P + 1]. With sequences enough, these are the pieces.
+    """
+    parts_S = np.ones(len(length_S), dtype=np.int64)
+    few = length_S.tolist() if len(length_S) < num_wanted else []
+    longest = [(-length, sequence) for sequence, length in enumerate(few)]
+    heapq.heapify(longest)
+    for _ in range(num_wanted - len(length_S)):
+        if longest[0][0] >= -1:
+            break
+        sequence = longest[0][1]
+        parts_S[sequence] += 1
+        heapq.heapreplace(longest, (-length_S[sequence] / parts_S[sequence], sequence))
+    first_P = (length_S.cumsum() - length_S).repeat(parts_S)
+    number_P = np.arange(len(first_P)) - (parts_S.cumsum() - parts_S).repeat(parts_S)
+    inside_P = length_S.repeat(parts_S) * number_P // parts_S.repeat(parts_S)
+    return np.append(first_P + inside_P, length_S.sum())
+
+
+def deal_sequences(length_S: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+    """Which rank gets each sequence, whole: int64 [S].
+
+    Each sequence in turn goes to the rank with the fewest tokens so far, the lowest such rank on ties. So the fullest
+    rank leads the emptiest by at most one longest sequence.
+
+    Args:
+        length_S: tokens of each.
+    """
+    if (length_S[:-1] == length_S[:1]).all() and (length_S[-1:] <= length_S[:1]).all():
+        return np.arange(len(length_S)) % num_ranks  # what the rule comes to
+    fill_and_rank = [(0, rank) for rank in range(num_ranks)]  # already a heap
+    rank_S = np.empty(len(length_S), dtype=np.int64)
+    for sequence, length in enumerate(length_S.tolist()):
+        fill, rank = fill_and_rank[0]
+        heapq.heapreplace(fill_and_rank, (fill + length, rank))
+        rank_S[sequence] = rank
+    return rank_S
+
+
+# ---- scores and marks of a batch -------------------------------------------------------------------------------------
 
 
 def balanced_scores(
@@ -127,68 +292,3 @@ def image_tokens(sequence_id_T: Tensor, share: float) -> Tensor:
     _, sequence_T, length_S = torch.unique_consecutive(sequence_id_T, return_inverse=True, return_counts=True)
     place_T = torch.arange(len(sequence_id_T), device=length_S.device) - (length_S.cumsum(0) - length_S)[sequence_T]
     return (place_T < (share * length_S).round()[sequence_T]).long()
-
-
-def deal(batch: TokenBatch | Tensor, num_ranks: int) -> list[Tensor]:
-    """Share a batch among ranks by whole sequences, as evenly in tokens as these allow.
-
-    Each sequence in turn goes to the rank with the fewest tokens so far, the lowest such rank on ties. So the fullest
-    rank leads the emptiest by at most one longest sequence.
-    Sequences are cut only where a rank would be empty (``pieces_of``); each such rank gets one piece.
-
-    Args:
-        batch: a batch, or its ``sequence_id_T``; the tokens of a sequence are adjacent.
-
-    Returns:
-        For every rank the int64 indices of its tokens, ascending; together they are all tokens.
-    """
-    sequence_id_T = batch.sequence_id_T if isinstance(batch, TokenBatch) else batch
-    length_S = torch.unique_consecutive(sequence_id_T, return_counts=True)[1].numpy()
-    start_P, rank_P = deal_pieces(length_S, num_ranks)
-    rank_T = torch.from_numpy(rank_P).repeat_interleave(torch.from_numpy(np.diff(start_P)))
-    tokens_per_rank = torch.bincount(rank_T, minlength=num_ranks).tolist()
-    return list(torch.argsort(rank_T, stable=True).split(tokens_per_rank))
-
-
-def deal_pieces(length_S: NDArray[np.int64], num_ranks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Deal by the rule of ``deal``: where each piece starts and the last one ends, int64 [P + 1]; whose it is, [P].
-
-    A piece is a sequence, or a part of one that was cut.
-    """
-    start_P = pieces_of(length_S, num_ranks)
-    return start_P, deal_sequences(np.diff(start_P), num_ranks)
-
-
-def pieces_of(length_S: NDArray[np.int64], num_wanted: int) -> NDArray[np.int64]:
-    """Cut the longest sequences into even parts until there are ``num_wanted`` pieces, or single tokens.
-
-    Returns:
-        Where each piece starts, and the last one ends: int64 [P + 1]. With sequences enough, these are the pieces.
-    """
-    parts_S = np.ones(len(length_S), dtype=np.int64)
-    few = length_S.tolist() if len(length_S) < num_wanted else []
-    longest = [(-length, sequence) for sequence, length in enumerate(few)]
-    heapq.heapify(longest)
-    for _ in range(num_wanted - len(length_S)):
-        if longest[0][0] >= -1:
-            break
-        sequence = longest[0][1]
-        parts_S[sequence] += 1
-        heapq.heapreplace(longest, (-length_S[sequence] / parts_S[sequence], sequence))
-    first_P = (length_S.cumsum() - length_S).repeat(parts_S)
-    number_P = np.arange(len(first_P)) - (parts_S.cumsum() - parts_S).repeat(parts_S)
-    inside_P = length_S.repeat(parts_S) * number_P // parts_S.repeat(parts_S)
-    return np.append(first_P + inside_P, length_S.sum())
-
-
-def deal_sequences(length_S: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """Which rank gets each sequence, whole, by the tokens of each and the rule of ``deal``: int64 [S]."""
-    if (length_S[:-1] == length_S[:1]).all() and (length_S[-1:] <= length_S[:1]).all():
-        return np.arange(len(length_S)) % num_ranks  # what the rule comes to
-    fill_and_rank = [(0, rank) for rank in range(num_ranks)]  # already a heap
-    rank_S = np.empty(len(length_S), dtype=np.int64)
-    for sequence, length in enumerate(length_S.tolist()):
-        fill, rank = fill_and_rank[0]
-        heapq.heapreplace(fill_and_rank, (fill + length, rank))
-        rank_S[sequence] = rank
-    return rank_S

@@ -227,7 +227,7 @@ def mean_peak_load(path: Path) -> float:
 
 
 def write_expert_map(
-    source: Path, out: Path, *, num_ranks: int, spare_per_rank: int, num_nodes: int = 1, preset: str | None = None
+    source: Path, out: Path, num_ranks: int, spare_per_rank: int, num_nodes: int = 1, preset: str | None = None
 ) -> str:
     """Plan by EPLB for counted loads, layer by layer.
 

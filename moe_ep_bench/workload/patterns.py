@@ -26,93 +26,65 @@ Shapes: T = tokens of a batch, E = experts, K = top_k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.workload.randomness import Run, Stream, generator, row_numbers
-from moe_ep_bench.workload.synthetic import GeneratedWorkload, gumbel_noise, softmax
+from moe_ep_bench.workload.randomness import Stream, generator
 
-# Above what noise differs by.
-_INSIDE = 40.0
+INSIDE = 40.0
+"""Added to logits of the experts among which a token chooses: above what noise differs by."""
 
 
-@dataclass(frozen=True, eq=False)
-class PatternWorkload(GeneratedWorkload):
-    """Batches of one of ``skews.PATTERNS``, for a model without groups of experts; else as ``SyntheticWorkload``."""
+def check(pattern: str, num_experts: int, top_k: int, num_groups: int | None) -> None:
+    """Refuse a model that the pattern cannot be of. Raises ValueError."""
+    if num_groups is not None:
+        raise UserError(f"skew: {pattern} knows no groups of experts; the model has {num_groups}")
+    if pattern == "megatron_w5" and num_experts // 2 < top_k:
+        raise UserError(f"skew: megatron_w5 leaves {num_experts // 2} experts, fewer than top_k={top_k}")
 
-    pattern: str
-    num_experts: int
-    top_k: int
-    num_tokens: int
-    num_batches: int
-    sequence_length: int
-    seed: int
-    topk_share: None = None
-    num_groups: int | None = None
-    top_groups: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.num_groups is not None:
-            raise UserError(f"skew: {self.pattern} knows no groups of experts; the model has {self.num_groups}")
-        if self.pattern == "megatron_w5" and self.num_experts // 2 < self.top_k:
-            raise UserError(f"skew: megatron_w5 leaves {self.num_experts // 2} experts, fewer than top_k={self.top_k}")
+def inside(
+    pattern: str, index: int, row_T: NDArray[np.int64], num_experts: int, top_k: int, num_tokens: int, seed: int
+) -> NDArray[np.bool_]:
+    """Among which experts some tokens of batch ``index`` choose their top-k: bool [T, E], at least K in a row.
 
-    def make_scores(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float32]]:
-        row_T, first = row_numbers(runs), 0
-        for noise_TE in gumbel_noise(self.seed, index, runs, self.num_experts):
-            inside_TE = self.inside(index, row_T[first : first + len(noise_TE)])
-            first += len(noise_TE)
-            yield softmax(noise_TE + _INSIDE * inside_TE)
-
-    def inside(self, index: int, row_T: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Among which experts these tokens of a batch choose their top-k: bool [T, E], at least K in a row."""
-        num_experts, top_k = self.num_experts, self.top_k
-        inside_TE = np.zeros((len(row_T), num_experts), dtype=bool)
-        if self.pattern == "megatron_w0":
-            np.put_along_axis(inside_TE, (row_T[:, None] * top_k + np.arange(top_k)) % num_experts, True, axis=1)
-            return inside_TE
-        if self.pattern.startswith("power_law"):
-            # Each expert's tokens stand side by side in one row of T K, cut into K rows of T: no token has one twice.
-            place_TK = row_T[:, None] + self.num_tokens * np.arange(top_k)
-            expert_TK = np.searchsorted(self.quotas(index).cumsum(), place_TK, side="right")
-            np.put_along_axis(inside_TE, expert_TK, True, axis=1)
-            return inside_TE
-        hot, experts = max(top_k, num_experts // 4), np.arange(num_experts)
-        pool_E, is_hot_T = experts < hot, row_T % 4 != 0
-        match self.pattern:
-            case "megatron_w3":
-                spread = np.unique(2 * np.arange(max(top_k, num_experts // 2)) % num_experts)
-                pool_E = np.isin(experts, spread) if len(spread) >= top_k else experts >= 0
-            case "megatron_w5":
-                pool_E, is_hot_T = experts >= num_experts // 2, np.ones(len(row_T), dtype=bool)
-            case "megatron_w6":
-                pool_E = (experts - index // 3 * hot) % num_experts < hot
-            case "megatron_w7":
-                is_hot_T = (row_T % 2 == 0) & (index % 4 == 3)
-        return pool_E | ~is_hot_T[:, None]
-
-    def quotas(self, index: int) -> NDArray[np.int64]:
-        """Tokens of every expert under a power law: int64 [E], T K in all, at most T each."""
-        exponent = float(self.pattern.rpartition("_")[2])
-        return _quotas(exponent, self.num_experts, self.top_k, self.num_tokens, self.seed, index)
-
-    def targets(self) -> dict[str, object]:
-        return {"pattern": self.pattern}
-
-    def _in_words(self) -> str:
-        return f"synthetic pattern {self.pattern}"
+    Args:
+        row_T: the tokens' numbers in the batch.
+    """
+    inside_TE = np.zeros((len(row_T), num_experts), dtype=bool)
+    if pattern == "megatron_w0":
+        np.put_along_axis(inside_TE, (row_T[:, None] * top_k + np.arange(top_k)) % num_experts, True, axis=1)
+        return inside_TE
+    if pattern.startswith("power_law"):
+        # Each expert's tokens stand side by side in one row of T K, cut into K rows of T: no token has one twice.
+        quota_E = quotas(pattern, index, num_experts, top_k, num_tokens, seed)
+        place_TK = row_T[:, None] + num_tokens * np.arange(top_k)
+        np.put_along_axis(inside_TE, np.searchsorted(quota_E.cumsum(), place_TK, side="right"), True, axis=1)
+        return inside_TE
+    hot, experts = max(top_k, num_experts // 4), np.arange(num_experts)
+    pool_E, is_hot_T = experts < hot, row_T % 4 != 0
+    match pattern:
+        case "megatron_w3":
+            spread = np.unique(2 * np.arange(max(top_k, num_experts // 2)) % num_experts)
+            pool_E = np.isin(experts, spread) if len(spread) >= top_k else experts >= 0
+        case "megatron_w5":
+            pool_E, is_hot_T = experts >= num_experts // 2, np.ones(len(row_T), dtype=bool)
+        case "megatron_w6":
+            pool_E = (experts - index // 3 * hot) % num_experts < hot
+        case "megatron_w7":
+            is_hot_T = (row_T % 2 == 0) & (index % 4 == 3)
+    return pool_E | ~is_hot_T[:, None]
 
 
 @lru_cache(maxsize=8)
-def _quotas(exponent: float, num_experts: int, top_k: int, num_tokens: int, seed: int, batch: int) -> NDArray[np.int64]:
-    total = num_tokens * top_k
+def quotas(pattern: str, index: int, num_experts: int, top_k: int, num_tokens: int, seed: int) -> NDArray[np.int64]:
+    """Tokens of every expert under a power law in batch ``index``: int64 [E], T K in all, at most T each."""
+    exponent, total = float(pattern.rpartition("_")[2]), num_tokens * top_k
     least, most = (1.0, 0.8 * num_tokens) if total > num_experts else (0.01, 2.0)
-    uniform_E = generator(seed, Stream.POPULARITY, batch).random(num_experts)
+    uniform_E = generator(seed, Stream.POPULARITY, index).random(num_experts)
     # The inverse of the distribution function of x ** -exponent between its ends.
     ends = np.array([least, most]) ** (1 - exponent)
     weight_E = (ends[0] + (ends[1] - ends[0]) * uniform_E) ** (1 / (1 - exponent))

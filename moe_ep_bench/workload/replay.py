@@ -42,6 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.randomness import Run, Stream, generator, in_chunks, row_numbers, rows_at_once, uniform_rows
 from moe_ep_bench.workload.tail import (
     RECORDED,
@@ -54,17 +55,9 @@ from moe_ep_bench.workload.tail import (
     keep_top_k_ahead,
 )
 from moe_ep_bench.workload.trace import Trace, held, open_trace
-from moe_ep_bench.workload.workload import Workload
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Of a batch's sequences or slots: each one's first token, counted through all recordings, and how many; int64 [S]."""
-
-
-class Source(NamedTuple):
-    """A recording and how much of the tokens come from it, in relation to the shares of the others."""
-
-    path: str | Path
-    share: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +67,8 @@ class RecordedWorkload(Workload):
     A recording that is shorter than a batch is gone through again, in a fresh order, as often as it takes.
 
     Attributes: those of ``config.RecordedConfig``, and
-        path: the recording, or several with their shares. These must be of one model, with the same layers and kind
-            of scores.
+        recordings: each with its share of the tokens in relation to the others'. They must be of one model, with the
+            same layers and kind of scores.
         num_experts, top_k, num_groups, top_groups: of the model that is measured; the recordings must agree.
         num_tokens: tokens in a batch, all ranks together.
         topk_share: needed where the recorded scores are normalised over the top-k (GPT-OSS), and only there. Every row
@@ -87,7 +80,7 @@ class RecordedWorkload(Workload):
         ValueError: a file that cannot be used or a field that does not suit it; the message names which.
     """
 
-    path: str | Path | Sequence[Source | tuple[str | Path, float]]
+    recordings: Sequence[tuple[Path, float]]
     layer: int
     num_experts: int
     top_k: int
@@ -108,18 +101,21 @@ class RecordedWorkload(Workload):
         if self.num_tokens % per_request:
             expected = f"a multiple of tokens_per_request ({per_request})"
             raise UserError(f"num_tokens: expected {expected}, got {self.num_tokens}")
+        files = [path.resolve() for path, _ in self.recordings]
+        if twice := next((path for number, path in enumerate(files) if path in files[:number]), None):
+            raise UserError(f"{twice}: expected every recording once, got it twice")
         for trace in self.traces:
             self._check(trace, self.traces[0])
+        self._check_topk_share()
         # Too few requests, too short sequences or a damaged layer are found now, not in the middle of a run.
-        _ = self._num_requests, self._pools, self._full if self.tail == RECORDED else self._routing
+        _ = self._spans, self._full if self.tail == RECORDED else self._fitted
 
     def _check(self, trace: Trace, first: Trace) -> None:
-        facts, others = trace.metadata, first.metadata
         for name, got, expected, whose in (
             ("num_experts", trace.num_experts, self.num_experts, "the model"),
             ("top_k", trace.top_k, self.top_k, "the model"),
             ("layers", trace.num_layers, first.num_layers, first.path.name),
-            *((name, facts[name], others[name], first.path.name) for name in ("model", "score")),
+            *((name, trace.metadata[name], first.metadata[name], first.path.name) for name in ("model", "score")),
         ):
             if got != expected:
                 raise UserError(f"{trace.path}: {name}: expected {expected!r} as {whose} has, got {got!r}")
@@ -135,26 +131,17 @@ class RecordedWorkload(Workload):
         if not trace.scores_are_normalised and self.topk_share is not None:
             expected = "none, because the recorded scores are not normalised over the top-k"
             raise UserError(f"{trace.path}: topk_share: expected {expected}; got {self.topk_share:g}")
-        self._check_topk_share()
-
-    @cached_property
-    def sources(self) -> tuple[Source, ...]:
-        """The recordings, with shares that sum to 1."""
-        if isinstance(self.path, str | Path):
-            return (Source(self.path),)
-        sources = [Source(*source) for source in self.path]
-        files: set[Path] = set()
-        for path, _ in sources:
-            if Path(path).resolve() in files:
-                raise UserError(f"{path}: expected every recording once, got it twice")
-            files.add(Path(path).resolve())
-        total = math.fsum(share for _, share in sources)
-        return tuple(Source(path, share / total) for path, share in sources)
 
     @cached_property
     def traces(self) -> tuple[Trace, ...]:
-        """The opened recordings, in the order of ``sources``."""
-        return tuple(open_trace(source.path) for source in self.sources)
+        """The opened recordings, in their order."""
+        return tuple(open_trace(path) for path, _ in self.recordings)
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """The recordings' shares, which sum to 1."""
+        total = math.fsum(share for _, share in self.recordings)
+        return tuple(share / total for _, share in self.recordings)
 
     def sequence_lengths(self, index: int) -> NDArray[np.int64]:
         return self._spans[index][1]
@@ -169,50 +156,46 @@ class RecordedWorkload(Workload):
             if self.tail == RECORDED:
                 yield self._full.scores_TE[token_T]
                 continue
-            ids_TK, fitted, weights_E = self._routing
+            ids_TK, fitted, weights_E = self._fitted
             jitter = [uniform_rows(self.seed, Stream.TAIL, index, *run, self.num_experts) for run in chunk]
             recorded = ids_TK[token_T].astype(np.int64), fitted.scores_TK[token_T]
             yield fill_tail(*recorded, weights_E, np.concatenate(jitter), self._groups)
 
-    # ---- what the batches are ----------------------------------------------------------------------------------------
-
     def describe(self) -> dict[str, object]:
-        sources, metadata = self._describe_sources(), self.traces[0].metadata
-        requests = sum(source["requests_per_batch"] for source in sources)
+        metadata, sources = self.traces[0].metadata, self._describe_sources()
         if self.arrangement == "decode":
-            tokens = f"{self.tokens_per_request} token{'s' * (self.tokens_per_request > 1)}"
-            num_sequences = sum(source["num_sequences"] for source in sources)
-            size = f"decoding steps of {requests:g} requests x {tokens} from {num_sequences} sequences"
+            requests, tokens = self.num_tokens // self.tokens_per_request, self.tokens_per_request
+            size = f"decoding steps of {requests} requests x {tokens} token{'s' * (tokens > 1)}"
         else:
             passes = " + ".join(f"{source['passes_per_batch']:.2f}" for source in sources)
             size = f"x {self.num_tokens} tokens in whole sequences, a batch uses the recording"
             size += f"{'s' * (len(sources) > 1)} {passes} times"
         num_recorded = int(self._offsets[-1])
         if self.tail == RECORDED:
-            scaled = raised = 0
             capped = self._full.rows_capped
             changed = f"all scores recorded, {capped} rows of {num_recorded} capped to keep the recorded top-k ahead"
         else:
-            _, (_, scaled, raised), _ = self._routing
+            _, scaled, raised = self._fitted[1]
             changed = (
                 f"{self.tail} tail, {scaled} rows scaled and {raised} raised of {num_recorded} to make room for it"
             )
+        domains = " + ".join(source["domain"] for source in sources)
+        if len(sources) > 1:
+            shares = (f"{of['domain']} {of['share_achieved']:.1%} (asked for {of['share']:.1%})" for of in sources)
+            domains = " + ".join(shares)
+        origins = dict.fromkeys(f"{source['phase']} by {source['source']} ({source['licence']})" for source in sources)
         assumed = "scores assumed, " if self.traces[0].scores_are_assumed else ""
         return {
             "kind": "recorded",
-            "description": f"{metadata['model']}, layer {self.layer}, {assumed}{_mixture_words(sources)}, "
-            f"{self.num_batches} {size}, {changed}, seed {self.seed}",
+            "description": f"{metadata['model']}, layer {self.layer}, {assumed}{domains}, recorded in "
+            f"{' and '.join(origins)}, {self.num_batches} {size}, {changed}, seed {self.seed}",
             "tail_model": None if self.tail == RECORDED else self.tail,
             "targets": {} if self.topk_share is None else {"topk_share": self.topk_share},
             "recording": {
                 "model": metadata["model"],
                 "score": metadata["score"],
                 "layer": self.layer,
-                "num_tokens": num_recorded,
-                "rows_scaled": scaled,
-                "rows_raised": raised,
                 "arrangement": self.arrangement,
-                "requests_per_batch": requests,
                 "tokens_per_request": self.tokens_per_request,
                 "sources": sources,
             },
@@ -220,29 +203,21 @@ class RecordedWorkload(Workload):
 
     def _describe_sources(self) -> list[dict[str, Any]]:
         """Provenance of each recording, and what of it the batches hold."""
-        counts = []
-        for first_S, length_S in self._spans:
-            source_S = np.searchsorted(self._offsets, first_S, side="right") - 1
-            counts.append([np.bincount(source_S, of_S, minlength=len(self.traces)) for of_S in (length_S, None)])
-        described = []
-        for number, (trace, pool) in enumerate(zip(self.traces, self._pools, strict=True)):
-            tokens_N, requests_N = np.array(counts)[:, :, number].T
-            share_N = tokens_N / self.num_tokens
-            described.append(
-                {
-                    "file": trace.path.name,
-                    "sha256": trace.sha256(),
-                    **{name: trace.metadata[name] for name in ("domain", "phase", "source", "licence")},
-                    "num_tokens": trace.num_tokens,
-                    "num_sequences": pool.start_S.size,
-                    "share": pool.share,
-                    "share_achieved": float(tokens_N.mean() / self.num_tokens),
-                    "share_achieved_range": [float(share_N.min()), float(share_N.max())],
-                    "requests_per_batch": float(requests_N.mean()),
-                    "passes_per_batch": float(tokens_N.mean() / trace.num_tokens),
-                }
-            )
-        return described
+        first_S, length_S = (np.concatenate(arrays) for arrays in zip(*self._spans, strict=True))
+        source_S = np.searchsorted(self._offsets, first_S, side="right") - 1
+        taken = np.bincount(source_S, length_S, minlength=len(self.traces)) / self.num_batches
+        return [
+            {
+                "file": trace.path.name,
+                "sha256": trace.sha256(),
+                **{name: trace.metadata[name] for name in ("domain", "phase", "source", "licence")},
+                "num_tokens": trace.num_tokens,
+                "share": share,
+                "share_achieved": tokens / self.num_tokens,
+                "passes_per_batch": tokens / trace.num_tokens,
+            }
+            for trace, share, tokens in zip(self.traces, self.shares, taken.tolist(), strict=True)
+        ]
 
     # ---- what is drawn from ------------------------------------------------------------------------------------------
 
@@ -252,9 +227,44 @@ class RecordedWorkload(Workload):
         return np.cumsum([0, *(trace.num_tokens for trace in self.traces)])
 
     @cached_property
-    def _routing(self) -> tuple[NDArray[np.unsignedinteger], FittedTopK, NDArray[np.float64]]:
+    def _spans(self) -> list[Spans]:
+        """Of every batch."""
+        pools = [
+            pool_of(trace, share, offset, self.tokens_per_request)
+            for trace, share, offset in zip(self.traces, self.shares, self._offsets.tolist(), strict=False)
+        ]
+        if self.arrangement == "decode":
+            total = self.num_tokens // self.tokens_per_request
+            num_requests = apportion(self.shares, total)
+            if 0 in num_requests:
+                place = num_requests.index(0)
+                raise UserError(
+                    f"{self.recordings[place][0]}: share: expected a share that gives a request in every step, got "
+                    f"{self.shares[place]:.3g} of {total} requests (num_tokens / tokens_per_request)"
+                )
+            random = generator(self.seed, Stream.SEQUENCES)
+            first_NB = draw_steps(pools, num_requests, self.tokens_per_request, self.num_batches, random)
+            return [(first_B, np.full_like(first_B, self.tokens_per_request)) for first_B in first_NB]
+        randoms = (generator(self.seed, Stream.SEQUENCES, index) for index in range(self.num_batches))
+        bounds = (np.array(runs, np.int64).T for runs in draw_sequences(pools, self.num_tokens, randoms))
+        return [(first_S, end_S - first_S) for first_S, end_S in bounds]
+
+    def _read_layers(self) -> list[tuple[NDArray[np.unsignedinteger], NDArray[np.float16]]]:
+        """Of each recording the layer's ids and scores [T, K], as the model's own router chose."""
+        layers = [trace.read_layer(self.layer) for trace in self.traces]
+        for trace, (ids_TK, scores_TK) in zip(self.traces, layers, strict=True):
+            if fewer := int((~held(ids_TK, scores_TK)).any(axis=1).sum()):
+                raise UserError(
+                    f"{trace.path}: layer {self.layer}: expected top-{self.top_k} of every token, as the router chose, "
+                    f"got {fewer:,} of {len(ids_TK):,} tokens with fewer: a server's routing under a policy; its loads "
+                    "are what --counts takes"
+                )
+        return layers
+
+    @cached_property
+    def _fitted(self) -> tuple[NDArray[np.unsignedinteger], FittedTopK, NDArray[np.float64]]:
         """The layer as it will be used, of all recordings: recorded ids, fitted scores, tail weights."""
-        layers = [self._read_layer(trace) for trace in self.traces]
+        layers = self._read_layers()
         ids_TK, recorded_TK = (np.concatenate(parts) for parts in zip(*layers, strict=True))
         scores_TK = recorded_TK.astype(np.float64)
         if self.topk_share is not None:
@@ -262,84 +272,22 @@ class RecordedWorkload(Workload):
             scores_TK *= self.topk_share / scores_TK.sum(axis=1, keepdims=True)
         # As if there were as many tokens as recorded, but in the shares of the mixture.
         load_E = np.zeros(self.num_experts)
-        for source, (part_TK, _) in zip(self.sources, layers, strict=True):
+        for share, (part_TK, _) in zip(self.shares, layers, strict=True):
             part_E = np.bincount(part_TK.ravel(), minlength=self.num_experts)
-            load_E += part_E * (source.share * (len(ids_TK) / len(part_TK)))
+            load_E += part_E * (share * (len(ids_TK) / len(part_TK)))
         weights_E = np.ones(self.num_experts) if self.tail == "uniform" else load_E + 1
         return ids_TK, fit_top_k(scores_TK, self.num_experts), weights_E
-
-    def _read_layer(self, trace: Trace) -> tuple[NDArray[np.unsignedinteger], NDArray[np.float16]]:
-        """The layer, as the model's own router chose: a policy's choice of fewer experts is no workload for another."""
-        ids_TK, scores_TK = trace.read_layer(self.layer)
-        if fewer := int((~held(ids_TK, scores_TK)).any(axis=1).sum()):
-            raise UserError(
-                f"{trace.path}: layer {self.layer}: expected top-{self.top_k} of every token, as the router chose, got "
-                f"{fewer:,} of {len(ids_TK):,} tokens with fewer: a server's routing under a policy; its loads are "
-                "what --counts takes"
-            )
-        return ids_TK, scores_TK
 
     @cached_property
     def _full(self) -> FullRows:
         """The layer's scores of all experts as they will be used, of all recordings."""
-        layers = [self._read_layer(trace)[0] for trace in self.traces]
-        full = [trace.read_full_scores(self.layer) for trace in self.traces]
-        return keep_top_k_ahead(np.concatenate(layers).astype(np.int64), np.concatenate(full), self._groups)
+        ids_TK = np.concatenate([ids_TK for ids_TK, _ in self._read_layers()]).astype(np.int64)
+        full_TE = np.concatenate([trace.read_full_scores(self.layer) for trace in self.traces])
+        return keep_top_k_ahead(ids_TK, full_TE, self._groups)
 
     @property
     def _groups(self) -> Groups | None:
         return Groups(self.num_groups, self.top_groups) if self.num_groups and self.top_groups else None
-
-    @cached_property
-    def _pools(self) -> list[Pool]:
-        """What is drawn from: sequences, but for those that are too short for a request's step."""
-        pools = []
-        for source, trace, offset in zip(self.sources, self.traces, self._offsets.tolist(), strict=False):
-            bound_S = trace.start_S if self.tokens_per_request == 1 else trace.consecutive_starts()
-            start_S, end_S = bound_S[:-1], bound_S[1:]
-            enough_S = end_S - start_S >= self.tokens_per_request
-            if not enough_S.any():
-                expected = f"at most {(end_S - start_S).max()}, the longest sequence"
-                raise UserError(f"{trace.path}: tokens_per_request: expected {expected}, got {self.tokens_per_request}")
-            pools.append(Pool(start_S[enough_S] + offset, end_S[enough_S] + offset, source.share))
-        return pools
-
-    @cached_property
-    def _num_requests(self) -> list[int]:
-        """Slots of each recording in a decoding step."""
-        if self.arrangement != "decode":
-            return []
-        total = self.num_tokens // self.tokens_per_request
-        num_requests = apportion([source.share for source in self.sources], total)
-        for source, requests in zip(self.sources, num_requests, strict=True):
-            if not requests:
-                raise UserError(
-                    f"{source.path}: share: expected a share that gives a request in every step, got "
-                    f"{source.share:.3g} of {total} requests (num_tokens / tokens_per_request)"
-                )
-        return num_requests
-
-    @cached_property
-    def _spans(self) -> list[Spans]:
-        """Of every batch."""
-        if self.arrangement == "decode":
-            sizes = self._num_requests, self.tokens_per_request, self.num_batches
-            first_NB = draw_steps(self._pools, *sizes, generator(self.seed, Stream.SEQUENCES))
-            return [(first_B, np.full_like(first_B, self.tokens_per_request)) for first_B in first_NB]
-        randoms = (generator(self.seed, Stream.SEQUENCES, index) for index in range(self.num_batches))
-        bounds = (np.array(runs, np.int64).T for runs in draw_sequences(self._pools, self.num_tokens, randoms))
-        return [(first_S, end_S - first_S) for first_S, end_S in bounds]
-
-
-def _mixture_words(sources: Sequence[dict[str, Any]]) -> str:
-    """Domains with their shares, and who recorded them how."""
-    domains = [str(source["domain"]) for source in sources]
-    if len(sources) > 1:
-        domains = [
-            f"{source['domain']} {source['share_achieved']:.1%} (asked for {source['share']:.1%})" for source in sources
-        ]
-    origins = dict.fromkeys(f"{source['phase']} by {source['source']} ({source['licence']})" for source in sources)
-    return f"{' + '.join(domains)}, recorded in {' and '.join(origins)}"
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
@@ -354,6 +302,24 @@ class Pool(NamedTuple):
     start_S: NDArray[np.int64]
     end_S: NDArray[np.int64]
     share: float
+
+
+def pool_of(trace: Trace, share: float, offset: int, tokens_per_request: int) -> Pool:
+    """What is drawn from: a recording's sequences, but for those that are too short for a request's step.
+
+    Args:
+        offset: where its tokens begin among those of all recordings.
+
+    Raises:
+        ValueError: all sequences are too short.
+    """
+    bound_S = trace.start_S if tokens_per_request == 1 else trace.consecutive_starts()
+    start_S, end_S = bound_S[:-1], bound_S[1:]
+    enough_S = end_S - start_S >= tokens_per_request
+    if not enough_S.any():
+        expected = f"at most {(end_S - start_S).max()}, the longest sequence"
+        raise UserError(f"{trace.path}: tokens_per_request: expected {expected}, got {tokens_per_request}")
+    return Pool(start_S[enough_S] + offset, end_S[enough_S] + offset, share)
 
 
 def draw_sequences(pools: Sequence[Pool], num_tokens: int, randoms: Iterable[np.random.Generator]) -> list[list[Run]]:

@@ -20,10 +20,9 @@ and string metadata ``format``, ``model``, ``num_experts`` (at most 1,024), ``to
 A token may hold fewer than K experts, as it does in a server that drops pairs: the places that are left repeat its best
 expert with score 0 (``held``). Replays, which ask the model's own router, take no such recording.
 
-Files come from elsewhere and are trusted with nothing: the length of the header is held against the
-file before anything is allocated, header and sequences are checked when a trace is opened, a layer
-when it is read. The file is mapped, not loaded: what is read of it is a slice at a time, and
-layers that nobody asks for are never read.
+Files come from elsewhere and are trusted with nothing: safetensors holds the header against the file, header and
+sequences are checked when a trace is opened, a layer when it is read. The file is mapped, not loaded: layers that
+nobody asks for are never read.
 
 Shapes: T = recorded tokens, S = sequences, E = experts, K = top_k.
 """
@@ -42,7 +41,6 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import free_memory_bytes
 
 FORMAT = "moe-trace-v1"
 METADATA = ("format", "model", "num_experts", "top_k", "score", "phase", "domain", "source", "licence")
@@ -59,8 +57,6 @@ TENSORS = {
 # stay below half of this (the worst row of our recordings is off by 0.0034).
 SUM_TOLERANCE = 0.02
 MAX_EXPERTS = 1024
-# A header describes four tensors and a few strings; ours are below 2 KiB.
-MAX_HEADER_BYTES = 2**20
 ROWS_AT_ONCE = 2**16
 
 
@@ -252,10 +248,6 @@ def open_trace(path: str | Path) -> Trace:
                 words = f"{' or '.join(dtypes)} of shape {axes} = {expected}, none of them 0"
                 raise UserError(f"{path}: {name}: expected {words}; got {stored.get_dtype()} of shape {got}")
         has_full = FULL_SCORES in names
-        # Of a layer's arrays and the places of all tokens; layers are read one at a time.
-        row = top_k * (4 if num_experts > 256 else 3) + (4 * num_experts if has_full else 0)
-        if sizes["T"] * (row + 16) > (free := free_memory_bytes()):
-            raise UserError(f"{path}: expected layers that fit the {free:,} bytes of memory that are free")
         start_S = _sequences(path, file)
     return Trace(path, facts, sizes["L"], sizes["T"], num_experts, top_k, start_S, has_full)
 
@@ -265,25 +257,11 @@ def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
-        problem = _header_problem(path)
-        if problem:
-            raise SafetensorError(problem)
         with safe_open(path, "np") as file:
             yield file
     except (SafetensorError, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: not a whole, readable safetensors file ({reason})") from None
-
-
-def _header_problem(path: Path) -> str | None:
-    """What is wrong with the length of the header, which comes first in the file; nothing is read by it yet."""
-    size = path.stat().st_size
-    if size < 8:
-        return f"expected at least 8 bytes, got {size}"
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-    most = min(MAX_HEADER_BYTES, size - 8)
-    return None if length <= most else f"header length: expected at most {most} bytes, got {length}"
 
 
 def _sequences(path: Path, file: Any) -> NDArray[np.int64]:

@@ -253,7 +253,7 @@ def load(name: str) -> Paper:
     fields = {stem: _read(FOLDER / f"{stem}.yaml") for stem in ([name] if name in names() else names())}
     for stem, read in fields.items():
         if name in (stem, read["paper"]):
-            return validated(Paper, read, FOLDER / f"{stem}.yaml")
+            return validated(Paper, read, FOLDER / f"{stem}.yaml", strict=False)
     there = ", ".join(f"{stem} ({read['paper']})" for stem, read in fields.items())
     raise UserError(f"PAPER: expected one of {there}; got {name!r}")
 

@@ -1,9 +1,8 @@
 """Solve for the targets of synthetic traffic: loads of experts and ranks, neighbours alike, sharp scores.
 
-A token's logits are noise plus the experts' log odds. Taking the top-k of logits with Gumbel noise draws K experts
-without replacement, with these odds (Gumbel-top-k: Kool et al. 2019, arXiv 1903.06059). Every target grows with one
-number of the recipe, so halving an interval finds it: peak load with the strength of popularity, neighbour overlap with
-the share of copied noise, and top-k share with the sharpness, a factor on all logits.
+Every target grows with one number of the recipe, so halving an interval finds it: peak load with the strength of
+popularity, neighbour overlap with the share of copied noise, and top-k share with the sharpness, a factor on all
+logits.
 
 Shapes: T = tokens, E = experts, K = top_k, R = EP ranks.
 """
@@ -12,18 +11,15 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench import metrics
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.placement import pack
 from moe_ep_bench.policies import RoutingContext
-from moe_ep_bench.policies.lazy import torch
+from moe_ep_bench.workload.scores import chosen_experts
 
 # A batch's peak load is met to within this share of the target, or to one token; a rank's load to within the second.
 TOLERANCE, RANK_LOAD_TOLERANCE = 0.01, 0.02
@@ -35,57 +31,6 @@ _GREATEST_STRENGTH = 1e6
 _MOST_ROUNDS, _NEVER = 50, 60.0
 # Neighbours that copy with a greater probability are equal.
 _MOST_COPYING = 0.9999
-
-Chunks = Sequence[NDArray[np.float64]]
-"""Noise of rows in order, float64 [some rows, E] each."""
-
-
-def gumbel(uniform: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Turn uniform numbers into Gumbel noise, in place; those up to 0 become the least noise there is."""
-    np.maximum(uniform, 2.0**-60, out=uniform)
-    for function in (np.log, np.negative, np.log, np.negative):
-        function(uniform, out=uniform)
-    return uniform
-
-
-def copied(uniform: NDArray[np.float64], copying: float) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-    """Decide by one uniform number which noise is the neighbour's, and draw the rest: the marks, and Gumbel noise.
-
-    The noise takes the place of the uniform numbers.
-    """
-    is_copied = uniform < copying
-    uniform -= copying
-    uniform /= 1 - copying
-    return is_copied, gumbel(uniform)
-
-
-def chosen_experts(
-    logits_TE: NDArray[np.float64], selection: RoutingContext, sharpness: float = 1.0
-) -> NDArray[np.bool_]:
-    """Mark the model's own top-k where scores are the softmax of ``sharpness * logits``: bool [T, E].
-
-    Rows without ties are assumed. Sharpness matters only where groups of experts are compared by their scores.
-    """
-    if selection.num_groups is None:
-        place = logits_TE.shape[1] - selection.top_k
-        return logits_TE >= np.partition(logits_TE, place, axis=1)[:, place, None]
-    odds_TE = (sharpness * (logits_TE - logits_TE.max(axis=1, keepdims=True))).astype(np.float32)
-    return metrics.chosen_experts(torch.from_numpy(np.exp(odds_TE, out=odds_TE)), selection).numpy()
-
-
-def expert_loads(
-    noise: Chunks, bias_E: NDArray[np.float64], selection: RoutingContext, sharpness: float = 1.0
-) -> NDArray[np.int64]:
-    """Count the tokens of every expert under the model's own top-k of noise + bias, on all cores: int64 [E]."""
-    groups = selection.num_groups or 1, selection.top_groups or 1
-
-    def loads(noise_TE: NDArray[np.float64]) -> NDArray[np.int64]:
-        from moe_ep_bench.kernels.counting import top_k_loads  # Planning does without numba.
-
-        return top_k_loads(np.ascontiguousarray(noise_TE), bias_E, selection.top_k, *groups, float(sharpness))
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return np.sum(list(pool.map(loads, noise)), axis=0)
 
 
 def root(value: Callable[[float], float], target: float, low: float, high: float, tolerance: float) -> float:
@@ -220,17 +165,22 @@ def place_for_rank_load(load_E: NDArray[np.int64], num_ranks: int, target: float
     Raises:
         ValueError: no choice of experts comes within ``RANK_LOAD_TOLERANCE``; the message says what could.
     """
+
+    def packed(experts: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
+        """Share some experts among ranks as evenly as may be: int64 [R, experts of a rank]."""
+        return experts[pack(load_E[None, experts].astype(np.float64), ranks)[0]].reshape(ranks, -1)
+
     per_rank, mean = len(load_E) // num_ranks, load_E.sum() / num_ranks
     hottest_first_E = np.argsort(-load_E, kind="stable")
     for num_cold in range(per_rank + 1):
         start = np.roll(hottest_first_E, num_cold)
         hot, others = _exchanged(load_E, start[:per_rank], start[per_rank:], target * mean)
-        rank_RL = np.insert(_packed(load_E, np.sort(others), num_ranks - 1), hot_rank, np.sort(hot), axis=0)
+        rank_RL = np.insert(packed(np.sort(others), num_ranks - 1), hot_rank, np.sort(hot), axis=0)
         achieved = load_E[rank_RL].sum(axis=1).max() / mean
         if abs(achieved - target) <= RANK_LOAD_TOLERANCE * target:
             return rank_RL.ravel()
     most = load_E[hottest_first_E[:per_rank]].sum() / mean
-    least = load_E[_packed(load_E, np.arange(len(load_E)), num_ranks)].sum(axis=1).max() / mean
+    least = load_E[packed(np.arange(len(load_E)), num_ranks)].sum(axis=1).max() / mean
     raise UserError(
         f"rank_load: expected about {least:.2f} to {most:.2f} on {num_ranks} ranks with this peak load, got {target:g}"
     )
@@ -249,9 +199,3 @@ def _exchanged(
             break
         hot[place[0]], others[place[1]] = others[place[1]], hot[place[0]]
     return hot, others
-
-
-def _packed(load_E: NDArray[np.int64], experts: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """Share some experts among ranks as evenly as may be: int64 [R, experts of a rank]."""
-    items = pack(load_E[None, experts].astype(np.float64), num_ranks)[0]
-    return experts[items].reshape(num_ranks, -1)

@@ -1,0 +1,380 @@
+"""What the commands do: each calls the module that does the work.
+
+torch, Megatron-Core, pandas and matplotlib are imported inside commands: help and a mistake in a config wait for none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from moe_ep_bench.cli.arguments import PAPERS_LIST
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
+from moe_ep_bench.runtime.progress import announce, settle
+from moe_ep_bench.runtime.torchrun import end_with_parent
+
+Work = Callable[[Namespace], int]
+
+
+def returns(target: str, *names: str) -> Work:
+    """A command that is one call: ``module:function`` of the package with these options; it returns the exit status."""
+    module, _, function = target.partition(":")
+
+    def work(options: Namespace) -> Any:
+        call = getattr(importlib.import_module(f"moe_ep_bench.{module}"), function)
+        return call(*(getattr(options, name) for name in names))
+
+    return work
+
+
+def prints(target: str, *names: str) -> Work:
+    """Likewise; what the function returns is printed."""
+
+    def work(options: Namespace) -> int:
+        print(returns(target, *names)(options))
+        return OK
+
+    return work
+
+
+# ---- what commands share ---------------------------------------------------------------------------------------------
+
+
+def _out(options: Namespace, suffix: str = "") -> Path:
+    return options.out or Path("results", f"{options.config.stem}{suffix}")
+
+
+def _check_config(options: Namespace, *also: str) -> None:
+    """Find mistakes in a config before torch is imported, which takes seconds; announce the command.
+
+    What is wrong on GPUs alone, or on the CPU alone, is found later: only torch knows which of them is here.
+
+    Args:
+        also: overrides that the command adds.
+    """
+    from moe_ep_bench.config.files import load_experiments
+
+    overrides = [*also, *options.overrides]
+    try:
+        experiments = load_experiments(options.config, overrides, on_cpu=False)
+    except UserError:
+        experiments = load_experiments(options.config, overrides, on_cpu=True)
+    points = "1 point" if len(experiments) == 1 else f"{len(experiments)} points"
+    announce(f"{options.command} {options.config}: planning {points}")
+
+
+def _nproc(options: Namespace) -> int:
+    """Ranks on this node."""
+    from moe_ep_bench.runtime.device import local_ranks
+
+    return local_ranks(options.nproc)
+
+
+def end_output() -> None:
+    """Drop what is still buffered: the reader of standard output has closed it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def shown(status: int, report: Callable[[], str]) -> int:
+    """Print what a command that ended with ``status`` found, where there is anything; the status to end with."""
+    from moe_ep_bench.analysis.reading import ResultsError
+
+    if status not in (OK, CASES_FAILED):
+        return status
+    try:
+        print(report(), flush=True)
+    except BrokenPipeError:  # All was measured all the same.
+        end_output()
+    except ResultsError as error:  # All was run: that cases lack is not the user's mistake.
+        print(f"moe-ep-bench: nothing to show: {error}", file=sys.stderr)
+        return CASES_FAILED
+    return status
+
+
+def _shown_of_directory(status: int, out: Path) -> int:
+    """Print the table of a results directory; where other jobs still write into it, where it is. The job's status."""
+
+    def report() -> str:
+        from moe_ep_bench.analysis.reading import ResultsError
+        from moe_ep_bench.analysis.show import end_of_run
+
+        try:
+            return end_of_run(out)
+        except ResultsError as error:
+            return f"in {out}; no table yet: {error}"
+
+    return shown(status, report)
+
+
+# ---- commands of a config --------------------------------------------------------------------------------------------
+
+
+def _run(options: Namespace) -> int:
+    if options.list_points:
+        return _list_points(options)
+    is_rank = "RANK" in os.environ  # torchrun's
+    if is_rank:
+        end_with_parent()
+    elif options.launch is not None:
+        raise UserError("--launch: only for ranks that torchrun started; without it, run does all of measure.launches")
+    else:
+        _check_config(options)
+    from moe_ep_bench.runtime.torchrun import is_launched, num_nodes
+
+    if options.dry_run:
+        from moe_ep_bench.bench.dry_run import dry_run
+
+        num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else _nproc(options) * num_nodes()
+        return dry_run(options.config, options.overrides, "ranks", num_ranks, options.point)
+    from moe_ep_bench.bench import run
+
+    what = (options.config, _out(options), options.overrides)
+    how = {"force": options.force, "profile": options.profile, "point": options.point}
+    if is_rank:
+        status = run.run(*what, launch=options.launch or 0, **how)
+        reports = os.environ["RANK"] == "0" and not is_launched()
+    else:
+        status, reports, _ = run.launch(*what, _nproc(options), **how)
+    return _shown_of_directory(status, _out(options)) if reports and options.profile is None else status
+
+
+def _list_points(options: Namespace) -> int:
+    from moe_ep_bench.config.files import load_experiments
+
+    for number, experiment in enumerate(load_experiments(options.config, options.overrides, on_cpu=options.cpu)):
+        print(number, *(f"{key}={json.dumps(value, default=str)}" for key, value in experiment.point))
+    return OK
+
+
+def _emulate(options: Namespace) -> int:
+    _check_config(options)
+    if options.dry_run:
+        from moe_ep_bench.bench.dry_run import dry_run
+
+        return dry_run(options.config, options.overrides, "virtual")
+    from moe_ep_bench.bench.run import emulate
+
+    out = _out(options)
+    return _shown_of_directory(emulate(options.config, out, options.overrides, force=options.force), out)
+
+
+def _route(options: Namespace) -> int:
+    _check_config(options)
+    if options.dry_run:
+        from moe_ep_bench.bench.dry_run import dry_run
+
+        return dry_run(options.config, options.overrides, "routing")
+    from moe_ep_bench.analysis.plot import draw_all
+    from moe_ep_bench.analysis.show import end_of_run
+    from moe_ep_bench.bench.route import route
+
+    root = route(options.config, _out(options), options.overrides, force=options.force).root
+    print(end_of_run(root))
+    print(draw_all(root))
+    return OK
+
+
+def _validate(options: Namespace) -> int:
+    _check_config(options)
+    from moe_ep_bench.analysis.validate import write_validation
+    from moe_ep_bench.bench.question import parse_share
+    from moe_ep_bench.bench.validate import validate
+
+    out = _out(options, "-validated")
+    margin = parse_share("--margin", options.margin)
+    status = validate(options.config, out, options.overrides, _nproc(options), force=options.force, margin=margin)
+    return shown(status, lambda: write_validation(out))
+
+
+def _papers(options: Namespace) -> int:
+    _check_config(options)
+    from moe_ep_bench.papers.run import run_claims
+
+    out, nproc = _out(options), None if options.nproc is None else _nproc(options)
+    status = run_claims(options.config, out, options.overrides, force=options.force, nproc=nproc)
+
+    def report() -> str:
+        from moe_ep_bench.analysis.papers import load_claims, write_claims
+        from moe_ep_bench.analysis.plot import draw_claims
+
+        claims = load_claims(out)
+        draw_claims(claims)
+        return write_claims(claims)
+
+    return shown(status, report)
+
+
+def _quality(options: Namespace) -> int:
+    from moe_ep_bench.analysis.plot import draw_all
+    from moe_ep_bench.analysis.quality import read_quality
+    from moe_ep_bench.analysis.show import quality_text
+    from moe_ep_bench.quality.session import run_quality
+
+    out = _out(options)
+    run_quality(options.config, out, options.overrides, force=options.force, dry_run=options.dry_run)
+    if not options.dry_run:
+        print(quality_text(out))
+        if read_quality(out).comparisons["text"].notna().any():
+            print(draw_all(out))
+    return OK
+
+
+def _advise(options: Namespace) -> int:
+    from moe_ep_bench.bench.question import Bounds, ask, check_reading
+
+    bounds = Bounds.of(options.max_dropped, options.max_lost_mass)
+    if options.config is not None and options.config.is_dir():
+        check_reading(options)
+        from moe_ep_bench.analysis.advise import advice_text, load_timed
+
+        print(advice_text(load_timed(options.config), bounds, show_all=options.all))
+        return OK
+    if options.config is not None:
+        _check_config(options, "policies=[{name: topk}]")  # Its own are no candidates, so that it needs none.
+    question = ask(options, bounds)
+    settle()
+    if options.dry_run:
+        print(question.plan)
+        return OK
+    question.check()
+    for line in (question.summary, *question.cautions):
+        print(f"moe-ep-bench: {line}", file=sys.stderr, flush=True)
+    status = question.model(force=options.force)
+
+    def report() -> str:
+        from moe_ep_bench.analysis.advise import write_answer
+
+        return write_answer(question, bounds, show_all=options.all)
+
+    return shown(status, report)
+
+
+# ---- other commands --------------------------------------------------------------------------------------------------
+
+
+def _papers_list(options: Namespace) -> int:
+    target = "papers.published:list_json" if options.json else "analysis.show:list_papers"
+    return prints(target, "paper")(options)
+
+
+def _calibrate(options: Namespace) -> int:
+    end_with_parent()
+    out = options.out or Path("results", "calibration", "links.yaml")
+    from moe_ep_bench.cost_model.calibrate import calibrate, launch_calibrate
+    from moe_ep_bench.runtime.torchrun import leave_status
+
+    how = {"max_bytes": options.max_bytes, "repetitions": options.repetitions}
+    if "RANK" in os.environ:  # torchrun's
+        return leave_status(calibrate(out, **how))
+    return launch_calibrate(out, _nproc(options), **how)
+
+
+def _trace_thresholds(options: Namespace) -> int:
+    import yaml
+
+    from moe_ep_bench.workload.facts import laser_thresholds
+
+    derived = laser_thresholds(options.file, options.keep)
+    print(yaml.safe_dump([{"name": "laser", **derived}], sort_keys=False, default_flow_style=None), end="")
+    return OK
+
+
+def _trace_record(options: Namespace) -> int:
+    from moe_ep_bench.quality.recording import RecordOptions, record_trace
+
+    source = options.model, options.text
+    chosen = RecordOptions(**{field.name: getattr(options, field.name) for field in dataclasses.fields(RecordOptions)})
+    if options.similarity is not None:
+        from moe_ep_bench.quality.similarity import record_similarity
+
+        print(record_similarity(*source, options.similarity, chosen))
+    if options.similarity is None or options.out is not None:
+        out = options.out or Path("recordings", f"{options.model.resolve().name}-{options.text.stem}.safetensors")
+        print(record_trace(*source, out, chosen).text())
+    return OK
+
+
+def _trace_import(options: Namespace) -> int:
+    from moe_ep_bench.workload.importers import ImportOptions, import_trace
+
+    given = {name: getattr(options, name) for name in ImportOptions.model_fields}
+    chosen = {name: value for name, value in given.items() if value is not None and value is not False}
+    print(import_trace(options.kind, options.source, options.out, chosen).text())
+    return OK
+
+
+def _check_policy(options: Namespace) -> int:
+    from moe_ep_bench.files import parse_yaml
+    from moe_ep_bench.policies import make_policy
+    from moe_ep_bench.policies.laws import check_text
+
+    entry: dict[str, object] = {"name": options.policy}
+    for field in options.overrides:
+        key, separator, value = field.partition("=")
+        if not separator:
+            raise UserError(f"--set {field}: expected field=value")
+        entry[key] = parse_yaml(value)
+    text, kept = check_text(make_policy(entry))
+    print(text)
+    return OK if kept else CASES_FAILED
+
+
+def _show(options: Namespace) -> int:
+    from moe_ep_bench.analysis.show import show
+
+    how = {"names": options.case, "views": options.view, "columns": options.columns, "all_samples": options.samples}
+    return show(options.directories, options.format, options.out, **how)
+
+
+def _plot(options: Namespace) -> int:
+    from moe_ep_bench.analysis.plot import plot
+
+    return plot(options, lambda line: print(f"moe-ep-bench: {line}", file=sys.stderr))
+
+
+def _compare(options: Namespace) -> int:
+    from moe_ep_bench.analysis.compare import compare_directories, compare_text, exit_status
+    from moe_ep_bench.analysis.render import Table, render
+    from moe_ep_bench.bench.question import parse_share
+
+    limit = None if options.fail_over is None else parse_share("--fail-over", options.fail_over)
+    if options.strict and limit is None:
+        raise UserError("--strict: expected --fail-over beside it")
+    how = {"intended": options.changed, "same_machine": options.same_machine}
+    change = compare_directories(options.base, options.new, limit=limit, **how)
+    if options.base.resolve() == options.new.resolve():
+        print("moe-ep-bench: BASE and NEW are one directory, so that nothing can differ", file=sys.stderr)
+    print(render([Table(change.cases, ())], "json") if options.json else compare_text(change))
+    return exit_status(change, strict=options.strict)
+
+
+COMMANDS: dict[str, Work] = {
+    "run": _run,
+    "emulate": _emulate,
+    "route": _route,
+    "advise": _advise,
+    "validate": _validate,
+    "papers": _papers,
+    PAPERS_LIST: _papers_list,
+    "quality": _quality,
+    "calibrate": _calibrate,
+    "trace info": prints("workload.facts:trace_info", "file"),
+    "trace thresholds": _trace_thresholds,
+    "trace eplb": prints("workload.counts:write_expert_map", "file", "out", "ep", "spare_per_rank", "nodes", "preset"),
+    "trace record": _trace_record,
+    "trace import": _trace_import,
+    "check-policy": _check_policy,
+    "schema": prints("cli.json_schema:schema_text", "configs"),
+    "doctor": returns("machine.doctor:doctor", "out", "nproc"),
+    "show": _show,
+    "plot": _plot,
+    "compare": _compare,
+}

@@ -5,9 +5,8 @@
 
 Two tables per shape, medians of one run, forms interleaved, the cache flushed before every call, each form replayed
 from a CUDA graph. First 16 tokens on ever more experts: a line with R2, and its slope as bytes per second beside what
-this device reads. Then steps of 1 to 1,024 tokens that choose at random: where grouped GEMMs win, ``auto`` should
-change over. *decode* is the whole: both products and the sums per token; *its products* and *grouped* are given
-sorted rows and leave sums to others.
+this device reads. Then steps of 1 to 1,024 tokens that choose at random. *decode* is the whole: both products and the
+sums per token; *its products* and *grouped* are given sorted rows and leave sums to others.
 
 --rehearse runs the CPU's forms at toy sizes without graphs: it tries this script, and measures nothing.
 Exit status: 0 all forms agree with a loop over experts, 1 one does not.
@@ -19,7 +18,6 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -43,24 +41,7 @@ from moe_ep_bench.timing.timer import clock_for, time_us
 LAYERS = (("qwen3-30b-a3b", 1), ("qwen3-235b-a22b", 8), ("gpt-oss-120b", 1))
 STEP_TOKENS = 16
 ACTIVATED = (8, 16, 32, 49, 64, 96, 128)
-# OEA, Table 3: what vanilla activates at Qwen3-30B-A3B, and its layer's microseconds.
-PUBLISHED = ("qwen3-30b-a3b", 48.8, 176.0)
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024)
-
-
-@dataclass(frozen=True)
-class Shape:
-    name: str
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    ffn_size: int
-
-    @staticmethod
-    def of(preset: str, shard: int, scale: float) -> Shape:
-        model: ModelSpec = load_model(preset).scaled(scale)
-        name = model.name + (f", a shard of {shard}" if shard > 1 else "")
-        return Shape(name, model.num_experts, model.top_k, model.hidden_size, max(16, model.ffn_hidden_size // shard))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,11 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tables, wrong = [], []
     with torch.inference_mode():
         for preset, shard in LAYERS:
-            shape = Shape.of(preset, shard, 1 / 64 if options.rehearse else 1.0)
-            bench = Bench(shape, device, dtype, options.rounds)
+            model = load_model(preset).sharded(shard).scaled(1 / 64 if options.rehearse else 1.0)
+            bench = Bench(model, device, dtype, options.rounds)
             wrong += bench.check()
-            tables.append(bench.over_experts(read_gbps, PUBLISHED if preset == PUBLISHED[0] else None))
-            tables.append(bench.over_tokens())
+            tables += [bench.over_experts(read_gbps), bench.over_tokens()]
             keep(options.out, "decode_experts", pd.concat(tables), device)
             del bench
             if device.type == "cuda":
@@ -94,14 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Bench:
     """All forms on one layer's experts."""
 
-    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int) -> None:
-        self.shape, self.device, self.dtype, self.rounds = shape, device, dtype, rounds
+    def __init__(self, model: ModelSpec, device: torch.device, dtype: torch.dtype, rounds: int) -> None:
+        self.model, self.device, self.dtype, self.rounds = model, device, dtype, rounds
         self.generator = torch.Generator(device).manual_seed(0)
-        experts, hidden, ffn = shape.num_experts, shape.hidden_size, shape.ffn_size
+        experts, hidden, ffn = model.num_experts, model.hidden_size, model.ffn_hidden_size
         self.gate_up_L2FD = self._normal(experts, 2 * ffn, hidden) * hidden**-0.5
         self.down_LDF = self._normal(experts, hidden, ffn) * ffn**-0.5
         self.flush = CacheFlush(device)
-        print(f"\n{shape.name}: {experts} experts, top-{shape.top_k}, {hidden} x {ffn}, {dtype}")
+        print(f"\n{model.name}: {experts} experts, top-{model.top_k}, {hidden} x {ffn}, {dtype}")
 
     def _normal(self, *shape: int) -> Tensor:
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -111,16 +91,16 @@ class Bench:
 
     def step(self, num_tokens: int, activated: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states, map and weights of a step; every one of ``activated`` experts has a token."""
-        experts = self.shape.num_experts if activated is None else activated
+        experts = self.model.num_experts if activated is None else activated
         keys_TE = torch.rand(num_tokens, experts, generator=self.generator, device=self.device)
-        top_k = min(self.shape.top_k, experts)
+        top_k = min(self.model.top_k, experts)
         if activated is not None:  # Tokens in turn take the next ones first: all are taken while there are pairs.
             pair = torch.arange(min(experts, num_tokens * top_k), device=self.device)
             keys_TE[pair // top_k, pair] += 1
-        map_TE = torch.zeros(num_tokens, self.shape.num_experts, dtype=torch.bool, device=self.device)
+        map_TE = torch.zeros(num_tokens, self.model.num_experts, dtype=torch.bool, device=self.device)
         map_TE.scatter_(1, keys_TE.topk(top_k, dim=1).indices, True)
         weights_TE = torch.rand(map_TE.shape, generator=self.generator, device=self.device) * map_TE
-        return self._normal(num_tokens, self.shape.hidden_size), map_TE, weights_TE
+        return self._normal(num_tokens, self.model.hidden_size), map_TE, weights_TE
 
     def forms(self, step: tuple[Tensor, Tensor, Tensor]) -> dict[str, Callable[[], Tensor]]:
         hidden_TD, map_TE, weights_TE = step
@@ -147,7 +127,7 @@ class Bench:
         expected_ND = torch.cat(
             [
                 apply_expert(hidden_TD[map_TE[:, e]], ExpertWeights(self.gate_up_L2FD[e], self.down_LDF[e]))
-                for e in range(self.shape.num_experts)
+                for e in range(self.model.num_experts)
             ]
         ) * weights_TE[token_N, expert_N].unsqueeze(1)
         expected_TD = torch.zeros(hidden_TD.shape, device=self.device).index_add_(0, token_N, expected_ND)
@@ -156,17 +136,17 @@ class Bench:
             expected = expected_ND if name in ("its products", "grouped") else expected_TD
             error = float((form().float() - expected).norm() / expected.norm())
             if error > TOLERANCE[self.dtype]:
-                wrong.append(f"{self.shape.name}, {name}: off by {error:.2g}")
+                wrong.append(f"{self.model.name}, {name}: off by {error:.2g}")
         return wrong
 
-    def over_experts(self, read_gbps: float, published: tuple[str, float, float] | None) -> pd.DataFrame:
+    def over_experts(self, read_gbps: float) -> pd.DataFrame:
         """Times of 16 tokens on ever more experts, and what the line says."""
-        most = min(self.shape.num_experts, STEP_TOKENS * self.shape.top_k)
+        most = min(self.model.num_experts, STEP_TOKENS * self.model.top_k)
         counts = [count for count in ACTIVATED if count <= most]
         rows = [{"activated": count, **self._times(self.step(STEP_TOKENS, count))} for count in counts]
         table = pd.DataFrame(rows)
         print(table.to_string(index=False, float_format="{:.1f}".format))
-        expert_bytes = 3 * self.shape.hidden_size * self.shape.ffn_size * self.dtype.itemsize
+        expert_bytes = 3 * self.model.hidden_size * self.model.ffn_hidden_size * self.dtype.itemsize
         for name in table.columns[1:]:
             line = linregress(table["activated"], table[name])
             rate = expert_bytes / line.slope / 1e3
@@ -176,34 +156,20 @@ class Bench:
                 f" {line.slope + half:.3f}] an expert, R2 {line.rvalue**2:.4f}; {rate:,.0f} GB/s,"
                 f" {rate / read_gbps:.0%} of what this device reads"
             )
-            if published is not None:
-                _, activated, paper_us = published
-                ours_us = line.intercept + line.slope * activated
-                print(f"  on its line {ours_us:.1f} us at {activated}; a layer of OEA's Table 3 takes {paper_us:g} us")
-        return table.assign(shape=self.shape.name, num_tokens=STEP_TOKENS)
+        return table.assign(shape=self.model.name, num_tokens=STEP_TOKENS)
 
     def over_tokens(self) -> pd.DataFrame:
-        """Times of steps whose tokens choose at random, and where grouped GEMMs win."""
+        """Times of steps whose tokens choose at random."""
         rows = []
         for num_tokens in TOKENS:
             step = self.step(num_tokens)
-            times = self._times(step)
-            mean_rows = num_tokens * self.shape.top_k / self.shape.num_experts
-            over = times["its products"] / times["grouped"]
-            rows.append(
-                {"num_tokens": num_tokens, "activated": int(step[1].any(0).sum()), "rows an expert": mean_rows}
-                | times
-                | {"products over grouped": over}
-            )
-        table = pd.DataFrame(rows)
+            mean_rows = num_tokens * self.model.top_k / self.model.num_experts
+            about = {"num_tokens": num_tokens, "activated": int(step[1].any(0).sum()), "rows an expert": mean_rows}
+            rows.append(about | self._times(step))
+        table = pd.DataFrame(rows).assign(ratio=lambda frame: frame["its products"] / frame["grouped"])
+        table = table.rename(columns={"ratio": "products over grouped"})
         print(table.to_string(index=False, float_format="{:.2f}".format))
-        wins = table["products over grouped"] > 1
-        always = wins[::-1].cummin()[::-1]  # From here on, whatever the tokens.
-        first = "nowhere here"
-        if always.any():
-            first = f"from {table['rows an expert'][always].iloc[0]:g} rows an expert on"
-        print(f"grouped GEMMs win {first}")
-        return table.assign(shape=self.shape.name)
+        return table.assign(shape=self.model.name)
 
     def _times(self, step: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
         """Medians in microseconds, forms interleaved."""

@@ -3,11 +3,10 @@
 
     python benchmarks/experts.py [--model olmoe-1b-7b] [--tokens 65536] [--rounds 20] [--out DIR]
 
-Every backend computes the same experts on the same rows, interleaved with the square matmul that
-is the yardstick. For ``grouped`` its steps are timed too: they say where the rest of the time goes.
-Permutations, there and back, stand beside a copy of as many rows as they must read and write.
-A copy after each kind of cache flush says what dirty lines cost what is timed behind them.
-Prints a table; with --out writes it as experts.csv and the environment beside it.
+Every backend computes the same experts on the same rows, interleaved with the square matmul that is the yardstick. For
+``grouped`` its steps are timed too: they say where the rest of the time goes. Permutations, there and back, stand
+beside a copy of as many rows as they must read and write. Prints a table; with --out writes it as experts.csv and the
+environment beside it.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -34,24 +33,17 @@ from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.runtime.ranks import join
-from moe_ep_bench.timing.memory import CacheFlush
 from moe_ep_bench.timing.timer import clock_for, time_us
 
 
-@dataclass(frozen=True)
-class Contender:
-    name: str
+class Contender(NamedTuple):
     run: Callable[[], object]
-    flops: float
+    flops: float = 0.0
     """Floating-point operations of one call; 0 where it is memory that counts."""
     bytes: float = 0.0
-    before: Callable[[], object] | None = None
-    """Runs ahead of each call, untimed."""
 
 
-COPY = "copy of permuted rows"
-# Of the copy behind a flush: some 20 us of an H100, as a decode step's kernel takes.
-SMALL_BYTES = 32 * 2**20
+SQUARE, COPY = "square matmul", "copy of permuted rows"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="hidden sizes as a share of the true ones")
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
-    parser.add_argument("--skew", type=float, default=1.0, help="fullest expert over the mean, at least 1")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--square", type=int, default=8192, help="size of the square matmul")
     parser.add_argument("--out", type=Path)
@@ -71,71 +62,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: --model: {error}", file=sys.stderr)
         return 2
     ranks = join(120)
+    device, dtype = ranks.device, DTYPES[options.dtype]
     with device_scope(), torch.inference_mode():
-        contenders = _contenders(model, DTYPES[options.dtype], ranks.device, options)
-        contenders += permutations(model, options.tokens, DTYPES[options.dtype], ranks.device)
-        contenders += flushes(ranks.device)
-        times = timed(contenders, ranks.device, options.rounds)
-    table = _table(contenders, times)
-    title = f"{model.name} x {model.scale:g}, {options.tokens:,} tokens, {options.dtype}, skew {options.skew:g}"
-    print(f"{title}\n{provenance.describe(ranks.device)['device_name']}, medians of {options.rounds} rounds\n")
+        contenders = backends(model, options.tokens, dtype, device, options.square)
+        contenders |= permutations(model, options.tokens, dtype, device)
+        clock, runs = clock_for(device), {name: contender.run for name, contender in contenders.items()}
+        times = interleaved(runs, options.rounds, lambda _, run: time_us(run, clock), uncounted=3)
+    table = compared(contenders, {name: statistics.median(values) for name, values in times.items()})
+    title = f"{model.name} x {model.scale:g}, {options.tokens:,} tokens, {options.dtype}"
+    print(f"{title}\n{provenance.describe(device)['device_name']}, medians of {options.rounds} rounds\n")
     print(table.to_string(index=False, float_format="{:.3g}".format))
-    if why := no_transformer_engine(ranks.device):
+    if why := no_transformer_engine(device):
         print(f"\npermute and unpermute, fused: not timed; {why}")
-    keep(options.out, "experts", table, ranks.device, title=title)
+    keep(options.out, "experts", table, device, title=title)
     ranks.close()
     return 0
 
 
-def _contenders(
-    model: ModelSpec, dtype: torch.dtype, device: torch.device, options: argparse.Namespace
-) -> list[Contender]:
+def backends(
+    model: ModelSpec, num_tokens: int, dtype: torch.dtype, device: torch.device, square_size: int
+) -> dict[str, Contender]:
+    """The yardstick, every backend on equally many rows an expert, and the steps of ``grouped``."""
     groups = expert_parallel_groups(1, 120)
-    counts_E = _counts(model, options.tokens, options.skew)
+    counts_E = torch.full((model.num_experts,), num_tokens * model.top_k // model.num_experts)
     num_pairs = int(counts_E.sum())
     generator = torch.Generator(device).manual_seed(0)
-    hidden_ND = torch.randn(num_pairs, model.hidden_size, generator=generator, device=device).to(dtype)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    hidden_ND, square = normal(num_pairs, model.hidden_size), normal(square_size, square_size)
     weights_N = torch.rand(num_pairs, generator=generator, device=device)
     flops = 6.0 * num_pairs * model.hidden_size * model.ffn_hidden_size
-
-    square = torch.randn(options.square, options.square, generator=generator, device=device).to(dtype)
     product = torch.empty_like(square)
-    contenders = [Contender("square matmul", lambda: torch.mm(square, square, out=product), 2.0 * options.square**3)]
-    backends = ["sequential", "grouped"]
-    if not no_transformer_engine(device):
-        backends.append("te")
-    for backend in backends:
+    contenders = {SQUARE: Contender(lambda: torch.mm(square, square, out=product), 2.0 * square_size**3)}
+    for backend in ("sequential", *([] if no_transformer_engine(device) else ["te"]), "grouped"):
         experts = Stack(model, dtype, device, groups, 0, Parts(backend, "indexed")).forms[None].native.experts
-        run = lambda experts=experts: experts(hidden_ND, counts_E, weights_N)  # noqa: E731
-        contenders.append(Contender(backend, run, flops))
-        if backend == "grouped":
-            grouped = experts
-    ends_E = counts_E.cumsum(0).to(device=device, dtype=torch.int32)
-    gate_up_N2F = torch.randn(num_pairs, 2 * model.ffn_hidden_size, generator=generator, device=device).to(dtype)
+        contenders[backend] = Contender(lambda experts=experts: experts(hidden_ND, counts_E, weights_N), flops)
+    grouped, ends_E = experts, counts_E.cumsum(0).to(device=device, dtype=torch.int32)
+    gate_up_N2F = normal(num_pairs, 2 * model.ffn_hidden_size)
     activated_NF = weighted_swiglu(gate_up_N2F, weights_N)
-    multiply = torch.nn.functional.grouped_mm
-    return [
-        *contenders,
-        Contender(
-            "grouped: gate and up GEMM",
-            lambda: multiply(hidden_ND, grouped.gate_up_L2FD.transpose(1, 2), offs=ends_E),
-            flops * 2 / 3,
-        ),
-        Contender(
-            "grouped: activation",
-            lambda: weighted_swiglu(gate_up_N2F, weights_N),
-            0.0,
-            bytes=gate_up_N2F.nbytes + activated_NF.nbytes + weights_N.nbytes,
-        ),
-        Contender(
-            "grouped: down GEMM",
-            lambda: multiply(activated_NF, grouped.down_LDF.transpose(1, 2), offs=ends_E),
-            flops / 3,
-        ),
-    ]
+    moved = gate_up_N2F.nbytes + activated_NF.nbytes + weights_N.nbytes
+
+    def multiply(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(rows, matrices.transpose(1, 2), offs=ends_E)
+
+    return {
+        **contenders,
+        "grouped: gate and up GEMM": Contender(lambda: multiply(hidden_ND, grouped.gate_up_L2FD), flops * 2 / 3),
+        "grouped: activation": Contender(lambda: weighted_swiglu(gate_up_N2F, weights_N), bytes=moved),
+        "grouped: down GEMM": Contender(lambda: multiply(activated_NF, grouped.down_LDF), flops / 3),
+    }
 
 
-def permutations(model: ModelSpec, num_tokens: int, dtype: torch.dtype, device: torch.device) -> list[Contender]:
+def permutations(model: ModelSpec, num_tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, Contender]:
     """A copy, then each way to permute tokens of random experts and to sum the rows up again; all move as many bytes.
 
     A permutation reads T tokens and writes N = T * K rows; the way back reads N and writes T. So the copy is of N + T.
@@ -161,11 +141,9 @@ def permutations(model: ModelSpec, num_tokens: int, dtype: torch.dtype, device: 
     ways: dict[str, Callable[[], torch.Tensor]] = {"indexed": indexed, "megatron": lambda: megatron(False)}
     if not no_transformer_engine(device):
         ways["fused"] = lambda: megatron(True)
-    moved = 2.0 * rows_ND.nbytes
-    return [
-        Contender(COPY, lambda: copied_ND.copy_(rows_ND), 0.0, moved),
-        *(Contender(f"permute and unpermute, {name}", run, 0.0, moved) for name, run in ways.items()),
-    ]
+    ways = {f"permute and unpermute, {name}": run for name, run in ways.items()}
+    ways = {COPY: lambda: copied_ND.copy_(rows_ND), **ways}
+    return {name: Contender(run, bytes=2.0 * rows_ND.nbytes) for name, run in ways.items()}
 
 
 def no_transformer_engine(device: torch.device) -> str:
@@ -177,61 +155,19 @@ def no_transformer_engine(device: torch.device) -> str:
     return ""
 
 
-def flushes(device: torch.device) -> list[Contender]:
-    """One small copy after a flush that ends with a read-only sweep, and after one that leaves dirty lines."""
-    source = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return [
-        Contender(f"copy after a flush {name}", lambda: target.copy_(source), 0.0, 2.0 * SMALL_BYTES, flush)
-        for name, flush in (
-            ("with its sweep", CacheFlush(device)),
-            ("without its sweep", CacheFlush(device, sweeps=False)),
-        )
-    ]
-
-
-def _counts(model: ModelSpec, num_tokens: int, skew: float) -> torch.Tensor:
-    """Rows per expert, int64 [E]: one expert ``skew`` times the mean, the others alike."""
-    total = num_tokens * model.top_k
-    counts_E = torch.full((model.num_experts,), total // model.num_experts, dtype=torch.int64)
-    hot = int(total / model.num_experts * skew)
-    counts_E[1:] = (total - hot) // (model.num_experts - 1)
-    counts_E[0] = total - int(counts_E[1:].sum())
-    return counts_E
-
-
-def timed(contenders: Sequence[Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of every call, after three that are not counted."""
-    clock, by_name = clock_for(device), {contender.name: contender for contender in contenders}
-
-    def measure(name: str, run: Callable[[], object]) -> float:
-        if (before := by_name[name].before) is not None:
-            before()
-        return time_us(run, clock)
-
-    runs = {name: contender.run for name, contender in by_name.items()}
-    return interleaved(runs, rounds, measure, uncounted=3)
-
-
-def _table(contenders: Sequence[Contender], times: dict[str, list[float]]) -> pd.DataFrame:
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    yardstick = contenders[0].flops / medians[contenders[0].name]
-    rows = []
-    for contender in contenders:
-        median = medians[contender.name]
-        permutes = contender.name.startswith("permute")
-        rate = contender.flops / median
-        rows.append(
-            {
-                "what": contender.name,
-                "ms": median / 1e3,
-                "TFLOP/s": rate / 1e6 if contender.flops else float("nan"),
-                "of square matmul": rate / yardstick if contender.flops else float("nan"),
-                "GB/s": contender.bytes / median / 1e3 if contender.bytes else float("nan"),
-                "times the copy": median / medians[COPY] if permutes else float("nan"),
-            }
-        )
-    return pd.DataFrame(rows)
+def compared(contenders: dict[str, Contender], median_us: dict[str, float]) -> pd.DataFrame:
+    """A row for each contender: rates, beside the square matmul's and the copy's."""
+    table = pd.DataFrame([one._asdict() for one in contenders.values()], index=[*contenders]).drop(columns="run")
+    us = pd.Series(median_us)
+    flops, num_bytes = (table[name].where(table[name] > 0) for name in ("flops", "bytes"))
+    columns = {
+        "ms": us / 1e3,
+        "TFLOP/s": flops / us / 1e6,
+        "of square matmul": flops / us / (flops[SQUARE] / us[SQUARE]),
+        "GB/s": num_bytes / us / 1e3,
+        "times the copy": (us / us[COPY]).where(us.index.str.startswith("permute")),
+    }
+    return pd.DataFrame(columns).rename_axis("what").reset_index()
 
 
 if __name__ == "__main__":

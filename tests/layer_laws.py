@@ -17,9 +17,8 @@ from torch import Tensor
 from virtual_time import all_in, passing_where_late
 
 from moe_ep_bench.layer import megatron
-from moe_ep_bench.layer.configs import megatron_config
 from moe_ep_bench.layer.experts import seeded_generator
-from moe_ep_bench.layer.megatron import MoELayer
+from moe_ep_bench.layer.megatron import MoELayer, megatron_config
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.phases import Rendezvous, instrumented
 from moe_ep_bench.layer.reference import TOLERANCE, DenseReference

@@ -13,7 +13,6 @@ from torch import Tensor
 from virtual_time import VirtualTime, all_in, passing_where_late
 
 from moe_ep_bench.layer import megatron
-from moe_ep_bench.layer.configs import megatron_config
 from moe_ep_bench.layer.graphs import CapturedRun
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Prefill
@@ -72,7 +71,7 @@ def unmodified(lab: Lab, name: str, built: Stack) -> megatron.GPTModel:
     """
     model = lab.model(name)
     size, depth = lab.groups.ep.size(), len(built.gpt.decoder.layers)
-    config = megatron_config(model, torch.float32, size, None, MEGATRON, on_cpu=True, num_layers=depth)
+    config = megatron.megatron_config(model, torch.float32, size, None, MEGATRON, on_cpu=True, num_layers=depth)
     latent = getattr(config, "multi_latent_attention", False)
     core = type(built.gpt.decoder.layers[0].self_attention.core_attention) if latent else None
     spec = megatron.decoder_spec(config, core)

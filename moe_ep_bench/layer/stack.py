@@ -22,7 +22,6 @@ from torch import Tensor
 
 from moe_ep_bench.layer.attention import SdpaAttention
 from moe_ep_bench.layer.backends import experts_submodule, fill_experts_
-from moe_ep_bench.layer.configs import megatron_config
 from moe_ep_bench.layer.dispatchers import BoundedDispatcher, own_dispatcher
 from moe_ep_bench.layer.experts import DEPTH, GATE, REST, ROUTED, SHARED, expert_weights, fill_mlp_, seeded_generator
 from moe_ep_bench.layer.megatron import (
@@ -32,6 +31,7 @@ from moe_ep_bench.layer.megatron import (
     TransformerConfig,
     build_gpt,
     decoder_spec,
+    megatron_config,
     moe_submodules,
 )
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts

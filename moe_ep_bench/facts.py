@@ -65,7 +65,7 @@ class Workload(JsonRecord):
     skew: dict[str, Any] | None = None  # that was named: ``workload.skews.Skew``
     targets: dict[str, Any] = Field({})  # of a synthetic workload
     seed: int | None = None  # of the batches
-    padding: dict[str, Any] | None = None  # see ``bench.words.describe_workload``
+    padding: dict[str, Any] | None = None  # see ``bench.description.describe_workload``
 
 
 class Component(JsonRecord):

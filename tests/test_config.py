@@ -12,9 +12,8 @@ from test_workload import digest_of, top_k_load
 
 from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.comparison import RANKS, Comparison
-from moe_ep_bench.bench.description import describe_experiment
+from moe_ep_bench.bench.description import describe_experiment, describe_workload, held_here
 from moe_ep_bench.bench.plan import compare, plan_experiments
-from moe_ep_bench.bench.words import describe_workload, need_of
 from moe_ep_bench.config import SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
@@ -171,12 +170,11 @@ def test_the_root_of_a_softplus_runs_since_megatron_core_018(tmp_path: Path, mon
 
 
 def test_memory_is_weights_and_activations_and_refuses_nothing(tmp_path: Path) -> None:
-    halved, whole = (need_of(comparison(tmp_path, ranks)) for ranks in (2, 1))
-    assert 0 < halved.weights_bytes < whole.weights_bytes
-    more = need_of(comparison(tmp_path, 2, workload={"num_tokens": 10**6}))
-    assert more.weights_bytes == halved.weights_bytes
-    assert more.activation_bytes > halved.activation_bytes > 0
-    assert more.describe(2**30).endswith("1.0 GiB are free")
+    halved, whole = (held_here(comparison(tmp_path, ranks)) for ranks in (2, 1))
+    assert 0 < halved["expert_bytes"] < whole["expert_bytes"]
+    more = held_here(comparison(tmp_path, 2, workload={"num_tokens": 10**6}))
+    assert more["expert_bytes"] == halved["expert_bytes"]
+    assert more["row_bytes"] > halved["row_bytes"] > 0
 
 
 def test_a_sweep_is_set_key_by_key_and_one_value_ends_it(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from test_workload import peak_load, top_k_load
 
 from moe_ep_bench import cli
 from moe_ep_bench.bench.comparison import ROUTING
+from moe_ep_bench.bench.description import describe_workload
 from moe_ep_bench.bench.plan import compare
-from moe_ep_bench.bench.words import describe_workload
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.placement import replicate

@@ -18,9 +18,9 @@ from test_run import launch
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.reduce import RATES
 from moe_ep_bench.bench.comparison import RANKS
+from moe_ep_bench.bench.description import held_here
 from moe_ep_bench.bench.directory import check_agreement
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.words import need_of
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
@@ -266,7 +266,7 @@ def test_more_layers_and_a_longer_context_take_more_memory_and_are_other_compari
             {"whole__num_layers": 4}, {"whole__num_layers": 5}, DECODE, {**DECODE, "whole__context_length": 41}
         )
     ]  # fmt: skip
-    fewer, more, step, longer = (need_of(one) for one in made)
-    assert fewer.weights_bytes < more.weights_bytes
-    assert step.activation_bytes < longer.activation_bytes
+    fewer, more, step, longer = (held_here(one) for one in made)
+    assert fewer["expert_bytes"] < more["expert_bytes"]
+    assert step["cache_bytes"] < longer["cache_bytes"]
     assert len({one.comparison_id for one in made}) == 4

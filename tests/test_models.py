@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from moe_ep_bench.bench.words import fit_on
+from moe_ep_bench.bench.description import fit_on
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments

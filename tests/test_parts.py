@@ -66,13 +66,12 @@ def test_every_request_and_what_runs(
 
 def test_auto_fuses_what_the_version_can(choose) -> None:
     model = load_model("olmoe-1b-7b")
-    assert choose(("auto",), "GPU", "2.9.0").fusions(model) == ["activation", "top-k"]
-    assert choose(("grouped",), "GPU", "2.9.0").fusions(model) == ["top-k"]
-    assert choose(("grouped",), "GPU", "2.9.0").fusions(load_model("deepseek-v4-flash")) == []
+    assert choose(("grouped",), "GPU", "2.9.0").fuses_router(model)
+    assert not choose(("grouped",), "GPU", "2.9.0").fuses_router(load_model("deepseek-v4-flash"))
     chosen = choose(("auto",), "GPU", "2.9.0 broken")
     why = "Transformer Engine 2.9.0 does not work here (ImportError: undefined symbol)"
     assert (chosen.experts, chosen.permute, chosen.experts_why) == ("grouped", "indexed", why)
-    assert chosen.fusions(model) == []
+    assert not chosen.fuses_router(model)
 
 
 TRANSFORMER_ENGINE = """

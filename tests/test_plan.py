@@ -11,8 +11,8 @@ import yaml
 
 from moe_ep_bench.bench.cases import NOISE, REPLICATION
 from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison
+from moe_ep_bench.bench.description import describe_workload
 from moe_ep_bench.bench.plan import find_case, plan
-from moe_ep_bench.bench.words import describe_workload
 
 CONFIG = {
     "name": "tiny",

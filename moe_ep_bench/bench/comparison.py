@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.balancers import with_free_slots
-from moe_ep_bench.bench import words
+from moe_ep_bench.bench import description
 from moe_ep_bench.bench.cases import CaseSpec, cases_of
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.config import Experiment, Lossless, ReplicationConfig, SyntheticConfig
@@ -124,7 +124,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        return words.title(self)
+        return description.title(self)
 
     def describe_case(self, case: CaseSpec) -> dict[str, Any]:
         """What ``run.json`` says of a case."""
@@ -292,20 +292,12 @@ class Comparison:
         return case.replication.spare_per_rank * self.expert_bytes * num_layers
 
     def num_iterations(self, cases: Sequence[CaseSpec] | None = None) -> int:
-        """Runs of ``cases`` (None = all) in one launch, checks included: of one real rank, or of all virtual ones.
-
-        A real rank's case is run once to be looked at and once more to be checked after it was timed; where it is kept
-        as CUDA graphs it is checked twice, replayed. Breakdowns are warmed up once. Of a model on virtual ranks routing
-        the layers ahead counts too.
-        """
-        num_cases, measure = len(self.cases if cases is None else cases), self.experiment.measure
-        num_batches, num_layers = self.workload.num_batches, len(self.workloads)
-        routed = num_layers * num_batches if self.scope == "model" else 0
-        checked = 3 if self.parts.cuda_graph else 1
-        breakdowns = measure.breakdown_iterations + bool(measure.breakdown_iterations)
-        return {
-            ROUTING: num_batches * num_cases,
-            RANKS: ((measure.fewest_rounds + breakdowns) * num_batches + checked) * num_cases,
-            MODELLED: num_batches * self.ep_size * num_cases + routed,
-            VIRTUAL: (measure.fewest_rounds * num_batches * self.ep_size + num_layers) * num_cases + routed,
+        """About how many runs ``cases`` (None = all) take in one launch: of one real rank, or of all virtual ones."""
+        measure = self.experiment.measure
+        of_batch = {
+            ROUTING: 1,
+            RANKS: measure.fewest_rounds + measure.breakdown_iterations,
+            MODELLED: self.ep_size,
+            VIRTUAL: measure.fewest_rounds * self.ep_size,
         }[self.backend]
+        return of_batch * self.workload.num_batches * len(self.cases if cases is None else cases)

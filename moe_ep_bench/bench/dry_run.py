@@ -12,9 +12,8 @@ from typing import Any
 import pynvml
 
 from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison
-from moe_ep_bench.bench.description import device_words
+from moe_ep_bench.bench.description import describe_workload, device_words, fit_of, held_here
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.words import describe_workload, fit_of, need_of
 from moe_ep_bench.cost_model.transport import exchange_words
 from moe_ep_bench.layer.te_check import untried
 from moe_ep_bench.machine import provenance
@@ -65,7 +64,10 @@ def _lines(comparison: Comparison, device: str, gpu: dict[str, Any]) -> Iterator
     free = provenance.host_memory_bytes(sharing) if device == "cpu" else None
     if gpu:
         free = int(gpu["memory_free_mib"] * 2**20)
-    memory = need_of(comparison).describe(free)
+    sizes = {name: size / 2**30 for name, size in held_here(comparison).items()}
+    memory = f"about {sizes['expert_bytes'] + sizes['other_weight_bytes']:.1f} GiB of weights and "
+    memory += f"{sizes['cache_bytes'] + sizes['row_bytes']:.1f} GiB of activations a rank"
+    memory += "" if free is None else f", {free / 2**30:.1f} GiB are free"
     if backend == RANKS:
         yield f"{memory}; {comparison.num_iterations() * comparison.experiment.measure.launches:,} iterations"
         return

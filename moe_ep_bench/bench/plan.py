@@ -175,23 +175,19 @@ def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:
     Such is a repeated value, and a key that this backend does not read.
 
     Raises:
-        UserError: one line naming the file, the swept key and its values.
+        UserError: one line naming the file, the swept keys and their values.
     """
     first: dict[str, Comparison] = {}
     for comparison in comparisons:
         earlier = first.setdefault(comparison.comparison_id, comparison)
-        if earlier is comparison:
-            continue
-        mine, theirs = dict(comparison.experiment.point), dict(earlier.experiment.point)
-        differing = [key for key in mine if mine[key] != theirs[key]]
-        if not differing:
-            point = ", ".join(f"{key}={value}" for key, value in mine.items())
-            raise UserError(f"{config}: sweep: expected every value once, got {point} twice")
-        values, others = (", ".join(str(at[key]) for key in differing) for at in (mine, theirs))
-        raise UserError(
-            f"{config}: sweep.{', sweep.'.join(differing)}: {others} and {values} are one and the same comparison "
-            f"for this command; expected values that it measures differently, or one (--set {differing[0]}=VALUE)"
-        )
+        if earlier is not comparison:
+            points = (
+                ", ".join(f"{key}={value}" for key, value in one.experiment.point) for one in (earlier, comparison)
+            )
+            raise UserError(
+                f"{config}: sweep: expected points that this command measures differently, "
+                f"got one and the same comparison for {' and '.join(points)}"
+            )
 
 
 def _load_models(experiment: Experiment, ep_size: int) -> tuple[Links, Device | None]:

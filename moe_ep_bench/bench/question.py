@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from moe_ep_bench.bench.words import fit_on
+from moe_ep_bench.bench.description import fit_on
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, read_config
 from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device, load_links

@@ -62,10 +62,6 @@ class Parts:
         """Whether native's top-k is fused; the root of a softplus only later versions of Transformer Engine know."""
         return self.router_fusion and model.score_function != "sqrtsoftplus"
 
-    def fusions(self, model: ModelSpec) -> list[str]:
-        """What else than the permutation is fused under native, as a production setting has it."""
-        return ["activation"] * (self.experts == "te") + ["top-k"] * self.fuses_router(model)
-
     @property
     def by_map(self) -> bool:
         """Experts take all tokens and a map: nothing is permuted."""

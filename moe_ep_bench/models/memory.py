@@ -11,31 +11,12 @@ The same formula says what a layer or a model takes that is built here: no more 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from moe_ep_bench.models.spec import ModelSpec
 
 # Of the fullest rank over the mean, where no workload says more.
 USUAL_PEAK = 2.0
-
-
-class Need(NamedTuple):
-    """What a rank holds of what is built here."""
-
-    weights_bytes: int
-    activation_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self)
-
-    def describe(self, available: int | None) -> str:
-        """In words, beside the bytes that are free; None = unknown."""
-        weights, activations = (size / 2**30 for size in self)
-        free = "" if available is None else f", {available / 2**30:.1f} GiB are free"
-        return f"about {weights:.1f} GiB of weights and {activations:.1f} GiB of activations a rank{free}"
 
 
 class Fit(BaseModel):

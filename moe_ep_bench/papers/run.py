@@ -17,9 +17,9 @@ import torch
 
 from moe_ep_bench.bench.cases import BASELINE, POLICY, REPLICATION
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
+from moe_ep_bench.bench.description import workload_in_short
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import emulate_plan, launch
-from moe_ep_bench.bench.words import workload_in_short
 from moe_ep_bench.config import Experiment, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError, naming

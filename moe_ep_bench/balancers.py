@@ -41,8 +41,10 @@ a rank in however many slots; X = experts on several ranks, S = their places.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -96,60 +98,36 @@ def lp(slot_expert_P: ArrayLike, counts_RE: ArrayLike) -> Balanced:
     """Split every expert's pairs over its slots so that the fullest rank is as empty as these slots allow.
 
     The linear program: minimise t, where x_er >= 0 pairs of expert e go to rank r that holds it, all of an expert's
-    pairs go somewhere, and no rank gets more than t. Of whole pairs the fullest rank gets t rounded up, because flows
-    with whole capacities have whole solutions: rounding costs less than one pair. Of an expert's slots on one rank the
-    first takes all.
+    pairs go somewhere, and no rank gets more than t. Its best in whole pairs is t rounded up, because flows with whole
+    capacities have whole solutions: bisection finds it, a maximum flow from experts over places to ranks for each t.
+    Of an expert's slots on one rank the first takes all.
     """
-    from scipy.optimize import linprog  # It takes a second to import.
-    from scipy.sparse import csr_array
+    from scipy.sparse import csr_array  # It takes a second to import.
+    from scipy.sparse.csgraph import maximum_flow
 
     places = _Places.of(slot_expert_P, counts_RE)
     R, rank_V, expert_V, load_E = places.num_ranks, places.rank_V, places.expert_V, places.load_E
     is_shared_V = np.bincount(expert_V, minlength=len(load_E))[expert_V] > 1
     pairs_V = np.where(is_shared_V, 0, load_E[expert_V])
-    if is_shared_V.any():
-        fixed_R, rank_S = np.bincount(rank_V, pairs_V, minlength=R), rank_V[is_shared_V]
-        shared_X, expert_S = np.unique(expert_V[is_shared_V], return_inverse=True)
-        load_X, S = load_E[shared_X], len(rank_S)
-        share_S, values, minus_t = np.arange(S), np.ones(S), (-np.ones(R), (np.arange(R), np.full(R, S)))
-        on_ranks = csr_array((values, (rank_S, share_S)), shape=(R, S + 1)) + csr_array(minus_t, shape=(R, S + 1))
-        of_experts = csr_array((values, (expert_S, share_S)), shape=(len(load_X), S + 1))
-        solution = linprog(
-            np.r_[np.zeros(S), 1.0], A_ub=on_ranks, b_ub=-fixed_R, A_eq=of_experts, b_eq=load_X, method="highs-ds"
-        )
-        assert solution.status == 0, solution.message
-        pairs_V[is_shared_V] = _whole_pairs(solution.fun, load_X, fixed_R.astype(np.int64), expert_S, rank_S)
-    return places.balanced(pairs_V)
-
-
-def _whole_pairs(
-    least: float,
-    load_X: NDArray[np.int64],
-    fixed_R: NDArray[np.int64],
-    expert_S: NDArray[np.int64],
-    rank_S: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Whole pairs of every place, no rank above ``least`` rounded up: a flow from experts over places to ranks.
-
-    Args:
-        fixed_R: pairs that a rank has beside.
-        expert_S, rank_S: of each place.
-    """
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import maximum_flow
-
-    X, R = len(load_X), len(fixed_R)
+    if not is_shared_V.any():
+        return places.balanced(pairs_V)
+    fixed_R, rank_S = np.bincount(rank_V, pairs_V, minlength=R).astype(np.int64), rank_V[is_shared_V]
+    shared_X, expert_S = np.unique(expert_V[is_shared_V], return_inverse=True)
+    load_X, X = load_E[shared_X], len(shared_X)
     source, sink, num_nodes = X + R, X + R + 1, X + R + 2
     tails = np.r_[np.full(X, source), expert_S, X + np.arange(R)]
     heads = np.r_[np.arange(X), X + rank_S, np.full(R, sink)]
-    most = int(np.ceil(least - 1e-6 * max(1.0, least)))  # The solver may be so far off.
-    while True:
-        room_R = np.maximum(most - fixed_R, 0)
-        capacities = np.r_[load_X, load_X[expert_S], room_R].astype(np.int32)
-        flow = maximum_flow(csr_array((capacities, (tails, heads)), shape=(num_nodes, num_nodes)), source, sink)
-        if flow.flow_value == load_X.sum():
-            return np.asarray(flow.flow.toarray()[expert_S, X + rank_S], dtype=np.int64)
-        most += 1
+
+    def flow(most: int) -> Any:
+        """The most pairs of shared experts that go to ranks which have ``most`` at most."""
+        capacities = np.r_[load_X, load_X[expert_S], np.maximum(most - fixed_R, 0)].astype(np.int32)
+        return maximum_flow(csr_array((capacities, (tails, heads)), shape=(num_nodes, num_nodes)), source, sink)
+
+    mean = -(-int(load_E.sum()) // R)
+    levels = range(max(mean, int(fixed_R.max())), int(fixed_R.max() + load_X.sum()) + 1)
+    most = levels[bisect_left(levels, load_X.sum(), key=lambda level: flow(level).flow_value)]
+    pairs_V[is_shared_V] = flow(most).flow.toarray()[expert_S, X + rank_S]
+    return places.balanced(pairs_V)
 
 
 def activated(slot_expert_P: ArrayLike, counts_RE: ArrayLike) -> Balanced:

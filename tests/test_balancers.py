@@ -160,25 +160,6 @@ def test_solved_replicas_are_no_worse_than_even_shares_in_what_they_solve_for(ba
     assert most[0] <= most[1]
 
 
-def least_fullest(load_E: NDArray[np.int64], num_slots: int, num_ranks: int) -> float:
-    """A bound of any plan and any split: the mean rank, and the greatest share of an expert's replicas."""
-    replicas_E = np.ones(len(load_E))
-    for _ in range(num_slots - len(load_E)):
-        replicas_E[(load_E / replicas_E).argmax()] += 1
-    return max(load_E.sum() / num_ranks, (load_E / replicas_E).max())
-
-
-@some_examples
-@given(batch=batches(), moved=batches(moving=True))
-def test_no_balancer_goes_below_what_so_many_slots_allow(batch: Batch, moved: Batch) -> None:
-    least = least_fullest(batch.load_E, len(batch.slot_expert_P), batch.num_ranks)
-    fullest = on_ranks(lp(batch.slot_expert_P, batch.counts_RE).pairs_P, batch.num_ranks).max()
-    assert fullest >= least * (1 - 1e-12)
-    least = least_fullest(moved.load_E, len(moved.slot_expert_P), moved.num_ranks)
-    pairs_P = ultra(moved.slot_expert_P, moved.counts_RE, least_pairs=1, threshold=1).pairs_P
-    assert on_ranks(pairs_P, moved.num_ranks).max() >= least * (1 - 1e-12)
-
-
 # --- Oracles: the best of all choices ----------------------------------------------------------------
 
 
@@ -280,8 +261,8 @@ def test_a_linear_program_balances_what_even_shares_cannot() -> None:
 
 
 def test_activated_experts_change_ranks_along_chains() -> None:
-    """Against all choices one by one, where giving the busiest first alone does not reach the best."""
-    generator, relieved = np.random.default_rng(0), 0
+    """Against all choices one by one, on more ranks and experts than above."""
+    generator = np.random.default_rng(0)
     for _ in range(300):
         experts = np.concatenate([np.arange(9), generator.integers(9, size=7)])
         slots_P = generator.permutation(experts)
@@ -292,13 +273,6 @@ def test_activated_experts_change_ranks_along_chains() -> None:
         best = min(np.bincount(ranks, minlength=4).max() for ranks in itertools.product(*busy))
         found = activated_on_ranks(activated(slots_P, counts_RE).pairs_P, slots_P, 4)
         assert max(found) == best
-        greedy = np.zeros(4)
-        for expert in sorted(
-            np.flatnonzero(batch.load_E), key=lambda e: (len(batch.ranks_of(e)) > 1, -batch.load_E[e])
-        ):
-            greedy[min(batch.ranks_of(expert), key=lambda rank: greedy[rank])] += 1
-        relieved += greedy.max() > best
-    assert relieved, "giving the busiest first is not enough by itself"
 
 
 def test_few_pairs_stay_where_they_are() -> None:

@@ -94,11 +94,6 @@ def loads(num_experts: int) -> st.SearchStrategy[list[float]]:
     return st.lists(load, min_size=num_experts, max_size=num_experts)
 
 
-def not_above(value: float) -> float:
-    """``value`` with room for rounding."""
-    return value * (1 + 1e-12)
-
-
 # --- Published figures -------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
@@ -14,8 +13,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import test_run
-from hypothesis import settings
-from oracles import uniform_activated_experts
 from safetensors.numpy import load_file
 from trace_files import write_trace
 
@@ -42,7 +39,6 @@ from moe_ep_bench.workload.facts import laser_thresholds
 from moe_ep_bench.workload.importers import ASSUMED
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
-few_examples = settings(max_examples=15)
 
 CONFIG = {
     "name": "tiny",
@@ -117,21 +113,6 @@ def test_imbalance_is_reduced_before_it_is_averaged() -> None:
     assert imbalance(load_BE).tolist() == [2, 2]
     assert imbalance(load_BE.sum(axis=0)) == 1
     assert rank_imbalance([4, 0, 1, 3], 2) == 1
-
-
-@pytest.mark.parametrize(
-    ("num_experts", "top_k", "num_tokens", "published"),
-    [(128, 8, 16, 82), (256, 8, 8, 57), (256, 8, 32, 163)],  # arXiv 2511.02237; 2602.07265
-)
-def test_uniform_choices_activate_what_the_papers_say(num_experts: int, top_k: int, num_tokens: int, published: int):
-    expected = uniform_activated_experts(num_experts, top_k, num_tokens)
-    assert int(expected) == published
-    random = np.random.default_rng(0)
-    drawn = [
-        len({expert for _ in range(num_tokens) for expert in random.permutation(num_experts)[:top_k]})
-        for _ in range(200)
-    ]
-    assert np.mean(drawn) == pytest.approx(expected, abs=1)
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------
@@ -238,13 +219,6 @@ def test_without_ep_size_there_are_up_to_eight_ranks_that_divide_the_experts(tmp
     assert plan(config, [], ROUTING)[0].ep_size == 6  # of 60
 
 
-def test_a_dry_run_lists_the_cases_and_routes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["route", str(write_config(tmp_path)), "--out", str(tmp_path / "out"), "--dry-run"]) == OK
-    printed = capsys.readouterr().out
-    assert all(text in printed for text in ("96 tokens", "native", "token_drop capacity_factor=1.0", "oea k0=2"))
-    assert not (tmp_path / "out").exists()
-
-
 # ---- table and figures ---------------------------------------------------------------------------------------------
 
 
@@ -303,18 +277,6 @@ def test_ids_alone_are_marked_and_choices_by_score_need_a_share_that_is_assumed(
     native = rows_of(out).query("policy == 'native'")
     load_E = np.bincount(load_file(path)["expert_ids"][0].ravel(), minlength=64)
     assert np.sum(native["load_E"].tolist(), axis=0).tolist() == load_E.tolist()
-
-
-def test_a_route_directory_is_shown_in_every_format(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = {}
-    for to in ("md", "latex", "csv", "json"):
-        assert main(["show", str(sound), "--format", to]) == OK
-        shown[to] = capsys.readouterr().out
-    rows = json.loads(shown["json"])["rows"]
-    frame = pd.read_csv(io.StringIO(shown["csv"]))
-    assert len(rows) == len(frame) == 3
-    assert [row["rank_imbalance"] for row in rows] == pytest.approx(frame["rank_imbalance"].tolist())
-    assert shown["md"].count("| policy |") == shown["latex"].count("tabular}") // 2 == 1
 
 
 def test_route_draws_its_loads_and_the_configs_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

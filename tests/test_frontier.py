@@ -42,20 +42,15 @@ def test_no_choice_of_pairs_keeps_more(kind: str) -> None:
     score_N, expert_N = top_k_pairs(scores_TE, top_k_map(scores_TE, RoutingContext(top_k=2)))
     frontier, num_pairs = frontier_of(scores_TE), len(score_N)
     most = [-1.0] * (num_pairs + 1)
-    fewest_dropped = [num_pairs] * (num_pairs + 1)
     for chosen in itertools.product([False, True], repeat=num_pairs):
         chosen_N = torch.tensor(chosen)
         fullest = int(RANK_E[expert_N[chosen_N]].bincount(minlength=4).max())
         kept = float(score_N[chosen_N].double().sum())
         for load in range(fullest, num_pairs + 1):
             most[load] = max(most[load], kept)
-            fewest_dropped[load] = min(fewest_dropped[load], num_pairs - sum(chosen))
     total = most[-1] or 1.0
     assert [frontier.kept(load) for load in range(num_pairs + 1)] == pytest.approx([one / total for one in most])
-    assert [frontier.dropped(load) for load in range(num_pairs + 1)] == fewest_dropped
-    for load in range(frontier.fullest + 1):
-        assert frontier.kept(frontier.least_load(frontier.kept(load))) >= frontier.kept(load)
-        assert frontier.least_load(frontier.kept(load)) <= load
+    assert frontier.mean_load == num_pairs / 4
 
 
 def test_no_set_of_experts_keeps_more() -> None:
@@ -83,7 +78,7 @@ def test_no_policy_that_only_drops_lies_beyond_the_frontier(spec: dict) -> None:
     scores_TE = random_scores("softmax", 60, 8, seed=3)
     frontier = frontier_of(scores_TE)
     map_TE = make_policy(spec).route(scores_TE, RoutingContext(top_k=2, num_ranks=4)).map_TE
-    kept = float((scores_TE * map_TE).double().sum()) / frontier.mass
+    kept = float((scores_TE * map_TE).double().sum()) / frontier.by_experts[-1]
     load_E = map_TE.sum(dim=0)
     assert kept < 1
     assert kept <= frontier.kept(int(load_E.view(4, 2).sum(dim=1).max())) + 1e-9
@@ -113,7 +108,7 @@ def test_means_over_batches_lie_below_the_joint_frontier_and_some_on_it() -> Non
 
 def test_a_batch_without_pairs_loses_nothing() -> None:
     empty = Frontier.of([(torch.zeros(0), torch.zeros(0, dtype=torch.int64))], RANK_E)
-    assert (empty.kept(0), empty.kept_by_experts(0), empty.fullest) == (1.0, 1.0, 0)
+    assert (empty.kept(0), empty.kept_by_experts(0), len(empty.by_load)) == (1.0, 1.0, 1)
     assert empty.curve()[1][-1] == 1.0
 
 
@@ -158,7 +153,10 @@ def test_route_and_emulate_hold_each_policy_against_the_frontier_of_its_batches(
             if policy.name == "budget_drop":
                 continue  # its ranks decide together
             maps = [policy.route(one, context).map_TE for one, context in zip(parts, contexts, strict=True)]
-            kept = sum(float((one * map_TE).sum()) for one, map_TE in zip(parts, maps, strict=True)) / frontier.mass
+            kept = (
+                sum(float((one * map_TE).sum()) for one, map_TE in zip(parts, maps, strict=True))
+                / frontier.by_experts[-1]
+            )
             load_R = torch.cat(maps).sum(dim=0).view(4, 16).sum(dim=1)
             expected.setdefault(policy.label, []).append(frontier.kept(int(load_R.max())) - kept)
     for label, found in expected.items():

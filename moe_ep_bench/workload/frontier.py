@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_ep_bench.policies.lazy import Tensor, torch
 
@@ -36,12 +37,15 @@ class Frontier:
     """The frontier of one batch in one layer.
 
     Attributes:
-        best_R: of each expert rank the mass of its n best pairs, n from 0 to all it has: float64 [pairs + 1].
-        best_experts: mass of the n best experts, n from 0 to E: float64 [E + 1].
+        by_load: most mass that is kept where no rank computes more than n pairs, n from 0 to native's fullest rank:
+            float64 [pairs + 1].
+        by_experts: mass of the n best experts, n from 0 to E: float64 [E + 1].
+        mean_load: top-k pairs of a rank, mean over ranks, before anything is dropped.
     """
 
-    best_R: tuple[Tensor, ...]
-    best_experts: Tensor
+    by_load: NDArray[np.float64]
+    by_experts: NDArray[np.float64]
+    mean_load: float
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Tensor, Tensor]], rank_E: Tensor) -> Frontier:
@@ -52,60 +56,32 @@ class Frontier:
                 (``top_k_pairs``).
             rank_E: int64 [E], the rank on which each expert lives; the highest is the last rank.
         """
-        scores, experts = (torch.cat(list(part)) for part in zip(*pairs, strict=True))
-        rank_N, by_rank_N = rank_E.to(torch.int16)[experts].sort(stable=True)
-        counts_R = rank_N.bincount(minlength=int(rank_E.max()) + 1)
-        of_ranks = np.split(scores[by_rank_N].numpy(), counts_R.cumsum(0)[:-1])
-        # numpy sorts values alone, ten times as fast as torch sorts them and their places.
-        best_R = tuple(_from_zero(torch.from_numpy(np.sort(score_N)[::-1].astype(np.float64))) for score_N in of_ranks)
-        mass_E = torch.zeros(len(rank_E), dtype=torch.float64).index_add(0, experts, scores.double())
-        return cls(best_R, _from_zero(mass_E.sort(descending=True).values))
-
-    @property
-    def mass(self) -> float:
-        """All score mass of the top-k."""
-        return float(self.best_experts[-1])
-
-    @property
-    def fullest(self) -> int:
-        """Pairs of the fullest rank where nothing is dropped."""
-        return max(len(best) for best in self.best_R) - 1
-
-    @property
-    def num_pairs(self) -> int:
-        return sum(len(best) - 1 for best in self.best_R)
+        score_N, expert_N = (torch.cat(list(parts)).numpy() for parts in zip(*pairs, strict=True))
+        load_R = np.bincount(rank_E.numpy()[expert_N], minlength=int(rank_E.max()) + 1)
+        by_rank_N = np.argsort(rank_E.numpy().astype(np.int16)[expert_N], kind="stable")
+        gain = np.zeros(load_R.max() + 1)  # of the n-th best pair of every rank
+        for score_of_rank in np.split(score_N[by_rank_N], load_R.cumsum()[:-1]):
+            gain[1 : len(score_of_rank) + 1] += np.sort(score_of_rank)[::-1]
+        mass_E = np.bincount(expert_N, score_N, minlength=len(rank_E))
+        by_experts = np.concatenate([[0.0], np.sort(mass_E)[::-1].cumsum()])
+        return cls(gain.cumsum(), by_experts, max(load_R.mean(), 1.0))
 
     def kept(self, most_pairs: int) -> float:
         """Share of the mass that is kept at most where no rank computes more than so many pairs; 1 of no mass."""
-        return self._share(sum(float(best[min(most_pairs, len(best) - 1)]) for best in self.best_R))
-
-    def dropped(self, most_pairs: int) -> int:
-        """Pairs that are dropped at least where no rank computes more than so many."""
-        return sum(max(0, len(best) - 1 - most_pairs) for best in self.best_R)
+        return _share(self.by_load, most_pairs)
 
     def kept_by_experts(self, num_experts: int) -> float:
         """Share of the mass that is kept at most by a set of so many experts; 1 of no mass."""
-        return self._share(float(self.best_experts[min(num_experts, len(self.best_experts) - 1)]))
-
-    def least_load(self, kept_share: float) -> int:
-        """The least that the fullest rank computes where at least this share of the mass is kept: pairs."""
-        low, high = 0, self.fullest
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.kept(middle) >= kept_share else (middle + 1, high)
-        return low
+        return _share(self.by_experts, num_experts)
 
     def curve(self) -> tuple[list[float], list[float]]:
-        """``NUM_POINTS`` points, from no load to native's: the fullest rank's load over the mean, the share kept.
+        """``NUM_POINTS`` points, from no load to native's: the fullest rank's load over the mean, the share kept."""
+        loads = [(len(self.by_load) - 1) * place // (NUM_POINTS - 1) for place in range(NUM_POINTS)]
+        return [load / self.mean_load for load in loads], [self.kept(load) for load in loads]
 
-        The mean is that of the top-k pairs over ranks, before anything is dropped.
-        """
-        loads = [self.fullest * place // (NUM_POINTS - 1) for place in range(NUM_POINTS)]
-        mean = max(self.num_pairs / len(self.best_R), 1.0)
-        return [load / mean for load in loads], [self.kept(load) for load in loads]
 
-    def _share(self, kept: float) -> float:
-        return kept / self.mass if self.mass > 0 else 1.0
+def _share(mass: NDArray[np.float64], count: int) -> float:
+    return float(mass[min(count, len(mass) - 1)] / mass[-1]) if mass[-1] > 0 else 1.0
 
 
 def top_k_pairs(scores_TE: Tensor, top_k_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,8 +108,3 @@ def joint(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[Te
     first = kept_BP[:, :1].sum(dim=0)
     means = (torch.cat([load_BP[:, :1].sum(dim=0), step_N[order_N]]), torch.cat([first, gain_N[order_N]]))
     return tuple(values.cumsum(dim=0) / len(curves) for values in means)
-
-
-def _from_zero(mass_N: Tensor) -> Tensor:
-    """Sums of the first n, n from 0 on."""
-    return torch.cat([mass_N.new_zeros(1), mass_N.cumsum(dim=0)])

@@ -81,44 +81,6 @@ def test_counts_of_one_rank_alone_are_named(tmp_path: Path, capsys: pytest.Captu
     assert "--ep-num-redundant-experts 2" in said
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("layer,expert\n1,2\n", "expected columns"),
-        ("layer_id,expert_id,count\n0,-1,2\n", "experts 0 to 4095, got -1 to 0"),
-        ("layer_id,expert_id,count\n0,999999999,2\n", "experts 0 to 4095, got 0 to 999999999"),
-        ("layer_id,expert_id,count\n0,0,2.5\n", "whole numbers in"),
-        ("layer_id,expert_id,count\n0,0,-2\n", "counts from 0"),
-    ],
-)
-def test_a_wrong_csv_is_named(text: str, expected: str, tmp_path: Path) -> None:
-    (tmp_path / "rank0.csv").write_text(text)
-    with pytest.raises(ValueError, match=expected):
-        read_counts(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arrays", "expected"),
-    [
-        (None, "expected counts in rank0.safetensors beside meta_info.json, got none"),
-        ({"100": [1, 2]}, r"rank0.safetensors: 100: expected arrays named <iteration>_<layer>"),
-        ({"1_1": [1, 2], "1_2": [1, 2, 3]}, r"1_2: expected whole numbers of shape 2, got int64 of shape \(3,\)"),
-        ({"1_1": [0.5, 1]}, "1_1: expected whole numbers of shape n, got float64"),
-        ({"1_1": [[1, 2]]}, "1_1: expected whole numbers of shape n, got int64 of shape"),
-        ({"1_1": [0, 0]}, "expected some count above 0, got none"),
-        (b"not safetensors", "rank0.safetensors: not readable"),
-    ],
-)
-def test_a_wrong_folder_of_tensorrt_llm_is_named(arrays: Any, expected: str, tmp_path: Path) -> None:
-    (tmp_path / "meta_info.json").write_text("{}")
-    if isinstance(arrays, bytes):
-        (tmp_path / "rank0.safetensors").write_bytes(arrays)
-    elif arrays is not None:
-        save_file({name: np.array(values) for name, values in arrays.items()}, tmp_path / "rank0.safetensors")
-    with pytest.raises(ValueError, match=f"^[^\n]*{expected}[^\n]*$"):
-        read_counts(tmp_path)
-
-
 def config(folder: Path, **workload: Any) -> Path:
     path = folder / "config.yaml"
     asked = {"kind": "synthetic", "num_tokens": 512, "num_batches": 1, "skew_from": "counts.json", **workload}
@@ -171,30 +133,63 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
             load_experiments(config(tmp_path, **wrong), on_cpu=True)
 
 
+HEAD = "layer_id,expert_id,count"
+# What is wrong: the content of counts.json, text of a rank's CSV file, or arrays of TensorRT-LLM's rank0.safetensors;
+# and what the line says behind the file's name.
 MISTAKES = {
-    "other experts": ([[1, 2], [3, 4]], "workload.skew_from: .*counts.json: expected counts of 4 experts, got 2"),
-    "no counts": ({"x": 1}, "counts.json: expected logical_count, counts by layer and expert"),
-    "negative": ([[1, -1, 0, 0]], "counts.json: expected counts from 0, got some below it"),
-    "nothing": ([[0, 0, 0, 0]], "counts.json: expected some count above 0, got none"),
-    "uneven": ([[1, 2], [1]], "counts.json: expected lists of equal length"),
-    "names": ({"0": {"a": 1}}, "counts.json: expected numbers of layers and experts up to 4095, got 'a'"),
-    "no experts": ({"0": {}}, "counts.json: expected some count above 0, got none"),
-    "numbers": ({"0": {"1": "many"}}, "counts.json: expected numbers of shape"),
-    "SGLang's map": ({"physical_to_logical_map": [[0, 1, 2, 3]]}, "physical_to_logical_map: an expert map, which says"),
-    "vLLM-Ascend's map": (
-        {"moe_layer_count": 1, "layer_list": [{"layer_id": 0, "device_count": 1, "device_list": []}]},
-        "counts.json: moe_layer_count: an expert map, which says where experts stand, not how often they are chosen",
-    ),
-    "words": ([["a", "b", "c", "d"]], "counts.json: expected numbers of shape"),
+    "no counts": ({"x": 1}, "logical_count"),
+    "negative": ([[1, -1, 0, 0]], "counts from 0"),
+    "nothing": ([[0, 0, 0, 0]], "some count above 0"),
+    "uneven": ([[1, 2], [1]], "lists of equal length"),
+    "names": ({"0": {"a": 1}}, "'a'"),
+    "a large name": ({"0": {"4096": 1}}, "'4096'"),
+    "no experts": ({"0": {}}, "some count above 0"),
+    "numbers": ({"0": {"1": "many"}}, "numbers of shape"),
+    "words": ([["a", "b", "c", "d"]], "numbers of shape"),
+    "a list": ([1, 2, 3, 4], "by layer and expert"),
+    "SGLang's map": ({"physical_to_logical_map": [[0, 1, 2, 3]]}, "physical_to_logical_map: an expert map"),
+    "vLLM-Ascend's map": ({"moe_layer_count": 1, "layer_list": []}, "moe_layer_count: an expert map"),
+    "csv: columns": ("layer,expert\n1,2\n", "columns layer_id"),
+    "csv: below 0": (f"{HEAD}\n0,-1,2\n", "-1"),
+    "csv: too many": (f"{HEAD}\n0,999999999,2\n", "999999999"),
+    "csv: halves": (f"{HEAD}\n0,0,2.5\n", "whole numbers"),
+    "csv: negative": (f"{HEAD}\n0,0,-2\n", "counts from 0"),
+    "trtllm: no ranks": (None, "rank0.safetensors"),
+    "trtllm: name": ({"100": [1, 2]}, "100: expected arrays named"),
+    "trtllm: other lengths": ({"1_1": [1, 2], "1_2": [1, 2, 3]}, "1_2: expected whole numbers of shape 2"),
+    "trtllm: halves": ({"1_1": [0.5, 1]}, "1_1: expected whole numbers"),
+    "trtllm: dimensions": ({"1_1": [[1, 2]]}, "1_1: expected whole numbers"),
+    "trtllm: no file": (b"not safetensors", "rank0.safetensors: not readable"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_is_no_count_is_one_line(name: str, tmp_path: Path) -> None:
-    content, message = MISTAKES[name]
-    (tmp_path / "counts.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=f"^[^\n]*{message}[^\n]*$"):
-        load_experiments(config(tmp_path), on_cpu=True)
+    content, words = MISTAKES[name]
+    path = tmp_path / "counts"
+    path.mkdir()
+    if name.startswith("csv"):
+        (path / "rank0.csv").write_text(content)
+    elif name.startswith("trtllm"):
+        (path / "meta_info.json").write_text("{}")
+        if isinstance(content, bytes):
+            (path / "rank0.safetensors").write_bytes(content)
+        elif content is not None:
+            save_file({name: np.array(values) for name, values in content.items()}, path / "rank0.safetensors")
+    else:
+        path = tmp_path / "counts.json"
+        path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
+        read_counts(path)
+    assert str(error.value).startswith(str(path))
+    assert words in str(error.value)
+
+
+def test_counts_of_another_model_or_none_are_a_mistake_of_the_config(tmp_path: Path) -> None:
+    for content, words in (([[1, 2], [3, 4]], "expected counts of 4 experts, got 2"), ({"x": 1}, "expected logical_")):
+        (tmp_path / "counts.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match=f"^[^\n]*counts.json: {words}[^\n]*$"):
+            load_experiments(config(tmp_path), on_cpu=True)
 
 
 def test_counts_and_a_named_skew_exclude_each_other(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_recorded import EXPERTS, real, trace_parts, write
+from test_recorded import EXPERTS, trace_parts, write
 from trace_files import write_trace
 
 from moe_ep_bench.cli import main
@@ -75,19 +75,6 @@ def test_sequences_are_found_and_so_are_gaps_in_them(tmp_path_factory, lengths):
     trace = read_all(write(path, tensors, metadata))
     assert trace.start_S.tolist() == starts
     assert trace.consecutive_starts().tolist() == sorted({*starts, 1})
-
-
-def test_what_a_score_is_follows_from_its_name(tmp_path):
-    tensors, metadata = parts()
-    raw = open_trace(write(tmp_path / "raw.safetensors", tensors, metadata))
-    assert (raw.scores_are_normalised, raw.scores_are_assumed) == (False, False)
-    normalised = open_trace(
-        write(tmp_path / "n.safetensors", tensors, {**metadata, "score": "softmax over the top-k, in bfloat16"})
-    )
-    assert (normalised.scores_are_normalised, normalised.scores_are_assumed) == (True, False)
-    tensors["scores"][:] = 1 / K
-    assumed = read_all(write(tmp_path / "a.safetensors", tensors, {**metadata, "score": "assumed equal"}))
-    assert (assumed.scores_are_normalised, assumed.scores_are_assumed) == (True, True)
 
 
 def test_a_layer_is_read_without_the_others(tmp_path):
@@ -224,12 +211,3 @@ def test_a_truncated_file_is_refused(path, left):
 
 def test_a_missing_file_is_refused(tmp_path):
     assert refusal(tmp_path / "toy.safetensors") == "no such file"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["deepseek-v2-lite-intent", "deepseek-v2-lite-summary", "deepseek-v2-lite-translation", "gpt-oss-20b-mixed"],
-)
-def test_every_layer_of_the_real_recordings_is_sound(name):
-    trace = read_all(real(name))
-    assert trace.start_S[-1] == trace.num_tokens

@@ -8,10 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 from results_builder import FAST_RANK, QUIET_MACHINE, FakeCase, FakeComparison, standard_cases, write_run
@@ -19,6 +19,7 @@ from results_builder import FAST_RANK, QUIET_MACHINE, FakeCase, FakeComparison, 
 from moe_ep_bench.analysis import page as page_module
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import COLUMNS
+from moe_ep_bench.analysis.drawing import Drawing
 from moe_ep_bench.analysis.page import write_report
 from moe_ep_bench.analysis.tables import VIEWS, overview, table_of
 from moe_ep_bench.cli import main
@@ -35,15 +36,11 @@ FAILED = "rank 3: tried to allocate 12.3 GiB"
 def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small figure in place of all, which have tests of their own."""
 
-    def figure(_: object) -> Iterator[tuple[str, Figure]]:
-        sheet = Figure(figsize=(2, 1))
-        sheet.text(0, 0.9, "A title")
-        sheet.text(0, 0.5, f"how to read {HOSTILE}".replace("$", ""))
-        yield "speedup", sheet
+    def figures(_: object) -> dict[str, Drawing]:
+        return {"speedup": Drawing(Figure(figsize=(2, 1)), pd.DataFrame(), "A title", f"how to read {HOSTILE}")}
 
-    monkeypatch.setattr(page_module, "_drawn", figure)
-    monkeypatch.setattr(page_module, "settle_layout", lambda _: None, raising=False)
-    monkeypatch.setattr(page_module, "settle", lambda _: None, raising=False)
+    monkeypatch.setattr(page_module, "_drawn", figures)
+    monkeypatch.setattr(page_module, "settle", lambda _: None)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +178,7 @@ def test_the_installed_package_writes_the_same_bytes(directory: Path, tmp_path: 
     code = (
         "import sys, pathlib\n"
         "from moe_ep_bench.analysis import page\n"
-        "page._drawn = lambda _: []\n"
+        "page._drawn = lambda _: {}\n"
         "page.write_report([pathlib.Path(sys.argv[1])], pathlib.Path(sys.argv[2]))\n"
     )
     for root in (built, ROOT):

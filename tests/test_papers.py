@@ -19,9 +19,9 @@ from results_builder import FakeComparison, assert_nothing_is_clipped, standard_
 from test_compare import run_of
 from whole_builder import write_whole
 
-from moe_ep_bench.analysis.answer_figures import CLAIMS_FIGURE
 from moe_ep_bench.analysis.cases import cases, load, routing
 from moe_ep_bench.analysis.drawing import draw
+from moe_ep_bench.analysis.figures import CLAIMS_FIGURE
 from moe_ep_bench.analysis.papers import Claims, claims_text, load_claims, paper_words
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.style import house_style, settle

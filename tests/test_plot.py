@@ -20,11 +20,10 @@ import pytest
 from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped, standard_cases, write_run
 
 import plot_results
-from moe_ep_bench.analysis.cases import cases, load, routing
-from moe_ep_bench.analysis.drawing import draw
+from moe_ep_bench.analysis.cases import Store, cases, load, routing, samples
+from moe_ep_bench.analysis.drawing import draw, lines
 from moe_ep_bench.analysis.figures import FIGURES
-from moe_ep_bench.analysis.lines import Lines
-from moe_ep_bench.analysis.plot import drawings, figures_of, lines_of, stores
+from moe_ep_bench.analysis.plot import drawings, lines_of, stores
 from moe_ep_bench.analysis.style import house_style, settle
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import ValidationDirectory
@@ -175,7 +174,7 @@ def test_what_holds_two_runs_or_is_a_file_is_one_line(good: Path, tmp_path, caps
 
 @pytest.mark.parametrize(
     ("asked", "name"),
-    [(["--figures", "whole"], "whole"), (["--x", "eps_high", "--y", "dropped_share"], "dropped_share-over-eps_high")],
+    [(["--figures", "map"], "map"), (["--x", "eps_high", "--y", "dropped_share"], "dropped_share-over-eps_high")],
 )
 def test_a_figure_that_was_asked_for_and_has_no_rows_is_named(asked, name, good: Path, tmp_path: Path, capsys) -> None:
     assert plotted(tmp_path, good, *asked) == (2, tmp_path / "drawn")
@@ -196,21 +195,30 @@ def test_a_column_over_another_with_its_csv(good: Path, tmp_path: Path) -> None:
     assert (tmp_path / "retained_mass-over-k0.svg").is_file()
 
 
+def rows_of(store: Store, *asked: str, **more: str) -> pd.DataFrame:
+    (figure,) = lines(*asked, **more).values()
+    return figure.rows(store)
+
+
 def test_a_policys_line_leaves_out_the_parameter_along_the_axis(good: Path) -> None:
     store = load(good)
-    assert set(Lines("k0", "dropped_share").rows(store).query("k0.notna()")["line"]) == {"oea"}
-    by_policy = Lines("capacity_factor", "dropped_share", by="policy", where="role == 'policy'").rows(store)
+    assert set(rows_of(store, "k0", "dropped_share").query("k0.notna()")["line"]) == {"oea"}
+    by_policy = rows_of(store, "capacity_factor", "dropped_share", by="policy", where="role == 'policy'")
     assert set(by_policy["line"]) == {"topk", "token_drop", "oea"}
 
 
-def test_columns_of_batches_are_means_and_percentiles(good: Path) -> None:
+def test_columns_of_batches_are_means_and_percentiles_and_phases_are_of_their_slowest_rank(good: Path) -> None:
     store = load(good)
     batches = routing(store).query("label == 'oea k0=2'").groupby("batch")["rank_imbalance"].mean()
-    rows = Lines("k0", "rank_imbalance_p95").rows(store).query("k0 == 2")
+    rows = rows_of(store, "k0", "rank_imbalance_p95").query("k0 == 2")
     assert rows["rank_imbalance_p95"].tolist() == pytest.approx([batches.quantile(0.95)])
-    by_batch = Lines("batch", "entropy", facet="policy").rows(store)
+    by_batch = rows_of(store, "batch", "entropy", facet="policy")
     assert sorted(by_batch["batch"].unique()) == [0, 1, 2]
     assert set(by_batch["heading"]) == {"policy native", "policy topk", "policy token_drop", "policy oea"}
+    times = samples(store).query("kind == 'breakdown' and phase == 'experts' and label == 'oea k0=2'")
+    slowest_us = times.groupby(["batch", "iteration"])["time_us"].max().groupby("batch").median()
+    drawn = rows_of(store, "batch", "experts_us", by="label").query("line == 'oea k0=2'")
+    assert drawn.set_index("batch")["experts_us"].to_dict() == pytest.approx(slowest_us.to_dict())
 
 
 def test_speedups_along_a_swept_number_have_whiskers_and_what_has_no_value_goes_by_its_name(tmp_path: Path) -> None:
@@ -224,9 +232,9 @@ def test_speedups_along_a_swept_number_have_whiskers_and_what_has_no_value_goes_
         cases = [FakeCase("native", role="baseline"), *drops, eplb]
         facts = {"point": {"workload.peak_load": peak}, "title": f"Tiny {number}"}
         comparisons.append(FakeComparison(f"c{number}", facts, cases, num_batches=2, num_iterations=1, noise=0.0))
-    lines = Lines("peak_load", "speedup_median", by="capacity_factor")
+    (figure,) = lines("peak_load", "speedup_median", by="capacity_factor").values()
     with house_style():
-        drawing = draw(lines.figure(), load(write_run(tmp_path, comparisons)))
+        drawing = draw(figure, load(write_run(tmp_path, comparisons)))
     (axes,) = drawing.figure.axes
     paths = [line for line in axes.lines if len(line.get_xdata()) == 3 and line.get_linestyle() != "None"]
     found = {tuple(np.round(np.asarray(line.get_ydata(), dtype=float), 6)) for line in paths}
@@ -244,7 +252,7 @@ def test_figures_of_a_config_are_drawn_by_default(good: Path, tmp_path: Path) ->
     content = json.loads((run / "run.json").read_text())
     line = {"x": "k0", "y": "retained_mass", "by": "policy", "facet": None, "where": None}
     (run / "run.json").write_text(json.dumps({**content, "config": [{"figures": [line]}] * 2}))
-    assert lines_of([run]) == [Lines("k0", "retained_mass", "policy")]
+    assert list(lines_of([run])) == ["retained_mass-over-k0-by-policy"]
     status, out = plotted(tmp_path, run, "--figures", "retained_mass-over-k0-by-policy")
     assert status == 0
     assert (out / "retained_mass-over-k0-by-policy.csv").is_file()
@@ -253,35 +261,32 @@ def test_figures_of_a_config_are_drawn_by_default(good: Path, tmp_path: Path) ->
 # ---- all figures of all reference results --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("directory", DIRECTORIES)
-def test_no_figure_of_a_reference_result_is_clipped_and_no_text_hides_another(directory: str) -> None:
-    lost: list[str] = []
+def assert_all_fit(directory: str, size: str) -> None:
+    """Every figure lies on its sheet, and no text hides another."""
     number = 0
-    for store in stores([REFERENCE / directory], lost):
-        with house_style():
-            for drawing in drawings(store, figures_of(store)).values():
-                if drawing is not None:
-                    settle(drawing.figure)
-                    assert_nothing_is_clipped(drawing.figure)
-                    number += 1
+    for store in stores([REFERENCE / directory], []):
+        with house_style(size):
+            for drawing in drawings(store, lines_of([REFERENCE / directory])).values():
+                settle(drawing.figure)
+                assert_nothing_is_clipped(drawing.figure)
+                number += 1
     assert number
 
 
+@pytest.mark.parametrize("directory", DIRECTORIES)
+def test_no_figure_of_a_reference_result_is_clipped_and_no_text_hides_another(directory: str) -> None:
+    assert_all_fit(directory, "page")
+
+
 @pytest.mark.parametrize("size", ["column", "slide"])
-@pytest.mark.parametrize("name", ["quickstart-2cpu", "whatif-skew"])
+@pytest.mark.parametrize("name", ["quickstart-2cpu", "whatif-skew", "whole-capacity-modelled", "quality-small-2cpu"])
 def test_all_figures_fit_a_column_and_a_slide(name: str, size: str) -> None:
-    store = load(REFERENCE / name)
-    with house_style(size):
-        for drawing in drawings(store, FIGURES).values():
-            if drawing is not None:
-                settle(drawing.figure)
-                assert_nothing_is_clipped(drawing.figure)
+    assert_all_fit(name, size)
 
 
 def test_a_footer_speaks_of_every_point_of_a_panel() -> None:
     with house_style("page"):
-        drawing = drawings(load(REFERENCE / "whatif-skew"), {"map": FIGURES["map"]})["map"]
-    assert drawing is not None
+        drawing = draw(FIGURES["map"], load(REFERENCE / "whatif-skew"))
     said = " ".join(" ".join(text.get_text() for text in drawing.figure.texts).split())
     assert re.search(r"peak load 1\.2 .* / 4 more / .* peak load 4 ", said)
 

@@ -21,8 +21,8 @@ import yaml
 from torch import Tensor
 from torch.nn import functional
 
-from moe_ep_bench.analysis.answer_figures import QUALITY_FIGURES
 from moe_ep_bench.analysis.drawing import draw
+from moe_ep_bench.analysis.figures import QUALITY_FIGURES
 from moe_ep_bench.analysis.quality import (
     Quality,
     claims,

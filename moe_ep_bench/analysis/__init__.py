@@ -2,8 +2,8 @@
 
 The data flow: ``store`` (a long frame per table, of run.json and Parquet that ``reading`` has checked) with ``seeds``
 (comparisons that differ in their traffic alone) -> ``reduce`` (ranks joined, ratios formed) -> ``cases`` (the frame: a
-row per case). All else reads that: ``tables`` (views, printed by ``render``) with ``notes``, ``figures`` and
-``answer_figures`` (rows that ``drawing`` draws by ``marks`` and ``style``; ``lines`` is any column against any other),
-``page``, ``compare``, ``advise``, ``papers`` and ``validate``. ``columns`` names each column once; ``show`` and
-``plot`` are the commands.
+row per case). All else reads that: ``tables`` (views, printed by ``render``) with ``notes``, ``figures`` (rows of a
+table that ``drawing`` draws by ``marks`` and ``style``; it draws any column against any other too), ``page``,
+``compare``, ``advise``, ``papers`` and ``validate``. ``columns`` names each column once; ``show`` and ``plot`` are the
+commands.
 """

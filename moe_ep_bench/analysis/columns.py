@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.schema import PHASES, UNACCOUNTED
+from moe_ep_bench.schema import LAYER_PHASES, PHASES, UNACCOUNTED
 
 NONE = "-"
 Row = dict[str, Any]
@@ -215,6 +215,7 @@ COLUMNS = {
         text("breakdown_slowest_phase", "slowest phase"),
         times("breakdown_layer_ms", "layer, probed"),
         *(times(f"{part}_ms", part) for part in _PARTS),
+        *(Column(f"{phase}_us", phase.replace("_", " "), "us", "{:.1f}", better="lower") for phase in LAYER_PHASES),
         percentage("breakdown_unaccounted_share", "unaccounted"),
         percentage("breakdown_policy_share", "choosing"),
         percentage("probe_overhead", "probes"),

@@ -1,4 +1,4 @@
-"""A figure as data, the frame that it shows, and ``draw``, which draws any of them.
+"""A figure as data, the frame that it shows, ``draw``, which draws any of them, and figures of any column over another.
 
 A figure shows rows of the frame of cases: a panel, or a group of panels, for each ``facet``, and beside the picture
 these rows as CSV, under the frame's own names.
@@ -7,9 +7,10 @@ these rows as CSV, under the frame's own names.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,23 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as Sheet
 
-from moe_ep_bench.analysis.cases import COMPARISON, cases, comparisons
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, routing, timings
 from moe_ep_bench.analysis.columns import COLUMNS
-from moe_ep_bench.analysis.marks import Panel, facets
+from moe_ep_bench.analysis.marks import Panel, axis_of, facets, series
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, interval_words
 from moe_ep_bench.analysis.origins import ORIGINS
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.analysis.style import GAMMA, Look, dress, is_slide, looks_of
+from moe_ep_bench.analysis.style import GAMMA, Look, dress, is_slide, looks_of, ordered_looks
+from moe_ep_bench.analysis.sweeps import value_words
+from moe_ep_bench.errors import UserError, did_you_mean
 from moe_ep_bench.files import atomic_path
+from moe_ep_bench.policies import fields_by_policy
 
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
 COST = ["dropped_share", "retained_mass"]
 _MOST_LINES, _ON_SLIDE = 10, 6
 _ENDS = [f"{name}_{end}" for name in ("speedup", "moe_speedup") for end in ("median", "low", "high")]
 _ENDS += ["floor_low", "floor_high"]
-_IS_INTERVAL = ("speedup_is_interval", "moe_speedup_is_interval")
 
 
 @lru_cache(maxsize=2)
@@ -46,18 +49,13 @@ def case_rows(store: Store) -> pd.DataFrame:
     rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
     is_replica, is_ceiling = rows["role"] == "replication", rows["role"] == "ceiling"
     spare = rows["policy_params"].map(lambda params: json.loads(params or "{}").get("spare_per_rank"))
-    line = (
-        rows["family_label"]
-        .astype(object)
-        .where(~is_replica, rows["label"].str.replace(r", \d+ spare per rank", "", regex=True))
-    )
-    line = line.where(~is_ceiling)
+    way = rows["label"].str.replace(r", \d+ spare per rank", "", regex=True)
+    line = rows["family_label"].astype(object).where(~is_replica, way).where(~is_ceiling)
     step = rows["capacity_factor"].astype(object).mask(is_replica, spare.map("{:.0f} spare".format, "ignore"))
     factor = rows["capacity_factor"].map(lambda g: "" if np.isnan(g) else f", {GAMMA} {g:g}").astype("str")
     in_several = rows.groupby("title")["directory"].transform("nunique") > 1
-    numbers = [name for name, column in COLUMNS.items() if not column.is_words]
-    numbers += [*_ENDS, "num_layers", "of_layers"]
-    rows = rows.reindex(columns=list(dict.fromkeys([*rows, *COLUMNS, *numbers, *_IS_INTERVAL])))
+    numbers = [*(name for name, column in COLUMNS.items() if not column.is_words), *_ENDS]
+    rows = rows.reindex(columns=list(dict.fromkeys([*rows, *COLUMNS, *numbers, "speedup_is_interval"])))
     rows = rows.astype({name: float for name in numbers if rows[name].dtype.kind != "i"}).copy()  # of one piece again
     rows[COST] = rows[COST].mask(is_ceiling)
     return rows.assign(
@@ -67,12 +65,7 @@ def case_rows(store: Store) -> pd.DataFrame:
         name=(line.astype("str") + factor).where((rows["role"] == "policy") & line.notna(), rows["label"]),
         step=step,
         at=step.where(step.notna(), line),
-    )
-
-
-def layer_rows(store: Store) -> pd.DataFrame:
-    """``case_rows`` of lone layers, and of routing."""
-    return case_rows(store).query("scope == 'layer'")
+    ).copy()
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ class Figure:
     title: str
     panels: Sequence[Panel]
     how: str = ""
-    rows: Callable[..., pd.DataFrame] = layer_rows
+    rows: Callable[..., pd.DataFrame] = case_rows
     where: str = ""
     needs: str = ""
     columns: Sequence[str] = ()
@@ -106,10 +99,12 @@ class Figure:
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """A figure, and the numbers that it shows: tidy rows, one per mark, units in the columns' names."""
+    """A figure with its title and subtitle, and the numbers that it shows: tidy rows, one per mark."""
 
     figure: Sheet
     rows: pd.DataFrame
+    title: str
+    how: str
 
     def write_rows(self, path: Path) -> None:
         """Write the numbers as CSV; the file appears whole or not at all. Equal numbers give equal bytes.
@@ -120,9 +115,9 @@ class Drawing:
             self.rows.infer_objects().to_csv(temporary, index=False, float_format="%.9g", lineterminator="\n")
 
 
-def draw(figure: Figure, store: Any, **options: Any) -> Drawing | None:
-    """Draw a figure of a store; None where no row fits. ``options`` go to the figure's ``rows``."""
-    rows = figure.rows(store, **options)
+def draw(figure: Figure, store: Any) -> Drawing | None:
+    """Draw a figure of a store; None where no row fits."""
+    rows = figure.rows(store)
     if figure.where and len(rows):
         rows = rows.query(figure.where, engine="python")
     if figure.needs and len(rows):
@@ -130,8 +125,13 @@ def draw(figure: Figure, store: Any, **options: Any) -> Drawing | None:
     if rows.empty:
         return None
     # A slide has room for four panels, and its reader for few lines.
-    most_facets = min(figure.limit, max(1, 4 // len(figure.panels))) if is_slide() else figure.limit
-    drawn, notes = _few(rows, most_facets)
+    panels = [panel for panel in figure.panels if not panel.needs or len(rows.query(panel.needs, engine="python"))]
+    most_facets = min(figure.limit, max(1, 4 // len(panels))) if is_slide() else figure.limit
+    names, drawn, notes = list(rows["facet"].unique()), rows, []
+    if len(names) > most_facets:
+        kept = {names[int(place)] for place in np.linspace(len(names) - 1, 0, most_facets).round()}
+        drawn = rows[rows["facet"].isin(kept)]
+        notes.append(f"of {len(names)} comparisons {most_facets} are drawn; the CSV has all")
     drawn = _with_legend(drawn)
     # A policy has its look in every figure of a store: also where others are not drawn.
     everywhere = case_rows(store)["line"] if figure.looks is looks_of and isinstance(store, Store) else []
@@ -141,21 +141,12 @@ def draw(figure: Figure, store: Any, **options: Any) -> Drawing | None:
         drawn = drawn[~drawn["line"].isin(more)]
     notes += [*drawn["note"].dropna().unique()] if "note" in drawn else []
     beside = figure.beside(drawn) if callable(figure.beside) else figure.beside
-    sheet, body = facets(drawn, figure.panels, looks, beside=beside, most=figure.most)
-    how = drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)}
+    sheet, body = facets(drawn, panels, looks, beside=beside, most=figure.most)
+    how = figure.how.format_map(drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)})
     tags = [word for word in (*ORIGINS, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
-    dress(sheet, figure.title, figure.how.format_map(how), _footer(drawn, notes, timed=figure.timed), tags, body=body)
+    dress(sheet, figure.title, how, _footer(drawn, notes, timed=figure.timed), tags, body=body)
     columns = dict.fromkeys([*ABOUT, *figure.columns, "origin", "workload"])
-    return Drawing(sheet, rows[[name for name in columns if name in rows]])
-
-
-def _few(rows: pd.DataFrame, limit: int) -> tuple[pd.DataFrame, list[str]]:
-    """At most so many facets, evenly spaced, and a note on the others."""
-    names = list(rows["facet"].unique())
-    if len(names) <= limit:
-        return rows, []
-    kept = {names[int(place)] for place in np.linspace(len(names) - 1, 0, limit).round()}
-    return rows[rows["facet"].isin(kept)], [f"of {len(names)} comparisons {limit} are drawn; the CSV has all"]
+    return Drawing(sheet, rows[[name for name in columns if name in rows]], figure.title, how)
 
 
 def _other_lines(rows: pd.DataFrame) -> list[str]:
@@ -210,3 +201,111 @@ def _said_once(values: pd.Series) -> str:
     if len(different) > 2:
         different[1:-1] = [f"{len(different) - 2} more"]
     return " / ".join(different)
+
+
+# ---- any column against any other ------------------------------------------------------------------------------------
+
+_PERCENTILE = re.compile(r"(?P<column>\w+)_p(?P<percent>\d\d?)$")
+# Columns that are of the figures alone, or too long for an axis.
+_HIDDEN = {
+    *("facts", "policy_params", "point", "reason", "step", "at", "facet", "how"),
+    *("ran_on", "links_words", "workload_words", "curve_load", "curve_kept"),
+}
+
+
+def lines(
+    x: str, y: str, by: str | None = None, facet: str | None = None, where: str | None = None
+) -> dict[str, Figure]:
+    """The figure of a column over another, by its name, as a config's ``figures:`` or ``plot --x --y`` asks for it.
+
+    Args:
+        x, y: columns of cases, or of batches and layers, of which means are drawn; parameters of policies are columns.
+        by: the column whose values are lines; None = the policy but for ``x``.
+        facet: the column whose values are panels; None = comparisons, or models where ``x`` tells comparisons apart.
+        where: a pandas query.
+    """
+    asked = {name: column for name, column in {"x": x, "y": y, "by": by, "facet": facet}.items() if column}
+    title = f"{axis_of(y).header} over {axis_of(x).header}"
+    figure = Figure(
+        title[:1].upper() + title[1:],
+        [series(x, y)],
+        f"A line for each {(by or 'policy').replace('_', ' ')}, means where several rows stand at one place.",
+        partial(_line_rows, asked=asked, where=where),
+        columns=list(asked.values()),
+        limit=6,
+        looks=looks_of if by in (None, "policy", "label", "family") else ordered_looks,
+    )
+    return {"-".join(filter(None, [f"{y}-over-{x}", by and f"by-{by}", facet])): figure}
+
+
+def _line_rows(store: Store, asked: Mapping[str, str], where: str | None) -> pd.DataFrame:
+    """A row per panel, line and place; none where no policy that ran has a field asked for.
+
+    Raises:
+        UserError: a column is unknown, or the query cannot be read.
+    """
+    x, y, by, facet = (asked.get(name) for name in ("x", "y", "by", "facet"))
+    rows, known = wide_rows(store, list(asked.values()))
+    absent = {name: column for name, column in asked.items() if column not in known and column not in rows}
+    if absent and set(absent.values()) <= set().union(*fields_by_policy().values()):
+        return rows.iloc[:0]  # no policy that has such a field ran
+    for name, column in absent.items():
+        listed = f"expected a column, one of {', '.join(known)}"
+        raise UserError(f"--{name}: {listed}; got {column!r}{did_you_mean(column, known)}")
+    if not pd.api.types.is_numeric_dtype(rows[y]):
+        raise UserError(f"--y: expected a column of numbers; {y} has words")
+    try:
+        rows = rows.query(where, engine="python") if where else rows
+    except Exception as error:
+        raise UserError(f"--where: cannot be read as a condition on columns ({error}); got {where!r}") from None
+    rows = rows[rows["role"].isin(["baseline", "policy", "replication"]) & rows[y].notna()].copy()  # of one piece
+    if rows[x].isna().all():
+        return rows.iloc[:0]
+    if facet is not None:
+        words = rows[facet].map(value_words)
+        rows = rows.assign(facet=words, heading=f"{facet.replace('_', ' ')} " + words)
+    elif rows.groupby("facet")[x].nunique().max() == 1:
+        rows = rows.assign(facet=rows["model"], heading=rows["model"])
+    label = rows["label"].str.replace(rf" {re.escape(x)}=\S+", "", regex=True)
+    line = label.where(rows["role"] != "baseline", "native")
+    if by is not None:  # What has no value goes by its own name.
+        line = rows[by].map(value_words).where(rows[by].notna(), line)
+    rows = rows.assign(line=line, legend=line)
+    place = ["facet", "line", x]
+    means = rows.groupby(place, sort=False, dropna=False)[y].transform("mean")
+    return rows.assign(**{y: means}).drop_duplicates(place)
+
+
+def wide_rows(store: Store, columns: Sequence[str]) -> tuple[pd.DataFrame, list[str]]:
+    """The frame that has some columns: cases, or where a column is of batches and layers alone, of these.
+
+    Parameters of policies (``c``, ``k0``, ``budget``, ...) and swept keys by their last words are columns too. So is
+    ``COLUMN_p95`` of a column of batches: a percentile over batches, of means over layers. A phase's ``PHASE_us`` is of
+    batches: the median over breakdown iterations, on the rank that spends most in it.
+
+    Returns:
+        The rows, and the names of all columns that can be asked for.
+    """
+    rows = case_rows(store)
+    rows = rows[rows["scope"] == "layer"] if (rows["scope"] == "layer").any() else rows
+    for column in ("policy_params", "point"):
+        fields = pd.DataFrame(rows[column].map(lambda text: json.loads(text or "{}")).to_list(), rows.index)
+        fields = fields.rename(columns=lambda name: name.rpartition(".")[2])
+        more = [name for name in fields if name not in rows or rows[name].isna().all()]
+        rows = rows.drop(columns=more, errors="ignore").join(fields[more])
+    batches = routing(store)
+    if any(name.endswith("_us") for name in columns):
+        times = timings(store).pivot_table("time_us", [*CASE, "batch"], "quantity", "median").add_suffix("_us")
+        batches = batches.merge(times, on=[*CASE, "batch"], how="left")
+    of_batches = [name for name in batches if name not in CASE and batches[name].map(np.isscalar).all()]
+    for name in columns:
+        match = _PERCENTILE.match(name)
+        if name not in rows and match and match["column"] in of_batches:
+            by_batch = batches.groupby([*CASE, "batch"])[match["column"]].mean()
+            quantile = by_batch.groupby(CASE).quantile(int(match["percent"]) / 100).rename(name)
+            rows = rows.merge(quantile, left_on=CASE, right_index=True, how="left")
+    known = [name for name in rows if rows[name].notna().any()]
+    if any(name in of_batches and name not in known for name in columns):
+        rows = rows.drop(columns=[name for name in of_batches if name in rows])
+        rows = rows.merge(batches[[*CASE, *of_batches]], on=CASE)
+    return rows, sorted({*known, *of_batches} - _HIDDEN)

@@ -1,7 +1,7 @@
-"""The figures of times and routing, each a row of ``FIGURES``, beside what single figures make of the frame.
+"""The figures, each a row of a table, beside what single figures make of the frame.
 
 A function of rows takes a store and gives tidy rows with a mark in each, none where there is nothing to show. A figure
-is added by a row; ``lines.Lines`` is a figure of any column against any other.
+is added by a row; ``drawing.lines`` is a figure of any column against any other.
 """
 
 from __future__ import annotations
@@ -9,49 +9,30 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, comparisons, conditions, routing, timings
-from moe_ep_bench.analysis.drawing import COST, Figure, case_rows, layer_rows
-from moe_ep_bench.analysis.marks import (
-    FULL_COLOUR,
-    SPEEDUP,
-    are_names,
-    axis_of,
-    bars,
-    front,
-    heat,
-    on_front,
-    series,
-    stairs,
-    with_native,
-)
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, comparisons, routing
+from moe_ep_bench.analysis.drawing import COST, Figure, case_rows
+from moe_ep_bench.analysis.marks import FULL_COLOUR, NAMES, Draw, are_names, axis_of, bars, heat, places_of, series
 from moe_ep_bench.analysis.origins import phase_origin
+from moe_ep_bench.analysis.papers import METRICS, Claims, basis_words
+from moe_ep_bench.analysis.quality import Quality, half_interval, text_costs
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, Look
-from moe_ep_bench.analysis.sweeps import along, key_words, swept_keys, value_words
+from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL, Look, folded, rcParams
+from moe_ep_bench.analysis.sweeps import key_words, swept, value_words
 from moe_ep_bench.analysis.timeline import mark_critical, timeline_rows
-from moe_ep_bench.cost_model.devices import VALUE_BYTES
-from moe_ep_bench.schema import PHASES, UNACCOUNTED
+from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS
 
-FIGURES: dict[str, Figure] = {}
-_ENDS = ("speedup_median", *SPEEDUP, "speedup_is_interval")
-_SPEEDUP = (*_ENDS, "floor_low", "floor_high")
+_SPEEDUP = (*(f"speedup_{end}" for end in ("median", "low", "high", "is_interval")), "floor_low", "floor_high")
 
 
 def _most_of(rows: pd.DataFrame, column: str) -> int:
     """Of the facet that has most."""
     return int(rows.groupby("facet")[column].nunique().max())
-
-
-def smallest_steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of each line in a facet the smallest capacity factor, or fewest spare slots: in reading order they ascend."""
-    return rows[~rows.duplicated(["facet", "line"]) | rows["line"].isna()]
 
 
 # ---- speedups and drops over the capacity factor ---------------------------------------------------------------------
@@ -71,65 +52,39 @@ def _is_upright(rows: pd.DataFrame) -> bool:
     return are_names(rows["at"])
 
 
-FIGURES["speedup"] = Figure(
-    "Layer speedup over native Megatron-Core",
-    [_over_steps("speedup_median", 3.3, whiskers=SPEEDUP, width=2.0), _over_steps("dropped_share", 1.4)],
-    "Slowest rank's time of one MoE layer, native over policy, median; below it the top-k pairs that are dropped. "
-    "{intervals}",
-    where="role in ('policy', 'replication', 'ceiling') and speedup_median.notna()",
-    needs="role != 'ceiling'",
-    columns=(*_SPEEDUP, *COST),
-    beside=_is_upright,
-)
-FIGURES["dropped"] = Figure(
-    "What the policies cost: dropped pairs and score mass kept",
-    [_over_steps("dropped_share", 2.3), _over_steps("retained_mass", 2.3)],
-    "Top-k pairs that are not computed, and the score mass of what is computed over that of the model's own top-k; "
-    "all ranks' tokens together, mean over batches.",
-    where="role == 'policy' and status == 'ok' and dropped_share.notna()",
-    columns=COST,
-    beside=_is_upright,
-    timed=False,
-)
-
 # ---- phases ----------------------------------------------------------------------------------------------------------
-
-
-def in_parts(store: Store, rows: pd.DataFrame, columns: Mapping[str, str], part: str) -> pd.DataFrame:
-    """A row per case and part (also ``piece``), laid end to end (``begin_ms``, ``time_ms``), and its origin."""
-    kept = [name for name in rows if name not in (*columns, "time_ms")]
-    parts = rows.melt(kept, list(columns), part, "time_ms", ignore_index=False).sort_index(kind="stable")
-    times_ms = parts["time_ms"].fillna(0).astype(float)
-    parts["begin_ms"] = times_ms.groupby(level=0).cumsum() - times_ms
-    parts[part] = parts["piece"] = parts[part].map(columns)
-    return with_origin(store, parts, part)
 
 
 def with_origin(store: Store, rows: pd.DataFrame, group: str) -> pd.DataFrame:
     """How each row's group of phases came about (``part_origin``): measured, measured elsewhere or modelled."""
-    origins = []
-    for directory, comparison_id, of in rows[[*COMPARISON, group]].itertuples(index=False):
-        comparison = store.by_id[directory, comparison_id]
-        origins.append(phase_origin(comparison.run, comparison.facts, of))
-    return rows.assign(part_origin=origins).copy()  # of one piece again
-
-
-def named_bars(rows: pd.DataFrame, *, with_cost: bool = True) -> pd.DataFrame:
-    """Name each case's bar (``bar``) and what it costs, so that a short bar is not read as a gift."""
-    shares = [(100 * rows[cost]).map("{:.1f} %".format) for cost in COST]
-    cost = "\n" + shares[0] + " dropped, " + shares[1] + " kept"
-    has_cost = (rows["role"] == "policy") & rows[COST].notna().all(axis=1) & with_cost
-    return rows.assign(bar=rows["name"].where(~has_cost, rows["name"] + cost))
+    of = {(one.directory, one.comparison_id): (one.run, one.facts) for one in store.comparisons}
+    keys = rows[[*COMPARISON, group]].itertuples(index=False, name=None)
+    return rows.assign(part_origin=[phase_origin(*of[directory, name], part) for directory, name, part in keys])
 
 
 def phase_rows(store: Store) -> pd.DataFrame:
-    """A row per case and group of phases (``phases``), mean over ranks."""
-    rows = layer_rows(store)
-    rows = rows[rows["breakdown_layer_ms"].notna()]
-    if rows.empty:
-        return rows
-    parts = in_parts(store, named_bars(rows), {f"{group}_ms": group for group in GROUPS}, "phases")
-    return parts[parts.groupby("phases")["time_ms"].transform("max") > 0]
+    """A row per case and group of phases, or part of a pass (``phases``), laid end to end; mean over ranks.
+
+    A bar's name says what the case costs, so that a short bar is not read as a gift.
+    """
+    rows = case_rows(store)
+    shares = [(100 * rows[cost]).map("{:.1f} %".format) for cost in COST]
+    words = "\n" + shares[0] + " dropped, " + shares[1] + " kept"
+    has_cost = (rows["role"] == "policy") & rows[COST].notna().all(axis=1)
+    rows = rows.assign(bar=rows["name"].where(~has_cost, rows["name"] + words))
+    parts = []
+    for scope, of, columns in (
+        ("layer", "one layer", {f"{group}_ms": group for group in GROUPS}),
+        ("model", "a pass", {f"mean_rank_{part}_ms": part for part in PASS_PARTS}),
+    ):
+        timed = rows[(rows["scope"] == scope) & rows[list(columns)].notna().any(axis=1)]
+        kept = [name for name in timed if name not in columns]
+        part = timed.melt(kept, list(columns), "phases", "time_ms", ignore_index=False).sort_index(kind="stable")
+        times_ms = part["time_ms"].fillna(0).astype(float)
+        part = part.assign(begin_ms=times_ms.groupby(level=0).cumsum() - times_ms, phases=part["phases"].map(columns))
+        parts.append(part.assign(axis_words=f"time of {of} (ms)"))
+    shown = pd.concat(parts)
+    return with_origin(store, shown[shown.groupby("phases")["time_ms"].transform("max") > 0], "phases")
 
 
 def _height_of_bars(rows: pd.DataFrame) -> float:
@@ -137,56 +92,22 @@ def _height_of_bars(rows: pd.DataFrame) -> float:
     return 0.85 + (0.12 + 0.17 * lines) * _most_of(rows, "bar")
 
 
-FIGURES["phases"] = Figure(
-    "Where a layer's time goes",
-    [bars("phases", "time of one layer (ms)", height=_height_of_bars)],
-    "Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet.",
-    phase_rows,
-    columns=("phases", "time_ms", *COST),
-)
-
-
 def lane_rows(store: Store, case: str | None = None) -> pd.DataFrame:
     """A row per rank and phase of two cases (``timeline``), each rank a bar."""
-    rows = timeline_rows(store, layer_rows(store), case)
-    if rows.empty:
-        return rows
-    groups = rows["phase"].map({name: phase.group for name, phase in PHASES.items()}).fillna(UNACCOUNTED)
-    lane = "rank " + rows["rank"].astype("str")
-    rows = rows.assign(
-        group=pd.Categorical(groups, list(GROUPS)),
-        bar=lane.mask(rows["is_critical"], "critical: " + lane),
-        begin_ms=rows["begin_us"] / 1e3,
-        time_ms=rows["time_us"] / 1e3,
-        longest_ms=rows["end_us"].max() / 1e3,
-    )
-    return with_origin(store, rows, "group")
+    rows = timeline_rows(store, case)
+    return rows if rows.empty else with_origin(store, rows, "group")
 
-
-FIGURES["timeline"] = Figure(
-    "Who waits for whom",
-    [
-        bars(
-            "group",
-            "time since the layer began (ms)",
-            room=0,
-            more=[mark_critical],
-            height=lambda rows: rows["rank"].nunique() * (0.3 if rows["rank"].nunique() <= 8 else 0.2) + 0.9,
-        )
-    ],
-    "{subtitle}",
-    lane_rows,
-    columns=("launch", "batch", "iteration", "rank", "is_critical", "phase", "begin_us", "time_us"),
-    most=1,
-)
 
 # ---- loads -----------------------------------------------------------------------------------------------------------
 
 
 def load_rows(store: Store) -> pd.DataFrame:
-    """A row per case and expert, or rank (``of``, ``number``): ``load_over_mean``, mean over batches and layers."""
-    rows = layer_rows(store).query("status == 'ok' and role in ('baseline', 'policy') and policy != 'topk'")
-    rows = smallest_steps(rows)
+    """A row per case and expert, or rank (``of``, ``number``): ``load_over_mean``, mean over batches and layers.
+
+    Of each policy the smallest capacity factor; ``place``, its place in the falling order of its case.
+    """
+    rows = case_rows(store).query("status == 'ok' and role in ('baseline', 'policy') and policy != 'topk'")
+    rows = rows[~rows.duplicated(["facet", "line"]) | rows["line"].isna()]  # in reading order factors ascend
     both = set.intersection(*(set(rows.loc[rows["role"] == role, "facet"]) for role in ("policy", "baseline")))
     rows = rows[rows["facet"].isin(both)].drop(columns="load_over_mean")
     batches = routing(store).merge(rows[CASE], on=CASE)
@@ -196,19 +117,17 @@ def load_rows(store: Store) -> pd.DataFrame:
         loads = batches.assign(of=of, load=batches[column], number=sizes.map(range)).explode(["load", "number"])
         loads["load_over_mean"] = loads["load"].astype(float) * sizes / loads["num_topk_pairs"]
         parts.append(loads.groupby([*CASE, "of", "number"], sort=False)["load_over_mean"].mean().reset_index())
-    return rows.merge(pd.concat(parts), on=CASE)
+    rows = rows.assign(line=rows["line"].fillna("native")).merge(pd.concat(parts), on=CASE)
+    place = rows.groupby([*CASE, "of"])["load_over_mean"].rank(method="first", ascending=False)
+    return rows.assign(place=place)
 
 
-FIGURES["load"] = Figure(
-    "Load of experts and ranks, before and after",
-    [stairs("expert", width=2.0), stairs("rank")],
-    "(token, expert) pairs over the mean of the model's own routing, mean over batches, in each case the fullest "
-    "first; of each policy the smallest capacity factor.",
-    load_rows,
-    columns=("of", "number", "load_over_mean"),
-    beside=True,
-    timed=False,
-)
+def _loads(of: str, width: float) -> object:
+    needs = f"of == '{of}' and (num_ranks > 1 or of == 'expert')"
+    words = f"{of}s, the fullest first"
+    look = {"joined": "line.notna()", "only": f"of == '{of}'", "xlabel": words, "width": width, "shares": False}
+    return series("place", "load_over_mean", needs=needs, **look)
+
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------
 
@@ -217,13 +136,11 @@ def swept_rows(store: Store) -> pd.DataFrame:
     """Lines with several capacity factors along the first of the swept keys; none where there are none.
 
     A facet for each policy but for its capacity factor (``panel``) and the other swept keys. ``step`` is a capacity
-    factor, or what has none (perfect balance, replication) by its name. Columns of ``sweeps.along``. Cases that failed
+    factor, or what has none (perfect balance, replication) by its name. Columns of ``sweeps.swept``. Cases that failed
     have a ``status`` but no numbers.
     """
-    rows, table = layer_rows(store), comparisons(store)
-    if not (keys := swept_keys(table)):
-        return rows[:0]
-    rows = rows.drop(columns=["swept_value", "at"]).merge(along(keys[0], table), on=COMPARISON)
+    rows, points = case_rows(store), swept(comparisons(store))
+    rows = rows.drop(columns=["swept_value", "at"]).merge(points, on=COMPARISON)
     is_reference = rows["role"].isin(["replication", "ceiling"])
     rows = rows[(rows["status"] == "ok") & is_reference | (rows["role"] == "policy")]
     step = rows["capacity_factor"].astype(object).mask(rows["role"] == "ceiling", "perfect balance")
@@ -231,143 +148,35 @@ def swept_rows(store: Store) -> pd.DataFrame:
     rows = rows.assign(step=step, verdict=rows["verdict"].where(rows["speedup_median"].notna()))
     panels = []
     timed = rows[rows["speedup_median"].notna() & rows["capacity_factor"].notna()]
-    for (others, line), own in timed.groupby(["other_keys", "line"], sort=False):
-        if own["capacity_factor"].nunique() > 1:
-            is_of_line = (rows["line"] == line) & rows["step"].isin(own["capacity_factor"])
+    for (others, line), group in timed.groupby(["other_keys", "line"], sort=False):
+        if group["capacity_factor"].nunique() > 1:
+            is_of_line = (rows["line"] == line) & rows["step"].isin(group["capacity_factor"])
             here = rows[(rows["other_keys"] == others) & (is_of_line | (rows["role"] != "policy"))]
-            heading = line + (f", {others}" if others else "")
-            panels.append(here.assign(panel=own["family"].iloc[0], facet=f"{line}/{others}", heading=heading))
+            is_faster = group["speedup_median"] > 1
+            all_alike = "faster than native in every cell" if is_faster.all() else "nowhere faster than native"
+            heading = line + (f", {others}" if others else "") + (f": {all_alike}" if is_faster.nunique() == 1 else "")
+            panels.append(here.assign(panel=group["family"].iloc[0], facet=f"{line}/{others}", heading=heading))
     if not panels:
         return rows[:0]
     rows = pd.concat(panels, ignore_index=True)
     return rows.assign(
         other_keys=rows["other_keys"].replace("", None),
         swept_words=rows["swept_value"].map(value_words),
-        swept_key_words=key_words(keys[0]),
+        swept_key_words=key_words(rows["swept_key"].iloc[0]),
         limit=max(rows["speedup_median"].map(np.log).abs().max(), np.log(FULL_COLOUR)),
     )
 
-
-FIGURES["map"] = Figure(
-    "Where a policy pays: layer speedup over native Megatron-Core",
-    [heat(height=lambda rows: _most_of(rows, "step") * 0.5 + 1.1 + 0.4 * (rows["heading"].str.len().max() // 60))],
-    f"In the cells the speedup and the share of top-k pairs that is dropped, by capacity factor {GAMMA}; above them "
-    "what has none.",
-    swept_rows,
-    columns=("panel", "swept_key", "swept_value", "other_keys", *_ENDS, "verdict", "status", *COST),
-    limit=8,
-)
-
-
-# ---- decode steps ----------------------------------------------------------------------------------------------------
-
-_OF_TOKENS = {
-    *("title", "sizes", "num_tokens", "oversubscribed", "point", "workload", "experts", "permute", "kernel", "fit"),
-}
-_LEAST_IDLE = 0.05  # of the experts of the fullest rank: a step that activates more is no decode step
-_FITS = {
-    "fitted line": {"color": INK, "linewidth": 1.2},
-    "bound": {"color": MUTED, "linewidth": 1.2, "linestyle": "--"},
-}
-
-
-def activated_rows(store: Store) -> pd.DataFrame:
-    """A row per case and batch of decode steps: activated experts of the fullest rank, and its experts' time.
-
-    Comparisons that differ in nothing but the tokens of a step are pooled, so that they lie on one line. Each pool ends
-    with a row for the fitted line and one for the bound: an expert's weights at the speed at which this device reads.
-    None where every batch activates all experts, or nothing was timed by phase.
-    """
-    rows = layer_rows(store).query("status == 'ok' and role in ('baseline', 'policy')")
-    facts = rows["facts"]
-    rows = rows[facts.map(lambda f: "experts" in f and not f.get("device") and f.get("placement") == "contiguous")]
-    if rows.empty:
-        return rows
-    pools = [_pool(row) for row in rows.to_dict("records")]
-    rows = rows.assign(facet=pools, line=rows["line"].fillna("native"))
-    batches = routing(store)[[*CASE, "batch", "load_E", "activated_fullest_rank"]]
-    steps = batches.merge(rows.drop(columns="activated_fullest_rank"), on=CASE)
-    is_idle = steps["activated_fullest_rank"] <= (1 - _LEAST_IDLE) * (steps["num_experts"] // steps["num_ranks"])
-    steps = steps[is_idle.groupby(steps["facet"]).transform("any")]
-    times = timings(store)  # of the slowest rank, where a layer was timed by phase
-    times = times[times["quantity"] == "experts"].groupby([*CASE, "batch"])["time_us"].median().reset_index()
-    steps = steps.merge(times, on=[*CASE, "batch"])
-    if steps.empty:
-        return steps
-    steps["num_pairs"] = [_pairs(load, size) for load, size in zip(steps["load_E"], steps["num_ranks"], strict=True)]
-    found = []
-    for _, pool in steps.groupby("facet", sort=False):
-        first, ends = pool.iloc[0], dict.fromkeys(f"{pool['num_tokens'].agg(end):,}" for end in ("min", "max"))
-        title = f"{first['model']}, EP {first['num_ranks']}, {' to '.join(ends)} tokens a step, "
-        pool = pool.assign(title=f"{title}{first['facts']['experts']['ran']} experts")
-        found += [pool, *_fits(store, pool)]
-    return pd.concat(found, ignore_index=True)
-
-
-def _pool(row: Mapping[str, Any]) -> str:
-    """What comparisons have alike that differ in nothing but the tokens of a step, and what follows from them."""
-    facts, point = row["facts"], json.loads(row["point"])
-    same = {name: value for name, value in facts.items() if name not in _OF_TOKENS}
-    others = {key: value for key, value in point.items() if not key.startswith("workload.")}
-    return json.dumps([row["directory"], row["workload"], same, others, facts["experts"]["ran"]], sort_keys=True)
-
-
-def _pairs(load_E: list[int], num_ranks: int) -> int:
-    """Pairs of the rank that activates most experts."""
-    load_RL = np.reshape(load_E, (num_ranks, -1))
-    return int(load_RL[(load_RL > 0).sum(axis=1).argmax()].sum())
-
-
-def _fits(store: Store, pool: pd.DataFrame) -> list[pd.DataFrame]:
-    """The fitted line and the bound, a row each."""
-    about = pool.iloc[:1][[*COMPARISON, "facet", "title", "model", "num_ranks", "origin", "workload", "facts"]]
-    found, x, y = [], pool["activated_fullest_rank"].astype(float), pool["time_us"]
-    if x.nunique() > 2:
-        slope, intercept = np.polyfit(x, y, 1)
-        words = f"{intercept:.0f} us + {slope:.2f} us an expert, R2 {np.corrcoef(x, y)[0, 1] ** 2:.3f}"
-        found.append(about.assign(label="fitted line", intercept_us=intercept, slope_us_per_expert=slope, words=words))
-    machine = conditions(store).merge(pool[COMPARISON].drop_duplicates(), on=COMPARISON)
-    if len(machine) and machine["read_gbps"].notna().all():
-        facts = about["facts"].iloc[0]
-        weights = 3 * facts["hidden_size"] * facts["ffn_hidden_size"] * VALUE_BYTES[facts["dtype"]]
-        slope = weights / float(machine["read_gbps"].median()) / 1e3
-        found.append(about.assign(label="bound", intercept_us=0.0, slope_us_per_expert=slope, words=None))
-    return found
-
-
-def _draw_fits(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
-    """Straight lines from the intercept at no activated expert."""
-    del looks
-    for fit in rows[rows["label"].isin(list(_FITS))].to_dict("records"):
-        look = _FITS[fit["label"]]
-        axes.axline((0, fit["intercept_us"]), slope=fit["slope_us_per_expert"], label=fit["label"], **look)
-        axes.text(0.03, 0.96, fit["words"] or "", transform=axes.transAxes, va="top", fontsize="small")
-    axes.set_xlim(0)
-
-
-FIGURES["activated"] = Figure(
-    "A decode step takes as long as its activated experts",
-    [
-        series(
-            "activated_fullest_rank",
-            "time_us",
-            joined=False,
-            xlabel="activated experts (fullest rank)",
-            ylabel="experts (us)",
-            more=[_draw_fits],
-            height=4.2,
-        )
-    ],
-    "Phase `experts` of the slowest rank, median over iterations of a batch, over the activated experts of the rank "
-    "that activates most; a point is a batch under a case.",
-    activated_rows,
-    columns=("activated_fullest_rank", "num_pairs", "time_us", "intercept_us", "slope_us_per_expert"),
-)
 
 # ---- costs -----------------------------------------------------------------------------------------------------------
 
 _DROPS_ALL = 0.95  # of top-k pairs: a policy that drops more computes nothing that a speedup could be of
 _FRONTS = {"on_front_of_retained_mass": "retained_mass", "on_front_of_dropped_share": "dropped_share"}
+
+
+def on_front(points: np.ndarray) -> np.ndarray:
+    """Whether no other of ``[points, columns]`` is at least as much in every column, and more in one."""
+    beats = (points[:, None] >= points).all(axis=2) & (points[:, None] > points).any(axis=2)
+    return ~beats.any(axis=0)
 
 
 def pareto_rows(store: Store) -> pd.DataFrame:
@@ -377,14 +186,16 @@ def pareto_rows(store: Store) -> pd.DataFrame:
     one of the two. Native competes. Fronts are of policies that drop or reroute; replication pays with memory. What
     drops all is ``off_scale``, and stands in the note.
     """
-    everyone = layer_rows(store)
+    everyone = case_rows(store)
     rows = everyone.query("role in ('policy', 'replication') and speedup_median.notna() and retained_mass.notna()")
     if rows.empty:
         return rows
     rows = rows.assign(**dict.fromkeys(_FRONTS, False))
     for column, cost in _FRONTS.items():
-        for _, own in rows[rows["role"] == "policy"].groupby("facet"):
-            rows.loc[own.index, column] = on_front(with_native(own, axis_of(cost)))[own.index]
+        sign = 1 if axis_of(cost).better == "higher" else -1
+        for _, group in rows[rows["role"] == "policy"].groupby("facet"):
+            points = np.column_stack([group["speedup_median"], sign * group[cost]])
+            rows.loc[group.index, column] = on_front(np.vstack([points, [1.0, sign * axis_of(cost).native]]))[:-1]
     drops_all = rows["dropped_share"] > _DROPS_ALL
     drops_all &= ~drops_all.groupby(rows["facet"]).transform("all")
     speeds, shares = rows["speedup_median"].map("{:.2f}".format), rows["dropped_share"].map("{:.0%}".format)
@@ -408,44 +219,36 @@ def _curves(most: pd.DataFrame) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """By facet: how much less the fullest rank computes than native's, and the share of mass that is kept at most."""
     from moe_ep_bench.workload.frontier import joint  # it imports torch
 
-    found = {}
-    natives = most[(most["role"] == "baseline") & most["curve_load"].notna()]
-    for (directory, comparison_id), own in natives.groupby(COMPARISON):
-        curves = [(list(load), list(kept)) for load, kept in zip(own["curve_load"], own["curve_kept"], strict=True)]
-        load_N, kept_N = (values.numpy() for values in joint(curves))
-        found[f"{directory}/{comparison_id}"] = load_N[-1] / load_N[load_N > 0], kept_N[load_N > 0]
-    return found
+    natives, curves = most[(most["role"] == "baseline") & most["curve_load"].notna()], {}
+    for (directory, comparison_id), rows in natives.groupby(COMPARISON):
+        pairs = zip(rows["curve_load"], rows["curve_kept"], strict=True)
+        load_N, kept_N = (values.numpy() for values in joint([(list(load), list(kept)) for load, kept in pairs]))
+        curves[f"{directory}/{comparison_id}"] = load_N[-1] / load_N[load_N > 0], kept_N[load_N > 0]
+    return curves
+
+
+def _front(cost: str, flag: str) -> Draw:
+    """Steps through the policies that no other beats: what may cost at most so much has the last point's speedup."""
+    column = axis_of(cost)
+
+    def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+        del looks
+        points = rows[rows[flag] & ~rows["off_scale"]].sort_values("speedup_median")
+        if len(points) > 1:
+            look = {"color": INK, "linewidth": 1.1, "linestyle": (0, (1, 1)), "zorder": 2, "label": "front"}
+            axes.step(column.scale * points[cost], points["speedup_median"], where="post", **look)
+
+    return draw
 
 
 def _draw_frontier(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
     """The most mass that dropping alone can keep (``curve``), within the limits of the points."""
     del looks
-    limits = axes.get_xlim(), axes.get_ylim()
+    limits = {"xlim": axes.get_xlim(), "ylim": axes.get_ylim()}
     for relief_N, kept_N in rows["curve"].dropna().head(1):
         words = "frontier: none that only drops is above; rerouting may be"
         axes.plot(100 * kept_N, relief_N, color=INK, linewidth=1.4, zorder=2, label=words)
-    axes.set(xlim=limits[0], ylim=limits[1])
-
-
-def _height_of_costs(rows: pd.DataFrame) -> float:
-    return 4.0 if rows["facet"].nunique() == 1 else 3.2
-
-
-_UNSURE = ("verdict not in ('faster', 'slower')", "neither faster nor slower for sure")
-_COSTS = partial(series, only="not off_scale", height=_height_of_costs, shares=False)
-_SPEED = partial(_COSTS, y="speedup_median", whiskers=SPEEDUP, hollow=_UNSURE)
-FIGURES["pareto"] = Figure(
-    "What speed costs",
-    [
-        _SPEED(cost, joined="is_joined", reverse=cost == "retained_mass", more=[front(cost, column)])
-        for column, cost in _FRONTS.items()
-    ]
-    + [_COSTS("kept_share", "relief", joined=False, reverse=True, more=[_draw_frontier], needs="relief.notna()")],
-    "Speedup over native against what a policy keeps and drops. {intervals} A line joins a policy's capacity factors.",
-    lambda store: pareto_rows(store).assign(is_joined=lambda rows: rows["capacity_factor"].notna()),
-    columns=(*_SPEEDUP, "verdict", *COST, *_FRONTS, "relief", "kept_share"),
-    beside=True,
-)
+    axes.set(**limits)
 
 
 def paid_rows(store: Store) -> pd.DataFrame:
@@ -456,92 +259,258 @@ def paid_rows(store: Store) -> pd.DataFrame:
     rows = rows[rows.groupby("facet")["role"].transform(lambda roles: "replication" in set(roles))]
     spent = {"lost_mass": (1 - rows["retained_mass"]).clip(lower=0)}
     spent |= {name: rows[name].fillna(0) for name in ("extra_gib_per_rank", "moved_gib")}
-    is_free = ~pd.concat(spent, axis=1).gt(0).any(axis=1)
-    return rows.assign(**spent, is_free=is_free, is_joined=rows["role"] == "policy")
+    return rows.assign(**spent, is_free=~pd.concat(spent, axis=1).gt(0).any(axis=1))
 
 
-FIGURES["paid"] = Figure(
-    "What speed is paid with",
-    [
-        _SPEED(paid, joined="is_joined", only=f"not off_scale and ({paid} > 0{free})", needs=f"{paid} > 0")
-        for paid, free in (("lost_mass", " or is_free"), ("extra_gib_per_rank", ""), ("moved_gib", ""))
-    ],
-    "Speedup over native against what it is paid with: score mass, memory of replicas in all layers, weights that move "
-    "in a batch. What pays with none of these stands at no mass. {intervals}",
-    paid_rows,
-    columns=(*_SPEEDUP, "verdict", "lost_mass", "extra_gib_per_rank", "moved_gib"),
-    beside=True,
-)
+def _height_of_costs(rows: pd.DataFrame) -> float:
+    return 4.0 if rows["facet"].nunique() == 1 else 3.2
 
-# ---- whole models ----------------------------------------------------------------------------------------------------
 
-_ESTIMATES = {
-    "end to end": {"color": INK, "marker": "s", "markersize": 5},
-    "MoE layers alone": {"color": "#0072B2", "marker": "o", "markersize": 5},
-    "by Amdahl": {"color": "#D55E00", "marker": "|", "markersize": 10, "markeredgewidth": 1.8},
+_UNSURE = ("verdict not in ('faster', 'slower')", "neither faster nor slower for sure")
+_COSTS = partial(series, only="not off_scale", height=_height_of_costs, shares=False)
+_SPEED = partial(_COSTS, y="speedup_median", hollow=_UNSURE)
+
+# ---- the figures of times and routing --------------------------------------------------------------------------------
+
+FIGURES: dict[str, Figure] = {
+    "speedup": Figure(
+        "Speedup over native Megatron-Core",
+        [
+            _over_steps("speedup_median", 3.3, width=2.0),
+            _over_steps("moe_speedup_median", 2.0, width=2.0, needs="moe_speedup_median.notna()"),
+            _over_steps("dropped_share", 1.4),
+        ],
+        "Slowest rank's time of one MoE layer, or of a whole model's pass, native over policy, median; then the top-k "
+        "pairs that are dropped. {intervals}",
+        where="role in ('policy', 'replication', 'ceiling') and speedup_median.notna()",
+        needs="role != 'ceiling'",
+        columns=(*_SPEEDUP, *(f"moe_speedup_{end}" for end in ("median", "low", "high")), *COST),
+        beside=_is_upright,
+    ),
+    "dropped": Figure(
+        "What the policies cost: dropped pairs and score mass kept",
+        [_over_steps("dropped_share", 2.3), _over_steps("retained_mass", 2.3)],
+        "Top-k pairs that are not computed, and the score mass of what is computed over that of the model's own top-k; "
+        "all ranks' tokens together, mean over batches.",
+        where="role == 'policy' and status == 'ok' and dropped_share.notna()",
+        columns=COST,
+        beside=_is_upright,
+        timed=False,
+    ),
+    "phases": Figure(
+        "Where the time goes",
+        [bars("phases", "axis_words", height=_height_of_bars)],
+        "Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet.",
+        phase_rows,
+        columns=("phases", "time_ms", *COST),
+    ),
+    "timeline": Figure(
+        "Who waits for whom",
+        [
+            bars(
+                "group",
+                "time since the layer began (ms)",
+                longest="longest_ms",
+                more=[mark_critical],
+                height=lambda rows: rows["rank"].nunique() * (0.3 if rows["rank"].nunique() <= 8 else 0.2) + 0.9,
+            )
+        ],
+        "{subtitle}",
+        lane_rows,
+        columns=("launch", "batch", "iteration", "rank", "is_critical", "phase", "begin_us", "time_us"),
+        most=1,
+    ),
+    "load": Figure(
+        "Load of experts and ranks, before and after",
+        [_loads("expert", 2.0), _loads("rank", 1.0)],
+        "(token, expert) pairs over the mean of the model's own routing, mean over batches, in each case the fullest "
+        "first; of each policy the smallest capacity factor.",
+        load_rows,
+        columns=("of", "number", "load_over_mean"),
+        beside=True,
+        timed=False,
+    ),
+    "map": Figure(
+        "Where a policy pays: speedup over native Megatron-Core",
+        [heat(height=lambda rows: _most_of(rows, "step") * 0.5 + 1.1 + 0.4 * (rows["heading"].str.len().max() // 60))],
+        f"In the cells the speedup and the share of top-k pairs that is dropped, by capacity factor {GAMMA}; above "
+        "them what has none.",
+        swept_rows,
+        columns=("panel", "swept_key", "swept_value", "other_keys", *_SPEEDUP[:4], "verdict", "status", *COST),
+        limit=8,
+    ),
+    "pareto": Figure(
+        "What speed costs",
+        [
+            _SPEED(cost, joined="capacity_factor.notna()", reverse=cost == "retained_mass", more=[_front(cost, flag)])
+            for flag, cost in _FRONTS.items()
+        ]
+        + [_COSTS("kept_share", "relief", joined="False", reverse=True, more=[_draw_frontier], needs="relief.notna()")],
+        "Speedup over native against what a policy keeps and drops. {intervals} A line joins a policy's capacity "
+        "factors.",
+        pareto_rows,
+        columns=(*_SPEEDUP, "verdict", *COST, *_FRONTS, "relief", "kept_share"),
+        beside=True,
+    ),
+    "paid": Figure(
+        "What speed is paid with",
+        [
+            _SPEED(
+                paid,
+                joined="role == 'policy'",
+                only=f"not off_scale and ({paid} > 0{free})",
+                needs=f"{paid} > 0",
+            )
+            for paid, free in (("lost_mass", " or is_free"), ("extra_gib_per_rank", ""), ("moved_gib", ""))
+        ],
+        "Speedup over native against what it is paid with: score mass, memory of replicas in all layers, weights that "
+        "move in a batch. What pays with none of these stands at no mass. {intervals}",
+        paid_rows,
+        columns=(*_SPEEDUP, "verdict", "lost_mass", "extra_gib_per_rank", "moved_gib"),
+        beside=True,
+    ),
 }
 
+# ---- what answers cost -----------------------------------------------------------------------------------------------
 
-def whole_rows(store: Store) -> pd.DataFrame:
-    """A row per mark (``shows``): speedups of a pass, of its MoE layers and by Amdahl; its parts; extrapolations."""
-    rows = case_rows(store).query("scope == 'model' and role != 'noise' and moe_ms.notna()")
-    having = rows.loc[(rows["role"] == "policy") & rows["speedup_median"].notna(), "facet"]
-    rows = rows[rows["facet"].isin(having)]
+
+def _answers(quality: Quality) -> pd.DataFrame:
+    """Cases that all checkpoints of a group have: means over them and the interval over them; of one its own."""
+    costs = text_costs(quality).query("role != 'baseline'")
+    by_case = costs.groupby(["group", "label", "phase"], sort=False)
+    rows = by_case[["comparison", "checkpoints", "policy", "policy_params", "cross_entropy_added_half"]].first()
+    added = by_case[["activated_experts", "fullest_rank", "cross_entropy_added"]].mean()
+    over_them = by_case["cross_entropy_added"].agg(half_interval)
+    half = rows["cross_entropy_added_half"].where(rows["checkpoints"] == 1, over_them)
+    rows = rows.join(added).assign(
+        cross_entropy_added_half=half,
+        cross_entropy_added_low=added["cross_entropy_added"] - half,
+        cross_entropy_added_high=added["cross_entropy_added"] + half,
+    )
+    rows = rows[by_case.size() == rows["checkpoints"]].reset_index().rename(columns={"comparison": "title"})
+    step = rows["policy_params"].map(json.loads).str.get("capacity_factor").astype(float)
+    family = rows["label"].str.replace(r" capacity_factor=\S+", "", regex=True)
+    return rows.assign(
+        capacity_factor=step, line=family, facet=rows["group"], role="policy", workload=None, origin=None
+    )
+
+
+def capacity_rows(quality: Quality) -> pd.DataFrame:
+    """Cases of policies with several capacity factors (arXiv 2503.05066, Figure 12, has accuracy there)."""
+    rows = _answers(quality).dropna(subset="capacity_factor")
+    rows = rows[rows.groupby(["facet", "line"])["capacity_factor"].transform("size") > 1]
+    return rows.assign(quantity=f"capacity factor {GAMMA}", value=rows["capacity_factor"], on_line=True)
+
+
+def front_rows(quality: Quality) -> pd.DataFrame:
+    """Cases over what a step or a batch waits for: activated experts in decode, in prefill pairs of the fullest rank.
+
+    ``on_line`` are the cases of a policy that none of its others beats in both (arXiv 2511.02237, Figures 2, 3 and 8).
+    """
+    rows = _answers(quality).query("policy != 'topk'").sort_values(["facet", "phase"], kind="stable")
+    in_decode = rows["phase"] == "decode"
+    of_step, of_rank = "activated experts of a step, mean over layers", "pairs of the fullest rank over native's mean"
+    rows = rows.assign(
+        facet=rows["facet"].astype(str) + rows["phase"],
+        title=rows["phase"] + ": " + rows["title"],
+        line=rows["policy"],
+        quantity=in_decode.map({True: of_step, False: of_rank}),
+        value=rows["activated_experts"].where(in_decode, rows["fullest_rank"]),
+    )
+    ascending = rows.sort_values(["value", "cross_entropy_added"]).groupby(["facet", "line"])["cross_entropy_added"]
+    best_before = ascending.transform(lambda cost: cost.cummin().shift(fill_value=np.inf))
+    return rows.assign(on_line=rows["cross_entropy_added"] < best_before.reindex(rows.index))
+
+
+_ANSWERS = partial(
+    Figure,
+    panels=[series("value", "cross_entropy_added", joined="on_line", xlabel="quantity")],
+    how="Cross-entropy added to the unpatched model's on the same sequences, nats per token. Whiskers: 95 % interval, "
+    "Student's t over checkpoints where there are several, else over batches.",
+    columns=(
+        *("phase", "checkpoints", "policy", "policy_params", "activated_experts", "fullest_rank"),
+        *("cross_entropy_added", "cross_entropy_added_half", "quantity", "value", "on_line"),
+    ),
+)
+# Of a directory of ``quality``, whose routing is that of virtual ranks.
+QUALITY_FIGURES = {
+    "quality_capacity": _ANSWERS("What a capacity costs the answers", rows=capacity_rows),
+    "quality_fronts": _ANSWERS("What answers cost over what it buys", rows=front_rows),
+}
+
+# ---- papers' numbers beside ours -------------------------------------------------------------------------------------
+
+_PAPER = {"color": INK, "marker": "|", "markersize": 15, "markeredgewidth": 2.4, "linestyle": "none"}
+_OF_COMPARISON = [
+    *("model", "scale", "dtype", "num_ranks", "num_tokens", "origin", "how", "ran_on", "links_words", "workload"),
+    *("oversubscribed", "facts"),
+]
+_VALUES = ["ours", "ours_low", "ours_high", "paper_low", "paper_high"]
+
+
+def claim_rows(claims: Claims) -> pd.DataFrame:
+    """A row per claim, policy and traffic that was measured, a facet for each metric; shares in percent."""
+    rows = claims.measured.drop(columns="note")  # which is the claim's, not the figure's
     if rows.empty:
         return rows
-    rows = named_bars(rows, with_cost=rows["facet"].nunique() == 1)
-    most = rows.groupby("facet")["most_by_amdahl"].transform("first")
-    bound = most.map(lambda most: "" if np.isnan(most) else f"; no pass gains more than {most:.3f} (Amdahl)")
-    rows = rows.assign(heading=rows["title"] + bound)
-    ends = ["speedup_median", *SPEEDUP]
-    blank = rows.assign(**dict.fromkeys([*ends, "speedup_is_interval"], np.nan))
-    of_layers = {"time_ms": rows["moe_ms"], **{end: rows[f"moe_{end}"] for end in (*ends, "speedup_is_interval")}}
-    built = "{:.0f} of {:.0f} layers were built and timed; hatched: extrapolated from the mean MoE layer"
-    all_layers = {
-        "time_ms": rows["all_layers_ms_extrapolated"],
-        "speedup_median": rows["speedup_extrapolated"],
-        "gain": rows["speedup_extrapolated"].where(rows["role"] != "baseline"),
-        "begin_ms": 0.0,
-        "piece": "extrapolated",
-        "part_origin": "measured",
-        "layers_words": rows["of_layers"].map("all {:.0f} layers, extrapolated (ms)".format),
-        "note": [built.format(*pair) for pair in rows[["num_layers", "of_layers"]].itertuples(index=False)],
-        "origin": "extrapolated",
-    }
-    bounds = blank.assign(speedup_median=most, role="bound", origin="computed", label="any policy", bar=None)
-    bounds = bounds.assign(**dict.fromkeys(COST, np.nan)).drop_duplicates("facet")
-    others = rows["role"] != "baseline"
-    parts = {
-        "part": in_parts(store, blank, {f"mean_rank_{part}_ms": part for part in PASS_PARTS}, "part"),
-        "end to end": rows[rows["speedup_median"].notna()],
-        "MoE layers alone": rows.assign(**of_layers)[others & rows["moe_speedup_median"].notna()],
-        "by Amdahl": blank.assign(speedup_median=rows["by_amdahl"], origin="computed")[
-            others & rows["by_amdahl"].notna()
-        ],
-        "all layers": blank.assign(**all_layers)[rows["all_layers_ms_extrapolated"].notna()],
-        "most by Amdahl": bounds[bounds["speedup_median"].notna()],
-    }
-    found = [part.assign(shows=shows, line=shows, legend=shows) for shows, part in parts.items() if len(part)]
-    return pd.concat(found, ignore_index=True)
+    rows = rows.merge(comparisons(claims.store)[["comparison_id", *_OF_COMPARISON]], on="comparison_id")
+    is_share = rows["metric"].isin(OWN_METRICS)
+    name = rows["metric"].map(METRICS)
+    unstated = rows[["paper_low", "paper_high"]].isna().all(axis=1).any()
+    return rows.assign(
+        **{value: rows[value].where(~is_share, 100 * rows[value]) for value in _VALUES},
+        facet=rows["metric"],
+        title=name,
+        quantity=name + is_share.map({True: " (%)", False: ""}),
+        line="ours, " + rows["traffic"].str.replace("_", " "),
+        names=rows["claim"] + "\n" + rows["case"],
+        role="policy",
+        ours_are="whole models, a pass from end to end" if (rows["ours_of"] != "layer").any() else "one layer",
+        missing_marks=" Rows without a mark: no number is stated." if unstated else "",
+        workload_words=rows["workload"] + " traffic, " + rows["facts"].map(basis_words),
+    )
 
 
-def _height_of_whole(rows: pd.DataFrame) -> float:
-    return 0.9 + (0.46 if rows["bar"].str.contains("\n").any() else 0.3) * _most_of(rows, "bar")
+def _draw_papers(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+    """A paper's number as a stroke, a range of one as a bar to the edge of the panel where it has no end."""
+    del looks
+    place_of, rows = places_of(rows["names"]), rows.drop_duplicates("names").set_index("names")
+    paper = rows[["paper_low", "paper_high"]].dropna(how="all")
+    is_single = paper["paper_low"] == paper["paper_high"]
+    for name, number in paper.loc[is_single, "paper_low"].items():
+        axes.plot([number], [place_of[name]], zorder=2, label="paper", **_PAPER)
+    low, high = axes.get_xlim()
+    for name, begin, end in paper[~is_single].fillna({"paper_low": low, "paper_high": high}).itertuples():
+        look = {"color": NOISE_FILL, "zorder": 0.5, "label": "paper: a range"}
+        axes.barh(place_of[name], end - begin, 0.7, begin, **look)
+    if rows["metric"].iloc[0] not in (*OWN_METRICS, *NATIVE_METRICS):
+        axes.axvline(1, color=MUTED, linewidth=1, zorder=1)
+    axes.set_xlim(low, high)
 
 
-FIGURES["whole"] = Figure(
-    "What faster MoE layers come to in a whole model",
+def _height_of_claims(rows: pd.DataFrame) -> float:
+    lines = max(folded(name, NAMES, rcParams["ytick.labelsize"]).count("\n") + 1 for name in rows["names"])
+    return 0.75 + max(0.5, 0.16 * lines + 0.14) * rows["names"].nunique()
+
+
+CLAIMS_FIGURE = Figure(
+    "Papers' numbers beside ours",
     [
-        series("bar", "speedup_median", names=True, whiskers=SPEEDUP, height=_height_of_whole),
-        bars("piece", "time of a pass (ms)", only="shows == 'part'", width=1.4),
-        bars("piece", "layers_words", only="shows == 'all layers'", room=2.0, width=1.1, needs="shows == 'all layers'"),
+        series(
+            "names",
+            "ours",
+            names=True,
+            hollow=("not primary", ""),
+            ylabel="quantity",
+            more=[_draw_papers],
+            height=_height_of_claims,
+        )
     ],
-    "Left: speedup of a pass from end to end, of its MoE layers alone, and where Amdahl's law puts the pass; right: a "
-    "pass in parts, mean over ranks. {intervals}",
-    whole_rows,
-    columns=("shows", "part", "time_ms", *_SPEEDUP, *COST),
-    beside=True,
+    "Ours: {ours_are}; filled: the primary traffic. Whiskers: least and largest draw, or 95 % intervals, or smallest "
+    "and largest pair below ten batches.{missing_marks}",
+    claim_rows,
+    columns=("metric", "claim", "case", "traffic", "primary", *_VALUES),
     most=1,
-    limit=2,
-    looks=lambda names: _ESTIMATES,
+    limit=99,
+    timed=False,
 )

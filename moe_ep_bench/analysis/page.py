@@ -14,7 +14,7 @@ import base64
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from matplotlib.figure import Figure
 from moe_ep_bench.analysis.advise import advice_lines
 from moe_ep_bench.analysis.cases import cases, comparisons, jobs, load
 from moe_ep_bench.analysis.columns import COLUMNS, missing
+from moe_ep_bench.analysis.drawing import Drawing
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import Store, kind_of
@@ -108,7 +109,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         passed_over=passed_over,
         lost=frame[frame["status"] != "ok"].to_dict("records"),
         warnings=warnings_of(listed),
-        images=[_image(name, figure) for name, figure in _drawn(store)],
+        images=[_image(*item) for item in _drawn(store).items()],
         tables=listed,
         max_open=MAX_OPEN,
         jobs=jobs(store).to_dict("records"),
@@ -129,26 +130,24 @@ def _line(store: Store) -> str:
     return f"{words}; {count_words(cases(store))}{'; weights are random' if random else ''}."
 
 
-def _drawn(store: Store) -> Iterator[tuple[str, Figure]]:
+def _drawn(store: Store) -> dict[str, Drawing]:
     """The figures for which the store has rows."""
-    from moe_ep_bench.analysis.plot import drawings, figures_of, lines_of
+    from moe_ep_bench.analysis.plot import drawings, lines_of
 
-    for name, drawing in drawings(store, figures_of(store, lines_of(list(store.folders.values())))).items():
-        if drawing is not None:
-            yield name, drawing.figure
+    return drawings(store, lines_of(list(store.folders.values())))
 
 
-def _image(name: str, figure: Figure) -> dict[str, Any]:
+def _image(name: str, drawing: Drawing) -> dict[str, Any]:
     """A figure as the template wants it: its title, its own line on how to read it, and its bytes."""
+    figure = drawing.figure
     settle(figure)  # the layout's last bits differ from run to run until it is fixed
     kind, content = "svg+xml", _encoded(figure, "svg")
     if len(content) > MAX_SVG_BYTES:
         kind, content = "png", _encoded(figure, "png")
-    title, caption = (" ".join(part.get_text().split()) for part in figure.texts[:2])
     width, height = (round(inches * _PIXELS) for inches in figure.get_size_inches())
     uri = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
     size = {"width": width, "height": height, "least_width": round(_LEAST_SCALE * width)}
-    return {"name": name, "title": title, "caption": caption, "uri": uri, **size}
+    return {"name": name, "title": drawing.title, "caption": drawing.how, "uri": uri, **size}
 
 
 def _encoded(figure: Figure, file_format: str) -> bytes:

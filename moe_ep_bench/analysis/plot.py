@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.analysis.answer_figures import CLAIMS_FIGURE, QUALITY_FIGURES
 from moe_ep_bench.analysis.cases import load
-from moe_ep_bench.analysis.drawing import Drawing, Figure, draw
-from moe_ep_bench.analysis.figures import FIGURES
-from moe_ep_bench.analysis.lines import Lines
+from moe_ep_bench.analysis.drawing import Drawing, Figure, draw, lines
+from moe_ep_bench.analysis.figures import CLAIMS_FIGURE, FIGURES, QUALITY_FIGURES, lane_rows
 from moe_ep_bench.analysis.papers import Claims
 from moe_ep_bench.analysis.reading import Errors, ResultsError
 from moe_ep_bench.analysis.store import Store, kind_of
@@ -37,9 +37,10 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     """
     formats = _names("--format", options.format, FORMATS)
     size = _names("--size", options.size, SIZES)[0]
-    lines = _asked_lines(options)
-    known = {**FIGURES, **QUALITY_FIGURES, **{line.name: line for line in lines_of(options.directories)}}
+    of_configs = lines_of(options.directories)
+    known = {**FIGURES, **QUALITY_FIGURES, **of_configs}
     asked = None if options.figures is None else _names("--figures", options.figures, known)
+    columns = _columns_asked_for(options)
     out = options.out or (options.directories[0] / "figures" if len(options.directories) == 1 else Path("figures"))
     if options.out is not None:
         check_folder(out, "--out")
@@ -48,15 +49,14 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     passed_over: list[str] = []
     drawn = {}
     for store in stores(options.directories, passed_over):
+        table = columns or figures_of(store, of_configs, options.case)
         with house_style(size):
-            table = {lines.name: lines.figure()} if lines else figures_of(store, lines_of(options.directories))
-            names = [name for name in (asked or table) if name in table]
-            drawn |= drawings(store, {name: table[name] for name in names}, options.case)
+            drawn |= {name: draw(table[name], store) for name in (asked or table) if name in table}
     for line in passed_over:
         say(line)
     written = write(drawn, out, formats, size)
     # Figures that nobody named are missed only where there is no other.
-    for name in (name for name, drawing in drawn.items() if drawing is None and (asked or lines or not written)):
+    for name in (name for name, drawing in drawn.items() if drawing is None and (asked or columns or not written)):
         say(f"{name}: not drawn, the run has no rows for it")
     for path in written:
         print(os.path.relpath(path))
@@ -93,17 +93,20 @@ def _quality(directory: Path) -> Any:
     return quality
 
 
-def figures_of(store: Any, lines: Sequence[Lines] = ()) -> dict[str, Figure]:
-    """All figures that a store may have, those of its configs too, by name."""
+def figures_of(store: Any, of_configs: Mapping[str, Figure], case: str | None = None) -> dict[str, Figure]:
+    """All figures that a store may have, those of its configs too, by name; the timeline of a ``case``."""
+    if isinstance(store, Claims):
+        return {"claims": CLAIMS_FIGURE}
     if not isinstance(store, Store):
         return QUALITY_FIGURES
-    return {**FIGURES, **{line.name: line.figure() for line in lines}}
+    chosen = {} if case is None else {"timeline": replace(FIGURES["timeline"], rows=partial(lane_rows, case=case))}
+    return {**FIGURES, **of_configs, **chosen}
 
 
-def drawings(store: Any, figures: Mapping[str, Figure], case: str | None = None) -> dict[str, Drawing | None]:
-    """Draw figures of a store, the timeline of a ``case``; None where it has no rows for one. In ``house_style``."""
-    options = {"timeline": {"case": case}}
-    return {name: draw(figure, store, **options.get(name, {})) for name, figure in figures.items()}
+def drawings(store: Any, of_configs: Mapping[str, Figure]) -> dict[str, Drawing]:
+    """All figures for which a store has rows. In ``house_style``."""
+    drawn = {name: draw(figure, store) for name, figure in figures_of(store, of_configs).items()}
+    return {name: drawing for name, drawing in drawn.items() if drawing is not None}
 
 
 def write(
@@ -124,14 +127,13 @@ def write(
 
 def draw_all(directory: Path) -> str:
     """Draw all figures of a directory beside it, after its command; say in words which."""
-    passed_over: list[str] = []
-    drawn: dict[str, Drawing | None] = {}
+    drawn: dict[str, Drawing] = {}
     with house_style():
-        for store in stores([directory], passed_over):
-            drawn |= drawings(store, figures_of(store, lines_of([directory])))
-    written = write(drawn, directory / "figures")
-    names = ", ".join(dict.fromkeys(path.stem for path in written))
-    return f"\nfigures in {os.path.relpath(directory / 'figures')}: {names}" if names else "\nno figure was drawn"
+        for store in stores([directory], []):
+            drawn |= drawings(store, lines_of([directory]))
+    write(drawn, directory / "figures")
+    where = os.path.relpath(directory / "figures")
+    return f"\nfigures in {where}: {', '.join(drawn)}" if drawn else "\nno figure was drawn"
 
 
 def draw_claims(claims: Claims) -> list[Path]:
@@ -139,13 +141,13 @@ def draw_claims(claims: Claims) -> list[Path]:
     folder = claims.directory / "figures"
     refuse_links_out(claims.directory, folder)
     with house_style():
-        drawn = drawings(claims, {"claims": CLAIMS_FIGURE})
+        drawn = drawings(claims, {})
     return write(drawn, folder)
 
 
-def lines_of(directories: Sequence[Path]) -> list[Lines]:
-    """The ``figures:`` of the directories' configs, each once."""
-    found = []
+def lines_of(directories: Sequence[Path]) -> dict[str, Figure]:
+    """The ``figures:`` of the directories' configs, by name."""
+    found: dict[str, Figure] = {}
     for directory in directories:
         try:
             config = read_json(directory / "run.json").get("config") or []
@@ -153,29 +155,29 @@ def lines_of(directories: Sequence[Path]) -> list[Lines]:
             continue  # named where the directory is read
         for experiment in config if isinstance(config, list) else [config]:
             listed = experiment.get("figures") if isinstance(experiment, dict) else None
-            found += [_line_of(line, directory) for line in (listed if isinstance(listed, list) else [])]
-    return list(dict.fromkeys(found))
+            for values in listed if isinstance(listed, list) else []:
+                given = {key: values.get(key) for key in _LINES} if isinstance(values, dict) else {}
+                is_word = [
+                    isinstance(value, str) or (value is None and key not in "xy") for key, value in given.items()
+                ]
+                if not given or not all(is_word):
+                    expected = f"words for {', '.join(_LINES)}; got {brief(values)}"
+                    raise UserError(f"{directory / 'run.json'}: config: figures: expected {expected}")
+                found |= lines(**given)
+    return found
 
 
-def _line_of(values: object, directory: Path) -> Lines:
-    given = {key: values.get(key) for key in _LINES} if isinstance(values, dict) else {}
-    is_word = {key: isinstance(value, str) or (value is None and key not in "xy") for key, value in given.items()}
-    if not given or not all(is_word.values()):
-        expected = f"words for {', '.join(_LINES)}"
-        raise UserError(f"{directory / 'run.json'}: config: figures: expected {expected}; got {brief(values)}")
-    return Lines(**given)
-
-
-def _asked_lines(options: argparse.Namespace) -> Lines | None:
+def _columns_asked_for(options: argparse.Namespace) -> dict[str, Figure]:
+    """The figure of ``--x`` over ``--y``; none where these were not given."""
     given = {name: getattr(options, name) for name in _LINES}
     if not any(given.values()):
-        return None
+        return {}
     for name in ("x", "y"):
         if given[name] is None:
             raise UserError(f"--{name}: expected a column beside --{'y' if name == 'x' else 'x'}; got none")
     if options.figures is not None:
         raise UserError("--figures: expected none beside --x and --y, which ask for a figure of their own")
-    return Lines(**given)
+    return lines(**given)
 
 
 def _names(option: str, text: str, known: Collection[str]) -> list[str]:

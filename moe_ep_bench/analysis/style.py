@@ -6,8 +6,8 @@ what stands in for it is *hollow* (emulated, synthetic), what was computed is *d
 is *dotted* (measured elsewhere): in the tags beside a title, in the frames of panels, in phases.
 
 A size (``SIZES``) sets matplotlib's parameters: width, fonts, dots per inch. Its constrained layout places the panels.
-Texts are broken by the number of letters that a line has room for. Equal input gives equal bytes: no dates, fixed
-salts, and no settings of the user.
+Texts are broken where a line of letters of mean width ends; matplotlib measures what they take. Equal input gives
+equal bytes: no dates, fixed salts, and no settings of the user.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.transforms import ScaledTranslation
 
 from moe_ep_bench.analysis.origins import ORIGINS
 from moe_ep_bench.errors import UserError
@@ -247,9 +249,7 @@ def ordered_looks(names: Sequence[str]) -> dict[str, Look]:
 # ---- sheets --------------------------------------------------------------------------------------------------------
 
 _MARGIN = 0.15  # inches round a sheet
-_LETTER, _CAPITAL = 0.55, 0.7  # a letter's width over its size, as a mean over the letters of a line and some more
-_LINE = 1.25  # a line's height over its letters' size
-_HANDLE = 8  # letters for which a legend's mark with its gaps takes the room
+_LETTER = 0.55  # a letter's width over its size, as a mean over the letters of a line
 
 
 def sheet(width: float) -> Figure:
@@ -258,24 +258,10 @@ def sheet(width: float) -> Figure:
     return Figure(figsize=(most if height else min(width, most), height or 5.0), layout="constrained")
 
 
-def width_of(letters: int, points: float) -> float:
-    """Inches that so many letters take."""
-    return letters * _LETTER * points / 72
-
-
-def letters(inches: float, points: float) -> int:
-    """How many letters a line of so many inches has room for."""
-    return max(8, int(inches / width_of(1, points)))
-
-
 def folded(words: str, inches: float, points: float) -> str:
-    """Break a text into lines of at most so many inches, where it can between words."""
-    return "\n".join(textwrap.fill(line, letters(inches, points), break_on_hyphens=False) for line in words.split("\n"))
-
-
-def height_of(text: str, points: float) -> float:
-    """The height of a text's lines."""
-    return (text.count("\n") + 1) * _LINE * points / 72
+    """Break a text between words into lines of about so many inches."""
+    letters = max(8, int(72 * inches / (_LETTER * points)))
+    return "\n".join(textwrap.fill(line, letters, break_on_hyphens=False) for line in words.split("\n"))
 
 
 def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Sequence[str], *, body: float) -> None:
@@ -287,51 +273,50 @@ def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Seq
         tags: words of ``ORIGINS``, and ``recorded`` or ``synthetic``.
         body: inches of the panels on the page.
     """
-    width, fixed = figure.get_figwidth(), rcParams["figure.figsize"][1]
+    (width, _), fixed = figure.get_size_inches(), rcParams["figure.figsize"][1]
     room, scale = width - 2 * _MARGIN, rcParams["font.size"] / FONT_SIZES["font.size"]
     large, points, small = rcParams["figure.titlesize"], rcParams["figure.labelsize"], 0.8 * rcParams["font.size"]
     small, gap = max(MIN_POINTS, small), 0.09 * scale
-    widths = [len(word) * _CAPITAL * small / 72 + 0.3 * scale for word in tags]
-    title = folded(title, (room - sum(widths)) / 1.15, large)  # bold letters are wider
-    how, foot = folded(how, room, points), "\n".join(folded(words, room, small) for words in footer)
-    labels, columns = _legend(figure, room)
-    below = [_MARGIN, *(height_of(text, size) + gap for text, size in ((title, large), (how, points)))]
-    top, bottom = sum(below), _MARGIN + height_of(foot, small) + gap
-    entries = max(sum(label.count("\n") + 1 for label in part) for part in np.array_split(list(labels), columns))
-    header = top + (1.5 * entries * rcParams["legend.fontsize"] / 72 + gap if labels else 0)
-    height = fixed or header + min(1.0, scale) * body + bottom
-    figure.set_size_inches(width, height)
-    for text, inches, look in (
-        (title, below[0], {"fontsize": large, "weight": "bold"}),
-        (how, sum(below[:2]), {"fontsize": points, "color": MUTED, "linespacing": 1.3}),
-        (foot, height - bottom + gap, {"fontsize": small, "color": MUTED, "linespacing": 1.3}),
+    from_top = figure.dpi_scale_trans + ScaledTranslation(0, 1, figure.transFigure)  # inches
+    muted = {"color": MUTED, "linespacing": 1.3, "va": "top", "in_layout": False}
+    right, above = width - _MARGIN - 0.05, _MARGIN
+    for word in reversed(tags):
+        place = {"ha": "right", "va": "center", "transform": from_top, "in_layout": False, "fontsize": small}
+        tag = figure.text(right, -above - 0.1 * scale, word.upper(), **place, **_tag_look(word))
+        right = tag.get_window_extent().x0 / figure.dpi - 0.25 * scale
+    for text, look in (
+        (folded(title, (right - _MARGIN) / 1.15, large), {"fontsize": large, "weight": "bold", "color": INK}),
+        (folded(how, room, points), {"fontsize": points}),
     ):
-        figure.text(_MARGIN / width, 1 - inches / height, text, va="top", in_layout=False, **look)
-    for number, word in enumerate(tags):
-        place = (width - sum(widths[number + 1 :]) - _MARGIN - 0.05) / width, 1 - (_MARGIN + 0.1 * scale) / height
-        figure.text(*place, word.upper(), fontsize=small, ha="right", va="center", in_layout=False, **_tag_look(word))
-    if labels:
-        look = {"borderaxespad": 0, "borderpad": 0, "columnspacing": 1.6, "loc": "upper left"}
-        place = (_MARGIN / width, 1 - top / height)
-        legend = figure.legend(labels.values(), labels, ncols=columns, bbox_to_anchor=place, **look)
-        legend.set_in_layout(False)
-    rect = (_MARGIN / width, bottom / height, room / width, (height - header - bottom) / height)
+        artist = figure.text(_MARGIN, -above, text, transform=from_top, **{**muted, **look})
+        above += artist.get_window_extent().height / figure.dpi + gap
+    if (legend := _legend(figure, room)) is not None:
+        legend.set_bbox_to_anchor((_MARGIN, -above), from_top)
+        above += legend.get_window_extent().height / figure.dpi + gap
+    words = "\n".join(folded(paragraph, room, small) for paragraph in footer)
+    look = {**muted, "va": "bottom", "fontsize": small, "transform": figure.dpi_scale_trans}
+    below = _MARGIN + figure.text(_MARGIN, _MARGIN, words, **look).get_window_extent().height / figure.dpi + gap
+    height = fixed or above + min(1.0, scale) * body + below
+    figure.set_size_inches(width, height)
+    rect = (_MARGIN / width, below / height, room / width, 1 - (above + below) / height)
     figure.get_layout_engine().set(rect=rect, w_pad=0.06 * scale, h_pad=0.06 * scale)
 
 
-def _legend(figure: Figure, room: float) -> tuple[dict[str, Any], int]:
-    """The labelled artists of all panels, each label once, and how many columns of them ``room`` inches hold."""
-    points = rcParams["legend.fontsize"]
-    labels: dict[str, Any] = {}
+def _legend(figure: Figure, room: float) -> Legend | None:
+    """The labelled artists of all panels, each label once, bars first, in as many columns as ``room`` inches hold."""
+    points, labels = rcParams["legend.fontsize"], {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            labels.setdefault(folded(label, 0.9 * room - width_of(_HANDLE, points), points), handle)
+            labels.setdefault(folded(label, 0.8 * room, points), handle)
     labels = dict(sorted(labels.items(), key=lambda item: not isinstance(item[1], BarContainer)))
-    sizes = [max(map(len, label.split("\n"))) + _HANDLE for label in labels]
-    for columns in range(len(sizes), 1, -1):
-        if sum(max(part) for part in np.array_split(sizes, columns)) <= letters(room, points):
-            return labels, columns
-    return labels, 1
+    look = {"loc": "upper left", "borderaxespad": 0, "borderpad": 0, "columnspacing": 1.6}
+    for columns in range(len(labels), 0, -1):
+        legend = figure.legend(labels.values(), labels, ncols=columns, **look)
+        legend.set_in_layout(False)
+        if columns == 1 or legend.get_window_extent().width <= room * figure.dpi:
+            return legend
+        legend.remove()
+    return None
 
 
 def settle(figure: Figure) -> None:

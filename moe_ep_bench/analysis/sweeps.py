@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -23,8 +22,7 @@ _WORDS = {
     "emulate.bandwidth_scale": "link bandwidth, x the links file's",
     "emulate.replication": "replication of experts",
 }
-Row = Mapping[str, Any]
-Value = float | str
+_COLUMNS = [*COMPARISON, "swept_key", "swept_value", "at", "other_keys"]
 
 
 def key_words(key: str) -> str:
@@ -43,48 +41,45 @@ def value_words(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def value_of(key: str, comparison: Row) -> Value:
-    """A comparison's value of a swept key, a number or words; of ``layer.ep_size`` the experts per rank."""
-    if key == EP_SIZE:
-        return comparison["num_experts"] / comparison["num_ranks"]
-    value = json.loads(comparison["point"])[key]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if value is None:
-        return "no skew" if key == "workload.peak_load" else "none"
-    return value_words(value)
+def swept(comparisons: pd.DataFrame) -> pd.DataFrame:
+    """Every comparison that stands along the first swept key with at least one other; of equal values the first.
 
+    The first key is one of numbers, before those of words, with most values, of equals by alphabet.
 
-def swept_keys(comparisons: pd.DataFrame) -> list[str]:
-    """Keys with at least two values: numbers before words, those with most values first, then by alphabet."""
-    values: dict[str, set[Value]] = {}
-    for row in comparisons.to_dict("records"):
-        for key in json.loads(row["point"]):
-            values.setdefault(key, set()).add(value_of(key, row))
-    swept = [key for key in sorted(values) if len(values[key]) > 1]
-    return sorted(swept, key=lambda key: (any(isinstance(one, str) for one in values[key]), -len(values[key])))
-
-
-def along(key: str, comparisons: pd.DataFrame) -> pd.DataFrame:
-    """Every comparison that stands along a swept key with at least one other; of equal values the first.
-
-    Columns: ``COMPARISON``; ``swept_key``; ``swept_value``, a number, or words where not all are numbers; ``at``, its
-    place, numbers ascending; ``other_keys``, the other swept keys with their values, and the directory where there are
-    several.
+    Columns: ``COMPARISON``; ``swept_key``; ``swept_value``, a number (of ``layer.ep_size`` the experts per rank), or
+    words where not all are numbers; ``at``, its place, numbers ascending; ``other_keys``, the other swept keys with
+    their values, and the directory where there are several.
     """
-    several, rows = comparisons["directory"].nunique() > 1, []
-    for row in comparisons.to_dict("records"):
-        if key in (point := json.loads(row["point"])):
-            words = [
-                f"{key_words(other)} {value_words(value_of(other, row))}" for other in sorted(point) if other != key
-            ]
-            others = ", ".join([*words, *([f"from {row['directory']}"] if several else [])])
-            rows.append({**row, "swept_key": key, "swept_value": value_of(key, row), "other_keys": others})
+    values = pd.DataFrame(
+        [
+            {key: _value(key, value, row) for key, value in sorted(json.loads(row["point"]).items())}
+            for row in comparisons.to_dict("records")
+        ],
+        comparisons.index,
+        dtype=object,
+    )
+    keys = {key: set(column.dropna()) for key, column in values.items() if column.dropna().nunique() > 1}
+    if not keys:
+        return pd.DataFrame(columns=_COLUMNS)
+    key = min(keys, key=lambda key: (not all(isinstance(value, float) for value in keys[key]), -len(keys[key]), key))
+    words = pd.DataFrame({other: f"{key_words(other)} " + values[other].map(value_words) for other in values})
+    if comparisons["directory"].nunique() > 1:
+        words["directory"] = "from " + comparisons["directory"]
+    others = [", ".join(row) for row in words.drop(columns=key).fillna("").itertuples(index=False)]
+    rows = comparisons.assign(swept_key=key, swept_value=values[key], other_keys=others)[values[key].notna()]
     parts = []
-    for _, part in pd.DataFrame(rows).groupby("other_keys", sort=False) if rows else ():
+    for _, part in rows.groupby("other_keys", sort=False):
         if not all(isinstance(value, float) for value in part["swept_value"]):
             part = part.assign(swept_value=part["swept_value"].map(value_words))
         part = part.drop_duplicates("swept_value").sort_values("swept_value", kind="stable")
         parts += [part.assign(at=range(len(part)))] if len(part) > 1 else []
-    columns = [*COMPARISON, "swept_key", "swept_value", "at", "other_keys"]
-    return pd.concat(parts, ignore_index=True)[columns] if parts else pd.DataFrame(columns=columns)
+    return pd.concat(parts, ignore_index=True)[_COLUMNS] if parts else pd.DataFrame(columns=_COLUMNS)
+
+
+def _value(key: str, value: Any, comparison: dict[str, Any]) -> float | str:
+    if key == EP_SIZE:
+        return comparison["num_experts"] / comparison["num_ranks"]
+    if value is None:
+        return "no skew" if key == "workload.peak_load" else "none"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else value_words(value)

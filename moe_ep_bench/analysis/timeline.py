@@ -19,45 +19,49 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from moe_ep_bench.analysis.cases import samples
-from moe_ep_bench.analysis.marks import milliseconds
+from moe_ep_bench.analysis.columns import milliseconds
+from moe_ep_bench.analysis.drawing import case_rows
 from moe_ep_bench.analysis.reading import ITERATION
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import INK, MUTED, Look
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES
+from moe_ep_bench.schema import LAYER_PHASES, PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES, phase_groups
 
 _MAX_LANES, _SHOWN_LANES = 24, 16
 # Of the top-k's pairs and score mass: what the policy that is shown may cost, as ``advise`` has it.
 _MOST_DROPPED, _LEAST_KEPT = 0.10, 0.95
 
 
-def timeline_rows(store: Store, cases: pd.DataFrame, asked: str | None = None) -> pd.DataFrame:
+def timeline_rows(store: Store, asked: str | None = None) -> pd.DataFrame:
     """A row per bar: a phase of a rank that took time, of native and of the case that is chosen.
 
-    Columns: those of the case; ``ITERATION``, ``rank``, ``is_critical``, ``phase``, ``begin_us``, ``time_us``;
-    ``end_us``, of the slowest rank; ``subtitle``; ``heading``, of the panel. None where no case has its native beside
-    it.
+    Columns: those of the case; ``ITERATION``, ``rank``, ``is_critical``, ``phase``, its ``group``, ``begin_us``,
+    ``time_us``; ``end_us``, of the slowest rank; ``subtitle``; ``heading``, of the panel; ``bar``, ``begin_ms``,
+    ``time_ms`` and ``longest_ms``, of ``marks.bars``. None where no case has its native beside it.
 
     Args:
         asked: a label or an id; None = the fastest policy that is significantly faster and within the usual bounds.
+
+    Raises:
+        UserError: there is no case of the name that was asked for.
     """
-    timed = cases[(cases["status"] == "ok") & (cases["world_size"] > cases["num_replicas"])]
-    found = _chosen(timed[timed["waiting_ms"].notna()], asked)
-    if found is None:
+    rows = case_rows(store)
+    rows = rows[(rows["scope"] == "layer") & (rows["status"] == "ok") & rows["waiting_ms"].notna()]
+    native, case, why = _chosen(rows[rows["world_size"] > rows["num_replicas"]], asked)
+    if case is None:
         return pd.DataFrame()
-    case, native, why = found
-    times = [_broken_down(store, one) for one in (native, case)]
-    if any(part.empty for part in times):
-        return pd.DataFrame()
-    native_us, case_us = layer_us = [part[TOTAL].groupby(level=ITERATION).max() for part in times]
+    native_times, case_times = (_broken_down(store, row) for row in (native, case))
+    native_us, case_us = (times[TOTAL].groupby(level=ITERATION).max() for times in (native_times, case_times))
     key = (case_us - case_us.median()).abs().idxmin()
-    beside = native_us[native_us.index.map(lambda other: other[:2] == key[:2])]
-    if beside.empty:
+    beside_us = native_us[native_us.index.map(lambda other: other[:2] == key[:2])]
+    if beside_us.empty:
         return pd.DataFrame()
-    keys = [(beside - native_us.median()).abs().idxmin(), key]
+    native_key = (beside_us - native_us.median()).abs().idxmin()
+    # Ranks that meet in the same experts as the slowest one.
     size = int(case["world_size"] // case["num_replicas"])
-    shown = [_of_slowest_group(part.xs(one), size) for part, one in zip(times, keys, strict=True)]
-    critical = [critical_rank(part) for part in shown]
+    shown = [times.xs(at) for times, at in ((native_times, native_key), (case_times, key))]
+    shown = [times[times.index // size == times[TOTAL].idxmax() // size] for times in shown]
+    critical = [critical_rank(times) for times in shown]
     ranks = _lanes(shown[0], set(critical))
     fewer = f" {len(ranks)} of {len(shown[0])} ranks." if len(ranks) < len(shown[0]) else ""
     if case["num_replicas"] > 1:
@@ -66,46 +70,54 @@ def timeline_rows(store: Store, cases: pd.DataFrame, asked: str | None = None) -
         f"{case['name']} beside native; {case['title']}; {why}; launch {key[0]}, batch {key[1]}; phases are laid end "
         f"to end, and the critical rank is the one that waits least.{fewer}"
     )
+    groups = {name: phase.group for name, phase in PHASES.items()}
     parts = []
-    for row, part, one, rank, median_us in zip(
-        (native, case), shown, keys, critical, [series.median() for series in layer_us], strict=True
+    for row, times, at, rank, layer_us in zip(
+        (native, case), shown, (native_key, key), critical, (native_us, case_us), strict=True
     ):
-        times_us = part.loc[ranks, [*LAYER_PHASES, UNACCOUNTED]]
+        times_us = times.loc[ranks, [*LAYER_PHASES, UNACCOUNTED]]
         begins_us = times_us.cumsum(axis=1) - times_us
         bars = pd.DataFrame({"time_us": times_us.stack(), "begin_us": begins_us.stack()}).reset_index()
-        bars = bars[bars["time_us"] > 0].assign(**dict(zip(ITERATION, one, strict=True)), is_critical=False)
-        bars.loc[bars["rank"] == rank, "is_critical"] = True
-        about = {"facet": row["case_id"], "heading": _title(row, part, median_us), "subtitle": how}
-        about["end_us"] = part[TOTAL].max()
+        bars = bars[bars["time_us"] > 0].assign(**dict(zip(ITERATION, at, strict=True)))
+        bars["is_critical"] = bars["rank"] == rank
+        about = {"facet": row["case_id"], "heading": _title(row, times, layer_us.median()), "subtitle": how}
+        about["end_us"] = times[TOTAL].max()
         of_case = row.drop([*bars, *about], errors="ignore").to_frame().T.infer_objects().copy()  # of one piece again
         parts.append(bars.merge(of_case, how="cross").assign(**about))
-    return pd.concat(parts, ignore_index=True)
+    rows = pd.concat(parts, ignore_index=True)
+    lane = "rank " + rows["rank"].astype("str")
+    return rows.assign(
+        group=pd.Categorical(rows["phase"].map(groups).fillna(UNACCOUNTED), [*phase_groups("layer"), UNACCOUNTED]),
+        bar=lane.mask(rows["is_critical"], "critical: " + lane),
+        begin_ms=rows["begin_us"] / 1e3,
+        time_ms=rows["time_us"] / 1e3,
+        longest_ms=rows["end_us"].max() / 1e3,
+    )
 
 
-def _chosen(rows: pd.DataFrame, asked: str | None) -> tuple[pd.Series, pd.Series, str] | None:
-    """The case that is shown, its native, and in words why it is this one; None where none has its native beside it.
-
-    Raises:
-        UserError: there is no case of the name that was asked for.
-    """
+def _chosen(rows: pd.DataFrame, asked: str | None) -> tuple[pd.Series | None, pd.Series | None, str]:
+    """Native, the case that is shown, and in words why it is this one; None where none has its native beside it."""
     native = rows[rows["role"] == "baseline"].drop_duplicates("facet").set_index("facet", drop=False)
     others = rows[rows["facet"].isin(native.index) & (rows["role"] != "baseline")]
     policies = others[others["role"] == "policy"]
     faster = policies[policies["verdict"] == "faster"].sort_values("speedup_median", ascending=False, kind="stable")
     cheap = faster[(faster["dropped_share"] <= _MOST_DROPPED) & (faster["retained_mass"] >= _LEAST_KEPT)]
     bounds = f"{_MOST_DROPPED:.0%} dropped and {1 - _LEAST_KEPT:.0%} of the score mass lost"
+    choices = (
+        (cheap, f"the fastest policy within {bounds}"),
+        (faster, f"the fastest policy; none within {bounds} is faster than native"),
+        (policies, "the first policy: none is faster beyond the noise"),
+    )
     if asked is not None:
-        found, why = others[(others["label"] == asked) | (others["case_id"] == asked)], "as chosen"
-        if found.empty:
+        named = others[(others["label"] == asked) | (others["case_id"] == asked)]
+        if named.empty:
             labels = ", ".join(others["label"].unique()) or "none"
             raise UserError(f"--case: expected a measured case's label or id, one of {labels}; got {asked!r}")
-    elif len(cheap):
-        found, why = cheap, f"the fastest policy within {bounds}"
-    elif len(faster):
-        found, why = faster, f"the fastest policy; none within {bounds} is faster than native"
-    else:
-        found, why = policies, "the first policy: none is faster beyond the noise"
-    return None if found.empty else (found.iloc[0], native.loc[found["facet"].iloc[0]], why)
+        choices = ((named, "as chosen"),)
+    for found, why in choices:
+        if len(found):
+            return native.loc[found["facet"].iloc[0]], found.iloc[0], why
+    return None, None, ""
 
 
 def _broken_down(store: Store, row: pd.Series) -> pd.DataFrame:
@@ -113,11 +125,6 @@ def _broken_down(store: Store, row: pd.Series) -> pd.DataFrame:
     rows = samples(store, row.to_frame().T).query("kind == 'breakdown'")
     times_us = rows.pivot_table("time_us", [*ITERATION, "rank"], "phase", aggfunc="sum")
     return times_us.reindex(columns=[*LAYER_PHASES, UNACCOUNTED, TOTAL]).fillna(0.0)
-
-
-def _of_slowest_group(times_us: pd.DataFrame, size: int) -> pd.DataFrame:
-    """Ranks that meet in the same experts as the slowest one."""
-    return times_us[times_us.index // size == times_us[TOTAL].idxmax() // size]
 
 
 def critical_rank(times_us: pd.DataFrame) -> int:
@@ -142,7 +149,8 @@ def _title(case: pd.Series, times_us: pd.DataFrame, median_us: float) -> str:
     layer_us = times_us[TOTAL].max()
     # As if each rank held its device until the slowest is done.
     waiting = times_us[list(WAITING_PHASES)].to_numpy().sum() / (layer_us * len(times_us))
-    words = [f"{case['name']}: layer {milliseconds(layer_us / 1e3)} ms (median {milliseconds(median_us / 1e3)})"]
+    shown, median = (milliseconds(time_us / 1e3, digits=3) for time_us in (layer_us, median_us))
+    words = [f"{case['name']}: layer {shown} ms (median {median})"]
     words += [] if np.isnan(case["speedup_median"]) else [f"speedup {case['speedup_median']:.3f}"]
     words += [f"{100 * case['dropped_share']:.1f} % dropped"] if case["role"] == "policy" else []
     return ", ".join([*words, f"{100 * waiting:.1f} % waiting"])

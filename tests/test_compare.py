@@ -156,7 +156,7 @@ def test_a_machine_that_became_slower_makes_no_case_slower_unless_it_is_known_to
     assert statuses(change) == (0, 3)
     assert "warning: native itself became slower (+" in compare_text(change)
     change, cases = compared(base, new, same_machine=True)
-    assert set(verdicts(cases).values()) == {"slower"}
+    assert set(verdicts(cases).values()) == {cases["native"]["outcome"]} == {"slower"}
     assert statuses(change) == (1, 1)
     assert statuses(compared(base, new, 0.2, same_machine=True)[0]) == (0, 3)
 
@@ -220,6 +220,14 @@ def test_a_change_counts_beyond_both_floors_together(tmp_path, factor, verdict, 
     assert (cases[DROP]["time_verdict"], cases[DROP]["outcome"]) == (verdict, outcome)
     (row,) = (line for line in compare_text(change).splitlines() if line.startswith(DROP))
     assert "  5.7  " in row
+
+
+def test_the_whole_interval_excludes_a_loss(base, tmp_path):
+    new = run_of(tmp_path / "new", noise=0.1, seed=3)
+    _, cases = compared(base, new, None)
+    between = (max(cases[DROP]["time_ratio"], 1) + cases[DROP]["time_high"]) / 2 - 1
+    outcomes = [compared(base, new, limit)[1][DROP]["outcome"] for limit in (between, 0.5)]
+    assert (outcomes[0], outcomes[-1]) == ("open", "passed")
 
 
 def test_passes_of_whole_models_are_compared(tmp_path):

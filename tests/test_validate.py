@@ -90,12 +90,6 @@ def cases(drop: float = 1.5, balance: float = 1.6, **of_drop: object) -> list[Fa
     ]
 
 
-def finish(root: Path) -> Path:
-    """Write beside two runs what ``validate`` writes."""
-    ValidationDirectory(root).write_pairs([("r", "e")], "calibrated on these ranks")
-    return root
-
-
 def built(
     root: Path, real: dict | None = None, emulated: dict | None = None, threads: tuple[int, int] = (1, 1)
 ) -> Path:
@@ -105,7 +99,8 @@ def built(
         fields = {"cases": cases(), "noise": 0.001, "num_iterations": 2, "comparison_id": what[0], **(changes or {})}
         environment = {"threads_per_rank": count}
         write_run(root / what, [FakeComparison(**fields)], mode, seed=len(what), environment=environment)
-    return finish(root)
+    ValidationDirectory(root).write_pairs([("r", "e")], "calibrated on these ranks")
+    return root
 
 
 def built_models(root: Path, **of_drop: Any) -> Path:
@@ -114,47 +109,71 @@ def built_models(root: Path, **of_drop: Any) -> Path:
         first, *others = standard_cases()
         own = [dataclasses.replace(first, **(of_drop if what == "emulated" else {})), *others]
         write_whole(root / what, own, mode=mode, seed=seed, comparison_id=what[0], num_iterations=3)
-    return finish(root)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of ``validate`` whose runs are alike; not to be written to."""
-    return built(tmp_path_factory.mktemp("built"), {"num_iterations": 6}, {"num_iterations": 6})
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built_models(tmp_path_factory.mktemp("models"))
+    ValidationDirectory(root).write_pairs([("r", "e")], "calibrated on these ranks")
+    return root
 
 
 @pytest.fixture
-def own(plain: Path, tmp_path: Path) -> Path:
-    """A copy of ``plain``, to be written to."""
-    return shutil.copytree(plain, tmp_path / "own")
+def own(tmp_path: Path) -> Path:
+    """A directory of ``validate`` whose runs are alike."""
+    return built(tmp_path / "own", {"num_iterations": 6}, {"num_iterations": 6})
 
 
 def verdicts(validation: Validation) -> list[str | None]:
     return [None if pd.isna(verdict) else verdict for verdict in validation.cases["verdict"]]
 
 
-def test_an_error_that_all_cases_share_shows_in_times_but_not_in_speedups(tmp_path: Path) -> None:
-    validation = load_validation(built(tmp_path, emulated={"native_us": 1600.0}))
-    cases = validation.cases
-    assert (cases["median_ms_emulated"] / cases["median_ms_real"]).tolist() == pytest.approx([0.8] * 4, rel=0.01)
-    assert verdicts(validation) == [None, None, "equivalent", "equivalent"]
+OTHERWISE = "warning: not comparable: "
+# What differs between the runs, the verdicts on token_drop and the ceiling, and what the text says.
+DIFFERENCES: dict[str, tuple[dict[str, Any], tuple[str, str], str]] = {
+    "an error that all cases share": ({"emulated": {"native_us": 1600.0}}, ("equivalent", "equivalent"), "1.600"),
+    "another speedup": (
+        {"emulated": {"cases": cases(drop=1.5 * 0.9)}},
+        ("different", "equivalent"),
+        "1 of 2 speedups are equivalent within 3 % (1 different), largest difference ",
+    ),
+    "shared cores": ({"real": {"facts": {"oversubscribed": True}}}, ("inconclusive",) * 2, f"{OTHERWISE}more ranks"),
+    "threads": (
+        {"threads": (1, 2)},
+        ("inconclusive",) * 2,
+        f"{OTHERWISE}each real rank computed with 1 thread(s), the emulated one with 2",
+    ),
+    "routing": (
+        {"emulated": {"cases": cases(expert_load=np.ones(8))}},
+        ("inconclusive",) * 2,
+        f"{OTHERWISE}routing is not the same in both runs: {DROP}",
+    ),
+    "nine batches": (
+        {"real": {"num_batches": 9}, "emulated": {"num_batches": 9}},
+        ("inconclusive",) * 2,
+        "0 of 2 speedups are equivalent within 3 % (2 inconclusive)",
+    ),
+    "a case that failed": (
+        {"real": {"cases": cases(status="oom", reason="too large")}},
+        ("inconclusive", "equivalent"),
+        f"{DROP}: real: oom: too large",
+    ),
+}
 
 
-def test_the_margin_decides_and_the_last_line_counts_and_tells_the_largest_difference(tmp_path: Path) -> None:
-    root = built(tmp_path, emulated={"cases": cases(drop=1.5 * 0.9, balance=1.6)})
-    validation = load_validation(root)
-    assert verdicts(validation) == [None, None, "different", "equivalent"]
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_speedups_are_judged_where_the_runs_are_comparable(name: str, tmp_path: Path) -> None:
+    changes, expected, words = DIFFERENCES[name]
+    validation = load_validation(built(tmp_path, **changes))
+    assert verdicts(validation) == [None, None, *expected]
     text = validation_text(validation)
-    last = r"1 of 2 speedups are equivalent within 3 % \(1 different\), largest difference "
-    assert re.fullmatch(last + r"(9\.9|10\.\d) %", text.splitlines()[-1])
+    assert words in text
+    assert (OTHERWISE in text) == OTHERWISE.startswith(words[:10])
+
+
+def test_the_margin_decides_and_the_table_has_both_runs(tmp_path: Path) -> None:
+    root = built(tmp_path, emulated={"cases": cases(drop=1.5 * 0.9)})
+    text = validation_text(load_validation(root))
+    assert re.search(r"largest difference (9\.9|10\.\d) %$", text)
     row = next(line for line in text.splitlines() if line.startswith(DROP))
     assert re.search(r"1\.50\d +1\.3[45]\d +0\.(89|90)\d \[0\.\d+, 0\.9\d+\]  different", row)
     assert row.rstrip().endswith("25.0         80.0"), "no speed without its fidelity"
+    assert "comparison" not in text.splitlines()[2], "there is one"
     ValidationDirectory(root).write_pairs([("r", "e")], "calibrated on these ranks", 0.15)
     assert verdicts(load_validation(root)) == [None, None, "equivalent", "equivalent"]
     assert verdict_line(load_validation(root)).startswith("2 of 2 speedups are equivalent within 15 %")
@@ -163,10 +182,9 @@ def test_the_margin_decides_and_the_last_line_counts_and_tells_the_largest_diffe
 def test_comparisons_of_a_sweep_are_rows_of_one_table(tmp_path: Path) -> None:
     """Each speedup stands beside that of its own comparison."""
     for what, mode, speedups in (("real", "run", (1.5, 1.2)), ("emulated", "emulated", (1.2, 1.2))):
+        about = {"noise": 0.001, "num_iterations": 2}
         runs = [
-            FakeComparison(
-                f"{what[0]}{number}", {"title": f"Tiny {number}"}, cases(drop=speedup), noise=0.001, num_iterations=2
-            )
+            FakeComparison(f"{what[0]}{number}", {"title": f"Tiny {number}"}, cases(drop=speedup), **about)
             for number, speedup in enumerate(speedups)
         ]
         write_run(tmp_path / what, runs, mode)
@@ -176,30 +194,6 @@ def test_comparisons_of_a_sweep_are_rows_of_one_table(tmp_path: Path) -> None:
     assert (found["Tiny 0", DROP], found["Tiny 1", DROP]) == ("different", "equivalent")
     rows = [line.split("  ")[1] for line in validation_text(validation).splitlines() if line.startswith(DROP)]
     assert rows == ["Tiny 0", "Tiny 1"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"real": {"facts": {"oversubscribed": True}}}, "more ranks than cores"),
-        ({"threads": (1, 2)}, "each real rank computed with 1 thread(s), the emulated one with 2"),
-        ({"emulated": {"cases": cases(expert_load=np.ones(8))}}, f"routing is not the same in both runs: {DROP}"),
-        ({"real": {"num_batches": 9}, "emulated": {"num_batches": 9}}, ""),
-    ],
-)
-def test_runs_that_are_not_comparable_or_too_short_are_not_judged(changes: dict, reason: str, tmp_path: Path) -> None:
-    validation = load_validation(built(tmp_path, **changes))
-    assert verdicts(validation) == [None, None, "inconclusive", "inconclusive"]
-    assert verdict_line(validation).startswith("0 of 2 speedups are equivalent within 3 % (2 inconclusive)")
-    assert (f"warning: not comparable: {reason}" in validation_text(validation)) == bool(reason)
-
-
-def test_a_case_that_failed_is_named_and_not_judged(tmp_path: Path) -> None:
-    failed = cases(status="oom", reason="too large")
-    validation = load_validation(built(tmp_path, real={"cases": failed}))
-    lines = validation_text(validation).splitlines()
-    assert any(line.strip().startswith(DROP) and "real: oom: too large" in line for line in lines)
-    assert lines[-1].startswith("1 of 2 speedups are equivalent within 3 % (1 inconclusive)")
 
 
 def test_what_is_written_is_what_show_prints(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,31 +246,20 @@ def turn_last_layer_round(root: Path, case_id: str) -> None:
     pq.write_table(pa.Table.from_pydict(rows, schema=ROUTING_SCHEMA), path)
 
 
-def by_quantity(root: Path) -> pd.DataFrame:
-    return load_validation(root).cases.set_index(["label", "quantity"])
-
-
-def test_alike_models_agree_from_end_to_end_and_in_their_moe_layers(models: Path) -> None:
-    validation = load_validation(models)
-    assert validation.cases["quantity"].value_counts().to_dict() == {"all": 5, "MoE layers": 3}
-    line = verdict_line(validation)
+def test_passes_are_judged_and_their_moe_layers_by_themselves_whose_error_a_pass_dilutes(tmp_path: Path) -> None:
+    alike = built_models(tmp_path / "alike")
+    line = verdict_line(load_validation(alike))
     assert line.startswith("3 of 3 speedups are equivalent within 3 %")
     assert "; 3 of 3 speedups of MoE layers alone are equivalent within 3 %" in line
-
-
-def test_a_pass_dilutes_an_error_of_its_moe_layers(tmp_path: Path) -> None:
-    cases = by_quantity(built_models(tmp_path, phase_factors={"experts": 1.5}))
+    cases = load_validation(built_models(tmp_path / "slow", phase_factors={"experts": 1.5})).cases
+    cases = cases.set_index(["label", "quantity"])
     whole, layers = (cases.loc[(DROP, of)] for of in ("all", "MoE layers"))
     assert 0 < 1 - whole["ratio_median"] < 1 - layers["ratio_median"] < 0.5
     assert (layers["verdict"], cases.loc[("topk", "MoE layers"), "verdict"]) == ("different", "equivalent")
-
-
-def test_routing_that_differs_in_one_layer_is_not_judged(models: Path, tmp_path: Path) -> None:
-    own = shutil.copytree(models, tmp_path / "models")
-    turn_last_layer_round(own / "emulated", "e-0")
-    validation = load_validation(own)
+    turn_last_layer_round(alike / "emulated", "e-0")
+    validation = load_validation(alike)
     assert set(validation.cases["verdict"].dropna()) == {"inconclusive"}
-    assert f"warning: not comparable: routing is not the same in both runs: {DROP}" in validation_text(validation)
+    assert f"{OTHERWISE}routing is not the same in both runs: {DROP}" in validation_text(validation)
 
 
 # The command.
@@ -288,6 +271,7 @@ LINKS = {"emulate": {"links": "h100-nvlink4"}}
     ("changes", "nproc", "message"),
     [
         ({}, 1, "--nproc: expected at least 2 ranks to hold emulated ones against, got 1"),
+        ({"holds": "run.json"}, 2, "holds the results of another command"),
         ({"layer__ep_size": 1}, 2, "layer.ep_size: expected 2, which are all ranks, or null, got 1"),
         ({"layer__ep_size": 4}, 2, "layer.ep_size: expected a divisor of the 2 ranks, got 4"),
         ({"emulate": {"links": "h100-nvlnk4"}}, 2, "h100-nvlnk4"),
@@ -297,26 +281,23 @@ LINKS = {"emulate": {"links": "h100-nvlink4"}}
             "emulate.bandwidth_scale: expected 1.0, which is",
         ),
         ({"emulate": {"replication": [{"spare_per_rank": 1}]}}, 2, "emulate.replication: expected ()"),
-        ({"sweep": {"emulate.links": ["pcie4", "pcie5"]}}, 2, "expected values that it measures differently"),
+        ({"sweep": {"emulate.links": ["pcie4", "pcie5"]}}, 2, "measures differently"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_run(
     changes: dict, nproc: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    out = tmp_path / "out"
+    if "holds" in changes:
+        out.mkdir()
+        (out / changes.pop("holds")).write_text("{}")
+    before = sorted(out.rglob("*"))
     config = write_config(tmp_path, **changes)
     arguments = ["validate", str(config), "--nproc", str(nproc), "--out", str(tmp_path / "out")]
     assert main(arguments) == USER_ERROR
     *_, said = capsys.readouterr().err.splitlines()  # what is planned is announced where planning takes long
     assert message in said
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_directory_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, out = write_config(tmp_path), tmp_path / "out"
-    out.mkdir()
-    (out / "run.json").write_text("{}")
-    assert main(["validate", str(config), "--nproc", "2", "--out", str(out)]) == USER_ERROR
-    assert "holds the results of another command" in capsys.readouterr().err
+    assert sorted(out.rglob("*")) == before
 
 
 @pytest.mark.parametrize("failing", ["calibrating the collectives", "the real run on 2 ranks"])

@@ -19,6 +19,7 @@ def write_trace(
     normalised=False,
     gaps=False,
     equal=False,
+    full=False,
     seed=0,
     **metadata,
 ) -> Path:
@@ -43,6 +44,8 @@ def write_trace(
         "sequence_id": np.repeat(np.arange(len(length_S)) * 3 + 7, length_S).astype(np.int32),
         "position": position_T.astype(np.int32),
     }
+    if full:
+        tensors["full_scores"] = scores_LTE.astype(np.float32)
     facts = {
         "format": "moe-trace-v1",
         "model": "tiny",

@@ -281,27 +281,22 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         raise UserError(f"--set {options.overrides[0]}: goes with a config; expected the options of --model")
     with naming("--model"):
         model = load_model(options.model)
+    for flags, why in (
+        (("trace", "counts", "peak_load"), "each says how busy experts are"),
+        (("tokens", "decode_tokens"), "prefill and decode are two questions"),
+    ):
+        if sum(getattr(options, flag) is not None for flag in flags) > 1:
+            raise UserError(f"{', '.join(map(_flag, flags))}: expected one of them, for {why}")
     decode, ep, prompt = options.decode_tokens is not None, options.ep, options.prompt_length
     counted = "decode_tokens" if decode else "tokens"
-    tokens = getattr(options, counted)
+    tokens, num_experts = getattr(options, counted), model.num_experts
     for flag, expected, is_right in (
         ("ep", "a number beside --model", ep is not None),
         (counted, "a number beside --model", tokens is not None),
-        (
-            "ep",
-            f"a divisor of the {model.num_experts} experts of {model.name}",
-            ep and ep > 0 and model.num_experts % ep == 0,
-        ),
+        ("ep", f"a divisor of the {num_experts} experts of {model.name}", ep and ep > 0 and num_experts % ep == 0),
         (counted, f"at least one for each of the {ep} ranks", tokens and ep and tokens >= ep),
         ("prompt_length", f"at most {tokens} (--tokens)", not prompt or not tokens or prompt <= tokens),
-        (
-            "tokens",
-            "none beside --decode-tokens: prefill and decode are two questions",
-            not (decode and options.tokens),
-        ),
         ("context", "--decode-tokens beside it, whose requests have it", decode or options.context is None),
-        ("counts", "none beside --trace, which has loads of its own", not (options.trace and options.counts)),
-        ("peak_load", "none beside --counts, whose skew it is", not (options.peak_load and options.counts)),
     ):
         if not is_right:
             got = getattr(options, flag)

@@ -16,8 +16,7 @@ from moe_ep_bench.bench.comparison import ROUTING, Comparison
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import RoutingContext, make_policy
-from moe_ep_bench.quality.passes import RouterCall
-from moe_ep_bench.quality.routed import routed
+from moe_ep_bench.quality.routed import RouterCall, routed
 
 LASER = {"name": "laser", "eps_high": 1, "t_fix": 0, "c": 12}
 CONFIG = """

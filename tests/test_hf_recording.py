@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hf_models
 import numpy as np
@@ -28,14 +29,15 @@ from moe_ep_bench.bench.route import route
 from moe_ep_bench.bench.run import emulate
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences, token_sequences
-from moe_ep_bench.quality.passes import RouterCall
-from moe_ep_bench.quality.recording import RecordOptions, record_trace, shares
-from moe_ep_bench.quality.routed import routed
+from moe_ep_bench.quality.checkpoint import Checkpoint
+from moe_ep_bench.quality.families import shares
+from moe_ep_bench.quality.recording import RecordOptions, record
+from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.tail import keep_top_k_ahead
 from moe_ep_bench.workload.trace import open_trace
+from moe_ep_bench.workload.writer import TraceWriter
 
 LENGTH, NUM = 16, 12
 OPTIONS = RecordOptions(sequence_length=LENGTH, num_sequences=NUM, batch=4)
@@ -56,7 +58,7 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recording(olmoe: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("recordings") / "olmoe.safetensors"
-    record_trace(olmoe, text, out, OPTIONS)
+    record(olmoe, text, OPTIONS, out=out)
     return out
 
 
@@ -67,7 +69,7 @@ def in_the_model(folder: Path, text: Path, policy: Any = None) -> list[RouterCal
     model = checkpoint.load("auto", torch.device("cpu"))
     seen: list[RouterCall] = []
     with torch.inference_mode(), routed(model, policy, observe=seen.append):
-        model(text_sequences(text, checkpoint.tokenizer, NUM, LENGTH), use_cache=False)
+        model(checkpoint.sequences(text, LENGTH, NUM), use_cache=False)
     return seen
 
 
@@ -105,7 +107,7 @@ def test_a_replayed_recording_is_routed_as_the_model_routes(recording: Path, olm
 def test_choices_by_more_than_scores_stay_the_recorded_ones(family: str, text: Path, tmp_path: Path) -> None:
     """DeepSeek-V3 chooses by a bias and groups: what it passed over is capped below what it took."""
     folder = hf_models.checkpoint(tmp_path / "model", family)
-    record_trace(folder, text, tmp_path / "out.safetensors", OPTIONS)
+    record(folder, text, OPTIONS, out=tmp_path / "out.safetensors")
     trace = open_trace(tmp_path / "out.safetensors")
     workload = RecordedWorkload([(trace.path, 1)], 0, 8, trace.top_k, NUM * LENGTH, 1, "recorded", seed=0)
     loads = workload.batch(0).scores_TE.topk(trace.top_k, dim=1).indices.flatten().bincount(minlength=8)
@@ -145,37 +147,17 @@ def test_what_ties_with_the_last_of_the_top_k_is_set_below_it() -> None:
     assert np.array_equal(np.sort(replayed_TE.topk(4).indices.numpy()), np.sort(own_TK))
 
 
-def test_a_killed_recording_goes_on_and_ends_in_the_same_bytes(
+def test_a_recording_that_is_cut_short_leaves_nothing_and_is_made_again(
     recording: Path, olmoe: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "olmoe.safetensors"
-    load, passes = Checkpoint.load, []
-
-    def dying(*arguments: Any) -> Any:
-        model = load(*arguments)
-        layer = model.model.layers[1]
-
-        def die(*_: Any) -> None:
-            passes.append(1)
-            if len(passes) == 3:  # The first layer of the third batch is in its spool already.
-                raise KeyboardInterrupt
-
-        layer.register_forward_pre_hook(die)
-        return model
-
-    monkeypatch.setattr(Checkpoint, "load", dying)
-    with pytest.raises(KeyboardInterrupt):
-        record_trace(olmoe, text, out, OPTIONS)
-    assert not out.exists()
-    noted = json.loads((tmp_path / ".olmoe.safetensors.recording" / "progress.json").read_text())
-    assert noted["sequences"] == 8
-    with pytest.raises(ValueError, match="holds the beginning of another recording"):
-        record_trace(olmoe, text, out, RecordOptions(sequence_length=LENGTH, num_sequences=NUM, batch=2))
-    passes.clear()
-    record_trace(olmoe, text, out, OPTIONS)
-    assert len(passes) == 1, "what was recorded before is recorded again"
+    with monkeypatch.context() as patched:
+        patched.setattr(TraceWriter, "add_tokens", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            record(olmoe, text, OPTIONS, out=out)
+    assert list(tmp_path.iterdir()) == []
+    record(olmoe, text, OPTIONS, out=out)
     assert out.read_bytes() == recording.read_bytes()
-    assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
 def test_route_and_emulate_route_it_alike_without_a_tail_model(recording: Path, olmoe: Path, tmp_path: Path) -> None:
@@ -251,11 +233,11 @@ def test_text_is_cut_into_sequences_across_lines_and_pieces(
     file = tmp_path / "text.txt"
     content = "".join(f"{number} " * (number % 9) + "\n" for number in range(60))
     file.write_text(content)
-    tokenizer = Checkpoint.open(olmoe).tokenizer
+    checkpoint = Checkpoint.open(olmoe)
     monkeypatch.setattr("moe_ep_bench.quality.checkpoint._CHARACTERS_AT_ONCE", 50)
-    rows = list(token_sequences(file, tokenizer, 7))
+    rows = checkpoint.sequences(file, 7, None)
     assert len(rows) == len(content) // 7
-    assert tokenizer.decode([token for row in rows for token in row]) == content[: len(rows) * 7]
+    assert checkpoint.tokenizer.decode(rows.flatten()) == content[: rows.numel()]
 
 
 # --- Mistakes ------------------------------------------------------------------------------------
@@ -314,14 +296,13 @@ def test_a_checkpoint_that_cannot_be_used_is_one_line(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--text", "none.txt"], "none.txt: cannot read the text: no such file"),
+        (["--text", "none.txt"], "none.txt: cannot read the text: No such file"),
         (["--num-sequences", "5000"], "expected a text of at least 5000 sequences of 16 tokens, got "),
         (
             ["--sequence-length", "100000"],
             "sequence-length: expected at most 4096, the positions that tiny-olmoe knows",
         ),
         (["--batch", "0"], "batch: expected at least 1, got 0"),
-        (["--device", "cuda"], "device: expected cpu or auto"),
     ],
 )
 def test_what_cannot_be_recorded_is_one_line_and_leaves_nothing(

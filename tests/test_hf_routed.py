@@ -18,8 +18,7 @@ from torch import Tensor
 from moe_ep_bench.policies import POLICIES, make_policy
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.quality.families import find_moe_layers
-from moe_ep_bench.quality.passes import ForwardPass, RouterCall
-from moe_ep_bench.quality.routed import routed
+from moe_ep_bench.quality.routed import ForwardPass, RouterCall, routed
 
 # Every family, and every implementation of the experts: GPT-OSS's experts are code of their own.
 MODELS = [*((family, "grouped_mm") for family in FAMILIES), *(("gpt_oss", kind) for kind in IMPLEMENTATIONS[::2])]

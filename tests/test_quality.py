@@ -37,13 +37,12 @@ from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.analysis.store import kind_of
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
+from moe_ep_bench.config.files import load_points
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.quality import session as session_module
 from moe_ep_bench.quality import text as text_module
-from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences
-from moe_ep_bench.quality.config import load_quality
-from moe_ep_bench.quality.passes import RouterCall, pass_metrics
-from moe_ep_bench.quality.routed import routed
+from moe_ep_bench.quality.checkpoint import Checkpoint
+from moe_ep_bench.quality.config import QualityExperiment
+from moe_ep_bench.quality.routed import RouterCall, pass_metrics, routed
 from moe_ep_bench.quality.session import plan_quality, run_quality
 from moe_ep_bench.quality.text import Text, hidden_states, token_costs
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
@@ -54,7 +53,7 @@ RANDOM = {**DROP, "metric": "random"}
 OEA = {"name": "oea", "k0": 1}
 CONFIG: dict[str, Any] = {
     "name": "tiny",
-    "model": {"checkpoint": "tiny-olmoe", "device": "cpu"},
+    "model": {"checkpoint": "tiny-olmoe"},
     "text": {"file": "words.txt", "num_sequences": 12, "sequence_length": 16, "batch_size": 4},
     "layer": {"ep_size": 2},
     "policies": [{"name": "topk"}, DROP, RANDOM, OEA, {"name": "expanded_drop", "capacity_factor": 0}],
@@ -106,7 +105,7 @@ def model(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def words(folder: Path) -> Tensor:
-    return text_sequences(folder / "words.txt", Checkpoint.open(folder / "tiny-olmoe").tokenizer, 12, 16)
+    return Checkpoint.open(folder / "tiny-olmoe").sequences(folder / "words.txt", 16, 12)
 
 
 # --- Numbers beside oracles ----------------------------------------------------------------------
@@ -219,11 +218,11 @@ def test_a_killed_command_goes_on_with_the_cases_that_are_not_done(
     judged: list[str] = []
     judge_batch = Text._judge_batch
 
-    def dying(self: Any, model: Any, case: Any, *rest: Any) -> Any:
+    def dying(self: Any, tables: Any, model: Any, case: Any, *rest: Any) -> Any:
         judged.append(case.label)
         if len(judged) == 8:  # native and topk have their three batches
             raise KeyboardInterrupt
-        return judge_batch(self, model, case, *rest)
+        return judge_batch(self, tables, model, case, *rest)
 
     monkeypatch.setattr(Text, "_judge_batch", dying)
     with pytest.raises(KeyboardInterrupt):
@@ -536,7 +535,7 @@ def refused(folder: Path, out: Path, overrides: list[str], capsys: pytest.Captur
             "policies: token_drop: modality_T",
         ),
         (["batch_size=4"], "batch_size: expected tasks beside it, got none (of a text: text.batch_size)"),
-        (["model.device=cuda"], "device: expected cpu or auto"),
+        (["model.device=cuda"], "model.device: is gone; use the option --cpu"),
     ],
 )
 def test_what_cannot_be_judged_is_one_line_and_leaves_nothing(
@@ -577,21 +576,11 @@ def test_results_of_another_mode_or_device_are_refused_and_nothing_is_judged(
     assert said.endswith("; choose another directory")
 
 
-def test_a_sweep_over_devices_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        session_module, "pick_device", lambda device: torch.device("cuda" if device == "cuda" else "cpu")
-    )
-    said = refused(folder, tmp_path / "out", ["sweep.model.device=[cpu, cuda]"], capsys)
-    assert "model.device: expected one device for all comparisons of a directory, got cpu, cuda" in said
-
-
 def test_configs_of_the_repository_are_valid() -> None:
     configs = sorted((Path(__file__).parents[1] / "configs").glob("quality-*.yaml"))
     assert configs
     for config in configs:
-        assert load_quality(config), os.fspath(config)
+        assert load_points(config, QualityExperiment, []), os.fspath(config)
 
 
 # --- The small model -----------------------------------------------------------------------------
@@ -626,7 +615,7 @@ def test_the_small_models_script_leaves_a_checkpoint_and_text_that_it_was_not_tr
     assert (folder / "heldout.txt").read_text() == "".join(held_out[:2])
     checkpoint = Checkpoint.open(folder)
     assert [(layer.num_experts, layer.top_k) for layer in checkpoint.moe_layers] == [(32, 4)] * 4
-    assert text_sequences(folder / "heldout.txt", checkpoint.tokenizer, 4, 32).shape == (4, 32)
+    assert checkpoint.sequences(folder / "heldout.txt", 32, 4).shape == (4, 32)
     # As `quality` finds it: the weights of the folder, on its text.
     model = checkpoint.load("float32", torch.device("cpu"))
     again = script.held_out_facts(model, script.encode(checkpoint.tokenizer, ["".join(held_out[:2])]))
@@ -640,7 +629,7 @@ def test_the_papers_orderings_come_out_of_a_trained_model(script: Any, tmp_path:
     dropping = {"name": "token_drop", "capacity_factor": 1.0}
     config = {
         "name": "trained",
-        "model": {"checkpoint": str(Path(__file__).parent / "data" / "small-moe"), "dtype": "float32", "device": "cpu"},
+        "model": {"checkpoint": str(Path(__file__).parent / "data" / "small-moe"), "dtype": "float32"},
         "text": {"file": "heldout.txt", "num_sequences": 40, "sequence_length": 32, "batch_size": 4},
         "layer": {"ep_size": 2},
         "policies": [

@@ -3,6 +3,7 @@ is installed, and by a stand-in everywhere."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
@@ -22,15 +23,14 @@ from test_quality import parts, refused
 from moe_ep_bench.analysis.quality import Quality, comparisons_of, read_quality, task_scores, text_costs
 from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.cli import main
+from moe_ep_bench.config.files import load_points
 from moe_ep_bench.papers import published
 from moe_ep_bench.policies import make_policy
-from moe_ep_bench.quality import harness
 from moe_ep_bench.quality import tasks as tasks_module
 from moe_ep_bench.quality.checkpoint import Checkpoint
-from moe_ep_bench.quality.config import load_quality
-from moe_ep_bench.quality.harness import TaskRouting, score_continuations
+from moe_ep_bench.quality.config import QualityExperiment
 from moe_ep_bench.quality.session import run_quality
-from moe_ep_bench.quality.tasks import published_numbers
+from moe_ep_bench.quality.tasks import TaskRouting, folder_hash, published_numbers, score_continuations, task_manager
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import QUALITY_SCHEMA
@@ -40,7 +40,7 @@ CONFIGS = sorted((REPOSITORY / "configs").glob("quality-tasks-*.yaml"))
 DROP = {"name": "token_drop", "capacity_factor": 0.5}
 CONFIG: dict[str, Any] = {
     "name": "tiny",
-    "model": {"checkpoint": "tiny-olmoe", "device": "cpu"},
+    "model": {"checkpoint": "tiny-olmoe"},
     "tasks": [{"name": "sums", "num_fewshot": 2, "metric": "acc"}],
     "include": "tasks",
     "batch_size": 4,
@@ -388,12 +388,12 @@ def test_what_python_compiles_beside_tasks_makes_no_other_tasks_of_them(tmp_path
     """The harness imports a task's functions from there: the second time it is the same comparison."""
     code = tmp_path / "utils.py"
     code.write_text("def gold(doc):\n    return 0\n")
-    before = harness.TaskIndex(tmp_path).folder_hash
+    before = folder_hash(tmp_path)
     assert py_compile.compile(str(code), doraise=True)
     assert list(tmp_path.rglob("*.pyc"))
-    assert harness.TaskIndex(tmp_path).folder_hash == before
+    assert folder_hash(tmp_path) == before
     code.write_text("def gold(doc):\n    return 1\n")
-    assert harness.TaskIndex(tmp_path).folder_hash != before
+    assert folder_hash(tmp_path) != before
 
 
 def test_a_task_that_fails_is_one_line_and_what_is_done_stays(
@@ -450,7 +450,7 @@ def test_a_missing_package_is_one_line(
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda file: file.stem)
 def test_configs_ask_what_their_tables_hold(config: Path) -> None:
     """Every task, shots, metric and policy of the config has its number in the table that it names."""
-    experiment = load_quality(config)[0]
+    experiment = load_points(config, QualityExperiment, [])[0]
     assert experiment.published is not None
     for task in experiment.tasks:
         printed = published_numbers(experiment, task.name)
@@ -472,7 +472,7 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     pytest.importorskip("lm_eval", reason="the extra `harness` is not installed")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    module = harness.import_harness()
+    module = tasks_module.import_harness()
     monkeypatch.setattr(importlib.import_module("lm_eval.evaluator"), "add_env_info", lambda _: None)
     return module
 
@@ -481,23 +481,21 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_without_a_policy_the_harness_gets_what_its_own_class_answers(
     package: Any, folder: Path, checkpoint: Checkpoint, model: Any
 ) -> None:
-    tasks = harness.TaskIndex(folder / "tasks")
+    find = functools.partial(task_manager, include=folder / "tasks")
     its_own = importlib.import_module("lm_eval.models.huggingface").HFLM(
         pretrained=model, tokenizer=checkpoint.tokenizer, batch_size=4
     )
-    ours = harness.routed_lm(model, checkpoint.tokenizer, TaskRouting(None), 4)
+    ours = tasks_module.routed_lm(model, checkpoint.tokenizer, TaskRouting(None), 4)
     for task, shots in (("sums", 2), ("written", None)):
-        expected = package.simple_evaluate(
-            model=its_own, tasks=[task], num_fewshot=shots, task_manager=tasks.find(task)
-        )
-        found = harness.run_task(ours, task, tasks.find(task), num_fewshot=shots)
+        expected = package.simple_evaluate(model=its_own, tasks=[task], num_fewshot=shots, task_manager=find(task))
+        found = tasks_module.run_task(ours, task, find(task), num_fewshot=shots)
         whole, questions = ([row for row in found if ("item" in row) == is_one] for is_one in (False, True))
         for row in whole:
             assert row["value"] == expected["results"][task][f"{row['metric']},{row['filter']}"]
         assert {row["metric"] for row in whole} == ({"acc", "acc_norm"} if shots else {"exact_match"})
         assert {row["num_samples"] for row in whole} == {12}
         assert len(questions) == 12 * len(whole)
-    group = harness.run_task(ours, "together", tasks.find("together"), num_fewshot=2)
+    group = tasks_module.run_task(ours, "together", find("together"), num_fewshot=2)
     asked = {(row["task"], row["num_fewshot"], row["is_asked"]) for row in group if "item" not in row}
     assert asked == {("together", 2, True), ("sums", 2, False)}
 

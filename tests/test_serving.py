@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, make_policy
+from moe_ep_bench.quality.families import Choice
 from moe_ep_bench.serving import vllm as plugin
 from moe_ep_bench.serving.recorder import Recorder
 from moe_ep_bench.serving.settings import LIMIT, POLICY, RECORD, Settings, check_config, settings
-from moe_ep_bench.serving.step import COUNTS, Choice, Step, StepRouter, into_slots, moe_layer, own_choice
+from moe_ep_bench.serving.step import COUNTS, Step, StepRouter, into_slots, moe_layer
 from moe_ep_bench.workload.trace import open_trace
 
 EXPERTS, TOP_K = 16, 4
@@ -82,7 +83,7 @@ def test_topk_leaves_every_bit_of_a_router_in_bfloat16(family: str) -> None:
         least_T1 = logits_TE.gather(1, ids_TK.long()).amin(dim=1, keepdim=True)
         assert ((logits_TE == least_T1).sum(dim=1) > 1).sum() > 20
     router = StepRouter(make_policy({"name": "topk"}), [layer], 1, "cpu")
-    choice = own_choice(layer, logits_TE, ids_TK)
+    choice = layer.choice(logits_TE, ids_TK)
     found_TK, expert_TK = router.route(0, choice, weights_TK, ids_TK, step_of(512))
     assert torch.equal(found_TK, weights_TK)
     assert torch.equal(expert_TK, ids_TK)
@@ -107,7 +108,7 @@ def test_a_policy_decides_for_the_tokens_of_its_phases(family: str, spec: dict[s
     policy, layer, step = make_policy(spec), layer_of(family), step_of(64, prompts=40)
     logits_TE = logits(dtype=torch.float32)
     weights_TK, ids_TK = routed_by_vllm(family, logits_TE)
-    choice = own_choice(layer, logits_TE, ids_TK)
+    choice = layer.choice(logits_TE, ids_TK)
     router = StepRouter(policy, [layer], 1, "cpu")
     found_TE = dense(*router.route(0, choice, weights_TK, ids_TK, step))
     acts_T = step.acting(policy.acts_in)
@@ -130,7 +131,7 @@ def test_scores_that_are_no_numbers_stay_as_the_server_has_them() -> None:
     logits_TE[[3, 17]] = torch.nan
     weights_TK, ids_TK = routed_by_vllm("qwen", logits_TE)
     router = StepRouter(make_policy({"name": "pruned", "k0": 1}), [layer], 1, "cpu", ("prefill",))
-    choice = own_choice(layer, logits_TE, ids_TK)
+    choice = layer.choice(logits_TE, ids_TK)
     found_TK, expert_TK = router.route(0, choice, weights_TK, ids_TK, step_of(64))
     assert choice.broken_T.nonzero().flatten().tolist() == [3, 17]
     assert found_TK[[3, 17]].isnan().all()
@@ -173,7 +174,7 @@ def test_loads_are_carried_from_step_to_step_where_a_policy_asks() -> None:
     for seed in range(3):
         logits_TE = logits(16, seed)
         weights_TK, ids_TK = routed_by_vllm("qwen", logits_TE)
-        router.route(0, own_choice(layer, logits_TE, ids_TK), weights_TK, ids_TK, step)
+        router.route(0, layer.choice(logits_TE, ids_TK), weights_TK, ids_TK, step)
         loads.append(router.loads[0].clone())
     assert [float(load_E.sum()) for load_E in loads] == [64, 128, 192]
     assert float(loads[-1].max() - loads[-1].min()) <= 1  # 192 pairs on 16 experts
@@ -467,7 +468,7 @@ def test_choices_are_what_the_policy_is_shown() -> None:
     """Scores that tie are apart by one unit in the last place, with the router's choice ahead."""
     layer, logits_TE = layer_of("qwen"), torch.zeros(3, EXPERTS)
     ids_TK = torch.tensor([[15, 3, 9, 1]] * 3)
-    choice = own_choice(layer, logits_TE, ids_TK)
+    choice = layer.choice(logits_TE, ids_TK)
     assert isinstance(choice, Choice)
     assert choice.scores_TE.topk(TOP_K, dim=1).indices.sort(dim=1).values.tolist() == [[1, 3, 9, 15]] * 3
     torch.testing.assert_close(choice.scores_TE, torch.full_like(logits_TE, 1 / EXPERTS), rtol=2e-7, atol=0)

@@ -24,7 +24,7 @@ from moe_ep_bench.analysis.quality import read_quality
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.quality.families import find_moe_layers
-from moe_ep_bench.quality.similarity import inner_products, similarities
+from moe_ep_bench.quality.recording import inner_products, similarities
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 FACTS = {"format": "moe-similarity-v1", "model": "made up"}
@@ -335,7 +335,7 @@ def test_quality_judges_it_and_copies_of_experts_cost_nothing(folder: Path, tmp_
     similarity_LEE = load_file(similarity)["similarity"]
     assert torch.allclose(similarity_LEE[:, range(0, 8, 2), range(1, 8, 2)], torch.ones(2, 4))
     asked = {
-        "model": {"checkpoint": "twins", "device": "cpu", "dtype": "float32"},
+        "model": {"checkpoint": "twins", "dtype": "float32"},
         "text": {"file": str(folder / "text.txt"), "sequence_length": 16, "num_sequences": 8},
         "layer": {"ep_size": 2},
         "policies": [

@@ -122,7 +122,7 @@ trace record  record a checkpoint's routing of a text
   --num-sequences N  default: as many as the text has
   --batch N = 8  sequences at a time
   --dtype {auto,float32,bfloat16} = auto  of the weights
-  --device {auto,cpu,cuda} = auto  of the model
+  @cpu
   --domain NAME  subject of the text (default: its file's name)
   --licence LICENCE = unstated  of the text
 trace import  convert another program's recording to moe-trace-v1

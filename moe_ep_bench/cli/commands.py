@@ -288,17 +288,13 @@ def _trace_thresholds(options: Namespace) -> int:
 
 
 def _trace_record(options: Namespace) -> int:
-    from moe_ep_bench.quality.recording import RecordOptions, record_trace
+    from moe_ep_bench.quality.recording import RecordOptions, record
 
-    source = options.model, options.text
     chosen = RecordOptions(**{field.name: getattr(options, field.name) for field in dataclasses.fields(RecordOptions)})
-    if options.similarity is not None:
-        from moe_ep_bench.quality.similarity import record_similarity
-
-        print(record_similarity(*source, options.similarity, chosen))
-    if options.similarity is None or options.out is not None:
-        out = options.out or Path("recordings", f"{options.model.resolve().name}-{options.text.stem}.safetensors")
-        print(record_trace(*source, out, chosen).text())
+    out = options.out
+    if options.similarity is None and out is None:
+        out = Path("recordings", f"{options.model.resolve().name}-{options.text.stem}.safetensors")
+    print(record(options.model, options.text, chosen, out=out, similarity=options.similarity))
     return OK
 
 

@@ -2,11 +2,9 @@
 
 ``config``, ``session``       the config file; the comparisons of its sweep, and the command that goes through them
 ``text``, ``tasks``           what a comparison evaluates: a text's next tokens, or a task of the lm-evaluation-harness
-                              (``harness``)
 ``checkpoint``, ``families``  a model on disk, and how its routers choose
-``passes``, ``routed``        what a forward pass is to a policy, with metrics of it, and a policy patched into the
-                              routers by hooks
-``recording``                 what the routers chose, as a moe-trace-v1 file
+``routed``                    a policy patched into the routers by hooks, and metrics of what it did
+``recording``                 what the routers chose, as a moe-trace-v1 file, and how alike the experts are
 
 Nothing outside this folder imports transformers, and nothing in it is needed to time a layer.
 """

@@ -6,7 +6,7 @@ device), to see whether its routers are known. Weights that the folder lacks are
 make up random ones and go on.
 
 Text is cut into sequences of one length, one after the other, across its lines: the usual way to take a language
-model's cross-entropy on a file. It is read in pieces of whole lines, so that a file may be larger than memory.
+model's cross-entropy on a file. It is read in pieces of whole lines, of which tokenizers take one at a time.
 
 Shapes: S = tokens of a sequence.
 """
@@ -27,16 +27,14 @@ import torch
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import read_bytes, read_json
 from moe_ep_bench.quality.families import MoELayer, find_moe_layers
-from moe_ep_bench.runtime.device import device_type
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-_CHARACTERS_AT_ONCE = 2**20
-_HASHED_BYTES = 2**20
+_CHARACTERS_AT_ONCE = _HASHED_BYTES = 2**20
 # What transformers raises for a config.json that it cannot follow.
 _WRONG_CONFIG = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 # Small files that transformers reads whole; it would follow any nesting.
-_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _READ_BEFORE = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _MOST_MODULES = 2**17  # layers x experts, many times those of the largest models: building more would not end
 # Nothing that a folder names is imported; without this word transformers would ask on the terminal.
 _NO_CODE = {"local_files_only": True, "trust_remote_code": False}
@@ -55,10 +53,9 @@ class Checkpoint:
         Raises:
             ValueError: one line that says what is missing or wrong, and what is allowed; transformers is not installed.
         """
-        if not path.is_dir():
-            raise UserError(f"{path}: expected a checkpoint's folder, {'got a file' if path.exists() else 'got none'}")
         if not (path / "config.json").is_file():
-            raise UserError(f"{path}: expected a checkpoint's folder, got one without config.json")
+            got = "one without config.json" if path.is_dir() else "a file" if path.exists() else "none"
+            raise UserError(f"{path}: expected a checkpoint's folder, got {got}")
         for name in _READ_BEFORE:
             if (path / name).exists():
                 read_json(path / name, most_bits=128)  # a tokenizer without a limit says int(1e30)
@@ -107,27 +104,38 @@ class Checkpoint:
             raise UserError(f"{self.path}: expected weights in *.safetensors, got none")
         return files
 
+    def load(self, dtype: Dtype, device: str) -> Any:
+        """The model with its weights, for inference. Raises ValueError: weights that cannot be read, or lack some."""
+        transformers = import_transformers()
+        with _one_line(f"{self.path}: cannot load the model: "):
+            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                self.path, **_NO_CODE, use_safetensors=True, dtype=dtype, output_loading_info=True
+            )
+        for kind in ("missing_keys", "mismatched_keys"):
+            if names := sorted(map(str, loading[kind])):
+                raise UserError(
+                    f"{self.path}: expected all weights of {type(model).__name__}; {kind.split('_')[0]}: {names[0]}"
+                    + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+                )
+        return model.to(device).eval().requires_grad_(False)
+
     def check_length(self, length: int, name: str) -> None:
         """Raise ValueError where the model does not know so many positions."""
         most = getattr(self.config, "max_position_embeddings", None)
         if most is not None and length > most:
             raise UserError(f"{name}: expected at most {most}, the positions that {self.name} knows, got {length}")
 
-    def load(self, dtype: Dtype, device: torch.device) -> Any:
-        """The model with its weights, for inference. Raises ValueError: weights that cannot be read, or lack some."""
-        transformers = import_transformers()
-        with _one_line(f"{self.path}: cannot load the model: "):
-            model, found = transformers.AutoModelForCausalLM.from_pretrained(
-                self.path, **_NO_CODE, use_safetensors=True, dtype=dtype, output_loading_info=True
-            )
-        for kind in ("missing_keys", "mismatched_keys"):
-            if found[kind]:
-                names = sorted(map(str, found[kind]))
-                raise UserError(
-                    f"{self.path}: expected all weights of {type(model).__name__}; {kind.split('_')[0]}: {names[0]}"
-                    + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-                )
-        return model.to(device).eval().requires_grad_(False)
+    def sequences(self, text: Path, length: int, number: int | None = None) -> torch.Tensor:
+        """A text's first sequences, or all, without special tokens; what is left at the end is dropped: int64 [B, S].
+
+        Raises:
+            ValueError: the file cannot be read as UTF-8, or is too short.
+        """
+        rows = list(itertools.islice(_sequences(text, self.tokenizer, length), number))
+        if len(rows) < (needed := number or 1):
+            expected = f"expected a text of at least {needed} sequences of {length} tokens"
+            raise UserError(f"{text}: {expected}, got {len(rows)}")
+        return torch.tensor(rows, dtype=torch.int64)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -158,56 +166,17 @@ def import_transformers() -> Any:
     return transformers
 
 
-def pick_device(device: str) -> torch.device:
-    """``auto`` is a GPU where there is one.
-
-    Raises:
-        UserError: a GPU is asked for and there is none, or torch cannot use the one there is.
-    """
-    if device == "auto":
-        device = device_type()
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device: expected cpu or auto, because there is no CUDA device here; got cuda")
-    return torch.device(device)
-
-
-def token_sequences(file: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
-    """The text's tokens in sequences of ``length``, without special tokens; what is left at the end is dropped.
-
-    Raises:
-        ValueError: the file cannot be read as UTF-8.
-    """
+def _sequences(file: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
+    """The text's tokens in sequences of ``length``. Pieces end with a line, where lines are not longer than a piece."""
     tokens: list[int] = []
-    for piece in _pieces(file):
-        tokens += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        for first in range(0, len(tokens) - length + 1, length):
-            yield tokens[first : first + length]
-        del tokens[: len(tokens) // length * length]
-
-
-def text_sequences(file: Path, tokenizer: Any, num_sequences: int, length: int) -> torch.Tensor:
-    """The first sequences of a text: int64 [num_sequences, S].
-
-    Raises:
-        ValueError: the file cannot be read, or is too short.
-    """
-    rows = list(itertools.islice(token_sequences(file, tokenizer, length), num_sequences))
-    check_enough(file, len(rows), num_sequences, length)
-    return torch.tensor(rows, dtype=torch.int64)
-
-
-def check_enough(file: Path, got: int, num_sequences: int, length: int) -> None:
-    """Raise ValueError where a text has fewer sequences than are needed."""
-    if got < num_sequences:
-        raise UserError(f"{file}: expected a text of at least {num_sequences} sequences of {length} tokens, got {got}")
-
-
-def _pieces(file: Path) -> Iterator[str]:
-    """A text in pieces that end with a line, where lines are not longer than a piece."""
     try:
         with file.open(encoding="utf-8") as text:
             while piece := text.read(_CHARACTERS_AT_ONCE):
-                yield piece + text.readline(_CHARACTERS_AT_ONCE)
+                piece += text.readline(_CHARACTERS_AT_ONCE)
+                tokens += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+                for first in range(0, len(tokens) - length + 1, length):
+                    yield tokens[first : first + length]
+                del tokens[: len(tokens) // length * length]
     except OSError as error:
         raise UserError(f"{file}: cannot read the text: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -8,19 +8,17 @@ Shapes: B = sequences that are routed together.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from moe_ep_bench.config import NAME, SweepPoint
-from moe_ep_bench.config.files import load_points
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import REMOVED, PolicyEntry, Strict, expand_policies
 
+REMOVED["model.device"] = "the option --cpu; else a GPU is taken where there is one"
 REMOVED["published.table"] = "published.paper and published.item, a table of moe_ep_bench/papers/published/"
 
 
@@ -29,8 +27,6 @@ class CheckpointConfig(Strict):
     """Folder written by save_pretrained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights; auto = the checkpoint's own."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the model; auto = a GPU where there is one."""
 
 
 class TextConfig(Strict):
@@ -113,20 +109,11 @@ class QualityExperiment(SweepPoint):
                 if key in self.model_fields_set:
                     hint = " (of a text: text.batch_size)" if key == "batch_size" else ""
                     raise UserError(f"{key}: expected tasks beside it, got none{hint}")
-        counts = Counter((task.name, task.num_fewshot) for task in self.tasks or ())
-        for (name, _), count in counts.items():
-            if count > 1:
-                raise UserError(f"tasks: expected each task once at each number of shots, got {name} twice")
+        asked = [(task.name, task.num_fewshot) for task in self.tasks or ()]
+        if len(set(asked)) < len(asked):
+            twice = max(asked, key=asked.count)[0]
+            raise UserError(f"tasks: expected each task once at each number of shots, got {twice} twice")
         return self
 
     def make_policies(self) -> list[Policy]:
         return expand_policies(self.policies)
-
-
-def load_quality(path: Path, overrides: Iterable[str] = ()) -> list[QualityExperiment]:
-    """Read a config file: one experiment per point of its ``sweep``.
-
-    Raises:
-        UserError: one line naming file, key, value and what is allowed.
-    """
-    return load_points(path, QualityExperiment, overrides)

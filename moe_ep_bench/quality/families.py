@@ -15,17 +15,36 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.layer.scores import scores_from_logits
 from moe_ep_bench.models import ModelSpec, spec_of
-from moe_ep_bench.policies.contract import RoutingContext
+from moe_ep_bench.policies.contract import Policy, RoutingContext
+from moe_ep_bench.policies.laser import LoadAwarePolicy
+from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.policies.steps import TORCH
 
 _ROUTER = re.compile(r"top_?k_?router$|^HunYuanMoEV1Gate$", re.IGNORECASE)
 _BIAS = "e_score_correction_bias"
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What a layer's own router did with tokens.
+
+    Attributes:
+        scores_TE: float32, as a policy sees them: their top-k is the choice, also where they tie. 0 where ``broken_T``.
+        own_TE: bool, the experts that it chose.
+        broken_T: bool, tokens whose scores are no finite numbers.
+    """
+
+    scores_TE: Tensor
+    own_TE: Tensor
+    broken_T: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +114,22 @@ class MoELayer:
         inside_TG = TORCH.best_per_row(best_TGk.sum(dim=-1), top_groups)
         return scores_TE.masked_fill(~inside_TG.repeat_interleave(self.num_experts // num_groups, dim=1), 0.0)
 
+    def choice(self, logits_TE: Tensor, ids_TK: Tensor) -> Choice:
+        """What the router chose, from its logits and expert ids.
+
+        A router in bfloat16 gives many experts equal scores, and ``torch.topk`` breaks ties as it likes. The experts
+        that it took among equals are shown ahead by one unit in the last place.
+        """
+        scores_TE = self.scores(logits_TE)
+        broken_T = ~scores_TE.isfinite().all(dim=1)
+        scores_TE = scores_TE.masked_fill(broken_T.unsqueeze(1), 0.0)
+        own_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, ids_TK.long(), True)
+        tied_T = (top_k_map(scores_TE, self.context(1)) != own_TE).any(dim=1)
+        if bool(tied_T.any()):
+            ahead_TE = torch.nextafter(scores_TE, torch.full_like(scores_TE, torch.inf))
+            scores_TE = torch.where(tied_T.unsqueeze(1) & own_TE, ahead_TE, scores_TE)
+        return Choice(scores_TE, own_TE, broken_T)
+
     def check_policies(self) -> None:
         """Refuse groups that no policy can follow; a recording, in which the router chooses, needs none.
 
@@ -138,3 +173,18 @@ def _seems_to_route(module: torch.nn.Module) -> bool:
     """By the name of its class, or as a layer that chooses among experts within itself does."""
     named = re.search("router|gating|moegate", type(module).__name__, re.IGNORECASE) is not None
     return named or (hasattr(module, "num_experts") and hasattr(module, "top_k"))
+
+
+def carried_loads(policy: Policy | None, loads: dict[Any, Tensor], layer: Any, zeros: Tensor) -> Tensor | None:
+    """What earlier batches left on a layer's experts, kept in ``loads``; None where the policy asks for none."""
+    carries = isinstance(policy, LoadAwarePolicy) and policy.carry_loads
+    return loads.setdefault(layer, zeros) if carries else None
+
+
+def shares(scores_TE: Tensor) -> NDArray[np.float32]:
+    """Every expert's share of a token's score mass: [T, E]."""
+    full_TE = scores_TE.cpu().numpy()
+    sum_T1 = full_TE.sum(axis=1, keepdims=True, dtype=np.float64)
+    if np.abs(sum_T1 - 1).max(initial=0) < 1e-4:  # A softmax: as the router has it, to the bit.
+        return full_TE
+    return (full_TE / sum_T1).astype(np.float32)

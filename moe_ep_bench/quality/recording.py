@@ -1,46 +1,47 @@
-"""Record what a model's routers choose on a text: a ``moe-trace-v1`` file with the scores of all experts.
+"""Read a text with a checkpoint: record what its routers choose, and how alike its experts are.
 
-Sequences go through the unpatched model a few at a time, and what every router chose goes to disk at once: memory is
-that of one batch however long the text is. A batch that is on disk is noted; a recording that was killed goes on
-behind the last one that was noted, and the file appears under its name when it is whole.
+A recording is a ``moe-trace-v1`` file with the scores of all experts as a policy sees them (``families.Choice``): the
+top-k of a row are the experts that the model chose, also where scores tied. Sigmoid scores, and those of which some are
+masked, are divided by their sum, for a recording holds shares of a token's score mass. What routers chose goes to disk
+batch by batch, and the file appears under its name when it is whole.
 
-What is recorded are scores as a policy sees them (``routed``): the top-k of a row are the experts that the model chose,
-also where scores tied. Sigmoid scores, and those of which some are masked, are divided by their sum, for a recording
-holds shares of a token's score mass.
+How alike experts are is what the policy ``sere`` reads (``policies.similarity``). Every expert of an MoE layer computes
+every token of the text. The distance of two experts is the Frobenius norm of the difference of their outputs, over all
+tokens; their similarity is 1 less its share of the layer's largest distance (arXiv 2602.07616, by its code
+JL-Cheng/SERE; there of 400 sequences of 128 tokens). Outputs are not kept: inner products of all pairs add up from
+tokens to tokens, in float64, and distances follow from them.
 
-Shapes: T = tokens of a batch, E = experts, K = top_k.
+Shapes: T = tokens of a batch, E = experts, K = top_k, D = hidden size, L = MoE layers, N = an expert's output numbers.
 """
 
 from __future__ import annotations
 
-import itertools
-import shutil
-from collections.abc import Iterator
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import atomic_path, read_json, stable_hash, write_json
-from moe_ep_bench.quality.checkpoint import (
-    Checkpoint,
-    Dtype,
-    check_enough,
-    import_transformers,
-    pick_device,
-    token_sequences,
-)
-from moe_ep_bench.quality.passes import RouterCall
-from moe_ep_bench.quality.routed import routed
-from moe_ep_bench.runtime import locks
+from moe_ep_bench.files import atomic_path, check_folder
+from moe_ep_bench.policies.similarity import FORMAT, TENSOR, open_similarity
+from moe_ep_bench.quality.checkpoint import Checkpoint, Dtype, import_transformers
+from moe_ep_bench.quality.families import MoELayer, find_moe_layers, shares
+from moe_ep_bench.quality.routed import RouterCall, routed
+from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.progress import progress_bar
-from moe_ep_bench.workload.writer import ImportSummary, TraceWriter, sha256_of
+from moe_ep_bench.workload.writer import TraceWriter, sha256_of
 
-_PROGRESS = "progress.json"
+MEASURE = "1 - Frobenius distance of outputs over the layer's largest"
+# Numbers of all experts' outputs that are held at a time.
+_MOST_NUMBERS = 2**26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,6 @@ class RecordOptions:
     num_sequences: int | None = None
     batch: int = 8
     dtype: Dtype = "auto"
-    device: str = "auto"
     domain: str | None = None
     licence: str = "unstated"
 
@@ -68,59 +68,60 @@ class RecordOptions:
                 raise UserError(f"{name.replace('_', '-')}: expected at least 1, got {value}")
 
 
-def record_trace(model: Path, text: Path, out: Path, options: RecordOptions) -> ImportSummary:
-    """Write what the model in the folder ``model`` routes when it reads ``text``, as the file ``out``.
+def record(
+    model: Path, text: Path, options: RecordOptions, *, out: Path | None = None, similarity: Path | None = None
+) -> str:
+    """Read ``text`` with the model in the folder ``model``; return what was written, and what uses it.
 
     Args:
-        out: must not exist yet. A folder beside it holds what is recorded until all is, so that the same command goes
-            on after it was stopped.
+        out: the recording; must not exist yet. None = none is written.
+        similarity: the file of the experts' similarity likewise.
 
     Raises:
-        ValueError: one line that names the file and what is wrong; a recording of something else was begun there.
+        ValueError: one line that names the file and what is wrong.
     """
-    if out.exists():
-        raise UserError(f"{out}: expected a name that is free, but there is such a file already")
-    if not text.is_file():
-        raise UserError(f"{text}: cannot read the text: {'not a file' if text.exists() else 'no such file'}")
-    device = pick_device(options.device)
+    if similarity is not None and similarity.suffix != ".safetensors":
+        raise UserError(f"--similarity {similarity}: expected a name that ends in .safetensors")
+    for path, option in ((out, "--out"), (similarity, "--similarity")):
+        if path is not None:
+            check_folder(path.parent, f"{option}: folder")
+            if path.exists():
+                raise UserError(f"{option} {path}: expected a name that is free, but there is such a file already")
     checkpoint = Checkpoint.open(model)
     checkpoint.check_length(options.sequence_length, "sequence-length")
+    tokens_BS = checkpoint.sequences(text, options.sequence_length, options.num_sequences)
+    loaded, said = checkpoint.load(options.dtype, device_type()), []
+    with contextlib.ExitStack() as stack:
+        # The experts' own forward is what is measured: ahead of the patch.
+        grams = None if similarity is None else stack.enter_context(inner_products(loaded))
+        writer = None
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            spools = stack.enter_context(tempfile.TemporaryDirectory(prefix=".recording-", dir=out.parent))
+            writer = _writer(Path(spools), checkpoint, text, options)
+            stack.enter_context(routed(loaded, None, observe=partial(_add_call, writer)))
+        stack.enter_context(torch.inference_mode())
+        progress = stack.enter_context(progress_bar(len(tokens_BS), "sequence"))
+        for batch_BS in tokens_BS.split(options.batch):
+            loaded.base_model(batch_BS.to(loaded.device), use_cache=False)
+            if writer is not None:
+                num_sequences, length = batch_BS.shape
+                sequence_T = writer.num_tokens // length + np.arange(num_sequences).repeat(length)
+                writer.add_tokens(sequence_T, np.tile(np.arange(length), num_sequences), str(text))
+            progress.update(len(batch_BS))
+        if similarity is not None and grams is not None:
+            said.append(_write_similarity(similarity, grams, checkpoint, text, tokens_BS.numel(), options.licence))
+        if out is not None and writer is not None:
+            with atomic_path(out) as temporary:
+                said.append(writer.write(temporary, out).text())
+    return "\n".join(said)
 
-    def sequences() -> Iterator[list[int]]:
-        every = token_sequences(text, checkpoint.tokenizer, options.sequence_length)
-        return itertools.islice(every, options.num_sequences)
 
-    total = sum(1 for _ in sequences())
-    check_enough(text, total, options.num_sequences or 1, options.sequence_length)
-    folder = out.parent / f".{out.name}.recording"
-    digest = sha256_of([text], text)
-    asked = stable_hash(
-        [checkpoint.fingerprint, digest, options.sequence_length, options.num_sequences, options.batch, options.dtype]
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    with locks.hold(folder, {"recording": str(out)}):
-        writer = _writer(folder, checkpoint, text, options)
-        num_done = _resume(writer, folder, asked)
-        loaded: Any = None
-        rest = itertools.islice(sequences(), num_done, None)
-        with progress_bar(total, "sequence") as progress:
-            progress.update(num_done)
-            while batch := list(itertools.islice(rest, options.batch)):
-                if loaded is None:  # Not before there is something to do: a recording may lack its last step only.
-                    loaded = checkpoint.load(options.dtype, device)
-                _record(writer, loaded, batch, num_done)
-                num_done += len(batch)
-                write_json(folder / _PROGRESS, {"asked": asked, "sequences": num_done, "writer": writer.progress()})
-                progress.update(len(batch))
-        with atomic_path(out) as temporary:
-            summary = writer.write(temporary, out)
-    shutil.rmtree(folder)
-    return summary
+# ---- what routers choose ---------------------------------------------------------------------------------------------
 
 
 def _writer(folder: Path, checkpoint: Checkpoint, text: Path, options: RecordOptions) -> TraceWriter:
     writer, layer = TraceWriter(folder, text), checkpoint.moe_layers[0]
-    writer.sources = [text]
     function = layer.spec.score_function
     writer.describe(
         num_experts=layer.num_experts,
@@ -137,45 +138,75 @@ def _writer(folder: Path, checkpoint: Checkpoint, text: Path, options: RecordOpt
     return writer
 
 
-def _resume(writer: TraceWriter, folder: Path, asked: str) -> int:
-    """Take up what an earlier process left; how many sequences that is."""
-    file = folder / _PROGRESS
-    try:
-        noted = read_json(file)
-    except FileNotFoundError:
-        noted = {"asked": asked, "sequences": 0, "writer": writer.progress()}
-    except ValueError:
-        raise UserError(f"{file}: damaged, or not written by this program; remove its folder to begin anew") from None
-    if noted["asked"] != asked:
-        raise UserError(
-            f"{folder}: holds the beginning of another recording (model, text, lengths or dtype differ); "
-            "remove it, or name another file"
-        )
-    writer.resume(noted["writer"])
-    return noted["sequences"]
+def _add_call(writer: TraceWriter, call: RouterCall) -> None:
+    """Spool what a router did in a pass."""
+    full_TE = shares(call.scores_TE)
+    ids_TK = call.own_TE.nonzero()[:, 1].view(len(full_TE), -1).cpu().numpy()
+    best_TK = np.take_along_axis(full_TE, ids_TK, axis=1)
+    writer.add(call.layer.number, ids_TK, best_TK, call.layer.name, None, full_TE)
 
 
-def _record(writer: TraceWriter, model: Any, batch: list[list[int]], first: int) -> None:
-    """Send sequences through the model, the number ``first`` and those after it, and spool what its routers do."""
-
-    def add(call: RouterCall) -> None:
-        full_TE = shares(call.scores_TE)
-        ids_TK = call.own_TE.nonzero()[:, 1].view(len(full_TE), -1).cpu().numpy()
-        best_TK = np.take_along_axis(full_TE, ids_TK, axis=1)
-        where = f"{call.layer.name}, from sequence {first}"
-        writer.add(call.layer.number, ids_TK, best_TK, where, np.arange(len(full_TE)), full_TE)
-
-    with torch.inference_mode(), routed(model, None, observe=add):
-        model.base_model(torch.tensor(batch, device=model.device), use_cache=False)
-    number, length = len(batch), len(batch[0])
-    sequence_T = first + np.arange(number).repeat(length)
-    writer.add_tokens(sequence_T, np.tile(np.arange(length), number), f"from sequence {first}")
+# ---- how alike experts are -------------------------------------------------------------------------------------------
 
 
-def shares(scores_TE: torch.Tensor) -> NDArray[np.float32]:
-    """Every expert's share of a token's score mass: [T, E]."""
-    full_TE = scores_TE.cpu().numpy()
-    sum_T1 = full_TE.sum(axis=1, keepdims=True, dtype=np.float64)
-    if np.abs(sum_T1 - 1).max(initial=0) < 1e-4:  # A softmax: as the router has it, to the bit.
-        return full_TE
-    return (full_TE / sum_T1).astype(np.float32)
+@contextlib.contextmanager
+def inner_products(model: Any) -> Iterator[dict[MoELayer, Tensor]]:
+    """Inner products of the experts' outputs by MoE layer, float64 [E, E], added up while the block lasts."""
+    grams: dict[MoELayer, Tensor] = {}
+    with contextlib.ExitStack() as stack:
+        for layer in find_moe_layers(model):
+            zeros_EE = torch.zeros(layer.num_experts, layer.num_experts, dtype=torch.float64)
+            grams[layer] = zeros_EE.to(next(layer.experts.parameters()).device)
+            watch = partial(_add_products, grams[layer], layer.experts.forward)
+            stack.callback(layer.experts.register_forward_pre_hook(watch).remove)
+        yield grams
+
+
+def _add_products(gram_EE: Tensor, forward: Callable[..., Tensor], _: Any, args: tuple[Tensor, ...]) -> None:
+    """Let every expert compute the tokens that the module is about to be called with."""
+    hidden_TD, ids_TK, weights_TK = args
+    num_experts = len(gram_EE)
+    for part_TD in hidden_TD.split(max(1, _MOST_NUMBERS // (num_experts * hidden_TD.shape[1]))):
+        ones_T1 = torch.ones(len(part_TD), 1, dtype=weights_TK.dtype, device=part_TD.device)
+        outputs = [
+            forward(part_TD, torch.full_like(ones_T1, expert, dtype=ids_TK.dtype), ones_T1)
+            for expert in range(num_experts)
+        ]
+        values_EN = torch.stack(outputs).flatten(1).double()
+        gram_EE += values_EN @ values_EN.T
+
+
+def similarities(gram_EE: Tensor) -> Tensor:
+    """Experts' similarity by the inner products of their outputs: float32 [E, E], 1 on the diagonal."""
+    square_E = gram_EE.diagonal()
+    distance_EE = (square_E[:, None] + square_E[None, :] - 2 * gram_EE).clamp_min(0).sqrt().fill_diagonal_(0)
+    largest = distance_EE.max()
+    alike_EE = torch.where(largest > 0, 1 - distance_EE / largest, torch.ones_like(distance_EE))
+    return alike_EE.float().cpu().contiguous()
+
+
+def _write_similarity(
+    path: Path, grams: dict[MoELayer, Tensor], checkpoint: Checkpoint, text: Path, num_tokens: int, licence: str
+) -> str:
+    similarity_LEE = torch.stack([similarities(gram_EE) for gram_EE in grams.values()])
+    facts = {
+        "format": FORMAT,
+        "model": checkpoint.name,
+        "checkpoint": checkpoint.fingerprint,
+        "layers": ",".join(str(layer.number) for layer in grams),
+        "measure": MEASURE,
+        "tokens": str(num_tokens),
+        "text": text.name,
+        "text_sha256": sha256_of([text], text),
+        "licence": licence,
+    }
+    with atomic_path(path) as temporary:
+        save_file({TENSOR: similarity_LEE}, temporary, metadata=facts)
+    written = open_similarity(path)
+    nearest_LE = (similarity_LEE - torch.eye(written.num_experts)).amax(dim=2)
+    return (
+        f"{path}: {written.num_layers} layers x {written.num_experts} experts of {checkpoint.name}, by {num_tokens:,} "
+        f"tokens of {text.name}\n  similarity ({MEASURE}): of the expert most alike {nearest_LE.median():.3f} in the "
+        f"median, {nearest_LE.min():.3f} to {nearest_LE.max():.3f}\n"
+        f"  a policy of it: {{name: sere, k0: 1, threshold: 0.3, similarity: {path}}}"
+    )

@@ -1,20 +1,30 @@
-"""Patch a policy into the routers of a Hugging Face model.
+"""Patch a policy into the routers of a Hugging Face model, and say what its routing came to.
 
-There are three hooks, and no modelling code of ours. Before the model's body runs, its arguments say what the pass is
-(``passes``). After each router has run, its logits become scores, and the policy routes them as the ranks of an
-expert-parallel engine would. Where the experts are called, they get one row for each (token, expert) pair that was
-selected, with that one expert's id: so any number of experts per token works with every implementation of the experts,
-and a pair that was dropped is in no table, is not computed and costs nothing. (A published patch of this kind
-keeps the shape [T, K] by putting back the indices that it dropped: what its experts compute does not change.)
+A policy is asked about tokens that an engine would route together, and is told on which rank each of them lives. A
+model on one device knows neither: it sees [B, S] token ids. So every pass is read as one of two things.
+
+- *prefill*: whole sequences at once. All valid tokens of the pass are one batch.
+- *decode*: one step of B sequences that go on side by side. All valid tokens of the pass are one batch.
+
+``as_run`` tells them apart by the cache: a pass that finds earlier tokens there is a step of decoding. To judge a
+policy on text that is known in advance no step has to be run alone: attention looks back only, so that one pass over
+whole sequences computes at each position what a step would, if the tokens at each *position*, of all sequences, are
+routed as one batch (arXiv 2511.02237 evaluates so). That is the arrangement ``decode``; ``prefill`` takes every pass
+as such. Sequences are dealt to virtual ranks as workloads deal theirs: whole, as evenly in tokens as that allows.
+Padding is left out before any policy looks, so that it selects nothing and counts in nothing.
+
+There are three hooks, and no modelling code of ours. Before the model's body runs, its arguments say what the pass is.
+After each router has run, its logits become scores, and the policy routes them as the ranks of an expert-parallel
+engine would. Where the experts are called, they get one row for each (token, expert) pair that was selected, with that
+one expert's id: so any number of experts per token works with every implementation of the experts, and a pair that was
+dropped is in no table, is not computed and costs nothing. (A published patch of this kind keeps the shape [T, K] by
+putting back the indices that it dropped: what its experts compute does not change.)
 
 Where the policy leaves every token its own top-k, the experts are called as the model calls them: the answer is then
 the unpatched one, bit for bit. What is added up from pairs is added in float32, expert by expert.
 
-Ties: a router in bfloat16 gives many experts equal scores, and which of them ``torch.topk`` returns is its own affair.
-The policy is shown scores in which the model's choice among equals is ahead by one unit in the last place, so that
-top-k means what the model does.
-
-Shapes: T = tokens of a pass, E = experts, K = top_k, D = hidden size, N = selected pairs.
+Shapes: B = sequences, S = tokens of each in this pass, T = B * S, E = experts, K = top_k, R = ranks, P = steps, D =
+hidden size, N = selected pairs.
 """
 
 from __future__ import annotations
@@ -24,20 +34,144 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
-from moe_ep_bench.policies import Policy, Routing, RoutingContext
-from moe_ep_bench.policies.laser import LoadAwarePolicy
-from moe_ep_bench.policies.selection import top_k_map
-from moe_ep_bench.quality.families import MoELayer, find_moe_layers
-from moe_ep_bench.quality.passes import PHASES, Arrangement, ForwardPass, Phase, RouterCall
+from moe_ep_bench.metrics import imbalance, routing_metrics
+from moe_ep_bench.policies.contract import Phase, Policy, Routing, RoutingContext
+from moe_ep_bench.quality.families import MoELayer, carried_loads, find_moe_layers
+from moe_ep_bench.schema import QUALITY_ROUTING_SCHEMA
+from moe_ep_bench.workload.batch import deal_sequences
+
+Arrangement = Literal["as_run", "prefill", "decode"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+Row = dict[str, Any]
+"""Values by column; columns that are absent are null."""
+Tables = dict[str, list[Row]]
+"""Rows by the name of their table in ``schema.TABLES``."""
+
+
+def judged_phase(policy: Policy | None, arrangement: Literal["auto", "prefill", "decode"]) -> Phase:
+    """The phase in which known text is judged; auto = the first that the policy is for, prefill without a policy."""
+    if arrangement != "auto":
+        return arrangement
+    return "prefill" if policy is None else policy.acts_in[0]
+
+
+class ForwardPass:
+    """One forward pass.
+
+    Attributes:
+        phase: what it is.
+        num_steps: batches into which its tokens fall: its positions where each of them is a batch, else 1.
+        valid_BS, valid_T: bool, False = padding.
+        sequence_T: int64, the row of the pass that a token is from.
+        step_T: int64, the batch that a token is routed in.
+    """
+
+    def __init__(self, phase: Phase, valid_BS: Tensor, by_position: bool) -> None:
+        self.phase: Phase = phase
+        self.valid_BS, self.valid_T = valid_BS, valid_BS.flatten()
+        num_sequences, length = valid_BS.shape
+        token_T = torch.arange(num_sequences * length, device=valid_BS.device)
+        self.num_steps = length if by_position else 1
+        self.sequence_T = token_T // max(1, length)
+        self.step_T = token_T % self.num_steps if by_position else torch.zeros_like(token_T)
+        self._batches: dict[int, list[list[tuple[int, Tensor]]]] = {}
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], arrangement: Arrangement) -> ForwardPass:
+        """Read a pass off the arguments that the model's body was called with.
+
+        Raises:
+            ValueError: an attention mask that does not say which tokens are padding.
+        """
+        tokens = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+        assert tokens is not None, "a model is called with input_ids or inputs_embeds"
+        mask = arguments.get("attention_mask")
+        if mask is None:
+            valid_BS = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        elif isinstance(mask, Tensor) and mask.dim() == 2:
+            valid_BS = mask[:, -tokens.shape[1] :].bool()  # the mask covers the cache too
+        else:
+            raise UserError("attention_mask: expected two dimensions [sequences, tokens], which say what is padding")
+        if arrangement != "as_run":
+            return cls(arrangement, valid_BS, arrangement == "decode")
+        cache = arguments.get("past_key_values")
+        return cls("decode" if cache is not None and int(cache.get_seq_length()) > 0 else "prefill", valid_BS, False)
+
+    def batches(self, num_ranks: int) -> list[list[tuple[int, Tensor]]]:
+        """Which tokens are routed together: a batch lists each rank that has tokens with their int64 indices in T."""
+        if num_ranks in self._batches:  # by an earlier layer
+            return self._batches[num_ranks]
+        rank_B = torch.from_numpy(deal_sequences(self.valid_BS.sum(dim=1).cpu().numpy(), num_ranks))
+        rank_T = rank_B.to(self.valid_BS.device)[self.sequence_T]
+        token_V = self.valid_T.nonzero()[:, 0]
+        place_V = (self.step_T * num_ranks + rank_T)[token_V]
+        counts = torch.bincount(place_V, minlength=self.num_steps * num_ranks).tolist()
+        batches: list[list[tuple[int, Tensor]]] = [[] for _ in range(self.num_steps)]
+        for place, token_N in enumerate(token_V[place_V.argsort(stable=True)].split(counts)):
+            if len(token_N):
+                batches[place // num_ranks].append((place % num_ranks, token_N))
+        self._batches[num_ranks] = [batch for batch in batches if batch]
+        return self._batches[num_ranks]
+
+
+@dataclass(frozen=True, eq=False)
+class RouterCall:
+    """What one router did in one pass.
+
+    Attributes:
+        scores_TE: float32, of all tokens of the pass, padding included; their top-k is what the model chose.
+        own_TE: bool, what the model chose.
+        routing: what was computed; padding rows are empty. None where no policy acted.
+        context: what is so of all tokens.
+    """
+
+    layer: MoELayer
+    forward_pass: ForwardPass
+    scores_TE: Tensor
+    own_TE: Tensor
+    routing: Routing | None
+    context: RoutingContext
+
+
+def pass_metrics(call: RouterCall) -> dict[str, Any]:
+    """The metrics from ``num_steps`` on of ``schema.QUALITY_ROUTING_SCHEMA``.
+
+    Loads, drops and score mass are those of all virtual ranks together, means over steps: a step waits for its own
+    fullest expert, and reads the weights that it activates itself.
+    """
+    forward_pass, num_ranks = call.forward_pass, call.context.num_ranks
+    valid_T = forward_pass.valid_T
+    own_TE = call.own_TE[valid_T]
+    map_TE = own_TE if call.routing is None else call.routing.map_TE[valid_T]
+    found = routing_metrics(Routing(map_TE, map_TE), call.scores_TE[valid_T], call.context)
+    load_PE = torch.zeros(forward_pass.num_steps, map_TE.shape[1], dtype=torch.float64, device=map_TE.device)
+    load_PE = load_PE.index_add_(0, forward_pass.step_T[valid_T], map_TE.double()).cpu().numpy()
+    load_PE = load_PE[load_PE.sum(axis=1) > 0]  # padding may leave steps empty, and a policy may drop all
+    load_PRL = load_PE.reshape(-1, num_ranks, load_PE.shape[1] // num_ranks)
+    activated_PR = (load_PRL > 0).sum(axis=2)
+    by_step = {
+        "peak_load": imbalance(load_PE),
+        "rank_peak_load": imbalance(load_PRL.sum(axis=2)),
+        "activated_experts": activated_PR.sum(axis=1),
+        "activated_experts_fullest_rank": activated_PR.max(axis=1, initial=0),
+    }
+    values = found | {name: float(step_P.mean()) if len(step_P) else 0.0 for name, step_P in by_step.items()}
+    values["num_steps"] = forward_pass.num_steps
+    names = QUALITY_ROUTING_SCHEMA.names
+    return {name: values[name] for name in names[names.index("num_steps") :]}
+
+
+# ---- the patch -----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -102,10 +236,8 @@ def try_policies(layer: MoELayer, policies: Iterable[Policy], num_ranks: int) ->
     )
     scores_TE = torch.rand(2, layer.num_experts, generator=torch.Generator().manual_seed(0))
     for policy in policies:
-        try:
+        with naming(f"policies: {policy.name}"):
             policy.route(scores_TE, context)
-        except ValueError as problem:
-            raise UserError(f"policies: {policy.name}: {problem}") from None
 
 
 @dataclass(eq=False)
@@ -141,10 +273,10 @@ class _Patch:
     def choose(self, layer: MoELayer, router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         """Route what the router has just scored."""
         logits_TE, _, ids_TK = output
-        own_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, ids_TK, True)
-        context = layer.context(self.num_ranks)
-        scores_TE = settled(layer.scores(logits_TE), own_TE, context)
-        routing = None
+        choice, context = layer.choice(logits_TE, ids_TK), layer.context(self.num_ranks)
+        if bool(choice.broken_T.any()):
+            raise UserError(f"{layer.name}: scores_TE: expected finite numbers, got others")
+        scores_TE, own_TE, routing = choice.scores_TE, choice.own_TE, None
         if self.policy is not None and self.forward_pass.phase in self.acts_in:
             routing = self._route(self.policy, layer, scores_TE, context)
         if self.observe is not None:
@@ -162,6 +294,9 @@ class _Patch:
         policy.in_layer(context.layer_fraction).check(scores_TE, asked)
         form = form_of(policy, scores_TE.device)
         routing = Routing(torch.zeros_like(scores_TE, dtype=torch.bool), torch.zeros_like(scores_TE))
+        # Pairs of each rank and expert since the block began.
+        zeros_RE = torch.zeros(self.num_ranks, layer.num_experts, dtype=torch.float64)
+        load_RE = carried_loads(policy, self.loads, layer.name, zeros_RE)
         for batch in self.forward_pass.batches(self.num_ranks):
             scores = [scores_TE[token_N] for _, token_N in batch]
             contexts = [
@@ -173,25 +308,17 @@ class _Patch:
                 )
                 for rank, token_N in batch
             ]
-            load_RE = self._carried(policy, layer)
             if load_RE is not None:
                 # What a rank, or all together, were given before this batch.
                 told = [load_RE.sum(dim=0) if policy.load_scope == "all" else load_RE[one.rank] for one in contexts]
                 contexts = [replace(one, load_E=load_E.clone()) for one, load_E in zip(contexts, told, strict=True)]
             routings = form.select_all(scores, contexts)
-            for (_, token_N), of_rank in zip(batch, routings, strict=True):
+            for (rank, token_N), of_rank in zip(batch, routings, strict=True):
                 routing.map_TE[token_N] = of_rank.map_TE
                 routing.weights_TE[token_N] = of_rank.weights_TE
-            if load_RE is not None:
-                for (rank, _), of_rank in zip(batch, routings, strict=True):
+                if load_RE is not None:
                     load_RE[rank] += of_rank.map_TE.sum(dim=0).to(load_RE)
         return routing
-
-    def _carried(self, policy: Policy, layer: MoELayer) -> Tensor | None:
-        """Pairs of each rank and expert since the block began, float64 [R, E]; None where the policy asks for none."""
-        if not isinstance(policy, LoadAwarePolicy) or not policy.carry_loads:
-            return None
-        return self.loads.setdefault(layer.name, torch.zeros(self.num_ranks, layer.num_experts, dtype=torch.float64))
 
     def compute(
         self,
@@ -225,12 +352,3 @@ def _by_pairs(forward: Callable[..., Tensor], hidden_TD: Tensor, routing: Routin
         at_N = place_N == place
         sum_TD[token_N[at_N]] += output_ND[at_N]
     return sum_TD.to(hidden_TD.dtype)
-
-
-def settled(scores_TE: Tensor, own_TE: Tensor, context: RoutingContext) -> Tensor:
-    """Scores whose top-k is the model's own choice also where scores tie."""
-    tied_T = (top_k_map(scores_TE, context) != own_TE).any(dim=1)
-    if not bool(tied_T.any()):
-        return scores_TE
-    ahead_TE = torch.nextafter(scores_TE, torch.full_like(scores_TE, torch.inf))
-    return torch.where(tied_T.unsqueeze(1) & own_TE, ahead_TE, scores_TE)

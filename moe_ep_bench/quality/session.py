@@ -15,24 +15,25 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from moe_ep_bench.bench.cases import BASELINE, POLICY, CaseSpec, with_ids
 from moe_ep_bench.bench.description import run_json
 from moe_ep_bench.bench.job import fill
 from moe_ep_bench.bench.rows import identity
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.config.files import load_points
+from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.placement import default_ep_size
-from moe_ep_bench.quality.checkpoint import Checkpoint, pick_device
-from moe_ep_bench.quality.config import QualityExperiment, load_quality
-from moe_ep_bench.quality.harness import TaskIndex, harness_version
-from moe_ep_bench.quality.passes import Phase, judged_phase
-from moe_ep_bench.quality.routed import try_policies
-from moe_ep_bench.quality.tasks import Task, published_numbers
+from moe_ep_bench.quality.checkpoint import Checkpoint
+from moe_ep_bench.quality.config import QualityExperiment
+from moe_ep_bench.quality.routed import Phase, judged_phase, try_policies
+from moe_ep_bench.quality.tasks import Task, harness_version
 from moe_ep_bench.quality.text import Text
 from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.runtime.device import device_type
 
 MODE = "quality"
 # Of the environment: what decides the answers.
@@ -45,7 +46,7 @@ class QualityComparison:
 
     Attributes:
         evaluated: what all cases are asked. Both kinds have a ``title``; a ``definition``, all that decides what is
-            asked; ``describe()``, what analysis needs to know; and ``judge()``, which yields the rows of every case.
+            asked; ``describe()``, what analysis needs to know; and ``judge(model)``, a function of a case: its rows.
     """
 
     experiment: QualityExperiment
@@ -75,7 +76,7 @@ class QualityComparison:
     @cached_property
     def cases(self) -> list[CaseSpec]:
         """The unpatched model, and all policies."""
-        policies = (CaseSpec("", POLICY, one.name, one) for one in self.experiment.make_policies())
+        policies = (CaseSpec("", POLICY, policy.name, policy) for policy in self.experiment.make_policies())
         return with_ids(self.comparison_id, [CaseSpec("", BASELINE, "native", None), *policies])
 
     def phase(self, case: CaseSpec) -> Phase:
@@ -109,49 +110,32 @@ def plan_quality(config: Path, overrides: Iterable[str]) -> list[QualityComparis
     Raises:
         ValueError: one line naming the file, the key and what is allowed.
     """
-    experiments = load_quality(config, overrides)
+    experiments = load_points(config, QualityExperiment, overrides)
     planned: dict[str, QualityComparison] = {}
     checkpoints: dict[Path, Checkpoint] = {}
-    indexes: dict[Path | None, TaskIndex] = {}
-    try:
-        asked = sorted({experiment.model.device for experiment in experiments})
-        if len({pick_device(device).type for device in asked}) > 1:
-            one_device = "expected one device for all comparisons of a directory"
-            raise UserError(f"model.device: {one_device}, got {', '.join(asked)}")
+    with naming(str(config)):
         for experiment in experiments:
-            path, include = experiment.model.checkpoint, experiment.include
+            path = experiment.model.checkpoint
             if path not in checkpoints:
-                try:
+                with naming("model.checkpoint"):
                     checkpoints[path] = Checkpoint.open(path)
-                except ValueError as problem:
-                    raise UserError(f"model.checkpoint: {problem}") from None
-            index = indexes.setdefault(include, TaskIndex(include))
-            for one in _comparisons(experiment, checkpoints[path], index):
-                planned.setdefault(one.comparison_id, one)
-    except ValueError as problem:
-        raise UserError(f"{config}: {problem}") from None
+            for comparison in _comparisons(experiment, checkpoints[path]):
+                planned.setdefault(comparison.comparison_id, comparison)
     return list(planned.values())
 
 
-def _comparisons(
-    experiment: QualityExperiment, checkpoint: Checkpoint, index: TaskIndex
-) -> Iterator[QualityComparison]:
+def _comparisons(experiment: QualityExperiment, checkpoint: Checkpoint) -> Iterator[QualityComparison]:
     """The comparisons of one point of the sweep."""
     layers = checkpoint.moe_layers
     ep_size = experiment.layer.ep_size or default_ep_size(layers[0].num_experts)
-    for layer in layers:
-        if layer.num_experts % ep_size:
-            divisor = f"a divisor of the {layer.num_experts} experts of {checkpoint.name}"
-            raise UserError(f"layer.ep_size: expected {divisor}, got {ep_size}")
-    evaluated: list[Text | Task] = []
-    if experiment.text is not None:
-        evaluated.append(Text.of(experiment, ep_size, checkpoint, experiment.text))
-    for task in experiment.tasks or ():
-        published = published_numbers(experiment, task.name)
-        evaluated.append(Task(experiment, ep_size, task, checkpoint.tokenizer, index, published))
+    if layers[0].num_experts % ep_size:
+        divisor = f"a divisor of the {layers[0].num_experts} experts of {checkpoint.name}"
+        raise UserError(f"layer.ep_size: expected {divisor}, got {ep_size}")
+    texts = [] if experiment.text is None else [Text.of(experiment, ep_size, checkpoint, experiment.text)]
+    tasks = [Task.of(experiment, ep_size, checkpoint.tokenizer, task) for task in experiment.tasks or ()]
     try_policies(layers[0], experiment.make_policies(), ep_size)
-    for one in evaluated:
-        yield QualityComparison(experiment, checkpoint, ep_size, one)
+    for evaluated in (*texts, *tasks):
+        yield QualityComparison(experiment, checkpoint, ep_size, evaluated)
 
 
 def run_quality(
@@ -168,38 +152,38 @@ def run_quality(
     """
     comparisons = plan_quality(config, overrides)
     if dry_run:
-        for one in comparisons:
-            cases = (f"  {case.case_id}  {case.role:8}  {one.phase(case):7}  {case.label}" for case in one.cases)
-            print("\n".join([one.title, *cases]))
+        for comparison in comparisons:
+            print(comparison.title)
+            for case in comparison.cases:
+                print(f"  {case.case_id}  {case.role:8}  {comparison.phase(case):7}  {case.label}")
         return
-    device, directory = pick_device(comparisons[0].experiment.model.device), RunDirectory(out)
-    try:
-        for one in comparisons:
-            if isinstance(one.evaluated, Task):
-                one.evaluated.manager()
-    except ValueError as problem:
-        raise UserError(f"{config}: {problem}") from None
-    environment = {**provenance.describe(device), "lm_eval": harness_version()}
-    experiments = list({id(one.experiment): one.experiment for one in comparisons}.values())
+    device, directory = device_type(), RunDirectory(out)
+    with naming(str(config)):
+        for comparison in comparisons:
+            if isinstance(comparison.evaluated, Task):
+                comparison.evaluated.manager()
+    environment = {**provenance.describe(torch.device(device)), "lm_eval": harness_version()}
+    experiments = list({id(comparison.experiment): comparison.experiment for comparison in comparisons}.values())
     models: dict[Any, Any] = {}
 
     def described(run_id: str) -> dict[str, Any]:
         configs = (experiment.model_dump(mode="json") for experiment in experiments)
-        return run_json(run_id, MODE, comparisons, environment, configs, lambda one: one.describe())
+        return run_json(run_id, MODE, comparisons, environment, configs, QualityComparison.describe)
 
-    def judge(run_id: str, one: QualityComparison, cases: Sequence[CaseSpec], progress: tqdm) -> None:
-        asked = one.experiment.model
+    def judge(run_id: str, comparison: QualityComparison, cases: Sequence[CaseSpec], progress: tqdm) -> None:
+        asked = comparison.experiment.model
         if asked not in models:
             models.clear()  # Two models may be too many for the memory.
-            models[asked] = one.model.load(asked.dtype, device)
-        for case, tables in one.evaluated.judge(models[asked], cases):
+            models[asked] = comparison.model.load(asked.dtype, device)
+        judged = comparison.evaluated.judge(models[asked])
+        for case in cases:
             # The scores make a case done: last.
-            for table, rows in tables.items():
+            for table, rows in judged(case).items():
                 values = {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))}
-                rows_of_case = identity(MODE, run_id, one, case) | values
-                directory.write(table, one.comparison_id, [rows_of_case], replaces=[case.case_id])
+                rows_of_case = identity(MODE, run_id, comparison, case) | values
+                directory.write(table, comparison.comparison_id, [rows_of_case], replaces=[case.case_id])
             progress.update()
 
     conditions = {key: environment[key] for key in _DECISIVE}
-    unit = "case", lambda one, cases: len(cases)
+    unit = "case", lambda comparison, cases: len(cases)
     fill(directory, comparisons, MODE, "quality", conditions, described, judge, unit=unit, force=force)

@@ -1,22 +1,106 @@
-"""Judge policies by tasks of the lm-evaluation-harness, beside numbers that papers publish.
+"""Judge policies by tasks of EleutherAI's lm-evaluation-harness, beside numbers that papers publish.
 
-The harness asks and judges, the model answers under each policy, routed as N ranks would (``harness``).
+The harness makes a task's prompts and judges the answers. It takes the model as a subclass of its own class for
+transformers' models. That class pads scored sequences without a mask, so that padding would take experts' capacity and
+count as tokens; ours passes one. As there, a prompt is read once for all its continuations of one token: equal prompts
+would otherwise compete for the same experts.
+
+What is routed together is what the harness hands over together: ``batch_size`` requests, longest first, so that the
+options of a question mostly stand side by side. Where answers are scored, a pass is prefill, or each of its positions a
+step of decoding; where they are generated, prefill and steps are told apart as they run (``routed``).
+
+Shapes: B = sequences of a batch, S = tokens of the longest, D = hidden size, N = scored tokens, V = vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.facts import Published, PublishedNumber
 from moe_ep_bench.papers.published import load
-from moe_ep_bench.policies import make_policy
+from moe_ep_bench.policies import Policy, make_policy
 from moe_ep_bench.quality.config import QualityExperiment, TaskConfig
-from moe_ep_bench.quality.harness import TaskIndex, TaskRouting, routed_lm, run_task
-from moe_ep_bench.quality.passes import Tables
+from moe_ep_bench.quality.routed import Arrangement, RouterCall, Row, Tables, judged_phase, pass_metrics, routed
+
+# ---- the package and its tasks ---------------------------------------------------------------------------------------
+
+
+def import_harness() -> ModuleType:
+    """The package, told to speak of errors only; ValueError where it, or what it needs of others, is not installed."""
+    try:
+        harness = importlib.import_module("lm_eval")
+        for part in ("lm_eval.tasks", "lm_eval.models.huggingface"):
+            importlib.import_module(part)
+    except ImportError as error:
+        raise UserError(
+            f"expected the package lm_eval, which tasks need: pip install 'moe-ep-bench[harness]' ({error})"
+        ) from None
+    # What a data set's own code would be run by, in versions of datasets that know of such; None would ask.
+    with contextlib.suppress(ModuleNotFoundError):  # nothing else runs such code
+        importlib.import_module("datasets").config.HF_DATASETS_TRUST_REMOTE_CODE = False
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    return harness
+
+
+def harness_version() -> str | None:
+    try:
+        return importlib.metadata.version("lm_eval")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def task_manager(task: str, include: Path | None) -> Any:
+    """A ``TaskManager`` of the harness that has a task, of its own or of the folder ``include``.
+
+    Raises:
+        ValueError: there is no such task, or the harness is not installed.
+    """
+    import_harness()
+    # Of the folder alone first: reading the harness' own thousands takes a while.
+    for defaults in (True,) if include is None else (False, True):
+        manager = _manager(importlib.import_module("lm_eval.tasks").TaskManager, include, defaults)
+        if task in manager.all_tasks:
+            return manager
+    raise UserError(f"tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got {brief(task)}")
+
+
+@functools.cache
+def _manager(kind: Callable[..., Any], include: Path | None, defaults: bool) -> Any:
+    return kind(include_path=None if include is None else str(include), include_defaults=defaults)
+
+
+def folder_hash(include: Path | None) -> str | None:
+    """16 hex digits of all files in a folder, data included; not of what Python compiles there.
+
+    Raises:
+        ValueError: the folder is none.
+    """
+    if include is None:
+        return None
+    if not include.is_dir():
+        raise UserError(f"include: expected a folder with tasks, got {include}")
+    digest = hashlib.sha256()
+    for file in sorted(path for path in include.rglob("*") if path.is_file()):
+        if file.parent.name != "__pycache__":
+            digest.update(str(file.relative_to(include)).encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +108,7 @@ class Task:
     """A task at one number of shots; see ``session.QualityComparison.evaluated``.
 
     Attributes:
+        own: ``folder_hash`` of the config's folder of tasks.
         published: what the config's published table says of the task, JSON-ready.
     """
 
@@ -31,12 +116,18 @@ class Task:
     num_ranks: int
     config: TaskConfig
     tokenizer: Any
-    index: TaskIndex
+    own: str | None
     published: Published | None
+
+    @classmethod
+    def of(cls, experiment: QualityExperiment, num_ranks: int, tokenizer: Any, config: TaskConfig) -> Task:
+        """Find what is published of a task. Raises ValueError: naming the key."""
+        published = published_numbers(experiment, config.name)
+        return cls(experiment, num_ranks, config, tokenizer, folder_hash(experiment.include), published)
 
     @property
     def definition(self) -> dict[str, Any]:
-        asked = {"name": self.config.name, "num_fewshot": self.config.num_fewshot, "own": self.index.folder_hash}
+        asked = {"name": self.config.name, "num_fewshot": self.config.num_fewshot, "own": self.own}
         return {"task": asked, "limit": self.experiment.limit, "batch_size": self.experiment.batch_size}
 
     @property
@@ -54,22 +145,21 @@ class Task:
         }
 
     def manager(self) -> Any:
-        """The harness' manager that has the task.
+        """As ``task_manager``."""
+        return task_manager(self.config.name, self.experiment.include)
 
-        Raises:
-            ValueError: there is no such task, or the harness is not installed.
-        """
-        return self.index.find(self.config.name)
-
-    def judge(self, model: Any, cases: Sequence[CaseSpec]) -> Iterator[tuple[CaseSpec, Tables]]:
-        """Run the task under one case after the other; ``model`` has its weights and is unpatched."""
+    def judge(self, model: Any) -> Callable[[CaseSpec], Tables]:
+        """A function that runs the task under a case; ``model`` has its weights and is unpatched."""
         experiment, name = self.experiment, self.config.name
-        for case in cases:
+
+        def judged(case: CaseSpec) -> Tables:
             routing = TaskRouting(case.policy, self.num_ranks, experiment.arrangement, experiment.layer.seed)
             lm = routed_lm(model, self.tokenizer, routing, experiment.batch_size)
             rows = run_task(lm, name, self.manager(), num_fewshot=self.config.num_fewshot, limit=experiment.limit)
             rows += [{"task": name, "metric": metric, "value": value} for metric, value in routing.summary().items()]
-            yield case, {"quality": rows}
+            return {"quality": rows}
+
+        return judged
 
 
 def published_numbers(experiment: QualityExperiment, task: str) -> Published | None:
@@ -111,3 +201,202 @@ def published_numbers(experiment: QualityExperiment, task: str) -> Published | N
         )
     about = {"source": f"arXiv {paper.paper}, {item.item}", "note": item.note or "", "model": chosen.model}
     return Published(**about, numbers=numbers, unstated=list(chosen.unstated))
+
+
+# ---- the model under a policy ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class TaskRouting:
+    """How a model is routed while a task runs, and what came of it.
+
+    Attributes:
+        arrangement: of sequences that are scored; see ``routed.judged_phase``.
+        sums: of ``pass_metrics`` and of score mass, over passes and layers.
+    """
+
+    policy: Policy | None
+    num_ranks: int = 1
+    arrangement: Literal["auto", "prefill", "decode"] = "auto"
+    seed: int = 0
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def routed(self, model: torch.nn.Module, *, generating: bool = False) -> contextlib.AbstractContextManager[None]:
+        """While whole sequences are scored, or answers are generated: there the policy acts in its own phases."""
+        how: Arrangement = "as_run" if generating else judged_phase(self.policy, self.arrangement)
+        return routed(model, self.policy, num_ranks=self.num_ranks, arrangement=how, seed=self.seed, observe=self._add)
+
+    def _add(self, call: RouterCall) -> None:
+        metrics, valid_T = pass_metrics(call), call.forward_pass.valid_T
+        metrics["topk_mass"] = float((call.scores_TE * call.own_TE)[valid_T].sum(dtype=torch.float64))
+        metrics["mass"] = metrics["retained_mass_topk"] * metrics["topk_mass"]
+        for name in ("num_topk_pairs", "num_dropped_pairs", "num_tokens", "num_pairs", "mass", "topk_mass"):
+            self.sums[name] += metrics[name]
+
+    def summary(self) -> dict[str, float | None]:
+        """Ratios of sums over passes and layers; None where nothing ran."""
+        shares = {
+            "dropped_fraction": ("num_dropped_pairs", "num_topk_pairs"),
+            "retained_mass_topk": ("mass", "topk_mass"),
+            "experts_per_token": ("num_pairs", "num_tokens"),
+        }
+        return {
+            name: self.sums[part] / self.sums[whole] if self.sums[whole] else None
+            for name, (part, whole) in shares.items()
+        }
+
+
+def routed_lm(model: Any, tokenizer: Any, routing: TaskRouting, batch_size: int) -> Any:
+    """The model as the harness takes it, under a policy.
+
+    Raises:
+        ValueError: a tokenizer whose texts have no end: the harness puts it before texts, and ends answers with it.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("model.checkpoint: expected a tokenizer with an end-of-text token, got none")
+    base = importlib.import_module("lm_eval.models.huggingface").HFLM
+
+    class RoutedLM(base):  # type: ignore[misc, valid-type]
+        """The harness' own class, but for what this module's text says."""
+
+        def _loglikelihood_tokens(
+            self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
+        ) -> list[tuple[float, bool]]:
+            pairs = [(list(context), list(continuation)) for _, context, continuation in requests]
+            with routing.routed(self.model), torch.inference_mode():
+                return score_continuations(self.model, pairs, self.max_length, override_bs or batch_size)
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            with routing.routed(self.model, generating=True):
+                return super().generate_until(requests, disable_tqdm=disable_tqdm)
+
+    return RoutedLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+
+
+def score_continuations(
+    model: Any, pairs: Sequence[tuple[list[int], list[int]]], max_length: int, batch_size: int
+) -> list[tuple[float, bool]]:
+    """Log-probability of continuations of contexts, in nats, and whether greedy decoding would give them.
+
+    Args:
+        pairs: token ids of each context and its continuation, none empty; what is too long loses its beginning.
+        max_length: the most tokens that the model reads.
+        batch_size: B, different sequences that go through the model together, longest first.
+
+    Raises:
+        ValueError: a continuation that the model cannot read whole.
+    """
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, (context, continuation) in enumerate(pairs):
+        if len(continuation) > max_length:
+            raise UserError(f"a continuation has {len(continuation)} tokens; the model reads {max_length}")
+        tokens = (context + continuation)[-(max_length + 1) :][:-1]
+        alike.setdefault(tuple(tokens), []).append(number)
+    answers: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
+    sequences = sorted(alike, key=lambda tokens: (-len(tokens), tokens))
+    for first in range(0, len(sequences), batch_size):
+        batch = sequences[first : first + batch_size]
+        for tokens, hidden_SD in zip(batch, _hidden_states(model, batch), strict=True):
+            for number in alike[tokens]:
+                answers[number] = _score(model, hidden_SD[: len(tokens)], pairs[number][1])
+    return answers
+
+
+def _hidden_states(model: Any, batch: Sequence[tuple[int, ...]]) -> Tensor:
+    """What logits are made of, [B, S, D]; padding is on the right, and masked."""
+    device = next(model.parameters()).device
+    tokens_BS = pad_sequence([torch.tensor(tokens, device=device) for tokens in batch], batch_first=True)
+    length_B1 = torch.tensor([[len(tokens)] for tokens in batch], device=device)
+    mask_BS = (torch.arange(tokens_BS.shape[1], device=device) < length_B1).long()
+    return model.base_model(tokens_BS, attention_mask=mask_BS, use_cache=False).last_hidden_state
+
+
+def _score(model: Any, hidden_SD: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
+    logits_NV = model.get_output_embeddings()(hidden_SD[-len(continuation) :]).float()
+    next_N = torch.tensor(continuation, device=logits_NV.device)
+    chosen_N = logits_NV.log_softmax(dim=-1).gather(1, next_N.unsqueeze(1))[:, 0]
+    return float(chosen_N.double().sum()), bool((logits_NV.argmax(dim=-1) == next_N).all())
+
+
+# ---- what the harness returns ---------------------------------------------------------------------------------------
+
+
+def run_task(
+    lm: Any, task: str, manager: Any, *, num_fewshot: int | None = None, limit: int | None = None
+) -> list[Row]:
+    """Let the harness run a task, group or tag on a model.
+
+    Returns:
+        Rows of ``schema.QUALITY_SCHEMA``: one per metric of the task and, of a group, of its parts; then one per metric
+        of every question. Values are the harness' own: accuracies are shares.
+
+    Raises:
+        ValueError: one line that says why the task cannot be run (its data cannot be had, say), or gives no numbers.
+    """
+    harness = import_harness()
+    try:
+        found = harness.simple_evaluate(
+            model=lm, tasks=[task], num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=True
+        )
+    # Tasks fail in as many ways as their data are read; what a policy or the device has to say passes.
+    except (OSError, LookupError, AttributeError, TypeError, ImportError, ValueError) as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"tasks: {task}: cannot be run: {type(error).__name__}: {words}") from error
+    scores = list(_scores(found))
+    if not scores:
+        raise UserError(f"tasks: {task}: expected numbers from the harness, got none")
+    # A name that stands for several tasks and is no group has no results of its own.
+    has_own = any(score["task"] == task for score in scores)
+    scores = [{**score, "is_asked": score["task"] == task or not has_own} for score in scores]
+    questions = [
+        {
+            "task": part,
+            "item": int(sample["doc_id"]),
+            "filter": sample["filter"],
+            "metric": metric,
+            "value": float(sample[metric]),
+        }
+        for part, samples in (found.get("samples") or {}).items()
+        for sample in samples
+        for metric in sample["metrics"]
+        if _is_number(sample[metric])
+    ]
+    return scores + questions
+
+
+def _scores(found: Any) -> Iterator[Row]:
+    counts = found.get("n-samples", {})
+    # A group's own results stand among all, and again apart.
+    for task, values in {**found["results"], **found.get("groups", {})}.items():
+        parts = [task] if task in counts else _leaves(task, found.get("group_subtasks", {}))
+        version = found.get("versions", {}).get(task)
+        shots = {found.get("n-shot", {}).get(part) for part in (task, *parts)} - {None}
+        row = {
+            "task": task,
+            "version": None if version in (None, "N/A") else str(version),
+            "num_fewshot": shots.pop() if len(shots) == 1 else None,  # None where the parts disagree
+            "num_samples": sum(counts[part]["effective"] for part in parts if part in counts) or None,
+        }
+        for key, value in values.items():
+            metric, comma, answers_filter = key.partition(",")
+            if comma and not metric.endswith("_stderr") and _is_number(value):
+                stderr = values.get(f"{metric}_stderr,{answers_filter}")
+                yield {
+                    **row,
+                    "metric": metric,
+                    "filter": answers_filter,
+                    "value": float(value),
+                    "stderr": float(stderr) if _is_number(stderr) else None,
+                    "higher_is_better": found.get("higher_is_better", {}).get(task, {}).get(metric),
+                }
+
+
+def _leaves(group: str, members: Any) -> list[str]:
+    """The tasks below a group, each once."""
+    if not members.get(group):
+        return [group]
+    return list(dict.fromkeys(leaf for member in members[group] for leaf in _leaves(member, members)))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or type(value).__module__ == "numpy"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,12 +28,11 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.bench.cases import CaseSpec
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import naming
 from moe_ep_bench.files import stable_hash
-from moe_ep_bench.quality.checkpoint import Checkpoint, text_sequences
+from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.config import QualityExperiment, TextConfig
-from moe_ep_bench.quality.passes import PHASES, ForwardPass, RouterCall, Row, Tables, judged_phase, pass_metrics
-from moe_ep_bench.quality.routed import routed
+from moe_ep_bench.quality.routed import PHASES, ForwardPass, RouterCall, Tables, judged_phase, pass_metrics, routed
 
 _LOGITS_AT_ONCE = 2**24
 
@@ -63,11 +62,8 @@ class Text:
     def of(cls, experiment: QualityExperiment, num_ranks: int, checkpoint: Checkpoint, config: TextConfig) -> Text:
         """Check that the text fits the model. Raises ValueError: naming the key whose value does not fit."""
         checkpoint.check_length(config.sequence_length, "text.sequence_length")
-        sizes = config.num_sequences, config.sequence_length
-        try:
-            tokens_BS = text_sequences(config.file, checkpoint.tokenizer, *sizes)
-        except ValueError as problem:
-            raise UserError(f"text.file: {problem}") from None
+        with naming("text.file"):
+            tokens_BS = checkpoint.sequences(config.file, config.sequence_length, config.num_sequences)
         return cls(experiment, num_ranks, config, tokens_BS)
 
     @cached_property
@@ -89,46 +85,43 @@ class Text:
         return f"{text.file.name}, {size}"
 
     @torch.inference_mode()
-    def judge(self, model: Any, cases: Sequence[CaseSpec]) -> Iterator[tuple[CaseSpec, Tables]]:
-        """Read the text under one case after the other; ``model`` has its weights and is unpatched."""
+    def judge(self, model: Any) -> Callable[[CaseSpec], Tables]:
+        """A function that reads the text under a case; ``model`` has its weights and is unpatched."""
         batches = [batch_BS.to(model.device) for batch_BS in self.tokens_BS.split(self.config.batch_size)]
         natives = [hidden_states(model, tokens_BS).cpu() for tokens_BS in batches]
-        for case in cases:
+
+        def judged(case: CaseSpec) -> Tables:
             tables: Tables = {"quality_routing": [], "quality": []}
             for number, (tokens_BS, native_BSD) in enumerate(zip(batches, natives, strict=True)):
-                routing, costs = self._judge_batch(model, case, number, tokens_BS, native_BSD.to(model.device))
-                tables["quality_routing"] += routing
-                tables["quality"] += costs
-            yield case, tables
+                self._judge_batch(tables, model, case, number, tokens_BS, native_BSD.to(model.device))
+            return tables
 
+        return judged
+
+    @torch.inference_mode()
     def _judge_batch(
-        self, model: Any, case: CaseSpec, number: int, tokens_BS: Tensor, native_BSD: Tensor
-    ) -> tuple[list[Row], list[Row]]:
-        """The rows of one batch: of its routing, and of its answers."""
-        routing: list[Row] = []
+        self, tables: Tables, model: Any, case: CaseSpec, number: int, tokens_BS: Tensor, native_BSD: Tensor
+    ) -> None:
+        """Add the rows of one batch: of its routing, and of its answers."""
         phase = judged_phase(case.policy, self.experiment.arrangement)
 
         def add_routing(call: RouterCall) -> None:
             # The unpatched model makes one choice; its loads depend on what is routed together.
-            for one in PHASES if case.policy is None else (phase,):
-                read_so = ForwardPass(one, call.forward_pass.valid_BS, one == "decode")
-                metrics = pass_metrics(replace(call, forward_pass=read_so))
-                routing.append({"batch": number, "phase": one, "layer": call.layer.number, **metrics})
+            for read_as in PHASES if case.policy is None else (phase,):
+                forward_pass = ForwardPass(read_as, call.forward_pass.valid_BS, read_as == "decode")
+                metrics = pass_metrics(replace(call, forward_pass=forward_pass))
+                place = {"batch": number, "phase": read_as, "layer": call.layer.number}
+                tables["quality_routing"].append({**place, **metrics})
 
-        with routed(
-            model,
-            case.policy,
-            num_ranks=self.num_ranks,
-            arrangement=phase,
-            # A random policy's draws for a batch must not depend on what was done before.
-            seed=int(stable_hash([self.experiment.layer.seed, number])[:8], 16),
-            observe=add_routing,
-        ):
+        # A random policy's draws for a batch must not depend on what was done before.
+        seed = int(stable_hash([self.experiment.layer.seed, number])[:8], 16)
+        how: Any = {"num_ranks": self.num_ranks, "arrangement": phase, "seed": seed}
+        with routed(model, case.policy, **how, observe=add_routing):
             hidden_BSD = hidden_states(model, tokens_BS)
         costs = token_costs(model, hidden_BSD, native_BSD, tokens_BS)
         item = number * self.config.batch_size
         row = {"batch": number, "phase": phase, "num_tokens": costs.kl.shape[1]}
-        return routing, [
+        tables["quality"] += [
             {**row, "item": item + place, "metric": metric, "value": float(cost_S.double().mean())}
             for metric, cost_BS in costs._asdict().items()
             for place, cost_S in enumerate(cost_BS)

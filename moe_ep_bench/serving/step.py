@@ -24,10 +24,8 @@ from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy, Routing
-from moe_ep_bench.policies.laser import LoadAwarePolicy
 from moe_ep_bench.policies.selection import weighted
-from moe_ep_bench.quality.families import MoELayer
-from moe_ep_bench.quality.routed import settled
+from moe_ep_bench.quality.families import Choice, MoELayer, carried_loads
 
 # Weights that forms of one policy compute, the numba and Triton ones too, are this close to each other.
 _ROUNDING = 1e-5
@@ -95,30 +93,6 @@ class Step:
         return (self.is_prompt_T & ("prefill" in acts_in)) | (~self.is_prompt_T & ("decode" in acts_in))
 
 
-@dataclass(frozen=True, eq=False)
-class Choice:
-    """What the server's own router did with a layer's tokens.
-
-    Attributes:
-        scores_TE: as a policy sees them; 0 where ``broken_T``.
-        own_TE: its top-k.
-        broken_T: tokens whose scores are no finite numbers.
-    """
-
-    scores_TE: Tensor
-    own_TE: Tensor
-    broken_T: Tensor
-
-
-def own_choice(layer: MoELayer, logits_TE: Tensor, ids_TK: Tensor) -> Choice:
-    """Scores in which the experts that the router chose are ahead also where they tie."""
-    scores_TE = layer.scores(logits_TE)
-    broken_T = ~scores_TE.isfinite().all(dim=1)
-    scores_TE = scores_TE.masked_fill(broken_T.unsqueeze(1), 0.0)
-    own_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, ids_TK.long(), True)
-    return Choice(settled(scores_TE, own_TE, layer.context(1)), own_TE, broken_T)
-
-
 class StepRouter:
     """Routes the MoE layers of a model by one policy, and counts what it did.
 
@@ -150,7 +124,7 @@ class StepRouter:
         layer, scores_TE, own_TE = self.layers[place], choice.scores_TE, choice.own_TE
         acts_T = step.acting(self.acts_in) & ~choice.broken_T
         self.num_broken += choice.broken_T.sum()
-        load_E = self._carried(place, layer)
+        load_E = carried_loads(self.policy, self.loads, place, self.counts_LC.new_zeros(layer.num_experts))
         context = replace(
             layer.context(self.num_ranks),
             token_mask_T=None if bool(acts_T.all()) else acts_T,
@@ -166,12 +140,6 @@ class StepRouter:
         topk_TE = weighted(scores_TE, own_TE, own_TE, context).weights_TE
         is_topk_T = (map_TE == own_TE).all(dim=1) & routing.weights_TE.isclose(topk_TE, rtol=_ROUNDING).all(dim=1)
         return into_slots(Routing(map_TE, routing.weights_TE), ~acts_T | is_topk_T, weights_TK, ids_TK)
-
-    def _carried(self, place: int, layer: MoELayer) -> Tensor | None:
-        if not isinstance(self.policy, LoadAwarePolicy) or not self.policy.carry_loads:
-            return None
-        zeros = self.counts_LC.new_zeros(layer.num_experts)
-        return self.loads.setdefault(place, zeros)
 
     def _count(self, place: int, scores_TE: Tensor, own_TE: Tensor, map_TE: Tensor, acts_T: Tensor) -> None:
         acting_T1 = acts_T.unsqueeze(1)
@@ -195,9 +163,8 @@ class StepRouter:
         total_C = count_LC.sum(dim=0)
         total_C[COUNTS.index("tokens")] /= len(self.layers)
         lines = []
-        for name, row_C in zip(
-            ["all layers", *(layer.name for layer in self.layers)], [total_C, *count_LC], strict=True
-        ):
+        names = ["all layers", *(layer.name for layer in self.layers)]
+        for name, row_C in zip(names, [total_C, *count_LC], strict=True):
             count = dict(zip(COUNTS, row_C.tolist(), strict=True))
             steps = max(count["steps"], 1)
             lines.append(

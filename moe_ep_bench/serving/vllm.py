@@ -314,8 +314,7 @@ def _route(logits: Any, weights: Any, ids: Any, place: int) -> tuple[Any, Any]:
     computed = session.step
     if computed is None or not session.layers:  # warm-up
         return weights.clone(), ids.clone()
-    from moe_ep_bench.quality.recording import shares
-    from moe_ep_bench.serving.step import own_choice
+    from moe_ep_bench.quality.families import shares
 
     index, num_tokens = session.indices[place], computed.scheduled.total_num_scheduled_tokens
     session.num_routed += 1
@@ -323,7 +322,7 @@ def _route(logits: Any, weights: Any, ids: Any, place: int) -> tuple[Any, Any]:
         raise UserError(f"expected the {num_tokens} tokens of a step in each MoE layer, got {len(logits)}")
     out_weights, out_ids = weights.clone(), ids.clone()
     real = slice(num_tokens)  # what is beyond fills up the batch
-    choice = own_choice(session.layers[index], logits[real], ids[real])
+    choice = session.layers[index].choice(logits[real], ids[real])
     if session.recorder is not None and session.recorder.is_open:
         broken_T = choice.broken_T.cpu().numpy()
         scores_TE = choice.scores_TE.masked_fill(choice.broken_T.unsqueeze(1), 1.0)

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,20 +161,6 @@ class TraceWriter:
         self._spool("position", position_T)
         self._spool("sequence_id", np.broadcast_to(sequence_id, position_T.shape))
         self.num_tokens = expected
-
-    def progress(self) -> dict[str, Any]:
-        """The passes that are complete, JSON-ready, for ``resume`` in another process on the same directory."""
-        loads = {str(layer): load_E.tolist() for layer, load_E in self._loads.items()}
-        return {"num_tokens": self.num_tokens, "loads": loads}
-
-    def resume(self, progress: Mapping[str, Any]) -> None:
-        """Go on from where ``progress`` was asked for: what was added after that is cut off."""
-        self.num_tokens = progress["num_tokens"]
-        self._loads = {int(layer): np.array(load_E) for layer, load_E in progress["loads"].items()}
-        for path in self._directory.iterdir():
-            if column := self._columns.get(path.name.partition("-")[0]):
-                dtype, width = column
-                os.truncate(path, self.num_tokens * width * dtype.itemsize)
 
     def write(self, path: Path, out: Path) -> ImportSummary:
         """String the spools together in the file ``path``, later known as ``out``, and read it back.

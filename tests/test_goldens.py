@@ -470,7 +470,7 @@ JUDGED = {
     "quality": Golden(
         "quality",
         {
-            "model": {"checkpoint": str(TESTS / "data" / "small-moe"), "dtype": "float32", "device": "cpu"},
+            "model": {"checkpoint": str(TESTS / "data" / "small-moe"), "dtype": "float32"},
             "text": {
                 "file": str(GOLDENS / "text.txt"),
                 "num_sequences": 4,

@@ -79,7 +79,7 @@ def test_every_rank_and_quality_take_it(folder: Path) -> None:
     hf_models.checkpoint(folder / "checkpoint", "olmoe")
     (folder / "words.txt").write_text("".join(f"{n}: the mean of {n * 7 % 13} and a word\n" for n in range(20)))
     config = {
-        "model": {"checkpoint": "checkpoint", "device": "cpu"},
+        "model": {"checkpoint": "checkpoint"},
         "text": {"file": "words.txt", "num_sequences": 2, "sequence_length": 16, "batch_size": 2},
         "layer": {"ep_size": 2},
         "policies": [{"name": NAME}],

@@ -387,23 +387,6 @@ def any_number_of_experts_per_token_from_none_to_all_works(lab: Lab) -> None:
 
 
 @law()
-def capacity_bounds_what_experts_receive_from_all_ranks(lab: Lab) -> None:
-    # arXiv 2503.05066, Eq. 5 and 6: the fullest expert gets at most gamma times the mean load.
-    model, (hidden_TD, scores_TE) = lab.model(), lab.tokens(num_tokens=509)
-    _, unbounded = lab.route(lab.layers(), TOPK, hidden_TD, scores_TE)
-    mean, mine_mean = (number * model.top_k / model.num_experts for number in (509, len(hidden_TD)))
-    assert lab.summed(unbounded.map_TE.sum(dim=0)).max() > 2 * mean, "the workload is not skewed"
-    for gamma in (0.5, 1.5):
-        for granularity, shared in (("expert", 1), ("device", model.num_experts // lab.ranks.world_size)):
-            for name in ("token_drop", "expanded_drop"):
-                spec = {"name": name, "capacity_factor": gamma, "granularity": granularity}
-                _, routing = lab.route(lab.layers(), spec, hidden_TD, scores_TE)
-                mine_G = routing.map_TE.sum(dim=0).view(-1, shared).sum(dim=1)
-                assert mine_G.max() <= gamma * shared * mine_mean
-                assert lab.summed(mine_G).max() <= gamma * shared * mean
-
-
-@law()
 def masked_padding_selects_nothing_and_changes_no_valid_token(lab: Lab) -> None:
     hidden_TD, scores_TE = lab.tokens("sigmoid")
     layers, reference = lab.layers("sigmoid"), lab.reference("sigmoid", hidden_TD)

@@ -16,7 +16,6 @@ from moe_ep_bench import cli
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload import patterns
-from moe_ep_bench.workload.skews import PATTERNS
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
 E, K, T = 32, 4, 4096
@@ -109,15 +108,6 @@ def test_the_default_family_is_the_log_normal_of_deepep() -> None:
     ours_E, theirs_E = (torch.bincount(ids.flatten(), minlength=E) for ids in (ids_TK, drawn_TK))
     assert ours_E.max() * E / ours_E.sum() == pytest.approx(4.0, rel=0.03)
     assert ((ours_E - theirs_E).abs() < 5 * (ours_E + theirs_E + 1).sqrt()).all()
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_any_ranks_get_the_same_rows(pattern: str) -> None:
-    found = workload(pattern, num_tokens=256)
-    whole = found.batch(4)
-    rows = torch.cat([rank.scores_TE for rank in found.rank_batches(4, 4)])
-    assert {tuple(row) for row in rows.tolist()} == {tuple(row) for row in whole.scores_TE.tolist()}
-    assert torch.allclose(whole.scores_TE.sum(dim=1), torch.ones(256))
 
 
 CONFIG = {

@@ -33,7 +33,6 @@ class Stream(IntEnum):
     NOISE = 1
     SEQUENCES = 2
     TAIL = 3
-    PAIRS = 4
     HOT_RANK = 5
 
 

@@ -187,7 +187,7 @@ def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> 
     writer.describe(num_experts=spec.num_experts, top_k=spec.top_k, where=f"preset {options.preset}", score=score)
     num_sequences = 0
     for step, records in itertools.groupby(_megatron_records(path), key=lambda record: record.step):
-        lengths: dict[int, list[int]] = {}  # tokens of each pass of the step, by layer
+        first_layer, sequences, positions = None, [], []
         for record in records:
             where, num_tokens = record.where, len(record.ids_TK)
             number = num_tokens if options.phase == "decode" else options.micro_batch_size
@@ -200,15 +200,12 @@ def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> 
             # What is out of range the writer refuses.
             scores_TK = np.take_along_axis(scores_TE, ids_TK.clip(0, spec.num_experts - 1), axis=1)
             writer.add(record.layer, ids_TK, scores_TK, f"{where}: layer {record.layer}", order_T)
-            lengths.setdefault(record.layer, []).append(num_tokens)
-        sequences, positions = [], []
-        for num_tokens in next(iter(lengths.values()), ()):
-            number = num_tokens if options.phase == "decode" else options.micro_batch_size
-            sequences.append(num_sequences + np.repeat(np.arange(number), num_tokens // number))
-            positions.append(np.tile(np.arange(num_tokens // number), number))
-            num_sequences += number
-        if sequences:
-            writer.add_tokens(np.concatenate(sequences), np.concatenate(positions), f"{path}: step {step}")
+            first_layer = record.layer if first_layer is None else first_layer
+            if record.layer == first_layer:  # the other layers have the same tokens
+                sequences.append(num_sequences + np.repeat(np.arange(number), num_tokens // number))
+                positions.append(np.tile(np.arange(num_tokens // number), number))
+                num_sequences += number
+        writer.add_tokens(np.concatenate(sequences), np.concatenate(positions), f"{path}: step {step}")
     what = "a token is a sequence" if options.phase == "decode" else "a sequence is a forward pass or part of one"
     writer.notes.append(f"{what}; multi-token prediction is left out")
 

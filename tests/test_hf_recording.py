@@ -28,7 +28,7 @@ from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.route import route
 from moe_ep_bench.bench.run import emulate
 from moe_ep_bench.cli import main
-from moe_ep_bench.policies import make_policy
+from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.families import shares
 from moe_ep_bench.quality.recording import RecordOptions, record
@@ -121,11 +121,11 @@ def test_rows_that_need_no_cap_come_back_to_the_bit() -> None:
     random = np.random.default_rng(0)
     full_TE = random.dirichlet(np.ones(6), size=50).astype(np.float32)
     own_TK = np.argsort(-full_TE, axis=1)[:, :2]
-    kept = keep_top_k_ahead(own_TK, full_TE)
+    kept = keep_top_k_ahead(own_TK, full_TE, RoutingContext(top_k=own_TK.shape[1]))
     assert kept.rows_capped == 0
     assert np.array_equal(kept.scores_TE, full_TE)
     other_TK: NDArray[np.int64] = np.argsort(-full_TE, axis=1)[:, [0, 3]]
-    capped = keep_top_k_ahead(other_TK, full_TE)
+    capped = keep_top_k_ahead(other_TK, full_TE, RoutingContext(top_k=own_TK.shape[1]))
     assert capped.rows_capped == 50
     assert np.array_equal(np.argsort(-capped.scores_TE, axis=1)[:, :2], other_TK)
     np.testing.assert_allclose(capped.scores_TE.sum(axis=1), 1, rtol=1e-6)
@@ -139,7 +139,7 @@ def test_what_ties_with_the_last_of_the_top_k_is_set_below_it() -> None:
     fourth_T, fifth_T = np.sort(full_TE, axis=1)[:, [-4, -5]].T
     tied_T = fourth_T == fifth_T
     assert tied_T.sum() > 20
-    kept = keep_top_k_ahead(own_TK, full_TE)
+    kept = keep_top_k_ahead(own_TK, full_TE, RoutingContext(top_k=own_TK.shape[1]))
     assert kept.rows_capped == tied_T.sum()
     assert np.array_equal(kept.scores_TE[~tied_T], full_TE[~tied_T])
     np.testing.assert_allclose(kept.scores_TE, full_TE, rtol=1e-5)

@@ -16,7 +16,7 @@ from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.policies.topk import TopK
 from moe_ep_bench.workload.batch import TokenBatch, balanced_scores, deal_pieces, dealing_order, image_tokens
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
-from moe_ep_bench.workload.tail import Groups, fill_tail, fit_top_k, keep_top_k_ahead
+from moe_ep_bench.workload.tail import fill_tail, fit_top_k, keep_top_k_ahead
 
 few_examples = settings(max_examples=15)
 
@@ -170,7 +170,9 @@ def test_any_recorded_row_gets_a_tail_below_its_top_k(seed, steps, sharpness):
     recorded_TK = (np.round(recorded_TK * steps) / steps).astype(np.float16).astype(np.float64)
     ids_TK = np.argsort(random.random((30, num_experts)), axis=1)[:, :top_k]
     fitted = fit_top_k(recorded_TK, num_experts)
-    filled_TE = fill_tail(ids_TK, fitted.scores_TK, random.random(num_experts) + 1e-3, random.random((30, 12)))
+    filled_TE = fill_tail(
+        ids_TK, fitted.scores_TK, random.random(num_experts) + 1e-3, random.random((30, 12)), RoutingContext(top_k=4)
+    )
     scores_TE = torch.from_numpy(filled_TE)
     assert_rows_are_distributions_without_ties(scores_TE)
     best = scores_TE.topk(top_k, dim=1)
@@ -193,10 +195,9 @@ def test_groups_of_recorded_experts_stay_ahead_of_all_others(top_groups):
     expected_TE = np.zeros((200, num_experts), dtype=bool)
     np.put_along_axis(expected_TE, ids_TK, True, axis=1)
     fitted_TK = fit_top_k(best_TK.astype(np.float64), num_experts).scores_TK
-    groups = Groups(8, top_groups)
     for scores_TE in (
-        keep_top_k_ahead(ids_TK, full_TE, groups).scores_TE,
-        fill_tail(ids_TK, fitted_TK, np.ones(num_experts), random.random((200, num_experts)), groups),
+        keep_top_k_ahead(ids_TK, full_TE, context).scores_TE,
+        fill_tail(ids_TK, fitted_TK, np.ones(num_experts), random.random((200, num_experts)), context),
     ):
         np.testing.assert_array_equal(top_k_map(torch.from_numpy(scores_TE), context).numpy(), expected_TE)
     assert (top_k_map(torch.from_numpy(full_TE), context).numpy() != expected_TE).any(axis=1).sum() > 100

@@ -44,16 +44,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.randomness import Run, Stream, generator, in_chunks, row_numbers, rows_at_once, uniform_rows
-from moe_ep_bench.workload.tail import (
-    RECORDED,
-    TAILS,
-    FittedTopK,
-    FullRows,
-    Groups,
-    fill_tail,
-    fit_top_k,
-    keep_top_k_ahead,
-)
+from moe_ep_bench.workload.tail import RECORDED, TAILS, FittedTopK, FullRows, fill_tail, fit_top_k, keep_top_k_ahead
 from moe_ep_bench.workload.trace import Trace, held, open_trace
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -159,7 +150,7 @@ class RecordedWorkload(Workload):
             ids_TK, fitted, weights_E = self._fitted
             jitter = [uniform_rows(self.seed, Stream.TAIL, index, *run, self.num_experts) for run in chunk]
             recorded = ids_TK[token_T].astype(np.int64), fitted.scores_TK[token_T]
-            yield fill_tail(*recorded, weights_E, np.concatenate(jitter), self._groups)
+            yield fill_tail(*recorded, weights_E, np.concatenate(jitter), self.selection)
 
     def describe(self) -> dict[str, object]:
         metadata, sources = self.traces[0].metadata, self._describe_sources()
@@ -283,11 +274,7 @@ class RecordedWorkload(Workload):
         """The layer's scores of all experts as they will be used, of all recordings."""
         ids_TK = np.concatenate([ids_TK for ids_TK, _ in self._read_layers()]).astype(np.int64)
         full_TE = np.concatenate([trace.read_full_scores(self.layer) for trace in self.traces])
-        return keep_top_k_ahead(ids_TK, full_TE, self._groups)
-
-    @property
-    def _groups(self) -> Groups | None:
-        return Groups(self.num_groups, self.top_groups) if self.num_groups and self.top_groups else None
+        return keep_top_k_ahead(ids_TK, full_TE, self.selection)
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.workload.randomness import separate_ties
 
 TAILS = ("popularity", "uniform")
@@ -60,14 +61,7 @@ class FullRows(NamedTuple):
     rows_capped: int
 
 
-class Groups(NamedTuple):
-    """A token's experts come from the best ``top`` of ``num`` groups (``RoutingContext.num_groups``)."""
-
-    num: int
-    top: int
-
-
-def keep_top_k_ahead(ids_TK: NDArray[np.int64], full_TE: NDArray[np.float32], groups: Groups | None = None) -> FullRows:
+def keep_top_k_ahead(ids_TK: NDArray[np.int64], full_TE: NDArray[np.float32], selection: RoutingContext) -> FullRows:
     """Recorded rows whose K largest scores are those of the recorded experts, strictly: no top-k has to break a tie.
 
     Routers in bfloat16 tie often, and ``torch.topk`` promises no order then: what ties with the K-th score without
@@ -77,20 +71,20 @@ def keep_top_k_ahead(ids_TK: NDArray[np.int64], full_TE: NDArray[np.float32], gr
         ids_TK: the recorded top-k.
         full_TE: non-negative, each row with a sum of about 1; rows that need no cap are returned as they are, but for
             zeros, which become the least positive number.
-        groups: of the model; the recorded experts' groups stay ahead too.
+        selection: the model's; where it has groups, the recorded experts' stay ahead too.
     """
     scores_TE = np.maximum(full_TE, np.finfo(np.float32).tiny)
     is_top_TE = np.zeros(full_TE.shape, dtype=bool)
     np.put_along_axis(is_top_TE, ids_TK, True, axis=1)
     last_T1 = np.take_along_axis(scores_TE, ids_TK, axis=1).min(axis=1, keepdims=True)
     behind_T = (~is_top_TE & (scores_TE > last_T1)).any(axis=1)
-    if groups is not None:
-        limit_TE = outside_limit(ids_TK, np.take_along_axis(scores_TE, ids_TK, axis=1), full_TE.shape[1], groups)
+    if selection.num_groups is not None:
+        limit_TE = outside_limit(ids_TK, np.take_along_axis(scores_TE, ids_TK, axis=1), full_TE.shape[1], selection)
         behind_T |= (scores_TE > limit_TE).any(axis=1)
     ids_RK, rows_RE = ids_TK[behind_T], scores_TE[behind_T].astype(np.float64)
     rows_RE /= rows_RE.sum(axis=1, keepdims=True)
     fitted = fit_top_k(np.take_along_axis(rows_RE, ids_RK, axis=1), full_TE.shape[1])
-    scores_TE[behind_T] = fill_tail(ids_RK, fitted.scores_TK, rows_RE, np.full(rows_RE.shape, 0.5), groups)
+    scores_TE[behind_T] = fill_tail(ids_RK, fitted.scores_TK, rows_RE, np.full(rows_RE.shape, 0.5), selection)
     cap_T1 = last_T1 * np.float32(1 - TIE_STEP)
     ties_TE = ~is_top_TE & (scores_TE > cap_T1) & ~behind_T[:, None]
     np.copyto(scores_TE, cap_T1, where=ties_TE)
@@ -140,7 +134,7 @@ def fill_tail(
     scores_TK: NDArray[np.float32],
     weights_E: NDArray[np.float64],
     jitter_TE: NDArray[np.float64],
-    groups: Groups | None = None,
+    selection: RoutingContext,
 ) -> NDArray[np.float32]:
     """Complete top-k scores (from ``fit_top_k``) to full rows that sum to 1: float32 [T, E], without ties.
 
@@ -156,8 +150,8 @@ def fill_tail(
     shares_TE = weights_E * (0.5 + jitter_TE)
     np.put_along_axis(shares_TE, ids_TK, 0.0, axis=1)
     caps_TE = best_TK[:, -1:] * (1 - MARGIN * (2 - jitter_TE))
-    if groups is not None:
-        limit_TE = outside_limit(ids_TK, best_TK, caps_TE.shape[1], groups)
+    if selection.num_groups is not None:
+        limit_TE = outside_limit(ids_TK, best_TK, caps_TE.shape[1], selection)
         caps_TE = np.minimum(caps_TE, limit_TE * (1 - MARGIN * (2 - jitter_TE)))
     filled_TE = water_fill(shares_TE, caps_TE, 1 - best_TK.sum(axis=1))
     np.put_along_axis(filled_TE, ids_TK, best_TK, axis=1)
@@ -167,20 +161,23 @@ def fill_tail(
 
 
 def outside_limit(
-    ids_TK: NDArray[np.int64], scores_TK: NDArray[np.floating], num_experts: int, groups: Groups
+    ids_TK: NDArray[np.int64], scores_TK: NDArray[np.floating], num_experts: int, selection: RoutingContext
 ) -> NDArray[np.float64]:
     """What experts outside the recorded ones' groups stay below, [T, E]; infinite for all others.
 
-    A group's value is the sum of its best K // ``groups.top`` scores. The recorded experts alone give the least of
+    A group's value is the sum of its best K // ``top_groups`` scores. The recorded experts alone give the least of
     their groups so much, and as many equal scores of another group come to no more.
     """
-    best = ids_TK.shape[1] // groups.top
-    is_in_TKG = (ids_TK // (num_experts // groups.num))[:, :, None] == np.arange(groups.num)
+    num_groups, top_groups = selection.num_groups, selection.top_groups
+    assert num_groups is not None
+    assert top_groups is not None
+    best = ids_TK.shape[1] // top_groups
+    is_in_TKG = (ids_TK // (num_experts // num_groups))[:, :, None] == np.arange(num_groups)
     counts_TKG = is_in_TKG & (is_in_TKG.cumsum(axis=1) <= best)
     value_TG = (counts_TKG * scores_TK.astype(np.float64)[:, :, None]).sum(axis=1)
     has_TG = is_in_TKG.any(axis=1)
     least_T1 = np.where(has_TG, value_TG, np.inf).min(axis=1, keepdims=True) / best
-    return np.where(has_TG, np.inf, least_T1).repeat(num_experts // groups.num, axis=1)
+    return np.where(has_TG, np.inf, least_T1).repeat(num_experts // num_groups, axis=1)
 
 
 def water_fill(

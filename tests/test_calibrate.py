@@ -147,11 +147,9 @@ def test_noise_never_makes_larger_messages_faster_and_a_poor_fit_is_told() -> No
     assert (np.diff(times.loc[times["split"] == "even", "us"]) < 0).any()  # or there was nothing to mend
     assert (np.diff([us for _, us in links.intra.curve.root]) >= 0).all()
     times = made_up(2, 2, (12.0, 3e5), (0, 1), noise=0.02)
-    text = report(*links_from("mine", "a test", 2, 2, times), times)
-    assert "poor fit" not in text
-    assert any(line.split()[:3] == ["inside", "even", "1048576"] for line in text.splitlines())
+    assert "poor fit" not in report(*links_from("mine", "a test", 2, 2, times))
     times.loc[16, "us"] *= 100
-    assert "inside: a poor fit" in report(*links_from("mine", "a test", 2, 2, times), times)
+    assert "inside: a poor fit" in report(*links_from("mine", "a test", 2, 2, times))
 
 
 def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:

@@ -69,11 +69,6 @@ def test_a_smaller_precision_reads_less_and_multiplies_faster() -> None:
     assert small.experts_us(1000, 500, [10**6], fp8) == pytest.approx(many / 2)
 
 
-def test_a_gpus_name_is_one_devices() -> None:
-    names = [name for known in KNOWN.values() for name in known.gpu_names]
-    assert len(names) == len(set(names)) >= len(KNOWN)
-
-
 def test_routing_takes_a_time_per_score_and_permutation_its_share_of_the_bandwidth() -> None:
     assert [device().routing_us(10**6, by_policy=one) for one in (False, True)] == pytest.approx([50, 200])
     # 2 TB/s x 0.25: 5e5 bytes per us, whatever share of the bandwidth experts reach.
@@ -153,6 +148,10 @@ def test_figures_say_what_they_rest_on(name: str) -> None:
         ({"attention_basis": "assumed"}, "attention_basis: expected one with attention_efficiency and none without"),
         ({"decode": []}, "decode: is gone; use memory_efficiency and overhead_us"),
         ({"decode_below_rows": 4}, "decode_below_rows: is gone; use layer.experts: decode"),
+        (
+            {"arithmetic_efficiency": [[1, 0.1], [9, 1.1]]},
+            "arithmetic_efficiency: expected shares of at most 1, got 1.1",
+        ),
     ],
 )
 def test_a_wrong_file_is_told_in_one_line(changes: dict, words: str, tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ V4 = {
     "model_type": "deepseek_v4", "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64,
     "moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
-NEMOTRON = V4 | {"model_type": "nemotron_h", "moe_shared_expert_intermediate_size": 16, "n_shared_experts": 1}
+NEMOTRON = V4 | {"model_type": "nemotron_h", "moe_shared_expert_intermediate_size": 16, "n_group": 1}
 
 
 @pytest.mark.parametrize(
@@ -487,6 +487,42 @@ def layer_us(model: ModelSpec, work: RankWork) -> dict[str, float]:
     for phase, time_us in layer_segments(Device.named("h100-sxm"), model, work, by_policy=False, batch_wide=False):
         times[phase] = times.get(phase, 0.0) + time_us
     return times
+
+
+MOLMO = {
+    "model_type": "molmo", "n_layers": 2, "d_model": 64, "embedding_size": 99, "weight_tying": False, "n_heads": 4,
+    "moe_num_experts": 8, "moe_top_k": 2, "mlp_ratio": 2, "include_bias": True, "attention_layer_norm": True,
+}  # fmt: skip
+STEP = _GQA | {
+    "model_type": "step3p5", "num_hidden_layers": 4, "intermediate_size": 24, "moe_intermediate_size": 16,
+    "moe_num_experts": 8, "moe_top_k": 2, "share_expert_dim": 32, "moe_layers_enum": "3, 1",
+}  # fmt: skip
+HUNYUAN = _GQA | {
+    "model_type": "hunyuan_v1_moe", "num_hidden_layers": 2, "intermediate_size": 24, "num_experts": [8, 8],
+    "moe_topk": [2, 2],
+}  # fmt: skip
+V2_BY_ITS_FIRST_NAME = DEEPSEEK_V2 | {"model_type": "deepseek"}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (MOLMO, {"ffn_hidden_size": 64, "vocab_size": 99, "attention.bias": "all", "attention.qk_norm": "all_heads"}),
+        (MOLMO | {"mlp_hidden_size": 96, "attention_layer_norm": False},
+         {"ffn_hidden_size": 48, "attention.qk_norm": "none"}),
+        (STEP, {"activation": "swiglu", "listed_moe_layers": [1, 3], "shared_ffn_hidden_size": 32, "routed_scale": 1}),
+        (STEP | {"swiglu_limits": [None, 7.0]}, {"activation": "clamped_swiglu"}),
+        (STEP | {"moe_layers_enum": None}, {"first_dense_layers": 3, "listed_moe_layers": None}),
+        (HUNYUAN, {"num_experts": 8, "top_k": 2, "shared_ffn_hidden_size": 24}),
+        (V4 | {"num_hash_layers": 9}, {"num_hash_layers": 2, "routed_scale": 1.5, "shared_ffn_hidden_size": 16}),
+        (V2_BY_ITS_FIRST_NAME, {"attention.kv_lora_rank": 512, "normalize": False, "shared_ffn_hidden_size": 2 * 1536}),
+        (NEMOTRON | {"hybrid_override_pattern": "MEM*E"}, {"listed_moe_layers": [1, 4], "dense_ffn_hidden_size": 0}),
+    ],
+)  # fmt: skip
+def test_what_few_families_compute(tmp_path: Path, values: dict[str, Any], expected: dict[str, Any]) -> None:
+    spec = json.loads(load_hf_model(written(tmp_path, values)).model_dump_json())
+    spec |= {f"attention.{key}": value for key, value in (spec["attention"] or {}).items()}
+    assert {key: spec[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize(

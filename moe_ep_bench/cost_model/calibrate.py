@@ -285,12 +285,10 @@ def links_from(
     return Links(name=name, source=source, ranks_per_node=ranks_per_node, **sides), fits
 
 
-def report(links: Links, fits: dict[str, Fit], times: pd.DataFrame) -> str:
-    """What was measured and fitted, and what the links are."""
-    table = times.assign(**{"GB/s": times["num_bytes"] / times["us"] / 1e3})
+def report(links: Links, fits: dict[str, Fit]) -> str:
+    """What the links are, and where two numbers do not say it."""
     poor = "a poor fit; measure again while the machine is idle, or with more --repetitions"
-    lines = [f"{scope}: {poor}" for scope, fit in fits.items() if fit.r2 < _POOR_R2]
-    return "\n".join([table.to_string(index=False, float_format="{:,.4g}".format), *lines, links.describe()])
+    return "\n".join([links.describe(), *(f"{scope}: {poor}" for scope, fit in fits.items() if fit.r2 < _POOR_R2)])
 
 
 def write_links(out: Path, links: Links, fits: dict[str, Fit]) -> None:
@@ -315,7 +313,7 @@ def _write(ranks: Ranks, out: Path, samples: pd.DataFrame) -> None:
         write_links(out, links, fits)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
-    print(f"{report(links, fits, times)}\nwritten to {out}", flush=True)
+    print(f"{report(links, fits)}\nwritten to {out}", flush=True)
 
 
 def _source(ranks: Ranks) -> str:

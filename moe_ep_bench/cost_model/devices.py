@@ -59,6 +59,7 @@ RUN_DTYPES = ("float32", "bfloat16")
 REMOVED |= {
     "decode": "memory_efficiency and overhead_us, or a measured table as the device (table:...)",
     "decode_below_rows": "layer.experts: decode, by name",
+    "gpu_names": "nothing: no device is known by its name",
 }
 
 _Share = Annotated[float, Field(gt=0, le=1)]
@@ -83,8 +84,6 @@ class Device(Preset):
     arithmetic_efficiency: Curve
     """(rows, share of the arithmetic) with rising rows; its ends hold beyond it."""
     arithmetic_basis: Basis
-    gpu_names: tuple[str, ...] = ()
-    """The driver's names of such a GPU."""
     memory_efficiency: _Share
     """Share of the memory bandwidth."""
     memory_basis: Basis

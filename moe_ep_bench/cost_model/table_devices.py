@@ -345,7 +345,6 @@ def _base(tables: Tables) -> Device:
         "bf16_tflops": gpu["bfloat16_tc_flops"] / 1e12,
         "memory_tbps": memory_tbps,
         "memory_gb": gpu["mem_capacity"] / 1e9,
-        "gpu_names": (),
         "routing_native_ps": like.routing_native_ps * slower,
         "routing_policy_ps": like.routing_policy_ps * slower,
     }

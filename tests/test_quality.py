@@ -336,30 +336,46 @@ def quality_of(*comparisons: tuple[dict[str, Any], list[Judged]]) -> Quality:
 NATIVE = judged("native", {}, [0.0] * 12)
 
 
-def test_claims_hold_fail_or_cannot_be_told_by_paired_differences() -> None:
-    noise_B = np.random.default_rng(0).normal(size=12)
+NOISE_B = np.random.default_rng(0).normal(size=12)
 
-    def verdicts(*cases: Judged, native: Judged = NATIVE) -> list[tuple[str, float]]:
-        found = claims(quality_of(({}, [native, *cases])))
-        return [(row.verdict, row.worse_costs_more) for row in found.itertuples()]
 
-    def oea(added: float, noise: float = 0.0, **fields: Any) -> Judged:
-        plain = {"k0": 2, "p": 1.0, "k_max": None, "max_rank": None}
-        return judged("oea", {**plain, **fields}, list(noise_B + added + noise * noise_B**2))
+def oea(added: float, noise: float = 0.0, **fields: Any) -> Judged:
+    plain = {"k0": 2, "p": 1.0, "k_max": None, "max_rank": None}
+    return judged("oea", {**plain, **fields}, list(NOISE_B + added + noise * NOISE_B**2))
 
-    pruned = judged("pruned", {"k0": 2, "p": 1.0}, list(noise_B + 0.3))
-    # The sequences differ by far more than the cases do: only paired differences tell.
-    assert verdicts(oea(0.1), pruned) == [("holds", pytest.approx(0.2))]
-    assert verdicts(oea(0.5), pruned) == [("does not hold", pytest.approx(-0.2))]
-    assert [verdict for verdict, _ in verdicts(oea(0.1, noise=0.5), pruned)] == ["inconclusive"]
-    assert verdicts(oea(0.1, k0=3), pruned) == verdicts(oea(0.1, p=0.5), pruned) == [], "other fields"
-    expert_drop = judged("expert_drop", {"fraction": 0.1, "count": None}, [0.3] * 12)
-    drops = [
-        judged("token_drop", {"metric": "score", "granularity": "expert", "capacity_factor": gamma}, [0.4] * 12)
-        for gamma in (1.0, 2.0)
+
+# The sequences differ by far more than the cases do: only paired differences tell.
+PRUNED = judged("pruned", {"k0": 2, "p": 1.0}, list(NOISE_B + 0.3))
+DROPS = [
+    judged("token_drop", {"metric": "score", "granularity": "expert", "capacity_factor": gamma}, [0.4] * 12)
+    for gamma in (1.0, 2.0)
+]
+EXPERT_DROP = judged("expert_drop", {"fraction": 0.1, "count": None}, [0.3] * 12)
+FEW = judged("native", {}, [0.0] * 9)
+# Cases, the end of each claim on them, its verdict and what the worse one costs more; None = whatever it is.
+VERDICTS: dict[str, tuple[list[Judged], list[tuple[str, str, float | None]]]] = {
+    "holds": ([NATIVE, oea(0.1), PRUNED], [("for the same inputs", "holds", 0.2)]),
+    "does not": ([NATIVE, oea(0.5), PRUNED], [("for the same inputs", "does not hold", -0.2)]),
+    "noise": ([NATIVE, oea(0.1, noise=0.5), PRUNED], [("for the same inputs", "inconclusive", None)]),
+    "another k0": ([NATIVE, oea(0.1, k0=3), PRUNED], []),
+    "another p": ([NATIVE, oea(0.1, p=0.5), PRUNED], []),
+    "factor 2 beside a tenth": ([NATIVE, *DROPS, EXPERT_DROP], [("", "does not hold", -0.1)]),
+    "fewer than ten batches": ([FEW, oea(0.1), PRUNED], []),
+    "a field that is set": ([NATIVE, oea(0.1), oea(0.3, k_max=5)], [("with another k_max", "holds", 0.2)]),
+    "a rank that is set": ([NATIVE, oea(0.1), oea(0.3, max_rank=8)], [("with max_rank below E", "holds", 0.2)]),
+    "nothing is named": ([NATIVE, oea(0.1), oea(0.3, k0=1)], []),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_claims_hold_fail_or_cannot_be_told_by_paired_differences(name: str) -> None:
+    cases, expected = VERDICTS[name]
+    found = list(claims(quality_of(({}, cases))).itertuples())
+    assert [(row.verdict, row.claim.endswith(end)) for row, (end, *_) in zip(found, expected, strict=True)] == [
+        (verdict, True) for _, verdict, _ in expected
     ]
-    assert verdicts(*drops, expert_drop) == [("does not hold", pytest.approx(-0.1))], "factor 2 beside a tenth"
-    assert verdicts(oea(0.1), pruned, native=judged("native", {}, [0.0] * 9)) == [], "fewer than ten batches"
+    for row, (_, _, more) in zip(found, expected, strict=True):
+        assert more is None or row.worse_costs_more == pytest.approx(more)
 
 
 def test_an_interval_is_over_batches_whose_sequences_share_their_routing() -> None:
@@ -379,17 +395,6 @@ def test_an_interval_is_over_batches_whose_sequences_share_their_routing() -> No
         mean = (costs["case"] + 0.1 * random.normal(size=len(costs))).mean()
         held += abs(mean) <= half_over_batches(costs).item()
     assert 0.9 <= held / 400 <= 0.99
-
-
-@pytest.mark.parametrize(
-    ("fields", "ending"),
-    [({"k_max": 5}, "with another k_max"), ({"max_rank": 8}, "with max_rank below E"), ({"k0": 1}, "")],
-)
-def test_a_field_that_a_claim_names_is_set_and_others_agree(fields: dict[str, Any], ending: str) -> None:
-    plain = {"k0": 2, "p": 1.0, "k_max": None, "max_rank": None}
-    cases = [judged("oea", each, [0.1] * 12) for each in (plain, {**plain, **fields})]
-    words = [row.claim for row in claims(quality_of(({}, [NATIVE, *cases]))).itertuples()]
-    assert [claim.endswith(ending) for claim in words] == ([True] if ending else [])
 
 
 def seeds(*added: float, **facts: Any) -> list[tuple[dict[str, Any], list[Judged]]]:
@@ -421,13 +426,9 @@ def test_verdicts_over_checkpoints_are_students_t_over_their_means() -> None:
     assert set(table.frame["claim"]) == {"dropping by score costs less than by order"}
     (single,) = claims(quality_of(*seeds(0.1))).itertuples()
     assert (single.verdict, single.checkpoints) == ("holds", 1)
-
-
-def test_checkpoints_are_put_together_by_pairs_that_all_have_and_other_texts_are_not() -> None:
     first, (about, (native, score, _)) = seeds(0.1, 0.2)
-    assert claims(quality_of(first, (about, [native, score]))).empty
-    quality = quality_of(*seeds(0.1, 0.2), *seeds(0.1, text="other"))
-    titles = quality.comparisons.groupby("group")["comparison"].first()
+    assert claims(quality_of(first, (about, [native, score]))).empty, "one checkpoint lacks the pair"
+    titles = quality_of(*seeds(0.1, 0.2), *seeds(0.1, text="other")).comparisons.groupby("group")["comparison"].first()
     assert titles.tolist() == ["2 checkpoints on words", "small-0 on words"]
 
 
@@ -459,16 +460,20 @@ def test_formats_hold_every_row_and_say_of_which_kind(
     assert "without times" in capsys.readouterr().err
 
 
-def test_what_is_damaged_or_not_begun_is_one_line(done: Path, tmp_path: Path) -> None:
-    described = json.loads((done / "run.json").read_text())
-    for content, expected in (
-        ("{", "damaged, not JSON"),
-        (json.dumps({**described, "cases": {"a": {}}}), r"cases\.a\.comparison_id: missing"),
-        (json.dumps({**described, "cases": {}}), "no comparison has its unpatched model yet"),
-    ):
-        (tmp_path / "run.json").write_text(content)
-        with pytest.raises(ResultsError, match=expected):
-            read_quality(tmp_path)
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"cases": {"a": {}}}, r"cases\.a\.comparison_id: missing"),
+        ({"cases": {}}, "no comparison has its unpatched model yet"),
+        ({"mode": "run"}, "mode: expected quality, got run"),
+    ],
+)
+def test_what_is_damaged_or_not_begun_is_one_line(
+    done: Path, tmp_path: Path, change: dict[str, Any], expected: str
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(json.loads((done / "run.json").read_text()) | change))
+    with pytest.raises(ResultsError, match=expected):
+        read_quality(tmp_path)
 
 
 def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
@@ -542,12 +547,6 @@ def test_what_cannot_be_judged_is_one_line_and_leaves_nothing(
     overrides: list[str], expected: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert expected.format(folder=folder) in refused(folder, tmp_path / "out", overrides, capsys)
-
-
-def test_text_that_is_not_utf8_is_said(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
-    with pytest.raises(ValueError, match=r"text\.file: .*latin\.txt: expected UTF-8 text"):
-        plan_quality(folder / "config.yaml", [f"text.file={tmp_path / 'latin.txt'}"])
 
 
 @pytest.mark.parametrize(

@@ -243,10 +243,12 @@ def _said(words: str, rows: pd.DataFrame, natives: pd.DataFrame, about: pd.DataF
 
 
 def _taken(pick_ms: pd.Series, native_ms: pd.Series, picks: pd.DataFrame) -> str:
-    at = picks["at"] if len(picks) > 1 else [""]
+    """The pick's and native's milliseconds; of several comparisons those of the first and the last."""
+    ends = slice(None, None, max(1, len(picks) - 1))
+    at = picks["at"][ends] if len(picks) > 1 else [""]
     return ", ".join(
         f"{milliseconds(ours)} in place of {milliseconds(theirs)} ms{place and f' at {place}'}"
-        for ours, theirs, place in zip(pick_ms, native_ms, at, strict=True)
+        for ours, theirs, place in zip(pick_ms[ends], native_ms[ends], at, strict=True)
     )
 
 

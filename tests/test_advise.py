@@ -460,6 +460,10 @@ def test_counts_are_told_from_a_recording_by_content_and_give_every_experts_load
     assert [one.workload.layer for one in question.experiments] == [0, 1, 2]
     assert all(one.workload.skew_from == counts for one in question.experiments)
     assert "workload.seed" not in yaml.safe_load(question.text).get("sweep", {}), "chance decides no rank's load"
+    assert {one.workload.num_batches for one in question.experiments} == {4}
+    counts.write_text(json.dumps(np.arange(20 * 64).reshape(20, 64).tolist()))
+    batches = {one.workload.num_batches for one in asked(*olmoe, "--counts", counts).experiments}
+    assert batches == {2}, "EPLB plans for another batch than it meets"
     with pytest.raises(ValueError, match=r"--counts .*expected counts of 128 experts, as .* has; got 64"):
         asked(*QWEN, "--counts", counts)
     with pytest.raises(ValueError, match="--trace, --counts, --peak-load: expected one of them"):
@@ -507,9 +511,10 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_modelled() -> N
 
 def test_what_was_not_asked_for_is_said_to_be_assumed() -> None:
     keys = ["workload.num_batches=4", "workload.skew=null", "workload.peak_load=null"]
-    of_config = asked(ROOT / "configs/quickstart.yaml", *(word for key in keys for word in ("--set", key))).assumed
-    assert any(words.startswith("10 batches in place of 4") for words in of_config)
-    assert any(words.startswith("traffic without skew") for words in of_config)
+    of_config = asked(ROOT / "configs/quickstart.yaml", *(word for key in keys for word in ("--set", key)))
+    assert any(words.startswith("10 batches in place of 4") for words in of_config.assumed)
+    assert {one.workload.num_batches for one in of_config.experiments} == {10}
+    assert any(words.startswith("traffic without skew") for words in of_config.assumed)
     plain = asked(ROOT / "configs/quickstart.yaml").assumed
     assert not any(words.startswith(("10 batches", "traffic without")) for words in plain)
     words = ("bfloat16 (--dtype)", "prompts of 128 tokens (--prompt-length)", "NCCL's pairs", "device h1", "links h1")

@@ -31,18 +31,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-@dataclass(frozen=True, eq=False)
-class ScoreMetrics:
-    """The metrics that all routings of the same scores share.
+class ScoreSums(NamedTuple):
+    """What of scores is summed over valid tokens; see ``routing_metrics``."""
 
-    Attributes:
-        top_k_TE: bool, the model's own choice, padding rows empty.
-        num_topk_pairs: its pairs.
-        top_k_mass, mass: score mass of the top-k and of all experts, summed over valid tokens.
-        topk_share, entropy: means over valid tokens.
-    """
-
-    top_k_TE: Tensor
     num_topk_pairs: int
     top_k_mass: float
     mass: float
@@ -50,13 +41,19 @@ class ScoreMetrics:
     entropy: float
 
 
+@dataclass(frozen=True, eq=False)
+class ScoreMetrics:
+    """What all routings of the same scores share: the model's own choice, bool [T, E], padding rows empty; sums."""
+
+    top_k_TE: Tensor
+    sums: ScoreSums
+
+
 def score_metrics(scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
     """The part of ``routing_metrics`` that no policy changes; arguments as there."""
-    num_tokens = context.num_valid(len(scores_TE))
     top_k_TE = chosen_experts(scores_TE, context)
     sums = _sums_by_numba(scores_TE, top_k_TE, context) or sums_by_torch(scores_TE, top_k_TE, context)
-    means = (_ratio(total, num_tokens) for total in (sums.topk_share, sums.entropy))
-    return ScoreMetrics(top_k_TE, sums.num_topk_pairs, sums.top_k_mass, sums.mass, *means)
+    return ScoreMetrics(top_k_TE, sums)
 
 
 def moved(metrics: ScoreMetrics, scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
@@ -123,19 +120,19 @@ def routing_metrics(
     load_R = load_E.reshape(context.num_ranks, -1).sum(axis=1)
     activated_R = (load_E > 0).reshape(context.num_ranks, -1).sum(axis=1)
     num_pairs = int(load_E.sum())
-    num_topk_pairs = of_scores.num_topk_pairs
-    num_dropped_pairs = num_topk_pairs - counts.num_kept_pairs
+    sums = of_scores.sums
+    num_dropped_pairs = sums.num_topk_pairs - counts.num_kept_pairs
     values = {
         "num_tokens": num_tokens,
         "load_E": load_E,
         "load_R": load_R,
         "num_pairs": num_pairs,
         "padding_pairs": num_pairs - counts.num_valid_pairs,
-        "num_topk_pairs": num_topk_pairs,
+        "num_topk_pairs": sums.num_topk_pairs,
         "num_dropped_pairs": num_dropped_pairs,
-        "dropped_fraction": _ratio(num_dropped_pairs, num_topk_pairs),
-        "retained_mass_topk": _ratio(counts.mass, of_scores.top_k_mass),
-        "retained_mass_all": _ratio(counts.mass, of_scores.mass),
+        "dropped_fraction": _ratio(num_dropped_pairs, sums.num_topk_pairs),
+        "retained_mass_topk": _ratio(counts.mass, sums.top_k_mass),
+        "retained_mass_all": _ratio(counts.mass, sums.mass),
         "peak_load": _ratio(int(load_E.max()), num_pairs / num_experts),
         "tokens_without_expert": num_tokens - counts.num_served_tokens,
         "experts_per_token": _ratio(counts.num_valid_pairs, num_tokens),
@@ -143,20 +140,10 @@ def routing_metrics(
         "activated_experts_fullest_rank": int(activated_R.max()),
         "crossing_pairs": num_pairs - int(load_R[context.rank]),
         "crossing_copies": int(copies_R.sum()) - int(copies_R[context.rank]),
-        "topk_share": of_scores.topk_share,
-        "entropy": of_scores.entropy,
+        "topk_share": _ratio(sums.topk_share, num_tokens),
+        "entropy": _ratio(sums.entropy, num_tokens),
     }
     return {name: values[name] for name in ROUTING_METRICS}
-
-
-class ScoreSums(NamedTuple):
-    """What of scores is summed over valid tokens; see ``routing_metrics``."""
-
-    num_topk_pairs: int
-    top_k_mass: float
-    mass: float
-    topk_share: float
-    entropy: float
 
 
 def sums_by_torch(scores_TE: Tensor, top_k_TE: Tensor, context: RoutingContext) -> ScoreSums:

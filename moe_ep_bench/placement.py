@@ -72,10 +72,6 @@ class Replication:
     num_experts: int
     num_ranks: int
 
-    @property
-    def num_slots(self) -> int:
-        return self.slot_expert_LP.shape[1]
-
     @cached_property
     def replicas(self) -> NDArray[np.int64]:
         """Slots of all ranks that hold each expert: int64 [L, E], at least 1. (In EPLB: expert count.)"""

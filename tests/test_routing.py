@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,17 @@ def test_routing_sees_scores_as_they_are_and_layers_what_their_logits_say(tmp_pa
         share = first.of(comparison.cases[0])
         assert (share.score_function is None) == (backend == ROUTING)
         torch.testing.assert_close(share.scores_TE, first.drawn_TE, rtol=1e-5, atol=1e-7)
+
+
+def test_random_policies_draw_anew_for_every_batch_rank_and_layer(tmp_path: Path) -> None:
+    comparison = planned(tmp_path, ROUTING)
+    batches = Batches(comparison, CPU)
+    router = CaseRouter(comparison.cases[0], batches)
+    shares = [share for index in range(2) for share in batches.shares(None, index)]
+    shares += [replace(shares[0], layer=layer) for layer in (0, 1)]
+    drawn = [float(torch.rand(1, generator=router.context(share).generator)) for share in shares]
+    assert len(set(drawn)) == len(drawn) == 2 * 4 + 2
+    assert float(torch.rand(1, generator=router.context(shares[0]).generator)) == drawn[0], "and alike once more"
 
 
 def test_what_is_kept_of_batches_is_freed_without_the_garbage_collector(tmp_path: Path) -> None:

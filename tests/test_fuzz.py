@@ -79,6 +79,7 @@ CONFIGS = {
     "a bomb of merged keys": (MERGES, "merge keys are not read"),
     "an alias of itself": ("a: &a [*a]", f"at most {MOST_DEPTH} deep"),
     "nesting": (f"a: {NESTED}", f"at most {MOST_DEPTH} deep"),
+    "nesting without end": (f"a: {'[' * 500_000}", f"at most {MOST_DEPTH} deep"),
     "an integer of 4,000 digits": (f"a: {'9' * 4000}", "expected whole numbers of 64 bits"),
     "2 MB": ("a: 1\n" * 2**19, "expected at most 1,048,576 bytes"),
 }

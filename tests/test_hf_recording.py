@@ -277,43 +277,37 @@ def broken(how: str, olmoe: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_checkpoint_that_cannot_be_used_is_one_line(
-    how: str, olmoe: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+OPTIONS_OF = {
+    "--text none.txt": "none.txt: cannot read the text: No such file",
+    "--num-sequences 5000": "expected a text of at least 5000 sequences of 16 tokens, got ",
+    "--sequence-length 100000": "sequence-length: expected at most 4096, the positions that tiny-olmoe knows",
+    "--batch 0": "batch: expected at least 1, got 0",
+    "--similarity alike.npz": "--similarity alike.npz: expected a name that ends in .safetensors",
+    "--similarity TEXT/new.safetensors": "--similarity: folder",
+    "--out TEXT": "words.txt: expected a name that is free",
+}
+
+
+@pytest.mark.parametrize("wrong", [*BROKEN, *OPTIONS_OF])
+def test_what_cannot_be_recorded_is_one_line_and_leaves_nothing(
+    wrong: str,
+    olmoe: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "model").mkdir()
-    folder = broken(how, olmoe, tmp_path / "model")
+    folder = broken(wrong, olmoe, tmp_path / "model") if wrong in BROKEN else olmoe
+    monkeypatch.chdir(tmp_path)
+    asked = ["--text", str(text), "--out", "x.safetensors", "--sequence-length", "16"]
+    asked += wrong.replace("TEXT", str(text)).split() if wrong in OPTIONS_OF else []
     capsys.readouterr()
-    out = tmp_path / "out" / "x.safetensors"
-    arguments = ["trace", "record", str(folder), "--text", str(text), "--out", str(out), "--sequence-length", "16"]
-    assert main(arguments) == USER_ERROR
+    assert main(["trace", "record", str(folder), *asked]) == USER_ERROR
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("moe-ep-bench: ")
-    assert BROKEN[how] in said
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--text", "none.txt"], "none.txt: cannot read the text: No such file"),
-        (["--num-sequences", "5000"], "expected a text of at least 5000 sequences of 16 tokens, got "),
-        (
-            ["--sequence-length", "100000"],
-            "sequence-length: expected at most 4096, the positions that tiny-olmoe knows",
-        ),
-        (["--batch", "0"], "batch: expected at least 1, got 0"),
-    ],
-)
-def test_what_cannot_be_recorded_is_one_line_and_leaves_nothing(
-    options: list[str], expected: str, olmoe: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "x.safetensors"
-    arguments = ["trace", "record", str(olmoe), "--text", str(text), "--out", str(out), "--sequence-length", "16"]
-    assert main([*arguments, *options]) == USER_ERROR
-    (said,) = capsys.readouterr().err.strip().splitlines()
-    assert expected in said
-    assert not list(tmp_path.iterdir())
+    assert {**BROKEN, **OPTIONS_OF}[wrong] in said
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_without_transformers_a_line_says_what_to_install(

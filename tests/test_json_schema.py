@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,54 +21,44 @@ TYPES = {
 SCHEMAS = {which: json.loads(schema_text(which)) for which in ("run", "quality")}
 
 
+def others_of(value: dict[str, Any], part: dict[str, Any]) -> list[Any]:
+    return [entry for key, entry in value.items() if key not in part.get("properties", {})]
+
+
+# What each word of our schemas asks of a value: of the word's rule, the part that it stands in, and a validator.
+WORDS: dict[str, Callable[[Any, Any, dict[str, Any], Callable[[Any, Any], bool]], bool]] = {
+    "type": lambda value, rule, *_: isinstance(value, TYPES[rule]) and (rule == "boolean") == isinstance(value, bool),
+    "anyOf": lambda value, rule, _, is_valid: any(is_valid(value, part) for part in rule),
+    "oneOf": lambda value, rule, _, is_valid: any(is_valid(value, part) for part in rule),
+    "not": lambda value, rule, _, is_valid: not is_valid(value, rule),
+    "enum": lambda value, rule, *_: value in rule,
+    "const": lambda value, rule, *_: value == rule,
+    "properties": lambda value, rule, _, is_valid: all(is_valid(value[key], rule[key]) for key in value.keys() & rule),
+    "additionalProperties": lambda value, rule, part, is_valid: all(
+        rule if isinstance(rule, bool) else is_valid(entry, rule) for entry in others_of(value, part)
+    ),
+    "required": lambda value, rule, *_: set(rule) <= set(value),
+    "items": lambda value, rule, _, is_valid: all(is_valid(entry, rule) for entry in value),
+    "prefixItems": lambda value, rule, _, is_valid: all(map(is_valid, value, rule)),
+    **dict.fromkeys(("minItems", "minLength"), lambda value, rule, *_: len(value) >= rule),
+    "maxItems": lambda value, rule, *_: len(value) <= rule,
+    "minimum": lambda value, rule, *_: value >= rule,
+    "maximum": lambda value, rule, *_: value <= rule,
+    "exclusiveMinimum": lambda value, rule, *_: value > rule,
+    "exclusiveMaximum": lambda value, rule, *_: value < rule,
+    **dict.fromkeys(
+        ("title", "description", "default", "$schema", "$id", "$defs", "format", "discriminator", "pattern"),
+        lambda *_: True,
+    ),
+}
+
+
 def is_valid(value: Any, part: dict[str, Any], root: dict[str, Any]) -> bool:
-    """A validator of the words that our schemas use; a word that it does not know is an error."""
-    told = {"title", "description", "default", "$schema", "$id", "$defs", "format", "discriminator"}
-    for word, rule in sorted(part.items(), key=lambda pair: pair[0] != "type"):
-        match word:
-            case "$ref":
-                kept = is_valid(value, root["$defs"][rule.rpartition("/")[2]], root)
-            case "type":
-                kept = isinstance(value, TYPES[rule]) and (rule == "boolean" or not isinstance(value, bool))
-            case "anyOf" | "oneOf":
-                kept = any(is_valid(value, one, root) for one in rule)
-            case "not":
-                kept = not is_valid(value, rule, root)
-            case "enum":
-                kept = value in rule
-            case "const":
-                kept = value == rule
-            case "properties":
-                kept = all(is_valid(one, rule[key], root) for key, one in value.items() if key in rule)
-            case "additionalProperties":
-                others = [one for key, one in value.items() if key not in part.get("properties", {})]
-                kept = not others if rule is False else rule is True or all(is_valid(o, rule, root) for o in others)
-            case "required":
-                kept = set(rule) <= set(value)
-            case "items":
-                kept = all(is_valid(one, rule, root) for one in value)
-            case "prefixItems":
-                kept = all(is_valid(one, rule_one, root) for one, rule_one in zip(value, rule, strict=False))
-            case "minItems" | "minLength" | "minProperties":
-                kept = len(value) >= rule
-            case "maxItems":
-                kept = len(value) <= rule
-            case "minimum":
-                kept = value >= rule
-            case "maximum":
-                kept = value <= rule
-            case "exclusiveMinimum":
-                kept = value > rule
-            case "exclusiveMaximum":
-                kept = value < rule
-            case "pattern":
-                kept = True
-            case _:
-                assert word in told, word
-                kept = True
-        if not kept:
-            return False
-    return True
+    """A validator of the words that our schemas use."""
+    if "$ref" in part:
+        return is_valid(value, root["$defs"][part["$ref"].rpartition("/")[2]], root)
+    words = sorted(part, key=lambda word: word != "type")
+    return all(WORDS[word](value, part[word], part, lambda *pair: is_valid(*pair, root)) for word in words)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_what_is_no_number_is_refused(paper: Any) -> None:
 
 
 MISTAKES: dict[str, tuple[dict, dict, str]] = {
-    "no such setting": ({"policy": {**TOKEN_DROP, "capacity_factor": 3.0}}, {}, "0.policy: expected one of the config"),
+    "no such setting": ({"policy": {**TOKEN_DROP, "capacity_factor": 3.0}}, {}, "0.policy: expected one of token_drop"),
     "no such policy": ({"policy": {"name": "tokendrop"}}, {}, r"0\.policy: .*tokendrop"),
     "two on the other side": (
         {"versus": {"name": "token_drop", "capacity_factor": [1.0, 1.5]}},

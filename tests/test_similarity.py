@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -193,27 +190,6 @@ def test_a_file_says_what_it_is_of(folder: Path) -> None:
     assert load_file(path)["similarity"].shape == (2, 8, 8)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--similarity", "alike.npz"], "--similarity alike.npz: expected a name that ends in .safetensors"),
-        (["--similarity", "{folder}/alike.safetensors"], "expected a name that is free"),
-        (["--similarity", "new.safetensors", "--num-sequences", "10000"], "expected a text of at least 10000 seq"),
-        (["--similarity", "{folder}/text.txt/new.safetensors"], "--similarity: folder"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(
-    options: list[str], expected: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    source = [str(folder / "checkpoint"), "--text", str(folder / "text.txt"), "--sequence-length", "16"]
-    asked = [one.format(folder=folder) for one in options]
-    assert cli.main(["trace", "record", *source, *asked]) == USER_ERROR
-    told = capsys.readouterr().err.strip().splitlines()
-    assert expected in told[-1]
-    assert list(tmp_path.iterdir()) == [], "and nothing is recorded"
-
-
 def config(folder: Path, name: str, **sections: Any) -> Path:
     shape = {"num_experts": 8, "top_k": 3, "hidden_size": 32, "ffn_hidden_size": 16, "num_layers": 2}
     values = {
@@ -309,14 +285,6 @@ def test_experts_of_another_model_are_said_where_the_run_ends_and_what_dropped_m
     assert "sere k0=1 threshold=0.3 " in told, "short, and told apart"
     assert " activated dropped % kept % " in told
     assert "dropped: of the model's own pairs, also where a policy computes others in their place" in told
-
-
-def test_every_rank_takes_it(folder: Path) -> None:
-    command = [sys.executable, "-m", "moe_ep_bench", "run", str(config(folder, "ran")), "--nproc", "2"]
-    done = subprocess.run([*command, "--out", str(folder / "ran")], capture_output=True, text=True, timeout=500)
-    assert done.returncode == OK, done.stderr
-    assert re.search(r"\b(\d+) cases: \1 ok, 0 not;", done.stdout), done.stdout
-    assert len(sere_cases(folder / "ran")) == 1
 
 
 def test_quality_judges_it_and_copies_of_experts_cost_nothing(folder: Path, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ COMMANDS = {
     "run": "the following arguments are required: CONFIG",
     "show": "the following arguments are required: DIR",
     "emulate CONFIG policies.0.k0=2": "expected no such arguments: policies.0.k0=2; --set KEY=VALUE replaces a value",
-    "emulate CONFIG --set policies.0.k0=2": "policies.0 is topk, which has no k0; have it: policies.1 (oea)",
+    "emulate CONFIG --set policies.0.k0=2": "policies.0: k0: topk has no such field",
     "emulate CONFIG --set model.preset=Qwen/Qwen3-30B-A3B": "nothing is fetched from a hub: hf download Qwen/Qwen3",
     "run CONFIG --nproc 2 --dry-run --set layer.ep_size=16": "layer.ep_size: expected a divisor of the 2 ranks, got 16"
     "; --nproc starts more; the command emulate lays out any number on one device",
@@ -178,6 +178,11 @@ def test_a_config_without_a_name_has_its_files(file: str, name: str, tmp_path: P
     path = write(tmp_path).rename(tmp_path / file)
     assert load_experiments(path, on_cpu=False)[0].name == name
     assert load_experiments(path, ["name=other"], on_cpu=False)[0].name == "other"
+
+
+def test_a_date_is_text_and_a_power_of_ten_a_number(tmp_path: Path) -> None:
+    (config,) = load_experiments(write(tmp_path), ["name=2026-01-31", "measure.timeout_s=1e3"], on_cpu=False)
+    assert (config.name, config.measure.timeout_s) == ("2026-01-31", 1000.0)
 
 
 def test_a_policys_field_is_set_by_its_place(tmp_path: Path) -> None:

@@ -532,22 +532,22 @@ class Experiment(SweepPoint):
         Raises:
             ValueError: one of them is not in the config.
         """
-        claim, known = self.claims[number], self.make_policies()
+        claim = self.claims[number]
+        policies = {policy.label: policy for policy in self.make_policies()}
         lossless = {wanted.label: wanted for wanted in (*self.emulate.replication, *self.emulate.rebalance)}
-        for key, label in (("lossless", claim.lossless), ("versus_lossless", claim.versus_lossless)):
-            if label is not None and label not in lossless:
-                labels = "; ".join(lossless) or "none in the config"
-                raise UserError(f"claims.{number}.{key}: expected one of {labels}; got {label}")
-        named: dict[str, list[Rule]] = {}
-        for key, entry in (("policy", claim.policy), ("versus", claim.versus)):
-            named[key] = [] if entry is None else expand_policies([entry])
-            for policy in named[key]:
-                if policy not in known:
-                    labels = ", ".join(other.label for other in known)
-                    raise UserError(
-                        f"claims.{number}.{key}: expected one of the config's policies ({labels}); got {policy.label}"
-                    )
-        if len(named["versus"]) > 1:
-            raise UserError(f"claims.{number}.versus: expected one policy, got {len(named['versus'])}")
-        versus = named["versus"][0] if named["versus"] else lossless.get(claim.versus_lossless or "")
-        return [(rule, versus) for rule in named["policy"] or [lossless.get(claim.lossless or "")]]
+
+        def rules(key: str, entry: dict[str, Any] | None, label_key: str, label: str | None) -> list[Rule]:
+            labels = [] if entry is None else [policy.label for policy in expand_policies([entry])]
+            named = [(key, name, policies) for name in labels]
+            named += [] if label is None else [(label_key, label, lossless)]
+            for where, name, known in named:
+                if name not in known:
+                    there = "; ".join(known) or "none in the config"
+                    raise UserError(f"claims.{number}.{where}: expected one of {there}; got {name}")
+            return [known[name] for _, name, known in named]
+
+        versus = rules("versus", claim.versus, "versus_lossless", claim.versus_lossless)
+        if len(versus) > 1:
+            raise UserError(f"claims.{number}.versus: expected one policy, got {len(versus)}")
+        baseline = versus[0] if versus else None
+        return [(rule, baseline) for rule in rules("policy", claim.policy, "lossless", claim.lossless) or [None]]

@@ -9,7 +9,6 @@ import copy
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from moe_ep_bench.config import Experiment, SweepPoint
 from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.policies import FILE_FIELDS, POLICIES
+from moe_ep_bench.policies import FILE_FIELDS
 from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import REMOVED, read_yaml, validated
 from moe_ep_bench.workload.counts import read_counts
@@ -161,22 +160,9 @@ def _read(
         if key != swept:
             sweep[swept] = value
         else:
-            _check_policys_field(raw, key, where)
             _put(raw, key, value, where)
             sweep.pop(key, None)
     return raw, sweep
-
-
-def _check_policys_field(raw: dict[str, Any], key: str, where: str) -> None:
-    """Refuse a field that the policy of this place lacks and others of the list have: the place may be the mistake."""
-    place, entries = re.fullmatch(r"policies\.(\d+)\.(\w+)", key), raw.get("policies")
-    if place is None or not isinstance(entries, list) or int(place[1]) >= len(entries):
-        return
-    field, names = place[2], [entry.get("name") if isinstance(entry, dict) else None for entry in entries]
-    name = names[int(place[1])]
-    having = [f"policies.{n} ({names[n]})" for n, entry in enumerate(entries) if names[n] and field in entry]
-    if name in POLICIES and having and field not in {"name", *(known.name for known in fields(POLICIES[name]))}:
-        raise UserError(f"{where}: policies.{place[1]} is {name}, which has no {field}; have it: {', '.join(having)}")
 
 
 def _resolved(value: Any, key: str, folder: Path) -> Any:

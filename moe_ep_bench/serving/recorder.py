@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,11 @@ PART_BYTES = 2**29
 _PHASES = ("prefill", "decode")
 
 
+@dataclass(eq=False)
 class Recorder:
     """Collects steps, and writes parts.
 
-    Args:
+    Attributes:
         directory: of the parts.
         layers: the model's numbers of its MoE layers.
         metadata: of every part but for its phase: model, score, domain, source, licence and note.
@@ -35,21 +37,17 @@ class Recorder:
         prefix: of the parts' names.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        layers: Sequence[int],
-        num_experts: int,
-        top_k: int,
-        metadata: dict[str, str],
-        most_bytes: int,
-        say: Callable[[str], None],
-        prefix: str = "",
-        part_bytes: int = PART_BYTES,
-    ) -> None:
-        self.directory, self.layers, self.metadata, self.say, self.prefix = directory, layers, metadata, say, prefix
-        self.num_experts, self.top_k = num_experts, top_k
-        self.most_bytes, self.part_bytes = most_bytes, part_bytes
+    directory: Path
+    layers: Sequence[int]
+    num_experts: int
+    top_k: int
+    metadata: dict[str, str]
+    most_bytes: int
+    say: Callable[[str], None]
+    prefix: str = ""
+    part_bytes: int = PART_BYTES
+
+    def __post_init__(self) -> None:
         self.num_bytes = self.num_parts = self.num_tokens = 0
         self.is_open = True
         self._requests: dict[str, tuple[int, int]] = {}  # number, and the position that comes next

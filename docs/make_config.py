@@ -6,11 +6,13 @@ Fields of policies come from their dataclasses; descriptions are the ``Attribute
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import itertools
 import re
 import sys
+import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +24,6 @@ from pydantic_core import PydanticUndefined
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from moe_ep_bench.cli.json_schema import described  # noqa: E402
 from moe_ep_bench.config import Experiment  # noqa: E402
 from moe_ep_bench.policies import POLICIES  # noqa: E402
 from moe_ep_bench.presets import models_in  # noqa: E402
@@ -40,6 +41,19 @@ BESIDE = [
 ]
 SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 NO_DEFAULT = (PydanticUndefined, dataclasses.MISSING)
+
+
+def described(model: type[BaseModel]) -> dict[str, str]:
+    """The string below each field of a model's source, inherited fields included."""
+    texts: dict[str, str] = {}
+    for kind in reversed(model.__mro__):
+        if not (issubclass(kind, BaseModel) and kind.__module__.startswith("moe_ep_bench")):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
+        for field, text in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                texts[field.target.id] = " ".join(inspect.cleandoc(text.value.value).split())
+    return {key: text for key, text in texts.items() if key in model.model_fields}
 
 
 def type_text(kind: Any) -> str:

@@ -87,12 +87,11 @@ def test_what_a_config_cannot_hold_is_invalid(change: dict[str, Any]) -> None:
     assert not is_valid({**config, **change}, schema, schema)
 
 
-def test_the_command_prints_a_versioned_schema_with_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_versioned_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == SCHEMAS["run"]
     assert __version__ in printed["$id"]
-    assert printed["$defs"]["SyntheticConfig"]["properties"]["peak_load"]["description"].startswith("Load of the full")
     assert "name" not in printed["required"]
     assert cli.main(["schema", "route"]) == 2
     assert "expected run (for all commands but quality) or quality, got 'route'" in capsys.readouterr().err

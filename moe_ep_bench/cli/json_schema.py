@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import json
-import textwrap
 from typing import Any
-
-from pydantic import BaseModel
-from pydantic.json_schema import GenerateJsonSchema
 
 from moe_ep_bench import __version__
 from moe_ep_bench.config import Experiment, SweepPoint
@@ -27,21 +20,6 @@ _LISTED: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-class _Schema(GenerateJsonSchema):
-    """pydantic's, with the descriptions of fields, and what files may hold besides."""
-
-    def model_schema(self, schema: Any) -> dict[str, Any]:
-        model, result = schema["cls"], super().model_schema(schema)
-        fields = result["properties"]
-        for key, other in _LISTED.get(model.__name__, {}).items():
-            fields[key] = {"anyOf": [fields[key], other]}
-        for key, text in described(model).items():
-            fields[key]["description"] = text
-        if not issubclass(model, SweepPoint):
-            result.pop("required", None)  # A sweep may give the value.
-        return result
-
-
 def schema_text(which: str) -> str:
     """The schema of a config of ``quality``, or of all other commands (``run``), as JSON.
 
@@ -55,7 +33,11 @@ def schema_text(which: str) -> str:
         kind = QualityExperiment
     elif which != "run":
         raise UserError(f"CONFIGS: expected run (for all commands but quality) or quality, got {which!r}")
-    schema = kind.model_json_schema(schema_generator=_Schema)
+    schema = kind.model_json_schema()
+    for name, part in schema["$defs"].items():
+        part.pop("required", None)  # A sweep may give the value.
+        for key, other in _LISTED.get(name, {}).items():
+            part["properties"][key] = {"anyOf": [part["properties"][key], other]}
     schema["properties"]["policies"]["items"] = _policy_schema()
     schema["properties"] |= {beside: {"type": "object"} for beside in kind.BESIDE}
     schema["properties"]["sweep"]["additionalProperties"] = {"type": "array"}
@@ -76,16 +58,3 @@ def _policy_schema() -> dict[str, Any]:
     ]
     own = {"properties": {"name": {"not": {"enum": list(POLICIES)}}}, "required": ["name"]}
     return {"type": "object", "anyOf": [*ours, own]}
-
-
-def described(model: type[BaseModel]) -> dict[str, str]:
-    """The string below each field of a model's source, inherited fields included."""
-    texts: dict[str, str] = {}
-    for kind in reversed(model.__mro__):
-        if not (issubclass(kind, BaseModel) and kind.__module__.startswith("moe_ep_bench")):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
-        for field, text in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                texts[field.target.id] = " ".join(inspect.cleandoc(text.value.value).split())
-    return {key: text for key, text in texts.items() if key in model.model_fields}

@@ -26,7 +26,6 @@ from moe_ep_bench.analysis.style import (
     house_style,
     looks_of,
     phase_look,
-    save,
     settle,
 )
 from moe_ep_bench.analysis.sweeps import key_words, swept, value_words
@@ -45,7 +44,7 @@ def store_of(root: Path, *comparisons: FakeComparison, mode: str = "run") -> Sto
 
 def drawn(name: str, store: Store, size: str = "page", case: str | None = None) -> Drawing | None:
     with house_style(size):
-        drawing = draw(figures_of(store, {}, case)[name], store)
+        drawing = draw(figures_of(store, case)[name], store)
         if drawing is not None:
             settle(drawing.figure)
     return drawing
@@ -130,17 +129,6 @@ def test_a_figure_is_added_by_one_row(store: Store, monkeypatch: pytest.MonkeyPa
     assert "Peaks" in words(drawing.figure)
 
 
-def test_what_a_figure_shows_stands_under_the_names_of_the_frame(store: Store) -> None:
-    frame = case_rows(store)
-    for name in ("speedup", "dropped", "pareto"):
-        rows = drawn(name, store).rows
-        shared = [column for column in rows if column in frame]
-        merged = rows.merge(frame, on="label", suffixes=("", "_frame"))
-        for column in shared:
-            same = merged[column].eq(merged.get(f"{column}_frame", merged[column])) | merged[column].isna()
-            assert same.all(), (name, column)
-
-
 def test_replication_stands_beside_policies(store: Store, swept_store: Store) -> None:
     for name, of in (("speedup", store), ("pareto", store), ("map", swept_store)):
         assert "replication" in set(drawn(name, of).rows["role"]), name
@@ -153,17 +141,6 @@ def test_a_figure_without_rows_is_none(tmp_path: Path) -> None:
 
 
 # ---- style ---------------------------------------------------------------------------------------------------------
-
-
-def test_equal_rows_give_equal_bytes(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(2):
-        monkeypatch.setenv("SOURCE_DATE_EPOCH", str(86400 * (number + 1)))  # what a date in a file would come from
-        with house_style("column"):
-            drawing = draw(FIGURES["load"], store)
-            for file_format in ("svg", "pdf"):
-                save(drawing.figure, tmp_path / f"{number}.{file_format}", file_format)
-    for file_format in ("svg", "pdf"):
-        assert (tmp_path / f"0.{file_format}").read_bytes() == (tmp_path / f"1.{file_format}").read_bytes()
 
 
 def test_a_size_leaves_no_settings_behind_and_an_unknown_one_is_refused() -> None:
@@ -249,17 +226,12 @@ def long_names(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return store_of(tmp_path_factory.mktemp("long"), *comparisons)
 
 
-_ALL = ("speedup", "phases", "load", "dropped", "map", "timeline", "pareto")
-
-
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [*((name, "page") for name in _ALL), ("speedup", "column"), ("timeline", "column")],
-)
-def test_long_names_are_not_clipped_and_hide_nothing(long_names: Store, name: str, size: str) -> None:
-    figure = drawn(name, long_names, size).figure
-    assert figure.get_figwidth() <= SIZES[size][0]
-    assert_nothing_is_clipped(figure)
+@pytest.mark.parametrize("size", ["page", "column"])
+def test_long_names_are_not_clipped_and_hide_nothing(long_names: Store, size: str) -> None:
+    for name in ("speedup", "timeline") if size != "page" else FIGURES:
+        if (drawing := drawn(name, long_names, size)) is not None:
+            assert drawing.figure.get_figwidth() <= SIZES[size][0]
+            assert_nothing_is_clipped(drawing.figure)
 
 
 # ---- lines, panels --------------------------------------------------------------------------------------------------
@@ -282,12 +254,9 @@ def test_beside_capacity_factors_a_policy_without_one_stands_at_its_name_and_a_c
     assert ticks(figure.axes[-1].xaxis) == ["topk", "1", "2"]
     named = f"token_drop granularity=device, {GAMMA} 1"
     assert set(legend(figure)) == {"native", "topk", "token_drop", named}
-    bars = ticks(drawn("phases", run).figure.axes[0].yaxis)
-    assert [bar.partition(" 30")[0].partition(" 15")[0].partition(" 0.0")[0] for bar in bars][2:] == [
-        "topk",
-        f"token_drop, {GAMMA} 1",
-        f"token_drop, {GAMMA} 2",
-        named,
+    bars = [bar for bar in ticks(drawn("phases", run).figure.axes[0].yaxis) if bar.startswith("token_drop")]
+    assert [bar.partition(f"{GAMMA} ")[0] + bar.partition(f"{GAMMA} ")[2][0] for bar in bars] == [
+        *("token_drop, 1", "token_drop, 2", "token_drop granularity=device, 1"),
     ]
     assert legend(drawn("load", run).figure) == [f"token_drop, {GAMMA} 1", named, "native"]
 

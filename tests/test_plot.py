@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import resource
 import shutil
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped, standard_cases, write_run
 
@@ -23,7 +21,7 @@ import plot_results
 from moe_ep_bench.analysis.cases import Store, cases, load, routing, samples
 from moe_ep_bench.analysis.drawing import draw, lines
 from moe_ep_bench.analysis.figures import FIGURES
-from moe_ep_bench.analysis.plot import drawings, lines_of, stores
+from moe_ep_bench.analysis.plot import drawings, figures_of, stores
 from moe_ep_bench.analysis.style import house_style, settle
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import ValidationDirectory
@@ -88,41 +86,33 @@ def test_figures_land_beside_one_directory_and_are_the_same_bytes_in_another_pro
     monkeypatch.chdir(tmp_path)
     shutil.copytree(good, tmp_path / "one")
     shutil.copytree(good, tmp_path / "two")
-    assert plot_results.main(["one", "--format", "svg", "--figures", "speedup"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["one/figures/speedup.svg", "one/figures/speedup.csv"]
+    assert plot_results.main(["one", "--format", "svg,pdf", "--figures", "speedup"]) == 0
+    written = [f"speedup.{kind}" for kind in ("svg", "pdf", "csv")]
+    assert capsys.readouterr().out.splitlines() == [f"one/figures/{name}" for name in written]
     # Another process, another hash seed, another user's matplotlib settings; pyplot and torch stay unimported.
     (tmp_path / "matplotlibrc").write_text("font.size: 20\naxes.facecolor: red\n")
     code = (
         "import sys\nfrom moe_ep_bench.cli import main\n"
-        "assert main(['plot', 'two', '--format', 'svg', '--figures', 'speedup']) == 0\n"
+        "assert main(['plot', 'two', '--format', 'svg,pdf', '--figures', 'speedup']) == 0\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
         "assert not {m.split('.')[0] for m in sys.modules} & {'torch', 'megatron'}\n"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT), "SOURCE_DATE_EPOCH": "86400"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for name in ("speedup.svg", "speedup.csv"):
+    for name in written:
         assert Path("two/figures", name).read_bytes() == Path("one/figures", name).read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["other", "cut", "newer", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "empty"])
 def test_what_cannot_be_trusted_is_named_and_the_rest_drawn(
     damage: str, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = shutil.copytree(good, tmp_path / "damaged")
-    if damage == "other":
-        path = sorted((damaged / "cases").glob("*.parquet"))[-1]
-        pq.write_table(pq.read_table(path).drop_columns(["layer"]), path)
-        said = f"{path}: foreign, expected a column layer of type int32"
-    elif damage == "cut":
+    if damage == "cut":
         path = sorted((damaged / "routing").glob("*.parquet"))[-1]
-        content = path.read_bytes()
-        path.write_bytes(content[: random.Random(damage).randrange(len(content))])
+        path.write_bytes(path.read_bytes()[:-20])
         said = f"{path}: damaged, not Parquet"
-    elif damage == "newer":
-        content = json.loads((damaged / "run.json").read_text())
-        (damaged / "run.json").write_text(json.dumps({**content, "schema_version": 99}))
-        said = "damaged/run.json: schema_version: expected"
     else:
         shutil.rmtree(damaged)
         damaged.mkdir()
@@ -251,8 +241,9 @@ def test_figures_of_a_config_are_drawn_by_default(good: Path, tmp_path: Path) ->
     run = shutil.copytree(good, tmp_path / "run")
     content = json.loads((run / "run.json").read_text())
     line = {"x": "k0", "y": "retained_mass", "by": "policy", "facet": None, "where": None}
-    (run / "run.json").write_text(json.dumps({**content, "config": [{"figures": [line]}] * 2}))
-    assert list(lines_of([run])) == ["retained_mass-over-k0-by-policy"]
+    runs = {name: {**job, "config": [{"figures": [line]}, {}]} for name, job in content["runs"].items()}
+    (run / "run.json").write_text(json.dumps({**content, "runs": runs}))
+    assert set(figures_of(load(run))) - set(FIGURES) == {"retained_mass-over-k0-by-policy"}
     status, out = plotted(tmp_path, run, "--figures", "retained_mass-over-k0-by-policy")
     assert status == 0
     assert (out / "retained_mass-over-k0-by-policy.csv").is_file()
@@ -266,7 +257,7 @@ def assert_all_fit(directory: str, size: str) -> None:
     number = 0
     for store in stores([REFERENCE / directory], []):
         with house_style(size):
-            for drawing in drawings(store, lines_of([REFERENCE / directory])).values():
+            for drawing in drawings(store).values():
                 settle(drawing.figure)
                 assert_nothing_is_clipped(drawing.figure)
                 number += 1

@@ -33,6 +33,7 @@ from moe_ep_bench.policies import fields_by_policy
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
 COST = ["dropped_share", "retained_mass"]
 _MOST_LINES, _ON_SLIDE = 10, 6
+_HIGH = 4.0  # inches of a panel on the page
 _ENDS = [f"{name}_{end}" for name in ("speedup", "moe_speedup") for end in ("median", "low", "high")]
 _ENDS += ["floor_low", "floor_high"]
 
@@ -124,9 +125,10 @@ def draw(figure: Figure, store: Any) -> Drawing | None:
         rows = rows[rows["facet"].isin(rows.query(figure.needs, engine="python")["facet"])]
     if rows.empty:
         return None
-    # A slide has room for four panels, and its reader for few lines.
-    panels = [panel for panel in figure.panels if not panel.needs or len(rows.query(panel.needs, engine="python"))]
-    most_facets = min(figure.limit, max(1, 4 // len(panels))) if is_slide() else figure.limit
+    most_facets, panels = figure.limit, _panels(figure, rows)
+    if is_slide():  # It has room for four panels, or for a row of high ones, and its reader for few lines.
+        is_high = max(panel.inches(rows) for panel in panels) > _HIGH
+        most_facets = min(figure.most if is_high else figure.limit, max(1, 4 // len(panels)))
     names, drawn, notes = list(rows["facet"].unique()), rows, []
     if len(names) > most_facets:
         kept = {names[int(place)] for place in np.linspace(len(names) - 1, 0, most_facets).round()}
@@ -141,12 +143,17 @@ def draw(figure: Figure, store: Any) -> Drawing | None:
         drawn = drawn[~drawn["line"].isin(more)]
     notes += [*drawn["note"].dropna().unique()] if "note" in drawn else []
     beside = figure.beside(drawn) if callable(figure.beside) else figure.beside
-    sheet, body = facets(drawn, panels, looks, beside=beside, most=figure.most)
+    sheet, body = facets(drawn, _panels(figure, drawn), looks, beside=beside, most=figure.most)
     how = figure.how.format_map(drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)})
     tags = [word for word in (*ORIGINS, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
     dress(sheet, figure.title, how, _footer(drawn, notes, timed=figure.timed), tags, body=body)
     columns = dict.fromkeys([*ABOUT, *figure.columns, "origin", "workload"])
     return Drawing(sheet, rows[[name for name in columns if name in rows]], figure.title, how)
+
+
+def _panels(figure: Figure, rows: pd.DataFrame) -> list[Panel]:
+    """Those for which there are rows."""
+    return [panel for panel in figure.panels if not panel.needs or len(rows.query(panel.needs, engine="python"))]
 
 
 def _other_lines(rows: pd.DataFrame) -> list[str]:

@@ -65,6 +65,9 @@ class Panel:
     shares: bool = False
     needs: str = ""
 
+    def inches(self, rows: pd.DataFrame) -> float:
+        return self.height(rows) if callable(self.height) else self.height
+
 
 def facets(
     rows: pd.DataFrame, panels: Sequence[Panel], looks: Mapping[str, Look], *, beside: bool = False, most: int = 2
@@ -82,7 +85,7 @@ def facets(
     beside = beside and not is_narrow()
     across, number = 1 if is_narrow() else min(most, len(groups)), len(panels)
     bands = [pd.concat(groups[at : at + across]) for at in range(0, len(groups), across)]
-    heights = [[panel.height(band) if callable(panel.height) else panel.height for panel in panels] for band in bands]
+    heights = [[panel.inches(band) for panel in panels] for band in bands]
     widths = [panel.width for panel in panels] if beside else [1.0]
     shares = [width / sum(widths) for width in widths]
     figure = sheet(_WIDTHS[min(4, across * len(widths))])
@@ -105,11 +108,9 @@ def facets(
                 title = folded(heading, room / 1.15 * min(1.0, 2 * width), rcParams["axes.titlesize"])
                 axes.set_title(title)
                 lines[band] = max(lines[band], title.count("\n") + 1)
-            points, high = rcParams["axes.labelsize"], shrunk * heights[band][place] - 0.7
-            axes.set(
-                xlabel=folded(axes.get_xlabel(), width * (inches - 0.5), points),
-                ylabel=folded(axes.get_ylabel(), max(0.8, high), points),
-            )
+            points = rcParams["axes.labelsize"]
+            axes.set_xlabel(folded(axes.get_xlabel(), width * (inches - 0.5), points))
+            axes.set_ylabel(folded(axes.get_ylabel(), max(0.8, shrunk * heights[band][place] - 0.7), points))
             if panel.shares and not beside and place < number - 1:
                 axes.tick_params(labelbottom=False)
                 axes.set_xlabel("")

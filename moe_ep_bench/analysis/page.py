@@ -132,9 +132,9 @@ def _line(store: Store) -> str:
 
 def _drawn(store: Store) -> dict[str, Drawing]:
     """The figures for which the store has rows."""
-    from moe_ep_bench.analysis.plot import drawings, lines_of
+    from moe_ep_bench.analysis.plot import drawings
 
-    return drawings(store, lines_of(list(store.folders.values())))
+    return drawings(store)
 
 
 def _image(name: str, drawing: Drawing) -> dict[str, Any]:

@@ -14,15 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.analysis.cases import load
+from moe_ep_bench.analysis.cases import jobs, load
 from moe_ep_bench.analysis.drawing import Drawing, Figure, draw, lines
 from moe_ep_bench.analysis.figures import CLAIMS_FIGURE, FIGURES, QUALITY_FIGURES, lane_rows
 from moe_ep_bench.analysis.papers import Claims
 from moe_ep_bench.analysis.reading import Errors, ResultsError
 from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
-from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.files import check_folder, read_json, refuse_links_out
+from moe_ep_bench.errors import UserError
+from moe_ep_bench.files import check_folder, refuse_links_out
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 _LINES = ("x", "y", "by", "facet", "where")
@@ -37,9 +37,6 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     """
     formats = _names("--format", options.format, FORMATS)
     size = _names("--size", options.size, SIZES)[0]
-    of_configs = lines_of(options.directories)
-    known = {**FIGURES, **QUALITY_FIGURES, **of_configs}
-    asked = None if options.figures is None else _names("--figures", options.figures, known)
     columns = _columns_asked_for(options)
     out = options.out or (options.directories[0] / "figures" if len(options.directories) == 1 else Path("figures"))
     if options.out is not None:
@@ -47,10 +44,12 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     elif len(options.directories) == 1:
         refuse_links_out(out.parent, out)
     passed_over: list[str] = []
+    tables = [(store, columns or figures_of(store, options.case)) for store in stores(options.directories, passed_over)]
+    known = {**FIGURES, **QUALITY_FIGURES, **{name: figure for _, table in tables for name, figure in table.items()}}
+    asked = None if options.figures is None else _names("--figures", options.figures, known)
     drawn = {}
-    for store in stores(options.directories, passed_over):
-        table = columns or figures_of(store, of_configs, options.case)
-        with house_style(size):
+    with house_style(size):
+        for store, table in tables:
             drawn |= {name: draw(table[name], store) for name in (asked or table) if name in table}
     for line in passed_over:
         say(line)
@@ -93,19 +92,24 @@ def _quality(directory: Path) -> Any:
     return quality
 
 
-def figures_of(store: Any, of_configs: Mapping[str, Figure], case: str | None = None) -> dict[str, Figure]:
-    """All figures that a store may have, those of its configs too, by name; the timeline of a ``case``."""
+def figures_of(store: Any, case: str | None = None) -> dict[str, Figure]:
+    """All figures that a store may have, its configs' ``figures:`` too, by name; the timeline of a ``case``."""
     if isinstance(store, Claims):
         return {"claims": CLAIMS_FIGURE}
     if not isinstance(store, Store):
         return QUALITY_FIGURES
-    chosen = {} if case is None else {"timeline": replace(FIGURES["timeline"], rows=partial(lane_rows, case=case))}
-    return {**FIGURES, **of_configs, **chosen}
+    table = dict(FIGURES)
+    for config in jobs(store)["config"]:
+        for values in (values for experiment in config or [] for values in experiment.get("figures") or []):
+            table |= lines(**{name: values.get(name) for name in _LINES})
+    if case is not None:
+        table["timeline"] = replace(FIGURES["timeline"], rows=partial(lane_rows, case=case))
+    return table
 
 
-def drawings(store: Any, of_configs: Mapping[str, Figure]) -> dict[str, Drawing]:
+def drawings(store: Any) -> dict[str, Drawing]:
     """All figures for which a store has rows. In ``house_style``."""
-    drawn = {name: draw(figure, store) for name, figure in figures_of(store, of_configs).items()}
+    drawn = {name: draw(figure, store) for name, figure in figures_of(store).items()}
     return {name: drawing for name, drawing in drawn.items() if drawing is not None}
 
 
@@ -130,7 +134,7 @@ def draw_all(directory: Path) -> str:
     drawn: dict[str, Drawing] = {}
     with house_style():
         for store in stores([directory], []):
-            drawn |= drawings(store, lines_of([directory]))
+            drawn |= drawings(store)
     write(drawn, directory / "figures")
     where = os.path.relpath(directory / "figures")
     return f"\nfigures in {where}: {', '.join(drawn)}" if drawn else "\nno figure was drawn"
@@ -141,30 +145,8 @@ def draw_claims(claims: Claims) -> list[Path]:
     folder = claims.directory / "figures"
     refuse_links_out(claims.directory, folder)
     with house_style():
-        drawn = drawings(claims, {})
+        drawn = drawings(claims)
     return write(drawn, folder)
-
-
-def lines_of(directories: Sequence[Path]) -> dict[str, Figure]:
-    """The ``figures:`` of the directories' configs, by name."""
-    found: dict[str, Figure] = {}
-    for directory in directories:
-        try:
-            config = read_json(directory / "run.json").get("config") or []
-        except (OSError, ValueError, AttributeError):
-            continue  # named where the directory is read
-        for experiment in config if isinstance(config, list) else [config]:
-            listed = experiment.get("figures") if isinstance(experiment, dict) else None
-            for values in listed if isinstance(listed, list) else []:
-                given = {key: values.get(key) for key in _LINES} if isinstance(values, dict) else {}
-                is_word = [
-                    isinstance(value, str) or (value is None and key not in "xy") for key, value in given.items()
-                ]
-                if not given or not all(is_word):
-                    expected = f"words for {', '.join(_LINES)}; got {brief(values)}"
-                    raise UserError(f"{directory / 'run.json'}: config: figures: expected {expected}")
-                found |= lines(**given)
-    return found
 
 
 def _columns_asked_for(options: argparse.Namespace) -> dict[str, Figure]:

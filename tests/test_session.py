@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from moe_ep_bench.bench import job, replays, session
+from moe_ep_bench.bench.inspection import LayerLook, Observation
 from moe_ep_bench.bench.replays import Replays
 from moe_ep_bench.bench.session import measure_comparison
 from moe_ep_bench.layer.graphs import Graphs
+from moe_ep_bench.policies import Routing
 from moe_ep_bench.runtime.ranks import Ranks, ToldError
 from moe_ep_bench.timing.ceilings import Ceilings
 
@@ -23,7 +25,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.cases, self.steps = ["native"], []
-        self.is_replayed, self.job, self.comparison = True, mock.Mock(), mock.Mock()
+        self.job, self.comparison = mock.Mock(), mock.Mock(**{"parts.cuda_graph": True})
 
     def __getattr__(self, step: str) -> Any:
         return lambda *_: self.steps.append(step)
@@ -32,7 +34,9 @@ class Recorded:
 ALL = ["try_all", "observe_all", "capture_all", "check_again", "warm_up", "time", "check_again", "gather"]
 
 
-@pytest.mark.parametrize(("loses", "number"), [("try_all", 1), ("observe_all", 2), ("check_again", 4), ("", 8)])
+@pytest.mark.parametrize(
+    ("loses", "number"), [("try_all", 1), ("observe_all", 2), ("capture_all", 3), ("check_again", 4), ("", 8)]
+)
 def test_where_no_case_is_left_nothing_more_is_run(loses: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In ``loses`` no case stands its check."""
     recorded = Recorded()
@@ -69,14 +73,13 @@ def test_ceilings_are_measured_before_anything_is_built_or_warmed_up(monkeypatch
     monkeypatch.setattr(session, "Rendezvous", lambda *_: None)
     monkeypatch.setattr(session, "builder", builds)
     ranks = SimpleNamespace(device=torch.device("cpu"), rank=0, first_word=lambda text: f"rank 1: {text}")
-    guard = SimpleNamespace(explain=lambda reason: steps.append("explain" if reason else "withdraw"))
-    here = mock.Mock(ranks=ranks, guard=guard)
+    here = mock.Mock(ranks=ranks, guard=SimpleNamespace(explain=steps.append))
     here.survive = partial(job.Job.survive, here)
     comparison = mock.MagicMock()
     comparison.experiment.layer.dtype = "float32"
     built, outcome = session._built(here, comparison, [SimpleNamespace(case_id=name) for name in ("native", "topk")])
     assert built is None
-    assert steps == ["ceilings", "free", "build", "explain", "withdraw"]
+    assert steps == ["ceilings", "free", "build", "failed: ValueError: no experts"]
     reason = "while building: rank 1: ValueError: no experts"
     assert outcome.unmeasured == dict.fromkeys(("native", "topk"), ("failed", reason))
     with job.watched_machine(torch.device("cpu"), Ceilings(1, 2.0, 3.0, 4.0)) as found:
@@ -112,26 +115,27 @@ def test_a_rank_whose_device_answers_no_more_does_not_go_on(monkeypatch: pytest.
         job.Job.survive(here, ValueError("no kernel"))
 
 
-def capturing(
-    monkeypatch: pytest.MonkeyPatch, num_batches: int = 1, others: str = ""
-) -> tuple[Replays, list[str], list[int]]:
-    """Graphs on rank 0 of two, the reasons that it leaves for the next job, and the batches that it replays.
+def capture(
+    monkeypatch: pytest.MonkeyPatch, num_batches: int = 1, others: str = "", num_ranks: int = 2, **of_case: Any
+) -> tuple[str, list[str], list[int]]:
+    """Capture a case on rank 0 of several: its problem, the reasons left for the next job, the batches replayed.
 
     Args:
-        others: what rank 1 says of its captures.
+        others: what rank 1 has found wrong with its captures.
     """
     reasons, replayed = [], []
     ranks = mock.Mock(told=lambda text: [text, others])
     ranks.first_word = partial(Ranks.first_word, ranks)
     job = SimpleNamespace(guard=SimpleNamespace(explain=reasons.append, feed=lambda: None), ranks=ranks)
     held = mock.Mock(job=job, num_batches=num_batches, device=torch.device("cpu"))
-    held.meet, held.settings = mock.Mock(size=2), SimpleNamespace(breakdown_iterations=0)
-    monkeypatch.setattr(replays, "Graphs", mock.Mock())
-    monkeypatch.setattr(replays, "look", lambda case, batch: None)
-    monkeypatch.setattr(replays, "CapturedRun", mock.Mock())
-    monkeypatch.setattr(Replays, "_replayed", lambda self, case, batch: (replayed.append(batch), {}))
-    monkeypatch.setattr(Replays, "_unlike", lambda self, eager, output, routed, batch: f"unlike in batch {batch}")
-    return Replays(held), reasons, replayed
+    held.meet, held.settings = mock.Mock(size=num_ranks), SimpleNamespace(breakdown_iterations=0)
+    for name in ("Graphs", "CapturedRun", "look"):
+        monkeypatch.setattr(replays, name, mock.Mock())
+    monkeypatch.setattr(Replays, "look", lambda self, case, batch, eager: replayed.append(batch))
+    made, case = Replays(held), mock.Mock(problem="", **of_case)
+    made.capture(case)
+    assert made.graphs.abandon_pool.called == bool(reasons)
+    return case.problem, reasons, replayed
 
 
 CANNOT = "cannot be captured as a CUDA graph: "
@@ -145,34 +149,55 @@ CANNOT = "cannot be captured as a CUDA graph: "
         (AssertionError(""), "failed", "AssertionError"),
     ],
 )
-def test_what_cannot_be_captured_is_agreed_on_and_left_for_whoever_waits(
+def test_what_cannot_be_captured_is_the_cases_problem_and_left_for_whoever_waits(
     error: Exception, status: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, reasons, replayed = capturing(monkeypatch)
-    assert made.capture(mock.Mock(**{"prepare.side_effect": error})) == f"rank 0: {status}: {CANNOT}{said}"
-    assert reasons == [f"{status}: {CANNOT}{said}"]
-    assert made.graphs.abandon_pool.called
-    assert replayed == []
+    problem = f"{status}: {CANNOT}{said}"
+    assert capture(monkeypatch, **{"prepare.side_effect": error}) == (problem, [problem], [])
 
 
 def test_a_rank_replays_nothing_that_another_could_not_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, reasons, replayed = capturing(monkeypatch, 3, others="failed: no")
-    assert made.capture(mock.Mock()) == "rank 1: failed: no"
-    assert reasons == replayed == []
-
-
-def test_a_rank_that_found_a_difference_replays_the_later_batches_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _, replayed = capturing(monkeypatch, 3)
-    assert made.capture(mock.Mock()) == "rank 0: failed: unlike in batch 0"
-    assert replayed == [0, 1, 2]  # Others wait in their collectives.
+    assert capture(monkeypatch, 3) == ("", [], [0, 1, 2])
+    assert capture(monkeypatch, 3, others="failed: no") == ("", [], [])
 
 
 def test_peers_that_are_gone_are_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, reasons, _ = capturing(monkeypatch)
-    case = mock.Mock(**{"prepare.side_effect": torch.distributed.DistBackendError("ncclRemoteError: it has ended")})
+    error = torch.distributed.DistBackendError("ncclRemoteError: it has ended")
     with pytest.raises(torch.distributed.DistBackendError):
-        made.capture(case)
-    assert reasons == []
+        capture(monkeypatch, **{"prepare.side_effect": error})
+
+
+def observation(map_TE: torch.Tensor, value: float) -> Observation:
+    output = torch.full((2, 1, 4), value)
+    look = LayerLook(Routing(map_TE, map_TE.float()), output, output[:, 0], output[:, 0])
+    return Observation(output, {None: look})
+
+
+@pytest.mark.parametrize(
+    ("moved", "value", "problem"),
+    [
+        (False, 1.0, ""),
+        (False, 1.5, "failed: replayed from a CUDA graph, its output on batch 0 is off by 1.4 of 2.8"),
+        (True, 1.0, "failed: replayed from a CUDA graph, it routes batch 0 otherwise"),
+    ],
+)
+def test_a_replay_is_held_against_the_eager_run(
+    moved: bool, value: float, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replays, "Graphs", mock.Mock())
+    monkeypatch.setattr(replays, "checked_rows", lambda held, batch: torch.tensor([1]))
+    map_TE = torch.eye(2, dtype=torch.bool)
+    replayed = observation(map_TE.roll(1, dims=1) if moved else map_TE, value)
+    weights = replayed.layers[None].routing
+    run = mock.Mock(output=replayed.output, routing={None: (weights.weights_TE, weights.map_TE)})
+    held = Replays(mock.Mock(dtype=torch.float32, settings=SimpleNamespace(breakdown_iterations=0)))
+    case = SimpleNamespace(case_id="case", problem="")
+    held.captured["case", 0, False] = run
+    seen = held.look(case, 0, observation(map_TE, 1.0))
+    assert (case.problem, run.replay.called) == (problem, True)
+    assert seen.output is not run.output, "the next replay writes over it"
+    assert torch.equal(seen.layers[None].output_ND, replayed.output[1])
+    assert torch.equal(seen.layers[None].routing.map_TE, weights.map_TE)
 
 
 @pytest.mark.parametrize(
@@ -192,10 +217,8 @@ def test_collectives_in_graphs_are_refused_where_their_replay_would_hang(
         monkeypatch.delenv(name, raising=False)
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    made, _, replayed = capturing(monkeypatch)
-    made.session.meet.size = num_ranks
-    said = made.capture(mock.Mock())
-    assert ("NCCL_GRAPH_REGISTER=0" in said) == (not fits)
+    problem, _, replayed = capture(monkeypatch, num_ranks=num_ranks)
+    assert ("NCCL_GRAPH_REGISTER=0" in problem) == (not fits)
     assert replayed == ([0] if fits else [])
 
 

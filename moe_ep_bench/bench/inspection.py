@@ -140,15 +140,14 @@ def observe_all(session: Session) -> None:
 
 
 def check_again(session: Session) -> None:
-    """Hold every layer of every case against the reference once more, after it was timed."""
+    """Hold every layer of every case against the reference once more, replayed where it is to be timed so."""
     for case in session.cases:
         session.job.begin(case.case_id)
         seen = look(case, 0)
         with _without_others(case):
             _note(case, seen, 0)
         if session.replays is not None:
-            seen, problem = session.replays.looked_at(case, seen)
-            case.problem = case.problem or problem
+            seen = session.replays.look(case, 0, seen)
         with _without_others(case):
             for layer, of_layer in seen.layers.items():
                 session.job.guard.feed()
@@ -192,10 +191,10 @@ def drop_failing(session: Session, when: str) -> None:
         if problems := [(rank, problem) for rank, (problem, _) in enumerate(told) if problem]:
             rank, reason = problems[0]
             status, words = split_reason(reason)
-            session.drop(case, f"{when}: rank {rank}: {words}", status)
+            session.drop(case, status, f"{when}: rank {rank}: {words}")
         elif not all(error <= tolerance for error in worst):
             what = f"output differs from the dense reference by {max(worst):.2g}, allowed is {tolerance:g}"
-            session.drop(case, f"{when}: {what}")
+            session.drop(case, "failed", f"{when}: {what}")
 
 
 def compute_alone(session: Session) -> None:

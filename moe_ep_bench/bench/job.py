@@ -110,7 +110,8 @@ class Job:
     def survive(self, error: Exception) -> str:
         """Say why this rank loses a case to an exception outside of collectives, and return the reason.
 
-        All ranks then agree on it and go on, as none waits for this one.
+        All ranks then agree on it and go on, as none waits for this one. Should others wait in a collective after all,
+        the job is lost, and this is why.
 
         Raises:
             Exception: the same, where this rank cannot go on: a collective did fail, or its device answers no more.
@@ -123,6 +124,7 @@ class Job:
             except RuntimeError:
                 raise error from None
         reason = brief(reason_of(error), 300, quoted=False)
+        self.guard.explain(reason)
         print(f"moe-ep-bench: rank {self.ranks.rank}: {reason}", file=sys.stderr, flush=True)
         return reason
 

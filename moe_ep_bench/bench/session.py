@@ -62,11 +62,11 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
 def _measure(session: Session) -> None:
     """Take the steps of a measurement as long as cases are left; all ranks agree on them."""
     again = partial(check_again, session)
-    replayed = [("replayed from CUDA graphs", [session.capture_all, again])] if session.is_replayed else []
+    captured = [("before timing", [session.capture_all]), ("replayed from CUDA graphs", [again])]
     for when, steps in (
         ("before timing", [partial(try_all, session)]),
         ("before timing", [partial(observe_all, session)]),
-        *replayed,
+        *(captured if session.comparison.parts.cuda_graph else []),
         ("after timing", [session.warm_up, session.time, again]),
     ):
         for step in steps:
@@ -86,12 +86,9 @@ def _built(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> tuple
         session = Session(job, comparison, cases, groups)
     except Exception as error:
         reason = job.survive(error)
-        # Should others wait in a collective of Megatron-Core's after all, the job is lost, and this is why.
-        job.guard.explain(reason)
     if first := job.ranks.first_word(reason):
         rank, _, said = first.partition(": ")
         status, words = split_reason(said)
-        job.guard.explain("")
         return None, Outcome({case.case_id: (status, f"while building: {rank}: {words}") for case in cases})
     assert session is not None
     session.fill_cache()
@@ -194,7 +191,6 @@ class Session:
         self.inputs = [self._new_input(number) for number in range(self.num_batches)]
         batches = Batches(comparison, self.device)
         self.cases = [Case(CaseRouter(case, batches), self) for case in cases]
-        self.is_replayed = comparison.parts.cuda_graph
         self.replays: Replays | None = None
         self._reference: DenseReference | None = None
         flush = CacheFlush(self.device) if measure.flush_l2 else None
@@ -215,7 +211,7 @@ class Session:
         """Drop the graphs, which communicators would wait for."""
         self.replays = None
 
-    def drop(self, case: Case, reason: str, status: str = "failed") -> None:
+    def drop(self, case: Case, status: str, reason: str) -> None:
         """Record a case as not measured, and go on without it."""
         if self.replays is not None:
             self.replays.forget(case)
@@ -259,19 +255,21 @@ class Session:
     # ---- timing ------------------------------------------------------------------------------------------------------
 
     def capture_all(self) -> None:
+        """Keep every case's runs as CUDA graphs."""
         self.replays = Replays(self)
-        self.replays.capture_all()
+        self.meet()  # Its communicator is set up at its first use, which no capture allows.
+        for case in self.cases:
+            self.job.begin(case.case_id)
+            self.replays.capture(case)
 
     def warm_up(self) -> None:
         clock, fewest = clock_for(self.device), self.settings.fewest_rounds - 1 - self.settings.iterations
         if self.settings.breakdown_iterations:
             warm_breakdowns(self.cases, self.num_batches, clock, self.meet, self.job.begin)
-        result = warm_up(self.cases, self.num_batches, self.settings.warmup, clock, self._slowest, self.job.begin)
+        slowest = lambda times_B: np.max(self.job.ranks.told(times_B), axis=0)  # noqa: E731
+        result = warm_up(self.cases, self.num_batches, self.settings.warmup, clock, slowest, self.job.begin)
         self.job.progress.total += (result.rounds - fewest) * self.num_batches * len(self.cases)
         self.conditions["warm_up"] = asdict(result)
-
-    def _slowest(self, times_B: np.ndarray) -> np.ndarray:
-        return np.max(self.job.ranks.told(times_B), axis=0)
 
     def time(self) -> None:
         """Run the measuring loop, and say what this rank's machine did meanwhile."""

@@ -35,18 +35,21 @@ class Attempt:
 
     def __init__(self, folder: Path, job: str, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._is_explained = folder / f"now-{job}-{rank}", False
+        self._path, self._is_explained = folder / f"now-{job}-{rank}", True
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        self._write("", _NAME_BYTES + _REASON_BYTES, 0)  # On a disk that is full by then, there is room.
+        self.name("")  # On a disk that is full by then, there is room.
 
     def name(self, case_id: str) -> None:
-        """Note what is tried from now on."""
+        """Note what is tried from now on. Nothing was lost for a reason that was given before."""
+        if self._is_explained:
+            self._write("", _REASON_BYTES, _NAME_BYTES)
+        self._is_explained = False
         self._write(case_id, _NAME_BYTES, 0)
 
     def explain(self, reason: str) -> None:
-        """Note why it is being lost; the first reason stays. An empty one takes it back: nothing was lost for it."""
-        if not reason or not self._is_explained:
-            self._is_explained = bool(reason)
+        """Note why it is being lost; the first reason stays."""
+        if not self._is_explained:
+            self._is_explained = True
             self._write(" ".join(reason.split()), _REASON_BYTES, _NAME_BYTES)
             os.fsync(self._file)  # Also where the results are on other machines: the first rank reads all files.
 

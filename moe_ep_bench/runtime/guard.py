@@ -87,7 +87,7 @@ class Guard:
             self._attempt.name(name)
 
     def explain(self, reason: str) -> None:
-        """Note why what is tried is being lost; an empty reason takes that back."""
+        """Note why what is tried is being lost, until the next thing is."""
         if self._attempt is not None:
             self._attempt.explain(reason)
 
@@ -129,7 +129,7 @@ class Guard:
 
     def _end_asked(self, number: int) -> NoReturn:
         try:
-            self.explain(f"{STOPPED} by signal {number}")
+            self._explain_last(f"{STOPPED} by signal {number}")
             self._say()
         finally:  # Whatever cannot be printed or noted: this thread is all that ends the process.
             os._exit(128 + number)
@@ -137,8 +137,8 @@ class Guard:
     def _end_hung(self) -> NoReturn:
         status = LOST
         try:
-            reason, is_tried = self._reason(), self._attempt is not None
-            self.explain(reason)
+            reason = self._reason()
+            is_tried = self._explain_last(reason)
             if reason.startswith(PEER_LOST):
                 time.sleep(_GRACE_S)
             print(f"moe-ep-bench: {reason}", file=sys.stderr, flush=True)
@@ -147,6 +147,13 @@ class Guard:
             status = LOST if is_tried else leave_status(LOST)
         finally:
             os._exit(status)
+
+    def _explain_last(self, reason: str) -> bool:
+        """Note why the process ends, whatever it may still begin; whether there was anything to be lost."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.explain(reason)
+        return attempt is not None
 
     def _reason(self) -> str:
         frame = sys._current_frames().get(self._guarded)

@@ -16,6 +16,7 @@ _EVERY_S = 10.0
 _FORMAT = "{desc}{percentage:.0f} %, {n:,} of {total:,} {unit}, {remaining} left"
 
 _announcement = threading.Timer(SILENT_S, print)
+tqdm.monitor_interval = 0  # Else a thread of its own wakes up beside what is timed.
 
 
 def announce(words: str) -> None:

@@ -32,35 +32,27 @@ def raising(error: BaseException):
     return command
 
 
-@pytest.mark.parametrize(
-    ("command", "error"),
-    [*((name, ImportError("x")) for name in MEASURE), ("run", BrokenPipeError(errno.EPIPE, "x"))],
-)
-def test_what_nobody_foresaw_is_a_lost_job_and_shown_whole(
-    command: str, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+ENDINGS = [
+    *((name, raising(ImportError("x")), LOST, "Traceback") for name in MEASURE),
+    ("run", raising(BrokenPipeError(errno.EPIPE, "x")), LOST, "Traceback"),
+    # Value errors that we did not raise.
+    ("show", lambda options: np.zeros(2) + np.zeros(3), LOST, "Traceback"),
+    ("show", lambda options: int("x"), LOST, "Traceback"),
+    ("show", raising(UserError("DIR: expected a directory")), USER_ERROR, "moe-ep-bench: DIR: expected a directory\n"),
+    # A terminal obeys nothing of it.
+    ("show", raising(ResultsError("\x1b[31m,\nr0)")), USER_ERROR, "moe-ep-bench: \\x1b[31m, r0)\n"),
+]
+
+
+@pytest.mark.parametrize(("name", "command", "status", "said"), ENDINGS)
+def test_what_a_user_can_correct_is_a_line_and_what_nobody_foresaw_a_lost_job_shown_whole(
+    name: str, command: Any, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(cli.COMMANDS, command, raising(error))
-    assert cli.main([command, *MEASURE[command]]) == LOST
-    assert "Traceback" in capsys.readouterr().err
-
-
-def test_an_error_of_results_holds_nothing_that_a_terminal_obeys() -> None:
-    assert str(ResultsError("of another job (\x1b[31mred,\nr0)")) == "of another job (\\x1b[31mred, r0)"
-
-
-def test_a_value_error_that_we_did_not_raise_is_no_mistake_of_the_users(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for defect in (lambda options: np.zeros(2) + np.zeros(3), lambda options: int("x")):
-        monkeypatch.setitem(cli.COMMANDS, "show", defect)
-        assert cli.main(["show", "results"]) == LOST
-        assert "Traceback" in capsys.readouterr().err
-
-
-def test_what_a_user_can_correct_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "show", raising(UserError("DIR: expected a directory, got x")))
-    assert cli.main(["show", "x"]) == USER_ERROR
-    assert capsys.readouterr().err == "moe-ep-bench: DIR: expected a directory, got x\n"
+    monkeypatch.setitem(cli.COMMANDS, name, command)
+    assert cli.main([name, *MEASURE.get(name, ["results"])]) == status
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert status == LOST or errors == said
 
 
 def test_who_stops_reading_a_printed_result_has_seen_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,48 +33,51 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPat
     return monkeypatch
 
 
-def test_a_machine_without_gpus_measures_on_the_cpu(machine: pytest.MonkeyPatch) -> None:
-    assert device_type() == "cpu"
-
-
 def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(machine: pytest.MonkeyPatch) -> None:
+    assert device_type() == "cpu", "there are none"
     machine.setattr(device, "query_gpus", lambda: [H100])
-
-    def too_old() -> None:
-        raise RuntimeError("The NVIDIA driver on your system\nis too old (found version 12040)")
-
+    too_old = RuntimeError("The NVIDIA driver on your system\nis too old (found version 12040)")
     machine.setattr(torch.version, "cuda", "13.0")
-    machine.setattr(torch.cuda, "init", too_old)
-    with pytest.raises(
-        UserError, match=r"H100 80GB HBM3, driver 550.54.15, but torch .* is too old .* --cuda12 .* --cpu"
-    ):
-        device_type()
-    with pytest.raises(UserError, match="cannot use them"):
-        join(1.0)
+    machine.setattr(torch.cuda, "init", Mock(side_effect=too_old))
+    asks = r"H100 80GB HBM3, driver 550.54.15, but torch .* is too old .* --cuda12 .* --cpu"
+    for asked in (device_type, lambda: join(1.0)):
+        with pytest.raises(UserError, match=asks):
+            asked()
     machine.setenv("CUDA_VISIBLE_DEVICES", "")
     assert device_type() == "cpu", "the GPUs were hidden on purpose"
 
 
-@pytest.mark.parametrize("name", ["SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES"])
-def test_gpus_that_the_environment_names_are_refused_too(machine: pytest.MonkeyPatch, name: str) -> None:
-    machine.setenv(name, "0,1")
-    with pytest.raises(UserError, match=f"GPUs: {name}=0,1, but torch"):
-        device_type()
+# What the environment says where torch sees no GPU, and what is refused.
+REFUSED = [
+    ({"SLURM_JOB_GPUS": "0,1"}, "GPUs: SLURM_JOB_GPUS=0,1, but torch"),
+    ({"CUDA_VISIBLE_DEVICES": "0,1"}, "GPUs: CUDA_VISIBLE_DEVICES=0,1, but torch"),
+    *(
+        ({"SLURM_JOB_ID": "17", **hidden}, r"GPUs: none in Slurm job 17; .*--gpus-per-node.*--cpu")
+        for hidden in ({}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"})
+    ),
+]
 
 
-@pytest.mark.parametrize("visible", [None, "", "NoDevFiles"])
-def test_a_slurm_job_without_gpus_needs_cpu_asked_for(machine: pytest.MonkeyPatch, visible: str | None) -> None:
-    machine.setenv("SLURM_JOB_ID", "17")
-    if visible is not None:
-        machine.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(UserError, match=r"GPUs: none in Slurm job 17; .*--gpus-per-node.*--cpu"):
+@pytest.mark.parametrize(("variables", "message"), REFUSED)
+def test_gpus_that_were_asked_for_need_to_be_there_or_the_cpu_asked_for(
+    machine: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name, value in variables.items():
+        machine.setenv(name, value)
+    with pytest.raises(UserError, match=message):
         device_type()
     take_cpu()
     assert device_type() == "cpu"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-COMMANDS = {"run": ["--nproc", "2"], "emulate": [], "validate": ["--nproc", "2"], "papers": ["--nproc", "2"]}
+COMMANDS = {
+    "calibrate": ["--nproc", "2"],
+    "run": ["--nproc", "2"],
+    "emulate": [],
+    "validate": ["--nproc", "2"],
+    "papers": ["--nproc", "2"],
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -84,15 +88,10 @@ def test_commands_that_measure_end_with_2_and_start_nothing(
     claims = [{"source": "Table 1", "policy": {"name": "topk"}, "paper": 1.1, "note": "none"}]
     config = write_config(tmp_path, emulate={"links": "h100-nvlink4"}, layer__ep_size=2, claims=claims)
     out = tmp_path / "out"
-    assert main([command, str(config), "--out", str(out), *COMMANDS[command]]) == USER_ERROR
+    what = ["--out", f"{out}.yaml"] if command == "calibrate" else [str(config), "--out", str(out)]
+    assert main([command, *what, *COMMANDS[command]]) == USER_ERROR
     assert "the driver lists NVIDIA H100" in capsys.readouterr().err
     assert not list(out.rglob("*.parquet"))
-
-
-def test_calibrate_too(machine: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    machine.setenv("SLURM_JOB_ID", "17")
-    assert main(["calibrate", "--nproc", "2", "--out", str(tmp_path / "links.yaml")]) == USER_ERROR
-    assert "none in Slurm job 17" in capsys.readouterr().err
 
 
 def test_cpu_asks_for_the_cpu_and_what_is_modelled_asks_for_nothing(
@@ -137,7 +136,7 @@ def test_more_ranks_than_cores_are_flagged_on_gpus_too(machine: pytest.MonkeyPat
     assert ranks.oversubscribed
 
 
-def test_nccl_leaves_a_rank_that_waits_to_our_watchdog(machine: pytest.MonkeyPatch) -> None:
+def test_nccl_leaves_a_rank_that_waits_to_our_guard(machine: pytest.MonkeyPatch) -> None:
     """Its own handling aborts a survivor without a word, and who ends so is blamed."""
     machine.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     machine.setenv("TORCH_NCCL_ENABLE_MONITORING", "")
@@ -145,14 +144,8 @@ def test_nccl_leaves_a_rank_that_waits_to_our_watchdog(machine: pytest.MonkeyPat
     machine.setattr(torch.cuda, "is_available", lambda: True)
     machine.setattr(torch.cuda, "device_count", lambda: 1)
     machine.setattr(torch.cuda, "set_device", lambda device: None)
-    seen: dict[str, str] = {}
-
-    def no_device(backend: str, **_: object) -> None:
-        seen.update(os.environ)
-        raise ZeroDivisionError
-
-    machine.setattr(torch.distributed, "init_process_group", no_device)
+    machine.setattr(torch.distributed, "init_process_group", Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
         join(1.0)
-    assert seen["TORCH_NCCL_ENABLE_MONITORING"] == "0"
-    assert seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3", "what a user has set stays"
+    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3", "what a user has set stays"

@@ -4,53 +4,65 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import doctor_children
 import pynvml
 import pytest
 import torch
 from test_environment import H100
+from test_run import environment
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.kernels import toolchain
 from moe_ep_bench.machine import doctor
-from moe_ep_bench.machine.doctor import NOTE, OK, PROBLEM, gpu_notes, ranks_and_exchange
+from moe_ep_bench.machine.doctor import NOTE, OK, PROBLEM, gpu_notes
 from moe_ep_bench.machine.gpus import THROTTLE_REASONS
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, USER_ERROR
+
+
+def examined(out: Path, *torchrun: str, faults: str = "", nproc: int = 2) -> subprocess.CompletedProcess[str]:
+    how = ["--nproc", str(nproc)] if not torchrun else []
+    command = [sys.executable, *torchrun, "-m", "moe_ep_bench", "doctor", "--out", str(out), *how]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment(faults))
+
+
+def test_this_machine_is_examined(tmp_path: Path) -> None:
+    done = examined(tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert all(len(line) <= 120 for line in lines)
+    for check in ("packages", "disk", "all-to-all"):
+        assert sum(line.startswith(f"ok      {check}") for line in lines) == 1, lines
+    assert "rank 0 of 2 over gloo: every value was right" in done.stdout
+    assert lines[-1] == "no problems: runs can start"
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("does", "words"),
+    ("fault", "words"),
     [
-        (doctor_children.exchanges_wrongly, "rank 1 got 1 of 393,216 values from rank 0 wrong"),
-        (doctor_children.is_lost, "process 1 terminated with signal SIGKILL"),
+        ("wrong", "rank 0 of 2 over gloo: rank 1: 1 of 393,216 values from rank 0 came wrong"),
+        ("kill", "rank 0 of 2 over gloo: "),
     ],
 )
-def test_a_wrong_value_and_a_lost_rank_are_problems(
-    does: Callable[..., None], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "exchange", does)
-    (finding,) = ranks_and_exchange(2)
-    assert finding.status == PROBLEM
-    assert words in finding.words
+def test_a_wrong_value_and_a_lost_rank_are_problems(fault: str, words: str, tmp_path: Path) -> None:
+    done = examined(tmp_path, faults=f"exchange={fault}")
+    assert done.returncode == (CASES_FAILED if fault == "wrong" else LOST), done.stdout + done.stderr
+    assert f"problem all-to-all  {words}" in " ".join(done.stdout.split("\n" + " " * 20))
 
 
-def test_ranks_that_torchrun_started_exchange_with_each_other(tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *torchrun, "-m", "moe_ep_bench", "doctor", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_somebodys_own_torchrun_has_its_ranks_exchange(tmp_path: Path) -> None:
+    done = examined(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("all-to-all") == 1, "the other rank prints problems and notes alone"
-    assert "rank 0 of 2 over gloo: every value was right" in done.stdout
+    assert done.stdout.count("every value was right") == 1, "the other rank prints problems and notes alone"
 
 
-def test_more_ranks_than_the_machine_carries_are_a_problem() -> None:
-    (finding,) = ranks_and_exchange(1000)
-    assert (finding.status, finding.check) == (PROBLEM, "ranks")
+def test_more_ranks_than_the_machine_carries_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--nproc", "1000"]) == USER_ERROR
+    assert "--nproc: expected at most" in capsys.readouterr().err
 
 
 # What a GPU says beside what a healthy one does, and the note that there is then.
@@ -123,14 +135,3 @@ def test_a_directory_is_tried_and_left_as_it_was_and_one_that_takes_nothing_is_a
     assert status(tmp_path / "file" / "below") == PROBLEM
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
     assert status(tmp_path) == PROBLEM
-
-
-def test_this_machine_is_examined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert main(["doctor", "--out", str(out), "--nproc", "2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= 120 for line in lines)
-    for check in ("packages", "disk", "all-to-all"):
-        assert any(line.startswith(f"ok      {check}") for line in lines), lines
-    assert lines[-1] == "no problems: runs can start"
-    assert not out.exists()

@@ -1,7 +1,6 @@
 """What goes wrong overnight, injected: nothing hangs, finished cases stay readable, the lost one says why.
 
-Faults in a case's check (killed, out of memory, hanging) are in test_run; here are those while it is timed, and those
-of everything around cases: disks, signals, ranks that do not fit together, clocks, other jobs.
+Of cases, and of everything around them: disks, signals, ranks that do not fit together, other jobs.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pandas as pd
+import psutil
 import pytest
 import torch
 from test_run import cases_of, environment, free_port, launch, statuses, write_config
@@ -37,39 +37,6 @@ from moe_ep_bench.runtime import locks
 from moe_ep_bench.runtime.attempts import collect_lost, lost_attempts
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 
-STEPPING_CLOCK = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <sys/time.h>
-#include <time.h>
-/* The wall clock as somebody sets it: by turns two and a half hours ahead and half an hour back, every second. */
-int clock_gettime(clockid_t id, struct timespec *at) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int status = real(id, at);
-    if (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE) {
-        struct timespec since_boot;
-        real(CLOCK_MONOTONIC, &since_boot);
-        long second = since_boot.tv_sec % 1000;
-        at->tv_sec += second * 3600 - second % 2 * 5400;
-    }
-    return status;
-}
-int gettimeofday(struct timeval *restrict at, void *restrict zone) {
-    struct timespec now;
-    int status = clock_gettime(CLOCK_REALTIME, &now);
-    at->tv_sec = now.tv_sec;
-    at->tv_usec = now.tv_nsec / 1000;
-    return status;
-}
-time_t time(time_t *at) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (at) *at = now.tv_sec;
-    return now.tv_sec;
-}
-"""
-
 SMALL = {"workload__num_batches": 1, "measure__iterations": 2}
 ENDLESS = {
     "workload__num_batches": 1, "measure__iterations": 100_000, "measure__timeout_s": 600,
@@ -77,10 +44,10 @@ ENDLESS = {
 }  # fmt: skip
 
 
-def run_alone(config: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess:
+def run_alone(config: Path, out: Path, **variables: str) -> subprocess.CompletedProcess:
     """``run`` on one rank, without torchrun."""
-    command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(out), *arguments]
-    env = {**environment(), **rank_environment(0, free_port(), world_size=1)}
+    command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(out)]
+    env = {**environment(), **rank_environment(0, free_port(), world_size=1), **variables}
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=env, check=False)
 
 
@@ -112,9 +79,9 @@ def started(config: Path, out: Path) -> Iterator[subprocess.Popen]:
         time.sleep(0.3)
         yield job
     finally:
-        for pid in [*ranks_of(job), job.pid]:  # Ranks hold the pipe open, also where a test stopped them and failed.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in [*ranks_of(job), job]:  # Ranks hold the pipe open, also where a test stopped them and failed.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         job.communicate()
 
 
@@ -125,22 +92,16 @@ def wait_until(true: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.1)
 
 
-def ranks_of(job: subprocess.Popen) -> list[int]:
-    """Process ids of the ranks that torchrun has started, by rank: in the order of their start."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            values = path.read_text().rpartition(")")[2].split()
-            if int(values[1]) == job.pid:
-                found[int(path.parent.name)] = int(values[19])
-    return sorted(found, key=lambda pid: (found[pid], pid))
+def ranks_of(job: subprocess.Popen) -> list[psutil.Process]:
+    """The ranks that torchrun has started, by rank: in the order of their start."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        ranks = [child for child in psutil.Process(job.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+        return sorted(ranks, key=lambda child: (child.create_time(), child.pid))
+    return []
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def hidden_files(root: Path) -> list[Path]:
@@ -159,44 +120,46 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_cases_whose_ranks_are_lost_while_timed_and_numbers_that_are_none_become_rows_with_reasons(
-    tmp_path: Path,
-) -> None:
-    # The fault of each policy, then the status and the reason of its row; a rank is lost twice before it has one.
-    killed = "rank 1 ended without a word (killed, or out of memory) (2 attempts)"
-    out_of_memory = "out of memory: tried to allocate 20.00 GiB (a fault for tests) (rank 1) (2 attempts)"
-    lost = {
-        "dynamic_skip beta=0.5": ("kill@timed", "failed", killed),
-        "oea k0=4": ("oom@timed", "oom", out_of_memory),
-        "lynx num_dropped=1": ("stray@timed", "timeout", "every rank waited for others for 8 s (2 attempts)"),
-        "pruned k0=4": ("nan-gate", "failed", "before timing: rank 1: NaN or Inf in the gate's logits, batch 0"),
-    }
-    faults = {label.split()[0]: fault for label, (fault, _, _) in lost.items()}
-    faults |= {"expanded_drop": "nan-scores", "topk": "hang_once@timed"}
+KILLED = "rank 1 ended without a word (killed, or out of memory) (2 attempts)"
+OUT_OF_MEMORY = "out of memory: tried to allocate 20.00 GiB (a fault for tests)"
+# Of each case: its fault, status and reason; a rank is lost twice before its case has one.
+LOST_CASES = {
+    "topk": ("hang_once@timed", "ok", None),  # The next job measured it.
+    "token_drop capacity_factor=1.0": ("kill", "failed", KILLED),
+    "expanded_drop capacity_factor=1.0": ("nan-scores", "failed", "before timing: "),  # By its map, or its output.
+    "pruned k0=4": ("nan-gate", "failed", "before timing: rank 1: NaN or Inf in the gate's logits, batch 0"),
+    "dynamic_skip beta=0.5": ("kill@timed", "failed", KILLED),
+    "oea k0=4": ("oom@timed", "oom", f"{OUT_OF_MEMORY} (rank 1) (2 attempts)"),
+    "lynx num_dropped=1": ("stray@timed", "timeout", "every rank waited for others for 8 s (2 attempts)"),
+    "load_only": ("late", "failed", "after timing: output differs from the dense reference"),
+    "xshare k0=3 budget=5": ("hang", "timeout", "no progress for 8 s in _strike (rank 1) (2 attempts)"),
+}
+
+
+def test_lost_cases_and_numbers_that_are_none_become_rows_with_reasons_and_others_are_measured(tmp_path: Path) -> None:
+    """In the check before timing, while timed, or after it: killed, out of memory, hanging for an hour, or wrong."""
     policies = [
         {"name": "topk"},
-        {"name": "token_drop", "capacity_factor": 1.0},
-        {"name": "expanded_drop", "capacity_factor": 1.0},
+        *({"name": name, "capacity_factor": 1.0} for name in ("token_drop", "expanded_drop")),
         {"name": "pruned", "k0": 4},
         {"name": "dynamic_skip", "beta": 0.5},
         {"name": "oea", "k0": 4},
         {"name": "lynx", "num_dropped": 1},
+        {"name": "load_only"},
+        {"name": "xshare", "k0": 3, "budget": 5},
     ]
     config, out = write_config(tmp_path, **SMALL, measure__timeout_s=8, policies=policies), tmp_path / "out"
+    faults = {label.split()[0]: fault for label, (fault, _, _) in LOST_CASES.items()}
     done = launch(config, "--out", out, faults=",".join("=".join(pair) for pair in faults.items()), timeout=580)
     assert done.returncode == CASES_FAILED, done.stderr
     assert "Traceback" not in done.stderr
-    found = {label: list(row) for label, row in statuses(out).items()}
-    assert {label: found.pop(label) for label in lost} == {label: row for label, (_, *row) in lost.items()}
-    status, reason = found.pop("expanded_drop capacity_factor=1.0")
-    assert status == "failed"
-    assert reason.startswith("before timing: ")  # Perhaps by its map: the policy may drop that token.
-    # What hung once was measured by the next job.
-    natives = {"native", "native again", "native, balanced scores"}
-    assert found.keys() == {*natives, "token_drop capacity_factor=1.0", "topk"}
-    assert {status for status, _ in found.values()} == {"ok"}
+    found = statuses(out)
+    natives = dict.fromkeys(("native", "native again", "native, balanced scores"), ("", "ok", None))
+    assert found.keys() == LOST_CASES.keys() | natives.keys()
+    for label, (_, status, reason) in (LOST_CASES | natives).items():
+        assert found[label][0] == status, found
+        assert reason is None or found[label][1].startswith(reason), found
     rows = cases(load(out))
-    assert sorted(rows[rows.status == "ok"].label) == sorted(found)
     (hung,) = rows[rows.label == "topk"].case_id
     assert lost_attempts(out / "attempts", hung) == ["timeout: no progress for 8 s in _strike (rank 1)"]
     # The log shows where every thread of that rank stood.
@@ -211,7 +174,6 @@ def test_what_a_rank_raises_outside_of_collectives_costs_its_cases_alone_and_no_
         {"name": "oea", "k0": 4},
         {"name": "pruned", "k0": 4},
     ]
-    out_of_memory = "out of memory: tried to allocate 20.00 GiB (a fault for tests)"
     faults = "build=oom,check=oom,token_drop=raise,oea=oom"
     settings = {"sweep": {"workload.seed": [1, 2]}, "measure__timeout_s": 30, "policies": policies}
     done = launch(write_config(tmp_path, **SMALL, **settings), "--out", tmp_path / "out", faults=faults)
@@ -223,9 +185,9 @@ def test_what_a_rank_raises_outside_of_collectives_costs_its_cases_alone_and_no_
     assert rows.run_id.nunique() == 1, "one job measured it all"
     found = Counter(zip(rows.status, rows.reason.fillna(""), strict=True))
     assert found == {
-        ("oom", f"while building: rank 1: {out_of_memory}"): 7,  # all cases of the first comparison
+        ("oom", f"while building: rank 1: {OUT_OF_MEMORY}"): 7,  # all cases of the first comparison
         ("failed", "before timing: rank 1: ValueError: no kernel compiles here (a fault for tests)"): 1,
-        ("oom", f"before timing: rank 1: {out_of_memory}"): 2,  # by routing, and when it was checked
+        ("oom", f"before timing: rank 1: {OUT_OF_MEMORY}"): 2,  # by routing, and when it was checked
         ("ok", ""): 4,
     }
 
@@ -235,7 +197,7 @@ def test_a_size_that_does_not_fit_is_a_row_of_every_case_after_two_starts(tmp_pa
     settings = {"measure__timeout_s": 30, "policies": [{"name": "topk"}, {"name": "pruned", "k0": 4}]}
     done = launch(write_config(tmp_path, **SMALL, **settings), "--out", tmp_path / "out", faults="native=oom")
     assert done.returncode == CASES_FAILED, done.stderr
-    reason = "out of memory: tried to allocate 20.00 GiB (a fault for tests) (rank 1) (2 attempts)"
+    reason = f"{OUT_OF_MEMORY} (rank 1) (2 attempts)"
     assert set(statuses(tmp_path / "out").values()) == {("oom", reason)}
     assert len(statuses(tmp_path / "out")) == 5
 
@@ -275,38 +237,11 @@ def test_a_file_where_a_folder_should_be_is_found_before_anything_runs(folder: s
     assert [path.name for path in tmp_path.iterdir()] == [folder]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of one rank whose wall clock steps all the time, with their config beside them."""
-    folder = tmp_path_factory.mktemp("finished")
-    config = write_config(folder, **SMALL)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if shutil.which("gcc") is not None:
-            (folder / "clock.c").write_text(STEPPING_CLOCK)
-            library = str(folder / "clock.so")
-            build = ["gcc", "-shared", "-fPIC", "-O1", "-o", library, str(folder / "clock.c"), "-ldl"]
-            subprocess.run(build, check=True)
-            monkeypatch.setenv("LD_PRELOAD", library)
-            read = "import time; now = time.time(); time.sleep(1); print(int(abs(time.time() - now)))"
-            steps = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True)
-            assert int(steps.stdout) >= 1500
-        done = run_alone(config, folder / "out")  # The only ordinary process of this file.
+def test_half_written_parts_are_measured_again(tmp_path: Path) -> None:
+    config, out = write_config(tmp_path, **SMALL), tmp_path / "out"
+    done = run_alone(config, out, LD_LIBRARY_PATH="/nowhere")  # The only process of this file that is not forked.
     assert done.returncode == OK, done.stderr
     assert "Warning" not in done.stderr, "importing Megatron-Core is silent"
-    return folder / "out"
-
-
-def test_a_wall_clock_that_steps_is_in_no_time(finished: Path) -> None:
-    if shutil.which("gcc") is None:
-        pytest.skip("no C compiler, with which the clock is made to step")
-    rows = cases_of(finished)
-    assert rows.time_us.between(0, 60e6).all()
-    assert rows.case_id.nunique() == 7
-
-
-def test_half_written_parts_are_measured_again(finished: Path, tmp_path: Path) -> None:
-    config, out = finished.parent / "config.yaml", tmp_path / "out"
-    shutil.copytree(finished, out)
     first = min(json.loads((out / "run.json").read_text())["cases"])
     (samples,), (routing,) = ((out / folder).iterdir() for folder in ("cases", "routing"))
     for part in (samples, routing):
@@ -356,16 +291,16 @@ def test_two_jobs_fill_one_directory_where_their_comparisons_differ_and_ctrl_c_e
     with started(write_config(tmp_path, **ENDLESS), out) as job:
         ranks = ranks_of(job)
         for rank in ranks:  # They hold their lock, and leave the cores to the others.
-            os.kill(rank, signal.SIGSTOP)
+            rank.suspend()
         same = launch(tmp_path / "config.yaml", "--out", out)
         assert same.returncode == USER_ERROR, same.stderr
         (line,) = [line for line in same.stderr.splitlines() if line.startswith("moe-ep-bench: --out ")]
-        assert f"another job is writing this, process {ranks[0]} on " in line
+        assert f"another job is writing this, process {ranks[0].pid} on " in line
         (tmp_path / "other").mkdir()
         other = run_alone(write_config(tmp_path / "other", **SMALL), out)
         assert other.returncode == OK, other.stderr
         for rank in ranks:
-            os.kill(rank, signal.SIGCONT)
+            rank.resume()
         assert job.poll() is None
         assert len(list((out / "attempts").glob("now-*"))) == 2  # The first job's.
         os.killpg(job.pid, signal.SIGINT)  # Ctrl-C

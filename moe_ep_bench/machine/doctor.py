@@ -1,18 +1,16 @@
 """``doctor``: look at this machine before a long run: what is there, what a missing part costs, what to do.
 
 Every line is *ok*, a *note* (a run goes, with less) or a *problem* (it would fail, or not be what it seems). Ranks
-exchange a checked all-to-all: as many as ``run`` would start here, or all that torchrun started.
+exchange a checked all-to-all: as many as ``run`` would start here, or all of somebody's own torchrun.
 """
 
 from __future__ import annotations
 
-import datetime
 import faulthandler
 import itertools
 import os
 import shutil
 import sys
-import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +20,6 @@ from typing import Any, NamedTuple
 import pynvml
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import atomic_path
@@ -32,10 +29,12 @@ from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.gpus import THROTTLE_REASONS, query_gpus
 from moe_ep_bench.runtime import exit_codes
 from moe_ep_bench.runtime.device import check_num_ranks, gpus_in_sight, local_ranks, why_torch_has_none
+from moe_ep_bench.runtime.ranks import NotMetError, join
+from moe_ep_bench.runtime.torchrun import leave_status, torchrun
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
-_EXCHANGE_S = 180.0
+_LIMIT_S, _EXCHANGE_S = 900.0, 180.0  # of all, and of meeting
 _VALUES = 1 << 18  # int64 that a rank sends to another at least; some get up to four times as many
 _MIN_FREE_GIB = 1.0
 _MAX_USED_PERCENT = 5.0  # of a GPU's memory or time; a driver alone takes less
@@ -60,19 +59,23 @@ class Finding(NamedTuple):
 def doctor(out: Path, nproc: int | None) -> int:
     """Print what this machine has for runs of ``nproc`` ranks into ``out``; 0 = they can start, 1 = a problem.
 
-    Under torchrun the first rank prints all, others their notes and problems.
+    Ranks do it, which torchrun starts: of each node the first prints all, others their notes and problems.
     """
-    nproc = local_ranks(nproc)
-    rank, of_node = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", nproc))
+    if "RANK" not in os.environ:
+        num_ranks = local_ranks(nproc)
+        check_num_ranks(num_ranks)
+        return torchrun(["doctor", "--out", str(out)], num_ranks).status
+    faulthandler.dump_traceback_later(_LIMIT_S, exit=True, file=sys.__stderr__)
     problems = 0
-    for status, check, words in itertools.chain(gpus(), packages(), disk(out), ranks_and_exchange(of_node)):
+    of_node = itertools.chain(gpus(), packages(), disk(out)) if os.environ["LOCAL_RANK"] == "0" else ()
+    for status, check, words in itertools.chain(of_node, exchange()):
         problems += status == PROBLEM
-        if rank == 0 or status != OK:
+        if status != OK or os.environ["LOCAL_RANK"] == "0":
             lines = textwrap.wrap(words, 100, break_long_words=False, break_on_hyphens=False)
             print(f"{status:8}{check:12}" + f"\n{'':20}".join(lines), flush=True)
-    if rank == 0:
+    if os.environ["RANK"] == "0":
         print(f"\n{problems or 'no'} problem{'s' * (problems != 1)}: runs {'would fail' if problems else 'can start'}")
-    return exit_codes.CASES_FAILED if problems else exit_codes.OK
+    return leave_status(exit_codes.CASES_FAILED if problems else exit_codes.OK)
 
 
 def gpus() -> Iterator[Finding]:
@@ -134,57 +137,33 @@ def disk(out: Path) -> Iterator[Finding]:
         yield Finding(PROBLEM, "disk", f"--out {out}: cannot be written ({error.strerror})")
 
 
-def ranks_and_exchange(num_ranks: int) -> Iterator[Finding]:
-    """Whether this node carries its ranks, and whether they exchange what they should."""
-    backend, is_rank = "nccl" if torch.cuda.is_available() else "gloo", "RANK" in os.environ
-    here = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+def exchange() -> Iterator[Finding]:
+    """Whether ranks meet, and get what they should by an all-to-all of uneven parts."""
+    here, hint = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", "NCCL_DEBUG=INFO says more"
     try:
-        check_num_ranks(num_ranks)
-        if is_rank:
-            here = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-            exchange(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), backend)
+        ranks = join(_EXCHANGE_S)
+        here += f" over {ranks.backend}"
+        hint = hint if ranks.backend == "nccl" else "GLOO_SOCKET_IFNAME names the network"
+        wrong = _exchanged(ranks.rank, ranks.world_size, ranks.device)
+        if said := ranks.first_word(wrong):  # so that the first rank, which sums up, knows
+            yield Finding(PROBLEM, "all-to-all", f"{here}: {said}; {hint}")
         else:
-            with tempfile.TemporaryDirectory() as folder:
-                mp.spawn(exchange, (num_ranks, backend, f"{folder}/store"), num_ranks)
-    except UserError as error:
-        yield Finding(PROBLEM, "ranks", str(error))
-    except (dist.DistError, RuntimeError, mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        hint = "NCCL_DEBUG=INFO says more" if backend == "nccl" else "GLOO_SOCKET_IFNAME names the network"
+            yield Finding(OK, "all-to-all", f"{here}: every value was right")
+        ranks.close()
+    except (UserError, NotMetError, dist.DistError, RuntimeError) as error:
         why = brief(str(error).strip().splitlines()[-1], 200, quoted=False)
-        yield Finding(PROBLEM, "all-to-all", f"{here} over {backend}: {why}; {hint}")
-    else:
-        yield Finding(OK, "all-to-all", f"{here} over {backend}: every value was right")
+        yield Finding(PROBLEM, "all-to-all", f"{here}: {why}; {hint}")
 
 
-def exchange(rank: int, num_ranks: int, backend: str, store: str = "") -> None:
-    """Take part in an all-to-all of uneven parts; a hang ends this process.
-
-    Args:
-        store: the file at which ranks meet; empty = as torchrun says.
-
-    Raises:
-        RuntimeError: values came wrong, or not at all.
-    """
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-        torch.cuda.set_device(device)
-    faulthandler.dump_traceback_later(2 * _EXCHANGE_S, exit=True, file=sys.__stderr__)
-    meet: dict[str, Any] = {"timeout": datetime.timedelta(seconds=_EXCHANGE_S)}
-    if store:
-        meet |= {"store": dist.FileStore(store, num_ranks), "rank": rank, "world_size": num_ranks}
-    dist.init_process_group(backend, **meet)
-    try:
-        # Lengths differ by pair of ranks, and so do values.
-        lengths = [[_VALUES // num_ranks * (1 + (a + 2 * b) % 4) for b in range(num_ranks)] for a in range(num_ranks)]
-        sent = [torch.arange(length) + ((rank * num_ranks + to + 1) << 32) for to, length in enumerate(lengths[rank])]
-        expected = [torch.arange(of[rank]) + ((a * num_ranks + rank + 1) << 32) for a, of in enumerate(lengths)]
-        received = torch.empty(sum(map(len, expected)), dtype=torch.int64, device=device)
-        splits = [len(part) for part in expected]
-        dist.all_to_all_single(received, torch.cat(sent).to(device), splits, lengths[rank])
-        for source, (part, right) in enumerate(zip(received.cpu().split(splits), expected, strict=True)):
-            if num_wrong := int((part != right).sum()):
-                raise RuntimeError(f"rank {rank} got {num_wrong:,} of {len(right):,} values from rank {source} wrong")
-    finally:
-        dist.destroy_process_group()
-        faulthandler.cancel_dump_traceback_later()
+def _exchanged(rank: int, num_ranks: int, device: torch.device) -> str:
+    """What came wrong to this rank; empty where all is right. Lengths differ by pair of ranks, and so do values."""
+    lengths = [[_VALUES // num_ranks * (1 + (a + 2 * b) % 4) for b in range(num_ranks)] for a in range(num_ranks)]
+    sent = [torch.arange(length) + ((rank * num_ranks + to + 1) << 32) for to, length in enumerate(lengths[rank])]
+    expected = [torch.arange(of[rank]) + ((a * num_ranks + rank + 1) << 32) for a, of in enumerate(lengths)]
+    received = torch.empty(sum(map(len, expected)), dtype=torch.int64, device=device)
+    splits = [len(part) for part in expected]
+    dist.all_to_all_single(received, torch.cat(sent).to(device), splits, lengths[rank])
+    for source, (part, right) in enumerate(zip(received.cpu().split(splits), expected, strict=True)):
+        if num_wrong := int((part != right).sum()):
+            return f"{num_wrong:,} of {len(right):,} values from rank {source} came wrong"
+    return ""

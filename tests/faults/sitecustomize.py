@@ -6,7 +6,8 @@ until it is requeued, or with ``until=2`` until it is requeued the second time.
 Some keys are no policies: ``join=5`` lets ranks wait for each other for 5 seconds only; ``setup=5`` gives
 them so long to read the config, and the last one hangs there; ``torch=1.0`` and ``nccl=1.0`` give the last rank another
 version of that. ``build=oom`` lets the last rank run out of memory when it builds its first layer, ``check=oom`` when
-it holds outputs against the reference for the fourth time. Python imports this module at start-up.
+it holds outputs against the reference for the fourth time. ``exchange=wrong`` and ``exchange=kill`` strike in the
+all-to-all of ``doctor``. Python imports this module at start-up.
 """
 
 import itertools
@@ -146,6 +147,21 @@ def _hang_in_setup() -> None:
         run.plan = hangs
 
 
+def _exchange_wrongly() -> None:
+    import torch.distributed as dist
+
+    right = dist.all_to_all_single
+
+    def wrong(received, *sent):
+        _strike(FAULTS["exchange"])
+        right(received, *sent)
+        received[1] += 1
+
+    dist.all_to_all_single = wrong
+
+
+if "doctor" in sys.orig_argv and "exchange" in FAULTS and _is_last_rank() and "RANK" in os.environ:
+    _exchange_wrongly()
 if int(os.environ.get("SLURM_RESTART_COUNT", "0")) < int(FAULTS.pop("until", "1")):
     if "run" in sys.orig_argv:
         if "join" in FAULTS:

@@ -6,8 +6,8 @@ A sweep over seeds makes comparisons of ten cases each, which torchrun measures 
 memory and the open files of its processes are read, and set against the cases that are finished. Within a comparison
 memory rises and falls again when freed buffers are handed back; what would leak is what stays, so the least of each
 comparison counts. The first fifth is left out, while libraries load and allocators reach their size; a line through
-the rest says what all cases would add to a process. Afterwards there must be no process, temporary file or
-shared-memory segment that was not there before. Exit status 1 where one of that does not hold.
+the rest says what all cases would add to a process. Afterwards there must be no process or temporary file that was not
+there before. Exit status 1 where one of that does not hold.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -71,9 +70,8 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
     path, temporary = folder / "soak.yaml", folder / "tmp"
     path.write_text(yaml.safe_dump(config(num_cases)))
     temporary.mkdir()
-    segments_before = unmapped_segments()
     command = [sys.executable, "-m", "moe_ep_bench", "run", "--nproc", "2", str(path), "--out", str(out)]
-    samples: dict[str, list[dict[str, float]]] = defaultdict(list)
+    samples: list[tuple[str, int, float, int]] = []
     started: set[psutil.Process] = set()
     with open(folder / "errors", "w") as errors:
         job = psutil.Popen(command, env={**os.environ, "TMPDIR": str(temporary)}, stderr=errors)
@@ -81,15 +79,9 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
         finished = CASES_PER_COMPARISON * len(list((out / "cases").glob("*.parquet")))
         with contextlib.suppress(psutil.Error):  # it has just ended
             started.update(job.children(recursive=True))
-            ranks = sorted(job.children(), key=lambda child: child.pid)
-            for name, process in {"torchrun": job, **{f"rank {i}": rank for i, rank in enumerate(ranks)}}.items():
-                with process.oneshot():
-                    sample = {
-                        "finished": finished,
-                        "mib": process.memory_info().rss / 2**20,
-                        "files": process.num_fds(),
-                    }
-                samples[name].append(sample)
+            for number, process in enumerate([job, *sorted(job.children(), key=lambda child: child.pid)]):
+                name = f"rank {number - 1}" if number else "torchrun"
+                samples.append((name, finished, process.memory_info().rss / 2**20, process.num_fds()))
         time.sleep(0.1)
     if job.returncode:
         return [f"exit status {job.returncode}: {(folder / 'errors').read_text()[-500:]}"]
@@ -97,22 +89,17 @@ def soak(num_cases: int, out: Path, folder: Path) -> list[str]:
     measured = int(rows["status"].eq("ok").sum())
     print(f"soak: {measured} of {len(rows)} cases measured on 2 CPU ranks")
     problems = [] if measured == len(rows) >= num_cases else [f"only {measured} cases were measured"]
-    for name in sorted(samples):
-        problems += _judge(name, pd.DataFrame(samples[name]), len(rows))
+    for name, of_process in pd.DataFrame(samples, columns=["name", "finished", "mib", "files"]).groupby("name"):
+        problems += judge(str(name), of_process, len(rows))
     left = [f"process {process.pid}" for process in started if process.is_running()]
     # torch's cache of compiled code is one folder per user, which it means to keep.
     left += [str(file) for file in temporary.iterdir() if not file.name.startswith("torchinductor_")]
     left += [str(file) for file in out.rglob("*") if file.name.startswith((".", "now-"))]
-    segments = unmapped_segments() - segments_before
-    for _ in range(2):  # another program may be about to map, or to remove, what it has just made
-        time.sleep(0.5)
-        segments &= unmapped_segments()
-    left += sorted(segments)
-    print(f"soak: left behind: {', '.join(left) or 'no process, temporary file or shared-memory segment'}")
+    print(f"soak: left behind: {', '.join(left) or 'no process or temporary file'}")
     return problems + [f"left behind: {what}" for what in left]
 
 
-def _judge(name: str, samples: pd.DataFrame, num_cases: int) -> list[str]:
+def judge(name: str, samples: pd.DataFrame, num_cases: int) -> list[str]:
     """Print the line of one process; what is wrong with it."""
     # With the last case the processes begin to end.
     kept = samples[(samples["finished"] >= _LEFT_OUT * num_cases) & (samples["finished"] < num_cases)]
@@ -120,26 +107,14 @@ def _judge(name: str, samples: pd.DataFrame, num_cases: int) -> list[str]:
     if len(floors) < 3:
         return [f"{name}: too few samples for a line"]
     growth = np.polyfit(floors.index * CASES_PER_COMPARISON, floors, 1)[0] * num_cases
-    files = int(kept["files"].iloc[0]), int(kept["files"].tail(5).max())
-    print(
-        f"soak: {name}: {kept['mib'].max():.0f} MiB at most, {floors.iloc[-1]:.0f} in between at the end, "
-        f"{growth:+.1f} MiB over {num_cases} cases; {files[0]} to {files[1]} open files"
-    )
-    problems = []
-    if growth > MOST_GROWTH_MIB:
-        problems.append(f"{name}: memory grows by {growth:.0f} MiB, allowed are {MOST_GROWTH_MIB}")
-    if files[1] > files[0] + MOST_FILES:
-        problems.append(f"{name}: open files grow from {files[0]} to {files[1]}")
-    return problems
-
-
-def unmapped_segments() -> set[str]:
-    """The shared memory that no process maps any more: what other programs work with meanwhile is not ours."""
-    found = {str(file) for file in Path("/dev/shm").iterdir()}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            found -= {region.path for region in process.memory_maps()}
-    return {file for file in found if os.path.exists(file)}
+    first, last = int(kept["files"].iloc[0]), int(kept["files"].tail(5).max())
+    most = f"{kept['mib'].max():.0f} MiB at most, {growth:+.1f} MiB over {num_cases} cases"
+    print(f"soak: {name}: {most}; {first} to {last} open files")
+    wrong = {
+        f"memory grows by {growth:.0f} MiB, allowed are {MOST_GROWTH_MIB}": growth > MOST_GROWTH_MIB,
+        f"open files grow from {first} to {last}": last > first + MOST_FILES,
+    }
+    return [f"{name}: {what}" for what, found in wrong.items() if found]
 
 
 if __name__ == "__main__":

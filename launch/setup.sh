@@ -3,7 +3,7 @@
 #   launch/setup.sh [--venv DIR] [--python PYTHON] [--wheelhouse DIR] [--system-torch]
 # --venv          default: .venv at the root of the repository
 # --python        default: the first of python3.11, python3.12, python3 that fits; python3 first with --system-torch
-# --wheelhouse    install from this folder alone, without network; launch/wheelhouse.sh fills it
+# --wheelhouse    install from this folder alone, without network; docs/running.md says what fills it
 # --system-torch  use the PyTorch that PYTHON has, and its Triton, Transformer Engine and Apex: for GPU containers
 # --cuda12        a PyTorch for CUDA 12.6, from pytorch.org; the usual one needs CUDA 13, a driver of 580 or newer
 # Called without the last three, it takes an environment that was made with them as it is.
@@ -49,8 +49,8 @@ if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; t
   fail "--venv takes a virtual environment, or a folder that is new or empty; $venv is neither"
 fi
 if [ -n "$wheelhouse" ]; then
-  [ -d "$wheelhouse" ] || fail "--wheelhouse takes a folder of wheels, and $wheelhouse is none; launch/wheelhouse.sh makes one"
-  [ -n "$(compgen -G "$wheelhouse/*.whl")" ] || fail "$wheelhouse holds no wheels; launch/wheelhouse.sh collects them"
+  [ -d "$wheelhouse" ] || fail "--wheelhouse takes a folder of wheels, and $wheelhouse is none; pip download makes one (docs/running.md)"
+  [ -n "$(compgen -G "$wheelhouse/*.whl")" ] || fail "$wheelhouse holds no wheels; pip download collects them (docs/running.md)"
   [ -n "$system_torch$(compgen -G "$wheelhouse/torch-[0-9]*.whl")" ] ||
     fail "$wheelhouse holds no torch: add --system-torch, or put torch and triton there, with all that they require"
 fi

@@ -113,7 +113,6 @@ SCRIPTS = {
     "launch/setup.sh": "installs packages; test_setup",
     "launch/test.sh": "runs this",
     "launch/torchrun.sh": "starts ranks; test_slurm",
-    "launch/wheelhouse.sh": "downloads packages; test_setup",
     "slurm/bench.sbatch": "needs Slurm; test_slurm",
     "slurm/sweep.sbatch": "needs Slurm; test_slurm",
 }

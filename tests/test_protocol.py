@@ -8,7 +8,6 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -327,34 +326,12 @@ def calibrates(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrate.measure(ranks, [calibrate.Exchange("inside", "even", 8)], 6, lambda: None)
 
 
-def profiles(clock: RecordingClock, _: pytest.MonkeyPatch) -> None:
-    from moe_ep_bench.bench.profile import _iterate
-
-    session = SimpleNamespace(meet=clock.does("meet"))
-    _iterate(session, FakeCase(clock.does("work")), PhaseRecorder(clock))
-
-
-def benchmarks_decode(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import decode_experts
-
-    monkeypatch.setattr(decode_experts, "clock_for", clock.of)
-    forms = {"one": clock.does("work")}
-    bench = SimpleNamespace(device=torch.device("cpu"), rounds=1, flush=clock.does("flush"), forms=lambda step: forms)
-    decode_experts.Bench._times(bench, None)
-
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-ALIGNED, ALONE = ["hold", "meet", "stamp", "work", "stamp"], ["hold", "stamp", "work", "stamp"]
+ALIGNED = ["hold", "meet", "stamp", "work", "stamp"]
 
 
 @pytest.mark.parametrize(
     ("times", "expected"),
-    [
-        *((times, ALIGNED) for times in (probes, calibrates, profiles)),
-        (measures, ["flush", *ALIGNED]),
-        (benchmarks_decode, ["flush", *ALONE]),
-    ],
+    [(probes, ALIGNED), (calibrates, ALIGNED), (measures, ["flush", *ALIGNED])],
 )
 def test_what_is_timed_is_queued_behind_a_hold_and_ranks_meet_last(
     times: Callable[[RecordingClock, pytest.MonkeyPatch], None],

@@ -1,4 +1,4 @@
-"""Claims about setting up: launch/setup.sh and launch/wheelhouse.sh, with made-up packages and no network.
+"""Claims about setting up: launch/setup.sh, with made-up packages and no network.
 
 A *container* stands for a GPU container's Python: a virtual environment with a made-up torch, Triton and Apex, and
 pip. An *index* holds empty wheels under the pinned names and versions, and others that must not be taken.
@@ -15,10 +15,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import files
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -140,38 +138,26 @@ def index(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = [Requirement(r) for r in [*project["dependencies"], *project["optional-dependencies"]["test"]]]
-    for version in [PYTHON, OTHER]:
-        pinned = pins(version)
-        for name in {canonicalize_name(r.name) for r in needs} & KEPT - pinned.keys():
-            write_wheel(folder, name, "1.0")
-        for name, pin in pinned.items():
-            options = {
-                "torch": {"requires": ["nvidia-cublas"]},
-                "megatron-core": {
-                    "requires": ["torch>=2.6", "numpy", "packaging"],
-                    "tag": "cp{0}-cp{0}-manylinux_2_17_x86_64".format(version.replace(".", "")),
-                },
-                "matplotlib": {"requires": ["contourpy", "pillow", "pyparsing"]},
-                "pytest": {"requires": ["until-3.11; python_version < '3.12'", "since-3.12; python_version >= '3.12'"]},
-            }
-            # A build of torch has a local version, which == does not exclude.
-            write_wheel(folder, name, pin + "+cu130" * (name == "torch"), **options.get(name, {}))
-        write_wheel(folder, "torch", pinned["torch"] + "+cu126")
-    for name, version in [("triton", "3.0"), ("numpy", "99.0"), ("pillow", "99.0")]:
-        write_wheel(folder, name, version)
-    for name in ["nvidia-cublas", "pyparsing", "until-3.11", "since-3.12"]:
+    pinned = pins(PYTHON)
+    for name in {canonicalize_name(r.name) for r in needs} & KEPT - pinned.keys():
         write_wheel(folder, name, "1.0")
+    options = {
+        "torch": {"requires": ["nvidia-cublas"]},
+        "megatron-core": {
+            "requires": ["torch>=2.6", "numpy", "packaging"],
+            "tag": "cp{0}-cp{0}-manylinux_2_17_x86_64".format(PYTHON.replace(".", "")),
+        },
+        "matplotlib": {"requires": ["contourpy", "pillow", "pyparsing"]},
+    }
+    for name, pin in pinned.items():
+        # A build of torch has a local version, which == does not exclude.
+        write_wheel(folder, name, pin + "+cu130" * (name == "torch"), **options.get(name, {}))
+    others = [("torch", f"{pinned['torch']}+cu126"), ("triton", "3.0"), ("numpy", "99.0"), ("pillow", "99.0")]
+    for name, version in [*others, ("nvidia-cublas", "1.0"), ("pyparsing", "1.0"), ("packaging", "99.0")]:
+        write_wheel(folder, name, version)
     for version in ["81.0.0", "82.0.0"]:
         backend = {"setuptools/__init__.py": "", "setuptools/build_meta.py": BUILD_BACKEND}
         write_wheel(folder, "setuptools", version, contents=backend)
-    # wheelhouse.sh reads markers with it, so it is the true one.
-    with zipfile.ZipFile(folder / "packaging-99.0-py3-none-any.whl", "w") as wheel:
-        for path in files("packaging"):
-            if path.suffix == ".py":
-                wheel.write(path.locate(), path)
-        wheel.writestr("packaging-99.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: packaging\nVersion: 99.0\n")
-        wheel.writestr("packaging-99.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        wheel.writestr("packaging-99.0.dist-info/RECORD", "")
     return folder
 
 
@@ -244,47 +230,28 @@ def desk(tmp_path_factory):
 
 # What is asked, and what the one line says of it.
 REFUSED = [
-    ("setup.sh", "--frobnicate", "'--frobnicate'"),
-    ("setup.sh", "--venv", "--venv takes a folder"),
-    ("setup.sh", "--venv full", "new or empty; full is neither"),
-    ("setup.sh", "--venv new --wheelhouse empty --system-torch", "empty holds no wheels"),
-    ("setup.sh", "--venv new --cuda12 --system-torch", "neither --system-torch nor --wheelhouse"),
-    ("setup.sh", "--venv new --wheelhouse wheels", "wheels holds no torch"),
-    ("setup.sh", "--venv new --wheelhouse wheels --system-torch --python container/bin/python", "has no megatron-core"),
-    ("setup.sh", "--venv new --python absent", "3.11 or 3.12"),
-    ("setup.sh", "--venv new --system-torch --python old/bin/python", "old/bin/python has torch 2.9.1"),
-    ("setup.sh", "--venv container --system-torch --python container/bin/python", "container/bin/python belongs to"),
-    ("wheelhouse.sh", "", "no folder"),
-    ("wheelhouse.sh", "new --python 3.13", "'3.13'"),
-    ("wheelhouse.sh", "full", "full is not empty"),
+    ("--frobnicate", "'--frobnicate'"),
+    ("--venv", "--venv takes a folder"),
+    ("--venv full", "new or empty; full is neither"),
+    ("--venv new --wheelhouse empty --system-torch", "empty holds no wheels"),
+    ("--venv new --cuda12 --system-torch", "neither --system-torch nor --wheelhouse"),
+    ("--venv new --wheelhouse wheels", "wheels holds no torch"),
+    ("--venv new --wheelhouse wheels --system-torch --python container/bin/python", "has no megatron-core"),
+    ("--venv new --python absent", "3.11 or 3.12"),
+    ("--venv new --system-torch --python old/bin/python", "old/bin/python has torch 2.9.1"),
+    ("--venv container --system-torch --python container/bin/python", "container/bin/python belongs to"),
 ]
 
 
-@pytest.mark.parametrize(("script", "arguments", "says"), REFUSED)
-def test_wrong_arguments_are_refused_in_one_line_and_leave_nothing(desk, script, arguments, says):
+@pytest.mark.parametrize(("arguments", "says"), REFUSED)
+def test_wrong_arguments_are_refused_in_one_line_and_leave_nothing(desk, arguments, says):
     before = snapshot(desk)
-    done = run(desk / "clone/launch" / script, *arguments.split(), cwd=desk)
+    done = run(desk / "clone/launch/setup.sh", *arguments.split(), cwd=desk)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"{script}: ")
+    assert done.stderr.startswith("setup.sh: ")
     assert done.stderr.count("\n") == 1
     assert says in done.stderr
     assert snapshot(desk) == before
-
-
-def test_a_wheelhouse_holds_what_another_python_needs_at_our_pins_but_no_torch_and_no_triton(clone, index, tmp_path):
-    (tmp_path / "constraint.txt").write_text("numpy==1.26.4\n")
-    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_CONSTRAINT": str(tmp_path / "constraint.txt")}
-    wheelhouse = tmp_path / "new" / "wheel house"
-    done = run(clone / "launch/wheelhouse.sh", wheelhouse, "--python", OTHER, cwd=tmp_path, **pip)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "without torch and triton" in done.stdout
-    assert f"--wheelhouse '{wheelhouse}' --system-torch" in done.stdout
-    held = dict(path.name.split("-")[:2] for path in wheelhouse.iterdir())
-    held = {str(canonicalize_name(name)): number for name, number in held.items()}
-    marked = {"3.11": "until-3-11", "3.12": "since-3-12"}[OTHER]
-    expected = pins(OTHER) | {"setuptools": "81.0.0", "packaging": "99.0", "pyparsing": "1.0", marked: "1.0"}
-    del expected["torch"], expected["triton"]
-    assert held == expected
 
 
 def test_a_wheelhouse_installs_without_network(set_up):

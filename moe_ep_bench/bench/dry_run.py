@@ -5,9 +5,9 @@ Needs no torch where there is no GPU: the plan of a sweep is printed before torc
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pynvml
 
@@ -34,58 +34,32 @@ def dry_run(
     device = device_type() if backend == RANKS else "cuda" if num_gpus() and backend == VIRTUAL else "cpu"
     with untried():
         comparisons = plan(config, overrides, backend, world_size, on_cpu=device == "cpu", point=point, try_out=False)
-    gpu = _gpu_by_driver() if device == "cuda" else {}
+    free_bytes = provenance.host_memory_bytes(world_size or 1)
+    if device == "cuda":  # As the driver has it, without a CUDA context.
+        with contextlib.suppress(pynvml.NVMLError, ValueError):
+            free_bytes = min(int((gpu["memory_free_mib"] or 0) * 2**20) for gpu in query_gpus())
     for comparison in comparisons:
-        print("\n  ".join(_lines(comparison, device, gpu)))
+        print("\n  ".join(_lines(comparison, free_bytes)))
     return OK
 
 
-def _lines(comparison: Comparison, device: str, gpu: dict[str, Any]) -> Iterator[str]:
+def _lines(comparison: Comparison, free_bytes: int) -> Iterator[str]:
     """The title, the cases, and what they take."""
-    backend, title = comparison.backend, comparison.title
-    if backend == ROUTING:
-        yield f"{title}: {comparison.workload.num_batches} batches"
-        yield from _cases(comparison)
-        return
-    on_ranks = f" on {comparison.world_size} rank(s)" if backend == RANKS else ""
-    yield f"{title}{on_ranks}, {describe_workload(comparison)['description']}"
+    backend, experiment = comparison.backend, comparison.experiment
+    batches = f"{comparison.workload.num_batches} batches of {describe_workload(comparison)['description']}"
+    yield f"{comparison.title} on {comparison.world_size} rank(s), {batches}"
     if comparison.links is not None:
-        emulate = comparison.experiment.emulate
-        sent = exchange_words(comparison.experiment.layer.dtype, emulate.transport, emulate.dispatch_dtype)
+        sent = exchange_words(experiment.layer.dtype, experiment.emulate.transport, experiment.emulate.dispatch_dtype)
         yield f"{comparison.links.describe()}; {sent}"
-    yield from _cases(comparison)
+    for case in comparison.cases:
+        kernel = comparison.kernel_of(case) if backend == RANKS else None
+        yield f"{case.case_id}  {case.role:11}  {case.label}" + (f", routed by {kernel}" if kernel else "")
     if backend == MODELLED:
         fit = fit_of(comparison)
-        if fit is not None and fit.words:
-            yield fit.words
-        yield f"{device_words(comparison)}; no {comparison.scope} is run"
-        return
-    sharing = comparison.world_size if backend == RANKS else 1
-    free = provenance.host_memory_bytes(sharing) if device == "cpu" else None
-    if gpu:
-        free = int(gpu["memory_free_mib"] * 2**20)
-    sizes = {name: size / 2**30 for name, size in held_here(comparison).items()}
-    memory = f"about {sizes['expert_bytes'] + sizes['other_weight_bytes']:.1f} GiB of weights and "
-    memory += f"{sizes['cache_bytes'] + sizes['row_bytes']:.1f} GiB of activations a rank"
-    memory += "" if free is None else f", {free / 2**30:.1f} GiB are free"
-    if backend == RANKS:
-        yield f"{memory}; {comparison.num_iterations() * comparison.experiment.measure.launches:,} iterations"
-        return
-    runs = f"{comparison.num_iterations():,} runs of a rank's {comparison.scope}"
-    yield f"{runs}; {memory}"
-
-
-def _cases(comparison: Comparison) -> Iterator[str]:
-    """The cases of a plan, and on real ranks what routes by each policy."""
-    for case in comparison.cases:
-        kernel = comparison.kernel_of(case) if comparison.backend == RANKS else None
-        yield f"{case.case_id}  {case.role:11}  {case.label}" + (f", routed by {kernel}" if kernel else "")
-
-
-def _gpu_by_driver() -> dict[str, Any]:
-    """The GPU with the least free memory, as the driver has it without a CUDA context; empty = it says nothing."""
-    try:
-        gpus = [gpu for gpu in query_gpus() if gpu["memory_free_mib"] is not None]
-    except pynvml.NVMLError:
-        return {}
-    return min(gpus, key=lambda gpu: gpu["memory_free_mib"], default={})
+        yield "; ".join([*([fit.words] if fit and fit.words else []), f"{device_words(comparison)}: nothing is run"])
+    elif backend != ROUTING:
+        sizes = {name: size / 2**30 for name, size in held_here(comparison).items()}
+        weights, rest = sizes["expert_bytes"] + sizes["other_weight_bytes"], sizes["cache_bytes"] + sizes["row_bytes"]
+        memory = f"about {weights:.1f} GiB of weights and {rest:.1f} GiB of activations a rank"
+        number = comparison.num_iterations() * (experiment.measure.launches if backend == RANKS else 1)
+        yield f"{memory}, {free_bytes / 2**30:.1f} GiB are free; {number:,} iterations"

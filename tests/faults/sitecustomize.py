@@ -48,11 +48,20 @@ def _strike(fault: str) -> None:
 
 
 def _left(folder: str) -> bool:
-    """Whether something was finished (``cases``), or lost in an earlier job (``attempts``)."""
+    """Whether something was finished (``cases``)."""
     return any(Path(sys.argv[sys.argv.index("--out") + 1], folder).glob("*.*"))
 
 
-HANGS = {"hang": lambda: True, "hang_later": lambda: _left("cases"), "hang_once": lambda: not _left("attempts")}
+def _is_first() -> bool:
+    """Whether nobody has asked before, in any start."""
+    try:
+        Path(sys.argv[sys.argv.index("--out") + 1]).with_name("hung").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+HANGS = {"hang": lambda: True, "hang_later": lambda: _left("cases"), "hang_once": _is_first}
 
 
 def _is_timed() -> bool:

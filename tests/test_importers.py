@@ -22,7 +22,7 @@ from test_recorded import tokens_of
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.workload import arrays
-from moe_ep_bench.workload.counts import read_counts
+from moe_ep_bench.workload.counts import counted, read_counts
 from moe_ep_bench.workload.importers import IMPORTERS, import_trace
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.trace import held, open_trace
@@ -125,6 +125,8 @@ def megatron(directory, passes=(6, 4), layers=(1, 3), num_experts=16, top_k=3, r
             record |= {"logit_offset": len(sidecar), "logit_bytes": len(data), "logit_shape": [num_tokens, num_experts]}
             sidecar += data
             records.append({**record, "top_indices": ids_TK.tolist()})
+            if layer == layers[-1]:  # what multi-token prediction does, and a pass without tokens, are no layer's
+                records += [records[-1] | {"block": "mtp"}, records[-1] | {"num_tokens": 0, "top_indices": []}]
             rows[step, layer] = ids_TK.numpy(), values_TE.double().numpy()
     path = directory / f"router_trace_rank{rank}.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -192,6 +194,7 @@ def vllm_responses(path, made, form, told="token ids"):
         told_here = {"prompt_token_ids": list(range(length))} if told == "token ids" else {}
         responses.append(response(made[f"{index}.routed_experts"], form, **told_here))
         responses[-1] |= {"usage": {"prompt_tokens": length}} if told == "usage" else {}
+        responses[-1] |= {"prompt_token_ids": list(range(length))} if told == "response" else {}
     return written(path, *responses)
 
 
@@ -318,14 +321,14 @@ def test_what_megatrons_own_tracer_writes_is_read(tmp_path, out, monkeypatch):
         np.testing.assert_array_equal(ids[layer - 1], np.concatenate([expected[step, layer] for step in (0, 1)]))
 
 
-@pytest.mark.parametrize("form", ["npz", "lists", "base64", "usage"])
+@pytest.mark.parametrize("form", ["npz", "lists", "base64", "usage", "response"])
 def test_vllms_routed_experts_are_kept_with_their_places_and_phases(tmp_path, out, form):
     made, path = vllm_arrays(), tmp_path / f"routing.{'npz' if form == 'npz' else 'jsonl'}"
     if form == "npz":
         np.savez(path, **made)
     else:
         array_form = np.ndarray.tolist if form == "lists" else npy
-        vllm_responses(path, made, array_form, form if form == "usage" else "token ids")
+        vllm_responses(path, made, array_form, form if form in ("usage", "response") else "token ids")
     recorded = np.concatenate([made[f"{request}.routed_experts"] for request in range(3)])
     sequence_T, position_T = np.array([0] * 6 + [1] * 6 + [2] * 2), np.array([*range(6), *range(6), *range(2)])
     is_known_T = (recorded >= 0).all(axis=(1, 2))
@@ -350,6 +353,7 @@ def test_any_models_routing_is_kept_layer_by_layer(tmp_path, out, changes):
     ids_TLK = routing(5, 4, model["num_experts"], model["top_k"])
     dense = model["first_dense_layers"]
     ids_TLK[:, 0] = ids_TLK[:, 1] if not dense else 0
+    ids_TLK[2] = 0 if model["top_k"] == 1 else ids_TLK[2]  # of a top-1 model no padding
     trace = import_trace("vllm", written(tmp_path / "r.jsonl", response(ids_TLK)), out, toy(tmp_path, **changes)).trace
     ids = read_back(out)[0]
     assert ids.dtype == (np.uint16 if model["num_experts"] > 256 else np.uint8)
@@ -450,8 +454,10 @@ DAMAGE = {
         "no whole ids": (":2: top_indices: ", record(1, top_indices=[[1, 2, 3.5]] * 6)),
         "another shape": (":2: logit_shape: ", record(1, logit_shape=[5, 16])),
         "other experts": (":2: logit_shape: ", record(1, logit_shape=[6, 8])),
-        "beyond the sidecar": (":4: logits_rank0.bin: ", record(3, logit_offset=10**6)),
-        "a layer less": (": step 1: layer 3: ", lambda records: records.pop()),
+        "beyond the sidecar": (":2: logits_rank0.bin: ", record(1, logit_offset=640 - 6 * 32 + 2)),
+        "a layer less": (": step 1: layer 3: ", lambda records: records.pop(5)),
+        "no number": (":2: step: ", record(1, step=True)),
+        "below 0": (":2: layer: ", record(1, layer=-1)),
     },
     "vllm": {
         "another name": ("", array("arr_0", np.zeros((1, 4, 3), int))),
@@ -504,6 +510,7 @@ def test_slots_that_repeat_an_expert_are_tokens_with_fewer_experts(tmp_path, out
         for token, ids_K in enumerate(ids_TLK[:, source_layer].tolist()):
             assert sorted(ids_TK[token, kept[token]].tolist()) == sorted(set(ids_K))
             assert set(scores_TK[token, kept[token]].tolist()) == {np.float16(1 / len(set(ids_K)))}
+    assert counted(out).layers == [1, 2, 3]
     load_E = read_counts(out)[0]
     assert (load_E[9], load_E.sum()) == (sum(9 in row for row in ids_TLK[:, 1].tolist()), 16)
     fields = {"layer": 0, "num_experts": 16, "top_k": 3, "num_tokens": 6, "num_batches": 1, "seed": 0}
@@ -671,6 +678,7 @@ WRONG = {
     "phase": ("vllm", {"phase": "training and decode"}, "trace import: phase: "),
     "training": ("vllm", {**OPTIONS["vllm"], "phase": "training"}, "phase: "),
     "too many experts": ("flame-moe", {"num_experts": 1025}, "trace import: num_experts: "),
+    "too few experts": ("flame-moe", {**OPTIONS["flame-moe"], "num_experts": 3}, "SOURCE: 0.2: num_experts: "),
     "no batch": ("megatron", {"micro_batch_size": 0}, "trace import: micro_batch_size: "),
     "two lines": ("flame-moe", {"model": "a\nb"}, "trace import: model: "),
     "no such domain": ("esft", {"domain": "maths"}, "SOURCE: domain: "),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from moe_ep_bench.bench.traffic import copies_of
 from moe_ep_bench.cost_model.devices import PRECISIONS
-from moe_ep_bench.cost_model.links import Link, Links
+from moe_ep_bench.cost_model.links import Curve, Link, Links
 from moe_ep_bench.cost_model.transport import Exchange, Rows, exchange_words, forwarded
 
 INTRA = {
@@ -114,6 +114,8 @@ def test_a_curve_goes_through_its_points() -> None:
     # Below, on, between (a straight line over logarithms) and beyond the points, there at 50,000 bytes per us.
     sizes = [0, 1, 1e3, 1e4, 1e5, 1e6, 2e6]
     np.testing.assert_allclose(link.time_us(sizes), [0, 10, 10, 10, 10**1.5, 100, 120])
+    # By itself a curve goes on as between its last points, but never falls.
+    assert [Curve.of([1, 3], times).at(7) for times in ([5, 9], [9, 5])] == pytest.approx([17, 5])
 
 
 def test_links_that_others_wrote_load_by_path(tmp_path: Path) -> None:

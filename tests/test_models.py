@@ -203,6 +203,8 @@ def test_each_rank_of_deepseek_v3_holds_these_bytes() -> None:
     assert held["other_weight_bytes"] == 2 * (model.num_parameters - 58 * 256 * 3 * 7168 * 2048)
     assert held["cache_bytes"] == 10_000 * 61 * (512 + 64) * 2, "the latent, not the keys and values made from it"
     assert held["row_bytes"] == 4096 * 8 * 1.5 * (4 * 7168 + 3 * 2048) * 2
+    most = footprint(model, 8, num_tokens=4096, cached_tokens=0, value_bytes=2, peak_load=99)
+    assert most["row_bytes"] == 8 * 4096 * 8 * (4 * 7168 + 3 * 2048) * 2, "a rank has no more than all pairs"
     of_qwen = footprint(load_model("qwen3-235b-a22b"), 16, num_tokens=1, cached_tokens=1, value_bytes=2)
     assert of_qwen["cache_bytes"] == 94 * 2 * 4 * 128 * 2
 

@@ -18,7 +18,7 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model import tables as reading
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.cost_model.table_devices import TableDevice, load_device, load_links, shape_of
+from moe_ep_bench.cost_model.table_devices import TableDevice, find_table, load_device, load_links, shape_of
 from moe_ep_bench.cost_model.tables import SHAPE, Tables, balanced_loads, read_moe
 from moe_ep_bench.facts import TimedFacts
 from moe_ep_bench.models import ModelSpec, load_model
@@ -69,7 +69,7 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     moe, nccl, deepep = (tmp_path / "data/h100_sxm" / one for one in ("moe/vllm/1.0", "comm/nccl/2.0", "comm/vllm/1.0"))
     for folder in (moe, nccl, deepep):
         folder.mkdir(parents=True)
-    rows = pd.concat([moe_rows(), moe_rows("fp8_block"), moe_rows(shape=UNLIKE)])
+    rows = pd.concat([moe_rows(), moe_rows("fp8_block"), moe_rows(shape=UNLIKE), moe_rows().assign(moe_tp_size=2)])
     rows.to_parquet(moe / "moe_perf.parquet")
     collectives = [
         {"op_name": op, "nccl_dtype": "half", "num_gpus": gpus, "message_size": 2**power, "latency": latency / 1e3}
@@ -151,6 +151,9 @@ def test_a_shape_that_was_not_measured_is_scaled_and_says_so_or_refused() -> Non
     plain = model().model_copy(update={"activation": "plain"})
     with pytest.raises(ValueError, match="expected rows of plain experts; there are none"):
         load_device(NAME).for_layer(plain.model_copy(update={"ffn_hidden_size": 500}), 8, "bfloat16")
+    ungated = pd.DataFrame([(2688, 1856, 128, 6, 8, 16, 9.0)], columns=[*SHAPE, "ep_size", "num_tokens", "us"])
+    with pytest.raises(ValueError, match="expected rows of gated experts; there are none"):
+        find_table(ungated, model((2688, 1856, 128, 8)), 8, lambda *_: 1.0)
 
 
 @pytest.mark.usefixtures("made_up")
@@ -198,6 +201,13 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(reading, "PACKAGE", "no-such-package")
     with pytest.raises(ValueError, match=r"^no-such-package is not installed; .*moe-ep-bench\[tables\]'$"):
         load_device(NAME)
+
+
+@pytest.mark.usefixtures("made_up")
+def test_a_tensor_parallel_slice_is_held_by_the_rows_of_whole_experts_that_were_cut() -> None:
+    slice_of = model((1024, 256, 16, 2)).model_copy(update={"tensor_parallel": 2})
+    device = load_device(NAME).for_layer(slice_of, 8, "bfloat16")
+    assert (device.table.ffn_hidden_size, device.table.scaled_from) == (256, "")
 
 
 def test_tables_know_a_layer_by_the_width_that_its_experts_take() -> None:
@@ -333,6 +343,16 @@ def test_built_in_links_are_the_tables(name: str, table: str) -> None:
     assert theirs is not None
     sizes = np.logspace(3, 8.6, 50)
     np.testing.assert_allclose(mine.time_us(sizes), theirs.time_us(sizes), rtol=0.01)
+
+
+@needs_package
+def test_a_system_without_a_file_is_an_h100_by_its_data_sheet() -> None:
+    device, h100 = load_device("table:l40s/vllm/0.24.0"), Device.named("h100-sxm")
+    slower = h100.memory_tbps / device.memory_tbps
+    assert slower > 3
+    for figure in ("routing_native_ps", "routing_policy_ps"):
+        assert getattr(device, figure) == pytest.approx(getattr(h100, figure) * slower)
+    assert (device.memory_basis, device.memory_efficiency) == ("assumed", h100.memory_efficiency)
 
 
 @needs_package

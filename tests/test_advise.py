@@ -369,6 +369,12 @@ def test_a_pick_is_judged_on_draws_that_did_not_choose_it(tmp_path: Path, low: f
         assert f"only {pick['chosen_by']:.0f} of 5 draws would choose it" in text
 
 
+def test_each_draws_others_choose_as_all_do_by_mass_within_a_tie(tmp_path: Path) -> None:
+    made = [drop(1.5, 1.30, 0.05, 0.98), drop(2.0, 1.31, 0.05, 0.97)]
+    rows = candidates(load_timed(write_run(tmp_path, of_draws(**{f"draw{n}": made for n in range(3)}))), BOUNDS)
+    assert rows.loc[rows["is_pick"], ["label", "chosen_by"]].to_numpy().tolist() == [["token_drop gamma 1.5", 3]]
+
+
 def test_what_differs_in_more_than_the_draw_stays_apart(tmp_path: Path) -> None:
     seeds = of_draws(one=[USUAL[1]], two=[dataclasses.replace(USUAL[1], status="oom", reason="too big")])
     others = of_draws(2.0, three=[USUAL[1]])
@@ -551,6 +557,9 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
     full = asked(*olmoe, "--trace", recording(tmp_path / "full.safetensors", full=True))
     assert full.left_out == (prefill, no_replicas)
     assert [one.workload.layer for one in full.experiments] == [0, 1, 2], "all that were recorded"
+    step = asked(*olmoe[:4], "--decode-tokens", 64, "--trace", tmp_path / "full.safetensors")
+    assert {one.workload.arrangement for one in step.experiments} == {"decode"}
+    assert "requests that decode route as their prompts did" in step.assumed
     of_model = asked(ROOT / "configs/model-prefill.yaml")
     assert of_model.left_out[-1] == "EPLB, LLEP, UltraEP: experts of whole models are not replicated"
 

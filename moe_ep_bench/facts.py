@@ -47,14 +47,8 @@ class JsonRecord(BaseModel):
 # ---- a comparison ----------------------------------------------------------------------------------------------------
 
 
-class Source(JsonRecord):
-    passes_per_batch: NonNegativeFloat  # how often a batch uses the recording
-
-
 class Recording(JsonRecord):
     model: str
-    arrangement: Literal["sequences", "decode"]
-    sources: list[Source]
 
 
 class Workload(JsonRecord):
@@ -82,7 +76,6 @@ class ModelExtent(JsonRecord):
     num_layers: Count  # that were built
     of_layers: Count  # that the model has
     moe_layers: list[NonNegativeInt] = Field(min_length=1)  # of those that were built
-    of_moe_layers: Count
     context_length: NonNegativeInt  # tokens in the cache of each request that decodes; 0 = prefill
     attention: str
     num_shared_by_chance: NonNegativeInt = 0  # MoE layers in which neighbours share more experts than was asked for
@@ -93,8 +86,6 @@ class Rest(JsonRecord):
 
     us_per_moe_layer: NonNegativeFloat  # of all that no MoE layer takes
     num_moe_layers: Count
-    context_length: NonNegativeInt  # 0 = prefill
-    attention: str
 
     def pass_ms(self, layer_ms: float) -> float:
         """The pass as if every MoE layer took what this one does."""
@@ -126,7 +117,6 @@ class RoutedFacts(ComparisonFacts):
     phase: str | None
     layer: NonNegativeInt | None
     image_share: float | None = None
-    bytes_per_pair: PositiveFloat | None = None
 
 
 class TimedFacts(ComparisonFacts):
@@ -144,7 +134,6 @@ class TimedFacts(ComparisonFacts):
     cuda_graph: str | None = None  # what graphs hold and replay; None = run eagerly
     experts: Component
     permute: Component
-    flush_l2: bool
     oversubscribed: bool  # more ranks than cores
     random_weights: bool
     departures: list[str]  # where the layer is simpler than the model
@@ -195,7 +184,6 @@ class JudgedFacts(JsonRecord):
     order: int
     num_experts: Count
     num_ranks: Count  # virtual ones
-    top_k: Count
     batch_size: Count
     text: str | None = None
     task: str | None = None
@@ -235,7 +223,6 @@ class CaseFacts(JsonRecord):
 
 
 class WarmUp(JsonRecord):
-    rounds: int  # untimed ones, over all batches and cases
     change: float | None  # of the last round against the one before it
     settled: bool
 
@@ -243,7 +230,6 @@ class WarmUp(JsonRecord):
 class Ceilings(JsonRecord):
     """What a rank's device reached beside the run (``timing.ceilings``)."""
 
-    matmul_size: int
     matmul_tflops: PositiveFloat
     copy_gbps: PositiveFloat
     read_gbps: PositiveFloat | None = None
@@ -288,7 +274,7 @@ class Environment(JsonRecord):
 
 
 class Job(JsonRecord):
-    """Where the rows of one job come from; null stands for nothing, as earlier versions wrote it."""
+    """Where the rows of one job come from."""
 
     created: str | None = None
     config: list[dict[str, Any]] | dict[str, Any] | None = None  # resolved
@@ -296,11 +282,6 @@ class Job(JsonRecord):
     command: str | None = None  # the command line, likewise
     environment: dict[str, Any] = Field({})
     hashes: dict[str, Any] = Field({})
-
-    @field_validator("environment", "hashes", mode="before")
-    @classmethod
-    def _nothing(cls, value: Any) -> Any:
-        return {} if value is None else value
 
 
 class RunFacts(JsonRecord):

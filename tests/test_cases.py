@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from results_builder import (
@@ -22,17 +22,27 @@ from results_builder import (
     standard_cases,
     write_run,
 )
-from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, whole_facts, write_whole
+from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, WHOLE_CASES, whole_facts, write_whole
 
 from moe_ep_bench.analysis.cases import CASE, cases, comparisons, layers, load, routing, samples, timings
 
 FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
 DROP = "token_drop gamma 1"
+NATIVE = [FakeCase("native", role="baseline")]
 
 
 def frame_of(root: Path, mode: str = "run", **changes) -> pd.DataFrame:
     """The rows of one comparison, by label."""
     write_run(root, [FakeComparison(**{"cases": standard_cases(), "num_iterations": 3, **changes})], mode)
+    return cases(load(root)).set_index("label")
+
+
+def rewritten(root: Path, folder: str, change: Callable[[dict], list[dict]]) -> pd.DataFrame:
+    """The frame after every row of the parts in a folder has become other rows."""
+    for path in (root / folder).glob("*.parquet"):
+        table = pq.read_table(path)
+        rows = [changed for row in table.to_pylist() for changed in change(row)]
+        pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
     return cases(load(root)).set_index("label")
 
 
@@ -52,26 +62,20 @@ def store(tmp_path_factory):
 # ---- frames join -----------------------------------------------------------------------------------------------------
 
 
-def test_directories_are_told_apart_by_a_column_and_never_pooled(store):
+def test_directories_are_told_apart_by_a_column_and_every_frame_joins_on_the_case(store):
     rows = cases(store)
     assert len(rows) == 12
     assert not rows.duplicated(CASE).any()
     assert list(rows["directory"].unique()) == ["a", "b"]
-    assert rows["comparison_id"].nunique() == 1
     assert set(rows["swept"]) == {"workload.peak_load"}
     assert list(comparisons(store)["swept_value"]) == [1.5, 2.5]
-
-
-def test_every_frame_joins_on_the_case(store):
-    rows = cases(store)
     for frame in (samples(store), timings(store), routing(store)):
-        joined = frame.merge(rows[CASE], on=CASE, how="left", indicator=True)
+        joined = frame.merge(rows[[*CASE, "role"]], on=[*CASE, "role"], how="left", indicator=True)
         assert len(joined) == len(frame)
         assert (joined["_merge"] == "both").all()
+        assert frame[CASE].drop_duplicates().shape == (12, 3)
     oea = rows[rows["policy"] == "oea"]
-    assert set(map(tuple, samples(store, oea)[CASE].drop_duplicates().to_numpy())) == set(
-        map(tuple, oea[CASE].to_numpy())
-    )
+    assert samples(store, oea)[CASE].drop_duplicates().to_numpy().tolist() == oea[CASE].to_numpy().tolist()
 
 
 def test_means_of_batches_are_the_cases_own(store):
@@ -93,6 +97,61 @@ def test_a_case_is_as_slow_as_its_slowest_rank(store):
     times = plain.groupby(CASE)["time_us"].quantile([0.5, 0.9, 0.99]).unstack() / 1e3
     found = cases(store).set_index(CASE)[["median_ms", "p90_ms", "p99_ms"]].astype(float)
     assert found.sort_index().to_numpy() == pytest.approx(times.sort_index().to_numpy())
+
+
+def test_pairs_are_of_one_comparison_and_iteration(store):
+    keys = ["directory", "comparison_id", "quantity", "launch", "batch", "iteration"]
+    times = timings(store).set_index(keys)
+    native_us = times[times["role"] == "baseline"]["time_us"]
+    others = times[times["role"] != "baseline"]
+    expected = native_us.reindex(others.index) / others["time_us"]
+    assert others["speedup"].to_numpy() == pytest.approx(expected.to_numpy())
+    assert times[times["role"] == "baseline"]["speedup"].isna().all()
+    assert {"all", "experts", "wait_combine"} <= set(times.index.get_level_values("quantity"))
+
+
+def test_draws_of_the_traffic_become_launches_with_batches_of_their_own(tmp_path):
+    """A case that one draw lost is lost; other points of the sweep stay apart."""
+
+    def comparison(seed: int, point: int, *, lost: bool = False) -> FakeComparison:
+        listed = [*standard_cases()[2:], FakeCase("oea", status="oom" if lost else "ok", reason="big")]
+        facts = {"point": {"workload.seed": seed, "x": point}}
+        return FakeComparison(f"s{seed}{point}", facts, listed, 4, num_iterations=2, native_us=1e3 * (1 + seed))
+
+    drawn = [comparison(seed, point, lost=seed == 1 and point == 2) for point in (1, 2) for seed in (0, 1)]
+    store = load(write_run(tmp_path, drawn))
+    about = comparisons(store)
+    assert about[["comparison_id", "num_batches", "num_draws", "num_launches"]].to_numpy().tolist() == [
+        ["s01", 8, 2, 2],
+        ["s02", 8, 2, 2],
+    ]
+    assert about["point"].tolist() == ['{"x": 1}', '{"x": 2}']
+    plain = timings(store).query("quantity == 'all' and comparison_id == 's01' and role == 'baseline'")
+    batches = plain.groupby("launch")["batch"].unique().map(sorted).to_list()
+    assert batches == [list(range(4)), list(range(4, 8))]
+    assert plain.groupby("launch")["time_us"].median().tolist() == pytest.approx([1e3, 2e3], rel=0.05)
+    assert routing(store).query("comparison_id == 's01' and policy == 'topk'")["batch"].tolist() == list(range(8))
+    rows = cases(store).set_index(["comparison_id", "policy"])
+    assert rows.loc[("s01", "oea"), "speedup_num_launches"] == 2
+    assert rows.loc[("s02", "oea"), ["status", "reason"]].tolist() == ["oom", "big"]
+    assert rows.loc[("s02", "topk"), "status"] == "ok"
+    assert len(cases(load(tmp_path, join_draws=False))) == 16
+
+
+def test_frames_stand_with_no_rows(tmp_path):
+    """Each of two draws lost what the other has, so that joined nothing is left."""
+    drawn = []
+    for seed, lost in enumerate(("native", "topk")):
+        listed = [
+            dataclasses.replace(case, status="oom" if case.policy == lost else "ok") for case in standard_cases()[2:]
+        ]
+        drawn.append(FakeComparison(f"s{seed}", {"point": {"workload.seed": seed}}, listed, **FEW))
+    store = load(write_run(tmp_path, drawn))
+    rows = cases(store)
+    assert set(rows["status"]) == {"oom"}
+    assert rows[["median_ms", "speedup_median", "retained_mass", "fullest_rank", "verdict"]].isna().all(axis=None)
+    assert [len(frame) for frame in (samples(store), timings(store), routing(store), layers(store, rows))] == [0] * 4
+    assert set(CASE) <= set(routing(store)) & set(timings(store)) & set(samples(store))
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -150,12 +209,9 @@ def test_phases_show_waiting_and_the_slowest_rank_names_the_phase(tmp_path):
 
 def test_a_wait_is_named_as_waiting(tmp_path):
     frame_of(tmp_path, **FEW)
-    for path in (tmp_path / "cases").glob("*.parquet"):
-        table, swapped = pq.read_table(path), {"experts": "wait_dispatch", "wait_dispatch": "experts"}
-        names = [swapped.get(phase, phase) for phase in table["phase"].to_pylist()]
-        pq.write_table(table.set_column(table.column_names.index("phase"), table.field("phase"), pa.array(names)), path)
-    row = cases(load(tmp_path)).set_index("label").loc["native"]
-    assert row["breakdown_slowest_phase"] == "waiting (dispatch)"
+    swapped = {"experts": "wait_dispatch", "wait_dispatch": "experts"}
+    rows = rewritten(tmp_path, "cases", lambda row: [{**row, "phase": swapped.get(row["phase"], row["phase"])}])
+    assert rows.loc["native", "breakdown_slowest_phase"] == "waiting (dispatch)"
 
 
 def test_on_gpus_waits_are_less_what_a_probe_costs_when_nobody_waits(tmp_path):
@@ -191,28 +247,16 @@ def test_load_is_summed_over_ranks_and_relative_to_the_models_own_mean(tmp_path)
     assert unit["load_E"] * 8 / unit["num_topk_pairs"] == pytest.approx(load_E)
 
 
-def test_the_fullest_expert_is_that_of_each_batch(tmp_path):
-    """Two experts that are hot in turn are hot in every batch, though not on average."""
-    frame_of(tmp_path, cases=[FakeCase("native", role="baseline")], **FEW)
-    path = next((tmp_path / "routing").glob("*.parquet"))
-    rows = pq.read_table(path).to_pylist()
-    for row in rows:
-        row["load_E"] = [row["num_topk_pairs"] * (expert == row["batch"] % 2) for expert in range(8)]
-    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(path)), path)
-    assert cases(load(tmp_path))["fullest_expert"].item() == pytest.approx(8)
+@pytest.mark.parametrize("of", ["batch", "layer"])
+def test_the_fullest_expert_is_that_of_each_batch_and_layer(tmp_path, of):
+    """Two experts that are hot in turn are hot in every batch, or layer of a model, though not on average."""
+    frame_of(tmp_path, cases=NATIVE, facts=whole_facts(), **FEW)
 
+    def in_turn(row: dict) -> list[dict]:
+        units = [{**row, "layer": layer} for layer in (0, 1)]
+        return [{**u, "load_E": [u["num_topk_pairs"] * (expert == u[of]) for expert in range(8)]} for u in units]
 
-def test_layers_of_a_whole_model_have_busy_experts_of_their_own(tmp_path):
-    """Summed over two layers these loads would be even."""
-    frame_of(tmp_path, cases=[FakeCase("native", role="baseline")], num_ranks=1, facts=whole_facts(), **FEW)
-    path = next((tmp_path / "routing").glob("*.parquet"))
-    rows = [
-        {**row, "layer": layer, "load_E": [row["num_topk_pairs"] * (expert == layer) for expert in range(8)]}
-        for row in pq.read_table(path).to_pylist()
-        for layer in (1, 2)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(path)), path)
-    assert cases(load(tmp_path))["fullest_expert"].item() == pytest.approx(8)
+    assert rewritten(tmp_path, "routing", in_turn)["fullest_expert"].item() == pytest.approx(8)
 
 
 def test_rates_are_bytes_and_operations_over_time(tmp_path):
@@ -243,13 +287,11 @@ def test_rates_are_bytes_and_operations_over_time(tmp_path):
         "experts_of_copy": moved / experts_us / 1e3 / CEILINGS["copy_gbps"],
     }
     assert row[list(expected)].to_dict() == pytest.approx(expected)
-    late = tmp_path / "cases" / "c0-0.parquet"
-    table = pq.read_table(late)
-    is_late = pc.and_(pc.equal(table["phase"], "dispatch"), pc.equal(table["rank"], 1))
-    later = pc.if_else(is_late, pc.multiply(table["time_us"], 2.0), table["time_us"])
-    pq.write_table(table.set_column(table.column_names.index("time_us"), "time_us", later), late)
-    slower = cases(load(tmp_path)).set_index("label").loc["native"]
-    assert slower["dispatch_gbps"] == pytest.approx(gbps / 2)
+
+    def late(row: dict) -> list[dict]:
+        return [{**row, "time_us": row["time_us"] * (2 if (row["phase"], row["rank"]) == ("dispatch", 1) else 1)}]
+
+    assert rewritten(tmp_path, "cases", late).loc["native", "dispatch_gbps"] == pytest.approx(gbps / 2)
 
 
 def test_one_rank_has_no_link(tmp_path):
@@ -263,10 +305,6 @@ def test_one_rank_has_no_link(tmp_path):
 # Native's MoE layers are two thirds of a pass; a policy that runs them so many times as fast gains what the law says.
 SHARE, LAYERS = 2 / 3, 1.5
 END_TO_END = 1 / (1 - SHARE + SHARE / LAYERS)
-WHOLE_CASES = [
-    FakeCase("token_drop", params={"capacity_factor": 2.0}, speedup=LAYERS, dropped=0.05, mass=0.97),
-    *(case for case in standard_cases() if case.policy != "token_drop"),
-]
 
 
 def test_a_pass_gains_what_amdahls_law_says_of_its_layers(tmp_path):
@@ -279,10 +317,16 @@ def test_a_pass_gains_what_amdahls_law_says_of_its_layers(tmp_path):
     assert native["moe_share"] == pytest.approx(SHARE, rel=0.01)
     assert native["most_by_amdahl"] == pytest.approx(1 / (1 - SHARE), rel=0.03)
     assert native["mean_rank_attention_ms"] == pytest.approx(ELSEWHERE_US["attention"] / 1e3)
+    assert native["tokens_per_s"] == pytest.approx(4096 / native["median_ms"] * 1e3)
+    assert native["tokens_per_s_per_rank"] == pytest.approx(native["tokens_per_s"] / 2)
     assert rows["speedup_extrapolated"].isna().all()
     of_native = layers(store, cases(store)).query("label == 'native'").set_index("layer")
     assert list(of_native.index) == [0, 1, 2]
     assert of_native["dense"].iloc[0] == pytest.approx(ELSEWHERE_US["dense"] / 1e3)
+    parts = timings(store).query("role == 'baseline'").groupby("quantity")["time_us"].median()
+    assert parts["attention"] == pytest.approx(ELSEWHERE_US["attention"])
+    assert parts["the rest"] == pytest.approx(ELSEWHERE_TOTAL_US - ELSEWHERE_US["attention"], rel=0.06)
+    assert parts["MoE layers"] == pytest.approx(2 * ELSEWHERE_TOTAL_US, rel=0.02)
 
 
 def test_six_more_layers_take_six_times_the_mean_moe_layer(tmp_path):
@@ -292,6 +336,8 @@ def test_six_more_layers_take_six_times_the_mean_moe_layer(tmp_path):
     expected = 3 * ELSEWHERE_TOTAL_US / 1e3 + 6 * layer_ms
     assert rows.loc["native", "all_layers_ms_extrapolated"] == pytest.approx(expected, rel=0.01)
     gain = rows.loc["token_drop gamma 2"]
+    of_both = rows.loc["native", "all_layers_ms_extrapolated"] / gain["all_layers_ms_extrapolated"]
+    assert gain["speedup_extrapolated"] == pytest.approx(of_both)
     assert gain["speedup_extrapolated"] > gain["speedup_median"]
 
 
@@ -308,18 +354,15 @@ def test_cases_are_read_in_order_whatever_the_order_of_the_files(tmp_path):
     ]
 
 
-def test_variants_of_one_policy_are_told_apart_by_what_differs(tmp_path):
+def test_variants_of_one_policy_are_told_apart_by_what_their_labels_name(tmp_path):
     def drop(factor: float, metric: str) -> FakeCase:
-        shared = {"modality": "uniform", "min_capacity": 0}
-        return FakeCase("token_drop", params={"capacity_factor": factor, "metric": metric, **shared})
+        params = {"capacity_factor": factor, "metric": metric, "modality": "uniform"}
+        named = "" if metric == "score" else f" metric={metric}"
+        return FakeCase("token_drop", params=params, label=f"token_drop capacity_factor={factor}{named}")
 
-    variants = [
-        drop(1.0, "score"),
-        drop(2.0, "score"),
-        drop(1.0, "order"),
-        FakeCase("oea", params={"k0": 3, "p": None}),
-    ]
-    rows = frame_of(tmp_path, cases=[*standard_cases()[1:], *variants], **FEW)
-    names = ["topk", "token_drop metric=order", "token_drop metric=score", "oea"]
+    more = [drop(1.0, "score"), drop(2.0, "score"), drop(1.0, "order"), drop(2.0, "order")]
+    more += [FakeCase("laser", params={"c": [6, 12]}, label="laser c=[6, 12]")]
+    rows = frame_of(tmp_path, cases=[*standard_cases()[1:], *more], **FEW)
+    names = ["topk", "token_drop metric=order", "token_drop", "laser c=[6, 12]"]
     assert list(rows["family_label"].dropna().unique()) == names
     assert rows["family"].nunique() == 4

@@ -194,7 +194,7 @@ def test_mistakes_are_one_line_and_nothing_is_written(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, expected in (
-        ([tmp_path / "none"], "no such directory"),
+        ([tmp_path / "none"], "none/run.json: missing; a results directory"),
         ([directory, "--out", tmp_path], "expected a file to write, got a directory"),
         ([directory, directory], "--out: expected a file for the page of several directories"),
     ):

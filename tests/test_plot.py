@@ -154,7 +154,7 @@ def test_what_holds_two_runs_or_is_a_file_is_one_line(good: Path, tmp_path, caps
     (tmp_path / "both").mkdir()
     ValidationDirectory(tmp_path / "both").write_pairs([], "measured here")
     (tmp_path / "file").write_text("mine")
-    for path, words in (("both", "holds two runs side by side"), ("file", "expected a directory")):
+    for path, words in (("both", "holds two runs side by side"), ("file", "missing; a results directory")):
         status, out = plotted(tmp_path, tmp_path / path)
         said = capsys.readouterr().err
         assert (status, out.exists(), words in said, said.count("\n")) == (2, False, True, 1)

@@ -22,6 +22,7 @@ import pandas as pd
 from moe_ep_bench.analysis.origins import device_words, file_of, how_words, origin_of, workload_words
 from moe_ep_bench.analysis.reading import ITERATION
 from moe_ep_bench.analysis.reduce import (
+    JOINED,
     KEY,
     MOE_PHASES,
     PASS_PARTS,
@@ -115,7 +116,7 @@ def cases(store: Store) -> pd.DataFrame:
         rows["probe_overhead"] = of_probes.where([facts.run.mode != "emulated" for facts in rows["comparison"]])
         rows = rows.join(_passes(rows)).join(_models(store, rows))
     rows = rows.reindex(columns=list(dict.fromkeys([*rows, *_TIMED])))
-    rows = rows.assign(**_families(rows)).drop(columns=["comparison", "native", "topk", "noise", "probe_floor_us"])
+    rows = rows.drop(columns=["comparison", "native", "topk", "noise", "probe_floor_us"])
     about = comparisons(store).drop(columns="facts")
     return rows.astype({"speedup_num_launches": "Int64"}).merge(about, on=COMPARISON, how="left", validate="m:1")
 
@@ -159,6 +160,8 @@ def _identity(comparison: Comparison, case: Any) -> dict[str, Any]:
         "looks_past_top_k": facts.looks_past_top_k,
         "data_model": facts.data_model,
         "extra_gib_per_rank": facts.extra_bytes_per_rank and facts.extra_bytes_per_rank / 2**30,
+        "family": _family(facts.policy, facts.policy_params) if facts.role == "policy" else None,
+        "family_label": _family_label(facts.policy, facts.label) if facts.role == "policy" else None,
         "fits": fit and fit.holds(facts.extra_bytes_per_rank or 0),
         "probe_floor_us": probe_floor_us(comparison.facts, comparison.conditions.values()) if is_timed else 0.0,
     }
@@ -168,6 +171,18 @@ def _reading_order(facts: Any) -> tuple:
     first = _FIRST_POLICIES.index(facts.policy) if facts.policy in _FIRST_POLICIES else len(_FIRST_POLICIES)
     factor = facts.policy_params.get("capacity_factor") or 0.0
     return _ROLE_ORDER.index(facts.role), first, _family(facts.policy, facts.policy_params), factor, facts.label
+
+
+def _family(policy: str, params: dict[str, Any]) -> str:
+    """The policy and what is set of it, but for the capacity factor."""
+    fields = sorted((key, value) for key, value in params.items() if key != "capacity_factor" and value is not None)
+    return " ".join([policy, *(f"{key}={value}" for key, value in fields)])
+
+
+def _family_label(policy: str, label: str) -> str:
+    """The same for people: what the case's label names, those that are not at their defaults."""
+    fields = re.split(r" (?=\w+=)", label)[1:]
+    return " ".join([policy, *(field for field in fields if not field.startswith("capacity_factor="))])
 
 
 def _values(prefix: str, source: object, names: Iterable[str]) -> dict[str, Any]:
@@ -290,42 +305,6 @@ def _models(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     ).join(mean_ms(times_us, PASS_PARTS).add_prefix("mean_rank_").add_suffix("_ms"))
 
 
-# ---- families --------------------------------------------------------------------------------------------------------
-
-
-def _parameters(params: dict[str, Any]) -> list[str]:
-    """``key=value`` of what is set, all but the capacity factor."""
-    return [f"{key}={value}" for key, value in sorted(params.items()) if key != "capacity_factor" and value is not None]
-
-
-def _family(policy: str, params: dict[str, Any]) -> str:
-    return " ".join([policy, *_parameters(params)])
-
-
-def _families(rows: pd.DataFrame) -> dict[str, list[str | None]]:
-    """``family`` of policies, and ``family_label``: the case's label, which also tables show, without the factor.
-
-    That is the policy and those parameters that are not at their defaults. Where it names two families alike,
-    parameters that tell them apart are added.
-    """
-    known = [(policy, json.loads(params)) for policy, params in zip(rows["policy"], rows["policy_params"], strict=True)]
-    families = [_family(*case) if role == "policy" else None for case, role in zip(known, rows["role"], strict=True)]
-    first = {family: place for place, family in reversed(list(enumerate(families))) if family is not None}
-    short = {}
-    for family, place in first.items():
-        label, (policy, params) = rows["label"].iloc[place], known[place]
-        named = [(label.find(f" {words}"), words) for words in _parameters(params)]
-        short[family] = " ".join([policy, *(words for at, words in sorted(named) if at >= 0)])
-    labels = dict(short)
-    for family, place in first.items():
-        if list(short.values()).count(short[family]) > 1:
-            policy, params = known[place]
-            others = [set(_parameters(known[at][1])) for at in first.values() if known[at][0] == policy]
-            differing = [words for words in _parameters(params) if words not in set.intersection(*others)]
-            labels[family] = " ".join([policy, *differing])
-    return {"family": families, "family_label": [labels.get(family) for family in families]}
-
-
 # ---- a row per comparison --------------------------------------------------------------------------------------------
 
 _FACTS = (
@@ -411,9 +390,8 @@ def conditions(store: Store) -> pd.DataFrame:
             "launch": launch,
             "rank": rank,
             "run_id": of_launch.run_id,
-            "warm_up_rounds": of_launch.warm_up.rounds,
             "hostname": of_rank.hostname,
-            **_values("", of_rank.ceilings, ("matmul_size", "matmul_tflops", "copy_gbps", "read_gbps")),
+            **_values("", of_rank.ceilings, ("matmul_tflops", "copy_gbps", "read_gbps")),
             **_values("", of_rank, ("peak_memory_bytes", "probe_floor_us")),
             "sm_clock_mhz": of_rank.machine.sm_clock_mhz and of_rank.machine.sm_clock_mhz[1],
         }
@@ -493,7 +471,7 @@ def layers(store: Store, of: pd.DataFrame) -> pd.DataFrame:
 @lru_cache(maxsize=4)
 def _routing(store: Store) -> pd.DataFrame:
     """``reduce.joined_routing`` of all cases beside the frontier; ``case`` is the number in the store."""
-    parts = [store.routing.iloc[:0]]
+    parts = [pd.DataFrame(columns=JOINED, dtype=float)]
     for case, rows in store.routing.groupby("case"):
         facts = store.comparisons[store.cases["comparison"][case]].facts
         is_contiguous = isinstance(facts, RoutedFacts) or facts.placement == "contiguous"

@@ -1,25 +1,23 @@
-"""What has to be known to read a comparison's numbers: a table of sentences over the comparison's facts.
+"""What has to be known to read a comparison's numbers: a table of facts and the sentences that they fill.
 
-``_facts`` gives a comparison's facts by name. A row of ``NOTES`` names the facts that its sentence needs and stands
-where all of these hold: neither missing nor zero nor empty. Of a fact that is a list a line stands for each entry.
-Warnings are the rows that forbid or weaken a reading; they come last and begin with ``warning:``.
+A row of ``NOTES`` or ``WARNINGS`` stands where its fact holds: neither missing nor zero nor empty. Of a list a line
+stands for each entry, a tuple fills several braces. Warnings forbid or weaken a reading; they come last and begin with
+``warning:``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from string import Formatter
 from typing import Any, NamedTuple
 
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import COMPARISON, cases, routing
 from moe_ep_bench.analysis.origins import component_words, is_same_model
-from moe_ep_bench.analysis.reduce import probe_floor_us
 from moe_ep_bench.analysis.store import Comparison, Store
-from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts, tokens_words
+from moe_ep_bench.facts import RoutedFacts, tokens_words
 from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
@@ -41,172 +39,295 @@ NOT_FUSED = "permutation is not fused: phase shares are not to be set beside a p
 READING = "loads, activated experts and traffic count padding that is computed; drops and mass kept are of valid tokens"
 
 
+class About:
+    """A comparison, its rows of ``cases``, and what both say together."""
+
+    def __init__(self, store: Store, comparison: Comparison) -> None:
+        frame = cases(store)
+        self.store, self.comparison, self.facts = store, comparison, comparison.facts
+        self.rows = frame[frame[COMPARISON].eq([comparison.directory, comparison.comparison_id]).all(axis=1)]
+        self.launches = [comparison.conditions[launch] for launch in sorted(comparison.conditions)]
+        is_model = getattr(self.facts, "whole", None) is not None
+        self.kind = "route" if isinstance(self.facts, RoutedFacts) else "model" if is_model else "layer"
+
+    def of(self, role: str) -> pd.DataFrame:
+        """The rows of a role that are ok."""
+        return self.rows[(self.rows["role"] == role) & (self.rows["status"] == "ok")]
+
+    def most(self, column: str) -> float:
+        """The largest value of a column, of either sign; NaN where there is none."""
+        values = self.rows[column].dropna().astype(float) if column in self.rows else ()
+        return max(values, key=abs, default=float("nan"))
+
+    @property
+    def ran(self) -> bool:
+        return self.facts.device is None
+
+
+def _passes(about: About) -> tuple:
+    facts, batches = about.facts.whole, _native_batches(about)
+    peaks = batches.groupby("layer")["expert_imbalance"].mean()
+    words = f"one decode step; {tokens_words(facts.context_length)} of each request are in the cache"
+    words = words if facts.context_length else "the prefill of all prompts, to the last token's logits"
+    return len(peaks) and (words, len(facts.moe_layers), peaks.min(), peaks.max())
+
+
+def _native_batches(about: About) -> pd.DataFrame:
+    batches = routing(about.store)
+    return batches[batches["case_id"].isin(about.of("baseline")["case_id"])]
+
+
+def _components(about: About) -> str:
+    facts = about.facts
+    parts = {"experts": facts.experts, "permutation": facts.permute, "routing": facts.kernel if about.ran else None}
+    return "; ".join(f"{name}: {component_words(part)}" for name, part in parts.items() if part)
+
+
+def _padding(about: About) -> float:
+    batches = _native_batches(about)
+    return 100 * batches["padding_pairs"].sum() / batches["num_pairs"].sum()
+
+
+def _spread(about: About) -> str:
+    """What stands beside a speedup: its interval, or the ends of its samples."""
+    facts, num_launches = about.facts, len(about.launches)
+    if facts.num_batches < MIN_BATCHES:
+        return f"(min..max: fewer than {MIN_BATCHES} batches give no interval, and so no verdict)"
+    launches = f", and Student's t over {num_launches} launches" if num_launches > 1 else ", of this launch only"
+    if facts.draws > 1:
+        launches = f", and Student's t over {facts.draws} draws of the traffic"
+    return f"[95 % interval, bootstrapped over batches, then iterations{launches}]"
+
+
+def _detectable(about: About) -> tuple | None:
+    values = about.of("policy")["detectable"].dropna()
+    return (values.min(), values.max()) if len(values) else None
+
+
+def _chance(about: About) -> list[str]:
+    judged = about.rows[~about.rows["role"].isin(["baseline", "noise"]) & about.rows["floor_low"].notna()]
+    return chance_words(int(judged["speedup_is_interval"].eq(True).sum()))
+
+
+def _solving(about: About) -> str:
+    params = map(json.loads, about.of("replication")["policy_params"])
+    times_us = {fields["solve_us"] for fields in params if fields.get("solve_us") is not None}
+    return " or ".join(f"{time_us:g}" for time_us in sorted(times_us))
+
+
+def _native_differs(about: About) -> bool:
+    noise = about.of("noise")
+    differs = (noise["speedup_low"] > 1) | (noise["speedup_high"] < 1)
+    return (differs & noise["speedup_is_interval"].eq(True)).any()
+
+
+def _host_bound(about: About) -> tuple | None:
+    share = about.most("host_bound_share")
+    if about.facts.backend != "nccl" or not share > MAX_HOST_BOUND:
+        return None
+    return 100 * share, about.rows["label"][about.rows["host_bound_share"] == share].iloc[0]
+
+
+def _allocating(about: About) -> tuple | None:
+    labels = dict(zip(about.rows["case_id"], about.rows["label"], strict=True))
+    told = [of_rank.allocating_iterations.items() for launch in about.launches for of_rank in launch.ranks]
+    counts = [(count, labels[case]) for of_rank in told for case, count in of_rank if case in labels]
+    return max(counts, default=None)
+
+
+def _of_machines(lines_of: Callable) -> Callable[[About], list[str]]:
+    return lambda about: list(dict.fromkeys(line for launch in about.launches for line in lines_of(launch.machines)))
+
+
+def _unsettled(about: About) -> list[str]:
+    changes = [launch.warm_up.change for launch in about.launches if not launch.warm_up.settled]
+    return [f"{100 * change:+.1f} %" for change in changes if change is not None]
+
+
+def _foreign_data(about: About) -> list[tuple]:
+    """Policies that decide by data of another model than the comparison's, and whose these are."""
+    used = about.rows[["policy", "data_model"]].dropna().drop_duplicates().itertuples(index=False)
+    return [(policy, of, about.facts.model) for policy, of in used if not is_same_model(of, about.facts.model)]
+
+
+def _tail(about: About) -> tuple | None:
+    """The tail model of recorded scores, what rests on it, and whether it was tried another way."""
+    workload, policies = about.facts.workload, about.of("policy")
+    looking = ", ".join(policies.loc[policies["looks_past_top_k"].astype(bool), "label"])
+    others = {
+        other.facts.workload.tail_model
+        for other in about.store.comparisons
+        if other.facts.workload.recording == workload.recording
+    } - {workload.tail_model, None}
+    tried = f"set it beside the same under {', '.join(sorted(others))}"
+    tried = tried if others else "measured under this one only (workload.tail: both)"
+    return (workload.tail_model, looking, tried) if looking and workload.tail_model else None
+
+
 class Note(NamedTuple):
-    """A sentence of the facts in braces.
+    """A sentence that a fact fills.
 
     Attributes:
         of: the comparisons that it is of: layer, model, route.
         rank: where there is room for three notes, those of the least rank stand; 0 = in ``show`` only.
-        when: facts that must hold beside those of the sentence.
     """
 
     of: str
+    fact: Callable[[About], Any]
     sentence: str
     rank: int = 0
-    when: str = ""
 
 
 _TIMED, _ALL = "layer model", "layer model route"
 NOTES = (
-    Note(_ALL, "{workload}", 6),
+    Note(_ALL, lambda about: about.rows["workload_words"].iloc[0], "{}", 6),
+    Note("model", _passes, "a pass is {}; {} MoE layers, fullest expert {:.2f} to {:.2f} x mean"),
     Note(
         "model",
-        "a pass is {pass_is}; {num_moe_layers} MoE layers, fullest expert {least_peak:.2f} to {most_peak:.2f} x mean",
+        lambda about: about.facts.whole.num_shared_by_chance,
+        "in {} MoE layers neighbours share more experts than asked: independent tokens do under this skew",
     ),
-    Note(
-        "model",
-        "in {num_shared} MoE layers neighbours share more experts than asked: independent tokens do under this skew",
-    ),
-    Note("model", "attention: {attention}, data-parallel"),
-    Note(_TIMED, "{components}"),
+    Note("model", lambda about: about.facts.whole.attention, "attention: {}, data-parallel"),
+    Note(_TIMED, _components, "{}"),
     Note(
         "layer",
-        "{rest_of} ms, tokens/s/GPU: as if each of {rest_layers} MoE layers took what this one does, beside "
-        "{rest_us:,.0f} us a layer for the rest of the model (modelled: {rest_attention}, dense layers, norms, output)",
+        lambda about: (rest := about.facts.rest) and (rest.num_moe_layers, rest.us_per_moe_layer),
+        "pass ms, tokens/s/GPU: as if each of {} MoE layers took what this one does, beside {:,.0f} us a layer for the "
+        "rest of the model (modelled)",
     ),
-    Note(_TIMED, MODEL_CAVEAT, 3, when="modelled"),
+    Note(_TIMED, lambda about: not about.ran, MODEL_CAVEAT, 3),
+    Note(_TIMED, lambda about: about.facts.cuda_graph, "replayed from CUDA graphs, which hold {}"),
     Note(
-        "layer", "dispatcher: allgather; crossing bytes are those that an all-to-all would send", when="allgather ran"
+        _ALL,
+        lambda about: about.facts.workload.padding and _padding(about),
+        f"{READING}; native spends {{:.1f}} % of its pairs on it",
     ),
-    Note(
-        "layer",
-        "megatron_drop by position: a layer keeps any tokens of a full expert (Megatron-Core's ties are open), route "
-        "the earliest, so that their mass kept may differ",
-        when="by_position ran",
-    ),
-    Note(
-        "layer", "probe floor: {probe_floor:.1f} us, what a waiting probe costs when nobody waits; waits are less that"
-    ),
-    Note(_TIMED, "replayed from CUDA graphs, which hold {graphs}"),
-    Note("layer", "under native: fullest expert {native_expert:.2f} x mean, fullest rank {native_rank:.2f} x mean"),
-    Note(_ALL, f"{READING}; native spends {{padding_percent:.1f}} % of its pairs on it"),
-    Note("layer", "speedup: slowest rank's layer time, native over case, median of pairs {spread}", 4),
-    Note("model", "end to end: slowest rank's pass, native over case, median of pairs {spread}", 4),
+    Note("layer", _spread, "speedup: slowest rank's layer time, native over case, median of pairs {}", 4),
+    Note("model", _spread, "end to end: slowest rank's pass, native over case, median of pairs {}", 4),
     Note(
         _TIMED,
-        "noise floor: {floor_low:.3f} to {floor_high:.3f}, by which native run twice differs from itself",
+        lambda about: about.ran and (about.most("floor_low"), about.most("floor_high")),
+        "noise floor: {:.3f} to {:.3f}, by which native run twice differs from itself",
         5,
-        "ran",
     ),
-    Note(
-        "layer", "smallest speedup that would be called (power 80 %): {least_detectable:.3f} to {most_detectable:.3f}"
-    ),
-    Note(_TIMED, "{chance}"),
+    Note("layer", _detectable, "smallest speedup that would be called (power 80 %): {:.3f} to {:.3f}"),
+    Note(_TIMED, _chance, "{}"),
     Note(
         "layer",
+        lambda about: about.rows["role"].eq("ceiling").any(),
         "ceiling: native on perfectly balanced scores; what balance alone could buy, no policy",
-        when="has_ceiling",
     ),
     Note(
         "model",
+        lambda about: about.most("most_by_amdahl"),
         "MoE share f, MoE speedup s: of breakdown iterations; by Amdahl: 1 / (1 - f + f / s) with native's f; no "
-        "policy exceeds 1 / (1 - f) = {most_by_amdahl:.3f}",
+        "policy exceeds 1 / (1 - f) = {:.3f}",
     ),
     Note(
         "model",
-        "extrapolated: {num_layers} of {of_layers} layers were built and timed; each further layer is taken to be like "
-        "the mean MoE layer that was",
-        when="is_cut",
+        lambda about: (whole := about.facts.whole).num_layers < whole.of_layers and (whole.num_layers, whole.of_layers),
+        "extrapolated: {} of {} layers were built and timed; each further layer is taken to be like the mean MoE layer "
+        "that was",
     ),
     Note(
         "layer route",
+        lambda about: about.of("policy")["below_frontier"].notna().any(),
         "below frontier: mass that dropping alone could keep beyond this, at the same fullest rank (of experts: with "
         "as many activated experts); a policy that reroutes may keep more, below 0",
-        when="has_frontier",
     ),
     Note(
         _TIMED,
+        lambda about: about.facts.random_weights and about.rows["output_error"].notna().any(),
         "output error: relative to native, with random weights; it is no measure of a model's accuracy",
-        when="has_output_error",
-    ),
-    Note(
-        "layer route",
-        "activated: experts with a token, of {num_experts}, and on the rank with most of them; mean over batches",
-        when="has_idle_experts",
     ),
     Note(
         "route",
+        lambda about: True,
         "fullest: pairs over native's mean expert's or rank's; imbalance: over the mean of the pairs that are "
         "computed; of each batch, then means over batches and layers",
     ),
-    Note(_ALL, "dropped: of the model's own pairs, also where a policy computes others in their place", 5, "looking"),
-    Note(
-        "route",
-        "scores were not recorded and are assumed equal over the top-k: loads are the recording's, but mass, and what "
-        "policies choose by scores (oea, xshare, drops by score), say nothing of the model",
-        when="has_assumed_scores",
-    ),
-    Note(
-        "route",
-        "replicas: planned for the loads of the other batches; what solving takes is not shown here, emulate counts it",
-        when="has_replicas",
-    ),
-    Note("route", "assumed: {image_share:.0%} of every sequence's tokens are an image's"),
-    Note(_TIMED, "more memory: of replicas in all layers together, of moved weights in one", when="takes_memory"),
-    Note(_TIMED, "solving counts in every batch, as {solving} us, assumed, in the phase policy"),
-    Note(_ALL, "mass kept above 100 %: the policy adds experts to the top-k", when="adds_experts"),
-    Note(_TIMED, "{remarks}"),
-)
-WARNINGS = (
-    Note(_TIMED, "{fit}", 1),
-    Note(_TIMED, "the baseline was not measured, so there are no speedups", 1, "lacks_native"),
-    Note(
-        _TIMED,
-        "native was not measured a second time, so there is no noise floor and no verdict",
-        1,
-        "lacks_floor",
-    ),
-    Note(
-        _TIMED,
-        "native differs from itself: something drifts with the order of cases; the floor covers it",
-        2,
-        "native_differs",
-    ),
-    Note(_TIMED, "times drifted by {drift_percent:+.1f} % between the begin and the end of a launch", 2),
-    Note(_TIMED, OVERSUBSCRIBED, 1, "oversubscribed"),
-    Note(_TIMED, f"phases leave more than {100 * MAX_UNACCOUNTED:g} % of the time unaccounted for", when="unaccounted"),
-    Note(
-        _TIMED,
-        f"probes cost more than {100 * MAX_PROBE_OVERHEAD:g} %: phase times are too long by about that",
-        when="probes on_gpu",
-    ),
-    Note(
-        _TIMED,
-        "probes are not free on CPU ranks (gloo): read phase times as shares; speedups come from iterations without "
-        "probes",
-        when="probes on_cpu",
-    ),
-    Note(
-        _TIMED,
-        "launch-bound: in {host_bound_percent:.1f} % of the iterations of {host_bound} the host issued work until the "
-        "end; its time is the host's, not the device's",
-        2,
-        "on_gpu",
-    ),
-    Note(
-        _TIMED,
-        "memory was asked of the driver in {num_allocating} timed iterations of one rank ({allocating}), which stops "
-        "the device: fewer tokens or cases, or more measure.warmup",
-        2,
-    ),
-    Note(_TIMED, NOT_FUSED, when="unfused"),
-    Note(_TIMED, "disturbed machine: {disturbed}", 2),
-    Note(_TIMED, "warm-up did not settle: its last round took {unsettled} against the one before", 2),
-    Note(_TIMED, "simpler than {model}'s: {departures}"),
-    Note(_ALL, "data: {data}, not {model}'s", 2),
     Note(
         _ALL,
-        "scores past the recorded top-k are modelled ({tail} tail), and what {looking} did rests on them: {tried}",
+        lambda about: about.of("policy")["looks_past_top_k"].any(),
+        "dropped: of the model's own pairs, also where a policy computes others in their place",
+        5,
+    ),
+    Note(
+        "route",
+        lambda about: "scores assumed" in about.facts.workload.description,
+        "scores were not recorded and are assumed equal over the top-k: loads are the recording's, but mass, and what "
+        "policies choose by scores (oea, xshare, drops by score), say nothing of the model",
+    ),
+    Note("route", lambda about: about.facts.image_share, "assumed: {:.0%} of every sequence's tokens are an image's"),
+    Note(_TIMED, _solving, "solving counts in every batch, as {} us, assumed, in the phase policy"),
+    Note(
+        _ALL,
+        lambda about: about.most("retained_mass") > 1 + _ROUNDING,
+        "mass kept above 100 %: the policy adds experts to the top-k",
+    ),
+    Note(_TIMED, _of_machines(remarks), "{}"),
+)
+WARNINGS = (
+    Note(_TIMED, lambda about: about.facts.fit and about.facts.fit.words, "{}", 1),
+    Note(
+        _TIMED, lambda about: about.of("baseline").empty, "the baseline was not measured, so there are no speedups", 1
+    ),
+    Note(
+        _TIMED,
+        lambda about: len(about.of("baseline")) and about.rows["floor_low"].isna().all(),
+        "native was not measured a second time, so there is no noise floor and no verdict",
+        1,
+    ),
+    Note(
+        _TIMED,
+        _native_differs,
+        "native differs from itself: something drifts with the order of cases; the floor covers it",
+        2,
+    ),
+    Note(
+        _TIMED,
+        lambda about: abs(drift := about.most("drift")) > MAX_DRIFT and 100 * drift,
+        "times drifted by {:+.1f} % between the begin and the end of a launch",
+        2,
+    ),
+    Note(_TIMED, lambda about: about.facts.oversubscribed, OVERSUBSCRIBED, 1),
+    Note(
+        _TIMED,
+        lambda about: about.most("breakdown_unaccounted_share") > MAX_UNACCOUNTED,
+        f"phases leave more than {100 * MAX_UNACCOUNTED:g} % of the time unaccounted for",
+    ),
+    Note(
+        _TIMED,
+        lambda about: (overhead := about.most("probe_overhead")) > MAX_PROBE_OVERHEAD and 100 * overhead,
+        "probes cost up to {:.1f} %: read phase times as shares; speedups come from iterations without probes",
+    ),
+    Note(
+        _TIMED,
+        _host_bound,
+        "launch-bound: in {:.1f} % of the iterations of {} the host issued work until the end; its time is the host's, "
+        "not the device's",
+        2,
+    ),
+    Note(
+        _TIMED,
+        _allocating,
+        "memory was asked of the driver in {} timed iterations of one rank ({}), which stops the device: fewer tokens "
+        "or cases, or more measure.warmup",
+        2,
+    ),
+    Note(_TIMED, lambda about: about.ran and about.facts.permute.ran not in ("fused", "none"), NOT_FUSED),
+    Note(_TIMED, _of_machines(disturbances), "disturbed machine: {}", 2),
+    Note(_TIMED, _unsettled, "warm-up did not settle: its last round took {} against the one before", 2),
+    Note(
+        _TIMED,
+        lambda about: [(about.facts.model, departure) for departure in about.facts.departures],
+        "simpler than {}'s: {}",
+    ),
+    Note(_ALL, _foreign_data, "data: {} decides by {}'s, not {}'s", 2),
+    Note(
+        _ALL,
+        _tail,
+        "scores past the recorded top-k are modelled ({} tail), and what {} did rests on them: {}",
         2,
     ),
 )
@@ -230,169 +351,22 @@ def most_important(store: Store, number: int = 3) -> list[str]:
 @lru_cache(maxsize=256)
 def _said(store: Store, directory: str, comparison_id: str) -> list[tuple[int, str]]:
     """Every note with its rank."""
-    frame = cases(store)
-    rows = frame[frame[COMPARISON].eq([directory, comparison_id]).all(axis=1)]
-    facts = _facts(store, store.by_id[directory, comparison_id], rows)
+    about = About(store, store.by_id[directory, comparison_id])
     return [
         (note.rank, prefix + line)
         for prefix, table in (("", NOTES), (WARNING, WARNINGS))
         for note in table
-        if facts["kind"] in note.of.split()
-        for line in _lines(note, facts)
+        if about.kind in note.of.split()
+        for line in _lines(note, note.fact(about))
     ]
 
 
-def _lines(note: Note, facts: dict[str, Any]) -> Iterator[str]:
-    """The note's lines; none where a fact does not hold."""
-    names = [name for _, name, _, _ in Formatter().parse(note.sentence) if name]
-    values = {name: facts.get(name) for name in (*names, *note.when.split())}
-    if not all(value == value and value for value in values.values()):  # NaN is unequal to itself
-        return
-    listed = next((name for name in names if isinstance(values[name], list)), None)
-    for entry in [None] if listed is None else values[listed]:
-        yield note.sentence.format(**values if listed is None else values | {listed: entry})
-
-
-# ---- facts -----------------------------------------------------------------------------------------------------------
-
-
-def _facts(store: Store, comparison: Comparison, rows: pd.DataFrame) -> dict[str, Any]:
-    """The facts that ``NOTES`` and ``WARNINGS`` name."""
-    facts, of_role = comparison.facts, dict(list(rows[rows["status"] == "ok"].groupby("role")))
-    policies = of_role.get("policy", rows.iloc[:0])
-    known = {
-        "kind": "route" if isinstance(facts, RoutedFacts) else "layer" if facts.whole is None else "model",
-        "workload": rows["workload_words"].iloc[0],
-        "model": facts.model,
-        "num_experts": facts.num_experts,
-        "has_idle_experts": isinstance(facts, RoutedFacts) or leaves_idle(rows),
-        "has_frontier": policies["below_frontier"].notna().any(),
-        "has_replicas": "replication" in of_role,
-        "adds_experts": rows["retained_mass"].astype(float).max() > 1 + _ROUNDING,
-        "looking": ", ".join(policies.loc[policies["looks_past_top_k"].astype(bool), "label"]),
-        "data": _foreign_data(facts.model, rows),
-        **_tail(store, comparison),
-    }
-    if "baseline" in of_role:
-        frame = routing(store)
-        batches = frame[frame["case_id"].eq(of_role["baseline"]["case_id"].iloc[0])]
-        peaks = batches.groupby("layer", dropna=False)["expert_imbalance"].mean()
-        known |= {"least_peak": peaks.min(), "most_peak": peaks.max()}
-        if facts.workload.padding:
-            known["padding_percent"] = 100 * batches["padding_pairs"].sum() / batches["num_pairs"].sum()
-    if isinstance(facts, RoutedFacts):
-        has_assumed = "scores assumed" in facts.workload.description
-        return known | {"has_assumed_scores": has_assumed, "image_share": facts.image_share}
-    launches = [comparison.conditions[launch] for launch in sorted(comparison.conditions)]
-    return known | _of_layer(facts, launches) | _of_times(facts, rows, of_role) | _of_launches(rows, launches)
-
-
-def _foreign_data(model: str, rows: pd.DataFrame) -> list[str]:
-    """Policies that decide by data of another model than the comparison's, and whose these are."""
-    used = rows[["policy", "data_model"]].dropna().drop_duplicates().itertuples(index=False)
-    return [f"{policy} decides by {of}'s" for policy, of in used if not is_same_model(of, model)]
-
-
-def _tail(store: Store, comparison: Comparison) -> dict[str, Any]:
-    """The tail model of recorded scores, and whether it was tried another way."""
-    workload = comparison.facts.workload
-    alike = [one.facts.workload for one in store.comparisons if one.facts.workload.recording == workload.recording]
-    others = ", ".join(sorted({one.tail_model for one in alike if one.tail_model} - {workload.tail_model}))
-    tried = f"set it beside the same under {others}" if others else "measured under this one only (workload.tail: both)"
-    return {"tail": workload.tail_model, "tried": tried}
-
-
-def _of_layer(facts: TimedFacts, launches: Sequence[Conditions]) -> dict[str, Any]:
-    """What was timed, or modelled."""
-    ran = facts.device is None
-    parts = {"experts": facts.experts, "permutation": facts.permute, "routing": facts.kernel if ran else None}
-    known: dict[str, Any] = {
-        "ran": ran,
-        "modelled": not ran,
-        "components": "; ".join(f"{name}: {component_words(part)}" for name, part in parts.items() if part),
-        "allgather": facts.dispatcher == "allgather",
-        "probe_floor": probe_floor_us(facts, launches),
-        "graphs": facts.cuda_graph,
-        "fit": facts.fit and facts.fit.words,
-        "oversubscribed": facts.oversubscribed,
-        "unfused": ran and facts.permute.ran not in ("fused", "none"),
-        "departures": facts.departures,
-        "on_gpu": facts.backend == "nccl",
-        "on_cpu": facts.backend != "nccl",
-        "spread": spread_words(facts.num_batches, len(launches), facts.draws),
-    }
-    if (rest := facts.rest) is not None:
-        cached = f" after {rest.context_length:,} tokens" if rest.context_length else ""
-        attention = rest.attention.removeprefix("modelled").strip() or "as a roofline"
-        known |= {"rest_of": "step" if cached else "pass", "rest_layers": rest.num_moe_layers}
-        known |= {"rest_us": rest.us_per_moe_layer, "rest_attention": f"attention{cached} {attention}"}
-    if (whole := facts.whole) is not None:
-        cached = f"one decode step; {tokens_words(whole.context_length)} of each request are in the cache"
-        known |= {
-            "pass_is": cached if whole.context_length else "the prefill of all prompts, to the last token's logits",
-            "attention": whole.attention,
-            "num_moe_layers": len(whole.moe_layers),
-            "num_layers": whole.num_layers,
-            "of_layers": whole.of_layers,
-            "is_cut": whole.num_layers < whole.of_layers,
-            "num_shared": whole.num_shared_by_chance,
-        }
-    return known
-
-
-def _of_times(facts: TimedFacts, rows: pd.DataFrame, of_role: dict[str, pd.DataFrame]) -> dict[str, Any]:
-    """What the rows of ``cases`` say."""
-    most = rows.select_dtypes("number").astype(float).max()
-    native, noise, policies, replicas = (
-        of_role.get(role, rows.iloc[:0]) for role in ("baseline", "noise", "policy", "replication")
-    )
-    judged = rows[~rows["role"].isin(["baseline", "noise"]) & rows["floor_low"].notna()]
-    differs = (noise["speedup_low"] > 1) | (noise["speedup_high"] < 1)
-    known: dict[str, Any] = {
-        "lacks_native": native.empty,
-        "lacks_floor": len(native) and rows["floor_low"].isna().all(),
-        "native_differs": (differs & noise["speedup_is_interval"].eq(True)).any(),
-        "by_position": rows["policy_params"].str.contains('"drop_policy": "position"').any(),
-        "has_ceiling": rows["role"].eq("ceiling").any(),
-        "has_output_error": facts.random_weights and rows["output_error"].notna().any(),
-        "least_detectable": policies["detectable"].astype(float).min(),
-        "most_detectable": policies["detectable"].astype(float).max(),
-        "chance": chance_words(int(judged["speedup_is_interval"].eq(True).sum())),
-        "unaccounted": most.get("breakdown_unaccounted_share", 0) > MAX_UNACCOUNTED,
-        "probes": most.get("probe_overhead", 0) > MAX_PROBE_OVERHEAD,
-        **{name: most.get(name) for name in ("most_by_amdahl", "floor_low", "floor_high")},
-        "takes_memory": replicas["extra_gib_per_rank"].gt(0).any(),
-        "solving": solving_words(replicas["policy_params"]),
-    }
-    if len(native):
-        known |= {"native_expert": native["fullest_expert"].iloc[0], "native_rank": native["fullest_rank"].iloc[0]}
-    if "drift" in rows and abs(drift := rows["drift"].astype(float)).max() > MAX_DRIFT:
-        known["drift_percent"] = 100 * drift[drift.abs().idxmax()]
-    if "host_bound_share" in rows and most["host_bound_share"] > MAX_HOST_BOUND:
-        worst = rows.loc[rows["host_bound_share"].astype(float).idxmax()]
-        known |= {"host_bound_percent": 100 * worst["host_bound_share"], "host_bound": worst["label"]}
-    return known
-
-
-def _of_launches(rows: pd.DataFrame, launches: Sequence[Conditions]) -> dict[str, Any]:
-    """What was recorded of each launch while it was timed."""
-    labels = dict(zip(rows["case_id"], rows["label"], strict=True))
-    allocating = [
-        (count, labels[case])
-        for launch in launches
-        for rank in launch.ranks
-        for case, count in rank.allocating_iterations.items()
-        if case in labels
-    ]
-    number, label = max(allocating, default=(0, ""))
-    unsettled = [launch.warm_up.change for launch in launches if not launch.warm_up.settled]
-    return {
-        "num_allocating": number,
-        "allocating": label,
-        "remarks": list(dict.fromkeys(line for launch in launches for line in remarks(launch.machines))),
-        "disturbed": list(dict.fromkeys(line for launch in launches for line in disturbances(launch.machines))),
-        "unsettled": [f"{100 * change:+.1f} %" for change in unsettled if change is not None],
-    }
+def _lines(note: Note, fact: Any) -> Iterator[str]:
+    """The note's lines; none where the fact does not hold."""
+    for entry in fact if isinstance(fact, list) else [fact]:
+        values = entry if isinstance(entry, tuple) else (entry,)
+        if all(value == value and value is not None for value in values) and (len(values) > 1 or values[0]):
+            yield note.sentence.format(*values)  # NaN is unequal to itself
 
 
 def leaves_idle(rows: pd.DataFrame) -> bool:
@@ -402,23 +376,7 @@ def leaves_idle(rows: pd.DataFrame) -> bool:
     return bool((rows["activated_fullest_rank"] <= (1 - _LEAST_IDLE) * held).any())
 
 
-def solving_words(policy_params: Iterable[str]) -> str:
-    """What solving is taken to need for each case that solves every batch; empty without one."""
-    times_us = {params["solve_us"] for params in map(json.loads, policy_params) if params.get("solve_us") is not None}
-    return " or ".join(f"{time_us:g}" for time_us in sorted(times_us))
-
-
 # ---- words of statistics ---------------------------------------------------------------------------------------------
-
-
-def spread_words(num_batches: int, num_launches: int, num_draws: int) -> str:
-    """What stands beside a speedup: its interval, or the ends of its samples."""
-    if num_batches < MIN_BATCHES:
-        return f"(min..max: fewer than {MIN_BATCHES} batches give no interval, and so no verdict)"
-    launches = f", and Student's t over {num_launches} launches" if num_launches > 1 else ", of this launch only"
-    if num_draws > 1:
-        launches = f", and Student's t over {num_draws} draws of the traffic"
-    return f"[95 % interval, bootstrapped over batches, then iterations{launches}]"
 
 
 def interval_words(is_interval: Sequence[bool]) -> str:

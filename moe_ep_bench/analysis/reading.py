@@ -83,9 +83,6 @@ def read_document(path: Path) -> Any:
 
 def read_run_json(path: Path) -> dict[str, Any]:
     """Read run.json; ResultsError where it is missing, damaged or of another version."""
-    if not path.parent.is_dir():
-        what = "is a file; expected a directory that `moe-ep-bench` has written"
-        raise ResultsError(f"{path.parent}: {what if path.parent.exists() else 'no such directory'}")
     if not path.is_file():
         raise ResultsError(f"{path}: missing; a results directory is one that `moe-ep-bench` has written")
     content = read_document(path)
@@ -160,135 +157,105 @@ class Sizes(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What rows of some tables must be.
+    """What rows of a table must be.
 
     Attributes:
-        column: that the line of an error names; a rule holds where a table has it.
-        broken: of each row whether it breaks the rule.
+        columns: that it is of, those that the table has; it is asked of each.
+        broken: of each row whether it breaks the rule, given the rows, the column's values, and the sizes.
         words: what was expected, fields of ``Sizes`` in braces.
     """
 
-    tables: str
-    column: str
-    broken: Callable[[pd.DataFrame, Sizes], ArrayLike]
+    columns: str
+    broken: Callable[[pd.DataFrame, pd.Series, Sizes], ArrayLike]
     words: str
 
 
-def _lacks(tables: str, *columns: str) -> list[Rule]:
-    return [
-        Rule(tables, name, lambda rows, _, name=name: rows[name].isna(), "expected a value in every row")
-        for name in columns
-    ]
+def _length(size: str) -> Callable[[pd.DataFrame, pd.Series, Sizes], ArrayLike]:
+    return lambda rows, lists, sizes: lists.map(len) != getattr(sizes, size)
 
 
-def _is_strange(column: str, least: float) -> Callable[[pd.DataFrame, Sizes], ArrayLike]:
-    """Whether numbers are not finite ones from ``least``; null is fine, a rank without tokens has no share of them."""
-    return lambda rows, _: ~(rows[column].between(least, MOST_COUNT, inclusive="left") | rows[column].isna())
+def _repeats(*columns: str) -> Callable[[pd.DataFrame, pd.Series, Sizes], ArrayLike]:
+    return lambda rows, values, sizes: rows.duplicated([name for name in ("case_id", *columns) if name in rows])
 
 
-def _loads(column: str, size: str) -> list[Rule]:
-    """Lists of so many counts."""
-
-    def is_no_count(rows: pd.DataFrame, _: Sizes) -> ArrayLike:
-        counts_NE = np.stack(rows[column].to_list())
-        return ~((counts_NE >= 0) & (counts_NE < MOST_COUNT)).all(axis=1)
-
-    def has_others(rows: pd.DataFrame, sizes: Sizes) -> ArrayLike:
-        return rows[column].map(len) != getattr(sizes, size)
-
-    tables = "routing quality_routing"
-    return [
-        *_lacks(tables, column),
-        Rule(tables, column, has_others, f"expected {{{size}}} entries in every row"),
-        Rule(tables, column, is_no_count, "expected counts"),
-    ]
+def _holds_no_counts(rows: pd.DataFrame, lists: pd.Series, sizes: Sizes) -> ArrayLike:
+    counts_NE = np.stack(lists.to_list())
+    return ~((counts_NE >= 0) & (counts_NE < MOST_COUNT)).all(axis=1)
 
 
-def _repeats(*columns: str) -> Callable[[pd.DataFrame, Sizes], ArrayLike]:
-    return lambda rows, _: rows.duplicated([name for name in ("case_id", *columns) if name in rows])
-
-
-def _lacks_ranks(rows: pd.DataFrame, sizes: Sizes) -> ArrayLike:
+def _lacks_ranks(rows: pd.DataFrame, ranks: pd.Series, sizes: Sizes) -> ArrayLike:
     """Whether an iteration lacks the total of a rank: the slowest one can be named only when all are there."""
     is_total = rows["phase"].eq(TOTAL)
     iterations = [rows[name] for name in ("case_id", "batch", "iteration", "kind")]
     return is_total.groupby(iterations, observed=True).transform("sum") != sizes.world_size
 
 
-def _lacks_units(rows: pd.DataFrame, sizes: Sizes) -> ArrayLike:
+def _lacks_units(rows: pd.DataFrame, ranks: pd.Series, sizes: Sizes) -> ArrayLike:
     """Whether a case lacks a rank, batch or layer that others of its rows have."""
     units = rows[["rank", "batch", "layer"]].fillna(-1).groupby(rows["case_id"])
-    ranks, batches, layers = (units[name].transform("nunique") for name in ("rank", "batch", "layer"))
+    num_ranks, batches, layers = (units[name].transform("nunique") for name in ("rank", "batch", "layer"))
     is_short = sizes.num_batches is not None and batches != sizes.num_batches
-    return is_short | (ranks != sizes.world_size) | (units["rank"].transform("size") != ranks * batches * layers)
+    return (
+        is_short | (num_ranks != sizes.world_size) | (units["rank"].transform("size") != num_ranks * batches * layers)
+    )
 
 
-def _curve_is_broken(rows: pd.DataFrame, _: Sizes) -> ArrayLike:
-    """Whether a curve is not as many finite loads as shares; native's part alone has one."""
-
-    def is_broken(load: Any, kept: Any) -> bool:
-        if load is None or kept is None:
-            return load is not kept
-        return len(load) != len(kept) or not np.isfinite([load, kept]).all()
-
-    return [is_broken(*curve) for curve in zip(rows["curve_load"], rows["curve_kept"], strict=True)]
+def _differ(rows: pd.DataFrame, loads: pd.Series, sizes: Sizes) -> ArrayLike:
+    """Whether a curve has no finite share kept for each load; native's part alone has curves."""
+    curves = zip(loads, rows["curve_kept"], strict=True)
+    empty = np.empty(0)
+    lists = [(empty if load is None else load, empty if kept is None else kept) for load, kept in curves]
+    return [len(load) != len(kept) or not np.isfinite([*load, *kept]).all() for load, kept in lists]
 
 
-_ROUTED, _UNIT = "routing quality_routing", ("rank", "batch", "layer")
-_NUMBERS = [*(name for name, metric in METRICS.items() if not pa.types.is_list(metric.dtype)), "rank_peak_load"]
-RULES = (
-    Rule("samples", "kind", lambda rows, _: ~rows["kind"].isin(["plain", "breakdown"]), "expected plain or breakdown"),
-    Rule("samples", "phase", lambda rows, sizes: ~rows["phase"].isin(sizes.phases), "expected one of {phases}"),
-    *_lacks("samples", "rank", "batch", "iteration", "time_us"),
-    *(
-        Rule("samples", name, lambda rows, _, name=name: rows[name].abs() >= MOST_US, f"expected below {MOST_US:g} us")
-        for name in ("time_us", "host_us")
-    ),
+_MEASURED = " ".join(name for name, metric in METRICS.items() if not pa.types.is_list(metric.dtype))
+_NEEDED = Rule("", lambda rows, values, sizes: values.isna(), "expected a value in every row")
+_ROUTED = (
+    _NEEDED._replace(columns="num_tokens num_topk_pairs num_dropped_pairs load_E load_R"),
+    Rule("load_E", _length("num_experts"), "expected {num_experts} entries in every row"),
+    Rule("load_R", _length("num_ranks"), "expected {num_ranks} entries in every row"),
+    Rule("load_E load_R", _holds_no_counts, "expected counts"),
     Rule(
-        "samples",
-        "time_us",
-        lambda rows, _: rows["phase"].eq(TOTAL) & (rows["time_us"] < LEAST_US),
-        "expected totals above 0",
-    ),
-    Rule(
-        "samples",
-        "phase",
-        _repeats("rank", "batch", "iteration", "kind", "layer", "phase"),
-        "expected each phase once in an iteration, got it twice",
-    ),
-    Rule("samples", "rank", _lacks_ranks, "expected totals of {world_size} ranks in every iteration"),
-    *_lacks("routing", "rank", "batch"),
-    *_lacks("quality_routing", "layer"),
-    *_lacks(_ROUTED, "num_tokens", "num_topk_pairs", "num_dropped_pairs"),
-    *_loads("load_E", "num_experts"),
-    *_loads("load_R", "num_ranks"),
-    *(Rule(_ROUTED, name, _is_strange(name, 0), "expected finite numbers from 0") for name in _NUMBERS),
-    Rule("routing", "rank", _repeats(*_UNIT), "expected one row for each rank, batch and layer, got several"),
-    Rule("routing", "rank", _lacks_units, "expected all of {world_size} ranks in every batch and layer"),
-    *(
-        Rule("frontier", name, lambda rows, _, name=name: ~rows[name].between(0, 1 + 1e-6), "expected shares")
-        for name in ("kept_by_load", "kept_by_experts")
-    ),
-    Rule("frontier", "curve_load", _curve_is_broken, "expected curves of as many finite loads as shares"),
-    *(
-        Rule("quality", name, lambda rows, _, name=name: np.isinf(rows[name]), "expected finite numbers")
-        for name in ("value", "stderr")
-    ),
-    Rule(
-        "quality quality_routing",
-        "case_id",
-        _repeats("phase", "task", "item", "metric", "filter", "batch", "layer"),
-        "expected one row for each item or layer, got several",
+        f"{_MEASURED} rank_peak_load",  # null is fine: a rank without tokens has no share of them
+        lambda rows, values, sizes: ~(values.between(0, MOST_COUNT, inclusive="left") | values.isna()),
+        "expected finite numbers from 0",
     ),
 )
+_ITEM = Rule("case_id", _repeats("phase", "task", "item", "metric", "filter", "batch", "layer"), "expected items once")
+RULES = {
+    "samples": (
+        _NEEDED._replace(columns="rank batch iteration time_us"),
+        Rule("kind", lambda rows, kinds, sizes: ~kinds.isin(["plain", "breakdown"]), "expected plain or breakdown"),
+        Rule("phase", lambda rows, phases, sizes: ~phases.isin(sizes.phases), "expected one of {phases}"),
+        Rule("time_us host_us", lambda rows, us, sizes: us.abs() >= MOST_US, f"expected below {MOST_US:g} us"),
+        Rule("time_us", lambda rows, us, sizes: rows["phase"].eq(TOTAL) & (us < LEAST_US), "expected totals above 0"),
+        Rule("phase", _repeats("rank", "batch", "iteration", "kind", "layer", "phase"), "expected each phase once"),
+        Rule("rank", _lacks_ranks, "expected totals of {world_size} ranks in every iteration"),
+    ),
+    "routing": (
+        _NEEDED._replace(columns="rank batch"),
+        *_ROUTED,
+        Rule("rank", _repeats("rank", "batch", "layer"), "expected one row for each rank, batch and layer"),
+        Rule("rank", _lacks_units, "expected all of {world_size} ranks in every batch and layer"),
+    ),
+    "frontier": (
+        Rule(
+            "kept_by_load kept_by_experts",
+            lambda rows, shares, sizes: ~shares.between(0, 1 + 1e-6),
+            "expected shares",
+        ),
+        Rule("curve_load", _differ, "expected curves of as many finite loads as shares"),
+    ),
+    "quality": (Rule("value stderr", lambda rows, values, sizes: np.isinf(values), "expected finite numbers"), _ITEM),
+    "quality_routing": (_NEEDED._replace(columns="layer"), *_ROUTED, _ITEM),
+}
 
 
 def check(table: str, path: Path, rows: pd.DataFrame, sizes: Sizes) -> None:
     """Raise ResultsError at the first rule of a table that a row breaks: one line that names the file and the value."""
-    for rule in RULES if len(rows) else ():
-        if table not in rule.tables.split() or rule.column not in rows:
-            continue
-        for place in np.flatnonzero(rule.broken(rows, sizes))[:1]:
-            words = rule.words.format(**sizes._asdict() | {"phases": ", ".join(sizes.phases)})
-            got = brief(np.asarray(rows[rule.column].iat[place]).tolist())
-            raise ResultsError(f"{path}: {rule.column}: {words}; got {got} in a row of {rows['case_id'].iat[place]}")
+    for rule in RULES[table] if len(rows) else ():
+        for column in (name for name in rule.columns.split() if name in rows):
+            for place in np.flatnonzero(rule.broken(rows, rows[column], sizes))[:1]:
+                words = rule.words.format(**sizes._asdict() | {"phases": ", ".join(sizes.phases)})
+                got, case = brief(np.asarray(rows[column].iat[place]).tolist()), rows["case_id"].iat[place]
+                raise ResultsError(f"{path}: {column}: {words}; got {got} in a row of {case}")

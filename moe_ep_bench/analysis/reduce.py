@@ -216,6 +216,7 @@ ROUTED = [
     "below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank",
     "moved_gib",
 ]  # fmt: skip
+JOINED = ["case", "layer", "batch", *COUNTS, *SHARES, *ERRORS, *ROUTED]
 
 
 def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_home: bool) -> pd.DataFrame:

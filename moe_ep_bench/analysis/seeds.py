@@ -25,25 +25,29 @@ _JOINED = (SEED, "workload.layer")
 
 def joined(store: Store) -> Store:
     """The store with such comparisons joined, each under the id of its first, or of the group of routed layers."""
-    launches = store.samples.groupby(store.samples["case"].map(store.cases["comparison"]))["launch"].nunique()
-    groups: dict[tuple[str, str], list[int]] = {}
-    for place, comparison in enumerate(store.comparisons):
-        groups.setdefault((comparison.directory, _alike(comparison, launches.get(place, 1))), []).append(place)
-    comparisons, moves = [], {}
-    for number, places in enumerate(groups.values()):
-        members = [store.comparisons[place] for place in places]
-        comparisons.append(_joined(members))
-        batches = 0
-        for launch, (place, comparison) in enumerate(zip(places, members, strict=True)):
-            is_routed = isinstance(comparison.facts, RoutedFacts)
-            values = {"layer": comparison.facts.layer} if is_routed else {"launch": launch} if len(members) > 1 else {}
-            moves[place] = {
-                "comparison": number,
-                "members": len(members) if is_routed else 1,
-                "batches": batches,
-            } | values
-            batches += 0 if is_routed else comparison.facts.num_batches
-    return _moved(replace(store, comparisons=tuple(comparisons)), pd.DataFrame.from_dict(moves, orient="index"))
+    places = store.samples["case"].map(store.cases["comparison"])
+    launches = store.samples.groupby(places)["launch"].nunique()
+    moves = pd.DataFrame(
+        [
+            {
+                "directory": comparison.directory,
+                "alike": _alike(comparison, launches.get(place, 1)),
+                "is_routed": isinstance(comparison.facts, RoutedFacts),
+                "num_batches": comparison.facts.num_batches,
+                "layer": getattr(comparison.facts, "layer", None),
+            }
+            for place, comparison in enumerate(store.comparisons)
+        ]
+    )
+    groups, is_routed = moves.groupby(["directory", "alike"], sort=False), moves["is_routed"]
+    size = groups["alike"].transform("size")
+    moves["comparison"] = groups.ngroup()
+    moves["members"] = size.where(is_routed, 1)
+    moves["first_batch"] = (groups["num_batches"].cumsum() - moves["num_batches"]).mask(is_routed, 0)
+    moves["launch"] = groups.cumcount().where((size > 1) & ~is_routed)
+    members = moves.groupby("comparison").groups.values()
+    comparisons = [_joined([store.comparisons[place] for place in of_one]) for of_one in members]
+    return _moved(replace(store, comparisons=tuple(comparisons)), moves)
 
 
 def _alike(comparison: Comparison, num_launches: int) -> str:
@@ -76,10 +80,8 @@ def _joined(members: Sequence[Comparison]) -> Comparison:
     num_batches = sum(comparison.facts.num_batches for comparison in members)
     draws = len(members) if SEED in facts.point else 1
     facts = facts.model_copy(update={"point": _point(first), "num_batches": num_batches, "draws": draws})
-    conditions = {launch: next(iter(c.conditions.values()), None) for launch, c in enumerate(members)}
-    return replace(
-        first, facts=facts, conditions={launch: one for launch, one in conditions.items() if one is not None}
-    )
+    conditions = {launch: told for launch, one in enumerate(members) for told in one.conditions.values()}
+    return replace(first, facts=facts, conditions=conditions)
 
 
 def _moved(store: Store, moves: pd.DataFrame) -> Store:
@@ -88,12 +90,11 @@ def _moved(store: Store, moves: pd.DataFrame) -> Store:
     A case that failed for one seed failed; one that a routed layer lacks is left out.
 
     Args:
-        moves: by the old comparison's place: the new one's; how many ``members`` must have a case; behind how many
-            ``batches`` its own come; and its ``launch`` or ``layer``, where it is given one.
+        moves: by the old comparison's place: the new one's; how many ``members`` must have a case; its ``first_batch``;
+            and its ``launch`` or ``layer``, null where these stay as they are.
     """
-    cases = store.cases.drop(columns="comparison").join(
-        moves.loc[store.cases["comparison"]].set_index(store.cases.index)
-    )
+    moves = moves.loc[store.cases["comparison"]].set_index(store.cases.index)
+    cases = store.cases.drop(columns="comparison").join(moves)
     about = [[facts.role, facts.policy, facts.policy_params, facts.label] for facts in cases["facts"]]
     cases["key"] = [json.dumps(words, sort_keys=True) for words in about]
     by_key = cases.groupby(["comparison", "key"], sort=False)
@@ -108,10 +109,10 @@ def _moved(store: Store, moves: pd.DataFrame) -> Store:
         rows = rows[rows["case"].isin(kept.index)]
         of_rows = kept.loc[rows["case"]].set_index(rows.index)
         given = {
-            name: of_rows[name].fillna(rows[name]) for name in ("launch", "layer") if name in of_rows and name in rows
+            name: of_rows[name].where(of_rows[name].notna(), rows[name]) for name in ("launch", "layer") if name in rows
         }
-        batch = rows["batch"] + of_rows["batches"]
-        return rows.assign(case=of_rows["case"].map(places), batch=batch, **given)
+        given = {name: values.astype(rows[name].dtype) for name, values in given.items()}
+        return rows.assign(case=of_rows["case"].map(places), batch=rows["batch"] + of_rows["first_batch"], **given)
 
     frames = {table: moved(getattr(store, table)) for table in ("samples", "routing", "frontier")}
     return replace(store, cases=first[list(store.cases)].reset_index(drop=True), **frames)

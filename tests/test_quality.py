@@ -247,6 +247,16 @@ def test_other_policies_of_the_same_comparison_join_what_is_there(folder: Path, 
     assert costs(tmp_path)[label]["kl"].tolist() == costs(done)[label]["kl"].tolist()
 
 
+def test_a_random_policy_draws_anew_for_every_batch(folder: Path, tmp_path: Path) -> None:
+    (folder / "same.txt").write_text("fifteen letters\n" * 8)
+    config = write(folder / "same.yaml", {**CONFIG, "policies": [RANDOM]})
+    run_quality(config, tmp_path, ["text={file: same.txt, num_sequences: 8, sequence_length: 16, batch_size: 4}"])
+    rows = costs(tmp_path)
+    assert rows["native"]["cross_entropy"].round(5).nunique() == 1
+    first, second = (list(part["kl"]) for _, part in rows[make_policy(RANDOM).label].groupby(lambda item: item // 4))
+    assert first != pytest.approx(second)
+
+
 def test_a_sweep_is_a_comparison_for_each_of_its_points_and_a_dry_run_reads_no_weights(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

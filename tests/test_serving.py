@@ -464,6 +464,16 @@ def test_a_router_whose_scores_no_policy_knows_is_refused(facts: dict[str, Any],
     assert expected in refusal(build)
 
 
+def test_one_score_that_is_no_number_breaks_a_token() -> None:
+    """Of sigmoids, which a softmax would spread over the row."""
+    logits_TE = logits(8)
+    ids_TK = routed_by_vllm("deepseek", logits_TE)[1]
+    logits_TE[3, 5] = torch.nan
+    choice = layer_of("deepseek").choice(logits_TE, ids_TK)
+    assert choice.broken_T.nonzero().flatten().tolist() == [3]
+    assert choice.scores_TE.isfinite().all()
+
+
 def test_choices_are_what_the_policy_is_shown() -> None:
     """Scores that tie are apart by one unit in the last place, with the router's choice ahead."""
     layer, logits_TE = layer_of("qwen"), torch.zeros(3, EXPERTS)

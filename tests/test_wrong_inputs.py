@@ -102,6 +102,7 @@ COMMANDS = {
     "trace thresholds x --budget 1%": "expected no such arguments: --budget 1%; --budget is gone: the policy",
     "run": "the following arguments are required: CONFIG",
     "show": "the following arguments are required: DIR",
+    "trace record x": "the following arguments are required: --text",
     "emulate CONFIG policies.0.k0=2": "expected no such arguments: policies.0.k0=2; --set KEY=VALUE replaces a value",
     "emulate CONFIG --set policies.0.k0=2": "policies.0: k0: topk has no such field",
     "emulate CONFIG --set model.preset=Qwen/Qwen3-30B-A3B": "nothing is fetched from a hub: hf download Qwen/Qwen3",

@@ -295,7 +295,9 @@ def test_what_moves_in_a_batch_is_counted_and_takes_its_time_over_the_links(tmp_
         assert (moved <= 2 * expert_bytes).all(), "no more than the free slots of a rank"
         assert (own.slot_load_P.map(len) == 64 + 2 * 4).all()
         least_us = links.intra.time_us(moved.max())
-        assert phases.loc[label].dispatch.max() > least_us, "weights come over the links that carry the rows"
+        rows_us, _ = comparison.exchange.times_us(links, Rows(np.array(own.load_R.tolist(), dtype=np.float64)))
+        beside_us = phases.loc[label].dispatch.to_numpy() - rows_us
+        assert beside_us.max() >= least_us * (1 - 1e-9), "weights come over the links that carry the rows"
         assert (phases.loc[label].policy - phases.loc["native"].policy).round(6).eq(7).all()
     filled, native = phases.loc["shared experts by water-filling"], phases.loc["native"]
     assert filled.experts.tolist() == native.experts.tolist()

@@ -17,6 +17,7 @@ from moe_ep_bench.analysis.style import phase_look
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model import tables as reading
 from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.table_devices import TableDevice, find_table, load_device, load_links, shape_of
 from moe_ep_bench.cost_model.tables import SHAPE, Tables, balanced_loads, read_moe
@@ -208,6 +209,16 @@ def test_a_tensor_parallel_slice_is_held_by_the_rows_of_whole_experts_that_were_
     slice_of = model((1024, 256, 16, 2)).model_copy(update={"tensor_parallel": 2})
     device = load_device(NAME).for_layer(slice_of, 8, "bfloat16")
     assert (device.table.ffn_hidden_size, device.table.scaled_from) == (256, "")
+
+
+@pytest.mark.usefixtures("made_up")
+def test_a_tables_experts_hold_the_sorting_of_rows_that_a_rooflines_do_not() -> None:
+    work = RankWork(100, 200, np.array([100, 300]))
+    for device, sorts in ((bound(8), False), (Device.named("h100-sxm"), True)):
+        segments = layer_segments(device, model(), work, by_policy=False, batch_wide=False)
+        at = [phase for phase, _ in segments].index("experts")
+        before, after = segments[at - 1], segments[at + 1]
+        assert (before[0], before[1] > 0, after[0], after[1] > 0) == ("permute", sorts, "permute", sorts)
 
 
 def test_tables_know_a_layer_by_the_width_that_its_experts_take() -> None:

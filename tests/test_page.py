@@ -21,7 +21,7 @@ from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import COLUMNS
 from moe_ep_bench.analysis.drawing import Drawing
 from moe_ep_bench.analysis.page import write_report
-from moe_ep_bench.analysis.tables import VIEWS, overview, table_of
+from moe_ep_bench.analysis.tables import VIEWS, fastest, table_of
 from moe_ep_bench.cli import main
 from moe_ep_bench.files import write_json
 from moe_ep_bench.machine.provenance import asked
@@ -97,19 +97,15 @@ def test_the_rank_that_others_wait_for_shows(directory: Path) -> None:
     assert set(ranks.index.get_level_values("label")) == {"native", "token_drop gamma 1"}
 
 
-def test_several_comparisons_have_an_overview_of_their_fastest_policies(tmp_path: Path) -> None:
+def test_of_several_comparisons_the_fastest_policies_are_found(tmp_path: Path) -> None:
+    usual = standard_cases()
     comparisons = [
-        FakeComparison(
-            f"c{peak}", {"point": {"workload.peak_load": peak}, "title": f"peak {peak}"}, listed, num_batches=2
-        )
-        for peak, listed in ((1.0, standard_cases()), (2.0, standard_cases()[2:]), (3.0, standard_cases()[:3]))
+        FakeComparison(f"c{number}", {"title": f"peak {number}"}, listed, num_batches=2)
+        for number, listed in enumerate((usual, usual[2:], usual[:3]))
     ]
-    table = overview(load(write_run(tmp_path, comparisons)))
-    rows = table.frame.set_index("title")
-    assert list(rows.index) == ["peak 1.0", "peak 2.0", "peak 3.0"]
-    assert rows.loc["peak 1.0", "label"] == "token_drop gamma 1"
-    assert rows.loc[["peak 2.0", "peak 3.0"], "label"].isna().all(), "topk is no policy; without native nothing is fast"
-    assert rows.loc["peak 1.0", "native_ms"] == pytest.approx(2, rel=0.05)
+    rows = fastest(cases(load(write_run(tmp_path, comparisons))))
+    found = list(rows[["title", "label"]].itertuples(index=False, name=None))
+    assert found == [("peak 0", "token_drop gamma 1")], "topk is no policy; without native nothing is fast"
 
 
 def test_labels_and_host_names_are_text_and_nothing_is_fetched(directory: Path, tmp_path: Path) -> None:

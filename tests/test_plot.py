@@ -45,7 +45,7 @@ def run_at(root: Path, **changes) -> Path:
     usual = {
         "cases": [*(case for case in standard_cases() if case.policy != "token_drop"), *drops, *oea],
         "num_batches": 3,
-        "num_iterations": 1,
+        "num_iterations": 2,
     }
     comparisons = [FakeComparison("c0", **{**usual, **changes})]
     return write_run(root, comparisons, seed=len(str(root)))

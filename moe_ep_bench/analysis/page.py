@@ -32,7 +32,7 @@ from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.style import FORMATS, house_style, settle
-from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, overview, tables, warnings_of
+from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, tables, warnings_of
 from moe_ep_bench.files import atomic_path, check_folder, refuse_links_out
 
 MAX_SVG_BYTES = 400_000
@@ -42,7 +42,7 @@ MAX_OPEN = 6
 _PIXELS = 96
 # Below this share of that size labels are too small to read: the sheet's box scrolls then.
 _LEAST_SCALE = 0.72
-_MOST_FINDINGS = 6
+_MOST_FINDINGS = 12
 
 
 def write_report(directories: Sequence[Path], out: Path | None = None) -> tuple[Path, list[str]]:
@@ -87,7 +87,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         directories = [directories[0] / "real", directories[0] / "emulated"]
     store = load(list(directories), passed_over)
     frame, facts = cases(store), comparisons(store)
-    listed = [*before, *([overview(store)] if len(facts) > 1 else []), *tables(store, list(VIEWS))]
+    listed = [*before, *tables(store, list(VIEWS))]
     environment = Environment(
         loader=PackageLoader("moe_ep_bench", "analysis/report"),
         autoescape=True,

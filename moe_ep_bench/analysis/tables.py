@@ -272,29 +272,9 @@ def short_table(rows: pd.DataFrame) -> Table:
 
 
 def fastest(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of each comparison the policy with the largest speedup; ``topk`` has native's routing."""
+    """Of each comparison the policy with the largest speedup; ``topk`` has native's routing, and is none."""
     policies = frame[(frame["role"] == "policy") & (frame["policy"] != "topk") & frame["speedup_median"].notna()]
     return policies.loc[policies.groupby(COMPARISON, sort=False)["speedup_median"].idxmax()]
-
-
-def overview(store: Store) -> Table:
-    """A row per comparison: its fastest policy, or native alone."""
-    frame = cases(store)
-    by_role = {role: frame[frame["role"] == role].set_index(COMPARISON) for role in ("baseline", "ceiling")}
-    titles = frame.groupby(COMPARISON, sort=False)["title"].first()
-    rows = fastest(frame).set_index(COMPARISON).reindex(titles.index)
-    rows = rows.assign(
-        title=titles, native_ms=by_role["baseline"]["median_ms"], balanced=by_role["ceiling"]["speedup_median"]
-    ).dropna(axis=1, how="all")
-    shown = [
-        COLUMNS["title"],
-        replace(COLUMNS["median_ms"], name="native_ms", header="native"),
-        replace(COLUMNS["label"], header="fastest policy"),
-        *(COLUMNS[name] for name in ("speedup_median", "verdict", *_COST)),
-        Column("balanced", "native, if balanced"),
-    ]
-    title = "All comparisons; the fastest of many policies is in part the luckiest"
-    return Table(rows.reset_index(), [column for column in shown if column.name in rows], title)
 
 
 def count_words(frame: pd.DataFrame) -> str:

@@ -225,8 +225,11 @@ END_TO_END = 1 / (1 - SHARE + SHARE / LAYERS)
 
 
 def test_ours_is_the_pass_and_its_moe_layers(tmp_path: Path) -> None:
-    claims = claimed(write_whole(tmp_path, standard_cases()), ROWS)
+    drop, balanced, topk, *others = standard_cases()
+    lossy = dataclasses.replace(topk, dropped=0.1, mass=0.9)
+    claims = claimed(write_whole(tmp_path, [drop, balanced, lossy, *others]), ROWS)
     rows = claims.frame
+    assert rows["ours"][6] == pytest.approx(0.8 / 0.9, abs=0.01), "versus another policy's"
     assert rows["ours"][:4].tolist() == pytest.approx([END_TO_END, LAYERS, 1 / END_TO_END, END_TO_END], rel=0.01)
     drop = cases(claims.store).set_index("policy").loc["token_drop"]
     assert rows["ours"][0] == drop["speedup_median"]

@@ -246,6 +246,13 @@ def test_a_mixture_describes_itself_and_gives_no_path_away(domains):
         assert f"{path.stem} {source['share_achieved']:.1%} (asked for {share:.1%})" in facts["description"]
 
 
+def test_an_experts_popularity_is_that_in_the_mixture(domains):
+    _, _, weights_E = recorded([(domains[0], 1), (domains[1], 3)])._fitted
+    load_DE = np.array([np.bincount(open_trace(path).read_layer(1)[0].ravel(), minlength=EXPERTS) for path in domains])
+    mixed_E = np.array([0.25, 0.75]) @ (load_DE / load_DE.sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(weights_E - 1, mixed_E * (weights_E - 1).sum())
+
+
 # Decode
 
 

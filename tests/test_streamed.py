@@ -51,6 +51,8 @@ def assert_ranks_are_dealt(streamed: Workload, whole: Workload, index, num_ranks
         tokens_T = torch.from_numpy(np.flatnonzero(rank_T == number))
         assert torch.equal(rank.scores_TE, batch.scores_TE[tokens_T])
         assert torch.equal(rank.sequence_id_T, batch.sequence_id_T[tokens_T])
+    alone = streamed.rank_batch(index, num_ranks - 1, num_ranks)
+    assert torch.equal(alone.scores_TE, ranks[-1].scores_TE)
     tokens_R = [tokens.num_tokens for tokens in ranks]
     assert streamed.tokens_of_ranks(index, num_ranks).tolist() == tokens_R
 

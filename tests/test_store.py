@@ -212,14 +212,15 @@ def test_of_several_directories_the_damaged_one_is_named_and_the_others_are_read
     assert str(directory) in lines[0]
 
 
-def test_a_case_that_failed_in_one_launch_failed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launch", [0, 1])
+def test_a_case_that_failed_in_one_launch_failed(tmp_path: Path, launch: int) -> None:
     write_run(tmp_path, [FakeComparison(cases=standard_cases(), num_launches=2, **FEW)])
     files = RunDirectory(tmp_path)
-    failed = {**pq.read_table(files.path("samples", "c0", 1)).to_pylist()[0], "time_us": None}
+    failed = {**pq.read_table(files.path("samples", "c0", launch)).to_pylist()[0], "time_us": None}
     failed |= {"status": "oom", "reason": "too big"}
-    files.write("samples", "c0", [failed], 1, replaces=[failed["case_id"]])
+    files.write("samples", "c0", [failed], launch, replaces=[failed["case_id"]])
     row = cases(load(tmp_path)).set_index("case_id").loc[failed["case_id"]]
-    assert (row["status"], row["reason"]) == ("oom", "launch 2: too big")
+    assert (row["status"], row["reason"]) == ("oom", f"launch {launch + 1}: too big")
     assert row[["median_ms", "speedup_median", "dropped_share"]].isna().all()
 
 

@@ -71,6 +71,7 @@ def test_cases_that_were_not_measured_are_lines_with_their_reason(tmp_path):
     ]
     text = shown_text(run_of(tmp_path, cases=[*standard_cases(), *lost]))
     assert "\n  lynx: failed: differs from the reference\n" in text
+    assert not any(line.startswith("lynx") for line in text.splitlines())  # it is no row
     (line,) = (line for line in text.splitlines() if line.startswith("  expanded_drop: oom: CUDA out of memory tried"))
     assert len(line) < 130
     assert "7 cases: 5 ok, 2 not (1 failed, 1 oom)" in text

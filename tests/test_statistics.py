@@ -19,14 +19,12 @@ from moe_ep_bench.timing.statistics import (
     MIN_BATCHES,
     Estimate,
     NoiseFloor,
-    Outliers,
     bootstrap_median_interval,
     drift,
     estimate_median,
     judge,
     minimum_detectable_effect,
     noise_floor,
-    outliers,
     paired_ratios,
 )
 
@@ -326,27 +324,3 @@ def test_drift_is_the_last_third_over_the_first():
 def test_launch_that_drifted_furthest_counts_and_launches_that_differ_do_not():
     assert drift(samples(trend(1, 1, 1.05), trend(3, 3, 2.4), trend(2, 2, 2.1))) == pytest.approx(-0.2)
     assert drift(samples(trend(1, 1, 1), trend(2, 2, 2))) == 0.0
-
-
-def test_planted_outliers_are_counted_and_the_worst_is_named():
-    generator = np.random.default_rng(19)
-    values_LBI = np.geomspace(1, 30, 10)[:, None] * generator.lognormal(0, 0.02, (2, 10, 50))
-    values_LBI[:, :, 7] *= 2
-    values_LBI[1, 4, 7] *= 2
-    found = outliers(from_array(values_LBI))
-    assert found.share == 1 / 50
-    assert found.worst == pytest.approx(4, rel=0.1)
-    assert outliers(samples([[1.0] * 4])) == Outliers(0.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("draw", "share"),
-    [
-        # Quartiles ln(4/3) and ln 4 put the fence at ln 108; 4/3 and 4 put it at 12.
-        pytest.param(lambda generator, size: generator.exponential(size=size), 1 / 108, id="exponential"),
-        pytest.param(lambda generator, size: 1 + generator.pareto(1, size=size), 1 / 12, id="Pareto"),
-    ],
-)
-def test_a_heavy_tail_lies_out_as_much_as_theory_says(draw, share):
-    values_BI = np.array([[1.0], [20.0]]) * draw(np.random.default_rng(31), (2, 50_000))
-    assert outliers(from_array(values_BI[None])).share == pytest.approx(share, rel=0.1)

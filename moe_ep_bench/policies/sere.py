@@ -41,7 +41,6 @@ class SERE(SteppedPolicy):
 
     name: ClassVar[str] = "sere"
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
-    fewer_experts_by: ClassVar[str] = "k0"
     looks_past_top_k: ClassVar[bool] = True  # No choice does, but what is said of the mass of pairs that moved.
     experts_in: ClassVar[tuple[str, ...]] = ("k0",)
     within_top_k: ClassVar[tuple[str, ...]] = ("k0",)

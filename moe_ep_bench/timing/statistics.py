@@ -75,19 +75,6 @@ class NoiseFloor:
     high: float
 
 
-@dataclass(frozen=True)
-class Outliers:
-    """Times that lie far above the others of their (launch, batch) cell.
-
-    Attributes:
-        share: of all times, those above the far-out fence.
-        worst: the longest time, relative to the median of its cell.
-    """
-
-    share: float
-    worst: float
-
-
 def paired_ratios(baseline: pd.Series, case: pd.Series) -> pd.Series:
     """Return baseline / case for every (launch, batch, iteration) that both have.
 
@@ -282,18 +269,6 @@ def drift(times: pd.Series) -> float:
             first, last = (relative[iterations.isin(part)].median() for part in (ordered[:third], ordered[-third:]))
             changes.append(float(last / first - 1))
     return max(changes, key=abs, default=0.0)
-
-
-def outliers(times: pd.Series) -> Outliers:
-    """Count times of one case that lie far out, relative to their cell.
-
-    The fence is Tukey's outer one, Q3 + 3 IQR of all relative times (Exploratory Data Analysis, 1977);
-    about one normal sample in a million lies beyond.
-    """
-    relative = _relative_to_cell(times)
-    first_quartile, third_quartile = relative.quantile([0.25, 0.75])
-    fence = third_quartile + 3 * (third_quartile - first_quartile)
-    return Outliers(float((relative > fence).mean()), float(relative.max()))
 
 
 def _relative_to_cell(times: pd.Series) -> pd.Series:

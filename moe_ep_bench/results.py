@@ -251,13 +251,17 @@ def _as_table(schema: pa.Schema, rows: Mapping[str, Any]) -> pa.Table:
 
 
 def _others(path: Path, schema: pa.Schema, case_ids: Collection[str]) -> pa.Table | None:
-    """What a part holds of other cases; None where it cannot be read."""
+    """What a part holds of other cases, in the columns of today; None where it cannot be read."""
     try:
         check_part(path)
-        rows = pq.read_table(path, partitioning=None)
+        rows = pq.read_table(path, partitioning=None).filter(~pc.field("case_id").isin(list(case_ids)))
+        columns = [
+            rows[name].cast(dtype) if name in rows.column_names else pa.nulls(len(rows), dtype)
+            for name, dtype in zip(schema.names, schema.types, strict=True)
+        ]
     except _UNREADABLE:
         return None
-    return rows.filter(~pc.field("case_id").isin(list(case_ids))) if rows.schema.equals(schema) else None
+    return pa.table(columns, schema=schema.with_metadata(rows.schema.metadata))
 
 
 def conditions_of(part: pa.Table) -> bytes | None:

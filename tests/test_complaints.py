@@ -108,8 +108,11 @@ def test_lines_say_the_time_left_and_follow_each_other_at_intervals(
         for _ in range(10):
             now[0] += 4.0
             bar.update()
-    first, *others = capsys.readouterr().err.splitlines()
+        bar.total = 9  # More came than was planned.
+        bar.refresh()
+    first, *others, beyond = capsys.readouterr().err.splitlines()
     assert first == "one: 0 %, 0 of 40 batch, ? left"
+    assert beyond.startswith("one: 100 %, 10 of 10 batch")
     assert len(others) == 3, "a line in ten seconds"
     assert others[0].startswith("one: 8 %, 3 of 40 batch, 0")
     assert others[0].endswith(" left")

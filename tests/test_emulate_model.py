@@ -116,7 +116,7 @@ def test_on_a_modelled_device_nothing_runs_and_every_number_says_so(
         assert main(["show", str(directory)]) == OK
         assert f"whole models, {origin}" in capsys.readouterr().out
     assert main(["plot", str(out), "--out", str(tmp_path), "--format", "svg"]) == OK
-    assert set(pd.read_csv(tmp_path / "whole.csv").origin) == {"modelled", "computed", "extrapolated"}
+    assert set(pd.read_csv(tmp_path / "phases.csv").origin) == {"modelled"}
 
 
 DECODE = {"whole__context_length": 40, "workload__sequence_length": 1, "workload__num_tokens": 22}

@@ -264,7 +264,8 @@ class CaseRouter:
             counts_BRE = self.batches.native_counts
             slot_expert_P = comparison.slots_ahead(wanted, other_batches(counts_BRE.sum(axis=1), index))
             balanced = wanted.balance(slot_expert_P, counts_BRE[index])
-            self._slots[index] = ExpertPlacement.of_batch(balanced, counts_BRE[index], comparison.expert_bytes)
+            # Of this batch alone: a split batch by batch is as large as the batch.
+            self._slots = {index: ExpertPlacement.of_batch(balanced, counts_BRE[index], comparison.expert_bytes)}
         return self._slots[index]
 
     def context(self, share: Share) -> RoutingContext:

@@ -191,7 +191,7 @@ def routed(
         model: one of transformers' language models, in evaluation mode.
         policy: None only observes.
         num_ranks: virtual expert-parallel ranks, a divisor of the experts; sequences are dealt to them.
-        arrangement: see ``passes``.
+        arrangement: see the module.
         acts_in: the phases in which the policy acts, in others the model's own choice stands; None = its own phases
             (``Policy.acts_in``), or whatever the arrangement says.
         seed: of what random policies draw.

@@ -41,6 +41,7 @@ class _Lines(tqdm):
         return lambda text: print(text, file=file, flush=True)
 
     def refresh(self, *arguments: Any, **options: Any) -> None:
+        self.total = max(self.total, self.n)  # Plans are rough, and tqdm takes a count beyond its total for none.
         if not self.disable and self._time() - self.start_t >= self.delay:
             super().refresh(*arguments, **options)
 

@@ -231,7 +231,7 @@ def open_trace(path: str | Path) -> Trace:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
-        raise UserError(f"{path}: no such file")
+        raise UserError(f"{path}: {'a folder, and no recording' if path.is_dir() else 'no such file'}")
     try:
         with safe_open(path, "np") as file:
             yield file

@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -70,6 +72,10 @@ class Component(JsonRecord):
     why: str = ""
 
 
+def _length_of_list(value: Any) -> Any:
+    return len(value) if isinstance(value, list) else value
+
+
 class ModelExtent(JsonRecord):
     """How much of a whole model was built (``bench.description``)."""
 
@@ -78,7 +84,10 @@ class ModelExtent(JsonRecord):
     moe_layers: list[NonNegativeInt] = Field(min_length=1)  # of those that were built
     context_length: NonNegativeInt  # tokens in the cache of each request that decodes; 0 = prefill
     attention: str
-    num_shared_by_chance: NonNegativeInt = 0  # MoE layers in which neighbours share more experts than was asked for
+    # MoE layers in which neighbours share more experts than was asked for; once a list, how many of each layer.
+    num_shared_by_chance: Annotated[NonNegativeInt, BeforeValidator(_length_of_list)] = Field(
+        0, validation_alias=AliasChoices("num_shared_by_chance", "shared_by_chance")
+    )
 
 
 class Rest(JsonRecord):

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -15,7 +16,7 @@ from whole_builder import write_whole
 from moe_ep_bench.analysis import columns
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import COLUMNS, Column
-from moe_ep_bench.analysis.notes import most_important, notes
+from moe_ep_bench.analysis.notes import About, most_important, notes
 from moe_ep_bench.analysis.render import JSON_VERSION, escape_latex, escape_markdown, render
 from moe_ep_bench.analysis.show import end_of_run
 from moe_ep_bench.analysis.tables import VIEWS, View, table_of
@@ -166,6 +167,13 @@ def test_what_weakens_a_result_is_said(tmp_path, changes, warning):
     warnings = [line for line in lines_of(tmp_path, cases=standard_cases()[2:], **changes) if "warning:" in line]
     assert len(warnings) == 1
     assert warning in warnings[0]
+
+
+def test_what_probes_save_in_one_case_hides_not_what_they_cost_in_another():
+    rows = pd.DataFrame({"probe_overhead": [-0.3, 0.05, None], "drift": [-0.3, 0.05, None]})
+    about = SimpleNamespace(rows=rows)
+    assert About.most(about, "probe_overhead") == 0.05
+    assert About.most(about, "drift", key=abs) == -0.3
 
 
 def test_native_that_differs_from_itself_is_warned_of(tmp_path):

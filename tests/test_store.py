@@ -18,6 +18,7 @@ from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.results import RunDirectory
 
+OF_CASE = pc.field("case_id") == "c0-0"
 FEW = {"noise": 0.0, "num_batches": 2, "num_iterations": 1}  # where no interval is looked at
 SAMPLES, ROUTING, FRONTIER = "cases/c0-0.parquet", "routing/c0.parquet", "frontier/c0.parquet"
 
@@ -47,11 +48,11 @@ def in_part(name: str, **columns: list) -> Callable[[Path], None]:
     return damage
 
 
-def without(name: str, case_id: str = "c0-0") -> Callable[[Path], None]:
-    """Leave a case's rows out of a part."""
+def without(name: str, rows: pc.Expression = OF_CASE) -> Callable[[Path], None]:
+    """Leave rows out of a part."""
 
     def damage(directory: Path) -> None:
-        pq.write_table(pq.read_table(directory / name).filter(pc.field("case_id") != case_id), directory / name)
+        pq.write_table(pq.read_table(directory / name).filter(~rows), directory / name)
 
     return damage
 
@@ -96,6 +97,16 @@ BREAKAGES = {
     "missing part": (lambda d: (d / SAMPLES).unlink(), "c0-0.parquet: no rows of token_drop gamma 1 and 2 more", "c1"),
     "missing case": (without(SAMPLES), "no rows of token_drop gamma 1; the run did not finish", "others"),
     "missing routing": (without(ROUTING), "expected rows of the table routing too, got none", "c1"),
+    "routing lacks a timed batch": (
+        without(ROUTING, pc.field("batch") == 1),
+        "routing/c0.parquet (token_drop gamma 1): batch: expected rows of every timed batch, got none of batch 1",
+        "c1",
+    ),
+    "frontier lacks a batch": (
+        without(FRONTIER, pc.field("batch") == 1),
+        "(native): batch: expected rows of each batch and layer of the routing once, got others of batch 1",
+        "c1",
+    ),
     "damaged part": (lambda d: (d / SAMPLES).write_bytes(b"PAR1 and"), "c0-0.parquet: damaged, not Parquet", "c1"),
     "empty part": (
         lambda d: pq.write_table(pq.read_table(d / SAMPLES).slice(0, 0), d / SAMPLES),
@@ -144,6 +155,10 @@ BREAKAGES = {
             (ROUTING, "layer", 2, "expected all of 2 ranks in every batch and layer"),
             (FRONTIER, "kept_by_load", 1.1, "kept_by_load: expected shares"),
             (FRONTIER, "kept_by_experts", None, "kept_by_experts: expected shares"),
+            (FRONTIER, "batch", None, "batch: expected a value in every row"),
+            (FRONTIER, "batch", 1, "batch: expected one row for each batch and layer; got 1"),
+            (FRONTIER, "batch", 77, "batch and layer of the routing once, got others of batch 0"),
+            (FRONTIER, "layer", 2, "batch and layer of the routing once, got others of batch 0"),
             (FRONTIER, "curve_kept", [0.5], "expected curves of as many finite loads as shares"),
             (FRONTIER, "curve_load", [1.0, float("nan")], "expected curves of as many finite loads as shares"),
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ from whole_builder import ELSEWHERE_TOTAL_US, ELSEWHERE_US, write_whole
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.drawing import draw
 from moe_ep_bench.analysis.figures import FIGURES
+from moe_ep_bench.analysis.notes import notes
 from moe_ep_bench.analysis.reduce import PASS_PARTS
 from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
@@ -70,6 +73,23 @@ def test_amdahls_value_and_what_is_extrapolated_stand_in_the_frame(run: Path, cu
     assert row["all_layers_ms_extrapolated"] is None or np.isnan(row["all_layers_ms_extrapolated"])
     row = cases(load(cut)).set_index("label").loc[DROP]
     assert row["speedup_extrapolated"] > row["speedup_median"]
+
+
+@pytest.mark.parametrize("told", [{"num_shared_by_chance": 2}, {"shared_by_chance": [2.7, 2.6]}])
+def test_layers_whose_neighbours_share_more_than_asked_are_noted_as_a_number_or_a_list(
+    run: Path, tmp_path: Path, told: dict[str, object]
+) -> None:
+    directory = shutil.copytree(run, tmp_path / "run")
+    content = json.loads((directory / "run.json").read_text())
+    for comparison in content["comparisons"].values():
+        comparison["whole"] = {
+            **{key: value for key, value in comparison["whole"].items() if "shared" not in key},
+            **told,
+        }
+    (directory / "run.json").write_text(json.dumps(content))
+    store = load(directory)
+    lines = notes(store, store.comparisons[0].directory, store.comparisons[0].comparison_id)
+    assert any("in 2 MoE layers neighbours share" in line for line in lines)
 
 
 def test_a_page_of_whole_models_is_written(cut: Path, tmp_path: Path) -> None:

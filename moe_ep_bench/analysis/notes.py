@@ -54,10 +54,10 @@ class About:
         """The rows of a role that are ok."""
         return self.rows[(self.rows["role"] == role) & (self.rows["status"] == "ok")]
 
-    def most(self, column: str) -> float:
-        """The largest value of a column, of either sign; NaN where there is none."""
+    def most(self, column: str, key: Callable[[float], float] | None = None) -> float:
+        """The largest value of a column, by a key if one is given; NaN where there is none."""
         values = self.rows[column].dropna().astype(float) if column in self.rows else ()
-        return max(values, key=abs, default=float("nan"))
+        return max(values, key=key, default=float("nan"))
 
     @property
     def ran(self) -> bool:
@@ -286,7 +286,7 @@ WARNINGS = (
     ),
     Note(
         _TIMED,
-        lambda about: abs(drift := about.most("drift")) > MAX_DRIFT and 100 * drift,
+        lambda about: abs(drift := about.most("drift", key=abs)) > MAX_DRIFT and 100 * drift,
         "times drifted by {:+.1f} % between the begin and the end of a launch",
         2,
     ),

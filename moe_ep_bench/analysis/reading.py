@@ -245,6 +245,8 @@ RULES = {
             "expected shares",
         ),
         Rule("curve_load", _differ, "expected curves of as many finite loads as shares"),
+        _NEEDED._replace(columns="batch"),
+        Rule("batch", _repeats("batch", "layer"), "expected one row for each batch and layer"),
     ),
     "quality": (Rule("value stderr", lambda rows, values, sizes: np.isinf(values), "expected finite numbers"), _ITEM),
     "quality_routing": (_NEEDED._replace(columns="layer"), *_ROUTED, _ITEM),

@@ -299,7 +299,7 @@ def with_frontier(routing: pd.DataFrame, frontier: pd.DataFrame) -> pd.DataFrame
     what the case keeps, below 0 where a policy that reroutes keeps more.
     """
     unit = ["case", "batch", "layer"]
-    routing = routing.merge(frontier.astype(routing.dtypes[unit]), on=unit, how="left")
+    routing = routing.merge(frontier.astype(routing.dtypes[unit]), on=unit, how="left", validate="m:1")
     most = routing[["kept_by_load", "kept_by_experts"]].astype(float).sub(routing["retained_mass"], axis=0)
     return routing.assign(below_frontier=most["kept_by_load"], below_frontier_experts=most["kept_by_experts"])
 

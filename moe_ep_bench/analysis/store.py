@@ -258,6 +258,7 @@ def _read_comparison(
     for case in ok.drop(frames["routing"]["case"].unique()).itertuples():
         where = f"{(paths['routing'] or paths[first])[0]} ({case.facts.label})"
         raise ResultsError(f"{where}: expected rows of the table routing too, got none; start the run again")
+    _check_units({table: of_table[0] for table, of_table in paths.items() if of_table}, frames, ok)
     measured = [part for part in parts["samples"] if part.rows["case_id"].isin(ok["case_id"]).any()]
     conditions = _conditions(measured) if is_timed and facts.device is None else {}
     return Comparison(*key, facts, run, conditions), cases, frames
@@ -302,6 +303,28 @@ def _checked(table: str, parts: Sequence[Part], ok: pd.DataFrame, facts: TimedFa
             rows = rows.astype({"rank": int, "batch": int, "iteration": int, **_WORDS})
         frames.append(rows)
     return _together(frames)
+
+
+def _check_units(paths: Mapping[str, Path], frames: Mapping[str, pd.DataFrame], ok: pd.DataFrame) -> None:
+    """Raise ResultsError where routing lacks a timed batch of a case, or a frontier other units than routing."""
+
+    def units(table: str, *names: str) -> set[tuple[float, ...]]:
+        rows = frames[table][["case", *names]].drop_duplicates()
+        return set(map(tuple, rows.astype(float).fillna(-1).to_numpy()))
+
+    unit, with_frontier = ("batch", "layer"), set(frames["frontier"]["case"])
+    differing = units("routing", *unit) ^ units("frontier", *unit)
+    for table, differ, words in (
+        ("routing", units("samples", "batch") - units("routing", "batch"), "every timed batch, got none"),
+        (
+            "frontier",
+            {(case, batch) for case, batch, _ in differing if case in with_frontier},
+            "each batch and layer of the routing once, got others",
+        ),
+    ):
+        for case, batch in sorted(differ)[:1]:
+            label = ok["facts"][case].label
+            raise ResultsError(f"{paths[table]} ({label}): batch: expected rows of {words} of batch {batch:g}")
 
 
 def _conditions(parts: Sequence[Part]) -> dict[int, Conditions]:

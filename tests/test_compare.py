@@ -262,6 +262,19 @@ def test_another_driver_takes_all_verdicts_away_unless_it_was_changed_on_purpose
     assert verdicts(compared(base, new)[1])[DROP] == "slower"
 
 
+def test_a_job_of_which_no_launch_is_left_takes_no_verdict_away(base, tmp_path):
+    new = run_of(tmp_path / "new", drop={"speedup": 1.5 / 1.2}, seed=1)
+    run = json.loads((new / "run.json").read_text())
+    run["runs"]["stale"] = json.loads(json.dumps(run["runs"]["r0"]))
+    run["runs"]["stale"]["environment"]["torch"] = "2.12"
+    (new / "run.json").write_text(json.dumps(run))
+    change, cases = compared(base, new)
+    assert (verdicts(cases)[DROP], change.differences) == ("slower", {})
+    run["runs"]["r0"]["environment"]["torch"] = "2.12"
+    (new / "run.json").write_text(json.dumps(run))
+    assert "torch 2.13 -> 2.12: no verdicts" in compare_text(compared(base, new)[0])
+
+
 @pytest.mark.parametrize(("clock", "differs"), [(1755.0, True), (1950.0, False)])
 def test_another_clock_takes_away_verdicts_on_times_and_leaves_those_on_speedups(base, tmp_path, clock, differs):
     machine = {**QUIET_MACHINE, "sm_clock_mhz": [1700.0, clock, clock]}

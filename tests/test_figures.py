@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as Sheet
 from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped, standard_cases, write_run
+from whole_builder import WHOLE_CASES, write_whole
 
 from moe_ep_bench.analysis.cases import Store, load, samples
 from moe_ep_bench.analysis.drawing import Drawing, Figure, case_rows, draw
@@ -244,6 +245,22 @@ def test_policies_without_a_capacity_factor_stand_in_rows_by_their_names(tmp_pat
     assert ticks(left.yaxis) == ["topk", "oea k0=3", "oea k0=5"]
     assert left.get_ylim() == right.get_ylim() == (2.5, -0.5)
     assert np.ptp(left.get_xlim()) > 0.099  # noise is not blown up to fill a panel
+
+
+def test_a_facet_leaves_out_panels_for_which_it_has_no_rows(tmp_path: Path) -> None:
+    layer = [*native(), FakeCase("topk"), drop(1.0, 1.3), drop(2.0, 1.1)]
+    runs = [
+        write_run(tmp_path / "layer", [FakeComparison(cases=layer, num_iterations=1)]),
+        write_whole(tmp_path / "whole", WHOLE_CASES),
+    ]
+    for size, order in itertools.product(("page", "column"), (runs, runs[::-1])):
+        panels = drawn("speedup", load(order), size).figure.axes
+        ours = 0 if order is runs else 3
+        of_layer, of_whole = panels[ours : ours + 2], [axes for axes in panels if axes not in panels[ours : ours + 2]]
+        assert [axes.get_ylabel().split()[0] for axes in of_layer] == ["speedup", "dropped"]
+        assert [axes.get_ylabel().split()[0] for axes in of_whole] == ["speedup", "MoE", "dropped"]
+        assert [bool(axes.get_title("left")) for axes in (*of_layer, *of_whole)] == [True, False, True, False, False]
+        assert [bool(axes.get_xlabel()) for axes in (*of_layer, *of_whole)] == [False, True, False, False, True]
 
 
 def test_beside_capacity_factors_a_policy_without_one_stands_at_its_name_and_a_case_has_one_name(tmp_path) -> None:

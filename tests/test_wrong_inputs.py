@@ -100,6 +100,14 @@ COMMANDS = {
     "h100-nvlink4-ndr crosses nodes",
     "emulat": "COMMAND: expected one of run, emulate",
     "trace thresholds x --budget 1%": "expected no such arguments: --budget 1%; --budget is gone: the policy",
+    "run CONFIG --budget 1%": "expected no such arguments: --budget 1% (moe-ep-bench --help)",
+    "advise --draws=3": "--draws is gone: traffic is drawn five times; a config that sweeps workload.seed draws it as "
+    "often as you like (moe-ep-bench --help)",
+    "trace record x --text y --device cuda": "--device is gone: leave it out for a GPU where there is one, or",
+    "trace import esft x y --max-bytes 1 --prompt-start 1 --leave-out-cached": "--max-bytes is gone: leave it out, for "
+    "an array may take the memory that is free; --prompt-start is gone: record whole prompts, without prefix caching; "
+    "--leave-out-cached is gone: record whole prompts",
+    "validate CONFIG --nproc 2 --out /proc/foo/bar": "--out /proc/foo/bar: cannot write /proc/foo: ",
     "run": "the following arguments are required: CONFIG",
     "show": "the following arguments are required: DIR",
     "trace record x": "the following arguments are required: --text",

@@ -17,7 +17,7 @@ is soon switched off; ``--strict`` makes them a status of their own.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,19 +237,27 @@ def _uncontrolled(row: Row, native: Row) -> str | None:
 
 
 def _recorded(store: Store) -> dict[str, dict[str, Any]]:
-    """What was recorded of each comparison, by key of ``CHANGEABLE``; of several jobs all that they say."""
-    environments, ranks = jobs(store)["environment"], conditions(store)
+    """What was recorded of each comparison, by key of ``CHANGEABLE``; of several jobs all that they say.
+
+    Jobs are those that measured its launches; where no rank was measured, all.
+    """
+    environments, ranks = jobs(store).set_index("run_id")["environment"], conditions(store)
     clocks = ranks.groupby("comparison_id")["sm_clock_mhz"].median() if "sm_clock_mhz" in ranks else {}
-    shared = {}
-    for key in _ENVIRONMENT:
-        texts = {_text(environment[key]) for environment in environments if environment.get(key) is not None}
-        shared[key] = " and ".join(sorted(texts)) or None
+    measured = ranks.groupby("comparison_id")["run_id"].unique() if "run_id" in ranks else {}
     return {
-        row.comparison_id: shared
+        row.comparison_id: _environment(
+            environments[environments.index.isin(measured.get(row.comparison_id, environments.index))]
+        )
         | {key: None if row.facts.get(key) is None else _text(row.facts[key]) for key in _LAYER}
         | {_CLOCK: clocks.get(row.comparison_id)}
         for row in comparisons(store).itertuples()
     }
+
+
+def _environment(environments: Iterable[dict[str, Any]]) -> dict[str, str | None]:
+    """What several jobs say of each key of ``_ENVIRONMENT``; None where none says anything."""
+    said = {key: {_text(one[key]) for one in environments if one.get(key) is not None} for key in _ENVIRONMENT}
+    return {key: " and ".join(sorted(texts)) or None for key, texts in said.items()}
 
 
 def _text(value: Any) -> str:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure as Sheet
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, routing, timings
 from moe_ep_bench.analysis.columns import COLUMNS
-from moe_ep_bench.analysis.marks import Panel, axis_of, facets, series
+from moe_ep_bench.analysis.marks import Panel, axis_of, facets, panels_of, series
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, interval_words
 from moe_ep_bench.analysis.origins import ORIGINS
 from moe_ep_bench.analysis.store import Store
@@ -125,7 +125,7 @@ def draw(figure: Figure, store: Any) -> Drawing | None:
         rows = rows[rows["facet"].isin(rows.query(figure.needs, engine="python")["facet"])]
     if rows.empty:
         return None
-    most_facets, panels = figure.limit, _panels(figure, rows)
+    most_facets, panels = figure.limit, panels_of(figure.panels, rows)
     if is_slide():  # It has room for four panels, or for a row of high ones, and its reader for few lines.
         is_high = max(panel.inches(rows) for panel in panels) > _HIGH
         most_facets = min(figure.most if is_high else figure.limit, max(1, 4 // len(panels)))
@@ -143,17 +143,12 @@ def draw(figure: Figure, store: Any) -> Drawing | None:
         drawn = drawn[~drawn["line"].isin(more)]
     notes += [*drawn["note"].dropna().unique()] if "note" in drawn else []
     beside = figure.beside(drawn) if callable(figure.beside) else figure.beside
-    sheet, body = facets(drawn, _panels(figure, drawn), looks, beside=beside, most=figure.most)
+    sheet, body = facets(drawn, panels_of(figure.panels, drawn), looks, beside=beside, most=figure.most)
     how = figure.how.format_map(drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)})
     tags = [word for word in (*ORIGINS, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
     dress(sheet, figure.title, how, _footer(drawn, notes, timed=figure.timed), tags, body=body)
     columns = dict.fromkeys([*ABOUT, *figure.columns, "origin", "workload"])
     return Drawing(sheet, rows[[name for name in columns if name in rows]], figure.title, how)
-
-
-def _panels(figure: Figure, rows: pd.DataFrame) -> list[Panel]:
-    """Those for which there are rows."""
-    return [panel for panel in figure.panels if not panel.needs or len(rows.query(panel.needs, engine="python"))]
 
 
 def _other_lines(rows: pd.DataFrame) -> list[str]:

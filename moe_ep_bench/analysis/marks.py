@@ -56,7 +56,7 @@ class Panel:
         height: inches, or from the rows of the sheet.
         width: of the panel to that of the others in its facet, where they stand side by side.
         shares: whether it has an axis in common with its facet's other panels, so that one of them names the values.
-        needs: a query that some row of the sheet must satisfy, else the panel is left out; empty = none.
+        needs: a query that some row of a facet must satisfy, else the panel is left out of it; empty = none.
     """
 
     draw: Draw
@@ -67,6 +67,11 @@ class Panel:
 
     def inches(self, rows: pd.DataFrame) -> float:
         return self.height(rows) if callable(self.height) else self.height
+
+
+def panels_of(panels: Iterable[Panel], rows: pd.DataFrame) -> list[Panel]:
+    """Those for which there are rows."""
+    return [panel for panel in panels if not panel.needs or len(rows.query(panel.needs, engine="python"))]
 
 
 def facets(
@@ -81,26 +86,28 @@ def facets(
     Returns:
         The sheet, and the inches of its body.
     """
-    groups = [group for _, group in rows.groupby("facet", sort=False)]
+    groups = [group for _, group in rows.groupby("facet", sort=False) if panels_of(panels, group)]
     beside = beside and not is_narrow()
     across, number = 1 if is_narrow() else min(most, len(groups)), len(panels)
     bands = [pd.concat(groups[at : at + across]) for at in range(0, len(groups), across)]
-    heights = [[panel.inches(band) for panel in panels] for band in bands]
+    heights = [{panel: panel.inches(band) for panel in panels_of(panels, band)} for band in bands]
     widths = [panel.width for panel in panels] if beside else [1.0]
     shares = [width / sum(widths) for width in widths]
     figure = sheet(_WIDTHS[min(4, across * len(widths))])
-    ratios = [inches for band in heights for inches in ([max(band)] if beside else band)]
+    ratios = [inches for band in heights for inches in ([max(band.values())] if beside else band.values())]
     grid = figure.add_gridspec(len(ratios), across * len(widths), height_ratios=ratios, width_ratios=widths * across)
     inches, fixed = figure.get_figwidth() / across - 0.3, 0.5 * rcParams["figure.figsize"][1]
     shrunk = min(1.0, fixed / sum(ratios)) if fixed else 1.0  # on a slide
     lines = [1] * len(bands)
     for at, group in enumerate(groups):
         band, column = divmod(at, across)
-        for place, panel in enumerate(panels):
-            where = (band, column * number + place) if beside else (band * number + place, column)
+        above = sum(map(len, heights[:band]))
+        for panel in (own := panels_of(panels, group)):
+            place = (list(panels) if beside else list(heights[band])).index(panel)
+            where = (band, column * number + place) if beside else (above + place, column)
             axes, width = figure.add_subplot(grid[where]), shares[place if beside else 0]
             panel.draw(axes, group, looks)
-            if place == 0:
+            if panel is own[0]:
                 # Bold letters are wider. The layout takes a title to stand where its middle is: above its own panel.
                 labels = axes.yaxis.get_tightbbox()
                 room = inches - 0.2 - (0 if labels is None else (axes.bbox.x0 - labels.x0) / figure.dpi)
@@ -110,11 +117,11 @@ def facets(
                 lines[band] = max(lines[band], title.count("\n") + 1)
             points = rcParams["axes.labelsize"]
             axes.set_xlabel(folded(axes.get_xlabel(), width * (inches - 0.5), points))
-            axes.set_ylabel(folded(axes.get_ylabel(), max(0.8, shrunk * heights[band][place] - 0.7), points))
-            if panel.shares and not beside and place < number - 1:
+            axes.set_ylabel(folded(axes.get_ylabel(), max(0.8, shrunk * heights[band][panel] - 0.7), points))
+            if panel.shares and not beside and panel is not own[-1]:
                 axes.tick_params(labelbottom=False)
                 axes.set_xlabel("")
-            if panel.shares and beside and place > 0:
+            if panel.shares and beside and panel is not own[0]:
                 axes.tick_params(labelleft=False)
             origins = {origin for origin in group["origin"].dropna() if origin in ORIGINS}
             frame(axes, next(iter(origins)) if len(origins) == 1 else None)
@@ -130,8 +137,9 @@ def axis_of(name: str) -> Column:
 
 
 def are_names(values: pd.Series) -> bool:
-    """Whether there are names alone: they are read best in rows."""
-    return bool(values.dropna().map(lambda value: isinstance(value, str)).all())
+    """Whether there are values, and names alone: they are read best in rows."""
+    known = values.dropna()
+    return len(known) > 0 and all(isinstance(value, str) for value in known)
 
 
 def places_of(values: Iterable[Any]) -> dict[Any, int]:
@@ -231,7 +239,7 @@ def series(
         shown = rows.query(only, engine="python") if only else rows
         shown = shown[shown[x].notna() & shown[y].notna() & shown["line"].isin(list(looks))]
         by_name = names or not pd.api.types.is_numeric_dtype(shown[x].infer_objects())
-        upright, places = by_name and are_names(shown[x]), places_of(rows[x].dropna())
+        upright, places = by_name and are_names(rows[x]), places_of(rows[x].dropna())
         values = up.scale * shown.reindex(columns=[y, *ends]).astype(float).set_axis(["value", "low", "high"], axis=1)
         points = values.assign(
             line=shown["line"],

@@ -19,6 +19,7 @@ import torch
 
 from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
+from moe_ep_bench.bench.directory import writes_to
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import launch
 from moe_ep_bench.config import EmulateConfig
@@ -69,10 +70,11 @@ def validate(
     if RunDirectory(out).run_json.exists():
         raise UserError(f"--out {out}: holds the results of another command; choose another directory")
     check_folder(out, "--out")
-    out.mkdir(parents=True, exist_ok=True)
-    refuse_links_out(out)
-    for report in (files.pairs, files.text, files.table):
-        report.unlink(missing_ok=True)  # of runs that may be about to change
+    with writes_to(out):
+        out.mkdir(parents=True, exist_ok=True)
+        refuse_links_out(out)
+        for report in (files.pairs, files.text, files.table):
+            report.unlink(missing_ok=True)  # of runs that may be about to change
     steps: dict[str, Callable[[], int]] = {
         f"the real run on {num_ranks} ranks ({files.real})": lambda: (
             launch(config, files.real, overrides, num_ranks, force=force).status

@@ -177,7 +177,14 @@ compare  compare two results directories of the same cases
 """
 
 
-_GONE = {"--budget": "the policy budget_drop (max_lost_mass) finds each batch's factor as it runs"}
+_GONE = {
+    "trace thresholds --budget": "the policy budget_drop (max_lost_mass) finds each batch's factor as it runs",
+    "advise --draws": "traffic is drawn five times; a config that sweeps workload.seed draws it as often as you like",
+    "trace record --device": "leave it out for a GPU where there is one, or use --cpu",
+    "trace import --prompt-start": "record whole prompts, without prefix caching",
+    "trace import --leave-out-cached": "record whole prompts, without prefix caching",
+    "trace import --max-bytes": "leave it out, for an array may take the memory that is free",
+}
 
 
 def _number(kind: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
@@ -201,20 +208,23 @@ class _Parser(argparse.ArgumentParser):
     """Says a mistake in one line, without the usage of all options."""
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        """Read ``papers list`` as the one command that the parser knows."""
+        """Read ``papers list`` as the one command that the parser knows; say what is in place of what there is not."""
         is_list = list(args[:2]) == PAPERS_LIST.split()
-        return super().parse_args([PAPERS_LIST, *args[2:]] if is_list else args, namespace)
+        found, unknown = self.parse_known_args([PAPERS_LIST, *args[2:]] if is_list else args, namespace)
+        if unknown:
+            options = dict.fromkeys(word.partition("=")[0] for word in unknown)
+            gone = {option: _GONE.get(f"{found.command} {option}") for option in options}
+            hints = [f"; {option} is gone: {instead}" for option, instead in gone.items() if instead]
+            if "=" in unknown[-1] and not unknown[-1].startswith("-"):
+                hints.append("; --set KEY=VALUE replaces a value of the config")
+            self.error(f"expected no such arguments: {' '.join(unknown)}{''.join(hints)}")
+        return found
 
     def error(self, message: str) -> NoReturn:
-        said = message.removeprefix("argument ").replace("unrecognized arguments", "expected no such arguments")
+        said = message.removeprefix("argument ")
         if choice := re.fullmatch(r"(.*): invalid choice: '?(.*?)'? \(choose from (.*)\)", said):
             what, got, names = choice[1], choice[2], choice[3].replace("'", "").split(", ")
             said = f"{what}: expected one of {', '.join(names)}; got {brief(got)}{did_you_mean(got, names)}"
-        if said.startswith("expected no such"):
-            hints = [f"; {option} is gone: {instead}" for option, instead in _GONE.items() if f" {option}" in said]
-            if "=" in said.rpartition(" ")[2]:
-                hints.append("; --set KEY=VALUE replaces a value of the config")
-            said += "".join(hints)
         self.exit(USER_ERROR, f"{printable(f'moe-ep-bench: {said}')} ({self.prog} --help)\n")
 
 

@@ -16,7 +16,6 @@ import pandas as pd
 
 from moe_ep_bench.analysis.columns import Column, Row, missing
 
-PEOPLE = ("text", "md", "latex")
 PROGRAMS = ("csv", "json")
 # Of ``render(..., "json")``: raised when a column changes its name or meaning, not when one is added.
 JSON_VERSION = 2
@@ -69,7 +68,7 @@ class Table:
 
 
 def render(tables: Sequence[Table], to: str, *, width: int | None = None) -> str:
-    """Render tables in one of ``PEOPLE`` or ``PROGRAMS``.
+    """Render tables as ``text``, ``md`` or ``latex``, or for ``PROGRAMS``.
 
     Args:
         width: of a terminal, in characters; columns of text for which it has no room are named below. None = all stand.

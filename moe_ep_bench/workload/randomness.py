@@ -3,7 +3,7 @@
 Every (seed, purpose, batch) has one key of numpy's counter-based Philox generator, and every row of a batch its own
 place on the counter. So any rank makes any rows, and neither the number of ranks nor torch or its devices have a say.
 Scores are computed in float64 and rounded to float32 last. That hides last-place differences between math libraries;
-where one shows after all, or a numpy release changes a distribution, the workload's fingerprint tells.
+where one shows after all, or a numpy release changes a distribution, the frozen numbers of the tests tell.
 
 Rows are asked for as *runs* of adjacent ones and made in *chunks*: arrays of half a MiB, which may hold several short
 runs or a piece of a long one. So a batch may be larger than memory.

@@ -112,3 +112,18 @@ def test_a_file_system_without_locks_is_named_and_does_not_stop_a_run(
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
     assert f"{tmp_path}: this file system has no locks (Function not implemented)" in printed
+
+
+def test_a_folder_that_vanishes_while_it_is_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, refused = Path.mkdir, []
+
+    def vanishing(path: Path, *arguments: object, **options: object) -> None:
+        if not refused:
+            refused.append(path)
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        make(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", vanishing)
+    with locks.hold(tmp_path, {"one": "one"}):
+        assert refused == [tmp_path / locks.FOLDER]
+        assert locks.is_held(tmp_path, "one")

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -76,11 +77,15 @@ def is_held(root: Path, name: str) -> bool:
 
 def _acquired(path: Path, patience_s: float) -> contextlib.AbstractContextManager[object]:
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             return FileLock(path, fallback_to_soft=False).acquire(timeout=patience_s, poll_interval=0.1)
         except FileNotFoundError:  # The last holder of others has just removed the folder.
             continue
+        except FileExistsError:  # It was there when it was to be made, and no longer when pathlib looked what it is.
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISDIR(path.parent.lstat().st_mode):
+                    raise
 
 
 def _holder(path: Path) -> str:

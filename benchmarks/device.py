@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""What a device file of data/devices/ states, measured on the GPU that is here: experts, permutation, routing, attention.
+"""What a file of data/devices/ states, measured on the GPU that is here: experts, permutation, routing, attention.
 
     python benchmarks/device.py [--rounds 7] [--out DIR] [--rehearse]
 
 Experts stand as in moe_perf.parquet (cost_model/tables.py): one GPU in the place of rank 0 of ``ep_size``, with the
 pairs of its own experts under ``balanced`` scores, and as many pairs under a power law. Rows of experts hold no
-permutation. Times are medians in microseconds, of forms interleaved. Prints a summary; with --out writes device.csv, a
-row for each point, and the environment beside it. ``benchmarks/tables.py --measured device.csv`` fits the file's figures.
+permutation. Policies are replayed from CUDA graphs. Times are medians in microseconds, of forms interleaved. Prints a
+summary; with --out writes device.csv, a row for each point, and the environment beside it.
 
 --rehearse runs toy sizes on the CPU: it tries this script, and measures nothing.
 """
@@ -17,6 +17,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from interleaved import interleaved, keep
+from interleaved import interleaved, keep, replayed
 from numpy.typing import NDArray
 
 from moe_ep_bench.cost_model.tables import BALANCED, balanced_loads
@@ -40,7 +41,7 @@ from moe_ep_bench.timing.timer import clock_for, time_us
 
 MODELS = ("olmoe-1b-7b", "deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b", "qwen3-235b-a22b",
           "deepseek-v3")  # fmt: skip
-EP_SIZES = (1, 4, 8, 32)
+EP_SIZES = (1, 8, 32)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SKEWED = "power_law_1.01"
 # Pairs times hidden size of the largest point: what rows and activations take, beside weights of up to 45 GB.
@@ -97,15 +98,15 @@ class Bench:
                     hidden_ND, counts_L = self.normal(pairs, hidden), torch.as_tensor(loads_L).to(self.device)
                     weights_N = torch.rand(pairs, generator=self.generator, device=self.device)
                     arguments = hidden_ND, counts_L, weights_N
-                    runs: Runs = {"grouped": lambda: grouped(*arguments)}  # noqa: B023
-                    if pairs <= MOST_DECODE_PAIRS:
-                        runs["decode"] = lambda: decode(*arguments)  # noqa: B023
+                    forms = (
+                        {"grouped": grouped, "decode": decode} if pairs <= MOST_DECODE_PAIRS else {"grouped": grouped}
+                    )
+                    runs: Runs = {name: partial(form, *arguments) for name, form in forms.items()}
                     shape = {"model": model.name, "hidden_size": hidden, "ffn_hidden_size": ffn}
                     shape |= {"num_experts": model.num_experts, "top_k": model.top_k, "ep_size": ep_size}
                     told = {"num_tokens": num_tokens, "distribution": name, "pairs": pairs, "fullest": loads_L.max()}
                     flops = 6.0 * pairs * hidden * ffn
                     yield from self.timed(runs, {"what": "experts", **shape, **told, "flops": flops})
-            del grouped, decode
 
     def permutation(self, model: ModelSpec) -> Iterator[Row]:
         """Rows to their experts, and summed up again: T tokens read, N rows written, and back."""
@@ -138,7 +139,8 @@ class Bench:
             for name in ("topk", "token_drop", "expanded_drop"):
                 factor = {} if name == "topk" else {"capacity_factor": 1.0}
                 form = form_of(make_policy({"name": name, **factor}), self.device.type)
-                runs[name] = lambda form=form: form.route(scores_TE, context)  # noqa: B023
+                run = partial(form.select, scores_TE, context)
+                runs[name] = run if self.rehearse else replayed(run)
             yield from self.timed(runs, {"what": "routing", "num_tokens": num_tokens, "num_experts": num_experts})
 
     def attention(self) -> Iterator[Row]:

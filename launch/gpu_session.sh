@@ -107,7 +107,7 @@ summary() {
     size
     cat "$out/provenance.txt"
     for name in "${order[@]}"; do [ ! -e "$out/steps/$name" ] || cat "$out/steps/$name"; done
-    for file in "$out"/tests-*.txt; do [ ! -e "$file" ] || echo "$(basename "$file"): $(tail -n 1 "$file")"; done
+    for file in "$out"/*-tests.txt; do [ ! -e "$file" ] || echo "$(basename "$file"): $(tail -n 1 "$file")"; done
     for name in "${shown[@]}"; do
       if [ -s "$out/$name.txt" ]; then printf '\n== %s\n' "$name"; cat "$out/$name.txt"; fi
     done
@@ -122,7 +122,8 @@ summary() {
 } >>"$out/provenance.txt"
 
 module=("$python" -m moe_ep_bench)
-tests=("$python" -m pytest -m gpu -q -p no:cacheprovider)
+# Most of a test's time goes into compiling its kernels, on one core: so several at once.
+tests=("$python" -m pytest -m gpu -q -n 6 -p no:cacheprovider)
 small=()      # of decode steps
 tiny=()       # of emulated layers
 experts=(--out "$out")
@@ -138,22 +139,6 @@ if [ -n "$rehearse" ]; then
     --set workload.skew=single_domain --set workload.num_batches=1)
   experts+=(--scale 0.03125 --tokens 512 --dtype float32 --square 256 --rounds 3)
 fi
-
-# Most of a test's time goes into compiling its kernels, on one core: so several at once, each with a part of the tests.
-kernel_tests() {
-  local part pids=() status=0
-  # What runs in the background hears no INT.
-  trap 'kill "${pids[@]}" 2>/dev/null' INT TERM
-  for part in 1x64 16x128 777x60 3001x256 'kind or largest' graph; do
-    "$python" -m pytest -m gpu -p no:cacheprovider tests/test_gpu_kernels.py -v --maxfail=20 -k "$part" \
-      >"$out/tests-${part%% *}.txt" 2>&1 &
-    pids+=($!)
-  done
-  for pid in "${pids[@]}"; do wait "$pid" || status=1; done
-  return $status
-}
-export -f kernel_tests
-export python out
 
 # emulate COMMAND NAME SECONDS OPTIONS...: layers of Figure 4, measured on this GPU in the place of eight. One draw of the
 # traffic that is shown first: making 524,288 tokens takes a core 20 s, and the config has twelve draws.
@@ -188,8 +173,8 @@ measured=(--set workload.tokens_per_rank=65536 --set workload.num_batches=2 --se
 
 # What everything else rests on. NGC images set the variable; float32 must be float32 all the same.
 if [ -z "$rehearse" ]; then
-  step layer-tests 150 env TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 "${tests[@]}" tests/test_gpu.py
-  step kernel-tests 290 bash -c kernel_tests
+  step layer-tests 180 env TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 "${tests[@]}" tests/test_gpu.py
+  step kernel-tests 180 "${tests[@]}" tests/test_gpu_kernels.py
 fi
 # Native against native, unaccounted time and probe overhead, of layers at true size.
 step run 170 "${module[@]}" run configs/gpu-check.yaml --out "$out/run" --nproc 1

@@ -105,7 +105,9 @@ def test_gpus_are_described_with_their_links_or_the_reason_why_not(
 ) -> None:
     lost = Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST))
     monkeypatch.setattr(provenance, "query_gpus", Mock(return_value=[H100]) if is_there else lost)
-    monkeypatch.setattr(provenance, "_output", lambda *command: "GPU0 GPU1\n X NV18")
+    monkeypatch.setattr(
+        provenance, "_output", lambda *command: "\x1b[4mGPU0 GPU1\x1b[0m\n X NV18"
+    )  # As nvidia-smi does.
     there = {"gpus": [H100], "topology": ["GPU0 GPU1", " X NV18"]}
     assert provenance.describe_gpus() == (there if is_there else {"gpus": None, "gpus_why": "GPU is lost"})
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_run import cases_of, launch, statuses, write_config
 
+from moe_ep_bench.kernels.row_sums import row_sums, row_sums_by_bags
 from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
 from moe_ep_bench.layer.dispatchers import expert_major_pairs, rank_major_index, sum_per_token
 from moe_ep_bench.results import conditions_of
@@ -52,6 +53,19 @@ def test_the_compiled_activation_equals_its_formula(
     torch.testing.assert_close(ours_NF, weighted_swiglu_formula(gate_up_N2F, weights_N), **rounding)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "num_columns"), [(1, 1), (777, 33), (4096, 2880)])
+def test_the_compiled_sums_of_rows_equal_bags(
+    dtype: torch.dtype, num_tokens: int, num_columns: int, device: torch.device
+) -> None:
+    generator = torch.Generator(device).manual_seed(3)
+    ends_T = torch.randint(0, 9, (num_tokens,), generator=generator, device=device).cumsum(0)
+    rows_ND = torch.randn(int(ends_T[-1]), num_columns, generator=generator, device=device).to(dtype)
+    places_N = torch.randperm(len(rows_ND), generator=generator, device=device)
+    expected_TD = row_sums_by_bags(rows_ND.float(), places_N, ends_T).to(dtype)
+    torch.testing.assert_close(row_sums(rows_ND, places_N, ends_T), expected_TD)
+
+
 def test_permutation_by_index_is_the_same_on_both_devices(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
     map_TE = torch.rand(777, 64, generator=generator) < 0.1
@@ -69,6 +83,7 @@ def test_permutation_by_index_is_the_same_on_both_devices(device: torch.device) 
 
 def test_events_measure_what_the_device_does(device: torch.device) -> None:
     recorder = PhaseRecorder(CudaClock())
+    recorder.begin()
     left = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     heavy = recorder.wrap("experts", lambda: [left @ left for _ in range(20)])
     light = recorder.wrap("gate", lambda: left[:1].add(1))

@@ -34,6 +34,7 @@ from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.facts import Component
 from moe_ep_bench.kernels import dispatch, form_of, toolchain
 from moe_ep_bench.kernels.dispatch import KERNELS
+from moe_ep_bench.kernels.row_sums import row_sums, row_sums_by_bags
 from moe_ep_bench.kernels.shared import SharedSteps
 from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
 from moe_ep_bench.layer import parts
@@ -200,6 +201,9 @@ def test_without_a_c_compiler_torch_runs_and_results_say_why(monkeypatch: pytest
     rows_N2F, weights_N = torch.rand(3, 8), torch.rand(3)
     expected_NF = weighted_swiglu_formula(rows_N2F, weights_N)
     assert torch.equal(weighted_swiglu(rows_N2F.as_subclass(OnGpu), weights_N), expected_NF)
+    places_N, ends_T = torch.tensor([2, 0, 1]), torch.tensor([0, 2, 3])
+    expected_TF = row_sums_by_bags(rows_N2F, places_N, ends_T)
+    assert torch.equal(row_sums(rows_N2F.as_subclass(OnGpu), places_N, ends_T), expected_TF)
     monkeypatch.setattr(parts, "transformer_engine", TransformerEngine)
     for asked, key in (("decode", "layer.experts: decode"), ("auto", "layer.cuda_graph: true")):
         graph = {"cuda_graph": True, "dispatcher": "allgather"} if "graph" in key else {}

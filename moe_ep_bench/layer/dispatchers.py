@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ep_bench.kernels.row_sums import row_sums
 from moe_ep_bench.layer.megatron import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
@@ -176,9 +177,7 @@ def sum_per_token(hidden_ND: Tensor, map_TE: Tensor, flat_N: Tensor) -> Tensor:
     row_of_pair = torch.empty(map_TE.numel(), dtype=torch.int64, device=map_TE.device)
     row_of_pair[flat_N] = torch.arange(num_pairs, device=map_TE.device)
     token_major_N = row_of_pair[_marked(map_TE.reshape(-1), num_pairs).squeeze(1)]
-    counts_T = map_TE.sum(dim=1)
-    # embedding_bag sums bags of rows: one kernel, in a fixed order.
-    return torch.nn.functional.embedding_bag(token_major_N, hidden_ND, counts_T.cumsum(0) - counts_T, mode="sum")
+    return row_sums(hidden_ND, token_major_N, map_TE.sum(dim=1).cumsum(0))
 
 
 def _marked(mask: Tensor, num_marked: int) -> Tensor:

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import resource
 import shlex
 import socket
@@ -28,6 +29,7 @@ from moe_ep_bench.machine.gpus import query_gpus
 from moe_ep_bench.policies.lazy import torch
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 # Variables that change what is measured. A fixed list, for others may hold secrets.
 _VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "NVSHMEM_", "NVTE_", "GLOO_", "OMP_")
@@ -167,7 +169,8 @@ def describe(device: torch.device) -> dict[str, Any]:
 def describe_gpus() -> dict[str, Any]:
     """The node's GPUs, and how they are linked (as ``nvidia-smi topo -m`` prints it); ``gpus_why`` there are none."""
     try:
-        return {"gpus": query_gpus(), "topology": (_output("nvidia-smi", "topo", "-m") or "").splitlines()}
+        topology = _ESCAPES.sub("", _output("nvidia-smi", "topo", "-m") or "")  # It underlines its heading.
+        return {"gpus": query_gpus(), "topology": topology.splitlines()}
     except pynvml.NVMLError as error:
         return {"gpus": None, "gpus_why": str(error)}
 

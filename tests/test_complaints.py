@@ -111,10 +111,10 @@ def test_lines_say_the_time_left_and_follow_each_other_at_intervals(
         bar.total = 9  # More came than was planned.
         bar.refresh()
     first, *others, beyond = capsys.readouterr().err.splitlines()
-    assert first == "one: 0 %, 0 of 40 batch, ? left"
-    assert beyond.startswith("one: 100 %, 10 of 10 batch")
+    assert first == "one: 0 %, 0 of 40 batches, ? left"
+    assert beyond.startswith("one: 100 %, 10 of 10 batches")
     assert len(others) == 3, "a line in ten seconds"
-    assert others[0].startswith("one: 8 %, 3 of 40 batch, 0")
+    assert others[0].startswith("one: 8 %, 3 of 40 batches, 0")
     assert others[0].endswith(" left")
 
 
@@ -146,8 +146,8 @@ def test_a_terminal_gets_a_bar_and_a_file_one_line_per_comparison(
         return capsys.readouterr().err
 
     first, second = count().splitlines()
-    assert first.startswith("one: 0 %, 0 of 10 iteration, ")
-    assert second.startswith("two: 50 %, 5 of 10 iteration, ")
+    assert first.startswith("one: 0 %, 0 of 10 iterations, ")
+    assert second.startswith("two: 50 %, 5 of 10 iterations, ")
     assert count(shown=False) == ""
     assert count(delay=60.0) == "", "what takes no longer says nothing"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -39,6 +39,7 @@ from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}
+H100 = {"links": "h100-nvlink4", "device": "h100-sxm"}
 
 
 def emulate(*arguments: object) -> subprocess.CompletedProcess:
@@ -118,7 +119,7 @@ def written(out: Path) -> dict[str, str]:
 
 
 def test_adding_a_policy_models_that_policy_alone(tmp_path: Path) -> None:
-    out, modelled = tmp_path / "out", {"links": "h100-nvlink4", "device": "h100-sxm"}
+    out, modelled = tmp_path / "out", H100
     for policies in ([{"name": "topk"}], [{"name": "topk"}, {"name": "pruned", "k0": 2}]):
         config = write_config(tmp_path, layer__ep_size=4, emulate=modelled, policies=policies)
         before = written(out) if out.exists() else {}
@@ -133,7 +134,7 @@ def test_adding_a_policy_models_that_policy_alone(tmp_path: Path) -> None:
 def test_modelled_comparisons_are_kept_as_they_finish_and_the_end_says_which(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    modelled, sweep = {"links": "h100-nvlink4", "device": "h100-sxm"}, {"workload.seed": [0, 1]}
+    modelled, sweep = H100, {"workload.seed": [0, 1]}
     config, out = write_config(tmp_path, layer__ep_size=4, emulate=modelled, sweep=sweep), tmp_path / "out"
     comparisons, model = plan(config, [], VIRTUAL, on_cpu=True), virtual.modelled_time
 
@@ -176,7 +177,7 @@ def test_a_dry_run_makes_no_batch_and_names_all_cases(
 def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    emulated = {"links": "h100-nvlink4", "device": "h100-sxm"}
+    emulated = H100
     config, out = write_config(tmp_path, layer__ep_size=4, emulate=emulated), tmp_path / "out"
     (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
     lost = comparison.cases[3]
@@ -195,6 +196,17 @@ def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")} == before
     assert main([*command, "--force"]) == OK
     assert {status for status, _ in statuses(out).values()} == {"ok"}
+
+
+def test_a_start_that_only_records_lost_cases_does_not_say_that_all_were_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, out = write_config(tmp_path, layer__ep_size=4, emulate=H100), tmp_path / "out"
+    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
+    write_json(out / "attempts" / f"{comparison.comparison_id}.json", ["oom: out of memory"] * 2)
+    assert main(["emulate", str(config), "--out", str(out)]) == CASES_FAILED
+    assert "finished before" not in capsys.readouterr().err
+    assert {status for status, _ in statuses(out).values()} == {"oom"}
 
 
 def test_what_is_sent_is_a_key_and_the_first_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +231,7 @@ def test_what_is_sent_is_a_key_and_the_first_line(tmp_path: Path, capsys: pytest
 def test_a_skew_that_a_later_batch_cannot_have_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the first batch is made while a run is planned."""
     small = {"layer__ep_size": 2, "workload__num_tokens": 28, "workload__peak_load": 2.0}
-    config = write_config(tmp_path, **small, emulate={"links": "h100-nvlink4", "device": "h100-sxm"})
+    config = write_config(tmp_path, **small, emulate=H100)
     assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
     (line,) = capsys.readouterr().err.splitlines()
     assert "28 tokens" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moe_ep_bench.bench import job, replays, session
+from moe_ep_bench.bench import inspection, job, replays, session
 from moe_ep_bench.bench.inspection import LayerLook, Observation
 from moe_ep_bench.bench.replays import Replays
 from moe_ep_bench.bench.session import measure_comparison
@@ -165,6 +166,23 @@ def test_peers_that_are_gone_are_asked_nothing(monkeypatch: pytest.MonkeyPatch) 
     error = torch.distributed.DistBackendError("ncclRemoteError: it has ended")
     with pytest.raises(torch.distributed.DistBackendError):
         capture(monkeypatch, **{"prepare.side_effect": error})
+
+
+@pytest.mark.parametrize("errors", [(math.nan, 0.5), (0.5, math.nan)])
+def test_a_case_that_was_once_no_number_stays_so(errors: tuple[float, float]) -> None:
+    assert math.isnan(inspection.worse(*errors))
+    case = mock.Mock(error=errors[0], **{"spec.policy": None, "session.reference": mock.Mock()})
+    case.session.reference.return_value.worst_error.return_value = errors[1]
+    case.session.shares = [{None: SimpleNamespace(num_tokens=1)}]
+    case.session.layers, case.session.device = (None,), torch.device("cpu")
+    inspection._reference_error(case, None, observation(torch.eye(1, dtype=torch.bool), 1.0).layers[None])
+    assert math.isnan(case.error)
+    dropped: list[str] = []
+    held = mock.Mock(cases=[mock.Mock(error=case.error, problem="")], dtype=torch.float32)
+    held.job.ranks.told = lambda value: [value]
+    held.drop = lambda case, status, reason: dropped.append(status)
+    inspection.drop_failing(held, "before timing")
+    assert dropped == ["failed"]
 
 
 def observation(map_TE: torch.Tensor, value: float) -> Observation:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -152,7 +153,7 @@ def check_again(session: Session) -> None:
             for layer, of_layer in seen.layers.items():
                 session.job.guard.feed()
                 row = case.rows[0, layer]
-                row["reference_error"] = max(_reference_error(case, layer, of_layer), row["reference_error"])
+                row["reference_error"] = worse(_reference_error(case, layer, of_layer), row["reference_error"])
 
 
 def _note(case: Case, seen: Observation, batch: int) -> None:
@@ -178,8 +179,13 @@ def _reference_error(case: Case, layer: int | None, seen: LayerLook) -> float:
             maps = maps[0].sum(dim=0), maps[1].sum(dim=0)
         if not torch.equal(*maps):
             error = float("inf")
-    case.error = max(error, case.error)
+    case.error = worse(error, case.error)
     return error
+
+
+def worse(error: float, other: float) -> float:
+    """The larger of two errors, and NaN where one is: Python's ``max`` would lose a second one that is NaN."""
+    return float(np.maximum(error, other))
 
 
 def drop_failing(session: Session, when: str) -> None:
@@ -193,7 +199,7 @@ def drop_failing(session: Session, when: str) -> None:
             status, words = split_reason(reason)
             session.drop(case, status, f"{when}: rank {rank}: {words}")
         elif not all(error <= tolerance for error in worst):
-            what = f"output differs from the dense reference by {max(worst):.2g}, allowed is {tolerance:g}"
+            what = f"output differs from the dense reference by {np.max(worst):.2g}, allowed is {tolerance:g}"
             session.drop(case, "failed", f"{when}: {what}")
 
 

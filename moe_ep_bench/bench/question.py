@@ -22,6 +22,7 @@ from moe_ep_bench.config.files import experiments_of, read_config
 from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device, load_links
 from moe_ep_bench.cost_model.tables import DTYPE, is_table
 from moe_ep_bench.errors import UserError, naming
+from moe_ep_bench.facts import tokens_words
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model, preset_of
 from moe_ep_bench.policies import policy_class
@@ -304,7 +305,7 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     sweep: dict[str, Any] = {}
     length = 1 if decode else min(_PROMPT_LENGTH, tokens // ep)
     traffic: dict[str, Any] = {"kind": "synthetic", "sequence_length": length}
-    assumed = [] if decode or prompt else [f"prompts of {length} tokens (--prompt-length)"]
+    assumed = [] if decode or prompt else [f"prompts of {tokens_words(length)} (--prompt-length)"]
     if options.trace is not None:
         traffic, assumed = _recorded(options.trace, model, decode)
     elif options.counts is not None:
@@ -312,7 +313,7 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         traffic, assumed = traffic | counts, words + assumed
     elif options.peak_load is None:
         loads = sweep["workload.peak_load"] = peak_loads(model, tokens)
-        assumed += [f"no peak loads that chance alone exceeds with {tokens:,} tokens"] if None in loads else []
+        assumed += [f"no peak loads that chance alone exceeds with {tokens_words(tokens)}"] if None in loads else []
     dtype, preset = dtype_of(options.device), preset_of(options.model)
     raw = {
         "name": "advise",

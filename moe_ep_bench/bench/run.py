@@ -237,7 +237,7 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_poi
         from moe_ep_bench.bench.virtual import measure_comparison
     ranks, directory = job.ranks, job.directory
     todo = _left(job, comparisons, force=force)
-    is_done = not any(cases for _, cases, _ in todo)
+    is_done = not any(cases or lost for _, cases, lost in todo)
     job.run_id = ranks.of_first(new_run_id())
     if not is_done:
         # Made on every rank, which keeps them together: it goes through all batches.

@@ -53,9 +53,11 @@ def progress_bar(total: int, unit: str, *, shown: bool = True, delay: float = 0.
     """Count ``total`` units on standard error; nothing where there is nothing to do or it is not to be ``shown``.
 
     Args:
+        unit: one of them, which is shown in the plural.
         delay: seconds in which nothing is shown yet.
     """
-    options: dict[str, Any] = {"total": total, "unit": unit, "disable": not shown or not total}
+    units = unit if total == 1 else f"{unit}{'es' if unit.endswith('ch') else 's'}"
+    options: dict[str, Any] = {"total": total, "unit": units, "disable": not shown or not total}
     if not options["disable"] and not delay:
         settle()
     if sys.stderr.isatty():

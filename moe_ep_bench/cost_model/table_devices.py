@@ -12,9 +12,7 @@ measured wherever the loads are the row's, and f is interpolated over the logari
 between rows. Beyond the last row time grows as between the last two. b comes from the growth of u at many tokens over
 EP sizes, which has a part in proportion to a rank's pairs and one that stays.
 
-A shape, or a number of experts on a rank, that was not measured is scaled from the nearest that was, by the ratio of
-the roofline's times at the same rows an expert; it is refused beyond a factor of 4 in an expert's weights or in a
-rank's experts.
+A shape or an EP size that was not measured is refused, with a list of those that were.
 
 *Links.* Collectives are interpolated over bytes. An uneven all-to-all takes as long as the rank's own larger direction.
 Dispatch and combine of DeepEP are interpolated over a rank's tokens: its pairs, sent or received, over k.
@@ -25,7 +23,7 @@ Shapes: N = measured points, L = experts (or slots) of a rank, R = ranks, E = ex
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, ClassVar
 
@@ -52,6 +50,7 @@ from moe_ep_bench.cost_model.tables import (
     read_deepep,
     read_moe,
     read_nccl,
+    systems,
 )
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.models import ModelSpec
@@ -60,8 +59,6 @@ from moe_ep_bench.presets import Strict
 if TYPE_CHECKING:  # It imports slowly.
     import pandas as pd
 
-# Further apart an expert's weights, or a rank's experts, are not scaled.
-_MOST_SCALED = 4.0
 # Growth with all ranks' tokens is looked for above so many, over at least so many EP sizes; experts keep some of a row.
 _MANY_TOKENS, _FEWEST_SIZES, _LEAST_REST = 4096, 3, 0.05
 # Files of data/devices/ and data/links/ that say the rest, by system; of links within a node, and beyond it.
@@ -93,8 +90,6 @@ class ExpertTable(Strict):
     """b: microseconds for each token of all ranks."""
     expert_us: float = 0.0
     """To read the weights of an expert beyond those measured, as replicas are."""
-    scaled_from: str = ""
-    """The shape that was measured, where it is another."""
 
     @property
     def num_local(self) -> int:
@@ -103,8 +98,8 @@ class ExpertTable(Strict):
     @property
     def words(self) -> str:
         """The shape and EP size."""
-        sizes = f"{self.hidden_size} x {self.ffn_hidden_size}, {self.num_experts} experts, top-{self.top_k}"
-        return f"{sizes}, EP {self.ep_size}"
+        shape = self.hidden_size, self.ffn_hidden_size, self.num_experts, self.top_k
+        return f"{_shape_words(shape)}, EP {self.ep_size}"
 
     def loads(self, num_tokens: int) -> NDArray[np.int64]:
         """Of the rank's experts in the row of so many tokens, int64 [L]."""
@@ -156,8 +151,6 @@ class ExpertTable(Strict):
 
 # ---- from rows to tables ---------------------------------------------------------------------------------------------
 
-Roofline = Callable[[int, int, ArrayLike], float]
-
 
 def tables_of_shape(rows: pd.DataFrame) -> dict[int, ExpertTable]:
     """One shape's balanced rows of one dtype as a table for each EP size."""
@@ -192,63 +185,30 @@ def shape_of(model: ModelSpec) -> tuple[int, int, int, int]:
     return model.expert_hidden_size, model.ffn_hidden_size, model.num_experts, model.top_k
 
 
-def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int, roofline_us: Roofline) -> ExpertTable:
+def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int) -> ExpertTable:
     """The table of a model's layer on so many ranks, from the balanced rows of one dtype.
 
-    Args:
-        roofline_us: of experts of a hidden and FFN size with these rows; scales what was not measured.
-
     Raises:
-        UserError: nothing near enough was measured; the line lists shapes.
+        UserError: that was not measured; the line lists the EP sizes of the shape, or all shapes.
     """
-    if rows.empty:
-        raise UserError("expected rows of balanced loads, got none; take another framework or version")
     wanted = shape_of(model)
-    exact = of_shape(rows, wanted)
-    if ep_size in exact["ep_size"].to_numpy():
-        return tables_of_shape(exact)[ep_size]
-    points = rows[[*SHAPE, "ep_size"]].drop_duplicates()
-    is_plain = points[SHAPE[:3]].apply(tuple, axis=1).isin(UNGATED)
-    kind, points = ("plain", points[is_plain]) if model.activation == "plain" else ("gated", points[~is_plain])
-    if points.empty:
-        raise UserError(f"expected rows of {kind} experts; there are none")
-    logs = np.log(points[SHAPE].astype(float) / list(wanted))  # of ratios
-    weights = (logs["hidden_size"] + logs["ffn_hidden_size"]).abs()
-    local = (logs["num_experts"] - np.log(points["ep_size"] / ep_size)).abs()
-    # Of two as near the one of the same hidden size, experts and top-k stands in.
-    others = logs[["hidden_size", "num_experts", "top_k"]].abs().sum(axis=1)
-    nearest = (weights + local + 0.1 * others).idxmin()
-    if max(weights[nearest], local[nearest]) > np.log(_MOST_SCALED) * 1.001:
-        measured = [
-            f"{shape[0]} x {shape[1]}, {shape[2]} experts, top-{shape[3]} (EP {', '.join(map(str, sorted(sizes)))})"
-            for shape, sizes in points.groupby(SHAPE)["ep_size"]
-        ]
-        raise UserError(
-            f"expected experts like {wanted[0]} x {wanted[1]} with {wanted[2] / ep_size:g} on a rank, within a factor"
-            f" of {_MOST_SCALED:g}; measured: {'; '.join(measured)}"
-        )
-    *shape, source_size = points.loc[nearest]
-    return _scaled(tables_of_shape(of_shape(rows, shape))[source_size], wanted, ep_size, roofline_us)
-
-
-def _scaled(table: ExpertTable, wanted: tuple[int, int, int, int], ep_size: int, roofline_us: Roofline) -> ExpertTable:
-    """A table for another shape or EP size: the same rows an expert, times the ratio of the roofline's times."""
-    hidden, ffn, experts, top_k = wanted
-    share = table.top_k / table.num_experts * experts / top_k
-    times: dict[float, float] = {}
-    for measured, time_us in table.curve.root:
-        number = max(1, round(measured * share))
-        theirs = roofline_us(table.hidden_size, table.ffn_hidden_size, table.loads(int(measured)))
-        ours = roofline_us(hidden, ffn, balanced_loads(number, experts, top_k, experts // ep_size))
-        if theirs > 0 and ours > 0:
-            times[number] = time_us * ours / theirs
-    return ExpertTable(
-        **dict(zip(SHAPE, wanted, strict=True)),
-        ep_size=ep_size,
-        curve=Curve.of([*times], [*times.values()]),
-        token_us=table.token_us * (top_k * hidden) / (table.top_k * table.hidden_size),
-        scaled_from=table.words,
+    measured = of_shape(rows, wanted) if (wanted[:3] in UNGATED) == (model.activation == "plain") else rows[:0]
+    if ep_size in measured["ep_size"].to_numpy():
+        return tables_of_shape(measured)[ep_size]
+    points = (rows if measured.empty else measured)[[*SHAPE, "ep_size"]].drop_duplicates()
+    known = [
+        f"{_shape_words(shape)} (EP {', '.join(map(str, sorted(sizes)))})"
+        for shape, sizes in points.groupby(SHAPE)["ep_size"]
+    ]
+    kind = " without a gate" if model.activation == "plain" else ""
+    raise UserError(
+        f"expected experts{kind} of a shape and an EP size that were measured, {'; '.join(known) or 'none'};"
+        f" got {_shape_words(wanted)}, EP {ep_size}"
     )
+
+
+def _shape_words(shape: Sequence[int]) -> str:
+    return "{} x {}, {} experts, top-{}".format(*shape)
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -274,14 +234,9 @@ class TableDevice(Device):
     def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> TableDevice:
         if dtype not in self.dtypes:
             raise UserError(f"{self.table_name}: expected layer.dtype one of {', '.join(self.dtypes)}; got {dtype}")
-
-        def roofline_us(hidden_size: int, ffn_hidden_size: int, rows_L: ArrayLike) -> float:
-            sizes = hidden_size, ffn_hidden_size, rows_L, PRECISIONS[dtype]
-            return Device.experts_us(self, *sizes, num_matrices=model.expert_matrices)
-
         rows = read_moe(Tables.named(self.table_name, "moe"), dtype=dtype, tp_size=model.tensor_parallel)
         with naming(f"{self.table_name}, {dtype}"):
-            table = find_table(rows, model, ep_size, roofline_us)
+            table = find_table(rows, model, ep_size)
         sizes = model.expert_matrices, model.expert_hidden_size, model.ffn_hidden_size
         expert_us = math.prod(sizes) * PRECISIONS[dtype].weight_bytes / (self.reached_tbps * 1e6)
         return self.model_copy(update={"dtype": dtype, "table": table.model_copy(update={"expert_us": expert_us})})
@@ -301,7 +256,6 @@ class TableDevice(Device):
         if (table := self.table) is not None:
             (first, _), (last, _) = table.curve.root[0], table.curve.root[-1]
             rows = f" {table.words}: {len(table.curve.root)} rows of {first:,.0f} to {last:,.0f} tokens"
-            rows += f", scaled from {table.scaled_from}" if table.scaled_from else ""
             rows += f", extrapolated to {num_tokens:,};" if num_tokens and num_tokens > last else ";"
         dtype = f", {self.dtype}" if self.dtype else ""
         rest = super().describe(whole=whole).removeprefix("modelled by ")
@@ -319,36 +273,23 @@ def load_device(name: str) -> Device:
     tables = Tables.named(name, "moe")
     known = [dtype for dtype in dtypes_of(tables) if dtype in PRECISIONS]
     dtypes = [choose("dtype", tables.parts[0], known)] if tables.parts else known
-    fields = _base(tables).model_dump() | {"table_name": tables.name, "words": tables.words, "dtypes": dtypes}
-    return TableDevice.model_validate(fields)
+    # A file of data/devices/ states all but the experts.
+    files = {_device_of(system): system for system in systems("moe")}
+    choose(
+        "system with a file of data/devices/", tables.system, [files[name] for name in Device.names() if name in files]
+    )
+    fields = Device.named(_device_of(tables.system)).model_dump()
+    return TableDevice.model_validate({**fields, "table_name": tables.name, "words": tables.words, "dtypes": dtypes})
+
+
+def _device_of(system: str) -> str:
+    return _DEVICES.get(system, system.replace("_", "-"))
 
 
 def dtype_of(name: str | None) -> str:
     """The dtype that a device's name ends in; bfloat16 where it names none."""
     parts = name.split("/") if name is not None and is_table(name) else []
     return parts[3] if len(parts) > 3 else DTYPE
-
-
-def _base(tables: Tables) -> Device:
-    """What states all but experts: a file of data/devices/, or an H100's shares of the system's data sheet."""
-    name = _DEVICES.get(tables.system, tables.system.replace("_", "-"))
-    if name in Device.names():
-        return Device.named(name)
-    like, gpu = Device.named("h100-sxm"), tables.facts["gpu"]
-    if "bfloat16_tc_flops" not in gpu or "mem_bw" not in gpu:
-        raise UserError(f"{tables.name}: {tables.system}.yaml states no bfloat16_tc_flops or no mem_bw")
-    memory_tbps = gpu["mem_bw"] / 1e12
-    slower = like.memory_tbps / memory_tbps
-    bases = ("arithmetic", "memory", "overhead", "routing_native", "routing_policy", "attention")
-    figures = {
-        "name": f"h100-sxm, its shares of the data sheet of {tables.system_words}",
-        "bf16_tflops": gpu["bfloat16_tc_flops"] / 1e12,
-        "memory_tbps": memory_tbps,
-        "memory_gb": gpu["mem_capacity"] / 1e9,
-        "routing_native_ps": like.routing_native_ps * slower,
-        "routing_policy_ps": like.routing_policy_ps * slower,
-    }
-    return like.model_copy(update={**figures, **{f"{base}_basis": "assumed" for base in bases}})
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------

@@ -84,6 +84,12 @@ def _folders(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.iterdir() if one.is_dir()) if folder.is_dir() else []
 
 
+def systems(kind: str) -> list[str]:
+    """Systems that have files of a kind, ``moe`` or ``comm``."""
+    data = root() / "data"
+    return [system for system in _folders(data) if _folders(data / system / kind)]
+
+
 def choose(what: str, name: str, names: Sequence[str]) -> str:
     """``name``, where it is one of ``names``.
 
@@ -118,7 +124,7 @@ class Tables:
         """
         data = root() / "data"
         system, *rest = name.removeprefix(PREFIX).split("/")
-        choose("system", system, [one for one in _folders(data) if _folders(data / one / kind)])
+        choose("system", system, systems(kind))
         framework = choose("framework", rest[0] if rest else "", _folders(data / system / kind))
         versions = _folders(data / system / kind / framework)
         version = choose(f"version of {framework}", rest[1] if len(rest) > 1 else "", versions)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -29,10 +28,6 @@ from moe_ep_bench.policies import FILE_FIELDS, Policy, make_policy
 from moe_ep_bench.policies.own import without_folder
 
 DATA_DIR = Path(__file__).resolve().parent / "data"
-
-REMOVED: dict[str, str] = {}
-"""Dotted keys that files of earlier versions have, and what to use in their place, or ``nothing: `` and why; schemas
-add theirs."""
 
 
 class Strict(BaseModel):
@@ -157,10 +152,7 @@ def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """What is said of a dotted key that is none of ``known``: what to use where it is gone, else what there is."""
-    if instead := REMOVED.get(re.sub(r"\.\d+(?=\.|$)", "", key)):
-        why = instead.removeprefix("nothing: ")
-        return f"{key}: is gone; {'use ' if why == instead else ''}{why}"
+    """What is said of a dotted key that is none of ``known``: what there is."""
     names = list(known)
     return f"{key}: no such key; expected one of {', '.join(names)}{did_you_mean(key.rpartition('.')[2], names)}"
 

@@ -17,7 +17,6 @@ from moe_ep_bench.bench.plan import compare, plan_experiments
 from moe_ep_bench.config import SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.presets import REMOVED
 from moe_ep_bench.workload.skews import SKEWS, Skews, load_skew
 
 
@@ -117,15 +116,6 @@ def test_a_model_by_its_config_json_is_found_beside_the_config_and_leaves_no_pat
         text = json.dumps(describe_experiment(found))
         assert str(tmp_path) not in text
         assert "sha256" in text
-
-
-@pytest.mark.parametrize(
-    "key", sorted(key for key in REMOVED if "." in key and "replication" not in key and "published" not in key)
-)
-def test_a_key_of_an_earlier_version_says_what_to_use(key: str, tmp_path: Path) -> None:
-    experiment(tmp_path)
-    with pytest.raises(UserError, match=f"^[^\n]*{key}: is gone; [^\n]+$"):
-        load_experiments(tmp_path / "config.yaml", [f"{key}=1"], on_cpu=False)
 
 
 GROUPED = {

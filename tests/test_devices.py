@@ -146,8 +146,6 @@ def test_figures_say_what_they_rest_on(name: str) -> None:
         ({"tflops": 2}, "tflops: no such key"),
         ({"attention_efficiency": 0.5}, "attention_basis: expected one with attention_efficiency and none without"),
         ({"attention_basis": "assumed"}, "attention_basis: expected one with attention_efficiency and none without"),
-        ({"decode": []}, "decode: is gone; use memory_efficiency and overhead_us"),
-        ({"decode_below_rows": 4}, "decode_below_rows: is gone; use layer.experts: decode"),
         (
             {"arithmetic_efficiency": [[1, 0.1], [9, 1.1]]},
             "arithmetic_efficiency: expected shares of at most 1, got 1.1",

@@ -550,7 +550,6 @@ def refused(folder: Path, out: Path, overrides: list[str], capsys: pytest.Captur
             "policies: token_drop: modality_T",
         ),
         (["batch_size=4"], "batch_size: expected tasks beside it, got none (of a text: text.batch_size)"),
-        (["model.device=cuda"], "model.device: is gone; use the option --cpu"),
     ],
 )
 def test_what_cannot_be_judged_is_one_line_and_leaves_nothing(

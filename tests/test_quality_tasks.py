@@ -418,7 +418,6 @@ def test_a_task_that_fails_is_one_line_and_what_is_done_stays(
         (["tasks=[{name: sums}, {name: sums}]"], "expected each task once at each number of shots, got sums twice"),
         (["include=nowhere"], "include: expected a folder with tasks, got {folder}/nowhere"),
         (["published.model=Huge"], "published.model: expected one of Tiny, got 'Huge'"),
-        (["published.table=x.yaml"], "published.table: is gone; use published.paper and published.item"),
         (["published.paper=none"], "published.paper: expected one of capacity (2503.05066), laser"),
         (["published.item=Table 9"], "published.item: expected one of Table 1, got 'Table 9'"),
     ],

@@ -35,8 +35,6 @@ CHANGES = {
     "model.hf_config=x": "model: give either preset or hf_config",
     "model={hf_config: nowhere/config.json}": "nowhere/config.json",
     "model.tensor_parallel=5": "model: tensor_parallel: ",
-    "workload.rank_shares=[1, 0]": "workload.rank_shares: is gone; tokens are dealt to ranks as evenly",
-    "workload.family=zipf": "workload.family: is gone; use workload.peak_load",
     "workload.kind=random": "workload: expected kind as one of synthetic, recorded, got 'random'",
     "workload=3": "workload: expected keys with values, got 3",
     "workload.peek_load=3": "workload.peek_load: no such key; ",
@@ -59,11 +57,9 @@ CHANGES = {
     "emulate.links=null": "emulate.links: expected one of a100-nvlink3",
     "emulate.links=h100-nvlnk4": "h100-nvlnk4",
     "measure.launches=3": "measure.launches: expected 1, for emulate makes one launch, got 3",
-    "measure.max_warmup=2": "measure.max_warmup: is gone; use measure.warmup",
     "layer.ep_size=7": "layer.ep_size: expected a divisor of the 64 experts",
     "layer.ep_size=16": "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks",
     "emulate.replication=[{spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts, got 57",
-    "emulate.replication=[{spare_per_rank: 1, policy: global}]": "0.policy: is gone; use emulate.replication.plan",
     "emulate.replication=[{spare_per_rank: 1, balancer: best}]": "balancer: expected static, lp or activated, got",
     "emulate.replication=[{spare_per_rank: 1, solve_us: 5}]": "solve_us: expected balancer lp or activated beside it",
     "emulate.replication=[{spare_per_rank: 1, balancer: lp, solve_us: 1.0e+300}]": "0.solve_us: expected at most 1e+06",
@@ -76,7 +72,6 @@ CHANGES = {
     "emulate.rebalance=[{name: llep, spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts",
     "emulate.rebalance=[{name: best}]": "rebalance.0",
     "emulate.rebalance=[{name: waterfill}]": "expected no waterfill, for OLMoE-1B-7B has no shared",
-    "emulate.chunk_tokens=64": "emulate.chunk_tokens: is gone; use fewer workload.num_tokens",
 }
 
 
@@ -99,14 +94,7 @@ COMMANDS = {
     ONE_NODE: "--links, --ep: links/h100-nvlink4: expected at most 8 ranks (inter is null: one node), got 16; "
     "h100-nvlink4-ndr crosses nodes",
     "emulat": "COMMAND: expected one of run, emulate",
-    "trace thresholds x --budget 1%": "expected no such arguments: --budget 1%; --budget is gone: the policy",
     "run CONFIG --budget 1%": "expected no such arguments: --budget 1% (moe-ep-bench --help)",
-    "advise --draws=3": "--draws is gone: traffic is drawn five times; a config that sweeps workload.seed draws it as "
-    "often as you like (moe-ep-bench --help)",
-    "trace record x --text y --device cuda": "--device is gone: leave it out for a GPU where there is one, or",
-    "trace import esft x y --max-bytes 1 --prompt-start 1 --leave-out-cached": "--max-bytes is gone: leave it out, for "
-    "an array may take the memory that is free; --prompt-start is gone: record whole prompts, without prefix caching; "
-    "--leave-out-cached is gone: record whole prompts",
     "validate CONFIG --nproc 2 --out /proc/foo/bar": "--out /proc/foo/bar: cannot write /proc/foo: ",
     "run": "the following arguments are required: CONFIG",
     "show": "the following arguments are required: DIR",
@@ -126,7 +114,6 @@ COMMANDS = {
     "run CONFIG --nproc 0 --dry-run": "--nproc: expected at least 1, got 0",
     "run CONFIG --launch 1 --dry-run": "--launch: only for ranks that torchrun started",
     f"route CONFIG --set 'policies=[{IMAGES}]'": "workload.image_share assumes images",
-    "route CONFIG --set route.layer_weights=1": "route: is gone; use workload.image_share",
     f"route CONFIG --set 'workload={{{RECORDED}, layer: all}}'": "workload.layer: all needs a recording",
     "quality CONFIG": "workload: is for run, emulate, route and advise; quality needs model.checkpoint",
 }

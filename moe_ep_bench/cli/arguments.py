@@ -177,16 +177,6 @@ compare  compare two results directories of the same cases
 """
 
 
-_GONE = {
-    "trace thresholds --budget": "the policy budget_drop (max_lost_mass) finds each batch's factor as it runs",
-    "advise --draws": "traffic is drawn five times; a config that sweeps workload.seed draws it as often as you like",
-    "trace record --device": "leave it out for a GPU where there is one, or use --cpu",
-    "trace import --prompt-start": "record whole prompts, without prefix caching",
-    "trace import --leave-out-cached": "record whole prompts, without prefix caching",
-    "trace import --max-bytes": "leave it out, for an array may take the memory that is free",
-}
-
-
 def _number(kind: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         try:
@@ -208,16 +198,13 @@ class _Parser(argparse.ArgumentParser):
     """Says a mistake in one line, without the usage of all options."""
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        """Read ``papers list`` as the one command that the parser knows; say what is in place of what there is not."""
+        """Read ``papers list`` as the one command that the parser knows."""
         is_list = list(args[:2]) == PAPERS_LIST.split()
         found, unknown = self.parse_known_args([PAPERS_LIST, *args[2:]] if is_list else args, namespace)
         if unknown:
-            options = dict.fromkeys(word.partition("=")[0] for word in unknown)
-            gone = {option: _GONE.get(f"{found.command} {option}") for option in options}
-            hints = [f"; {option} is gone: {instead}" for option, instead in gone.items() if instead]
-            if "=" in unknown[-1] and not unknown[-1].startswith("-"):
-                hints.append("; --set KEY=VALUE replaces a value of the config")
-            self.error(f"expected no such arguments: {' '.join(unknown)}{''.join(hints)}")
+            is_value = "=" in unknown[-1] and not unknown[-1].startswith("-")
+            hint = "; --set KEY=VALUE replaces a value of the config" if is_value else ""
+            self.error(f"expected no such arguments: {' '.join(unknown)}{hint}")
         return found
 
     def error(self, message: str) -> NoReturn:

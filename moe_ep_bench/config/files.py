@@ -18,7 +18,7 @@ from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import FILE_FIELDS
 from moe_ep_bench.policies.own import is_file
-from moe_ep_bench.presets import REMOVED, read_yaml, validated
+from moe_ep_bench.presets import read_yaml, validated
 from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
@@ -35,31 +35,6 @@ _FILES: dict[str, Callable[[str], bool]] = {
     **dict.fromkeys(
         (f"{key}.{field}" for key in _POLICIES for field in FILE_FIELDS), lambda text: text.endswith(".safetensors")
     ),
-}
-
-# Keys of earlier versions, and what to use in their place.
-REMOVED |= {
-    "workload.family": "workload.peak_load, or workload.skew_from for loads of any form",
-    "workload.placement": "workload.rank_load, the load of the fullest rank",
-    "workload.entropy": "workload.topk_share",
-    "workload.drift": "sweep.workload.seed or sweep.workload.peak_load, one comparison for each",
-    "workload.burst_every": "sweep.workload.peak_load, one comparison for each",
-    "workload.burst_peak_load": "sweep.workload.peak_load, one comparison for each",
-    "route": "workload.image_share for route.image_share; experts lie contiguously, and layers count alike",
-    "workload.rank_shares": "nothing: tokens are dealt to ranks as evenly as whole sequences allow",
-    "workload.mask_padding": "nothing: policies know the padding; native computes it",
-    "workload.skew_layer": "workload.layer",
-    "emulate.replication.policy": "emulate.replication.plan: eplb (its global policy) or variance",
-    "emulate.replication.num_nodes": "nothing: EPLB's global policy plans; trace eplb --nodes plans for an engine",
-    "measure.max_warmup": "measure.warmup, which is the most rounds",
-    "layer.permute": "nothing: Transformer Engine's permutation runs where it is there, else ours",
-    "layer.kernel": "nothing: the fastest form of a policy runs, and all route alike",
-    "measure.preroll_us": "nothing: a GPU is held for 300 us ahead of every timed iteration",
-    "layer.expert_tensor_parallel": "layer.ep_size: serving keeps experts whole; model.tensor_parallel times a shard",
-    "layer.native_padded": "policies: {name: megatron_drop, pad_to_capacity: true}",
-    "layer.shared_expert_overlap": "nothing: shared experts run before the gate, in breakdowns and plain iterations",
-    "measure.microbatch_tokens": "fewer workload.num_tokens, in more workload.num_batches",
-    "emulate.chunk_tokens": "fewer workload.num_tokens or more layer.ep_size: a rank's tokens run whole",
 }
 
 # Keys that never enter a comparison's id: points that differ in them alone would overwrite each other.

@@ -21,7 +21,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from moe_ep_bench.cost_model.links import Basis, Curve
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.presets import REMOVED, Preset
+from moe_ep_bench.presets import Preset
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,6 @@ PRECISIONS = {
 VALUE_BYTES = {name: precision.hidden_bytes for name, precision in PRECISIONS.items()}
 # What layers that run here have; others are of tables alone.
 RUN_DTYPES = ("float32", "bfloat16")
-
-REMOVED |= {
-    "decode": "memory_efficiency and overhead_us, or a measured table as the device (table:...)",
-    "decode_below_rows": "layer.experts: decode, by name",
-    "gpu_names": "nothing: no device is known by its name",
-}
 
 _Share = Annotated[float, Field(gt=0, le=1)]
 _Text = Annotated[str, Field(min_length=1)]

@@ -16,10 +16,7 @@ from pydantic import Field, model_validator
 from moe_ep_bench.config import NAME, SweepPoint
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import Policy
-from moe_ep_bench.presets import REMOVED, PolicyEntry, Strict, expand_policies
-
-REMOVED["model.device"] = "the option --cpu; else a GPU is taken where there is one"
-REMOVED["published.table"] = "published.paper and published.item, a table of moe_ep_bench/papers/published/"
+from moe_ep_bench.presets import PolicyEntry, Strict, expand_policies
 
 
 class CheckpointConfig(Strict):

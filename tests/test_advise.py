@@ -18,8 +18,8 @@ from trace_files import write_trace
 from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
 from moe_ep_bench.analysis import page
-from moe_ep_bench.analysis.advise import OUT_OF_BOUNDS, RECORD_YOURS, advice_lines, advice_text, candidates, load_timed
-from moe_ep_bench.analysis.cases import cases, comparisons, load, timings
+from moe_ep_bench.analysis.advise import OUT_OF_BOUNDS, RECORD_YOURS, advice_lines, advice_text, candidates
+from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed, timings
 from moe_ep_bench.analysis.columns import fitting_labels, short_labels
 from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.bench.question import Bounds, Question, ask

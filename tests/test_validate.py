@@ -151,7 +151,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], tuple[str, str], str]] = {
     "a case that failed": (
         {"real": {"cases": cases(status="oom", reason="too large")}},
         ("inconclusive", "equivalent"),
-        f"{DROP}: real: oom: too large",
+        f"{DROP}: oom in the real run: too large",
     ),
 }
 

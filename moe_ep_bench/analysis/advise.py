@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import cases, comparisons, load, timings
+from moe_ep_bench.analysis.cases import cases, comparisons, load_timed, timings
 from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, short_labels, text
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, WARNING, chance_words, notes
 from moe_ep_bench.analysis.origins import NOTHING_RAN, is_same_model, modelled_line
-from moe_ep_bench.analysis.reading import ITERATION, ResultsError
+from moe_ep_bench.analysis.reading import ITERATION
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.bench.question import Bounds, Question
@@ -122,18 +122,6 @@ def _place(row: Row) -> str:
 
 def _peak(peak_load: float | None) -> str:
     return "traffic without skew" if peak_load is None else f"peak load {peak_load:g}"
-
-
-def load_timed(directory: Path) -> Store:
-    """One directory of times.
-
-    Raises:
-        ResultsError: it cannot be read, or holds none.
-    """
-    store = load(directory)
-    if comparisons(store)["mode"].eq("route").any():
-        raise ResultsError(f"{directory}: holds routing without times; expected what `run` or `emulate` wrote")
-    return store
 
 
 # ---- the answer ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.origins import device_words, file_of, how_words, origin_of, workload_words
-from moe_ep_bench.analysis.reading import ITERATION
+from moe_ep_bench.analysis.reading import ITERATION, ResultsError
 from moe_ep_bench.analysis.reduce import (
     JOINED,
     KEY,
@@ -86,6 +86,14 @@ def load(directories: Path | Sequence[Path], passed_over: list[str] | None = Non
     """
     store = read_store([directories] if isinstance(directories, Path) else directories, passed_over)
     return joined(store) if join_draws else store
+
+
+def load_timed(directory: Path) -> Store:
+    """``load`` one directory; ResultsError where it holds routing without times."""
+    store = load(directory)
+    if any(comparison.run.mode == "route" for comparison in store.comparisons):
+        raise ResultsError(f"{directory}: holds routing without times; expected what `run` or `emulate` wrote")
+    return store
 
 
 # ---- a row per case --------------------------------------------------------------------------------------------------
@@ -185,7 +193,7 @@ def _family_label(policy: str, label: str) -> str:
     return " ".join([policy, *(field for field in fields if not field.startswith("capacity_factor="))])
 
 
-def _values(prefix: str, source: object, names: Iterable[str]) -> dict[str, Any]:
+def values_of(prefix: str, source: object, names: Iterable[str]) -> dict[str, Any]:
     """Attributes as columns; none where there is no source."""
     return {f"{prefix}{name}": getattr(source, name, None) for name in names}
 
@@ -231,9 +239,9 @@ def _speedups(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
         floor, modelled = noise_floor(same_again) if same_again else None, facts.device is not None
         verdict = judge(speedup, floor, is_modelled=modelled, is_oversubscribed=facts.oversubscribed)
         found[case] = {
-            **_values("speedup_", speedup, (*ESTIMATE, "num_launches")),
-            **_values("over_topk_", over_topk[case], ESTIMATE),
-            **_values("floor_", floor, ("low", "high")),
+            **values_of("speedup_", speedup, (*ESTIMATE, "num_launches")),
+            **values_of("over_topk_", over_topk[case], ESTIMATE),
+            **values_of("floor_", floor, ("low", "high")),
             "verdict": _ROLE_VERDICTS.get(row["role"], verdict) if row["status"] == "ok" else None,
             "detectable": minimum_detectable_effect(speedup, floor, is_modelled=modelled)
             if speedup and floor
@@ -274,7 +282,9 @@ def _models(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     wholes = {case: getattr(row["comparison"].facts, "whole", None) for case, row in rows.iterrows()}
     wholes = {case: whole for case, whole in wholes.items() if whole is not None}
     names = ("num_layers", "of_layers", "context_length")
-    found = pd.DataFrame.from_dict({case: _values("", whole, names) for case, whole in wholes.items()}, orient="index")
+    found = pd.DataFrame.from_dict(
+        {case: values_of("", whole, names) for case, whole in wholes.items()}, orient="index"
+    )
     times_us = _phase_times(store)
     times_us = times_us[times_us.index.get_level_values("case").isin(found.index)]
     if times_us.empty:
@@ -285,7 +295,7 @@ def _models(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     share = moe_us.groupby(level="case").sum() / sums_us[TOTAL]
     native = rows["native"]
     speedups = pd.DataFrame(
-        [_values("moe_speedup_", of, ESTIMATE) for of in _estimates(moe_us, native).values()], rows.index
+        [values_of("moe_speedup_", of, ESTIMATE) for of in _estimates(moe_us, native).values()], rows.index
     )
     speedup, native_share = speedups["moe_speedup_median"].astype(float), native.map(share)
     # Every further MoE layer is taken to be like the mean of those that were built.
@@ -340,7 +350,7 @@ def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:
     return {
         "directory": one.directory,
         "comparison_id": one.comparison_id,
-        **_values("", facts, _FACTS),
+        **values_of("", facts, _FACTS),
         "title": _title(facts),
         "ep_size": facts.num_ranks,
         "num_draws": getattr(facts, "draws", 1),
@@ -354,7 +364,7 @@ def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:
         "peak_load": facts.workload.targets.get("peak_load"),
         "device": timed and (file_of(timed.device) or run.environment.device_name),
         "links": timed and file_of(timed.links),
-        **_values("", timed if timed and timed.links else None, ("transport", "dispatch_dtype")),
+        **values_of("", timed if timed and timed.links else None, ("transport", "dispatch_dtype")),
         "point": json.dumps(timed.point if timed else {}, sort_keys=True),
         "how": how_words(run, facts),
         "ran_on": device_words(run, facts),
@@ -391,8 +401,8 @@ def conditions(store: Store) -> pd.DataFrame:
             "rank": rank,
             "run_id": of_launch.run_id,
             "hostname": of_rank.hostname,
-            **_values("", of_rank.ceilings, ("matmul_tflops", "copy_gbps", "read_gbps")),
-            **_values("", of_rank, ("peak_memory_bytes", "probe_floor_us")),
+            **values_of("", of_rank.ceilings, ("matmul_tflops", "copy_gbps", "read_gbps")),
+            **values_of("", of_rank, ("peak_memory_bytes", "probe_floor_us")),
             "sm_clock_mhz": of_rank.machine.sm_clock_mhz and of_rank.machine.sm_clock_mhz[1],
         }
         for one in store.comparisons

@@ -108,22 +108,31 @@ def times(name: str, header: str) -> Column:
     return Column(name, header, "ms", milliseconds, better="lower")
 
 
-def interval(name: str, header: str, *, of_baseline: str | None = None, digits: int = 3, **more: Any) -> Column:
+def interval(
+    name: str,
+    header: str,
+    *,
+    of_baseline: str | None = None,
+    middle: str = "median",
+    form: Callable[[float], str] = "{:.3f}".format,
+    **more: Any,
+) -> Column:
     """``1.23 [1.20, 1.26]`` of ``NAME_median``, ``_low`` and ``_high``; ``(1.10..1.31)`` where it is no interval.
 
     Args:
         of_baseline: the baseline's cell, against which all are set.
+        middle: what the column between the ends is called.
     """
 
     def cell(row: Row) -> str:
         if of_baseline is not None and row.get("role") == "baseline":
             return of_baseline
-        if missing(row.get(f"{name}_median")):
+        if missing(row.get(f"{name}_{middle}")):
             return NONE
-        median, low, high = (f"{row[f'{name}_{end}']:.{digits}f}" for end in ("median", "low", "high"))
-        return f"{median} [{low}, {high}]" if row[f"{name}_is_interval"] else f"{median} ({low}..{high})"
+        value, low, high = (form(row[f"{name}_{end}"]) for end in (middle, "low", "high"))
+        return f"{value} [{low}, {high}]" if row[f"{name}_is_interval"] else f"{value} ({low}..{high})"
 
-    return Column(f"{name}_median", header, better="higher", cell=cell, **more)
+    return Column(f"{name}_{middle}", header, better="higher", cell=cell, **more)
 
 
 # Names of fields in the labels of cases, for tables that have to fit.

@@ -17,14 +17,14 @@ is soon switched off; ``--strict`` makes them a status of their own.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import cases, comparisons, conditions, jobs, load, timings
-from moe_ep_bench.analysis.columns import NONE, Column, Row, milliseconds, missing, number, percentage, text
+from moe_ep_bench.analysis.cases import cases, comparisons, conditions, jobs, load_timed, timings, values_of
+from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, text
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
 from moe_ep_bench.analysis.origins import MODE_WORDS, NOTHING_RAN
 from moe_ep_bench.analysis.reading import ITERATION, ResultsError
@@ -63,6 +63,7 @@ _AGREE = {("slower", "lower"), ("faster", "higher"), *((time, speedup) for time 
 _JUDGED_ROLES = ("policy", "replication")
 # A share of pairs or score mass that differs by less is rounding.
 _ROUTING_STEP = 5e-4
+_RUNS = {"base": "BASE", "new": "NEW"}
 _IDENTITY = ["comparison_id", "title", "label", "policy", "role"]
 _OF_EITHER = [
     *("status", "reason", "dropped_share", "retained_mass", "median_ms", "speedup_median"),
@@ -87,7 +88,7 @@ class Change(NamedTuple):
     new: Path
     cases: pd.DataFrame
     titles: dict[str, str]
-    differences: dict[str, dict[str, tuple[str, str]]]
+    differences: dict[str, dict[str, tuple[Any, Any]]]
     limit: float | None
 
 
@@ -112,18 +113,19 @@ def compare_directories(
     for key in intended:
         if key not in CHANGEABLE:
             raise UserError(f"--changed: expected some of {', '.join(CHANGEABLE)}; got {key!r}")
-    stores = [load(directory) for directory in (base, new)]
-    frames = [cases(store) for store in stores]
-    _check_kinds((base, new), frames)
-    rows = _paired(*frames)
+    stores = [load_timed(directory) for directory in (base, new)]
+    about = pd.concat(map(comparisons, stores)).drop_duplicates("comparison_id", keep="last")
+    _check_kinds((base, new), *(comparisons(store).iloc[0] for store in stores))
+    frame = side_by_side(dict(zip(_RUNS, map(cases, stores), strict=True)), ["case_id"], _IDENTITY, _OF_EITHER)
+    iterations = [rows[rows["quantity"] == ALL].rename(columns={"time_us": "time"}) for rows in map(timings, stores)]
+    changes = {of: changes_of(iterations, "case_id", of) for of in _WORDS}
+    differences = _differences(*map(_recorded, stores), intended)
+    rows = [row | {"not_compared": lost_words(row, _RUNS), "floor": _floor(row)} for row in frame.to_dict("records")]
     if all(row["not_compared"] for row in rows):
         raise ResultsError(
             f"{new}: no case is in {base} as well; expected results of the same config on as many ranks (see the case "
             "ids in run.json)"
         )
-    differences = _differences(*map(_recorded, stores), intended)
-    iterations = [frame[frame["quantity"] == ALL].rename(columns={"time_us": "time"}) for frame in map(timings, stores)]
-    changes = {of: changes_of(*(frame.assign(value=frame[of]) for frame in iterations), "case_id") for of in _WORDS}
     for row in rows:
         differing = list(differences.get(row["comparison_id"], ()))
         row |= _judged("speedup", row, changes["speedup"].get(row["case_id"]), [k for k in differing if k != _CLOCK])
@@ -133,75 +135,81 @@ def compare_directories(
         if not same_machine and (why := _uncontrolled(row, natives.get(row["comparison_id"], {}))):
             row |= {"time_verdict": "inconclusive", "why": why}
         row["outcome"] = _outcome(row, limit) if same_machine or row["role"] in _JUDGED_ROLES else None
-    about = pd.concat([comparisons(store) for store in stores]).drop_duplicates("comparison_id", keep="last")
     titles = {row.comparison_id: f"{row.title}: {row.how}, {row.ran_on}" for row in about.itertuples()}
     return Change(base, new, pd.DataFrame(rows), titles, differences, limit)
 
 
-def _check_kinds(directories: Sequence[Path], frames: Sequence[pd.DataFrame]) -> None:
-    """Raise a ResultsError unless both hold times, of one mode and scope."""
-    (base, new), (modes, scopes) = directories, ([frame[key].iloc[0] for frame in frames] for key in ("mode", "scope"))
-    for directory, mode in zip(directories, modes, strict=True):
-        if mode == "route":
-            raise ResultsError(f"{directory}: holds routing without times; expected what `run` or `emulate` wrote")
-    if scopes[0] != scopes[1]:
-        raise ResultsError(f"{new}: holds times of a {scopes[1]}, but {base} of a {scopes[0]}; expected one scope")
-    if modes[0] != modes[1]:
+def _check_kinds(directories: Sequence[Path], old: pd.Series, now: pd.Series) -> None:
+    """Raise a ResultsError unless both are of one mode and scope."""
+    base, new = directories
+    if old["scope"] != now["scope"]:
         raise ResultsError(
-            f"{new}: {MODE_WORDS[modes[1]]}, but {base} is {MODE_WORDS[modes[0]]}: not compared; "
+            f"{new}: holds times of a {now['scope']}, but {base} of a {old['scope']}; expected one scope"
+        )
+    if old["mode"] != now["mode"]:
+        raise ResultsError(
+            f"{new}: {MODE_WORDS[now['mode']]}, but {base} is {MODE_WORDS[old['mode']]}: not compared; "
             "`moe-ep-bench validate` holds one against the other"
         )
 
 
-def _paired(old: pd.DataFrame, now: pd.DataFrame) -> list[Row]:
-    """Rows of ``Change.cases`` without changes."""
-    rows = pd.concat([old, now])[["case_id", *_IDENTITY]].drop_duplicates("case_id", ignore_index=True)
-    for run, frame in (("base", old), ("new", now)):
-        rows = rows.join(frame.set_index("case_id")[_OF_EITHER].add_suffix(f"_{run}"), on="case_id")
-    return [row | {"not_compared": _not_compared(row), "floor": _floor(row)} for row in rows.to_dict("records")]
+# ---- two runs side by side -------------------------------------------------------------------------------------------
 
 
-def _not_compared(row: Row) -> str | None:
-    for run, other in (("base", "new"), ("new", "base")):
-        if missing(row[f"status_{other}"]):
-            return f"only in {run.upper()}"
-    lost = [
-        f"{row[f'status_{run}']} in {run.upper()}: {' '.join((row[f'reason_{run}'] or 'no reason recorded').split())}"
-        for run in ("base", "new")
-        if row[f"status_{run}"] != "ok"
-    ]
-    return "; ".join(lost) or None
-
-
-def _floor(row: Row) -> float | None:
-    """The upper end of the joint floor, whose lower end is its inverse."""
-    ends = [(row[f"floor_low_{run}"], row[f"floor_high_{run}"]) for run in ("base", "new")]
-    return None if any(map(missing, sum(ends, ()))) else joint_floor(*(NoiseFloor(*of_run) for of_run in ends)).high
-
-
-# ---- verdicts --------------------------------------------------------------------------------------------------------
-
-
-def changes_of(base: pd.DataFrame, new: pd.DataFrame, key: str | Sequence[str]) -> dict[Any, Estimate | None]:
-    """The one join of two jobs: NEW over BASE, batch by batch (``statistics.estimate_change``).
+def side_by_side(
+    frames: Mapping[str, pd.DataFrame], key: list[str], about: list[str], numbers: list[str]
+) -> pd.DataFrame:
+    """A row per key of either run: ``about`` it, as the first run that has it says, and numbers of each.
 
     Args:
-        base, new: ``value`` by key, launch, batch and iteration; null where there is nothing to compare.
+        frames: by run, rows of ``cases``, one of each key; the run's name ends its columns of ``numbers``.
+    """
+    rows = pd.concat(frames.values())[[*key, *about]].drop_duplicates(key, ignore_index=True)
+    for run, frame in frames.items():
+        rows = rows.join(frame.set_index(key)[numbers].add_suffix(f"_{run}"), on=key)
+    return rows
+
+
+def changes_of(frames: Sequence[pd.DataFrame], key: str | list[str], column: str) -> dict[Any, Estimate | None]:
+    """The one join of two jobs: a column's second over its first, batch by batch (``statistics.estimate_change``).
+
+    Args:
+        frames: of the two, rows of ``timings``; the column is null where there is nothing to compare.
 
     Returns:
         By key that both hold; None where no batch is common or one has no value above 0.
     """
     old, now = (
-        {name: rows.set_index(ITERATION)["value"].dropna() for name, rows in frame.groupby(key, sort=False)}
-        for frame in (base, new)
+        {name: rows.set_index(ITERATION)[column].dropna() for name, rows in frame.groupby(key, sort=False)}
+        for frame in frames
     )
     return {name: estimate_change(values, now[name]) for name, values in old.items() if name in now}
 
 
+def lost_words(row: Row, runs: Mapping[str, str]) -> str | None:
+    """Why a row of ``side_by_side`` has no numbers of some run, by what runs are called; None where it has all."""
+    lost = []
+    for run, name in runs.items():
+        if missing(status := row[f"status_{run}"]):
+            return f"only in {next(other for key, other in runs.items() if key != run)}"
+        if status != "ok":
+            lost.append(f"{status} in {name}: {' '.join((row[f'reason_{run}'] or 'no reason recorded').split())}")
+    return "; ".join(lost) or None
+
+
+# ---- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def _floor(row: Row) -> float | None:
+    """The upper end of the joint floor, whose lower end is its inverse."""
+    floors = [NoiseFloor(row[f"floor_low_{run}"], row[f"floor_high_{run}"]) for run in _RUNS]
+    return None if any(missing(floor.high) for floor in floors) else joint_floor(*floors).high
+
+
 def _judged(of: str, row: Row, ratio: Estimate | None, differing: Sequence[str]) -> Row:
     """The change of a case's time or speedup: its interval, the verdict, and why it is inconclusive."""
-    ends = {"ratio": "median", **{name: name for name in ("low", "high", "is_interval", "num_launches")}}
-    found = {f"{of}_{name}": getattr(ratio, end, None) for name, end in ends.items()}
+    found = {f"{of}_ratio": ratio and ratio.median}
+    found |= values_of(f"{of}_", ratio, ("low", "high", "is_interval", "num_launches"))
     if row["not_compared"] is not None or (of == "speedup" and row["role"] == "baseline"):
         return found | {f"{of}_verdict": None, "why": None}
     floor = None if row["floor"] is None else NoiseFloor(1 / row["floor"], row["floor"])
@@ -241,23 +249,17 @@ def _recorded(store: Store) -> dict[str, dict[str, Any]]:
 
     Jobs are those that measured its launches; where no rank was measured, all.
     """
-    environments, ranks = jobs(store).set_index("run_id")["environment"], conditions(store)
-    clocks = ranks.groupby("comparison_id")["sm_clock_mhz"].median() if "sm_clock_mhz" in ranks else {}
-    measured = ranks.groupby("comparison_id")["run_id"].unique() if "run_id" in ranks else {}
-    return {
-        row.comparison_id: _environment(
-            environments[environments.index.isin(measured.get(row.comparison_id, environments.index))]
-        )
-        | {key: None if row.facts.get(key) is None else _text(row.facts[key]) for key in _LAYER}
-        | {_CLOCK: clocks.get(row.comparison_id)}
-        for row in comparisons(store).itertuples()
-    }
-
-
-def _environment(environments: Iterable[dict[str, Any]]) -> dict[str, str | None]:
-    """What several jobs say of each key of ``_ENVIRONMENT``; None where none says anything."""
-    said = {key: {_text(one[key]) for one in environments if one.get(key) is not None} for key in _ENVIRONMENT}
-    return {key: " and ".join(sorted(texts)) or None for key, texts in said.items()}
+    environments, found = jobs(store).set_index("run_id")["environment"], {}
+    ranks = conditions(store).reindex(columns=["comparison_id", "run_id", "sm_clock_mhz"])
+    for row in comparisons(store).itertuples():
+        measured = ranks[ranks["comparison_id"] == row.comparison_id]
+        of_jobs = environments[environments.index.isin(measured["run_id"])] if len(measured) else environments
+        said = {key: {_text(job[key]) for job in of_jobs if job.get(key) is not None} for key in _ENVIRONMENT}
+        said |= {key: {_text(row.facts[key])} for key in _LAYER if row.facts.get(key) is not None}
+        found[row.comparison_id] = {key: " and ".join(sorted(texts)) for key, texts in said.items() if texts}
+        if not missing(clock := measured["sm_clock_mhz"].astype(float).median()):
+            found[row.comparison_id][_CLOCK] = clock
+    return found
 
 
 def _text(value: Any) -> str:
@@ -268,19 +270,18 @@ def _text(value: Any) -> str:
 
 def _differences(
     old: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]], intended: Collection[str]
-) -> dict[str, dict[str, tuple[str, str]]]:
+) -> dict[str, dict[str, tuple[Any, Any]]]:
     """``Change.differences``; what a run did not record differs from nothing."""
-    found: dict[str, dict[str, tuple[str, str]]] = {}
-    for comparison_id in (name for name in old if name in now):
-        for key in (key for key in CHANGEABLE if key not in intended):
-            base, new = old[comparison_id][key], now[comparison_id][key]
-            if missing(base) or missing(new) or base == new:
-                continue
-            if key == _CLOCK and abs(new - base) <= _CLOCK_TOLERANCE * base:
-                continue
-            words = (f"{base:,.0f} MHz", f"{new:,.0f} MHz") if key == _CLOCK else (base, new)
-            found.setdefault(comparison_id, {})[key] = words
-    return found
+    found = {}
+    for name in (name for name in old if name in now):
+        keys = [key for key in CHANGEABLE if key in old[name] and key in now[name] and key not in intended]
+        pairs = {key: (old[name][key], now[name][key]) for key in keys}
+        found[name] = {key: pair for key, pair in pairs.items() if _differ(*pair)}
+    return {name: differing for name, differing in found.items() if differing}
+
+
+def _differ(base: Any, new: Any) -> bool:
+    return abs(new - base) > _CLOCK_TOLERANCE * base if isinstance(base, float) else base != new
 
 
 # ---- the gate --------------------------------------------------------------------------------------------------------
@@ -323,28 +324,20 @@ def _percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f}"
 
 
-def _change(of: str) -> Column:
-    """``+5.0 [+4.1, +5.9]`` in percent, or ``+5.0 (-1.0..+9.0)`` where there is no interval."""
-
-    def cell(row: Row) -> str:
-        if missing(row[f"{of}_ratio"]):
-            return NONE
-        median, low, high = (_percent(row[f"{of}_{end}"]) for end in ("ratio", "low", "high"))
-        return f"{median} [{low}, {high}]" if row[f"{of}_is_interval"] else f"{median} ({low}..{high})"
-
-    return Column(f"{of}_ratio", "change", "%", cell=cell)
+def _condition(value: Any) -> str:
+    return f"{value:,.0f} MHz" if isinstance(value, float) else value
 
 
 _COLUMNS = (
     text("label", "policy"),
     number("median_ms_base", "base ms", milliseconds),
     number("median_ms_new", "new ms", milliseconds),
-    _change("time"),
+    interval("time", "change", middle="ratio", form=_percent, unit="%"),
     percentage("floor", "floor", lambda percent: f"{percent - 100:.1f}"),
     text("time_verdict", "verdict"),
     number("speedup_median_base", "speedup base"),
     number("speedup_median_new", "new"),
-    _change("speedup"),
+    interval("speedup", "change", middle="ratio", form=_percent, unit="%"),
     text("speedup_verdict", "verdict"),
     percentage("dropped_share_new", "dropped"),
     percentage("retained_mass_new", "mass kept"),
@@ -371,7 +364,7 @@ def _notes(rows: pd.DataFrame, differing: dict[str, tuple[str, str]]) -> Iterato
     for why, group in rows[rows["why"].notna()].groupby("why", sort=False):
         yield f"inconclusive ({', '.join(group['label'])}): {why}"
     if differing:
-        words = ", ".join(f"{key} {base} -> {new}" for key, (base, new) in differing.items())
+        words = ", ".join(f"{key} {_condition(base)} -> {_condition(new)}" for key, (base, new) in differing.items())
         on_times = "on times " if list(differing) == [_CLOCK] else ""
         yield f"{WARNING}conditions differ: {words}: no verdicts {on_times}without --changed {','.join(differing)}"
     for name, words in (("dropped_share", "drops"), ("retained_mass", "keeps")):

@@ -258,7 +258,7 @@ def short_table(rows: pd.DataFrame) -> Table:
     headers = {**VIEWS[kind_of(rows)].headers, "retained_mass": "kept"}
     shown = [replace(COLUMNS[name], header=headers.get(name, COLUMNS[name].header)) for name in ("label", *names)]
     shown = [
-        replace(column, cell=interval("speedup", "", of_baseline="1", digits=2).cell)
+        replace(column, cell=interval("speedup", "", of_baseline="1", form="{:.2f}".format).cell)
         if column.name == "speedup_median"
         else column
         for column in shown

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import cases, comparisons, jobs, load, routing, timings
-from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, text
-from moe_ep_bench.analysis.compare import changes_of
+from moe_ep_bench.analysis.cases import ESTIMATE, cases, comparisons, jobs, load, routing, timings, values_of
+from moe_ep_bench.analysis.columns import interval, milliseconds, number, percentage, text
+from moe_ep_bench.analysis.compare import changes_of, lost_words, side_by_side
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import Table, render
@@ -25,11 +25,11 @@ from moe_ep_bench.results import ValidationDirectory
 from moe_ep_bench.schema import ALL, MOE
 from moe_ep_bench.timing.statistics import equivalence
 
-_RUNS = ("real", "emulated")
+_RUNS = {"real": "the real run", "emulated": "the emulated run"}
 # What names a case in both runs; ids differ, for they say how it was measured.
 _KEY = ["comparison", "role", "policy", "policy_params", "quantity"]
-_NUMBERS = ["median_ms", *(f"speedup_{end}" for end in ("median", "low", "high", "is_interval"))]
-_OF_EITHER = ["case_id", "status", "reason", *_NUMBERS, "oversubscribed", "threads", "loads"]
+_NUMBERS = ["median_ms", *(f"speedup_{end}" for end in ESTIMATE)]
+_OF_EITHER = ["case_id", "status", "reason", *_NUMBERS, "oversubscribed", "threads"]
 _CLAIMS = ("policy", "ceiling")  # native's own speedup claims nothing
 
 
@@ -70,37 +70,38 @@ def load_validation(directory: Path) -> Validation:
     if scope != other:
         raise ResultsError(f"{files.emulated}: expected times of a {scope}, as in {files.real}; got {other}")
     titles = {name: about[0].at[pair[0], "title"] for pair in pairs for name in pair}
-    (rows, real), (others, emulated) = (_rows_and_speedups(store, titles) for store in stores)
-    others = others.drop(columns=["label", "dropped_share", "retained_mass"])
-    rows = rows.merge(others, "left", _KEY, suffixes=("_real", "_emulated"))
+    frames, iterations = zip(*(_rows_and_speedups(store, titles) for store in stores), strict=True)
+    said = ["label", "dropped_share", "retained_mass"]
+    rows = side_by_side(dict(zip(_RUNS, frames, strict=True)), _KEY, said, [*_OF_EITHER, "loads"])
+    rows = rows[rows["case_id_real"].notna()]
     if len(lost := rows["label"][rows["case_id_emulated"].isna()]):
         raise ResultsError(f"the emulated run has no case {lost.iloc[0]}, which the real one has")
-    ratios = changes_of(real, emulated, _KEY)
-    rows = rows.assign(
-        ratio=[ratios.get(key) for key in rows[_KEY].itertuples(index=False, name=None)],
-        why=rows["comparison"].map({title: _incomparable(group) for title, group in rows.groupby("comparison")}),
-    )
-    for end in ("median", "low", "high", "is_interval"):
-        rows[f"ratio_{end}"] = [getattr(ratio, end, None) for ratio in rows["ratio"]]
-    rows["verdict"] = [
-        equivalence(row["ratio"] if missing(row["why"]) else None, margin) if row["role"] in _CLAIMS else None
-        for row in rows.to_dict("records")
+    why = {title: _incomparable(group) for title, group in rows.groupby("comparison")}
+    changes = changes_of(iterations, _KEY, "speedup")
+    ratios = [changes.get(key) for key in rows[_KEY].itertuples(index=False, name=None)]
+    verdicts = [
+        equivalence(None if why[title] else ratio, margin) if role in _CLAIMS else None
+        for ratio, title, role in zip(ratios, rows["comparison"], rows["role"], strict=True)
     ]
+    ends = pd.DataFrame([values_of("ratio_", ratio, ESTIMATE) for ratio in ratios], rows.index)
+    rows = rows.drop(columns=["loads_real", "loads_emulated"]).join(ends)
     ran = about[0].loc[[first for first, _ in pairs]]
     notes = [f"real ranks: {words}" for words in (ran["ran_on"] + ", " + ran["dtype"]).unique()]
-    notes += [f"links: {links}", *(f"{WARNING}not comparable: {why}" for why in rows["why"].dropna().unique())]
-    return Validation(rows.drop(columns=["ratio", "loads_real", "loads_emulated"]), notes, margin)
+    notes += [
+        f"links: {links}",
+        *(f"{WARNING}not comparable: {words}" for words in dict.fromkeys(why.values()) if words),
+    ]
+    return Validation(rows.assign(why=rows["comparison"].map(why), verdict=verdicts), notes, margin)
 
 
 def _rows_and_speedups(store: Store, titles: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """A row per case and quantity of one run, and per iteration of its claims; ``comparison`` is the real title."""
-    frame = cases(store)
     pairs = routing(store).sort_values(["batch", "layer"], na_position="first")
     loads = (pairs["load_E"].map(tuple) + pairs["pairs_RR"].map(tuple)).groupby(pairs["case_id"]).agg(tuple)
-    frame = frame.assign(
-        comparison=frame["comparison_id"].map(titles),
+    frame = cases(store).assign(
+        comparison=lambda rows: rows["comparison_id"].map(titles),
         quantity=ALL,
-        loads=frame["case_id"].map(loads),
+        loads=lambda rows: rows["case_id"].map(loads),
         threads=jobs(store)["environment"].iloc[-1].get("threads_per_rank"),
     )
     frame = frame[frame["comparison"].notna()]
@@ -108,23 +109,19 @@ def _rows_and_speedups(store: Store, titles: dict[str, str]) -> tuple[pd.DataFra
     if frame["scope"].eq("model").any():
         moe = {"moe_ms": "median_ms", **{f"moe_{name}": name for name in _NUMBERS[1:]}}
         frame = pd.concat([frame, claims.drop(columns=_NUMBERS).rename(columns=moe).assign(quantity=MOE)])
-    iterations = timings(store).merge(claims[["case_id", "comparison", "policy", "policy_params"]], on="case_id")
-    about = [*_KEY, *_OF_EITHER, "label", "dropped_share", "retained_mass"]
-    return frame[about], iterations.rename(columns={"speedup": "value"})
+    return frame, timings(store).merge(claims[["case_id", "comparison", "policy", "policy_params"]], on="case_id")
 
 
 def _incomparable(rows: pd.DataFrame) -> str | None:
     """Why the runs of a comparison are not comparable; None where they are."""
     first, measured = rows.iloc[0], rows[(rows["status_real"] == "ok") & (rows["status_emulated"] == "ok")]
     rerouted = measured["label"][measured["loads_real"] != measured["loads_emulated"]].unique()
-    reasons = {
-        OVERSUBSCRIBED: first["oversubscribed_real"],
-        "each real rank computed with {} thread(s), the emulated one with {}".format(
-            *(first[f"threads_{run}"] for run in _RUNS)
-        ): first["threads_real"] != first["threads_emulated"],
-        f"routing is not the same in both runs: {', '.join(rerouted)}": len(rerouted) > 0,
-    }
-    return next((words for words, holds in reasons.items() if holds), None)
+    if first["oversubscribed_real"]:
+        return OVERSUBSCRIBED
+    if first["threads_real"] != first["threads_emulated"]:
+        threads = f"{first['threads_real']} thread(s), the emulated one with {first['threads_emulated']}"
+        return f"each real rank computed with {threads}"
+    return f"routing is not the same in both runs: {', '.join(rerouted)}" if len(rerouted) else None
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -148,7 +145,7 @@ def validation_table(validation: Validation) -> Table:
     """Both runs' times and speedups, and the verdicts."""
     rows = validation.cases
     verdicts = rows["verdict"].fillna(rows["role"].map({"baseline": "native", "noise": "floor"}))
-    shown = rows.assign(verdict=verdicts, instead=[_unmeasured(row) for row in rows.to_dict("records")])
+    shown = rows.assign(verdict=verdicts, instead=[lost_words(row, _RUNS) for row in rows.to_dict("records")])
     alike = {name for name in ("comparison", "quantity") if rows[name].nunique() == 1}
     rule = (
         f"equivalent: the whole 95 % interval of emulated over measured speedup lies within {100 * validation.margin:g}"
@@ -157,12 +154,6 @@ def validation_table(validation: Validation) -> Table:
     columns = [column for column in _COLUMNS if column.name not in alike]
     title = rows["comparison"].iloc[0] if "comparison" in alike else "Emulated beside real ranks"
     return Table(shown, columns, title, [*validation.notes, rule], "instead")
-
-
-def _unmeasured(row: Row) -> str | None:
-    """Why a row has no numbers."""
-    lost = next((run for run in _RUNS if row[f"status_{run}"] != "ok"), None)
-    return lost and f"{lost}: {row[f'status_{lost}']}: {row[f'reason_{lost}'] or 'no reason recorded'}"
 
 
 def verdict_line(validation: Validation) -> str:

@@ -233,7 +233,8 @@ def _advise(options: Namespace) -> int:
     bounds = Bounds.of(options.max_dropped, options.max_lost_mass)
     if options.config is not None and options.config.is_dir():
         check_reading(options)
-        from moe_ep_bench.analysis.advise import advice_text, load_timed
+        from moe_ep_bench.analysis.advise import advice_text
+        from moe_ep_bench.analysis.cases import load_timed
 
         print(advice_text(load_timed(options.config), bounds, show_all=options.all))
         return OK

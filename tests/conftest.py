@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -137,6 +138,17 @@ def _warm(request: pytest.FixtureRequest, _server: Server) -> Iterator[None]:
             yield
     else:
         yield
+
+
+@pytest.fixture(scope="session")
+def tiny_olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small checkpoint, ``tiny-olmoe``, and a text, ``words.txt``."""
+    from hf_models import checkpoint
+
+    folder = tmp_path_factory.mktemp("olmoe")
+    checkpoint(folder / "tiny-olmoe", "olmoe")
+    (folder / "words.txt").write_text("".join(f"{n}: the mean of {n * 7 % 13} and a word\n" for n in range(40)))
+    return folder
 
 
 class _Kept:

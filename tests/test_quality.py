@@ -7,7 +7,6 @@ import importlib
 import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,16 @@ import yaml
 from torch import Tensor
 from torch.nn import functional
 
-from moe_ep_bench.analysis.drawing import draw
-from moe_ep_bench.analysis.figures import QUALITY_FIGURES
 from moe_ep_bench.analysis.quality import (
     Quality,
     claims,
     comparisons_of,
     half_over_batches,
-    quality_tables,
     read_quality,
     text_costs,
 )
 from moe_ep_bench.analysis.reading import ResultsError
-from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.analysis.store import kind_of
-from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_points
 from moe_ep_bench.policies import make_policy
@@ -61,13 +55,10 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_olmoe: Path) -> Path:
     """A checkpoint, a text and a config side by side."""
-    folder = tmp_path_factory.mktemp("quality")
-    hf_models.checkpoint(folder / "tiny-olmoe", "olmoe")
-    (folder / "words.txt").write_text("".join(f"{n}: the mean of {n * 7 % 13} and a word\n" for n in range(40)))
-    write(folder / "config.yaml", CONFIG)
-    return folder
+    write(tiny_olmoe / "config.yaml", CONFIG)
+    return tiny_olmoe
 
 
 @pytest.fixture(scope="module")
@@ -174,14 +165,14 @@ def test_routing_metrics_are_those_of_every_step_counted_one_by_one(
             assert row[name] == pytest.approx(value, rel=1e-5), name
 
 
-def test_rows_are_what_the_model_answers(done: Path, model: Any, words: Tensor) -> None:
+def test_rows_are_what_the_model_answers(done: Path, folder: Path, model: Any, words: Tensor) -> None:
     """Three batches of four sequences, each routed by itself on two ranks."""
-    rows = costs(done)
+    rows, drop = costs(done), make_policy(DROP).label
     with torch.inference_mode():
         native = model(words, use_cache=False).logits
         with routed(model, make_policy(DROP), num_ranks=2):
             dropped = torch.cat([model(batch, use_cache=False).logits for batch in words.split(4)])
-    for label, logits in (("native", native), ("topk", native), (make_policy(DROP).label, dropped)):
+    for label, logits in (("native", native), ("topk", native), (drop, dropped)):
         expected_B = [
             float(functional.cross_entropy(logits[row, :-1], words[row, 1:])) for row in range(words.shape[0])
         ]
@@ -189,24 +180,14 @@ def test_rows_are_what_the_model_answers(done: Path, model: Any, words: Tensor) 
     for label in ("native", "topk"):
         assert (rows[label]["kl"] == 0).all()
         assert (rows[label]["agreement"] == 1).all()
-    assert rows[make_policy(DROP).label]["kl"].min() > 0
-
-
-def test_parts_have_their_schemas_and_every_layer_and_run_json_names_no_folder(done: Path, folder: Path) -> None:
+    assert rows[drop]["kl"].min() > 0
     described = json.loads((done / "run.json").read_text())
     assert str(folder) not in json.dumps(described["config"]) + json.dumps(described["comparisons"])
-    assert described["environment"]["transformers"] == sys.modules["transformers"].__version__
-    for label, table in parts(done).items():
-        assert list(table) == QUALITY_SCHEMA.names, label
-        assert len(table) == 12 * 3
-        assert table["task"].isna().all()
-        assert (table["mode"] == "quality").all()
+    assert all(list(table) == QUALITY_SCHEMA.names for table in parts(done).values())
     for label, table in parts(done, "routing").items():
-        assert list(table) == QUALITY_ROUTING_SCHEMA.names
-        assert set(table["layer"]) == {0, 1}
         phases = {"native": {"prefill", "decode"}, make_policy(OEA).label: {"decode"}}
         assert set(table["phase"]) == phases.get(label, {"prefill"})
-        assert len(table) == 3 * 2 * table["phase"].nunique()
+        assert len(table) == 3 * 2 * table["phase"].nunique(), "batches, layers"
 
 
 # --- Resuming, adding, sweeping ------------------------------------------------------------------
@@ -430,10 +411,6 @@ def test_verdicts_over_checkpoints_are_students_t_over_their_means() -> None:
     # Every checkpoint is sure of itself, and they do not agree: over checkpoints nothing can be said.
     (torn,) = claims(quality_of(*seeds(0.10, 0.12, -0.14))).itertuples()
     assert (torn.verdict, torn.agree) == ("inconclusive", 0)
-    sizes = {"num_experts": 8, "num_ranks": 2, "batch_size": 4}
-    *_, table = quality_tables(quality_of(*seeds(0.1, 0.2, **sizes)))
-    assert table.title == "Papers' claims on 2 checkpoints on words"
-    assert set(table.frame["claim"]) == {"dropping by score costs less than by order"}
     (single,) = claims(quality_of(*seeds(0.1))).itertuples()
     assert (single.verdict, single.checkpoints) == ("holds", 1)
     first, (about, (native, score, _)) = seeds(0.1, 0.2)
@@ -455,35 +432,16 @@ def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path,
     assert set(text_costs(quality)["checkpoints"]) == {2}
 
 
-def test_formats_hold_every_row_and_say_of_which_kind(
-    done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_damaged_not_begun_or_of_another_mode_is_one_line(
+    folder: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = quality_text(done)
-    assert "not timed" in text
-    assert "no interval, and no verdict on claims, below 10 batches; got 3" in text
-    assert main(["show", str(done), "--format", "csv", "--out", str(tmp_path / "rows.csv")]) == OK
-    rows = pd.read_csv(tmp_path / "rows.csv")
-    assert rows["table"].value_counts().to_dict() == {"texts": 7}
-    assert main(["show", str(done), "--format", "json"]) == OK
-    assert len(json.loads(capsys.readouterr().out)["rows"]) == 7
-    assert main(["show", str(done), "--format", "csv", "--case", "native"]) == USER_ERROR
-    assert "without times" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"cases": {"a": {}}}, r"cases\.a\.comparison_id: missing"),
-        ({"cases": {}}, "no comparison has its unpatched model yet"),
-        ({"mode": "run"}, "mode: expected quality, got run"),
-    ],
-)
-def test_what_is_damaged_or_not_begun_is_one_line(
-    done: Path, tmp_path: Path, change: dict[str, Any], expected: str
-) -> None:
-    (tmp_path / "run.json").write_text(json.dumps(json.loads((done / "run.json").read_text()) | change))
-    with pytest.raises(ResultsError, match=expected):
-        read_quality(tmp_path)
+    for cases, expected in (({"a": {}}, r"cases\.a\.comparison_id: missing"), ({}, "has its unpatched model yet")):
+        (tmp_path / "run.json").write_text(json.dumps({**json.loads((done / "run.json").read_text()), "cases": cases}))
+        with pytest.raises(ResultsError, match=expected):
+            read_quality(tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps(json.loads((done / "run.json").read_text()) | {"mode": "route"}))
+    assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path), "--force"]) == USER_ERROR
+    assert f"{tmp_path}: holds results with mode route, here it is quality" in capsys.readouterr().err
 
 
 def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
@@ -496,30 +454,12 @@ def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
     assert main(["show", str(done)]) == OK
     table = capsys.readouterr().out.strip()
     assert first.out.startswith(table)
+    assert "no interval, and no verdict on claims, below 10 batches; got 3" in table
     assert "figures in" in first.out
     assert "quality_fronts" in first.out
     assert "quality_capacity" not in first.out, "there is one capacity factor"
-
-
-def test_capacity_factors_are_a_line_for_each_other_setting(folder: Path, tmp_path: Path) -> None:
-    drops = [{**DROP, "capacity_factor": [0, 1.0, 3.0]}, {**RANDOM, "capacity_factor": [1.0, 3.0]}]
-    config = write(folder / "gammas.yaml", {**CONFIG, "policies": drops})
-    run_quality(config, tmp_path, ["text.num_sequences=4"])
-    with house_style():
-        drawing = draw(QUALITY_FIGURES["quality_capacity"], read_quality(tmp_path))
-    assert drawing is not None
-    assert sorted(drawing.rows["value"]) == [0.0, 1.0, 1.0, 3.0, 3.0]
-    (axes,) = drawing.figure.axes
-    lines = {tuple(line.get_xdata()): line.get_ydata() for line in axes.lines if len(line.get_xdata()) > 1}
-    assert set(lines) >= {(0.0, 1.0, 3.0), (1.0, 3.0)}
-    rows = drawing.rows[drawing.rows["label"].str.fullmatch(r"token_drop capacity_factor=\S+")].sort_values("value")
-    assert rows["cross_entropy_added_half"].isna().all()
-    assert "below 10 batches; got 1" in quality_text(tmp_path)
-    native = costs(tmp_path)["native"]["cross_entropy"]
-    answers = [costs(tmp_path)[make_policy({**DROP, "capacity_factor": gamma}).label] for gamma in (0, 1.0, 3.0)]
-    expected = [(one["cross_entropy"] - native).mean() for one in answers]
-    assert rows["cross_entropy_added"].tolist() == pytest.approx(expected)
-    assert list(lines[0.0, 1.0, 3.0]) == rows["cross_entropy_added"].tolist()
+    assert main(["show", str(done), "--format", "json"]) == OK
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 7
 
 
 # --- Mistakes ------------------------------------------------------------------------------------
@@ -541,47 +481,18 @@ def refused(folder: Path, out: Path, overrides: list[str], capsys: pytest.Captur
         (["model.checkpoint=none"], "model.checkpoint: {folder}/none: expected a checkpoint's folder, got none"),
         (["text.file=none.txt"], "text.file: {folder}/none.txt: cannot read the text: No such file or directory"),
         (["text.num_sequences=4000"], "expected a text of at least 4000 sequences of 16 tokens, got "),
-        (["text.num_sequences=10"], "text: num_sequences: expected a multiple of batch_size=4, got 10"),
         (["text.sequence_length=5000"], "text.sequence_length: expected at most 4096"),
-        (["polices=[]"], "polices: no such key; expected one of name, model, text, tasks, include, limit"),
         (["layer.ep_size=3"], "layer.ep_size: expected a divisor of the 8 experts of tiny-olmoe, got 3"),
         (
             ["policies=[{name: token_drop, capacity_factor: 1, modality: image_first}]"],
             "policies: token_drop: modality_T",
         ),
-        (["batch_size=4"], "batch_size: expected tasks beside it, got none (of a text: text.batch_size)"),
     ],
 )
 def test_what_cannot_be_judged_is_one_line_and_leaves_nothing(
     overrides: list[str], expected: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert expected.format(folder=folder) in refused(folder, tmp_path / "out", overrides, capsys)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"mode": "route"}, "mode route, here it is quality"),
-        ({"environment": {"device_name": "NVIDIA H100 80GB HBM3"}}, "device_name NVIDIA H100 80GB HBM3, here it is "),
-    ],
-)
-def test_results_of_another_mode_or_device_are_refused_and_nothing_is_judged(
-    change: dict[str, Any],
-    expected: str,
-    folder: Path,
-    done: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    described = json.loads((done / "run.json").read_text())
-    environment = described["environment"] | change.get("environment", {})
-    (tmp_path / "run.json").write_text(json.dumps({**described, **change, "environment": environment}))
-    monkeypatch.setattr(Checkpoint, "load", None)
-    assert main(["quality", str(folder / "config.yaml"), "--out", str(tmp_path), "--force"]) == USER_ERROR
-    (said,) = capsys.readouterr().err.strip().splitlines()
-    assert f"{tmp_path}: holds results with {expected}" in said
-    assert said.endswith("; choose another directory")
 
 
 def test_configs_of_the_repository_are_valid() -> None:
@@ -612,14 +523,10 @@ def test_the_small_models_script_leaves_a_checkpoint_and_text_that_it_was_not_tr
     assert not any(piece in text for piece in held_out[::10] for text in train)
     monkeypatch.setattr(script, "corpus", lambda: (train[:20], held_out[:2]))
     monkeypatch.setattr(script, "LENGTH", 16)
-    arguments = ["--steps", "2", "--batch", "2", "--seed", "0"]
-    assert script.main(["--out", str(tmp_path / "small"), *arguments]) == OK
-    (facts,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert (facts["seed"], facts["steps"]) == (0, 2)
     folder = tmp_path / "small"
+    assert script.main(["--out", str(folder), "--steps", "2", "--batch", "2", "--seed", "0"]) == OK
+    (facts,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert json.loads((folder / "training.txt").read_text()) == facts
-    assert facts["cpu_seconds"] > 0
-    assert (folder / "model.safetensors").stat().st_size < 5e6
     assert (folder / "heldout.txt").read_text() == "".join(held_out[:2])
     checkpoint = Checkpoint.open(folder)
     assert [(layer.num_experts, layer.top_k) for layer in checkpoint.moe_layers] == [(32, 4)] * 4
@@ -628,8 +535,6 @@ def test_the_small_models_script_leaves_a_checkpoint_and_text_that_it_was_not_tr
     model = checkpoint.load("float32", torch.device("cpu"))
     again = script.held_out_facts(model, script.encode(checkpoint.tokenizer, ["".join(held_out[:2])]))
     assert again["held_out_nats"] == pytest.approx(facts["held_out_nats"], rel=1e-4)
-    assert again["fullest_expert_over_mean"] == facts["fullest_expert_over_mean"]
-    assert all(1 <= fullest <= 32 / 4 for fullest in facts["fullest_expert_over_mean"])
 
 
 def test_the_papers_orderings_come_out_of_a_trained_model(script: Any, tmp_path: Path) -> None:

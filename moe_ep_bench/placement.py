@@ -8,18 +8,12 @@ busy experts, which share their load. No quality is lost; the price is memory, a
 weights are put in place before the tokens come. Plan for one load, and see how the plan bears another with
 ``Replication.rank_load``.
 
-``replicate`` plans for the mean load, as DeepSeek's Expert Parallelism Load Balancer does
-(github.com/deepseek-ai/EPLB, whose README describes two policies; DeepSeek-V3, arXiv 2412.19437, section 3.4, uses
-them):
-
-- ``hierarchical``: pack groups of experts to nodes, so that group-limited routing crosses few of them; then replicate
-  each node's experts into its own slots; then pack these to the node's ranks.
-- ``global``: the same as if all were one node and one group.
-
-Two greedy rules do it. *Replicate*: every spare slot goes to the expert whose replicas bear most, each its even share;
-no other choice of counts makes the greatest share smaller. *Pack*: the heaviest first, into the lightest pack that has
-room, all packs holding the same number. Ties go to the lower index (the published code leaves ties between equal loads
-to torch's sort, which promises no order), and sums are float64, not float32.
+``replicate`` plans for the mean load by the global policy of DeepSeek's Expert Parallelism Load Balancer
+(github.com/deepseek-ai/EPLB; DeepSeek-V3, arXiv 2412.19437, section 3.4). Two greedy rules do it. *Replicate*: every
+spare slot goes to the expert whose replicas bear most, each its even share; no other choice of counts makes the
+greatest share smaller. *Pack*: the heaviest first, into the lightest pack that has room, all packs holding the same
+number. Ties go to the lower index (the published code leaves ties between equal loads to torch's sort, which promises
+no order), and sums are float64, not float32.
 
 Packing is a heuristic, so a plan may be worse than contiguous placement. Neither rule keeps two replicas of an expert
 apart, and on one rank the second relieves nobody (``Replication.stacked``; deepseek-ai/EPLB, issue 22).
@@ -33,7 +27,7 @@ emptiest fullest rank, mean over the batches that are known. Ours: replicas are 
 an expert changes places so that its replicas stand apart (the published code then keeps the plan before).
 
 Shapes: R = ranks, E = experts, L = layers, B = batches, P = slots of all ranks (physical experts), S = P / R slots of a
-rank, X = layers x nodes.
+rank, X = layers or other rows that are planned each by itself.
 """
 
 from __future__ import annotations
@@ -60,14 +54,12 @@ class Replication:
     """Which expert every slot holds, and what follows from it.
 
     Attributes:
-        policy: ``hierarchical``, ``global`` or ``variance``, what planned it.
         slot_expert_LP: int64 [L, P], the expert in each slot; slots r * S to r * S + S - 1 are rank r's. Every expert
             has at least one. (In EPLB: physical to logical.)
         num_experts: E.
         num_ranks: R, a divisor of P.
     """
 
-    policy: str
     slot_expert_LP: NDArray[np.int64]
     num_experts: int
     num_ranks: int
@@ -95,46 +87,28 @@ class Replication:
         return slot_load_LP.reshape(*leading, num_layers, self.num_ranks, -1).sum(axis=-1)
 
 
-def replicate(
-    load_LE: ArrayLike,
-    *,
-    num_slots: int,
-    num_ranks: int,
-    num_nodes: int = 1,
-    num_groups: int = 1,
-    policy: str = "auto",
-) -> Replication:
+def replicate(load_LE: ArrayLike, *, num_slots: int, num_ranks: int, num_groups: int = 1) -> Replication:
     """Plan which expert every slot holds, layer by layer, from the load to expect (see the module's docstring).
 
     Args:
         load_LE: pairs, or anything proportional to them: [L, E], or [E] for one layer; finite, non-negative.
         num_slots: P, of all ranks: a multiple of R, at least E. P - E of them are spare.
-        num_nodes, num_groups: nodes of ranks and groups of experts, of equal size, neighbours by index.
-        policy: ``hierarchical``, ``global`` (reads neither nodes nor groups), or ``auto``, as published: hierarchical
-            where num_nodes divides num_groups.
+        num_groups: groups of experts, neighbours by index. As in the published code on one node, experts of busier
+            groups come first where loads tie.
 
     Raises:
         ValueError: one line that names the field, its value and what is allowed.
     """
     load_LE = np.atleast_2d(np.asarray(load_LE, dtype=np.float64))
     num_layers, num_experts = load_LE.shape
-    policy = _check(num_experts, num_slots, num_ranks, num_nodes, num_groups, policy)
-    if policy == "global":
-        num_nodes = num_groups = 1
-
-    # Packed groups put the experts into the order of nodes.
-    group_load_LG = load_LE.reshape(num_layers, num_groups, -1).sum(axis=2)
-    expert_of_group_GI = np.arange(num_experts).reshape(num_groups, -1)
-    expert_LE = expert_of_group_GI[pack(group_load_LG, num_nodes)].reshape(num_layers, num_experts)
-
-    # From here on, every node of every layer is a row of its own.
-    expert_XE = expert_LE.reshape(num_layers * num_nodes, -1)
-    load_XE = np.take_along_axis(load_LE, expert_LE, axis=1).reshape(expert_XE.shape)
-    replica_XP, replicas_XE = _spread(load_XE, num_slots // num_nodes)
-    replica_load_XP = np.take_along_axis(load_XE / replicas_XE, replica_XP, axis=1)
-    slot_XP = np.take_along_axis(replica_XP, pack(replica_load_XP, num_ranks // num_nodes), axis=1)
-    slot_expert_LP = np.take_along_axis(expert_XE, slot_XP, axis=1).reshape(num_layers, num_slots)
-    return Replication(policy, slot_expert_LP, num_experts, num_ranks)
+    _check(num_experts, num_slots, num_ranks)
+    busiest_LG = (-load_LE.reshape(num_layers, num_groups, -1).sum(axis=2)).argsort(axis=1, kind="stable")
+    expert_LE = np.arange(num_experts).reshape(num_groups, -1)[busiest_LG].reshape(num_layers, num_experts)
+    load_LE = np.take_along_axis(load_LE, expert_LE, axis=1)
+    replica_LP, replicas_LE = _spread(load_LE, num_slots)
+    replica_load_LP = np.take_along_axis(load_LE / replicas_LE, replica_LP, axis=1)
+    slot_LP = np.take_along_axis(replica_LP, pack(replica_load_LP, num_ranks), axis=1)
+    return Replication(np.take_along_axis(expert_LE, slot_LP, axis=1), num_experts, num_ranks)
 
 
 def replicate_by_risk(load_BE: ArrayLike, *, num_slots: int, num_ranks: int) -> Replication:
@@ -149,7 +123,7 @@ def replicate_by_risk(load_BE: ArrayLike, *, num_slots: int, num_ranks: int) -> 
     """
     load_BE = np.atleast_2d(np.asarray(load_BE, dtype=np.float64))
     num_batches, num_experts = load_BE.shape
-    _check(num_experts, num_slots, num_ranks, 1, 1, "global")
+    _check(num_experts, num_slots, num_ranks)
     mean_E = load_BE.mean(axis=0)
     covariance_EE = (load_BE - mean_E).T @ (load_BE - mean_E) / max(num_batches - 1, 1)
     risk_E = mean_E + _Z * np.sqrt(covariance_EE.diagonal())
@@ -168,19 +142,13 @@ def replicate_by_risk(load_BE: ArrayLike, *, num_slots: int, num_ranks: int) -> 
         for number in range(fewest, min(spare, greedy + _WIDTH, len(part) * (num_ranks - 1)) + 1):
             replicas_E[part], replicas_E[later] = dealt(part, number), dealt(later, spare - number)
             expert_P = _pack_by_risk(mean_E, covariance_EE, replicas_E, num_ranks)
-            plan = Replication("variance", expert_P[None], num_experts, num_ranks)
+            plan = Replication(expert_P[None], num_experts, num_ranks)
             fullest = plan.rank_load(load_BE[:, None]).max(axis=2).mean()
             plans.append((fullest, abs(number - greedy), number, plan))
         *_, number, plan = min(plans, key=lambda tried: tried[:3])
         replicas_E[part] = dealt(part, number)
         spare -= number
     return plan
-
-
-def stacking_words(stacked: NDArray[np.bool_], ranks: str) -> str:
-    """Say on how many ``ranks`` the second of two replicas relieves nobody (``Replication.stacked``)."""
-    on = f"{stacked.sum()} of {stacked.size} {ranks}"
-    return f"two replicas of one expert stand together, where the second relieves nobody, on {on}"
 
 
 def other_batches(load_BE: ArrayLike, index: int) -> NDArray[np.float64]:
@@ -276,21 +244,9 @@ def _unstacked(held: list[list[int]]) -> list[list[int]]:
     return held
 
 
-def _check(num_experts: int, num_slots: int, num_ranks: int, num_nodes: int, num_groups: int, policy: str) -> str:
-    """Check the numbers against each other; return the policy, with ``auto`` decided."""
+def _check(num_experts: int, num_slots: int, num_ranks: int) -> None:
     if num_slots < num_experts or num_slots % num_ranks:
         raise UserError(
             f"num_slots: expected a multiple of num_ranks={num_ranks}, at least the {num_experts} experts,"
             f" got {num_slots}"
         )
-    if policy == "auto":
-        policy = "global" if num_groups % num_nodes else "hierarchical"
-    if policy == "global":
-        return policy
-    if num_groups % num_nodes:
-        raise UserError(f"num_groups: expected a multiple of num_nodes={num_nodes} for {policy}, got {num_groups}")
-    if num_experts % num_groups:
-        raise UserError(f"num_groups: expected a divisor of the {num_experts} experts, got {num_groups}")
-    if num_ranks % num_nodes:
-        raise UserError(f"num_nodes: expected a divisor of num_ranks={num_ranks}, got {num_nodes}")
-    return policy

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from safetensors.numpy import save_file
 from test_workload import peak_load, top_k_load
 
 from moe_ep_bench import cli
@@ -22,35 +21,19 @@ from moe_ep_bench.placement import replicate
 from moe_ep_bench.workload.counts import mean_peak_load, read_counts
 
 COUNTS = [[0, 0, 0, 0], [9, 1, 3, 3], [1, 9, 4, 2]]  # a dense layer and two others
-PARTS = np.minimum(COUNTS, 2), np.array(COUNTS) - np.minimum(COUNTS, 2)  # of two passes or ranks
+PARTS = np.minimum(COUNTS, 2), np.array(COUNTS) - np.minimum(COUNTS, 2)  # of two passes
 SHAPE = {"num_experts": 4, "top_k": 1, "hidden_size": 32, "ffn_hidden_size": 16}
 
 
 def written(folder: Path, form: str) -> Path:
-    path = folder / {"npz": "counts.npz", "csv": "ranks"}.get(form.split()[0], "counts.json")
+    path = folder / ("counts.npz" if form.startswith("npz") else "counts.json")
     match form:
-        case "csv of ranks":
-            path.mkdir()
-            for rank in range(2):
-                rows = [(layer, e, COUNTS[layer][e]) for layer in range(3) for e in range(4) if e // 2 == rank]
-                lines = ["layer_id,expert_id,count", *(",".join(map(str, row)) for row in rows)]
-                (path / f"expert_distribution_rank{rank}.csv").write_text("\n".join(lines))
         case "matrix":
             path.write_text(json.dumps(COUNTS))
         case "logical_count":
             path.write_text(json.dumps({"logical_count": COUNTS}))
         case "passes":
             path.write_text(json.dumps({"logical_count": [part.tolist() for part in PARTS]}))
-        case "nested":
-            path.write_text(json.dumps({str(i): {str(e): n for e, n in enumerate(COUNTS[i]) if n} for i in (2, 1)}))
-        case "trtllm":
-            path = folder / "expert_statistic"
-            path.mkdir()
-            (path / "meta_info.json").write_text(json.dumps({"num_experts": 4, "num_experts_per_token": 1}))
-            for rank in range(2):
-                of = {f"{i}_{layer}": PARTS[rank][layer] * (i == 101) for i in (100, 101) for layer in (1, 2)}
-                save_file(of, path / f"rank{rank}.safetensors")
-            save_file({"100_1": np.eye(4)}, path / "cooccurrence_rank0.safetensors")
         case "npz":
             np.savez(path, logical_count=np.array(COUNTS), rank=0)
         case "npz passes":
@@ -58,27 +41,17 @@ def written(folder: Path, form: str) -> Path:
     return path
 
 
-FORMS = ("matrix", "logical_count", "passes", "nested", "npz", "npz passes", "csv of ranks", "trtllm")
-
-
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["matrix", "logical_count", "passes", "npz", "npz passes"])
 def test_every_form_gives_the_same_loads(form: str, tmp_path: Path) -> None:
     path = written(tmp_path, form)
-    assert np.array_equal(read_counts(path), COUNTS[1:])
+    counts = read_counts(path)
+    assert np.array_equal(counts.load_LE, COUNTS[1:])
+    assert counts.layers == [1, 2]
     assert mean_peak_load(path) == 9 / 4
     out = tmp_path / "map.json"
     assert cli.main(["trace", "eplb", str(path), str(out), "--ep", "2", "--spare-per-rank", "1"]) == 0
     first, *rows = json.loads(out.read_text())["physical_to_logical_map"]
     assert (first, len(rows)) == ([0, 1, 2, 3, 0, 1], 2)  # a row for the dense layer too, so that no other shifts
-
-
-def test_counts_of_one_rank_alone_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "counts.json").write_text(json.dumps([[0, 0, 5, 3], [0, 0, 2, 7]]))
-    asked = ["--ep", "2", "--spare-per-rank", "1"]
-    assert cli.main(["trace", "eplb", str(tmp_path / "counts.json"), str(tmp_path / "map.json"), *asked]) == 0
-    said = capsys.readouterr().out
-    assert "only experts 2 to 3 of 4 are counted: one rank's alone?" in said
-    assert "--ep-num-redundant-experts 2" in said
 
 
 def config(folder: Path, **workload: Any) -> Path:
@@ -101,20 +74,15 @@ def test_a_workload_is_as_skewed_as_was_counted(tmp_path: Path) -> None:
     assert given.workload.targets(None)["peak_load"] == 1.5
 
 
-def test_a_workload_of_one_ranks_counts_says_so_or_is_refused_with_the_reason(tmp_path: Path) -> None:
-    for loads, top_k in ([[0, 0, 5, 3], [0, 0, 2, 7]], 1), ([[0, 0, 0, 9]], 2):
-        (tmp_path / "counts.json").write_text(json.dumps(loads))
-        path = config(tmp_path)
-        path.write_text(path.read_text().replace("top_k: 1", f"top_k: {top_k}"))
-        if top_k == 1:
-            (found,) = load_experiments(path, on_cpu=True)
-            described = describe_workload(compare(found, ROUTING, on_cpu=True))["description"]
-            assert "; only experts 2 to 3 of 4 are counted: one rank's alone? Sum all ranks' files; " in described
-            continue
-        expected = r"skew_from: .*counts.json: expected a peak load up to 2 \(experts / top_k\), got 4; only experts 3"
-        for overrides in ([], ["workload.layer=0"]):
-            with pytest.raises(UserError, match=expected):
-                load_experiments(path, overrides, on_cpu=True)
+def test_counts_that_no_top_k_gives_are_refused(tmp_path: Path) -> None:
+    """One rank's counts alone are such."""
+    (tmp_path / "counts.json").write_text(json.dumps([[0, 0, 0, 9]]))
+    path = config(tmp_path)
+    path.write_text(path.read_text().replace("top_k: 1", "top_k: 2"))
+    expected = r"skew_from: .*counts.json: expected a peak load up to 2 \(experts / top_k\), got 4$"
+    for overrides in ([], ["workload.layer=0"]):
+        with pytest.raises(UserError, match=expected):
+            load_experiments(path, overrides, on_cpu=True)
 
 
 def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path) -> None:
@@ -133,52 +101,23 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
             load_experiments(config(tmp_path, **wrong), on_cpu=True)
 
 
-HEAD = "layer_id,expert_id,count"
-# What is wrong: the content of counts.json, text of a rank's CSV file, or arrays of TensorRT-LLM's rank0.safetensors;
-# and what the line says behind the file's name.
+# What is wrong: the content of counts.json, and what the line says behind the file's name.
 MISTAKES = {
-    "no counts": ({"x": 1}, "logical_count"),
+    "no counts": ({"x": 1}, "expected logical_count"),
+    "a map": ({"physical_to_logical_map": [[0, 1, 2, 3]]}, "expected logical_count"),
     "negative": ([[1, -1, 0, 0]], "counts from 0"),
     "nothing": ([[0, 0, 0, 0]], "some count above 0"),
     "uneven": ([[1, 2], [1]], "lists of equal length"),
-    "names": ({"0": {"a": 1}}, "'a'"),
-    "a large name": ({"0": {"4096": 1}}, "'4096'"),
-    "no experts": ({"0": {}}, "some count above 0"),
-    "numbers": ({"0": {"1": "many"}}, "numbers of shape"),
     "words": ([["a", "b", "c", "d"]], "numbers of shape"),
     "a list": ([1, 2, 3, 4], "by layer and expert"),
-    "SGLang's map": ({"physical_to_logical_map": [[0, 1, 2, 3]]}, "physical_to_logical_map: an expert map"),
-    "vLLM-Ascend's map": ({"moe_layer_count": 1, "layer_list": []}, "moe_layer_count: an expert map"),
-    "csv: columns": ("layer,expert\n1,2\n", "columns layer_id"),
-    "csv: below 0": (f"{HEAD}\n0,-1,2\n", "-1"),
-    "csv: too many": (f"{HEAD}\n0,999999999,2\n", "999999999"),
-    "csv: halves": (f"{HEAD}\n0,0,2.5\n", "whole numbers"),
-    "csv: negative": (f"{HEAD}\n0,0,-2\n", "counts from 0"),
-    "trtllm: no ranks": (None, "rank0.safetensors"),
-    "trtllm: name": ({"100": [1, 2]}, "100: expected arrays named"),
-    "trtllm: other lengths": ({"1_1": [1, 2], "1_2": [1, 2, 3]}, "1_2: expected whole numbers of shape 2"),
-    "trtllm: halves": ({"1_1": [0.5, 1]}, "1_1: expected whole numbers"),
-    "trtllm: dimensions": ({"1_1": [[1, 2]]}, "1_1: expected whole numbers"),
-    "trtllm: no file": (b"not safetensors", "rank0.safetensors: not readable"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_is_no_count_is_one_line(name: str, tmp_path: Path) -> None:
     content, words = MISTAKES[name]
-    path = tmp_path / "counts"
-    path.mkdir()
-    if name.startswith("csv"):
-        (path / "rank0.csv").write_text(content)
-    elif name.startswith("trtllm"):
-        (path / "meta_info.json").write_text("{}")
-        if isinstance(content, bytes):
-            (path / "rank0.safetensors").write_bytes(content)
-        elif content is not None:
-            save_file({name: np.array(values) for name, values in content.items()}, path / "rank0.safetensors")
-    else:
-        path = tmp_path / "counts.json"
-        path.write_text(json.dumps(content))
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
         read_counts(path)
     assert str(error.value).startswith(str(path))
@@ -230,8 +169,8 @@ def test_a_file_says_of_every_slot_which_expert_it_holds(
         rank_load = [sum(load_E[expert] / replicas_E[expert] for expert in rank) for rank in slot_P.reshape(2, 3)]
         assert max(rank_load) < max(sum(load_E[:2]), sum(load_E[2:]))
     said = capsys.readouterr().out
+    assert "the server needs --ep-num-redundant-experts 2" in said
     assert "fullest rank over the mean" in said
-    assert "WARNING" not in said
     # Three replicas of the busiest on two ranks.
     assert "two replicas of one expert stand together, where the second relieves nobody, on 2 of 4 ranks" in said
 

@@ -23,7 +23,7 @@ def cases(draw: st.DrawFn) -> tuple[ExpertPlacement, torch.Tensor, int]:
     spare = draw(st.integers(0, 3))
     generator = np.random.default_rng(draw(st.integers(0, 10**6)))
     load_E = generator.exponential(size=num_experts)
-    plan = replicate(load_E, num_slots=num_experts + spare * num_ranks, num_ranks=num_ranks, policy="global")
+    plan = replicate(load_E, num_slots=num_experts + spare * num_ranks, num_ranks=num_ranks)
     slots = ExpertPlacement(plan.slot_expert_LP[0], num_experts, num_ranks)
     map_TE = torch.from_numpy(generator.random((draw(st.integers(0, 40)), num_experts)) < 0.4)
     return slots, map_TE, draw(st.integers(0, num_ranks - 1))

@@ -21,7 +21,7 @@ from test_recorded import tokens_of
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.workload import arrays
-from moe_ep_bench.workload.counts import counted, read_counts
+from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.importers import IMPORTERS, import_trace
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.trace import held, open_trace
@@ -502,8 +502,9 @@ def test_slots_that_repeat_an_expert_are_tokens_with_fewer_experts(tmp_path, out
         for token, ids_K in enumerate(ids_TLK[:, source_layer].tolist()):
             assert sorted(ids_TK[token, kept[token]].tolist()) == sorted(set(ids_K))
             assert set(scores_TK[token, kept[token]].tolist()) == {np.float16(1 / len(set(ids_K)))}
-    assert counted(out).layers == [1, 2, 3]
-    load_E = read_counts(out)[0]
+    load_LE, layers = read_counts(out)
+    assert layers == [1, 2, 3]
+    load_E = load_LE[0]
     assert (load_E[9], load_E.sum()) == (sum(9 in row for row in ids_TLK[:, 1].tolist()), 16)
     fields = {"layer": 0, "num_experts": 16, "top_k": 3, "num_tokens": 6, "num_batches": 1, "seed": 0}
     with pytest.raises(ValueError, match=r"layer 0: expected top-3 of every token.*, got 1 of 6 tokens with fewer"):

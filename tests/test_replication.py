@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,19 +36,14 @@ def slow_packs(loads: list[float], num_packs: int) -> list[list[int]]:
     return packs
 
 
-def slow_plan(load_E: list[int], num_slots: int, num_ranks: int, num_nodes: int, num_groups: int) -> list[int]:
-    """The expert of every slot under the hierarchical policy; with one node and one group it is the global one."""
-    size = len(load_E) // num_groups
-    groups = [list(range(first, first + size)) for first in range(0, len(load_E), size)]
-    slots = []
-    for node in slow_packs([sum(load_E[expert] for expert in group) for group in groups], num_nodes):
-        experts = [expert for group in node for expert in groups[group]]
-        replicas = list(experts)
-        while len(replicas) < num_slots // num_nodes:
-            replicas.append(max(experts, key=lambda expert: load_E[expert] / replicas.count(expert)))
-        shares = [load_E[expert] / replicas.count(expert) for expert in replicas]
-        slots += [replicas[held] for rank in slow_packs(shares, num_ranks // num_nodes) for held in rank]
-    return slots
+def slow_plan(load_E: list[int], num_slots: int, num_ranks: int) -> list[int]:
+    """The expert of every slot under EPLB's global policy."""
+    experts = range(len(load_E))
+    replicas = list(experts)
+    while len(replicas) < num_slots:
+        replicas.append(max(experts, key=lambda expert: load_E[expert] / replicas.count(expert)))
+    shares = [load_E[expert] / replicas.count(expert) for expert in replicas]
+    return [replicas[held] for rank in slow_packs(shares, num_ranks) for held in rank]
 
 
 @dataclass(frozen=True)
@@ -59,34 +53,22 @@ class Case:
     load_LE: list[list[int]]
     num_slots: int
     num_ranks: int
-    num_nodes: int
-    num_groups: int
 
     @property
     def num_experts(self) -> int:
         return len(self.load_LE[0])
 
-    def plan(self, policy: str = "auto") -> Replication:
-        return replicate(
-            self.load_LE,
-            num_slots=self.num_slots,
-            num_ranks=self.num_ranks,
-            num_nodes=self.num_nodes,
-            num_groups=self.num_groups,
-            policy=policy,
-        )
+    def plan(self) -> Replication:
+        return replicate(self.load_LE, num_slots=self.num_slots, num_ranks=self.num_ranks)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """One to three nodes that divide the groups; small whole loads, so that ties and zeros are common."""
-    num_nodes = draw(st.integers(1, 3))
-    num_groups = num_nodes * draw(st.integers(1, 3))
-    num_experts = num_groups * draw(st.integers(1, 3))
-    num_ranks = num_nodes * draw(st.integers(1, 3))
+    """Small whole loads, so that ties and zeros are common."""
+    num_experts, num_ranks = draw(st.integers(1, 12)), draw(st.integers(1, 6))
     per_rank = math.ceil(num_experts / num_ranks) + draw(st.integers(0, 2))
     load_E = st.lists(st.integers(0, 20), min_size=num_experts, max_size=num_experts)
-    return Case(draw(st.lists(load_E, min_size=1, max_size=3)), per_rank * num_ranks, num_ranks, num_nodes, num_groups)
+    return Case(draw(st.lists(load_E, min_size=1, max_size=3)), per_rank * num_ranks, num_ranks)
 
 
 def loads(num_experts: int) -> st.SearchStrategy[list[float]]:
@@ -95,19 +77,6 @@ def loads(num_experts: int) -> st.SearchStrategy[list[float]]:
 
 
 # --- Published figures -------------------------------------------------------------------------------
-
-
-def test_hierarchical_plan_is_the_one_that_the_eplb_readme_prints() -> None:
-    """16 replicas, 4 groups, 2 nodes, 8 GPUs; the README's policy is chosen, not given."""
-    plan = replicate(PUBLISHED_LOAD, num_slots=16, num_ranks=8, num_nodes=2, num_groups=4)
-    assert plan.policy == "hierarchical"
-    assert plan.slot_expert_LP.tolist() == [
-        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
-        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
-    ]
-    # What follows from it, worked out by hand for the first layer: 1, 4, 5 and 10 have two replicas.
-    assert plan.replicas[0].tolist() == [1, 2, 1, 1, 2, 2, 1, 1, 1, 1, 2, 1]
-    assert plan.rank_load(PUBLISHED_LOAD)[0].tolist() == [121.5, 86.5, 125, 113, 147.5, 131.5, 156, 152]
 
 
 @some_examples
@@ -133,26 +102,28 @@ def test_each_batch_is_planned_for_the_others() -> None:
     assert other_batches([[1, 2]], 0).tolist() == [[1, 2]]
 
 
-@pytest.mark.parametrize(("num_nodes", "num_groups", "policy"), [(2, 1, "auto"), (2, 4, "global"), (5, 7, "auto")])
-def test_global_plan_is_the_one_that_the_published_code_gives(num_nodes: int, num_groups: int, policy: str) -> None:
+def test_the_plan_is_the_one_that_the_published_code_gives() -> None:
     """The README prints none; this is eplb.py's own, at commit 5791971, for the README's load and one group."""
-    plan = replicate(
-        PUBLISHED_LOAD, num_slots=16, num_ranks=8, num_nodes=num_nodes, num_groups=num_groups, policy=policy
-    )
-    assert plan.policy == "global"
+    plan = replicate(PUBLISHED_LOAD, num_slots=16, num_ranks=8)
     assert plan.slot_expert_LP.tolist() == [
         [10, 6, 10, 7, 0, 2, 11, 4, 5, 9, 5, 4, 8, 3, 1, 1],
         [1, 10, 2, 4, 5, 11, 5, 0, 6, 7, 6, 3, 8, 8, 9, 7],
     ]
 
 
+def test_groups_decide_between_equal_loads_alone() -> None:
+    load_E = [2, 1, 4, 1]
+    by_index, by_group = (replicate(load_E, num_slots=4, num_ranks=2, num_groups=number) for number in (1, 2))
+    assert by_index.slot_expert_LP.tolist() == [[2, 3, 0, 1]]
+    assert by_group.slot_expert_LP.tolist() == [[2, 1, 0, 3]]
+
+
 @some_examples
-@given(case=cases(), policy=st.sampled_from(["hierarchical", "global"]))
-def test_plan_follows_the_published_rules_done_slowly(case: Case, policy: str) -> None:
+@given(case=cases())
+def test_plan_follows_the_published_rules_done_slowly(case: Case) -> None:
     """Slot by slot, ties included; every layer as if it were alone. So a plan keeps what the rules promise."""
-    nodes, groups = (1, 1) if policy == "global" else (case.num_nodes, case.num_groups)
-    expected = [slow_plan(load_E, case.num_slots, case.num_ranks, nodes, groups) for load_E in case.load_LE]
-    plan = case.plan(policy)
+    expected = [slow_plan(load_E, case.num_slots, case.num_ranks) for load_E in case.load_LE]
+    plan = case.plan()
     assert plan.slot_expert_LP.tolist() == expected
     assert plan.replicas.tolist() == [[slots.count(e) for e in range(case.num_experts)] for slots in expected]
 
@@ -161,12 +132,10 @@ def test_plan_follows_the_published_rules_done_slowly(case: Case, policy: str) -
 
 
 @some_examples
-@given(case=cases(), policy=st.sampled_from(["hierarchical", "global"]), data=st.data())
-def test_ranks_bear_all_of_any_load_and_each_replica_its_even_share(
-    case: Case, policy: str, data: st.DataObject
-) -> None:
+@given(case=cases(), data=st.data())
+def test_ranks_bear_all_of_any_load_and_each_replica_its_even_share(case: Case, data: st.DataObject) -> None:
     """Two batches of another load than the one that was planned for."""
-    plan = case.plan(policy)
+    plan = case.plan()
     layers, per_rank = len(case.load_LE), case.num_slots // case.num_ranks
     load_BLE = np.array(data.draw(loads(2 * layers * case.num_experts))).reshape(2, layers, case.num_experts)
     load_BLR = plan.rank_load(load_BLE)
@@ -180,20 +149,8 @@ def test_ranks_bear_all_of_any_load_and_each_replica_its_even_share(
 # --- Wrong inputs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"num_slots": 8}, "^num_slots: expected a multiple of num_ranks=8, at least the 12 experts, got 8$"),
-        ({"num_groups": 8}, "^num_groups: expected a divisor of the 12 experts, got 8$"),
-        ({"num_nodes": 3, "num_groups": 3}, "^num_nodes: expected a divisor of num_ranks=8, got 3$"),
-        (
-            {"num_nodes": 2, "num_groups": 3, "policy": "hierarchical"},
-            "^num_groups: expected a multiple of num_nodes=2 for hierarchical, got 3$",
-        ),
-    ],
-)
-def test_wrong_inputs_are_named_in_one_line(wrong: dict[str, Any], message: str) -> None:
-    right: dict[str, Any] = {"load_LE": PUBLISHED_LOAD, "num_slots": 16, "num_ranks": 8}
-    with pytest.raises(ValueError, match=message) as caught:
-        replicate(**{**right, **wrong})
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("num_slots", [8, 20])
+def test_a_wrong_number_of_slots_is_named_in_one_line(num_slots: int) -> None:
+    expected = f"^num_slots: expected a multiple of num_ranks=8, at least the 12 experts, got {num_slots}$"
+    with pytest.raises(ValueError, match=expected):
+        replicate(PUBLISHED_LOAD, num_slots=num_slots, num_ranks=8)

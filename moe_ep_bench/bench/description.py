@@ -31,7 +31,6 @@ from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
 from moe_ep_bench.workload.batch import Workload
-from moe_ep_bench.workload.counts import one_rank_words, read_counts
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.skews import PATTERNS
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
@@ -338,8 +337,7 @@ def describe_workload(comparison: Comparison) -> dict[str, Any]:
         return facts
     if config.skew_from is not None:
         counted = f"synthetic, {_counted(config)} counted in {config.skew_from.name}"
-        found = counted, one_rank_words(read_counts(config.skew_from)), facts["description"]
-        return {**facts, "description": "; ".join(filter(None, found))}
+        return {**facts, "description": f"{counted}; {facts['description']}"}
     if experiment.model.preset is None:
         facts["description"] += "; the skew is assumed: nothing was recorded of this model"
     if config.skew is not None:

@@ -26,7 +26,7 @@ from moe_ep_bench.facts import tokens_words
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model, preset_of
 from moe_ep_bench.policies import policy_class
-from moe_ep_bench.workload.counts import one_rank_words, read_counts
+from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.skews import PATTERNS
 from moe_ep_bench.workload.trace import open_trace
 
@@ -350,7 +350,7 @@ def _batches_of_a_layer(num_layers: int) -> int:
 def _counted(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
     """The workload of counted experts, in all counted layers."""
     with naming("--counts"):
-        load_LE = read_counts(path)
+        load_LE = read_counts(path).load_LE
     num_layers, num_experts = load_LE.shape
     if num_experts != model.num_experts:
         raise UserError(
@@ -358,7 +358,6 @@ def _counted(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
         )
     found = {"skew_from": str(Path(path).absolute()), "layer": "all"}
     assumed = [f"loads of all {num_layers} counted layers, experts in order on ranks, tokens that choose independently"]
-    assumed += [words] if (words := one_rank_words(load_LE)) else []
     return {**found, "num_batches": _batches_of_a_layer(num_layers)}, assumed
 
 

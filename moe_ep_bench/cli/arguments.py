@@ -111,8 +111,7 @@ trace eplb  plan replicas for its loads; write which expert each slot holds (SGL
   out OUT  the JSON file to write
   --ep N!  expert-parallel ranks
   --spare-per-rank N!  slots beyond a rank's share
-  --nodes N = 1  nodes of neighbouring ranks
-  --preset MODEL  its model: rows for dense layers too, groups kept on nodes
+  --preset MODEL  its model: rows for dense layers too
 trace record  record a checkpoint's routing of a text
   model CHECKPOINT  a checkpoint's folder (transformers)
   --text FILE!  UTF-8 text

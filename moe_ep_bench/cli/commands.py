@@ -365,7 +365,7 @@ COMMANDS: dict[str, Work] = {
     "calibrate": _calibrate,
     "trace info": prints("workload.facts:trace_info", "file"),
     "trace thresholds": _trace_thresholds,
-    "trace eplb": prints("workload.counts:write_expert_map", "file", "out", "ep", "spare_per_rank", "nodes", "preset"),
+    "trace eplb": prints("workload.counts:write_expert_map", "file", "out", "ep", "spare_per_rank", "preset"),
     "trace record": _trace_record,
     "trace import": _trace_import,
     "check-policy": _check_policy,

@@ -21,7 +21,7 @@ from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import PolicyEntry, Strict, expand_policies, unknown_key, validated
-from moe_ep_bench.workload.counts import layer_loads, mean_peak_load, one_rank_words, read_counts
+from moe_ep_bench.workload.counts import layer_loads, mean_peak_load, read_counts
 from moe_ep_bench.workload.skews import PATTERNS, SKEWS, TARGETS, Skew, load_skew
 
 # ``run.json`` has only the last part of a path.
@@ -508,8 +508,8 @@ class Experiment(SweepPoint):
 
     def _check_counts(self, workload: SyntheticConfig, counted: Path) -> None:
         """Refuse counts of other experts, and loads that no top-k gives: one rank's counts have such."""
-        model, load_LE = self.model.spec(), read_counts(counted)
-        where, num_counted = f"workload.skew_from: {counted}", load_LE.shape[1]
+        model, num_counted = self.model.spec(), read_counts(counted).load_LE.shape[1]
+        where = f"workload.skew_from: {counted}"
         if num_counted != model.num_experts:
             raise UserError(f"{where}: expected counts of {model.num_experts} experts, got {num_counted}")
         if workload.layer is not None:
@@ -519,8 +519,7 @@ class Experiment(SweepPoint):
         else:
             peak = mean_peak_load(counted) if "peak_load" not in workload.model_fields_set else 1.0
         if peak > (most := model.num_experts / model.top_k):
-            why = f"; {words}" if (words := one_rank_words(load_LE)) else ""
-            raise UserError(f"{where}: expected a peak load up to {most:g} (experts / top_k), got {peak:.4g}{why}")
+            raise UserError(f"{where}: expected a peak load up to {most:g} (experts / top_k), got {peak:.4g}")
 
     def make_policies(self) -> list[Policy]:
         """All policies, lists expanded, in the order of the file; repeated ones once."""

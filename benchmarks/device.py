@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What a file of data/devices/ states, measured on the GPU that is here: experts, permutation, routing, attention.
 
-    python benchmarks/device.py [--rounds 7] [--out DIR] [--rehearse]
+    python benchmarks/device.py [--only WORDS] [--rounds 7] [--out DIR] [--rehearse]
 
 Experts stand as in moe_perf.parquet (cost_model/tables.py): one GPU in the place of rank 0 of ``ep_size``, with the
 pairs of its own experts under ``balanced`` scores, and as many pairs under a power law. Rows of experts hold no
@@ -175,6 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help="parts whose names begin so: 'routing', 'experts, OLMoE'"
+    )
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU: tries this script")
     options = parser.parse_args(arguments)
     device = torch.device("cpu" if options.rehearse else "cuda")
@@ -191,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     failed = []
     with torch.inference_mode():
-        for name, part in parts:
+        for name, part in (part for part in parts if part[0].startswith(options.only)):
             try:
                 rows.extend(part())
             except Exception as error:  # What was measured is kept, and the rest is tried.
@@ -206,8 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """The best rate of each model and form, and what a point at its fewest rows takes."""
-    table = table.assign(tflops=table["flops"] / table["us"] / 1e6, gbps=table["bytes"] / table["us"] / 1e3)
+    table = table.reindex(columns=["what", "model", "form", "distribution", "us", "flops", "bytes"])
     table = table[table["distribution"] != SKEWED].fillna({"model": ""})
+    table = table.assign(tflops=table["flops"] / table["us"] / 1e6, gbps=table["bytes"] / table["us"] / 1e3)
     best = table.groupby(["what", "model", "form"], sort=False)
     return best.agg(
         points=("us", "size"), least_us=("us", "min"), tflops=("tflops", "max"), gbps=("gbps", "max")

@@ -40,7 +40,16 @@ from moe_ep_bench.layer.stack import layer_seed
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
-from moe_ep_bench.timing.protocol import BREAKDOWN, Step, measure, plan, probe_floor_us, warm_breakdowns, warm_up
+from moe_ep_bench.timing.protocol import (
+    BREAKDOWN,
+    Step,
+    find_launch_bound,
+    measure,
+    plan,
+    probe_floor_us,
+    warm_breakdowns,
+    warm_up,
+)
 from moe_ep_bench.timing.timer import PhaseRecorder, Stopwatch, clock_for
 
 
@@ -270,6 +279,9 @@ class Session:
         result = warm_up(self.cases, self.num_batches, self.settings.warmup, clock, slowest, self.job.begin)
         self.job.progress.total += (result.rounds - fewest) * self.num_batches * len(self.cases)
         self.conditions["warm_up"] = asdict(result)
+        if self.device.type == "cuda":
+            unheld = find_launch_bound(self.cases, clock, self.meet, slowest, self.job.begin)
+            self.watch = self.watch._replace(unheld=unheld)
 
     def time(self) -> None:
         """Run the measuring loop, and say what this rank's machine did meanwhile."""

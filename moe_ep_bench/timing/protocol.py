@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -156,6 +157,41 @@ def warm_up(
                 return WarmUp(number, change, settled=True)
         earlier_B = times_B
     return WarmUp(most, change, settled=False)
+
+
+@torch.inference_mode()
+def find_launch_bound(
+    cases: Sequence[Runnable],
+    clock: Clock,
+    meet: Callable[[], object],
+    slowest: Callable[[np.ndarray], np.ndarray],
+    before: Callable[[str], None],
+) -> frozenset[str]:
+    """Ids of the cases that the host of some rank takes longer to issue than its device to run, median of three runs.
+
+    Such a layer never finds work queued ahead of it: its time in a server is the host's. A host that waits for its
+    device within the run is no such host.
+
+    Args:
+        slowest: the element-wise maximum over ranks, so that all ranks hold the same cases.
+    """
+    excess_C3 = np.zeros((len(cases), 3))
+    for place, case in enumerate(cases):
+        before(case.case_id)
+        with case.ready(0) as run:
+            for number in range(3):
+                issued_us: list[float] = []
+                times = timed(partial(_issue, run, issued_us), PhaseRecorder(clock), meet)
+                # Beyond its head start the host may wait for the device.
+                excess_C3[place, number] = issued_us[0] - times[TOTAL] if times[HOST] == 0 else -1.0
+    is_bound = slowest(np.median(excess_C3, axis=1)) > 0
+    return frozenset(case.case_id for case, bound in zip(cases, is_bound, strict=True) if bound)
+
+
+def _issue(run: Callable[[], object], issued_us: list[float]) -> None:
+    start_ns = time.perf_counter_ns()
+    run()
+    issued_us.append((time.perf_counter_ns() - start_ns) / 1e3)
 
 
 @torch.inference_mode()

@@ -116,7 +116,8 @@ def write_expert_map(source: Path, out: Path, num_ranks: int, spare_per_rank: in
     Args:
         num_ranks: ranks that share all experts.
         spare_per_rank: slots of each rank beyond its share.
-        preset: the model, or its config.json: its layers and groups of experts. None = layers up to the last one counted, one group.
+        preset: the model, or its config.json: its layers and groups of experts. None = layers up to the last one
+            counted, one group.
 
     SGLang asks for a row per layer of the model. Layers that count nothing, such as dense ones, have their experts in
     order.

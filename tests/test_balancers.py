@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -185,34 +184,6 @@ def test_no_whole_split_has_a_less_full_rank_than_the_linear_program_s(batch: Ba
     assert on_ranks(pairs_P, batch.num_ranks).max() == least_split(batch)
 
 
-@settings(some_examples, max_examples=100)
-@given(batch=batches(small=True))
-def test_no_choice_of_ranks_activates_fewer_experts_on_the_rank_with_most(batch: Batch) -> None:
-    """Pairs of one expert on several ranks only add to what these activate."""
-    chosen = activated(batch.slot_expert_P, batch.counts_RE).pairs_P
-    found = activated_on_ranks(chosen, batch.slot_expert_P, batch.num_ranks)
-    busy = [batch.ranks_of(int(expert)) for expert in np.flatnonzero(batch.load_E)]
-    choices = (np.bincount(ranks, minlength=batch.num_ranks) for ranks in itertools.product(*busy) if ranks)
-    assert max(found) == min((choice.max() for choice in choices), default=0)
-    assert sum(found) == len(busy), "each expert on one rank"
-
-
-@settings(some_examples, max_examples=25)
-@given(batch=batches(small=True, moving=True))
-def test_moving_weights_is_never_better_than_the_best_of_all_moves(batch: Batch) -> None:
-    """All fillings of the free slots, each split at its best. How far the rules are from it, the docs say."""
-    free = np.flatnonzero(batch.slot_expert_P == FREE)
-    assume(len(free) <= 4)
-    best = np.inf
-    for filling in itertools.product(range(len(batch.load_E)), repeat=len(free)):
-        slots_P = batch.slot_expert_P.copy()
-        slots_P[free] = filling
-        best = min(best, on_ranks(lp(slots_P, batch.counts_RE).pairs_P, batch.num_ranks).max())
-    for name in MOVING:
-        pairs_P = MOVING[name](batch.slot_expert_P, batch.counts_RE, least_pairs=1, threshold=1).pairs_P
-        assert on_ranks(pairs_P, batch.num_ranks).max() >= best
-
-
 def slow_llep(batch: Batch, least_pairs: int, threshold: float) -> list[int]:
     """Pairs of every rank by the paper's Algorithms 2 and 3, with assigned and pending loads; slots without a bound."""
     load_E, num_ranks = batch.load_E.tolist(), batch.num_ranks
@@ -253,43 +224,21 @@ def test_llep_follows_the_paper_done_slowly_where_slots_do_not_bind(batch: Batch
 # --- By hand -----------------------------------------------------------------------------------------
 
 
-def test_a_linear_program_balances_what_even_shares_cannot() -> None:
-    """Expert 0 is on both ranks, expert 1 on the first alone."""
-    batch = Batch(np.array([0, 1, 0, 2]), np.array([[6, 5, 1], [0, 0, 0]]))
-    assert on_ranks(lp(batch.slot_expert_P, batch.counts_RE).pairs_P, 2).tolist() == [6, 6]
-    assert on_ranks(in_turn(batch), 2).tolist() == [8, 4]
-
-
-def test_activated_experts_change_ranks_along_chains() -> None:
-    """Against all choices one by one, on more ranks and experts than above."""
+def test_no_choice_of_ranks_activates_fewer_experts_on_the_rank_with_most() -> None:
+    """All choices, one by one: pairs of one expert on several ranks only add to what these activate."""
     generator = np.random.default_rng(0)
     for _ in range(300):
-        experts = np.concatenate([np.arange(9), generator.integers(9, size=7)])
+        num_ranks = int(generator.integers(1, 5))
+        experts = np.concatenate([np.arange(9), generator.integers(9, size=-9 % num_ranks + num_ranks)])
         slots_P = generator.permutation(experts)
-        counts_RE = np.zeros((4, 9), dtype=np.int64)
+        counts_RE = np.zeros((num_ranks, 9), dtype=np.int64)
         counts_RE[0] = generator.integers(0, 9, size=9)
         batch = Batch(slots_P, counts_RE)
         busy = [batch.ranks_of(int(expert)) for expert in np.flatnonzero(batch.load_E)]
-        best = min(np.bincount(ranks, minlength=4).max() for ranks in itertools.product(*busy))
-        found = activated_on_ranks(activated(slots_P, counts_RE).pairs_P, slots_P, 4)
+        best = min(np.bincount(ranks, minlength=num_ranks).max() for ranks in itertools.product(*busy))
+        found = activated_on_ranks(activated(slots_P, counts_RE).pairs_P, slots_P, num_ranks)
         assert max(found) == best
-
-
-def test_few_pairs_stay_where_they_are() -> None:
-    counts_RE = np.array([[90, 10, 10, 10], [0] * 4])
-    move = partial(ultra, with_free_slots(4, 2, 1), counts_RE, threshold=1)
-    assert move(least_pairs=1).moves == ((0, 0, 1),)
-    assert on_ranks(move(least_pairs=1).pairs_P, 2).tolist() == [60, 60]
-    assert not llep(with_free_slots(4, 2, 1), counts_RE, least_pairs=1, threshold=2).moves
-
-
-def test_llep_leaves_out_ranks_with_less_room_than_is_worth_a_transfer() -> None:
-    """Rank 3 takes 40 of 100 pairs too many; none has room for 35 more: rank 1 takes all, and gives of its own."""
-    counts_RE = np.array([[200, 70, 70, 60], *[[0] * 4] * 3])
-    few, many = (llep(with_free_slots(4, 4, 1), counts_RE, least_pairs=least, threshold=1) for least in (1, 35))
-    assert {(expert, rank) for expert, _, rank in few.moves} == {(0, 1), (0, 2), (0, 3)}
-    assert {(expert, rank) for expert, _, rank in many.moves} == {(0, 1), (0, 3), (1, 2)}
-    assert on_ranks(few.pairs_P, 4).tolist() == on_ranks(many.pairs_P, 4).tolist() == [100] * 4
+        assert sum(found) == len(busy), "each expert on one rank"
 
 
 def test_ranks_that_got_weights_pass_them_on() -> None:

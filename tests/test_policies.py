@@ -163,18 +163,6 @@ def test_a_policy_states_the_most_pairs_that_it_may_choose(spec: Spec, shape: tu
     assert policy.most_pairs(num_tokens + 5, num_experts, padded) == expected
 
 
-def test_expanded_drop_may_choose_as_many_pairs_as_it_states() -> None:
-    """All top-k pairs on other ranks and within capacity, and the own rank's experts full."""
-    scores_TE = torch.full([8, 8], 0.01)
-    for token in range(8):
-        scores_TE[token, 2 + 2 * token % 6 : 4 + 2 * token % 6] = 0.4
-    policy, context = (
-        make_policy({"name": "expanded_drop", "capacity_factor": 2.0}),
-        RoutingContext(top_k=2, num_ranks=4),
-    )
-    assert policy.route(scores_TE, context).map_TE.sum() == policy.most_pairs(8, 8, context) == 24
-
-
 @every_spec
 def test_corners_of_the_shapes(spec: Spec) -> None:
     for num_experts, top_k in [(8, 8), (256, 8)]:  # the simplest of ``cases`` is no token at all
@@ -271,8 +259,15 @@ def test_a_policy_is_a_frozen_value_that_its_params_rebuild(spec: Spec) -> None:
 
 DROP: Spec = {"name": "token_drop", "capacity_factor": 1.0}
 EXPANDED: Spec = {"name": "expanded_drop", "capacity_factor": 1.0}
-MEGATRON: Spec = {"name": "megatron_drop", "capacity_factor": 1.0}
 LASER: Spec = {"name": "laser", "eps_high": 0.5, "t_fix": 0.5, "c": 4}
+
+
+@pytest.mark.parametrize("spec", ONE_OF_EACH, ids=lambda spec: spec["name"])
+def test_no_field_takes_a_word_that_it_does_not_know_or_a_negative_number(spec: Spec) -> None:
+    for field in dataclasses.fields(make_policy(spec)):
+        for wrong in (-1, *(["nonsense"] if field.name != "similarity" else [])):  # which names a file
+            with pytest.raises(ValueError, match=rf"\A{field.name}: [^\n]*{wrong}[^\n]*\Z"):
+                make_policy({**spec, field.name: wrong})
 
 
 @pytest.mark.parametrize(
@@ -282,44 +277,26 @@ LASER: Spec = {"name": "laser", "eps_high": 0.5, "t_fix": 0.5, "c": 4}
         ({"name": "topk", "k": 2}, "k", "no fields"),
         ({**DROP, "capacity_facto": 2}, "capacity_facto", "(did you mean capacity_factor?)"),
         ({"name": "token_drop"}, "capacity_factor", "token_drop needs it"),
-        ({**DROP, "capacity_factor": -0.5}, "capacity_factor", "-0.5"),
         ({**DROP, "capacity_factor": float("nan")}, "capacity_factor", "nan"),
         ({**DROP, "capacity_factor": True}, "capacity_factor", "true"),
-        ({**DROP, "metric": "scores"}, "metric", "'scores'"),
-        ({**DROP, "modality": "image"}, "modality", "'image'"),
-        ({**DROP, "min_capacity": -1}, "min_capacity", "-1"),
-        ({**EXPANDED, "scope": "node"}, "scope", "'node'"),
         ({**EXPANDED, "scope": "global"}, "num_candidates", "None"),
-        ({**EXPANDED, "num_candidates": -1}, "num_candidates", "-1"),
         ({**EXPANDED, "num_candidates": 2.0}, "num_candidates", "2.0"),
         ({**EXPANDED, "max_experts_per_token": 0}, "max_experts_per_token", "0"),
         ({"name": "expert_drop", "fraction": 1.1}, "fraction", "1.1"),
         ({"name": "budget_drop"}, "max_dropped and max_lost_mass", "neither"),
-        ({"name": "budget_drop", "max_dropped": 1.5}, "max_dropped", "1.5"),
         ({"name": "budget_drop", "max_dropped": 0.1, "bins_per_octave": 3}, "bins_per_octave", "3"),
-        ({**MEGATRON, "drop_policy": "score"}, "drop_policy", "'score'"),
-        ({**MEGATRON, "pad_to_capacity": 1}, "pad_to_capacity", "1"),
-        ({"name": "pruned", "k0": 0}, "k0", "0"),
         ({"name": "pruned", "k0": 1, "p": 0}, "p", "0"),
-        ({"name": "oea", "k0": 1, "rank_fill": "yes"}, "rank_fill", "'yes'"),
-        ({"name": "laser", "eps_high": 0.5, "t_fix": 0.5}, "c", "laser needs it"),
         ({**LASER, "bands": {"early": {"t_fix": 0}}}, "bands", "c, trim, chunk_size"),
-        ({**LASER, "eps_high": 1.5}, "eps_high", "1.5"),
         ({**LASER, "eps_high": [0.5, 1.5]}, "eps_high", "1.5"),
-        ({**LASER, "trim": "best"}, "trim", "'best'"),
-        ({**LASER, "chunk_size": 0}, "chunk_size", "0"),
         ({**LASER, "load_scope": "all"}, "load_scope", "false"),
         ({"name": "xshare", "k0": 1}, "budget and mass_threshold", "neither"),
-        ({"name": "xshare", "k0": 1, "scope": "node"}, "scope", "'node'"),
         ({"name": "xshare", "k0": 1, "budget": 1, "rank_budget": 2}, "rank_budget", "2"),
         ({"name": "xshare", "k0": 1, "scope": "request"}, "request_budget", "None"),
-        ({"name": "xshare", "k0": 1, "scope": "rank"}, "rank_budget", "None"),
         (
             {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": 1, "mass_threshold": 0.5},
             "mass_threshold",
             "0.5",
         ),
-        ({"name": "dynamic_skip", "beta": 1.5}, "beta", "1.5"),
     ],
 )
 def test_a_wrong_spec_is_one_line_that_names_the_field_and_its_value(spec: Spec, key: str, got: str) -> None:

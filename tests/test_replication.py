@@ -89,14 +89,6 @@ def test_ranks_that_hold_an_expert_twice_are_told(case: Case) -> None:
         assert stacked_R == [len(set(held)) < len(held) for held in ranks]
 
 
-def test_the_published_rules_stack_replicas_of_an_expert_that_outweighs_a_rank() -> None:
-    """deepseek-ai/EPLB, issue 22: more replicas than ranks."""
-    plan = replicate([100, 10, 10, 10], num_slots=8, num_ranks=2)
-    assert plan.replicas[0].max() > plan.num_ranks
-    assert plan.stacked.tolist() == [[True, True]]
-    assert not replicate([4, 3, 2, 1], num_slots=4, num_ranks=2).stacked.any()
-
-
 def test_each_batch_is_planned_for_the_others() -> None:
     assert other_batches([[1, 2], [3, 4], [5, 0]], 1).tolist() == [[1, 2], [5, 0]]
     assert other_batches([[1, 2]], 0).tolist() == [[1, 2]]

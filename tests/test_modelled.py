@@ -1,15 +1,8 @@
-"""Phases of a device that is not here: by hand, by properties, and cut as a real run of the layer is.
-
-Run as a script, it prints the form of real runs' legs: layers need a process of their own.
-"""
+"""Phases of a device that is not here: by hand and by properties; ``virtual_laws`` has them cut as real runs are."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -156,62 +149,3 @@ def test_many_rows_on_an_h100_run_as_fast_as_in_the_tables_and_faster_than_with_
     work = RankWork(num_tokens, pairs, np.full(model.num_experts, pairs // model.num_experts))
     time_us = phases(work, model, DEVICES["h100-sxm"], alone=True)["experts"]
     assert 6 * pairs * model.hidden_size * model.ffn_hidden_size / time_us / 1e6 == pytest.approx(725, rel=0.01)
-
-
-CONFIG = """
-model: {scale: 0.015625}
-workload: {kind: synthetic, num_tokens: 96, num_batches: 1, sequence_length: 12}
-layer: {dtype: float32}
-policies: [{name: token_drop, capacity_factor: 1.0}, {name: lynx, num_dropped: 2}]
-emulate: {links: h100-nvlink4}
-measure: {warmup: 0, iterations: 1, breakdown_iterations: 0}
-sweep: {model.preset: [deepseek-v2-lite, mixtral-8x7b], layer.ep_size: [8, 1]}
-"""
-
-
-@pytest.mark.seam
-def test_legs_are_cut_as_those_of_a_real_run(tmp_path: Path) -> None:
-    (tmp_path / "forms.yaml").write_text(CONFIG)
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path / "forms.yaml")], capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    forms = json.loads(done.stdout.splitlines()[-1])
-    assert len(forms) == 4 * 5
-    for case, measured, modelled in forms:
-        assert measured == modelled, case
-
-
-def _print_forms(config: Path) -> None:
-    """Time the last of all ranks by each case, and print what its legs look like beside modelled ones."""
-    import torch
-
-    from moe_ep_bench.bench.comparison import VIRTUAL
-    from moe_ep_bench.bench.measured_ranks import MeasuredRanks
-    from moe_ep_bench.bench.plan import plan
-    from moe_ep_bench.bench.rank_times import modelled_time
-    from moe_ep_bench.bench.virtual import Emulation
-    from moe_ep_bench.layer.host import device_scope
-    from moe_ep_bench.layer.megatron import expert_parallel_groups
-    from moe_ep_bench.runtime.ranks import join
-
-    ranks, forms = join(60), []
-    with device_scope(), torch.inference_mode():
-        expert_parallel_groups(1, 60)
-        for comparison in plan(config, [], VIRTUAL, on_cpu=True):
-            measured, as_h20 = MeasuredRanks(comparison, ranks.device), replace(comparison, device=DEVICES["h20"])
-            emulation = Emulation(comparison, comparison.cases, ranks.device, lambda case_id: None)
-            last, layers = comparison.ep_size - 1, list(comparison.workloads)
-            ends = {layer: list(emulation.routed.batches.shares(layer, 0))[last] for layer in layers}
-            for router, traffic in emulation.routed.route(0):
-                shares = {layer: of_rank.of(router.case) for layer, of_rank in ends.items()}
-                modelled = modelled_time(as_h20, router, traffic, last)
-                times = measured.time(router, traffic, last, shares, first=True), modelled
-                looks = [([list(leg) for leg in time.legs], time.meetings) for time in times]
-                forms.append((f"{comparison.title}: {router.case.label}", *looks))
-    ranks.close()
-    print(json.dumps(forms))
-
-
-if __name__ == "__main__":
-    _print_forms(Path(sys.argv[1]))

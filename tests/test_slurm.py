@@ -8,9 +8,9 @@ routing are compared exactly; times are not.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,12 +111,10 @@ def faulty(fault: str) -> dict[str, str]:
 
 
 def wait_until_underway(slurm: Cluster, job: str, out: Path, restarts: int) -> None:
-    wait_for(
-        f"both ranks after {restarts} restarts",
-        lambda: int(slurm.job(job)["Restarts"]) == restarts and len(underway(out)) == 2,
-        STEP_S,
-        because=lambda: slurm.printed(job),
-    )
+    def both() -> bool:
+        return int(slurm.job(job)["Restarts"]) == restarts and len(underway(out)) == 2
+
+    wait_for(f"both ranks after {restarts} restarts", both, STEP_S, because=lambda: slurm.printed(job))
 
 
 def hang(slurm: Cluster, job: str, out: Path, restarts: int = 0) -> dict[str, int]:
@@ -244,7 +242,7 @@ def test_a_mistake_of_the_users_is_the_jobs_status_2(slurm: Cluster, tmp_path: P
 
 def srun(slurm: Cluster, *options: str, config: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """launch/torchrun.sh under an ``srun`` of one's own on both nodes."""
-    ready = {"VENV": os.environ.get("VIRTUAL_ENV", str(TESTS.parent / ".venv")), "PYTHONPATH": str(TESTS.parent)}
+    ready = {"VENV": sys.prefix, "PYTHONPATH": str(TESTS.parent)}
     return subprocess.run(
         ["srun", "--nodes=2", *options, "bash", str(TESTS.parent / "launch/torchrun.sh"), str(config), "--cpu"],
         capture_output=True, text=True, timeout=STEP_S, env={**slurm.environment, **ready, "NPROC": "1", **variables},

@@ -5,19 +5,15 @@ from __future__ import annotations
 from unittest import mock
 
 import torch
-from graph_laws import BY_MAP, TopKOnDevice, capturable
 from laws import law
-from layer_laws import LITE, skewed_scores
-from tape_graphs import TapeClock, TapeGraph
+from layer_laws import LITE
 from torch import Tensor
 from virtual_time import VirtualTime, all_in, passing_where_late
 
 from moe_ep_bench.layer import megatron
-from moe_ep_bench.layer.graphs import CapturedRun
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Prefill
 from moe_ep_bench.layer.phases import Rendezvous, instrumented_model
-from moe_ep_bench.layer.scores import logits_from_scores
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.models import LatentAttention, ModelSpec, load_model
 from moe_ep_bench.policies import make_policy
@@ -158,14 +154,6 @@ def a_decode_step_gives_the_logits_of_the_whole_sequence(lab: Lab) -> None:
         assert torch.equal(again_BV, step_BV), "a step leaves the next one another cache"
 
 
-def replayed(lab: Lab, built: Stack, model: ModelSpec, num_tokens: int) -> None:
-    """Give every MoE layer skewed scores of its own."""
-    for layer, forms in built.forms.items():
-        scores_TE = skewed_scores(model, num_tokens, seed=100 * layer + lab.ranks.rank)
-        for router in (moe.router for moe in forms):
-            router.replay_TE = logits_from_scores(scores_TE, model.score_function).to(lab.ranks.device)
-
-
 @law()
 def phases_of_all_layers_and_the_rest_close_against_the_total(lab: Lab) -> None:
     model, built = lab.model(LITE), lab.build(LITE, Parts())
@@ -221,34 +209,3 @@ def weights_do_not_depend_on_the_number_of_ranks_and_differ_between_layers(lab: 
     found = torch.stack([first.sum(), second.sum(), built.gpt.embedding.word_embeddings.weight.sum()])
     for other in lab.ranks.told(found):
         assert torch.equal(other, found)
-
-
-@law()
-def a_captured_decode_step_computes_again_what_lies_in_its_tensors(lab: Lab) -> None:
-    """Tapes stand in for CUDA graphs (``tape_graphs``)."""
-    num_requests = 6
-    for name, policy in ((LITE, None), (LITE, TopKOnDevice()), ("olmoe-1b-7b", None)):
-        model, built = lab.model(name), lab.build(name, BY_MAP)
-        replayed(lab, built, model, num_requests)
-        for forms in built.forms.values() if policy is not None else ():
-            forms.policy.router.policy = policy
-        built.take(() if policy is None else built.forms)
-        cache, ids_B = KeyValueCache(num_requests, 8), lab.ids(model, num_requests)
-        cache.fill_(built.gpt, lab.ranks.device, SEED)
-        step, meet = Decode(ids_B, cache), Rendezvous(lab.groups.ep, lab.ranks.device)
-        with capturable():
-            eager_BV = step(built.gpt)
-            run = CapturedRun(built, step, TapeGraph(), TapeClock(), meet, by_phase=False)
-            run.replay()
-            assert run.output is not None
-            assert torch.equal(run.output, eager_BV), f"{name} {policy}: captured"
-            ids_B.copy_(ids_B.flip(0))
-            other_BV = step(built.gpt)
-            assert not torch.equal(other_BV, eager_BV)
-            run.output.fill_(torch.nan)
-            for _ in range(2):  # The second comes later than another pass through the same collectives and cache.
-                run.replay()
-                assert torch.equal(run.output, other_BV), f"{name} {policy}: replayed"
-        maps = {layer: map_TE for layer, (_, map_TE) in run.routing.items()}
-        assert maps.keys() == built.forms.keys()
-        assert all(int(map_TE.sum()) == num_requests * model.top_k for map_TE in maps.values())

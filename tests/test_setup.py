@@ -1,7 +1,8 @@
 """Claims about setting up: launch/setup.sh, with made-up packages and no network.
 
-A *container* stands for a GPU container's Python: a virtual environment with a made-up torch, Triton and Apex, and
-pip. An *index* holds empty wheels under the pinned names and versions, and others that must not be taken.
+A *clone* holds launch/ and pins of a few packages. A *container* stands for a GPU container's Python: a virtual
+environment with a made-up torch, Triton and Apex, and pip. An *index* holds empty wheels under the pinned names and
+versions, and others that must not be taken.
 """
 
 from __future__ import annotations
@@ -14,26 +15,35 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 OTHER = {"3.11": "3.12", "3.12": "3.11"}[PYTHON]
 # What NVIDIA calls a build between two releases; for pip it is older than 2.11.
-CONTAINER_TORCH = "2.11.0a0+nv26.2"
-CONTAINER_TRITON = "3.5.1+nv26.2"
+CONTAINER = {"torch": "2.11.0a0+nv26.2", "triton": "3.5.1+nv26.2"}
+PIP = Path(find_spec("pip").origin).parent
 NO_ENSUREPIP = "import sys; sys.modules['ensurepip'] = None\n"
-
-# What pip has to resolve here: enough for every rule of the scripts, and few, for pip takes its time.
-KEPT = {"torch", "triton", "megatron-core", "numpy", "matplotlib", "contourpy", "pillow", "pytest", "pytest-xdist"}
+# Few, for pip takes its time.
+PINS = {"torch": "2.13.0", "triton": "3.7.1", "megatron-core": "0.16.1", "numpy": "2.4.6", "pillow": "13.0.0"}
+PYPROJECT = """[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "moe-ep-bench"
+dependencies = [
+  "torch>=2.11",
+  "megatron-core>=0.16.1",
+  "matplotlib",
+]
+[project.optional-dependencies]
+test = ["triton; sys_platform == 'linux'"]
+"""
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="wheels are collected for x86-64")
 
@@ -62,15 +72,6 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
 """
 
 
-def pins(python_version):
-    """Pinned version of each package, by its normalised name."""
-    lines = (line.partition("#")[0].strip() for line in (ROOT / "launch/constraints.txt").read_text().splitlines())
-    asked = map(Requirement, filter(None, lines))
-    kept = [r for r in asked if r.marker is None or r.marker.evaluate({"python_version": python_version})]
-    pinned = {canonicalize_name(r.name): str(r.specifier).removeprefix("==") for r in kept}
-    return {name: pin for name, pin in pinned.items() if name in KEPT}
-
-
 def run(script, *arguments, cwd, **environment):
     """Run a script with nothing of this machine's pip set-up, and with no way out to a network."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON")) and "proxy" not in k.lower()}
@@ -89,43 +90,32 @@ def snapshot(folder):
 
 def make_clone(folder):
     shutil.copytree(ROOT / "launch", folder / "launch")
-    for name, begin in ("pyproject.toml", '  "'), ("launch/constraints.txt", ""):
-        lines = (ROOT / name).read_text().splitlines(keepends=True)
-        listed = ((line, re.match(rf"{begin}([A-Za-z][\w-]*)(?=[=<>\";])", line)) for line in lines)
-        kept = [line for line, found in listed if found is None or canonicalize_name(found[1]) in KEPT]
-        (folder / name).write_text("".join(kept))
+    (folder / "launch/constraints.txt").write_text("".join(f"{name}=={pin}\n" for name, pin in PINS.items()))
+    (folder / "pyproject.toml").write_text(PYPROJECT)
     (folder / "moe_ep_bench").mkdir()
     (folder / "moe_ep_bench/__init__.py").touch()
     return folder
 
 
-def make_python(folder, *, torch=None, torch_requires=(), triton=None, pip=False, ensurepip=True):
+def make_python(folder, **packages):
     """A virtual environment that stands for some machine's Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    packages = folder / f"lib/python{PYTHON}/site-packages"
-    furnish(packages, torch=torch, torch_requires=torch_requires, triton=triton, pip=pip, ensurepip=ensurepip)
+    furnish(folder / f"lib/python{PYTHON}/site-packages", **packages)
     return folder / "bin/python"
 
 
-def furnish(packages, *, torch=None, torch_requires=(), triton=None, pip=False, ensurepip=True):
+def furnish(packages, *, ensurepip=True, **versions):
+    """Put pip, Apex and packages of these versions there; torch requires Triton where it lies beside it."""
     packages.mkdir(exist_ok=True)
-    if torch:
-        lie_there(packages, "torch", torch, requires=torch_requires)
-        lie_there(packages, "numpy", "1.26.4")
-        (packages / "apex.py").touch()
-    if triton:
-        lie_there(packages, "triton", triton)
-    if pip:
-        (packages / "pip").symlink_to(Path(find_spec("pip").origin).parent)
+    (packages / "pip").symlink_to(PIP)
+    (packages / "apex.py").touch()
+    for name, version in versions.items():
+        folder = packages / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        requires = "Requires-Dist: triton==3.5.1\n" if name == "torch" and "triton" in versions else ""
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
     if not ensurepip:
         (packages / "sitecustomize.py").write_text(NO_ENSUREPIP)
-
-
-def lie_there(packages, name, version, *, requires=()):
-    folder = packages / f"{name}-{version}.dist-info"
-    folder.mkdir()
-    lines = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {r}" for r in requires)]
-    (folder / "METADATA").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -136,36 +126,24 @@ def clone(tmp_path_factory):
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needs = [Requirement(r) for r in [*project["dependencies"], *project["optional-dependencies"]["test"]]]
-    pinned = pins(PYTHON)
-    for name in {canonicalize_name(r.name) for r in needs} & KEPT - pinned.keys():
-        write_wheel(folder, name, "1.0")
-    options = {
-        "torch": {"requires": ["nvidia-cublas"]},
-        "megatron-core": {
-            "requires": ["torch>=2.6", "numpy", "packaging"],
-            "tag": "cp{0}-cp{0}-manylinux_2_17_x86_64".format(PYTHON.replace(".", "")),
-        },
-        "matplotlib": {"requires": ["contourpy", "pillow", "pyparsing"]},
-    }
-    for name, pin in pinned.items():
-        # A build of torch has a local version, which == does not exclude.
-        write_wheel(folder, name, pin + "+cu130" * (name == "torch"), **options.get(name, {}))
-    others = [("torch", f"{pinned['torch']}+cu126"), ("triton", "3.0"), ("numpy", "99.0"), ("pillow", "99.0")]
-    for name, version in [*others, ("nvidia-cublas", "1.0"), ("pyparsing", "1.0"), ("packaging", "99.0")]:
+    python = "cp{0}-cp{0}-manylinux_2_17_x86_64".format(PYTHON.replace(".", ""))
+    # A build of torch has a local version, which == does not exclude.
+    for build in ("cu130", "cu126"):
+        write_wheel(folder, "torch", f"{PINS['torch']}+{build}", requires=["nvidia-cublas"])
+    write_wheel(folder, "megatron-core", PINS["megatron-core"], requires=["torch>=2.6", "numpy"], tag=python)
+    write_wheel(folder, "matplotlib", "1.0", requires=["numpy", "pillow"])
+    for name in ("triton", "numpy", "pillow"):
+        write_wheel(folder, name, PINS[name])
+    for name, version in [("triton", "99.0"), ("numpy", "99.0"), ("pillow", "99.0"), ("nvidia-cublas", "1.0")]:
         write_wheel(folder, name, version)
-    for version in ["81.0.0", "82.0.0"]:
-        backend = {"setuptools/__init__.py": "", "setuptools/build_meta.py": BUILD_BACKEND}
-        write_wheel(folder, "setuptools", version, contents=backend)
+    backend = {"setuptools/__init__.py": "", "setuptools/build_meta.py": BUILD_BACKEND}
+    write_wheel(folder, "setuptools", "82.0.0", contents=backend)
     return folder
 
 
 @pytest.fixture(scope="module")
 def container(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("container")
-    made_with = {"torch": CONTAINER_TORCH, "torch_requires": ["triton==3.5.1"], "triton": CONTAINER_TRITON}
-    return make_python(folder, **made_with, pip=True, ensurepip=False)
+    return make_python(tmp_path_factory.mktemp("container"), **CONTAINER, numpy="1.26.4", ensurepip=False)
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +153,7 @@ def plain(tmp_path_factory):
     python.write_text(f"""#!/bin/bash
 [ "$1 $2" = "-m venv" ] || exec {sys.executable} "$@"
 {sys.executable} -m venv --without-pip "${{@:3}}"
-ln -s {Path(find_spec("pip").origin).parent} "${{@: -1}}/lib/python{PYTHON}/site-packages/pip"
+ln -s {PIP} "${{@: -1}}/lib/python{PYTHON}/site-packages/pip"
 """)
     python.chmod(0o755)
     return python
@@ -223,8 +201,8 @@ def desk(tmp_path_factory):
     (folder / "full/notes.txt").touch()
     (folder / "wheels").mkdir()
     (folder / "wheels/megatron_core-1-{0}-{0}-any.whl".format(f"cp{OTHER.replace('.', '')}")).touch()
-    make_python(folder / "old", torch="2.9.1", pip=True)
-    make_python(folder / "container", torch=CONTAINER_TORCH, pip=True)
+    make_python(folder / "old", torch="2.9.1")
+    make_python(folder / "container", torch=CONTAINER["torch"])
     return folder
 
 
@@ -257,7 +235,7 @@ def test_wrong_arguments_are_refused_in_one_line_and_leave_nothing(desk, argumen
 def test_a_wheelhouse_installs_without_network(set_up):
     # What pip would say of a network that it cannot reach goes to stderr.
     assert (set_up["done"].returncode, set_up["done"].stderr) == (0, "")
-    expected = pins(PYTHON) | {"torch": CONTAINER_TORCH, "triton": CONTAINER_TRITON}
+    expected = PINS | CONTAINER
     assert versions_in(set_up["environment"], expected) == expected
 
 
@@ -280,7 +258,7 @@ def test_an_ordinary_set_up_installs_the_pins_and_triton_whether_torch_asks_for_
     arguments = ["--wheelhouse", index, "--python", plain, "--venv", tmp_path / "environment"]
     done = run(clone / "launch/setup.sh", *arguments, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    expected = pins(PYTHON) | {"torch": f"{pins(PYTHON)['torch']}+cu130"}
+    expected = PINS | {"torch": f"{PINS['torch']}+cu130"}
     assert versions_in(tmp_path / "environment", expected) == expected
 
 
@@ -289,7 +267,7 @@ def test_cuda12_takes_that_build_of_the_pinned_torch_and_keeps_it(clone, index, 
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
     setup = partial(run, clone / "launch/setup.sh", "--python", plain, "--venv", environment, cwd=tmp_path)
     assert setup("--cuda12", **offline).returncode == 0
-    assert versions_in(environment, ["torch"]) == {"torch": pins(PYTHON)["torch"] + "+cu126"}
+    assert versions_in(environment, ["torch"]) == {"torch": PINS["torch"] + "+cu126"}
     made = snapshot(environment)
     assert setup().returncode == 0
     assert snapshot(environment) == made
@@ -321,29 +299,25 @@ def test_another_clone_takes_the_environment_over_without_network(set_up, tmp_pa
     assert found == str(other / "moe_ep_bench/__init__.py")
 
 
-@pytest.fixture(scope="module")
-def unfinished(clone, tmp_path_factory):
-    """An attempt on a Python that is no virtual environment, with pip set up to find nothing."""
-    folder = tmp_path_factory.mktemp("unfinished")
-    furnish(folder / "container", torch=CONTAINER_TORCH, pip=True, ensurepip=False)
+def test_an_unfinished_environment_is_not_finished_with_another_torch(clone, tmp_path):
+    """On a Python that is no virtual environment, and whose pip is set up to find nothing."""
+    furnish(tmp_path / "container", torch=CONTAINER["torch"], ensurepip=False)
     configured = {
-        "PYTHONPATH": str(folder / "container"),
+        "PYTHONPATH": str(tmp_path / "container"),
         "PIP_NO_INDEX": "1",
-        "PIP_CONSTRAINT": str(folder / "absent.txt"),  # NVIDIA's containers set it, with pins of their own
+        "PIP_CONSTRAINT": str(tmp_path / "absent.txt"),  # NVIDIA's containers set it, with pins of their own
     }
-    python = Path(sys.base_prefix) / f"bin/python{PYTHON}"
-    arguments = ["--system-torch", "--python", python, "--venv", folder / "environment"]
-    done = run(clone / "launch/setup.sh", *arguments, cwd=folder, **configured)
-    return {"environment": folder / "environment", "done": done}
-
-
-def test_system_torch_of_a_python_that_is_no_virtual_environment_is_seen(unfinished):
-    assert "include-system-site-packages = true" in (unfinished["environment"] / "pyvenv.cfg").read_text()
-
-
-def test_an_unfinished_environment_is_not_finished_with_another_torch(unfinished, clone):
-    before = snapshot(unfinished["environment"])
-    done = run(clone / "launch/setup.sh", "--venv", unfinished["environment"], cwd=clone)
+    python, environment = Path(sys.base_prefix) / f"bin/python{PYTHON}", tmp_path / "environment"
+    arguments = ["--system-torch", "--python", python, "--venv", environment]
+    assert run(clone / "launch/setup.sh", *arguments, cwd=tmp_path, **configured).returncode == 1
+    assert "include-system-site-packages = true" in (environment / "pyvenv.cfg").read_text(), "its torch is seen"
+    before = snapshot(environment)
+    done = run(clone / "launch/setup.sh", "--venv", environment, cwd=clone)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "was made with --system-torch" in done.stderr
-    assert snapshot(unfinished["environment"]) == before
+    assert snapshot(environment) == before
+
+
+def test_the_script_finds_what_it_reads_in_the_real_files():
+    assert re.search(r'"torch>=[0-9.]+"', (ROOT / "pyproject.toml").read_text())
+    assert re.search(r"^torch==[0-9.]+", (ROOT / "launch/constraints.txt").read_text(), re.MULTILINE)

@@ -129,27 +129,23 @@ def test_statistics_of_other_ranks_decide_as_in_torch() -> None:
 # --- Thresholds are float64 --------------------------------------------------------------------------------
 
 
-def test_pruned_compares_shares_with_p_in_float64() -> None:
-    """7/10 reaches 0.7, as doubles do; it reaches float32(0.7), which lies below, and not the next double above."""
-    scores_TE = torch.tensor([[7.0, 2.0, 1.0], [4.0, 3.0, 3.0]])
-    for p, marks in ((0.7, [1, 2]), (0.7000000000000001, [2, 3]), (float(torch.tensor(0.7)), [1, 2])):
-        map_TE = assert_like_torch({"name": "pruned", "k0": 3, "p": p}, scores_TE, top_k=3)
-        assert map_TE.sum(dim=1).tolist() == marks
+BELOW_ONE = float(torch.nextafter(torch.tensor(1.0), torch.tensor(0.0)))
+AS_FLOAT = {share: float(torch.tensor(share)) for share in (0.1, 0.7)}
+THRESHOLDS = [
+    # 7/10 reaches 0.7, as doubles do, and float32(0.7), which lies below, but not the next double above.
+    *(({"name": "pruned", "k0": 3, "p": p}, [[7.0, 2.0, 1.0], [4.0, 3.0, 3.0]], marks)
+      for p, marks in ((0.7, [1, 2]), (0.7000000000000001, [2, 3]), (AS_FLOAT[0.7], [1, 2]))),
+    # float32(0.1) lies above 0.1: by it, 1 would be less than a tenth of 10.
+    *(({"name": "dynamic_skip", "beta": beta}, [[10.0, 1.0, BELOW_ONE, 0.0]], [marks])
+      for beta, marks in ((0.1, 2), (AS_FLOAT[0.1], 1), (0.09999999, 3), (0.0, 4))),
+    *(({"name": "xshare", "k0": 0, "mass_threshold": share}, [[4.0, 3.0, 2.0, 1.0]], [marks])
+      for share, marks in ((0.7, 2), (0.7000000000000001, 3), (0.4, 1), (1.0, 4), (0.0, 0))),
+]  # fmt: skip
 
 
-def test_dynamic_skip_compares_with_beta_in_float64() -> None:
-    """float32(0.1) lies above 0.1: by it, 1 would be less than a tenth of 10."""
-    below_one = torch.nextafter(torch.tensor(1.0), torch.tensor(0.0))
-    scores_TE = torch.tensor([[10.0, 1.0, below_one, 0.0]])
-    for beta, marks in ((0.1, 2), (torch.tensor(0.1).item(), 1), (0.09999999, 3), (0.0, 4)):
-        assert assert_like_torch({"name": "dynamic_skip", "beta": beta}, scores_TE, top_k=4).sum() == marks
-
-
-def test_xshare_compares_the_share_of_mass_in_float64() -> None:
-    scores_TE = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
-    for threshold, num_open in ((0.7, 2), (0.7000000000000001, 3), (0.4, 1), (1.0, 4), (0.0, 0)):
-        spec = {"name": "xshare", "k0": 0, "mass_threshold": threshold}
-        assert assert_like_torch(spec, scores_TE, top_k=4).sum() == num_open
+@pytest.mark.parametrize(("spec", "rows", "marks"), THRESHOLDS)
+def test_thresholds_are_compared_in_float64(spec: Spec, rows: list[list[float]], marks: list[int]) -> None:
+    assert assert_like_torch(spec, torch.tensor(rows), top_k=len(rows[0])).sum(dim=1).tolist() == marks
 
 
 @pytest.mark.parametrize("share", [0.1, 0.7])

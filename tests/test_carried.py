@@ -87,11 +87,6 @@ def test_two_real_ranks_carry_the_same_loads(config: Path, from_route: pd.Series
     pd.testing.assert_series_equal(found, from_route)
 
 
-def test_loads_of_all_ranks_are_carried_ones() -> None:
-    with pytest.raises(ValueError, match="load_scope: all is of carried loads; expected carry_loads true, got false"):
-        make_policy({**LASER, "load_scope": "all"})
-
-
 @pytest.mark.parametrize("scope", [None, "rank", "all"])
 def test_steps_of_a_model_carry_loads(scope: str | None) -> None:
     """Two sequences on two ranks, step by step: every step starts from what the steps before it left."""

@@ -25,34 +25,18 @@ def report(tmp_path_factory) -> dict[str, Any]:
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, script, folder / "report.json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout[-500:]}{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"{done.stdout[-100:]}{done.stderr[-3000:]}"
     return json.loads((folder / "report.json").read_text())
 
 
-def test_every_kernel_compiles_for_an_h100_as_its_launch_code_calls_it(report):
-    (failure,) = report["failures"]  # which is meant to fail
-    assert (failure["case"], failure["kernel"]) == ("fails", "__main__.changes_its_type")
-    assert "initial type int32 but is re-assigned to fp32" in failure["error"]
-    assert {kernel["case"] for kernel in report["kernels"]} == set(report["cases"]) - {"fails"}
-
-
-def test_no_kernel_needs_more_registers_or_shared_memory_than_there_is(report):
-    names = ("case", "kernel", "constants", "registers", "spilled_bytes", "shared_bytes")
+def test_every_kernel_compiles_for_an_h100_within_the_registers_and_shared_memory_that_there_are(report):
+    assert all(report.values()), "cases that launch nothing"
     most = {"spilled_bytes": MOST_SPILLED_BYTES, "shared_bytes": MOST_SHARED_BYTES}
-    too_large = [kernel for kernel in report["kernels"] if any(kernel[name] > most[name] for name in most)]
-    assert [{name: kernel[name] for name in names} for kernel in too_large] == []
+    for case, kernels in report.items():
+        assert [one for one in kernels if any(one[name] > most[name] for name in most)] == [], case
 
 
 def test_a_launch_that_overlaps_the_one_before_it_waits_for_its_results(report):
-    kernels = [one for one in report["kernels"] if one["constants"].get("OVERLAPS") in (True, "True")]
+    kernels = [one for kernels in report.values() for one in kernels if one["constants"].get("OVERLAPS") is True]
     waits = {one["kernel"].rpartition(".")[2]: one["waits"] for one in kernels}
     assert waits == {"_gate_up_kernel": 0, "_down_kernel": 1, "_combine_kernel": 1}
-
-
-def test_a_kernel_is_compiled_with_the_types_and_constants_of_its_launch(report):
-    kernels = {kernel["case"]: kernel for kernel in report["kernels"]}
-    wide, odd = kernels["weighted_swiglu, bfloat16"], kernels["weighted_swiglu, odd size"]
-    assert wide["kernel"] == "moe_ep_bench.kernels.swiglu_triton._kernel"
-    types = {"gate_up_ptr": "*bf16", "weights_ptr": "*fp32", "out_ptr": "*bf16", "ffn_size": "i32"}
-    assert wide["arguments"] == odd["arguments"] == types
-    assert (wide["constants"], odd["constants"]) == ({"COLUMNS": 1024}, {"COLUMNS": 32})

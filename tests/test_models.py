@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from moe_ep_bench.bench.description import fit_on
+from moe_ep_bench.bench.description import served
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
@@ -218,7 +218,7 @@ def deployment(folder: Path, model: dict[str, Any], **keys: Any) -> Fit:
         **keys,
     }
     (experiment,) = load_experiments(written(folder, json.dumps(raw), "config.yaml"), on_cpu=False)
-    return fit_on(experiment, experiment.layer.ep_size, "h100-sxm", 80e9)
+    return served(experiment).fit(experiment.layer.ep_size, "h100-sxm", 80e9)
 
 
 def test_what_does_not_fit_is_said_with_the_smallest_ep_size_that_does(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from moe_ep_bench.kernels.dispatch import AUTO, KERNELS
 from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import LatentAttention, ModelSpec
-from moe_ep_bench.models.memory import Fit, footprint
+from moe_ep_bench.models.memory import Fit, Served
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
@@ -427,52 +427,33 @@ def _counted(config: SyntheticConfig) -> str:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
+def served(experiment: Experiment) -> Served:
+    """The config's model as it is served."""
+    workload, precision = experiment.workload, PRECISIONS[experiment.layer.dtype]
+    return Served(
+        experiment.model.spec(),
+        experiment.layer.dtype,
+        precision.hidden_bytes,
+        precision.weight_bytes,
+        workload.total_tokens,
+        workload.request_tokens,
+        experiment.whole.context_length,
+        getattr(workload, "peak_load", None),
+    )
+
+
 def fit_of(comparison: Comparison) -> Fit | None:
     """Whether the model, served on as many ranks, fits what stands for each; None on real ranks and CPUs."""
-    experiment, ep_size, device = comparison.experiment, comparison.ep_size, comparison.device
+    model, device = served(comparison.experiment), comparison.device
     if device is not None:
-        return fit_on(experiment, ep_size, device.name, device.memory_gb * 1e9)
+        return model.fit(comparison.ep_size, device.name, device.memory_gb * 1e9)
     if comparison.backend != VIRTUAL or not comparison.on_gpu:
         return None
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return fit_on(experiment, ep_size, gpu.name, gpu.total_memory)
-
-
-def fit_on(experiment: Experiment, ep_size: int, device: str, device_bytes: float) -> Fit:
-    """What each rank of the whole model, served, holds, and the fewest ranks that hold it: the same batch on more."""
-    model = experiment.model.spec()
-
-    def on(size: int) -> Fit:
-        facts = {"device": device, "device_bytes": device_bytes, "dtype": experiment.layer.dtype, "ep_size": size}
-        return Fit(**facts, **_footprint(experiment, size, size), is_whole=model.other_parameters() is not None)
-
-    larger = (size for size in range(ep_size, model.num_experts + 1) if model.num_experts % size == 0)
-    fitting = next((size for size in larger if on(size).holds()), None)
-    return on(ep_size).model_copy(update={"fitting_ep_size": fitting})
+    return model.fit(comparison.ep_size, gpu.name, gpu.total_memory)
 
 
 def held_here(comparison: Comparison) -> dict[str, int]:
     """Bytes on a rank, roughly, of the layer or the layers that are built here, by the names of ``Fit``."""
     built = 0 if comparison.scope == "layer" else comparison.experiment.whole.num_layers
-    return _footprint(comparison.experiment, comparison.world_size, comparison.ep_size, built)
-
-
-def _footprint(experiment: Experiment, world_size: int, ep_size: int, num_layers: int | None = None) -> dict[str, int]:
-    """``footprint`` of a config on so many ranks.
-
-    A batch's tokens are in the cache; at decode so are ``whole.context_length`` tokens of each request before them.
-    """
-    workload, precision = experiment.workload, PRECISIONS[experiment.layer.dtype]
-    tokens = -(-workload.total_tokens(world_size) // world_size)
-    requests = -(-tokens // workload.request_tokens) if workload.request_tokens else 0
-    context = requests * experiment.whole.context_length
-    return footprint(
-        experiment.model.spec(),
-        ep_size,
-        num_tokens=tokens,
-        cached_tokens=tokens + context,
-        value_bytes=precision.hidden_bytes,
-        expert_value_bytes=precision.weight_bytes,
-        peak_load=getattr(workload, "peak_load", None),
-        num_layers=num_layers,
-    )
+    return served(comparison.experiment).footprint(comparison.world_size, comparison.ep_size, built)

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from moe_ep_bench.bench.description import fit_on
+from moe_ep_bench.bench.description import served
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig
 from moe_ep_bench.config.files import experiments_of, read_config
 from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device, load_links
@@ -141,7 +141,7 @@ class Question:
     def _lacking(self) -> list[str]:
         """Of each point why the model does not fit the device on so many ranks; empty where it does."""
         points = [(one, one.virtual_ranks, load_device(one.emulate.device)) for one in self.experiments]
-        return [fit_on(one, ranks, device.name, device.memory_gb * 1e9).words for one, ranks, device in points]
+        return [served(one).fit(ranks, device.name, device.memory_gb * 1e9).words for one, ranks, device in points]
 
     @property
     def plan(self) -> str:

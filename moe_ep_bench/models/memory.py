@@ -11,6 +11,9 @@ The same formula says what a layer or a model takes that is built here: no more 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from moe_ep_bench.models.spec import ModelSpec
@@ -104,3 +107,51 @@ def footprint(
         "cache_bytes": cached * value_bytes,
         "row_bytes": rows * value_bytes,
     }
+
+
+class Served(NamedTuple):
+    """A model as it is served, on any number of ranks.
+
+    Attributes:
+        dtype: of weights and activations; their bytes are as in ``footprint``.
+        total_tokens: tokens of a batch, by the number of ranks.
+        request_tokens: of a batch; None = whole prompts.
+        context_length: tokens of each request that came before the batch.
+        peak_load: of the fullest rank over the mean.
+    """
+
+    model: ModelSpec
+    dtype: str
+    value_bytes: int
+    expert_value_bytes: float
+    total_tokens: Callable[[int], int]
+    request_tokens: int | None
+    context_length: int
+    peak_load: float | None
+
+    def footprint(self, num_ranks: int, ep_size: int, num_layers: int | None = None) -> dict[str, int]:
+        """``footprint`` on so many ranks. A batch's tokens are in the cache, and those of its requests before them."""
+        tokens = -(-self.total_tokens(num_ranks) // num_ranks)
+        requests = -(-tokens // self.request_tokens) if self.request_tokens else 0
+        return footprint(
+            self.model,
+            ep_size,
+            num_tokens=tokens,
+            cached_tokens=tokens + requests * self.context_length,
+            value_bytes=self.value_bytes,
+            expert_value_bytes=self.expert_value_bytes,
+            peak_load=self.peak_load,
+            num_layers=num_layers,
+        )
+
+    def fit(self, ep_size: int, device: str, device_bytes: float) -> Fit:
+        """What each rank of the whole model holds, and the fewest ranks that hold it: the same batch on more."""
+        facts = {"device": device, "device_bytes": device_bytes, "dtype": self.dtype}
+        facts["is_whole"] = self.model.other_parameters() is not None
+
+        def on(size: int) -> Fit:
+            return Fit(**facts, ep_size=size, **self.footprint(size, size))
+
+        larger = (size for size in range(ep_size, self.model.num_experts + 1) if self.model.num_experts % size == 0)
+        fitting = next((size for size in larger if on(size).holds()), None)
+        return on(ep_size).model_copy(update={"fitting_ep_size": fitting})

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import AfterValidator, Field, PositiveInt
+from dataclasses import dataclass
 
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.models import ModelSpec, load_model
-from moe_ep_bench.presets import Strict
-from moe_ep_bench.workload.trace import MAX_EXPERTS
 
 
-def _one_line(words: str) -> str:
-    if not (words.strip() and words.isprintable()):
-        raise UserError(f"expected words on one line, got {words!r}")
-    return words
+@dataclass(frozen=True)
+class ImportOptions:
+    """Facts about a recording, as options of ``trace import`` give them.
 
-
-Words = Annotated[str, AfterValidator(_one_line)]
-
-
-class ImportOptions(Strict):
-    """Facts about a recording, as options of ``trace import`` give them."""
+    Attributes:
+        preset: the model: a preset's name, its config.json, or a YAML file of the form of a preset.
+        phase: prefill, decode or training.
+        micro_batch_size: sequences interleaved in a forward pass.
+        assume_equal_scores: take ids alone: loads stay true; score mass and choices by score mean nothing.
+    """
 
     preset: str = ""
-    """The model: a preset's name, its config.json, or a YAML file of the form of a preset."""
-    model: Words | None = None
-    """Name of a model that has neither."""
-    num_experts: int | None = Field(None, ge=2, le=MAX_EXPERTS)
-    """Of such a model."""
-    phase: Literal["prefill", "decode", "training"] | None = None
-    domain: Words = "unstated"
-    licence: Words = "unstated"
-    micro_batch_size: PositiveInt = 1
-    """Sequences interleaved in a forward pass."""
+    phase: str | None = None
+    domain: str = "unstated"
+    licence: str = "unstated"
+    micro_batch_size: int = 1
     assume_equal_scores: bool = False
-    """Take a recording of ids alone: loads stay true; score mass and choices by score mean nothing."""
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size < 1:
+            raise UserError(f"micro_batch_size: expected at least 1, got {self.micro_batch_size}")
 
     @property
     def spec(self) -> ModelSpec:

@@ -2,9 +2,8 @@
 
 ``families.yaml`` says for each ``model_type`` by which keys its files state what a ``ModelSpec`` needs. One function
 reads them all; the few families that compute something have a short one that comes before it. null stands for a key
-that is missing. A missing size is an error. What no spec can express is refused, not guessed, with a shape by hand to
-go on from; attention that none can express is None, and a whole model is refused then. What neither file nor code says
-is named (``ModelSpec.assumed``).
+that is missing. A missing size is an error. What no spec can express is refused, not guessed; attention that none can
+express is None, and a whole model is refused then. What neither file nor code says is named (``ModelSpec.assumed``).
 """
 
 from __future__ import annotations
@@ -28,6 +27,10 @@ from moe_ep_bench.models.spec import ModelSpec
 from moe_ep_bench.presets import validated
 
 MOST_CONFIG_BYTES = 2**24  # Those of quantised checkpoints list every layer that is not.
+BY_HAND = (
+    "; the way on is a config with the shape by hand: "
+    "model: {num_experts: ..., top_k: ..., hidden_size: ..., ffn_hidden_size: ...}"
+)
 
 # Fields of ``families.yaml`` by what a file may state as their value; all others are sizes.
 _KINDS: dict[Any, str] = {
@@ -180,7 +183,7 @@ def load_hf_model(path: Path) -> ModelSpec:
     values = parse_json(content, file, infinities=True)
     if not isinstance(values, dict):
         raise UserError(f"{file}: expected keys with values, got {type(values).__name__}")
-    with saying(_by_hand(_language_model(values))):
+    with saying(BY_HAND):
         return spec_of(values, str(file), f"config.json by path, sha256 {hashlib.sha256(content).hexdigest()}")
 
 
@@ -313,49 +316,6 @@ def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     above = {key: values[key] for key in ("_name_or_path", "architectures", "tie_word_embeddings") if key in values}
     kind = {} if values.get("model_type") is None else {"model_type": values["model_type"]}
     return _language_model({**kind, **inner, **above})
-
-
-# ---- the way on from a file that is refused --------------------------------------------------------------------------
-
-# Fields of a shape by hand, and the keys that mostly state them in files that are not understood.
-_USUAL: dict[str, tuple[str, ...]] = {
-    "num_experts": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts"),
-    "hidden_size": ("hidden_size",),
-    "ffn_hidden_size": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
-    "num_layers": ("num_hidden_layers",),
-    "shared_ffn_hidden_size": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-    "score_function": ("scoring_func",),
-    "normalize": ("norm_topk_prob", "moe_renormalize"),
-    "routed_scale": ("routed_scaling_factor",),
-}
-_LEAST = ("num_experts", "top_k", "hidden_size", "ffn_hidden_size")
-
-
-def _by_hand(values: Mapping[str, Any]) -> str:
-    """The way on from a file that is refused: its shape by hand, with what its keys seem to say, guesses marked."""
-    shape = {
-        field: next((values[key] for key in keys if values.get(key) is not None), None)
-        for field, keys in _USUAL.items()
-    }
-    if shape["num_experts"] is None:
-        return (
-            f"; expected a mixture of experts, and no key says how many there are ({', '.join(_USUAL['num_experts'])})"
-        )
-    guesses: dict[str, Any] = {"score_function": "softmax", "normalize": True}
-    if shape["score_function"] not in (None, "softmax", "sigmoid", "sqrtsoftplus"):  # Each expert is scored by itself.
-        guesses["score_function"], shape["score_function"] = "sigmoid", None
-    count, width, first = values.get("n_shared_experts"), shape["ffn_hidden_size"], values.get("first_k_dense_replace")
-    if shape["shared_ffn_hidden_size"] is None and _is_size(count) and _is_size(width):
-        guesses["shared_ffn_hidden_size"] = count * width
-    if _is_size(first) and _is_size(shape["num_layers"]) and shape["num_layers"] > first:
-        shape["num_layers"] -= first  # MoE layers alone
-    guesses = {field: guess for field, guess in guesses.items() if shape[field] is None}
-    shape |= guesses
-    wanted = {field: value for field, value in shape.items() if value is not None or field in _LEAST}
-    stated = ", ".join(f"{field}: {'...' if value is None else json.dumps(value)}" for field, value in wanted.items())
-    marks = f" (guessed: {', '.join(guesses)})" if guesses else ""
-    return f"; the way on is a config with the shape by hand: model: {{{stated.replace(chr(34), '')}}}{marks}"
 
 
 def _is_size(value: object) -> bool:

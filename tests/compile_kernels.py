@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 
 CAPABILITY = 90
 
+_COPIES = re.compile(r"cp\.async\.(?:ca|cg)\.")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
@@ -53,6 +54,8 @@ def cases() -> dict[str, Callable[[], object]]:
         "decode experts, qwen3": partial(_decode, 16, 128, 2048, 768, torch.bfloat16),
         "decode experts, gpt-oss": partial(_decode, 64, 32, 2880, 2880, torch.bfloat16),
         "decode experts, odd sizes": partial(_decode, 3, 5, 45, 27, torch.float32),
+        # One step of the inner loop: then Triton pipelines the outer one.
+        "rows of narrow experts": partial(_rows, 16, 8, 64, 64, torch.bfloat16),
     }
 
 
@@ -99,6 +102,19 @@ def _decode(num_tokens: int, num_experts: int, hidden_size: int, ffn_size: int, 
     )
 
 
+def _rows(num_rows: int, num_experts: int, hidden_size: int, ffn_size: int, dtype: torch.dtype) -> object:
+    """Sorted rows of a decode step's experts."""
+    from moe_ep_bench.kernels.decode_experts_triton import expert_rows
+
+    return expert_rows(
+        torch.empty(num_rows, hidden_size, dtype=dtype),
+        torch.empty(num_rows),
+        torch.zeros(num_experts, dtype=torch.int32),
+        torch.empty(num_experts, 2 * ffn_size, hidden_size, dtype=dtype),
+        torch.empty(num_experts, hidden_size, ffn_size, dtype=dtype),
+    )
+
+
 def _route(spec: dict[str, Any], shape: str) -> object:
     """Route scores of a shape, none of which is looked at."""
     from moe_ep_bench.kernels.dispatch import triton_twins
@@ -117,6 +133,12 @@ def _route(spec: dict[str, Any], shape: str) -> object:
         )  # fmt: skip
     policy = make_policy(spec)
     return triton_twins()[type(policy)].select(policy, torch.zeros(num_tokens, num_experts), context, None)
+
+
+def _copies_before_wait(ptx: str) -> int:
+    """Copies to shared memory begun before the wait for the launch ahead; 0 where a kernel never waits."""
+    ahead, wait, _ = ptx.partition("griddepcontrol.wait")
+    return len(_COPIES.findall(ahead)) if wait else 0
 
 
 class StandInDriver:
@@ -151,6 +173,7 @@ def compiled_instead_of_launched() -> list[dict[str, Any]]:
                 # The most of any function, should a kernel have one that is not inlined.
                 "spilled_bytes": max(sum(map(int, found)) for found in _SPILLS.findall(log.getvalue())),
                 "waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
+                "copies_before_it_waits": _copies_before_wait(kernel.asm["ptx"]),
             }
         kernels.append(seen[kernel.hash])
 

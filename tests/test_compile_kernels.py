@@ -40,3 +40,4 @@ def test_a_launch_that_overlaps_the_one_before_it_waits_for_its_results(report):
     kernels = [one for kernels in report.values() for one in kernels if one["constants"].get("OVERLAPS") is True]
     waits = {one["kernel"].rpartition(".")[2]: one["waits"] for one in kernels}
     assert waits == {"_gate_up_kernel": 0, "_down_kernel": 1, "_combine_kernel": 1}
+    assert {one["copies_before_it_waits"] for one in kernels} == {0}

@@ -174,10 +174,12 @@ def _down_kernel(activated_ptr, map_ptr, ends_ptr, down_ptr, out_ptr, num_tokens
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     is_feature = feature < HIDDEN
     matrix_ptr = down_ptr + expert.to(tl.int64) * (HIDDEN * FFN)
-    for first in range(begin, end, ROWS):
-        if OVERLAPS:
+    if OVERLAPS:  # noqa: SIM102 - this is the compiler's, the other the program's
+        # Not in the loop: where one step holds all of F, Triton pipelines this loop, and would load ahead of the wait.
+        if begin < end:
             _ask_for(matrix_ptr, feature, is_feature, FFN, 2 * BLOCK)
             tl.extra.cuda.gdc_wait()  # for the activations; weights and map were there before
+    for first in range(begin, end, ROWS):
         row = first + tl.arange(0, ROWS)
         is_row = row < end
         value = _product(activated_ptr, row.to(tl.int64), is_row, matrix_ptr, feature, is_feature, FFN, BLOCK)

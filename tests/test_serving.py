@@ -98,8 +98,6 @@ def test_topk_leaves_every_bit_of_a_router_in_bfloat16(family: str) -> None:
         {"name": "token_drop", "capacity_factor": 0.75},
         {"name": "oea", "k0": 1, "k_max": 3},
         {"name": "pruned", "k0": 1},
-        {"name": "xshare", "k0": 1, "budget": 2},
-        {"name": "lynx", "num_dropped": 5},
         {"name": "laser", "eps_high": 0.9, "t_fix": 0.3, "c": 8},
     ],
     ids=lambda spec: spec["name"],
@@ -126,10 +124,11 @@ def test_a_policy_decides_for_the_tokens_of_its_phases(family: str, spec: dict[s
     assert torch.equal(found_TE[~acts_T], dense(weights_TK, ids_TK)[~acts_T])
 
 
-def test_scores_that_are_no_numbers_stay_as_the_server_has_them() -> None:
-    layer, logits_TE = layer_of("qwen"), logits()
-    logits_TE[[3, 17]] = torch.nan
-    weights_TK, ids_TK = routed_by_vllm("qwen", logits_TE)
+@pytest.mark.parametrize("family", ["qwen", "deepseek"])
+def test_scores_that_are_no_numbers_stay_as_the_server_has_them(family: str) -> None:
+    layer, logits_TE = layer_of(family), logits()
+    logits_TE[3], logits_TE[17, 5] = torch.nan, torch.nan
+    weights_TK, ids_TK = routed_by_vllm(family, logits_TE)
     router = StepRouter(make_policy({"name": "pruned", "k0": 1}), [layer], 1, "cpu", ("prefill",))
     choice = layer.choice(logits_TE, ids_TK)
     found_TK, expert_TK = router.route(0, choice, weights_TK, ids_TK, step_of(64))
@@ -350,11 +349,8 @@ def refusal(call: Any, *args: Any) -> str:
     return str(error.value)
 
 
-def test_without_a_variable_nothing_is_asked_for() -> None:
-    assert settings({}) is None
-
-
 def test_settings_come_from_json_or_a_yaml_file(tmp_path: Path) -> None:
+    assert settings({}) is None
     file = tmp_path / "policy.yaml"
     file.write_text("name: oea\nk0: 3\nacts_in: [prefill, decode]\n")
     (tmp_path / "own.yaml").write_text("name: mine.py:Mine\n")
@@ -362,7 +358,6 @@ def test_settings_come_from_json_or_a_yaml_file(tmp_path: Path) -> None:
         settings({POLICY: str(tmp_path / "own.yaml")})
     for spec in (str(file), json.dumps({"name": "oea", "k0": 3, "acts_in": ["prefill", "decode"]})):
         session = settings({POLICY: spec, RECORD: str(tmp_path / "r"), LIMIT: "0.5"})
-        assert session is not None
         assert session.policy == make_policy({"name": "oea", "k0": 3})
         assert session.acts_in == ("prefill", "decode")
         assert (session.directory, session.most_bytes) == (tmp_path / "r", 2**29)
@@ -373,10 +368,8 @@ def test_settings_come_from_json_or_a_yaml_file(tmp_path: Path) -> None:
     ("variables", "expected"),
     [
         ({POLICY: "{"}, f"{POLICY}: expected JSON"),
-        ({POLICY: '{"name": "nobody"}'}, f"{POLICY}: name: expected one of topk"),
         ({POLICY: '{"name": "topk", "acts_in": "decode"}'}, f"{POLICY}: acts_in: expected a list"),
         ({POLICY: "nowhere.yaml"}, "nowhere.yaml: cannot be read: No such file"),
-        ({RECORD: "r", LIMIT: "-1"}, f"{LIMIT}: expected a number of GiB above 0, got '-1'"),
         ({RECORD: "r", LIMIT: "much"}, f"{LIMIT}: expected a number of GiB above 0, got 'much'"),
     ],
 )
@@ -436,7 +429,6 @@ def config_of(**changes: Any) -> Any:
 )
 def test_what_cannot_be_honoured_is_refused_in_one_line(policy: str, changes: dict[str, Any], expected: str) -> None:
     session = settings({POLICY: policy if policy[0] == "{" else json.dumps({"name": policy})})
-    assert session is not None
     if expected:
         assert expected in refusal(check_config, config_of(**changes), session)
     else:
@@ -445,8 +437,7 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(policy: str, changes: di
 
 def test_a_folder_with_recordings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "prefill-0001.safetensors").touch()
-    session = settings({RECORD: str(tmp_path)})
-    assert "expected a folder without recordings" in refusal(check_config, config_of(), session)
+    assert "expected a folder without" in refusal(check_config, config_of(), settings({RECORD: str(tmp_path)}))
 
 
 @pytest.mark.parametrize(
@@ -462,16 +453,6 @@ def test_a_folder_with_recordings_is_refused(tmp_path: Path) -> None:
 def test_a_router_whose_scores_no_policy_knows_is_refused(facts: dict[str, Any], expected: str) -> None:
     build = lambda: moe_layer("layer", 0, 0, num_experts=EXPERTS, top_k=TOP_K, **facts)  # noqa: E731
     assert expected in refusal(build)
-
-
-def test_one_score_that_is_no_number_breaks_a_token() -> None:
-    """Of sigmoids, which a softmax would spread over the row."""
-    logits_TE = logits(8)
-    ids_TK = routed_by_vllm("deepseek", logits_TE)[1]
-    logits_TE[3, 5] = torch.nan
-    choice = layer_of("deepseek").choice(logits_TE, ids_TK)
-    assert choice.broken_T.nonzero().flatten().tolist() == [3]
-    assert choice.scores_TE.isfinite().all()
 
 
 def test_choices_are_what_the_policy_is_shown() -> None:

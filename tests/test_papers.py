@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from pydantic import ValidationError
 from results_builder import FakeComparison, assert_nothing_is_clipped, standard_cases, write_run
 from test_compare import run_of
 from whole_builder import write_whole
@@ -82,46 +81,29 @@ def claim(**changes: Any) -> Claim:
 # ---- what may be claimed -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("paper", ["much", [1.0], [None, None], [2.0, 1.0], True, math.inf])
-def test_what_is_no_number_is_refused(paper: Any) -> None:
-    with pytest.raises(ValidationError, match="expected a number"):
-        claim(paper=paper)
-
-
 MISTAKES: dict[str, tuple[dict, dict, str]] = {
     "no such setting": ({"policy": {**TOKEN_DROP, "capacity_factor": 3.0}}, {}, "0.policy: expected one of token_drop"),
-    "no such policy": ({"policy": {"name": "tokendrop"}}, {}, r"0\.policy: .*tokendrop"),
     "two on the other side": (
         {"versus": {"name": "token_drop", "capacity_factor": [1.0, 1.5]}},
         {},
         r"0\.versus: expected one policy, got 2",
     ),
-    "no policy": ({"policy": None}, {}, r"0: policy: expected one of the config's with speedup, got none"),
     "native's own": ({"metric": "native_layer_us"}, {}, r"0: policy, versus: expected none with native_layer_us"),
-    "what is not there": (
-        {"policy": None, "lossless": "LLEP"},
-        {},
-        r"0\.lossless: expected one of none in the config; got LLEP",
-    ),
     "two sides": ({"lossless": "LLEP"}, {}, r"0: lossless, versus_lossless: expected none beside policy"),
-    "a share of one": ({"metric": "dropped_fraction", "versus": TOKEN_DROP}, {}, r"0: versus: expected none with"),
     "a key": ({"papre": 1}, {}, r"0\.papre: no such key.*did you mean paper"),
-    "a number": ({"paper": "much"}, {}, r"0\.paper: expected a number, \[low, high\]"),
+    **{
+        f"the number {paper}": ({"paper": paper}, {}, r"0\.paper: expected a number")
+        for paper in ("much", [1.0], [None, None], [2.0, 1.0], True, math.inf)
+    },
     "a layer's of a model": (
         {"metric": "layer_time"},
         WHOLE,
         r"0\.metric: expected one of .*moe_speedup.* with scope: model; got layer_time",
     ),
-    "a layer's pass": ({"of": "layer"}, WHOLE, r"0\.of: expected end_to_end or not_stated with speedup, .*got layer"),
     "layers end to end": (
         {"metric": "moe_speedup", "of": "end_to_end"},
         WHOLE,
         r"0\.of: expected layer or not_stated with moe_speedup, got end_to_end",
-    ),
-    "a model's of a layer": (
-        {"metric": "step_time"},
-        {},
-        r"0\.metric: expected one of .* with scope: layer; got step_time",
     ),
 }
 
@@ -197,11 +179,9 @@ PAPERS = [
 ]
 
 
-PAPER_ENDS = [*(paper for paper, _, _ in PAPERS), None]
-
-
 def test_the_difference_is_from_the_papers_nearest_end(tmp_path: Path) -> None:
-    frame = claimed(run_of(tmp_path / "run"), [{"paper": paper} for paper in PAPER_ENDS]).frame
+    ends = [*(paper for paper, _, _ in PAPERS), None]
+    frame = claimed(run_of(tmp_path / "run"), [{"paper": paper, "of": "end_to_end"} for paper in ends]).frame
     *rows, unstated = frame.to_dict("records")
     for row, (_, words, end) in zip(rows, PAPERS, strict=True):
         assert row["difference"] == pytest.approx(0 if end is None else row["ours"] - end)
@@ -234,34 +214,12 @@ def test_ours_is_the_pass_and_its_moe_layers(tmp_path: Path) -> None:
     drop = cases(claims.store).set_index("policy").loc["token_drop"]
     assert rows["ours"][0] == drop["speedup_median"]
     assert rows["ours"][4] == drop["dropped_share"]
-    assert rows["ours_of"].tolist() == [
-        "end_to_end",
-        "layers",
-        "end_to_end",
-        "end_to_end",
-        "layers",
-        "end_to_end",
-        "layers",
-    ]
-    text = " ".join(claims_text(claims).split())
-    for words in ("whole models here, from end to end: whole models, measured", "layer or end to end not stated"):
-        assert words in text
     line = next(line for line in claims_text(claims).splitlines() if line.startswith("7"))
     assert "does not hold" in line, "what drops keeps no more than what does not"
-
-
-def test_passes_of_the_first_layers_say_what_all_would_give(tmp_path: Path) -> None:
-    claims = claimed(write_whole(tmp_path, standard_cases(), of_layers=12), ROWS[:3])
-    assert "the first 3 of 12 layers" in claims_text(claims)
+    claims = claimed(write_whole(tmp_path / "first", standard_cases(), of_layers=12), ROWS[:3])
     speedup = cases(claims.store).set_index("policy").at["token_drop", "speedup_extrapolated"]
     expected = [speedup, math.nan, 1 / speedup]
     assert claims.frame["ours_extrapolated_to_all_layers"].tolist() == pytest.approx(expected, nan_ok=True)
-
-
-def test_a_layer_says_where_the_paper_measured_a_whole_model(tmp_path: Path) -> None:
-    text = claims_text(claimed(run_of(tmp_path / "run"), ROWS[:1]))
-    assert "Papers' numbers beside one layer here" in text
-    assert "Table 1, end to end (ours: a layer)" in text
 
 
 def test_a_draw_that_failed_counts_in_no_mean(tmp_path: Path) -> None:
@@ -367,24 +325,13 @@ def test_fewer_activated_experts_count_on_the_rank_that_activates_most(tmp_path:
         assert relative == means["policy"] / means["baseline"] < 0.6
 
 
-def test_the_text_and_the_table_say_what_they_must(compared: Claims, finished: Path) -> None:
+def test_the_files_hold_every_number(compared: Claims, finished: Path) -> None:
     text = claims_text(compared)
     assert (finished / "claims.txt").read_text() == text + "\n"
-    for words in (
-        "modelled by devices/h20",
-        "links/h20-nvlink4",
-        "not stated",
-        "Table 1, end to end",
-        "native's layer",
-    ):
-        assert words in text
-    figure_5 = next(line for line in text.splitlines() if "Figure 5" in line)
-    assert "above 1.00" in figure_5
-    assert " holds" in figure_5
+    assert all(words in text for words in ("modelled by devices/h20", "Table 1, end to end (ours: a layer)"))
     rows = pd.read_csv(finished / "claims.csv")
     assert rows["ours"].tolist() == compared.measured["ours"].tolist()
     assert rows["difference"][0] == pytest.approx(rows["ours"][0] - 1.2)
-    assert rows["device"].str.startswith("modelled by devices/h20").all()
 
 
 def test_the_figure_marks_the_papers_numbers_and_ours_and_hides_nothing(compared: Claims) -> None:

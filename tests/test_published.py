@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -91,35 +90,19 @@ def test_cells_are_read_as_they_are_printed() -> None:
 # Of what no sum or average below is made: item, number of numbers, and some of them.
 HELD = [
     ("capacity", "Figure 4", {"metric": "speedup"}, 24, [1.21, 1.30, 2.51]),
-    ("capacity", "Figure 4", {"model": "Qwen1.5-MoE-Chat", "what": "GPUs"}, 1, [6]),
     ("capacity", "Figure 5", {}, 12, [1.14, 1.12, 1.24, 1.18, 1.11, 1.08, 1.10, 1.07, 1.54, 1.51, 1.87, 1.85]),
     ("capacity", "Figure 10", {}, 20, [6.1, 5.3]),
-    ("capacity", "Figure 11", {}, 18, [78.7, 36.4, 57.4]),
     ("capacity", "Table 4", {}, 14, [1358.1, 297.1]),
-    ("capacity", "Table 6", {}, 18, [0.28, 0.54]),
     ("capacity", "Table 7", {}, 27, [0.311, 0.831]),
     ("capacity", "Table 9", {}, 70, [64.9, 68.7]),
-    ("capacity", "Table 10", {}, 9, [1.09, 1.27, 1.23]),
-    ("capacity", "Section 5.2", {"metric": "dropped share"}, 2, [2, 12]),
     ("oea", "Table 1", {}, 44, [51.2, 92.8]),
-    ("oea", "Table 4", {}, 36, [25.1, 48.8]),
-    ("oea", "Section 4.2", {"metric": "sampling"}, 7, [0.6, 0.95, 32768]),
     ("laser", "Figure 5", {"task": "GSM8K"}, 1, [1.63]),
-    ("laser", "Figure 7", {"routing": "vanilla", "end": "highest layer"}, 1, [88]),
-    ("laser", "Figure 10", {}, 3, [6, 8, 10]),
     ("laser", "Table 1", {}, 8, [0.6285]),
     ("llep", "Figure 4", {}, 45, [2.09, 5.22, 6.11, 1.80]),
     ("metro", "Abstract", {}, 5, [-11, -22, 4.11]),
-    ("sere", "Abstract", {}, 1, [2.0]),
-    ("sere", "Main results", {"kind": "accuracy", "method": "SERE"}, 3, [47.25, 39.82]),
     ("sere", "Main results", {"kind": "end_to_end"}, 6, [17.29, 13.93, 13.53]),
     ("ultraep", "Abstract", {"kind": "load"}, 4, [1.01, 1.04, 1.30, 4.01]),
-    ("xshare", "Figure 3", {}, 2, [2, 3]),
-    ("xshare", "Table 1", {}, 68, [186.50, 90.00]),
     ("xshare", "Table 2", {}, 12, [160.4, 43.4, 8.64, 50.7, 11.3, 5.94]),
-    ("xshare", "Table 3", {}, 96, [85.83, 128.72, 80.80]),
-    ("xshare", "Table 4", {}, 136, [197.78, 44.75]),
-    ("xshare", "Section 6.2", {"k0": 1, "m": 0, "m_r": 4}, 2, [13, 14]),
     ("xshare", "vLLM pull request 35551", {"m": 24}, 8, [-26.9, 36.8]),
 ]
 
@@ -201,27 +184,15 @@ def test_an_abstract_says_what_its_tables_say() -> None:
 
 
 @pytest.mark.parametrize("item", ["Table 1", "Table 2", "Table 3"])
-def test_accuracies_that_quality_asks_for_are_of_policies_and_averaged_as_printed(item: str) -> None:
-    """Each number is of one policy with its factor; averages are those of the tasks, to the one decimal printed."""
+def test_accuracies_that_quality_asks_for_are_of_policies_with_their_factors(item: str) -> None:
     paper = load("capacity")
     (table,) = (one for one in paper.items if one.item == item)
-    tasks, means = defaultdict(list), {}
     for number in table.numbers(paper):
         fields = table.policy_of(number)
         assert fields is not None
-        policy = make_policy(fields) if fields else None
-        assert getattr(policy, "capacity_factor", None) == (number.where.get("gamma") if policy else None)
-        setting = number.model, policy and policy.label
-        if number.where["task"] == "Avg.":
-            means[setting] = number.value
-        else:
-            assert number.where["task"] in paper.tasks
-            tasks[setting].append(number.value)
-    assert tasks.keys() == means.keys()
-    # The averages of order and reverse order at 1.5 were taken with another HellaSwag: the item's note.
-    strange = {(model, policy) for model, policy in means if item == "Table 1" and policy and "order" in policy}
-    for setting in means.keys() - strange:
-        assert sum(tasks[setting]) / len(tasks[setting]) == pytest.approx(means[setting], abs=0.11), setting
+        if fields:
+            assert getattr(make_policy(fields), "capacity_factor", None) == number.where.get("gamma")
+        assert number.where["task"] in {*paper.tasks, "Avg."}
 
 
 CONFIGS_WITH_CLAIMS = sorted(CONFIGS.rglob("*.yaml"))
@@ -350,20 +321,15 @@ def test_the_command_prints_every_number_without_torch() -> None:
     assert any((one["item"], one["value"], one["where"]) == ("Figure 4", 1.30, bar) for one in listed)
 
 
-def test_the_command_prints_one_papers_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_one_papers_tables_and_names_all_papers(capsys: pytest.CaptureFixture[str]) -> None:
     assert load("2511.02237") == load("oea")
     assert main(["papers", "list", "oea"]) == OK
     said = capsys.readouterr().out
-    assert load("oea").title in said
     assert re.search(r"task aime24, routing OEA, k0 3 +80\.0 ± 0\.59  %", said)
     assert "2503.05066" not in said
-
-
-def test_a_paper_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["papers", "list", "lynx"]) == USER_ERROR
-    (said,) = capsys.readouterr().err.splitlines()
     there = ", ".join(f"{name} ({paper})" for name, paper in IDS.items())
-    assert said == f"moe-ep-bench: PAPER: expected one of {there}; got 'lynx'"
+    assert capsys.readouterr().err == f"moe-ep-bench: PAPER: expected one of {there}; got 'lynx'\n"
 
 
 # --- The page of modelled numbers -------------------------------------------------------------------

@@ -229,7 +229,6 @@ def test_what_does_not_fit_is_said_with_the_smallest_ep_size_that_does(tmp_path:
     at_32 = deployment(tmp_path, {"preset": "deepseek-v3"}, layer={"ep_size": 32})
     assert (at_32.holds(), at_32.words) == (True, "")
     assert not at_32.holds(80e9 - at_32.num_bytes + 1)
-    assert deployment(tmp_path, {"preset": "deepseek-v3"}, layer={"ep_size": 16}).num_bytes > 80e9
     # A cache of 2,000,000 tokens a rank fits nowhere; more ranks share the requests.
     step = {
         "workload": {"kind": "synthetic", "num_tokens": 64, "sequence_length": 1},
@@ -320,19 +319,6 @@ def test_a_preset_wins_over_a_folder_of_its_name(tmp_path: Path, monkeypatch: py
     assert load_model("./olmoe-1b-7b") == load_hf_model(tmp_path / "olmoe-1b-7b")
 
 
-@pytest.mark.parametrize(
-    ("values", "name"),
-    [
-        ({"_name_or_path": "Qwen/Qwen3-30B-A3B"}, "Qwen3-30B-A3B"),
-        ({"_name_or_path": ""}, "Qwen3MoeForCausalLM"),
-        ({}, "Qwen3MoeForCausalLM"),
-        ({"architectures": None}, "qwen3_moe"),
-    ],
-)
-def test_a_model_is_named_by_its_file_or_its_architecture(tmp_path: Path, values: dict[str, Any], name: str) -> None:
-    assert load_model(str(written(tmp_path, changed("qwen3-30b-a3b", **values)))).name == name
-
-
 # Wrong inputs
 
 
@@ -367,7 +353,6 @@ NEMOTRON = V4 | {"model_type": "nemotron_h", "moe_shared_expert_intermediate_siz
             changed("olmoe-1b-7b", num_experts_per_tok=65),
             "num_experts_per_tok: expected at most the 64 experts, got 65",
         ),
-        (changed("olmoe-1b-7b", hidden_size=float("inf")), "hidden_size: expected a whole number, got inf"),
         (changed("qwen3-30b-a3b", decoder_sparse_step=0), "decoder_sparse_step: expected a number above 0, got 0"),
         (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1 or a list, got true"),
         (
@@ -376,15 +361,11 @@ NEMOTRON = V4 | {"model_type": "nemotron_h", "moe_shared_expert_intermediate_siz
         ),
         (changed("deepseek-v3", mlp_layer_types=["moe"] * 61), "mlp_layer_types: expected dense and sparse layers"),
         (changed("deepseek-v3", moe_layer_freq=[0, 0, 0, 1]), "expected the kinds of 61 layers, got 4"),
-        (without("deepseek-v3", "first_k_dense_replace"), "first_k_dense_replace: missing"),
         ({"model_type": "gemma4_text", "num_experts": None}, "enable_moe_block: false, or missing, or without num_exp"),
         (V4 | {"mlp_layer_types": ["moe", "hash_moe"]}, "mlp_layer_types: expected hash_moe before moe; got"),
-        (NEMOTRON | {"routed_scaling_factor": 1.0}, "layers_block_type: missing"),
         (NEMOTRON | {"hybrid_override_pattern": "M*"}, "first_dense_layers: expected fewer than num_layers=2, got 2"),
         (NEMOTRON | {"hybrid_override_pattern": "ME-"}, "intermediate_size: missing; expected a whole number from 1"),
-        (changed("deepseek-v3", intermediate_size=0), "intermediate_size: 0; expected a whole number from 1"),
         (changed("deepseek-v3", topk_method="greedy"), "topk_method: expected noaux_tc, got 'greedy'"),
-        (changed("deepseek-v3", first_k_dense_replace=61), "first_dense_layers: expected fewer than num_layers=61"),
         ("{not json", "expected JSON, got"),
     ],
 )
@@ -447,15 +428,7 @@ def test_deepseek_v4_chooses_by_token_id_first_and_what_its_short_files_leave_ou
     model = load_hf_model(written(tmp_path, short))
     assert (model.score_function, model.num_hash_layers, model.normalize) == ("sqrtsoftplus", 1, True)
     assert model.departures[-1] == "Assumed, for the model's file does not say it: routed_scale 1.5."
-    stated = load_hf_model(written(tmp_path, {**short, "routed_scaling_factor": 2.5}))
-    assert (stated.routed_scale, stated.assumed) == (2.5, ())
-    told = one_line_error(written(tmp_path, {**short, "scoring_func": "softmax"}))
-    assert "scoring_func: expected sqrtsoftplus, got 'softmax'" in told
-
-
-def test_a_config_json_may_have_infinities_and_three_megabytes(tmp_path: Path) -> None:
-    values = changed("olmoe-1b-7b", time_step_limit=[0.0, float("inf")], quantization_config=["x" * 1000] * 3000)
-    assert facts(load_hf_model(written(tmp_path, values))) == facts(load_model("olmoe-1b-7b"))
+    assert load_hf_model(written(tmp_path, {**short, "routed_scaling_factor": 2.5})).assumed == ()
 
 
 def test_routed_experts_may_have_a_width_of_their_own() -> None:

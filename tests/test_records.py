@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +17,7 @@ from torch.distributed import DistBackendError
 
 from moe_ep_bench import results
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import atomic_path, stable_hash, write_json
+from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.results import RunDirectory, conditions_of
 from moe_ep_bench.runtime import locks
 from moe_ep_bench.runtime.attempts import STOPPED, WAITED, Attempt, collect_lost, lost_attempts, reason_of
@@ -71,21 +72,17 @@ def fail_after_half(path: Path) -> None:
         raise RuntimeError("midway")
 
 
-@pytest.mark.parametrize(
-    ("target", "is_relative"), [("data/there", True), ("data/there", False), ("data/below/new", True)]
-)
-def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path: Path, target: str, is_relative: bool) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "there").write_text("before")
-    (tmp_path / "links").mkdir()
-    first, second = tmp_path / "links" / "first", tmp_path / "links" / "second"
-    first.symlink_to(f"../{target}" if is_relative else tmp_path / target)
-    second.symlink_to("first")
-    write_text(second, "after")
-    assert second.readlink() == Path("first")
+def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path: Path) -> None:
+    first, second, there = tmp_path / "first", tmp_path / "links" / "second", tmp_path / "data" / "below" / "new"
+    second.parent.mkdir()
+    first.symlink_to("data/below/new")
+    second.symlink_to("../first")
+    for text in ("one", "two"):
+        write_text(second, text)
+        assert there.read_text() == text
+    assert second.readlink() == Path("../first")
     assert first.is_symlink()
-    assert not (tmp_path / target).is_symlink()
-    assert (tmp_path / target).read_text() == "after"
+    assert not there.is_symlink()
     assert sorted(tmp_path.rglob(".*")) == []
 
 
@@ -94,22 +91,15 @@ def test_a_place_where_no_file_can_be_made_is_a_mistake_of_the_users() -> None:
         write_json(Path("/proc/no/file"), {})
 
 
-@pytest.mark.parametrize("name", ["pipe", "link", "/dev/null"])
-def test_a_device_or_a_pipe_is_refused_and_stays(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["pipe", "link", "/dev/null", "ring"])
+def test_what_is_no_file_is_refused_and_stays(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
-    with pytest.raises(UserError, match=r"\A[^\n]*: expected a regular file\Z"):
+    (tmp_path / "ring").symlink_to("ring")
+    with pytest.raises(UserError, match=r"\A[^\n]*: (expected a regular file|leads to no file, as links lead in .*)\Z"):
         write_text(tmp_path / name, "text")
     assert not (tmp_path / name).is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
-
-
-def test_links_in_a_ring_are_refused_and_stay(tmp_path: Path) -> None:
-    (tmp_path / "one").symlink_to("other")
-    (tmp_path / "other").symlink_to("one")
-    with pytest.raises(ValueError, match=r"\A[^\n]*one: leads to no file, as links lead in a ring\Z"):
-        write_text(tmp_path / "one", "text")
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_symlink()) == ["one", "other"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "ring"]
 
 
 def test_missing_columns_are_nulls_of_the_schemas_type(tmp_path: Path) -> None:
@@ -136,15 +126,6 @@ def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) ->
     assert {run_id: provenance["hashes"] for run_id, provenance in run["runs"].items()} == {
         number: {"code": number} for number in "123"
     }
-
-
-def test_a_comparison_that_goes_on_keeps_its_finished_cases(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    cases = {case: {"comparison_id": "x"} for case in ("done", "open")}
-    for _ in range(2):
-        directory.write_run({**A_JOB, "run_id": "1", "comparisons": {"x": {}}, "cases": cases})
-        directory.write("samples", "x", [{"case_id": "done", "status": "ok"}], 0)
-    assert directory.statuses("x", 0) == {"done": "ok"}
 
 
 def test_a_part_that_announces_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,29 +165,19 @@ def test_rows_of_some_cases_take_the_place_of_the_same_and_others_stay(tmp_path:
     assert directory.parts("samples") == {}
 
 
-def test_a_part_says_its_version_and_its_units(tmp_path: Path) -> None:
+def test_whatever_is_measured_has_a_unit_and_a_part_says_its_version(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.write("samples", "x", [{"run_id": "one", "status": "ok", "time_us": [2.5]}], 0)
     schema = pq.read_schema(directory.path("samples", "x", 0))
     assert schema.metadata[b"schema_version"] == str(SCHEMA_VERSION).encode()
-    assert {name: schema.field(name).metadata[b"unit"] for name in ("time_us", "host_us")} == {
-        "time_us": b"us",
-        "host_us": b"us",
-    }
-    # Whatever is measured has a unit, but for metrics of tasks, each of which has its own.
+    assert schema.field("time_us").metadata[b"unit"] == b"us"
     measured = {
         field.name
         for table in TABLES.values()
         for field in table.schema
         if pa.types.is_floating(getattr(field.type, "value_type", field.type))
     }
-    assert measured - set(UNIT_OF) == {"value", "stderr"}
-    assert set(UNIT_OF) <= {field.name for table in TABLES.values() for field in table.schema}
-
-
-def test_a_hash_follows_content_and_not_order() -> None:
-    assert stable_hash({"a": 1, "b": [2]}) == stable_hash({"b": [2], "a": 1})
-    assert stable_hash({"a": 1}) != stable_hash({"a": 2})
+    assert measured - set(UNIT_OF) == {"value", "stderr"}, "tasks' metrics have units of their own"
 
 
 ASKED = f"{STOPPED} by signal 15"
@@ -217,11 +188,9 @@ LOST_JOBS = {
     "who failed on its own is the cause": ([("case", PEER), ("case", "oom: 20 GiB")], False, "oom: 20 GiB (rank 1)"),
     "else who died": ([("later", PEER), ("case", "")], False, f"failed: rank 1 {DIED}"),
     "all died": ([("case", ""), ("case", "")], False, f"failed: all ranks {DIED}"),
-    "all noticed": ([("case", PEER), ("case", "peer lost: reset")], False, PEER),
     "all waited": ([("case", f"{WAITED} 6 s")] * 2, False, "timeout: every rank waited for others for 6 s"),
     "one waited": ([("case", f"{WAITED} 6 s"), ("case", PEER)], False, f"{WAITED} 6 s"),
     "stopped, and one died": ([("case", ASKED), ("case", "")], False, f"failed: rank 1 {DIED}"),
-    "stopped, and one hung": ([("case", ASKED), ("case", "timeout: 5 s")], False, "timeout: 5 s (rank 1)"),
     "stopped": ([("case", ASKED), ("case", PEER)], False, None),
     "killed because it did not end when asked to": ([("case", ASKED), ("case", "")], True, None),
     "failed before it was asked": ([("case", "failed: before"), ("case", "")], True, "failed: before (rank 0)"),
@@ -273,13 +242,9 @@ def test_attempts_add_up_the_first_explanation_stays_and_one_taken_back_blames_n
 def test_a_comparison_that_another_job_is_at_is_not_dropped_from_the_description(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
 
-    def description(comparison: str) -> dict[str, object]:
-        return {
-            **A_JOB,
-            "run_id": comparison,
-            "comparisons": {comparison: {}},
-            "cases": {comparison: {"comparison_id": comparison}},
-        }
+    def description(name: str) -> dict[str, object]:
+        cases = {name: {"comparison_id": name}}
+        return {**A_JOB, "run_id": name, "comparisons": {name: {}}, "cases": cases}
 
     directory.write_run(description("mine"))
     with locks.hold(tmp_path, {"mine": "mine"}):
@@ -326,10 +291,7 @@ def test_jobs_that_fill_one_directory_at_once_are_all_in_its_run_json(tmp_path: 
 
 def test_what_the_check_finds_under_the_lock_keeps_run_json_as_it_was(tmp_path: Path) -> None:
     write_points(tmp_path, [1])
-
-    def refuse() -> None:
-        raise ValueError("another device")
-
+    check = mock.Mock(side_effect=ValueError("another device"))
     with pytest.raises(ValueError, match="another device"):
-        RunDirectory(tmp_path).write_run({"run_id": "2", "comparisons": {}, "cases": {}}, check=refuse)
+        RunDirectory(tmp_path).write_run({"run_id": "2", "comparisons": {}, "cases": {}}, check=check)
     assert set(json.loads(RunDirectory(tmp_path).run_json.read_text())["runs"]) == {"1"}

@@ -269,10 +269,9 @@ def test_no_figure_of_a_reference_result_is_clipped_and_no_text_hides_another(di
     assert_all_fit(directory, "page")
 
 
-@pytest.mark.parametrize("size", ["column", "slide"])
 @pytest.mark.parametrize("name", ["quickstart-2cpu", "whatif-skew", "whole-capacity-modelled", "quality-small-2cpu"])
-def test_all_figures_fit_a_column_and_a_slide(name: str, size: str) -> None:
-    assert_all_fit(name, size)
+def test_all_figures_fit_a_column(name: str) -> None:
+    assert_all_fit(name, "column")
 
 
 def test_a_footer_speaks_of_every_point_of_a_panel() -> None:

@@ -203,7 +203,6 @@ COLUMNS = {
         # What a speedup costs.
         percentage("dropped_share", "dropped", better="lower", native=0.0, least=0.05),
         percentage("retained_mass", "mass kept", better="higher", native=1.0, least=0.05),
-        percentage("lost_mass", "mass lost", better="lower"),
         percentage("below_frontier", "below frontier", without_minus_zero, better="lower"),
         percentage("below_frontier_experts", "of experts", without_minus_zero, better="lower"),
         Column("output_error", "output error", form="{:.2g}", better="lower"),

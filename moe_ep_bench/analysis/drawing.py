@@ -24,7 +24,7 @@ from moe_ep_bench.analysis.marks import Panel, axis_of, facets, panels_of, serie
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, interval_words
 from moe_ep_bench.analysis.origins import ORIGINS
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.analysis.style import GAMMA, Look, dress, is_slide, looks_of, ordered_looks
+from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
 from moe_ep_bench.analysis.sweeps import value_words
 from moe_ep_bench.errors import UserError, did_you_mean
 from moe_ep_bench.files import atomic_path
@@ -32,8 +32,7 @@ from moe_ep_bench.policies import fields_by_policy
 
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
 COST = ["dropped_share", "retained_mass"]
-_MOST_LINES, _ON_SLIDE = 10, 6
-_HIGH = 4.0  # inches of a panel on the page
+_MOST_LINES = 10
 _ENDS = [f"{name}_{end}" for name in ("speedup", "moe_speedup") for end in ("median", "low", "high")]
 _ENDS += ["floor_low", "floor_high"]
 
@@ -81,7 +80,7 @@ class Figure:
         needs: a query that some row of a facet must satisfy.
         columns: of the CSV, between ``ABOUT`` and the origin.
         most: facets side by side; ``limit``: on a sheet, evenly spaced from first to last, where there are more.
-        looks: of the lines' names; ``timed``: whether what weakens times is said below.
+        ordered: lines are of ordered things, not of policies; ``timed``: whether what weakens times is said below.
     """
 
     title: str
@@ -94,7 +93,7 @@ class Figure:
     beside: bool | Callable[[pd.DataFrame], bool] = False
     most: int = 2
     limit: int = 4
-    looks: Callable[[Sequence[str]], dict[str, Look]] = looks_of
+    ordered: bool = False
     timed: bool = True
 
 
@@ -125,20 +124,16 @@ def draw(figure: Figure, store: Any) -> Drawing | None:
         rows = rows[rows["facet"].isin(rows.query(figure.needs, engine="python")["facet"])]
     if rows.empty:
         return None
-    most_facets, panels = figure.limit, panels_of(figure.panels, rows)
-    if is_slide():  # It has room for four panels, or for a row of high ones, and its reader for few lines.
-        is_high = max(panel.inches(rows) for panel in panels) > _HIGH
-        most_facets = min(figure.most if is_high else figure.limit, max(1, 4 // len(panels)))
     names, drawn, notes = list(rows["facet"].unique()), rows, []
-    if len(names) > most_facets:
-        kept = {names[int(place)] for place in np.linspace(len(names) - 1, 0, most_facets).round()}
+    if len(names) > figure.limit:
+        kept = {names[int(place)] for place in np.linspace(len(names) - 1, 0, figure.limit).round()}
         drawn = rows[rows["facet"].isin(kept)]
-        notes.append(f"of {len(names)} comparisons {most_facets} are drawn; the CSV has all")
-    drawn = _with_legend(drawn)
+        notes.append(f"of {len(names)} comparisons {figure.limit} are drawn; the CSV has all")
+    drawn, own = _with_legend(drawn), list(rows["line"].dropna().unique())
     # A policy has its look in every figure of a store: also where others are not drawn.
-    everywhere = case_rows(store)["line"] if figure.looks is looks_of and isinstance(store, Store) else []
-    looks = figure.looks([name for name in [*everywhere, *rows["line"]] if isinstance(name, str)])
-    if more := _other_lines(drawn):
+    of_store = case_rows(store)["line"].dropna() if isinstance(store, Store) else own
+    looks = ordered_looks(own) if figure.ordered else looks_of(of_store, own)
+    if more := list(drawn["line"].dropna().unique()[_MOST_LINES:]):
         notes.append(f"not drawn, but in the CSV: {', '.join(more)}")
         drawn = drawn[~drawn["line"].isin(more)]
     notes += [*drawn["note"].dropna().unique()] if "note" in drawn else []
@@ -149,15 +144,6 @@ def draw(figure: Figure, store: Any) -> Drawing | None:
     dress(sheet, figure.title, how, _footer(drawn, notes, timed=figure.timed), tags, body=body)
     columns = dict.fromkeys([*ABOUT, *figure.columns, "origin", "workload"])
     return Drawing(sheet, rows[[name for name in columns if name in rows]], figure.title, how)
-
-
-def _other_lines(rows: pd.DataFrame) -> list[str]:
-    """Lines for which there is no room: the last ones; on a slide those of policies that gain least."""
-    lines = list(rows["line"].dropna().unique())
-    if is_slide() and "speedup_median" in rows and rows["speedup_median"].notna().any():
-        gains = rows.groupby("line")["speedup_median"].max().reindex(lines)
-        return [line for line in lines if line not in set(gains.fillna(np.inf).nlargest(_ON_SLIDE).index)]
-    return lines[_MOST_LINES:]
 
 
 def _with_legend(rows: pd.DataFrame) -> pd.DataFrame:
@@ -235,7 +221,7 @@ def lines(
         partial(_line_rows, asked=asked, where=where),
         columns=list(asked.values()),
         limit=6,
-        looks=looks_of if by in (None, "policy", "label", "family") else ordered_looks,
+        ordered=by not in (None, "policy", "label", "family"),
     )
     return {"-".join(filter(None, [f"{y}-over-{x}", by and f"by-{by}", facet])): figure}
 

@@ -7,7 +7,6 @@ is added by a row; ``drawing.lines`` is a figure of any column against any other
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -16,13 +15,13 @@ from matplotlib.axes import Axes
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, comparisons, routing
 from moe_ep_bench.analysis.drawing import COST, Figure, case_rows
-from moe_ep_bench.analysis.marks import FULL_COLOUR, NAMES, Draw, are_names, axis_of, bars, heat, places_of, series
+from moe_ep_bench.analysis.marks import FULL_COLOUR, NAMES, are_names, axis_of, bars, heat, places_of, series
 from moe_ep_bench.analysis.origins import phase_origin
 from moe_ep_bench.analysis.papers import METRICS, Claims, basis_words
 from moe_ep_bench.analysis.quality import Quality, half_interval, text_costs
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL, Look, folded, rcParams
+from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL, folded, rcParams
 from moe_ep_bench.analysis.sweeps import key_words, swept, value_words
 from moe_ep_bench.analysis.timeline import mark_critical, timeline_rows
 from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS
@@ -123,10 +122,9 @@ def load_rows(store: Store) -> pd.DataFrame:
 
 
 def _loads(of: str, width: float) -> object:
+    look = {"joined": "line.notna()", "xlabel": f"{of}s, the fullest first", "width": width, "shares": False}
     needs = f"of == '{of}' and (num_ranks > 1 or of == 'expert')"
-    words = f"{of}s, the fullest first"
-    look = {"joined": "line.notna()", "only": f"of == '{of}'", "xlabel": words, "width": width, "shares": False}
-    return series("place", "load_over_mean", needs=needs, **look)
+    return series("place", "load_over_mean", needs=needs, only=f"of == '{of}'", **look)
 
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------
@@ -227,23 +225,16 @@ def _curves(most: pd.DataFrame) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return curves
 
 
-def _front(cost: str, flag: str) -> Draw:
+def _draw_front(axes: Axes, rows: pd.DataFrame, cost: str, flag: str) -> None:
     """Steps through the policies that no other beats: what may cost at most so much has the last point's speedup."""
-    column = axis_of(cost)
-
-    def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
-        del looks
-        points = rows[rows[flag] & ~rows["off_scale"]].sort_values("speedup_median")
-        if len(points) > 1:
-            look = {"color": INK, "linewidth": 1.1, "linestyle": (0, (1, 1)), "zorder": 2, "label": "front"}
-            axes.step(column.scale * points[cost], points["speedup_median"], where="post", **look)
-
-    return draw
+    points = rows[rows[flag] & ~rows["off_scale"]].sort_values("speedup_median")
+    if len(points) > 1:
+        look = {"color": INK, "linewidth": 1.1, "linestyle": (0, (1, 1)), "zorder": 2, "label": "front"}
+        axes.step(axis_of(cost).scale * points[cost], points["speedup_median"], where="post", **look)
 
 
-def _draw_frontier(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+def _draw_frontier(axes: Axes, rows: pd.DataFrame) -> None:
     """The most mass that dropping alone can keep (``curve``), within the limits of the points."""
-    del looks
     limits = {"xlim": axes.get_xlim(), "ylim": axes.get_ylim()}
     for relief_N, kept_N in rows["curve"].dropna().head(1):
         words = "frontier: none that only drops is above; rerouting may be"
@@ -251,24 +242,13 @@ def _draw_frontier(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) ->
     axes.set(**limits)
 
 
-def paid_rows(store: Store) -> pd.DataFrame:
-    """``pareto_rows`` of comparisons where something balances without loss, with what each is paid with, or is free."""
-    rows = pareto_rows(store)
-    if rows.empty:
-        return rows
-    rows = rows[rows.groupby("facet")["role"].transform(lambda roles: "replication" in set(roles))]
-    spent = {"lost_mass": (1 - rows["retained_mass"]).clip(lower=0)}
-    spent |= {name: rows[name].fillna(0) for name in ("extra_gib_per_rank", "moved_gib")}
-    return rows.assign(**spent, is_free=~pd.concat(spent, axis=1).gt(0).any(axis=1))
-
-
-def _height_of_costs(rows: pd.DataFrame) -> float:
-    return 4.0 if rows["facet"].nunique() == 1 else 3.2
-
-
 _UNSURE = ("verdict not in ('faster', 'slower')", "neither faster nor slower for sure")
-_COSTS = partial(series, only="not off_scale", height=_height_of_costs, shares=False)
-_SPEED = partial(_COSTS, y="speedup_median", hollow=_UNSURE)
+_COSTS = partial(
+    series,
+    only="not off_scale",
+    height=lambda rows: 4.0 if rows["facet"].nunique() == 1 else 3.2,
+    shares=False,
+)
 
 # ---- the figures of times and routing --------------------------------------------------------------------------------
 
@@ -311,7 +291,7 @@ FIGURES: dict[str, Figure] = {
                 "group",
                 "time since the layer began (ms)",
                 longest="longest_ms",
-                more=[mark_critical],
+                more=mark_critical,
                 height=lambda rows: rows["rank"].nunique() * (0.3 if rows["rank"].nunique() <= 8 else 0.2) + 0.9,
             )
         ],
@@ -342,31 +322,21 @@ FIGURES: dict[str, Figure] = {
     "pareto": Figure(
         "What speed costs",
         [
-            _SPEED(cost, joined="capacity_factor.notna()", reverse=cost == "retained_mass", more=[_front(cost, flag)])
+            _COSTS(
+                cost,
+                "speedup_median",
+                hollow=_UNSURE,
+                joined="capacity_factor.notna()",
+                reverse=cost == "retained_mass",
+                more=partial(_draw_front, cost=cost, flag=flag),
+            )
             for flag, cost in _FRONTS.items()
         ]
-        + [_COSTS("kept_share", "relief", joined="False", reverse=True, more=[_draw_frontier], needs="relief.notna()")],
+        + [_COSTS("kept_share", "relief", joined="False", reverse=True, more=_draw_frontier, needs="relief.notna()")],
         "Speedup over native against what a policy keeps and drops. {intervals} A line joins a policy's capacity "
         "factors.",
         pareto_rows,
         columns=(*_SPEEDUP, "verdict", *COST, *_FRONTS, "relief", "kept_share"),
-        beside=True,
-    ),
-    "paid": Figure(
-        "What speed is paid with",
-        [
-            _SPEED(
-                paid,
-                joined="role == 'policy'",
-                only=f"not off_scale and ({paid} > 0{free})",
-                needs=f"{paid} > 0",
-            )
-            for paid, free in (("lost_mass", " or is_free"), ("extra_gib_per_rank", ""), ("moved_gib", ""))
-        ],
-        "Speedup over native against what it is paid with: score mass, memory of replicas in all layers, weights that "
-        "move in a batch. What pays with none of these stands at no mass. {intervals}",
-        paid_rows,
-        columns=(*_SPEEDUP, "verdict", "lost_mass", "extra_gib_per_rank", "moved_gib"),
         beside=True,
     ),
 }
@@ -471,9 +441,8 @@ def claim_rows(claims: Claims) -> pd.DataFrame:
     )
 
 
-def _draw_papers(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+def _draw_papers(axes: Axes, rows: pd.DataFrame) -> None:
     """A paper's number as a stroke, a range of one as a bar to the edge of the panel where it has no end."""
-    del looks
     place_of, rows = places_of(rows["names"]), rows.drop_duplicates("names").set_index("names")
     paper = rows[["paper_low", "paper_high"]].dropna(how="all")
     is_single = paper["paper_low"] == paper["paper_high"]
@@ -502,7 +471,7 @@ CLAIMS_FIGURE = Figure(
             names=True,
             hollow=("not primary", ""),
             ylabel="quantity",
-            more=[_draw_papers],
+            more=_draw_papers,
             height=_height_of_claims,
         )
     ],

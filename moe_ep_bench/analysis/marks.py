@@ -96,8 +96,7 @@ def facets(
     figure = sheet(_WIDTHS[min(4, across * len(widths))])
     ratios = [inches for band in heights for inches in ([max(band.values())] if beside else band.values())]
     grid = figure.add_gridspec(len(ratios), across * len(widths), height_ratios=ratios, width_ratios=widths * across)
-    inches, fixed = figure.get_figwidth() / across - 0.3, 0.5 * rcParams["figure.figsize"][1]
-    shrunk = min(1.0, fixed / sum(ratios)) if fixed else 1.0  # on a slide
+    inches = figure.get_figwidth() / across - 0.3
     lines = [1] * len(bands)
     for at, group in enumerate(groups):
         band, column = divmod(at, across)
@@ -117,7 +116,7 @@ def facets(
                 lines[band] = max(lines[band], title.count("\n") + 1)
             points = rcParams["axes.labelsize"]
             axes.set_xlabel(folded(axes.get_xlabel(), width * (inches - 0.5), points))
-            axes.set_ylabel(folded(axes.get_ylabel(), max(0.8, shrunk * heights[band][panel] - 0.7), points))
+            axes.set_ylabel(folded(axes.get_ylabel(), max(0.8, heights[band][panel] - 0.7), points))
             if panel.shares and not beside and panel is not own[-1]:
                 axes.tick_params(labelbottom=False)
                 axes.set_xlabel("")
@@ -160,12 +159,12 @@ def name_rows(axes: Axes, names: Iterable[str]) -> None:
 
 
 def _name_columns(axes: Axes, values: Iterable[Any]) -> None:
-    """One column per value; longer words are tilted."""
+    """One column per value; words for which it has no room are tilted."""
     labels = [value if isinstance(value, str) else f"{value:,g}" for value in values]
     axes.set_xticks(range(len(labels)), [folded(label, 1.3, rcParams["xtick.labelsize"]) for label in labels])
     axes.set_xlim(-0.5, len(labels) - 0.5)
-    for tick, label in zip(axes.get_xticklabels(), labels, strict=True):
-        if len(label) > 7 and not label[0].isdigit():
+    for tick in axes.get_xticklabels():
+        if tick.get_window_extent().width > 0.9 * axes.bbox.width / len(labels):
             tick.set(rotation=30, ha="right", rotation_mode="anchor")
     axes.grid(False, axis="x")
 
@@ -215,7 +214,7 @@ def series(
     xlabel: str = "",
     ylabel: str = "",
     reverse: bool = False,
-    more: Sequence[Draw] = (),
+    more: Callable[[Axes, pd.DataFrame], None] | None = None,
     **size: Any,
 ) -> Panel:
     """Points of each ``line``, joined or not, with what a speedup is held against: native, noise floor, balance.
@@ -268,8 +267,8 @@ def series(
         _draw_references(axes, rows, x, up, floors_along=None if by_name else across.scale, upright=upright)
         if has_native:
             axes.plot(across.scale * across.native, up.scale * up.native, label="native", **_STAR)
-        for also in more:
-            also(axes, rows, looks)
+        if more is not None:
+            more(axes, rows)
         if upright:
             name_rows(axes, places)
         elif by_name:
@@ -342,7 +341,7 @@ def _draw_references(
 # ---- bars ------------------------------------------------------------------------------------------------------------
 
 
-def bars(part: str, label: str, *, longest: str = "", more: Sequence[Draw] = (), **size: Any) -> Panel:
+def bars(part: str, label: str, *, longest: str = "", more: Any = None, **size: Any) -> Panel:
     """A row of bars for each ``bar``: a piece of ``time_ms`` from ``begin_ms`` for each ``part``.
 
     ``part_origin`` says how a piece came about.
@@ -367,8 +366,8 @@ def bars(part: str, label: str, *, longest: str = "", more: Sequence[Draw] = (),
         axes.set_xlim(0, 1.02 * rows[longest].iloc[0] if longest else 1.17 * ends.max())
         axes.set_xlabel(rows[label].iloc[0] if label in rows else label)
         name_rows(axes, places)
-        for also in more:
-            also(axes, rows, looks)
+        if more is not None:
+            more(axes, rows)
 
     return Panel(draw, **size)
 

@@ -84,8 +84,8 @@ STYLE = {
     "svg.hashsalt": "moe-ep-bench",
     "pdf.fonttype": 42,  # TrueType, which publishers ask for
 }
-# The greatest width in inches; the height, 0 = what a figure needs; text over the page's; dots per inch.
-SIZES = {"page": (13.0, 0.0, 1.0, 160), "column": (3.3, 0.0, 0.73, 300), "slide": (13.33, 7.5, 1.25, 144)}
+# The greatest width in inches; text over the page's; dots per inch.
+SIZES = {"page": (13.0, 1.0, 160), "column": (3.3, 0.73, 300)}
 MIN_POINTS = 6.0  # of any text at any size
 
 
@@ -94,16 +94,11 @@ def house_style(size: str = "page") -> Iterator[None]:
     """Set matplotlib's parameters for one of ``SIZES``, whatever the user's own are, and restore these afterwards."""
     if size not in SIZES:
         raise UserError(f"size: expected one of {', '.join(SIZES)}; got {size!r}")
-    width, height, scale, dots = SIZES[size]
+    width, scale, dots = SIZES[size]
     fonts = {name: max(MIN_POINTS, scale * points) for name, points in FONT_SIZES.items()}
-    settings = {**STYLE, **fonts, "figure.figsize": (width, height), "figure.dpi": dots}
+    settings = {**STYLE, **fonts, "figure.figsize": (width, 5.0), "figure.dpi": dots}
     with matplotlib.style.context(settings, after_reset=True):
         yield
-
-
-def is_slide() -> bool:
-    """Whether the height of a sheet is given."""
-    return rcParams["figure.figsize"][1] > 0
 
 
 def is_narrow() -> bool:
@@ -210,20 +205,26 @@ _EDGE = {"markeredgecolor": "white", "markeredgewidth": 0.6}
 Look = dict[str, Any]
 
 
-def looks_of(names: Sequence[str]) -> dict[str, Look]:
+def looks_of(names: Sequence[str], more: Sequence[str] = ()) -> dict[str, Look]:
     """How the line of each name is drawn, as parameters of ``Axes.plot``.
 
-    A name that begins with a policy's has that policy's colour and marker, in every figure of every run. Variants of
-    one policy are each lighter than the one before, and have other markers and lines. Others take colours in turn.
+    A policy's name alone has that policy's colour and marker, in every figure of every run; so has its first variant
+    where ``names`` do not hold the name alone. Other variants are each lighter than the one before, and have other
+    markers and lines. What is no policy takes colours in turn.
+
+    Args:
+        names: of all lines of a run, which number the variants.
+        more: names that a figure has beside them.
     """
     looks: dict[str, Look] = {}
-    variants: dict[str, int] = {}
+    variants = dict.fromkeys(names, 1)
     others = 0
-    for number, name in enumerate(dict.fromkeys(names)):
+    for number, name in enumerate(dict.fromkeys([*names, *more])):
         policy = name.split()[0].rstrip(",:") if name.split() else ""
         if policy in POLICY_LOOKS:
             colour, marker = POLICY_LOOKS[policy]
-            variant = variants[policy] = variants.get(policy, -1) + 1
+            variant = 0 if name == policy else variants.get(policy, 0)
+            variants[policy] = max(variant + 1, variants.get(policy, 0))
             white = _LIGHTER[variant % len(_LIGHTER)]
             colour = to_hex([part + white * (1 - part) for part in to_rgb(colour)]).upper()
             markers = MARKERS if marker in MARKERS else (marker, *MARKERS)
@@ -253,9 +254,9 @@ _LETTER = 0.55  # a letter's width over its size, as a mean over the letters of 
 
 
 def sheet(width: float) -> Figure:
-    """An empty sheet, at most ``width`` inches wide; of a slide the size is given."""
+    """An empty sheet, at most ``width`` inches wide; ``dress`` gives it its height."""
     most, height = rcParams["figure.figsize"]
-    return Figure(figsize=(most if height else min(width, most), height or 5.0), layout="constrained")
+    return Figure(figsize=(min(width, most), height), layout="constrained")
 
 
 def folded(words: str, inches: float, points: float) -> str:
@@ -273,7 +274,7 @@ def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Seq
         tags: words of ``ORIGINS``, and ``recorded`` or ``synthetic``.
         body: inches of the panels on the page.
     """
-    (width, _), fixed = figure.get_size_inches(), rcParams["figure.figsize"][1]
+    width = figure.get_figwidth()
     room, scale = width - 2 * _MARGIN, rcParams["font.size"] / FONT_SIZES["font.size"]
     large, points, small = rcParams["figure.titlesize"], rcParams["figure.labelsize"], 0.8 * rcParams["font.size"]
     small, gap = max(MIN_POINTS, small), 0.09 * scale
@@ -296,7 +297,7 @@ def dress(figure: Figure, title: str, how: str, footer: Sequence[str], tags: Seq
     words = "\n".join(folded(paragraph, room, small) for paragraph in footer)
     look = {**muted, "va": "bottom", "fontsize": small, "transform": figure.dpi_scale_trans}
     below = _MARGIN + figure.text(_MARGIN, _MARGIN, words, **look).get_window_extent().height / figure.dpi + gap
-    height = fixed or above + min(1.0, scale) * body + below
+    height = above + min(1.0, scale) * body + below
     figure.set_size_inches(width, height)
     rect = (_MARGIN / width, below / height, room / width, 1 - (above + below) / height)
     figure.get_layout_engine().set(rect=rect, w_pad=0.06 * scale, h_pad=0.06 * scale)

@@ -11,8 +11,6 @@ evenly spaced from the most to the least native work, and both critical ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -23,7 +21,7 @@ from moe_ep_bench.analysis.columns import milliseconds
 from moe_ep_bench.analysis.drawing import case_rows
 from moe_ep_bench.analysis.reading import ITERATION
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.analysis.style import INK, MUTED, Look
+from moe_ep_bench.analysis.style import INK, MUTED
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.schema import LAYER_PHASES, PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES, phase_groups
 
@@ -156,9 +154,8 @@ def _title(case: pd.Series, times_us: pd.DataFrame, median_us: float) -> str:
     return ", ".join([*words, f"{100 * waiting:.1f} % waiting"])
 
 
-def mark_critical(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
+def mark_critical(axes: Axes, rows: pd.DataFrame) -> None:
     """A box round the critical rank's lane, and a line where the slowest rank ends."""
-    del looks
     critical, lanes = rows[rows["is_critical"]], list(rows["bar"].unique())
     lane, end_ms = lanes.index(critical["bar"].iloc[0]), critical["time_ms"].sum()
     look = {"fill": False, "edgecolor": INK, "linewidth": 1.8, "zorder": 4, "clip_on": False}

@@ -155,7 +155,7 @@ plot  draw the figures of one or several results directories
   --format FORMATS = png,svg  comma-separated; a CSV is written beside each
   --figures FIGURES  comma-separated (default: all for which there are rows)
   --out DIR  default: DIR/figures of one directory, else figures
-  --size SIZE = page  page, column (3.3 inches) or slide (16:9)
+  --size SIZE = page  page or column (3.3 inches)
   --case CASE  of timeline (default: the fastest that costs little)
   [any column against any other, in place of the figures]
   --x COLUMN  along the bottom

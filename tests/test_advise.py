@@ -175,7 +175,7 @@ def test_the_answer_comes_first_in_three_lines_and_the_table_fits_100_characters
     use, costs, what, *rest = text.splitlines()
     gain = "a layer is 1.300 times as fast as native, 1.538 in place of 2.000 ms"
     assert use == f"Use token_drop gamma 1.5: {gain} (measured)."
-    assert costs == "It costs: at most 8.0 % of the pairs are dropped, at least 96.0 % of the mass is kept."
+    assert costs == "It costs: 8.0 % of the pairs are dropped, 96.0 % of the mass is kept."
     assert what.startswith("For Tiny-MoE, NVIDIA Fake 80GB x 2 ranks, nccl; Zipf 0.8")
     assert what.endswith("; at most 10 % of the pairs dropped and 5 % of the score mass lost.")
     assert max(map(len, rest[1 : rest.index("", 1)])) <= 100
@@ -183,7 +183,7 @@ def test_the_answer_comes_first_in_three_lines_and_the_table_fits_100_characters
     labels = ["token_drop gamma 1.5", "token_drop gamma 2", "EPLB, 1 spare", "token_drop gamma 1"]
     assert [row[0] for row in rows] == labels
     assert [row[-1] for row in rows] == ["faster"] * 3 + ["out of bounds"]
-    assert rows[0][1:5] == ["1.300 [1.30, 1.30]", "1.538", "8.0", "96.0"]
+    assert rows[0][1:5] == ["1.300 [1.300, 1.300]", "1.538", "8.0", "96.0"]
     assert "the pick is judged by the traffic that chose it" in text
     assert "score mass is no accuracy" in text
 
@@ -226,18 +226,16 @@ def swept(*speedups: float, key: str = "workload.peak_load", **facts: Any) -> li
     ]
 
 
-def test_one_traffic_stands_after_another_where_the_pick_differs(tmp_path: Path) -> None:
-    text = advice_text(load_timed(write_run(tmp_path / "differs", swept(0.8, 0.9, 1.5, 1.6))), BOUNDS)
+def test_one_traffic_stands_after_another(tmp_path: Path) -> None:
+    text = advice_text(load_timed(write_run(tmp_path / "swept", swept(0.8, 1.5))), BOUNDS)
     first, second = (line for line in text.splitlines() if line.startswith("At "))
-    assert first.startswith("At peak load 1 and 2: Keep native: ")
-    assert second.startswith("At peak load 3 and 4: Use token_drop gamma 1.5: a layer is 1.500 to 1.600 times as fast")
-    same = advice_text(load_timed(write_run(tmp_path / "same", swept(1.5, 1.6, 1.0 / 0.8))), BOUNDS)
-    gains = "a layer is 1.250 to 1.600 times as fast as native, 1.333 in place of 2.000 ms at peak load 1, 1.600 in "
-    assert same.startswith(f"Use token_drop gamma 1.5: {gains}place of 2.000 ms at peak load 3 (")
-    (row,) = rows_of(same)
-    assert row == ["token_drop gamma 1.5", "1.250 to 1.600", "7.0", "96.0", "faster"]
-    assert "It costs: at most 7.0 % of the pairs are dropped, at least 96.0 % of the mass is kept." in same
-    assert same.endswith(RECORD_YOURS)
+    assert first.startswith("At peak load 1: Keep native: ")
+    gain = "a layer is 1.500 times as fast as native, 1.333 in place of 2.000 ms"
+    assert second == f"At peak load 2: Use token_drop gamma 1.5: {gain} (measured)."
+    assert rows_of(text) == [["token_drop gamma 1.5", "0.800 [0.800, 0.800]", "2.500", "5.0", "97.0", "slower"]]
+    assert rows_of(text.partition("\nat peak load 2\n")[2])[0][-1] == "faster"
+    assert "It costs: 6.0 % of the pairs are dropped, 96.5 % of the mass is kept." in text
+    assert text.endswith(RECORD_YOURS)
     ranks = swept(1.5, 1.6, key="layer.ep_size")
     assert RECORD_YOURS not in advice_text(load_timed(write_run(tmp_path / "ranks", ranks)), BOUNDS)
 

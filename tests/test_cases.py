@@ -67,8 +67,7 @@ def test_directories_are_told_apart_by_a_column_and_every_frame_joins_on_the_cas
     assert len(rows) == 12
     assert not rows.duplicated(CASE).any()
     assert list(rows["directory"].unique()) == ["a", "b"]
-    assert set(rows["swept"]) == {"workload.peak_load"}
-    assert list(comparisons(store)["swept_value"]) == [1.5, 2.5]
+    assert list(comparisons(store)["point"]) == ['{"workload.peak_load": 1.5}', '{"workload.peak_load": 2.5}']
     for frame in (samples(store), timings(store), routing(store)):
         joined = frame.merge(rows[[*CASE, "role"]], on=[*CASE, "role"], how="left", indicator=True)
         assert len(joined) == len(frame)

@@ -268,7 +268,6 @@ def test_experts_of_another_model_are_said_where_the_run_ends_and_what_dropped_m
     assert told.count("decides by") == is_other
     assert "sere k0=1 threshold=0.3 " in told, "short, and told apart"
     assert " activated dropped % kept % " in told
-    assert "dropped: of the model's own pairs, also where a policy computes others in their place" in told
 
 
 def test_quality_judges_it_and_copies_of_experts_cost_nothing(folder: Path, tmp_path: Path) -> None:

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.cases import cases, comparisons, load_timed, timings
-from moe_ep_bench.analysis.columns import Row, milliseconds, number, percentage, short_labels, text
+from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, short_labels, text
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, WARNING, chance_words, notes
 from moe_ep_bench.analysis.origins import NOTHING_RAN, is_same_model, modelled_line
 from moe_ep_bench.analysis.reading import ITERATION
@@ -35,13 +34,12 @@ from moe_ep_bench.timing.statistics import BELOW_MODEL, NoiseFloor, estimate_med
 
 ADVICE = "advice.txt"
 # What a candidate is that may not be picked, in place of its verdict.
-OUT_OF_BOUNDS, UNFIT = "out of bounds", "does not fit"
+OUT_OF_BOUNDS, UNFIT = _BARRED = ("out of bounds", "does not fit")
 _TIE = 0.02
 # Shares are sums of float32.
 _DIGITS = 6
 _ROUNDING = 10**-_DIGITS
 _BEST = 5
-_CANDIDATE = ["policy", "role", "policy_params"]  # labels may be shared
 RECORD_YOURS = (
     "The peak load decides, and it is assumed: docs/servers.md says how vLLM and SGLang record yours. Then ask again "
     "with --trace FILE."
@@ -128,7 +126,7 @@ def _peak(peak_load: float | None) -> str:
 
 
 def advice_text(store: Store, bounds: Bounds, question: Question | None = None, *, show_all: bool = False) -> str:
-    """The pick and what it costs, one traffic after another where it differs; then candidates and notes.
+    """The pick and what it costs, one comparison after another; then candidates and notes.
 
     Args:
         question: what was modelled; says what the user left open and which candidates were not tried.
@@ -136,25 +134,20 @@ def advice_text(store: Store, bounds: Bounds, question: Question | None = None, 
     """
     rows, about = candidates(store, bounds), comparisons(store).set_index("comparison_id", drop=False)
     natives = cases(store).query("role == 'baseline'").set_index("comparison_id")
-
-    def answer(name: str) -> str:
-        return _answer(rows[rows["comparison_id"] == name], about.loc[name], natives.loc[name])
-
-    groups = [(words, list(names)) for words, names in groupby(about.index, answer)]
-    blocks, tables = [], []
-    for words, names in groups:
-        own = rows[rows["comparison_id"].isin(names)]
-        where = _joined([_place(row) for row in about.loc[names].to_dict("records")])
-        first, *more = _said(words, own, natives, about)
-        blocks.append("\n".join([f"At {where}: {first}" if len(groups) > 1 else first, *more]))
-        tables.append(_table(own if show_all else _instructive(own), f"at {where}" if len(groups) > 1 else ""))
+    blocks, tables, hidden = [], [], 0
+    for name, facts in about.iterrows():
+        own, where = rows[rows["comparison_id"] == name], _place(facts) if len(about) > 1 else ""
+        answer = "\n".join(_answer(own, facts, natives.loc[name]))
+        blocks.append(f"At {where}: {answer}" if where else answer)
+        shown = own if show_all else _instructive(own)
+        tables += [_table(shown, where and f"at {where}")] if len(shown) else []
+        hidden = max(hidden, len(own) - len(shown))
     how = modelled_line(one.facts for one in store.comparisons)
     blocks[-1] += f"\n{_for(about, bounds, question.assumed if question else ())}{how and ' '}{how}"
-    hidden = len(rows.drop_duplicates(_CANDIDATE)) - max(len(table.frame) for table in tables)
-    more = [f"{hidden} more candidates: --all"] if hidden > 0 and not show_all else []
+    more = [f"{hidden} more candidates: --all"] if hidden else []
     told = "\n".join(f"  {note}" for note in (*more, *_notes(store, rows, about, natives, question)))
     is_assumed = all(list(json.loads(point)) == ["workload.peak_load"] for point in about["point"])
-    shown = [render([table], "text") for table in tables if len(table.frame)]
+    shown = [render(tables, "text")] if tables else []
     return "\n\n".join([*blocks, *shown, told, *([RECORD_YOURS] if is_assumed else [])])
 
 
@@ -175,78 +168,52 @@ def advice_lines(directory: Path) -> list[str]:
     return [line for line in lines[: end + 1] if line]
 
 
-def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> str:
-    """What to do with one comparison's traffic, in words that are equal where the answer is."""
-    fit = about["facts"].get("fit")
-    if native["status"] != "ok":
-        return "Inconclusive: the baseline was not measured, so there are no speedups"
-    if fit is not None and not Fit(**fit).holds():
-        return f"None: the model {Fit(**fit).words}"
-    if about["oversubscribed"]:
-        return f"Inconclusive: {OVERSUBSCRIBED}"
+def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> list[str]:
+    """What to do with one comparison's traffic: the pick with its gain, what it costs, and what it makes of a pass."""
     if rows["is_pick"].any():
-        return f"Use {rows.loc[rows['is_pick'], 'label'].iloc[0]}"
-    if rows["standing"].eq("faster").any():
-        return "Keep native: none is significantly faster on draws that did not choose it"
-    return "Keep native: no candidate within the bounds is significantly faster"
+        return _said(rows[rows["is_pick"]].iloc[0], about, native)
+    fit, is_faster = about["facts"].get("fit"), rows["standing"].eq("faster").any()
+    words = "Keep native: no candidate within the bounds is significantly faster"
+    if native["status"] != "ok":
+        words = "Inconclusive: the baseline was not measured, so there are no speedups"
+    elif fit is not None and not Fit(**fit).holds():
+        words = f"None: the model {Fit(**fit).words}"
+    elif about["oversubscribed"]:
+        words = f"Inconclusive: {OVERSUBSCRIBED}"
+    elif is_faster:
+        words = "Keep native: none is significantly faster on draws that did not choose it"
+    best = rows[~rows["standing"].isin(_BARRED)].sort_values("speedup_median").tail(1)
+    fastest = "The fastest within the bounds is {0.label}: {0.speedup_median:.3f} times native ({0.verdict})."
+    return [f"{words}.", *map(fastest.format, best.itertuples())]
 
 
-def _said(words: str, rows: pd.DataFrame, natives: pd.DataFrame, about: pd.DataFrame) -> list[str]:
-    """The answer to one group of comparisons: the pick with its gain, what it costs, and what it makes of a pass."""
-    picks = rows[rows["is_pick"]]
-    if picks.empty:
-        best = rows[~rows["standing"].isin([OUT_OF_BOUNDS, UNFIT])].sort_values("speedup_median").tail(1)
-        fastest = "The fastest within the bounds is {0.label}: {0.speedup_median:.3f} times native ({0.verdict})."
-        return [f"{words}.", *map(fastest.format, best.itertuples())]
-    native = natives.loc[picks["comparison_id"]].set_index(picks.index)
-    pick_ms = native["median_ms"] / picks["promised"]
-    is_judged, over = picks["chosen_by"].notna().all(), "draw" if (picks["num_draws"] > 1).any() else "layer"
-    how = [picks["origin"].iloc[0]]
-    how += (
-        [f"{picks['least'].min():.2f} to {picks['most'].max():.2f} by {over}"] if picks["least"].notna().any() else []
-    )
-    how += ["on draws that did not choose it"] if is_judged else []
-    what = "a pass" if picks["scope"].iloc[0] == "model" else "a layer"
-    gains = (
-        f"{what} is {_ends(picks['promised'])} times as fast as native, {_taken(pick_ms, native['median_ms'], picks)}"
-    )
-    dropped, kept, memory = (
-        picks["dropped_share"].max(),
-        picks["retained_mass"].min(),
-        picks["extra_gib_per_rank"].max(),
-    )
-    costs = [f"at most {100 * dropped:.1f} % of the pairs are dropped, at least {100 * kept:.1f} % of the mass is kept"]
-    if dropped == 0 and kept > 1 - _ROUNDING:
-        costs = ["nothing is dropped"]
-    costs += [f"{memory:.3g} GiB more memory on each rank"] if memory > 0 else []
-    lines = [f"{words}: {gains} ({'; '.join(how)}).", f"It costs: {', '.join(costs)}."]
-    if "pass_ms" not in native or native["pass_ms"].isna().any():
+def _said(pick: pd.Series, about: pd.Series, native: pd.Series) -> list[str]:
+    """What a pick gains and costs, and what a pass comes to."""
+    pick_ms = native["median_ms"] / pick["promised"]
+    how = [pick["origin"]]
+    if not missing(pick["least"]):
+        how.append(f"{pick['least']:.2f} to {pick['most']:.2f} by {'draw' if pick['num_draws'] > 1 else 'layer'}")
+    how += [] if missing(pick["chosen_by"]) else ["on draws that did not choose it"]
+    what = "a pass" if pick["scope"] == "model" else "a layer"
+    gain = f"{what} is {pick['promised']:.3f} times as fast as native, {_taken(pick_ms, native['median_ms'])}"
+    costs = ["nothing is dropped"]
+    if pick["dropped_share"] > 0 or pick["retained_mass"] <= 1 - _ROUNDING:
+        dropped, kept = 100 * pick["dropped_share"], 100 * pick["retained_mass"]
+        costs = [f"{dropped:.1f} % of the pairs are dropped, {kept:.1f} % of the mass is kept"]
+    if not missing(memory := pick["extra_gib_per_rank"]) and memory > 0:
+        costs.append(f"{memory:.3g} GiB more memory on each rank")
+    lines = [f"Use {pick['label']}: {gain} ({'; '.join(how)}).", f"It costs: {', '.join(costs)}."]
+    if missing(native.get("pass_ms")):
         return lines
-    layers = [about.at[name, "facts"]["rest"]["num_moe_layers"] for name in picks["comparison_id"]]
-    pass_ms = native["pass_ms"] - layers * (native["median_ms"] - pick_ms)
-    speed = native["tokens_per_s_per_rank"] * native["pass_ms"] / pass_ms
-    end_to_end = f"{_ends(native['pass_ms'] / pass_ms)} times as fast, {_taken(pass_ms, native['pass_ms'], picks)}"
-    rate = f"{_ends(speed, '{:,.0f}')} in place of {_ends(native['tokens_per_s_per_rank'], '{:,.0f}')} tokens/s a GPU"
-    return [*lines, f"The whole model, all such layers beside a modelled rest: {end_to_end}, {rate}."]
+    pass_ms = native["pass_ms"] - about["facts"]["rest"]["num_moe_layers"] * (native["median_ms"] - pick_ms)
+    times, rate = native["pass_ms"] / pass_ms, native["tokens_per_s_per_rank"]
+    end_to_end = f"{times:.3f} times as fast, {_taken(pass_ms, native['pass_ms'])}"
+    rates = f"{rate * times:,.0f} in place of {rate:,.0f} tokens/s a GPU"
+    return [*lines, f"The whole model, all such layers beside a modelled rest: {end_to_end}, {rates}."]
 
 
-def _taken(pick_ms: pd.Series, native_ms: pd.Series, picks: pd.DataFrame) -> str:
-    """The pick's and native's milliseconds; of several comparisons those of the first and the last."""
-    ends = slice(None, None, max(1, len(picks) - 1))
-    at = picks["at"][ends] if len(picks) > 1 else [""]
-    return ", ".join(
-        f"{milliseconds(ours)} in place of {milliseconds(theirs)} ms{place and f' at {place}'}"
-        for ours, theirs, place in zip(pick_ms[ends], native_ms[ends], at, strict=True)
-    )
-
-
-def _joined(places: Sequence[str]) -> str:
-    """``peak load 1.2 and 2``, or first to last of more."""
-    first, *others = places
-    if others and all(place.startswith("peak load ") for place in places):
-        last = others[-1].removeprefix("peak load ")
-        return f"{first} {'to' if len(others) > 1 else 'and'} {last}"
-    return f"{', '.join(places[:-1])} and {places[-1]}" if others else first
+def _taken(ours_ms: float, native_ms: float) -> str:
+    return f"{milliseconds(ours_ms)} in place of {milliseconds(native_ms)} ms"
 
 
 def _for(about: pd.DataFrame, bounds: Bounds, assumed: Sequence[str]) -> str:
@@ -262,7 +229,7 @@ def _for(about: pd.DataFrame, bounds: Bounds, assumed: Sequence[str]) -> str:
     limits += [f"{lost:g} % of the score mass lost"] if lost < 100 else []
     within = f"at most {' and '.join(limits)}" if limits else "no bounds"
     default = f"; by default {', '.join(assumed)}" if assumed else ""
-    skews = _joined(list(dict.fromkeys(map(_skew, about["facts"]))))
+    skews = " / ".join(dict.fromkeys(map(_skew, about["facts"])))
     workload = about["facts"].iloc[0]["workload"]
     if not (workload.get("recording") or workload.get("skew") or "expert_loads" in workload["targets"]):
         skews += f", assumed, not {about['model'].iloc[0]}'s own"
@@ -295,58 +262,30 @@ def _skew(facts: Row) -> str:
 
 def _instructive(rows: pd.DataFrame) -> pd.DataFrame:
     """The five best that may be picked, the fastest that may not, and of the others the one that loses most time."""
-    keys = rows[_CANDIDATE].apply(tuple, axis=1)
-    by_speed = rows.assign(key=keys, is_barred=rows["standing"].isin([OUT_OF_BOUNDS, UNFIT]))
-    by_speed = by_speed.sort_values(["is_pick", "speedup_median"], ascending=False)
-    best = by_speed["key"][~by_speed["is_barred"]].unique()
-    barred = by_speed["key"][by_speed["is_barred"] & ~by_speed["key"].isin(best)].unique()
-    slowest = by_speed.sort_values("speedup_median")["key"].head(1)
-    return rows[keys.isin([*best[:_BEST], *barred[:1], *slowest])]
+    by_speed = rows.sort_values(["is_pick", "speedup_median"], ascending=False)
+    is_barred = by_speed["standing"].isin(_BARRED)
+    chosen = pd.concat([by_speed[~is_barred].head(_BEST), by_speed[is_barred].head(1), by_speed.tail(1)])
+    return rows[rows.index.isin(chosen.index)]
 
 
 def _table(rows: pd.DataFrame, title: str) -> Table:
-    """A row per candidate, within 100 characters, the pick first and those last that may not be; of several comparisons
-    ranges.
-    """
-    rows = rows.assign(label=short_labels(rows["label"]), is_barred=rows["standing"].isin([OUT_OF_BOUNDS, UNFIT]))
-    found = []
-    for _, group in rows.groupby(_CANDIDATE, sort=False):
-        first, speedup, is_one = group.iloc[0], group["speedup_median"], len(group) == 1
-        ends = f" [{first['speedup_low']:.2f}, {first['speedup_high']:.2f}]" if first["speedup_is_interval"] else ""
-        standings = group["standing"].str.replace(BELOW_MODEL, "below model")
-        if standings.nunique() > 1:
-            standings += group["at"].map(lambda at: f" at {at.removeprefix('peak load ').removeprefix('traffic ')}")
-        found.append(
-            {
-                "label": first["label"],
-                "speedup": f"{speedup.iloc[0]:.3f}{ends}" if is_one else _ends(speedup),
-                "median_ms": first["median_ms"] if is_one else np.nan,
-                "dropped_share": group["dropped_share"].max(),
-                "retained_mass": group["retained_mass"].min(),
-                "more_gib": group["extra_gib_per_rank"].astype(float).max(),
-                "standing": " / ".join(standings.unique()),
-                "order": (not group["is_pick"].any(), group["is_barred"].all(), -group["log_speed"].sum()),
-            }
-        )
-    found.sort(key=lambda row: row["order"])
-    frame = pd.DataFrame(found, columns=list(found[0]) if found else [])
+    """A row per candidate, the pick first and those last that may not be."""
+    rows = rows.assign(
+        label=short_labels(rows["label"]),
+        is_barred=rows["standing"].isin(_BARRED),
+        extra_gib_per_rank=rows["extra_gib_per_rank"].astype(float),
+        standing=rows["standing"].replace(BELOW_MODEL, "below model"),
+    ).sort_values(["is_pick", "is_barred", "log_speed"], ascending=[False, True, False])
     columns = (
         text("label", "candidate"),
-        text("speedup", "end to end" if (rows["scope"] == "model").any() else "speedup"),
+        interval("speedup", "end to end" if (rows["scope"] == "model").any() else "speedup"),
         number("median_ms", "ms", milliseconds),
         percentage("dropped_share", "drop"),
         percentage("retained_mass", "kept"),
-        number("more_gib", "GiB", "{:.2g}"),
+        number("extra_gib_per_rank", "GiB", "{:.2g}"),
         text("standing", "verdict"),
     )
-    return Table(
-        frame, [column for column in columns if column.name in frame and frame[column.name].notna().any()], title
-    )
-
-
-def _ends(values: pd.Series, form: str = "{:.3f}") -> str:
-    """The least and the greatest value, or the one that there is."""
-    return " to ".join(dict.fromkeys(form.format(value) for value in (values.min(), values.max())))
+    return Table(rows, [column for column in columns if rows[column.name].notna().any()], title)
 
 
 # ---- notes -----------------------------------------------------------------------------------------------------------
@@ -372,7 +311,7 @@ def _notes(
     is_drawn = (about["num_draws"] == 1) & (about["num_ranks"] > 1) & about["facts"].map(_is_drawn).astype(bool)
     loads = natives["fullest_rank"].reindex(about.index[is_drawn])
     if len(loads.dropna()):
-        fullest = f"native's fullest rank has {_ends(loads, '{:.2f}')} x the mean load"
+        fullest = f"native's fullest rank has up to {loads.max():.2f} x the mean load"
         yield f"the traffic is one draw: {fullest} by chance; workload.rank_load sets it"
     if about["scope"].eq("layer").all() and ("pass_ms" not in natives or natives["pass_ms"].isna().any()):
         yield "speedups are of one MoE layer: a whole model gains less (docs/model.md)"

@@ -103,7 +103,7 @@ def load_timed(directory: Path) -> Store:
 def cases(store: Store) -> pd.DataFrame:
     """A row per case in reading order: baseline, noise, topk, policies, replication, ceiling.
 
-    Columns: ``CASE``; those of ``comparisons`` but ``facts``; what the case is (``policy``, ``policy_params`` (JSON),
+    Columns: ``CASE``; those of ``comparisons``; what the case is (``policy``, ``policy_params`` (JSON),
     ``label``, ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``data_model``,
     ``extra_gib_per_rank``, ``fits``, whether the model fits the device's memory; ``family``, the policy with every
     parameter but the capacity factor; ``family_label``, the same for people); ``reduce.ROUTED`` and ``output_error``;
@@ -118,15 +118,22 @@ def cases(store: Store) -> pd.DataFrame:
     means.loc[means.index.isin(rows.index[rows["role"] == "ceiling"]), _COSTS] = np.nan
     rows = rows.join(means)
     if len(store.samples):
-        rows = rows.join(_times(store)).join(_speedups(store, rows))
-        rows = rows.join(breakdown(_phase_times(store), rows["probe_floor_us"])).join(_rates(store))
-        of_probes = rows["breakdown_layer_ms"] / rows["median_ms"] - 1
-        rows["probe_overhead"] = of_probes.where([facts.run.mode != "emulated" for facts in rows["comparison"]])
+        phases_us = _phase_times(store)
+        rows = rows.join([_times(store), _speedups(store, rows), breakdown(phases_us, rows["probe_floor_us"])])
+        rows = rows.join(_rates(store))
         rows = rows.join(_passes(rows)).join(_models(store, rows))
+        of_probes = rows["breakdown_layer_ms"] / rows["median_ms"] - 1
+        rows["probe_overhead"] = of_probes.where([one.run.mode != "emulated" for one in rows["comparison"]])
     rows = rows.reindex(columns=list(dict.fromkeys([*rows, *_TIMED])))
     rows = rows.drop(columns=["comparison", "native", "topk", "noise", "probe_floor_us"])
-    about = comparisons(store).drop(columns="facts")
-    return rows.astype({"speedup_num_launches": "Int64"}).merge(about, on=COMPARISON, how="left", validate="m:1")
+    rows = rows.astype({"speedup_num_launches": "Int64"})
+    return rows.merge(comparisons(store), on=COMPARISON, how="left", validate="m:1")
+
+
+def kind_of(rows: pd.DataFrame) -> str:
+    """``layer``, ``model`` or ``route``, of rows of one comparison."""
+    facts = rows.iloc[0]
+    return "route" if facts["mode"] == "route" else facts["scope"]
 
 
 @lru_cache(maxsize=4)
@@ -152,26 +159,19 @@ def _listed(store: Store) -> pd.DataFrame:
 
 def _identity(comparison: Comparison, case: Any) -> dict[str, Any]:
     facts, fit = case.facts, getattr(comparison.facts, "fit", None)
-    factor, is_timed = facts.policy_params.get("capacity_factor"), isinstance(comparison.facts, TimedFacts)
+    factor, is_policy = facts.policy_params.get("capacity_factor"), facts.role == "policy"
     return {
-        "directory": comparison.directory,
-        "comparison_id": comparison.comparison_id,
-        "case_id": case.case_id,
+        **values_of("", comparison, COMPARISON),
+        **values_of("", case, ("case_id", "status", "reason")),
+        **values_of("", facts, ("policy", "label", "role", "looks_past_top_k", "data_model")),
         "comparison": comparison,
-        "policy": facts.policy,
         "policy_params": json.dumps(facts.policy_params, sort_keys=True),
-        "label": facts.label,
-        "role": facts.role,
-        "status": case.status,
-        "reason": case.reason,
         "capacity_factor": None if factor is None else float(factor),
-        "looks_past_top_k": facts.looks_past_top_k,
-        "data_model": facts.data_model,
         "extra_gib_per_rank": facts.extra_bytes_per_rank and facts.extra_bytes_per_rank / 2**30,
-        "family": _family(facts.policy, facts.policy_params) if facts.role == "policy" else None,
-        "family_label": _family_label(facts.policy, facts.label) if facts.role == "policy" else None,
+        "family": _family(facts.policy, facts.policy_params) if is_policy else None,
+        "family_label": _family_label(facts.policy, facts.label) if is_policy else None,
         "fits": fit and fit.holds(facts.extra_bytes_per_rank or 0),
-        "probe_floor_us": probe_floor_us(comparison.facts, comparison.conditions.values()) if is_timed else 0.0,
+        "probe_floor_us": probe_floor_us(comparison.facts, comparison.conditions.values()),
     }
 
 
@@ -266,14 +266,12 @@ def _rates(store: Store) -> pd.DataFrame:
 def _passes(rows: pd.DataFrame) -> pd.DataFrame:
     """What a layer comes to in a pass of its model, where the rest of it is stated; of models their tokens."""
     found = {}
-    for case, row in rows[rows["median_ms"].notna()].iterrows():
-        facts, times = row["comparison"].facts, {}
-        pass_ms = row["median_ms"] if facts.whole else facts.rest and facts.rest.pass_ms(row["median_ms"])
-        if pass_ms is not None:
+    for case, comparison, layer_ms in rows[["comparison", "median_ms"]].dropna().itertuples(name=None):
+        facts = comparison.facts
+        if pass_ms := layer_ms if facts.whole else facts.rest and facts.rest.pass_ms(layer_ms):
             per_s = facts.num_tokens / pass_ms * 1e3
-            times = {"tokens_per_s_per_rank": per_s / facts.world_size}
-            times |= {"tokens_per_s": per_s} if facts.whole else {"pass_ms": pass_ms}
-        found[case] = times
+            of_scope = {"tokens_per_s": per_s} if facts.whole else {"pass_ms": pass_ms}
+            found[case] = {"tokens_per_s_per_rank": per_s / facts.world_size, **of_scope}
     return pd.DataFrame.from_dict(found, orient="index")
 
 
@@ -331,44 +329,37 @@ def comparisons(store: Store) -> pd.DataFrame:
     ``ep_size``), ``world_size``, ``num_replicas``, ``num_tokens``, ``num_batches``, ``num_draws`` (seeds of
     its traffic, where they were joined), ``num_launches``, ``dtype``, ``backend``, ``traffic`` (in
     words, of ``route``); ``mode``, ``scope``, ``origin`` (``origins.ORIGINS``); ``workload`` (its kind),
-    ``tail_model``, ``seed``, ``peak_load``;
-    ``device``, ``links``, ``transport``, ``dispatch_dtype``, ``oversubscribed``; ``point`` (JSON: swept keys with
-    values), ``swept`` and ``swept_value``, the first key whose values differ in the store; ``how``, ``ran_on``,
-    ``links_words``, ``workload_words``, for footers; ``facts``, the comparison's object in run.json.
+    ``tail_model``, ``seed``, ``peak_load``; ``device``, ``links``, ``transport``, ``dispatch_dtype``,
+    ``oversubscribed``; ``point`` (JSON: swept keys with values); ``how``, ``ran_on``, ``links_words``,
+    ``workload_words``, for footers; ``facts``, the comparison's object in run.json.
     """
     layers_of = store.routing.groupby(store.routing["case"].map(store.cases["comparison"]))["layer"].unique()
-    frame = pd.DataFrame([_comparison(one, layers_of.get(place, ())) for place, one in enumerate(store.comparisons)])
-    points = [json.loads(point) for point in frame["point"]]
-    keys = dict.fromkeys(key for point in points for key in point)
-    swept = next((key for key in keys if len({json.dumps(point.get(key)) for point in points}) > 1), None)
-    return frame.assign(swept=swept, swept_value=[point.get(swept) for point in points])
+    return pd.DataFrame([_comparison(one, layers_of.get(place, ())) for place, one in enumerate(store.comparisons)])
 
 
 def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:
     facts, run = one.facts, one.run
-    timed = facts if isinstance(facts, TimedFacts) else None
+    is_timed = isinstance(facts, TimedFacts)
+    links, device = (getattr(facts, name, None) for name in ("links", "device"))
     return {
-        "directory": one.directory,
-        "comparison_id": one.comparison_id,
+        **values_of("", one, COMPARISON),
         **values_of("", facts, _FACTS),
+        **values_of("", run, ("mode", "scope")),
+        **values_of("", facts.workload, ("tail_model", "seed")),
         "title": _title(facts),
         "ep_size": facts.num_ranks,
         "num_draws": getattr(facts, "draws", 1),
         "num_launches": len(one.conditions),
-        "mode": run.mode,
-        "scope": run.scope,
         "origin": origin_of(run, facts),
         "workload": facts.workload.kind,
-        "tail_model": facts.workload.tail_model,
-        "seed": facts.workload.seed,
         "peak_load": facts.workload.targets.get("peak_load"),
-        "device": timed and (file_of(timed.device) or run.environment.device_name),
-        "links": timed and file_of(timed.links),
-        **values_of("", timed if timed and timed.links else None, ("transport", "dispatch_dtype")),
-        "point": json.dumps(timed.point if timed else {}, sort_keys=True),
+        "device": file_of(device) or (run.environment.device_name if is_timed else None),
+        "links": file_of(links),
+        **values_of("", links and facts, ("transport", "dispatch_dtype")),
+        "point": json.dumps(facts.point if is_timed else {}, sort_keys=True),
         "how": how_words(run, facts),
         "ran_on": device_words(run, facts),
-        "links_words": timed and timed.links,
+        "links_words": links,
         "workload_words": _workload_words(facts, layers),
         "facts": facts.model_dump(mode="json"),
     }
@@ -395,8 +386,7 @@ def conditions(store: Store) -> pd.DataFrame:
     """A row per comparison, launch and rank: ``COMPARISON``, ``launch``, ``rank`` and what was recorded of them."""
     rows = [
         {
-            "directory": one.directory,
-            "comparison_id": one.comparison_id,
+            **values_of("", one, COMPARISON),
             "launch": launch,
             "rank": rank,
             "run_id": of_launch.run_id,

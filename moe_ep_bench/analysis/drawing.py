@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as Sheet
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, comparisons, routing, timings
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing, timings
 from moe_ep_bench.analysis.columns import COLUMNS
 from moe_ep_bench.analysis.marks import Panel, axis_of, facets, panels_of, series
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, interval_words
@@ -46,7 +46,7 @@ def case_rows(store: Store) -> pd.DataFrame:
     slots in words; ``at``, the step, else the line; ``facts``. The ceiling, whose scores are not the model's, has no
     costs.
     """
-    rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
+    rows = cases(store)
     is_replica, is_ceiling = rows["role"] == "replication", rows["role"] == "ceiling"
     spare = rows["policy_params"].map(lambda params: json.loads(params or "{}").get("spare_per_rank"))
     way = rows["label"].str.replace(r", \d+ spare per rank", "", regex=True)

@@ -138,7 +138,7 @@ def swept_rows(store: Store) -> pd.DataFrame:
     have a ``status`` but no numbers.
     """
     rows, points = case_rows(store), swept(comparisons(store))
-    rows = rows.drop(columns=["swept_value", "at"]).merge(points, on=COMPARISON)
+    rows = rows.drop(columns="at").merge(points, on=COMPARISON)
     is_reference = rows["role"].isin(["replication", "ceiling"])
     rows = rows[(rows["status"] == "ok") & is_reference | (rows["role"] == "policy")]
     step = rows["capacity_factor"].astype(object).mask(rows["role"] == "ceiling", "perfect balance")

@@ -7,22 +7,19 @@ stands for each entry, a tuple fills several braces. Warnings forbid or weaken a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import COMPARISON, cases, routing
+from moe_ep_bench.analysis.cases import COMPARISON, cases, kind_of, routing
 from moe_ep_bench.analysis.origins import component_words, is_same_model
 from moe_ep_bench.analysis.store import Comparison, Store
-from moe_ep_bench.facts import RoutedFacts, tokens_words
 from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
-# Aims of the timing protocol: above these a breakdown is told apart from what it breaks down.
-MAX_UNACCOUNTED = 0.01
+# An aim of the timing protocol: above this a breakdown is told apart from what it breaks down.
 MAX_PROBE_OVERHEAD = 0.01
 # A share of launch-bound iterations below this is chance.
 MAX_HOST_BOUND = 0.1
@@ -30,7 +27,6 @@ MAX_HOST_BOUND = 0.1
 MAX_DRIFT = 0.1
 # A step of decoding leaves this share of the fullest rank's experts idle in some case.
 _LEAST_IDLE = 0.05
-_ROUNDING = 1e-6  # shares are sums of float32
 WARNING = "warning: "
 
 MODEL_CAVEAT = "ranges in brackets come from traffic alone: errors of the model of devices and links are not in them"
@@ -47,8 +43,7 @@ class About:
         self.store, self.comparison, self.facts = store, comparison, comparison.facts
         self.rows = frame[frame[COMPARISON].eq([comparison.directory, comparison.comparison_id]).all(axis=1)]
         self.launches = [comparison.conditions[launch] for launch in sorted(comparison.conditions)]
-        is_model = getattr(self.facts, "whole", None) is not None
-        self.kind = "route" if isinstance(self.facts, RoutedFacts) else "model" if is_model else "layer"
+        self.kind = kind_of(self.rows)
 
     def of(self, role: str) -> pd.DataFrame:
         """The rows of a role that are ok."""
@@ -62,14 +57,6 @@ class About:
     @property
     def ran(self) -> bool:
         return self.facts.device is None
-
-
-def _passes(about: About) -> tuple:
-    facts, batches = about.facts.whole, _native_batches(about)
-    peaks = batches.groupby("layer")["expert_imbalance"].mean()
-    words = f"one decode step; {tokens_words(facts.context_length)} of each request are in the cache"
-    words = words if facts.context_length else "the prefill of all prompts, to the last token's logits"
-    return len(peaks) and (words, len(facts.moe_layers), peaks.min(), peaks.max())
 
 
 def _native_batches(about: About) -> pd.DataFrame:
@@ -99,20 +86,9 @@ def _spread(about: About) -> str:
     return f"[95 % interval, bootstrapped over batches, then iterations{launches}]"
 
 
-def _detectable(about: About) -> tuple | None:
-    values = about.of("policy")["detectable"].dropna()
-    return (values.min(), values.max()) if len(values) else None
-
-
 def _chance(about: About) -> list[str]:
     judged = about.rows[~about.rows["role"].isin(["baseline", "noise"]) & about.rows["floor_low"].notna()]
     return chance_words(int(judged["speedup_is_interval"].eq(True).sum()))
-
-
-def _solving(about: About) -> str:
-    params = map(json.loads, about.of("replication")["policy_params"])
-    times_us = {fields["solve_us"] for fields in params if fields.get("solve_us") is not None}
-    return " or ".join(f"{time_us:g}" for time_us in sorted(times_us))
 
 
 def _native_differs(about: About) -> bool:
@@ -181,13 +157,6 @@ class Note(NamedTuple):
 _TIMED, _ALL = "layer model", "layer model route"
 NOTES = (
     Note(_ALL, lambda about: about.rows["workload_words"].iloc[0], "{}", 6),
-    Note("model", _passes, "a pass is {}; {} MoE layers, fullest expert {:.2f} to {:.2f} x mean"),
-    Note(
-        "model",
-        lambda about: about.facts.whole.num_shared_by_chance,
-        "in {} MoE layers neighbours share more experts than asked: independent tokens do under this skew",
-    ),
-    Note("model", lambda about: about.facts.whole.attention, "attention: {}, data-parallel"),
     Note(_TIMED, _components, "{}"),
     Note(
         "layer",
@@ -210,13 +179,7 @@ NOTES = (
         "noise floor: {:.3f} to {:.3f}, by which native run twice differs from itself",
         5,
     ),
-    Note("layer", _detectable, "smallest speedup that would be called (power 80 %): {:.3f} to {:.3f}"),
     Note(_TIMED, _chance, "{}"),
-    Note(
-        "layer",
-        lambda about: about.rows["role"].eq("ceiling").any(),
-        "ceiling: native on perfectly balanced scores; what balance alone could buy, no policy",
-    ),
     Note(
         "model",
         lambda about: about.most("most_by_amdahl"),
@@ -242,29 +205,11 @@ NOTES = (
     ),
     Note(
         "route",
-        lambda about: True,
-        "fullest: pairs over native's mean expert's or rank's; imbalance: over the mean of the pairs that are "
-        "computed; of each batch, then means over batches and layers",
-    ),
-    Note(
-        _ALL,
-        lambda about: about.of("policy")["looks_past_top_k"].any(),
-        "dropped: of the model's own pairs, also where a policy computes others in their place",
-        5,
-    ),
-    Note(
-        "route",
         lambda about: "scores assumed" in about.facts.workload.description,
         "scores were not recorded and are assumed equal over the top-k: loads are the recording's, but mass, and what "
         "policies choose by scores (oea, xshare, drops by score), say nothing of the model",
     ),
     Note("route", lambda about: about.facts.image_share, "assumed: {:.0%} of every sequence's tokens are an image's"),
-    Note(_TIMED, _solving, "solving counts in every batch, as {} us, assumed, in the phase policy"),
-    Note(
-        _ALL,
-        lambda about: about.most("retained_mass") > 1 + _ROUNDING,
-        "mass kept above 100 %: the policy adds experts to the top-k",
-    ),
     Note(_TIMED, _of_machines(remarks), "{}"),
 )
 WARNINGS = (
@@ -291,11 +236,6 @@ WARNINGS = (
         2,
     ),
     Note(_TIMED, lambda about: about.facts.oversubscribed, OVERSUBSCRIBED, 1),
-    Note(
-        _TIMED,
-        lambda about: about.most("breakdown_unaccounted_share") > MAX_UNACCOUNTED,
-        f"phases leave more than {100 * MAX_UNACCOUNTED:g} % of the time unaccounted for",
-    ),
     Note(
         _TIMED,
         lambda about: (overhead := about.most("probe_overhead")) > MAX_PROBE_OVERHEAD and 100 * overhead,

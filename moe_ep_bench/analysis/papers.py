@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import COMPARISON, cases, comparisons, load, routing, timings
+from moe_ep_bench.analysis.cases import cases, comparisons, load, routing, timings
 from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, text
 from moe_ep_bench.analysis.reading import ITERATION, ResultsError, read_document, typed
 from moe_ep_bench.analysis.render import Table, render
@@ -101,9 +101,9 @@ def load_claims(directory: Path) -> Claims:
         raise ResultsError(f"{path}: missing; a directory with claims is one that `papers` has written")
     claimed = typed(_File, path, "", read_document(path)).claims
     store = load(directory, join_draws=False)
-    rows = cases(store).merge(comparisons(store)[[*COMPARISON, "facts"]], on=COMPARISON)
     activated = routing(store).groupby("case_id")["activated_fullest_rank"].mean()
-    by_id = rows.assign(activated=rows["case_id"].map(activated)).set_index("case_id", drop=False).to_dict("index")
+    rows = cases(store).assign(activated=lambda rows: rows["case_id"].map(activated))
+    by_id = rows.set_index("case_id", drop=False).to_dict("index")
     natives = {row["comparison_id"]: row for row in by_id.values() if row["role"] == "baseline"}
     times = dict(iter(timings(store).set_index(ITERATION).groupby(["case_id", "quantity"], sort=False)["time_us"]))
     found = []

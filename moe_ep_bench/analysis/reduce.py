@@ -30,7 +30,7 @@ Shapes: U = batches of layers, Z = source ranks, R = expert ranks, E = experts, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -97,10 +97,10 @@ def mean_ms(times_us: pd.DataFrame, groups: Mapping[str, Sequence[str]]) -> pd.D
     return sums_us.groupby(level="case").median() / 1e3
 
 
-def probe_floor_us(facts: TimedFacts, conditions: Sequence[Conditions]) -> float:
+def probe_floor_us(facts: TimedFacts | RoutedFacts, conditions: Iterable[Conditions]) -> float:
     """What a probe costs on a GPU when nobody waits: median over launches and ranks; 0 where that is not known."""
     known = [rank.probe_floor_us for launch in conditions for rank in launch.ranks if rank.probe_floor_us is not None]
-    return float(np.median(known)) if known and facts.backend == "nccl" else 0.0
+    return float(np.median(known)) if known and getattr(facts, "backend", "") == "nccl" else 0.0
 
 
 def breakdown(times_us: pd.DataFrame, floor_us: pd.Series) -> pd.DataFrame:

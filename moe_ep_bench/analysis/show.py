@@ -121,10 +121,12 @@ def _of_store(
 ) -> str:
     frame = chosen_cases(store, names)
     if to in PROGRAMS:
-        rows = samples(store, frame) if all_samples else frame
+        rows = samples(store, frame) if all_samples else frame.drop(columns="facts")
         wanted = [column.name for column in columns_named(columns, rows)]
         return render([Table(rows[wanted] if wanted else rows, ())], to)
     listed = tables(store, views or MAIN, frame, columns)
+    for name in (name for name in views if not tables(store, [name], frame, columns)):
+        print(f"moe-ep-bench: --view {name}: {VIEWS[name].absent}", file=sys.stderr)
     if to != "text":
         return render(listed, to)
     width = terminal_width()

@@ -9,11 +9,10 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, layers, samples
-from moe_ep_bench.analysis.columns import COLUMNS, Column, columns, fitting_labels, interval
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, kind_of, layers, samples
+from moe_ep_bench.analysis.columns import COLUMNS, Column, columns, fitting_labels
 from moe_ep_bench.analysis.notes import WARNING, leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reading import ITERATION
@@ -43,6 +42,7 @@ class View:
         where: a query of the frame; empty = all rows.
         rows: the frame, of a store and the comparison's rows of ``cases``.
         notes: below the table; None = all notes of the comparison.
+        absent: why there may be no such table.
     """
 
     of: str
@@ -52,6 +52,7 @@ class View:
     title: str = ""
     rows: Callable[[Store, pd.DataFrame], pd.DataFrame] = lambda _, rows: rows
     notes: Sequence[str] | None = ()
+    absent: str = "the run has no such numbers"
 
 
 def native_and_fastest(rows: pd.DataFrame) -> pd.DataFrame:
@@ -66,29 +67,26 @@ def _by_rank(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     ``median_ms`` is a rank's own time, ``slowest_share`` how often it is the slowest, of plain iterations;
     ``waiting_ms`` the median of breakdowns.
     """
-    chosen, parts = native_and_fastest(rows), []
-    rows_of = dict(iter(samples(store, chosen).groupby("case_id")))
-    for case_id, label in chosen[["case_id", "label"]].itertuples(index=False):
-        times = rows_of[case_id]
-        total_IR, waiting_IR = (
-            times[times["kind"].eq(kind) & times["phase"].isin(phases)]
-            .pivot_table("time_us", ITERATION, "rank", aggfunc="sum")
-            .to_numpy()
-            for kind, phases in (("plain", [TOTAL]), ("breakdown", GROUPS["waiting"]))
-        )
-        part = pd.DataFrame({"label": label, "rank": np.arange(total_IR.shape[1])})
-        part["median_ms"] = np.median(total_IR, axis=0) / 1e3
-        part["slowest_share"] = np.bincount(total_IR.argmax(axis=1), minlength=len(part)) / len(total_IR)
-        if len(waiting_IR):
-            part["waiting_ms"] = np.median(waiting_IR, axis=0) / 1e3
-        parts.append(part)
-    if not parts:
-        return pd.DataFrame()
+    chosen = native_and_fastest(rows)
+    times = samples(store, chosen)
+    iteration, rank = ["label", *ITERATION], ["label", "rank"]
+    total_us, waiting_us = (
+        times[times["kind"].eq(kind) & times["phase"].isin(phases)].groupby([*iteration, "rank"])["time_us"].sum()
+        for kind, phases in (("plain", [TOTAL]), ("breakdown", GROUPS["waiting"]))
+    )
+    is_slowest = total_us.groupby(iteration).rank(method="first", ascending=False) == 1
+    shown = pd.DataFrame(
+        {
+            "median_ms": total_us.groupby(rank).median() / 1e3,
+            "slowest_share": is_slowest.groupby(rank).mean(),
+            "waiting_ms": waiting_us.groupby(rank).median() / 1e3,
+        }
+    )
     machines = conditions(store).merge(rows[COMPARISON].head(1)).drop_duplicates("rank").set_index("rank")
-    if len(machines):
-        machines["memory_gib"] = machines["peak_memory_bytes"].astype(float) / 2**30
-    shown = pd.concat(parts, ignore_index=True).join(machines.reindex(columns=_OF_MACHINES), on="rank")
-    slowest = parts[0].nlargest(MAX_RANKS, "median_ms")["rank"]
+    machines = machines.reindex(columns=["peak_memory_bytes", *_OF_MACHINES])
+    machines["memory_gib"] = machines["peak_memory_bytes"].astype(float) / 2**30
+    shown = chosen[["label"]].merge(shown.reset_index(), on="label").join(machines[[*_OF_MACHINES]], on="rank")
+    slowest = shown[shown["label"].isin(chosen["label"].head(1))].nlargest(MAX_RANKS, "median_ms")["rank"]
     return shown[shown["rank"].isin(slowest)].sort_values("rank", kind="stable")
 
 
@@ -163,15 +161,10 @@ VIEWS = {
         title="layers under native and the fastest policy",
         rows=lambda store, rows: layers(store, native_and_fastest(rows)).sort_values("layer", kind="stable"),
         notes=("mean over ranks, median over breakdown iterations",),
+        absent="there is one layer, whose numbers the main table has",
     ),
 }
 MAIN = ("layer", "model", "route")
-
-
-def kind_of(rows: pd.DataFrame) -> str:
-    """``layer``, ``model`` or ``route``, of rows of one comparison."""
-    facts = rows.iloc[0]
-    return "route" if facts["mode"] == "route" else facts["scope"]
 
 
 def tables(
@@ -224,7 +217,11 @@ def _columns_of(view: View, frame: pd.DataFrame) -> list[Column]:
     names = [name for name in view.columns if name in frame and frame[name].notna().any()]
     if "activated_fullest_rank" in names and not leaves_idle(frame):
         names = [name for name in names if name not in ("activated_fullest_rank", "below_frontier_experts")]
-    return [replace(COLUMNS[name], header=view.headers.get(name, COLUMNS[name].header)) for name in names]
+    return _headed(names, view.headers)
+
+
+def _headed(names: Sequence[str], headers: dict[str, str]) -> list[Column]:
+    return [replace(COLUMNS[name], header=headers.get(name, COLUMNS[name].header)) for name in names]
 
 
 def _title(facts: pd.Series) -> str:
@@ -241,34 +238,25 @@ def _title(facts: pd.Series) -> str:
 
 def _reasons(rows: pd.DataFrame) -> pd.Series:
     """Why each case was not measured; None where it was."""
-    reasons = [
-        None
-        if status == "ok"
-        else textwrap.shorten(f"{status}: {reason or 'no reason was recorded'}", _REASON_WIDTH, placeholder=" ...")
-        for status, reason in zip(rows["status"], rows["reason"], strict=True)
-    ]
-    return pd.Series(reasons, rows.index, dtype=object)
+    words = rows["status"] + ": " + rows["reason"].fillna("no reason was recorded").astype(str)
+    short = words.map(lambda line: textwrap.shorten(line, _REASON_WIDTH, placeholder=" ..."))
+    return short.astype(object).where(rows["status"] != "ok", None)
 
 
 def short_table(rows: pd.DataFrame) -> Table:
     """What the end of a run prints of a comparison: six columns that fit 100 characters."""
+    kind = kind_of(rows)
     load = "activated_experts" if leaves_idle(rows) else "rank_imbalance"
-    of_route = ("fullest_expert", "fullest_rank", load, *_COST)
-    names = of_route if kind_of(rows) == "route" else ("median_ms", "speedup_median", "verdict", *_COST)
-    headers = {**VIEWS[kind_of(rows)].headers, "retained_mass": "kept"}
-    shown = [replace(COLUMNS[name], header=headers.get(name, COLUMNS[name].header)) for name in ("label", *names)]
-    shown = [
-        replace(column, cell=interval("speedup", "", of_baseline="1", form="{:.2f}".format).cell)
-        if column.name == "speedup_median"
-        else column
-        for column in shown
-    ]
+    numbers = (
+        ("fullest_expert", "fullest_rank", load) if kind == "route" else ("median_ms", "speedup_median", "verdict")
+    )
+    headers = {**VIEWS[kind].headers, "retained_mass": "kept"}
     rows = rows.assign(
         instead=_reasons(rows),
-        label=fitting_labels(rows["label"], 33),
+        label=fitting_labels(rows["label"], 28),
         verdict=rows["verdict"].replace(BELOW_MODEL, "below the model"),
     )
-    return Table(rows, shown, rows["title"].iloc[0], (), "instead")
+    return Table(rows, _headed(("label", *numbers, *_COST), headers), rows["title"].iloc[0], (), "instead")
 
 
 def fastest(frame: pd.DataFrame) -> pd.DataFrame:

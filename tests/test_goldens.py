@@ -9,10 +9,12 @@ policy, rank, batch and the like. Only the section "Reading results" knows how t
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -36,127 +38,16 @@ from moe_ep_bench.results import ValidationDirectory
 
 TESTS = Path(__file__).parent
 GOLDENS = TESTS / "goldens"
-CONFIGS = TESTS.parent / "configs"
-REFERENCE = TESTS.parent / "results" / "reference"
+ROOT = TESTS.parent
+REFERENCE = ROOT / "results" / "reference"
 TRACES = TESTS.parents[1] / "shared" / "traces"
 
 # Sums in float64 and nine written digits differ by far less between machines.
 RTOL = 1e-6
 # What is left where equal numbers are subtracted.
 ATOL = 1e-9
-# A model's answers come from float32 matrix products, whose order of summation a BLAS library chooses. A sequence's KL
-# is a difference of logarithms of about 5, so that 1e-7 of it is rounding whatever the KL is.
-ANSWERS_RTOL, ANSWERS_ATOL = 1e-5, 2e-6
 
 Spec = dict[str, Any]
-
-
-# ---- What is frozen -------------------------------------------------------------------------------------------------
-
-# All policies, with several settings each; a list as a value means one policy for each.
-CAPACITIES: list[Spec] = [
-    {
-        "name": "token_drop",
-        "capacity_factor": [0.7, 1.25],
-        "metric": ["score", "order", "reverse_order", "random"],
-        "granularity": ["expert", "device"],
-    },
-    {"name": "token_drop", "capacity_factor": [0, 2.0]},
-    {"name": "token_drop", "capacity_factor": 0.3, "min_capacity": 2},
-    {
-        "name": "expanded_drop",
-        "capacity_factor": [0.7, 1.25],
-        "metric": ["score", "order", "random"],
-        "granularity": ["expert", "device"],
-    },
-    {"name": "expanded_drop", "capacity_factor": 1.0, "num_candidates": [0, 2, 8], "scope": ["local", "global"]},
-    {"name": "expanded_drop", "capacity_factor": 1.0, "max_experts_per_token": [2, 12]},
-    {
-        "name": "megatron_drop",
-        "capacity_factor": [0.7, 1.3],
-        "drop_policy": ["probs", "position"],
-        "pad_to_capacity": [False, True],
-    },
-]
-MODALITIES: list[Spec] = [
-    {
-        "name": ["token_drop", "expanded_drop"],
-        "capacity_factor": 0.8,
-        "modality": ["image_first", "text_first"],
-        "granularity": ["expert", "device"],
-    },
-]
-FEWER_EXPERTS: list[Spec] = [
-    {"name": "expert_drop", "fraction": [0.1, 0.5]},
-    {"name": "expert_drop", "count": 5},
-    {"name": "dynamic_skip", "beta": [0.3, 0.6]},
-    {"name": "pruned", "k0": [1, 3]},
-    {"name": "pruned", "k0": 4, "p": 0.5},
-    {"name": "oea", "k0": [1, 2, 3]},
-    {"name": "oea", "k0": 3, "p": [0.3, 0.6]},
-    {"name": "oea", "k0": 2, "k_max": [3, 8]},
-    {"name": "oea", "k0": 2, "max_rank": [4, 12]},
-    {"name": "oea", "k0": 1, "rank_fill": True},
-    {"name": "lynx", "num_dropped": [2, 8]},
-    {"name": "xshare", "k0": [0, 1, 2], "budget": [4, 16]},
-    {"name": "xshare", "k0": 1, "mass_threshold": [0.5, 0.9]},
-    {"name": "xshare", "scope": "request", "k0": [0, 1], "request_budget": [2, 6]},
-    {"name": "xshare", "scope": "request", "k0": 1, "request_budget": 2, "budget": 4},
-    {"name": "xshare", "scope": "rank", "k0": [0, 1], "rank_budget": [2, 6]},
-]
-BALANCE: list[Spec] = [
-    {"name": "laser", "eps_high": [0.4, 0.9], "t_fix": 0.2, "c": [8, 16]},
-    {"name": "laser", "eps_high": 0.9, "t_fix": 0.05, "c": 12, "trim": "random"},
-    {"name": "laser", "eps_high": 1, "t_fix": 0, "c": 12, "chunk_size": 5},
-    {"name": "load_only"},
-    {"name": "load_only", "chunk_size": 4},
-]
-BANDS: list[Spec] = [
-    {
-        "name": "laser",
-        "eps_high": {"0-8": 0.3, "9-25": 0.436},
-        "t_fix": {"0-8": 0.313, "9-17": 0.1, "18-25": 0.313},
-        "c": {"0-17": 10, "18-25": 20},
-    },
-]
-ALL: list[Spec] = [{"name": "topk"}, *CAPACITIES, *FEWER_EXPERTS, *BALANCE]
-FEW: list[Spec] = [
-    {"name": "topk"},
-    {"name": "token_drop", "capacity_factor": [1.0, 1.5]},
-    {"name": "token_drop", "capacity_factor": 1.0, "granularity": "device"},
-    {"name": "expanded_drop", "capacity_factor": 1.0},
-    {"name": "expert_drop", "fraction": 0.1},
-    {"name": "pruned", "k0": 3},
-    {"name": "oea", "k0": 2},
-    {"name": "xshare", "k0": 1, "budget": 8},
-    {"name": "laser", "eps_high": 0.9, "t_fix": 0.1, "c": 8},
-]
-# Few, on a short text: each decision of a model's router that rounding may turn is one too many.
-OF_ANSWERS: list[Spec] = [
-    {"name": "token_drop", "capacity_factor": 1.0, "metric": ["score", "order", "random"]},
-    {"name": "token_drop", "capacity_factor": 1.0, "granularity": "device"},
-    {"name": "expanded_drop", "capacity_factor": [0.5, 1.0]},
-    {"name": "megatron_drop", "capacity_factor": 1.0},
-    {"name": "expert_drop", "fraction": 0.5},
-    {"name": "dynamic_skip", "beta": 0.3},
-    {"name": "pruned", "k0": 1},
-    {"name": "oea", "k0": 1},
-    {"name": "lynx", "num_dropped": 8},
-    {"name": "xshare", "k0": 0, "budget": 8},
-    {"name": "xshare", "scope": "request", "k0": 0, "request_budget": 2},
-    {"name": "xshare", "scope": "rank", "k0": 1, "rank_budget": 2},
-    {"name": "laser", "eps_high": 0.9, "t_fix": 0.3, "c": 8},
-    {"name": "load_only"},
-]
-FEWEST: list[Spec] = [{"name": "token_drop", "capacity_factor": 1.0}, {"name": "oea", "k0": 2}]
-
-
-def trace(name: str) -> str:
-    return str(TRACES / f"{name}.safetensors")
-
-
-INTENT, SUMMARY, TRANSLATION = (trace(f"deepseek-v2-lite-{name}") for name in ("intent", "summary", "translation"))
-GPT_OSS = trace("gpt-oss-20b-mixed")
 
 
 @dataclass(frozen=True)
@@ -166,327 +57,34 @@ class Golden:
     Attributes:
         config: what the config says, or a file whose values are changed.
         points: runs of their own by name, each with the dotted keys that it changes.
-        tables: keys of ``TABLES``.
-        traces: recordings without which this cannot be run.
+        tables: keys of ``READERS``.
+        tolerance: relative and absolute.
     """
 
     command: str
-    config: Spec | Path
-    tables: tuple[str, ...]
+    config: Spec | str
+    tables: list[str]
     points: dict[str, Spec] = field(default_factory=lambda: {"": {}})
-    traces: tuple[str, ...] = ()
-    rtol: float = RTOL
-    atol: float = ATOL
+    tolerance: tuple[float, float] = (RTOL, ATOL)
+
+    @property
+    def traces(self) -> list[str]:
+        """Recordings without which this cannot be run."""
+        return re.findall(rf"{TRACES}[\w/.-]+", json.dumps([self.config, self.points]))
 
 
-def synthetic(**values: Any) -> Spec:
-    return {"kind": "synthetic", "num_batches": 2, "seed": 1, **values}
+def read_runs() -> dict[str, Golden]:
+    """The runs of goldens/runs.yaml by name."""
+    text = (GOLDENS / "runs.yaml").read_text().replace("$TRACES", str(TRACES)).replace("$TESTS", str(TESTS))
+    return {name: Golden(**run) for name, run in yaml.safe_load(text)["runs"].items()}
 
 
-def recorded(**values: Any) -> Spec:
-    return {"kind": "recorded", "num_batches": 1, "seed": 1, "tail": "popularity", **values}
+def joined(policies: list[Any]) -> list[Spec]:
+    """Policies of lists within a list, one after the other."""
+    return [spec for part in policies for spec in (joined(part) if isinstance(part, list) else [part])]
 
 
-ROUTED = {
-    # Experts in groups, sigmoid scores, a selection bias, weights normalised and scaled.
-    "route-grouped": Golden(
-        "route",
-        {
-            "model": {"preset": "deepseek-v3"},
-            "workload": synthetic(num_tokens=96, num_batches=1, peak_load=5.0, sequence_length=8),
-            "layer": {"ep_size": 8, "seed": 1},
-            "policies": [*FEW, *FEWER_EXPERTS, *BALANCE],
-        },
-        ("routing",),
-    ),
-    # Weights normalised, images before text.
-    "route-normalised": Golden(
-        "route",
-        {
-            "model": {"preset": "qwen3-30b-a3b"},
-            "workload": synthetic(
-                num_tokens=160,
-                num_batches=1,
-                peak_load=3.0,
-                topk_share=0.6,
-                neighbour_overlap=2.5,
-                sequence_length=16,
-                image_share=0.5,
-            ),
-            "layer": {"ep_size": 4},
-            "policies": [*ALL, *MODALITIES],
-        },
-        ("routing",),
-    ),
-    # Steps of a few tokens, of requests with drafts, with padding, on ranks of different sizes.
-    "route-decode": Golden(
-        "route",
-        {
-            "model": {"preset": "olmoe-1b-7b"},
-            "workload": synthetic(tokens_per_rank=12, sequence_length=2),
-            "layer": {"ep_size": 2},
-            "policies": FEW,
-        },
-        ("routing",),
-        {
-            "padding": {"workload.padding_per_rank": 3},
-            "one rank": {"layer.ep_size": 1, "workload.sequence_length": 1},
-        },
-    ),
-    # How synthetic scores are made.
-    "route-synthetic": Golden(
-        "route",
-        {
-            "model": {"preset": "olmoe-1b-7b"},
-            "workload": synthetic(num_tokens=256),
-            "layer": {"ep_size": 8},
-            "policies": FEWEST,
-        },
-        ("routing",),
-        {
-            "unskewed": {},
-            "rank load": {"workload.peak_load": 4.0, "workload.rank_load": 1.6},
-            "sharp, alike": {"workload.peak_load": 2.0, "workload.topk_share": 0.7, "workload.neighbour_overlap": 2.5},
-            **{
-                f"{model} {skew}": {"model.preset": model, "workload.skew": skew, "layer.ep_size": 4}
-                for model, skew in (
-                    ("olmoe-1b-7b", "mixed"),
-                    ("mixtral-8x7b", "single_domain"),
-                    ("deepseek-v2-lite", "worst_layer"),
-                    ("gpt-oss-120b", "single_domain"),
-                    ("qwen1.5-moe-a2.7b", "mixed"),
-                )
-            },
-        },
-    ),
-    # A recording of prefill: only the top-6 of 64 experts are known, the rest is assumed.
-    "route-recorded": Golden(
-        "route",
-        {
-            "model": {"preset": "deepseek-v2-lite"},
-            "workload": recorded(trace=INTENT, num_tokens=160),
-            "layer": {"ep_size": 4},
-            "policies": [*ALL, *BANDS],
-        },
-        ("routing",),
-        {
-            "layer 2": {"workload.layer": 2},
-            "layer 14, uniform tail": {"workload.layer": 14, "workload.tail": "uniform", "policies": FEW},
-        },
-        traces=(INTENT,),
-    ),
-    # A recording of decoding, whose scores are normalised over the top-4; requests with drafts; several recordings.
-    "route-steps": Golden(
-        "route",
-        {
-            "model": {"preset": "gpt-oss-20b"},
-            "workload": recorded(arrangement="decode", layer=12, num_batches=2, num_tokens=32),
-            "layer": {"ep_size": 4},
-            "policies": [*FEW, *FEWER_EXPERTS],
-        },
-        ("routing",),
-        {
-            "drafts": {"workload.trace": GPT_OSS, "workload.topk_share": 0.7, "workload.tokens_per_request": 4},
-            "three domains": {
-                "model.preset": "deepseek-v2-lite",
-                "workload.trace": [
-                    {"trace": INTENT},
-                    {"trace": SUMMARY, "share": 2.0},
-                    {"trace": TRANSLATION, "share": 0.5},
-                ],
-            },
-        },
-        traces=(INTENT, SUMMARY, TRANSLATION, GPT_OSS),
-    ),
-    # What grows with a step's tokens.
-    "route-sizes": Golden(
-        "route",
-        {
-            "model": {"preset": "olmoe-1b-7b"},
-            "workload": synthetic(sequence_length=1),
-            "layer": {"ep_size": 4},
-            "policies": FEWEST,
-            "sweep": {"workload.num_tokens": [4, 16, 64]},
-        },
-        ("figures",),
-    ),
-}
-
-EMULATED = {
-    # A layer on one node; expert replication beside the policies.
-    "emulate-layer": Golden(
-        "emulate",
-        {
-            "model": {"preset": "olmoe-1b-7b"},
-            "workload": synthetic(tokens_per_rank=64, peak_load=3.0),
-            "layer": {"ep_size": 8},
-            "policies": FEW,
-            "emulate": {"replication": [{"spare_per_rank": 1}, {"spare_per_rank": 2}]},
-        },
-        ("routing", "times"),
-        {
-            "h100": {"emulate.device": "h100-sxm", "emulate.links": "h100-nvlink4"},
-            "h20": {"emulate.device": "h20", "emulate.links": "h20-nvlink4", "policies": FEWEST},
-        },
-    ),
-    # Over two nodes, with shared experts; slower links.
-    "emulate-nodes": Golden(
-        "emulate",
-        {
-            "model": {"preset": "deepseek-v3"},
-            "workload": synthetic(tokens_per_rank=16, num_batches=1, peak_load=5.0, sequence_length=8),
-            "layer": {"ep_size": 16},
-            "policies": FEWEST,
-            "emulate": {"replication": [{"spare_per_rank": 2}]},
-        },
-        ("times",),
-        {
-            "h100": {"emulate.device": "h100-sxm", "emulate.links": "h100-nvlink4-ndr"},
-            "h200, narrow links": {
-                "emulate.device": "h200-sxm",
-                "emulate.links": "pcie5-ndr",
-                "emulate.bandwidth_scale": 0.25,
-            },
-            "a100": {"emulate.device": "a100-sxm-80gb", "emulate.links": "a100-nvlink3-hdr"},
-        },
-    ),
-    # Steps that take as long as the weights that they read.
-    "emulate-decode": Golden(
-        "emulate",
-        {
-            "model": {"preset": "qwen3-30b-a3b"},
-            "workload": synthetic(num_tokens=16, sequence_length=1, num_batches=1),
-            "layer": {"ep_size": 1},
-            "policies": FEW,
-            "measure": {"flush_l2": True},
-            "emulate": {"device": "h100-sxm", "links": "h100-nvlink4"},
-        },
-        ("routing", "times"),
-        {
-            "one rank": {},
-            "decode experts": {"layer.experts": "decode", "policies": FEWEST},
-            "eight ranks, padding": {"layer.ep_size": 8, "workload.num_tokens": 64, "workload.padding_per_rank": 2},
-        },
-    ),
-    # Experts that stand elsewhere, a shard of each.
-    "emulate-placed": Golden(
-        "emulate",
-        {
-            "model": {"preset": "deepseek-v2-lite"},
-            "workload": synthetic(num_tokens=128, num_batches=1, skew="single_domain", sequence_length=16),
-            "layer": {"ep_size": 4},
-            "policies": FEW,
-            "emulate": {"device": "h100-sxm", "links": "h100-nvlink4"},
-        },
-        ("routing", "times"),
-        {
-            "tensor parallel": {"model.tensor_parallel": 2, "policies": FEWEST},
-        },
-    ),
-    # Recorded traffic. Emulated layers make scores from logits. Tokens with equal recorded scores no longer tie exactly
-    # then, and machines may differ in which comes first: no policy here compares the scores of two tokens.
-    "emulate-recorded": Golden(
-        "emulate",
-        {
-            "model": {"preset": "deepseek-v2-lite"},
-            "workload": recorded(trace=INTENT, layer=14, num_tokens=256),
-            "layer": {"ep_size": 4},
-            "policies": [
-                {"name": ["token_drop", "expanded_drop"], "capacity_factor": 1.0, "metric": "order"},
-                {"name": "pruned", "k0": 3},
-                {"name": "oea", "k0": 2},
-            ],
-            "emulate": {"device": "h100-sxm", "links": "h100-nvlink4"},
-        },
-        ("routing", "times"),
-        traces=(INTENT,),
-    ),
-    # Whole models: prompts, and steps with a KV cache.
-    "emulate-prefill": Golden(
-        "emulate",
-        {
-            "scope": "model",
-            "model": {"preset": "deepseek-v2-lite"},
-            "whole": {"num_layers": 3},
-            "workload": synthetic(tokens_per_rank=64, num_batches=1, peak_load=3.0, sequence_length=32),
-            "layer": {"ep_size": 4},
-            "policies": FEW,
-            "emulate": {"device": "h100-sxm", "links": "h100-nvlink4"},
-        },
-        ("routing", "times"),
-    ),
-    "emulate-steps": Golden(
-        "emulate",
-        {
-            "scope": "model",
-            "model": {"preset": "olmoe-1b-7b"},
-            "whole": {"num_layers": 2, "context_length": 512},
-            "workload": synthetic(tokens_per_rank=8, sequence_length=1, num_batches=1),
-            "layer": {"ep_size": 16},
-            "policies": FEWEST,
-            "emulate": {"device": "h20", "links": "h20-nvlink4-ndr"},
-        },
-        ("times",),
-    ),
-}
-
-CLAIMED = {
-    "claims-layer": Golden(
-        "papers",
-        GOLDENS / "claims-layer.yaml",
-        ("claims",),
-        {"": {"workload.tokens_per_rank": 256, "workload.num_batches": 1}},
-    ),
-    "claims-decode": Golden(
-        "papers",
-        GOLDENS / "claims-decode.yaml",
-        ("claims",),
-        {
-            "": {
-                "workload.num_batches": 2,
-                "sweep": {"workload.num_tokens": [8, 16], "workload.peak_load": [None, 10.6]},
-            }
-        },
-    ),
-    "claims-whole": Golden(
-        "papers",
-        CONFIGS / "papers" / "whole" / "whole-capacity-mixtral.yaml",
-        ("claims",),
-        {
-            "": {
-                "workload.tokens_per_rank": 128,
-                "workload.sequence_length": 64,
-                "workload.num_batches": 1,
-                "whole.num_layers": 2,
-                "measure": {"iterations": 1, "breakdown_iterations": 1},
-                "sweep": {"layer.ep_size": [8, 4], "workload.skew": ["single_domain", "worst_layer"]},
-            }
-        },
-    ),
-}
-
-JUDGED = {
-    # text.txt is the head of what moe_ep_bench/metrics.py was.
-    "quality": Golden(
-        "quality",
-        {
-            "model": {"checkpoint": str(TESTS / "data" / "small-moe"), "dtype": "float32"},
-            "text": {
-                "file": str(GOLDENS / "text.txt"),
-                "num_sequences": 4,
-                "sequence_length": 16,
-                "batch_size": 4,
-            },
-            "layer": {"ep_size": 4},
-            "policies": OF_ANSWERS,
-        },
-        ("answers", "answers-routing"),
-        rtol=ANSWERS_RTOL,
-        atol=ANSWERS_ATOL,
-    ),
-}
-
-RUNS = {**ROUTED, **EMULATED, **CLAIMED, **JUDGED}
+RUNS = read_runs()
 
 # Results whose figures, and whose tables of claims and of validation, are made anew; tests/test_golden_figures.py.
 REFERENCES = {
@@ -510,18 +108,11 @@ REFERENCES = {
 
 # ---- Reading results: all that knows how commands are called and how results lie on disk ----------------------------
 
-# What the program calls a command of the goldens.
-COMMANDS: dict[str, str] = {}
-# What the goldens call a column, or a word in any table (an expression), that the program has another name for.
-COLUMN_NAMES: dict[str, str] = {}
+# What the goldens call a word in any table (an expression) that the program has another name for.
 WORDS: dict[str, str] = {"^inconclusive$": "cannot say", ", no skew$": ", unskewed"}
 
 IDENTITY = ["run_id", "case_id", "comparison_id", "mode", "subject", "backend", "model", "reason", "num_ranks"]
 CASE = ["label", "params"]
-
-
-def run_command(command: str, config: Path, out: Path) -> None:
-    assert main([COMMANDS.get(command, command), str(config), "--out", str(out)]) == 0
 
 
 def _parts(directory: Path, folder: str) -> pd.DataFrame:
@@ -596,7 +187,7 @@ def tables_of_reference(directory: Path, folder: Path) -> dict[str, pd.DataFrame
 
 def tables_of(golden: Golden, directory: Path) -> dict[str, pd.DataFrame]:
     """What one run left, by the table's name."""
-    if golden.tables == ("figures",):
+    if golden.tables == ["figures"]:
         return {f"figure-{name}": rows for name, rows in read_figures(directory / "figures").items()}
     return {name: READERS[name](directory) for name in golden.tables}
 
@@ -652,7 +243,7 @@ def fresh_tables(golden: Golden, folder: Path) -> dict[str, pd.DataFrame]:
             if golden.command == "route" and "figures" not in golden.tables:
                 route(config, out, ())  # without its table and figures
             else:
-                run_command(golden.command, config, out)
+                assert main([golden.command, str(config), "--out", str(out)]) == 0
         for name, rows in tables_of(golden, out).items():
             found.setdefault(name, []).append(rows.assign(point=point))
     return {name: as_frozen(pd.concat(rows, ignore_index=True)) for name, rows in found.items()}
@@ -667,7 +258,7 @@ def fresh_reference(name: str, folder: Path) -> dict[str, pd.DataFrame]:
 
 def config_of(golden: Golden, changes: Spec) -> Spec:
     config = golden.config
-    values = yaml.safe_load(config.read_text()) if isinstance(config, Path) else json.loads(json.dumps(config))
+    values = yaml.safe_load((ROOT / config).read_text()) if isinstance(config, str) else copy.deepcopy(config)
     values.setdefault("name", "golden")
     for dotted, value in changes.items():
         *parents, last = dotted.split(".")
@@ -675,7 +266,7 @@ def config_of(golden: Golden, changes: Spec) -> Spec:
         for parent in parents:
             section = section.setdefault(parent, {})
         section[last] = value
-    return values
+    return {**values, "policies": joined(values["policies"])}
 
 
 def as_text(rows: pd.DataFrame) -> str:
@@ -684,7 +275,7 @@ def as_text(rows: pd.DataFrame) -> str:
 
 def as_frozen(rows: pd.DataFrame) -> pd.DataFrame:
     """A table as it is when it has been frozen and read again: in the goldens' words, without empty columns."""
-    rows = rows.rename(columns=COLUMN_NAMES).replace(WORDS, regex=True).dropna(axis="columns", how="all")
+    rows = rows.replace(WORDS, regex=True).dropna(axis="columns", how="all")
     return pd.read_csv(io.StringIO(as_text(rows)))
 
 
@@ -742,7 +333,7 @@ def test_numbers_are_as_frozen(name: str, tmp_path: Path) -> None:
     if missing:
         assert "MOE_EP_BENCH_REQUIRE_TRACES" not in os.environ, f"{missing[0]} is missing"
         pytest.skip("no recorded traces in ../shared/traces")
-    assert_unmoved(name, fresh_tables(golden, tmp_path), golden.rtol, golden.atol)
+    assert_unmoved(name, fresh_tables(golden, tmp_path), *golden.tolerance)
 
 
 @pytest.mark.parametrize(("column", "moved"), [("retained_mass_all", 1 + 5e-6), ("num_pairs", 2), ("load_E", 2)])

@@ -93,7 +93,9 @@ def test_only_virtual_ranks_replicate_experts(config: Path) -> None:
         with pytest.raises(ValueError, match=r"emulate.replication: expected none with scope model"):
             on(VIRTUAL, config, wanted)
         return
-    (one, _) = on(VIRTUAL, config, wanted)
+    with pytest.raises(ValueError, match=r"emulate.device: expected a modelled one beside emulate.replication"):
+        on(VIRTUAL, config, wanted)
+    (one, _) = on(MODELLED, config, wanted)
     (case,) = (case for case in one.cases if case.role == REPLICATION)
     assert one.extra_bytes_per_rank(case) > 0
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from laws import law
@@ -27,9 +25,7 @@ from layer_laws import (
     skewed_scores,
     uneven,
 )
-from torch import Tensor
 
-from moe_ep_bench.balancers import lp, static, ultra, with_free_slots
 from moe_ep_bench.bench.comparison import VIRTUAL
 from moe_ep_bench.bench.measured_ranks import MeasuredRanks
 from moe_ep_bench.bench.plan import plan
@@ -37,16 +33,14 @@ from moe_ep_bench.bench.rank_times import modelled_time
 from moe_ep_bench.bench.routing import Batches, CaseRouter
 from moe_ep_bench.bench.traffic import Traffic, traffic_of
 from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.layer.megatron import expert_parallel_groups
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.scores import logits_from_scores
 from moe_ep_bench.layer.stack import Stack
-from moe_ep_bench.layer.virtual import Announced, VirtualRanks, with_slots
+from moe_ep_bench.layer.virtual import Announced, VirtualRanks
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import replicate
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import Ranks
 
@@ -116,31 +110,17 @@ class Layer(OnVirtualRanks):
         num_ranks: int,
         num_tokens: int = 61,
         parts: Parts = DEFAULT_PARTS,
-        slots: ExpertPlacement | None = None,
     ) -> None:
-        built = model if slots is None else with_slots(model, slots.num_slots)
-        build = partial(Stack, built, torch.float32, lab.device, seed=SEED, parts=parts)
+        build = partial(Stack, model, torch.float32, lab.device, seed=SEED, parts=parts)
         sizes = [share.stop - share.start for share in uneven(num_tokens, num_ranks)]
         super().__init__(lab, model, build, sizes)
-        self.slots = slots
-        self.virtual.placement = slots or self.virtual.placement
         hidden_TD = torch.randn(num_tokens, model.hidden_size, generator=torch.Generator().manual_seed(8))
         self.hidden = hidden_TD.to(lab.device).split(sizes)
 
     def check(self, spec: dict | None, what: object) -> None:
-        """Hold all ranks' outputs against the reference; layers with slots are given their routing."""
-        routings, prepare = self.announce(spec)[None], self.prepare
-        if self.slots is not None:
-            on_slots = []
-            for rank, one in enumerate(routings):
-                map_TP = self.slots.spread(one.map_TE, rank)
-                on_slots.append(Routing(map_TP, self.slots.spread_weights(one.weights_TE, map_TP)))
-            self.virtual.announced = {None: Announced(torch.stack([one.map_TE.sum(0) for one in on_slots]))}
-
-            def prepare(rank: int) -> contextlib.AbstractContextManager[None]:
-                return self.virtual.routed({None: on_slots[rank]})
-
-        outputs = self.virtual.side_by_side([hidden_TD.unsqueeze(1) for hidden_TD in self.hidden], prepare)
+        """Hold all ranks' outputs against the reference."""
+        routings = self.announce(spec)[None]
+        outputs = self.virtual.side_by_side([hidden_TD.unsqueeze(1) for hidden_TD in self.hidden], self.prepare)
         for hidden_TD, output_T1D, routing in zip(self.hidden, outputs, routings, strict=True):
             assert_right(DenseReference(self.model, hidden_TD, SEED), output_T1D[:, 0], routing, what)
 
@@ -163,28 +143,6 @@ def every_part_equals_the_dense_reference(lab: Lab) -> None:
 
 
 @law(1)
-def experts_in_slots_equal_the_dense_reference(lab: Lab) -> None:
-    load_E = torch.arange(LITE.num_experts).numpy() ** 2.0
-    plan = replicate(load_E, num_slots=LITE.num_experts + 8, num_ranks=4)
-    counts_RE = np.full((4, LITE.num_experts), 5)
-    counts_RE[:, :2] = 90
-    free_P = with_free_slots(LITE.num_experts, 4, 2)
-    moved = ultra(free_P, counts_RE, least_pairs=1, threshold=1)
-    assert moved.moves
-    for slots in (
-        ExpertPlacement(np.arange(LITE.num_experts).reshape(-1, 4).T.flatten(), LITE.num_experts, 4),
-        *(
-            ExpertPlacement.of_batch(balance(plan.slot_expert_LP[0], counts_RE), counts_RE, 1)
-            for balance in (static, lp)
-        ),
-        ExpertPlacement.of_batch(moved, counts_RE, 1),
-    ):
-        layer = Layer(lab, LITE, 4, slots=slots)
-        for spec in (SOME[0], SOME[1], SOME[3]):
-            layer.check(spec, f"{slots.num_slots} slots {spec}")
-
-
-@law(1)
 def a_rank_without_tokens_takes_part(lab: Lab) -> None:
     for num_tokens in (0, 3):
         layer = Layer(lab, LITE, 4, num_tokens)
@@ -203,38 +161,27 @@ emulate: {links: h100-nvlink4}
 
 
 @law(1)
-def experts_in_slots_compute_what_was_worked_out_and_runs_are_cut_as_modelled_ones(lab: Lab) -> None:
-    spare = replicate(torch.arange(64).numpy(), num_slots=68, num_ranks=4)
-    for num_ranks, all_slots in (
-        (4, (ExpertPlacement.contiguous(64, 4), ExpertPlacement(spare.slot_expert_LP[0], 64, 4))),
-        (1, (ExpertPlacement.contiguous(64, 1),)),
-    ):
+def experts_compute_what_was_worked_out_and_runs_are_cut_as_modelled_ones(lab: Lab) -> None:
+    for num_ranks in (4, 1):
         with tempfile.TemporaryDirectory() as folder:
             config = Path(folder) / "config.yaml"
             config.write_text(CONFIG)
             (comparison,) = plan(config, [f"layer.ep_size={num_ranks}"], VIRTUAL, on_cpu=True)
         batches, timer = Batches(comparison, lab.device), MeasuredRanks(comparison, lab.device)
-        for case, slots in itertools.product(comparison.cases[:4], all_slots):
+        layer = timer.virtual.stack.forms[None].native
+        for case in comparison.cases[:4]:
             router = CaseRouter(case, batches)
-            router.slots = lambda index, slots=slots: slots
             ((of_layer,), _) = traffic_of(batches, None, 0, [router])
             traffic = Traffic(0, {None: of_layer})
             for rank, tokens in list(enumerate(batches.shares(None, 0)))[::3]:
-                shares = {None: tokens.of(case)}
-                timer.time(router, traffic, rank, shares)  # builds the layers
-                layer = timer._built(slots.num_slots).stack.forms[None].native
-                seen: list[Tensor] = []
+                shares, seen = {None: tokens.of(case)}, []
                 hook = layer.experts.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[1].cpu()))
                 took = timer.time(router, traffic, rank, shares, first=True)
                 hook.remove()
-                assert [counts_L.tolist() for counts_L in seen] == [of_layer.received(rank).tolist()], (
-                    case.label,
-                    rank,
-                )
+                assert [counts_L.tolist() for counts_L in seen] == [of_layer.received(rank).tolist()], case.label
                 modelled = modelled_time(replace(comparison, device=H20), router, traffic, rank)
                 assert took.meetings == modelled.meetings, case.label
-                if slots.is_contiguous:  # Else the router runs before the rest, on the model's own experts.
-                    assert [list(leg) for leg in took.legs] == [list(leg) for leg in modelled.legs], case.label
+                assert [list(leg) for leg in took.legs] == [list(leg) for leg in modelled.legs], case.label
 
 
 @law(1)

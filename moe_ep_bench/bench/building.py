@@ -14,18 +14,11 @@ from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.layer.experts import DTYPES, TOKENS, seeded_generator
 from moe_ep_bench.layer.passes import Decode, KeyValueCache, Pass, Prefill
 from moe_ep_bench.layer.stack import Stack
-from moe_ep_bench.layer.virtual import with_slots
 
 
-def builder(comparison: Comparison, device: torch.device, num_slots: int | None = None) -> Callable[..., Stack]:
-    """What builds the layer or model, once it is given its process groups.
-
-    Args:
-        num_slots: for experts, whose replicas need more; None = one for each.
-    """
+def builder(comparison: Comparison, device: torch.device) -> Callable[..., Stack]:
+    """What builds the layer or model, once it is given its process groups."""
     model, settings = comparison.model, comparison.experiment.layer
-    if num_slots not in (None, model.num_experts):
-        model = with_slots(model, num_slots)
     build = partial(Stack, model, DTYPES[settings.dtype], device, seed=settings.seed, parts=comparison.parts)
     if comparison.scope == "layer":
         return build

@@ -65,7 +65,7 @@ def of_experiment(experiment: Experiment, backend: str, world_size: int) -> Rows
     if backend != ROUTING:
         yield from _baseline(experiment, ep_size)
     if backend != RANKS:
-        yield from _replicas(experiment, ep_size)
+        yield from _replicas(experiment, backend, ep_size)
     if experiment.scope == "model":
         yield from whole_model(model, experiment)
         yield from _whole_batches(experiment)
@@ -108,13 +108,12 @@ def _baseline(experiment: Experiment, ep_size: int) -> Rows:
     yield is_grouped, name, by_logits, f"{model.num_groups} groups"
 
 
-def _replicas(experiment: Experiment, ep_size: int) -> Rows:
-    """Replicas of a whole model; more spare experts than the model has others."""
+def _replicas(experiment: Experiment, backend: str, ep_size: int) -> Rows:
+    """More spare experts than the model has others; replicas of a whole model, or of layers that run."""
     model, emulate = experiment.model.spec(), experiment.emulate
     num_experts, fills = model.num_experts, any(one.name == "waterfill" for one in emulate.rebalance)
     lacks = f"no waterfill, for {model.name} has no shared experts"
     yield fills and not model.shared_ffn_hidden_size, "emulate.rebalance", lacks, "some"
-    yield fills and emulate.device == MEASURED, "emulate.device", "a modelled one beside waterfill", MEASURED
     most = num_experts - num_experts // ep_size
     for key in ("replication", "rebalance"):
         wanted = getattr(emulate, key)
@@ -122,6 +121,8 @@ def _replicas(experiment: Experiment, ep_size: int) -> Rows:
         for spare in (slots.spare_per_rank for slots in wanted):
             held = f"at most {most}, with which every rank holds all {num_experts} experts"
             yield spare > most, f"emulate.{key}: spare_per_rank", held, spare
+        is_measured = backend != ROUTING and emulate.device == MEASURED
+        yield wanted and is_measured, "emulate.device", f"a modelled one beside emulate.{key}", MEASURED
 
 
 def whole_model(model: ModelSpec, experiment: Experiment) -> Rows:

@@ -276,7 +276,7 @@ class CaseRouter:
         return replace(self.case.told(share.context), generator=draws, load_E=load_E)
 
     def route(self, share: Share, stats_SE: Tensor | None) -> Routing:
-        """Over experts; ``on_slots`` sends pairs on."""
+        """The case's routing of a rank's tokens, over experts."""
         return form_of(self.rule, share.scores_TE.device).route(share.scores_TE, self.context(share), stats_SE)
 
     def map_of(self, share: Share, stats_SE: Tensor | None) -> Tensor:
@@ -329,12 +329,6 @@ class CaseRouter:
                 self._loads[layer, before + 1] = load_RE + self._loads[layer, before] if before else load_RE
         load_RE = self._loads[layer, index]
         return load_RE.sum(dim=0) if policy.load_scope == "all" else load_RE[rank]
-
-
-def on_slots(slots: ExpertPlacement, routing: Routing, rank: int) -> Routing:
-    """A rank's routing over slots."""
-    map_TP: Tensor = slots.spread(routing.map_TE, rank)
-    return Routing(map_TP, slots.spread_weights(routing.weights_TE, map_TP))
 
 
 def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, Any]:

@@ -48,6 +48,11 @@ def brief(value: object, most: int = 80, *, quoted: bool = True) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def cannot_write(error: OSError) -> str:
+    """What could not be written, and why; pyarrow's own errors name no file and say the rest in their text."""
+    return f"cannot write {error.filename or 'a file'}: {error.strerror or error}"
+
+
 def printable(text: str) -> str:
     """A text as one line that no terminal takes for a command: what cannot be printed is written out."""
     return "".join(

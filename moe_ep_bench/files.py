@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError, brief, cannot_write
 
 MOST_YAML_BYTES = 2**20
 MOST_JSON_BYTES = 2**28
@@ -105,6 +105,30 @@ def check_folder(folder: Path, option: str) -> None:
     if not place.is_dir():
         words = "is a file" if place == folder else f"lies below {place}, which is a file"
         raise UserError(f"{option} {folder}: {words}; expected a directory")
+
+
+@contextlib.contextmanager
+def writing_to(path: Path, option: str) -> Iterator[None]:
+    """Say in one line that a path cannot be written, where the block fails to; ValueError names option and path."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{option} {path}: {cannot_write(error)}") from None
+
+
+def make_folders(root: Path, option: str, *folders: Path) -> None:
+    """Make a folder to write into, and try to write there, and into those of ``folders`` that there are.
+
+    Raises:
+        ValueError: one line that names the option, the folder and what is in the way.
+    """
+    check_folder(root, option)
+    with writing_to(root, option):
+        root.mkdir(parents=True, exist_ok=True)
+        # What an earlier run left may belong to somebody else, or be no folder any more.
+        for folder in (root, *filter(Path.exists, folders)):
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(b"x")
 
 
 def inside(folder: Path, path: Path) -> Path:

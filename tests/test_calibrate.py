@@ -238,8 +238,8 @@ def test_wrong_options_are_told_in_one_line(tmp_path: Path) -> None:
         "--repetitions: expected at least 1, got 0": partial(checked, repetitions=0),
         "expected at least 2 ranks, got 1": partial(checked, size=1),
         "--out: expected a path that ends in .yaml": partial(checked, out.with_suffix(".yml")),
-        "file/mine.yaml: cannot be written": partial(checked, tmp_path / "file" / "mine.yaml"),
-        "folder.yaml: cannot be written": partial(checked, tmp_path / "folder.yaml"),
+        "--out: folder .*file: is a file; expected a dir": partial(checked, tmp_path / "file" / "mine.yaml"),
+        "folder.yaml: expected a file, got a directory": partial(checked, tmp_path / "folder.yaml"),
     }.items():
         with pytest.raises(ValueError, match=words) as error:
             call()

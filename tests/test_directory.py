@@ -87,7 +87,7 @@ def test_a_new_directory_is_made_and_a_file_in_its_place_is_refused(tmp_path: Pa
     check_agreement(RunDirectory(tmp_path / "a" / "b"), "route", CONDITIONS, force=False)
     assert files_in(tmp_path / "a" / "b") == set()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=f"--out {tmp_path}/file: expected a directory, new or not; got a file"):
+    with pytest.raises(ValueError, match=f"--out {tmp_path}/file: is a file; expected a directory"):
         check_agreement(RunDirectory(tmp_path / "file"), "route", CONDITIONS, force=False)
 
 

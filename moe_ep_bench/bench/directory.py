@@ -6,11 +6,8 @@ no timed rows beside emulated ones, nor two versions of torch.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +15,7 @@ import torch
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import MODELLED, Comparison
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.files import refuse_links_out
+from moe_ep_bench.files import make_folders, refuse_links_out
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import locks
@@ -39,7 +36,8 @@ def check_agreement(
     Raises:
         ValueError: one line naming the directory, what differs and what helps.
     """
-    _check_writable(directory)
+    refuse_links_out(directory.root, directory.root / "figures", *directory.folders)
+    make_folders(directory.root, "--out", *directory.folders)
     earlier = directory.earlier()
     if earlier is None:
         return
@@ -149,28 +147,3 @@ def keep_other_policies(directory: RunDirectory, description: dict[str, Any], ta
 
 def _but_for_code(case: dict[str, Any]) -> list[Any]:
     return [case.get(key) for key in ("comparison_id", "role", "policy", "policy_params")]
-
-
-def _check_writable(directory: RunDirectory) -> None:
-    if directory.root.exists() and not directory.root.is_dir():
-        raise UserError(f"--out {directory.root}: expected a directory, new or not; got a file")
-    refuse_links_out(directory.root, directory.root / "figures", *directory.folders)
-    with writes_to(directory.root):
-        directory.root.mkdir(parents=True, exist_ok=True)
-        # What an earlier run left may belong to somebody else, or be no folder any more.
-        for folder in (directory.root, *filter(Path.exists, directory.folders)):
-            probe = folder / f".writable-{os.getpid()}"
-            try:
-                probe.write_bytes(b"x")
-            finally:
-                probe.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def writes_to(root: Path) -> Iterator[None]:
-    """Say in one line that the results directory cannot be written, where the block fails to."""
-    try:
-        yield
-    except OSError as error:  # pyarrow's own errors say it in their text.
-        what = f"{error.filename or 'there'}: {error.strerror or error}"
-        raise UserError(f"--out {root}: cannot write {what}") from None

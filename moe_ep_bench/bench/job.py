@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import MODELLED, Comparison
-from moe_ep_bench.bench.directory import Todo, check_agreement, hold_comparisons, keep_other_policies, writes_to
+from moe_ep_bench.bench.directory import Todo, check_agreement, hold_comparisons, keep_other_policies
 from moe_ep_bench.bench.rows import Outcome, write_launch
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.files import stable_hash
+from moe_ep_bench.files import stable_hash, writing_to
 from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.monitor import MachineSampler
@@ -71,7 +71,7 @@ class Job:
         attempts: list[Attempt] = []
         place = folder, comparisons[0].comparison_id, self.ranks.rank
         timeout_s = max(comparison.experiment.measure.timeout_s for comparison in comparisons)
-        self.ranks.agree(writes_to(self.directory.root)(lambda: attempts.append(Attempt(*place))))
+        self.ranks.agree(writing_to(self.directory.root, "--out")(lambda: attempts.append(Attempt(*place))))
         self.progress = progress_bar(num_iterations, "iteration", shown=self.ranks.is_first)
         with self.guard.trying(attempts[0], timeout_s), self.progress:
             try:
@@ -139,7 +139,7 @@ class Job:
 
         def act() -> None:
             try:
-                with writes_to(self.directory.root):
+                with writing_to(self.directory.root, "--out"):
                     write_launch(self.directory, self.run_id, comparison, self.launch, outcome, anew=anew)
             except UserError as error:
                 self.progress.close()

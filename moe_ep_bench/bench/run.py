@@ -19,11 +19,11 @@ import torch
 
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import describe_timed_run
-from moe_ep_bench.bench.directory import Todo, check_timing, hold_comparisons, left_of, status_of, writes_to
+from moe_ep_bench.bench.directory import Todo, check_timing, hold_comparisons, left_of, status_of
 from moe_ep_bench.bench.job import Job, new_run_id
 from moe_ep_bench.bench.plan import find_case, plan
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.files import stable_hash
+from moe_ep_bench.files import stable_hash, writing_to
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.attempts import PEER_LOST, collect_lost, is_of_peers
@@ -294,7 +294,7 @@ def _hold(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> None:
 
 def _on_first(job: Job, act: Callable[[], object]) -> None:
     """Have rank 0 act in the results directory for all; ToldError on all ranks where it cannot."""
-    job.ranks.agree(writes_to(job.directory.root)(act), on_first=True)
+    job.ranks.agree(writing_to(job.directory.root, "--out")(act), on_first=True)
 
 
 def _num_launches(comparisons: Sequence[Comparison]) -> int:

@@ -19,14 +19,13 @@ import torch
 
 from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
-from moe_ep_bench.bench.directory import writes_to
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import launch
 from moe_ep_bench.config import EmulateConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES, launch_calibrate
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.files import check_folder, refuse_links_out
+from moe_ep_bench.files import make_folders, refuse_links_out, writing_to
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.results import EQUIVALENCE_MARGIN, RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime.device import device_type
@@ -69,10 +68,9 @@ def validate(
     emulated = plan(config, [*as_real, f"emulate.links={planned_links}"], VIRTUAL, on_cpu=on_cpu)
     if RunDirectory(out).run_json.exists():
         raise UserError(f"--out {out}: holds the results of another command; choose another directory")
-    check_folder(out, "--out")
-    with writes_to(out):
-        out.mkdir(parents=True, exist_ok=True)
-        refuse_links_out(out)
+    refuse_links_out(out)
+    make_folders(out, "--out")
+    with writing_to(out, "--out"):
         for report in (files.pairs, files.text, files.table):
             report.unlink(missing_ok=True)  # of runs that may be about to change
     steps: dict[str, Callable[[], int]] = {

@@ -13,7 +13,6 @@ Shapes: R = ranks, N = exchanges.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import traceback
@@ -34,7 +33,7 @@ from numpy.typing import ArrayLike
 
 from moe_ep_bench.cost_model.links import Curve, Duplex, Link, Links, busy_bytes
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import atomic_path
+from moe_ep_bench.files import atomic_path, make_folders, writing_to
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.device import check_num_ranks
 from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
@@ -161,12 +160,9 @@ def check(ranks: Ranks, out: Path, most_bytes: int, repetitions: int, *, alike: 
         if holds:
             raise UserError(message)
     if ranks.is_first:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
-        if out.is_dir() or not os.access(out.parent, os.W_OK):
-            raise UserError(f"--out {out}: cannot be written")
+        make_folders(out.parent, "--out: folder")
+        if out.is_dir():
+            raise UserError(f"--out {out}: expected a file, got a directory")
 
 
 def exchanges(ranks: Ranks, most_bytes: int) -> list[Exchange]:
@@ -306,13 +302,11 @@ def _write(ranks: Ranks, out: Path, samples: pd.DataFrame) -> None:
     """Write samples and links, and print what was measured; UserError where there is no place."""
     times = medians(samples)
     links, fits = links_from(out.stem, _source(ranks), ranks.local_world_size, ranks.world_size, times)
-    try:
+    with writing_to(out, "--out"):
         with atomic_path(out.with_suffix(".samples.parquet")) as temporary:
             table = pa.Table.from_pandas(samples, schema=SAMPLES_SCHEMA, preserve_index=False)
             pq.write_table(table.replace_schema_metadata(), temporary, compression="zstd")
         write_links(out, links, fits)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}") from None
     print(f"{report(links, fits)}\nwritten to {out}", flush=True)
 
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
-from moe_ep_bench.errors import UserError, printable
+from moe_ep_bench.errors import UserError, cannot_write, printable
 from moe_ep_bench.runtime.exit_codes import LOST, USER_ERROR
 
 _MOST_CHARACTERS = 1500  # of the line; values in it are cut much earlier
@@ -28,11 +28,7 @@ def complain(error: Exception) -> int:
     if status == LOST:
         traceback.print_exception(error)
     else:
-        # pyarrow's own errors name no file and say the rest in their text.
-        words = error
-        if isinstance(error, OSError):
-            words = f"cannot write {error.filename or 'a file'}: {error.strerror or error}"
-        line = printable(f"moe-ep-bench: {words}")
+        line = printable(f"moe-ep-bench: {cannot_write(error) if isinstance(error, OSError) else error}")
         print(line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}...", file=sys.stderr)
     return status
 

@@ -216,13 +216,17 @@ def test_a_killed_command_goes_on_with_the_cases_that_are_not_done(
         pd.testing.assert_frame_equal(table.drop(columns="run_id"), parts(done)[label].drop(columns="run_id"))
 
 
-def test_other_policies_of_the_same_comparison_join_what_is_there(folder: Path, done: Path, tmp_path: Path) -> None:
-    config = folder / "more.yaml"
-    write(config, {**CONFIG, "policies": [RANDOM]})
-    run_quality(config, tmp_path, [])
-    write(config, {**CONFIG, "policies": [{"name": "pruned", "k0": 1}]})
-    run_quality(config, tmp_path, [])
-    assert read_quality(tmp_path).cases["policy"].tolist() == ["native", "pruned", "token_drop"]
+def test_the_last_config_says_which_policies_there_are_and_none_is_done_twice(
+    folder: Path, done: Path, tmp_path: Path
+) -> None:
+    config, pruned = folder / "more.yaml", {"name": "pruned", "k0": 1}
+    for policies in ([RANDOM], [pruned], [RANDOM, pruned]):
+        write(config, {**CONFIG, "policies": policies})
+        run_quality(config, tmp_path, [])
+        assert read_quality(tmp_path).cases["policy"].tolist() == ["native", *(policy["name"] for policy in policies)]
+    (part,) = (tmp_path / "quality").iterdir()
+    assert pd.read_parquet(part).groupby("policy")["run_id"].unique().map(len).eq(1).all()
+    assert pd.read_parquet(part)["run_id"].nunique() == 2
     # What a random policy draws does not depend on the cases beside it.
     label = make_policy(RANDOM).label
     assert costs(tmp_path)[label]["kl"].tolist() == costs(done)[label]["kl"].tolist()

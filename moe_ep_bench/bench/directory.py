@@ -120,30 +120,3 @@ def status_of(directory: RunDirectory, comparisons: Sequence[Comparison], launch
             if any(found.get(case.case_id) != "ok" for case in comparison.cases):
                 return CASES_FAILED
     return OK
-
-
-def keep_other_policies(directory: RunDirectory, description: dict[str, Any], table: str) -> None:
-    """Keep in ``description`` what is there of the same comparisons under policies that this config does not name.
-
-    For modes without times: cases of a comparison saw the same batches whenever they were done. An edited policy of a
-    user's own takes the place of what it was.
-
-    Args:
-        table: whose rows make a case done.
-    """
-    done = {case for key in description["comparisons"] for case in directory.statuses(key, table=table)}
-    now = [_but_for_code(case) for case in description["cases"].values()]
-    earlier = (directory.earlier() or {}).get("cases", {})
-    others = {
-        case_id: {**case, "order": len(description["cases"]) + (case.get("order") or 0)}
-        for case_id, case in earlier.items()
-        if case["comparison_id"] in description["comparisons"]
-        and case_id not in description["cases"]
-        and _but_for_code(case) not in now
-        and case_id in done
-    }
-    description["cases"] |= others
-
-
-def _but_for_code(case: dict[str, Any]) -> list[Any]:
-    return [case.get(key) for key in ("comparison_id", "role", "policy", "policy_params")]

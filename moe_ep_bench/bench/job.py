@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import MODELLED, Comparison
-from moe_ep_bench.bench.directory import Todo, check_agreement, hold_comparisons, keep_other_policies
+from moe_ep_bench.bench.directory import Todo, check_agreement, hold_comparisons
 from moe_ep_bench.bench.rows import Outcome, write_launch
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import stable_hash, writing_to
@@ -181,9 +181,7 @@ def fill(
             cases = [case for case in comparison.cases if force or case.case_id not in done]
             if cases:
                 todo[comparison] = cases
-        description = describe(run_id)
-        keep_other_policies(directory, description, table)
-        directory.write_run(description, table)
+        directory.write_run(describe(run_id), table)
         if not todo:
             print("moe-ep-bench: all cases are there from before; --force begins anew", file=sys.stderr)
         with progress_bar(sum(unit[1](*pair) for pair in todo.items()), unit[0]) as progress:

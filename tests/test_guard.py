@@ -44,7 +44,7 @@ if "stderr" in deaf:
     reads, writes = os.pipe()
     os.close(reads)
     os.dup2(writes, sys.stderr.fileno())
-with Guard(60.0, lambda: print("last words", file=sys.stderr)) as guard:
+with Guard(60.0, "last words") as guard:
     guard.device = torch.device("cuda" if where == "device" else "cpu", 0)
     with guard.trying(attempt, float(timeout_s)):
         guard.at("case")
@@ -98,7 +98,7 @@ def test_who_is_asked_to_end_ends_and_says_so(where: str, number: signal.Signals
         _, errors = job.communicate(timeout=600)
     finally:
         job.kill()
-    assert (job.returncode, errors) == (128 + number, "last words\n")
+    assert (job.returncode, errors) == (128 + number, "moe-ep-bench: last words\n")
     (left,) = tmp_path.iterdir()
     assert f"stopped by signal {number:d}".encode() in left.read_bytes()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,15 +21,15 @@ from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.directory import Todo, check_timing, hold_comparisons, left_of, status_of
 from moe_ep_bench.bench.job import Job, new_run_id
 from moe_ep_bench.bench.plan import find_case, plan
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash, writing_to
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.attempts import PEER_LOST, collect_lost, is_of_peers
+from moe_ep_bench.runtime.attempts import collect_lost
 from moe_ep_bench.runtime.device import check_num_ranks, device_type
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK, USER_ERROR
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, OK, USER_ERROR
 from moe_ep_bench.runtime.guard import Guard
-from moe_ep_bench.runtime.ranks import NotMetError, Ranks, ToldError, join
+from moe_ep_bench.runtime.ranks import Ranks, ToldError, as_rank, join
 from moe_ep_bench.runtime.torchrun import Ended, is_launched, leave_status, num_nodes, torchrun
 
 # How long ranks may take to meet before a config has said otherwise.
@@ -104,28 +103,17 @@ def run(
         profile: a case (its id, label or policy name); one iteration of it is profiled and nothing timed.
         point: only this point of the config's sweep, from 0; other jobs may measure others into ``out`` meanwhile.
     """
-    mine: list[Comparison] = []  # of which this rank says what is kept, for all ranks
-    try:
+
+    def work() -> int:
         # Nothing of a case is lost where a rank hangs out here: the guard's own line says all.
-        with _begun(out, launch, mine, _SETUP_TIMEOUT_S) as job:
+        with _begun(out, launch, _SETUP_TIMEOUT_S) as job:
             comparisons = _agreed_plan(job, config, overrides, point)
             job.guard.feed()
             if profile is not None:
                 return leave_status(_profile(job, comparisons, profile))
-            mine += comparisons if job.ranks.is_first else []
             return leave_status(_measure(job, comparisons, force=force, is_point=point is not None))
-    except ToldError:
-        return leave_status(USER_ERROR)
-    except (UserError, NotMetError) as error:
-        print(f"moe-ep-bench: {error}", file=sys.stderr)
-        return leave_status(USER_ERROR if isinstance(error, UserError) else LOST)
-    except Exception as error:
-        if is_of_peers(error):
-            print(f"moe-ep-bench: {PEER_LOST}: {brief(error, 200, quoted=False)}", file=sys.stderr, flush=True)
-        else:
-            # Not a user's mistake and not a case's failure: show all of it.
-            traceback.print_exc()
-        return leave_status(LOST)  # Before or after all cases: another start would end alike.
+
+    return as_rank(work)
 
 
 def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> int:
@@ -142,41 +130,26 @@ def emulate_plan(comparisons: Sequence[Comparison], out: Path, *, force: bool = 
     """Measure comparisons of virtual ranks in this process; return the exit status, 128 + signal where one ended it."""
     measures = any(comparison.device is None for comparison in comparisons)
     try:
-        with _begun(out, 0, comparisons, math.inf, measures=measures) as job:  # Nobody waits for it outside of cases.
+        with _begun(out, 0, math.inf, measures=measures) as job:  # Nobody waits for it outside of cases.
             return _measure(job, comparisons, force=force)
     except ToldError:
         return USER_ERROR
 
 
 @contextlib.contextmanager
-def _begun(
-    out: Path, launch: int, comparisons: Sequence[Comparison], timeout_s: float, *, measures: bool = True
-) -> Iterator[Job]:
-    """Join the other ranks and work under a guard; a signal ends it all, with a word on what is kept.
+def _begun(out: Path, launch: int, timeout_s: float, *, measures: bool = True) -> Iterator[Job]:
+    """Join the other ranks and work under a guard.
 
     Args:
         timeout_s: how long nothing may move outside of comparisons.
         measures: see ``join``.
     """
-    directory = RunDirectory(out)
-    with (
-        Guard(timeout_s, partial(_say_kept, directory, launch, comparisons)) as guard,
-        contextlib.ExitStack() as held,
-    ):
+    with Guard(timeout_s) as guard, contextlib.ExitStack() as held:
         ranks = join(_JOIN_TIMEOUT_S, measures=measures)
         guard.device = ranks.device
         guard.feed()
         held.callback(ranks.close)
-        yield Job(ranks, directory, guard, held, launch)
-
-
-def _say_kept(directory: RunDirectory, launch: int, comparisons: Sequence[Comparison]) -> None:
-    """Say what an ended job leaves; nothing of no comparisons."""
-    if num_cases := sum(len(comparison.cases) for comparison in comparisons):
-        of_each = (directory.statuses(comparison.comparison_id, launch) for comparison in comparisons)
-        finished = sum(map(len, of_each))
-        where = f"{finished} of {num_cases} cases are kept in {directory.root}" if finished else "no case is kept"
-        print(f"moe-ep-bench: stopped: {where}; the same command does what is left", file=sys.stderr, flush=True)
+        yield Job(ranks, RunDirectory(out), guard, held, launch)
 
 
 # ---- what ranks do together ------------------------------------------------------------------------------------------
@@ -236,6 +209,10 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_poi
     else:
         from moe_ep_bench.bench.virtual import measure_comparison
     ranks, directory = job.ranks, job.directory
+    if ranks.is_first:
+        job.guard.last_words = (
+            f"stopped: what is finished is kept in {directory.root}; the same command does what is left"
+        )
     todo = _left(job, comparisons, force=force)
     is_done = not any(cases or lost for _, cases, lost in todo)
     job.run_id = ranks.of_first(new_run_id())

@@ -270,11 +270,10 @@ def _calibrate(options: Namespace) -> int:
     end_with_parent()
     out = options.out or Path("results", "calibration", "links.yaml")
     from moe_ep_bench.cost_model.calibrate import calibrate, launch_calibrate
-    from moe_ep_bench.runtime.torchrun import leave_status
 
     how = {"max_bytes": options.max_bytes, "repetitions": options.repetitions}
     if "RANK" in os.environ:  # torchrun's
-        return leave_status(calibrate(out, **how))
+        return calibrate(out, **how)
     return launch_calibrate(out, _nproc(options), **how)
 
 

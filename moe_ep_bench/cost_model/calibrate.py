@@ -13,9 +13,7 @@ Shapes: R = ranks, N = exchanges.
 
 from __future__ import annotations
 
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,10 +34,10 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, make_folders, writing_to
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.device import check_num_ranks
-from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
+from moe_ep_bench.runtime.exit_codes import OK
 from moe_ep_bench.runtime.guard import Guard
-from moe_ep_bench.runtime.ranks import NotMetError, Ranks, ToldError, join
-from moe_ep_bench.runtime.torchrun import torchrun
+from moe_ep_bench.runtime.ranks import Ranks, as_rank, join
+from moe_ep_bench.runtime.torchrun import leave_status, torchrun
 from moe_ep_bench.timing.timer import clock_for, time_us
 
 MIN_BYTES = 2**10
@@ -120,27 +118,22 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
         repetitions: timed runs of every message.
         timeout_s: no message may take longer.
     """
-    try:
+
+    def work() -> int:
         ranks = join(_JOIN_TIMEOUT_S)
-    except (ValueError, NotMetError) as error:
-        print(f"moe-ep-bench: {error}", file=sys.stderr)
-        return LOST if isinstance(error, NotMetError) else USER_ERROR
-    try:
-        most_bytes = DEFAULT_MAX_BYTES[ranks.device.type] if max_bytes is None else max_bytes
-        alike = len(set(ranks.told((str(out), most_bytes, repetitions, ranks.local_world_size)))) == 1
-        ranks.agree(lambda: check(ranks, out, most_bytes, repetitions, alike=alike))
-        with Guard(timeout_s) as guard:
-            guard.device = ranks.device
-            samples = measure(ranks, exchanges(ranks, most_bytes), repetitions, guard.feed)
-        ranks.agree(lambda: _write(ranks, out, samples), on_first=True)
-        return OK
-    except ToldError:
-        return USER_ERROR
-    except Exception:
-        traceback.print_exc()
-        return LOST
-    finally:
-        ranks.close()
+        try:
+            most_bytes = DEFAULT_MAX_BYTES[ranks.device.type] if max_bytes is None else max_bytes
+            alike = len(set(ranks.told((str(out), most_bytes, repetitions, ranks.local_world_size)))) == 1
+            ranks.agree(lambda: check(ranks, out, most_bytes, repetitions, alike=alike))
+            with Guard(timeout_s) as guard:
+                guard.device = ranks.device
+                samples = measure(ranks, exchanges(ranks, most_bytes), repetitions, guard.feed)
+            ranks.agree(lambda: _write(ranks, out, samples), on_first=True)
+            return leave_status(OK)
+        finally:
+            ranks.close()
+
+    return as_rank(work)
 
 
 def check(ranks: Ranks, out: Path, most_bytes: int, repetitions: int, *, alike: bool) -> None:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NoReturn
 
 import torch
@@ -42,17 +42,15 @@ class Guard:
 
     SIGUSR1 asks ranks to close. For the main thread, as a context manager.
 
-    Args:
-        say: the last words of a process that is asked to end, called on a thread of its own.
-
     Attributes:
+        last_words: of a process that is asked to end.
         device: this rank was waiting for others where it stood in a collective, or where its device had work left: all
             of that was launched, and on a device only a collective lasts until others come. So it does not matter in
             which line the host waits for the device (``bool(tensor)``, ``.tolist()``: no frame of torch's shows it).
     """
 
-    def __init__(self, timeout_s: float = math.inf, say: Callable[[], object] = lambda: None) -> None:
-        self._timeout_s, self._say = timeout_s, say
+    def __init__(self, timeout_s: float = math.inf, last_words: str = "") -> None:
+        self._timeout_s, self.last_words = timeout_s, last_words
         self._attempt: Attempt | None = None
         self.device = torch.device("cpu")
         self._fed, self._guarded = time.monotonic(), threading.get_ident()
@@ -130,7 +128,8 @@ class Guard:
     def _end_asked(self, number: int) -> NoReturn:
         try:
             self._explain_last(f"{STOPPED} by signal {number}")
-            self._say()
+            if self.last_words:
+                print(f"moe-ep-bench: {self.last_words}", file=sys.stderr, flush=True)
         finally:  # Whatever cannot be printed or noted: this thread is all that ends the process.
             os._exit(128 + number)
 

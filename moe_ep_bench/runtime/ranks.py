@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -18,7 +19,10 @@ import torch
 import torch.distributed as dist
 
 from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.runtime.attempts import PEER_LOST, is_of_peers
 from moe_ep_bench.runtime.device import device_type
+from moe_ep_bench.runtime.exit_codes import LOST, USER_ERROR
+from moe_ep_bench.runtime.torchrun import leave_status
 
 # NCCL's own threads would abort a rank whose peer is gone, or whose device waits for long: it would leave no word, and
 # be blamed for it. Our guard ends it instead, and says for what it waited.
@@ -117,6 +121,24 @@ class Ranks:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def as_rank(work: Callable[[], int]) -> int:
+    """Do a rank's work, and return its exit status; what ends it is said, and left as the status of the job."""
+    try:
+        return work()
+    except ToldError:
+        return leave_status(USER_ERROR)
+    except (UserError, NotMetError) as error:
+        print(f"moe-ep-bench: {error}", file=sys.stderr)
+        return leave_status(USER_ERROR if isinstance(error, UserError) else LOST)
+    except Exception as error:
+        if is_of_peers(error):
+            print(f"moe-ep-bench: {PEER_LOST}: {brief(error, 200, quoted=False)}", file=sys.stderr, flush=True)
+        else:
+            # Not a user's mistake and not a case's failure: show all of it.
+            traceback.print_exc()
+        return leave_status(LOST)  # Before or after all cases: another start would end alike.
 
 
 def join(timeout_s: float, *, measures: bool = True) -> Ranks:

@@ -444,9 +444,9 @@ class EmulateConfig(Strict):
     dispatch_dtype: DispatchType | None = None
     """Type of dispatched rows, ``fp8`` with a scale for each 128 values; null = ``layer.dtype``, as combined rows."""
     replication: tuple[ReplicationConfig, ...] = ()
-    """Replicas of busy experts, beside the policies."""
+    """Replicas of busy experts, beside the policies, on modelled devices."""
     rebalance: tuple[Annotated[RebalanceConfig | WaterfillConfig, Field(discriminator="name")], ...] = ()
-    """Weights, or tokens of shared experts, that move in every batch, beside the policies."""
+    """Likewise: weights, or tokens of shared experts, that move in every batch."""
 
     @property
     def sent(self) -> dict[str, Any]:

@@ -37,7 +37,6 @@ LONGEST = (
     "setup",
     "model_run",
     "compile_kernels",
-    "transformer",
 )
 
 # Files whose processes are forked from one that has torch and Megatron-Core imported (tests/warm.py).
@@ -60,9 +59,7 @@ WARM = (
     "parts",
     "ranks",
     "run",
-    "transformer",
     "validate",
-    "virtual",
     "without_megatron",
 )
 

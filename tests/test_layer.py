@@ -1,4 +1,4 @@
-"""The seam to Megatron-Core: laws of a real expert-parallel layer on two gloo ranks, some on one and four too."""
+"""The seam to Megatron-Core: laws of real layers and whole models on gloo ranks, and of virtual ranks on one process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import pytest
 pytestmark = pytest.mark.seam
 
 
-@pytest.mark.parametrize(("num_ranks", "name"), laws.cases("layer"))
-def test_law(num_ranks: int, name: str) -> None:
-    laws.check("layer", num_ranks, name)
+@pytest.mark.parametrize(
+    ("suite", "num_ranks", "name"), [(suite, *case) for suite in laws.SUITES for case in laws.cases(suite)]
+)
+def test_law(suite: str, num_ranks: int, name: str) -> None:
+    laws.check(suite, num_ranks, name)
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -1,26 +1,33 @@
-"""Phases of a device that is not here: by hand and by properties; ``virtual_laws`` has them cut as real runs are."""
+"""Layers and passes of whole models on a device that is not here: by hand and by laws.
+
+``virtual_laws`` and ``virtual_transformer_laws`` hold that they are cut as real runs are.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
-from moe_ep_bench.cost_model.timeline import Leg, legs_of
-from moe_ep_bench.models import ModelSpec
+from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING, Leg, legs_of
+from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us, pass_segments
+from moe_ep_bench.models import Attention, LatentAttention, ModelSpec
+from moe_ep_bench.schema import MOE_REST, UNACCOUNTED, layer_and_phase, phases_in_depth
 
-# Arithmetic 5e7 operations per us, memory 1e6 bytes per us, permutation 5e5 bytes per us.
+# Arithmetic 5e7 operations per us, of attention 2e7; memory 1e6 bytes per us, permutation 5e5 bytes per us.
 DEVICE = Device(
     name="test", source="test", bf16_tflops=100, memory_tbps=2, memory_gb=80,
     arithmetic_efficiency=((1, 0.5),), arithmetic_basis="assumed", memory_efficiency=0.5, memory_basis="assumed",
     overhead_us=3, overhead_basis="assumed", routing_native_ps=100, routing_native_basis="assumed",
     routing_policy_ps=300, routing_policy_basis="assumed", permute_efficiency=0.25, permute_basis="assumed",
+    attention_efficiency=0.2, attention_basis="assumed",
 )  # fmt: skip
 MODEL = ModelSpec(
     name="test", source="test", num_layers=1, hidden_size=1000, num_experts=8, top_k=2, ffn_hidden_size=500,
@@ -28,7 +35,7 @@ MODEL = ModelSpec(
 )  # fmt: skip
 WITH_SHARED = MODEL.model_copy(update={"shared_ffn_hidden_size": 200})
 DEVICES = {name: Device.load(name) for name in Device.names()}
-PRESETS = {name: ModelSpec.named(name) for name in ("olmoe-1b-7b", "mixtral-8x7b", "deepseek-v2-lite")}
+PRESETS = {name: ModelSpec.named(name) for name in ("olmoe-1b-7b", "mixtral-8x7b", "deepseek-v2-lite", "qwen3-30b-a3b")}
 WORK = RankWork(num_tokens=1000, num_sent=2000, received_L=np.array([1000, 3000]))
 
 
@@ -149,3 +156,210 @@ def test_many_rows_on_an_h100_run_as_fast_as_in_the_tables_and_faster_than_with_
     work = RankWork(num_tokens, pairs, np.full(model.num_experts, pairs // model.num_experts))
     time_us = phases(work, model, DEVICES["h100-sxm"], alone=True)["experts"]
     assert 6 * pairs * model.hidden_size * model.ffn_hidden_size / time_us / 1e6 == pytest.approx(725, rel=0.01)
+
+
+# ---- Passes of whole models ------------------------------------------------------------------------------------------
+
+WHOLE = ModelSpec(
+    name="test", source="test", num_layers=4, first_dense_layers=1, dense_ffn_hidden_size=800, hidden_size=1000,
+    vocab_size=5000, attention=Attention(num_heads=8, num_kv_heads=2, head_dim=100), num_experts=8, top_k=2,
+    ffn_hidden_size=500, normalize=True,
+)  # fmt: skip
+LATENT = WHOLE.model_copy(
+    update={
+        "attention": LatentAttention(
+            num_heads=8, kv_lora_rank=50, qk_nope_head_dim=100, qk_rope_head_dim=20, v_head_dim=100
+        )
+    }
+)
+
+
+def moe_work(tokens: int, model: ModelSpec, ranks: int = 2) -> RankWork:
+    received = tokens * model.top_k
+    local = model.num_experts // ranks
+    rows_L = np.full(local, received // local)
+    rows_L[0] += received - rows_L.sum()
+    return RankWork(tokens, received, rows_L)
+
+
+def prefill(*lengths: int, model: ModelSpec = WHOLE, num_layers: int = 3) -> PassWork:
+    moe = moe_work(sum(lengths), model)
+    return PassWork(lengths, 0, 0, dict.fromkeys(range(model.first_dense_layers, num_layers), moe))
+
+
+def decode(requests: int, context: int, model: ModelSpec = WHOLE, num_layers: int = 3) -> PassWork:
+    moe = moe_work(requests, model)
+    return PassWork((), requests, context, dict.fromkeys(range(model.first_dense_layers, num_layers), moe))
+
+
+def pass_phases(work: PassWork, model: ModelSpec = WHOLE, device: Device = DEVICE, **options: Any) -> dict[str, float]:
+    """Microseconds by phase of the whole pass."""
+    times: dict[str, float] = defaultdict(float)
+    how = {"by_policy": False, "batch_wide": False, **options}
+    for phase, time_us in pass_segments(device, model, max(work.layers) + 1, work, **how):
+        if layer_and_phase(phase)[1] not in PHASE_OF_MEETING:
+            times[phase] += time_us
+    return dict(times)
+
+
+def total_us(*arguments: Any, **options: Any) -> float:
+    return sum(pass_phases(*arguments, **options).values())
+
+
+def test_embedding_and_output_by_hand() -> None:
+    # 300 rows of 2000 bytes, read and written at 5e5 bytes per us.
+    times = pass_phases(prefill(100, 200))
+    assert times["embedding"] == pytest.approx(2 * 300 * 2000 / 5e5)
+    # Two last tokens: 2 (5e6 + 2 x 6000) bytes, more than 2e7 operations take.
+    assert times["output"] == pytest.approx(10.024)
+    # 200 prompts of one token: 2e9 operations are 40 us, more than their bytes.
+    assert pass_phases(prefill(*[1] * 200))["output"] == pytest.approx(40)
+
+
+def test_norms_and_residual_additions_by_hand() -> None:
+    # 2000 tokens: a norm moves 8e6 bytes, an addition 12e6. Two of each in a layer, and the last norm.
+    times = pass_phases(prefill(2000))
+    assert [times[layer, "rest"] for layer in range(3)] == pytest.approx([40] * 3)
+    assert times["rest"] == pytest.approx(8)
+
+
+def test_dense_layers_by_hand() -> None:
+    # 6 x 2000 x 1000 x 800 operations at 5e7.
+    times = pass_phases(prefill(2000))
+    assert times[0, "dense"] == pytest.approx(192)
+    assert (1, "dense") not in times
+    assert (0, "experts") not in times
+
+
+def test_grouped_attention_of_prompts_by_hand() -> None:
+    # 2000 tokens in two prompts. Projections: 1000 x 1200 and 800 x 1000, 4.8e9 and 3.2e9 operations.
+    projections = 96 + 64
+    # Rotary: 800 + 200 numbers a token, read and written: 8e6 bytes.
+    rotary = 8
+    # Core: 8 x 1000^2 x 200 operations each prompt at 2e7: 80 us each; its 8e6 bytes take less.
+    assert pass_phases(prefill(1000, 1000))[1, "attention"] == pytest.approx(projections + rotary + 160)
+    # As one prompt: twice the pairs.
+    assert pass_phases(prefill(2000))[1, "attention"] == pytest.approx(projections + rotary + 320)
+
+
+def test_norms_of_queries_and_keys_by_hand() -> None:
+    normed = WHOLE.model_copy(update={"attention": WHOLE.attention.model_copy(update={"qk_norm": "head"})})
+    gap = pass_phases(prefill(2000, model=normed), normed)[0, "attention"] - pass_phases(prefill(2000))[0, "attention"]
+    assert gap == pytest.approx(8)
+
+
+def test_grouped_attention_of_a_decode_step_by_hand() -> None:
+    # One request after 9,999 tokens. Weights: 2.4e6 and 1.6e6 bytes, rows 4.4e3 and 3.6e3.
+    projections = 2.4044 + 1.6036
+    # Rotary: the new key's 200 numbers and the query's 800, read and written; cached keys have their positions.
+    rotary = 2 * 2 * (200 + 800) / 1e6
+    # Core: keys and values of 10,000 tokens, and a query's row in and out. Its 3.2e7 operations take 1.6 us.
+    core = 2 * (2 * 2_000_000 + 1600) / 1e6
+    assert pass_phases(decode(1, 9999))[2, "attention"] == pytest.approx(projections + rotary + core)
+    # A device of 1e4 operations per us: 800 queries with 10,000 keys, and as much with values.
+    slow = DEVICE.model_copy(update={"attention_efficiency": 1e-4})
+    core = 2 * (800 + 800) * 10_000 / 1e4
+    assert pass_phases(decode(1, 9999), device=slow)[2, "attention"] == pytest.approx(projections + rotary + core)
+
+
+def test_latent_attention_by_hand() -> None:
+    # 2000 tokens in one prompt: 960 queries, 70 latent and rotary, 50 x 1600 from the latent, 800 x 1000 out.
+    gemms = [(1000, 960), (1000, 70), (50, 1600), (800, 1000)]
+    operations = [2 * 2000 * takes * gives / 5e7 for takes, gives in gemms]
+    num_bytes = [2 * (takes * gives + 2000 * (takes + gives)) / 1e6 for takes, gives in gemms]
+    projections = sum(map(max, operations, num_bytes))
+    rotary = 2 * 2 * 2000 * (960 + 960) / 1e6
+    normed = 2 * 2 * 2000 * 50 / 1e6  # the latent of keys and values, read and written
+    core = 8 * 2000**2 * (120 + 100) / 2e7
+    expected = projections + rotary + normed + core
+    assert pass_phases(prefill(2000, model=LATENT), LATENT)[1, "attention"] == pytest.approx(expected)
+
+
+def test_a_step_of_latent_attention_is_absorbed_by_hand() -> None:
+    # The cache holds 50 + 20 numbers a token for all 8 heads; of each head 100 x 50 in, 50 x 100 out.
+    gemms = [(1000, 960, 1), (1000, 70, 1), (100, 50, 8), (50, 100, 8), (800, 1000, 1)]
+    projections = sum(heads * 2 * (takes * gives + takes + gives) / 1e6 for takes, gives, heads in gemms)
+    elementwise = 2 * 2 * (50 + 8 * 20 + 20) / 1e6
+    core = 2 * (10_000 * 70 + 8 * (70 + 50)) / 1e6
+    found = pass_phases(decode(1, 9_999, LATENT), LATENT)[1, "attention"]
+    assert found == pytest.approx(projections + elementwise + core)
+    # Its weights are those of the expanded form, multiplied in another order.
+    latent = LATENT.attention
+    weights = sum(takes * gives * heads for takes, gives, heads in latent.form(1000, decodes=True).projections)
+    assert weights + latent.form(1000).normed == latent.num_parameters(1000)
+    # A device of 1e4 operations per us: 8 heads of 70 numbers with each cached token, and of 50 with its latent.
+    slow = DEVICE.model_copy(update={"attention_efficiency": 1e-4})
+    core = 2 * 8 * (70 + 50) * 10_000 / 1e4
+    found = pass_phases(decode(1, 9_999, LATENT), LATENT, slow)[1, "attention"]
+    assert found == pytest.approx(projections + elementwise + core)
+
+
+def test_moe_layers_are_those_of_a_layer_alone() -> None:
+    work = prefill(1000)
+    times = pass_phases(work, by_policy=True, batch_wide=True)
+    assert set(times) <= {*phases_in_depth(3, [1, 2]), UNACCOUNTED}, "a phase without a timer"
+    legs, _ = legs_of(layer_segments(DEVICE, WHOLE, work.layers[1], by_policy=True, batch_wide=True))
+    alone = {phase: sum(leg.get(phase, 0.0) for leg in legs) for phase in set().union(*legs)}
+    alone[MOE_REST] = alone.pop(UNACCOUNTED)
+    for layer in (1, 2):
+        own = ("rest", "attention")
+        found = {layer_and_phase(name)[1]: us for name, us in times.items() if layer_and_phase(name)[0] == layer}
+        assert {phase: us for phase, us in found.items() if phase not in own} == pytest.approx(alone)
+
+
+@pytest.mark.parametrize(("batch_wide", "names"), [(False, 3), (True, 4)])
+def test_meetings_come_layer_after_layer(batch_wide: bool, names: int) -> None:
+    work = prefill(100)
+    legs, meetings = legs_of(pass_segments(DEVICE, WHOLE, 3, work, by_policy=True, batch_wide=batch_wide))
+    moe = ["wait_policy", "wait_metadata", "wait_dispatch", "wait_combine"][-names:]
+    assert meetings == [(layer, meeting) for layer in (1, 2) for meeting in moe]
+    assert len(legs) == len(meetings) + 1
+    # What precedes the first meeting, and what follows the last.
+    assert {"embedding", (0, "attention"), (0, "dense"), (1, "gate")} <= set(legs[0])
+    assert {(2, "permute"), (2, "rest"), "rest", "output"} <= set(legs[-1])
+    assert {(1, "permute"), (1, "rest"), (2, "rest"), (2, "attention"), (2, "gate")} <= set(legs[names])
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(sorted(PRESETS)),
+    st.sampled_from(sorted(DEVICES)),
+    st.lists(st.integers(1, 4096), min_size=1, max_size=4),
+    st.integers(1, 2048),
+)
+def test_more_prompt_takes_longer(model: str, device: str, lengths: list[int], more: int) -> None:
+    spec = PRESETS[model]
+    layers = spec.first_dense_layers + 1
+    work, longer = (
+        prefill(*one, model=spec, num_layers=layers) for one in (lengths, [lengths[0] + more, *lengths[1:]])
+    )
+    assert total_us(longer, spec, DEVICES[device]) > total_us(work, spec, DEVICES[device])
+    # The same tokens in one prompt: no less of attention.
+    one = prefill(sum(lengths), model=spec, num_layers=layers)
+    parts, whole = (pass_phases(each, spec, DEVICES[device])[0, "attention"] for each in (work, one))
+    assert whole >= parts * (1 - 1e-12)
+
+
+def test_a_pass_on_a_lone_rank_meets_nobody_and_nothing_to_do_takes_no_time() -> None:
+    local = RankWork(100, 200, np.full(8, 25))
+    work = PassWork((100,), 0, 0, {1: local, 2: local})
+    legs, meetings = legs_of(pass_segments(DEVICE, WHOLE, 3, work, by_policy=False, batch_wide=False, alone=True))
+    assert (len(legs), meetings) == (1, [])
+    nothing = RankWork(0, 0, np.zeros(4, dtype=np.int64))
+    assert total_us(PassWork((), 0, 0, {1: nothing, 2: nothing})) == 0
+
+
+def test_a_device_that_does_not_state_its_attention_is_named() -> None:
+    unstated = DEVICE.model_copy(update={"attention_efficiency": None, "attention_basis": None})
+    with pytest.raises(ValueError, match="devices/test: attention_efficiency: missing"):
+        pass_phases(prefill(8), device=unstated)
+
+
+@pytest.mark.parametrize("model", [WHOLE, LATENT])
+@pytest.mark.parametrize("is_decode", [False, True])
+def test_what_no_moe_layer_takes_is_the_pass_without_them(model: ModelSpec, is_decode: bool) -> None:
+    layers = model.num_layers
+    work = decode(6, 50, model, layers) if is_decode else prefill(30, 20, model=model, num_layers=layers)
+    elsewhere = ("embedding", "attention", "dense", "rest", "output")
+    expected = sum(us for key, us in pass_phases(work, model).items() if layer_and_phase(key)[1] in elsewhere)
+    assert outside_moe_us(DEVICE, model, work) == pytest.approx(expected)

@@ -13,7 +13,6 @@ import yaml
 
 from benchmarks.tables import DEVICES, experts_rows, power_law_loads, predicted_us
 from moe_ep_bench.analysis.origins import origin_of, phase_origin
-from moe_ep_bench.analysis.style import phase_look
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model import tables as reading
 from moe_ep_bench.cost_model.devices import Device
@@ -222,7 +221,6 @@ def test_a_tables_experts_hold_the_sorting_of_rows_that_a_rooflines_do_not() -> 
 
 
 def test_tables_know_a_layer_by_the_width_that_its_experts_take() -> None:
-    assert shape_of(model()) == SMALL
     assert shape_of(model().model_copy(update={"latent_size": 256})) == (256, *SMALL[1:])
 
 
@@ -264,12 +262,9 @@ def test_parts_that_were_measured_elsewhere_are_told_from_those_that_are_modelle
     device: str | None, links: str, expected: list[str]
 ) -> None:
     facts, run = TimedFacts.model_construct(device=device, links=links), SimpleNamespace(mode="emulated")
-    found = [phase_origin(run, facts, group) for group in ("experts", "comm", "gate")]
-    assert found == expected
+    assert [phase_origin(run, facts, group) for group in ("experts", "comm", "gate")] == expected
     words = "partly measured elsewhere" if "measured elsewhere" in expected else "modelled"
     assert origin_of(run, facts) == (words if device else "emulated")
-    looks = [str(phase_look("experts", how)) for how in ("measured", "measured elsewhere", "modelled")]
-    assert len(set(looks)) == 3
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
@@ -304,16 +299,6 @@ def test_deepep_is_interpolated_over_a_ranks_tokens_and_apart_for_both_ways() ->
 
 
 # ---- how loads were made ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("num_tokens", "ep_size"), [(1, 8), (16, 4), (4096, 8), (4096, 1)])
-def test_power_law_loads_keep_all_pairs_and_put_the_fullest_rank_first(num_tokens: int, ep_size: int) -> None:
-    generator = np.random.default_rng(0)
-    for exponent in (1.01, 1.2):
-        loads_RL = power_law_loads(num_tokens, 64, 8, ep_size, exponent, generator)
-        assert loads_RL.sum() == num_tokens * 8
-        assert 0 <= loads_RL.min() <= loads_RL.max() <= num_tokens
-        assert loads_RL.sum(axis=1).argmax() == 0
 
 
 def test_balanced_loads_are_equal_and_few_tokens_spread() -> None:

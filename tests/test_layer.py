@@ -1,4 +1,4 @@
-"""The seam to Megatron-Core: laws of real layers and whole models on gloo ranks, and of virtual ranks in one process."""
+"""The seam to Megatron-Core: laws of real layers and whole models on gloo ranks, and of virtual ones in one process."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_replayed_recording_is_routed_as_the_model_routes(recording: Path, olm
     policy = make_policy({"name": "expanded_drop", "capacity_factor": 1.2})
     first = in_the_model(olmoe, text, policy)[0]
     assert first.routing is not None
-    workload = RecordedWorkload([(recording, 1)], 0, 8, 3, NUM * LENGTH, 1, "recorded", seed=0)
+    workload = RecordedWorkload([recording], 0, 8, 3, NUM * LENGTH, 1, "recorded", seed=0)
     batch = workload.batch(0)
     assert np.array_equal(batch.scores_TE, open_trace(recording).read_full_scores(0)[tokens_of(workload, 0)])
     replayed = policy.route(batch.scores_TE, first.context)
@@ -105,7 +105,7 @@ def test_choices_by_more_than_scores_stay_the_recorded_ones(family: str, text: P
     folder = hf_models.checkpoint(tmp_path / "model", family)
     record(folder, text, OPTIONS, out=tmp_path / "out.safetensors")
     trace = open_trace(tmp_path / "out.safetensors")
-    workload = RecordedWorkload([(trace.path, 1)], 0, 8, trace.top_k, NUM * LENGTH, 1, "recorded", seed=0)
+    workload = RecordedWorkload([trace.path], 0, 8, trace.top_k, NUM * LENGTH, 1, "recorded", seed=0)
     loads = workload.batch(0).scores_TE.topk(trace.top_k, dim=1).indices.flatten().bincount(minlength=8)
     assert loads.tolist() == in_the_model(folder, text)[0].own_TE.sum(0).tolist()
     description = str(workload.describe()["description"])
@@ -192,7 +192,7 @@ def test_a_recording_of_the_top_k_needs_a_tail_model(recording: Path, tmp_path: 
     full = tensors.pop("full_scores")
     save_file(tensors, tmp_path / "top.safetensors", metadata)
     with pytest.raises(ValueError, match="tail: expected popularity or uniform, because the recording holds"):
-        RecordedWorkload([(tmp_path / "top.safetensors", 1)], 0, 8, 3, 32, 1, "recorded", seed=0)
+        RecordedWorkload([tmp_path / "top.safetensors"], 0, 8, 3, 32, 1, "recorded", seed=0)
     save_file({**tensors, "full_scores": full[:, :, :4]}, tmp_path / "cut.safetensors", metadata)
     with pytest.raises(ValueError, match="full_scores: "):
         open_trace(tmp_path / "cut.safetensors")

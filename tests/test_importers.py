@@ -349,8 +349,8 @@ def test_ids_without_scores_need_consent_and_say_so_in_results(tmp_path, out):
     fields = {"layer": 0, "num_experts": 16, "top_k": 3, "num_tokens": 9, "num_batches": 1}
     fields |= {"tail": "uniform", "seed": 0}
     with pytest.raises(ValueError, match="topk_share: needed"):
-        RecordedWorkload([(out, 1)], **fields)
-    described = RecordedWorkload([(out, 1)], **fields, topk_share=0.6).describe()
+        RecordedWorkload([out], **fields)
+    described = RecordedWorkload([out], **fields, topk_share=0.6).describe()
     assert described["recording"]["score"].startswith("assumed equal")
 
 
@@ -476,7 +476,7 @@ def test_slots_that_repeat_an_expert_are_tokens_with_fewer_experts(tmp_path, out
     assert (load_E[9], load_E.sum()) == (sum(9 in row for row in ids_TLK[:, 1].tolist()), 16)
     fields = {"layer": 0, "num_experts": 16, "top_k": 3, "num_tokens": 6, "num_batches": 1, "seed": 0}
     with pytest.raises(ValueError, match=r"layer 0: expected top-3 of every token.*, got 1 of 6 tokens with fewer"):
-        RecordedWorkload([(out, 1)], **fields, tail="uniform", topk_share=0.5)
+        RecordedWorkload([out], **fields, tail="uniform", topk_share=0.5)
 
 
 def test_lines_without_a_response_lose_no_others(tmp_path, out):
@@ -532,7 +532,7 @@ def test_an_import_is_replayed_and_is_the_same_again_and_a_changed_source_has_an
     trace = imported(kind, source, out).trace
     sizes = {"num_experts": trace.num_experts, "top_k": trace.top_k, "num_tokens": 12, "num_batches": 1}
     share = 0.6 if trace.scores_are_normalised else None
-    workload = RecordedWorkload([(out, 1)], 1, **sizes, tail="uniform", seed=0, topk_share=share)
+    workload = RecordedWorkload([out], 1, **sizes, tail="uniform", seed=0, topk_share=share)
     best = workload.batch(0).scores_TE.topk(trace.top_k, dim=1).indices
     np.testing.assert_array_equal(best.numpy(), trace.read_layer(1)[0][tokens_of(workload, 0)])
     again = imported(kind, source, out.with_name("again")).trace

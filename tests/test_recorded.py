@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -92,8 +91,9 @@ def save(path, **changes):
 
 def recorded(path, **changes):
     fields = {"layer": 1, "num_experts": EXPERTS, "top_k": K, "num_tokens": 50, "num_batches": 2, "seed": 0}
-    recordings = path if isinstance(path, list) else [(path, 1)]
-    return RecordedWorkload(recordings, **{**fields, "tail": "popularity", **changes})
+    return RecordedWorkload(
+        path if isinstance(path, list | tuple) else [path], **{**fields, "tail": "popularity", **changes}
+    )
 
 
 def tokens_of(workload, index):
@@ -169,32 +169,30 @@ def test_normalised_scores_get_the_share_that_the_user_names(normalised_trace):
 @pytest.mark.parametrize(("tail", "digest"), [("popularity", "78d14f103d23e369"), ("uniform", "060795cbd7a1fd39")])
 def test_the_bytes_of_one_recordings_sequences_are_what_they_always_were(trace, tail, digest):
     assert digest_of(recorded(trace, tail=tail, num_tokens=150)) == digest
-    assert digest_of(recorded([(trace, 7)], tail=tail, num_tokens=150)) == digest
 
 
 # Mixtures
 
 
-def pools_of(lengths_of, shares):
+def pools_of(lengths_of):
     """Pools side by side, in the numbering of all tokens together."""
     pools, offset = [], 0
-    for length_S, share in zip(lengths_of, shares, strict=True):
+    for length_S in lengths_of:
         end_S = offset + np.cumsum(length_S)
-        pools.append(Pool(end_S - length_S, end_S, share))
+        pools.append(Pool(end_S - length_S, end_S))
         offset = int(end_S[-1])
     return pools
 
 
 def slow_mixture(pools, num_tokens, num_batches):
-    """The rule in words: tokens one by one, and exact fractions."""
-    taken = [Fraction(0)] * len(pools)
+    """The rule in words: tokens one by one."""
+    taken = [0] * len(pools)
     for index in range(num_batches):
         random = np.random.default_rng(index)
         orders = [[] for _ in pools]
         pieces, tokens = [], 0
         while tokens < num_tokens:
-            behind = [taken[i] / Fraction(pool.share) for i, pool in enumerate(pools)]
-            source = behind.index(min(behind))
+            source = taken.index(min(taken))
             orders[source] = orders[source] or random.permutation(len(pools[source].start_S)).tolist()
             sequence = orders[source].pop(0)
             pieces.append([])
@@ -206,18 +204,14 @@ def slow_mixture(pools, num_tokens, num_batches):
         yield [pieces[place] for place in random.permutation(len(pieces))] if len(pools) > 1 else pieces
 
 
-SHARES = st.sampled_from([(1.0,), (0.5, 0.5), (0.25, 0.75), (0.125, 0.625, 0.25), (1 / 3, 1 / 3, 1 / 3)])
-
-
 @st.composite
 def mixtures(draw):
-    shares = draw(SHARES)
-    return pools_of([draw(st.lists(st.integers(1, 30), min_size=1, max_size=6)) for _ in shares], shares)
+    return pools_of(draw(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=3)))
 
 
 @few_examples
 @given(mixtures(), st.integers(1, 80))
-def test_sequences_come_from_the_recording_that_is_furthest_behind(pools, num_tokens):
+def test_sequences_come_from_the_recording_with_the_fewest_tokens(pools, num_tokens):
     batches = draw_sequences(pools, num_tokens, map(np.random.default_rng, range(4)))
     for pieces, expected in zip(batches, slow_mixture(pools, num_tokens, 4), strict=True):
         assert [list(range(first, end)) for first, end in pieces] == expected
@@ -232,24 +226,23 @@ def domains(tmp_path):
 
 
 def test_a_mixture_describes_itself_and_gives_no_path_away(domains):
-    text = json.dumps(recorded([(domains[0], 1), (domains[1], 3)], num_tokens=1000).describe())
+    text = json.dumps(recorded(domains, num_tokens=1000).describe())
     facts = json.loads(text)
     assert str(domains[0].parent) not in text
     assert facts["recording"]["arrangement"] == "sequences"
-    for source, path, share in zip(facts["recording"]["sources"], domains, (0.25, 0.75), strict=True):
+    for source, path in zip(facts["recording"]["sources"], domains, strict=True):
         assert source["file"] == path.name
         assert source["sha256"] == open_trace(path).sha256()
         assert source["domain"] == path.stem
-        assert source["share"] == share
-        assert source["share_achieved"] == pytest.approx(share, abs=0.03)
+        assert source["share_achieved"] == pytest.approx(0.5, abs=0.03)
         assert source["passes_per_batch"] == pytest.approx(source["share_achieved"] * 1000 / source["num_tokens"])
-        assert f"{path.stem} {source['share_achieved']:.1%} (asked for {share:.1%})" in facts["description"]
+        assert f"{path.stem} {source['share_achieved']:.1%}" in facts["description"]
 
 
 def test_an_experts_popularity_is_that_in_the_mixture(domains):
-    _, _, weights_E = recorded([(domains[0], 1), (domains[1], 3)])._fitted
+    _, _, weights_E = recorded(domains)._fitted
     load_DE = np.array([np.bincount(open_trace(path).read_layer(1)[0].ravel(), minlength=EXPERTS) for path in domains])
-    mixed_E = np.array([0.25, 0.75]) @ (load_DE / load_DE.sum(axis=1, keepdims=True))
+    mixed_E = np.array([0.5, 0.5]) @ (load_DE / load_DE.sum(axis=1, keepdims=True))
     np.testing.assert_allclose(weights_E - 1, mixed_E * (weights_E - 1).sum())
 
 
@@ -291,7 +284,7 @@ def slow_steps(pools, num_requests, per_request, num_steps, random):
 @few_examples
 @given(mixtures(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_slots_step_through_sequences_side_by_side(pools, per_request, most, seed):
-    pools = [Pool(pool.start_S * 4, pool.end_S * 4, pool.share) for pool in pools]  # long enough for all
+    pools = [Pool(pool.start_S * 4, pool.end_S * 4) for pool in pools]  # long enough for all
     num_requests = [1 + (index + most) % 4 for index in range(len(pools))]
     first_NB = draw_steps(pools, num_requests, per_request, 30, np.random.default_rng(seed))
     assert first_NB.tolist() == slow_steps(pools, num_requests, per_request, 30, np.random.default_rng(seed))
@@ -350,7 +343,7 @@ WRONG = {
     "another score": ("normalised.safetensors: score: ", {"paths": ["toy", "normalised"]}),
     "other layers": ("one.safetensors: layers: ", {"paths": ["toy", "one"], "layer": 0}),
     "twice the same": ("toy.safetensors: ", {"paths": ["toy", "toy"]}),
-    "too rare": ("more.safetensors: share: ", {**DECODE, "paths": ["toy", "more"], "num_tokens": 1}),
+    "too few": ("trace: expected a request of each", {**DECODE, "paths": ["toy", "more"], "num_tokens": 1}),
 }
 
 
@@ -364,7 +357,7 @@ def test_what_does_not_go_together_is_one_line_that_names_it(trace, tmp_path, na
     change = {**change}
     paths = change.pop("paths", ["toy"])
     with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
-        recorded([(tmp_path / f"{path}.safetensors", 1) for path in paths], **change)
+        recorded([tmp_path / f"{path}.safetensors" for path in paths], **change)
     assert str(error.value).removeprefix(f"{tmp_path}/").startswith(begin)
 
 

@@ -53,7 +53,7 @@ FULL = {
     **CONFIG,
     "workload": {
         "kind": "recorded",
-        "trace": [{"trace": "a.safetensors"}, {"trace": "b.safetensors"}],
+        "trace": ["a.safetensors", "b.safetensors"],
         "layer": "all",
         "tail": "popularity",
         "arrangement": "decode",

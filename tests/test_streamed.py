@@ -136,7 +136,7 @@ def recordings(tmp_path_factory):
 
 def recorded(paths, **changes):
     fields = {"layer": 0, "num_experts": EXPERTS, "top_k": K, "num_tokens": 120, "num_batches": 3, "seed": 0}
-    return RecordedWorkload([(path, 1) for path in paths], **{**fields, "tail": "uniform", **changes})
+    return RecordedWorkload(paths, **{**fields, "tail": "uniform", **changes})
 
 
 @pytest.mark.parametrize("arrangement", ["sequences", "decode"])

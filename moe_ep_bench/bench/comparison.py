@@ -180,8 +180,8 @@ class Comparison:
             facts |= {key: value for key, value in targets.items() if value is not None}
             facts = {key: value for key, value in facts.items() if key not in ("skew_from", "layer")}
         if isinstance(workload, RecordedWorkload):
-            traces = zip(workload.shares, workload.traces, strict=True)
-            facts["trace"] = [{"trace": trace.sha256(), "share": share} for share, trace in traces]
+            share = 1 / len(workload.traces)
+            facts["trace"] = [{"trace": trace.sha256(), "share": share} for trace in workload.traces]
         return {**facts, "num_tokens": self.num_tokens, "tokens_per_rank": None}
 
     def alike_but_for(self, *keys: str) -> str:

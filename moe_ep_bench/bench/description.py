@@ -264,8 +264,8 @@ def describe_experiment(experiment: Experiment) -> dict[str, Any]:
         described["model"]["hf_config"] = experiment.model.spec().source
     if described["emulate"]["links"] is not None:
         described["emulate"]["links"] = Path(described["emulate"]["links"]).name
-    for recording in described["workload"].get("trace", ()):
-        recording["trace"] = Path(recording["trace"]).name
+    if isinstance(experiment.workload, RecordedConfig):
+        described["workload"]["trace"] = [path.name for path in experiment.workload.trace]
     return described
 
 

@@ -256,8 +256,7 @@ def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -
     with naming("workload"):
         if not isinstance(config, SyntheticConfig):
             keys = ("layer", "tail", "topk_share", "arrangement", "tokens_per_request")
-            recordings = [(recording.trace, recording.share) for recording in config.trace]
-            return RecordedWorkload(recordings, **sizes, **groups, **{key: getattr(config, key) for key in keys})
+            return RecordedWorkload(config.trace, **sizes, **groups, **{key: getattr(config, key) for key in keys})
         length = config.sequence_length
         if config.skew in PATTERNS:
             return SyntheticWorkload(pattern=config.skew, sequence_length=length, **sizes, **groups)

@@ -192,18 +192,11 @@ class SyntheticConfig(_Workload):
             return load_skew(preset, self.skew)
 
 
-class RecordingConfig(Strict):
-    trace: Path
-    """Path of a moe-trace-v1 file."""
-    share: float = Field(1.0, gt=0)
-    """Share of all tokens, relative to the others."""
-
-
 class RecordedConfig(_Workload):
     kind: Literal["recorded"] = "recorded"
     """Scores are replayed from recordings."""
-    trace: tuple[RecordingConfig, ...] = Field(min_length=1)
-    """Path of a recording, or several recordings with their shares."""
+    trace: tuple[Path, ...] = Field(min_length=1)
+    """Path of a recording (moe-trace-v1), or a list of several that are mixed evenly."""
     layer: int = Field(ge=0)
     """Recorded layer; several or ``all``: a comparison each."""
     arrangement: Literal["sequences", "decode"] = "sequences"

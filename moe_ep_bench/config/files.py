@@ -28,7 +28,7 @@ _Schema = TypeVar("_Schema", bound=SweepPoint)
 # Keys that name a file, and whether a value of theirs does: some take names too.
 _POLICIES = ("policies", "claims.policy", "claims.versus")
 _FILES: dict[str, Callable[[str], bool]] = {
-    **dict.fromkeys(("model.hf_config", "workload.skew_from", "workload.trace", "workload.trace.trace"), bool),
+    **dict.fromkeys(("model.hf_config", "workload.skew_from", "workload.trace"), bool),
     **dict.fromkeys(("model.checkpoint", "text.file", "include"), bool),
     **dict.fromkeys(("emulate.links", "emulate.device"), lambda text: text.endswith(".yaml")),
     **dict.fromkeys((f"{key}.name" for key in _POLICIES), is_file),
@@ -192,7 +192,7 @@ def _points(path: Path, schema: type[_Schema], raw: dict[str, Any], sweep: Mappi
             _put(values, key, copy.deepcopy(value), f"{path}: sweep")
         workload = values.get("workload")
         if isinstance(workload, dict) and isinstance(workload.get("trace"), str):
-            workload["trace"] = [{"trace": workload["trace"]}]
+            workload["trace"] = [workload["trace"]]
         experiment = validated(schema, values, path, schema.BESIDE)
         experiment._point = point
         experiments.append(experiment)
@@ -225,8 +225,8 @@ def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> 
     elif layer == "all":
         # The first recording stands for all: a workload refuses recordings whose layers differ.
         trace = sweep.get("workload.trace", [workload.get("trace")])
-        while isinstance(trace, list | dict) and trace:
-            trace = trace[0] if isinstance(trace, list) else trace.get("trace")
+        while isinstance(trace, list) and trace:
+            trace = trace[0]
         if not isinstance(trace, str):
             raise UserError(f"{path}: workload.layer: all needs a recording in workload.trace, got {brief(trace)}")
         with naming(f"{path}: workload"):

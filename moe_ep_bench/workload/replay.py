@@ -13,16 +13,14 @@ tie. Scores below the top-k come from a tail model (``tail``), or from the recor
   prefill may be replayed as decoding.
 
 Sequences are drawn without putting back: every one of a recording comes once before any comes again. Where several
-recordings are mixed, the popularity of an expert is that in the mixture, each recording counted by its share, and two
-rules keep the tokens of each to its share:
+recordings are mixed, all have the same share of the tokens, and the popularity of an expert is that in the mixture:
 
-* sequences: the next one is taken from the recording that is *furthest behind*, the one of least tokens / share,
-  counting this batch and those before it (the first named on ties); a count for each batch by itself would favour long
-  sequences, since the last is cut. With L the longest sequence of a recording, after M tokens a recording of share p is
-  then at most (1 - p) * L above p * M tokens, and at most p times the sum of the others' L below. The order in a batch
-  is shuffled, or sequences of equal length would take turns in step with the ranks that they are dealt to;
-* decode: the B slots are apportioned by largest remainder (Hamilton's method), and a slot stays with its recording. So
-  every step has the same shares, less than one request from those asked for.
+* sequences: the next one is taken from the recording with the fewest tokens so far, counting this batch and those
+  before it (the first named on ties); a count for each batch by itself would favour long sequences, since the last is
+  cut. The order in a batch is shuffled, or sequences of equal length would take turns in step with the ranks that they
+  are dealt to;
+* decode: recordings have equally many of the B slots, the first named one more where B does not divide, and a slot
+  stays with its recording.
 
 Shapes: T = tokens, E = experts, K = top_k, B = requests of a decoding step, N = batches, S = sequences.
 """
@@ -30,7 +28,6 @@ Shapes: T = tokens, E = experts, K = top_k, B = requests of a decoding step, N =
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,8 +55,7 @@ class RecordedWorkload(Workload):
     A recording that is shorter than a batch is gone through again, in a fresh order, as often as it takes.
 
     Attributes: those of ``config.RecordedConfig``, and
-        recordings: each with its share of the tokens in relation to the others'. They must be of one model, with the
-            same layers and kind of scores.
+        recordings: of one model, with the same layers and kind of scores.
         num_experts, top_k, num_groups, top_groups: of the model that is measured; the recordings must agree.
         num_tokens: tokens in a batch, all ranks together.
         topk_share: needed where the recorded scores are normalised over the top-k (GPT-OSS), and only there. Every row
@@ -71,7 +67,7 @@ class RecordedWorkload(Workload):
         ValueError: a file that cannot be used or a field that does not suit it; the message names which.
     """
 
-    recordings: Sequence[tuple[Path, float]]
+    recordings: Sequence[Path]
     layer: int
     num_experts: int
     top_k: int
@@ -92,7 +88,7 @@ class RecordedWorkload(Workload):
         if self.num_tokens % per_request:
             expected = f"a multiple of tokens_per_request ({per_request})"
             raise UserError(f"num_tokens: expected {expected}, got {self.num_tokens}")
-        files = [path.resolve() for path, _ in self.recordings]
+        files = [path.resolve() for path in self.recordings]
         if twice := next((path for number, path in enumerate(files) if path in files[:number]), None):
             raise UserError(f"{twice}: expected every recording once, got it twice")
         for trace in self.traces:
@@ -126,13 +122,7 @@ class RecordedWorkload(Workload):
     @cached_property
     def traces(self) -> tuple[Trace, ...]:
         """The opened recordings, in their order."""
-        return tuple(open_trace(path) for path, _ in self.recordings)
-
-    @cached_property
-    def shares(self) -> tuple[float, ...]:
-        """The recordings' shares, which sum to 1."""
-        total = math.fsum(share for _, share in self.recordings)
-        return tuple(share / total for _, share in self.recordings)
+        return tuple(open_trace(path) for path in self.recordings)
 
     def sequence_lengths(self, index: int) -> NDArray[np.int64]:
         return self._spans[index][1]
@@ -172,8 +162,7 @@ class RecordedWorkload(Workload):
             )
         domains = " + ".join(source["domain"] for source in sources)
         if len(sources) > 1:
-            shares = (f"{of['domain']} {of['share_achieved']:.1%} (asked for {of['share']:.1%})" for of in sources)
-            domains = " + ".join(shares)
+            domains = " + ".join(f"{source['domain']} {source['share_achieved']:.1%}" for source in sources)
         origins = dict.fromkeys(f"{source['phase']} by {source['source']} ({source['licence']})" for source in sources)
         assumed = "scores assumed, " if self.traces[0].scores_are_assumed else ""
         return {
@@ -203,11 +192,10 @@ class RecordedWorkload(Workload):
                 "sha256": trace.sha256(),
                 **{name: trace.metadata[name] for name in ("domain", "phase", "source", "licence")},
                 "num_tokens": trace.num_tokens,
-                "share": share,
                 "share_achieved": tokens / self.num_tokens,
                 "passes_per_batch": tokens / trace.num_tokens,
             }
-            for trace, share, tokens in zip(self.traces, self.shares, taken.tolist(), strict=True)
+            for trace, tokens in zip(self.traces, taken.tolist(), strict=True)
         ]
 
     # ---- what is drawn from ------------------------------------------------------------------------------------------
@@ -221,18 +209,15 @@ class RecordedWorkload(Workload):
     def _spans(self) -> list[Spans]:
         """Of every batch."""
         pools = [
-            pool_of(trace, share, offset, self.tokens_per_request)
-            for trace, share, offset in zip(self.traces, self.shares, self._offsets.tolist(), strict=False)
+            pool_of(trace, offset, self.tokens_per_request)
+            for trace, offset in zip(self.traces, self._offsets.tolist(), strict=False)
         ]
         if self.arrangement == "decode":
-            total = self.num_tokens // self.tokens_per_request
-            num_requests = apportion(self.shares, total)
-            if 0 in num_requests:
-                place = num_requests.index(0)
-                raise UserError(
-                    f"{self.recordings[place][0]}: share: expected a share that gives a request in every step, got "
-                    f"{self.shares[place]:.3g} of {total} requests (num_tokens / tokens_per_request)"
-                )
+            each, more = divmod(self.num_tokens // self.tokens_per_request, len(pools))
+            if not each:
+                expected = f"a request of each of the {len(pools)} recordings in every step"
+                raise UserError(f"trace: expected {expected}, got {more} (num_tokens / tokens_per_request)")
+            num_requests = [each + (place < more) for place in range(len(pools))]
             random = generator(self.seed, Stream.SEQUENCES)
             first_NB = draw_steps(pools, num_requests, self.tokens_per_request, self.num_batches, random)
             return [(first_B, np.full_like(first_B, self.tokens_per_request)) for first_B in first_NB]
@@ -261,9 +246,9 @@ class RecordedWorkload(Workload):
         if self.topk_share is not None:
             # The sums are 1 but for rounding; dividing by them gives the share asked for exactly.
             scores_TK *= self.topk_share / scores_TK.sum(axis=1, keepdims=True)
-        # As if there were as many tokens as recorded, but in the shares of the mixture.
-        load_E = np.zeros(self.num_experts)
-        for share, (part_TK, _) in zip(self.shares, layers, strict=True):
+        # As if there were as many tokens as recorded, but equally many of each recording.
+        load_E, share = np.zeros(self.num_experts), 1 / len(layers)
+        for part_TK, _ in layers:
             part_E = np.bincount(part_TK.ravel(), minlength=self.num_experts)
             load_E += part_E * (share * (len(ids_TK) / len(part_TK)))
         weights_E = np.ones(self.num_experts) if self.tail == "uniform" else load_E + 1
@@ -281,17 +266,13 @@ class RecordedWorkload(Workload):
 
 
 class Pool(NamedTuple):
-    """The sequences of one recording, and the share of all tokens that are to come from it.
-
-    Sequence s holds the tokens ``start_S[s]`` to ``end_S[s] - 1``; both int64.
-    """
+    """The sequences of one recording; s holds the tokens ``start_S[s]`` to ``end_S[s] - 1``; both int64."""
 
     start_S: NDArray[np.int64]
     end_S: NDArray[np.int64]
-    share: float
 
 
-def pool_of(trace: Trace, share: float, offset: int, tokens_per_request: int) -> Pool:
+def pool_of(trace: Trace, offset: int, tokens_per_request: int) -> Pool:
     """What is drawn from: a recording's sequences, but for those that are too short for a request's step.
 
     Args:
@@ -306,7 +287,7 @@ def pool_of(trace: Trace, share: float, offset: int, tokens_per_request: int) ->
     if not enough_S.any():
         expected = f"at most {(end_S - start_S).max()}, the longest sequence"
         raise UserError(f"{trace.path}: tokens_per_request: expected {expected}, got {tokens_per_request}")
-    return Pool(start_S[enough_S] + offset, end_S[enough_S] + offset, share)
+    return Pool(start_S[enough_S] + offset, end_S[enough_S] + offset)
 
 
 def draw_sequences(pools: Sequence[Pool], num_tokens: int, randoms: Iterable[np.random.Generator]) -> list[list[Run]]:
@@ -321,7 +302,7 @@ def draw_sequences(pools: Sequence[Pool], num_tokens: int, randoms: Iterable[np.
         pieces: list[Run] = []
         missing = num_tokens
         while missing:
-            behind = min(range(len(pools)), key=lambda index: taken[index] / pools[index].share)
+            behind = taken.index(min(taken))
             first, end = next(queues[behind])
             pieces.append(Run(first, min(end, first + missing)))
             taken[behind] += pieces[-1].end - first
@@ -347,7 +328,7 @@ def draw_steps(
 
     Args:
         pools: every sequence holds ``tokens_per_request`` tokens or more.
-        num_requests: slots of each pool (see ``apportion``). Which slots these are is drawn.
+        num_requests: slots of each pool. Which slots these are is drawn.
 
     Returns:
         int64 [N, B].
@@ -365,16 +346,6 @@ def draw_steps(
             first_NB[step : step + taken_N.size, slot] = taken_N[: num_steps - step]
             heapq.heapreplace(free, (step + taken_N.size, slot))
     return first_NB
-
-
-def apportion(shares: Sequence[float], num_requests: int) -> list[int]:
-    """Whole requests by largest remainder; the first named on ties. ``shares`` sum to 1."""
-    quotas = [share * num_requests for share in shares]
-    seats = [int(quota) for quota in quotas]
-    by_remainder = sorted(range(len(shares)), key=lambda index: seats[index] - quotas[index])
-    for index in by_remainder[: num_requests - sum(seats)]:
-        seats[index] += 1
-    return seats
 
 
 def _whole(random: np.random.Generator, pool: Pool) -> Iterator[Run]:

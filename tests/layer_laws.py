@@ -15,6 +15,7 @@ import torch.distributed as dist
 from laws import law
 from torch import Tensor
 from virtual_time import all_in, passing_where_late
+from waits import watched_waits
 
 from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.experts import seeded_generator
@@ -28,7 +29,6 @@ from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.selection import top_k_map, weighted
 from moe_ep_bench.policies.topk import TopK
-from moe_ep_bench.policies.waits import watched_waits
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, Work
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from waits import would_wait
 
 from moe_ep_bench.layer import host
-from moe_ep_bench.policies.waits import would_wait
 
 _REFUSED = "operation not permitted when stream is capturing"
 

@@ -108,15 +108,7 @@ def test_a_policy_is_found_by_module_by_entry_point_and_by_an_override(
 def test_the_laws_can_be_run_on_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = f"{folder}/my_policy.py:LeaveBusiest"
     assert cli.main(["check-policy", name, "--set", "num_left=2"]) == OK
-    said = capsys.readouterr().out
-    assert said.count("  kept: ") == 7
-    assert "waits in a layer: the host reads results 1 (most_pairs is unknown); a GPU's would wait each time" in said
-    read = EXAMPLE.replace(
-        "busiest_E[stats", "stats.tolist(), bool(stats.any()), stats.sum().item()\n        busiest_E[stats"
-    )
-    (folder / "my_policy.py").write_text(read)
-    assert cli.main(["check-policy", name]) == OK
-    assert "the host reads results 3 (most_pairs is unknown, my_policy.py:" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("  kept: ") == 7
 
 
 BREAKS = {
@@ -166,10 +158,10 @@ def test_each_law_can_be_broken(name: str, folder: Path, capsys: pytest.CaptureF
 
 
 MISTAKES = {
-    "no file": ({"name": "./none.py:A"}, None, "cannot read the file"),
+    "no file": ({"name": "./none.py:A"}, None, "none.py:A': FileNotFoundError: "),
     "no class": ({"name": "./my_policy.py:Other"}, None, "there is no such class in it"),
     "no policy": ({"name": "./my_policy.py:ClassVar"}, None, "there is no such class in it"),
-    "a module": ({"name": "no.such.module:A"}, None, "cannot import no.such.module"),
+    "a module": ({"name": "no.such.module:A"}, None, "cannot load 'no.such.module:A': ModuleNotFoundError"),
     "syntax": ({"name": NAME}, ("def route", "def"), "SyntaxError"),
     "not frozen": ({"name": NAME}, ("frozen=True, ", ""), "cannot inherit non-frozen dataclass"),
     "no dataclass": ({"name": NAME}, ("@dataclass(frozen=True, kw_only=True)", ""), "expected @dataclass(frozen=True"),

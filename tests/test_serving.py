@@ -354,7 +354,7 @@ def test_settings_come_from_json_or_a_yaml_file(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text("name: oea\nk0: 3\nacts_in: [prefill, decode]\n")
     (tmp_path / "own.yaml").write_text("name: mine.py:Mine\n")
-    with pytest.raises(ValueError, match=f"cannot read the file of '{tmp_path / 'mine.py'}:Mine'"):
+    with pytest.raises(ValueError, match=f"cannot load '{tmp_path / 'mine.py'}:Mine'"):
         settings({POLICY: str(tmp_path / "own.yaml")})
     for spec in (str(file), json.dumps({"name": "oea", "k0": 3, "acts_in": ["prefill", "decode"]})):
         session = settings({POLICY: spec, RECORD: str(tmp_path / "r"), LIMIT: "0.5"})

@@ -166,7 +166,7 @@ def server(model: Path, port: int, **variables: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        ("broken.py:Mine", "name: cannot load the file of"),
+        ("broken.py:Mine", "name: cannot load "),
         (
             '{"name": "expanded_drop", "capacity_factor": 1, "num_candidates": 2}',
             "expanded_drop: may give a token 6 experts, and vLLM's kernels have 4 slots",

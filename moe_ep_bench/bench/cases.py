@@ -57,8 +57,9 @@ class CaseSpec:
     @property
     def policy_code(self) -> list[str]:
         """Hashes of a user's policy file and of what a policy reads: an edited rule never meets old results."""
-        hashes = [] if self.policy is None else [source_hash(type(self.policy)), self.policy.data_hash]
-        return [known for known in hashes if known is not None]
+        code = source_hash(type(self.policy)) if self.policy else None
+        data = self.policy.data if self.policy else None
+        return [*([code] if code else []), *([data.sha256] if data else [])]
 
     @property
     def label(self) -> str:
@@ -67,6 +68,7 @@ class CaseSpec:
 
     def describe(self, comparison_id: str) -> dict[str, Any]:
         """What run.json says of the case."""
+        data = self.policy.data if self.policy else None
         return {
             "comparison_id": comparison_id,
             "policy": self.name,
@@ -74,7 +76,7 @@ class CaseSpec:
             "label": self.label,
             "role": self.role,
             **({"policy_code": self.policy_code[0]} if self.policy_code else {}),
-            **({"data_model": self.policy.data_model} if self.policy and self.policy.data_model else {}),
+            **({"data_model": data.model} if data and data.model else {}),
             "looks_past_top_k": self.policy is not None and self.policy.looks_past_top_k,
         }
 

@@ -20,6 +20,7 @@ from typing import ClassVar, Literal, Self, TypeVar
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.by_layer import ByLayer
 from moe_ep_bench.policies.lazy import Tensor, torch
+from moe_ep_bench.policies.similarity import Similarity
 from moe_ep_bench.policies.steps import TORCH, Steps
 
 Phase = Literal["prefill", "decode"]
@@ -119,18 +120,8 @@ class Policy:
     file_fields: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def data_hash(self) -> str | None:
-        """SHA-256 of what files it decides by; None = by none."""
-        return None
-
-    @property
-    def data_model(self) -> str | None:
-        """The model that these files were taken from; None = none, or they do not say."""
-        return None
-
-    @property
-    def only_experts(self) -> int | None:
-        """The only number of experts that it can route; None = any."""
+    def data(self) -> Similarity | None:
+        """What it reads of a checkpoint, and decides by; None = nothing."""
         return None
 
     @property

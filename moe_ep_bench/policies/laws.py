@@ -8,10 +8,8 @@ Shapes: T = tokens, E = experts, K = top_k, R = ranks, S = rows of batch statist
 
 from __future__ import annotations
 
-import contextlib
 import math
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +18,6 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext, check_routing
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import top_k_map, weighted
-from moe_ep_bench.policies.waits import waits_words, watched_waits
 
 
 class LawBroken(Exception):  # noqa: N818 - a finding, no error of ours
@@ -195,8 +192,8 @@ def trials(policy: Policy, count: int = 56) -> Iterator[Trial]:
     num_layers = next(iter(policy.layered.values()), None)
     for seed in range(count):
         num_tokens, num_experts, num_ranks, top_k = _SHAPES[seed % len(_SHAPES)]
-        if policy.only_experts is not None:
-            num_experts = policy.only_experts
+        if policy.data is not None:
+            num_experts = policy.data.num_experts
             num_ranks, top_k = math.gcd(num_ranks, num_experts), min(top_k, num_experts)
         generator = torch.Generator().manual_seed(seed)
 
@@ -267,23 +264,4 @@ def check_text(policy: Policy) -> tuple[str, bool]:
     for law in LAWS:
         lines.append(f"  {'BROKEN' if law in broken else 'kept' if law in held else 'not tried'}: {law.__doc__}")
         lines += [f"    {broken[law]}"] if law in broken else []
-    if not broken:
-        waits = _waits(policy)
-        told = f"the host reads results {waits_words(waits)}; a GPU's would wait each time" if waits else "none"
-        lines.append(f"  waits in a layer: {told}")
     return "\n".join(lines), not broken and held == set(LAWS)
-
-
-def _waits(policy: Policy) -> Counter[str]:
-    """What of a routing, as a layer calls it, makes the host wait for a GPU; that of the first trial with tokens."""
-    for trial in trials(policy):
-        context, here = trial.context(), policy.in_layer(trial.arguments["layer_fraction"])
-        with contextlib.suppress(ValueError):
-            policy.check(trial.scores_TE, context)
-            if len(trial.scores_TE):
-                context.num_valid(len(trial.scores_TE))  # Counted beforehand.
-                with watched_waits() as waits:
-                    getattr(here, "select", here.route)(trial.scores_TE, context)
-                waits["most_pairs is unknown"] += here.most_pairs(*trial.scores_TE.shape, context) is None
-                return +waits
-    return Counter()

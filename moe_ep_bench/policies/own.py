@@ -12,8 +12,6 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
-import importlib.util
-import inspect
 import re
 import sys
 from collections.abc import Collection
@@ -50,76 +48,56 @@ def find_policy(reference: object, taken: Collection[str]) -> type[Policy]:
     """
     if not isinstance(reference, str) or not reference:
         raise UserError(f"name: expected one of {', '.join(taken)}; got {brief(reference)}")
-    place, colon, name = reference.rpartition(":")
+    points = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
+    place, colon, name = points.get(reference, reference).rpartition(":")
     if not colon:
-        points = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
-        if reference not in points:
-            known = [*taken, *points]
-            paths = "package.module:Class or my_policy.py:Class"
-            raise UserError(
-                f"name: expected one of {', '.join(known)}, {paths}; got {brief(reference)}"
-                f"{did_you_mean(reference, known)}"
-            )
-        policy = find_policy(points[reference], taken)
-        if policy.name != reference:
-            raise UserError(f"name: entry point {reference} leads to a policy of another name, {policy.name}")
-        return policy
-    if is_file(reference):
-        module = _load_file(reference, Path(place))
-    else:
-        try:
-            module = importlib.import_module(place)
-        except Exception as error:
-            raise UserError(f"name: cannot import {place} of {reference!r}: {_in_short(error)}") from None
-    return _checked(getattr(module, name, None), reference, taken)
+        known = [*taken, *points]
+        raise UserError(
+            f"name: expected one of {', '.join(known)}, package.module:Class or my_policy.py:Class; got"
+            f" {brief(reference)}{did_you_mean(reference, known)}"
+        )
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        raise UserError(f"name: cannot load {reference!r}: {words}") from None
+    policy = _checked(getattr(module, name, None), reference, taken)
+    if reference in points and policy.name != reference:
+        raise UserError(f"name: entry point {reference} leads to a policy of another name, {policy.name}")
+    return policy
 
 
 def source_hash(policy: type[Policy]) -> str | None:
     """SHA-256 of the files that define a policy; None for one of this package, whose code results name as a whole."""
-    modules = [kind.__module__ for kind in policy.__mro__ if kind not in (object, Policy)]
-    names = [name for name in dict.fromkeys(modules) if name.partition(".")[0] != _PACKAGE and name in sys.modules]
+    modules = dict.fromkeys(kind.__module__ for kind in policy.__mro__ if kind is not object)
+    names = [name for name in modules if name.partition(".")[0] != _PACKAGE and name in sys.modules]
     return hashlib.sha256("".join(map(_module_hash, names)).encode()).hexdigest() if names else None
 
 
+@functools.cache
 def _module_hash(name: str) -> str:
+    """Of a module that is imported once: read once, or a later edit would be taken for what runs."""
     module = sys.modules[name]
     if (known := getattr(module, "_source_sha256", None)) is not None:
         return known
-    file = inspect.getsourcefile(module) if getattr(module, "__file__", None) else None
-    return _file_hash(file) if file else name
+    file = getattr(module, "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else name
 
 
-@functools.cache
-def _file_hash(file: str) -> str:
-    """Of a module that is imported once: read once, or a later edit would be taken for what runs."""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-
-
-def _load_file(reference: str, path: Path) -> ModuleType:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"name: cannot read the file of {reference!r}: {error.strerror}") from None
-    try:
-        return _module_of(path.resolve(), content)
-    except Exception as error:
-        raise UserError(f"name: cannot load the file of {reference!r}: {_in_short(error)}") from None
-
-
-@functools.cache
-def _module_of(path: Path, content: bytes) -> ModuleType:
-    """The content of a file as a module: the same one for the same content, another one once it was edited."""
+def _load_file(path: Path) -> ModuleType:
+    """A file as a module: the same one for the same content, another one once it was edited."""
+    path, content = path.resolve(), path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
     name = f"{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest[:12]}"
-    module = ModuleType(name)
-    module.__dict__.update(__file__=str(path), _source_sha256=digest)
-    sys.modules[name] = module  # Dataclasses look for it there.
-    try:
-        exec(compile(content, str(path), "exec"), module.__dict__)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    if name not in sys.modules:
+        module = sys.modules[name] = ModuleType(name)  # Dataclasses look for it there.
+        module.__dict__.update(__file__=str(path), _source_sha256=digest)
+        try:
+            exec(compile(content, str(path), "exec"), module.__dict__)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def _checked(kind: object, reference: str, taken: Collection[str]) -> type[Policy]:
@@ -138,7 +116,3 @@ def _checked(kind: object, reference: str, taken: Collection[str]) -> type[Polic
     if kind.route is Policy.route:
         raise UserError(f"name: {reference}: expected a method route(scores_TE, context, stats=None)")
     return kind
-
-
-def _in_short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]

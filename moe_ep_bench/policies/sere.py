@@ -56,7 +56,7 @@ class SERE(SteppedPolicy):
             raise UserError(f"similarity: sere needs a file of the experts' similarity; {HOW}")
 
     @cached_property
-    def alike(self) -> Similarity:
+    def data(self) -> Similarity:
         """The file; ValueError where there is none."""
         assert self.similarity is not None
         found = open_similarity(Path(self.similarity))
@@ -65,21 +65,9 @@ class SERE(SteppedPolicy):
         return found
 
     @property
-    def data_hash(self) -> str:
-        return self.alike.sha256
-
-    @property
-    def data_model(self) -> str | None:
-        return self.alike.model
-
-    @property
-    def only_experts(self) -> int:
-        return self.alike.num_experts
-
-    @property
     def layered(self) -> dict[str, int]:
-        per_layer = self.layer is None and self.alike.num_layers > 1
-        return super().layered | ({"similarity": self.alike.num_layers} if per_layer else {})
+        per_layer = self.layer is None and self.data.num_layers > 1
+        return super().layered | ({"similarity": self.data.num_layers} if per_layer else {})
 
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
@@ -91,15 +79,15 @@ class SERE(SteppedPolicy):
         self._check_experts(num_experts)
 
     def _check_experts(self, num_experts: int) -> None:
-        if self.only_experts != num_experts:
-            got = f"{self.only_experts} in {Path(str(self.similarity)).name}"
+        if self.data.num_experts != num_experts:
+            got = f"{self.data.num_experts} in {self.data.path.name}"
             raise UserError(f"similarity: expected a file of {num_experts} experts, as the model has, got {got}")
 
     def layer_in(self, layer_fraction: float) -> int:
         """The matrix that serves where a layer stands in the depth of the model; ValueError: there is none."""
         if "similarity" not in self.layered:
             return self.layer or 0
-        return self.layer_at(layer_fraction, self.alike.num_layers, "similarity")
+        return self.layer_at(layer_fraction, self.data.num_layers, "similarity")
 
     @property
     def label(self) -> str:
@@ -111,7 +99,7 @@ class SERE(SteppedPolicy):
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         stats_SE = self.stats(scores_TE, context) if stats_SE is None else stats_SE
-        matrix_EE = self.alike.matrix(self.layer_in(context.layer_fraction), scores_TE.device)
+        matrix_EE = self.data.matrix(self.layer_in(context.layer_fraction), scores_TE.device)
         top_k_TE = top_k_map(scores_TE, context, self.steps)
         own = weighted(scores_TE, top_k_TE, top_k_TE, context, self.steps)
         target_E = self.stand_ins(stats_SE[0] > 0, matrix_EE)

@@ -11,10 +11,11 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from moe_ep_bench.policies.lazy import torch
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Operations of torch that read values on the host, but for indices, which do so by masks.
 _READS = frozenset(
@@ -50,8 +51,6 @@ def would_wait(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @contextlib.contextmanager
 def watched_waits() -> Iterator[Counter[str]]:
     """Count the operations in the block that a GPU would make the host wait for, by the line that is to blame."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     waits: Counter[str] = Counter()
 
     class Watch(TorchDispatchMode):
@@ -71,9 +70,3 @@ def _place() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(not_blamed):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def waits_words(waits: Mapping[str, int]) -> str:
-    """``3 (steps.py:72, own.py:9 x 2)``."""
-    places = ", ".join(place if count == 1 else f"{place} x {count}" for place, count in sorted(waits.items()))
-    return f"{sum(waits.values())} ({places})"

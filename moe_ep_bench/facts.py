@@ -303,3 +303,11 @@ class RunFacts(JsonRecord):
     comparisons: dict[str, Any]
     cases: dict[str, Any]
     runs: dict[str, Job] = Field({})
+
+
+class Pairs(JsonRecord):
+    """validation.json: which comparison of the real run is which of the emulated one, by id."""
+
+    pairs: Annotated[list[tuple[str, str]], Field(min_length=1)]
+    links: str  # where the links are from, in words
+    margin: Annotated[float, Field(ge=0, le=1)]  # by how much speedups may differ and be equivalent

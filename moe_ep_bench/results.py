@@ -24,9 +24,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.facts import RunFacts
 from moe_ep_bench.files import atomic_path, inside, read_json, write_json
 from moe_ep_bench.runtime import locks
 from moe_ep_bench.schema import TABLES
@@ -59,27 +59,6 @@ def check_size(path: Path, found: pq.FileMetaData) -> pq.FileMetaData:
     if max(values, found.num_rows) > _MOST_VALUES or size > _MOST_BYTES:
         raise UserError(f"{path}: expected at most {_MOST_VALUES:,} values, got {max(values, found.num_rows):,}")
     return found
-
-
-class _Case(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    comparison_id: str
-    order: int | None = None
-
-
-class _Earlier(BaseModel):
-    """What a job that goes on in a directory reads of its run.json."""
-
-    model_config = ConfigDict(extra="allow")
-
-    mode: str
-    scope: str = "layer"
-    environment: dict[str, Any]
-    hashes: dict[str, Any]
-    runs: dict[str, dict[str, Any]] = Field({})
-    comparisons: dict[str, dict[str, Any]] = Field({})
-    cases: dict[str, _Case] = Field({})
 
 
 class RunDirectory:
@@ -116,11 +95,15 @@ class RunDirectory:
             return None
         try:
             content = read_json(path)
-            _Earlier.model_validate(content)
-        except (OSError, ValueError):
+            facts = RunFacts.model_validate(content)
+            for part_id in (
+                *facts.comparisons,
+                *facts.cases,
+                *(case["comparison_id"] for case in facts.cases.values()),
+            ):
+                _a_name(part_id)
+        except (OSError, ValueError, TypeError, KeyError):
             raise UserError(f"{path}: damaged, or not written by this program") from None
-        for part_id in (*content.get("comparisons", {}), *content.get("cases", {})):
-            _a_name(part_id)
         return content
 
     @property
@@ -280,20 +263,8 @@ def _a_name(part_id: str) -> str:
     return part_id
 
 
-# ---- two runs side by side -----------------------------------------------------------------------------------------
-
-# By how much speedups may differ and be equivalent.
-EQUIVALENCE_MARGIN = 0.03
-
-
-class _Pairs(BaseModel):
-    pairs: list[tuple[str, str]] = Field(min_length=1)
-    links: str
-    margin: float = Field(EQUIVALENCE_MARGIN, ge=0, le=1)
-
-
 class ValidationDirectory:
-    """The files of one ``validate``: two results directories, and which comparison of one is which of the other."""
+    """The files of one ``validate``: two results directories, and which comparison is which (``facts.Pairs``)."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -301,22 +272,6 @@ class ValidationDirectory:
         self.real, self.emulated = root / "real", root / "emulated"
         self.pairs, self.text, self.table = (root / f"validation.{end}" for end in ("json", "txt", "csv"))
 
-    def write_pairs(self, pairs: Sequence[tuple[str, str]], links: str, margin: float = EQUIVALENCE_MARGIN) -> None:
-        """Say which comparisons belong together, (real, emulated) ids, where the links are from, in words, and by how
-        much speedups may differ and be equivalent.
-        """
+    def write_pairs(self, pairs: Sequence[tuple[str, str]], links: str, margin: float = 0.03) -> None:
+        """Say which comparisons, (real, emulated), are a pair; the rest as in ``facts.Pairs``."""
         write_json(self.pairs, {"pairs": list(map(list, pairs)), "links": links, "margin": margin})
-
-    def read_pairs(self) -> tuple[list[tuple[str, str]], str, float]:
-        """What ``write_pairs`` wrote.
-
-        Raises:
-            ValueError: one line that names the file: it is missing or damaged.
-        """
-        try:
-            described = _Pairs.model_validate(read_json(inside(self.root, self.pairs)))
-            return described.pairs, described.links, described.margin
-        except OSError:
-            raise UserError(f"{self.pairs}: missing; `moe-ep-bench validate` writes it after both runs") from None
-        except (ValueError, ValidationError):
-            raise UserError(f"{self.pairs}: damaged, or not written by this program") from None

@@ -24,7 +24,8 @@ CONDITIONS = {"torch": "2.0", "device_name": "a processor"}
 def leave_results(root: Path, mode: str = "run", **conditions: str) -> RunDirectory:
     """A directory as an earlier command of this code left it."""
     hashes = {"code": provenance.code_hash()}
-    write_json(root / "run.json", {"mode": mode, "environment": {**CONDITIONS, **conditions}, "hashes": hashes})
+    rows = {"run_id": "r", "comparisons": {}, "cases": {}}
+    write_json(root / "run.json", {"mode": mode, "environment": {**CONDITIONS, **conditions}, "hashes": hashes, **rows})
     return RunDirectory(root)
 
 

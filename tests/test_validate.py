@@ -209,8 +209,8 @@ def test_what_is_written_is_what_show_prints(own: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda files: files.pairs.unlink(), "missing; `moe-ep-bench validate` writes it"),
-        (lambda files: files.pairs.write_text("[]"), "damaged, or not written by this program"),
+        (lambda files: files.pairs.unlink(), "validation.json: missing"),
+        (lambda files: files.pairs.write_text("[]"), "validation.json: damaged: "),
         (lambda files: files.write_pairs([("r", "other")], "links"), "emulated: holds no comparison other, which"),
         (
             lambda files: set_value(files.real / "run.json", "scope", "model"),

@@ -17,9 +17,10 @@ from moe_ep_bench.analysis.cases import ESTIMATE, cases, comparisons, jobs, load
 from moe_ep_bench.analysis.columns import interval, milliseconds, number, percentage, text
 from moe_ep_bench.analysis.compare import changes_of, lost_words, side_by_side
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING
-from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.reading import ResultsError, read_document, typed
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.facts import Pairs
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.results import ValidationDirectory
 from moe_ep_bench.schema import ALL, MOE
@@ -56,10 +57,8 @@ def load_validation(directory: Path) -> Validation:
         ResultsError: one line: a file is missing or cannot be trusted, or one run has a case that the other lacks.
     """
     files = ValidationDirectory(directory)
-    try:
-        pairs, links, margin = files.read_pairs()
-    except ValueError as error:
-        raise ResultsError(str(error)) from None
+    told = typed(Pairs, files.pairs, "", read_document(files.pairs))
+    pairs = told.pairs
     roots = (files.real, files.emulated)
     stores = [load(root, join_draws=False) for root in roots]
     about = [comparisons(store).set_index("comparison_id") for store in stores]
@@ -80,7 +79,7 @@ def load_validation(directory: Path) -> Validation:
     changes = changes_of(iterations, _KEY, "speedup")
     ratios = [changes.get(key) for key in rows[_KEY].itertuples(index=False, name=None)]
     verdicts = [
-        equivalence(None if why[title] else ratio, margin) if role in _CLAIMS else None
+        equivalence(None if why[title] else ratio, told.margin) if role in _CLAIMS else None
         for ratio, title, role in zip(ratios, rows["comparison"], rows["role"], strict=True)
     ]
     ends = pd.DataFrame([values_of("ratio_", ratio, ESTIMATE) for ratio in ratios], rows.index)
@@ -88,10 +87,10 @@ def load_validation(directory: Path) -> Validation:
     ran = about[0].loc[[first for first, _ in pairs]]
     notes = [f"real ranks: {words}" for words in (ran["ran_on"] + ", " + ran["dtype"]).unique()]
     notes += [
-        f"links: {links}",
+        f"links: {told.links}",
         *(f"{WARNING}not comparable: {words}" for words in dict.fromkeys(why.values()) if words),
     ]
-    return Validation(rows.assign(why=rows["comparison"].map(why), verdict=verdicts), notes, margin)
+    return Validation(rows.assign(why=rows["comparison"].map(why), verdict=verdicts), notes, told.margin)
 
 
 def _rows_and_speedups(store: Store, titles: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -42,7 +42,7 @@ def check_agreement(
     if earlier is None:
         return
     kind = {"mode": earlier["mode"], "scope": earlier.get("scope", "layer")}
-    then = {**kind, **earlier["environment"], "code": earlier["hashes"].get("code")}
+    then = {**kind, **earlier["environment"], "code": earlier.get("hashes", {}).get("code")}
     now = {"mode": mode, "scope": scope, **conditions} | ({} if force else {"code": provenance.code_hash()})
     for key, value in now.items():
         if then.get(key) != value:

@@ -27,7 +27,7 @@ from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import make_folders, refuse_links_out, writing_to
 from moe_ep_bench.layer.experts import DTYPES
-from moe_ep_bench.results import EQUIVALENCE_MARGIN, RunDirectory, ValidationDirectory
+from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
@@ -39,7 +39,7 @@ def validate(
     num_ranks: int,
     *,
     force: bool = False,
-    margin: float = EQUIVALENCE_MARGIN,
+    margin: float,
 ) -> int:
     """Measure on ``num_ranks`` real ranks and emulate as many; return the exit status.
 

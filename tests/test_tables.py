@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-import yaml
 
 from benchmarks.tables import DEVICES, experts_rows, power_law_loads, predicted_us
 from moe_ep_bench.analysis.origins import origin_of, phase_origin
@@ -94,7 +93,6 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for number in (1, 10, 100)
     ]
     pd.DataFrame(of_deepep).to_parquet(deepep / "moe_a2a_perf.parquet")
-    (tmp_path / "h100_sxm.yaml").write_text(yaml.safe_dump({"node": {"num_gpus_per_node": 8}}))
     monkeypatch.setattr(reading, "root", lambda: tmp_path)
     monkeypatch.setattr(reading, "package_words", lambda: "aiconfigurator-core 0.0")
     return tmp_path

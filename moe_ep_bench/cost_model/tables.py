@@ -6,7 +6,6 @@ The extra ``moe-ep-bench[tables]`` installs the package (NVIDIA, Apache-2.0). On
 ``SYSTEM/moe/FRAMEWORK/VERSION/moe_perf.parquet``       MoE layers on one GPU that holds its share of the experts
 ``SYSTEM/comm/nccl/VERSION/nccl_perf.parquet``          collectives by nccl-tests
 ``SYSTEM/comm/vllm|trtllm/VERSION/moe_a2a_perf.parquet``  dispatch and combine of DeepEP
-``SYSTEM/comm/sglang/VERSION/wideep_deepep_*.parquet``  the same, older, also between nodes
 
 A device is named ``table:SYSTEM/FRAMEWORK/VERSION`` or ``table:SYSTEM/FRAMEWORK/VERSION/DTYPE``, links
 ``table:SYSTEM/nccl/VERSION`` or ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND``.
@@ -31,7 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief, did_you_mean
@@ -45,8 +43,6 @@ MEASURED_ELSEWHERE = "measured elsewhere"
 DEEPEP_WORDS = f"dispatch and combine {MEASURED_ELSEWHERE}"
 
 MOE, NCCL, A2A = "moe_perf.parquet", "nccl_perf.parquet", "moe_a2a_perf.parquet"
-# SGLang's tables of DeepEP, by the name of the backend.
-DEEPEP = {"deepep_ll": "wideep_deepep_ll_perf.parquet", "deepep_normal": "wideep_deepep_normal_perf.parquet"}
 
 _FRAMEWORKS = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang", "nccl": "NCCL"}
 # Of Nemotron 3, whose experts are no gated FFNs: (hidden size, FFN size, experts).
@@ -152,11 +148,6 @@ class Tables:
         framework = _FRAMEWORKS.get(self.framework, self.framework)
         return f"{package_words()}, {framework} {self.version} on {self.system_words}"
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The package's own description of the system: data sheet of the GPU, GPUs of a node."""
-        return yaml.safe_load((root() / f"{self.system}.yaml").read_text())
-
     def read(self, kind: str, file: str, columns: Sequence[str], filters: Any = None) -> pd.DataFrame:
         """Some columns and rows of a file; ``filters`` as pyarrow takes them.
 
@@ -248,29 +239,17 @@ def read_nccl(tables: Tables) -> pd.DataFrame:
 
 
 def backends_of(tables: Tables) -> list[str]:
-    """Ways of dispatching that a framework's files hold."""
-    names = [name for name, file in DEEPEP.items() if tables.path("comm", file).is_file()]
-    if tables.path("comm", A2A).is_file():
-        names += tables.read("comm", A2A, ["comm_backend"])["comm_backend"].unique().tolist()
-    return sorted(names)
+    """Ways of dispatching that a framework's file holds."""
+    if not tables.path("comm", A2A).is_file():
+        return []
+    return sorted(tables.read("comm", A2A, ["comm_backend"])["comm_backend"].unique())
 
 
 def read_deepep(tables: Tables, backend: str, dtype: str) -> pd.DataFrame:
-    """hidden_size, top_k, num_experts, ep_size, num_tokens, phase, us."""
-    if backend not in DEEPEP or not tables.path("comm", DEEPEP[backend]).is_file():
-        columns = ["phase", "comm_dtype", "ep_size", "hidden_size", "topk", "num_experts", "num_tokens", "latency"]
-        rows = tables.read("comm", A2A, columns, [("comm_backend", "=", backend)])
-        known = rows["comm_dtype"].unique().tolist()
-        named = (name for name in (dtype, dtype.partition("_")[0], "default", DTYPE) if name in known)
-        rows = rows[rows["comm_dtype"] == next(named, known[0])]
-        return rows.rename(columns={"latency": "us", "topk": "top_k"})
-    import pandas as pd
-
-    parts = []
-    for phase in ("dispatch", "combine"):
-        times = [f"{phase}_avg_t_us"] if backend == "deepep_ll" else [f"{phase}_transmit_us", f"{phase}_notify_us"]
-        shape = ["node_num", "hidden_size", "num_topk", "num_experts", "num_token"]
-        rows = tables.read("comm", DEEPEP[backend], [*shape, *times])
-        parts.append(rows.assign(phase=phase, us=rows[times].sum(axis=1)).drop(columns=times))
-    rows = pd.concat(parts, ignore_index=True).rename(columns={"num_topk": "top_k", "num_token": "num_tokens"})
-    return rows.assign(ep_size=rows["node_num"] * tables.facts["node"]["num_gpus_per_node"])
+    """hidden_size, top_k, num_experts, ep_size, num_tokens, phase, us; of the dtype that is nearest."""
+    columns = ["phase", "comm_dtype", "ep_size", "hidden_size", "topk", "num_experts", "num_tokens", "latency"]
+    rows = tables.read("comm", A2A, columns, [("comm_backend", "=", backend)])
+    known = rows["comm_dtype"].unique().tolist()
+    named = (name for name in (dtype, dtype.partition("_")[0], "default", DTYPE) if name in known)
+    rows = rows[rows["comm_dtype"] == next(named, known[0])]
+    return rows.rename(columns={"latency": "us", "topk": "top_k"})

@@ -25,45 +25,31 @@ from moe_ep_bench.cost_model.calibrate import (
     exchanges,
     fit_link,
     fullest_bytes,
-    links_from,
+    link_from,
     medians,
-    report,
     write_links,
 )
-from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.cost_model.links import Link, Links
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.runtime.ranks import Ranks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-@given(
-    per_node=st.integers(1, 4),
-    nodes=st.integers(1, 3),
-    num_bytes=st.integers(2**10, 2**30),
-    scope=st.sampled_from(["inside", "between"]),
-    split=st.sampled_from(["even", "hot"]),
-)
-def test_the_fullest_rank_has_the_bytes_that_were_asked_for(
-    per_node: int, nodes: int, num_bytes: int, scope: str, split: str
-) -> None:
-    num_ranks = per_node * nodes
-    if {"inside": per_node, "between": nodes}[scope] == 1:
-        return
-    bytes_RR = Exchange(scope, split, num_bytes).matrix(num_ranks, per_node)
+@given(num_ranks=st.integers(2, 12), num_bytes=st.integers(2**10, 2**30), split=st.sampled_from(["even", "hot"]))
+def test_the_fullest_rank_has_the_bytes_that_were_asked_for(num_ranks: int, num_bytes: int, split: str) -> None:
+    bytes_RR = Exchange(split, num_bytes).matrix(num_ranks)
     assert num_bytes <= fullest_bytes(bytes_RR) < num_bytes + num_ranks
-    node_R = np.arange(num_ranks) // per_node
-    same_RR = node_R[:, None] == node_R
-    assert not bytes_RR[same_RR if scope == "between" else ~same_RR].any()
-    assert bytes_RR[(same_RR if scope == "inside" else ~same_RR)].all()
+    assert bytes_RR.all()
 
 
 def test_a_hot_rank_receives_four_times_what_others_do_and_the_slowest_rank_counts() -> None:
-    bytes_RR = Exchange("inside", "hot", 12_000).matrix(4, 4)
+    bytes_RR = Exchange("hot", 12_000).matrix(4)
     assert bytes_RR.tolist() == [[4000, 1000, 1000, 1000]] * 4
     assert (fullest_bytes(bytes_RR), fullest_bytes(bytes_RR, "half")) == (12_000, 15_000)
-    assert Exchange("inside", "even", 12_000).matrix(4, 4).tolist() == [[4000] * 4] * 4
-    rows = [("inside", "even", 8, *row) for row in ((0, 0, 1), (0, 1, 9), (1, 0, 8), (1, 1, 2), (2, 0, 1), (2, 1, 99))]
+    assert Exchange("even", 12_000).matrix(4).tolist() == [[4000] * 4] * 4
+    assert exchanges(5000) == [Exchange(split, size) for size in (1024, 2048, 4096) for split in ("even", "hot")]
+    rows = [("even", 8, *row) for row in ((0, 0, 1), (0, 1, 9), (1, 0, 8), (1, 1, 2), (2, 0, 1), (2, 1, 99))]
     samples = pd.DataFrame(rows, columns=SAMPLES_SCHEMA.names)
     assert medians(samples)["us"].tolist() == [9], "the median of repetitions"
 
@@ -71,49 +57,40 @@ def test_a_hot_rank_receives_four_times_what_others_do_and_the_slowest_rank_coun
 SIZES = [2**power for power in range(10, 27)]
 
 
-def made_up(
-    per_node: int, num_ranks: int, inside: tuple, between: tuple, noise: float = 0.0, duplex: str = "full"
-) -> pd.DataFrame:
-    """Median times of a machine whose links are known, in microseconds and bytes per microsecond."""
+def made_up(num_ranks: int, noise: float = 0.0, duplex: str = "full") -> pd.DataFrame:
+    """Median times of a link of 12 us and 300 GB/s, in microseconds."""
     random = np.random.default_rng(0)
-    scopes = {"inside": inside} if per_node > 1 else {}
-    scopes |= {"between": between} if num_ranks > per_node else {}
     rows = []
-    for size, scope, split in itertools.product(SIZES, scopes, ("even", "hot")):
-        latency_us, bytes_per_us = scopes[scope]
-        fullest = fullest_bytes(Exchange(scope, split, size).matrix(num_ranks, per_node), duplex)
-        rows.append((scope, split, size, (latency_us + fullest / bytes_per_us) * random.lognormal(0, noise)))
-    return pd.DataFrame(rows, columns=["scope", "split", "num_bytes", "us"])
+    for size, split in itertools.product(SIZES, ("even", "hot")):
+        fullest = fullest_bytes(Exchange(split, size).matrix(num_ranks), duplex)
+        rows.append((split, size, (12.0 + fullest / 3e5) * random.lognormal(0, noise)))
+    return pd.DataFrame(rows, columns=["split", "num_bytes", "us"])
 
 
-def told(links: Links, times: pd.DataFrame, num_ranks: int) -> np.ndarray:
-    """What links say of every exchange."""
-    exchanges = (Exchange(*row[:3]) for row in times.itertuples(index=False, name=None))
-    return np.array([links.all_to_all_us(one.matrix(num_ranks, links.ranks_per_node)).max() for one in exchanges])
+def told(link: Link, times: pd.DataFrame, num_ranks: int) -> np.ndarray:
+    """What a link says of every exchange."""
+    links = Links(name="mine", source="a test", ranks_per_node=num_ranks, intra=link, inter=None)
+    exchanged = (Exchange(*row) for row in zip(times["split"], times["num_bytes"], strict=True))
+    return np.array([links.all_to_all_us(exchange.matrix(num_ranks)).max() for exchange in exchanged])
 
 
-def test_links_that_were_measured_without_noise_are_found_again() -> None:
-    times = made_up(4, 8, (12.0, 3.0e5), (30.0, 4.0e4))
-    links, fits = links_from("mine", "a test", 4, 8, times)
-    plain = Links.model_validate(links.model_dump(exclude={"intra": {"curve"}, "inter": {"curve"}}))
-    assert (plain.intra.latency_us, plain.intra.bandwidth_gbps) == pytest.approx((12, 300), rel=1e-3)
-    assert (plain.inter.latency_us, plain.inter.bandwidth_gbps) == pytest.approx((30, 40), rel=1e-3)
-    assert set(fits) == {"inside", "between"}
-    for found in (plain, links):
-        np.testing.assert_allclose(told(found, times, 8), times["us"], rtol=1e-3)
-    # One rank on each node has no link inside.
-    links, fits = links_from("mine", "a test", 1, 2, made_up(1, 2, (0, 1), (30.0, 4e4)))
-    assert (links.intra, set(fits)) == (None, {"between"})
+def test_a_link_that_was_measured_without_noise_is_found_again() -> None:
+    times = made_up(4)
+    link, _ = link_from(4, times)
+    plain = Link.model_validate(link.model_dump(exclude={"curve"}))
+    assert (plain.latency_us, plain.bandwidth_gbps) == pytest.approx((12, 300), rel=1e-3)
+    for found in (plain, link):
+        np.testing.assert_allclose(told(found, times, 4), times["us"], rtol=1e-3)
 
 
 @pytest.mark.parametrize("duplex", ["full", "half"])
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_skewed_splits_tell_full_from_half_duplex(duplex: str, num_ranks: int) -> None:
-    times = made_up(num_ranks, num_ranks, (12.0, 3e5), (0, 1), noise=0.05, duplex=duplex)
-    links, _ = links_from("mine", "a test", num_ranks, num_ranks, times)
-    assert links.intra.duplex == duplex
-    assert links.intra.bandwidth_gbps == pytest.approx(300, rel=0.06)
-    np.testing.assert_allclose(told(links, times, num_ranks), times["us"], rtol=0.25)
+    times = made_up(num_ranks, noise=0.05, duplex=duplex)
+    link, _ = link_from(num_ranks, times)
+    assert link.duplex == duplex
+    assert link.bandwidth_gbps == pytest.approx(300, rel=0.06)
+    np.testing.assert_allclose(told(link, times, num_ranks), times["us"], rtol=0.25)
 
 
 def test_a_fit_minds_relative_errors_and_refuses_times_that_do_not_grow() -> None:
@@ -133,31 +110,20 @@ def test_a_fit_minds_relative_errors_and_refuses_times_that_do_not_grow() -> Non
         fit_link([1024, 2048, 4096], [30.0, 20.0, 10.0])
 
 
-def test_two_nodes_are_measured_inside_and_between() -> None:
-    sizes = [1024, 2048, 4096]
-    for local, scopes in ((2, ["inside", "between"]), (4, ["inside"]), (1, ["between"])):
-        messages = exchanges(Ranks(0, 4, local, torch.device("cpu"), None), 5000)
-        layout = [(size, scope, split) for size in sizes for scope in scopes for split in ("even", "hot")]
-        assert [(one.num_bytes, one.scope, one.split) for one in messages] == layout
-
-
-def test_noise_never_makes_larger_messages_faster_and_a_poor_fit_is_told() -> None:
-    times = made_up(2, 2, (12.0, 3e5), (0, 1), noise=0.3)
-    links, _ = links_from("mine", "a test", 2, 2, times)
+def test_noise_never_makes_larger_messages_faster() -> None:
+    times = made_up(2, noise=0.3)
+    link, _ = link_from(2, times)
     assert (np.diff(times.loc[times["split"] == "even", "us"]) < 0).any()  # or there was nothing to mend
-    assert (np.diff([us for _, us in links.intra.curve.root]) >= 0).all()
-    times = made_up(2, 2, (12.0, 3e5), (0, 1), noise=0.02)
-    assert "poor fit" not in report(*links_from("mine", "a test", 2, 2, times))
-    times.loc[16, "us"] *= 100
-    assert "inside: a poor fit" in report(*links_from("mine", "a test", 2, 2, times))
+    assert (np.diff([us for _, us in link.curve.root]) >= 0).all()
 
 
 def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
-    links, fits = links_from("mine", "measured: here, 'quoted' #1", 4, 8, made_up(4, 8, (12, 3e5), (30, 4e4), 0.1))
-    write_links(tmp_path / "mine.yaml", links, fits)
+    link, fit = link_from(4, made_up(4, 0.1))
+    links = Links(name="mine", source="measured: here, 'quoted' #1", ranks_per_node=4, intra=link, inter=None)
+    write_links(tmp_path / "mine.yaml", links, fit)
     assert Links.load(str(tmp_path / "mine.yaml")) == links
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
-    assert f"R2 {fits['inside'].r2:.5f}" in (tmp_path / "mine.yaml").read_text()
+    assert f"R2 {fit.r2:.5f}" in (tmp_path / "mine.yaml").read_text()
 
 
 def start(out: Path, options_R: list[dict], *, per_node: int = 2) -> list[subprocess.CompletedProcess]:
@@ -227,16 +193,19 @@ def test_wrong_options_are_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder.yaml").mkdir()
 
-    def checked(place: Path = out, most: int = 2**20, repetitions: int = 5, *, rank: int = 0, size: int = 2) -> None:
-        check(Ranks(rank, size, size, torch.device("cpu"), None), place, most, repetitions, alike=True)
+    def checked(
+        place: Path = out, most: int = 2**20, repetitions: int = 5, *, rank: int = 0, size: int = 2, local: int = 1
+    ) -> None:
+        check(Ranks(rank, size, local, torch.device("cpu"), None), place, most, repetitions, alike=True)
 
     checked()
-    checked(most=2048, repetitions=1)
+    checked(most=2048, repetitions=1, local=2)
     checked(tmp_path / "folder.yaml", rank=1)  # The first rank looks into the folder for all.
     for words, call in {
         "--max-bytes: expected at least 2048, got 2047": partial(checked, most=2047),
         "--repetitions: expected at least 1, got 0": partial(checked, repetitions=0),
         "expected at least 2 ranks, got 1": partial(checked, size=1),
+        "expected ranks of one node, or one on each": partial(checked, size=4, local=2),
         "--out: expected a path that ends in .yaml": partial(checked, out.with_suffix(".yml")),
         "--out: folder .*file: is a file; expected a dir": partial(checked, tmp_path / "file" / "mine.yaml"),
         "folder.yaml: expected a file, got a directory": partial(checked, tmp_path / "folder.yaml"),

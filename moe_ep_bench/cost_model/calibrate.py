@@ -6,7 +6,7 @@ the median over repetitions of the slowest rank's time counts. Latency and bandw
 together, for full and for half duplex, and the better fit is kept: only skewed splits tell the two apart. The curve is
 that of even splits, so its error on skewed ones tests the model.
 
-With several ranks on each of several nodes, messages inside nodes and between them are measured apart.
+Ranks of one node measure the link inside it; one rank on each of several nodes, that between them.
 
 Shapes: R = ranks, N = exchanges.
 """
@@ -44,12 +44,10 @@ MIN_BYTES = 2**10
 ENOUGH_BYTES = 2**20  # to tell a bandwidth beside the latency
 DEFAULT_MAX_BYTES = {"cuda": 2**30, "cpu": 2**26}
 
-# Splits: all messages alike, or one rank of each node that receives this many times what others do.
+# Splits: all messages alike, or one rank that receives this many times what others do.
 EVEN, HOT = "even", "hot"
 _HOT_SHARE = 4
 DUPLEXES: tuple[Duplex, ...] = ("full", "half")
-# Which messages: those inside nodes, or those between nodes.
-INSIDE, BETWEEN = "inside", "between"
 
 _JOIN_TIMEOUT_S = 120.0
 _WARM_UP = 3
@@ -60,7 +58,6 @@ _POOR_R2 = 0.9
 
 SAMPLES_SCHEMA = pa.schema(
     [
-        ("scope", pa.string()),  # inside, between
         ("split", pa.string()),  # even, hot
         ("num_bytes", pa.int64()),  # of the fullest rank, to or from others
         ("repetition", pa.int32()),
@@ -74,21 +71,17 @@ SAMPLES_SCHEMA = pa.schema(
 class Exchange:
     """One all-to-all that is measured."""
 
-    scope: str
     split: str
     num_bytes: int
 
-    def matrix(self, num_ranks: int, ranks_per_node: int) -> np.ndarray:
+    def matrix(self, num_ranks: int) -> np.ndarray:
         """Bytes from each rank (row) to each (column), int64 [R, R]: the fullest has ``num_bytes`` to or from others.
 
         Every rank also keeps its own share, as in a dispatch; it does not count. Shares are rounded up to whole bytes.
         """
-        node_R = np.arange(num_ranks) // ranks_per_node
-        same_RR = node_R[:, None] == node_R
         share_RR = np.ones((num_ranks, num_ranks))
         if self.split == HOT:
-            share_RR[:, ::ranks_per_node] = _HOT_SHARE
-        share_RR[same_RR if self.scope == BETWEEN else ~same_RR] = 0
+            share_RR[:, 0] = _HOT_SHARE
         return np.ceil(share_RR * self.num_bytes / fullest_bytes(share_RR)).astype(np.int64)
 
 
@@ -127,7 +120,7 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
             ranks.agree(lambda: check(ranks, out, most_bytes, repetitions, alike=alike))
             with Guard(timeout_s) as guard:
                 guard.device = ranks.device
-                samples = measure(ranks, exchanges(ranks, most_bytes), repetitions, guard.feed)
+                samples = measure(ranks, exchanges(most_bytes), repetitions, guard.feed)
             ranks.agree(lambda: _write(ranks, out, samples), on_first=True)
             return leave_status(OK)
         finally:
@@ -145,6 +138,9 @@ def check(ranks: Ranks, out: Path, most_bytes: int, repetitions: int, *, alike: 
     refused = {
         "calibrate: expected the same options and as many ranks on every node; start all ranks alike": not alike,
         f"calibrate: expected at least 2 ranks, got {ranks.world_size}": ranks.world_size < 2,
+        "calibrate: expected ranks of one node, or one on each of several": (
+            1 < ranks.local_world_size < ranks.world_size
+        ),
         f"--max-bytes: expected at least {2 * MIN_BYTES}, got {most_bytes}": most_bytes < 2 * MIN_BYTES,
         f"--repetitions: expected at least 1, got {repetitions}": repetitions < 1,
         f"--out: expected a path that ends in .yaml, got {out}": out.suffix != ".yaml",
@@ -158,12 +154,10 @@ def check(ranks: Ranks, out: Path, most_bytes: int, repetitions: int, *, alike: 
             raise UserError(f"--out {out}: expected a file, got a directory")
 
 
-def exchanges(ranks: Ranks, most_bytes: int) -> list[Exchange]:
+def exchanges(most_bytes: int) -> list[Exchange]:
     """What is measured, small messages first; sizes double."""
-    per_node, several = ranks.local_world_size, ranks.world_size > ranks.local_world_size
-    scopes = [*([INSIDE] if per_node > 1 else []), *([BETWEEN] if several else [])]
     sizes = [MIN_BYTES << step for step in range((most_bytes // MIN_BYTES).bit_length())]
-    return [Exchange(scope, split, size) for size in sizes for scope in scopes for split in (EVEN, HOT)]
+    return [Exchange(split, size) for size in sizes for split in (EVEN, HOT)]
 
 
 @torch.inference_mode()
@@ -191,15 +185,15 @@ def measure(ranks: Ranks, messages: Sequence[Exchange], repetitions: int, before
 
 def _runnable(ranks: Ranks, exchange: Exchange) -> Callable[[], object]:
     """The collective with buffers of its own."""
-    bytes_RR = exchange.matrix(ranks.world_size, ranks.local_world_size)
+    bytes_RR = exchange.matrix(ranks.world_size)
     to_R, from_R = bytes_RR[ranks.rank].tolist(), bytes_RR[:, ranks.rank].tolist()
     sent, received = (torch.zeros(sum(size_R), dtype=torch.uint8, device=ranks.device) for size_R in (to_R, from_R))
     return lambda: dist.all_to_all_single(received, sent, from_R, to_R)
 
 
 def medians(samples: pd.DataFrame) -> pd.DataFrame:
-    """Of every exchange the median over repetitions of the slowest rank's microseconds: scope, split, num_bytes, us."""
-    keys = ["scope", "split", "num_bytes"]
+    """Of every exchange the median over repetitions of the slowest rank's microseconds: split, num_bytes, us."""
+    keys = ["split", "num_bytes"]
     slowest = samples.groupby([*keys, "repetition"], sort=False)["time_us"].max()
     return slowest.groupby(keys, sort=False).median().rename("us").reset_index()
 
@@ -237,70 +231,53 @@ def fit_link(bytes_N: ArrayLike, times_us_N: ArrayLike) -> Fit:
     return Fit(float(latency_us), float(scale / largest_us / 1e3), residual / len(times_N) ** 0.5, r2)
 
 
-def links_from(
-    name: str, source: str, ranks_per_node: int, num_ranks: int, times: pd.DataFrame
-) -> tuple[Links, dict[str, Fit]]:
-    """Fit links to ``medians``; also the fits, by scope.
+def link_from(num_ranks: int, times: pd.DataFrame) -> tuple[Link, Fit]:
+    """Fit a link to ``medians``.
 
     Raises:
         UserError: times that do not grow with the bytes.
     """
     from scipy.optimize import isotonic_regression  # Imports slowly.
 
-    fits: dict[str, Fit] = {}
-    links: dict[str, Link] = {}
-    for scope, rows in times.groupby("scope"):
-        is_even, times_us = (rows["split"] == EVEN).to_numpy(), rows["us"].to_numpy()
-        matrices = [
-            Exchange(*row).matrix(num_ranks, ranks_per_node)
-            for row in rows[["scope", "split", "num_bytes"]].itertuples(index=False, name=None)
-        ]
-        sizes = {duplex: np.array([fullest_bytes(one, duplex) for one in matrices]) for duplex in DUPLEXES}
-        choices = {duplex: fit_link(sizes[duplex], times_us) for duplex in DUPLEXES}
-        duplex = min(DUPLEXES, key=lambda duplex: choices[duplex].error)
-        fit = fits[str(scope)] = choices[duplex]
-        # More bytes cannot take less time: where a larger message was faster, that is noise.
-        curve_us = np.exp(isotonic_regression(np.log(times_us[is_even])).x)
-        links[str(scope)] = Link(
-            latency_us=round(fit.latency_us, 3),
-            latency_basis="measured",
-            bandwidth_gbps=float(f"{fit.bandwidth_gbps:.5g}"),
-            efficiency=1.0,
-            efficiency_basis="measured",
-            duplex=duplex,
-            curve=Curve.of(sizes[duplex][is_even], curve_us.round(3)),
-        )
-    sides = {"intra": links.get(INSIDE), "inter": links.get(BETWEEN)}
-    return Links(name=name, source=source, ranks_per_node=ranks_per_node, **sides), fits
+    is_even, times_us = (times["split"] == EVEN).to_numpy(), times["us"].to_numpy()
+    matrices = [Exchange(*row).matrix(num_ranks) for row in zip(times["split"], times["num_bytes"], strict=True)]
+    sizes = {duplex: np.array([fullest_bytes(bytes_RR, duplex) for bytes_RR in matrices]) for duplex in DUPLEXES}
+    fits = {duplex: fit_link(sizes[duplex], times_us) for duplex in DUPLEXES}
+    duplex = min(DUPLEXES, key=lambda duplex: fits[duplex].error)
+    # More bytes cannot take less time: where a larger message was faster, that is noise.
+    curve_us = np.exp(isotonic_regression(np.log(times_us[is_even])).x)
+    link = Link(
+        latency_us=round(fits[duplex].latency_us, 3),
+        latency_basis="measured",
+        bandwidth_gbps=float(f"{fits[duplex].bandwidth_gbps:.5g}"),
+        efficiency=1.0,
+        efficiency_basis="measured",
+        duplex=duplex,
+        curve=Curve.of(sizes[duplex][is_even], curve_us.round(3)),
+    )
+    return link, fits[duplex]
 
 
-def report(links: Links, fits: dict[str, Fit]) -> str:
-    """What the links are, and where two numbers do not say it."""
-    poor = "a poor fit; measure again while the machine is idle, or with more --repetitions"
-    return "\n".join([links.describe(), *(f"{scope}: {poor}" for scope, fit in fits.items() if fit.r2 < _POOR_R2)])
-
-
-def write_links(out: Path, links: Links, fits: dict[str, Fit]) -> None:
+def write_links(out: Path, links: Links, fit: Fit) -> None:
     """Write a links file that ``Links.load`` reads."""
-    comments = [
-        f"# {scope}: latency and bandwidth fit with an error of {fit.error:.1%}, R2 {fit.r2:.5f}"
-        for scope, fit in fits.items()
-    ]
     text = yaml.safe_dump(links.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=100)
+    how = f"latency and bandwidth fit with an error of {fit.error:.1%}, R2 {fit.r2:.5f}"
     with atomic_path(out) as temporary:
-        temporary.write_text("\n".join(["# Written by moe-ep-bench calibrate.", *comments, text]))
+        temporary.write_text(f"# Written by moe-ep-bench calibrate; {how}.\n{text}")
 
 
 def _write(ranks: Ranks, out: Path, samples: pd.DataFrame) -> None:
     """Write samples and links, and print what was measured; UserError where there is no place."""
-    times = medians(samples)
-    links, fits = links_from(out.stem, _source(ranks), ranks.local_world_size, ranks.world_size, times)
+    link, fit = link_from(ranks.world_size, medians(samples))
+    side = {"intra": link, "inter": None} if ranks.local_world_size > 1 else {"intra": None, "inter": link}
+    links = Links(name=out.stem, source=_source(ranks), ranks_per_node=ranks.local_world_size, **side)
     with writing_to(out, "--out"):
         with atomic_path(out.with_suffix(".samples.parquet")) as temporary:
             table = pa.Table.from_pandas(samples, schema=SAMPLES_SCHEMA, preserve_index=False)
             pq.write_table(table.replace_schema_metadata(), temporary, compression="zstd")
-        write_links(out, links, fits)
-    print(f"{report(links, fits)}\nwritten to {out}", flush=True)
+        write_links(out, links, fit)
+    poor = "\na poor fit; measure again while the machine is idle, or with more --repetitions"
+    print(f"{links.describe()}{poor if fit.r2 < _POOR_R2 else ''}\nwritten to {out}", flush=True)
 
 
 def _source(ranks: Ranks) -> str:

@@ -310,4 +310,4 @@ class Pairs(JsonRecord):
 
     pairs: Annotated[list[tuple[str, str]], Field(min_length=1)]
     links: str  # where the links are from, in words
-    margin: Annotated[float, Field(ge=0, le=1)]  # by how much speedups may differ and be equivalent
+    margin: Annotated[float, Field(ge=0, le=1)] = 0.03  # by how much speedups may differ and be equivalent

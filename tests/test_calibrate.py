@@ -27,6 +27,7 @@ from moe_ep_bench.cost_model.calibrate import (
     fullest_bytes,
     link_from,
     medians,
+    report,
     write_links,
 )
 from moe_ep_bench.cost_model.links import Link, Links
@@ -110,11 +111,17 @@ def test_a_fit_minds_relative_errors_and_refuses_times_that_do_not_grow() -> Non
         fit_link([1024, 2048, 4096], [30.0, 20.0, 10.0])
 
 
-def test_noise_never_makes_larger_messages_faster() -> None:
+def test_noise_never_makes_larger_messages_faster_and_a_poor_fit_is_told() -> None:
     times = made_up(2, noise=0.3)
     link, _ = link_from(2, times)
     assert (np.diff(times.loc[times["split"] == "even", "us"]) < 0).any()  # or there was nothing to mend
     assert (np.diff([us for _, us in link.curve.root]) >= 0).all()
+    times = made_up(2, noise=0.02)
+    for factor, is_poor in ((1, False), (100, True)):
+        times.loc[16, "us"] *= factor
+        link, fit = link_from(2, times)
+        links = Links(name="mine", source="a test", ranks_per_node=2, intra=link, inter=None)
+        assert ("a poor fit" in report(links, fit)) == is_poor
 
 
 def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:

@@ -258,6 +258,12 @@ def link_from(num_ranks: int, times: pd.DataFrame) -> tuple[Link, Fit]:
     return link, fits[duplex]
 
 
+def report(links: Links, fit: Fit) -> str:
+    """What the links are, and where two numbers do not say it."""
+    poor = "\na poor fit; measure again while the machine is idle, or with more --repetitions"
+    return links.describe() + (poor if fit.r2 < _POOR_R2 else "")
+
+
 def write_links(out: Path, links: Links, fit: Fit) -> None:
     """Write a links file that ``Links.load`` reads."""
     text = yaml.safe_dump(links.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=100)
@@ -276,8 +282,7 @@ def _write(ranks: Ranks, out: Path, samples: pd.DataFrame) -> None:
             table = pa.Table.from_pandas(samples, schema=SAMPLES_SCHEMA, preserve_index=False)
             pq.write_table(table.replace_schema_metadata(), temporary, compression="zstd")
         write_links(out, links, fit)
-    poor = "\na poor fit; measure again while the machine is idle, or with more --repetitions"
-    print(f"{links.describe()}{poor if fit.r2 < _POOR_R2 else ''}\nwritten to {out}", flush=True)
+    print(f"{report(links, fit)}\nwritten to {out}", flush=True)
 
 
 def _source(ranks: Ranks) -> str:

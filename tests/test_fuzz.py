@@ -6,23 +6,20 @@ file, its canary.
 
 from __future__ import annotations
 
-import html.parser
 import json
 import os
 import pickle
 import shutil
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
-from results_builder import FakeCase, FakeComparison, standard_cases, write_run
+from results_builder import FakeComparison, standard_cases, write_run
 
-from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.files import MOST_DEPTH, parse_yaml
 from moe_ep_bench.results import RunDirectory
 
@@ -102,9 +99,7 @@ def test_what_is_no_regular_file_is_refused_and_not_waited_for(box: Path) -> Non
 
 IMPOSSIBLE = {
     "workload.num_tokens=1000000000000000000000000000000": "expected whole numbers of 64 bits, got one of 100",
-    "workload.num_batches=1000000000000": "workload.num_batches: expected at most 1,048,576",
     "layer.ep_size=1000000000000000000000": "--set layer.ep_size=1",
-    "layer.ep_size=128": "layer.ep_size",
     "workload.num_tokens=1000000000000": "workload.num_tokens: expected a batch of at most",
     "model={num_experts:1000000000000,top_k:2,hidden_size:8,ffn_hidden_size:8}": "at most 65,536 experts",
 }
@@ -163,10 +158,9 @@ def test_a_checkpoint_that_brings_code_or_pickles_is_one_line(model_type: str, i
 # ---- results directories ---------------------------------------------------------------------------------------------
 
 
-def directory(root: Path, label: str = "") -> Path:
-    named = [FakeCase("oea", label=label, speedup=1.2)] if label else []
+def directory(root: Path) -> Path:
     small = {"num_batches": 2, "num_iterations": 1, "tokens": 64}
-    return write_run(root, [FakeComparison(cases=[*standard_cases(), *named], **small)])
+    return write_run(root, [FakeComparison(cases=standard_cases(), **small)])
 
 
 def edit(path: Path, *changes: tuple[str, str]) -> None:
@@ -182,7 +176,6 @@ EDITS = {
     "NaN": ('"scale": 1.0', '"scale": NaN', "NaN is no JSON number"),
     "an infinity": ('"scale": 1.0', '"scale": 1e999', "expected numbers that a double holds"),
     "5,000 digits": (TOKENS, f'"num_tokens": {"9" * 5000}', "run.json: damaged, not JSON"),
-    "100 digits": (TOKENS, f'"num_tokens": {"9" * 100}', "expected whole numbers of 64 bits"),
     "a text": (TOKENS, '"num_tokens": "many"', "num_tokens: expected a whole number, got 'many'"),
     "no tokens": (TOKENS, '"num_tokens": 0', "num_tokens: expected at least 1, got 0"),
     "half a character": ('"model": "Tiny-MoE"', '"model": "\\ud800"', "expected text, got the character U+D800"),
@@ -221,7 +214,7 @@ def test_links_lead_to_no_other_file(what: str, box: Path) -> None:
 )
 def test_nothing_is_written_through_links_of_a_results_directory(link: str, target: str, box: Path) -> None:
     """Neither through one that leads out of it, nor through one that leads to itself."""
-    root, outside = directory(box / "run", "native"), box / "own"
+    root, outside = directory(box / "run"), box / "own"
     outside.write_text("the user's")
     (root / link).parent.mkdir(exist_ok=True)
     (root / link).symlink_to(outside if target == "own" else (root / link).name)
@@ -231,38 +224,3 @@ def test_nothing_is_written_through_links_of_a_results_directory(link: str, targ
         assert (done.status, done.problems) == (2, []), done
         assert link in done.err
     assert outside.read_text() == "the user's"
-
-
-class Elements(html.parser.HTMLParser):
-    """The attributes of a page's elements, and what its scripts begin with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attributes: list[tuple[str, str | None]] = []
-        self.scripts: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += attrs
-
-    def handle_data(self, data: str) -> None:
-        if self.cdata_elem == "script":
-            self.scripts.append(data[:20])
-
-
-def test_names_are_text_in_pages_and_pictures(box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in set(FIGURES) - {"speedup", "phases"}:  # names enter all alike
-        monkeypatch.delitem(FIGURES, name)
-    hostile = "<script>alert(1)</script><img src=x onerror=alert(1)>-->]]>'\"&$x^$"
-    root, text = directory(box / "run", hostile), json.dumps(hostile)
-    edit(root / "run.json", ('"Tiny-MoE', text[:-1]), ('"NVIDIA Fake 80GB"', text), ('"node"', text))
-    assert fuzz.call(["show", "run", "--format", "html", "--out", "out/page.html"], box / "out", box).status == 0
-    page = Elements()
-    page.feed((box / "out" / "page.html").read_text())
-    assert page.scripts
-    assert not [script for script in page.scripts if "alert" in script]
-    assert not [name for name, value in page.attributes if name.startswith("on") or (name, value) == ("src", "x")]
-    plot = ["plot", "run", "--format", "svg", "--figures", "speedup", "--out", "out"]
-    assert fuzz.call(plot, box / "out", box).status == 0
-    for picture in (box / "out").glob("*.svg"):
-        tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(picture).iter()}
-        assert not tags & {"script", "image", "img", "a"}

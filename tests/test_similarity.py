@@ -90,8 +90,6 @@ def test_every_layer_has_a_matrix_of_its_own_unless_one_is_chosen_for_all(tmp_pa
         (b"words", "not readable .*; moe-ep-bench trace record"),
         ({"similarity": torch.eye(8)[None], "format": "other"}, "expected format moe-similarity-v1, got 'other'"),
         ({"similarity": torch.eye(8)}, r"expected similarity, F32 \[layers, experts, experts\], got F32 \[8, 8\]"),
-        ({"similarity": torch.eye(8)[None, :4]}, r"got F32 \[1, 4, 8\]"),
-        ({"similarity": torch.eye(8)[None].double()}, r"got F64 \[1, 8, 8\]"),
         ({"other": torch.eye(8)[None]}, "expected similarity, .* got none"),
         ({"similarity": torch.eye(8)[None] - 0.5}, "expected values from 0 to 1, got -0.5 to 0.5"),
         ({"similarity": torch.full([1, 8, 8], torch.nan)}, "expected values from 0 to 1, got nan"),
@@ -108,11 +106,6 @@ def test_what_holds_no_similarity_is_refused_in_a_line(content: Any, expected: s
     policy = make_policy({"name": "sere", "k0": 1, "similarity": str(path)})
     with pytest.raises(ValueError, match=rf"^similarity: [^\n]*{expected}[^\n]*$"):
         policy.route(torch.rand(4, 8), RoutingContext(top_k=2))
-
-
-def test_without_a_file_a_line_says_how_to_make_one() -> None:
-    with pytest.raises(ValueError, match=r"^similarity: sere needs a file .*; moe-ep-bench trace record CHECKPOINT"):
-        make_policy({"name": "sere", "k0": 1})
 
 
 def test_check_policy_tries_the_files_own_shape(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,18 +147,18 @@ def test_similarity_is_one_less_the_share_of_the_largest_distance(family: str) -
         alike_EE = similarities(gram_EE)
         torch.testing.assert_close(alike_EE.double(), by_definition(outputs), rtol=0, atol=1e-6)
         assert torch.equal(alike_EE.diagonal(), torch.ones(layer.num_experts))
+    assert torch.equal(similarities(torch.ones(3, 3, dtype=torch.float64)), torch.ones(3, 3)), "all the same"
 
 
 # ---- By the commands -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, a text, its routing and how alike its experts are, as one command leaves them."""
+def folder(tiny_olmoe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, its routing and how alike a checkpoint's experts are, as one command leaves them."""
     folder = tmp_path_factory.mktemp("sere")
-    hf_models.checkpoint(folder / "checkpoint", "olmoe")
-    (folder / "text.txt").write_text("".join(f"{n}: the mean of {n * 7 % 13} and a word\n" for n in range(40)))
-    source = [str(folder / "checkpoint"), "--text", str(folder / "text.txt"), "--sequence-length", "16"]
+    (folder / "text.txt").write_bytes((tiny_olmoe / "words.txt").read_bytes())
+    source = [str(tiny_olmoe / "tiny-olmoe"), "--text", str(folder / "text.txt"), "--sequence-length", "16"]
     made = ["--similarity", str(folder / "alike.safetensors"), "--out", str(folder / "trace.safetensors")]
     assert cli.main(["trace", "record", *source, *made, "--num-sequences", "24"]) == OK
     return folder
@@ -255,7 +248,7 @@ def test_more_primary_experts_than_a_token_has_are_refused(folder: Path) -> None
 
 
 @pytest.mark.parametrize(("model", "is_other"), [("allenai/OLMoE-1B-7B-0924", False), ("Mixtral-8x7B", True)])
-def test_experts_of_another_model_are_said_where_the_run_ends_and_what_dropped_means(
+def test_experts_of_another_model_are_said_where_the_run_ends(
     model: str, is_other: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written(tmp_path / "alike.safetensors", ALIKE.repeat(16, 16)[None], model=model)
@@ -265,9 +258,6 @@ def test_experts_of_another_model_are_said_where_the_run_ends_and_what_dropped_m
     assert cli.main(["route", str(path), "--out", str(tmp_path / "out")]) == OK
     told = " ".join(capsys.readouterr().out.split())
     assert told.count("warning: data: sere decides by Mixtral-8x7B's, not OLMoE-1B-7B's") == is_other
-    assert told.count("decides by") == is_other
-    assert "sere k0=1 threshold=0.3 " in told, "short, and told apart"
-    assert " activated dropped % kept % " in told
 
 
 def test_quality_judges_it_and_copies_of_experts_cost_nothing(folder: Path, tmp_path: Path) -> None:

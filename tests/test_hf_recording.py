@@ -29,7 +29,7 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.families import shares
-from moe_ep_bench.quality.recording import RecordOptions, record
+from moe_ep_bench.quality.recording import record
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.workload.replay import RecordedWorkload
@@ -38,7 +38,7 @@ from moe_ep_bench.workload.trace import open_trace
 from moe_ep_bench.workload.writer import TraceWriter
 
 LENGTH, NUM = 16, 12
-OPTIONS = RecordOptions(sequence_length=LENGTH, num_sequences=NUM, batch=4)
+OPTIONS = {"sequence_length": LENGTH, "num_sequences": NUM, "batch": 4}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def olmoe(tiny_olmoe: Path) -> Path:
 @pytest.fixture(scope="module")
 def recording(olmoe: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("recordings") / "olmoe.safetensors"
-    record(olmoe, text, OPTIONS, out=out)
+    record(olmoe, text, out=out, **OPTIONS)
     return out
 
 
@@ -103,7 +103,7 @@ def test_a_replayed_recording_is_routed_as_the_model_routes(recording: Path, olm
 def test_choices_by_more_than_scores_stay_the_recorded_ones(family: str, text: Path, tmp_path: Path) -> None:
     """DeepSeek-V3 chooses by a bias and groups: what it passed over is capped below what it took."""
     folder = hf_models.checkpoint(tmp_path / "model", family)
-    record(folder, text, OPTIONS, out=tmp_path / "out.safetensors")
+    record(folder, text, out=tmp_path / "out.safetensors", **OPTIONS)
     trace = open_trace(tmp_path / "out.safetensors")
     workload = RecordedWorkload([trace.path], 0, 8, trace.top_k, NUM * LENGTH, 1, "recorded", seed=0)
     loads = workload.batch(0).scores_TE.topk(trace.top_k, dim=1).indices.flatten().bincount(minlength=8)
@@ -136,9 +136,9 @@ def test_a_recording_that_is_cut_short_leaves_nothing_and_is_made_again(
     with monkeypatch.context() as patched:
         patched.setattr(TraceWriter, "add_tokens", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            record(olmoe, text, OPTIONS, out=out)
+            record(olmoe, text, out=out, **OPTIONS)
     assert list(tmp_path.iterdir()) == []
-    record(olmoe, text, OPTIONS, out=out)
+    record(olmoe, text, out=out, **OPTIONS)
     assert out.read_bytes() == recording.read_bytes()
 
 

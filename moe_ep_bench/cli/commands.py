@@ -5,7 +5,6 @@ torch, Megatron-Core, pandas and matplotlib are imported inside commands: help a
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import json
 import os
@@ -288,13 +287,13 @@ def _trace_thresholds(options: Namespace) -> int:
 
 
 def _trace_record(options: Namespace) -> int:
-    from moe_ep_bench.quality.recording import RecordOptions, record
+    from moe_ep_bench.quality.recording import record
 
-    chosen = RecordOptions(**{field.name: getattr(options, field.name) for field in dataclasses.fields(RecordOptions)})
+    names = "similarity", "sequence_length", "num_sequences", "batch", "dtype", "domain", "licence"
     out = options.out
     if options.similarity is None and out is None:
         out = Path("recordings", f"{options.model.resolve().name}-{options.text.stem}.safetensors")
-    print(record(options.model, options.text, chosen, out=out, similarity=options.similarity))
+    print(record(options.model, options.text, out=out, **{name: getattr(options, name) for name in names}))
     return OK
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from moe_ep_bench.quality.families import MoELayer, find_moe_layers, shares
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.progress import progress_bar
+from moe_ep_bench.workload.trace import score_words
 from moe_ep_bench.workload.writer import TraceWriter, sha256_of
 
 MEASURE = "1 - Frobenius distance of outputs over the layer's largest"
@@ -44,42 +44,34 @@ MEASURE = "1 - Frobenius distance of outputs over the layer's largest"
 _MOST_NUMBERS = 2**26
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordOptions:
-    """What to record.
-
-    Attributes:
-        num_sequences: from the beginning of the text; None = all that it has.
-        batch: sequences that go through the model together.
-        domain: what the text is about; None = its file's name.
-    """
-
-    sequence_length: int = 512
-    num_sequences: int | None = None
-    batch: int = 8
-    dtype: Dtype = "auto"
-    domain: str | None = None
-    licence: str = "unstated"
-
-    def __post_init__(self) -> None:
-        for name in ("sequence_length", "num_sequences", "batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name.replace('_', '-')}: expected at least 1, got {value}")
-
-
 def record(
-    model: Path, text: Path, options: RecordOptions, *, out: Path | None = None, similarity: Path | None = None
+    model: Path,
+    text: Path,
+    *,
+    out: Path | None = None,
+    similarity: Path | None = None,
+    sequence_length: int = 512,
+    num_sequences: int | None = None,
+    batch: int = 8,
+    dtype: Dtype = "auto",
+    domain: str | None = None,
+    licence: str = "unstated",
 ) -> str:
     """Read ``text`` with the model in the folder ``model``; return what was written, and what uses it.
 
     Args:
         out: the recording; must not exist yet. None = none is written.
         similarity: the file of the experts' similarity likewise.
+        num_sequences: from the beginning of the text; None = all that it has.
+        batch: sequences that go through the model together.
+        domain: what the text is about; None = its file's name.
 
     Raises:
         ValueError: one line that names the file and what is wrong.
     """
+    for option, value in (("sequence-length", sequence_length), ("num-sequences", num_sequences), ("batch", batch)):
+        if value is not None and value < 1:
+            raise UserError(f"{option}: expected at least 1, got {value}")
     if similarity is not None and similarity.suffix != ".safetensors":
         raise UserError(f"--similarity {similarity}: expected a name that ends in .safetensors")
     for path, option in ((out, "--out"), (similarity, "--similarity")):
@@ -88,9 +80,9 @@ def record(
             if path.exists():
                 raise UserError(f"{option} {path}: expected a name that is free, but there is such a file already")
     checkpoint = Checkpoint.open(model)
-    checkpoint.check_length(options.sequence_length, "sequence-length")
-    tokens_BS = checkpoint.sequences(text, options.sequence_length, options.num_sequences)
-    loaded, said = checkpoint.load(options.dtype, device_type()), []
+    checkpoint.check_length(sequence_length, "sequence-length")
+    tokens_BS = checkpoint.sequences(text, sequence_length, num_sequences)
+    loaded, said = checkpoint.load(dtype, device_type()), []
     with contextlib.ExitStack() as stack:
         # The experts' own forward is what is measured: ahead of the patch.
         grams = None if similarity is None else stack.enter_context(inner_products(loaded))
@@ -98,19 +90,31 @@ def record(
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             spools = stack.enter_context(tempfile.TemporaryDirectory(prefix=".recording-", dir=out.parent))
-            writer = _writer(Path(spools), checkpoint, text, options)
+            writer, layer = TraceWriter(Path(spools), text), checkpoint.moe_layers[0]
+            writer.describe(
+                num_experts=layer.num_experts,
+                top_k=layer.top_k,
+                where=str(checkpoint.path),
+                model=checkpoint.name,
+                score=score_words(layer.spec.score_function),
+                phase="prefill",
+                domain=domain or text.stem,
+                source=f"trace record, transformers {import_transformers().__version__}",
+                licence=licence,
+            )
+            writer.notes.append(f"sequences of {sequence_length} tokens, {dtype} weights")
             stack.enter_context(routed(loaded, None, observe=partial(_add_call, writer)))
         stack.enter_context(torch.inference_mode())
         progress = stack.enter_context(progress_bar(len(tokens_BS), "sequence"))
-        for batch_BS in tokens_BS.split(options.batch):
+        for batch_BS in tokens_BS.split(batch):
             loaded.base_model(batch_BS.to(loaded.device), use_cache=False)
             if writer is not None:
-                num_sequences, length = batch_BS.shape
-                sequence_T = writer.num_tokens // length + np.arange(num_sequences).repeat(length)
-                writer.add_tokens(sequence_T, np.tile(np.arange(length), num_sequences), str(text))
+                number, length = batch_BS.shape
+                sequence_T = writer.num_tokens // length + np.arange(number).repeat(length)
+                writer.add_tokens(sequence_T, np.tile(np.arange(length), number), str(text))
             progress.update(len(batch_BS))
         if similarity is not None and grams is not None:
-            said.append(_write_similarity(similarity, grams, checkpoint, text, tokens_BS.numel(), options.licence))
+            said.append(_write_similarity(similarity, grams, checkpoint, text, tokens_BS.numel(), licence))
         if out is not None and writer is not None:
             with atomic_path(out) as temporary:
                 said.append(writer.write(temporary, out).text())
@@ -120,30 +124,11 @@ def record(
 # ---- what routers choose ---------------------------------------------------------------------------------------------
 
 
-def _writer(folder: Path, checkpoint: Checkpoint, text: Path, options: RecordOptions) -> TraceWriter:
-    writer, layer = TraceWriter(folder, text), checkpoint.moe_layers[0]
-    function = layer.spec.score_function
-    writer.describe(
-        num_experts=layer.num_experts,
-        top_k=layer.top_k,
-        where=str(checkpoint.path),
-        model=checkpoint.name,
-        score="softmax, not renormalised" if function == "softmax" else f"{function} over its sum over all experts",
-        phase="prefill",
-        domain=options.domain or text.stem,
-        source=f"trace record, transformers {import_transformers().__version__}",
-        licence=options.licence,
-    )
-    writer.notes.append(f"sequences of {options.sequence_length} tokens, {options.dtype} weights")
-    return writer
-
-
 def _add_call(writer: TraceWriter, call: RouterCall) -> None:
     """Spool what a router did in a pass."""
     full_TE = shares(call.scores_TE)
     ids_TK = call.own_TE.nonzero()[:, 1].view(len(full_TE), -1).cpu().numpy()
-    best_TK = np.take_along_axis(full_TE, ids_TK, axis=1)
-    writer.add(call.layer.number, ids_TK, best_TK, call.layer.name, None, full_TE)
+    writer.add(call.layer.number, ids_TK, None, call.layer.name, full_TE=full_TE)
 
 
 # ---- how alike experts are -------------------------------------------------------------------------------------------

@@ -129,9 +129,8 @@ class Recorder:
             for layer, blocks in zip(self.layers, self._blocks, strict=True):
                 full_TE, ids_TK = (np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
                 for phase, writer in writers.items():
-                    full, ids = full_TE[rows[phase]], ids_TK[rows[phase]].astype(np.int64)
-                    best = np.take_along_axis(full, ids, axis=1)
-                    writer.add(layer, ids, best, f"part {self.num_parts}", None, full)
+                    ids, full = ids_TK[rows[phase]], full_TE[rows[phase]]
+                    writer.add(layer, ids, None, f"part {self.num_parts}", full_TE=full)
             for phase, writer in writers.items():
                 writer.add_tokens(sequence_T[rows[phase]], position_T[rows[phase]], f"part {self.num_parts}")
                 out = self.directory / f"{self.prefix}{phase}-{self.num_parts:04}.safetensors"

@@ -170,6 +170,7 @@ def _bind(worker: Any) -> None:
 
     from moe_ep_bench.serving import step
     from moe_ep_bench.serving.recorder import Recorder
+    from moe_ep_bench.workload.trace import score_words
 
     session, asked, config = _session, _session.asked, worker.vllm_config
     assert asked is not None
@@ -208,7 +209,6 @@ def _bind(worker: Any) -> None:
         )
     if asked.directory is not None and is_first:
         asked.directory.mkdir(parents=True, exist_ok=True)
-        of_all = "sigmoid over its sum over all experts" if layer.spec.score_function == "sigmoid" else None
         data_rank = config.parallel_config.data_parallel_rank
         session.recorder = Recorder(
             asked.directory,
@@ -217,7 +217,7 @@ def _bind(worker: Any) -> None:
             layer.top_k,
             {
                 "model": Path(model.model).name,
-                "score": of_all or "softmax, not renormalised",
+                "score": score_words(layer.spec.score_function),
                 "domain": "requests of a server",
                 "source": f"vLLM {_version()}, plugin of moe-ep-bench",
                 "licence": "unstated",

@@ -148,6 +148,11 @@ def scores_are_normalised(score: str) -> bool:
     return "softmax over the top-k" in score or score.startswith("assumed")
 
 
+def score_words(score_function: str) -> str:
+    """How ``score`` names shares of a token's whole score mass that a router's scores are made to."""
+    return "softmax, not renormalised" if score_function == "softmax" else f"{score_function} over its sum"
+
+
 def held(ids_TK: NDArray[np.integer], scores_TK: NDArray[np.floating]) -> NDArray[np.bool_]:
     """Which places of best-first rows hold an expert: all but those that repeat the best one with score 0."""
     held_TK = (ids_TK != ids_TK[:, :1]) | (scores_TK != 0)

@@ -114,8 +114,9 @@ class TraceWriter:
 
         Args:
             layer: the source's number of it.
-            scores_TK: None where the source has none: all experts of a row get the same. There an expert that stands
-                in a row before leaves its place empty: a server that drops pairs fills up so.
+            scores_TK: None = those of ``full_TE``, or where the source has none, the same for all experts of a row.
+                Then an expert that stands in a row before leaves its place empty: a server that drops pairs fills
+                up so.
             where: file and place, for errors.
             name_T: what the source calls these tokens, for errors; None = their places in the block.
             full_TE: scores of all experts, in rows that sum to 1; for all blocks or for none.
@@ -126,7 +127,9 @@ class TraceWriter:
         if ids_TK.shape[1] != self.top_k:
             raise UserError(f"{where}: expected top-{self.top_k} as before, got {ids_TK.shape[1]}")
         ids_TK = ids_TK.astype(np.int64, copy=False)
-        if scores_TK is None:
+        if full_TE is not None:
+            scores_TK = np.take_along_axis(full_TE, ids_TK, axis=1)
+        elif scores_TK is None:
             ids_TK, scores_TK = _assumed(ids_TK)
         order_TK = np.argsort(-scores_TK, axis=1, kind="stable")
         best_TK, scores_TK = np.take_along_axis(ids_TK, order_TK, 1), np.take_along_axis(scores_TK, order_TK, 1)

@@ -20,6 +20,7 @@ from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.workload.arrays import checked, json_objects, lines, whole_number
 from moe_ep_bench.workload.importers.options import ImportOptions
+from moe_ep_bench.workload.trace import score_words
 from moe_ep_bench.workload.writer import TraceWriter
 
 # ---- ESFT ------------------------------------------------------------------------------------------------------------
@@ -137,9 +138,7 @@ def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> 
     path, spec = files[0], options.spec
     sidecar = path.with_name(path.name.replace("router_trace", "logits").replace(".jsonl", ".bin"))
     writer.sources = [path, sidecar]
-    function = spec.score_function
-    score = "softmax" if function == "softmax" else f"{function}, divided by the sum over all experts"
-    score += ", not renormalised, from bfloat16 logits"
+    score = f"{score_words(spec.score_function)}, from bfloat16 logits"
     writer.describe(num_experts=spec.num_experts, top_k=spec.top_k, where=f"preset {options.preset}", score=score)
     num_sequences = 0
     for step, records in itertools.groupby(_megatron_records(path), key=lambda record: record.step):

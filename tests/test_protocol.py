@@ -321,7 +321,7 @@ def calibrates(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_runnable", lambda ranks, exchange: clock.does("work"))
     monkeypatch.setattr(torch.distributed, "all_reduce", clock.does("meet"))
     ranks = SimpleNamespace(device=torch.device("cpu"), told=lambda times: [times])
-    calibrate.measure(ranks, [calibrate.Exchange("inside", "even", 8)], 6, lambda: None)
+    calibrate.measure(ranks, [calibrate.Exchange("even", 8)], 6, lambda: None)
 
 
 ALIGNED = ["hold", "meet", "stamp", "work", "stamp"]

@@ -582,8 +582,6 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
         ([*QWEN, "--prompt-length", "20000"], "--prompt-length: expected at most 16384 (--tokens); got 20000"),
         ([*QWEN, "--counts", "no", "--trace", "no"], "--trace, --counts, --peak-load: expected one of them"),
         ([*QWEN, "--trace", "no.safetensors"], "--trace: no.safetensors: no such file"),
-        ([*QWEN, "--max-dropped", "5"], "--max-dropped: expected a share such as 5% or 0.05, 0 to 1; got 5"),
-        ([*QWEN, "--max-lost-mass", "nan"], "--max-lost-mass: expected a share"),
         ([*QWEN, "--set", "layer.ep_size=4"], "--set layer.ep_size=4: goes with a config"),
         ([str(ROOT / "configs/quickstart.yaml"), "--ep", "4"], "--ep: expected none with a config"),
     ],

@@ -353,7 +353,6 @@ def test_json_and_text_say_what_the_exit_status_says(base, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--fail-over", "3"], "--fail-over: expected a share such as 5%"),
         (["--strict"], "--strict: expected --fail-over"),
         (["--changed", "weather"], "--changed: expected some of device_name"),
     ],

@@ -76,31 +76,13 @@ class Bounds:
     min_retained: float
 
     @staticmethod
-    def of(max_dropped: str | None, max_lost_mass: str | None) -> Bounds:
-        """Read the options; where one alone is given, the other does not bind.
-
-        Raises:
-            ValueError: one of them is no share; names the option.
-        """
+    def of(max_dropped: float | None, max_lost_mass: float | None) -> Bounds:
+        """Bounds of the options; where one alone is given, the other does not bind."""
         if max_dropped is None and max_lost_mass is None:
             return Bounds(MAX_DROPPED, 1 - MAX_LOST_MASS)
-        dropped = 1.0 if max_dropped is None else parse_share("--max-dropped", max_dropped)
-        return Bounds(dropped, 0.0 if max_lost_mass is None else 1 - parse_share("--max-lost-mass", max_lost_mass))
-
-
-def parse_share(option: str, text: str) -> float:
-    """Read ``5%`` or ``0.05``.
-
-    Raises:
-        ValueError: it is no share; names the option.
-    """
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = math.nan
-    if not 0 <= share <= 1:
-        raise UserError(f"{option}: expected a share such as 5% or 0.05, 0 to 1; got {text}")
-    return share
+        return Bounds(
+            1.0 if max_dropped is None else max_dropped, 1 - (1.0 if max_lost_mass is None else max_lost_mass)
+        )
 
 
 # ---- a question ------------------------------------------------------------------------------------------------------

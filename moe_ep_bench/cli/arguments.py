@@ -10,6 +10,7 @@ be repeated), ``!`` (an option that is required) and ``= default``. ``@`` stands
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Sequence
@@ -166,7 +167,7 @@ plot  draw the figures of one or several results directories
 compare  compare two results directories of the same cases
   base BASE  a results directory
   new NEW  a later one
-  --fail-over PERCENT  exit 1 where a policy is slower by more, e.g. 3%
+  --fail-over SHARE  exit 1 where a policy is slower by more, e.g. 3%
   --strict  exit 3 where that is inconclusive
   --changed NAMES  conditions that differ on purpose, comma-separated, e.g. torch,driver
   --same-machine  count changes of native too: it is no control
@@ -184,9 +185,24 @@ def _number(kind: Callable[[str], Any], expected: str) -> Callable[[str], Any]:
     return read
 
 
+def _share(text: str) -> float:
+    """Read ``5%`` or ``0.05``."""
+    with contextlib.suppress(ValueError):
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        if 0 <= share <= 1:
+            return share
+    raise argparse.ArgumentTypeError(f"expected a share such as 5% or 0.05, 0 to 1; got {brief(text, quoted=False)}")
+
+
 _WHOLE, _REAL = _number(int, "a whole number such as 32768"), _number(float, "a number")
 TYPES: dict[str, Callable[[str], Any]] = {
-    **{"N": _WHOLE, "I": _WHOLE, "X": _REAL, "NAMES": lambda text: [name for name in text.split(",") if name]},
+    **{
+        "N": _WHOLE,
+        "I": _WHOLE,
+        "X": _REAL,
+        "SHARE": _share,
+        "NAMES": lambda text: [name for name in text.split(",") if name],
+    },
     **dict.fromkeys(("FILE", "DIR", "CONFIG", "CHECKPOINT", "SOURCE", "OUT", "BASE", "NEW"), Path),
 }
 

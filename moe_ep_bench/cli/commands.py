@@ -184,12 +184,11 @@ def _route(options: Namespace) -> int:
 def _validate(options: Namespace) -> int:
     _check_config(options)
     from moe_ep_bench.analysis.validate import write_validation
-    from moe_ep_bench.bench.question import parse_share
     from moe_ep_bench.bench.validate import validate
 
     out = _out(options, "-validated")
-    margin = parse_share("--margin", options.margin)
-    status = validate(options.config, out, options.overrides, _nproc(options), force=options.force, margin=margin)
+    how = {"force": options.force, "margin": options.margin}
+    status = validate(options.config, out, options.overrides, _nproc(options), **how)
     return shown(status, lambda: write_validation(out))
 
 
@@ -338,13 +337,11 @@ def _plot(options: Namespace) -> int:
 def _compare(options: Namespace) -> int:
     from moe_ep_bench.analysis.compare import compare_directories, compare_text, exit_status
     from moe_ep_bench.analysis.render import Table, render
-    from moe_ep_bench.bench.question import parse_share
 
-    limit = None if options.fail_over is None else parse_share("--fail-over", options.fail_over)
-    if options.strict and limit is None:
+    if options.strict and options.fail_over is None:
         raise UserError("--strict: expected --fail-over beside it")
     how = {"intended": options.changed, "same_machine": options.same_machine}
-    change = compare_directories(options.base, options.new, limit=limit, **how)
+    change = compare_directories(options.base, options.new, limit=options.fail_over, **how)
     if options.base.resolve() == options.new.resolve():
         print("moe-ep-bench: BASE and NEW are one directory, so that nothing can differ", file=sys.stderr)
     print(render([Table(change.cases, ())], "json") if options.json else compare_text(change))

@@ -3,7 +3,7 @@
 ``<out>/run.json``              resolved config, environment, hashes, what each case is
 ``<out>/<folder>/<id>.parquet`` the tables (``schema.TABLES``), a part per comparison; of samples one per launch
 ``<out>/attempts/``             what was tried when a job was lost (``runtime.attempts``)
-``<out>/.locks/``               what jobs are writing at the moment (``locks``)
+``<out>/.lock-<name>``          what jobs are writing at the moment (``locks``)
 
 Several jobs may fill one directory, each with comparisons of its own (the points of a sweep). Parts are theirs alone;
 ``run.json`` is merged under a lock, and what was running is kept apart per job.

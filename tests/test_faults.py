@@ -104,7 +104,7 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def hidden_files(root: Path) -> list[Path]:
-    return [path for path in root.rglob("*") if path.name.startswith(".") or path.parent.name == locks.FOLDER]
+    return [path for path in root.rglob("*") if path.name.startswith(".")]
 
 
 @pytest.fixture

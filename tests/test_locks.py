@@ -53,7 +53,7 @@ def test_what_another_job_holds_is_refused_by_its_name(holder: subprocess.Popen,
 def test_the_lock_of_a_job_that_was_killed_is_taken_over(holder: subprocess.Popen, tmp_path: Path) -> None:
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    assert (tmp_path / locks.FOLDER / "one").exists()
+    assert locks.lock_file(tmp_path, "one").exists()
     assert not locks.is_held(tmp_path, "one")
     with locks.hold(tmp_path, {"one": "one"}, patience_s=0.0):
         assert locks.is_held(tmp_path, "one")
@@ -88,18 +88,6 @@ for _ in range(40):
     assert not locks.is_held(tmp_path, "one")
 
 
-def test_a_link_to_nowhere_in_its_place_is_an_error_and_no_hang(tmp_path: Path) -> None:
-    (tmp_path / locks.FOLDER).symlink_to(tmp_path / "gone")
-    earlier = signal.signal(signal.SIGALRM, lambda number, frame: pytest.fail("it hangs"))
-    signal.alarm(10)
-    try:
-        with pytest.raises(OSError, match=locks.FOLDER), locks.hold(tmp_path, {"one": "one"}):
-            pass
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, earlier)
-
-
 def test_a_file_system_without_locks_is_named_and_does_not_stop_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,18 +100,3 @@ def test_a_file_system_without_locks_is_named_and_does_not_stop_a_run(
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
     assert f"{tmp_path}: this file system has no locks (Function not implemented)" in printed
-
-
-def test_a_folder_that_vanishes_while_it_is_made_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, refused = Path.mkdir, []
-
-    def vanishing(path: Path, *arguments: object, **options: object) -> None:
-        if not refused:
-            refused.append(path)
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-        make(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "mkdir", vanishing)
-    with locks.hold(tmp_path, {"one": "one"}):
-        assert refused == [tmp_path / locks.FOLDER]
-        assert locks.is_held(tmp_path, "one")

@@ -1,7 +1,7 @@
 """Every comparison has one writer, and a dead job holds nothing.
 
 A job locks each comparison that it may write, not the directory: jobs on other comparisons fill one directory at once.
-A lock is the kernel's (``filelock``, by flock) on ``<out>/.locks/<name>`` and ends with its holder; the file says who
+A lock is the kernel's (``filelock``, by flock) on ``<out>/.lock-<name>`` and ends with its holder; the file says who
 that is. File systems without such locks (Lustre mounted without ``-o flock``) are named on standard error, and the run
 goes on.
 """
@@ -12,7 +12,6 @@ import contextlib
 import errno
 import os
 import socket
-import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -22,10 +21,13 @@ from filelock import FileLock, Timeout
 
 from moe_ep_bench.errors import UserError, brief
 
-FOLDER = ".locks"
 # A job that was just stopped may take so long to end; its successor waits for it.
 PATIENCE_S = 5.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+def lock_file(root: Path, name: str) -> Path:
+    return root / f".lock-{name}"
 
 
 @contextlib.contextmanager
@@ -41,18 +43,19 @@ def hold(root: Path, titles: Mapping[str, str], *, patience_s: float = PATIENCE_
         UserError: one line that names who holds what; nothing is held then.
         OSError: nothing can be written there.
     """
-    folder = root / FOLDER
     with contextlib.ExitStack() as held:
         for name, title in titles.items():
+            file = lock_file(root, name)
             try:
-                held.enter_context(_acquired(folder / name, patience_s))
+                lock = FileLock(file, fallback_to_soft=False).acquire(timeout=patience_s, poll_interval=0.1)
+                held.enter_context(lock)
                 # While it is held: who has opened it meanwhile finds it gone, and opens it anew.
-                held.callback(_remove, folder / name)
+                held.callback(_remove, file)
                 begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-                (folder / name).write_text(f"process {os.getpid()} on {socket.gethostname()}, begun {begun}")
+                file.write_text(f"process {os.getpid()} on {socket.gethostname()}, begun {begun}")
             except Timeout:
                 raise UserError(
-                    f"--out {root}: {title}: another job is writing this, {_holder(folder / name)}; "
+                    f"--out {root}: {title}: another job is writing this, {_holder(file)}; "
                     "wait for it, stop it, or choose another directory"
                 ) from None
             except OSError as error:
@@ -65,9 +68,10 @@ def hold(root: Path, titles: Mapping[str, str], *, patience_s: float = PATIENCE_
 
 def is_held(root: Path, name: str) -> bool:
     """Whether another job has this at the moment."""
+    file = lock_file(root, name)
     try:
-        if (root / FOLDER / name).exists():
-            FileLock(root / FOLDER / name, fallback_to_soft=False).acquire(blocking=False).lock.release()
+        if file.exists():
+            FileLock(file, fallback_to_soft=False).acquire(blocking=False).lock.release()
     except Timeout:
         return True
     except OSError:  # No locks here; ``hold`` said so.
@@ -75,26 +79,12 @@ def is_held(root: Path, name: str) -> bool:
     return False
 
 
-def _acquired(path: Path, patience_s: float) -> contextlib.AbstractContextManager[object]:
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return FileLock(path, fallback_to_soft=False).acquire(timeout=patience_s, poll_interval=0.1)
-        except FileNotFoundError:  # The last holder of others has just removed the folder.
-            continue
-        except FileExistsError:  # It was there when it was to be made, and no longer when pathlib looked what it is.
-            with contextlib.suppress(FileNotFoundError):
-                if not stat.S_ISDIR(path.parent.lstat().st_mode):
-                    raise
-
-
-def _holder(path: Path) -> str:
+def _holder(file: Path) -> str:
     with contextlib.suppress(OSError):
-        return brief(path.read_text(errors="replace"), 200, quoted=False) or "which has not said who it is"
+        return brief(file.read_text(errors="replace"), 200, quoted=False) or "which has not said who it is"
     return "which is just ending"
 
 
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):  # Others hold the rest of the folder.
-        path.unlink()
-        path.parent.rmdir()
+def _remove(file: Path) -> None:
+    with contextlib.suppress(OSError):
+        file.unlink()

@@ -2,6 +2,7 @@
 """What a file of data/devices/ states, measured on the GPU that is here: experts, permutation, routing, attention.
 
     python benchmarks/device.py [--only WORDS] [--rounds 7] [--out DIR] [--rehearse]
+    python benchmarks/device.py --fit device.csv [--device h200-sxm-measured]    # anywhere: the figures, and their errors
 
 Experts stand as in moe_perf.parquet (cost_model/tables.py): one GPU in the place of rank 0 of ``ep_size``, with the
 pairs of its own experts under ``balanced`` scores, and as many pairs under a power law. Rows of experts hold no
@@ -27,7 +28,9 @@ import pandas as pd
 import torch
 from interleaved import interleaved, keep, replayed
 from numpy.typing import NDArray
+from roofline import as_yaml, fit_roofline
 
+from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.tables import BALANCED, balanced_loads
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.attention import SdpaAttention
@@ -171,6 +174,39 @@ def loads(model: ModelSpec, ep_size: int, num_tokens: int) -> Iterator[tuple[NDA
     yield skewed_L, SKEWED
 
 
+def fitted(table: pd.DataFrame, device: Device) -> Iterator[str]:
+    """Figures of the experts by all points of ``grouped``, and their errors; and those of a fit without the model."""
+    rows = table[(table["what"] == "experts") & (table["form"] == "grouped")].reset_index(drop=True)
+    loads_NL = [_loads_of(row) for row in rows.itertuples()]
+
+    def predicted(device: Device, numbers: Sequence[int]) -> NDArray[np.float64]:
+        points = rows.loc[numbers, ["hidden_size", "ffn_hidden_size"]].itertuples()
+        return np.array([device.experts_us(int(hidden), int(ffn), loads_NL[at]) for at, hidden, ffn in points])
+
+    def fit(numbers: Sequence[int]) -> Device:
+        return fit_roofline(device, lambda made: predicted(made, numbers), rows.loc[numbers, "us"])
+
+    yield from as_yaml(fit(rows.index))
+    others = pd.Series(0.0, rows.index)
+    for _, of_model in rows.groupby("model"):
+        others[of_model.index] = predicted(fit(rows.index.difference(of_model.index)), of_model.index)
+    ratios = pd.DataFrame({"as it is": predicted(device, rows.index), "without the model": others}).div(
+        rows["us"], axis=0
+    )
+    active = np.array([(load_L > 0).sum() for load_L in loads_NL])
+    by = [rows["distribution"], pd.cut(rows["pairs"] / active, [0, 8, 64, 512, np.inf]).rename("rows an expert")]
+    errors = (ratios - 1).abs().add_suffix(", error").join(ratios.add_suffix(", ratio"))
+    yield errors.groupby(by, observed=True).median().to_string(float_format="{:.3f}".format)
+    yield f"median and mean error: {errors.filter(like='error').agg(['median', 'mean']).round(3).to_dict('list')}"
+
+
+def _loads_of(row: Any) -> NDArray[np.int64]:
+    shape = SimpleNamespace(num_experts=int(row.num_experts), top_k=int(row.top_k))
+    return dict((name, load_L) for load_L, name in loads(shape, int(row.ep_size), int(row.num_tokens)))[
+        row.distribution
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
@@ -179,7 +215,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", default="", metavar="WORDS", help="parts whose names begin so: 'routing', 'experts, OLMoE'"
     )
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU: tries this script")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="fit a roofline's figures to an earlier device.csv")
+    parser.add_argument(
+        "--device", default="h200-sxm-measured", help="with --fit: whose data sheet and other figures stand"
+    )
     options = parser.parse_args(arguments)
+    if options.fit:
+        print("\n".join(fitted(pd.read_csv(options.fit), Device.load(options.device))))
+        return 0
     device = torch.device("cpu" if options.rehearse else "cuda")
     if not options.rehearse and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --rehearse tries this script without one")

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from roofline import as_yaml, fit_roofline
 
 from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.links import Curve, Links
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.table_devices import ExpertTable, load_links, read_nccl, tables_of_shape
 from moe_ep_bench.cost_model.tables import (
     BALANCED,
@@ -50,7 +51,6 @@ LAWS = ("table:h100_sxm/trtllm/1.3.0rc20", "table:h100_sxm/vllm/0.24.0", "table:
 MOST_EP, HELD = 8, 5
 # Tokens at which the law is held against power laws, draws of a row's loads, and the fewest rows of a table.
 LAW_TOKENS, DRAWS, FEWEST = (16, 128, 1024, 4096, 16384), 10, 5
-KNOTS = (1, 8, 32, 128, 512, 2048, 8192)
 BANDS = ((0, 1, "<= 1"), (1, 8, "1 to 8"), (8, 64, "8 to 64"), (64, 512, "64 to 512"), (512, np.inf, "> 512"))
 
 
@@ -90,25 +90,11 @@ def predicted_us(device: Device, rows: pd.DataFrame) -> np.ndarray:
 
 def fit_device(device: Device, rows: pd.DataFrame) -> Device:
     """Overhead, share of the memory bandwidth and shares of the arithmetic, on the shapes that are not held out."""
-    from scipy.optimize import least_squares
-
     # Elsewhere SGLang's rows on an A100 hold what its kernel does for the pairs of other ranks.
     seen = rows[~rows["held"] & ((rows["ep_size"] == 1) | ~rows["framework"].str.startswith("sglang"))]
     weights = 1 / np.sqrt(seen.groupby("framework")["us"].transform("size").to_numpy())
     weights *= np.sqrt(len(seen))
-
-    def made(figures: np.ndarray) -> Device:
-        shares = Curve.of(KNOTS, np.exp(figures[2:]))
-        update = {"overhead_us": float(np.exp(figures[0])), "memory_efficiency": float(np.exp(figures[1]))}
-        return device.model_copy(update={**update, "arithmetic_efficiency": shares})
-
-    def errors(figures: np.ndarray) -> np.ndarray:
-        return weights * np.log(predicted_us(made(figures), seen) / seen["us"].to_numpy())
-
-    # At one row memory alone binds: a share of the arithmetic well above stands there.
-    start = np.log([30, 0.8, 0.02, 0.04, 0.12, 0.4, 0.55, 0.6, 0.6])
-    low, high = np.log([1, 0.3, 0.01, *[0.001] * 6]), np.log([500, 0.95, 0.03, *[0.95] * 6])
-    return made(least_squares(errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.1).x)
+    return fit_roofline(device, lambda made: predicted_us(made, seen), seen["us"], weights)
 
 
 def band(rows: pd.Series) -> pd.Series:
@@ -267,9 +253,7 @@ def fitted() -> Iterator[str]:
         like = Device.named(name if name in Device.names() else "h200-sxm")
         device = fit_device(like, rows)
         yield f"# {name}"
-        yield f"overhead_us: {device.overhead_us:.3g}\nmemory_efficiency: {device.memory_efficiency:.3g}"
-        yield "arithmetic_efficiency:"
-        yield from (f"  - [{knot:g}, {share:.3g}]" for knot, share in device.arithmetic_efficiency.root)
+        yield from as_yaml(device)
         errors = rows.assign(predicted=predicted_us(device, rows), measured=rows["us"])
         yield "\n".join(f"# {line}" for line in errors_of(errors, ["framework", "held"]).to_string().splitlines())
     for name, table in LINKS.items():

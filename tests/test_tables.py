@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.tables import DEVICES, experts_rows, power_law_loads, predicted_us
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from tables import DEVICES, experts_rows, power_law_loads, predicted_us
+
 from moe_ep_bench.analysis.origins import origin_of, phase_origin
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model import tables as reading

@@ -2,7 +2,7 @@
 """What a file of data/devices/ states, measured on the GPU that is here: experts, permutation, routing, attention.
 
     python benchmarks/device.py [--only WORDS] [--rounds 7] [--out DIR] [--rehearse]
-    python benchmarks/device.py --fit device.csv [--device h200-sxm-measured]    # anywhere: the figures, and their errors
+    python benchmarks/device.py --fit device.csv [--device NAME]    # anywhere: the figures of a file, and their errors
 
 Experts stand as in moe_perf.parquet (cost_model/tables.py): one GPU in the place of rank 0 of ``ep_size``, with the
 pairs of its own experts under ``balanced`` scores, and as many pairs under a power law. Rows of experts hold no

@@ -123,7 +123,7 @@ summary() {
 
 module=("$python" -m moe_ep_bench)
 # Most of a test's time goes into compiling its kernels, on one core: so several at once.
-tests=("$python" -m pytest -m gpu -q -n 6 -p no:cacheprovider -p no:benchmark)
+tests=("$python" -m pytest -m gpu -q -n 6 --dist loadgroup -p no:cacheprovider -p no:benchmark)
 small=()      # of decode steps
 tiny=()       # of emulated layers
 experts=(--out "$out")

@@ -33,6 +33,7 @@ def device() -> torch.device:
     return torch.device("cuda", 0)
 
 
+@pytest.mark.xdist_group("laws")  # One job runs them all, and each worker would start its own.
 @pytest.mark.parametrize("name", [name for name, one in laws.laws_of("layer").items() if one.on_one])
 def test_law_on_one_nccl_rank(name: str) -> None:
     laws.check("layer", 1, name)

@@ -113,7 +113,7 @@ def test_layers_keep_their_laws_where_the_environment_asks_for_tf32(
     monkeypatch.delenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", raising=False)
     assert session.run("--only", "layer-tests", rehearse=False)[0] == 0
     assert [call for call in session.calls() if "tests/test_gpu.py" in call] == [
-        "with TF32: -m pytest -m gpu -q -n 6 -p no:cacheprovider -p no:benchmark tests/test_gpu.py"
+        "with TF32: -m pytest -m gpu -q -n 6 --dist loadgroup -p no:cacheprovider -p no:benchmark tests/test_gpu.py"
     ]
 
 

@@ -7,7 +7,6 @@ import errno
 import os
 import sys
 import threading
-import traceback
 from typing import Any
 
 import numpy as np
@@ -75,15 +74,8 @@ def test_a_command_whose_standard_error_is_gone_ends_as_it_would_have(monkeypatc
     os.close(reads)
 
     def measure(options: object) -> int:
-        bar = progress_bar(10_000, "iteration")
-        bar.mininterval = 0
-        for _ in range(10_000):
-            bar.update()
-        bar.close()
-        try:
-            raise RuntimeError("a rank's")
-        except RuntimeError:
-            traceback.print_exc()
+        with progress_bar(10, "iteration") as bar:
+            bar.update(10)
         print("moe-ep-bench: a line", file=sys.stderr, flush=True)
         return CASES_FAILED
 
@@ -91,31 +83,8 @@ def test_a_command_whose_standard_error_is_gone_ends_as_it_would_have(monkeypatc
     broken = open(writes, "w", buffering=1)  # noqa: SIM115  (closing it fails, as it should)
     monkeypatch.setattr(sys, "stderr", broken)
     assert cli.main(["run", "c.yaml"]) == CASES_FAILED
-    with pytest.raises(BrokenPipeError):
-        print("moe-ep-bench: a line", file=broken, flush=True)
     with contextlib.suppress(BrokenPipeError):
         broken.close()
-
-
-def test_lines_say_the_time_left_and_follow_each_other_at_intervals(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = [0.0]
-    with progress_bar(40, "batch") as bar:
-        bar._time, bar.start_t, bar.last_print_t = (lambda: now[0]), 0.0, 0.0
-        now[0] = 1.0
-        bar.set_description("one")
-        for _ in range(10):
-            now[0] += 4.0
-            bar.update()
-        bar.total = 9  # More came than was planned.
-        bar.refresh()
-    first, *others, beyond = capsys.readouterr().err.splitlines()
-    assert first == "one: 0 %, 0 of 40 batches, ? left"
-    assert beyond.startswith("one: 100 %, 10 of 10 batches")
-    assert len(others) == 3, "a line in ten seconds"
-    assert others[0].startswith("one: 8 %, 3 of 40 batches, 0")
-    assert others[0].endswith(" left")
 
 
 def test_a_command_that_is_silent_for_long_says_what_it_does(

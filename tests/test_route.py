@@ -244,40 +244,25 @@ def test_the_table_shows_the_means_of_every_case(loaded: Store) -> None:
         dropped = own_batches["num_dropped_pairs"] / own_batches["num_topk_pairs"]
         fullest = [(load_E.reshape(4, 16) > 0).sum(axis=1).max() for load_E in own_batches["load_E"]]
         shown = {column.title: column.shown(row) for column in table.columns}
-        assert shown["policy"] == row["label"]
         assert shown["dropped %"] == f"{100 * dropped.mean():.1f}"
         assert shown["activated on a rank"] == f"{np.mean(fullest):.1f}"
-    said = render(listed, "text")
-    for words in (
-        "routing only (nothing was timed)",
-        "3 layers from 0 to 2",
-        "popularity tail",
-        "50% of every sequence's tokens",
-    ):
-        assert said.count(words) >= len(listed), words
+    assert render(listed, "text").count("routing only (nothing was timed)") >= len(listed)
 
 
-@pytest.mark.parametrize("has_scores", [True, False])
-def test_ids_alone_are_marked_and_choices_by_score_need_a_share_that_is_assumed(
-    has_scores: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_ids_alone_need_a_share_that_is_assumed_and_are_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What routes by score (oea) or counts it (mass) says that the recording had none; loads are the recording's."""
-    score = {} if has_scores else {"normalised": True, "equal": True, "score": ASSUMED}
-    path = write_trace(tmp_path / "a.safetensors", num_experts=64, top_k=6, length_S=(40, 56), **score)
+    sizes = {"num_experts": 64, "top_k": 6, "length_S": (40, 56)}
+    path = write_trace(tmp_path / "a.safetensors", **sizes, normalised=True, equal=True, score=ASSUMED)
     workload = {"kind": "recorded", "trace": "a.safetensors", "layer": 0, "tail": "uniform", "num_tokens": 96}
-    workload["num_batches"] = 1
-    config = write_config(tmp_path, workload=workload)
-    if not has_scores:
-        assert main(["route", str(config), "--out", str(tmp_path / "refused")]) == USER_ERROR
-        assert "topk_share: needed" in capsys.readouterr().err
-        config = write_config(tmp_path, workload={**workload, "topk_share": 0.6})
-    out = route(config, tmp_path / "out", []).root
+    config = write_config(tmp_path, workload={**workload, "num_batches": 1})
+    assert main(["route", str(config), "--out", str(tmp_path / "refused")]) == USER_ERROR
+    assert "topk_share: needed" in capsys.readouterr().err
+    out = route(config, tmp_path / "out", ["workload.topk_share=0.6"]).root
     shown = " ".join(render(tables(load(out)), "text").split())
-    marks = (
-        "scores were not recorded and are assumed equal",
-        "mass, and what policies choose by scores",
-    )
-    assert [mark in shown for mark in marks] == [not has_scores] * 2
+    assert "scores were not recorded and are assumed equal" in shown
+    assert "mass, and what policies choose by scores" in shown
     native = rows_of(out).query("policy == 'native'")
     load_E = np.bincount(load_file(path)["expert_ids"][0].ravel(), minlength=64)
     assert np.sum(native["load_E"].tolist(), axis=0).tolist() == load_E.tolist()

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from test_docs import GENERATED, PAGES, ROOT, THIRTEEN, code, commands
+from test_docs import PAGES, ROOT, THIRTEEN, code, commands
 from test_importers import esft, npy, raw, written
 from trace_files import write_trace
 
@@ -100,22 +100,6 @@ LISTED = {
 # Each start and each answer takes seconds, and CUDA graphs need a GPU: these are run, others tried by --dry-run.
 STARTED = ("run configs/decode.yaml", "run configs/whatif-skew.yaml")
 ANSWERED = ("advise --model config.json", "advise --model mixtral", "advise results/")
-SCRIPTS = {
-    "benchmarks/decode_experts.py": "needs a GPU",
-    "benchmarks/fuzz.py": "takes an hour; test_fuzz takes a short round",
-    "benchmarks/lossless.py": "takes minutes",
-    "benchmarks/soak.py": "takes hours",
-    "benchmarks/tables.py": "takes minutes; test_tables",
-    "benchmarks/train_small_moe.py": "takes minutes",
-    "docs/make_config.py": "test_docs runs it",
-    "launch/gpu_session.sh": "needs a GPU; CI rehearses it",
-    "launch/quickstart.sh": "installs packages",
-    "launch/setup.sh": "installs packages; test_setup",
-    "launch/test.sh": "runs this",
-    "launch/torchrun.sh": "starts ranks; test_slurm",
-    "slurm/bench.sbatch": "needs Slurm; test_slurm",
-    "slurm/sweep.sbatch": "needs Slurm; test_slurm",
-}
 # They write what others read.
 FIRST = (
     "emulate configs/quickstart.yaml --set layer.ep_size=8 --set emulate.links=h100-nvlink4",
@@ -227,9 +211,3 @@ def test_the_installed_program_is_this_one() -> None:
     program = Path(sys.executable).with_name("moe-ep-bench")
     done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"moe-ep-bench {__version__}\n"
-
-
-def test_scripts_that_pages_call_are_listed_with_the_reason_why_they_are_not_run_here() -> None:
-    text = "\n".join(line for page in [*PAGES, GENERATED] for line in code(page.read_text()))
-    called = set(re.findall(r"\b(?:benchmarks|docs|launch|slurm)/\w+\.(?:py|sh|sbatch)\b", text))
-    assert called - {"slurm/job.sh"} == set(SCRIPTS)

@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from torch.nn import functional
 from moe_ep_bench.analysis.quality import (
     Quality,
     claims,
-    comparisons_of,
     half_over_batches,
     read_quality,
     text_costs,
@@ -40,8 +40,9 @@ from moe_ep_bench.quality.routed import RouterCall, pass_metrics, routed
 from moe_ep_bench.quality.session import plan_quality, run_quality
 from moe_ep_bench.quality.text import Text, hidden_states, token_costs
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
-from moe_ep_bench.schema import QUALITY_ROUTING_SCHEMA, QUALITY_SCHEMA
+from moe_ep_bench.schema import QUALITY_SCHEMA
 
+ROOT = Path(__file__).parents[1]
 DROP = {"name": "token_drop", "capacity_factor": 0.5}
 RANDOM = {**DROP, "metric": "random"}
 OEA = {"name": "oea", "k0": 1}
@@ -287,92 +288,6 @@ def test_costs_and_routing_are_means_beside_the_unpatched_model(done: Path) -> N
     assert drop["fullest_rank"] < 0.7 * drop["rank_imbalance"]
 
 
-Judged = dict[str, Any]
-
-
-def judged(
-    policy: str,
-    params: dict[str, Any],
-    added_B: list[float],
-    dropped: float = 0.5,
-    activated: float = 8.0,
-    peak: float = 1.0,
-    **more: Any,
-) -> Judged:
-    """A case by its costs, and by what its routing came to: a batch for each sequence."""
-    routing = {"dropped_fraction": dropped, "activated_experts": activated, "peak_load": peak, **more}
-    return {"policy": policy, "params": params, "label": f"{policy} {params}", "added_B": added_B, "routing": routing}
-
-
-def quality_of(*comparisons: tuple[dict[str, Any], list[Judged]]) -> Quality:
-    """Comparisons by their facts and cases, the unpatched model first."""
-    columns = ("comparison_id", "label", "role", "policy", "policy_params", "phase")
-    facts, cases, scores, routing = {}, {}, [], []
-    for number, (about, several) in enumerate(comparisons):
-        facts[f"comparison {number}"] = {"model": "small", "title": "small", "text": "words", **about}
-        for place, case in enumerate(several):
-            ids = {"comparison_id": f"comparison {number}", "case_id": f"case {number}, {place}"}
-            role = "policy" if place else "baseline"
-            values = (ids["comparison_id"], case["label"], role, case["policy"], case["params"], "prefill")
-            cases[ids["case_id"]] = dict(zip(columns, values, strict=True))
-            for batch, added in enumerate(case["added_B"]):
-                metrics = {"cross_entropy": 2 + added, "kl": added, "agreement": 1.0}
-                scores += [
-                    {**ids, "batch": batch, "item": batch, "metric": name, "value": value}
-                    for name, value in metrics.items()
-                ]
-                row = {name: 1.0 for name in QUALITY_ROUTING_SCHEMA.names} | {"phase": "prefill", "layer": 0}
-                row |= {**case["routing"], **ids, "batch": batch}
-                routing.append(row | {"peak_load": row["peak_load"] + 0.01 * batch})
-    table = pd.DataFrame.from_dict(cases, orient="index", columns=list(columns))
-    return Quality(comparisons_of(facts), table.rename_axis("case_id"), pd.DataFrame(scores), pd.DataFrame(routing))
-
-
-NATIVE = judged("native", {}, [0.0] * 12)
-
-
-NOISE_B = np.random.default_rng(0).normal(size=12)
-
-
-def oea(added: float, noise: float = 0.0, **fields: Any) -> Judged:
-    plain = {"k0": 2, "p": 1.0, "k_max": None, "max_rank": None}
-    return judged("oea", {**plain, **fields}, list(NOISE_B + added + noise * NOISE_B**2))
-
-
-# The sequences differ by far more than the cases do: only paired differences tell.
-PRUNED = judged("pruned", {"k0": 2, "p": 1.0}, list(NOISE_B + 0.3))
-DROPS = [
-    judged("token_drop", {"metric": "score", "granularity": "expert", "capacity_factor": gamma}, [0.4] * 12)
-    for gamma in (1.0, 2.0)
-]
-EXPERT_DROP = judged("expert_drop", {"fraction": 0.1, "count": None}, [0.3] * 12)
-FEW = judged("native", {}, [0.0] * 9)
-# Cases, the end of each claim on them, its verdict and what the worse one costs more; None = whatever it is.
-VERDICTS: dict[str, tuple[list[Judged], list[tuple[str, str, float | None]]]] = {
-    "holds": ([NATIVE, oea(0.1), PRUNED], [("for the same inputs", "holds", 0.2)]),
-    "does not": ([NATIVE, oea(0.5), PRUNED], [("for the same inputs", "does not hold", -0.2)]),
-    "noise": ([NATIVE, oea(0.1, noise=0.5), PRUNED], [("for the same inputs", "inconclusive", None)]),
-    "another k0": ([NATIVE, oea(0.1, k0=3), PRUNED], []),
-    "another p": ([NATIVE, oea(0.1, p=0.5), PRUNED], []),
-    "factor 2 beside a tenth": ([NATIVE, *DROPS, EXPERT_DROP], [("", "does not hold", -0.1)]),
-    "fewer than ten batches": ([FEW, oea(0.1), PRUNED], []),
-    "a field that is set": ([NATIVE, oea(0.1), oea(0.3, k_max=5)], [("with another k_max", "holds", 0.2)]),
-    "a rank that is set": ([NATIVE, oea(0.1), oea(0.3, max_rank=8)], [("with max_rank below E", "holds", 0.2)]),
-    "nothing is named": ([NATIVE, oea(0.1), oea(0.3, k0=1)], []),
-}
-
-
-@pytest.mark.parametrize("name", VERDICTS)
-def test_claims_hold_fail_or_cannot_be_told_by_paired_differences(name: str) -> None:
-    cases, expected = VERDICTS[name]
-    found = list(claims(quality_of(({}, cases))).itertuples())
-    assert [(row.verdict, row.claim.endswith(end)) for row, (end, *_) in zip(found, expected, strict=True)] == [
-        (verdict, True) for _, verdict, _ in expected
-    ]
-    for row, (_, _, more) in zip(found, expected, strict=True):
-        assert more is None or row.worse_costs_more == pytest.approx(more)
-
-
 def test_an_interval_is_over_batches_whose_sequences_share_their_routing() -> None:
     def costs_of(means_B: list[float], sizes_B: list[int]) -> pd.DataFrame:
         index = [(batch, (batch, item)) for batch, size in enumerate(sizes_B) for item in range(size)]
@@ -392,35 +307,84 @@ def test_an_interval_is_over_batches_whose_sequences_share_their_routing() -> No
     assert 0.9 <= held / 400 <= 0.99
 
 
-def seeds(*added: float, **facts: Any) -> list[tuple[dict[str, Any], list[Judged]]]:
-    """The same two cases on several checkpoints."""
-    noise_B = list(np.random.default_rng(1).normal(size=12) / 100)
-    comparisons = []
-    for number, more in enumerate(added):
-        score, order = (
-            judged("token_drop", {"metric": metric, "granularity": "expert", "capacity_factor": 1.0}, costs_B)
-            for metric, costs_B in (("score", [0.0] * 12), ("order", [more + noise for noise in noise_B]))
-        )
-        about = {"model": f"small-{number}", "title": f"small-{number} on words", "order": number, **facts}
-        comparisons.append((about, [NATIVE, score, order]))
-    return comparisons
+# --- Papers' claims, on five checkpoints of results/reference -------------------------------------
 
 
-def test_verdicts_over_checkpoints_are_students_t_over_their_means() -> None:
-    (overall,) = claims(quality_of(*seeds(0.10, 0.12, 0.14))).itertuples()
-    alone = [claims(quality_of(*seeds(more))) for more in (0.10, 0.12, 0.14)]
-    assert overall.worse_costs_more == pytest.approx(np.mean([one["worse_costs_more"][0] for one in alone]))
-    assert overall.half_width == pytest.approx(4.302653 * 0.02 / math.sqrt(3), rel=1e-5)
-    assert (overall.verdict, overall.agree, overall.checkpoints) == ("holds", 3, 3)
-    # Every checkpoint is sure of itself, and they do not agree: over checkpoints nothing can be said.
-    (torn,) = claims(quality_of(*seeds(0.10, 0.12, -0.14))).itertuples()
-    assert (torn.verdict, torn.agree) == ("inconclusive", 0)
-    (single,) = claims(quality_of(*seeds(0.1))).itertuples()
-    assert (single.verdict, single.checkpoints) == ("holds", 1)
-    first, (about, (native, score, _)) = seeds(0.1, 0.2)
-    assert claims(quality_of(first, (about, [native, score]))).empty, "one checkpoint lacks the pair"
-    titles = quality_of(*seeds(0.1, 0.2), *seeds(0.1, text="other")).comparisons.groupby("group")["comparison"].first()
-    assert titles.tolist() == ["2 checkpoints on words", "small-0 on words"]
+@pytest.fixture(scope="module")
+def small() -> Quality:
+    """Answers of five checkpoints under 43 policies."""
+    return read_quality(ROOT / "results" / "reference" / "quality-small-2cpu")
+
+
+def some(quality: Quality, checkpoints: slice, batches: int = 12) -> Quality:
+    """Of some of the checkpoints, and of their first batches."""
+    comparisons = quality.comparisons.iloc[checkpoints]
+    cases = quality.cases[quality.cases["comparison_id"].isin(comparisons.index)]
+    scores = quality.scores.query("batch < @batches and case_id in @cases.index")
+    return quality._replace(comparisons=comparisons.assign(checkpoints=len(comparisons)), cases=cases, scores=scores)
+
+
+PAIR = ["claim", "better", "worse"]
+
+
+def test_verdicts_over_checkpoints_are_students_t_over_their_means(small: Quality) -> None:
+    found = claims(small).set_index(PAIR)
+    alone = pd.concat([claims(some(small, slice(n, n + 1))) for n in range(5)]).groupby(PAIR, sort=False)
+    assert alone.ngroups == len(found)
+    for pair, row in found.iterrows():
+        of_each = alone.get_group(pair)
+        assert row["worse_costs_more"] == pytest.approx(of_each["worse_costs_more"].mean())
+        student = 2.776445 * of_each["worse_costs_more"].std() / math.sqrt(5)  # t of 4 degrees of freedom, from a table
+        assert row["half_width"] == pytest.approx(student, rel=1e-5)
+        is_sure = abs(row["worse_costs_more"]) > row["half_width"]
+        assert row["verdict"] == ("inconclusive" if not is_sure else "holds"), "none of these is the other way round"
+        assert row["agree"] == (of_each["verdict"] == row["verdict"]).sum()
+
+
+def test_one_checkpoints_verdict_is_by_paired_differences_of_its_batches(small: Quality) -> None:
+    """Sequences differ by far more than cases do."""
+    row = claims(some(small, slice(1))).set_index(["better", "worse"]).loc["oea k0=1", "pruned k0=1"]
+    costs = small.scores.query("metric == 'cross_entropy'").join(small.cases["label"], on="case_id")
+    first = costs[costs["comparison_id"] == small.comparisons.index[0]].pivot(
+        index=["batch", "item"], columns="label", values="value"
+    )
+    added_B = (first["pruned k0=1"] - first["oea k0=1"]).groupby("batch").mean()
+    assert row["worse_costs_more"] == pytest.approx(added_B.mean())
+    assert row["half_width"] == pytest.approx(2.200985 * added_B.std() / math.sqrt(12), rel=1e-5)
+
+
+def test_a_claim_needs_ten_batches_all_checkpoints_and_equal_fields(small: Quality) -> None:
+    assert claims(some(small, slice(1), batches=9)).empty
+    lost = small.cases.index[small.cases["label"] == "load_only"][2]
+    kept = claims(small._replace(cases=small.cases.drop(lost), scores=small.scores.query("case_id != @lost")))
+    assert len(kept) == len(claims(small)) - 2
+    assert not (kept["worse"] == "load_only").any()
+    for row in claims(small).itertuples():
+        k0s = {re.search(r"k0=\d", label)[0] for label in (row.better, row.worse) if "k0=" in label}
+        assert len(k0s) < 2 or row.better.startswith("xshare"), "whose claim is about k0"
+        assert " p=" not in row.better + row.worse, "pruned has no such cases here"
+
+
+def test_the_page_has_the_claims_of_the_five_checkpoints(small: Quality) -> None:
+    found, page = claims(small), " ".join((ROOT / "docs" / "quality.md").read_text().split())
+    counts = found["verdict"].value_counts()
+    assert set(counts.index) == {"holds", "inconclusive"}
+    assert (len(found), found["claim"].nunique(), counts["inconclusive"]) == (26, 13, 4)
+    assert "Of 26 pairs of cases, about which 13 claims speak, 22 hold and four are inconclusive." in page
+    by_pair = found.set_index(["better", "worse"])
+    for pair in (
+        ("token_drop 1.0", "token_drop 1.0 order"),
+        ("token_drop 1.0", "token_drop 1.0 random"),
+        ("expanded_drop 1.0", "token_drop 1.0"),
+        ("oea k0=1", "pruned k0=1"),
+        ("laser eps_high=0.9 t_fix=0.5 c=8", "load_only"),
+    ):
+        row = by_pair.loc[pair]
+        assert f"({row['worse_costs_more']:.4f} ± {row['half_width']:.4f})" in page
+    assert found["comparison"].str.startswith("5 checkpoints, EP 4").all()
+
+
+# --- What is shown of a run -----------------------------------------------------------------------
 
 
 def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path, tmp_path: Path) -> None:
@@ -500,7 +464,7 @@ def test_what_cannot_be_judged_is_one_line_and_leaves_nothing(
 
 
 def test_configs_of_the_repository_are_valid() -> None:
-    configs = sorted((Path(__file__).parents[1] / "configs").glob("quality-*.yaml"))
+    configs = sorted((ROOT / "configs").glob("quality-*.yaml"))
     assert configs
     for config in configs:
         assert load_points(config, QualityExperiment, []), os.fspath(config)
@@ -513,7 +477,7 @@ def test_configs_of_the_repository_are_valid() -> None:
 def script() -> Any:
     """The script, which reads its corpus once."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
         module = importlib.import_module("train_small_moe")
         monkeypatch.setattr(module, "corpus", functools.cache(module.corpus))
         yield module

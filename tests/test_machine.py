@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import threading
 import time
 from dataclasses import asdict
@@ -13,7 +11,6 @@ from unittest.mock import Mock
 import pynvml
 import pytest
 import torch
-from pydantic import TypeAdapter
 
 from moe_ep_bench.machine import monitor
 from moe_ep_bench.machine.monitor import GpuSample, MachineSampler, MachineState, disturbances, remarks, state_between
@@ -135,16 +132,11 @@ BOTH = state(own_cpu_s=9.0, machine_cpu_s=18.0)
 OF_B = "cores of b while it was timed (a rank may use 2)"
 HOT = "rank 1's GPU was slowed down by heat in 14 % of the samples"
 JUDGED = {
-    "own work": ([("a", state(own_cpu_s=20.0, machine_cpu_s=20.0))], None),
     "ranks of one host are added": ([("a", BOTH), ("a", BOTH)], None),
     "a little foreign work": ([("a", state(machine_cpu_s=10.9))], None),
-    "less than nothing": ([("a", state(machine_cpu_s=8.0))], None),
     "no time at all": ([("a", state(wall_s=0.0, own_cpu_s=0.0, stolen_s=1.0))], None),
     "a little stolen time": ([("a", state(stolen_s=0.3))], None),
     "a power cap, and one sample": ([("a", gpu_state(power_cap=1.0, hw_thermal=0.01))], None),
-    "a foreign process": (
-        [("a", state()), ("b", state(machine_cpu_s=12.4)), ("c", state())], f"other processes used 0.24 {OF_B}",
-    ),
     "a little too much": ([("b", state(machine_cpu_s=11.1))], f"other processes used 0.11 {OF_B}"),
     "the worst of several hosts": (
         [("a", state(machine_cpu_s=12.0)), ("b", state(machine_cpu_s=15.0)), ("c", state())],
@@ -159,10 +151,6 @@ JUDGED = {
         [("a", gpu_state()), ("a", gpu_state(hw_thermal=0.14, hw_slowdown=0.14))], HOT,
     ),
     "heat that the driver sees": ([("a", gpu_state()), ("a", gpu_state(sw_thermal=0.14))], HOT),
-    "a brake": (
-        [("a", gpu_state(hw_power_brake=0.02, hw_slowdown=0.02))],
-        "rank 0's GPU was slowed down by the brake of its power supply in 2.0 % of the samples",
-    ),
     "hardware, of two ranks": (
         [("a", gpu_state(hw_slowdown=share)) for share in (0.5, 0.875)],
         "rank 1's GPU was slowed down by its hardware (heat or power) in 88 % of the samples (2 ranks in all)",
@@ -180,8 +168,3 @@ def test_what_could_not_be_read_is_remarked_once() -> None:
     everywhere, somewhere = "the power draw could not be read: x", "the temperature could not be read: y"
     ranks = [("a", state(notes=(everywhere,))), ("b", state(notes=(everywhere, somewhere)))]
     assert remarks(ranks) == [everywhere, f"{somewhere} (1 of 2 ranks)"]
-
-
-def test_a_state_survives_json() -> None:
-    original = state_between(MOMENT, (1.0, 1.0, math.nan, math.nan), [GpuSample(1980, HEAT)], ["no GPU"])
-    assert TypeAdapter(MachineState).validate_json(json.dumps(asdict(original))) == original

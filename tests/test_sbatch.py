@@ -59,14 +59,6 @@ def task(tmp_path: Path) -> Task:
     return Task(tmp_path)
 
 
-def test_sbatch_files_ask_for_gpus_and_job_sh_for_the_nodes_cores() -> None:
-    for name in ("bench", "sweep"):
-        lines = (ROOT / "slurm" / f"{name}.sbatch").read_text().splitlines()
-        assert "#SBATCH --gpus-per-node=8" in lines
-        assert "#SBATCH --exclusive" in lines
-    assert "${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-}}" in (ROOT / "slurm" / "job.sh").read_text()
-
-
 def test_a_task_takes_one_point_unless_it_is_told_of_more(task: Task) -> None:
     status, _, started = task.run(3, CUDA_VISIBLE_DEVICES="0,1", options="--cpu")
     assert status == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import torch
 from laws import law
 from layer_laws import LITE
@@ -114,27 +112,6 @@ def topk_gives_the_logits_of_an_unmodified_model_and_packed_prompts_those_of_eac
             torch.testing.assert_close(whole_sequence(built.gpt, ids_T), expected_TV, rtol=1e-4, atol=1e-5)
         else:
             assert torch.equal(whole_sequence(built.gpt, ids_T), expected_TV), f"{name}: topk differs"
-
-
-@law()
-def positions_of_many_prompts_are_set_at_once_and_as_megatron_sets_them_one_by_one(lab: Lab) -> None:
-    rope_utils = megatron.rope_utils
-    heads_THD = torch.randn(sum(LENGTHS), 2, 8, generator=torch.Generator().manual_seed(1)).to(lab.ranks.device)
-    freqs_S11D = torch.randn(max(LENGTHS), 1, 1, 6, generator=torch.Generator().manual_seed(2)).to(lab.ranks.device)
-    rotate = rope_utils._apply_rotary_pos_emb_bshd
-    alone = [rotate(one.unsqueeze(1), freqs_S11D[: len(one)]).squeeze(1) for one in heads_THD.split(LENGTHS)]
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
-    with mock.patch.object(rope_utils, "_apply_rotary_pos_emb_bshd", side_effect=rotate) as calls:
-        # From 0.20 on it is told the longest length as well.
-        for told in ({}, {"max_seqlen": max(LENGTHS)}):
-            how = {"cp_group": lab.groups.ep, **told}
-            packed_THD = rope_utils._apply_rotary_pos_emb_thd(heads_THD, bounds, freqs_S11D, **how)
-            assert torch.equal(packed_THD, torch.cat(alone))
-        assert calls.call_count == 2
-        calls.reset_mock()
-        model, built = lab.model(LITE), lab.build(LITE, Parts())
-        lab.prompts(model)(built.gpt)
-        assert calls.call_count == 2 * len(built.gpt.decoder.layers), "queries and keys of each layer"
 
 
 @law()

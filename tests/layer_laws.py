@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -452,17 +451,10 @@ class CountedSum(Choice):
         return weighted(scores_TE, map_TE, map_TE, context)
 
 
-def breakdown(
-    lab: Lab,
-    layers: Forms,
-    policy: Policy | None = None,
-    clock: Clock | None = None,
-    *,
-    meet: Rendezvous | None = None,
-) -> dict[str, float]:
+def breakdown(lab: Lab, layers: Forms, policy: Policy | None = None, clock: Clock | None = None) -> dict[str, float]:
     """Microseconds per phase of one instrumented iteration of 16 tokens a rank, routed by the gate.
 
-    Clock None = the device's own; ``meet`` None = all ranks of the expert-parallel group.
+    Clock None = the device's own.
     """
     hidden_TD, _ = lab.tokens(num_tokens=16 * lab.ranks.world_size, even=True)
     layer = layers.native if policy is None else layers.policy
@@ -470,7 +462,7 @@ def breakdown(
     if policy is not None:
         layer.router.policy = policy
     recorder = PhaseRecorder(clock or clock_for(lab.ranks.device))
-    meet = meet or Rendezvous(lab.ep_group, lab.ranks.device)
+    meet = Rendezvous(lab.ep_group, lab.ranks.device)
     with instrumented(layer, recorder, meet):
         meet()
         recorder.begin()
@@ -479,20 +471,17 @@ def breakdown(
     return recorder.times_us()
 
 
-def assert_phases(lab: Lab, times: dict[str, float], *waits: str, but: str = "") -> None:
-    """A layer's phases are all there but one, with these waits where ranks meet, and cover the total exactly."""
-    expected = {"shared", "gate", "policy", "permute", "metadata", "dispatch", "experts", "combine"} - {but}
-    assert set(times) == {*expected, *(waits if lab.ranks.world_size > 1 else ()), UNACCOUNTED, TOTAL}
+@law(1, 2)
+def phases_are_exclusive_and_close_against_the_total(lab: Lab) -> None:
+    times = breakdown(lab, lab.layers())
+    expected = {"shared", "gate", "policy", "permute", "metadata", "dispatch", "experts", "combine"}
+    waits = {"wait_metadata", "wait_dispatch", "wait_combine"} if lab.ranks.world_size > 1 else set()
+    assert set(times) == {*expected, *waits, UNACCOUNTED, TOTAL}
     assert set(times) <= {*LAYER_PHASES, UNACCOUNTED, TOTAL}
     assert all(value >= 0 for value in times.values()), times
     covered = sum(value for phase, value in times.items() if phase != TOTAL)
     resolution_us = 1.0 if lab.ranks.device.type == "cpu" else 15.0  # an event's is half a microsecond
     assert abs(covered - times[TOTAL]) < resolution_us, f"phases {covered} us, total {times[TOTAL]} us"
-
-
-@law(1, 2)
-def phases_are_exclusive_and_close_against_the_total(lab: Lab) -> None:
-    assert_phases(lab, breakdown(lab, lab.layers()), "wait_metadata", "wait_dispatch", "wait_combine")
 
 
 # A method that is late, whose time that is, where the others then wait, and under which policy.
@@ -505,23 +494,16 @@ LATE = [
 ]
 
 
-def violations(
-    lab: Lab, layers: Forms, late: list[tuple[str, str, str, str, Policy | None]], meet: Rendezvous | None = None
-) -> list[str]:
-    """Where time that the last rank loses shows elsewhere; raised by the caller, or the others would wait for it."""
-    slow, found = lab.ranks.world_size - 1, []
-    for owner, method, phase, wait, policy in late:
-        layer, is_slow = layers.native if policy is None else layers.policy, lab.ranks.rank == slow
-        run: Callable[..., dict[str, float]] = partial(breakdown, lab, layers, policy, meet=meet)
-        passed = passing_where_late(lab.ranks.device, getattr(layer, owner), method, run, is_slow=is_slow)
-        if passed != all_in(phase if is_slow else wait):
-            found.append(f"rank {slow} late in {method}: {passed}")
-    return found
-
-
 @law(2, 4, on_one=False)
 def a_slow_rank_shows_as_waiting_on_the_others_in_the_right_place(lab: Lab) -> None:
-    found = violations(lab, lab.layers(), LATE)
+    layers, slow, found = lab.layers(), lab.ranks.world_size - 1, []
+    is_slow = lab.ranks.rank == slow
+    for owner, method, phase, wait, policy in LATE:
+        layer = layers.native if policy is None else layers.policy
+        run = partial(breakdown, lab, layers, policy)
+        passed = passing_where_late(lab.ranks.device, getattr(layer, owner), method, run, is_slow=is_slow)
+        if passed != all_in(phase if is_slow else wait):  # Raised at the end, or the others would wait for it.
+            found.append(f"rank {slow} late in {method}: {passed}")
     assert not found, found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from trace_files import write_trace
 
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.routing import CaseRouter, Share
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.policies import RoutingContext, make_policy
@@ -51,23 +49,6 @@ def test_each_layer_is_routed_by_its_own_values(name: str, fields: dict, of_laye
     rebuilt = make_policy({"name": name, **json.loads(json.dumps(policy.params()))})
     assert rebuilt == policy
     assert hash(rebuilt) == hash(policy)
-
-
-def test_every_layer_of_a_model_is_given_its_own_values() -> None:
-    policy = make_policy({"name": "token_drop", "capacity_factor": [0.5, 1.0, 2.0]})
-    case = SimpleNamespace(policy=policy, is_padded=False, told=lambda context: context)
-    given = {}
-    stack = SimpleNamespace(
-        take=lambda layers: None,
-        forms=(),
-        route=lambda layer, logits_TE, here, context: given.update({layer: here}),
-    )
-    shares = {}
-    for layer in range(3):
-        context = RoutingContext(top_k=2, request_id_T=torch.arange(4), layer_fraction=layer / 3)
-        shares[layer] = Share(layer, 0, 0, context, torch.rand(4, 8), "softmax")
-    CaseRouter(case, SimpleNamespace(seed=0)).enter(stack, shares)
-    assert [here.capacity_factor for here in given.values()] == [0.5, 1.0, 2.0]
 
 
 def test_a_list_in_a_list_is_by_layer_and_labels_tell_policies_apart() -> None:

@@ -8,7 +8,6 @@ nobody wrote is found out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from torch import Tensor
 from moe_ep_bench.kernels import decode_experts_triton
 from moe_ep_bench.kernels.decode_experts import decode_experts as host_decode_experts
 from moe_ep_bench.kernels.decode_experts_triton import combine, decode_experts, expert_rows
-from moe_ep_bench.layer.backends import experts_submodule
-from moe_ep_bench.layer.parts import Parts
 
 # Largest error of a value, relative to the sum of its products' sizes: the activation is rounded once, and so is a row.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -194,33 +191,6 @@ def test_a_graph_may_be_replayed_with_another_map():
         graph.replay()
         assert_close(out_TD.cpu(), loop(*inputs, *experts))
         assert torch.equal(out_TD, decode_experts(*on_device))
-
-
-def test_the_backends_of_a_layer_compute_what_grouped_gemms_do() -> None:
-    config = SimpleNamespace(
-        moe_ffn_hidden_size=32,
-        hidden_size=48,
-        expert_tensor_parallel_size=1,
-        use_cpu_initialization=True,
-        params_dtype=torch.float32,
-    )
-    generator = torch.Generator().manual_seed(7)
-    asked = Parts("grouped"), Parts("decode"), Parts("decode", "none", dispatcher="allgather")
-    grouped, decode, mapped = (experts_submodule(parts, 5)(5, config) for parts in asked)
-    for one, *others in zip(*(experts.parameters() for experts in (grouped, decode, mapped)), strict=True):
-        one.data.normal_(generator=generator)
-        for other in others:
-            other.data.copy_(one)
-    counts_L = torch.tensor([3, 0, 1, 0, 17])
-    hidden_ND = torch.randn(21, 48, generator=generator)
-    weights_N = torch.rand(21, generator=generator)
-    expected_ND, _ = grouped(hidden_ND, counts_L, weights_N)
-    torch.testing.assert_close(decode(hidden_ND, counts_L, weights_N)[0], expected_ND, rtol=1e-4, atol=1e-4)
-    assert decode(hidden_ND[:0], torch.zeros(5, dtype=torch.int64), weights_N[:0])[0].shape == (0, 48)
-    # The same rows as tokens of one expert each.
-    map_TL = torch.eye(5, dtype=torch.bool).repeat_interleave(counts_L, 0)
-    by_map_TD, _ = mapped(hidden_ND, map_TL, weights_N[:, None].expand(-1, 5))
-    torch.testing.assert_close(by_map_TD, expected_ND, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

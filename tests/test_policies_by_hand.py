@@ -111,27 +111,6 @@ def test_capacity_is_the_floor_of_the_exact_decimal_product(fields: Spec, num_to
 
 
 @pytest.mark.seam
-@pytest.mark.parametrize("drop_policy", ["probs", "position"])
-@pytest.mark.parametrize("gamma", [0.3, 1.3, 100])
-@pytest.mark.parametrize("pad", [False, True])
-def test_megatron_drop_is_megatron_cores_rule(gamma: float, drop_policy: str, pad: bool) -> None:
-    from moe_ep_bench.layer import megatron  # noqa: F401 - silences the notices of the next import
-    from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping  # isort: skip
-
-    for normalize in (False, True):
-        scores_TE, arguments = distinct_scores(53, 8, seed=1), {"top_k": 3, "normalize": normalize, "scale": 2.5}
-        top_k = route({"name": "topk"}, scores_TE, arguments)
-        weights_TE, map_TE = apply_router_token_dropping(top_k.weights_TE, top_k.map_TE, 3, gamma, drop_policy, pad)
-        spec = {"name": "megatron_drop", "capacity_factor": gamma, "drop_policy": drop_policy, "pad_to_capacity": pad}
-        routing = route(spec, scores_TE, arguments)
-        # Which of equals it takes is open there: of all top-k pairs by position, of the fillers by weight.
-        assert torch.equal(routing.map_TE.sum(dim=0), map_TE.sum(dim=0))
-        if drop_policy == "probs":
-            assert torch.equal(routing.weights_TE, weights_TE)
-            assert pad or torch.equal(routing.map_TE, map_TE)
-
-
-@pytest.mark.seam
 @pytest.mark.parametrize(("top_k", "num_groups", "top_groups"), [(8, 8, 4), (6, 4, 2), (4, 4, 4), (2, 8, 1), (5, 4, 2)])
 def test_groups_restrict_as_megatron_core_does(top_k: int, num_groups: int, top_groups: int) -> None:
     from moe_ep_bench.layer import megatron  # noqa: F401 - silences the notices of the next import

@@ -43,7 +43,6 @@ LONGEST = (
 WARM = (
     "docs_commands",
     "calibrate",
-    "carried",
     "directory",
     "doctor",
     "emulate",
@@ -55,7 +54,7 @@ WARM = (
     "locks",
     "model_run",
     "own_policies",
-    "padding",
+    "scopes",
     "parts",
     "ranks",
     "run",

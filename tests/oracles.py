@@ -25,6 +25,7 @@ Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R expert
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
@@ -34,15 +35,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moe_ep_bench.policies import Routing, RoutingContext
+from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 
 Selection = list[set[int]]  # per token, its experts
 
 
 def expected_routing(spec: Mapping[str, Any], scores_TE: Tensor, context: RoutingContext) -> Routing:
     """Route by the oracle of the policy that ``spec`` names; the weights are float64."""
-    fields = dict(spec)
-    return ORACLES[fields.pop("name")](scores_TE, context, **fields)
+    policy = make_policy(dict(spec))
+    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    return ORACLES[policy.name](scores_TE, context, **fields)
 
 
 # --- What the context says, as plain lists ---------------------------------------------------------
@@ -142,11 +144,11 @@ def within_capacity(
     context: RoutingContext,
     *,
     capacity_factor: float,
-    metric: str = "score",
-    granularity: str = "expert",
-    modality: str = "uniform",
-    min_capacity: int = 0,
-    rounding: str = "floor",
+    metric: str,
+    granularity: str,
+    modality: str,
+    min_capacity: int,
+    rounding: str,
 ) -> Selection:
     """Every expert (or device) sorts its candidate pairs and keeps the first C."""
     num_tokens, num_experts = scores_TE.shape
@@ -212,9 +214,9 @@ def expanded_drop(
     scores_TE: Tensor,
     context: RoutingContext,
     *,
-    num_candidates: int | None = None,
-    scope: str = "local",
-    max_experts_per_token: int | None = None,
+    num_candidates: int | None,
+    scope: str,
+    max_experts_per_token: int | None,
     **rule: Any,
 ) -> Routing:
     preference_TE = preferences(scores_TE, context)
@@ -234,9 +236,7 @@ def loads(selection: Selection, num_experts: int) -> list[int]:
     return [sum(expert in experts for experts in selection) for expert in range(num_experts)]
 
 
-def expert_drop(
-    scores_TE: Tensor, context: RoutingContext, *, fraction: float = 0.1, count: int | None = None
-) -> Routing:
+def expert_drop(scores_TE: Tensor, context: RoutingContext, *, fraction: float, count: int | None) -> Routing:
     num_experts = scores_TE.shape[1]
     top_k = model_top_k(scores_TE, context)
     load_E = loads(top_k, num_experts)
@@ -268,12 +268,7 @@ def dynamic_skip(scores_TE: Tensor, context: RoutingContext, *, beta: float) -> 
 
 
 def megatron_drop(
-    scores_TE: Tensor,
-    context: RoutingContext,
-    *,
-    capacity_factor: float,
-    drop_policy: str = "probs",
-    pad_to_capacity: bool = False,
+    scores_TE: Tensor, context: RoutingContext, *, capacity_factor: float, drop_policy: str, pad_to_capacity: bool
 ) -> Routing:
     num_tokens, num_experts = scores_TE.shape
     top_k = model_top_k(scores_TE, context)
@@ -333,7 +328,7 @@ def pruned_selection(scores_TE: Tensor, context: RoutingContext, k0: int, p: flo
     return selection
 
 
-def pruned(scores_TE: Tensor, context: RoutingContext, *, k0: int, p: float = 1.0) -> Routing:
+def pruned(scores_TE: Tensor, context: RoutingContext, *, k0: int, p: float) -> Routing:
     selection = pruned_selection(scores_TE, context, k0, p)
     return weigh(selection, selection, scores_TE, context)
 
@@ -359,10 +354,10 @@ def oea(
     context: RoutingContext,
     *,
     k0: int,
-    p: float = 1.0,
-    k_max: int | None = None,
-    max_rank: int | None = None,
-    rank_fill: bool = False,
+    p: float,
+    k_max: int | None,
+    max_rank: int | None,
+    rank_fill: bool,
 ) -> Routing:
     num_experts = scores_TE.shape[1]
     base = pruned_selection(scores_TE, context, k0, p)
@@ -415,13 +410,7 @@ def in_order(
     return weigh(selection, selection, scores_TE, context)
 
 
-def laser(
-    scores_TE: Tensor,
-    context: RoutingContext,
-    *,
-    chunk_size: int = 1,
-    **values: Any,
-) -> Routing:
+def laser(scores_TE: Tensor, context: RoutingContext, *, chunk_size: int, **values: Any) -> Routing:
     rule = {"trim": "top", **values}
     scores = scores_TE.double().tolist()
     lists = preference_lists(scores_TE, context)
@@ -442,7 +431,7 @@ def laser(
     return in_order(scores_TE, context, chunk_size, pools)
 
 
-def load_only(scores_TE: Tensor, context: RoutingContext, *, chunk_size: int = 1, **carried: Any) -> Routing:
+def load_only(scores_TE: Tensor, context: RoutingContext, *, chunk_size: int, **carried: Any) -> Routing:
     everyone = set(range(scores_TE.shape[1]))
     return in_order(scores_TE, context, chunk_size, lambda token: (False, everyone))
 
@@ -465,12 +454,12 @@ def xshare(
     context: RoutingContext,
     *,
     k0: int,
-    budget: int | None = None,
-    mass_threshold: float | None = None,
-    scope: str = "batch",
-    request_budget: int | None = None,
-    rank_budget: int | None = None,
-    scores: str = "full",
+    budget: int | None,
+    mass_threshold: float | None,
+    scope: str,
+    request_budget: int | None,
+    rank_budget: int | None,
+    scores: str,
 ) -> Routing:
     num_experts = scores_TE.shape[1]
     everyone = set(range(num_experts))
@@ -513,13 +502,7 @@ def xshare(
 
 
 def sere(
-    scores_TE: Tensor,
-    context: RoutingContext,
-    *,
-    k0: int,
-    similarity: str,
-    threshold: float = 0.0,
-    layer: int | None = None,
+    scores_TE: Tensor, context: RoutingContext, *, k0: int, similarity: str, threshold: float, layer: int | None
 ) -> Routing:
     """Every token's secondary experts give way to the primary expert of the batch that is most like them."""
     matrices = load_file(similarity)["similarity"].tolist()
@@ -558,10 +541,10 @@ def score_bin(score: float, bins_per_octave: int) -> int:
 def budget_drop(
     scores_TE: Tensor,
     context: RoutingContext,
-    max_dropped: float | None = None,
-    max_lost_mass: float | None = None,
-    granularity: str = "rank",
-    bins_per_octave: int = 8,
+    max_dropped: float | None,
+    max_lost_mass: float | None,
+    granularity: str,
+    bins_per_octave: int,
 ) -> Routing:
     """The smallest load whose loss is within the budget, by trying all loads."""
     scores, num_experts = scores_TE.tolist(), scores_TE.shape[1]
@@ -617,8 +600,3 @@ ORACLES: dict[str, Callable[..., Routing]] = {
     "dynamic_skip": dynamic_skip,
     "sere": sere,
 }
-
-
-def uniform_activated_experts(num_experts: int, top_k: int, num_tokens: float) -> float:
-    """Expected activated experts under independent uniform choices: E (1 - (1 - K / E)^T)."""
-    return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)

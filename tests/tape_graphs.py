@@ -9,7 +9,6 @@ are in a graph.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from waits import would_wait
 
 from moe_ep_bench.layer import host
+from moe_ep_bench.timing.timer import HostClock
 
 _REFUSED = "operation not permitted when stream is capturing"
 
@@ -129,35 +129,23 @@ def _tensors(values: Any) -> list[Tensor]:
     return [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor)]
 
 
-class TapeClock:
+class TapeClock(HostClock):
     """A host clock whose stamps are set by each play of the tape on which they are."""
 
     tape: list[Callable[[], None]] | None = None
 
     def stamp(self) -> list[int]:
-        stamp = [time.perf_counter_ns()]
+        stamp = [super().stamp()]
         if TapeClock.tape is not None:
 
             def set_again() -> None:
-                stamp[0] = time.perf_counter_ns()
+                stamp[0] = super(TapeClock, self).stamp()
 
             TapeClock.tape.append(set_again)
         return stamp
 
-    def wait(self) -> None:
-        pass
-
     def between_us(self, start: list[int], end: list[int]) -> float:
-        return (end[0] - start[0]) / 1e3
-
-    def hold(self, time_us: float) -> float:
-        return 0.0
-
-    def open_range(self, name: str) -> None:
-        pass
-
-    def close_range(self) -> None:
-        pass
+        return super().between_us(start[0], end[0])
 
 
 def dense_decode_experts(

@@ -26,12 +26,13 @@ def _choose(*asked: str, cuda_graph: bool, **rest: object) -> parts.Parts:
 
 
 def _unseen(self: Pruned, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-    """A routing that is another one while it is captured; with two experts a token the last rank cannot capture it."""
-    if TapeClock.tape is not None and self.k0 == 2 and dist.get_rank() == dist.get_world_size() - 1:
+    """A routing that is another one while it is captured; on the last rank it cannot be, or it weighs otherwise."""
+    captures = TapeClock.tape is not None
+    if captures and self.k0 == 2 and dist.get_rank() == dist.get_world_size() - 1:
         raise RuntimeError("this rank alone waits")
-    best = scores_TE.numpy() if TapeClock.tape is None else -scores_TE.numpy()
+    best = -scores_TE.numpy() if captures and self.k0 == 3 else scores_TE.numpy()
     map_TE = torch.from_numpy(best >= np.sort(best, axis=1)[:, -self.k0][:, None])
-    return Routing(map_TE=map_TE, weights_TE=scores_TE * map_TE)
+    return Routing(map_TE=map_TE, weights_TE=(1 + captures) * scores_TE * map_TE)
 
 
 _CHOOSE = parts.Parts.choose

@@ -108,9 +108,9 @@ def test_the_h200_gives_back_what_its_layers_took() -> None:
     """The phase ``policy`` of native and of Token Drop, 64 experts (results/reference/h200.md)."""
     known = Device.load("h200-sxm-measured")
     for num_tokens, native_us, policy_us in ((8_192, 64.8, 38.4), (32_768, 148.3, 60.4), (65_536, 316.8, 80.3)):
-        assert known.routing_us(num_tokens * 64, by_policy=False) == pytest.approx(native_us, rel=0.15)
+        assert known.routing_us(num_tokens * 64, by_policy=False) == pytest.approx(native_us, rel=0.2)
         assert known.routing_us(num_tokens * 64, by_policy=True) == pytest.approx(policy_us, rel=0.2)
-    assert known.routing_us(1, by_policy=True) == pytest.approx(known.routing_overhead_us, rel=1e-3)
+    assert known.routing_us(1, by_policy=True) == pytest.approx(known.routing_policy_us, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in Device.names() if not name.startswith("h200-sxm")])
@@ -119,7 +119,7 @@ def test_assumed_routing_is_the_h200s_by_memory_bandwidth(name: str) -> None:
     ratio = h200.memory_tbps / known.memory_tbps
     assert known.routing_native_ps == pytest.approx(h200.routing_native_ps * ratio, rel=0.005)
     assert known.routing_policy_ps == pytest.approx(h200.routing_policy_ps * ratio, rel=0.005)
-    assert known.routing_overhead_us == h200.routing_overhead_us
+    assert (known.routing_native_us, known.routing_policy_us) == (h200.routing_native_us, h200.routing_policy_us)
 
 
 @pytest.mark.parametrize("name", Device.names())

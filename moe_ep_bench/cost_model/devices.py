@@ -85,14 +85,15 @@ class Device(Preset):
     """Of one pass through the experts: launches, and what does not overlap."""
     overhead_basis: Basis
     routing_native_ps: PositiveFloat
-    """Picoseconds per score (token and expert) of Megatron-Core's top-k routing."""
+    """Picoseconds per score (token and expert) of the model's own top-k routing."""
+    routing_native_us: NonNegativeFloat = 0.0
+    """Microseconds of it however few the scores: kernels take their least."""
     routing_native_basis: Basis
     routing_policy_ps: PositiveFloat
     """Picoseconds per score of Token Drop by its kernels, which stands for all policies."""
+    routing_policy_us: NonNegativeFloat = 0.0
+    """Microseconds of it however few the scores."""
     routing_policy_basis: Basis
-    routing_overhead_us: NonNegativeFloat = 0.0
-    """Of choosing experts by either, however few the scores: kernels that each take their least."""
-    routing_overhead_basis: Basis = "assumed"
     permute_efficiency: _Share
     """Share of the data sheet's memory bandwidth that permuting rows reaches."""
     permute_basis: Basis
@@ -182,8 +183,9 @@ class Device(Preset):
         """Microseconds of routing ``num_scores`` = tokens x experts scores, by the model's own top-k or by a policy."""
         if not num_scores:
             return 0.0
-        each_ps = self.routing_policy_ps if by_policy else self.routing_native_ps
-        return self.routing_overhead_us + num_scores * each_ps / 1e6
+        if by_policy:
+            return self.routing_policy_us + num_scores * self.routing_policy_ps / 1e6
+        return self.routing_native_us + num_scores * self.routing_native_ps / 1e6
 
     def permute_us(self, num_bytes: float) -> float:
         """Microseconds of permuting rows that are ``num_bytes`` read and written: bytes / (bandwidth x share)."""
@@ -217,9 +219,9 @@ class Device(Preset):
             f" up to {self.most_efficiency:.0%} reached ({self.arithmetic_basis}), and {self.memory_tbps:g} TB/s,"
             f" {self.reached_tbps / self.memory_tbps:.0%} reached ({self.memory_basis});"
             f" {self.overhead_us:g} us a pass ({self.overhead_basis});"
-            f" routing {self.routing_native_ps:g} ps a score ({self.routing_native_basis}),"
-            f" by a policy {self.routing_policy_ps:g} ps ({self.routing_policy_basis}), and"
-            f" {self.routing_overhead_us:g} us ({self.routing_overhead_basis}); permutation at"
+            f" routing {self.routing_native_us:g} us and {self.routing_native_ps:g} ps a score"
+            f" ({self.routing_native_basis}), by a policy {self.routing_policy_us:g} us and"
+            f" {self.routing_policy_ps:g} ps ({self.routing_policy_basis}); permutation at"
             f" {self.permute_efficiency:.0%} of the memory's TB/s ({self.permute_basis}); {self.memory_gb:g} GB"
             f"{attention}"
         )

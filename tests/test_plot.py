@@ -278,7 +278,7 @@ def test_a_footer_speaks_of_every_point_of_a_panel() -> None:
     with house_style("page"):
         drawing = draw(FIGURES["map"], load(REFERENCE / "whatif-skew"))
     said = " ".join(" ".join(text.get_text() for text in drawing.figure.texts).split())
-    assert re.search(r"peak load 1\.2 .* / 4 more / .* peak load 4 ", said)
+    assert re.search(r"peak load 1\.2,? .* / 4 more / .* peak load 4,? ", said)
 
 
 # ---- scale ---------------------------------------------------------------------------------------------------------

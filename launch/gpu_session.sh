@@ -185,6 +185,7 @@ show quickstart 75 "${module[@]}" emulate configs/quickstart.yaml --out "$out/qu
   --set measure.breakdown_iterations=1 "${tiny[@]}" \
   ${rehearse:+--set layer.ep_size=2 --set policies.1.capacity_factor=1.0 --set policies.2.capacity_factor=1.0}
 show experts 60 "$python" benchmarks/experts.py "${experts[@]}"
+show device 150 "$python" benchmarks/device.py --out "$out" $rehearse
 emulate papers olmoe 120 "${measured[@]}" --set model.preset=olmoe-1b-7b
 emulate papers deepseek-v2-lite 120 "${measured[@]}" --set model.preset=deepseek-v2-lite
 table oea-table3 70 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -18,6 +21,7 @@ from moe_ep_bench.cost_model.devices import (
     ffn_work,
 )
 
+ROOT = Path(__file__).parents[1]
 FIGURES = {
     "name": "test",
     "source": "a test",
@@ -111,6 +115,18 @@ def test_the_h200_gives_back_what_its_layers_took() -> None:
         assert known.routing_us(num_tokens * 64, by_policy=False) == pytest.approx(native_us, rel=0.2)
         assert known.routing_us(num_tokens * 64, by_policy=True) == pytest.approx(policy_us, rel=0.2)
     assert known.routing_us(1, by_policy=True) == pytest.approx(known.routing_policy_us, rel=1e-3)
+
+
+def test_the_measured_experts_of_the_h200_are_fitted_to_the_points_that_are_kept() -> None:
+    sys.path.append(str(ROOT / "benchmarks"))
+    from device import fitted
+
+    name = "h200-sxm-measured"
+    points = pd.read_csv(ROOT / "results" / "reference" / "h200" / "device.csv")
+    figures = itertools.islice(fitted(points, Device.load(name)), 9)  # errors come after them
+    fit = yaml.safe_load("\n".join(figures))
+    stated = yaml.safe_load((Device.folder() / f"{name}.yaml").read_text())
+    assert {key: stated[key] for key in fit} == fit
 
 
 @pytest.mark.parametrize("name", [name for name in Device.names() if not name.startswith("h200-sxm")])

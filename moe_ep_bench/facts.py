@@ -264,6 +264,7 @@ class Conditions(JsonRecord):
 
     run_id: str
     warm_up: WarmUp
+    unheld: list[str] = Field([])  # cases that the host issues more slowly than the GPU runs them: it is not held
     ranks: Annotated[list[RankConditions], Field(min_length=1)]
 
     @property

@@ -281,7 +281,9 @@ class Session:
         self.conditions["warm_up"] = asdict(result)
         if self.device.type == "cuda":
             unheld = find_launch_bound(self.cases, clock, self.meet, slowest, self.job.begin)
+            self.job.progress.total += len(self.cases)
             self.watch = self.watch._replace(unheld=unheld)
+            self.conditions["unheld"] = sorted(unheld)
 
     def time(self) -> None:
         """Run the measuring loop, and say what this rank's machine did meanwhile."""

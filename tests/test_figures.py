@@ -424,7 +424,7 @@ def test_a_map_has_speedups_and_costs_in_its_cells_and_break_even_along_the_edge
     texts = cells(axes)
     for column, peak in enumerate((1, 2, 2.5, 3, 4)):
         for row, factor in enumerate((1.0, 2.0, 3.0)):
-            assert texts[column, row] == [f"{1 + 0.2 * (peak - factor):.2f}", f"{30 / factor:.1f} %"]
+            assert texts[column, row] == [f"{1 + 0.2 * (peak - factor):.2f}\n{30 / factor:.1f} %"]
     assert ticks(axes.yaxis) == ["1", "2", "3", "perfect balance", "EPLB, 1 spare per rank"]
     assert (ticks(axes.xaxis), axes.get_xlabel()) == (["1", "2", "2.5", "3", "4"], "peak load of the busiest expert")
     # Gamma 1 pays above a peak load of 1, gamma 2 above 2, gamma 3 at 4 alone.

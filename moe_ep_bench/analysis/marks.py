@@ -38,6 +38,7 @@ from moe_ep_bench.analysis.style import (
     rcParams,
     sheet,
 )
+from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 Draw = Callable[[Axes, pd.DataFrame, Mapping[str, Look]], None]
 
@@ -376,11 +377,7 @@ def bars(part: str, label: str, *, longest: str = "", more: Any = None, **size: 
 
 _SPEEDS = LinearSegmentedColormap.from_list("speeds", ["#D55E00", "#FFFFFF", "#0072B2"])  # slower, native, faster
 FULL_COLOUR = 1.3  # at this speedup, or at the farthest of the sheet where that is farther
-_HATCHES = {
-    "no difference": ("////", "inside the noise floor"),
-    "below what the model can tell": ("////", "below what the model can tell"),
-    "inconclusive": ("..", "inconclusive"),
-}
+_HATCHES = {"no difference": "////", BELOW_MODEL: "////", "inconclusive": ".."}
 
 
 def heat(**size: Any) -> Panel:
@@ -396,18 +393,18 @@ def heat(**size: Any) -> Panel:
         steps, values = [*factors, *named], rows.sort_values("at").drop_duplicates("at")["swept_words"]
         grid = rows.pivot_table(index="step", columns="at", values="speedup_median", dropna=False, sort=False)
         speeds_SV = grid.reindex(index=steps, columns=range(len(values))).to_numpy(dtype=float)
-        limit = rows["limit"].iloc[0]
+        limit, cells = rows["limit"].iloc[0], (np.arange(len(values)), np.arange(len(steps)))
         axes.set_facecolor("#F3F3F3")
-        cells = np.arange(len(values)), np.arange(len(steps)), np.log(speeds_SV)
-        axes.pcolormesh(*cells, cmap=_SPEEDS, vmin=-limit, vmax=limit, edgecolors="white", linewidth=1)
+        axes.pcolormesh(
+            *cells, np.log(speeds_SV), cmap=_SPEEDS, vmin=-limit, vmax=limit, edgecolors="white", linewidth=1
+        )
         for cell in rows.itertuples():
-            _draw_cell(axes, cell, (cell.at, steps.index(cell.step)), limit)
+            _draw_cell(axes, cell, cell.at, steps.index(cell.step), limit)
         axes.axhline(len(factors) - 0.5, color="white", linewidth=8, zorder=3)
         _draw_break_even(axes, speeds_SV[: len(factors)])
         names = [f"{step:g}" if isinstance(step, float) else step for step in steps]
-        points = rcParams["ytick.labelsize"]
-        axes.set_yticks(cells[1], [folded(name, 1.2, points) for name in names])
-        axes.set_xticks(cells[0], [folded(value, 1.1, points) for value in values])
+        axes.set_yticks(cells[1], [folded(name, 1.2, rcParams["ytick.labelsize"]) for name in names])
+        axes.set_xticks(cells[0], [folded(value, 1.1, rcParams["xtick.labelsize"]) for value in values])
         axes.set(xlabel=rows["swept_key_words"].iloc[0], ylabel=f"capacity factor {GAMMA}")
         axes.set(xlim=(-0.5, len(values) - 0.5), ylim=(-0.5, len(steps) - 0.5))
         axes.yaxis.label.set_y(len(factors) / len(steps) / 2)
@@ -415,8 +412,10 @@ def heat(**size: Any) -> Panel:
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         legend = {"faster": {"facecolor": _SPEEDS(0.85)}, "slower": {"facecolor": _SPEEDS(0.15)}}
-        for hatch, words in (_HATCHES[verdict] for verdict in _HATCHES if (rows["verdict"] == verdict).any()):
-            legend[words] = {"facecolor": "white", "edgecolor": "#8A8A8A", "hatch": 2 * hatch, "linewidth": 0.5}
+        for verdict in (verdict for verdict in _HATCHES if (rows["verdict"] == verdict).any()):
+            words = "inside the noise floor" if verdict == "no difference" else verdict
+            look = {"facecolor": "white", "edgecolor": "#8A8A8A", "hatch": 2 * _HATCHES[verdict], "linewidth": 0.5}
+            legend[words] = look
         for label, look in legend.items():
             axes.add_patch(Rectangle((-9, -9), 0, 0, label=label, **look))  # out of sight
         axes.plot([], [], color=INK, linewidth=2.2, label="break-even: speedup 1")
@@ -424,33 +423,27 @@ def heat(**size: Any) -> Panel:
     return Panel(draw, **size)
 
 
-def _draw_cell(axes: Axes, cell: Any, place: tuple[float, float], limit: float) -> None:
+def _draw_cell(axes: Axes, cell: Any, x: float, y: float, limit: float) -> None:
     """A cell's speedup, what it is paid with, and whether it is sure."""
-    x, y = place
+    middle = {"ha": "center", "va": "center", "fontsize": "small"}
     if np.isnan(cell.speedup_median):
-        text = "-" if cell.status == "ok" else cell.status
-        axes.text(x, y, text, ha="center", va="center", fontsize="small", color=MUTED)
+        axes.text(x, y, "-" if cell.status == "ok" else cell.status, color=MUTED, **middle)
         return
-    share = np.log(cell.speedup_median) / limit
-    hatch, _ = _HATCHES.get(cell.verdict, ("", ""))
+    share, hatch = np.log(cell.speedup_median) / limit, _HATCHES.get(cell.verdict)
+    look = {"color": "white" if abs(share) > 0.8 else INK, "zorder": 4, "linespacing": 1.15}
     if hatch:
-        look = {"fill": False, "hatch": hatch, "edgecolor": "#B5B5B5", "linewidth": 0}
-        axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
-    halo = [withStroke(linewidth=3, foreground=_SPEEDS(0.5 + share / 2)), Normal()] if hatch else []
-    text = {"ha": "center", "color": "white" if abs(share) > 0.8 else INK, "path_effects": halo, "zorder": 4}
-    has_cost = not np.isnan(cell.dropped_share)
-    axes.text(x, y + 0.02 * has_cost, f"{cell.speedup_median:.2f}", va="bottom" if has_cost else "center", **text)
-    if has_cost:
-        axes.text(x, y - 0.08, f"{100 * cell.dropped_share:.1f} %", va="top", fontsize="x-small", **text)
+        axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch=hatch, edgecolor="#B5B5B5", linewidth=0))
+        look["path_effects"] = [withStroke(linewidth=3, foreground=_SPEEDS(0.5 + share / 2)), Normal()]
+    cost = "" if np.isnan(cell.dropped_share) else f"\n{100 * cell.dropped_share:.1f} %"
+    axes.text(x, y, f"{cell.speedup_median:.2f}{cost}", **middle, **look)
 
 
 def _draw_break_even(axes: Axes, speeds_GV: np.ndarray) -> None:
     """A line along the edges between cells that pay and cells that do not, above all that stands in cells."""
-    for (row, column), speed in np.ndenumerate(speeds_GV):
-        for above, right in ((1, 0), (0, 1)):
-            if row + above < speeds_GV.shape[0] and column + right < speeds_GV.shape[1]:
-                other = speeds_GV[row + above, column + right]
-                if not np.isnan(speed + other) and (speed > 1) != (other > 1):
-                    edge = [column + right - 0.5, column + 0.5], [row + above - 0.5, row + 0.5]
-                    for zorder, colour, width in ((4.5, "white", 4.4), (5, INK, 2.4)):
-                        axes.plot(*edge, color=colour, linewidth=width, solid_capstyle="projecting", zorder=zorder)
+    for axis, speeds in ((0, speeds_GV), (1, speeds_GV.T)):
+        is_edge = ((speeds[1:] > 1) != (speeds[:-1] > 1)) & ~np.isnan(speeds[1:] + speeds[:-1])
+        for at, along in np.argwhere(is_edge):
+            edge = [along - 0.5, along + 0.5], [at + 0.5, at + 0.5]
+            for zorder, colour, width in ((4.5, "white", 4.4), (5, INK, 2.4)):
+                look = {"color": colour, "linewidth": width, "solid_capstyle": "projecting", "zorder": zorder}
+                axes.plot(*(edge if axis == 0 else edge[::-1]), **look)

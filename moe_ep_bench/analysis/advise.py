@@ -20,7 +20,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import cases, comparisons, load_timed, timings
 from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, short_labels, text
-from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, WARNING, chance_words, notes
+from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words, warnings
 from moe_ep_bench.analysis.origins import NOTHING_RAN, is_same_model, modelled_line
 from moe_ep_bench.analysis.reading import ITERATION
 from moe_ep_bench.analysis.render import Table, render
@@ -318,8 +318,7 @@ def _notes(
     if picks["dropped_share"].gt(0).any():
         yield "score mass is no accuracy: evaluate the model first (docs/quality.md)"
     yield from [MODEL_CAVEAT] if about["origin"].isin(NOTHING_RAN).any() else []
-    warnings = [line for one in store.comparisons for line in notes(store, one.directory, one.comparison_id)]
-    yield from dict.fromkeys(line for line in warnings if line.startswith(WARNING))
+    yield from warnings(store)
 
 
 def _is_drawn(facts: Row) -> bool:

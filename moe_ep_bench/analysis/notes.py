@@ -141,22 +141,16 @@ def _tail(about: About) -> tuple | None:
 
 
 class Note(NamedTuple):
-    """A sentence that a fact fills.
-
-    Attributes:
-        of: the comparisons that it is of: layer, model, route.
-        rank: where there is room for three notes, those of the least rank stand; 0 = in ``show`` only.
-    """
+    """A sentence that a fact fills; ``of``: the comparisons that have it: layer, model, route."""
 
     of: str
     fact: Callable[[About], Any]
     sentence: str
-    rank: int = 0
 
 
 _TIMED, _ALL = "layer model", "layer model route"
 NOTES = (
-    Note(_ALL, lambda about: about.rows["workload_words"].iloc[0], "{}", 6),
+    Note(_ALL, lambda about: about.rows["workload_words"].iloc[0], "{}"),
     Note(_TIMED, _components, "{}"),
     Note(
         "layer",
@@ -164,20 +158,19 @@ NOTES = (
         "pass ms, tokens/s/GPU: as if each of {} MoE layers took what this one does, beside {:,.0f} us a layer for the "
         "rest of the model (modelled)",
     ),
-    Note(_TIMED, lambda about: not about.ran, MODEL_CAVEAT, 3),
+    Note(_TIMED, lambda about: not about.ran, MODEL_CAVEAT),
     Note(_TIMED, lambda about: about.facts.cuda_graph, "replayed from CUDA graphs, which hold {}"),
     Note(
         _ALL,
         lambda about: about.facts.workload.padding and _padding(about),
         f"{READING}; native spends {{:.1f}} % of its pairs on it",
     ),
-    Note("layer", _spread, "speedup: slowest rank's layer time, native over case, median of pairs {}", 4),
-    Note("model", _spread, "end to end: slowest rank's pass, native over case, median of pairs {}", 4),
+    Note("layer", _spread, "speedup: slowest rank's layer time, native over case, median of pairs {}"),
+    Note("model", _spread, "end to end: slowest rank's pass, native over case, median of pairs {}"),
     Note(
         _TIMED,
         lambda about: about.ran and (about.most("floor_low"), about.most("floor_high")),
         "noise floor: {:.3f} to {:.3f}, by which native run twice differs from itself",
-        5,
     ),
     Note(_TIMED, _chance, "{}"),
     Note(
@@ -213,29 +206,24 @@ NOTES = (
     Note(_TIMED, _of_machines(remarks), "{}"),
 )
 WARNINGS = (
-    Note(_TIMED, lambda about: about.facts.fit and about.facts.fit.words, "{}", 1),
-    Note(
-        _TIMED, lambda about: about.of("baseline").empty, "the baseline was not measured, so there are no speedups", 1
-    ),
+    Note(_TIMED, lambda about: about.facts.fit and about.facts.fit.words, "{}"),
+    Note(_TIMED, lambda about: about.of("baseline").empty, "the baseline was not measured, so there are no speedups"),
     Note(
         _TIMED,
         lambda about: len(about.of("baseline")) and about.rows["floor_low"].isna().all(),
         "native was not measured a second time, so there is no noise floor and no verdict",
-        1,
     ),
     Note(
         _TIMED,
         _native_differs,
         "native differs from itself: something drifts with the order of cases; the floor covers it",
-        2,
     ),
     Note(
         _TIMED,
         lambda about: abs(drift := about.most("drift", key=abs)) > MAX_DRIFT and 100 * drift,
         "times drifted by {:+.1f} % between the begin and the end of a launch",
-        2,
     ),
-    Note(_TIMED, lambda about: about.facts.oversubscribed, OVERSUBSCRIBED, 1),
+    Note(_TIMED, lambda about: about.facts.oversubscribed, OVERSUBSCRIBED),
     Note(
         _TIMED,
         lambda about: (overhead := about.most("probe_overhead")) > MAX_PROBE_OVERHEAD and 100 * overhead,
@@ -246,59 +234,47 @@ WARNINGS = (
         _host_bound,
         "launch-bound: in {:.1f} % of the iterations of {} the host issued work until the end; its time is the host's, "
         "not the device's",
-        2,
     ),
     Note(
         _TIMED,
         _allocating,
         "memory was asked of the driver in {} timed iterations of one rank ({}), which stops the device: fewer tokens "
         "or cases, or more measure.warmup",
-        2,
     ),
     Note(_TIMED, lambda about: about.ran and about.facts.permute.ran not in ("fused", "none"), NOT_FUSED),
-    Note(_TIMED, _of_machines(disturbances), "disturbed machine: {}", 2),
-    Note(_TIMED, _unsettled, "warm-up did not settle: its last round took {} against the one before", 2),
+    Note(_TIMED, _of_machines(disturbances), "disturbed machine: {}"),
+    Note(_TIMED, _unsettled, "warm-up did not settle: its last round took {} against the one before"),
     Note(
         _TIMED,
         lambda about: [(about.facts.model, departure) for departure in about.facts.departures],
         "simpler than {}'s: {}",
     ),
-    Note(_ALL, _foreign_data, "data: {} decides by {}'s, not {}'s", 2),
+    Note(_ALL, _foreign_data, "data: {} decides by {}'s, not {}'s"),
     Note(
         _ALL,
         _tail,
         "scores past the recorded top-k are modelled ({} tail), and what {} did rests on them: {}",
-        2,
     ),
 )
 
 
+@lru_cache(maxsize=256)
 def notes(store: Store, directory: str, comparison_id: str) -> list[str]:
     """What has to be known to read a comparison's numbers, a sentence each; warnings, last, begin with ``warning:``."""
-    return [line for _, line in _said(store, directory, comparison_id)]
-
-
-def most_important(store: Store, number: int = 3) -> list[str]:
-    """The notes of all comparisons that weigh most, each once."""
-    ranks: dict[str, int] = {}
-    for comparison in store.comparisons:
-        for rank, line in _said(store, comparison.directory, comparison.comparison_id):
-            if rank:
-                ranks.setdefault(line, rank)
-    return sorted(ranks, key=lambda line: ranks[line])[:number]
-
-
-@lru_cache(maxsize=256)
-def _said(store: Store, directory: str, comparison_id: str) -> list[tuple[int, str]]:
-    """Every note with its rank."""
     about = About(store, store.by_id[directory, comparison_id])
     return [
-        (note.rank, prefix + line)
+        prefix + line
         for prefix, table in (("", NOTES), (WARNING, WARNINGS))
         for note in table
         if about.kind in note.of.split()
         for line in _lines(note, note.fact(about))
     ]
+
+
+def warnings(store: Store) -> list[str]:
+    """The warnings of all comparisons, each once."""
+    lines = (line for one in store.comparisons for line in notes(store, one.directory, one.comparison_id))
+    return list(dict.fromkeys(line for line in lines if line.startswith(WARNING)))
 
 
 def _lines(note: Note, fact: Any) -> Iterator[str]:

@@ -203,9 +203,9 @@ def write_claims(claims: Claims) -> str:
 
 
 def claims_text(claims: Claims) -> str:
-    """The claims, the largest disagreement first; errors by metric; and reasons."""
+    """The claims, the largest disagreement first; and reasons."""
     rows = _primary(claims.frame)
-    return render([_claims_table(claims, rows), *_errors_table(rows), _reasons(rows)], "text")
+    return render([_claims_table(claims, rows), _reasons(rows)], "text")
 
 
 def number_words(metric: str, value: float) -> str:
@@ -296,19 +296,6 @@ def _difference(row: Row) -> str:
     factor = 100 if row["metric"] in OWN_METRICS else 1
     digits = 1 if row["metric"] in (*OWN_METRICS, *NATIVE_METRICS) else 2
     return f"{factor * row['difference']:+.{digits}f}"
-
-
-def _errors_table(rows: pd.DataFrame) -> list[Table]:
-    """How far ours lie from papers' single numbers, and to which side, by metric."""
-    single = rows[(rows["paper_low"] == rows["paper_high"]) & rows["difference"].notna()]
-    if single.empty:
-        return []
-    by_metric = single.assign(absolute=single["difference"].abs()).groupby("metric", sort=False)
-    frame = by_metric.agg(count=("difference", "size"), error=("absolute", "mean"), bias=("difference", "mean"))
-    frame = frame.reset_index().assign(words=lambda one: one["metric"].map(METRICS))
-    columns = [text("words", "metric"), number("count", "numbers", "{}"), number("error", "mean absolute error")]
-    columns.append(number("bias", "mean error", "{:+.3f}"))
-    return [Table(frame, columns, "How far ours is from single numbers")]
 
 
 def basis_words(facts: Row) -> str:

@@ -12,7 +12,7 @@ import pandas as pd
 from moe_ep_bench.analysis.cases import COMPARISON, cases, load, samples
 from moe_ep_bench.analysis.columns import columns as columns_named
 from moe_ep_bench.analysis.columns import text
-from moe_ep_bench.analysis.notes import most_important
+from moe_ep_bench.analysis.notes import warnings
 from moe_ep_bench.analysis.origins import modelled_line
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import PROGRAMS, Table, render, terminal_width, wrapped
@@ -157,12 +157,12 @@ def chosen_cases(store: Store, names: Sequence[str]) -> pd.DataFrame:
 
 
 def end_of_run(directory: Path) -> str:
-    """What ends ``run``, ``emulate`` and ``route``: the table of policies, three notes at most, where the rest lies."""
+    """What ends ``run``, ``emulate`` and ``route``: the table of policies, three warnings at most, where all lies."""
     store = load(directory)
     frame = cases(store)
     listed = [short_table(rows) for _, rows in frame.groupby(COMPARISON, sort=False)]
     blocks = [modelled_line(one.facts for one in store.comparisons), render(listed, "text", width=_SHORT_WIDTH)]
-    notes = [wrapped(line, _SHORT_WIDTH, "  ") for line in most_important(store)]
+    notes = [wrapped(line, _SHORT_WIDTH, "  ") for line in warnings(store)[:3]]
     where = f"{count_words(frame)}; in {directory}\nmore: moe-ep-bench show {directory}; moe-ep-bench plot {directory}"
     return "\n\n".join(filter(None, [*blocks, "\n".join(notes), where]))
 

@@ -318,10 +318,10 @@ def small() -> Quality:
 
 def some(quality: Quality, checkpoints: slice, batches: int = 12) -> Quality:
     """Of some of the checkpoints, and of their first batches."""
-    comparisons = quality.comparisons.iloc[checkpoints]
-    cases = quality.cases[quality.cases["comparison_id"].isin(comparisons.index)]
+    chosen = quality.cases["comparison_id"].unique()[checkpoints]
+    cases = quality.cases[quality.cases["comparison_id"].isin(chosen)].assign(checkpoints=len(chosen))
     scores = quality.scores.query("batch < @batches and case_id in @cases.index")
-    return quality._replace(comparisons=comparisons.assign(checkpoints=len(comparisons)), cases=cases, scores=scores)
+    return quality._replace(cases=cases, scores=scores)
 
 
 PAIR = ["claim", "better", "worse"]
@@ -345,7 +345,7 @@ def test_one_checkpoints_verdict_is_by_paired_differences_of_its_batches(small: 
     """Sequences differ by far more than cases do."""
     row = claims(some(small, slice(1))).set_index(["better", "worse"]).loc["oea k0=1", "pruned k0=1"]
     costs = small.scores.query("metric == 'cross_entropy'").join(small.cases["label"], on="case_id")
-    first = costs[costs["comparison_id"] == small.comparisons.index[0]].pivot(
+    first = costs[costs["comparison_id"] == small.cases["comparison_id"].iloc[0]].pivot(
         index=["batch", "item"], columns="label", values="value"
     )
     added_B = (first["pruned k0=1"] - first["oea k0=1"]).groupby("batch").mean()
@@ -396,7 +396,7 @@ def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path,
     policies = f"policies=[{json.dumps({**DROP, 'metric': ['score', 'random']})}]"
     run_quality(folder / "config.yaml", tmp_path, ["sweep.model.checkpoint=[seed-1, seed-2]", policies])
     quality = read_quality(tmp_path)
-    assert quality.comparisons["model"].tolist() == ["seed-1", "seed-2"]
+    assert quality.cases["model"].unique().tolist() == ["seed-1", "seed-2"]
     assert set(text_costs(quality)["checkpoints"]) == {2}
 
 

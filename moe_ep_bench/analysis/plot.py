@@ -87,7 +87,7 @@ def _quality(directory: Path) -> Any:
     from moe_ep_bench.analysis.quality import read_quality  # it imports torch
 
     quality = read_quality(directory)
-    if quality.comparisons["text"].isna().all():
+    if not quality.has_texts:
         raise ResultsError(f"{directory}: holds scores of tasks, of which there are no figures; `show` prints them")
     return quality
 

@@ -40,25 +40,28 @@ from moe_ep_bench.timing.statistics import MIN_BATCHES
 _FACTS = ["title", "model", "text", "task", "metric", "limit", "batch_size", "num_experts", "num_ranks", "published"]
 _OF_A_CHECKPOINT = {"name", "model", "title", "order"}
 _CASE = ["comparison_id", "label", "role", "policy", "policy_params", "phase"]
+_GROUP = ["title", "group", "comparison", "checkpoints"]
 _IMBALANCES = {"peak_load": "expert_imbalance", "rank_peak_load": "rank_imbalance"}
 _ROUTED = ["dropped_fraction", "retained_mass_topk", "experts_per_token", "activated_experts", *_IMBALANCES.values()]
 _SCORE = ["task", "metric", "filter", "num_fewshot", "num_samples", "value", "stderr"]
 
 
 class Quality(NamedTuple):
-    """What is done of a directory, in the order of its config.
+    """What is done of a directory.
 
     Attributes:
-        comparisons: indexed by comparison_id: ``_FACTS``, ``text`` or ``task`` null; ``group``, ``checkpoints`` and
-            ``comparison``, the number and title of those that differ in nothing but the checkpoint.
-        cases: ``_CASE``, indexed by case_id; the unpatched model, the baseline, is each comparison's first.
+        cases: indexed by case_id, in the order of the config; of each comparison the unpatched model, the baseline,
+            first. ``_CASE``; and columns of ``with_comparisons``.
         scores, routing: the tables ``quality`` and ``quality_routing`` of the schema.
     """
 
-    comparisons: pd.DataFrame
     cases: pd.DataFrame
     scores: pd.DataFrame
     routing: pd.DataFrame
+
+    @property
+    def has_texts(self) -> bool:
+        return bool(self.cases["text"].notna().any())
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -75,26 +78,26 @@ def read_quality(directory: Path) -> Quality:
     if run.mode != "quality":
         raise ResultsError(f"{files.run_json}: mode: expected quality, got {run.mode}")
     facts, listed = facts_of(files.run_json, run, Errors(None))
-    place = {key: facts[key].order for key in facts}
     judged = {case_id for key in facts for case_id in files.statuses(key, table="quality")}
-    done = [{"case_id": key, **case.model_dump()} for key, case in listed.items() if key in judged]
-    done.sort(key=lambda case: (place[case["comparison_id"]], case["role"] != "baseline", case["order"]))
-    begun = {case["comparison_id"] for case in done if case["role"] == "baseline"}
+    done = [(key, case) for key, case in listed.items() if key in judged]
+    begun = {case.comparison_id for _, case in done if case.role == "baseline"}
     if not begun:
         raise ResultsError(f"{directory}: no comparison has its unpatched model yet; the same command goes on")
-    cases = pd.DataFrame(case for case in done if case["comparison_id"] in begun).set_index("case_id")[_CASE]
-    comparisons = comparisons_of(
-        {key: facts[key].model_dump(exclude_none=True) for key in sorted(begun, key=place.get)}
-    )
-    of_text = cases[cases["comparison_id"].map(comparisons["text"]).notna()]
-    experts = cases["comparison_id"].map(comparisons["num_experts"])
-    return Quality(
-        comparisons, cases, _read(files, "quality", cases, experts), _read(files, "quality_routing", of_text, experts)
-    )
+    done = [(key, case) for key, case in done if case.comparison_id in begun]
+    done.sort(key=lambda item: (facts[item[1].comparison_id].order, item[1].role != "baseline", item[1].order))
+    cases = pd.DataFrame([case.model_dump() for _, case in done], [key for key, _ in done])[_CASE]
+    order = dict.fromkeys(cases["comparison_id"])
+    cases = with_comparisons(cases, {key: facts[key].model_dump(exclude_none=True) for key in order})
+    of_text = cases[cases["text"].notna()]
+    return Quality(cases, _read(files, "quality", cases), _read(files, "quality_routing", of_text))
 
 
-def comparisons_of(facts: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """``Quality.comparisons`` of what run.json says of each, by id."""
+def with_comparisons(cases: pd.DataFrame, facts: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """Cases beside what run.json says of their comparisons, by id: ``_FACTS``, ``text`` or ``asked_task`` null.
+
+    Comparisons that differ in nothing but the checkpoint are a ``group``: its number, how many ``checkpoints`` it has,
+    and as ``comparison`` its title.
+    """
     frame = pd.DataFrame.from_dict(facts, orient="index").reindex(columns=_FACTS)
     others = [
         json.dumps({key: value for key, value in about.items() if key not in _OF_A_CHECKPOINT}, sort_keys=True)
@@ -103,24 +106,25 @@ def comparisons_of(facts: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     group = pd.Series(pd.factorize(np.array(others))[0], frame.index)
     first = frame[["title", "model"]].groupby(group).transform("first")
     frame = frame.assign(group=group, checkpoints=group.map(group.value_counts()))
-    names = [
+    frame["comparison"] = [
         title if number == 1 else str(title).replace(str(model), f"{number} checkpoints", 1)
         for title, model, number in zip(first["title"], first["model"], frame["checkpoints"], strict=True)
     ]
-    return frame.assign(comparison=names)
+    frame = frame.rename(columns={"task": "asked_task", "metric": "asked_metric"})
+    return cases.join(frame, on="comparison_id").rename_axis("case_id")
 
 
-def _read(files: RunDirectory, table: str, cases: pd.DataFrame, num_experts: pd.Series) -> pd.DataFrame:
+def _read(files: RunDirectory, table: str, cases: pd.DataFrame) -> pd.DataFrame:
     """All parts of a table, whose numbers all can be."""
     parts = [pd.DataFrame(columns=TABLES[table].schema.names)]
     for key, listed in cases.groupby("comparison_id", sort=False):
         path = files.path(table, key)
         rows = read_part(files, table, path, {"comparison_id": key}).rows
-        for case_id, label in listed["label"].items():
-            if case_id not in set(rows["case_id"]):
-                raise ResultsError(f"{files.root}: no rows of {label} in the table {table}; start the run again")
+        for case_id in listed.index.difference(rows["case_id"])[:1]:
+            label = listed.at[case_id, "label"]
+            raise ResultsError(f"{files.root}: no rows of {label} in the table {table}; start the run again")
         rows = rows[rows["case_id"].isin(listed.index)]
-        check(table, path, rows, Sizes(num_experts[listed.index[0]]))
+        check(table, path, rows, Sizes(int(listed["num_experts"].iloc[0])))
         parts.append(rows)
     return pd.concat(parts[1:] or parts, ignore_index=True)
 
@@ -168,28 +172,25 @@ def text_costs(quality: Quality) -> pd.DataFrame:
     routing; ``fullest_rank``, its pairs over native's mean, and ``expert_imbalance`` and ``rank_imbalance``, over the
     mean of the pairs that are computed.
     """
-    if quality.comparisons["text"].isna().all():
+    if not quality.has_texts:
         return pd.DataFrame()
     added = _added(quality)
-    answers = (
-        quality.scores.groupby(["case_id", "metric"])["value"].mean().unstack()[["cross_entropy", "kl", "agreement"]]
-    )
-    answers = answers.loc[added.columns].assign(
+    answers = quality.scores.groupby(["case_id", "metric"])["value"].mean().unstack()
+    answers = answers.loc[added.columns, ["cross_entropy", "kl", "agreement"]].assign(
         num_sequences=added.count(),
         num_batches=(added.groupby(level="batch").count() > 0).sum(),
-        perplexity=np.exp(answers["cross_entropy"]),
+        perplexity=lambda rows: np.exp(rows["cross_entropy"]),
         cross_entropy_added=added.mean(),
         cross_entropy_added_half=half_over_batches(added),
     )
     is_native = quality.cases["role"] == "baseline"
-    answers.loc[
-        answers.index.isin(quality.cases.index[is_native]), ["cross_entropy_added", "cross_entropy_added_half"]
-    ] = np.nan
-    rows = quality.cases.drop(columns="phase").join(_routing_means(quality.routing), how="inner").reset_index()
+    of_native = answers.index.isin(quality.cases.index[is_native])
+    answers.loc[of_native, ["cross_entropy_added", "cross_entropy_added_half"]] = np.nan
+    about = [*(name for name in _CASE if name != "phase"), *_GROUP]
+    rows = quality.cases[about].join(_routing_means(quality.routing), how="inner").reset_index()
     judged = quality.cases[~is_native].groupby("comparison_id")["phase"].agg(set)
     is_shown = [row.phase in judged.get(row.comparison_id, {row.phase}) for row in rows.itertuples()]
-    about = quality.comparisons[["title", "group", "comparison", "checkpoints"]]
-    rows = rows[is_shown].join(answers, on="case_id").join(about, on="comparison_id")
+    rows = rows[is_shown].join(answers, on="case_id")
     return rows.assign(policy_params=rows["policy_params"].map(json.dumps)).reset_index(drop=True)
 
 
@@ -212,9 +213,7 @@ def task_scores(quality: Quality) -> pd.DataFrame:
     the unpatched model's and ``added_stderr``, paired by question; ``paper``, the published number of the same task,
     shots, metric and policy, and ``paper_stderrs``, the difference to it in our standard errors; the task's routing.
     """
-    asked = quality.comparisons.rename(columns={"task": "asked_task", "metric": "asked_metric"})
-    cases = quality.cases.join(asked[["asked_task", "asked_metric", "published"]], on="comparison_id")
-    cases = cases[cases["asked_task"].notna()]
+    cases = quality.cases[quality.cases["asked_task"].notna()]
     if cases.empty:
         return pd.DataFrame()
     scores = quality.scores.drop(columns=["comparison_id", "phase"], errors="ignore")
@@ -276,7 +275,7 @@ def claims(quality: Quality) -> pd.DataFrame:
     ``half_width`` half its 95 % interval (none below ten batches); ``agree`` of ``checkpoints`` have the ``verdict`` by
     themselves; ``group`` is that of ``Quality.comparisons``.
     """
-    if quality.comparisons["text"].isna().all():
+    if not quality.has_texts:
         return pd.DataFrame()
     added = _added(quality)
     cases = quality.cases[quality.cases.index.isin(added.columns) & (quality.cases["role"] != "baseline")]
@@ -286,7 +285,7 @@ def claims(quality: Quality) -> pd.DataFrame:
     differences = pd.DataFrame(added[list(frame["b"])].to_numpy() - added[list(frame["a"])].to_numpy(), added.index)
     frame = frame.assign(
         worse_costs_more=differences.mean().to_numpy(), half_width=half_over_batches(differences).to_numpy()
-    ).join(quality.comparisons[["group", "comparison", "checkpoints"]], on="comparison_id")
+    ).join(quality.cases[_GROUP], on="a")
     pairs = frame.groupby(["group", "claim", "better", "worse"], sort=False)
     more = pairs["worse_costs_more"]
     found = pairs[["comparison", "source", "checkpoints"]].first().assign(worse_costs_more=more.mean())
@@ -304,7 +303,7 @@ def _verdict(rows: pd.DataFrame) -> pd.Series:
 
 def _pairs(cases: pd.DataFrame) -> Iterator[Row]:
     """All pairs of a comparison's cases that a claim is about; ``a`` and ``b`` are their ids."""
-    cases = cases.reset_index().assign(short=short_labels(cases["label"]).array)
+    cases = cases[_CASE].reset_index().assign(short=short_labels(cases["label"]).array)
     rows = [row | {"fields": _fields(row)} for row in cases.to_dict("records")]
     for source, claim in orderings():
         named = claim.better.keys() | claim.worse.keys()
@@ -353,10 +352,6 @@ def _against_paper(row: Row) -> str:
     return f"{100 * (row['value'] - row['paper']):+.1f}{errors}"
 
 
-def _metric(row: Row) -> str:
-    return row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})")
-
-
 def _policy(rows: pd.DataFrame) -> Column:
     """The rows' labels as tables show them; files hold them whole."""
     shown = dict(zip(rows["label"], short_labels(rows["label"]), strict=True))
@@ -385,7 +380,7 @@ _CLAIM = (
 )
 _TASK = (
     text("task"),
-    Column("metric", "metric", cell=_metric),
+    Column("metric", "metric", cell=lambda row: row["metric"] + f" ({row['filter']})" * (row["filter"] != "none")),
     number("num_fewshot", "shots", "{}"),
     number("num_samples", "questions", "{:,}"),
     _with_error("value", "stderr", "ours %", "{:.1f}", 100),
@@ -399,63 +394,49 @@ _TASK = (
 
 def quality_tables(quality: Quality) -> list[Table]:
     """All tables; the column ``table`` says of a row which kind it is of: texts, claims or tasks."""
-    tables = {"texts": _text_tables(quality), "claims": _claim_tables(quality), "tasks": _task_tables(quality)}
-    return [
-        dataclasses.replace(table, frame=table.frame.assign(table=kind))
-        for kind, of_kind in tables.items()
-        for table in of_kind
+    tables = []
+    for kind, frame, key, table_of in (
+        ("texts", text_costs(quality), "comparison_id", _text_table),
+        ("claims", claims(quality), "group", _claim_table),
+        ("tasks", task_scores(quality), "comparison_id", _task_table),
+    ):
+        for name, rows in frame.groupby(key, sort=False) if len(frame) else ():
+            facts = quality.cases[quality.cases[key] == name].iloc[0].to_dict()
+            tables.append(table_of(rows.assign(table=kind), facts))
+    return tables
+
+
+def _text_table(rows: pd.DataFrame, facts: Row) -> Table:
+    interval = "with its 95 % interval, Student's t over batches, whose sequences were routed together"
+    if (least := rows["num_batches"].min()) < MIN_BATCHES:
+        interval = f"no interval, and no verdict on claims, below {MIN_BATCHES} batches; got {least:.0f}"
+    note = f"cross-entropy: added to the unpatched model's on the same sequences ({interval})"
+    how = f"answers of the whole model, routing of {facts['num_ranks']:.0f} virtual ranks; not timed"
+    return Table(rows, [_policy(rows), *_TEXT], f"{facts['title']}: {how}", [note], caption=[note])
+
+
+def _claim_table(rows: pd.DataFrame, facts: Row) -> Table:
+    notes = [
+        "A keeps at least as much of the answers as B, papers say; B costs more: nats per token; +-: "
+        "95 % interval, Student's t over batches, of all checkpoints over their means",
+        *chance_words(len(rows)),
     ]
+    return Table(rows, _CLAIM, f"Papers' claims on {facts['comparison']}", notes)
 
 
-def _text_tables(quality: Quality) -> Iterator[Table]:
-    costs = text_costs(quality)
-    for comparison_id, rows in costs.groupby("comparison_id", sort=False) if len(costs) else ():
-        facts, least = quality.comparisons.loc[comparison_id], rows["num_batches"].min()
-        interval = "with its 95 % interval, Student's t over batches, whose sequences were routed together"
-        if least < MIN_BATCHES:
-            interval = f"no interval, and no verdict on claims, below {MIN_BATCHES} batches; got {least:.0f}"
-        notes = [
-            f"cross-entropy: added to the unpatched model's on the same sequences ({interval})",
-            "ppl: perplexity of the text; KL and top-1: of the answers from the unpatched model's",
-            "prefill: all tokens of a batch are routed together; decode: those of each position, as in a step of "
-            f"{facts['batch_size']:.0f} requests",
-            f"activated experts (of {facts['num_experts']:.0f}) and the fullest rank, its pairs over native's mean: "
-            "means over these, batches and layers",
-        ]
-        how = f"answers of the whole model, routing of {facts['num_ranks']:.0f} virtual ranks; not timed"
-        title = f"{facts['title']}: {how}"
-        yield Table(rows, [_policy(rows), *_TEXT], title, notes, caption=notes[:1])
-
-
-def _claim_tables(quality: Quality) -> Iterator[Table]:
-    frame = claims(quality)
-    for (_, comparison), rows in frame.groupby(["group", "comparison"], sort=False) if len(frame) else ():
-        notes = [
-            "A keeps at least as much of the answers as B, papers say; B costs more: nats per token; +-: "
-            "95 % interval, Student's t over batches, of all checkpoints over their means",
-            "checkpoints: of which so many say the same by themselves",
-            *chance_words(len(rows)),
-        ]
-        yield Table(rows, _CLAIM, f"Papers' claims on {comparison}", notes)
-
-
-def _task_tables(quality: Quality) -> Iterator[Table]:
-    scores = task_scores(quality)
-    for comparison_id, rows in scores.groupby("comparison_id", sort=False) if len(scores) else ():
-        facts = quality.comparisons.loc[comparison_id]
-        several = rows["task"].nunique() > 1
-        columns = [_policy(rows), *(column for column in _TASK if column.header != "task" or several)]
-        notes = [
-            "+-: standard errors over questions, of a difference to the unpatched model over the same ones, where the "
-            "number is their mean; that requests of a batch share their routing is not in them",
-            f"{facts['batch_size']:.0f} requests are routed together, on {facts['num_ranks']:.0f} virtual ranks; "
-            "dropped pairs and kept mass are of all passes of a task, over all layers; nothing was timed",
-        ]
-        if not missing(facts["limit"]):
-            notes.append(f"the first {facts['limit']:.0f} questions of each task only")
-        if isinstance(paper := facts["published"], dict):
-            notes.append(
-                f"paper: {paper['source']}, {paper['model']}; the difference is in our standard errors, the paper "
-                f"states none. {paper['note']}"
-            )
-        yield Table(rows, columns, facts["title"], notes)
+def _task_table(rows: pd.DataFrame, facts: Row) -> Table:
+    columns = [_policy(rows), *(column for column in _TASK if column.name != "task" or rows["task"].nunique() > 1)]
+    notes = [
+        "+-: standard errors over questions, of a difference to the unpatched model over the same ones, where the "
+        "number is their mean; that requests of a batch share their routing is not in them",
+        f"{facts['batch_size']:.0f} requests are routed together, on {facts['num_ranks']:.0f} virtual ranks; "
+        "dropped pairs and kept mass are of all passes of a task, over all layers; nothing was timed",
+    ]
+    if not missing(facts["limit"]):
+        notes.append(f"the first {facts['limit']:.0f} questions of each task only")
+    if isinstance(paper := facts["published"], dict):
+        notes.append(
+            f"paper: {paper['source']}, {paper['model']}; the difference is in our standard errors, the paper "
+            f"states none. {paper['note']}"
+        )
+    return Table(rows, columns, facts["title"], notes)

@@ -220,7 +220,7 @@ def _quality(options: Namespace) -> int:
     run_quality(options.config, out, options.overrides, force=options.force, dry_run=options.dry_run)
     if not options.dry_run:
         print(quality_text(out))
-        if read_quality(out).comparisons["text"].notna().any():
+        if read_quality(out).has_texts:
             print(draw_all(out))
     return OK
 

@@ -71,18 +71,14 @@ def phase_rows(store: Store) -> pd.DataFrame:
     words = "\n" + shares[0] + " dropped, " + shares[1] + " kept"
     has_cost = (rows["role"] == "policy") & rows[COST].notna().all(axis=1)
     rows = rows.assign(bar=rows["name"].where(~has_cost, rows["name"] + words))
-    parts = []
-    for scope, of, columns in (
-        ("layer", "one layer", {f"{group}_ms": group for group in GROUPS}),
-        ("model", "a pass", {f"mean_rank_{part}_ms": part for part in PASS_PARTS}),
-    ):
-        timed = rows[(rows["scope"] == scope) & rows[list(columns)].notna().any(axis=1)]
-        kept = [name for name in timed if name not in columns]
-        part = timed.melt(kept, list(columns), "phases", "time_ms", ignore_index=False).sort_index(kind="stable")
-        times_ms = part["time_ms"].fillna(0).astype(float)
-        part = part.assign(begin_ms=times_ms.groupby(level=0).cumsum() - times_ms, phases=part["phases"].map(columns))
-        parts.append(part.assign(axis_words=f"time of {of} (ms)"))
-    shown = pd.concat(parts)
+    is_model, of_layer = rows["scope"] == "model", {f"{group}_ms": group for group in GROUPS}
+    rows[[*of_layer]] = rows[[*of_layer]].mask(is_model)  # a pass has more parts
+    columns = of_layer | {f"mean_rank_{part}_ms": part for part in PASS_PARTS}
+    rows["axis_words"] = np.where(is_model, "time of a pass (ms)", "time of one layer (ms)")
+    kept = [name for name in rows if name not in columns]
+    shown = rows.melt(kept, list(columns), "phases", "time_ms", ignore_index=False).dropna(subset="time_ms")
+    shown = shown.sort_index(kind="stable").replace({"phases": columns})
+    shown["begin_ms"] = shown["time_ms"].groupby(level=0).cumsum() - shown["time_ms"]
     return with_origin(store, shown[shown.groupby("phases")["time_ms"].transform("max") > 0], "phases")
 
 

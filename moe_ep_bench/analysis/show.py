@@ -174,23 +174,19 @@ def list_papers(name: str | None) -> str:
         notes = [paper.version, *([paper.note] if paper.note else [])]
         tables.append(Table(pd.DataFrame(), (), f"arXiv {paper.paper}: {paper.title}", notes))
         for item in paper.items:
-            numbers = list(item.numbers(paper))
-            wheres = [
-                ", ".join(f"{value}" if key == "what" else f"{key} {value}" for key, value in number.where.items())
-                for number in numbers
-            ]
-            printed = [
-                f"{signs.get(number.bound, '')}{number.printed}"
-                + ("" if number.stderr is None else f" ± {number.stderr:.2f}")
-                + (" (read off)" if number.read_off else "")
-                for number in numbers
-            ]
-            about = {name: [getattr(number, name) for number in numbers] for name in ("model", "unit")}
-            rows = pd.DataFrame({"model": about["model"], "where": wheres, "number": printed, "unit": about["unit"]})
-            left_out = paper.why_uncompared(item.item, item.kind)
+            rows = pd.DataFrame([_listed(number, signs) for number in item.numbers(paper)])
             notes = [item.note] if item.note else []
-            if left_out is not None:
+            if (left_out := paper.why_uncompared(item.item, item.kind)) is not None:
                 notes.append(f"not compared: {left_out.why}{f' ({left_out.by})' if left_out.by else ''}")
             title = f"{item.item}: {item.what} ({item.kind}, {item.metric})"
             tables.append(Table(rows, [text(column) for column in rows], title, notes))
     return render(tables, "text")
+
+
+def _listed(number: published.Number, signs: dict[str, str]) -> dict[str, str]:
+    """A row of ``list_papers``."""
+    where = (f"{value}" if key == "what" else f"{key} {value}" for key, value in number.where.items())
+    printed = f"{signs.get(number.bound, '')}{number.printed}"
+    printed += "" if number.stderr is None else f" ± {number.stderr:.2f}"
+    printed += " (read off)" if number.read_off else ""
+    return {"model": number.model, "where": ", ".join(where), "number": printed, "unit": number.unit}

@@ -64,7 +64,7 @@ _JUDGED_ROLES = ("policy", "replication")
 # A share of pairs or score mass that differs by less is rounding.
 _ROUTING_STEP = 5e-4
 _RUNS = {"base": "BASE", "new": "NEW"}
-_IDENTITY = ["comparison_id", "title", "label", "policy", "role"]
+_IDENTITY = ["comparison_id", "title", "how", "ran_on", "label", "policy", "role"]
 _OF_EITHER = [
     *("status", "reason", "dropped_share", "retained_mass", "median_ms", "speedup_median"),
     *("floor_low", "floor_high", "oversubscribed", "origin"),
@@ -79,7 +79,6 @@ class Change(NamedTuple):
             and ``_new``; ``not_compared``, why; ``floor``, by which noise alone may change a ratio; of ``time_`` and
             ``speedup_``: ``ratio`` = NEW / BASE with its interval, and ``verdict``; ``why`` that on the time is
             inconclusive; ``outcome``, the gate's answer.
-        titles: of comparisons by id, with how and on what NEW came about.
         differences: by comparison's id, conditions that differ and were not changed on purpose: (BASE's, NEW's) by key.
         limit: of the gate; None = there is none.
     """
@@ -87,7 +86,6 @@ class Change(NamedTuple):
     base: Path
     new: Path
     cases: pd.DataFrame
-    titles: dict[str, str]
     differences: dict[str, dict[str, tuple[Any, Any]]]
     limit: float | None
 
@@ -114,7 +112,6 @@ def compare_directories(
         if key not in CHANGEABLE:
             raise UserError(f"--changed: expected some of {', '.join(CHANGEABLE)}; got {key!r}")
     stores = [load_timed(directory) for directory in (base, new)]
-    about = pd.concat(map(comparisons, stores)).drop_duplicates("comparison_id", keep="last")
     _check_kinds((base, new), *(comparisons(store).iloc[0] for store in stores))
     frame = side_by_side(dict(zip(_RUNS, map(cases, stores), strict=True)), ["case_id"], _IDENTITY, _OF_EITHER)
     iterations = [rows[rows["quantity"] == ALL].rename(columns={"time_us": "time"}) for rows in map(timings, stores)]
@@ -135,8 +132,7 @@ def compare_directories(
         if not same_machine and (why := _uncontrolled(row, natives.get(row["comparison_id"], {}))):
             row |= {"time_verdict": "inconclusive", "why": why}
         row["outcome"] = _outcome(row, limit) if same_machine or row["role"] in _JUDGED_ROLES else None
-    titles = {row.comparison_id: f"{row.title}: {row.how}, {row.ran_on}" for row in about.itertuples()}
-    return Change(base, new, pd.DataFrame(rows), titles, differences, limit)
+    return Change(base, new, pd.DataFrame(rows), differences, limit)
 
 
 def _check_kinds(directories: Sequence[Path], old: pd.Series, now: pd.Series) -> None:
@@ -350,14 +346,14 @@ def compare_text(change: Change) -> str:
     for comparison_id, rows in change.cases.groupby("comparison_id", sort=False):
         shown = rows.assign(instead="not compared: " + rows["not_compared"].astype(object))
         differing = change.differences.get(comparison_id, {})
-        tables.append(Table(shown, _COLUMNS, change.titles[comparison_id], list(_notes(rows, differing)), "instead"))
+        title = "{title}: {how}, {ran_on}".format_map(rows.iloc[0])
+        tables.append(Table(shown, _COLUMNS, title, list(_notes(rows, differing)), "instead"))
     heading = f"BASE {change.base}\nNEW  {change.new}"
     return "\n\n".join([heading, render(tables, "text"), "\n".join(_answer(change))])
 
 
 def _notes(rows: pd.DataFrame, differing: dict[str, tuple[str, str]]) -> Iterator[str]:
-    yield "change: NEW over BASE, median over batches of the ratio of each batch's medians [95 % interval]"
-    yield "floor: what native run twice differs by, both runs' together"
+    yield "change: NEW over BASE [95 % interval]; floor: what native run twice differs by, both runs' together"
     yield from chance_words(int(rows["time_is_interval"][rows["role"].isin(_JUDGED_ROLES)].eq(True).sum()))
     if rows["origin_new"].eq("measured").any() and rows["time_num_launches"].max() == 1:
         yield "one launch: what differs from job to job is in no interval; with several (measure.launches) it is"

@@ -43,49 +43,44 @@ def timeline_rows(store: Store, asked: str | None = None) -> pd.DataFrame:
     Raises:
         UserError: there is no case of the name that was asked for.
     """
-    rows = case_rows(store)
-    rows = rows[(rows["scope"] == "layer") & (rows["status"] == "ok") & rows["waiting_ms"].notna()]
+    rows = case_rows(store).query("scope == 'layer' and status == 'ok' and waiting_ms.notna()")
     native, case, why = _chosen(rows[rows["world_size"] > rows["num_replicas"]], asked)
     if case is None:
         return pd.DataFrame()
-    native_times, case_times = (_broken_down(store, row) for row in (native, case))
-    native_us, case_us = (times[TOTAL].groupby(level=ITERATION).max() for times in (native_times, case_times))
+    measured = [_broken_down(store, row) for row in (native, case)]
+    native_us, case_us = (times_us[TOTAL].groupby(level=ITERATION).max() for times_us in measured)
     key = (case_us - case_us.median()).abs().idxmin()
-    beside_us = native_us[native_us.index.map(lambda other: other[:2] == key[:2])]
+    beside_us = native_us[native_us.index.droplevel("iteration") == key[:2]]
     if beside_us.empty:
         return pd.DataFrame()
-    native_key = (beside_us - native_us.median()).abs().idxmin()
+    keys = (beside_us - native_us.median()).abs().idxmin(), key
     # Ranks that meet in the same experts as the slowest one.
     size = int(case["world_size"] // case["num_replicas"])
-    shown = [times.xs(at) for times, at in ((native_times, native_key), (case_times, key))]
-    shown = [times[times.index // size == times[TOTAL].idxmax() // size] for times in shown]
-    critical = [critical_rank(times) for times in shown]
+    shown = [times_us.xs(at) for times_us, at in zip(measured, keys, strict=True)]
+    shown = [times_us[times_us.index // size == times_us[TOTAL].idxmax() // size] for times_us in shown]
+    critical = [critical_rank(times_us) for times_us in shown]
     ranks = _lanes(shown[0], set(critical))
-    fewer = f" {len(ranks)} of {len(shown[0])} ranks." if len(ranks) < len(shown[0]) else ""
-    if case["num_replicas"] > 1:
-        fewer += f" Of {case['num_replicas']:.0f} replicas the one with the slowest rank."
-    how = (
-        f"{case['name']} beside native; {case['title']}; {why}; launch {key[0]}, batch {key[1]}; phases are laid end "
-        f"to end, and the critical rank is the one that waits least.{fewer}"
-    )
-    groups = {name: phase.group for name, phase in PHASES.items()}
+    how = f"{case['name']} beside native; {case['title']}; {why}; launch {key[0]}, batch {key[1]}; phases are laid end "
+    how += "to end, and the critical rank is the one that waits least."
+    how += f" {len(ranks)} of {len(shown[0])} ranks." if len(ranks) < len(shown[0]) else ""
+    replicas = f" Of {case['num_replicas']:.0f} replicas the one with the slowest rank."
+    how += replicas if case["num_replicas"] > 1 else ""
     parts = []
-    for row, times, at, rank, layer_us in zip(
-        (native, case), shown, (native_key, key), critical, (native_us, case_us), strict=True
-    ):
-        times_us = times.loc[ranks, [*LAYER_PHASES, UNACCOUNTED]]
-        begins_us = times_us.cumsum(axis=1) - times_us
-        bars = pd.DataFrame({"time_us": times_us.stack(), "begin_us": begins_us.stack()}).reset_index()
-        bars = bars[bars["time_us"] > 0].assign(**dict(zip(ITERATION, at, strict=True)))
-        bars["is_critical"] = bars["rank"] == rank
-        about = {"facet": row["case_id"], "heading": _title(row, times, layer_us.median()), "subtitle": how}
-        about["end_us"] = times[TOTAL].max()
+    panels = zip((native, case), shown, keys, critical, (native_us.median(), case_us.median()), strict=True)
+    for row, times_us, at, rank, median_us in panels:
+        phases_us = times_us.loc[ranks, [*LAYER_PHASES, UNACCOUNTED]]
+        begins_us = phases_us.cumsum(axis=1) - phases_us
+        bars = pd.DataFrame({"time_us": phases_us.stack(), "begin_us": begins_us.stack()}).reset_index()
+        bars = bars[bars["time_us"] > 0].assign(is_critical=lambda rows, rank=rank: rows["rank"] == rank)
+        about = {"facet": row["case_id"], "heading": _title(row, times_us, median_us), "subtitle": how}
+        about |= {"end_us": times_us[TOTAL].max(), **dict(zip(ITERATION, at, strict=True))}
         of_case = row.drop([*bars, *about], errors="ignore").to_frame().T.infer_objects().copy()  # of one piece again
         parts.append(bars.merge(of_case, how="cross").assign(**about))
     rows = pd.concat(parts, ignore_index=True)
+    groups = rows["phase"].map({name: phase.group for name, phase in PHASES.items()}).fillna(UNACCOUNTED)
     lane = "rank " + rows["rank"].astype("str")
     return rows.assign(
-        group=pd.Categorical(rows["phase"].map(groups).fillna(UNACCOUNTED), [*phase_groups("layer"), UNACCOUNTED]),
+        group=pd.Categorical(groups, [*phase_groups("layer"), UNACCOUNTED]),
         bar=lane.mask(rows["is_critical"], "critical: " + lane),
         begin_ms=rows["begin_us"] / 1e3,
         time_ms=rows["time_us"] / 1e3,
@@ -144,14 +139,13 @@ def _lanes(times_us: pd.DataFrame, always: set[int]) -> list[int]:
 
 def _title(case: pd.Series, times_us: pd.DataFrame, median_us: float) -> str:
     """A panel's title: the case, its time, what it costs, and how much of it is waiting."""
-    layer_us = times_us[TOTAL].max()
-    # As if each rank held its device until the slowest is done.
-    waiting = times_us[list(WAITING_PHASES)].to_numpy().sum() / (layer_us * len(times_us))
+    layer_us, waits_us = times_us[TOTAL].max(), times_us[list(WAITING_PHASES)].to_numpy().sum()
     shown, median = (milliseconds(time_us / 1e3, digits=3) for time_us in (layer_us, median_us))
     words = [f"{case['name']}: layer {shown} ms (median {median})"]
     words += [] if np.isnan(case["speedup_median"]) else [f"speedup {case['speedup_median']:.3f}"]
     words += [f"{100 * case['dropped_share']:.1f} % dropped"] if case["role"] == "policy" else []
-    return ", ".join([*words, f"{100 * waiting:.1f} % waiting"])
+    # As if each rank held its device until the slowest is done.
+    return ", ".join([*words, f"{100 * waits_us / (layer_us * len(times_us)):.1f} % waiting"])
 
 
 def mark_critical(axes: Axes, rows: pd.DataFrame) -> None:

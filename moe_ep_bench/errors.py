@@ -28,6 +28,14 @@ def saying(hint: str) -> contextlib.AbstractContextManager[None]:
     return naming("", hint)
 
 
+def check_known(option: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a UserError at the first name that is not among the known ones, which its line lists."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            raise UserError(f"{option}: expected some of {', '.join(known)}; got {name!r}")
+
+
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """The end of an error's line: the known name that begins with a word, holds it or is spelt like it; else empty."""
     text, names = str(word).lower(), list(known)

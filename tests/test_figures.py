@@ -149,7 +149,7 @@ def test_a_size_leaves_no_settings_behind_and_an_unknown_one_is_refused() -> Non
     with house_style("column"):
         pass
     assert dict(matplotlib.rcParams) == before
-    with pytest.raises(ValueError, match=r"size: expected one of page, column; got 'poster'"):
+    with pytest.raises(ValueError, match=r"size: expected some of page, column; got 'poster'"):
         house_style("poster").__enter__()
 
 

@@ -39,7 +39,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     def figures(_: object) -> dict[str, Drawing]:
         return {"speedup": Drawing(Figure(figsize=(2, 1)), pd.DataFrame(), "A title", f"how to read {HOSTILE}")}
 
-    monkeypatch.setattr(page_module, "_drawn", figures)
+    monkeypatch.setattr(page_module, "drawings", figures)
     monkeypatch.setattr(page_module, "settle", lambda _: None)
 
 

@@ -298,7 +298,7 @@ def test_a_file_holds_the_same_bytes_as_standard_output(directory, capsys, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--format", "xml"], "--format: expected one of text, md, latex, csv, json, html; got 'xml'"),
+        (["--format", "xml"], "--format: expected some of text, md, latex, csv, json, html; got 'xml'"),
         (["--case", "king"], "--case king: expected a case's id, label or policy of: native"),
         (["--case", "lynx"], "--case lynx: was not measured (oom)"),
         (["--samples"], "--samples: goes with --format csv, json; got --format text"),

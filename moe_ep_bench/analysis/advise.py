@@ -21,13 +21,12 @@ import pandas as pd
 from moe_ep_bench.analysis.cases import cases, comparisons, load_timed, timings
 from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, short_labels, text
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words, warnings
-from moe_ep_bench.analysis.origins import NOTHING_RAN, is_same_model, modelled_line
+from moe_ep_bench.analysis.origins import NOTHING_RAN, is_same_model, modelled_line, said_once
 from moe_ep_bench.analysis.reading import ITERATION
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.bench.question import Bounds, Question
-from moe_ep_bench.cost_model.tables import MEASURED_ELSEWHERE
-from moe_ep_bench.files import atomic_path
+from moe_ep_bench.files import write_text
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import BELOW_MODEL, NoiseFloor, estimate_median, judge
@@ -154,8 +153,7 @@ def advice_text(store: Store, bounds: Bounds, question: Question | None = None, 
 def write_answer(question: Question, bounds: Bounds, *, show_all: bool = False) -> str:
     """The answer to a question that was modelled, and where it lies; ``advice.txt`` has it for a page to show."""
     advice = advice_text(load_timed(question.out), bounds, question, show_all=show_all)
-    with atomic_path(question.out / ADVICE) as temporary:
-        temporary.write_text(f"{advice}\n")
+    write_text(question.out / ADVICE, f"{advice}\n")
     show = f"moe-ep-bench show {question.out}"
     return f"{advice}\n\nall of it: {question.out} ({ADVICE}; {show}); config: {question.config}"
 
@@ -218,28 +216,19 @@ def _taken(ours_ms: float, native_ms: float) -> str:
 
 def _for(about: pd.DataFrame, bounds: Bounds, assumed: Sequence[str]) -> str:
     """For what the answer holds: model, sizes, device, traffic and whose it is, and the bounds; one line."""
-    parts = [
-        " / ".join(about["model"].unique()),
-        *about["sizes"].dropna().unique(),
-        *map(_ran_on, about["ran_on"].unique()),
-        *(f"links {_ran_on(words)}" for words in about["links_words"].dropna().unique()),
-    ]
+    parts = [said_once(about[name]) for name in ("model", "sizes", "ran_on")]
+    links = said_once(about["links_words"])
+    parts += [f"links {links}"] if links else []
     lost = 100 * (1 - bounds.min_retained)
     limits = [f"{100 * bounds.max_dropped:g} % of the pairs dropped"] if bounds.max_dropped < 1 else []
     limits += [f"{lost:g} % of the score mass lost"] if lost < 100 else []
     within = f"at most {' and '.join(limits)}" if limits else "no bounds"
     default = f"; by default {', '.join(assumed)}" if assumed else ""
-    skews = " / ".join(dict.fromkeys(map(_skew, about["facts"])))
+    skews = said_once(map(_skew, about["facts"]))
     workload = about["facts"].iloc[0]["workload"]
     if not (workload.get("recording") or workload.get("skew") or "expert_loads" in workload["targets"]):
         skews += f", assumed, not {about['model'].iloc[0]}'s own"
-    return f"For {', '.join(dict.fromkeys(parts))}; {skews}; {within}{default}."
-
-
-def _ran_on(words: str) -> str:
-    """On what the layers ran or were modelled, without what a model is made of."""
-    short = words.partition(": ")[0]
-    return f"{short}, the rest modelled" if f"experts {MEASURED_ELSEWHERE} (" in short else short
+    return f"For {', '.join(filter(None, parts))}; {skews}; {within}{default}."
 
 
 def _skew(facts: Row) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pandas as pd
 
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import check_known
 from moe_ep_bench.schema import LAYER_PHASES, PHASES, UNACCOUNTED
 
 NONE = "-"
@@ -261,16 +261,12 @@ COLUMNS = {
 }
 
 
-def columns(names: Iterable[str], frame: pd.DataFrame, option: str = "--columns") -> list[Column]:
+def columns(names: Sequence[str], frame: pd.DataFrame) -> list[Column]:
     """Columns by name; one of the frame without a row in ``COLUMNS`` is shown as it is.
 
     Raises:
         UserError: the frame has no such column; the line lists those that it has.
     """
-    found = []
-    for name in names:
-        if name not in frame:
-            raise UserError(f"{option}: expected some of {', '.join(frame.columns)}; got {name!r}")
-        is_number = pd.api.types.is_numeric_dtype(frame[name])
-        found.append(COLUMNS.get(name) or Column(name, name.replace("_", " "), form="{:.6g}" if is_number else None))
-    return found
+    check_known("--columns", names, frame.columns)
+    forms = {name: "{:.6g}" if pd.api.types.is_numeric_dtype(frame[name]) else None for name in names}
+    return [COLUMNS.get(name) or Column(name, name.replace("_", " "), form=form) for name, form in forms.items()]

@@ -30,7 +30,7 @@ from moe_ep_bench.analysis.origins import MODE_WORDS, NOTHING_RAN
 from moe_ep_bench.analysis.reading import ITERATION, ResultsError
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import check_known
 from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import (
     BELOW_MODEL,
@@ -108,9 +108,7 @@ def compare_directories(
     Raises:
         ValueError: no case was measured in both, they are of two modes or scopes, or ``intended`` names no condition.
     """
-    for key in intended:
-        if key not in CHANGEABLE:
-            raise UserError(f"--changed: expected some of {', '.join(CHANGEABLE)}; got {key!r}")
+    check_known("--changed", intended, CHANGEABLE)
     stores = [load_timed(directory) for directory in (base, new)]
     _check_kinds((base, new), *(comparisons(store).iloc[0] for store in stores))
     frame = side_by_side(dict(zip(_RUNS, map(cases, stores), strict=True)), ["case_id"], _IDENTITY, _OF_EITHER)

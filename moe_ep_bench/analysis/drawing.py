@@ -22,7 +22,7 @@ from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing, timing
 from moe_ep_bench.analysis.columns import COLUMNS
 from moe_ep_bench.analysis.marks import Panel, axis_of, facets, panels_of, series
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, interval_words
-from moe_ep_bench.analysis.origins import ORIGINS
+from moe_ep_bench.analysis.origins import ORIGINS, said_once
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
 from moe_ep_bench.analysis.sweeps import value_words
@@ -174,21 +174,12 @@ def _footer(rows: pd.DataFrame, notes: Sequence[str], *, timed: bool) -> list[st
     dtype = first["dtype"].map(lambda dtype: f", {dtype}", "ignore").fillna("")
     weights = first["facts"].map(lambda facts: "random weights" if facts.get("random_weights") else None)
     about = (first["how"], first["ran_on"], first["links_words"], first["model"] + scale + dtype, weights)
-    said = [_said_once(words) for words in (*about, first["workload_words"])]
+    said = [said_once(words) for words in (*about, first["workload_words"])]
     warnings = [OVERSUBSCRIBED] if timed and first["oversubscribed"].eq(True).any() else []
     permutes = {(facts.get("permute") or {}).get("ran", "fused") for facts in first["facts"]}
     warnings += [NOT_FUSED] if timed and "part_origin" in rows and permutes != {"fused"} else []
     words = "; ".join(note.removesuffix(".") for note in [*warnings, *notes])
     return [" | ".join(filter(None, said)), *([f"Note: {words}."] if words else [])]
-
-
-def _said_once(values: pd.Series) -> str:
-    """What comparisons share is said once; of more than two different values the first and the last."""
-    words = (str(value).partition(": ")[0] if "modelled by" in str(value) else value for value in values.dropna())
-    different = list(dict.fromkeys(words))
-    if len(different) > 2:
-        different[1:-1] = [f"{len(different) - 2} more"]
-    return " / ".join(different)
 
 
 # ---- any column against any other ------------------------------------------------------------------------------------

@@ -98,6 +98,20 @@ def device_words(run: RunFacts, facts: ComparisonFacts) -> str:
     return words + (f", driver {environment.driver}" if environment.driver else "")
 
 
+def said_once(values: Iterable[str | None]) -> str:
+    """What comparisons share is said once, without what a model is made of; of many the first and the last."""
+    different = list(dict.fromkeys(_short(value) for value in values if isinstance(value, str)))
+    if len(different) > 2:
+        different[1:-1] = [f"{len(different) - 2} more"]
+    return " / ".join(different)
+
+
+def _short(words: str) -> str:
+    is_model = "modelled by" in words or MEASURED_ELSEWHERE in words
+    short = words.partition(": ")[0] if is_model else words
+    return f"{short}, the rest modelled" if f"experts {MEASURED_ELSEWHERE} (" in short else short
+
+
 def file_of(described: str | None) -> str | None:
     """The file of a modelled device, or of links with a factor on their bandwidth; None where there is none."""
     return None if described is None else re.sub("^modelled by (devices|links)/", "", described.partition(": ")[0])

@@ -26,14 +26,16 @@ from matplotlib.figure import Figure
 
 from moe_ep_bench.analysis.advise import advice_lines
 from moe_ep_bench.analysis.cases import cases, comparisons, jobs, load
-from moe_ep_bench.analysis.columns import COLUMNS, missing
+from moe_ep_bench.analysis.columns import COLUMNS
 from moe_ep_bench.analysis.drawing import Drawing
+from moe_ep_bench.analysis.origins import said_once
+from moe_ep_bench.analysis.plot import drawings
 from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.style import FORMATS, house_style, settle
 from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, tables, warnings_of
-from moe_ep_bench.files import atomic_path, check_folder, refuse_links_out
+from moe_ep_bench.files import check_folder, refuse_links_out, write_text
 
 MAX_SVG_BYTES = 400_000
 # Of more tables the others are closed at first.
@@ -66,8 +68,7 @@ def write_report(directories: Sequence[Path], out: Path | None = None) -> tuple[
     passed_over: list[str] = []
     with house_style():
         page = page_of(directories, passed_over)
-    with atomic_path(out) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    write_text(out, page)
     return out, passed_over
 
 
@@ -109,7 +110,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         passed_over=passed_over,
         lost=frame[frame["status"] != "ok"].to_dict("records"),
         warnings=warnings_of(listed),
-        images=[_image(*item) for item in _drawn(store).items()],
+        images=[_image(*item) for item in drawings(store).items()],
         tables=listed,
         max_open=MAX_OPEN,
         jobs=jobs(store).to_dict("records"),
@@ -123,18 +124,10 @@ def _line(store: Store) -> str:
     facts = comparisons(store)
     if (facts["mode"] == "route").all():
         return "Routing only (nothing was timed): loads are no times, and no speed is claimed."
-    links = facts["links"].map(lambda name: "" if missing(name) else f", links {name}")
-    what = list(dict.fromkeys(facts["how"] + ": " + facts["ran_on"].str.partition(": ")[0] + links))
-    words = f"{what[0][:1].upper()}{what[0][1:]}" + (f", and {len(what) - 1} more" if len(what) > 1 else "")
+    links = said_once(facts["links"])
+    words = f"{said_once(facts['how'])}: {said_once(facts['ran_on'])}{links and f', links {links}'}"
     random = any(getattr(one.facts, "random_weights", False) for one in store.comparisons)
-    return f"{words}; {count_words(cases(store))}{'; weights are random' if random else ''}."
-
-
-def _drawn(store: Store) -> dict[str, Drawing]:
-    """The figures for which the store has rows."""
-    from moe_ep_bench.analysis.plot import drawings
-
-    return drawings(store)
+    return f"{words[:1].upper()}{words[1:]}; {count_words(cases(store))}{'; weights are random' if random else ''}."
 
 
 def _image(name: str, drawing: Drawing) -> dict[str, Any]:

@@ -15,11 +15,12 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import cases, comparisons, load, routing, timings
 from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, text
+from moe_ep_bench.analysis.origins import said_once
 from moe_ep_bench.analysis.reading import ITERATION, ResultsError, read_document, typed
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.facts import JsonRecord
-from moe_ep_bench.files import atomic_path, inside
+from moe_ep_bench.files import inside, write_text
 from moe_ep_bench.papers.claims import CLAIMED, NATIVE_METRICS, OWN_METRICS, claims_path
 from moe_ep_bench.schema import ALL, MOE
 from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
@@ -197,8 +198,7 @@ def write_claims(claims: Claims) -> str:
     if len(claims.measured):
         written["claims.csv"] = render([Table(claims.measured[_CSV], ())], "csv")
     for name, content in written.items():
-        with atomic_path(claims.directory / name) as temporary:
-            temporary.write_text(content)
+        write_text(claims.directory / name, content)
     return shown
 
 
@@ -232,8 +232,8 @@ def how_words(claims: Claims) -> str:
     whole = [facts["whole"] for facts in about["facts"] if facts.get("whole")]
     cut = [f"the first {one['num_layers']} of {one['of_layers']} layers" for one in whole]
     is_cut = any(one["num_layers"] < one["of_layers"] for one in whole)
-    parts = [about["how"], about["ran_on"], about["links_words"].dropna(), cut if is_cut else []]
-    return "; ".join(" / ".join(dict.fromkeys(values)) for values in parts if len(values))
+    parts = (about["how"], about["ran_on"], about["links_words"], cut if is_cut else [])
+    return "; ".join(filter(None, map(said_once, parts)))
 
 
 def _primary(frame: pd.DataFrame) -> pd.DataFrame:

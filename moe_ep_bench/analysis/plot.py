@@ -21,7 +21,7 @@ from moe_ep_bench.analysis.papers import Claims
 from moe_ep_bench.analysis.reading import Errors, ResultsError
 from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import UserError, check_known
 from moe_ep_bench.files import check_folder, refuse_links_out
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
@@ -164,7 +164,5 @@ def _columns_asked_for(options: argparse.Namespace) -> dict[str, Figure]:
 
 def _names(option: str, text: str, known: Collection[str]) -> list[str]:
     names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            raise UserError(f"{option}: expected some of {', '.join(known)}; got {name!r}")
+    check_known(option, names, known)
     return list(dict.fromkeys(names))

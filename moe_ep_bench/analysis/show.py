@@ -18,8 +18,8 @@ from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import PROGRAMS, Table, render, terminal_width, wrapped
 from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.tables import MAIN, VIEWS, count_words, short_table, tables
-from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import atomic_path, check_folder
+from moe_ep_bench.errors import UserError, check_known
+from moe_ep_bench.files import check_folder, write_text
 from moe_ep_bench.papers import published
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
@@ -76,18 +76,15 @@ def show(
     if out is None:
         sys.stdout.write(text)
     else:
-        with atomic_path(out) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        write_text(out, text)
     return OK
 
 
 def _check_options(
     to: str, names: Sequence[str], views: Sequence[str], columns: Sequence[str], all_samples: bool
 ) -> None:
-    if to not in FORMATS:
-        raise UserError(f"--format: expected one of {', '.join(FORMATS)}; got {to!r}")
-    if unknown := [view for view in views if view not in VIEWS]:
-        raise UserError(f"--view: expected some of {', '.join(VIEWS)}; got {unknown[0]!r}")
+    check_known("--format", [to], FORMATS)
+    check_known("--view", views, VIEWS)
     for option, given, formats in (
         ("case", names, FORMATS[:-1]),
         ("view", views, FORMATS[:3]),

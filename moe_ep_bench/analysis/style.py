@@ -29,7 +29,7 @@ from matplotlib.legend import Legend
 from matplotlib.transforms import ScaledTranslation
 
 from moe_ep_bench.analysis.origins import ORIGINS
-from moe_ep_bench.errors import UserError
+from moe_ep_bench.errors import check_known
 from moe_ep_bench.files import atomic_path
 
 # What a file of each format would otherwise say of its making; the date changes, the rest is noise.
@@ -92,8 +92,7 @@ MIN_POINTS = 6.0  # of any text at any size
 @contextmanager
 def house_style(size: str = "page") -> Iterator[None]:
     """Set matplotlib's parameters for one of ``SIZES``, whatever the user's own are, and restore these afterwards."""
-    if size not in SIZES:
-        raise UserError(f"size: expected one of {', '.join(SIZES)}; got {size!r}")
+    check_known("size", [size], SIZES)
     width, scale, dots = SIZES[size]
     fonts = {name: max(MIN_POINTS, scale * points) for name, points in FONT_SIZES.items()}
     settings = {**STYLE, **fonts, "figure.figsize": (width, 5.0), "figure.dpi": dots}

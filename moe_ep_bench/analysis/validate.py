@@ -21,7 +21,7 @@ from moe_ep_bench.analysis.reading import ResultsError, read_document, typed
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.facts import Pairs
-from moe_ep_bench.files import atomic_path
+from moe_ep_bench.files import write_text
 from moe_ep_bench.results import ValidationDirectory
 from moe_ep_bench.schema import ALL, MOE
 from moe_ep_bench.timing.statistics import equivalence
@@ -178,7 +178,6 @@ def write_validation(directory: Path) -> str:
     """Write ``validation.txt`` and ``validation.csv``; return the text."""
     files, validation = ValidationDirectory(directory), load_validation(directory)
     shown = validation_text(validation)
-    for path, content in ((files.text, f"{shown}\n"), (files.table, render([Table(validation.cases, ())], "csv"))):
-        with atomic_path(path) as temporary:
-            temporary.write_text(content)
+    write_text(files.text, f"{shown}\n")
+    write_text(files.table, render([Table(validation.cases, ())], "csv"))
     return shown

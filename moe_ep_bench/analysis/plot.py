@@ -74,13 +74,8 @@ def stores(directories: Sequence[Path], passed_over: list[str]) -> Iterator[Any]
             continue
         if (quality := Errors(passed_over).read(_quality, directory)) is not None:
             yield quality
-    if timed:
-        lines: list[str] = []
-        store = Errors(passed_over).read(load, timed, lines)
-        if store is not None or len(timed) > 1:  # of one directory alone the error's line says why
-            passed_over += lines
-        if store is not None:
-            yield store
+    if timed and (store := Errors(passed_over).read(load, timed, passed_over)) is not None:
+        yield store
 
 
 def _quality(directory: Path) -> Any:

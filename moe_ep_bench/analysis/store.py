@@ -9,7 +9,6 @@ stand beside each other and are never pooled: two jobs share no moment.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,16 +117,13 @@ def read_store(directories: Iterable[Path], passed_over: list[str] | None = None
     folders, read = _named(directories), []
     for name, folder in folders.items():
         errors = Errors(None if passed_over is None else [])
-        if len(folders) == 1:
-            found = _read_directory(name, folder, errors)
-        else:
-            found = Errors(passed_over).read(_read_directory, name, folder, errors)
+        found = Errors(passed_over).read(_read_directory, name, folder, errors)
         if found is not None:  # else one line says why
             read += found
             if passed_over is not None:
                 passed_over += errors.lines or []
     if not read:
-        raise ResultsError(f"{', '.join(map(str, folders.values()))}: nothing can be read; {(passed_over or [''])[-1]}")
+        raise ResultsError(passed_over.pop() if passed_over else "expected a directory, got none")
     cases = pd.concat([rows.assign(comparison=place) for place, (_, rows, _) in enumerate(read)])
     cases["number"] = range(len(cases))
     frames: dict[str, pd.DataFrame] = {}
@@ -147,17 +143,15 @@ def _together(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _named(directories: Iterable[Path]) -> dict[str, Path]:
-    """Directories by a short name of each: its own, with as many of the folders above it as tell it from the others."""
-    different: dict[Path, Path] = {}
+    """Directories by a short name of each: its own, or its whole path where several have that."""
+    paths: dict[Path, Path] = {}
     for directory in directories:
-        different.setdefault(directory.resolve(), directory)
-    parts = {directory: Path(os.path.abspath(directory)).parts[1:] for directory in different.values()}
-    names = {}
-    for directory, path in parts.items():
-        ends = (path[-number:] for number in range(1, len(path) + 1))
-        unique = (end for end in ends if sum(other[-len(end) :] == end for other in parts.values()) == 1)
-        names["-".join(next(unique, path)) or "root"] = directory
-    return names
+        paths.setdefault(directory.resolve(), directory)
+    count = Counter(path.name for path in paths)
+    return {
+        (path.name if count[path.name] == 1 else "-".join(path.parts[1:])) or "root": directory
+        for path, directory in paths.items()
+    }
 
 
 def _read_directory(name: str, folder: Path, errors: Errors) -> list[_Read]:

@@ -84,8 +84,8 @@ def load(directories: Path | Sequence[Path], passed_over: list[str] | None = Non
     Raises:
         ResultsError: one line that names the file and what is wrong with it.
     """
-    store = read_store([directories] if isinstance(directories, Path) else directories, passed_over)
-    return joined(store) if join_draws else store
+    directories = [directories] if isinstance(directories, Path) else directories
+    return read_store(directories, passed_over, joined if join_draws else list)
 
 
 def load_timed(directory: Path) -> Store:

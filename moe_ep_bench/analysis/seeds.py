@@ -11,54 +11,35 @@ batches, and are told apart by the column ``layer``.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pandas as pd
 
-from moe_ep_bench.analysis.store import Comparison, Store
+from moe_ep_bench.analysis.store import Comparison, Read, together
 from moe_ep_bench.facts import RoutedFacts
 
 SEED = "workload.seed"
 _JOINED = (SEED, "workload.layer")
 
 
-def joined(store: Store) -> Store:
-    """The store with such comparisons joined, each under the id of its first, or of the group of routed layers."""
-    places = store.samples["case"].map(store.cases["comparison"])
-    launches = store.samples.groupby(places)["launch"].nunique()
-    moves = pd.DataFrame(
-        [
-            {
-                "directory": comparison.directory,
-                "alike": _alike(comparison, launches.get(place, 1)),
-                "is_routed": isinstance(comparison.facts, RoutedFacts),
-                "num_batches": comparison.facts.num_batches,
-                "layer": getattr(comparison.facts, "layer", None),
-            }
-            for place, comparison in enumerate(store.comparisons)
-        ]
-    )
-    groups, is_routed = moves.groupby(["directory", "alike"], sort=False), moves["is_routed"]
-    size = groups["alike"].transform("size")
-    moves["comparison"] = groups.ngroup()
-    moves["members"] = size.where(is_routed, 1)
-    moves["first_batch"] = (groups["num_batches"].cumsum() - moves["num_batches"]).mask(is_routed, 0)
-    moves["launch"] = groups.cumcount().where((size > 1) & ~is_routed)
-    members = moves.groupby("comparison").groups.values()
-    comparisons = [_joined([store.comparisons[place] for place in of_one]) for of_one in members]
-    return _moved(replace(store, comparisons=tuple(comparisons)), moves)
+def joined(read: Iterable[Read]) -> list[Read]:
+    """Comparisons joined, each under the id of its first, or of the group of routed layers."""
+    groups: dict[tuple[str, str], list[Read]] = {}
+    for one in read:
+        groups.setdefault((one.comparison.directory, _alike(one)), []).append(one)
+    return [_joined(members) for members in groups.values()]
 
 
-def _alike(comparison: Comparison, num_launches: int) -> str:
+def _alike(one: Read) -> str:
     """What comparisons that are joined have alike; what a seed achieved may differ, what was asked for may not."""
-    facts = comparison.facts
+    facts = one.comparison.facts
     if isinstance(facts, RoutedFacts):
         return facts.group
-    if set(_JOINED).isdisjoint(facts.point) or num_launches > 1:
-        return comparison.comparison_id
+    if set(_JOINED).isdisjoint(facts.point) or one.frames["samples"]["launch"].nunique() > 1:
+        return one.comparison.comparison_id
     targets = {key: value for key, value in facts.workload.targets.items() if key != "expert_loads"}
-    asked = [_point(comparison), facts.workload.kind, targets, facts.workload.skew]
+    asked = [_point(one.comparison), facts.workload.kind, targets, facts.workload.skew]
     apart = {"point": True, "workload": True, "title": True, "sizes": True, "order": True}
     apart |= {"whole": {"num_shared_by_chance"}}
     return json.dumps([facts.model_dump(mode="json", exclude=apart), asked], sort_keys=True)
@@ -69,50 +50,48 @@ def _point(comparison: Comparison) -> dict[str, object]:
     return {key: value for key, value in comparison.facts.point.items() if key not in _JOINED}
 
 
-def _joined(members: Sequence[Comparison]) -> Comparison:
-    """What is shared by the cases of several comparisons; conditions of each are those of a launch."""
+def _joined(members: Sequence[Read]) -> Read:
+    """One of several: cases by what they are, launch after launch and batch after batch, or layer beside layer.
+
+    A case that failed for one seed failed; one that a routed layer lacks is left out.
+    """
+    comparison = members[0].comparison
+    is_routed = isinstance(comparison.facts, RoutedFacts)
+    if len(members) == 1 and not is_routed:
+        return members[0]
+    listed, parts, begin = [], {table: [] for table in members[0].frames}, 0
+    for launch, (of_member, cases, frames) in enumerate(members):
+        about = [[facts.role, facts.policy, facts.policy_params, facts.label] for facts in cases["facts"]]
+        keys = pd.Series([json.dumps(words, sort_keys=True) for words in about], cases.index)
+        listed.append(cases.assign(key=keys))
+        given = {"layer": of_member.facts.layer} if is_routed else {"launch": launch}
+        for table, rows in frames.items():
+            own = {name: value for name, value in given.items() if name in rows and value is not None}
+            parts[table].append(rows.assign(case=rows["case"].map(keys), batch=rows["batch"] + begin, **own))
+        begin += 0 if is_routed else of_member.facts.num_batches
+    cases = pd.concat(listed)
+    if is_routed:
+        cases = cases[cases.groupby("key")["key"].transform("size") == len(members)]
+    order = cases["key"].drop_duplicates()
+    cases = cases.sort_values("status", key=lambda status: status == "ok", kind="stable").drop_duplicates("key")
+    cases = cases.set_index("key").loc[order].reset_index()
+    numbers = pd.Series(cases.index, cases["key"])[(cases["status"] == "ok").to_numpy()]
+    joined_frames = {}
+    for table, of_table in parts.items():
+        rows = together(of_table)
+        rows = rows[rows["case"].isin(numbers.index)]
+        joined_frames[table] = rows.assign(case=rows["case"].map(numbers).astype(int))
+    return Read(_shared([one.comparison for one in members]), cases.drop(columns="key"), joined_frames)
+
+
+def _shared(members: Sequence[Comparison]) -> Comparison:
+    """What the cases of several comparisons share; conditions of each are those of a launch."""
     first, facts = members[0], members[0].facts
     if isinstance(facts, RoutedFacts):
         first = min(members, key=lambda comparison: comparison.facts.layer or 0)
         return replace(first, comparison_id=facts.group)
-    if len(members) == 1:
-        return first
     num_batches = sum(comparison.facts.num_batches for comparison in members)
     draws = len(members) if SEED in facts.point else 1
     facts = facts.model_copy(update={"point": _point(first), "num_batches": num_batches, "draws": draws})
     conditions = {launch: told for launch, one in enumerate(members) for told in one.conditions.values()}
     return replace(first, facts=facts, conditions=conditions)
-
-
-def _moved(store: Store, moves: pd.DataFrame) -> Store:
-    """Cases and rows under the comparison that theirs became, launch after launch and batch after batch.
-
-    A case that failed for one seed failed; one that a routed layer lacks is left out.
-
-    Args:
-        moves: by the old comparison's place: the new one's; how many ``members`` must have a case; its ``first_batch``;
-            and its ``launch`` or ``layer``, null where these stay as they are.
-    """
-    moves = moves.loc[store.cases["comparison"]].set_index(store.cases.index)
-    cases = store.cases.drop(columns="comparison").join(moves)
-    about = [[facts.role, facts.policy, facts.policy_params, facts.label] for facts in cases["facts"]]
-    cases["key"] = [json.dumps(words, sort_keys=True) for words in about]
-    by_key = cases.groupby(["comparison", "key"], sort=False)
-    cases["case"] = by_key.ngroup()
-    cases = cases[by_key["key"].transform("size") >= cases["members"]]
-    first = cases.sort_values("status", key=lambda status: status == "ok", kind="stable").drop_duplicates("case")
-    first = first.set_index("case", drop=False).sort_index()
-    kept = cases.drop(columns=["facts", "members"])[cases["case"].map(first["status"]) == "ok"]
-    places = pd.Series(range(len(first)), first.index)
-
-    def moved(rows: pd.DataFrame) -> pd.DataFrame:
-        rows = rows[rows["case"].isin(kept.index)]
-        of_rows = kept.loc[rows["case"]].set_index(rows.index)
-        given = {
-            name: of_rows[name].where(of_rows[name].notna(), rows[name]) for name in ("launch", "layer") if name in rows
-        }
-        given = {name: values.astype(rows[name].dtype) for name, values in given.items()}
-        return rows.assign(case=of_rows["case"].map(places), batch=rows["batch"] + of_rows["first_batch"], **given)
-
-    frames = {table: moved(getattr(store, table)) for table in ("samples", "routing", "frontier")}
-    return replace(store, cases=first[list(store.cases)].reset_index(drop=True), **frames)

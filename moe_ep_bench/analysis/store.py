@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
@@ -65,7 +66,6 @@ class Store:
     """Comparisons in the order of their directories and sweeps, and what was recorded of their cases.
 
     Attributes:
-        folders: by the column ``directory``.
         cases: a row per case in run.json's order: ``comparison``, its place among ``comparisons``; ``case_id``;
             ``facts`` (``CaseFacts``); ``status``, one of ``STATUSES``; ``reason``, why it is not ok. A case that failed
             in one launch failed. Its number, the index, is the column ``case`` of the other frames, which hold
@@ -75,7 +75,6 @@ class Store:
         frontier: a row per batch and layer, where it was computed.
     """
 
-    folders: dict[str, Path]
     comparisons: tuple[Comparison, ...]
     cases: pd.DataFrame
     samples: pd.DataFrame
@@ -87,8 +86,12 @@ class Store:
         return {(comparison.directory, comparison.comparison_id): comparison for comparison in self.comparisons}
 
 
-# A comparison, its cases, and their rows of each table.
-_Read = tuple[Comparison, pd.DataFrame, dict[str, pd.DataFrame]]
+class Read(NamedTuple):
+    """A comparison, its cases, and by table their rows, whose column ``case`` is a row of its cases."""
+
+    comparison: Comparison
+    cases: pd.DataFrame
+    frames: dict[str, pd.DataFrame]
 
 
 def kind_of(directory: Path) -> str:
@@ -104,18 +107,23 @@ def kind_of(directory: Path) -> str:
     return "quality" if mode == "quality" else "timed"
 
 
-def read_store(directories: Iterable[Path], passed_over: list[str] | None = None) -> Store:
+def read_store(
+    directories: Iterable[Path],
+    passed_over: list[str] | None = None,
+    join: Callable[[list[Read]], list[Read]] = list,
+) -> Store:
     """Read and check directories of times or of routing; one that is named twice is read once.
 
     Args:
+        join: makes one of several comparisons.
         passed_over: gets a line for each thing that cannot be trusted and is left out; None = the first is raised.
 
     Raises:
         ResultsError: one line that names the file and what is wrong with it; with ``passed_over`` only where nothing
             is left.
     """
-    folders, read = _named(directories), []
-    for name, folder in folders.items():
+    read: list[Read] = []
+    for name, folder in _named(directories).items():
         errors = Errors(None if passed_over is None else [])
         found = Errors(passed_over).read(_read_directory, name, folder, errors)
         if found is not None:  # else one line says why
@@ -124,20 +132,17 @@ def read_store(directories: Iterable[Path], passed_over: list[str] | None = None
                 passed_over += errors.lines or []
     if not read:
         raise ResultsError(passed_over.pop() if passed_over else "expected a directory, got none")
-    cases = pd.concat([rows.assign(comparison=place) for place, (_, rows, _) in enumerate(read)])
-    cases["number"] = range(len(cases))
-    frames: dict[str, pd.DataFrame] = {}
-    for table in _COLUMNS:
-        numbered = [
-            rows[table].assign(case=rows[table]["case"].map(cases[cases["comparison"] == place]["number"]))
-            for place, (_, _, rows) in enumerate(read)
-        ]
-        frames[table] = _together(numbered)
-    cases = cases.drop(columns="number").reset_index(drop=True)
-    return Store(folders, tuple(comparison for comparison, _, _ in read), cases, **frames)
+    read = join(read)
+    cases = pd.concat([one.cases.assign(comparison=place) for place, one in enumerate(read)], ignore_index=True)
+    begins = np.cumsum([0, *(len(one.cases) for one in read)])
+    frames = {
+        table: together([rows.assign(case=rows["case"] + begin) for rows, begin in zip(parts, begins, strict=False)])
+        for table, parts in ((table, [one.frames[table] for one in read]) for table in _COLUMNS)
+    }
+    return Store(tuple(one.comparison for one in read), cases, **frames)
 
 
-def _together(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
+def together(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Rows of several frames; empty ones, whose columns have no types, are left out."""
     return pd.concat([rows for rows in parts if len(rows)] or parts[:1], ignore_index=True)
 
@@ -154,7 +159,7 @@ def _named(directories: Iterable[Path]) -> dict[str, Path]:
     }
 
 
-def _read_directory(name: str, folder: Path, errors: Errors) -> list[_Read]:
+def _read_directory(name: str, folder: Path, errors: Errors) -> list[Read]:
     files, kind = RunDirectory(folder), kind_of(folder)
     if kind == "validation":
         raise ResultsError(f"{folder}: holds two runs side by side: name {folder}/real or {folder}/emulated")
@@ -176,7 +181,7 @@ def _read_directory(name: str, folder: Path, errors: Errors) -> list[_Read]:
         of_comparison = {table: of_table.get(key, []) for table, of_table in paths.items()}
         found = errors.read(_read_comparison, files, of_comparison, (name, key), facts[key], run, cases, errors)
         read += [] if found is None else [found]
-    tried = [case for _, cases, _ in read for case in cases.itertuples()]
+    tried = [case for one in read for case in one.cases.itertuples()]
     if not any(case.status == "ok" for case in tried):
         counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in tried).items()))
         first = f"; {tried[0].facts.label}: {printable(str(tried[0].reason))}" if tried else ""
@@ -223,7 +228,7 @@ def _read_comparison(
     run: RunFacts,
     listed: Mapping[str, CaseFacts],
     errors: Errors,
-) -> _Read:
+) -> Read:
     """Read all parts of a comparison, ``case`` of whose frames is a row of its cases.
 
     Raises:
@@ -255,7 +260,7 @@ def _read_comparison(
     _check_units({table: of_table[0] for table, of_table in paths.items() if of_table}, frames, ok)
     measured = [part for part in parts["samples"] if part.rows["case_id"].isin(ok["case_id"]).any()]
     conditions = _conditions(measured) if is_timed and facts.device is None else {}
-    return Comparison(*key, facts, run, conditions), cases, frames
+    return Read(Comparison(*key, facts, run, conditions), cases, frames)
 
 
 def _ids(parts: Iterable[Part]) -> set[str]:
@@ -296,7 +301,7 @@ def _checked(table: str, parts: Sequence[Part], ok: pd.DataFrame, facts: TimedFa
         if table == "samples":
             rows = rows.astype({"rank": int, "batch": int, "iteration": int, **_WORDS})
         frames.append(rows)
-    return _together(frames)
+    return together(frames)
 
 
 def _check_units(paths: Mapping[str, Path], frames: Mapping[str, pd.DataFrame], ok: pd.DataFrame) -> None:

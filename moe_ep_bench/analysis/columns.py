@@ -177,15 +177,9 @@ COLUMNS = {
     column.name: column
     for column in (
         # What a case is.
-        text("directory"),
         text("title", "comparison"),
         text("label", "policy"),
         text("policy", "policy's name"),
-        text("role"),
-        text("status"),
-        text("origin"),
-        text("workload"),
-        text("model"),
         text("verdict"),
         Column("capacity_factor", "capacity factor", form="{:g}"),
         Column("num_ranks", "EP size", "ranks", "{:,.0f}"),
@@ -197,7 +191,6 @@ COLUMNS = {
         times("p99_ms", "p99"),
         times("pass_ms", "pass"),
         interval("speedup", "speedup", of_baseline="1", native=1.0, least=0.1),
-        interval("over_topk", "over topk"),
         Column("tokens_per_s", "tokens/s", form="{:,.0f}", better="higher"),
         Column("tokens_per_s_per_rank", "tokens/s/GPU", form="{:,.0f}", better="higher"),
         # What a speedup costs.

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
 from moe_ep_bench.analysis.sweeps import value_words
 from moe_ep_bench.errors import UserError, did_you_mean
-from moe_ep_bench.files import atomic_path
 from moe_ep_bench.policies import fields_by_policy
 
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
@@ -105,14 +103,6 @@ class Drawing:
     rows: pd.DataFrame
     title: str
     how: str
-
-    def write_rows(self, path: Path) -> None:
-        """Write the numbers as CSV; the file appears whole or not at all. Equal numbers give equal bytes.
-
-        Nine digits: more than any of them has, fewer than those in which two machines' sums differ.
-        """
-        with atomic_path(path) as temporary:
-            self.rows.infer_objects().to_csv(temporary, index=False, float_format="%.9g", lineterminator="\n")
 
 
 def draw(figure: Figure, store: Any) -> Drawing | None:

@@ -22,7 +22,7 @@ from moe_ep_bench.analysis.reading import Errors, ResultsError
 from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
 from moe_ep_bench.errors import UserError, check_known
-from moe_ep_bench.files import check_folder, refuse_links_out
+from moe_ep_bench.files import check_folder, refuse_links_out, write_text
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 _LINES = ("x", "y", "by", "facet", "where")
@@ -111,16 +111,20 @@ def drawings(store: Any) -> dict[str, Drawing]:
 def write(
     drawn: Mapping[str, Drawing | None], folder: Path, formats: Sequence[str] = DEFAULT_FORMATS, size: str = "page"
 ) -> list[Path]:
-    """Write what was drawn, a file per format and the numbers in ``<name>.csv``; the files."""
+    """Write what was drawn, a file per format and the numbers in ``<name>.csv``; the files.
+
+    Numbers have nine digits: more than any of them has, fewer than those in which two machines' sums differ.
+    """
     written = []
     with house_style(size):
         for name, drawing in drawn.items():
             if drawing is not None:
-                for file_format in formats:
-                    written.append(folder / f"{name}.{file_format}")
-                    save(drawing.figure, written[-1], file_format)
-                written.append(folder / f"{name}.csv")
-                drawing.write_rows(written[-1])
+                paths = [folder / f"{name}.{file_format}" for file_format in formats]
+                for path, file_format in zip(paths, formats, strict=True):
+                    save(drawing.figure, path, file_format)
+                written += [*paths, folder / f"{name}.csv"]
+                rows = drawing.rows.infer_objects()
+                write_text(written[-1], rows.to_csv(index=False, float_format="%.9g", lineterminator="\n"))
     return written
 
 
@@ -140,8 +144,7 @@ def draw_claims(claims: Claims) -> list[Path]:
     folder = claims.directory / "figures"
     refuse_links_out(claims.directory, folder)
     with house_style():
-        drawn = drawings(claims)
-    return write(drawn, folder)
+        return write(drawings(claims), folder)
 
 
 def _columns_asked_for(options: argparse.Namespace) -> dict[str, Figure]:

@@ -132,10 +132,12 @@ def test_a_pass_takes_what_its_layers_and_the_rest_take(changes: dict, tmp_path:
     emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), begun.append)
     emulation.model()
     assert len(begun) == comparison.num_iterations() + len(comparison.workloads) * comparison.workload.num_batches
-    native_us, again_us, topk_us, drop_us, _ = emulation.layer_us
+    total = emulation.columns.index(TOTAL)
+    slowest_us = [samples_RBC[..., total].max(axis=0) for samples_RBC in emulation.samples.values()]
+    native_us, again_us, topk_us, drop_us, _ = slowest_us
     assert (native_us == again_us).all()
     assert (native_us > 0).all()
     assert (drop_us < topk_us).all()
-    total, native_RBC = emulation.columns.index(TOTAL), emulation.samples[comparison.cases[0].case_id]
+    native_RBC = emulation.samples[comparison.cases[0].case_id]
     parts_RBC = np.delete(native_RBC, [total, total + 1, total + 2], axis=-1)
     np.testing.assert_allclose(np.nansum(parts_RBC, axis=-1), native_RBC[..., total])

@@ -309,16 +309,19 @@ def sizes_of(comparison: Comparison) -> str:
     return f"{sizes} ({num_tokens} a rank{', sequences cut' * is_cut})"
 
 
-def ranks_by_chance(experiment: Experiment, ep_size: int) -> str:
-    """Where a skew's load of the fullest rank is of another number of ranks, what stands in its place."""
+def is_drawn(experiment: Experiment, ep_size: int) -> bool:
+    """Whether chance decides how busy ranks are: a synthetic workload's experts stand at random, to no rank's load."""
     config = experiment.workload
     if not isinstance(config, SyntheticConfig) or config.skew in PATTERNS or ep_size == 1:
-        return ""
-    preset = experiment.model.preset
-    known = config.targets(preset)["rank_load"]
-    if known is None or config.targets(preset, ep_size)["rank_load"] is not None:
-        return ""
-    return f"experts placed at random, in one draw of the traffic: the skew's rank load is of EP {known['ep_size']}"
+        return False
+    return config.targets(experiment.model.preset, ep_size)["rank_load"] is None
+
+
+def ranks_by_chance(experiment: Experiment, ep_size: int) -> str:
+    """Where a skew's load of the fullest rank is of another number of ranks, what stands in its place."""
+    known = is_drawn(experiment, ep_size) and experiment.workload.targets(experiment.model.preset)["rank_load"]
+    words = "experts placed at random, in one draw of the traffic: the skew's rank load is of EP"
+    return f"{words} {known['ep_size']}" if known else ""
 
 
 def describe_workload(comparison: Comparison) -> dict[str, Any]:

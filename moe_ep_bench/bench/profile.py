@@ -1,14 +1,11 @@
-"""``--profile``: one iteration of one case, per rank, as a trace to look at. Nothing here is timed.
+"""``--profile``: one iteration of one case, per rank, as a trace to look at; phases are named ranges in it.
 
-Phases are named ranges in the trace. Under Nsight Systems, which cannot share the device's
-tracing with torch's profiler, the iteration is marked by the CUDA profiler API instead
-(``nsys profile --capture-range=cudaProfilerApi``) and nsys writes the file.
+Nothing here is timed.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import torch
@@ -22,11 +19,7 @@ from moe_ep_bench.bench.session import Session, form_groups
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.timing.protocol import Runnable
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for, timed
-
-# Which nsys sets for the processes that it watches.
-_NSYS = "NSYS_PROFILING_SESSION_ID"
 
 
 class RangesInTrace:
@@ -55,41 +48,33 @@ def profile_case(job: Job, comparison: Comparison, case: CaseSpec) -> None:
     Writes ``<out>/profiles/<case_id>-rank<rank>.json.gz`` in Chrome's trace format, for Perfetto.
     """
     job.guard.at(comparison.comparison_id)
+    cuda = [ProfilerActivity.CUDA] if job.ranks.device.type == "cuda" else []
+    facts = {
+        "case": case.describe(comparison.comparison_id),
+        "comparison": comparison.definition,
+        "environment": provenance.describe(job.ranks.device),
+    }
     with device_scope(), torch.inference_mode():
         session = Session(job, comparison, [case], form_groups(comparison))
         session.fill_cache()
         observe_all(session)
-        _iterate(session, session.cases[0], PhaseRecorder(clock_for(job.ranks.device)))  # warms it
+        _iterate(session, PhaseRecorder(clock_for(job.ranks.device)))  # warms it
         recorder = PhaseRecorder(RangesInTrace(clock_for(job.ranks.device)))
-        if _NSYS in os.environ:
-            torch.cuda.profiler.start()
-            _iterate(session, session.cases[0], recorder)
-            torch.cuda.profiler.stop()
-            where = "nsys's own file"
-        else:
-            where = _traced(job, comparison, session, recorder)
-    if job.ranks.is_first:
-        print(f"one iteration of {case.label} ({comparison.title}), batch 0: {where}", flush=True)
-
-
-def _traced(job: Job, comparison: Comparison, session: Session, recorder: PhaseRecorder) -> str:
-    cuda = [ProfilerActivity.CUDA] if job.ranks.device.type == "cuda" else []
-    case = session.cases[0]
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, *cuda]) as profiler:
-        profiler.add_metadata_json("case", json.dumps(case.spec.describe(comparison.comparison_id)))
-        profiler.add_metadata_json("comparison", json.dumps(comparison.definition))
-        profiler.add_metadata_json("environment", json.dumps(provenance.describe(job.ranks.device)))
-        _iterate(session, case, recorder)
+        with torch.profiler.profile(activities=[ProfilerActivity.CPU, *cuda]) as profiler:
+            for key, described in facts.items():
+                profiler.add_metadata_json(key, json.dumps(described))
+            _iterate(session, recorder)
     name = f"{case.case_id}-rank{{}}.json.gz"
-    path = job.directory.profiles / name.format(job.ranks.rank)
-    with atomic_path(path) as temporary:
+    with atomic_path(job.directory.profiles / name.format(job.ranks.rank)) as temporary:
         # The profiler tells from the name whether to compress.
         compressed = temporary.with_name(f"{temporary.name}.gz")
         profiler.export_chrome_trace(str(compressed))
         compressed.replace(temporary)
-    return str(job.directory.profiles / name.format("*"))
+    if job.ranks.is_first:
+        where = job.directory.profiles / name.format("*")
+        print(f"one iteration of {case.label} ({comparison.title}), batch 0: {where}", flush=True)
 
 
-def _iterate(session: Session, case: Runnable, recorder: PhaseRecorder) -> None:
-    with case.ready(0, recorder) as run:
+def _iterate(session: Session, recorder: PhaseRecorder) -> None:
+    with session.cases[0].ready(0, recorder) as run:
         timed(run, recorder, session.meet)

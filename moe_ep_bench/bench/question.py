@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from moe_ep_bench.bench.description import served
-from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig, SyntheticConfig
+from moe_ep_bench.bench.description import is_drawn, served
+from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig
 from moe_ep_bench.config.files import experiments_of, read_config
 from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device, load_links
 from moe_ep_bench.cost_model.tables import DTYPE, is_table
@@ -27,7 +27,6 @@ from moe_ep_bench.files import atomic_path, check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model, preset_of
 from moe_ep_bench.policies import policy_class
 from moe_ep_bench.workload.counts import read_counts
-from moe_ep_bench.workload.skews import PATTERNS
 from moe_ep_bench.workload.trace import open_trace
 
 CONFIG_NAME = "advise.yaml"
@@ -395,13 +394,9 @@ def _absolute(value: Any) -> Any:
 
 
 def _is_drawn(experiment: Experiment) -> bool:
-    """Whether chance decides how busy ranks are. A whole model's layers are several draws as they are."""
-    workload, ep_size = experiment.workload, experiment.virtual_ranks
-    if not isinstance(workload, SyntheticConfig) or workload.skew in PATTERNS or experiment.scope == "model":
-        return False
-    if workload.layer is not None:  # Every expert has its load, in its place.
-        return False
-    return ep_size != 1 and workload.targets(experiment.model.preset, ep_size)["rank_load"] is None
+    """Whether more draws say more: not of counted experts, which have their places, nor of a whole model's layers."""
+    is_lone = experiment.scope == "layer" and experiment.workload.layer is None
+    return is_lone and is_drawn(experiment, experiment.virtual_ranks)
 
 
 # ---- candidates ------------------------------------------------------------------------------------------------------

@@ -272,12 +272,11 @@ class Session:
             self.replays.capture(case)
 
     def warm_up(self) -> None:
-        clock, fewest = clock_for(self.device), self.settings.fewest_rounds - 1 - self.settings.iterations
+        clock = clock_for(self.device)
         if self.settings.breakdown_iterations:
             warm_breakdowns(self.cases, self.num_batches, clock, self.meet, self.job.begin)
         slowest = lambda times_B: np.max(self.job.ranks.told(times_B), axis=0)  # noqa: E731
         result = warm_up(self.cases, self.num_batches, self.settings.warmup, clock, slowest, self.job.begin)
-        self.job.progress.total += (result.rounds - fewest) * self.num_batches * len(self.cases)
         self.conditions["warm_up"] = asdict(result)
         if self.device.type == "cuda":
             unheld = find_launch_bound(self.cases, clock, self.meet, slowest, self.job.begin)

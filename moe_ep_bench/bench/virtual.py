@@ -113,12 +113,6 @@ class Emulation:
     def cases(self) -> list[CaseSpec]:
         return [router.case for router in self.routed.routers]
 
-    @property
-    def layer_us(self) -> NDArray[np.float64]:
-        """The slowest rank's time of every case and batch, microseconds [V, B], once they are measured."""
-        samples_VRBC = np.stack([self.samples[case.case_id] for case in self.cases])
-        return samples_VRBC[..., self.columns.index(TOTAL)].max(axis=1)
-
     def check(self, survive: Callable[[Exception], str]) -> dict[CaseSpec, str]:
         """Hold every case against the dense reference, at a small hidden size and with rows that are truly exchanged.
 

@@ -10,7 +10,7 @@ import pytest
 from test_run import write_config
 
 from moe_ep_bench import files
-from moe_ep_bench.bench.directory import check_agreement
+from moe_ep_bench.bench.job import check_agreement
 from moe_ep_bench.cli import main
 from moe_ep_bench.files import write_json
 from moe_ep_bench.machine import provenance

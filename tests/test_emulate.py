@@ -25,10 +25,10 @@ from moe_ep_bench.analysis.columns import fitting_labels, short_labels
 from moe_ep_bench.bench import measured_ranks, virtual
 from moe_ep_bench.bench.comparison import VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.rank_times import RankTime
 from moe_ep_bench.bench.virtual import Emulation
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import RebalanceConfig, ReplicationConfig, WaterfillConfig
+from moe_ep_bench.cost_model.timeline import RankTime
 from moe_ep_bench.cost_model.transport import Rows
 from moe_ep_bench.files import write_json
 from moe_ep_bench.models import ModelSpec

@@ -28,7 +28,7 @@ import torch
 from test_run import cases_of, environment, free_port, launch, statuses, write_config
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.bench.directory import check_agreement
+from moe_ep_bench.bench.job import check_agreement
 from moe_ep_bench.cli import main
 from moe_ep_bench.machine.provenance import package_versions
 from moe_ep_bench.results import RunDirectory

@@ -19,7 +19,7 @@ from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.reduce import RATES
 from moe_ep_bench.bench.comparison import RANKS
 from moe_ep_bench.bench.description import held_here
-from moe_ep_bench.bench.directory import check_agreement
+from moe_ep_bench.bench.job import check_agreement
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory

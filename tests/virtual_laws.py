@@ -29,9 +29,9 @@ from layer_laws import (
 from moe_ep_bench.bench.comparison import VIRTUAL
 from moe_ep_bench.bench.measured_ranks import MeasuredRanks
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.rank_times import modelled_time
 from moe_ep_bench.bench.routing import Batches, CaseRouter
 from moe_ep_bench.bench.traffic import Traffic, traffic_of
+from moe_ep_bench.bench.virtual import modelled_time
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.layer.megatron import expert_parallel_groups

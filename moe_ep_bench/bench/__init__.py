@@ -15,12 +15,11 @@
 after another side by side. ``route`` ends behind ``traffic``. Beside that path
 
 ``checks``            what a config asks for and a backend cannot do
-``directory``         may results lie here, and what is left of them
 ``description``, ``dry_run``  a comparison in a title, in ``run.json``, and before anything runs
 ``building``          config -> layer or model, and a pass of random tokens
 ``inspection``        what layers chose and computed, held against the reference
 ``replays``           cases as CUDA graphs
-``measured_ranks``, ``rank_times``  how long a virtual rank takes, measured and modelled; cases beside the reference
+``measured_ranks``    how long a virtual rank takes on the device that is here; cases beside the reference
 ``question``          what ``advise`` is asked -> experiments
 ``profile``, ``validate``  commands of their own
 """

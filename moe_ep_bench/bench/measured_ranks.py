@@ -17,10 +17,9 @@ from torch import Tensor
 
 from moe_ep_bench.bench.building import builder, random_pass
 from moe_ep_bench.bench.comparison import Comparison
-from moe_ep_bench.bench.rank_times import RankTime
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share
 from moe_ep_bench.bench.traffic import Traffic, traffic_of
-from moe_ep_bench.cost_model.timeline import legs_of
+from moe_ep_bench.cost_model.timeline import RankTime, legs_of
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.layer.passes import Pass
 from moe_ep_bench.layer.reference import DenseReference

@@ -18,8 +18,7 @@ import torch
 
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import describe_timed_run
-from moe_ep_bench.bench.directory import Todo, check_timing, hold_comparisons, left_of, status_of
-from moe_ep_bench.bench.job import Job, new_run_id
+from moe_ep_bench.bench.job import Job, Todo, check_timing, hold, left_of, new_run_id, status_of
 from moe_ep_bench.bench.plan import find_case, plan
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash, writing_to
@@ -77,7 +76,7 @@ def launch(
             if ended.status > 128:
                 # Take away what ranks left that were asked to end, unless another job has already begun.
                 directory = RunDirectory(out)
-                with contextlib.suppress(ValueError, OSError), hold_comparisons(directory, comparisons):
+                with contextlib.suppress(ValueError, OSError), hold(directory, comparisons):
                     collect_lost(directory.attempts, [comparisons[0].comparison_id], stopped=True)
             return ended
         # Which node has rank 0 may change from launch to launch.
@@ -266,7 +265,7 @@ def _profile(job: Job, comparisons: Sequence[Comparison], wanted: str) -> int:
 
 def _hold(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> None:
     check_timing(job.directory, comparisons[0], job.ranks.device, force=force)
-    job.held.enter_context(hold_comparisons(job.directory, comparisons))
+    job.held.enter_context(hold(job.directory, comparisons))
 
 
 def _on_first(job: Job, act: Callable[[], object]) -> None:

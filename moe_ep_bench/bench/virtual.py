@@ -4,7 +4,7 @@ What is measured is a layer that stands alone, whose key is None, or a whole mod
 few tokens are held against the dense reference (``measured_ranks.SmallLayers``).
 
 For each batch all ranks' routing is worked out first, outside of any layer (``traffic``). Then every rank's run is
-timed (``measured_ranks``) or modelled (``rank_times``), all cases moments apart and in an order that changes as in
+timed (``measured_ranks``) or modelled (``modelled_time``), all cases moments apart and in an order that changes as in
 ``run``. Each rank's times are put together over iterations, and ranks are then set side by side with their meetings
 (``cost_model.timeline``), where what moves is modelled (``links``) from each layer's own bytes.
 
@@ -26,12 +26,13 @@ from numpy.typing import NDArray
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.job import Job, ceilings_of, watched_machine
-from moe_ep_bench.bench.rank_times import RankTime, modelled_time
 from moe_ep_bench.bench.routing import CaseRouter, Share
 from moe_ep_bench.bench.rows import Outcome, columns_of
 from moe_ep_bench.bench.traffic import LayerTraffic, RoutedBatches, Traffic
-from moe_ep_bench.cost_model.timeline import compose, median_legs
+from moe_ep_bench.cost_model.layer import RankWork, layer_segments
+from moe_ep_bench.cost_model.timeline import RankTime, compose, legs_of, median_legs
 from moe_ep_bench.cost_model.transport import Rows
+from moe_ep_bench.cost_model.whole_model import PassWork, pass_segments
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.reference import TOLERANCE
@@ -83,6 +84,33 @@ class _Turn:
     def time(self, step: Step) -> RankTime:
         shares = {layer: share.of(self.router.case) for layer, share in self.of_rank.items()}
         return self.timer.time(self.router, self.traffic, step.rank, shares, first=step.iteration == 0)
+
+
+def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, rank: int) -> RankTime:
+    """What a rank takes on a device that is not here: see ``cost_model.layer`` and ``cost_model.whole_model``."""
+    device, model, dtype = comparison.device, comparison.model, comparison.experiment.layer.dtype
+    assert device is not None
+    layers = {
+        layer: RankWork(
+            of_layer.num_tokens_R[rank],
+            int(of_layer.counts_RP[rank].sum()),
+            of_layer.received(rank),
+            sum(of_layer.num_tokens_R),
+            None if of_layer.shared_RR is None else int(of_layer.shared_RR[:, rank].sum()),
+        )
+        for layer, of_layer in traffic.layers.items()
+    }
+    how: dict[str, Any] = {
+        "by_policy": router.case.policy is not None,
+        "batch_wide": any(of_layer.stats_SE is not None for of_layer in traffic.layers.values()),
+        "alone": comparison.ep_size == 1,
+        "dtype": dtype,
+    }
+    if traffic.lengths_R is None:
+        return RankTime(*legs_of(layer_segments(device, model, layers[None], **how)))
+    lengths, context = traffic.lengths_R[rank], comparison.context_length
+    work = PassWork((), len(lengths), context, layers) if context else PassWork(lengths, 0, 0, layers)
+    return RankTime(*legs_of(pass_segments(device, model, comparison.num_layers, work, **how)))
 
 
 class Emulation:

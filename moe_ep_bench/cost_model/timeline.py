@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,21 @@ def legs_of(segments: Sequence[tuple[PhaseKey, float]]) -> tuple[list[Leg], list
         elif phase not in _NOTHING_SENT:
             legs[-1][name] += time_us
     return legs, meetings
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """What one rank's run took.
+
+    Attributes:
+        legs, meetings: see ``legs_of``.
+        host_us: host time to issue it all; ``thread_cpu_us`` is CPU time of the issuing thread.
+    """
+
+    legs: list[Leg]
+    meetings: list[PhaseKey]
+    host_us: float = 0.0
+    thread_cpu_us: float = 0.0
 
 
 def median_legs(runs: Sequence[Sequence[Leg]]) -> list[Leg]:

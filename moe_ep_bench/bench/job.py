@@ -96,11 +96,10 @@ def hold(directory: RunDirectory, comparisons: Iterable[Comparison]) -> contextl
 
 
 class Todo(NamedTuple):
-    """What is left of a comparison: cases to measure, and of those that were lost too often status and reason."""
+    """Ids of a comparison's cases that are left to measure; of those that were lost too often status and reason."""
 
-    comparison: Comparison
-    cases: Sequence[CaseSpec]
-    lost: Mapping[str, tuple[str, str]]
+    case_ids: list[str]
+    lost: dict[str, tuple[str, str]]
 
 
 def left_of(
@@ -113,7 +112,7 @@ def left_of(
     """
     ids = [comparison.comparison_id for comparison in comparisons]
     collect_lost(directory.attempts, ids)
-    directory.remove_unfinished([*ids, *(case.case_id for comparison in comparisons for case in comparison.cases)])
+    directory.remove_unfinished(ids)
     return [_left_of(directory, comparison, launch, force=force) for comparison in comparisons]
 
 
@@ -130,22 +129,18 @@ def _left_of(directory: RunDirectory, comparison: Comparison, launch: int, *, fo
             status, words = split_reason(attempts[-1])
             lost[case_id] = status, f"{words} ({len(attempts)} attempts)"
     done = directory.statuses(whole_id, launch).keys()
-    cases = [case for case in comparison.cases if case.case_id not in lost]
-    if comparison.backend == MODELLED:  # Nothing is timed, so that no case needs the others beside it.
-        cases = [case for case in cases if case.case_id not in done]
-    if launch >= comparison.experiment.measure.launches:
-        return Todo(comparison, [], {})
-    is_measured = {case.case_id for case in cases} <= done
-    return Todo(comparison, [] if is_measured else cases, {} if is_measured and lost.keys() <= done else lost)
+    left = [case_id for case_id in case_ids if case_id not in lost]
+    if comparison.backend == MODELLED or set(left) <= done:  # Of modelled cases none needs the others beside it.
+        left = [case_id for case_id in left if case_id not in done]
+    return Todo(left, lost if left or not lost.keys() <= done else {})
 
 
 def status_of(directory: RunDirectory, comparisons: Sequence[Comparison], launch: int = 0) -> int:
-    """The exit status: whether this launch measured all cases that it should have."""
+    """The exit status: whether this launch measured all cases."""
     for comparison in comparisons:
-        if launch < comparison.experiment.measure.launches:
-            found = directory.statuses(comparison.comparison_id, launch)
-            if any(found.get(case.case_id) != "ok" for case in comparison.cases):
-                return CASES_FAILED
+        found = directory.statuses(comparison.comparison_id, launch)
+        if any(found.get(case.case_id) != "ok" for case in comparison.cases):
+            return CASES_FAILED
     return OK
 
 
@@ -186,10 +181,9 @@ class Job:
         """
         attempts: list[Attempt] = []
         place = folder, comparisons[0].comparison_id, self.ranks.rank
-        timeout_s = max(comparison.experiment.measure.timeout_s for comparison in comparisons)
         self.ranks.agree(writing_to(self.directory.root, "--out")(lambda: attempts.append(Attempt(*place))))
         self.progress = progress_bar(num_iterations, "iteration", shown=self.ranks.is_first)
-        with self.guard.trying(attempts[0], timeout_s), self.progress:
+        with self.guard.trying(attempts[0], comparisons[0].experiment.measure.timeout_s), self.progress:
             try:
                 yield
             except ToldError:
@@ -198,12 +192,21 @@ class Job:
                 self.progress.close()  # So that what is said begins a line.
                 self.guard.lose(reason_of(error), self.ranks.rank)
 
-    def measure(self, todo: Sequence[Todo], measure: Callable[[Job, Comparison, Sequence[CaseSpec]], Outcome]) -> bool:
+    def measure(
+        self,
+        comparisons: Sequence[Comparison],
+        todo: Sequence[Todo],
+        measure: Callable[[Job, Comparison, Sequence[CaseSpec]], Outcome],
+    ) -> bool:
         """Measure what is to do, comparison by comparison; whether all was done before the job was asked to end."""
-        counts = [comparison.num_iterations(cases) for comparison, cases, _ in todo]
-        with self.trying([one.comparison for one in todo], self.directory.attempts, sum(counts)):
-            for (comparison, cases, lost), count in zip(todo, counts, strict=True):
-                if not cases and not lost:
+        cases = [
+            [case for case in comparison.cases if case.case_id in case_ids]
+            for comparison, (case_ids, _) in zip(comparisons, todo, strict=True)
+        ]
+        counts = [comparison.num_iterations(left) for comparison, left in zip(comparisons, cases, strict=True)]
+        with self.trying(comparisons, self.directory.attempts, sum(counts)):
+            for comparison, left, (_, lost), count in zip(comparisons, cases, todo, counts, strict=True):
+                if not left and not lost:
                     continue
                 if self.ranks.of_first(asked_to_close()):
                     return False
@@ -211,11 +214,11 @@ class Job:
                 repetition = f", launch {self.launch + 1} of {launches}" if launches > 1 else ""
                 self.progress.set_description(comparison.title + repetition)
                 others = self.progress.total - self.progress.n - count
-                if cases:
-                    outcome = measure(self, comparison, cases)
+                if left:
+                    outcome = measure(self, comparison, left)
                 self.progress.total = self.progress.n + others  # They may have been more or fewer than planned.
                 outcome.unmeasured |= lost
-                self.write(comparison, outcome, anew=bool(cases) and comparison.backend != MODELLED)
+                self.write(comparison, outcome, anew=bool(left) and comparison.backend != MODELLED)
         return True
 
     def begin(self, case_id: str) -> None:

@@ -28,7 +28,7 @@ from moe_ep_bench.runtime.attempts import collect_lost
 from moe_ep_bench.runtime.device import check_num_ranks, device_type
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, OK, USER_ERROR
 from moe_ep_bench.runtime.guard import Guard
-from moe_ep_bench.runtime.ranks import Ranks, ToldError, as_rank, join
+from moe_ep_bench.runtime.ranks import Ranks, T, ToldError, as_rank, join
 from moe_ep_bench.runtime.torchrun import Ended, is_launched, leave_status, num_nodes, torchrun
 
 # How long ranks may take to meet before a config has said otherwise.
@@ -66,7 +66,7 @@ def launch(
         find_case(comparisons, profile)  # Raises, and lists what there is.
         return torchrun([*arguments, "--profile", profile], nproc)
     arguments += ["--force"] if force else []
-    worst, last = Ended(OK), _num_launches(comparisons) - 1
+    worst, last = Ended(OK), comparisons[0].experiment.measure.launches - 1
     for number in range(last + 1):
         ended = torchrun([*arguments, "--launch", str(number)], nproc, max_restarts=_MAX_RESTARTS)
         if ended.status in (OK, CASES_FAILED) and ended.asked_to_close and number < last:
@@ -167,7 +167,7 @@ def _agreed_plan(job: Job, config: Path, overrides: Sequence[str], point: int | 
         how: Any = {"on_cpu": ranks.device.type == "cpu", "point": point, "try_out": not is_launched()}
         before = lambda experiment: guard.allow(experiment.measure.timeout_s)  # noqa: E731
         comparisons = plan(config, overrides, RANKS, ranks.world_size, before=before, **how)
-        most = _num_launches(comparisons)
+        most = comparisons[0].experiment.measure.launches
         if not 0 <= job.launch < most:
             raise UserError(f"--launch: expected 0 to {most - 1} (measure.launches={most}), got {job.launch}")
         return comparisons
@@ -212,8 +212,8 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_poi
         job.guard.last_words = (
             f"stopped: what is finished is kept in {directory.root}; the same command does what is left"
         )
-    todo = _left(job, comparisons, force=force)
-    is_done = not any(cases or lost for _, cases, lost in todo)
+    todo = _on_first(job, partial(_left, job, comparisons, force=force))
+    is_done = not any(case_ids or lost for case_ids, lost in todo)
     job.run_id = ranks.of_first(new_run_id())
     if not is_done:
         # Made on every rank, which keeps them together: it goes through all batches.
@@ -221,7 +221,7 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_poi
         # Checked before, but another job may have come first.
         check = partial(check_timing, directory, comparisons[0], ranks.device, force=force)
         _on_first(job, partial(directory.write_run, description, check=check, keep_others=is_point))
-    if not job.measure(todo, measure_comparison):
+    if not job.measure(comparisons, todo, measure_comparison):
         if ranks.is_first:
             print("moe-ep-bench: asked to end; the same command does what is left", file=sys.stderr)
         return CLOSED
@@ -231,25 +231,6 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_poi
         before = f"all {num_cases} cases were finished before{number}"
         print(f"moe-ep-bench: {before}; --force runs them again", file=sys.stderr)
     return ranks.of_first(status_of(directory, comparisons, job.launch) if ranks.is_first else OK)
-
-
-def _left(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> list[Todo]:
-    """What is left to run, per comparison; rank 0 looks into the results directory for all.
-
-    From here on no other job writes these comparisons, until this one ends.
-    """
-    found: list[Todo] = []
-
-    def look() -> None:
-        _hold(job, comparisons, force=force)
-        found.extend(left_of(job.directory, comparisons, job.launch, force=force))
-
-    _on_first(job, look)
-    told = job.ranks.of_first([([case.case_id for case in cases], lost) for _, cases, lost in found])
-    return [
-        Todo(comparison, [case for case in comparison.cases if case.case_id in case_ids], lost)
-        for comparison, (case_ids, lost) in zip(comparisons, told, strict=True)
-    ]
 
 
 def _profile(job: Job, comparisons: Sequence[Comparison], wanted: str) -> int:
@@ -263,15 +244,17 @@ def _profile(job: Job, comparisons: Sequence[Comparison], wanted: str) -> int:
     return OK
 
 
+def _left(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> list[Todo]:
+    """What is left to run. From here on no other job writes these comparisons, until this one ends."""
+    _hold(job, comparisons, force=force)
+    return left_of(job.directory, comparisons, job.launch, force=force)
+
+
 def _hold(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> None:
     check_timing(job.directory, comparisons[0], job.ranks.device, force=force)
     job.held.enter_context(hold(job.directory, comparisons))
 
 
-def _on_first(job: Job, act: Callable[[], object]) -> None:
-    """Have rank 0 act in the results directory for all; ToldError on all ranks where it cannot."""
-    job.ranks.agree(writing_to(job.directory.root, "--out")(act), on_first=True)
-
-
-def _num_launches(comparisons: Sequence[Comparison]) -> int:
-    return max(comparison.experiment.measure.launches for comparison in comparisons)
+def _on_first(job: Job, act: Callable[[], T]) -> T:
+    """Have rank 0 act in the results directory for all, and tell them; ToldError on all ranks where it cannot."""
+    return job.ranks.agree(writing_to(job.directory.root, "--out")(act), on_first=True)

@@ -103,7 +103,7 @@ class Ranks:
         return bool(failing)
 
     def agree(self, act: Callable[[], T], *, on_first: bool = False) -> T:
-        """Do something on every rank, or on rank 0 for all, whose result others do not get.
+        """Do something on every rank, or on rank 0 for all, whose result all get.
 
         Raises:
             ToldError: a rank cannot (ValueError); on all ranks alike, after one line to the user.
@@ -116,7 +116,7 @@ class Ranks:
                 error = str(problem)
         if self.complain(error):
             raise ToldError
-        return cast(T, result)
+        return cast(T, self.of_first(result) if on_first else result)
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -556,7 +556,7 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
         ([], "expected a config, a results directory or --model; got none"),
         (["--model", "olmoe-1b-7b", "--tokens", "64"], "--ep: expected a number beside --model; got none"),
         ([*QWEN, "--ep", "7"], "--ep: expected a divisor of the 128 experts of Qwen3-30B-A3B; got 7"),
-        ([*QWEN, "--device", "h1000"], "--device, --dtype: expected a path of a .yaml or one of a100-sxm-80gb"),
+        ([*QWEN, "--device", "h1000"], "--device: expected a path of a .yaml or one of a100-sxm-80gb"),
         ([*QWEN, "--peak-load", "1.001"], "peak_load: expected 1."),
         ([*QWEN, "--prompt-length", "20000"], "--prompt-length: expected at most 16384 (--tokens); got 20000"),
         ([*QWEN, "--counts", "no", "--trace", "no"], "--trace, --counts, --peak-load: expected one of them"),

@@ -122,7 +122,7 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     ep_size = experiment.layer.ep_size or world_size
     checks.refuse(checks.of_experiment(experiment, backend, world_size))
     if backend in (VIRTUAL, MODELLED):
-        links, device = _load_models(experiment, ep_size)
+        links, device = load_models(experiment, ep_size)
         backend = VIRTUAL if device is None else MODELLED
     parts, workloads = _parts(experiment, backend, on_cpu, device), open_workloads(experiment, world_size)
     on_gpu = not on_cpu and backend != ROUTING
@@ -190,7 +190,7 @@ def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:
             )
 
 
-def _load_models(experiment: Experiment, ep_size: int) -> tuple[Links, Device | None]:
+def load_models(experiment: Experiment, ep_size: int) -> tuple[Links, Device | None]:
     """What stands between virtual ranks, and for each of them; ValueError naming the key that does not fit."""
     config, layer = experiment.emulate, (experiment.model.spec(), ep_size, experiment.layer.dtype)
     assert config.links is not None

@@ -7,9 +7,10 @@ is modelled: mistakes are found, and the plan is printed, before it is imported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 import yaml
 
 from moe_ep_bench.bench.description import is_drawn, served
+from moe_ep_bench.bench.plan import VIRTUAL, load_models, plan_experiments
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig
 from moe_ep_bench.config.files import experiments_of, read_config
-from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device, load_links
+from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device
 from moe_ep_bench.cost_model.tables import DTYPE, is_table
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.facts import tokens_words
@@ -151,7 +153,6 @@ class Question:
         """
         import torch
 
-        from moe_ep_bench.bench.plan import VIRTUAL, plan_experiments
         from moe_ep_bench.bench.run import emulate_plan
 
         config, on_cpu = Path(CONFIG_NAME), not torch.cuda.is_available()
@@ -182,12 +183,9 @@ def ask(options: argparse.Namespace, bounds: Bounds | None = None) -> Question:
         sweep = {"workload.seed": [seed + number for number in range(DRAWS)], **sweep}
     text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
     experiments = _points(where, raw, sweep)
-    for experiment in experiments:
-        layer = _layer_of(experiment)
-        with naming("--links, --ep" if options.config is None else f"{where}: emulate.links, layer.ep_size"):
-            load_links(experiment.emulate.links or "").for_layer(*layer).all_gather_us(0, experiment.virtual_ranks)
-        with naming("--device, --dtype" if options.config is None else f"{where}: emulate.device, layer.dtype"):
-            load_device(experiment.emulate.device).for_layer(*layer)
+    with _naming_flags(where):
+        for experiment in experiments:
+            load_models(experiment, experiment.virtual_ranks)
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
     out = options.out or Path("results", name)
     return Question(text, tuple(experiments), tuple(assumed), tuple(left_out), out)
@@ -213,21 +211,23 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _layer_of(experiment: Experiment) -> tuple[ModelSpec, int, str]:
-    """What devices and links know of an experiment's layer: the model, how many ranks, the dtype."""
-    return experiment.model.spec(), experiment.virtual_ranks, experiment.layer.dtype
-
-
 def _points(where: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> list[Experiment]:
-    """The points of a config; mistakes in a config that flags made name the flag."""
-    try:
+    """The points of a config."""
+    with _naming_flags(where):
         return experiments_of(where, *copy.deepcopy((raw, sweep)))
+
+
+@contextlib.contextmanager
+def _naming_flags(where: Path) -> Iterator[None]:
+    """Name the flag in place of the key that a mistake is about, in a config that flags made."""
+    try:
+        yield
     except UserError as error:
-        said = str(error).removeprefix(f"{CONFIG_NAME}: ")
-        flag = next((flag for flag, key in KEYS.items() if said.startswith(f"{key}:")), None)
-        if flag is None or said == str(error):
-            raise
-        raise UserError(f"{_flag(flag)}{said.removeprefix(KEYS[flag])}") from None
+        said = str(error).removeprefix(f"{where}: ")
+        flags = {key: _flag(flag) for flag, key in KEYS.items()} if where == Path(CONFIG_NAME) else {}
+        keys, _, rest = said.partition(": ")
+        known = [flags.get(key, key) for key in keys.split(", ")]
+        raise UserError(f"{', '.join(known)}: {rest}" if flags else f"{where}: {said}") from None
 
 
 # ---- from options to a config ----------------------------------------------------------------------------------------

@@ -117,11 +117,6 @@ def check_num_ranks(nproc: int) -> None:
         most, of = torch.cuda.device_count(), "the GPUs here"
     else:
         cores = len(os.sched_getaffinity(0))
-        most, of = most_cpu_ranks(cores), f"for {cores} cores"
+        most, of = max(_RANKS_PER_CORE * cores, _LEAST_RANKS), f"for {cores} cores"
     if nproc > most:
         raise UserError(f"--nproc: expected at most {most} ({of}), got {nproc}")
-
-
-def most_cpu_ranks(cores: int) -> int:
-    """CPU ranks that a node carries; with more than cores they share time slices, and rows are flagged."""
-    return max(_RANKS_PER_CORE * cores, _LEAST_RANKS)

@@ -15,7 +15,7 @@ from moe_ep_bench.runtime.exit_codes import LOST, USER_ERROR
 
 _MOST_CHARACTERS = 1500  # of the line; values in it are cut much earlier
 # The last two: what libraries raise of a file that is not what it should be; the file is the user's.
-MISTAKES = (UserError, UnicodeError, json.JSONDecodeError)
+_MISTAKES = (UserError, UnicodeError, json.JSONDecodeError)
 _UNWRITABLE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),  # a file where a directory is to be, or the reverse
@@ -23,20 +23,17 @@ _UNWRITABLE = (
 
 
 def complain(error: Exception) -> int:
-    """Print what ended a command, in one line where the user can correct it; return the exit status."""
-    status = status_of(error)
-    if status == LOST:
+    """Print what ended a command, in one line where the user can correct it; return the exit status.
+
+    That is ``LOST`` for what the user cannot correct: 1 would say that a job went through.
+    """
+    is_unwritable = isinstance(error, OSError) and error.errno in _UNWRITABLE
+    if not is_unwritable and not isinstance(error, _MISTAKES):
         traceback.print_exception(error)
-    else:
-        line = printable(f"moe-ep-bench: {cannot_write(error) if isinstance(error, OSError) else error}")
-        print(line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}...", file=sys.stderr)
-    return status
-
-
-def status_of(error: Exception) -> int:
-    """``USER_ERROR`` for what the user can correct, else ``LOST``: 1 would say that a job went through."""
-    unwritable = isinstance(error, OSError) and error.errno in _UNWRITABLE
-    return USER_ERROR if unwritable or isinstance(error, MISTAKES) else LOST
+        return LOST
+    line = printable(f"moe-ep-bench: {cannot_write(error) if isinstance(error, OSError) else error}")
+    print(line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}...", file=sys.stderr)
+    return USER_ERROR
 
 
 class _Tolerant:

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 def run_json(
     run_id: str,
-    mode: str,
     comparisons: Sequence[Any],
     environment: Mapping[str, Any],
     configs: Iterable[Any],
@@ -59,7 +58,7 @@ def run_json(
     return {
         "schema_version": SCHEMA_VERSION,
         "run_id": run_id,
-        "mode": mode,
+        "mode": comparisons[0].mode,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "config": list(configs),
         **provenance.asked(asked_arguments()),
@@ -84,7 +83,7 @@ def describe_run(
     """``run.json`` of planned comparisons; ``ranks`` are those of timed ones."""
     configs = (describe_experiment(comparison.experiment) for comparison in comparisons)
     described = partial(_describe, ranks=ranks)
-    facts = run_json(run_id, comparisons[0].mode, comparisons, environment, configs, described)
+    facts = run_json(run_id, comparisons, environment, configs, described)
     return {**facts, "scope": comparisons[0].scope}
 
 

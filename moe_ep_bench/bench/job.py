@@ -271,7 +271,6 @@ class Job:
 def fill(
     directory: RunDirectory,
     comparisons: Sequence[Any],
-    mode: str,
     table: str,
     conditions: Mapping[str, Any],
     describe: Callable[[str], dict[str, Any]],
@@ -292,7 +291,7 @@ def fill(
     Raises:
         ValueError: the directory cannot be used; one line.
     """
-    check_agreement(directory, mode, conditions, force=force)
+    check_agreement(directory, comparisons[0].mode, conditions, force=force)
     with hold(directory, comparisons):
         run_id, todo = new_run_id(), {}
         for comparison in comparisons:

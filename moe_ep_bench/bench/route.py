@@ -46,13 +46,12 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
             for index in range(comparison.workload.num_batches):
                 batches.route(index)
                 progress.update()
-        facts = {case.case_id: identity("route", run_id, comparison, case) for case in cases}
+        facts = {case.case_id: identity(run_id, comparison, case) for case in cases}
         write_routing(directory, comparison, facts, batches.rows, batches.frontiers)
 
     fill(
         directory,
         comparisons,
-        "route",
         "routing",
         {"torch": torch.__version__},
         lambda run_id: describe_run(run_id, comparisons, provenance.describe(_CPU)),

@@ -48,19 +48,15 @@ class Samples:
                 self.times_VSC[case, self._step[step], self._column[name]] = time_us
 
 
-def identity(mode: str, run_id: str, comparison: Any, case: CaseSpec) -> dict[str, Any]:
-    """The columns that say which case rows belong to.
-
-    ``quality`` has comparisons of its own, whose checkpoint answers as a whole.
-    """
-    planned = comparison if isinstance(comparison, Comparison) else None
+def identity(run_id: str, comparison: Any, case: CaseSpec) -> dict[str, Any]:
+    """The columns that say which case rows belong to; ``comparison`` is of ``plan``, or of ``quality``."""
     return {
         "run_id": run_id,
         "case_id": case.case_id,
         "comparison_id": comparison.comparison_id,
-        "mode": mode,
-        "subject": planned.scope if planned else "model",
-        "backend": planned.backend if planned else None,
+        "mode": comparison.mode,
+        "subject": comparison.scope,
+        "backend": comparison.backend,
         "model": comparison.model.name,
         "policy": case.name,
         "policy_params": json.dumps(case.params, sort_keys=True),
@@ -99,7 +95,7 @@ def write_launch(
     Args:
         anew: these are all cases of the launch; else other cases' rows stay.
     """
-    facts = {case.case_id: identity(comparison.mode, run_id, comparison, case) for case in comparison.cases}
+    facts = {case.case_id: identity(run_id, comparison, case) for case in comparison.cases}
     write_routing(directory, comparison, {key: facts[key] for key in outcome.times}, outcome.rows, outcome.frontiers)
 
     def rows() -> Iterator[dict[str, Any]]:

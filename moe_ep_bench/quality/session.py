@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tqdm import tqdm
@@ -21,7 +20,7 @@ from tqdm import tqdm
 from moe_ep_bench.bench.cases import BASELINE, POLICY, CaseSpec, with_ids
 from moe_ep_bench.bench.description import run_json
 from moe_ep_bench.bench.job import fill
-from moe_ep_bench.bench.rows import identity
+from moe_ep_bench.bench.rows import as_columns, identity
 from moe_ep_bench.config.files import load_points
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import stable_hash
@@ -35,7 +34,6 @@ from moe_ep_bench.quality.text import Text
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.device import device_type
 
-MODE = "quality"
 # Of the environment: what decides the answers.
 _DECISIVE = ("device_name", "torch", "transformers", "lm_eval")
 
@@ -54,6 +52,10 @@ class QualityComparison:
     ep_size: int
     evaluated: Text | Task
 
+    mode: ClassVar = "quality"
+    scope: ClassVar = "model"
+    backend: ClassVar = None
+
     @property
     def title(self) -> str:
         return f"{self.model.name}, EP {self.ep_size}, {self.evaluated.title}"
@@ -62,7 +64,7 @@ class QualityComparison:
     def definition(self) -> dict[str, Any]:
         """All that decides the answers, except versions of packages and data that the harness fetches."""
         return {
-            "mode": MODE,
+            "mode": self.mode,
             "model": {"fingerprint": self.model.fingerprint, "dtype": self.experiment.model.dtype},
             **self.evaluated.definition,
             "layer": {"ep_size": self.ep_size, "seed": self.experiment.layer.seed},
@@ -168,7 +170,7 @@ def run_quality(
 
     def described(run_id: str) -> dict[str, Any]:
         configs = (experiment.model_dump(mode="json") for experiment in experiments)
-        return run_json(run_id, MODE, comparisons, environment, configs, QualityComparison.describe)
+        return run_json(run_id, comparisons, environment, configs, QualityComparison.describe)
 
     def judge(run_id: str, comparison: QualityComparison, cases: Sequence[CaseSpec], progress: tqdm) -> None:
         asked = comparison.experiment.model
@@ -179,11 +181,10 @@ def run_quality(
         for case in cases:
             # The scores make a case done: last.
             for table, rows in judged(case).items():
-                values = {name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))}
-                rows_of_case = identity(MODE, run_id, comparison, case) | values
+                rows_of_case = identity(run_id, comparison, case) | as_columns(rows)
                 directory.write(table, comparison.comparison_id, [rows_of_case], replaces=[case.case_id])
             progress.update()
 
     conditions = {key: environment[key] for key in _DECISIVE}
     unit = "case", lambda comparison, cases: len(cases)
-    fill(directory, comparisons, MODE, "quality", conditions, described, judge, unit=unit, force=force)
+    fill(directory, comparisons, "quality", conditions, described, judge, unit=unit, force=force)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 from pathlib import Path
 
@@ -17,15 +17,14 @@ from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
-MODES = ("run", "route", "emulated")
 CONDITIONS = {"torch": "2.0", "device_name": "a processor"}
 
 
-def leave_results(root: Path, mode: str = "run", **conditions: str) -> RunDirectory:
-    """A directory as an earlier command of this code left it."""
-    hashes = {"code": provenance.code_hash()}
+def leave_results(root: Path, mode: str = "run", scope: str = "layer", code: str = "", **more: str) -> RunDirectory:
+    """A directory as an earlier command left it, of this code where nothing else is said."""
+    about = {"mode": mode, "scope": scope, "hashes": {"code": code or provenance.code_hash()}}
     rows = {"run_id": "r", "comparisons": {}, "cases": {}}
-    write_json(root / "run.json", {"mode": mode, "environment": {**CONDITIONS, **conditions}, "hashes": hashes, **rows})
+    write_json(root / "run.json", {**about, "environment": {**CONDITIONS, **more}, **rows})
     return RunDirectory(root)
 
 
@@ -33,17 +32,25 @@ def files_in(root: Path) -> set[str]:
     return {path.name for path in root.iterdir()}
 
 
-@pytest.mark.parametrize("there", MODES)
+# What an earlier command left that was otherwise, how a line says so, and whether --force takes its place.
+OTHERWISE = {
+    "mode": ({"mode": "route"}, "mode route, here it is run; choose another directory$", False),
+    "scope": ({"scope": "model"}, "scope model, here it is layer; choose another directory$", False),
+    "package": ({"torch": "1.0"}, "torch 1.0, here it is 2.0; choose another directory$", False),
+    "code": ({"code": "older"}, "code older, here it is .*; choose another directory or --force$", True),
+    "nothing": ({"hostname": "elsewhere"}, "", True),
+}
+
+
+@pytest.mark.parametrize("what", OTHERWISE)
 @pytest.mark.parametrize("force", [False, True])
-def test_a_directory_holds_one_mode(there: str, force: bool, tmp_path: Path) -> None:
-    directory = leave_results(tmp_path, there)
-    for mode in MODES:
-        if there == mode:
-            check_agreement(directory, mode, CONDITIONS, force=force)
-        else:
-            with pytest.raises(ValueError, match=f"mode {there}, here it is {mode}; choose another directory$"):
-                check_agreement(directory, mode, CONDITIONS, force=force)
-    assert files_in(tmp_path) == {"run.json"}
+def test_a_directory_holds_one_mode_scope_code_and_set_of_conditions(what: str, force: bool, tmp_path: Path) -> None:
+    left, message, forced = OTHERWISE[what]
+    directory, before = leave_results(tmp_path, **left), files_in(tmp_path)
+    fits = not message or (force and forced)
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=f"holds results with {message}"):
+        check_agreement(directory, "run", CONDITIONS, force=force)
+    assert files_in(tmp_path) == before
 
 
 @pytest.mark.parametrize(("command", "there"), [("route", "emulated"), ("emulate", "run")])
@@ -56,25 +63,6 @@ def test_a_command_refuses_another_mode_in_one_line(
     *_, line = capsys.readouterr().err.splitlines()  # what is planned is announced where planning takes long
     assert line.startswith(f"moe-ep-bench: --out {out}: holds results with mode {there}, here it is ")
     assert files_in(out) == {"run.json"}
-
-
-def test_conditions_must_agree_and_force_does_not_change_that(tmp_path: Path) -> None:
-    directory = leave_results(tmp_path, torch="1.0", hostname="elsewhere")
-    check_agreement(directory, "run", {"device_name": "a processor"}, force=False)  # Nobody asked of torch.
-    for force in (False, True):
-        with pytest.raises(
-            ValueError, match=r"holds results with torch 1.0, here it is 2.0; choose another directory$"
-        ):
-            check_agreement(directory, "run", CONDITIONS, force=force)
-
-
-def test_results_of_other_code_may_be_replaced_by_force_only(tmp_path: Path) -> None:
-    directory = leave_results(tmp_path)
-    earlier = json.loads(directory.run_json.read_text())
-    write_json(directory.run_json, {**earlier, "hashes": {"code": "older"}})
-    with pytest.raises(ValueError, match=r"code older, here it is .*; choose another directory or --force$"):
-        check_agreement(directory, "run", CONDITIONS, force=False)
-    check_agreement(directory, "run", CONDITIONS, force=True)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"mode": "run", "environment": {}}'])

@@ -188,7 +188,7 @@ show experts 60 "$python" benchmarks/experts.py "${experts[@]}"
 show device 150 "$python" benchmarks/device.py --out "$out" $rehearse
 emulate papers olmoe 120 "${measured[@]}" --set model.preset=olmoe-1b-7b
 emulate papers deepseek-v2-lite 120 "${measured[@]}" --set model.preset=deepseek-v2-lite
-table oea-table3 70 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
+table oea-table3 130 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
 show policies-quick 100 "$python" benchmarks/policies_gpu.py --quick --out "$out/policies-quick" $rehearse ${rehearse:+--rounds 1}
 show decode-experts 80 "$python" benchmarks/decode_experts.py --out "$out" $rehearse ${rehearse:+--rounds 1}
 decode decode-graph 110 ${rehearse:+--set sweep.workload.num_tokens=[1,4]}
@@ -198,9 +198,9 @@ emulate papers mixtral 150 "${measured[@]}" --set model.preset=mixtral-8x7b
 show policies 240 "$python" benchmarks/policies_gpu.py --out "$out" $rehearse ${rehearse:+--rounds 1}
 decode model-decode-graph 50 --set whole.num_layers=4 --set workload.num_batches=3 --set measure.iterations=5 \
   --set sweep.workload.tokens_per_rank=[16] ${rehearse:+--set whole.num_layers=2 --set whole.context_length=16}
-table oea-table5 40 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
-table xshare-table3 40 "${bfloat16[@]}"
-table xshare-table4 40 "${bfloat16[@]}"
+table oea-table5 100 ${rehearse:+--set sweep.workload.num_tokens=[8] --set sweep.workload.peak_load=[6.4]}
+table xshare-table3 100 "${bfloat16[@]}"
+table xshare-table4 100 "${bfloat16[@]}"
 decode decode-padding 40 "${replayed[@]}" ${rehearse:+--set sweep.workload.padding_per_rank=[4]}
 emulate emulate mixtral-paper-size 120 --set workload.tokens_per_rank=524288 --set workload.num_batches=1 \
   --set measure.iterations=1 --set model.preset=mixtral-8x7b \

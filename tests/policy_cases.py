@@ -133,8 +133,8 @@ SPECS: list[Spec] = [
 
 # Without a form in Triton, or with what only a runner of batches reads.
 TORCH_SPECS: list[Spec] = [
-    {"name": "laser", "eps_high": 1, "t_fix": 0, "c": 12, "carry_loads": True, "load_scope": "all"},
-    {"name": "load_only", "carry_loads": True, "load_scope": "all"},
+    {"name": "laser", "eps_high": 1, "t_fix": 0, "c": 12, "carry_loads": True},
+    {"name": "load_only", "carry_loads": True},
     {"name": "token_drop", "capacity_factor": 0.7, "rounding": "ceil"},
     {"name": "expanded_drop", "capacity_factor": 0.3, "rounding": "ceil", "granularity": "device", "min_capacity": 1},
     {"name": "xshare", "scores": "topk", "k0": 1, "budget": 3},

@@ -269,7 +269,6 @@ def test_no_field_takes_a_word_that_it_does_not_know_or_a_negative_number(spec: 
         ({"name": "pruned", "k0": 1, "p": 0}, "p", "0"),
         ({**LASER, "bands": {"early": {"t_fix": 0}}}, "bands", "c, trim, chunk_size"),
         ({**LASER, "eps_high": [0.5, 1.5]}, "eps_high", "1.5"),
-        ({**LASER, "load_scope": "all"}, "load_scope", "false"),
         ({"name": "xshare", "k0": 1}, "budget and mass_threshold", "neither"),
         ({"name": "xshare", "k0": 1, "budget": 1, "rank_budget": 2}, "rank_budget", "2"),
         ({"name": "xshare", "k0": 1, "scope": "request"}, "request_budget", "None"),

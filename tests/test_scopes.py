@@ -27,8 +27,8 @@ from moe_ep_bench.runtime.exit_codes import OK
 
 TOKENS, PADDING, TOP_K, NUM_EXPERTS = 12, 3, 6, 64
 LASER = {"name": "laser", "eps_high": 1, "t_fix": 0, "c": 12}
-# Whose loads outlive a batch, by how a policy's label begins.
-CARRIED = {"laser e": None, "laser carry_loads=True e": "rank", "laser carry_loads=True load_scope=all": "all"}
+# Whether loads outlive a batch, by how a policy's label begins.
+CARRIED = {"laser e": False, "laser carry_loads=True e": True}
 CHANGES = {
     "workload": {"kind": "synthetic", "peak_load": 3, "tokens_per_rank": TOKENS, "num_batches": 3}
     | {"sequence_length": 1, "padding_per_rank": PADDING},
@@ -38,7 +38,7 @@ CHANGES = {
         {"name": "token_drop", "capacity_factor": 2.0},
         {"name": "oea", "k0": 2},
         LASER,
-        {**LASER, "carry_loads": True, "load_scope": ["rank", "all"]},
+        {**LASER, "carry_loads": True},
     ],
     "measure": {"iterations": 1, "breakdown_iterations": 0, "warmup": 0, "timeout_s": 60},
     "emulate": {"links": "h100-nvlink4"},
@@ -98,33 +98,31 @@ def test_batches_start_from_the_loads_that_earlier_ones_left(outs: dict[str, Pat
     rows = routing_of(outs["run"]).query("policy == 'laser'")
     rows = rows.sort_values(["batch", "rank"])
     loads = {label: rows[rows.label.str.startswith(label)].load_E.map(np.ndarray.tolist) for label in CARRIED}
-    for label, scope in CARRIED.items():
+    for label, carries in CARRIED.items():
         kept_RE, expected = torch.zeros(2, NUM_EXPERTS), []
         for batch in range(3):
-            zeros_RE, all_RE = torch.zeros(2, NUM_EXPERTS), kept_RE.sum(0).expand(2, NUM_EXPERTS)
-            before_RE = {None: zeros_RE, "rank": kept_RE, "all": all_RE}[scope].clone()
+            before_RE = kept_RE.clone() if carries else torch.zeros(2, NUM_EXPERTS)
             for rank, tokens in enumerate(comparison.rank_batches(None, batch)):
                 context = RoutingContext(TOP_K, 2, rank, load_E=before_RE[rank], token_mask_T=tokens.valid_T)
                 load_E = expected_routing(LASER, tokens.scores_TE, context).map_TE.sum(0)
                 kept_RE[rank] += load_E
                 expected.append(load_E.tolist())
-        assert loads[label].tolist() == expected, scope
-    assert len({repr(found.tolist()) for found in loads.values()}) == 3
+        assert loads[label].tolist() == expected, label
+    assert len({repr(found.tolist()) for found in loads.values()}) == 2
 
 
-@pytest.mark.parametrize("scope", [None, "rank", "all"])
-def test_steps_of_a_model_carry_loads(scope: str | None) -> None:
+@pytest.mark.parametrize("carries", [False, True])
+def test_steps_of_a_model_carry_loads(carries: bool) -> None:
     """Two sequences on two ranks, step by step: every step starts from what the steps before it left."""
     model, calls = tiny("olmoe"), []
-    carries = {} if scope is None else {"carry_loads": True, "load_scope": scope}
-    policy = make_policy({**LASER, "c": 8, **carries})
+    policy = make_policy({**LASER, "c": 8, "carry_loads": carries})
     with torch.inference_mode(), routed(model, policy, num_ranks=2, arrangement="decode", observe=calls.append):
         model(torch.arange(12).view(2, 6))
     for call in calls:
         assert isinstance(call, RouterCall)
         kept_RE = torch.zeros(2, 8)
         for step in range(6):
-            starts = {None: torch.zeros(2, 8), "rank": kept_RE, "all": kept_RE.sum(0).expand(2, 8)}[scope].clone()
+            starts = kept_RE.clone() if carries else torch.zeros(2, 8)
             for rank, token in enumerate((step, 6 + step)):
                 context = RoutingContext(top_k=call.context.top_k, load_E=starts[rank])
                 map_TE = expected_routing({**LASER, "c": 8}, call.scores_TE[token : token + 1], context).map_TE

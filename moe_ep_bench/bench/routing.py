@@ -327,8 +327,7 @@ class CaseRouter:
                 shares = (share.of(self.case) for share in self.batches.shares(layer, before))
                 load_RE = torch.stack([self.route(share, None).map_TE.sum(dim=0).double() for share in shares])
                 self._loads[layer, before + 1] = load_RE + self._loads[layer, before] if before else load_RE
-        load_RE = self._loads[layer, index]
-        return load_RE.sum(dim=0) if policy.load_scope == "all" else load_RE[rank]
+        return self._loads[layer, index][rank]
 
 
 def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, Any]:

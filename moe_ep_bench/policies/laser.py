@@ -7,7 +7,7 @@ rule); larger chunks let a chunk's tokens see the same loads, which can be compu
 ``load_only`` ignores scores but for ties: the balance that load-aware routing could reach at most.
 
 Loads begin at zero with every batch and are this rank's own, so the policies cost no communication; section 4 says
-neither, and ``carry_loads`` and ``load_scope`` are its other readings. The sequential rule is not for torch: it runs
+neither, and ``carry_loads`` is its other reading. The sequential rule is not for torch: it runs
 compiled, on the host (``kernels.greedy_load``) or in one program of a GPU (``kernels.laser_triton``).
 
 Shapes: T = local tokens, E = experts, K = top_k.
@@ -26,7 +26,6 @@ from moe_ep_bench.policies.selection import list_keys, weighted
 from moe_ep_bench.policies.steps import LeastLoaded
 
 Trim = Literal["top", "random"]
-LoadScope = Literal["rank", "all"]
 
 
 @policy
@@ -34,20 +33,14 @@ class LoadAwarePolicy(SteppedPolicy):
     """What ``laser`` and ``load_only`` share: tokens in order, loads carried from one to the next.
 
     Attributes:
-        carry_loads: start a batch from the loads that earlier ones left (``RoutingContext.load_E``), not from zero.
-        load_scope: whose carried loads: this ``rank``'s own tokens', or those of ``all`` ranks, whose exchange is not
-            timed here.
+        carry_loads: start a batch from the loads that earlier ones of this rank left (``RoutingContext.load_E``), not
+            from zero.
     """
 
     looks_past_top_k: ClassVar[bool] = True
-    optional: ClassVar[tuple[str, ...]] = ("carry_loads", "load_scope")
+    optional: ClassVar[tuple[str, ...]] = ("carry_loads",)
 
     carry_loads: Flag = False
-    load_scope: LoadScope = "rank"
-
-    def __post_init__(self) -> None:
-        if self.load_scope == "all" and not self.carry_loads:
-            raise UserError("load_scope: all is of carried loads; expected carry_loads true, got false")
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, Tensor | None]:
         """What decides in this layer, and what a pool too large is trimmed by: float32 [T, E] drawn anew, or None."""

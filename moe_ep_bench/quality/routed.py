@@ -309,9 +309,8 @@ class _Patch:
                 for rank, token_N in batch
             ]
             if load_RE is not None:
-                # What a rank, or all together, were given before this batch.
-                told = [load_RE.sum(dim=0) if policy.load_scope == "all" else load_RE[one.rank] for one in contexts]
-                contexts = [replace(one, load_E=load_E.clone()) for one, load_E in zip(contexts, told, strict=True)]
+                # What the rank was given before this batch.
+                contexts = [replace(context, load_E=load_RE[context.rank].clone()) for context in contexts]
             routings = form.select_all(scores, contexts)
             for (rank, token_N), of_rank in zip(batch, routings, strict=True):
                 routing.map_TE[token_N] = of_rank.map_TE

@@ -125,7 +125,7 @@ def check_config(config: Any, asked: Settings) -> None:
 def _looks_at_batch(policy: Policy | None) -> bool:
     kind = type(policy)
     stats = SteppedPolicy.stats if isinstance(policy, SteppedPolicy) else Policy.batch_stats
-    return getattr(kind, stats.__name__) is not stats or getattr(policy, "load_scope", None) == "all"
+    return getattr(kind, stats.__name__) is not stats
 
 
 def check_policy(policy: Policy, layers: Sequence[MoELayer], num_ranks: int) -> None:

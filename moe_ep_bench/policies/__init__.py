@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from moe_ep_bench.errors import UserError, did_you_mean, problem_words
 from moe_ep_bench.policies.budget_drop import BudgetDrop
-from moe_ep_bench.policies.by_layer import ByLayer
 from moe_ep_bench.policies.capacity import ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.field_types import ByLayer
 from moe_ep_bench.policies.laser import Laser, LoadOnly
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.policies.oea import OEA, Pruned

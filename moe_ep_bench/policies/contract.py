@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from typing import ClassVar, Literal, Self, TypeVar
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.policies.by_layer import ByLayer
+from moe_ep_bench.policies.field_types import ByLayer
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.similarity import Similarity
 from moe_ep_bench.policies.steps import TORCH, Steps

@@ -33,6 +33,7 @@ from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, Stepp
 from moe_ep_bench.policies.field_types import Positive, Share, decimal, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import top_k_map, weighted
+from moe_ep_bench.policies.steps import by_group
 
 Granularity = Literal["rank", "expert"]
 
@@ -86,7 +87,8 @@ class BudgetDrop(SteppedPolicy):
         """Which cells are given up, from the statistics of all ranks: bool [bins, E]."""
         pairs_SE, mass_SE = stats_SE.view(2, self.num_bins, -1)
         num_groups = num_ranks if self.granularity == "rank" else pairs_SE.shape[1]
-        pairs_GC, mass_GC = (_by_group(values_SE, num_groups) for values_SE in (pairs_SE, mass_SE))
+        group_size = pairs_SE.shape[1] // num_groups
+        pairs_GC, mass_GC = (by_group(values_SE, group_size) for values_SE in (pairs_SE, mass_SE))
         # Empty cells go last, where they change nothing.
         mean_GC = torch.where(pairs_GC > 0, mass_GC / pairs_GC, torch.inf)
         order_GC = mean_GC.sort(dim=1, stable=True).indices
@@ -105,9 +107,3 @@ class BudgetDrop(SteppedPolicy):
         fullest = torch.where(affordable_N, -1.0, before_N).max()
         dropped_GC = torch.zeros_like(order_GC, dtype=torch.bool).scatter(1, order_GC, before_GC > fullest)
         return dropped_GC.view(num_groups, self.num_bins, -1).transpose(0, 1).reshape(self.num_bins, -1)
-
-
-def _by_group(values_SE: Tensor, num_groups: int) -> Tensor:
-    """[bins, E] -> [G, bins * E / G]: one row per group of neighbouring experts."""
-    num_bins = values_SE.shape[0]
-    return values_SE.view(num_bins, num_groups, -1).transpose(0, 1).reshape(num_groups, -1)

@@ -89,15 +89,14 @@ class CapacityPolicy(SteppedPolicy):
     torch_only: ClassVar[Mapping[str, object]] = {"rounding": "ceil"}
     optional: ClassVar[tuple[str, ...]] = ("rounding",)
 
+    @property
+    def draws(self) -> bool:
+        return self.metric == "random"
+
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
-        if self.metric == "random" and context.generator is None and context.random_TE is None:
-            raise UserError("generator: metric=random needs a torch.Generator in the context, got None")
         if self.modality != "uniform" and context.modality_T is None:
             raise UserError(f"modality_T: modality={self.modality} needs the tokens' modality, got None")
-
-    def random_keys(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
-        return context.random_keys(like_TE) if self.metric == "random" else None
 
     def room(self, num_experts: int, context: RoutingContext) -> Room:
         num_shared = num_experts // context.num_ranks if self.granularity == "device" else 1

@@ -245,6 +245,19 @@ class SteppedPolicy(Policy):
 
     steps: ClassVar[Steps] = TORCH
 
+    @property
+    def draws(self) -> bool:
+        """It decides by random numbers."""
+        return False
+
+    def random_keys(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        return context.random_keys(like_TE) if self.draws else None
+
+    def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
+        super().check(scores_TE, context)
+        if self.draws and context.generator is None and context.random_TE is None:
+            raise UserError(f"generator: {self.label} needs a torch.Generator in the context, got None")
+
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         """As many as the model's own routing, unless a policy says otherwise."""
         return context.top_k

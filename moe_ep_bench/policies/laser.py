@@ -83,16 +83,15 @@ class Laser(LoadAwarePolicy):
     trim: Trim = "top"
     chunk_size: Positive = 1
 
+    @property
+    def draws(self) -> bool:
+        return self.trim == "random"
+
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
         num_experts = scores_TE.shape[1]
         if not context.top_k <= self.c <= num_experts:
             raise UserError(f"c: expected {context.top_k} (top_k) to {num_experts} (the experts), got {self.c}")
-        if self.trim == "random" and context.generator is None and context.random_TE is None:
-            raise UserError("generator: trim=random needs a torch.Generator in the context, got None")
-
-    def random_keys(self, like_TE: Tensor, context: RoutingContext) -> Tensor | None:
-        return context.random_keys(like_TE) if self.trim == "random" else None
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, Tensor | None]:
         rule = LeastLoaded(

@@ -201,7 +201,7 @@ class Steps:
         """
         num_tokens, num_experts = candidates_TE.shape
         # One row per group. Within a row pairs lie by token, then by expert: the tie order.
-        candidates_GN, keys_GN = (_by_group(values_TE, num_shared) for values_TE in (candidates_TE, keys_TE))
+        candidates_GN, keys_GN = (by_group(values_TE, num_shared) for values_TE in (candidates_TE, keys_TE))
         kept_GN = self.best_per_row(keys_GN.masked_fill(~candidates_GN, lowest(keys_GN)), capacity) & candidates_GN
         return (
             kept_GN.view(num_experts // num_shared, num_tokens, num_shared)
@@ -306,7 +306,7 @@ def place_in_row(keys_RN: Tensor) -> Tensor:
     return best_first(keys_RN).argsort(dim=1)
 
 
-def _by_group(values_TE: Tensor, num_shared: int) -> Tensor:
+def by_group(values_TE: Tensor, num_shared: int) -> Tensor:
     """[T, E] -> [E / num_shared, T * num_shared]: one row per group of neighbouring experts."""
     num_tokens, num_experts = values_TE.shape
     num_groups = num_experts // num_shared

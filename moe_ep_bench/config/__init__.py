@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, PlainSerializer, PrivateAttr, model_validator
 
 from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
+from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.models import ModelSpec, load_hf_model, naming_hub
@@ -227,9 +228,7 @@ class RecordedConfig(_Workload):
 
 
 class LayerConfig(Strict):
-    dtype: Literal["bfloat16", "float32", "fp8", "fp8_block", "int4_wo", "w4a16_mxfp4", "w4a8_mxfp4_mxfp8", "nvfp4"] = (
-        "bfloat16"
-    )
+    dtype: Literal[(*PRECISIONS,)] = "bfloat16"
     """Type of weights and activations; below 16 bits of experts alone, by a table in ``emulate.device``."""
     ep_size: int | None = Field(None, ge=1)
     """Expert-parallel ranks; null = all. Others are data-parallel replicas."""

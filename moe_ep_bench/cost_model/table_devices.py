@@ -222,20 +222,16 @@ class TableDevice(Device):
 
     HOLDS_PERMUTATION: ClassVar[bool] = True
 
-    table_name: str
-    """As the user gives it, with the dtype."""
-    words: str
-    """The package, the framework and the system."""
-    dtypes: tuple[str, ...]
-    """That the name allows: all that were measured, or the one it ends in."""
+    tables: Tables
     dtype: str | None = None
     table: ExpertTable | None = None
 
     def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> TableDevice:
-        if dtype not in self.dtypes:
-            raise UserError(f"{self.table_name}: expected layer.dtype one of {', '.join(self.dtypes)}; got {dtype}")
-        rows = read_moe(Tables.named(self.table_name, "moe"), dtype=dtype, tp_size=model.tensor_parallel)
-        with naming(f"{self.table_name}, {dtype}"):
+        dtypes = self.tables.parts or _dtypes(self.tables)
+        if dtype not in dtypes:
+            raise UserError(f"{self.tables.name}: expected layer.dtype one of {', '.join(dtypes)}; got {dtype}")
+        rows = read_moe(self.tables, dtype=dtype, tp_size=model.tensor_parallel)
+        with naming(f"{self.tables.name}, {dtype}"):
             table = find_table(rows, model, ep_size)
         sizes = model.expert_matrices, model.expert_hidden_size, model.ffn_hidden_size
         expert_us = math.prod(sizes) * PRECISIONS[dtype].weight_bytes / (self.reached_tbps * 1e6)
@@ -249,7 +245,7 @@ class TableDevice(Device):
 
     @property
     def experts_ran(self) -> tuple[str, str]:
-        return self.table_name, "the table's"
+        return self.tables.name, "the table's"
 
     def describe(self, *, whole: bool = False, num_tokens: int | None = None) -> str:
         rows = ""
@@ -259,7 +255,7 @@ class TableDevice(Device):
             rows += f", extrapolated to {num_tokens:,};" if num_tokens and num_tokens > last else ";"
         dtype = f", {self.dtype}" if self.dtype else ""
         rest = super().describe(whole=whole).removeprefix("modelled by ")
-        return f"experts {MEASURED_ELSEWHERE} ({self.words}{dtype}):{rows} the rest modelled by {rest}"
+        return f"experts {MEASURED_ELSEWHERE} ({self.tables.words}{dtype}):{rows} the rest modelled by {rest}"
 
 
 def load_device(name: str) -> Device:
@@ -271,15 +267,17 @@ def load_device(name: str) -> Device:
     if not is_table(name):
         return Device.load(name)
     tables = Tables.named(name, "moe")
-    known = [dtype for dtype in dtypes_of(tables) if dtype in PRECISIONS]
-    dtypes = [choose("dtype", tables.parts[0], known)] if tables.parts else known
+    dtypes = _dtypes(tables)
+    choose("dtype", tables.parts[0] if tables.parts else dtypes[0], dtypes)
     # A file of data/devices/ states all but the experts.
-    files = {_device_of(system): system for system in systems("moe")}
-    choose(
-        "system with a file of data/devices/", tables.system, [files[name] for name in Device.names() if name in files]
-    )
-    fields = Device.named(_device_of(tables.system)).model_dump()
-    return TableDevice.model_validate({**fields, "table_name": tables.name, "words": tables.words, "dtypes": dtypes})
+    known = [system for system in systems("moe") if _device_of(system) in Device.names()]
+    choose("system with a file of data/devices/", tables.system, known)
+    return TableDevice(**Device.named(_device_of(tables.system)).model_dump(), tables=tables)
+
+
+def _dtypes(tables: Tables) -> list[str]:
+    """Those that were measured and are known here."""
+    return [dtype for dtype in dtypes_of(tables) if dtype in PRECISIONS]
 
 
 def _device_of(system: str) -> str:
@@ -337,22 +335,20 @@ class NcclLinks(Links):
 class DeepEpLinks(Links):
     """Built-in links whose dispatch and combine were measured with DeepEP, over a rank's tokens."""
 
-    words: str
-    table_name: str
-    backend: str
+    tables: Tables
     top_k: int = 0
     curves: dict[str, Curve] | None = None
     """By phase, over tokens of a rank."""
 
     def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> DeepEpLinks:
-        rows = read_deepep(Tables.named(self.table_name, "comm"), self.backend, dtype)
+        rows = read_deepep(self.tables, self.tables.parts[0], dtype)
         keys = ["hidden_size", "top_k", "num_experts", "ep_size"]
         wanted = (model.expert_hidden_size, model.top_k, model.num_experts, ep_size)
         mine = rows[(rows[keys] == list(wanted)).all(axis=1)]
         if mine.empty:
             known = rows[keys].drop_duplicates().itertuples(index=False, name=None)
             told, *others = ("{}, top-{} of {}, EP {}".format(*shape) for shape in (wanted, *known))
-            raise UserError(f"{self.table_name}: expected {told}; measured: {'; '.join(others)}")
+            raise UserError(f"{self.tables.name}: expected {told}; measured: {'; '.join(others)}")
         fastest = mine.groupby(["phase", "num_tokens"], as_index=False)["us"].min()
         curves = {phase: Curve.of(points["num_tokens"], points["us"]) for phase, points in fastest.groupby("phase")}
         return self.model_copy(update={"top_k": model.top_k, "curves": curves})
@@ -370,13 +366,12 @@ class DeepEpLinks(Links):
 
     def describe(self) -> str:
         rest = super().describe().removeprefix("modelled by ")
-        return (
-            f"{DEEPEP_WORDS} ({self.words}, {self.backend}): over a rank's tokens; other collectives modelled by {rest}"
-        )
+        how = f"{self.tables.words}, {self.tables.parts[0]}"
+        return f"{DEEPEP_WORDS} ({how}): over a rank's tokens; other collectives modelled by {rest}"
 
     def scaled(self, factor: float) -> Links:
         if factor != 1:
-            raise UserError(f"emulate.bandwidth_scale: expected 1 with {self.table_name}, got {factor:g}")
+            raise UserError(f"emulate.bandwidth_scale: expected 1 with {self.tables.name}, got {factor:g}")
         return self
 
 
@@ -398,11 +393,10 @@ def load_links(name: str) -> Links:
     tables = Tables.named(name, "comm")
     if tables.framework == "nccl":
         return _nccl_links(tables)
-    backend = choose("backend", tables.parts[0] if tables.parts else "", backends_of(tables))
+    choose("backend", tables.parts[0] if tables.parts else "", backends_of(tables))
     # More than a node's where the table has more: the file with links between nodes.
     base = Links.named(_LINKS.get(tables.system, _OTHER_LINKS)[1])
-    fields = base.model_dump() | {"words": tables.words, "table_name": tables.name, "backend": backend}
-    return DeepEpLinks.model_validate(fields)
+    return DeepEpLinks(**base.model_dump(), tables=tables)
 
 
 def _nccl_links(tables: Tables) -> NcclLinks:

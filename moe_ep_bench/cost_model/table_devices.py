@@ -268,7 +268,7 @@ def load_device(name: str) -> Device:
         return Device.load(name)
     tables = Tables.named(name, "moe")
     dtypes = _dtypes(tables)
-    choose("dtype", tables.parts[0] if tables.parts else dtypes[0], dtypes)
+    choose("dtype", tables.parts[0] if tables.parts else next(iter(dtypes), ""), dtypes)
     # A file of data/devices/ states all but the experts.
     known = [system for system in systems("moe") if _device_of(system) in Device.names()]
     choose("system with a file of data/devices/", tables.system, known)

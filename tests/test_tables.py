@@ -67,9 +67,9 @@ def moe_rows(dtype: str = "bfloat16", shape: tuple[int, int, int, int] = SMALL) 
 
 @pytest.fixture
 def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of one system with two shapes, NCCL on 4 and 8 GPUs, and DeepEP on 8."""
-    moe, nccl, deepep = (tmp_path / "data/h100_sxm" / one for one in ("moe/vllm/1.0", "comm/nccl/2.0", "comm/vllm/1.0"))
-    for folder in (moe, nccl, deepep):
+    """A package of one system with two shapes, and NCCL on 4 and 8 GPUs."""
+    moe, nccl, other = (tmp_path / "data/h100_sxm" / one for one in ("moe/vllm/1.0", "comm/nccl/2.0", "comm/vllm/1.0"))
+    for folder in (moe, nccl, other):
         folder.mkdir(parents=True)
     rows = pd.concat([moe_rows(), moe_rows("fp8_block"), moe_rows(shape=UNLIKE), moe_rows().assign(moe_tp_size=2)])
     rows.to_parquet(moe / "moe_perf.parquet")
@@ -80,22 +80,6 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for power, latency in ((9, 8.0 + gpus), (12, 9.0 + gpus), (19, 20.0 + gpus), (24, 200.0 + gpus))
     ]
     pd.DataFrame(collectives).to_parquet(nccl / "nccl_perf.parquet")
-    of_deepep = [
-        {
-            "comm_backend": "deepep_ll",
-            "phase": phase,
-            "comm_dtype": "default",
-            "ep_size": 8,
-            "hidden_size": SMALL[0],
-            "topk": SMALL[3],
-            "num_experts": SMALL[2],
-            "num_tokens": number,
-            "latency": base + 0.1 * number,
-        }
-        for phase, base in (("dispatch", 10.0), ("combine", 20.0))
-        for number in (1, 10, 100)
-    ]
-    pd.DataFrame(of_deepep).to_parquet(deepep / "moe_a2a_perf.parquet")
     monkeypatch.setattr(reading, "root", lambda: tmp_path)
     monkeypatch.setattr(reading, "package_words", lambda: "aiconfigurator-core 0.0")
     return tmp_path
@@ -288,15 +272,9 @@ def test_collectives_are_exact_at_measured_sizes_on_as_many_gpus() -> None:
 
 
 @pytest.mark.usefixtures("made_up")
-def test_deepep_is_interpolated_over_a_ranks_tokens_and_apart_for_both_ways() -> None:
-    links = load_links("table:h100_sxm/vllm/1.0/deepep_ll").for_layer(model(), 8, "bfloat16")
-    pairs_RR = np.full((8, 8), 10 * SMALL[3] / 8)  # Ten tokens on each rank.
-    np.testing.assert_allclose(links.dispatch_us(pairs_RR, 2048, 4), 11.0)
-    np.testing.assert_allclose(links.combine_us(pairs_RR, 2048), 21.0)
-    with pytest.raises(ValueError, match="measured: 1024, top-2 of 16, EP 8"):
-        load_links("table:h100_sxm/vllm/1.0/deepep_ll").for_layer(model(UNLIKE), 8, "bfloat16")
-    with pytest.raises(ValueError, match="expected a backend of deepep_ll; got 'x'"):
-        load_links("table:h100_sxm/vllm/1.0/x")
+def test_links_are_of_nccl_alone() -> None:
+    with pytest.raises(ValueError, match="expected a framework of nccl; got 'vllm'"):
+        load_links("table:h100_sxm/vllm/1.0")
 
 
 # ---- how loads were made ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.cost_model.tables import DEEPEP_WORDS, MEASURED_ELSEWHERE
+from moe_ep_bench.cost_model.tables import MEASURED_ELSEWHERE
 from moe_ep_bench.cost_model.transport import exchange_words
 from moe_ep_bench.facts import ComparisonFacts, Component, RoutedFacts, RunFacts, TimedFacts
 
@@ -70,10 +70,7 @@ def how_words(run: RunFacts, facts: ComparisonFacts) -> str:
 def modelled_line(facts: Iterable[ComparisonFacts]) -> str:
     """The first line of an answer whose links are modelled: what is sent and how; empty where nothing is modelled."""
     modelled = [one for one in facts if isinstance(one, TimedFacts) and one.links is not None]
-    sent = dict.fromkeys(
-        exchange_words(one.dtype, one.transport, one.dispatch_dtype, by_deepep=DEEPEP_WORDS in (one.links or ""))
-        for one in modelled
-    )
+    sent = dict.fromkeys(exchange_words(one.dtype, one.transport, one.dispatch_dtype) for one in modelled)
     what = "Modelled" if any(one.device is not None for one in modelled) else "Modelled links"
     if any(map(is_elsewhere, modelled)):
         what = f"{what}, {PARTLY_ELSEWHERE}"

@@ -424,7 +424,7 @@ class EmulateConfig(Strict):
 
     links: str | None = None
     """Links between virtual ranks: a name of data/links/, a file by ``calibrate``, or of measured tables
-    ``table:SYSTEM/nccl/VERSION``, ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND``."""
+    ``table:SYSTEM/nccl/VERSION``."""
     bandwidth_scale: float = Field(1.0, ge=1e-6, le=1e6)
     """Factor on the bandwidth of all links."""
     device: str = MEASURED

@@ -23,7 +23,6 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import ConfigDict, Field, PositiveFloat, RootModel, model_validator
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.presets import Preset, Strict
 
 Basis = Literal["measured", "measured elsewhere", "published", "assumed"]
@@ -184,22 +183,6 @@ class Links(Preset):
                 busy_us_R = link.exchange_us(carried_RR.sum(axis=1), carried_RR.sum(axis=0))
                 times_us_R = np.maximum(times_us_R, busy_us_R)
         return times_us_R
-
-    def dispatch_us(self, pairs_RR: NDArray[np.float64], row_bytes: float, weight_bytes: float) -> np.ndarray:
-        """Microseconds of the way to the experts, float64 [R]: rows, then their weights, of each (token, expert) pair.
-
-        Args:
-            pairs_RR: that each rank (row) has for each rank (column).
-        """
-        return self.all_to_all_us(pairs_RR * row_bytes) + self.all_to_all_us(pairs_RR * weight_bytes)
-
-    def combine_us(self, pairs_RR: NDArray[np.float64], row_bytes: float) -> np.ndarray:
-        """Microseconds of the way back, float64 [R]; ``pairs_RR`` as they came."""
-        return self.all_to_all_us(pairs_RR.T * row_bytes)
-
-    def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> Links:
-        """The links of one layer; those of tables differ."""
-        return self
 
     def all_gather_us(self, num_bytes: float, num_ranks: int) -> float:
         """Microseconds until every rank has the ``num_bytes`` of every other.

@@ -15,7 +15,6 @@ EP sizes, which has a part in proportion to a rank's pairs and one that stays.
 A shape or an EP size that was not measured is refused, with a list of those that were.
 
 *Links.* Collectives are interpolated over bytes. An uneven all-to-all takes as long as the rank's own larger direction.
-Dispatch and combine of DeepEP are interpolated over a rank's tokens: its pairs, sent or received, over k.
 
 Shapes: N = measured points, L = experts (or slots) of a rank, R = ranks, E = experts, k = experts per token.
 """
@@ -33,7 +32,6 @@ from numpy.typing import ArrayLike, NDArray
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.links import Curve, Link, Links
 from moe_ep_bench.cost_model.tables import (
-    DEEPEP_WORDS,
     DTYPE,
     MEASURED_ELSEWHERE,
     NCCL,
@@ -41,13 +39,11 @@ from moe_ep_bench.cost_model.tables import (
     SHAPE,
     UNGATED,
     Tables,
-    backends_of,
     balanced_loads,
     choose,
     dtypes_of,
     is_table,
     of_shape,
-    read_deepep,
     read_moe,
     read_nccl,
     systems,
@@ -61,16 +57,13 @@ if TYPE_CHECKING:  # It imports slowly.
 
 # Growth with all ranks' tokens is looked for above so many, over at least so many EP sizes; experts keep some of a row.
 _MANY_TOKENS, _FEWEST_SIZES, _LEAST_REST = 4096, 3, 0.05
-# Files of data/devices/ and data/links/ that say the rest, by system; of links within a node, and beyond it.
+# The file of data/devices/ that says the rest of a system, where it is called otherwise.
 _DEVICES = {"a100_sxm": "a100-sxm-80gb"}
+# Files of data/links/ of devices: within a node, and beyond it.
 _LINKS = {
-    "a100_sxm": ("a100-nvlink3", "a100-nvlink3-hdr"),
-    "b200_sxm": ("b200-nvlink5", "b200-nvlink5"),
-    "b300_sxm": ("b200-nvlink5", "b200-nvlink5"),
+    "a100-sxm-80gb": ("a100-nvlink3", "a100-nvlink3-hdr"),
+    "b200-sxm": ("b200-nvlink5", "b200-nvlink5"),
     "gb200": ("gb200-nvl72", "gb200-nvl72"),
-    "gb300": ("gb200-nvl72", "gb200-nvl72"),
-    "l40s": ("pcie4", "pcie4-hdr"),
-    "rtx_pro_6000_server": ("pcie5", "pcie5-ndr"),
     "h20": ("h20-nvlink4", "h20-nvlink4-ndr"),
 }
 _OTHER_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")
@@ -332,74 +325,22 @@ class NcclLinks(Links):
         return next(link for gpus, link in self.curves[collective].items() if gpus >= num_ranks)
 
 
-class DeepEpLinks(Links):
-    """Built-in links whose dispatch and combine were measured with DeepEP, over a rank's tokens."""
-
-    tables: Tables
-    top_k: int = 0
-    curves: dict[str, Curve] | None = None
-    """By phase, over tokens of a rank."""
-
-    def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> DeepEpLinks:
-        rows = read_deepep(self.tables, self.tables.parts[0], dtype)
-        keys = ["hidden_size", "top_k", "num_experts", "ep_size"]
-        wanted = (model.expert_hidden_size, model.top_k, model.num_experts, ep_size)
-        mine = rows[(rows[keys] == list(wanted)).all(axis=1)]
-        if mine.empty:
-            known = rows[keys].drop_duplicates().itertuples(index=False, name=None)
-            told, *others = ("{}, top-{} of {}, EP {}".format(*shape) for shape in (wanted, *known))
-            raise UserError(f"{self.tables.name}: expected {told}; measured: {'; '.join(others)}")
-        fastest = mine.groupby(["phase", "num_tokens"], as_index=False)["us"].min()
-        curves = {phase: Curve.of(points["num_tokens"], points["us"]) for phase, points in fastest.groupby("phase")}
-        return self.model_copy(update={"top_k": model.top_k, "curves": curves})
-
-    def dispatch_us(self, pairs_RR: NDArray[np.float64], row_bytes: float, weight_bytes: float) -> NDArray[np.float64]:
-        return self._deepep_us(pairs_RR, "dispatch")
-
-    def combine_us(self, pairs_RR: NDArray[np.float64], row_bytes: float) -> NDArray[np.float64]:
-        return self._deepep_us(pairs_RR, "combine")
-
-    def _deepep_us(self, pairs_RR: NDArray[np.float64], phase: str) -> NDArray[np.float64]:
-        assert self.curves is not None, "no layer's rows were taken"
-        tokens_R = np.maximum(pairs_RR.sum(axis=1), pairs_RR.sum(axis=0)) / self.top_k
-        return np.where(tokens_R > 0, self.curves[phase].at(tokens_R), 0.0)
-
-    def describe(self) -> str:
-        rest = super().describe().removeprefix("modelled by ")
-        how = f"{self.tables.words}, {self.tables.parts[0]}"
-        return f"{DEEPEP_WORDS} ({how}): over a rank's tokens; other collectives modelled by {rest}"
-
-    def scaled(self, factor: float) -> Links:
-        if factor != 1:
-            raise UserError(f"emulate.bandwidth_scale: expected 1 with {self.tables.name}, got {factor:g}")
-        return self
-
-
 def default_links(device: str, *, beyond_node: bool) -> str:
-    """The file of data/links/ that goes with a device or the system of a table."""
-    system = device.removeprefix(PREFIX).partition("/")[0]
-    system = {"a100-sxm-80gb": "a100_sxm"}.get(system, system.replace("-", "_"))
-    return _LINKS.get(system, _OTHER_LINKS)[beyond_node]
+    """The file of data/links/ that goes with a device, by its name or that of a table."""
+    name = _device_of(device.removeprefix(PREFIX).partition("/")[0]) if is_table(device) else device
+    return _LINKS.get(name, _OTHER_LINKS)[beyond_node]
 
 
 def load_links(name: str) -> Links:
     """Links by their name, by the path of a file, or of a table.
 
     Raises:
-        UserError: see ``Links.load`` and ``tables``; a backend that was not measured.
+        UserError: see ``Links.load`` and ``tables``.
     """
     if not is_table(name):
         return Links.load(name)
     tables = Tables.named(name, "comm")
-    if tables.framework == "nccl":
-        return _nccl_links(tables)
-    choose("backend", tables.parts[0] if tables.parts else "", backends_of(tables))
-    # More than a node's where the table has more: the file with links between nodes.
-    base = Links.named(_LINKS.get(tables.system, _OTHER_LINKS)[1])
-    return DeepEpLinks(**base.model_dump(), tables=tables)
-
-
-def _nccl_links(tables: Tables) -> NcclLinks:
+    choose("framework", tables.framework, ["nccl"])
     rows, source = read_nccl(tables), tables.where("comm", NCCL)
     curves = {
         collective: {gpus: _measured_link(points) for gpus, points in of_collective.groupby("num_gpus")}

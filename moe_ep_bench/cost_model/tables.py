@@ -5,10 +5,9 @@ The extra ``moe-ep-bench[tables]`` installs the package (NVIDIA, Apache-2.0). On
 
 ``SYSTEM/moe/FRAMEWORK/VERSION/moe_perf.parquet``       MoE layers on one GPU that holds its share of the experts
 ``SYSTEM/comm/nccl/VERSION/nccl_perf.parquet``          collectives by nccl-tests
-``SYSTEM/comm/vllm|trtllm/VERSION/moe_a2a_perf.parquet``  dispatch and combine of DeepEP
 
 A device is named ``table:SYSTEM/FRAMEWORK/VERSION`` or ``table:SYSTEM/FRAMEWORK/VERSION/DTYPE``, links
-``table:SYSTEM/nccl/VERSION`` or ``table:SYSTEM/FRAMEWORK/VERSION/BACKEND``.
+``table:SYSTEM/nccl/VERSION``.
 
 *How a row of moe_perf was taken* (ai-dynamo/aiconfigurator, collector/). One GPU stands for rank 0 of ``moe_ep_size``.
 It is given all ``num_tokens`` tokens of the group, and computes the pairs of its own experts. ``balanced`` scores give
@@ -39,10 +38,8 @@ if TYPE_CHECKING:  # It imports slowly, and names of tables are checked ahead of
 
 PACKAGE, EXTRA, PREFIX = "aiconfigurator-core", "moe-ep-bench[tables]", "table:"
 MEASURED_ELSEWHERE = "measured elsewhere"
-# How links say that whole dispatches were measured, not bytes on a link.
-DEEPEP_WORDS = f"dispatch and combine {MEASURED_ELSEWHERE}"
 
-MOE, NCCL, A2A = "moe_perf.parquet", "nccl_perf.parquet", "moe_a2a_perf.parquet"
+MOE, NCCL = "moe_perf.parquet", "nccl_perf.parquet"
 
 _FRAMEWORKS = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang", "nccl": "NCCL"}
 # Of Nemotron 3, whose experts are no gated FFNs: (hidden size, FFN size, experts).
@@ -103,7 +100,7 @@ class Tables:
     """The files of one framework's version on one system.
 
     Attributes:
-        parts: what follows in the name: a dtype of a device, a backend of links.
+        parts: what follows in the name: a dtype.
     """
 
     system: str
@@ -236,20 +233,3 @@ def read_nccl(tables: Tables) -> pd.DataFrame:
     crossing = np.where(rows["op_name"] == "all_reduce", 1.0, 1 - 1 / rows["num_gpus"])
     rows = rows.assign(bytes=size * crossing, us=rows["latency"] * 1e3)
     return rows.groupby(["op_name", "num_gpus", "bytes"], as_index=False)["us"].min()
-
-
-def backends_of(tables: Tables) -> list[str]:
-    """Ways of dispatching that a framework's file holds."""
-    if not tables.path("comm", A2A).is_file():
-        return []
-    return sorted(tables.read("comm", A2A, ["comm_backend"])["comm_backend"].unique())
-
-
-def read_deepep(tables: Tables, backend: str, dtype: str) -> pd.DataFrame:
-    """hidden_size, top_k, num_experts, ep_size, num_tokens, phase, us; of the dtype that is nearest."""
-    columns = ["phase", "comm_dtype", "ep_size", "hidden_size", "topk", "num_experts", "num_tokens", "latency"]
-    rows = tables.read("comm", A2A, columns, [("comm_backend", "=", backend)])
-    known = rows["comm_dtype"].unique().tolist()
-    named = (name for name in (dtype, dtype.partition("_")[0], "default", DTYPE) if name in known)
-    rows = rows[rows["comm_dtype"] == next(named, known[0])]
-    return rows.rename(columns={"latency": "us", "topk": "top_k"})

@@ -85,8 +85,10 @@ class Exchange:
         """Microseconds that dispatch and combine keep each rank's links busy, float64 [R] each."""
         combine_bytes = self.hidden_size * self.precision.hidden_bytes
         if self.transport == "pairs":
-            dispatch_us = links.dispatch_us(rows.pairs_RR, self.dispatch_bytes, _WEIGHT_BYTES)
-            return dispatch_us, links.combine_us(rows.pairs_RR, combine_bytes)
+            rows_us, weights_us = (
+                links.all_to_all_us(rows.pairs_RR * num_bytes) for num_bytes in (self.dispatch_bytes, _WEIGHT_BYTES)
+            )
+            return rows_us + weights_us, links.all_to_all_us(rows.pairs_RR.T * combine_bytes)
         assert rows.copies_RR is not None
         assert rows.node_copies_RN is not None
         intra_RR, inter_RR = forwarded(rows.copies_RR, rows.node_copies_RN, links.ranks_per_node)
@@ -117,16 +119,12 @@ def forwarded(
     return intra_RR, inter_RR
 
 
-def exchange_words(dtype: str, transport: Transport, dispatch: DispatchType | None, *, by_deepep: bool = False) -> str:
-    """What is sent and how: type, transport, overlap; in a few words.
-
-    Args:
-        by_deepep: its kernels were measured, which send a token to a rank once.
-    """
+def exchange_words(dtype: str, transport: Transport, dispatch: DispatchType | None) -> str:
+    """What is sent and how: type, transport, overlap; in a few words."""
     how = {
         "pairs": "NCCL all-to-all, one copy per (token, expert) pair",
         "copies": "sent as DeepEP does, one copy per (token, rank) and between nodes per (token, node)",
     }
     own = _SHORT.get(dtype, dtype)
     types = own if dispatch in (None, own) else f"{own}, dispatched in {dispatch}"
-    return f"{types}, {'DeepEP as it was measured' if by_deepep else how[transport]}, no overlap"
+    return f"{types}, {how[transport]}, no overlap"

@@ -23,22 +23,23 @@ from moe_ep_bench.runtime.torchrun import end_with_parent
 Work = Callable[[Namespace], int]
 
 
-def returns(target: str, *names: str) -> Work:
+def returns(target: str, *names: str, **keywords: str) -> Work:
     """A command that is one call: ``module:function`` of the package with these options; it returns the exit status."""
     module, _, function = target.partition(":")
 
     def work(options: Namespace) -> Any:
         call = getattr(importlib.import_module(f"moe_ep_bench.{module}"), function)
-        return call(*(getattr(options, name) for name in names))
+        how = {keyword: getattr(options, name) for keyword, name in keywords.items()}
+        return call(*(getattr(options, name) for name in names), **how)
 
     return work
 
 
-def prints(target: str, *names: str) -> Work:
+def prints(target: str, *names: str, **keywords: str) -> Work:
     """Likewise; what the function returns is printed."""
 
     def work(options: Namespace) -> int:
-        print(returns(target, *names)(options))
+        print(returns(target, *names, **keywords)(options))
         return OK
 
     return work
@@ -275,16 +276,6 @@ def _calibrate(options: Namespace) -> int:
     return launch_calibrate(out, _nproc(options), **how)
 
 
-def _trace_thresholds(options: Namespace) -> int:
-    import yaml
-
-    from moe_ep_bench.workload.facts import laser_thresholds
-
-    derived = laser_thresholds(options.file, options.keep)
-    print(yaml.safe_dump([{"name": "laser", **derived}], sort_keys=False, default_flow_style=None), end="")
-    return OK
-
-
 def _trace_record(options: Namespace) -> int:
     from moe_ep_bench.quality.recording import record
 
@@ -321,13 +312,6 @@ def _check_policy(options: Namespace) -> int:
     return OK if kept else CASES_FAILED
 
 
-def _show(options: Namespace) -> int:
-    from moe_ep_bench.analysis.show import show
-
-    how = {"names": options.case, "views": options.view, "columns": options.columns, "all_samples": options.samples}
-    return show(options.directories, options.format, options.out, **how)
-
-
 def _plot(options: Namespace) -> int:
     from moe_ep_bench.analysis.plot import plot
 
@@ -359,14 +343,21 @@ COMMANDS: dict[str, Work] = {
     "quality": _quality,
     "calibrate": _calibrate,
     "trace info": prints("workload.facts:trace_info", "file"),
-    "trace thresholds": _trace_thresholds,
+    "trace thresholds": prints("workload.facts:thresholds_text", "file", "keep"),
     "trace eplb": prints("workload.counts:write_expert_map", "file", "out", "ep", "spare_per_rank", "preset"),
     "trace record": _trace_record,
     "trace import": _trace_import,
     "check-policy": _check_policy,
     "schema": prints("cli.json_schema:schema_text", "configs"),
     "doctor": returns("machine.doctor:doctor", "out", "nproc"),
-    "show": _show,
+    "show": returns(
+        "analysis.show:show",
+        *("directories", "format", "out"),
+        names="case",
+        views="view",
+        columns="columns",
+        all_samples="samples",
+    ),
     "plot": _plot,
     "compare": _compare,
 }

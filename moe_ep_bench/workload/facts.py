@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.trace import open_trace
@@ -40,6 +41,12 @@ def trace_info(path: Path) -> str:
     width = max(map(len, rows))
     hint = "loads, drops and activated experts, layer by layer: moe-ep-bench route with workload.trace and policy topk"
     return "\n".join([*(f"{name:<{width}}  {value}" for name, value in rows.items()), "", hint])
+
+
+def thresholds_text(path: Path, keep: float) -> str:
+    """``laser_thresholds`` as an entry of a config's policies."""
+    entry = {"name": "laser", **laser_thresholds(path, keep)}
+    return yaml.safe_dump([entry], sort_keys=False, default_flow_style=None).rstrip()
 
 
 def laser_thresholds(path: Path, keep: float = 0.25) -> dict[str, dict[str, float]]:

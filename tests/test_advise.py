@@ -550,30 +550,6 @@ def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: 
     assert of_model.left_out[-1] == "EPLB, LLEP, UltraEP: experts of whole models are not replicated"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "expected a config, a results directory or --model; got none"),
-        (["--model", "olmoe-1b-7b", "--tokens", "64"], "--ep: expected a number beside --model; got none"),
-        ([*QWEN, "--ep", "7"], "--ep: expected a divisor of the 128 experts of Qwen3-30B-A3B; got 7"),
-        ([*QWEN, "--device", "h1000"], "--device: expected a path of a .yaml or one of a100-sxm-80gb"),
-        ([*QWEN, "--peak-load", "1.001"], "peak_load: expected 1."),
-        ([*QWEN, "--prompt-length", "20000"], "--prompt-length: expected at most 16384 (--tokens); got 20000"),
-        ([*QWEN, "--counts", "no", "--trace", "no"], "--trace, --counts, --peak-load: expected one of them"),
-        ([*QWEN, "--set", "layer.ep_size=4"], "--set layer.ep_size=4: goes with a config"),
-        ([str(ROOT / "configs/quickstart.yaml"), "--ep", "4"], "--ep: expected none with a config"),
-    ],
-)
-def test_a_bad_option_is_one_line_and_nothing_is_written(
-    tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["advise", *options, "--out", str(tmp_path / "out")]) == USER_ERROR
-    printed = capsys.readouterr()
-    assert message in printed.err.splitlines()[-1]
-    assert printed.out == ""
-    assert not (tmp_path / "out").exists()
-
-
 # ---- command -------------------------------------------------------------------------------------------------------
 
 

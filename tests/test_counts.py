@@ -184,27 +184,3 @@ def test_dense_layers_of_a_model_have_rows_too(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["physical_to_logical_map"]
     assert len(rows) == 27
     assert rows[0] == [slot % 64 for slot in range(72)]
-
-
-PLAN_MISTAKES = {
-    "ranks": (["--ep", "3", "--spare-per-rank", "1"], "--ep: expected a divisor of the 4 experts of loads.json, got 3"),
-    "no ranks": (["--ep", "0", "--spare-per-rank", "1"], "--ep: expected at least 1, got 0"),
-    "spares": (["--ep", "2", "--spare-per-rank", "-1"], "--spare-per-rank: expected at least 0, got -1"),
-    "model": (
-        [*PLAN, "--preset", "olmoe-1b-7b"],
-        "--preset: olmoe-1b-7b has 64 experts in layers [0, 1, 2, 3, 4, ",
-    ),
-    "unknown": ([*PLAN, "--preset", "olmoe"], "(did you mean olmoe-1b-7b?)"),
-}
-
-
-@pytest.mark.parametrize("name", PLAN_MISTAKES)
-def test_a_plan_that_does_not_fit_is_one_line(
-    name: str, loads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options, message = PLAN_MISTAKES[name]
-    assert cli.main(["trace", "eplb", str(loads), str(tmp_path / "map.json"), *options]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
-    assert not (tmp_path / "map.json").exists()

@@ -433,36 +433,6 @@ def test_the_command_and_summary_print_the_table_and_figures_are_drawn(
 # --- Mistakes ------------------------------------------------------------------------------------
 
 
-def refused(folder: Path, out: Path, overrides: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line, with the config's name, with which ``quality`` refuses to begin; it leaves nothing."""
-    arguments = [part for one in overrides for part in ("--set", one)]
-    assert main(["quality", str(folder / "config.yaml"), "--out", str(out), *arguments]) == USER_ERROR
-    (said,) = capsys.readouterr().err.strip().splitlines()
-    assert said.startswith(f"moe-ep-bench: {folder}/config.yaml: ")
-    assert not out.exists()
-    return said
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["model.checkpoint=none"], "model.checkpoint: {folder}/none: expected a checkpoint's folder, got none"),
-        (["text.file=none.txt"], "text.file: {folder}/none.txt: cannot read the text: No such file or directory"),
-        (["text.num_sequences=4000"], "expected a text of at least 4000 sequences of 16 tokens, got "),
-        (["text.sequence_length=5000"], "text.sequence_length: expected at most 4096"),
-        (["layer.ep_size=3"], "layer.ep_size: expected a divisor of the 8 experts of tiny-olmoe, got 3"),
-        (
-            ["policies=[{name: token_drop, capacity_factor: 1, modality: image_first}]"],
-            "policies: token_drop: modality_T",
-        ),
-    ],
-)
-def test_what_cannot_be_judged_is_one_line_and_leaves_nothing(
-    overrides: list[str], expected: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert expected.format(folder=folder) in refused(folder, tmp_path / "out", overrides, capsys)
-
-
 def test_configs_of_the_repository_are_valid() -> None:
     configs = sorted((ROOT / "configs").glob("quality-*.yaml"))
     assert configs

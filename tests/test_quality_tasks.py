@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from test_quality import parts, refused
+from test_quality import parts
 
 from moe_ep_bench.analysis.quality import read_quality, task_scores
 from moe_ep_bench.analysis.show import quality_text
@@ -367,6 +367,16 @@ def test_a_task_that_fails_is_one_line_and_what_is_done_stays(
     assert last.endswith("moe-ep-bench: tasks: broken: cannot be run: ConnectionError: no route")
     (part,) = (tmp_path / "quality").iterdir()
     assert len(RunDirectory(tmp_path).statuses(part.stem, table="quality")) == 2
+
+
+def refused(folder: Path, out: Path, overrides: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line, with the config's name, with which ``quality`` refuses to begin; it leaves nothing."""
+    arguments = [part for one in overrides for part in ("--set", one)]
+    assert main(["quality", str(folder / "config.yaml"), "--out", str(out), *arguments]) == USER_ERROR
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert said.startswith(f"moe-ep-bench: {folder}/config.yaml: ")
+    assert not out.exists()
+    return said
 
 
 @pytest.mark.parametrize(

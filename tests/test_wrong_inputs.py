@@ -21,6 +21,12 @@ CONFIG = {
     "policies": [{"name": "topk"}, {"name": "oea", "k0": 3}],
     "emulate": {"links": "h100-nvlink4"},
 }
+QUALITY = {
+    "model": {"checkpoint": "tiny-olmoe"},
+    "text": {"file": "words.txt", "num_sequences": 12, "sequence_length": 16, "batch_size": 4},
+    "layer": {"ep_size": 2},
+    "policies": [{"name": "topk"}],
+}
 
 # Values of a config's keys, set for ``emulate``.
 CHANGES = {
@@ -68,6 +74,8 @@ def write(folder: Path, **changes: object) -> Path:
 
 LASER, RECORDED = "{name: laser, eps_high: 0.9, t_fix: 0.1, c: 4}", "kind: recorded, tail: uniform, num_tokens: 8"
 IMAGES = "{name: token_drop, capacity_factor: 1, modality: image_first}"
+QWEN = "advise --model qwen3-30b-a3b --ep 8 --tokens 16384"
+RECORD = "trace record tiny-olmoe --text words.txt --out x.safetensors"
 ONE_NODE = "advise --model qwen3-30b-a3b --ep 16 --tokens 4096 --links h100-nvlink4"
 COMMANDS = {
     "advise --model qwen3-30b-a3b --ep 8 --tokens 32k": "--tokens: expected a whole number such as 32768, got '32k'",
@@ -97,6 +105,34 @@ COMMANDS = {
     "run CONFIG --launch 1 --dry-run": "--launch: only for ranks that torchrun started",
     f"route CONFIG --set 'policies=[{IMAGES}]'": "workload.image_share assumes images",
     f"route CONFIG --set 'workload={{{RECORDED}, layer: all}}'": "workload.layer: all needs a recording",
+    "advise": "expected a config, a results directory or --model; got none",
+    "advise --model olmoe-1b-7b --tokens 64": "--ep: expected a number beside --model; got none",
+    f"{QWEN} --ep 7": "--ep: expected a divisor of the 128 experts of Qwen3-30B-A3B; got 7",
+    f"{QWEN} --device h1000": "--device: expected a path of a .yaml or one of a100-sxm-80gb",
+    f"{QWEN} --prompt-length 20000": "--prompt-length: expected at most 16384 (--tokens); got 20000",
+    f"{QWEN} --counts no --trace no": "--trace, --counts, --peak-load: expected one of them",
+    f"{QWEN} --set layer.ep_size=4": "--set layer.ep_size=4: goes with a config",
+    "advise CONFIG --ep 4": "--ep: expected none with a config",
+    "trace eplb loads.json map.json --spare-per-rank 1 --ep 3": "--ep: expected a divisor of the 4 experts of loads.js",
+    "trace eplb loads.json map.json --spare-per-rank 1 --ep 0": "--ep: expected at least 1, got 0",
+    "trace eplb loads.json map.json --spare-per-rank -1 --ep 2": "--spare-per-rank: expected at least 0, got -1",
+    "trace eplb loads.json map.json --spare-per-rank 1 --ep 2 --preset olmoe-1b-7b": "olmoe-1b-7b has 64 experts in la",
+    f"{RECORD} --text none.txt": "none.txt: cannot read the text: No such file",
+    f"{RECORD} --sequence-length 100000": "sequence-length: expected at most 4096, the positions that tiny-olmoe knows",
+    f"{RECORD} --batch 0": "batch: expected at least 1, got 0",
+    f"{RECORD} --similarity alike.npz": "--similarity alike.npz: expected a name that ends in .safetensors",
+    f"{RECORD} --out words.txt": "words.txt: expected a name that is free",
+    **{
+        f"quality quality.yaml --set '{change}'": f"quality.yaml: {words}"
+        for change, words in {
+            "model.checkpoint=none": "model.checkpoint: none: expected a checkpoint's folder, got none",
+            "text.file=none.txt": "text.file: none.txt: cannot read the text: No such file or directory",
+            "text.num_sequences=4000": "text.file: words.txt: expected a text of at least 4000 sequences of 16 tokens",
+            "text.sequence_length=5000": "text.sequence_length: expected at most 4096",
+            "layer.ep_size=3": "layer.ep_size: expected a divisor of the 8 experts of tiny-olmoe, got 3",
+            f"policies=[{IMAGES}]": "policies: token_drop: modality_T",
+        }.items()
+    },
     "quality CONFIG": "workload: is for run, emulate, route and advise; quality needs model.checkpoint",
 }
 
@@ -106,9 +142,14 @@ WRONG = {f"emulate CONFIG --set '{change}'": words for change, words in CHANGES.
 
 @pytest.mark.parametrize("command", WRONG)
 def test_a_mistake_is_one_line_that_says_what_is_allowed_and_leaves_nothing(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tiny_olmoe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(write(tmp_path))
+    (tmp_path / "quality.yaml").write_text(yaml.safe_dump(QUALITY))
+    (tmp_path / "loads.json").write_text("[[9, 1, 3, 3], [1, 9, 4, 2]]")
+    for name in ("tiny-olmoe", "words.txt"):
+        (tmp_path / name).symlink_to(tiny_olmoe / name)
+    before = set(tmp_path.iterdir())
     arguments = [config if word == "CONFIG" else word for word in shlex.split(command)]
     monkeypatch.chdir(tmp_path)
     try:
@@ -120,7 +161,7 @@ def test_a_mistake_is_one_line_that_says_what_is_allowed_and_leaves_nothing(
     assert (status, line.startswith("moe-ep-bench: ")) == (USER_ERROR, True)
     assert all(": planning " in earlier for earlier in lines[:-1])  # where that takes long
     assert not [word for word in ("Traceback", "pydantic", "http", "nput should", "should have") if word in line]
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    assert set(tmp_path.iterdir()) == before
 
 
 CONTENTS = {

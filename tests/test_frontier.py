@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -14,10 +13,7 @@ from policy_cases import random_scores
 from torch import Tensor
 
 from moe_ep_bench.analysis import cases
-from moe_ep_bench.analysis.drawing import draw
-from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.render import render
-from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.analysis.tables import tables
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.plan import plan
@@ -167,20 +163,3 @@ def test_route_and_emulate_hold_each_policy_against_the_frontier_of_its_batches(
     for frame in (routed, emulated):  # experts with several homes have no frontier
         assert pd.isna(frame.loc["EPLB, 1 spare per rank", "below_frontier"])
     assert "below frontier" in render(tables(cases.load(folder / "route")), "text")
-
-
-def test_pareto_draws_the_frontier_and_no_policy_that_only_drops_is_above_it(folder: Path) -> None:
-    with house_style():
-        drawing = draw(FIGURES["pareto"], cases.load(folder / "emulate"))
-    assert drawing is not None
-    panel = drawing.figure.axes[2]
-    kept_N, relief_N = max((line.get_data() for line in panel.lines), key=lambda data: len(data[0]))
-    points = drawing.rows[drawing.rows["relief"].notna()]
-    points = points[points["label"].str.contains("drop")]
-    assert len(points) == 5
-    # Of the same mass the frontier's relief is the most; kept_N ascends, and 65 points leave a chord's error.
-    most = np.interp(100 * points["kept_share"], kept_N, relief_N)
-    assert (points["relief"] <= most * 1.001).all()
-    assert (points["relief"] < most * 0.9).any()
-    (legend,) = drawing.figure.legends
-    assert any("frontier: none that only drops is above" in text.get_text() for text in legend.get_texts())

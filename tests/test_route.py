@@ -39,8 +39,6 @@ from moe_ep_bench.schema import ROUTING_SCHEMA
 from moe_ep_bench.workload.facts import laser_thresholds
 from moe_ep_bench.workload.importers import ASSUMED
 
-TRACES = Path(__file__).parents[2] / "shared" / "traces"
-
 CONFIG = {
     "name": "tiny",
     "model": {"preset": "deepseek-v2-lite"},

@@ -216,29 +216,29 @@ def _refuse_constant(name: str) -> None:
     raise UserError(f"{name} is no JSON number")
 
 
-def checked_json(text: bytes | str, where: object, most_bits: int = 64) -> Any:
-    """A JSON document of plain values, whole numbers of at most ``most_bits`` with their sign.
+def checked_json(text: bytes | str, where: object) -> Any:
+    """A JSON document of plain values.
 
     Raises:
         ValueError: one line that begins with ``where``.
     """
     value = parse_json(text, where)
-    if problem := _problem_of(value, most_bits):
+    if problem := _problem_of(value):
         raise UserError(f"{where}: {problem}")
     return value
 
 
-def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES, most_bits: int = 64) -> Any:
+def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:
     """The JSON document (``checked_json``) of a file.
 
     Raises:
         OSError: there is no such file, or it cannot be read.
         ValueError: one line that names the file.
     """
-    return checked_json(read_text(path, most_bytes), path, most_bits)
+    return checked_json(read_text(path, most_bytes), path)
 
 
-def _problem_of(document: Any, most_bits: int = 64, most_values: float = math.inf, *, infinities: bool = False) -> str:
+def _problem_of(document: Any, most_values: float = math.inf, *, infinities: bool = False) -> str:
     """What no reader should meet in a document; a value that stands in several places counts in each."""
     left: list[tuple[Any, int]] = [(document, 1)]
     seen = 0
@@ -254,8 +254,8 @@ def _problem_of(document: Any, most_bits: int = 64, most_values: float = math.in
             left += [(part, depth + 1) for part in inner]
         elif isinstance(value, float) and not (infinities or math.isfinite(value)):
             return "expected numbers that a double holds, got a larger one"
-        elif isinstance(value, int) and not -(2 ** (most_bits - 1)) <= value < 2 ** (most_bits - 1):
-            return f"expected whole numbers of {most_bits} bits, got one of {value.bit_length()}"
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            return f"expected whole numbers of 64 bits, got one of {value.bit_length()}"
         elif isinstance(value, str) and (character := _NO_TEXT.search(value)):
             return f"expected text, got the character U+{ord(character[0]):04X}"
         elif not isinstance(value, float | int | str | None):

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import base64
 import io
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief
@@ -52,63 +51,9 @@ def checked(value: Any, where: str, shape: tuple[int | None, ...] | None, kinds:
     return array
 
 
-def check_size(where: str, size: int) -> None:
-    """Refuse to read more bytes than the memory has that is free. Raises ValueError."""
-    if size > (free := free_memory_bytes()):
-        raise UserError(f"{where}: expected at most the {free:,} bytes of memory that are free, got {size:,}")
-
-
-def read_npy(file: BinaryIO, where: str) -> NDArray[Any]:
-    """Read an array in npy form, which says its type and shape ahead of its content.
-
-    Raises:
-        ValueError: it is damaged, a pickle, or holds less than it announces.
-    """
-    try:
-        is_first_version = np.lib.format.read_magic(file) == (1, 0)
-        read_header = np.lib.format.read_array_header_1_0 if is_first_version else np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read_header(file)
-        content = file.read()
-        if dtype.hasobject:
-            raise UserError("Object arrays are pickles, which are not read")
-        return np.frombuffer(content, dtype).reshape(shape, order="F" if is_fortran else "C")
-    except Exception as error:  # zipfile, zlib and numpy's parser of headers raise whatever they meet
-        raise UserError(f"{where}: {brief(str(error), 200, quoted=False)}") from None
-
-
-@dataclass(frozen=True)
-class Npz:
-    """An opened npz file, whose arrays are read one at a time."""
-
-    path: Path
-    archive: zipfile.ZipFile
-
-    @property
-    def names(self) -> list[str]:
-        return [name.removesuffix(".npy") for name in self.archive.namelist()]
-
-    def where(self, name: str) -> str:
-        return f"{self.path}: {name}"
-
-    def array(self, name: str, shape: tuple[int | None, ...] | None = None, kinds: str = WHOLE) -> NDArray[Any]:
-        """Read an array of a shape, or of any.
-
-        Raises:
-            ValueError: no such array, a damaged or pickled one, or one that is not as ``checked`` expects.
-        """
-        if name not in self.names:
-            raise UserError(f"{self.path}: missing array: {name}")
-        try:
-            with self.archive.open(f"{name}.npy") as member:
-                array = read_npy(member, self.where(name))
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError) as error:
-            raise UserError(f"{self.where(name)}: {brief(str(error), 200, quoted=False)}") from None
-        return checked(array, self.where(name), shape, kinds)
-
-
 @contextmanager
-def opened_npz(path: Path, convert: str) -> Iterator[Npz]:
-    """Open an npz file.
+def opened_npz(path: Path, convert: str) -> Iterator[NpzFile]:
+    """Open an npz file, whose arrays ``npz_array`` reads one at a time.
 
     Args:
         convert: the command that makes one of a pickle, where the pickle is trusted.
@@ -120,16 +65,35 @@ def opened_npz(path: Path, convert: str) -> Iterator[Npz]:
         raise UserError(f"{path}: a pickle, which is not read; convert it where it was made: {convert}")
     if not path.is_file():
         raise UserError(f"{path}: expected a regular file")
+    with path.open("rb") as file:
+        try:
+            archive = np.load(file, allow_pickle=False)
+            assert isinstance(archive, NpzFile), "an array alone"
+        except Exception as error:  # numpy's and zipfile's readers raise whatever they meet
+            words = brief(str(error), 200, quoted=False)
+            raise UserError(f"{path}: not a whole, readable npz file ({words})") from None
+        for info in archive.zip.infolist():
+            if info.file_size > (free := free_memory_bytes()):
+                name = brief(info.filename, quoted=False)
+                raise UserError(f"{path}: {name}: expected at most the {free:,} bytes of memory that are free")
+        yield archive
+
+
+def npz_array(
+    archive: NpzFile, path: Path, name: str, shape: tuple[int | None, ...] | None = None, kinds: str = WHOLE
+) -> NDArray[Any]:
+    """Read an array of the npz file at ``path``.
+
+    Raises:
+        ValueError: no such array, a damaged or pickled one, or one that is not as ``checked`` expects.
+    """
+    if name not in archive.files:
+        raise UserError(f"{path}: missing array: {name}")
     try:
-        archive = zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise UserError(f"{path}: not a whole, readable npz file ({brief(str(error), 200, quoted=False)})") from None
-    with archive:
-        for info in archive.infolist():
-            if not info.filename.endswith(".npy"):
-                raise UserError(f"{path}: expected arrays only (*.npy), got {brief(info.filename)}")
-            check_size(f"{path}: {brief(info.filename, quoted=False)}", info.file_size)
-        yield Npz(path, archive)
+        array = archive[name]
+    except Exception as error:
+        raise UserError(f"{path}: {name}: {brief(str(error), 200, quoted=False)}") from None
+    return checked(array, f"{path}: {name}", shape, kinds)
 
 
 def base64_bytes(text: Any, where: str) -> bytes:
@@ -143,7 +107,11 @@ def base64_bytes(text: Any, where: str) -> bytes:
 def array_of_text(value: Any, where: str, shape: tuple[int | None, ...]) -> NDArray[np.integer]:
     """Read whole numbers of nested lists, or of the base64 text of an npy file. Raises ValueError."""
     if isinstance(value, str):
-        value = read_npy(io.BytesIO(base64_bytes(value, where)), where)
+        content = base64_bytes(value, where)
+        try:
+            value = np.load(io.BytesIO(content), allow_pickle=False)
+        except Exception as error:
+            raise UserError(f"{where}: {brief(str(error), 200, quoted=False)}") from None
     return checked(value, where, shape)
 
 

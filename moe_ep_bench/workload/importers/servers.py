@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import parse_json
-from moe_ep_bench.workload.arrays import array_of_text, base64_bytes, lines, opened_npz
+from moe_ep_bench.workload.arrays import array_of_text, base64_bytes, lines, npz_array, opened_npz
 from moe_ep_bench.workload.importers.options import ImportOptions
 from moe_ep_bench.workload.writer import PADDING, TraceWriter
 
@@ -81,14 +81,14 @@ def read_vllm(source: Path, options: ImportOptions, writer: TraceWriter) -> None
 
 def _vllm_npz(source: Path, _: TraceWriter) -> Iterator[Completion]:
     with opened_npz(source, "numpy.savez, as the importer's docstring has it") as npz:
-        forms = [re.fullmatch(rf"(\d{{1,9}})\.({ROUTED}|{LENGTH})", name) for name in npz.names]
+        forms = [re.fullmatch(rf"(\d{{1,9}})\.({ROUTED}|{LENGTH})", name) for name in npz.files]
         if None in forms:
             expected = f"arrays named 0.{ROUTED} and 0.{LENGTH}"
-            raise UserError(f"{source}: expected {expected}, got {brief(npz.names[forms.index(None)])}")
+            raise UserError(f"{source}: expected {expected}, got {brief(npz.files[forms.index(None)])}")
         for request in sorted({int(form[1]) for form in forms if form}):
             name, length = f"{request}.{ROUTED}", f"{request}.{LENGTH}"
-            num_prompt = int(npz.array(length, ())) if length in npz.names else None
-            yield Completion(npz.where(name), npz.array(name, (None, None, None)), num_prompt)
+            num_prompt = int(npz_array(npz, source, length, ())) if length in npz.files else None
+            yield Completion(f"{source}: {name}", npz_array(npz, source, name, (None, None, None)), num_prompt)
 
 
 def _vllm_responses(source: Path, writer: TraceWriter) -> Iterator[Completion]:

@@ -23,7 +23,7 @@ from moe_ep_bench.workload import arrays
 from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.importers import IMPORTERS, import_trace
 from moe_ep_bench.workload.replay import RecordedWorkload
-from moe_ep_bench.workload.trace import held, open_trace
+from moe_ep_bench.workload.trace import held
 
 TOY = Path(__file__).parent / "data" / "toy-model.yaml"  # four layers, the first dense; 16 experts, top-3
 EQUAL = {"assume_equal_scores": True}
@@ -97,7 +97,7 @@ def esft(root, lengths=(5, 1, 3), domains=("intent", "law")):
     for domain in domains:
         directory = root / "results" / "expert_scores" / domain
         directory.mkdir(parents=True)
-        (directory / "summary.json").write_text("{}")
+        (directory / "trace.json").write_text("{}")
         for layer in range(1, 27):
             rows[domain, layer] = [esft_rows(random, length) for length in lengths]
             (directory / f"expert_weights_{layer}.txt").write_text(
@@ -199,20 +199,18 @@ def prepared(kind, root):
 
 def test_esft_keeps_every_token_but_the_first_of_each_text(tmp_path, out):
     rows = esft(tmp_path)
-    summary = imported("esft", tmp_path, out, domain="law")
+    trace = imported("esft", tmp_path, out, domain="law")
     ids, scores, sequence_id_T, position_T = read_back(out)
     assert sequence_id_T.tolist() == [0] * 4 + [2] * 2  # the text of one token vanishes
     assert position_T.tolist() == [1, 2, 3, 4, 1, 2]
     for layer in range(1, 27):
         ids_TK, weights_TK = (np.concatenate([text[part][1:] for text in rows["law", layer]]) for part in (0, 1))
         assert_rows_match((ids[layer - 1], scores[layer - 1]), ids_TK, weights_TK)
-    assert (summary.left_out, summary.trace.num_layers, summary.trace.num_sequences) == (3, 26, 2)
-    assert (summary.trace.num_experts, summary.trace.top_k) == (64, 6)
-    metadata = open_trace(out).metadata
-    assert (metadata["domain"], metadata["source_files"]) == ("law", "26")
-    assert metadata["source_layers"] == ",".join(map(str, range(1, 27)))
-    assert metadata["note"] == "3 tokens at the beginning of a text left out"
-    assert "6 tokens in 2 sequences; 36 places in every layer" in summary.text()
+    assert (trace.num_layers, trace.num_sequences) == (26, 2)
+    assert trace.metadata["note"] == "3 tokens at the beginning of a text left out"
+    assert (trace.num_experts, trace.top_k) == (64, 6)
+    assert (trace.metadata["domain"], trace.metadata["source_files"]) == ("law", "26")
+    assert trace.metadata["source_layers"] == ",".join(map(str, range(1, 27)))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +224,7 @@ def test_esft_keeps_every_token_but_the_first_of_each_text(tmp_path, out):
 def test_megatrons_logits_become_shares_of_the_score_mass(tmp_path, out, function, odds):
     rows = megatron(tmp_path)
     model = toy(tmp_path, score_function=function)["preset"]
-    facts = imported("megatron", tmp_path, out, preset=model).trace.metadata
+    facts = imported("megatron", tmp_path, out, preset=model).metadata
     ids, scores, sequence_id_T, position_T = read_back(out)
     assert sequence_id_T.tolist() == [0] * 6 + [1] * 4
     assert position_T.tolist() == [*range(6), *range(4)]
@@ -282,7 +280,7 @@ def test_what_megatrons_own_tracer_writes_is_read(tmp_path, out, monkeypatch):
             expected[step, layer] = ids_TK.numpy()
     tracer.flush()
     model = toy(tmp_path, num_experts=8, top_k=2)["preset"]
-    assert imported("megatron", tmp_path / "trace", out, preset=model).trace.num_tokens == 8
+    assert imported("megatron", tmp_path / "trace", out, preset=model).num_tokens == 8
     ids = read_back(out)[0]
     for layer in (1, 2):
         np.testing.assert_array_equal(ids[layer - 1], np.concatenate([expected[step, layer] for step in (0, 1)]))
@@ -302,13 +300,13 @@ def test_vllms_routed_experts_are_kept_with_their_places_and_phases(tmp_path, ou
     is_prompt_T = position_T < np.array(PROMPTS)[sequence_T]
     for phase, kept_T in ((None, is_known_T), ("prefill", is_known_T & is_prompt_T), ("decode", ~is_prompt_T)):
         name = out.with_name(str(phase))
-        summary = imported("vllm", path, name, **({} if phase is None else {"phase": phase}))
+        trace = imported("vllm", path, name, **({} if phase is None else {"phase": phase}))
         ids, _, sequence_id_T, made_position_T = read_back(name)
         assert sequence_id_T.tolist() == sequence_T[kept_T].tolist()
         assert made_position_T.tolist() == position_T[kept_T].tolist()
         np.testing.assert_array_equal(ids, recorded[kept_T][:, 1:].transpose(1, 0, 2))
-        facts = summary.trace.metadata
-        assert (summary.left_out, facts["source_layers"]) == ((~kept_T).sum(), "1,2,3")
+        facts = trace.metadata
+        assert (trace.num_tokens, facts["source_layers"]) == (kept_T.sum(), "1,2,3")
         assert facts["phase"] == phase or phase is None
         assert ("2 tokens that were not recorded left out" in facts["note"]) == (phase != "decode")
 
@@ -321,7 +319,7 @@ def test_any_models_routing_is_kept_layer_by_layer(tmp_path, out, changes):
     dense = model["first_dense_layers"]
     ids_TLK[:, 0] = ids_TLK[:, 1] if not dense else 0
     ids_TLK[2] = 0 if model["top_k"] == 1 else ids_TLK[2]  # of a top-1 model no padding
-    trace = import_trace("vllm", written(tmp_path / "r.jsonl", response(ids_TLK)), out, toy(tmp_path, **changes)).trace
+    trace = import_trace("vllm", written(tmp_path / "r.jsonl", response(ids_TLK)), out, toy(tmp_path, **changes))
     ids = read_back(out)[0]
     assert ids.dtype == (np.uint16 if model["num_experts"] > 256 else np.uint8)
     assert trace.metadata["source_layers"] == ",".join(map(str, range(dense, 4)))
@@ -333,7 +331,7 @@ def test_sglangs_responses_are_read_with_the_models_layers(tmp_path, out):
     told = [{"meta_info": {"routed_experts": raw(ids), "prompt_tokens": 2}} for ids in recorded]
     source = written(tmp_path / "responses.jsonl", *told)
     options = {"preset": "deepseek-v2-lite", **EQUAL}
-    trace = import_trace("sglang", source, out, options).trace
+    trace = import_trace("sglang", source, out, options)
     assert (trace.num_layers, trace.num_tokens, trace.num_sequences, trace.top_k) == (26, 9, 2, 6)
     assert trace.scores_are_assumed
     np.testing.assert_array_equal(read_back(out)[0], np.concatenate(recorded).transpose(1, 0, 2)[1:])
@@ -451,21 +449,21 @@ def test_a_source_full_of_padding_is_refused_and_a_little_is_named(tmp_path, out
         if name == "much" and fill >= 0:
             assert "5 tokens of padding" in refusal("vllm", source, tmp_path / "o" / "much", model)
             continue
-        summary = import_trace("vllm", source, out.with_name(name), model)
-        assert (summary.trace.num_tokens, summary.left_out) == (20 - number, number)
+        trace = import_trace("vllm", source, out.with_name(name), model)
+        assert trace.num_tokens == 20 - number
         reason = "that were not recorded" if fill < 0 else "of padding (one fill"
-        assert f"{number} tokens {reason}" in summary.trace.metadata["note"]
+        assert f"{number} tokens {reason}" in trace.metadata["note"]
 
 
 def test_slots_that_repeat_an_expert_are_tokens_with_fewer_experts(tmp_path, out):
     """A server under a policy fills slots with an expert that the token holds, at weight 0."""
     ids_TLK = routing(6, 4, 16, 3)
     ids_TLK[2, 1], ids_TLK[4, 3] = [9, 9, 9], [5, 7, 5]
-    summary = imported("vllm", written(tmp_path / "r.jsonl", response(ids_TLK)), out)
-    assert "3 of 54 places are empty: tokens with fewer than 3 experts" in summary.trace.metadata["note"]
+    trace = imported("vllm", written(tmp_path / "r.jsonl", response(ids_TLK)), out)
+    assert "3 of 54 places are empty: tokens with fewer than 3 experts" in trace.metadata["note"]
     for layer, source_layer in enumerate((1, 2, 3)):
-        kept = held(*summary.trace.read_layer(layer))
-        ids_TK, scores_TK = summary.trace.read_layer(layer)
+        kept = held(*trace.read_layer(layer))
+        ids_TK, scores_TK = trace.read_layer(layer)
         for token, ids_K in enumerate(ids_TLK[:, source_layer].tolist()):
             assert sorted(ids_TK[token, kept[token]].tolist()) == sorted(set(ids_K))
             assert set(scores_TK[token, kept[token]].tolist()) == {np.float16(1 / len(set(ids_K)))}
@@ -482,7 +480,7 @@ def test_lines_without_a_response_lose_no_others(tmp_path, out):
     line = json.dumps(response(routing(5, 4, 16, 3)))
     source = tmp_path / "r.jsonl"
     source.write_text(f'\n{line}\nnull\n{{"error": {{"message": "too long"}}}}\n{line[:40]}\n{line}\n')
-    trace = imported("vllm", source, out).trace
+    trace = imported("vllm", source, out)
     assert trace.num_tokens == 10
     assert f"3 lines without a response left out, the first {source}:3: expected a" in trace.metadata["note"]
     assert refusal("vllm", source, tmp_path / "o" / "x", OPTIONS["vllm"] | {"phase": "decode"}).startswith("phase: ")
@@ -523,13 +521,13 @@ def test_an_array_that_claims_more_than_it_holds_is_refused(tmp_path, out, monke
 @every_kind
 def test_an_import_is_replayed_and_is_the_same_again_and_a_changed_source_has_another_hash(tmp_path, out, kind):
     source = prepared(kind, tmp_path / "source")
-    trace = imported(kind, source, out).trace
+    trace = imported(kind, source, out)
     sizes = {"num_experts": trace.num_experts, "top_k": trace.top_k, "num_tokens": 12, "num_batches": 1}
     share = 0.6 if trace.scores_are_normalised else None
     workload = RecordedWorkload([out], 1, **sizes, tail="uniform", seed=0, topk_share=share)
     best = workload.batch(0).scores_TE.topk(trace.top_k, dim=1).indices
     np.testing.assert_array_equal(best.numpy(), trace.read_layer(1)[0][tokens_of(workload, 0)])
-    again = imported(kind, source, out.with_name("again")).trace
+    again = imported(kind, source, out.with_name("again"))
     assert again.path.read_bytes() == out.read_bytes()
     files = [source] if source.is_file() else source.rglob("*")
     path = sorted(p for p in files if p.suffix in (".txt", ".jsonl", ".npz") or "_ex" in p.name)[-1]
@@ -538,7 +536,7 @@ def test_an_import_is_replayed_and_is_the_same_again_and_a_changed_source_has_an
             archive.comment = b"changed"
     else:
         path.write_text(path.read_text().replace("\n", "\r\n"))
-    changed = imported(kind, source, out.with_name("changed")).trace
+    changed = imported(kind, source, out.with_name("changed"))
     assert changed.metadata["source_sha256"] != trace.metadata["source_sha256"]
 
 

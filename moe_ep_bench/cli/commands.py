@@ -288,11 +288,13 @@ def _trace_record(options: Namespace) -> int:
 
 
 def _trace_import(options: Namespace) -> int:
+    from moe_ep_bench.workload.facts import trace_info
     from moe_ep_bench.workload.importers import ImportOptions, import_trace
 
     given = {name: getattr(options, name) for name in ImportOptions.__dataclass_fields__}
     chosen = {name: value for name, value in given.items() if value is not None and value is not False}
-    print(import_trace(options.kind, options.source, options.out, chosen).text())
+    import_trace(options.kind, options.source, options.out, chosen)
+    print(trace_info(options.out))
     return OK
 
 

@@ -36,6 +36,7 @@ from moe_ep_bench.quality.families import MoELayer, find_moe_layers, shares
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.progress import progress_bar
+from moe_ep_bench.workload.facts import trace_info
 from moe_ep_bench.workload.trace import score_words
 from moe_ep_bench.workload.writer import TraceWriter, sha256_of
 
@@ -117,7 +118,8 @@ def record(
             said.append(_write_similarity(similarity, grams, checkpoint, text, tokens_BS.numel(), licence))
         if out is not None and writer is not None:
             with atomic_path(out) as temporary:
-                said.append(writer.write(temporary, out).text())
+                writer.write(temporary)
+            said.append(trace_info(out))
     return "\n".join(said)
 
 

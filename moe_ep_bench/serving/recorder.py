@@ -135,7 +135,7 @@ class Recorder:
                 writer.add_tokens(sequence_T[rows[phase]], position_T[rows[phase]], f"part {self.num_parts}")
                 out = self.directory / f"{self.prefix}{phase}-{self.num_parts:04}.safetensors"
                 with atomic_path(out) as temporary:
-                    writer.write(temporary, out)
+                    writer.write(temporary)
                 self.num_bytes += out.stat().st_size
                 self.num_tokens += writer.num_tokens
                 self.say(f"wrote {out}: {writer.num_tokens:,} tokens")
@@ -146,5 +146,5 @@ class Recorder:
         facts = {key: value for key, value in self.metadata.items() if key != "note"}
         writer.describe(num_experts=self.num_experts, top_k=self.top_k, where=phase, phase=phase, **facts)
         writer.notes += [self.metadata["note"]] if self.metadata.get("note") else []
-        writer.notes += [f"{number:,} tokens {why} left out" for why, number in self._left_out.items() if number]
+        writer.left_out.update(self._left_out)
         return writer

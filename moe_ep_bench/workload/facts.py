@@ -36,7 +36,7 @@ def trace_info(path: Path) -> str:
         f"{length_S.max():,} (median {np.median(length_S):,.0f}){f', {gaps:,} gaps' if gaps else ''}",
         **{name: facts[name] for name in ("phase", "domain")},
         "scores": scores,
-        **{name: facts[name] for name in ("source", "licence")},
+        **{name: facts[name] for name in ("source", "licence", "note") if name in facts},
     }
     width = max(map(len, rows))
     hint = "loads, drops and activated experts, layer by layer: moe-ep-bench route with workload.trace and policy topk"

@@ -14,7 +14,6 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,6 @@ from moe_ep_bench.workload.trace import (
     FORMAT,
     FULL_SCORES,
     MAX_EXPERTS,
-    Trace,
     find_problem,
     held,
     id_type,
@@ -35,31 +33,6 @@ from moe_ep_bench.workload.trace import (
 
 # Tokens for which one fill stands in all places; with more than this share of them something else went wrong.
 PADDING, _MOST_PADDING = "of padding (one fill, 0 or a type's largest, in all their places)", 0.1
-
-
-@dataclass(frozen=True)
-class ImportSummary:
-    """What was written.
-
-    Attributes:
-        trace: opened, under the name that it has in the end.
-        left_out: tokens of the source that are not in the trace; its ``note`` says which.
-    """
-
-    trace: Trace
-    left_out: int
-
-    def text(self) -> str:
-        """A few lines for the terminal."""
-        trace, facts = self.trace, self.trace.metadata
-        return (
-            f"{trace.path}: {facts['model']}, {facts['domain']}, {facts['phase']}\n"
-            f"  {trace.num_layers} layers x {trace.num_experts} experts, top-{trace.top_k}; {trace.num_tokens} tokens "
-            f"in {trace.num_sequences} sequences; {trace.num_tokens * trace.top_k} places in every layer, all kept\n"
-            f"  scores: {facts['score']}\n"
-            f"  left out: {self.left_out} tokens; {facts['note']}\n"
-            f"  made from {facts['source_files']} file(s), sha256 {facts['source_sha256']}"
-        )
 
 
 class TraceWriter:
@@ -162,20 +135,20 @@ class TraceWriter:
         self._spool("sequence_id", np.broadcast_to(sequence_id, position_T.shape))
         self.num_tokens = expected
 
-    def write(self, path: Path, out: Path) -> ImportSummary:
-        """String the spools together in the file ``path``, later known as ``out``, and read it back.
+    def write(self, path: Path) -> None:
+        """String the spools together in the file ``path``, and read it back.
 
         Raises:
             ValueError: no tokens, or more padding than a recording has.
         """
-        layers, left_out = sorted(self._loads), self.left_out.total()
+        layers = sorted(self._loads)
         if self.left_out[PADDING] > _MOST_PADDING * (self.num_tokens + self.left_out[PADDING]):
             raise UserError(
                 f"{self.source}: {self.left_out[PADDING]:,} tokens {PADDING}, {self.num_tokens:,} others; expected "
                 f"{_MOST_PADDING:.0%} at most: was all routing recorded?"
             )
         if not (self.num_tokens and layers):
-            raise UserError(f"{self.source}: expected at least one token, got none ({left_out} left out)")
+            raise UserError(f"{self.source}: expected at least one token, got none ({self.left_out.total()} left out)")
         notes = [f"{number:,} tokens {what} left out" for what, number in self.left_out.items() if number]
         if self._num_empty:
             places = self.num_tokens * self.top_k * len(layers)
@@ -197,7 +170,6 @@ class TraceWriter:
             written_E = np.bincount(trace.read_layer(index)[0].ravel(), minlength=self.num_experts)
             if not np.array_equal(written_E, self._loads[layer]):
                 raise RuntimeError(f"layer {layer} was written with other experts than it was read with")
-        return ImportSummary(replace(trace, path=out), left_out)
 
     @property
     def _columns(self) -> dict[str, tuple[np.dtype, int]]:

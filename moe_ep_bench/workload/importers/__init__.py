@@ -30,7 +30,8 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.workload.importers import servers, training
 from moe_ep_bench.workload.importers.options import ImportOptions
-from moe_ep_bench.workload.writer import ImportSummary, TraceWriter
+from moe_ep_bench.workload.trace import Trace, open_trace
+from moe_ep_bench.workload.writer import TraceWriter
 
 
 class Importer(NamedTuple):
@@ -66,7 +67,7 @@ IMPORTERS: Mapping[str, Importer] = MappingProxyType(
 ASSUMED = "assumed equal over the top-k: the source holds expert ids only"
 
 
-def import_trace(kind: str, source: Path, out: Path, chosen: Mapping[str, Any]) -> ImportSummary:
+def import_trace(kind: str, source: Path, out: Path, chosen: Mapping[str, Any]) -> Trace:
     """Write the recording at ``source`` as the ``moe-trace-v1`` file ``out``.
 
     Args:
@@ -105,6 +106,7 @@ def import_trace(kind: str, source: Path, out: Path, chosen: Mapping[str, Any]) 
         ):
             writer = TraceWriter(Path(directory), source, metadata)
             importer.read(source, options, writer)
-            return writer.write(temporary, out)
+            writer.write(temporary)
     except OSError as error:
         raise UserError(f"{error.filename or source}: {error.strerror or error}") from None
+    return open_trace(out)

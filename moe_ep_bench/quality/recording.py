@@ -17,7 +17,6 @@ Shapes: T = tokens of a batch, E = experts, K = top_k, D = hidden size, L = MoE 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,7 @@ from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.workload.facts import trace_info
 from moe_ep_bench.workload.trace import score_words
-from moe_ep_bench.workload.writer import TraceWriter, sha256_of
+from moe_ep_bench.workload.writer import TraceWriter, sha256_of, written_trace
 
 MEASURE = "1 - Frobenius distance of outputs over the layer's largest"
 # Numbers of all experts' outputs that are held at a time.
@@ -89,9 +88,7 @@ def record(
         grams = None if similarity is None else stack.enter_context(inner_products(loaded))
         writer = None
         if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            spools = stack.enter_context(tempfile.TemporaryDirectory(prefix=".recording-", dir=out.parent))
-            writer, layer = TraceWriter(Path(spools), text), checkpoint.moe_layers[0]
+            writer, layer = stack.enter_context(written_trace(out, text)), checkpoint.moe_layers[0]
             writer.describe(
                 num_experts=layer.num_experts,
                 top_k=layer.top_k,
@@ -116,10 +113,8 @@ def record(
             progress.update(len(batch_BS))
         if similarity is not None and grams is not None:
             said.append(_write_similarity(similarity, grams, checkpoint, text, tokens_BS.numel(), licence))
-        if out is not None and writer is not None:
-            with atomic_path(out) as temporary:
-                writer.write(temporary)
-            said.append(trace_info(out))
+    if out is not None:
+        said.append(trace_info(out))
     return "\n".join(said)
 
 

@@ -9,19 +9,17 @@ Shapes: T = tokens of a step, E = experts, K = top_k.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.files import atomic_path
-from moe_ep_bench.workload.writer import TraceWriter
+from moe_ep_bench.workload.writer import TraceWriter, written_trace
 
 PART_BYTES = 2**29
-_PHASES = ("prefill", "decode")
 
 
 @dataclass(eq=False)
@@ -123,28 +121,28 @@ class Recorder:
         self.num_parts += 1
         sequence_T, position_T, is_prompt_T = (np.concatenate(arrays) for arrays in zip(*self._tokens, strict=True))
         order_T = np.lexsort((position_T, sequence_T))
-        with tempfile.TemporaryDirectory(prefix=".part-", dir=self.directory) as spools:
-            rows = dict(zip(_PHASES, (order_T[is_prompt_T[order_T]], order_T[~is_prompt_T[order_T]]), strict=True))
-            writers = {phase: self._writer(Path(spools) / phase, phase) for phase in _PHASES if len(rows[phase])}
+        rows = {"prefill": order_T[is_prompt_T[order_T]], "decode": order_T[~is_prompt_T[order_T]]}
+        names = {phase: f"{self.prefix}{phase}-{self.num_parts:04}.safetensors" for phase in rows if len(rows[phase])}
+        part = f"part {self.num_parts}"
+        with contextlib.ExitStack() as stack:
+            writers = {phase: stack.enter_context(self._writer(phase, name)) for phase, name in names.items()}
             for layer, blocks in zip(self.layers, self._blocks, strict=True):
                 full_TE, ids_TK = (np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
                 for phase, writer in writers.items():
-                    ids, full = ids_TK[rows[phase]], full_TE[rows[phase]]
-                    writer.add(layer, ids, None, f"part {self.num_parts}", full_TE=full)
+                    writer.add(layer, ids_TK[rows[phase]], None, part, full_TE=full_TE[rows[phase]])
             for phase, writer in writers.items():
-                writer.add_tokens(sequence_T[rows[phase]], position_T[rows[phase]], f"part {self.num_parts}")
-                out = self.directory / f"{self.prefix}{phase}-{self.num_parts:04}.safetensors"
-                with atomic_path(out) as temporary:
-                    writer.write(temporary)
-                self.num_bytes += out.stat().st_size
-                self.num_tokens += writer.num_tokens
-                self.say(f"wrote {out}: {writer.num_tokens:,} tokens")
+                writer.add_tokens(sequence_T[rows[phase]], position_T[rows[phase]], part)
+        for phase, name in names.items():
+            out = self.directory / name
+            self.num_bytes += out.stat().st_size
+            self.num_tokens += len(rows[phase])
+            self.say(f"wrote {out}: {len(rows[phase]):,} tokens")
 
-    def _writer(self, spools: Path, phase: str) -> TraceWriter:
-        spools.mkdir()
-        writer = TraceWriter(spools, self.directory)
+    @contextlib.contextmanager
+    def _writer(self, phase: str, name: str) -> Iterator[TraceWriter]:
         facts = {key: value for key, value in self.metadata.items() if key != "note"}
-        writer.describe(num_experts=self.num_experts, top_k=self.top_k, where=phase, phase=phase, **facts)
-        writer.notes += [self.metadata["note"]] if self.metadata.get("note") else []
-        writer.left_out.update(self._left_out)
-        return writer
+        with written_trace(self.directory / name, self.directory) as writer:
+            writer.describe(num_experts=self.num_experts, top_k=self.top_k, where=phase, phase=phase, **facts)
+            writer.notes += [self.metadata["note"]] if self.metadata.get("note") else []
+            writer.left_out.update(self._left_out)
+            yield writer

@@ -9,17 +9,20 @@ Shapes: T = tokens of a block, K = top_k, E = experts.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
+import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
+from moe_ep_bench.files import atomic_path
 from moe_ep_bench.workload.trace import (
     FORMAT,
     FULL_SCORES,
@@ -35,6 +38,18 @@ from moe_ep_bench.workload.trace import (
 PADDING, _MOST_PADDING = "of padding (one fill, 0 or a type's largest, in all their places)", 0.1
 
 
+@contextlib.contextmanager
+def written_trace(out: Path, source: Path, metadata: Mapping[str, str] | None = None) -> Iterator[TraceWriter]:
+    """Yield a writer; what it collected appears as the file ``out`` when the block ends well."""
+    with (
+        atomic_path(out) as temporary,
+        tempfile.TemporaryDirectory(prefix=".recording-", dir=out.parent) as spools,
+    ):
+        writer = TraceWriter(Path(spools), source, metadata or {})
+        yield writer
+        writer.write(temporary)
+
+
 class TraceWriter:
     """Collects a recording and writes it.
 
@@ -48,10 +63,10 @@ class TraceWriter:
         metadata: of the trace, as far as it is known; ``describe`` gives the rest.
     """
 
-    def __init__(self, directory: Path, source: Path, metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(self, directory: Path, source: Path, metadata: Mapping[str, str]) -> None:
         self.source = source
         self.sources = [source] if source.is_file() else []
-        self.metadata = dict(metadata or {})
+        self.metadata = dict(metadata)
         self.left_out: Counter[str] = Counter()
         self.notes: list[str] = []
         self.num_tokens = self.num_experts = self.top_k = 0

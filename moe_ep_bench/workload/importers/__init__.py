@@ -20,18 +20,16 @@ Without scores a recording says which experts worked but not how willingly. Such
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import atomic_path
 from moe_ep_bench.workload.importers import servers, training
 from moe_ep_bench.workload.importers.options import ImportOptions
 from moe_ep_bench.workload.trace import Trace, open_trace
-from moe_ep_bench.workload.writer import TraceWriter
+from moe_ep_bench.workload.writer import TraceWriter, written_trace
 
 
 class Importer(NamedTuple):
@@ -100,13 +98,8 @@ def import_trace(kind: str, source: Path, out: Path, chosen: Mapping[str, Any]) 
     if _EQUAL in importer.needs:
         metadata["score"] = ASSUMED
     try:
-        with (
-            atomic_path(out) as temporary,
-            tempfile.TemporaryDirectory(dir=out.parent, prefix=".importing.") as directory,
-        ):
-            writer = TraceWriter(Path(directory), source, metadata)
+        with written_trace(out, source, metadata) as writer:
             importer.read(source, options, writer)
-            writer.write(temporary)
     except OSError as error:
         raise UserError(f"{error.filename or source}: {error.strerror or error}") from None
     return open_trace(out)

@@ -247,6 +247,7 @@ def test_half_written_parts_are_measured_again(tmp_path: Path) -> None:
         part.write_bytes(part.read_bytes()[:-100])
     begun = samples.with_name(f".{samples.name}.abc")  # As a job leaves it that is killed while it writes.
     begun.write_bytes(b"PAR1")
+    (out / "attempts" / f".{first}.json.abc").touch()
     (out / "attempts" / f"{first}.json").write_text('["failed: a ra')
     done = run_alone(config, out)
     assert done.returncode == OK, done.stderr

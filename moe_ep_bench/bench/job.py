@@ -112,7 +112,7 @@ def left_of(
     """
     ids = [comparison.comparison_id for comparison in comparisons]
     collect_lost(directory.attempts, ids)
-    directory.remove_unfinished(ids)
+    directory.remove_unfinished([*ids, *(case.case_id for comparison in comparisons for case in comparison.cases)])
     return [_left_of(directory, comparison, launch, force=force) for comparison in comparisons]
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from moe_ep_bench.bench.building import builder, random_pass
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share
-from moe_ep_bench.bench.traffic import Traffic, traffic_of
+from moe_ep_bench.bench.traffic import LayerTraffic, Traffic, traffic_of
 from moe_ep_bench.cost_model.timeline import RankTime, legs_of
 from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
 from moe_ep_bench.layer.passes import Pass
 from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.stack import Stack
-from moe_ep_bench.layer.virtual import VirtualRanks
+from moe_ep_bench.layer.virtual import Announced, VirtualRanks
 from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder, Stopwatch, clock_for, no_meeting
 
@@ -75,7 +75,7 @@ class MeasuredRanks:
         virtual.become(rank)
         router.enter(virtual.stack, shares)
         # What all ranks send is on the device, where a gather would leave it, before the clock runs.
-        virtual.announced = {layer: of_layer.announced(self._device) for layer, of_layer in traffic.layers.items()}
+        virtual.announced = {layer: _announced(of_layer, self._device) for layer, of_layer in traffic.layers.items()}
         virtual.exchange.checks_counts = first
         run = partial(virtual.stack.run, self._batch(traffic, rank, shares))
         with virtual.connected(), virtual.stack.instrumented(recorder, no_meeting):
@@ -89,6 +89,11 @@ class MeasuredRanks:
         assert traffic.lengths_R is not None
         lengths = traffic.lengths_R[rank]
         return random_pass(self._comparison, self._device, traffic.index, rank, lengths, self._cache)
+
+
+def _announced(traffic: LayerTraffic, device: torch.device) -> Announced:
+    """What the exchange answers a rank's tokens with."""
+    return Announced(traffic.counts_RP.to(device), traffic.stats_SE)
 
 
 class SmallLayers:
@@ -106,7 +111,7 @@ class SmallLayers:
         """The worst token's error when all ranks of a case exchange real rows, on few tokens of batch 0."""
         ((traffic,), _) = traffic_of(self._batches, layer, 0, [router])
         shares = [of_rank.of(router.case) for of_rank in self._batches.shares(layer, 0)]
-        self._virtual.announced = {None: traffic.announced(self._device)}
+        self._virtual.announced = {None: _announced(traffic, self._device)}
         hidden, reference = self._input(tuple(traffic.num_tokens_R))
         outputs = self._virtual.side_by_side(
             [of_rank.unsqueeze(1) for of_rank in hidden],

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,9 +32,6 @@ from moe_ep_bench.kernels.dispatch import numba_steps
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.workload.frontier import Frontier, top_k_pairs
-
-if TYPE_CHECKING:  # It needs Megatron-Core, which routing alone does not.
-    from moe_ep_bench.layer.virtual import Announced
 
 # Top-k pairs of a batch that are sorted for its frontier; more would take gigabytes.
 _MOST_FRONTIER_PAIRS = 2**24
@@ -75,12 +71,6 @@ class LayerTraffic:
     def received(self, rank: int) -> NDArray[np.int64]:
         """Rows that arrive at each of a rank's slots: int64 [P / R]."""
         return self.counts_RP.unflatten(1, (len(self.counts_RP), -1))[:, rank].sum(0).numpy()
-
-    def announced(self, device: torch.device) -> Announced:
-        """What the exchange answers a rank's tokens with."""
-        from moe_ep_bench.layer.virtual import Announced
-
-        return Announced(self.counts_RP.to(device), self.stats_SE)
 
     @cached_property
     def shared_RR(self) -> NDArray[np.int64] | None:  # noqa: N802

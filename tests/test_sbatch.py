@@ -93,7 +93,8 @@ def test_without_gpus_each_point_has_a_core(task: Task, options: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("statuses", "expected"), [([0, 1, 0], 1), ([138, 1, 0], 138), ([1, 2, 138], 2), ([138, 143, 1], 143)]
+    ("statuses", "expected"),
+    [([0, 1, 0], 1), ([138, 1, 0], 138), ([1, 2, 138], 2), ([138, 2, 1], 2), ([138, 143, 1], 143)],
 )
 def test_a_task_ends_with_the_worst_status_of_its_points(task: Task, statuses: list[int], expected: int) -> None:
     for point, status in enumerate(statuses):

@@ -2,7 +2,7 @@
 
 ``warm`` replaces what ``subprocess`` calls to fork and execute. A call of this interpreter (``-m``, ``-c`` or a
 script) goes to a server, which forks the process and hands it over as the caller's own child: process ids, signals,
-groups, streams and exit statuses are those of an ordinary one. What such a process starts is forked likewise. It has
+sessions, streams and exit statuses are those of an ordinary one. What such a process starts is forked likewise. It has
 this checkout's package imported too, unless it would find another; tests' helpers each imports anew. /proc shows the
 server's environment and command line. Where ``MOE_EP_BENCH_MEGATRON`` names a folder with ``megatron/core`` in it, that
 is the Megatron-Core of all these processes.
@@ -67,11 +67,10 @@ _ERRORS, _SESSION, _GROUP, _PREEXEC = 13, 15, 16, 21
 def _job(call: Sequence[object]) -> dict[str, object] | None:
     """What a call of ``fork_exec`` asks for; None where it is not this interpreter's, or more than this can do."""
     program, *arguments = (os.fsdecode(one) for one in call[_ARGS])
-    if os.fsencode(_PYTHON) not in call[_EXECUTABLES] or call[_PREEXEC] is not None:
+    if os.fsencode(_PYTHON) not in call[_EXECUTABLES] or call[_PREEXEC] is not None or call[_GROUP] >= 0:
         return None
-    unbuffered = False
-    while arguments and arguments[0] in ("-u", "-B"):
-        unbuffered |= arguments.pop(0) == "-u"
+    unbuffered = arguments[:1] == ["-u"]
+    arguments = arguments[unbuffered:]
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
         return None
     if arguments[0] == "-c" and "from multiprocessing" in arguments[1]:  # its children carry pickled state
@@ -87,8 +86,6 @@ def _job(call: Sequence[object]) -> dict[str, object] | None:
         "env": env,
         "cwd": os.path.abspath(os.fsdecode(call[_CWD])) if call[_CWD] is not None else os.getcwd(),
         "session": bool(call[_SESSION]),
-        "group": call[_GROUP],
-        "ignored": [int(one) for one in signal.valid_signals() if signal.getsignal(one) == signal.SIG_IGN],
     }
 
 
@@ -107,15 +104,12 @@ def _become(job: dict[str, object], files: dict[int, int]) -> None:
         atexit._clear()
         for one in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             with contextlib.suppress(OSError, ValueError):
-                signal.signal(one, signal.SIG_IGN if one in job["ignored"] else signal.SIG_DFL)
+                signal.signal(one, signal.SIG_DFL)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        if signal.SIGINT not in job["ignored"]:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         if job["session"]:
             os.setsid()
-        elif job["group"] >= 0:
-            os.setpgid(0, job["group"])
         # Out of each other's way first.
         above = {number: os.dup(own) for number, own in files.items()}
         high = max([*above.values(), *files]) + 1

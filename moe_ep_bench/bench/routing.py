@@ -41,7 +41,6 @@ from moe_ep_bench.metrics import ScoreMetrics, moved, routing_metrics, score_met
 from moe_ep_bench.placement import other_batches
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import IMAGE
-from moe_ep_bench.policies.laser import LoadAwarePolicy
 from moe_ep_bench.workload.batch import TokenBatch, balanced_scores
 
 if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
@@ -319,8 +318,7 @@ class CaseRouter:
 
     def carried(self, layer: int | None, index: int, rank: int) -> Tensor | None:
         """Loads that batch ``index`` starts from on a rank, float64 [E]; None = nothing."""
-        policy = self.case.policy
-        if index == 0 or not isinstance(policy, LoadAwarePolicy) or not policy.carry_loads:
+        if index == 0 or not getattr(self.case.policy, "carry_loads", False):
             return None
         for before in range(index):  # In turn: each starts from what those before it left.
             if (layer, before + 1) not in self._loads:

@@ -24,7 +24,6 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.layer.scores import scores_from_logits
 from moe_ep_bench.models import ModelSpec, spec_of
 from moe_ep_bench.policies.contract import Policy, RoutingContext
-from moe_ep_bench.policies.laser import LoadAwarePolicy
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.policies.steps import TORCH
 
@@ -177,8 +176,7 @@ def _seems_to_route(module: torch.nn.Module) -> bool:
 
 def carried_loads(policy: Policy | None, loads: dict[Any, Tensor], layer: Any, zeros: Tensor) -> Tensor | None:
     """What earlier batches left on a layer's experts, kept in ``loads``; None where the policy asks for none."""
-    carries = isinstance(policy, LoadAwarePolicy) and policy.carry_loads
-    return loads.setdefault(layer, zeros) if carries else None
+    return loads.setdefault(layer, zeros) if getattr(policy, "carry_loads", False) else None
 
 
 def shares(scores_TE: Tensor) -> NDArray[np.float32]:

@@ -186,21 +186,6 @@ def test_the_installed_package_writes_the_same_bytes(directory: Path, tmp_path: 
     assert pages[0] == pages[1]
 
 
-def test_mistakes_are_one_line_and_nothing_is_written(
-    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arguments, expected in (
-        ([tmp_path / "none"], "none/run.json: missing; a results directory"),
-        ([directory, "--out", tmp_path], "expected a file to write, got a directory"),
-        ([directory, directory], "--out: expected a file for the page of several directories"),
-    ):
-        assert main(["show", "--format", "html", *map(str, arguments)]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert expected in error
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_damaged_part_is_left_out_and_named_among_the_warnings_of_a_modelled_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,31 +125,6 @@ def test_what_cannot_be_trusted_is_named_and_the_rest_drawn(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--format", "gif"], "--format"),
-        (["--figures", "speedup,nonsense"], "--figures"),
-        (["--size", "poster"], "--size"),
-        (["--case", "nobody"], "--case"),
-        (["--x", "k0"], "--y"),
-        (["--x", "k0", "--y", "dropped_shares"], "--y: expected a column, one of"),
-        (["--x", "k0", "--y", "label"], "--y: expected a column of numbers"),
-        (["--x", "k0", "--y", "dropped_share", "--by", "nothing"], "--by"),
-        (["--x", "k0", "--y", "dropped_share", "--where", "policy =="], "--where"),
-        (["--x", "k0", "--y", "dropped_share", "--figures", "load"], "--figures"),
-    ],
-)
-def test_what_there_is_not_is_one_line_and_nothing_is_drawn(
-    arguments: list[str], words: str, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plot", str(good), "--out", str(tmp_path / "out"), *arguments]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 def test_what_holds_two_runs_or_is_a_file_is_one_line(good: Path, tmp_path, capsys) -> None:
     (tmp_path / "both").mkdir()
     ValidationDirectory(tmp_path / "both").write_pairs([], "measured here")
@@ -160,15 +135,6 @@ def test_what_holds_two_runs_or_is_a_file_is_one_line(good: Path, tmp_path, caps
         assert (status, out.exists(), words in said, said.count("\n")) == (2, False, True, 1)
     assert main(["plot", str(good), "--out", str(tmp_path / "file")]) == 2
     assert "expected a directory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("asked", "name"),
-    [(["--figures", "map"], "map"), (["--x", "eps_high", "--y", "dropped_share"], "dropped_share-over-eps_high")],
-)
-def test_a_figure_that_was_asked_for_and_has_no_rows_is_named(asked, name, good: Path, tmp_path: Path, capsys) -> None:
-    assert plotted(tmp_path, good, *asked) == (2, tmp_path / "drawn")
-    assert f"{name}: not drawn" in capsys.readouterr().err
 
 
 # ---- any column against any other ----------------------------------------------------------------------------------

@@ -293,24 +293,3 @@ def test_a_file_holds_the_same_bytes_as_standard_output(directory, capsys, tmp_p
         text = shown(capsys, directory, "--format", to)
         assert shown(capsys, directory, "--format", to, "--out", tmp_path / to) == ""
         assert (tmp_path / to).read_text() == text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--format", "xml"], "--format: expected some of text, md, latex, csv, json, html; got 'xml'"),
-        (["--case", "king"], "--case king: expected a case's id, label or policy of: native"),
-        (["--case", "lynx"], "--case lynx: was not measured (oom)"),
-        (["--samples"], "--samples: goes with --format csv, json; got --format text"),
-        (["--view", "king"], "--view: expected some of layer, model, route"),
-        (["--columns", "king"], "--columns: expected some of directory"),
-        (["--format", "csv", "--columns", "label,king"], "--columns: expected some of directory"),
-        (["--format", "csv", "--out", "."], "--out .: is a directory"),
-    ],
-)
-def test_mistakes_are_one_line_and_status_2(directory, capsys, arguments, words):
-    assert main(["show", str(directory), *arguments]) == 2
-    captured = capsys.readouterr()
-    assert words in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""

@@ -15,6 +15,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+RUN = CONFIGS.parent / "results" / "reference" / "quickstart-2cpu"
 CONFIG = {
     "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
     "workload": {"kind": "synthetic", "num_tokens": 64, "num_batches": 1},
@@ -133,6 +134,26 @@ COMMANDS = {
             f"policies=[{IMAGES}]": "policies: token_drop: modality_T",
         }.items()
     },
+    "show RUN --format xml": "--format: expected some of text, md, latex, csv, json, html; got 'xml'",
+    "show RUN --case king": "--case king: expected a case's id, label or policy of: native",
+    "show RUN --samples": "--samples: goes with --format csv, json; got --format text",
+    "show RUN --view king": "--view: expected some of layer, model, route",
+    "show RUN --format csv --columns label,king": "--columns: expected some of directory",
+    "show RUN --format csv --out .": "--out .: is a directory",
+    "show none --format html": "none/run.json: missing; a results directory",
+    "show RUN RUN --format html": "--out: expected a file for the page of several directories",
+    "plot RUN --format gif": "--format",
+    "plot RUN --figures speedup,nonsense": "--figures",
+    "plot RUN --size poster": "--size",
+    "plot RUN --case nobody": "--case",
+    "plot RUN --x capacity_factor": "--y",
+    "plot RUN --x capacity_factor --y dropped_shares": "--y: expected a column, one of",
+    "plot RUN --x capacity_factor --y label": "--y: expected a column of numbers",
+    "plot RUN --x capacity_factor --y dropped_share --by nothing": "--by",
+    "plot RUN --x capacity_factor --y dropped_share --where 'policy =='": "--where",
+    "plot RUN --x capacity_factor --y dropped_share --figures load": "--figures",
+    "plot RUN --figures map": "map: not drawn",
+    "plot RUN --x eps_high --y dropped_share": "dropped_share-over-eps_high: not drawn",
     "quality CONFIG": "workload: is for run, emulate, route and advise; quality needs model.checkpoint",
 }
 
@@ -150,7 +171,7 @@ def test_a_mistake_is_one_line_that_says_what_is_allowed_and_leaves_nothing(
     for name in ("tiny-olmoe", "words.txt"):
         (tmp_path / name).symlink_to(tiny_olmoe / name)
     before = set(tmp_path.iterdir())
-    arguments = [config if word == "CONFIG" else word for word in shlex.split(command)]
+    arguments = [{"CONFIG": config, "RUN": str(RUN)}.get(word, word) for word in shlex.split(command)]
     monkeypatch.chdir(tmp_path)
     try:
         status = cli.main([*arguments, *(["--dry-run"] if command == ONE_NODE else [])])

@@ -200,10 +200,8 @@ def load_models(experiment: Experiment, ep_size: int) -> tuple[Links, Device | N
         links.all_gather_us(0, ep_size)
     if config.device == MEASURED:
         return links, None
-    with naming("emulate.device", f"; {MEASURED} is the device that is here"):
-        device = load_device(config.device)
     with naming("emulate.device"):
-        return links, device.for_layer(*layer)
+        return links, load_device(config.device).for_layer(*layer)
 
 
 def _parts(experiment: Experiment, backend: str, on_cpu: bool, modelled: Device | None) -> Parts:

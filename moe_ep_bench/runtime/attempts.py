@@ -13,7 +13,7 @@ written, and in native's first run, its own id stands for the case.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,16 +63,14 @@ class Attempt:
 
 
 class _Left(NamedTuple):
-    """A file as it was left."""
+    """What a rank's file was left to say."""
 
-    path: Path
-    job: str
     rank: int
     case_id: str
     reason: str
 
 
-def collect_lost(folder: Path, jobs: Container[str], *, stopped: bool = False) -> None:
+def collect_lost(folder: Path, jobs: Iterable[str], *, stopped: bool = False) -> None:
     """Turn the files that earlier jobs of these names left into recorded attempts.
 
     Called by one process, which knows that these jobs have ended, before there are new files.
@@ -80,18 +78,16 @@ def collect_lost(folder: Path, jobs: Container[str], *, stopped: bool = False) -
     Args:
         stopped: these jobs were asked to end; who died silently was killed because it did not, and is not blamed.
     """
-    left: dict[str, list[_Left]] = {}
-    for path in sorted(folder.glob("now-*-*")):
-        _, job, rank = path.name.split("-")
-        if job in jobs:
+    for job in jobs:
+        paths, left = sorted(folder.glob(f"now-{job}-*")), []
+        for path in paths:
             data = path.read_bytes()
             texts = (part.rstrip(b"\0").decode(errors="replace") for part in (data[:_NAME_BYTES], data[_NAME_BYTES:]))
-            left.setdefault(job, []).append(_Left(path, job, int(rank), *texts))
-    for of_job in left.values():
-        for case_id, reason in _blamed([one for one in of_job if one.reason or not stopped]).items():
+            left.append(_Left(int(path.name.rpartition("-")[2]), *texts))
+        for case_id, reason in _blamed([one for one in left if one.reason or not stopped]).items():
             write_json(folder / f"{case_id}.json", [*lost_attempts(folder, case_id), reason])
-        for one in of_job:
-            one.path.unlink(missing_ok=True)
+        for path in paths:
+            path.unlink(missing_ok=True)
 
 
 def _blamed(left: list[_Left]) -> dict[str, str]:

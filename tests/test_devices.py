@@ -1,4 +1,4 @@
-"""The roofline by hand and by properties; the files of data/devices/."""
+"""Rooflines by hand, links against slow, obvious forms of them, and files of both: data/devices/ and data/links/."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from moe_ep_bench.bench.traffic import copies_of
 from moe_ep_bench.cost_model.devices import (
     PRECISIONS,
     RUN_DTYPES,
@@ -20,6 +23,8 @@ from moe_ep_bench.cost_model.devices import (
     Device,
     ffn_work,
 )
+from moe_ep_bench.cost_model.links import Curve, Link, Links
+from moe_ep_bench.cost_model.transport import Exchange, Rows, forwarded
 
 ROOT = Path(__file__).parents[1]
 FIGURES = {
@@ -41,9 +46,6 @@ FIGURES = {
     "permute_efficiency": 0.25,
     "permute_basis": "measured",
 }
-
-
-KNOWN = {name: Device.load(name) for name in Device.names()}
 
 
 def device(**changes: object) -> Device:
@@ -154,28 +156,234 @@ def test_figures_say_what_they_rest_on(name: str) -> None:
     assert [key for key, basis in bases.items() if basis == "published"] == published
 
 
+# ---- Links -----------------------------------------------------------------------------------------------------------
+
+
+INTRA = {
+    "latency_us": 10.0,
+    "latency_basis": "assumed",
+    "bandwidth_gbps": 100.0,
+    "efficiency": 0.5,
+    "efficiency_basis": "published",
+}
+INTER = {**INTRA, "latency_us": 25.0, "bandwidth_gbps": 20.0}
+
+
+def links(ranks_per_node: int = 4, **changes: object) -> Links:
+    fields = {"name": "test", "source": "a test", "ranks_per_node": ranks_per_node, "intra": INTRA, "inter": INTER}
+    return Links.model_validate({**fields, **changes})
+
+
+def oracle_us(bytes_RR: np.ndarray, ranks_per_node: int, intra: dict, inter: dict, duplex: str = "full") -> list[float]:
+    """One rank after another, one message after another."""
+    times = []
+    for rank in range(len(bytes_RR)):
+        sent, received = {"intra": 0.0, "inter": 0.0}, {"intra": 0.0, "inter": 0.0}
+        for other in range(len(bytes_RR)):
+            if other == rank:
+                continue
+            link = "intra" if other // ranks_per_node == rank // ranks_per_node else "inter"
+            sent[link] += bytes_RR[rank, other]
+            received[link] += bytes_RR[other, rank]
+        busy = [0.0]
+        for link, figures in (("intra", intra), ("inter", inter)):
+            most = max(sent[link], received[link]) if duplex == "full" else sent[link] + received[link]
+            if most > 0:
+                bytes_per_us = figures["bandwidth_gbps"] * figures["efficiency"] * 1e9 / 1e6
+                busy.append(figures["latency_us"] + most / bytes_per_us)
+        times.append(max(busy))
+    return times
+
+
+@settings(max_examples=100)
+@given(
+    num_ranks=st.integers(1, 9),
+    ranks_per_node=st.integers(1, 5),
+    seed=st.integers(0, 2**16),
+    density=st.sampled_from([0.0, 0.3, 1.0]),
+    duplex=st.sampled_from(["full", "half"]),
+)
+def test_all_to_all_equals_one_message_after_another(
+    num_ranks: int, ranks_per_node: int, seed: int, density: float, duplex: str
+) -> None:
+    random = np.random.default_rng(seed)
+    bytes_RR = random.integers(0, 10**8, (num_ranks, num_ranks)) * (random.random((num_ranks, num_ranks)) < density)
+    model = links(ranks_per_node, intra={**INTRA, "duplex": duplex}, inter={**INTER, "duplex": duplex})
+    times_us = model.all_to_all_us(bytes_RR)
+    assert times_us.dtype == np.float64
+    np.testing.assert_allclose(times_us, oracle_us(bytes_RR, ranks_per_node, INTRA, INTER, duplex), rtol=1e-12)
+
+
+def gather_oracle(partners: int, num_bytes: float, link: Link) -> float:
+    """Ranks that hand on all they hold, to whom has nothing of it yet, until they hold all."""
+    held, time_us = 1, 0.0
+    while held < partners:
+        given_on = min(held, partners - held)
+        time_us += link.latency_us + given_on * num_bytes / (link.reached_gbps * 1e3)
+        held += given_on
+    return time_us
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8, 12, 13])
+def test_all_gather_doubles_what_ranks_hold(num_ranks: int) -> None:
+    model = links(4)
+    inside, nodes = min(num_ranks, 4), math.ceil(num_ranks / 4)
+    expected = gather_oracle(nodes, 1e4, model.inter) + gather_oracle(inside, nodes * 1e4, model.intra)
+    assert model.all_gather_us(1e4, num_ranks) == pytest.approx(expected)
+
+
+def test_all_reduce_takes_the_faster_way() -> None:
+    model = links(8, inter=None)
+    bytes_per_us = model.intra.reached_gbps * 1e3
+    # Small: three steps of all bytes. Large: twice three steps, but 7/8 of the bytes in each direction.
+    assert model.all_reduce_us(80, 8) == pytest.approx(3 * (10 + 80 / bytes_per_us))
+    assert model.all_reduce_us(8e9, 8) == pytest.approx(2 * (3 * 10 + 7e9 / bytes_per_us))
+    assert model.all_reduce_us(80, 5) == pytest.approx(3 * (10 + 80 / bytes_per_us)), "three steps reach eight"
+    assert model.all_reduce_us(80, 1) == 0
+    # Half duplex: a step carries what is sent and what is received.
+    half = links(8, intra={**INTRA, "duplex": "half"}, inter=None)
+    assert half.all_reduce_us(80, 8) == pytest.approx(3 * (10 + 160 / bytes_per_us))
+    assert half.all_gather_us(80, 2) == pytest.approx(10 + 160 / bytes_per_us)
+    several = links(2)
+    assert several.all_reduce_us(80, 4) == pytest.approx(10 + 80 / 5e4 + 25 + 80 / 1e4)
+
+
+CURVE = {**INTRA, "curve": [[1e3, 10.0], [1e4, 10.0], [1e6, 100.0]]}
+
+
+def test_a_curve_goes_through_its_points() -> None:
+    link = Link.model_validate(CURVE)
+    # Below, on, between (a straight line over logarithms) and beyond the points, there at 50,000 bytes per us.
+    sizes = [0, 1, 1e3, 1e4, 1e5, 1e6, 2e6]
+    np.testing.assert_allclose(link.time_us(sizes), [0, 10, 10, 10, 10**1.5, 100, 120])
+    # By itself a curve goes on as between its last points, but never falls.
+    assert [Curve.of([1, 3], times).at(7) for times in ([5, 9], [9, 5])] == pytest.approx([17, 5])
+
+
+def test_links_that_others_wrote_load_by_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    for curve in (CURVE, {**INTRA, "curve": [[1, 5.0], [2, 5.0], [3, 6.0]]}):
+        path.write_text(yaml.safe_dump(links(name="mine", intra=curve).model_dump(mode="json")))
+        assert Links.load(str(path)) == links(name="mine", intra=curve)
+
+
+def test_more_ranks_than_one_node_has_are_refused() -> None:
+    alone = links(4, inter=None)
+    for ask in (lambda: alone.all_to_all_us(np.ones((5, 5))), lambda: alone.all_gather_us(8, 5)):
+        with pytest.raises(ValueError, match=r"at most 4 ranks .* got 5"):
+            ask()
+
+
+GOOD = {"name": "test", "source": "a test", "ranks_per_node": 4, "intra": INTRA, "inter": None}
+WRONG_DEVICES = [
+    ({"arithmetic_efficiency": [[100, 0.5], [1, 0.1]]}, "arithmetic_efficiency: expected rising sizes"),
+    ({"arithmetic_efficiency": []}, "arithmetic_efficiency: .*at least 1"),
+    ({"memory_efficiency": 2}, "memory_efficiency: .*got 2"),
+    ({"permute_efficiency": 0}, "permute_efficiency: .*got 0"),
+    ({"routing_native_ps": 0}, "routing_native_ps: .*got 0"),
+    ({"routing_policy_basis": "guessed"}, "routing_policy_basis: .*got 'guessed'"),
+    ({"tflops": 2}, "tflops: no such key"),
+    ({"attention_efficiency": 0.5}, "attention_basis: expected one with attention_efficiency and none without"),
+    ({"attention_basis": "assumed"}, "attention_basis: expected one with attention_efficiency and none without"),
+    (
+        {"arithmetic_efficiency": [[1, 0.1], [9, 1.1]]},
+        "arithmetic_efficiency: expected shares of at most 1, got 1.1",
+    ),
+]
+WRONG_LINKS = [
+    ({**GOOD, "intra": {**INTRA, "latency_us": -1}}, "intra.latency_us: expected at least 0, got -1"),
+    ({**GOOD, "intra": {**INTRA, "efficiency": 1.2}}, "intra.efficiency: expected at most 1, got 1.2"),
+    ({**GOOD, "intra": {**INTRA, "latency_basis": "guessed"}}, "intra.latency_basis: expected .*got 'guessed'"),
+    ({**GOOD, "intra": {**INTRA, "bandwidth": 1}}, "intra.bandwidth: no such key"),
+    ({**GOOD, "intra": {**INTRA, "curve": [[1, 2], [1, 3]]}}, r"curve: expected rising sizes.*got \[1.0, 3.0\]"),
+    ({**GOOD, "intra": {**INTRA, "curve": [[2, 1], [1, 2]]}}, "expected rising sizes"),
+    ({**GOOD, "intra": None}, "intra: expected a link with ranks_per_node=4"),
+    ({**GOOD, "intra": None, "ranks_per_node": 1}, "inter: expected a link where intra is null"),
+    ({key: value for key, value in GOOD.items() if key != "source"}, "source: missing"),
+    (["a list"], "expected keys with values, got list"),
+    ("a: [", "not valid YAML"),
+]
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("kind", "content", "words"),
     [
-        ({"arithmetic_efficiency": [[100, 0.5], [1, 0.1]]}, "arithmetic_efficiency: expected rising sizes"),
-        ({"arithmetic_efficiency": []}, "arithmetic_efficiency: .*at least 1"),
-        ({"memory_efficiency": 2}, "memory_efficiency: .*got 2"),
-        ({"permute_efficiency": 0}, "permute_efficiency: .*got 0"),
-        ({"routing_native_ps": 0}, "routing_native_ps: .*got 0"),
-        ({"routing_policy_basis": "guessed"}, "routing_policy_basis: .*got 'guessed'"),
-        ({"tflops": 2}, "tflops: no such key"),
-        ({"attention_efficiency": 0.5}, "attention_basis: expected one with attention_efficiency and none without"),
-        ({"attention_basis": "assumed"}, "attention_basis: expected one with attention_efficiency and none without"),
-        (
-            {"arithmetic_efficiency": [[1, 0.1], [9, 1.1]]},
-            "arithmetic_efficiency: expected shares of at most 1, got 1.1",
-        ),
+        *((Device, {**FIGURES, **changes}, words) for changes, words in WRONG_DEVICES),
+        *((Links, content, words) for content, words in WRONG_LINKS),
     ],
 )
-def test_a_wrong_file_is_told_in_one_line(changes: dict, words: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_told_in_one_line(kind: type, content: object, words: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
-    path.write_text(yaml.safe_dump({**FIGURES, **changes}))
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
     with pytest.raises(ValueError, match=words) as error:
-        Device.load(str(path))
+        kind.load(str(path))
     assert str(error.value).startswith(f"{path}: ")
     assert "\n" not in str(error.value)
+
+
+def test_scaled_links_carry_more_in_the_same_time_and_keep_their_latency() -> None:
+    plain = links(intra=CURVE)
+    plain.all_gather_us(8, 4)
+    faster = plain.scaled(4)
+    assert plain.scaled(1) is plain
+    for before, after in ((plain.intra, faster.intra), (plain.inter, faster.inter)):
+        sizes = np.array([1e2, 5e3, 7e5, 3e9])
+        np.testing.assert_allclose(after.time_us(4 * sizes), before.time_us(sizes))
+        assert after.latency_us == before.latency_us
+    assert "bandwidth x 4" in faster.describe()
+
+
+# ---- what is sent: pairs, or copies ----------------------------------------------------------------------------------
+
+
+def drawn(num_ranks: int, seed: int, top_k: int = 3, num_experts_per_rank: int = 2) -> list[torch.Tensor]:
+    """Of each rank's tokens, which experts they have."""
+    generator = torch.Generator().manual_seed(seed)
+    num_experts = num_ranks * num_experts_per_rank
+    scores = [torch.rand(5 + rank, num_experts, generator=generator) for rank in range(num_ranks)]
+    return [torch.zeros_like(one).scatter_(1, one.topk(min(top_k, num_experts)).indices, 1).bool() for one in scores]
+
+
+def rows_of(maps_R: list[torch.Tensor], ranks_per_node: int) -> Rows:
+    num_ranks = len(maps_R)
+    pairs = torch.stack([one.unflatten(1, (num_ranks, -1)).sum((0, 2)) for one in maps_R])
+    copies, nodes = zip(*(copies_of(one, num_ranks, ranks_per_node) for one in maps_R), strict=True)
+    return Rows(*(of.double().numpy() for of in (pairs, torch.stack(copies), torch.stack(nodes))))
+
+
+@settings(max_examples=60)
+@given(num_ranks=st.integers(1, 9), ranks_per_node=st.integers(1, 5), seed=st.integers(0, 2**16))
+def test_copies_travel_as_tokens_that_are_sent_one_by_one(num_ranks: int, ranks_per_node: int, seed: int) -> None:
+    maps_R = drawn(num_ranks, seed)
+    intra_RR, inter_RR = np.zeros((num_ranks, num_ranks)), np.zeros((num_ranks, num_ranks))
+    for rank, map_TE in enumerate(maps_R):
+        for token_E in map_TE:
+            ranks = {int(expert) * num_ranks // len(token_E) for expert in token_E.nonzero().flatten()}
+            for node in {one // ranks_per_node for one in ranks}:
+                there = [one for one in range(num_ranks) if one // ranks_per_node == node]
+                relay = rank if rank in there else there[rank % ranks_per_node % len(there)]
+                inter_RR[rank, relay] += rank not in there
+                for target in ranks & set(there) - {relay}:
+                    intra_RR[relay, target] += 1
+    rows = rows_of(maps_R, ranks_per_node)
+    found_RR, found_between_RR = forwarded(rows.copies_RR, rows.node_copies_RN, ranks_per_node)
+    np.testing.assert_array_equal(found_RR, intra_RR)
+    np.testing.assert_array_equal(found_between_RR, inter_RR)
+
+
+def test_times_of_an_exchange_by_hand() -> None:
+    """Two ranks of two nodes; rank 0 sends four pairs of two tokens to rank 1, which sends nothing."""
+    rows = Rows(np.array([[0.0, 4], [0, 0]]), np.array([[0.0, 2], [0, 0]]), np.array([[0.0, 2], [0, 0]]))
+    one, sizes = links(1), (256, 4, PRECISIONS["bfloat16"])
+    # 25 us and 10,000 bytes a us: rows of 512 bytes and a weight of 4 each.
+    dispatch_us, combine_us = Exchange(*sizes).times_us(one, rows)
+    assert dispatch_us == pytest.approx([25 + 4 * 512 / 1e4 + 25 + 4 * 4 / 1e4] * 2)
+    assert combine_us == pytest.approx([25 + 4 * 512 / 1e4] * 2)
+    # Of two tokens, 8 bytes of place and 8 for each of four experts beside the row.
+    dispatch_us, combine_us = Exchange(*sizes, "copies").times_us(one, rows)
+    assert dispatch_us == pytest.approx([25 + 2 * (512 + 40) / 1e4] * 2)
+    assert combine_us == pytest.approx([25 + 2 * 512 / 1e4] * 2)
+    # fp8: a byte a value and two scales of four; what is combined is in bf16 all the same.
+    dispatch_us, fp8_combine_us = Exchange(*sizes, "copies", "fp8").times_us(one, rows)
+    assert dispatch_us == pytest.approx([25 + 2 * (256 + 8 + 40) / 1e4] * 2)
+    np.testing.assert_array_equal(fp8_combine_us, combine_us)

@@ -232,24 +232,20 @@ def test_wrong_arguments_are_refused_in_one_line_and_leave_nothing(desk, argumen
     assert snapshot(desk) == before
 
 
-def test_a_wheelhouse_installs_without_network(set_up):
+def test_a_wheelhouse_installs_without_network_beside_the_containers_torch(set_up, container):
     # What pip would say of a network that it cannot reach goes to stderr.
     assert (set_up["done"].returncode, set_up["done"].stderr) == (0, "")
     expected = PINS | CONTAINER
     assert versions_in(set_up["environment"], expected) == expected
+    packages = container.parent.parent / "lib" / f"python{PYTHON}" / "site-packages"
+    assert inside(set_up["environment"], "import apex; print(apex.__file__)") == str(packages / "apex.py")
+    assert not [path for name in CONTAINER for path in set_up["environment"].glob(f"lib/*/site-packages/{name}*")]
+    assert set_up["container is untouched"]
 
 
 def test_of_two_that_set_up_the_same_environment_one_makes_it_and_the_other_waits_and_takes_it(set_up):
     assert set_up["done"].stdout.startswith(f"Setting up {set_up['environment']} with Python")
     assert (set_up["other"].returncode, set_up["other"].stdout, set_up["other"].stderr) == (0, "", "")
-
-
-def test_system_torch_is_the_containers_with_all_that_lies_beside_it(set_up, container):
-    packages = container.parent.parent / "lib" / f"python{PYTHON}" / "site-packages"
-    assert inside(set_up["environment"], "import apex; print(apex.__file__)") == str(packages / "apex.py")
-    for name in ["torch", "triton"]:
-        assert not list(set_up["environment"].glob(f"lib/*/site-packages/{name}*"))
-    assert set_up["container is untouched"]
 
 
 def test_an_ordinary_set_up_installs_the_pins_and_triton_whether_torch_asks_for_it_or_not(

@@ -252,6 +252,17 @@ def test_policies_without_a_capacity_factor_stand_in_rows_by_their_names(tmp_pat
     assert np.ptp(left.get_xlim()) > 0.099  # noise is not blown up to fill a panel
 
 
+def test_names_along_an_axis_do_not_touch(tmp_path: Path) -> None:
+    cases = [*native(), FakeCase("topk"), *(drop(1 + n / 4, 1.3) for n in range(8)), *map(eplb, (1, 2, 3))]
+    runs = [
+        write_run(tmp_path / "layer", [FakeComparison(cases=cases, num_batches=2, num_iterations=1)]),
+        write_whole(tmp_path / "whole", WHOLE_CASES),
+    ]
+    for axes in drawn("speedup", load(runs)).figure.axes:
+        level = [label.get_window_extent() for label in axes.get_xticklabels() if not label.get_rotation()]
+        assert all(first.x1 + 4 < second.x0 for first, second in itertools.pairwise(level))
+
+
 def test_a_facet_leaves_out_panels_for_which_it_has_no_rows(tmp_path: Path) -> None:
     layer = [*native(), FakeCase("topk"), drop(1.0, 1.3), drop(2.0, 1.1)]
     runs = [

@@ -21,7 +21,7 @@ from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing, timing
 from moe_ep_bench.analysis.columns import COLUMNS
 from moe_ep_bench.analysis.marks import Panel, axis_of, facets, panels_of, series
 from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, interval_words
-from moe_ep_bench.analysis.origins import ORIGINS, said_once
+from moe_ep_bench.analysis.origins import ORIGINS, said_once, scale_words
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
 from moe_ep_bench.analysis.sweeps import value_words
@@ -156,12 +156,8 @@ def _footer(rows: pd.DataFrame, notes: Sequence[str], *, timed: bool) -> list[st
     if "facts" not in rows:  # of answers
         return ["Costs are of this model on this text. Routing is that of virtual ranks; nothing was timed."]
     first = rows.drop_duplicates([name for name in ("facet", *COMPARISON) if name in rows])
-    scale = first["scale"].map(
-        lambda scale: (
-            "" if pd.isna(scale) else ", true sizes" if scale == 1 else f", sizes x {scale:g} of the true ones"
-        )
-    )
-    dtype = first["dtype"].map(lambda dtype: f", {dtype}", "ignore").fillna("")
+    scale = first["scale"].map(lambda scale: f", {scale_words(scale)}", "ignore").fillna("")
+    dtype = first["dtype"].map(", {}".format, "ignore").fillna("")
     weights = first["facts"].map(lambda facts: "random weights" if facts.get("random_weights") else None)
     about = (first["how"], first["ran_on"], first["links_words"], first["model"] + scale + dtype, weights)
     said = [said_once(words) for words in (*about, first["workload_words"])]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import COMPARISON, cases, kind_of, routing
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, kind_of, routing
 from moe_ep_bench.analysis.origins import component_words, is_same_model
 from moe_ep_bench.analysis.store import Comparison, Store
 from moe_ep_bench.machine.monitor import disturbances, remarks
@@ -59,11 +59,6 @@ class About:
         return self.facts.device is None
 
 
-def _native_batches(about: About) -> pd.DataFrame:
-    batches = routing(about.store)
-    return batches[batches["case_id"].isin(about.of("baseline")["case_id"])]
-
-
 def _components(about: About) -> str:
     facts = about.facts
     parts = {"experts": facts.experts, "permutation": facts.permute, "routing": facts.kernel if about.ran else None}
@@ -71,7 +66,7 @@ def _components(about: About) -> str:
 
 
 def _padding(about: About) -> float:
-    batches = _native_batches(about)
+    batches = routing(about.store).merge(about.of("baseline")[CASE], on=CASE)
     return 100 * batches["padding_pairs"].sum() / batches["num_pairs"].sum()
 
 

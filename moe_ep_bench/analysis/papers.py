@@ -252,9 +252,13 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
         text("claim"),
         text("case", "policy"),
         Column("paper_low", "paper", cell=paper_words),
-        Column("ours", "ours", cell=lambda row: _ours(row, "ours") + _all_layers(row)),
+        Column("ours", "ours", cell=lambda row: _ours(row, "ours") + row["all_layers"]),
         Column("difference", "ours - paper", cell=_difference),
-        Column("least", "range", cell=_range),
+        Column(
+            "least",
+            "range",
+            cell=lambda row: f"{_ours(row, 'least')} to {_ours(row, 'most')}" if row["least"] < row["most"] else NONE,
+        ),
         text("traffic", "primary traffic"),
         percentage("dropped_share", "dropped"),
     ]
@@ -268,23 +272,14 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
         )
     known = rows[rows["primary_because"].notna()].drop_duplicates(["traffic", "primary_because"])
     notes += [f"{row.traffic} is primary: {row.primary_because}" for row in known.itertuples()]
+    known = rows["ours_extrapolated_to_all_layers"]
+    rows = rows.assign(all_layers=known.map(" [all: {:.2f}]".format, "ignore").fillna(""))
     ours = "whole models here, from end to end" if (rows["ours_of"] != "layer").any() else "one layer here"
     return Table(rows, columns, f"Papers' numbers beside {ours}: {how_words(claims)}", notes)
 
 
 def _ours(row: Row, column: str) -> str:
     return "not measured" if missing(row[column]) else number_words(row["metric"], row[column])
-
-
-def _all_layers(row: Row) -> str:
-    value = row["ours_extrapolated_to_all_layers"]
-    return "" if missing(value) else f" [all: {value:.2f}]"
-
-
-def _range(row: Row) -> str:
-    """Ours under all traffics."""
-    is_one = missing(row["least"]) or row["least"] == row["most"]
-    return NONE if is_one else f"{_ours(row, 'least')} to {_ours(row, 'most')}"
 
 
 def _difference(row: Row) -> str:

@@ -242,7 +242,8 @@ def _read_comparison(
         mode = {} if table == "frontier" else {"mode": run.mode}
         identity = {"comparison_id": key[1], **mode}
         parts[table] = [read_part(files, table, path, identity, [*more, *columns]) for path in paths[table]]
-    statuses = _statuses(parts["samples"]) if is_timed else {case: ("ok", None) for case in _ids(parts["routing"])}
+    routed = (case_id for part in parts["routing"] for case_id in part.rows["case_id"].unique())
+    statuses = _statuses(parts["samples"]) if is_timed else dict.fromkeys(routed, ("ok", None))
     cases = pd.DataFrame(
         [(case_id, listed[case_id], *statuses[case_id]) for case_id in listed if case_id in statuses],
         columns=["case_id", "facts", "status", "reason"],
@@ -261,10 +262,6 @@ def _read_comparison(
     measured = [part for part in parts["samples"] if part.rows["case_id"].isin(ok["case_id"]).any()]
     conditions = _conditions(measured) if is_timed and facts.device is None else {}
     return Read(Comparison(*key, facts, run, conditions), cases, frames)
-
-
-def _ids(parts: Iterable[Part]) -> set[str]:
-    return {case_id for part in parts for case_id in part.rows["case_id"]}
 
 
 def _statuses(parts: Sequence[Part]) -> dict[str, tuple[str, str | None]]:

@@ -156,7 +156,7 @@ def _footer(rows: pd.DataFrame, notes: Sequence[str], *, timed: bool) -> list[st
     if "facts" not in rows:  # of answers
         return ["Costs are of this model on this text. Routing is that of virtual ranks; nothing was timed."]
     first = rows.drop_duplicates([name for name in ("facet", *COMPARISON) if name in rows])
-    scale = first["scale"].map(lambda scale: f", {scale_words(scale)}", "ignore").fillna("")
+    scale = first["scale"].astype(object).map(lambda scale: f", {scale_words(scale)}", "ignore").fillna("")
     dtype = first["dtype"].map(", {}".format, "ignore").fillna("")
     weights = first["facts"].map(lambda facts: "random weights" if facts.get("random_weights") else None)
     about = (first["how"], first["ran_on"], first["links_words"], first["model"] + scale + dtype, weights)

@@ -272,8 +272,8 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
         )
     known = rows[rows["primary_because"].notna()].drop_duplicates(["traffic", "primary_because"])
     notes += [f"{row.traffic} is primary: {row.primary_because}" for row in known.itertuples()]
-    known = rows["ours_extrapolated_to_all_layers"]
-    rows = rows.assign(all_layers=known.map(" [all: {:.2f}]".format, "ignore").fillna(""))
+    of_all = rows["ours_extrapolated_to_all_layers"]
+    rows = rows.assign(all_layers=["" if missing(value) else f" [all: {value:.2f}]" for value in of_all])
     ours = "whole models here, from end to end" if (rows["ours_of"] != "layer").any() else "one layer here"
     return Table(rows, columns, f"Papers' numbers beside {ours}: {how_words(claims)}", notes)
 

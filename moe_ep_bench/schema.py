@@ -122,10 +122,6 @@ class Metric:
     unit: str
     of: Literal["routing", "scores", "output", "slots", "images"] = "routing"
 
-    @property
-    def is_integer(self) -> bool:
-        return pa.types.is_integer(self.dtype.value_type if pa.types.is_list(self.dtype) else self.dtype)
-
 
 _COUNTS = pa.list_(pa.int64())
 # Loads and traffic are of all that is computed, padding included; drops, masses and shares are of valid tokens.

@@ -26,7 +26,7 @@ from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
 from moe_ep_bench.analysis.sweeps import value_words
 from moe_ep_bench.errors import UserError, did_you_mean
-from moe_ep_bench.policies import fields_by_policy
+from moe_ep_bench.policies import FIELDS
 
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
 COST = ["dropped_share", "retained_mass"]
@@ -212,7 +212,7 @@ def _line_rows(store: Store, asked: Mapping[str, str], where: str | None) -> pd.
     x, y, by, facet = (asked.get(name) for name in ("x", "y", "by", "facet"))
     rows, known = wide_rows(store, list(asked.values()))
     absent = {name: column for name, column in asked.items() if column not in known and column not in rows}
-    if absent and set(absent.values()) <= set().union(*fields_by_policy().values()):
+    if absent and set(absent.values()) <= FIELDS:
         return rows.iloc[:0]  # no policy that has such a field ran
     for name, column in absent.items():
         listed = f"expected a column, one of {', '.join(known)}"

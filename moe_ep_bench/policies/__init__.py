@@ -42,23 +42,19 @@ _ALL: tuple[type[Policy], ...] = (
     SERE,
 )
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _ALL}
+FIELDS = frozenset(field.name for policy in _ALL for field in fields(policy))
 FILE_FIELDS = frozenset(field for policy in _ALL for field in policy.file_fields)
 
 __all__ = [
+    "FIELDS",
     "FILE_FIELDS",
     "POLICIES",
     "Policy",
     "Routing",
     "RoutingContext",
-    "fields_by_policy",
     "make_policy",
     "policy_class",
 ]
-
-
-def fields_by_policy() -> dict[str, tuple[str, ...]]:
-    """The names of the fields that each policy of ``POLICIES`` has."""
-    return {name: tuple(field.name for field in fields(policy)) for name, policy in POLICIES.items()}
 
 
 def policy_class(name: object) -> type[Policy]:

@@ -350,20 +350,6 @@ def test_json_and_text_say_what_the_exit_status_says(base, tmp_path, capsys):
     assert re.search(r"\+(19|20)\.\d \[\+\d.*slower.*-1[67]\.\d \[.*lower +25\.0 +80\.0$", row)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--strict"], "--strict: expected --fail-over"),
-        (["--changed", "weather"], "--changed: expected some of device_name"),
-    ],
-)
-def test_mistakes_are_one_line_and_status_2(base, capsys, arguments, words):
-    assert main(["compare", str(base), str(base), *arguments]) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
-
-
 def test_the_workflow_of_the_docs_is_a_gate_on_a_command_that_there_is(base, capsys):
     workflow = yaml.safe_load((Path(__file__).parents[1] / "docs" / "compare-in-ci.yml").read_text())
     steps = [step.get("run", "") for step in workflow["jobs"]["compare"]["steps"]]

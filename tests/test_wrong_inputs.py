@@ -154,6 +154,14 @@ COMMANDS = {
     "plot RUN --x capacity_factor --y dropped_share --figures load": "--figures",
     "plot RUN --figures map": "map: not drawn",
     "plot RUN --x eps_high --y dropped_share": "dropped_share-over-eps_high: not drawn",
+    "compare RUN RUN --strict": "--strict: expected --fail-over",
+    "compare RUN RUN --changed weather": "--changed: expected some of device_name",
+    "validate CONFIG --nproc 1": "--nproc: expected at least 2 ranks to hold emulated ones against, got 1",
+    "validate CONFIG --nproc 2 --set layer.ep_size=1": "layer.ep_size: expected 2, which are all ranks, or null, got 1",
+    "validate CONFIG --nproc 2 --set layer.ep_size=4": "layer.ep_size: expected a divisor of the 2 ranks, got 4",
+    "validate CONFIG --nproc 2 --set emulate.bandwidth_scale=2": "emulate.bandwidth_scale: expected 1.0, which is",
+    "validate CONFIG --nproc 2 --set 'emulate.replication=[{spare_per_rank: 1}]'": "emulate.replication: expected ()",
+    "validate CONFIG --nproc 2 --set 'sweep.emulate.links=[pcie4, pcie5]'": "measures differently",
     "quality CONFIG": "workload: is for run, emulate, route and advise; quality needs model.checkpoint",
 }
 

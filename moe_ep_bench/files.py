@@ -212,6 +212,11 @@ def parse_json(text: bytes | str, where: object, *, infinities: bool = False) ->
         raise UserError(f"{where}: expected JSON, got {words} ({' '.join(str(error).split())})") from None
 
 
+def is_whole_number(value: object, least: int = 0) -> bool:
+    """Whether a JSON value is a whole number from ``least`` on; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _refuse_constant(name: str) -> None:
     raise UserError(f"{name} is no JSON number")
 

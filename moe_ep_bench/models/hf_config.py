@@ -22,7 +22,7 @@ import yaml
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from moe_ep_bench.errors import UserError, brief, naming, problem_words, saying
-from moe_ep_bench.files import parse_json, read_bytes
+from moe_ep_bench.files import is_whole_number, parse_json, read_bytes
 from moe_ep_bench.models.spec import ModelSpec
 from moe_ep_bench.presets import validated
 
@@ -143,10 +143,10 @@ def _halve_width(stated: Mapping[str, Any]) -> dict[str, Any]:
     """OLMo's keys state the width of gate and up projection together, or its ratio to the hidden size."""
     if (width := stated.get("mlp_hidden_size")) is None:
         ratio, hidden = stated.get("mlp_ratio"), stated.get("d_model")
-        if not _is_size(ratio):
+        if not is_whole_number(ratio, 1):
             raise UserError(f"mlp_ratio: {'missing; ' * (ratio is None)}expected a whole number from 1")
-        width = ratio * hidden if _is_size(hidden) else 2
-    return {"mlp_hidden_size": width // 2 if _is_size(width) else width}
+        width = ratio * hidden if is_whole_number(hidden, 1) else 2
+    return {"mlp_hidden_size": width // 2 if is_whole_number(width, 1) else width}
 
 
 _PREPARE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
@@ -316,10 +316,6 @@ def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     above = {key: values[key] for key in ("_name_or_path", "architectures", "tie_word_embeddings") if key in values}
     kind = {} if values.get("model_type") is None else {"model_type": values["model_type"]}
     return _language_model({**kind, **inner, **above})
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _name(stated: Mapping[str, Any]) -> str:

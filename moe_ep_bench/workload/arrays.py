@@ -18,7 +18,7 @@ from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.files import free_memory_bytes, parse_json
+from moe_ep_bench.files import free_memory_bytes, is_whole_number, parse_json
 
 # A line of text or a JSON document; the largest of the published recordings are below 4 MiB.
 MAX_PIECE_BYTES = 2**28
@@ -146,6 +146,6 @@ def json_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def whole_number(record: dict[str, Any], name: str, where: str, least: int = 0) -> int:
     """Read a whole number of a JSON object. Raises ValueError: it is none, or below ``least``."""
     value = record.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not is_whole_number(value, least):
         raise UserError(f"{where}: {name}: expected a whole number from {least}, got {brief(value)}")
     return value

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.files import parse_json
+from moe_ep_bench.files import is_whole_number, parse_json
 from moe_ep_bench.workload.arrays import array_of_text, base64_bytes, lines, npz_array, opened_npz
 from moe_ep_bench.workload.importers.options import ImportOptions
 from moe_ep_bench.workload.writer import PADDING, TraceWriter
@@ -131,7 +131,7 @@ def _responses(path: Path, writer: TraceWriter) -> Iterator[tuple[str, dict[str,
 def _count(record: Any, name: str) -> int | None:
     """A number of tokens in an object; None where there is none."""
     value = record.get(name) if isinstance(record, dict) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if is_whole_number(value) else None
 
 
 def _add_all(completions: Iterator[Completion], options: ImportOptions, writer: TraceWriter) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.description import is_drawn, served
 from moe_ep_bench.bench.plan import VIRTUAL, load_models, plan_experiments
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig
@@ -263,26 +264,26 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         raise UserError(f"--set {options.overrides[0]}: goes with a config; expected the options of --model")
     with naming("--model"):
         model = load_model(options.model)
-    for flags, why in (
-        (("trace", "counts", "peak_load"), "each says how busy experts are"),
-        (("tokens", "decode_tokens"), "prefill and decode are two questions"),
-    ):
-        if sum(getattr(options, flag) is not None for flag in flags) > 1:
-            raise UserError(f"{', '.join(map(_flag, flags))}: expected one of them, for {why}")
     decode, ep, prompt = options.decode_tokens is not None, options.ep, options.prompt_length
     counted = "decode_tokens" if decode else "tokens"
     tokens, num_experts = getattr(options, counted), model.num_experts
-    for flag, expected, is_right in (
-        ("ep", "a number beside --model", ep is not None),
-        (counted, "a number beside --model", tokens is not None),
-        ("ep", f"a divisor of the {num_experts} experts of {model.name}", ep and ep > 0 and num_experts % ep == 0),
-        (counted, f"at least one for each of the {ep} ranks", tokens and ep and tokens >= ep),
-        ("prompt_length", f"at most {tokens} (--tokens)", not prompt or not tokens or prompt <= tokens),
-        ("context", "--decode-tokens beside it, whose requests have it", decode or options.context is None),
-    ):
-        if not is_right:
-            got = getattr(options, flag)
-            raise UserError(f"{_flag(flag)}: expected {expected}; got {'none' if got is None else got}")
+
+    def wrong() -> checks.Rows:
+        for flags, why in (
+            (("trace", "counts", "peak_load"), "each says how busy experts are"),
+            (("tokens", "decode_tokens"), "prefill and decode are two questions"),
+        ):
+            given = [_flag(flag) for flag in flags if getattr(options, flag) is not None]
+            yield len(given) > 1, ", ".join(map(_flag, flags)), f"one of them, for {why}", " and ".join(given)
+        for flag, number in (("ep", ep), (counted, tokens)):
+            yield number is None, _flag(flag), "a number beside --model", "none"
+        yield ep < 1 or num_experts % ep, "--ep", f"a divisor of the {num_experts} experts of {model.name}", ep
+        yield tokens < ep, _flag(counted), f"at least one for each of the {ep} ranks", tokens
+        yield (prompt or 0) > tokens, "--prompt-length", f"at most {tokens} (--tokens)", prompt
+        alone = options.context is not None and not decode
+        yield alone, "--context", "--decode-tokens beside it, whose requests have it", options.context
+
+    checks.refuse(wrong())
     sweep: dict[str, Any] = {}
     length = 1 if decode else min(_PROMPT_LENGTH, tokens // ep)
     traffic: dict[str, Any] = {"kind": "synthetic", "sequence_length": length}

@@ -74,14 +74,8 @@ def write_report(directories: Sequence[Path], out: Path | None = None) -> tuple[
 
 def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
     """The whole page as text; ``passed_over`` gets a line for each thing that is left out."""
-    kinds = {kind_of(directory) for directory in directories}
-    if "quality" in kinds:
-        raise ResultsError(
-            f"{directories[0]}: holds what policies do to a model's answers, of which there is no page; "
-            "`moe-ep-bench show` and `plot` show it"
-        )
     before: list[Table] = []
-    if kinds == {"validation"}:
+    if {kind_of(directory) for directory in directories} == {"validation"}:
         from moe_ep_bench.analysis.validate import load_validation, validation_table
 
         before = [validation_table(load_validation(directories[0]))]

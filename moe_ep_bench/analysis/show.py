@@ -67,7 +67,8 @@ def show(
     if out is not None:
         check_folder(out.parent, "--out: folder")
     kinds = {kind_of(directory) for directory in directories}
-    if kinds & {"quality", "validation"} and not (names or views or columns or all_samples):
+    others = {"quality", "validation"} if to == "text" else {"quality"}
+    if kinds & others and not (names or views or columns or all_samples):
         if len(directories) > 1:
             raise UserError(f"{directories[0]}: holds {'/'.join(sorted(kinds))}; expected one such directory at a time")
         text = _text_of_other(directories[0], to)
@@ -101,8 +102,6 @@ def _text_of_other(directory: Path, to: str) -> str:
         return quality_text(directory, to) + "\n" * (to == "text")
     from moe_ep_bench.analysis.validate import load_validation, validation_text
 
-    if to != "text":
-        raise ResultsError(f"{directory}: holds two runs side by side: name {directory}/real or {directory}/emulated")
     return f"{validation_text(load_validation(directory))}\n"
 
 

@@ -189,6 +189,11 @@ def read_moe(
     return rows.drop(columns="latency").groupby(keys, as_index=False)["us"].min()
 
 
+def dtypes_of(tables: Tables) -> list[str]:
+    """Dtypes of whole experts."""
+    return sorted(tables.read("moe", MOE, ["moe_dtype"], [("moe_tp_size", "=", 1)])["moe_dtype"].unique())
+
+
 def of_shape(rows: pd.DataFrame, shape: Sequence[int]) -> pd.DataFrame:
     """Rows whose ``SHAPE`` is this."""
     return rows[(rows[SHAPE] == np.asarray(shape)).all(axis=1)]
@@ -215,11 +220,6 @@ def balanced_loads(num_tokens: int, num_experts: int, top_k: int, num_local: int
 
 
 # ---- rows of collectives ---------------------------------------------------------------------------------------------
-
-
-def dtypes_of(tables: Tables) -> list[str]:
-    """Dtypes of whole experts."""
-    return sorted(tables.read("moe", MOE, ["moe_dtype"], [("moe_tp_size", "=", 1)])["moe_dtype"].unique())
 
 
 def read_nccl(tables: Tables) -> pd.DataFrame:

@@ -76,6 +76,7 @@ def write(folder: Path, **changes: object) -> Path:
 LASER, RECORDED = "{name: laser, eps_high: 0.9, t_fix: 0.1, c: 4}", "kind: recorded, tail: uniform, num_tokens: 8"
 IMAGES = "{name: token_drop, capacity_factor: 1, modality: image_first}"
 QWEN = "advise --model qwen3-30b-a3b --ep 8 --tokens 16384"
+MODEL = "run CONFIG --nproc 2 --set scope=model --set whole.num_layers=2"
 RECORD = "trace record tiny-olmoe --text words.txt --out x.safetensors"
 ONE_NODE = "advise --model qwen3-30b-a3b --ep 16 --tokens 4096 --links h100-nvlink4"
 COMMANDS = {
@@ -162,6 +163,19 @@ COMMANDS = {
     "validate CONFIG --nproc 2 --set emulate.bandwidth_scale=2": "emulate.bandwidth_scale: expected 1.0, which is",
     "validate CONFIG --nproc 2 --set 'emulate.replication=[{spare_per_rank: 1}]'": "emulate.replication: expected ()",
     "validate CONFIG --nproc 2 --set 'sweep.emulate.links=[pcie4, pcie5]'": "measures differently",
+    "run CONFIG --nproc 2 --set whole.num_layers=2": "whole.num_layers: expected with scope: model alone; one layer is",
+    **{
+        f"{MODEL} --set '{change}'": words
+        for change, words in {
+            "whole.num_layers=17": "whole.num_layers: expected 1 to 16 layers of OLMoE-1B-7B",
+            "whole.context_length=8": "workload.sequence_length: expected 1, for whole.context_length=8 makes a batch",
+            "workload.num_tokens=1": "workload: expected more tokens, so that every rank has some",
+            "workload.padding_per_rank=2": "workload.padding_per_rank: expected 0 with scope model",
+            "model.tensor_parallel=2": "model.tensor_parallel: expected 1 with scope model, got 2",
+            "sweep.scope=[layer, model]": "sweep.scope: expected one value",
+            f"workload={{{RECORDED}, trace: no.safetensors, layer: 3}}": "workload.layer: expected all, for with",
+        }.items()
+    },
     "quality CONFIG": "workload: is for run, emulate, route and advise; quality needs model.checkpoint",
 }
 

@@ -113,7 +113,7 @@ class SyntheticConfig(_Workload):
     """Scores are drawn, to meet the targets below."""
     skew: Literal[(*SKEWS, *PATTERNS)] | None = None
     """Targets calibrated to the model (data/skews/), where keys beside it win, null included; or another benchmark's
-    pattern (``power_law_*``)."""
+    pattern (``megatron_*``, ``power_law_*``)."""
     skew_from: Annotated[Path | None, NAME] = None
     """Counts of experts in place of ``skew``: a recording, SGLang's ``logical_count`` or [layers][experts] in JSON."""
     layer: int | None = Field(None, ge=0)

@@ -63,8 +63,8 @@ class Skews(Preset):
 
 TARGETS = ("peak_load", "rank_load", "topk_share", "neighbour_overlap")
 SKEWS = tuple(Skews.model_fields)
-# Another benchmark's patterns, of any model; see the module of that name.
-PATTERNS = ("power_law_1.01", "power_law_1.2")
+# Other benchmarks' patterns, of any model; see the module of that name.
+PATTERNS = (*(f"megatron_w{number}" for number in (0, 1, 2, 3, 5, 6, 7)), "power_law_1.01", "power_law_1.2")
 
 
 def load_skew(preset: str, name: str) -> Skew:

@@ -16,7 +16,7 @@ of 256 experts. A larger batch meets its targets on that part, and on the rest w
 among 1,024 experts, top-8: a standard deviation of 2 %, more where neighbours are alike); native's
 routing says what all rows together came to.
 
-A *pattern* is another benchmark's traffic (``patterns``): noise at the experts that it gives a token.
+A *pattern* is another benchmark's traffic (``patterns``): noise among the experts that it leaves a token.
 
 Shapes: T = tokens of all ranks, E = experts, K = top_k.
 """
@@ -81,8 +81,8 @@ class SyntheticWorkload(Workload):
     top_groups: int | None = None
 
     def __post_init__(self) -> None:
-        if self.pattern is not None and self.num_groups is not None:
-            raise UserError(f"skew: {self.pattern} knows no groups of experts; the model has {self.num_groups}")
+        if self.pattern is not None:
+            patterns.check(self.pattern, self.num_experts, self.top_k, self.num_groups)
         most = self.num_experts / self.top_k
         if self.peak_load is not None and not 1 <= self.peak_load <= most:
             raise UserError(f"peak_load: expected 1 to {most:g} (experts / top_k), got {self.peak_load:g}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from laws import law
 from layer_laws import LITE
@@ -112,6 +114,15 @@ def topk_gives_the_logits_of_an_unmodified_model_and_packed_prompts_those_of_eac
             torch.testing.assert_close(whole_sequence(built.gpt, ids_T), expected_TV, rtol=1e-4, atol=1e-5)
         else:
             assert torch.equal(whole_sequence(built.gpt, ids_T), expected_TV), f"{name}: topk differs"
+
+
+@law()
+def positions_of_many_prompts_are_set_at_once(lab: Lab) -> None:
+    """Megatron-Core 0.19 launches a dozen kernels for each prompt: many would measure launches."""
+    built, rotate = lab.build(LITE, Parts()), megatron.rope_utils._apply_rotary_pos_emb_bshd
+    with mock.patch.object(megatron.rope_utils, "_apply_rotary_pos_emb_bshd", side_effect=rotate) as calls:
+        lab.prompts(lab.model(LITE))(built.gpt)
+    assert calls.call_count == 2 * len(built.gpt.decoder.layers), "queries and keys of each layer"
 
 
 @law()

@@ -169,6 +169,15 @@ def test_fewer_than_ten_batches_give_a_range_and_no_verdict(tmp_path):
     assert row["verdict"] == "inconclusive"
 
 
+def test_speedups_over_topk_are_paired_with_it(tmp_path):
+    three = [FakeCase("native", role="baseline"), FakeCase("topk", speedup=0.8), FakeCase("oea", speedup=1.2)]
+    rows = frame_of(tmp_path, cases=three, **FEW)
+    ends = ["over_topk_median", "over_topk_low", "over_topk_high"]
+    assert rows.loc["oea", ends].tolist() == pytest.approx([1.5] * 3)
+    assert rows.loc["oea", "speedup_median"] == pytest.approx(1.2)
+    assert rows.loc["topk", ends].isna().all(), "nothing is held against itself"
+
+
 def test_launches_are_all_used_and_their_scatter_widens_the_interval(tmp_path):
     two = [case for case in standard_cases() if case.policy in ("native", "topk")]
     alone = frame_of(tmp_path / "one", noise=0.01, cases=two).loc["topk"]

@@ -59,6 +59,7 @@ ESTIMATE = ("median", "low", "high", "is_interval")
 _TIMED = (
     *("median_ms", "p90_ms", "p99_ms"),
     *(f"speedup_{end}" for end in (*ESTIMATE, "num_launches")),
+    *(f"over_topk_{end}" for end in ESTIMATE),
     *("floor_low", "floor_high", "verdict", "detectable"),
 )
 # Reading order: policies of the capacity-aware paper first, then by name.
@@ -106,8 +107,8 @@ def cases(store: Store) -> pd.DataFrame:
     ``label``, ``role``, ``status``, ``reason``, ``capacity_factor``, ``looks_past_top_k``, ``data_model``,
     ``extra_gib_per_rank``, ``fits``, whether the model fits the device's memory; ``family``, the policy with every
     parameter but the capacity factor; ``family_label``, the same for people); ``reduce.ROUTED`` and ``output_error``;
-    ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native (median, low, high,
-    is_interval); ``floor_low``, ``floor_high``; ``verdict``; ``detectable``, the smallest speedup
+    ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native and ``over_topk_*`` over topk
+    (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``; ``detectable``, the smallest speedup
     that would be called; ``host_bound_share``; ``drift``; ``reduce.breakdown``; ``probe_overhead``; of layers
     ``pass_ms`` and ``reduce.rates``; of whole models ``moe_*``, ``by_amdahl``, ``mean_rank_<part>_ms`` and
     extrapolations.
@@ -124,7 +125,7 @@ def cases(store: Store) -> pd.DataFrame:
         of_probes = rows["breakdown_layer_ms"] / rows["median_ms"] - 1
         rows["probe_overhead"] = of_probes.where([one.run.mode != "emulated" for one in rows["comparison"]])
     rows = rows.reindex(columns=list(dict.fromkeys([*rows, *_TIMED])))
-    rows = rows.drop(columns=["comparison", "native", "noise", "probe_floor_us"])
+    rows = rows.drop(columns=["comparison", "native", "topk", "noise", "probe_floor_us"])
     rows = rows.astype({"speedup_num_launches": "Int64"})
     return rows.merge(comparisons(store), on=COMPARISON, how="left", validate="m:1")
 
@@ -139,14 +140,18 @@ def kind_of(rows: pd.DataFrame) -> str:
 def _listed(store: Store) -> pd.DataFrame:
     """What each case is, in reading order, by its number in the store.
 
-    Beside columns of ``cases``: ``comparison``, the object; ``native`` and ``noise``, the numbers of the
+    Beside columns of ``cases``: ``comparison``, the object; ``native``, ``topk`` and ``noise``, the numbers of the
     comparison's measured cases of that kind; ``probe_floor_us``.
     """
     rows = pd.DataFrame([_identity(store.comparisons[case.comparison], case) for case in store.cases.itertuples()])
     rows = rows.astype({"capacity_factor": float})
     place = store.cases["comparison"]
-    for name, role in (("native", "baseline"), ("noise", "noise")):
-        measured = place[(rows["role"] == role) & (rows["status"] == "ok")].drop_duplicates()
+    for name, is_kind in {
+        "native": rows["role"] == "baseline",
+        "topk": rows["policy"] == "topk",
+        "noise": rows["role"] == "noise",
+    }.items():
+        measured = place[is_kind & (rows["status"] == "ok")].drop_duplicates()
         rows[name] = place.map(pd.Series(measured.index, measured))
     order = [(place[case], *_reading_order(store.cases["facts"][case])) for case in rows.index]
     return rows.loc[sorted(rows.index, key=order.__getitem__)]
@@ -224,8 +229,9 @@ def _estimates(times_us: pd.Series, pairs: pd.Series) -> dict[int, Estimate | No
 
 
 def _speedups(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
-    """Speedups over native, and what they say beside the noise floor."""
-    speedups, found = _estimates(_layer_times(store)["time_us"], rows["native"]), {}
+    """Speedups over native and topk, and what the first say beside the noise floor."""
+    times_us, found = _layer_times(store)["time_us"], {}
+    speedups, over_topk = (_estimates(times_us, rows[over]) for over in ("native", "topk"))
     for case, row in rows.iterrows():
         facts, speedup, same_again = row["comparison"].facts, speedups[case], speedups.get(row["noise"])
         if isinstance(facts, RoutedFacts):
@@ -234,6 +240,7 @@ def _speedups(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
         verdict = judge(speedup, floor, is_modelled=modelled, is_oversubscribed=facts.oversubscribed)
         found[case] = {
             **values_of("speedup_", speedup, (*ESTIMATE, "num_launches")),
+            **values_of("over_topk_", over_topk[case], ESTIMATE),
             **values_of("floor_", floor, ("low", "high")),
             "verdict": _ROLE_VERDICTS.get(row["role"], verdict) if row["status"] == "ok" else None,
             "detectable": minimum_detectable_effect(speedup, floor, is_modelled=modelled)

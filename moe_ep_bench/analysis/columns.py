@@ -191,6 +191,7 @@ COLUMNS = {
         times("p99_ms", "p99"),
         times("pass_ms", "pass"),
         interval("speedup", "speedup", of_baseline="1", native=1.0, least=0.1),
+        interval("over_topk", "over topk"),
         Column("tokens_per_s", "tokens/s", form="{:,.0f}", better="higher"),
         Column("tokens_per_s_per_rank", "tokens/s/GPU", form="{:,.0f}", better="higher"),
         # What a speedup costs.

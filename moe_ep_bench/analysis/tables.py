@@ -95,7 +95,7 @@ VIEWS = {
         "layer",
         (
             *("label", "median_ms", "speedup_median", "verdict", *_COST, "p90_ms", "p99_ms", "pass_ms"),
-            *("tokens_per_s_per_rank", "below_frontier", "below_frontier_experts", "output_error"),
+            *("tokens_per_s_per_rank", "over_topk_median", "below_frontier", "below_frontier_experts", "output_error"),
             *("extra_gib_per_rank", "moved_gib", "activated_fullest_rank", "breakdown_slowest_phase"),
         ),
         notes=None,
@@ -103,7 +103,7 @@ VIEWS = {
     "model": View(
         "model",
         (
-            *("label", "median_ms", "speedup_median", "verdict", *_COST, "p90_ms", "moe_ms"),
+            *("label", "median_ms", "speedup_median", "verdict", *_COST, "p90_ms", "over_topk_median", "moe_ms"),
             *("moe_share", "moe_speedup_median", "by_amdahl", "policy_ms", "tokens_per_s", "tokens_per_s_per_rank"),
             *("all_layers_ms_extrapolated", "speedup_extrapolated"),
         ),

@@ -7,6 +7,7 @@ stands for each entry, a tuple fills several braces. Warnings forbid or weaken a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -86,6 +87,12 @@ def _chance(about: About) -> list[str]:
     return chance_words(int(judged["speedup_is_interval"].eq(True).sum()))
 
 
+def _solving(about: About) -> str:
+    params = map(json.loads, about.of("replication")["policy_params"])
+    times_us = {fields["solve_us"] for fields in params if fields.get("solve_us") is not None}
+    return " or ".join(f"{time_us:g}" for time_us in sorted(times_us))
+
+
 def _native_differs(about: About) -> bool:
     noise = about.of("noise")
     differs = (noise["speedup_low"] > 1) | (noise["speedup_high"] < 1)
@@ -154,6 +161,7 @@ NOTES = (
         "rest of the model (modelled)",
     ),
     Note(_TIMED, lambda about: not about.ran, MODEL_CAVEAT),
+    Note(_TIMED, _solving, "solving counts in every batch, as {} us, assumed, in the phase policy"),
     Note(_TIMED, lambda about: about.facts.cuda_graph, "replayed from CUDA graphs, which hold {}"),
     Note(
         _ALL,

@@ -48,7 +48,8 @@ def show(
         all_samples: every sample in place of the results.
 
     Returns:
-        The exit status: ``CASES_FAILED`` where a page lacks what cannot be trusted.
+        The exit status: ``CASES_FAILED`` where something is left out, because it cannot be trusted or was not measured
+        yet; standard error names it.
 
     Raises:
         UserError: what was asked for is not there, or does not go together; one line.
@@ -58,14 +59,13 @@ def show(
         from moe_ep_bench.analysis.page import write_report
 
         page, passed_over = write_report(directories, out)
-        for line in passed_over:
-            print(f"moe-ep-bench: {line}", file=sys.stderr)
         print(os.path.relpath(page))
-        return CASES_FAILED if passed_over else OK
+        return _left_out(passed_over)
     if out is not None and out.is_dir():
         raise UserError(f"--out {out}: is a directory; expected a file to write")
     if out is not None:
         check_folder(out.parent, "--out: folder")
+    passed_over: list[str] = []
     kinds = {kind_of(directory) for directory in directories}
     others = {"quality", "validation"} if to == "text" else {"quality"}
     if kinds & others and not (names or views or columns or all_samples):
@@ -73,12 +73,20 @@ def show(
             raise UserError(f"{directories[0]}: holds {'/'.join(sorted(kinds))}; expected one such directory at a time")
         text = _text_of_other(directories[0], to)
     else:
-        text = _of_store(load(list(directories), join_draws=not all_samples), to, names, views, columns, all_samples)
+        store = load(list(directories), passed_over, join_draws=not all_samples)
+        text = _of_store(store, to, names, views, columns, all_samples)
     if out is None:
         sys.stdout.write(text)
     else:
         write_text(out, text)
-    return OK
+    return _left_out(passed_over)
+
+
+def _left_out(lines: Sequence[str]) -> int:
+    """Name what is left out; the exit status."""
+    for line in lines:
+        print(f"moe-ep-bench: {line}", file=sys.stderr)
+    return CASES_FAILED if lines else OK
 
 
 def _check_options(

@@ -172,7 +172,7 @@ def test_decode_steps_are_one_token_of_each_request(decoded: Path, capsys: pytes
     assert main(["show", str(decoded)]) == OK
     printed = capsys.readouterr().out
     assert "decode after 40 tokens" in printed
-    assert "torch scaled_dot_product_attention" in printed
+    assert "torch scaled_dot_product_attention" in (decoded / "run.json").read_text()
 
 
 def recording(path: Path, num_layers: int, lengths: tuple[int, ...]) -> Path:

@@ -132,9 +132,3 @@ class ExpertPlacement:
             number_TC = map_TP[:, slot_C].cumsum(0) - 1
             map_TP[:, slot_C] &= split.slot_of(number_TC, expert_P[slot_C], rank) == slot_C
         return map_TP
-
-    def spread_weights(self, weights_TE: Tensor, map_TP: Tensor) -> Tensor:
-        """The weights of pairs whose slots are chosen: float32 [T, P], 0 elsewhere."""
-        if self.is_contiguous:
-            return weights_TE
-        return weights_TE[:, torch.from_numpy(self.expert_P).to(map_TP.device)] * map_TP

@@ -5,17 +5,16 @@ is. Where ranks would meet, an ``Exchange`` answers: with the counts of all rank
 tokens, and rows of the right number. Between these points Megatron-Core's code and ours run as on real ranks.
 
 Rows of a buffer are enough for timing, because times do not depend on values. For checks, ``side_by_side`` hands out
-the very rows that the other ranks would send. Experts that are placed otherwise than Megatron-Core does, or replicated,
-stand in *slots* (``expert_placement``): such a layer takes a routing that is worked out outside of it.
+the very rows that the other ranks would send.
 
-Shapes: R = virtual ranks, T = tokens of one rank, E = experts, P = slots of all ranks (P = E where every expert has
-its own), S = rows of a batch-wide policy's statistics.
+Shapes: R = virtual ranks, T = tokens of one rank, E = experts, P = slots of all ranks (here P = E), S = rows of a
+batch-wide policy's statistics.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -25,13 +24,10 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.layer.backends import fill_experts_
-from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import ROUTED, ExpertWeights, expert_weights
 from moe_ep_bench.layer.megatron import token_dispatcher, with_experts_on
 from moe_ep_bench.layer.passes import KeyValueCache
 from moe_ep_bench.layer.stack import Stack, layer_seed
-from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.policies import Routing
 
 
 class VirtualGroup:
@@ -134,7 +130,6 @@ class VirtualRanks:
 
     Attributes:
         announced: what each MoE layer's exchange answers with; set it before a run.
-        placement: which expert each slot holds; read where ``become`` loads weights.
     """
 
     def __init__(self, build: Callable[..., Stack], num_ranks: int) -> None:
@@ -143,7 +138,6 @@ class VirtualRanks:
         self.exchange = Exchange(self.group)
         self.stack = build(groups=with_experts_on(self.group))
         self.announced: Mapping[int | None, Announced] = {}
-        self.placement = ExpertPlacement.contiguous(self.stack.model.num_experts, num_ranks)
         self._weights_of = cache(self._make_weights)
         for layer, forms in self.stack.forms.items():
             forms.policy.router.sum_over_ranks = partial(self._sum_over_ranks, layer)
@@ -163,19 +157,18 @@ class VirtualRanks:
         return stats_SE if announced_SE is None else announced_SE
 
     def become(self, rank: int, *, own_weights: bool = False) -> None:
-        """See every MoE layer from ``rank``; with ``own_weights`` its slots get the weights that ``placement`` says."""
+        """See every MoE layer from ``rank``, with its ``own_weights`` or with those that all share."""
         self.group.current = rank
         per_rank = self.stack.model.num_experts // self.num_ranks
-        slots = list(range(rank * per_rank, (rank + 1) * per_rank))
+        experts = list(range(rank * per_rank, (rank + 1) * per_rank))
         for layer, forms in self.stack.forms.items():
             for moe in forms:
-                moe.local_expert_indices = moe.token_dispatcher.local_expert_indices = slots
+                moe.local_expert_indices = moe.token_dispatcher.local_expert_indices = experts
                 if hasattr(moe.token_dispatcher, "ep_rank"):
                     moe.token_dispatcher.ep_rank = rank
             if own_weights:
-                held = self.placement.expert_P[slots].tolist()
                 with torch.no_grad():
-                    fill_experts_(forms.native.experts, [self._weights_of(layer, expert) for expert in held])
+                    fill_experts_(forms.native.experts, [self._weights_of(layer, expert) for expert in experts])
 
     def _make_weights(self, layer: int | None, expert: int) -> ExpertWeights:
         """An expert's weights, which are kept: for checks at small sizes."""
@@ -187,21 +180,6 @@ class VirtualRanks:
         """Let the exchange answer where ranks would meet, while the block runs."""
         instead = {"gather_from_sequence_parallel_region": self.exchange.gather_counts}
         return mock.patch.multiple(token_dispatcher, all_to_all=self.exchange.all_to_all, **instead)
-
-    @contextlib.contextmanager
-    def routed(self, routings: Mapping[int | None, Routing]) -> Iterator[None]:
-        """Route the MoE layers that run now as worked out before, over their slots, while the block runs."""
-
-        def given(router: Any, routing: Routing, num_pairs: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            router.most_pairs = num_pairs
-            return routing.weights_TE, routing.map_TE
-
-        with contextlib.ExitStack() as stack:
-            for layer, routing in routings.items():
-                router, num_pairs = self.stack.moe_layers[layer].router, int(routing.map_TE.sum())
-                router.replay_TE = None  # Scores of experts do not fit slots.
-                stack.enter_context(mock.patch.object(router, "routing", partial(given, router, routing, num_pairs)))
-            yield
 
     def side_by_side(
         self, batches: Sequence[Any], prepare: Callable[[int], contextlib.AbstractContextManager[None]]
@@ -238,9 +216,3 @@ class VirtualRanks:
             filled.fill_(stack.gpt, stack.device, stack.seed)
         self.exchange.checks_counts = True
         return filled
-
-
-def with_slots(model: ModelSpec, num_slots: int) -> ModelSpec:
-    """Return ``model`` with slots for experts, any number of them per token; its layers need ``routed``."""
-    fields = {"num_experts": num_slots, "num_groups": None, "top_groups": None, "group_score_experts": None}
-    return model.model_copy(update=fields)

@@ -195,7 +195,17 @@ def test_native_that_differs_from_itself_is_warned_of(tmp_path):
     [
         ({"num_launches": 3, "num_batches": 10}, "and Student's t over 3 launches"),
         ({"num_batches": 10}, "of this launch only"),
+        ({"num_batches": 10}, "smallest speedup that would be called (power 80 %): "),
         ({"facts": {"cuda_graph": "the whole layer"}}, "replayed from CUDA graphs, which hold the whole layer"),
+        (
+            {
+                "cases": [
+                    *standard_cases()[2:],
+                    *(FakeCase("eplb", role="replication", params={"solve_us": us}) for us in (100, 0, None)),
+                ]
+            },
+            "solving counts in every batch, as 0 or 100 us, assumed",
+        ),
     ],
 )
 def test_what_has_to_be_known_is_said_where_it_is_so(tmp_path, changes, note):

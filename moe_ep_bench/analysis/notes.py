@@ -82,6 +82,11 @@ def _spread(about: About) -> str:
     return f"[95 % interval, bootstrapped over batches, then iterations{launches}]"
 
 
+def _detectable(about: About) -> tuple | None:
+    values = about.of("policy")["detectable"].dropna()
+    return (values.min(), values.max()) if len(values) else None
+
+
 def _chance(about: About) -> list[str]:
     judged = about.rows[~about.rows["role"].isin(["baseline", "noise"]) & about.rows["floor_low"].notna()]
     return chance_words(int(judged["speedup_is_interval"].eq(True).sum()))
@@ -175,6 +180,7 @@ NOTES = (
         lambda about: about.ran and (about.most("floor_low"), about.most("floor_high")),
         "noise floor: {:.3f} to {:.3f}, by which native run twice differs from itself",
     ),
+    Note("layer", _detectable, "smallest speedup that would be called (power 80 %): {:.3f} to {:.3f}"),
     Note(_TIMED, _chance, "{}"),
     Note(
         "model",

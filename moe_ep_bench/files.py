@@ -291,7 +291,16 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         self.depth -= 1
         super().ascend_resolver()
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, ArithmeticError):  # as !!int, !!bool and others meet text
+            expected = f"expected {node.tag.replace('tag:yaml.org,2002:', '!!')}, got {brief(node.value)}"
+            raise yaml.constructor.ConstructorError(None, None, expected, node.start_mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if not isinstance(node, yaml.MappingNode):  # a list or text of the tag !!map or !!set
+            return super().construct_mapping(node, deep)  # which refuses it
         seen = set()
         for key, _ in node.value:
             is_merge, is_twice = key.tag.endswith(":merge"), isinstance(key.value, str) and key.value in seen

@@ -69,6 +69,13 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 
 CONFIGS = {
     "a tag that calls": ("name: !!python/object/apply:pathlib.Path.touch [canary]", "not determine a construct"),
     "a tag of other values": ("name: !!binary aGk=", "got bytes"),
+    "no text for a number": ("a: !!int ''", "expected !!int, got '' in line 1, column 4"),
+    "a sign alone": ('a: !!float "+"', "expected !!float, got '+'"),
+    "no time": ("a: !!timestamp x", "expected !!timestamp, got 'x'"),
+    "a time beyond all": ("a: !!timestamp 9999-12-31T23:59:59-23:00", "expected !!timestamp, got '9999-"),
+    "neither true nor false": ("a: !!bool maybe", "expected !!bool, got 'maybe'"),
+    "a list as a set": ("a: !!set [x]", "expected a mapping node, but found sequence"),
+    "text as a map": ("a: !!map x", "expected a mapping node, but found scalar"),
     "an unhashable key": ("? [a]\n: b", "found unhashable key"),
     "half a character": ('name: "\\ud800"', "not valid YAML"),
     "a terminal's command": ('name: "\\e[31m"', "expected text, got the character U+001B"),

@@ -72,7 +72,7 @@ CONFIGS = {
     "no text for a number": ("a: !!int ''", "expected !!int, got '' in line 1, column 4"),
     "a sign alone": ('a: !!float "+"', "expected !!float, got '+'"),
     "no time": ("a: !!timestamp x", "expected !!timestamp, got 'x'"),
-    "a time beyond all": ("a: !!timestamp 9999-12-31T23:59:59-23:00", "expected !!timestamp, got '9999-"),
+    "more sixtieths than a double holds": (f"a: 1{':00' * 200}.0", "expected !!float, got '1:00"),
     "neither true nor false": ("a: !!bool maybe", "expected !!bool, got 'maybe'"),
     "a list as a set": ("a: !!set [x]", "expected a mapping node, but found sequence"),
     "text as a map": ("a: !!map x", "expected a mapping node, but found scalar"),

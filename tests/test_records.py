@@ -117,12 +117,13 @@ def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) ->
     for run_id, case, comparison in (("1", "a", "x"), ("2", "b", "y"), ("3", "c", "z")):
         description = {**A_JOB, "run_id": run_id, "hashes": {"code": run_id}, "comparisons": {comparison: {}}}
         directory.write_run({**description, "cases": {case: {"comparison_id": comparison}}})
-        if case != "b":  # Never finished.
-            directory.write("samples", comparison, [{"case_id": case, "status": "ok"}], 0)
+        # b never finished: there is no launch 0 of it.
+        directory.write("samples", comparison, [{"case_id": case, "status": "ok"}], launch=int(case == "b"))
     run = json.loads(directory.run_json.read_text())
     assert run["run_id"] == "3"
     assert list(run["cases"]) == ["a", "c"]
     assert list(run["comparisons"]) == ["x", "z"]
+    assert list(directory.parts("samples")) == ["x", "z"], "its parts go with it"
     assert {run_id: provenance["hashes"] for run_id, provenance in run["runs"].items()} == {
         number: {"code": number} for number in "123"
     }

@@ -24,6 +24,7 @@ from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.importers import IMPORTERS, import_trace
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.trace import held
+from moe_ep_bench.workload.writer import TraceWriter
 
 TOY = Path(__file__).parent / "data" / "toy-model.yaml"  # four layers, the first dense; 16 experts, top-3
 EQUAL = {"assume_equal_scores": True}
@@ -538,6 +539,22 @@ def test_an_import_is_replayed_and_is_the_same_again_and_a_changed_source_has_an
         path.write_text(path.read_text().replace("\n", "\r\n"))
     changed = imported(kind, source, out.with_name("changed"))
     assert changed.metadata["source_sha256"] != trace.metadata["source_sha256"]
+
+
+def test_a_writer_that_changes_pairs_is_found_out_and_leaves_nothing(tmp_path, out, monkeypatch):
+    source = prepared("vllm", tmp_path / "source")
+    spool = TraceWriter._spool
+
+    def changing(writer, name, values, *layer):
+        if name == "expert_ids":
+            values = values.copy()
+            values[0, 0] = next(e for e in range(writer.num_experts) if e not in values[0])
+        spool(writer, name, values, *layer)
+
+    monkeypatch.setattr(TraceWriter, "_spool", changing)
+    with pytest.raises(RuntimeError, match="was written with other experts than it was read with"):
+        imported("vllm", source, out)
+    assert list(out.parent.iterdir()) == []
 
 
 WRONG = {

@@ -43,6 +43,8 @@ BY_HAND: list[tuple[Spec, list[list[float]], int, Arguments, list[list[int]]]] =
     # 0.29 * 100 is 29; in doubles it is 28.999999999999996.
     ({"name": "expert_drop", "fraction": 0.29}, torch.eye(100).tolist(), 1, {},
      [*[[]] * 29, *([expert] for expert in range(29, 100))]),
+    # 29 of 100 pairs are within 0.29, though its double is a little less.
+    ({"name": "budget_drop", "max_dropped": 0.29}, [[0.25, 0]] * 29 + [[0.5, 0]] * 71, 1, {}, [[]] * 29 + [[0]] * 71),
     ({"name": "lynx", "num_dropped": 1}, USED, 2, {}, [[0, 1], [0, 1], [0]]),  # of those that are used
     *(({"name": "dynamic_skip", "beta": beta}, [[0.5, 0.25, 0.125, 0.0625]], 3, {}, [experts])
       for beta, experts in ((0.25, [0, 1, 2]), (0.26, [0, 1]))),

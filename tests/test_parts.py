@@ -155,10 +155,10 @@ def test_the_triton_sums_of_rows_equal_bags() -> None:
     from moe_ep_bench.kernels.row_sums_triton import row_sums
 
     generator = torch.Generator().manual_seed(1)
-    for counts, num_columns in (([0], 16), ([1], 1), ([0, 3, 0, 9, 1, 0], 48), ([2, 5], 1408)):
+    for counts, num_columns in (([], 16), ([0], 16), ([1], 1), ([0, 3, 0, 9, 1, 0], 48), ([2, 5], 1408)):
         for dtype in (torch.float32, torch.bfloat16):
-            ends_T = torch.tensor(counts).cumsum(0)
-            rows_ND = torch.randn(int(ends_T[-1]), num_columns, generator=generator).to(dtype)
+            ends_T = torch.tensor(counts, dtype=torch.int64).cumsum(0)
+            rows_ND = torch.randn(sum(counts) + 2, num_columns, generator=generator).to(dtype)  # two of no token
             places_N = torch.randperm(len(rows_ND), generator=generator)
             expected_TD = row_sums_by_bags(rows_ND.float(), places_N, ends_T).to(dtype)
             torch.testing.assert_close(row_sums(rows_ND, places_N, ends_T), expected_TD)

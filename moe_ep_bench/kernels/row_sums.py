@@ -31,5 +31,5 @@ def row_sums(rows_ND: Tensor, row_of_place_N: Tensor, ends_T: Tensor) -> Tensor:
 
 
 def row_sums_by_bags(rows_ND: Tensor, row_of_place_N: Tensor, ends_T: Tensor) -> Tensor:
-    begins_T = torch.cat([ends_T.new_zeros(1), ends_T[:-1]])
-    return torch.nn.functional.embedding_bag(row_of_place_N, rows_ND, begins_T, mode="sum")
+    offsets = torch.cat([ends_T.new_zeros(1), ends_T])
+    return torch.nn.functional.embedding_bag(row_of_place_N, rows_ND, offsets, mode="sum", include_last_offset=True)

@@ -24,7 +24,7 @@ import torch
 
 from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, PhaseKey
-from moe_ep_bench.timing.timer import HOST, THREAD_CPU, Clock, PhaseRecorder, time_us, timed
+from moe_ep_bench.timing.timer import HOLD_US, HOST, THREAD_CPU, Clock, PhaseRecorder, time_us, timed
 
 PLAIN, BREAKDOWN = "plain", "breakdown"
 
@@ -169,8 +169,9 @@ def find_launch_bound(
 ) -> frozenset[str]:
     """Ids of the cases that the host of some rank takes longer to issue than its device to run, median of three runs.
 
-    Such a layer never finds work queued ahead of it: its time in a server is the host's. A host that waits for its
-    device within the run is no such host.
+    Such a layer never finds work queued ahead of it: its time in a server is the host's. The device is held for longer
+    than a run without a hold took to issue: a host that is beyond that waits for its device within the run, and is no
+    such host.
 
     Args:
         slowest: the element-wise maximum over ranks, so that all ranks hold the same cases.
@@ -181,9 +182,10 @@ def find_launch_bound(
         with case.ready(0) as run:
             for number in range(3):
                 issued_us: list[float] = []
-                times = timed(partial(_issue, run, issued_us), PhaseRecorder(clock), meet)
-                # Beyond its head start the host may wait for the device.
-                excess_C3[place, number] = issued_us[0] - times[TOTAL] if times[HOST] == 0 else -1.0
+                issuing = partial(_issue, run, issued_us)
+                timed(issuing, PhaseRecorder(clock), meet, hold_us=0.0)
+                times = timed(issuing, PhaseRecorder(clock), meet, hold_us=HOLD_US + 2 * issued_us[0])
+                excess_C3[place, number] = issued_us[1] - times[TOTAL] if times[HOST] == 0 else -1.0
     is_bound = slowest(np.median(excess_C3, axis=1)) > 0
     return frozenset(case.case_id for case, bound in zip(cases, is_bound, strict=True) if bound)
 

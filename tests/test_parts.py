@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep_bench.kernels.row_sums import row_sums_by_bags
 from moe_ep_bench.kernels.swiglu import weighted_swiglu_formula
 from moe_ep_bench.layer import parts, te_check
 from moe_ep_bench.layer.host import device_scope
@@ -147,21 +146,6 @@ def test_the_triton_activation_equals_its_formula() -> None:
             weights_N = torch.rand(rows, generator=generator)
             ours_NF = weighted_swiglu(gate_up_N2F, weights_N)
             torch.testing.assert_close(ours_NF, weighted_swiglu_formula(gate_up_N2F, weights_N), rtol=rtol, atol=1e-6)
-
-
-def test_the_triton_sums_of_rows_equal_bags() -> None:
-    """Run by Triton's interpreter."""
-    pytest.importorskip("triton", reason="Triton is made for Linux")
-    from moe_ep_bench.kernels.row_sums_triton import row_sums
-
-    generator = torch.Generator().manual_seed(1)
-    for counts, num_columns in (([], 16), ([0], 16), ([1], 1), ([0, 3, 0, 9, 1, 0], 48), ([2, 5], 1408)):
-        for dtype in (torch.float32, torch.bfloat16):
-            ends_T = torch.tensor(counts, dtype=torch.int64).cumsum(0)
-            rows_ND = torch.randn(sum(counts) + 2, num_columns, generator=generator).to(dtype)  # two of no token
-            places_N = torch.randperm(len(rows_ND), generator=generator)
-            expected_TD = row_sums_by_bags(rows_ND.float(), places_N, ends_T).to(dtype)
-            torch.testing.assert_close(row_sums(rows_ND, places_N, ends_T), expected_TD)
 
 
 def test_the_activation_is_silu_of_the_gate_times_up_times_weight() -> None:

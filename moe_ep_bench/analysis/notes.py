@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -214,29 +215,19 @@ NOTES = (
     Note("route", lambda about: about.facts.image_share, "assumed: {:.0%} of every sequence's tokens are an image's"),
     Note(_TIMED, _of_machines(remarks), "{}"),
 )
+# What voids a result comes first, what only qualifies its phases last: the end of a run shows the first three.
 WARNINGS = (
-    Note(_TIMED, lambda about: about.facts.fit and about.facts.fit.words, "{}"),
-    Note(_TIMED, lambda about: about.of("baseline").empty, "the baseline was not measured, so there are no speedups"),
-    Note(
-        _TIMED,
-        lambda about: len(about.of("baseline")) and about.rows["floor_low"].isna().all(),
-        "native was not measured a second time, so there is no noise floor and no verdict",
-    ),
-    Note(
-        _TIMED,
-        _native_differs,
-        "native differs from itself: something drifts with the order of cases; the floor covers it",
-    ),
+    Note(_TIMED, _of_machines(disturbances), "disturbed machine: {}"),
+    Note(_TIMED, _unsettled, "warm-up did not settle: its last round took {} against the one before"),
     Note(
         _TIMED,
         lambda about: abs(drift := about.most("drift", key=abs)) > MAX_DRIFT and 100 * drift,
         "times drifted by {:+.1f} % between the begin and the end of a launch",
     ),
-    Note(_TIMED, lambda about: about.facts.oversubscribed, OVERSUBSCRIBED),
     Note(
         _TIMED,
-        lambda about: (overhead := about.most("probe_overhead")) > MAX_PROBE_OVERHEAD and 100 * overhead,
-        "probes cost up to {:.1f} %: read phase times as shares; speedups come from iterations without probes",
+        _native_differs,
+        "native differs from itself: something drifts with the order of cases; the floor covers it",
     ),
     Note(
         _TIMED,
@@ -250,40 +241,56 @@ WARNINGS = (
         "memory was asked of the driver in {} timed iterations of one rank ({}), which stops the device: fewer tokens "
         "or cases, or more measure.warmup",
     ),
-    Note(_TIMED, lambda about: about.ran and about.facts.permute.ran not in ("fused", "none"), NOT_FUSED),
-    Note(_TIMED, _of_machines(disturbances), "disturbed machine: {}"),
-    Note(_TIMED, _unsettled, "warm-up did not settle: its last round took {} against the one before"),
+    Note(_ALL, _foreign_data, "data: {} decides by {}'s, not {}'s"),
+    Note(_TIMED, lambda about: about.of("baseline").empty, "the baseline was not measured, so there are no speedups"),
     Note(
         _TIMED,
-        lambda about: [(about.facts.model, departure) for departure in about.facts.departures],
-        "simpler than {}'s: {}",
+        lambda about: len(about.of("baseline")) and about.rows["floor_low"].isna().all(),
+        "native was not measured a second time, so there is no noise floor and no verdict",
     ),
-    Note(_ALL, _foreign_data, "data: {} decides by {}'s, not {}'s"),
+    Note(_TIMED, lambda about: about.facts.oversubscribed, OVERSUBSCRIBED),
+    Note(_TIMED, lambda about: about.facts.fit and about.facts.fit.words, "{}"),
     Note(
         _ALL,
         _tail,
         "scores past the recorded top-k are modelled ({} tail), and what {} did rests on them: {}",
     ),
+    Note(
+        _TIMED,
+        lambda about: [(about.facts.model, departure) for departure in about.facts.departures],
+        "simpler than {}'s: {}",
+    ),
+    Note(
+        _TIMED,
+        lambda about: (overhead := about.most("probe_overhead")) > MAX_PROBE_OVERHEAD and 100 * overhead,
+        "probes cost up to {:.1f} %: read phase times as shares; speedups come from iterations without probes",
+    ),
+    Note(_TIMED, lambda about: about.ran and about.facts.permute.ran not in ("fused", "none"), NOT_FUSED),
 )
 
 
-@lru_cache(maxsize=256)
 def notes(store: Store, directory: str, comparison_id: str) -> list[str]:
     """What has to be known to read a comparison's numbers, a sentence each; warnings, last, begin with ``warning:``."""
-    about = About(store, store.by_id[directory, comparison_id])
-    return [
-        prefix + line
-        for prefix, table in (("", NOTES), (WARNING, WARNINGS))
-        for note in table
-        if about.kind in note.of.split()
-        for line in _lines(note, note.fact(about))
-    ]
+    return [line for _, line in _ranked(store, directory, comparison_id)]
 
 
 def warnings(store: Store) -> list[str]:
-    """The warnings of all comparisons, each once."""
-    lines = (line for one in store.comparisons for line in notes(store, one.directory, one.comparison_id))
+    """The warnings of all comparisons, each once, in the order of ``WARNINGS`` whichever comparison they are of."""
+    ranked = (entry for one in store.comparisons for entry in _ranked(store, one.directory, one.comparison_id))
+    lines = (line for _, line in sorted(ranked, key=itemgetter(0)))
     return list(dict.fromkeys(line for line in lines if line.startswith(WARNING)))
+
+
+@lru_cache(maxsize=256)
+def _ranked(store: Store, directory: str, comparison_id: str) -> list[tuple[int, str]]:
+    """The lines of a comparison, each with its note's place in the tables."""
+    about = About(store, store.by_id[directory, comparison_id])
+    return [
+        (place, line if place < len(NOTES) else WARNING + line)
+        for place, note in enumerate((*NOTES, *WARNINGS))
+        if about.kind in note.of.split()
+        for line in _lines(note, note.fact(about))
+    ]
 
 
 def _lines(note: Note, fact: Any) -> Iterator[str]:

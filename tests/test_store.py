@@ -119,6 +119,12 @@ BREAKAGES = {
         "c0-0.parquet: foreign, comparison_id: expected 'c0', got 'c1'",
         "c1",
     ),
+    "endless words": (
+        in_part(SAMPLES, comparison_id=["x" * 5000]),
+        f"foreign, comparison_id: expected 'c0', got '{'x' * 76}...",
+        "c1",
+    ),
+    "an endless status": (in_part(SAMPLES, status=["x" * 5000]), f"in all rows of a case, got '{'x' * 76}...", "c1"),
     "unlisted part": (
         lambda d: shutil.copy(d / SAMPLES, d / "cases" / "x-0.parquet"),
         "x-0.parquet: foreign, run.json lists no comparison 'x'",
@@ -199,6 +205,7 @@ def test_results_that_cannot_be_trusted_are_one_clear_line(sound: Path, tmp_path
     assert message in line
     assert str(directory) in line
     assert "\n" not in line
+    assert len(line) < 1000
     # Whoever wants the rest has it, and the same line.
     lines: list[str] = []
     if left == "none":

@@ -88,7 +88,7 @@ def read_run_json(path: Path) -> dict[str, Any]:
     content = read_document(path)
     version = content.get("schema_version") if isinstance(content, dict) else None
     if not isinstance(version, int):
-        raise ResultsError(f"{path}: schema_version: expected a whole number, got {version!r}")
+        raise ResultsError(f"{path}: schema_version: expected a whole number, got {brief(version)}")
     if version != SCHEMA_VERSION:
         hint = "; it is newer than this program, which needs updating"
         hint = hint if version > SCHEMA_VERSION else "; an earlier version wrote it: measure again, elsewhere"
@@ -141,7 +141,7 @@ def read_part(
     for column, expected in identity.items():
         others = [value for value in found[column].unique().to_pylist() if value != expected]
         if others:
-            raise ResultsError(f"{path}: foreign, {column}: expected {expected!r}, got {others[0]!r}")
+            raise ResultsError(f"{path}: foreign, {column}: expected {brief(expected)}, got {brief(others[0])}")
     # Of millions of samples each word is one object.
     return Part(path, found.to_pandas(strings_to_categorical=table == "samples"), conditions_of(found))
 

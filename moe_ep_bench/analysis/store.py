@@ -31,7 +31,7 @@ from moe_ep_bench.analysis.reading import (
     read_run_json,
     typed,
 )
-from moe_ep_bench.errors import printable
+from moe_ep_bench.errors import brief, printable
 from moe_ep_bench.facts import SHARED_ROLES, CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
 from moe_ep_bench.files import checked_json
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
@@ -169,7 +169,7 @@ def _read_directory(name: str, folder: Path, errors: Errors) -> list[Read]:
         )
     run = typed(RunFacts, files.run_json, "", read_run_json(files.run_json))
     if run.mode not in _MODES:
-        raise ResultsError(f"{files.run_json}: mode: expected one of {', '.join(_MODES)}, got {run.mode!r}")
+        raise ResultsError(f"{files.run_json}: mode: expected one of {', '.join(_MODES)}, got {brief(run.mode)}")
     facts, listed = facts_of(files.run_json, run, errors)
     paths = {table: files.parts(table) for table in _COLUMNS}
     for key, path in ((key, found[0]) for of_table in paths.values() for key, found in of_table.items()):
@@ -201,7 +201,7 @@ def facts_of(path: Path, run: RunFacts, errors: Errors) -> tuple[dict[str, Any],
     cases = {key: facts for key, facts in read.items() if facts is not None}
     for key, case in cases.items():
         if case.comparison_id not in run.comparisons:
-            errors.add(ResultsError(f"{path}: cases.{key}.comparison_id: no comparison {case.comparison_id!r}"))
+            errors.add(ResultsError(f"{path}: cases.{key}.comparison_id: no comparison {brief(case.comparison_id)}"))
     for (key, role), number in Counter((case.comparison_id, case.role) for case in cases.values()).items():
         if role not in SHARED_ROLES and number > 1 and comparisons.pop(key, None) is not None:
             errors.add(ResultsError(f"{path}: comparisons.{key}: expected one {role} case, got {number}"))
@@ -271,7 +271,7 @@ def _statuses(parts: Sequence[Part]) -> dict[str, tuple[str, str | None]]:
         rows = part.rows[["case_id", "launch", "status", "reason"]].drop_duplicates().astype(object)
         for row in rows[rows["case_id"].duplicated() | ~rows["status"].isin(STATUSES)].itertuples():
             expected = f"expected one of {', '.join(STATUSES)} in all rows of a case"
-            raise ResultsError(f"{part.path}: status: {expected}, got {row.status!r}")
+            raise ResultsError(f"{part.path}: status: {expected}, got {brief(row.status)}")
         for row in rows.itertuples():
             reason = None
             if row.status != "ok":

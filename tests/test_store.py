@@ -234,6 +234,12 @@ def test_of_several_directories_the_damaged_one_is_named_and_the_others_are_read
     assert str(directory) in lines[0]
 
 
+def test_directories_of_one_name_are_told_apart_by_their_paths(sound: Path, tmp_path: Path) -> None:
+    directories = [shutil.copytree(sound, tmp_path / folder / "run") for folder in ("a-b", "a/b")]
+    expected = [str(directory.resolve()).removeprefix("/") for directory in directories]
+    assert list(cases(load(directories))["directory"].unique()) == expected
+
+
 @pytest.mark.parametrize("launch", [0, 1])
 def test_a_case_that_failed_in_one_launch_failed(tmp_path: Path, launch: int) -> None:
     write_run(tmp_path, [FakeComparison(cases=standard_cases(), num_launches=2, **FEW)])

@@ -154,7 +154,7 @@ def _named(directories: Iterable[Path]) -> dict[str, Path]:
         paths.setdefault(directory.resolve(), directory)
     count = Counter(path.name for path in paths)
     return {
-        (path.name if count[path.name] == 1 else "-".join(path.parts[1:])) or "root": directory
+        path.name if path.name and count[path.name] == 1 else "/".join(path.parts[1:]) or "/": directory
         for path, directory in paths.items()
     }
 

@@ -11,6 +11,7 @@ import io
 import json
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -541,7 +542,7 @@ def test_an_import_is_replayed_and_is_the_same_again_and_a_changed_source_has_an
     assert changed.metadata["source_sha256"] != trace.metadata["source_sha256"]
 
 
-def test_a_writer_that_changes_pairs_is_found_out_and_leaves_nothing(tmp_path, out, monkeypatch):
+def test_a_writer_that_changes_pairs_or_finds_no_space_leaves_nothing(tmp_path, out, monkeypatch):
     source = prepared("vllm", tmp_path / "source")
     spool = TraceWriter._spool
 
@@ -555,6 +556,9 @@ def test_a_writer_that_changes_pairs_is_found_out_and_leaves_nothing(tmp_path, o
     with pytest.raises(RuntimeError, match="was written with other experts than it was read with"):
         imported("vllm", source, out)
     assert list(out.parent.iterdir()) == []
+    full = mock.Mock(side_effect=OSError(28, "No space left on device", "spool"))
+    monkeypatch.setattr(TraceWriter, "_spool", full)
+    assert refusal("vllm", source, out) == "spool: No space left on device"
 
 
 WRONG = {

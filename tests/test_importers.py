@@ -31,6 +31,7 @@ TOY = Path(__file__).parent / "data" / "toy-model.yaml"  # four layers, the firs
 EQUAL = {"assume_equal_scores": True}
 OPTIONS = {
     "esft": {},
+    "flame-moe": {"model": "toy", "num_experts": 16, "phase": "training"},
     "megatron": {"preset": str(TOY), "phase": "prefill"},
     "sglang": {"preset": str(TOY), **EQUAL},
     "vllm": {"preset": str(TOY), **EQUAL},
@@ -144,6 +145,19 @@ def vllm_arrays():
     return made
 
 
+def flame_moe_arrays(passes=(5, 3), layers=(2, 3), top_k=3):
+    """Two passes of two layers; probabilities in no order, as ``topk(sorted=False)`` leaves them."""
+    random, arrays = np.random.default_rng(5), {}
+    for number, num_tokens in enumerate(passes):
+        for layer in layers:
+            odds_TE = np.exp(random.normal(size=(num_tokens, 16)))
+            ids_TK = np.argsort(-odds_TE, axis=1)[:, :top_k][:, ::-1]
+            probs_TK = np.take_along_axis(odds_TE / odds_TE.sum(axis=1, keepdims=True), ids_TK, axis=1)
+            arrays[f"{number}.{layer}.ids"] = ids_TK
+            arrays[f"{number}.{layer}.probs"] = probs_TK.astype(np.float32)
+    return arrays
+
+
 def routing(num_tokens, num_layers, num_experts, top_k, seed=0):
     """Random routing of all layers but the first, as a server returns it: int32 [T, L, K]."""
     random = np.random.default_rng(seed)
@@ -192,11 +206,24 @@ def prepared(kind, root):
     if kind == "sglang":
         told = ({"meta_info": {"routed_experts": raw(routing(5, 4, 16, 3, seed))}} for seed in (0, 1))
         return written(root / "r.jsonl", *told)
-    np.savez(root / "d.npz", **vllm_arrays())
+    np.savez(root / "d.npz", **{"flame-moe": flame_moe_arrays, "vllm": vllm_arrays}[kind]())
     return root / "d.npz"
 
 
 # ---- what is imported ------------------------------------------------------------------------------------------------
+
+
+def test_flame_moe_keeps_probabilities_as_shares_of_the_whole_mass(tmp_path, out):
+    made = flame_moe_arrays()
+    np.savez(tmp_path / "f.npz", **made)
+    trace = imported("flame-moe", tmp_path / "f.npz", out)
+    assert (trace.num_layers, trace.num_tokens, trace.num_sequences, trace.top_k) == (2, 8, 2, 3)
+    assert not trace.scores_are_normalised
+    ids, scores, sequence_id_T, _ = read_back(out)
+    assert sequence_id_T.tolist() == [0] * 5 + [1] * 3
+    for index, layer in enumerate((2, 3)):
+        both = [np.concatenate([made[f"{number}.{layer}.{name}"] for number in (0, 1)]) for name in ("ids", "probs")]
+        assert_rows_match((ids[index], scores[index]), *both)
 
 
 def test_esft_keeps_every_token_but_the_first_of_each_text(tmp_path, out):
@@ -398,6 +425,14 @@ NOBODY = np.array([[{}]], dtype=object)
 # fmt: off
 # What is wrong: the place that the error names behind the file, and the change.
 DAMAGE = {
+    "flame-moe": {
+        "no probabilities": ("0.2.probs", array("0.2.probs", None)),
+        "more than all mass": ("0.2: token 0: scores: ", item("0.2.probs", 0, 0.9)),
+        "a pickle": ("0.2.ids: ", array("0.2.ids", NOBODY)),
+        "another's array": (".ids and .probs, got '0.2.logits'", array("0.2.logits", np.ones(1))),
+        "another top-k": ("1.2: expected top-3", lambda made: made.update(
+            {f"1.2.{name}": made[f"1.2.{name}"][:, :2] for name in ("ids", "probs")})),
+    },
     "esft": {
         "a weight too many": (":1: ", lambda text: text.replace("\t\t", "\t\t0.1\t", 1)),
         "texts change places": (":2: layer 7: ", lambda text: "".join(
@@ -564,6 +599,9 @@ def test_a_writer_that_changes_pairs_or_finds_no_space_leaves_nothing(tmp_path, 
 WRONG = {
     "kind": ("esft", {}, "kind: "),
     "no model": ("vllm", EQUAL, "preset: needed"),
+    "nothing of a model": ("flame-moe", {}, "model, num_experts, phase: needed"),
+    "beside a preset": ("vllm", {"preset": "olmoe-1b-7b", "num_experts": 64}, "num_experts: not for vllm"),
+    "too few experts": ("flame-moe", {**OPTIONS["flame-moe"], "num_experts": 3}, "SOURCE: 0.2: num_experts: "),
     "nothing": ("megatron", {}, "preset, phase: needed"),
     "no such file": ("megatron", {"preset": "x.yaml", "phase": "prefill"}, "preset: x.yaml: "),
     "another's": ("vllm", {**OPTIONS["vllm"], "micro_batch_size": 2}, "micro_batch_size: not for vllm"),

@@ -4,6 +4,7 @@
 kind       source                                                                      scores
 =========  ==========================================================================  ==================
 esft       a checkout of deepseek-ai/ESFT (``results/expert_scores``)                  full softmax
+flame-moe  captured routing of cmu-flame/FLAME-MoE, as npz                             full softmax
 megatron   ``router_trace_rank*.jsonl`` of Megatron-Core 0.19's router tracer          logits beside it
 sglang     SGLang's responses with routed experts, as JSON lines                       none
 vllm       vLLM's returned routed experts, as npz or JSON lines                        none
@@ -50,13 +51,22 @@ class Importer(NamedTuple):
     phases: tuple[str, ...] = ("prefill", "decode", "training")
 
 
-_EQUAL, _FACTS = "assume_equal_scores", ("preset", "phase", "domain", "licence")
-_SERVER = (*_FACTS, _EQUAL), ("preset", _EQUAL), ("prefill", "decode")
+_EQUAL, _WORDS = "assume_equal_scores", ("phase", "domain", "licence")
+_SERVER = ("preset", *_WORDS, _EQUAL), ("preset", _EQUAL), ("prefill", "decode")
 IMPORTERS: Mapping[str, Importer] = MappingProxyType(
     {
         "esft": Importer(training.read_esft, "deepseek-ai/ESFT results/expert_scores", ("domain",)),
+        "flame-moe": Importer(
+            training.read_flame_moe,
+            "cmu-flame/FLAME-MoE captured routing",
+            ("model", "num_experts", *_WORDS),
+            ("model", "num_experts", "phase"),
+        ),
         "megatron": Importer(
-            training.read_megatron, "Megatron-Core router trace", (*_FACTS, "micro_batch_size"), ("preset", "phase")
+            training.read_megatron,
+            "Megatron-Core router trace",
+            ("preset", "micro_batch_size", *_WORDS),
+            ("preset", "phase"),
         ),
         "sglang": Importer(servers.read_sglang, "SGLang routed experts", *_SERVER),
         "vllm": Importer(servers.read_vllm, "vLLM routed experts", *_SERVER),
@@ -94,7 +104,7 @@ def import_trace(kind: str, source: Path, out: Path, chosen: Mapping[str, Any]) 
         scores = ", and they have no scores, only expert ids (loads stay true)" if _EQUAL in missing else ""
         raise UserError(f"{', '.join(missing)}: needed, because {kind} recordings do not say it{scores}")
     metadata = {"source": importer.recorder, "domain": options.domain, "licence": options.licence}
-    metadata |= {"model": options.spec.name if options.preset else "", "phase": options.phase or ""}
+    metadata |= {"model": options.spec.name if options.preset else options.model, "phase": options.phase or ""}
     if _EQUAL in importer.needs:
         metadata["score"] = ASSUMED
     try:

@@ -14,12 +14,16 @@ class ImportOptions:
 
     Attributes:
         preset: the model: a preset's name, its config.json, or a YAML file of the form of a preset.
+        model: name of a model that has neither.
+        num_experts: of such a model.
         phase: prefill, decode or training.
         micro_batch_size: sequences interleaved in a forward pass.
         assume_equal_scores: take ids alone: loads stay true; score mass and choices by score mean nothing.
     """
 
     preset: str = ""
+    model: str = ""
+    num_experts: int = 0
     phase: str | None = None
     domain: str = "unstated"
     licence: str = "unstated"

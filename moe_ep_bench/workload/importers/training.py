@@ -1,4 +1,4 @@
-"""Recordings of training frameworks, which hold scores: ESFT's and Megatron-Core's.
+"""Recordings of training frameworks, which hold scores: ESFT's, FLAME-MoE's and Megatron-Core's.
 
 Shapes: T = tokens of a pass, E = experts, K = top_k.
 """
@@ -18,7 +18,7 @@ from scipy.special import expit, softmax
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.workload.arrays import checked, json_objects, lines, whole_number
+from moe_ep_bench.workload.arrays import REAL, checked, json_objects, lines, npz_array, opened_npz, whole_number
 from moe_ep_bench.workload.importers.options import ImportOptions
 from moe_ep_bench.workload.trace import score_words
 from moe_ep_bench.workload.writer import TraceWriter
@@ -85,6 +85,50 @@ def _esft_text(where: str, text: bytes) -> tuple[NDArray[np.int64], NDArray[np.f
     if ids.size != weights.size or ids.size % ESFT_TOP_K:
         raise UserError(f"{where}: expected {ESFT_TOP_K} ids and weights per token, got {ids.size} and {weights.size}")
     return ids.reshape(-1, ESFT_TOP_K), weights.reshape(-1, ESFT_TOP_K)
+
+
+# ---- FLAME-MoE -------------------------------------------------------------------------------------------------------
+
+FLAME_CONVERT = (
+    'python -c "import sys, pathlib, numpy, torch; a = {}; '
+    "[a.update({f'{i}.{d.name}.ids': x[1].numpy(), f'{i}.{d.name}.probs': x[0].float().numpy()}) "
+    "for d in pathlib.Path(sys.argv[1]).iterdir() for i, f in enumerate(sorted(d.glob('*.pt'))) "
+    "for x in [torch.load(f, map_location='cpu', weights_only=True)] "
+    "for x in [x if isinstance(x, (tuple, list)) else x.topk(int((x[0] > 0).sum()))]]; "
+    'numpy.savez(sys.argv[2], **a)" actives/STEP step.npz'
+)
+FLAME_FORM = re.compile(r"(\d{1,9})\.(\d{1,9})\.(ids|probs)")
+
+
+def read_flame_moe(source: Path, options: ImportOptions, writer: TraceWriter) -> None:
+    """Import one checkpoint step of cmu-flame/FLAME-MoE's captured routing (scripts/empirical_analysis), as npz.
+
+    A capture has a file per forward pass and layer, ``actives/<checkpoint step>/<layer>/<pass>.pt``: of newer ones the
+    pair (probabilities, expert ids), both [tokens, K]; of older ones the router's probabilities [tokens, E], 0 outside
+    of the top-k. They are pickles; ``FLAME_CONVERT``, typed where they are trusted, makes arrays ``<pass>.<layer>.ids``
+    and ``.probs``, passes numbered in the order of their names. The models route by a softmax over all experts that is
+    not renormalised (``--moe-router-pre-softmax``), so that probabilities are shares of a token's whole mass. What
+    tokens are of one text is not captured: a pass is a sequence.
+    """
+    with opened_npz(source, FLAME_CONVERT) as npz:
+        forms = [FLAME_FORM.fullmatch(name) for name in npz.files]
+        if None in forms:
+            got = brief(npz.files[forms.index(None)])
+            raise UserError(f"{source}: expected <pass>.<layer>.ids and .probs, got {got}")
+        places = sorted({(int(form[1]), int(form[2])) for form in forms if form})
+        for sequence, (number, layers) in enumerate(itertools.groupby(places, key=lambda place: place[0])):
+            num_tokens = 0
+            for _, layer in layers:
+                where = f"{source}: {(name := f'{number}.{layer}')}"
+                ids_TK = npz_array(npz, source, f"{name}.ids", (None, None))
+                probs_TK = npz_array(npz, source, f"{name}.probs", ids_TK.shape, REAL).astype(np.float64)
+                if not writer.num_experts:
+                    sizes = {"num_experts": options.num_experts, "top_k": ids_TK.shape[1]}
+                    writer.describe(**sizes, where=where, score="softmax, not renormalised")
+                writer.add(layer, ids_TK, probs_TK, where)
+                num_tokens = len(ids_TK)
+            writer.add_tokens(sequence, np.arange(num_tokens), f"{source}: {number}")
+    writer.notes.append("a pass is a sequence: texts were not captured")
 
 
 # ---- Megatron-Core ---------------------------------------------------------------------------------------------------

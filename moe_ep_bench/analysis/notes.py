@@ -21,7 +21,8 @@ from moe_ep_bench.analysis.store import Comparison, Store
 from moe_ep_bench.machine.monitor import disturbances, remarks
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
-# An aim of the timing protocol: above this a breakdown is told apart from what it breaks down.
+# Aims of the timing protocol: above these a breakdown is told apart from what it breaks down.
+MAX_UNACCOUNTED = 0.01
 MAX_PROBE_OVERHEAD = 0.01
 # A share of launch-bound iterations below this is chance.
 MAX_HOST_BOUND = 0.1
@@ -259,6 +260,11 @@ WARNINGS = (
         _TIMED,
         lambda about: [(about.facts.model, departure) for departure in about.facts.departures],
         "simpler than {}'s: {}",
+    ),
+    Note(
+        _TIMED,
+        lambda about: about.most("breakdown_unaccounted_share") > MAX_UNACCOUNTED,
+        f"phases leave more than {100 * MAX_UNACCOUNTED:g} % of the time unaccounted for",
     ),
     Note(
         _TIMED,

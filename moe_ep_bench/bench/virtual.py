@@ -90,6 +90,8 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
     """What a rank takes on a device that is not here: see ``cost_model.layer`` and ``cost_model.whole_model``."""
     device, model, dtype = comparison.device, comparison.model, comparison.experiment.layer.dtype
     assert device is not None
+    if (policy := router.case.policy) is not None:
+        device = device.for_policy(policy.name, getattr(policy, "chunk_size", 1))
     layers = {
         layer: RankWork(
             of_layer.num_tokens_R[rank],
@@ -101,7 +103,7 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
         for layer, of_layer in traffic.layers.items()
     }
     how: dict[str, Any] = {
-        "by_policy": router.case.policy is not None,
+        "by_policy": policy is not None,
         "batch_wide": any(of_layer.stats_SE is not None for of_layer in traffic.layers.values()),
         "alone": comparison.ep_size == 1,
         "dtype": dtype,

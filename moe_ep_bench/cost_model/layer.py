@@ -4,7 +4,8 @@ Each phase has a formula over the figures of a device file (``devices``), in mic
 
 gate      roofline of T x D times D x E: 2 T D E operations; b (T D + D E) + 4 T E bytes
 policy    a least time + T E scores x picoseconds per score: of the model's own top-k by one kernel (Megatron-Core's
-          several in ``h200-sxm-measured``), or of Token Drop by its kernels, which stands for all policies
+          several in ``h200-sxm-measured``), or of Token Drop by its kernels, which stands for all but
+          ``devices.SLOW_POLICIES``
 permute   bytes / (memory bandwidth x share that permutation reaches), of four steps:
           rows gathered for sending, 2 N W b bytes; sorted by local expert as they arrive, 2 M W b; put back after
           the experts, 2 M W b; summed per token at the end, (N + T) W b. The middle two only where L > 1 and there

@@ -56,9 +56,9 @@ VALUE_BYTES = {name: precision.hidden_bytes for name, precision in PRECISIONS.it
 # What layers that run here have; others are of tables alone.
 RUN_DTYPES = ("float32", "bfloat16")
 
-# Policies whose kernels take longer than Token Drop's: least microseconds, and picoseconds a score, of an H200
-# (results/reference/h200.md). LASER's rule goes token by token unless it is cut into chunks; 64 experts a token.
-SLOW_POLICIES = {"budget_drop": (200.0, 30.0), "laser": (12.0, 4300.0), "load_only": (9.0, 4300.0)}
+# Policies whose kernels take longer than Token Drop's: least microseconds, picoseconds a score and picoseconds a token,
+# measured on an H200 (results/reference/h200.md). LASER's rule goes token by token unless it is cut into chunks.
+SLOW_POLICIES = {"budget_drop": (200.0, 30.0, 0.0), "laser": (12.0, 0.0, 275e3), "load_only": (9.0, 0.0, 275e3)}
 
 _Share = Annotated[float, Field(gt=0, le=1)]
 _Text = Annotated[str, Field(min_length=1)]
@@ -125,11 +125,12 @@ class Device(Preset):
             raise UserError(f"expected a device of tables (table:...) with layer.dtype {dtype}, got {self.name}")
         return self
 
-    def for_policy(self, name: str, chunk_size: int = 1) -> Device:
+    def for_policy(self, name: str, num_experts: int, chunk_size: int = 1) -> Device:
         """The device under a policy: what routing takes is Token Drop's, or that of one in ``SLOW_POLICIES``."""
         if name not in SLOW_POLICIES or chunk_size > 1:
             return self
-        least_us, each_ps = SLOW_POLICIES[name]
+        least_us, score_ps, token_ps = SLOW_POLICIES[name]
+        each_ps = score_ps + token_ps / num_experts
         return self.model_copy(update={"routing_policy_us": least_us, "routing_policy_ps": each_ps})
 
     @property
@@ -232,8 +233,8 @@ class Device(Preset):
             f" {self.overhead_us:g} us a pass ({self.overhead_basis});"
             f" routing {self.routing_native_us:g} us and {self.routing_native_ps:g} ps a score"
             f" ({self.routing_native_basis}), by a policy {self.routing_policy_us:g} us and"
-            f" {self.routing_policy_ps:g} ps ({self.routing_policy_basis}), {', '.join(SLOW_POLICIES)} longer;"
-            f" permutation at"
+            f" {self.routing_policy_ps:g} ps ({self.routing_policy_basis}), {', '.join(SLOW_POLICIES)} longer,"
+            f" as on an H200; permutation at"
             f" {self.permute_efficiency:.0%} of the memory's TB/s ({self.permute_basis}); {self.memory_gb:g} GB"
             f"{attention}"
         )

@@ -101,10 +101,9 @@ class Bench:
                     hidden_ND, counts_L = self.normal(pairs, hidden), torch.as_tensor(loads_L).to(self.device)
                     weights_N = torch.rand(pairs, generator=self.generator, device=self.device)
                     arguments = hidden_ND, counts_L, weights_N
-                    forms = (
-                        {"grouped": grouped, "decode": decode} if pairs <= MOST_DECODE_PAIRS else {"grouped": grouped}
-                    )
-                    runs: Runs = {name: partial(form, *arguments) for name, form in forms.items()}
+                    runs: Runs = {"grouped": partial(grouped, *arguments)}
+                    if pairs <= MOST_DECODE_PAIRS:
+                        runs["decode"] = partial(decode, *arguments)
                     shape = {"model": model.name, "hidden_size": hidden, "ffn_hidden_size": ffn}
                     shape |= {"num_experts": model.num_experts, "top_k": model.top_k, "ep_size": ep_size}
                     told = {"num_tokens": num_tokens, "distribution": name, "pairs": pairs, "fullest": loads_L.max()}
@@ -190,9 +189,8 @@ def fitted(table: pd.DataFrame, device: Device) -> Iterator[str]:
     others = pd.Series(0.0, rows.index)
     for _, of_model in rows.groupby("model"):
         others[of_model.index] = predicted(fit(rows.index.difference(of_model.index)), of_model.index)
-    ratios = pd.DataFrame({"as it is": predicted(device, rows.index), "without the model": others}).div(
-        rows["us"], axis=0
-    )
+    times = pd.DataFrame({"as it is": predicted(device, rows.index), "without the model": others})
+    ratios = times.div(rows["us"], axis=0)
     active = np.array([(load_L > 0).sum() for load_L in loads_NL])
     by = [rows["distribution"], pd.cut(rows["pairs"] / active, [0, 8, 64, 512, np.inf]).rename("rows an expert")]
     errors = (ratios - 1).abs().add_suffix(", error").join(ratios.add_suffix(", ratio"))
@@ -202,9 +200,8 @@ def fitted(table: pd.DataFrame, device: Device) -> Iterator[str]:
 
 def _loads_of(row: Any) -> NDArray[np.int64]:
     shape = SimpleNamespace(num_experts=int(row.num_experts), top_k=int(row.top_k))
-    return dict((name, load_L) for load_L, name in loads(shape, int(row.ep_size), int(row.num_tokens)))[
-        row.distribution
-    ]
+    both = {name: load_L for load_L, name in loads(shape, int(row.ep_size), int(row.num_tokens))}
+    return both[row.distribution]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

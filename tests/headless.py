@@ -6,7 +6,6 @@ answers and events come out on descriptor 4.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -106,13 +105,6 @@ class Browser:
         answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page, not only what a window shows."""
-        size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        answer = self.ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     def of_kind(self, *methods: str) -> list[dict[str, Any]]:
         return [event["params"] for event in self.events if event.get("method") in methods]

@@ -30,7 +30,6 @@ from moe_ep_bench.runtime.torchrun import Ended
 from moe_ep_bench.schema import LAYER_PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA, TOTAL, UNACCOUNTED
 
 TESTS = Path(__file__).parent
-TRACES = TESTS.parents[1] / "shared" / "traces"
 
 CONFIG = {
     "name": "tiny",

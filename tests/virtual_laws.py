@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -92,12 +91,11 @@ class OnVirtualRanks:
         self.virtual.announced = announced
         return routings
 
-    def prepare(self, rank: int) -> contextlib.AbstractContextManager[None]:
+    def prepare(self, rank: int) -> None:
         for layer, moe in self.stack.moe_layers.items():
             moe.router.replay_TE = logits_from_scores(self.scores[layer][rank], self.model.score_function)
             if self.policies[layer] is not None:
                 moe.router.policy, moe.router.context = self.policies[layer], self.context(layer, rank)
-        return contextlib.nullcontext()
 
 
 class Layer(OnVirtualRanks):

@@ -8,7 +8,6 @@ Shapes: T = tokens of a rank, N = tokens of all ranks, D = hidden size.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from functools import cache, partial
 
@@ -115,7 +114,7 @@ class SmallLayers:
         hidden, reference = self._input(tuple(traffic.num_tokens_R))
         outputs = self._virtual.side_by_side(
             [of_rank.unsqueeze(1) for of_rank in hidden],
-            lambda rank: contextlib.nullcontext(router.enter(self._virtual.stack, {None: shares[rank]})),
+            lambda rank: router.enter(self._virtual.stack, {None: shares[rank]}),
         )
         weights_TE = torch.cat([router.route(share, traffic.stats_SE).weights_TE for share in shares])
         return reference.worst_error(torch.cat(outputs)[:, 0], weights_TE)

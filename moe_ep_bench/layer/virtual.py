@@ -181,9 +181,7 @@ class VirtualRanks:
         instead = {"gather_from_sequence_parallel_region": self.exchange.gather_counts}
         return mock.patch.multiple(token_dispatcher, all_to_all=self.exchange.all_to_all, **instead)
 
-    def side_by_side(
-        self, batches: Sequence[Any], prepare: Callable[[int], contextlib.AbstractContextManager[None]]
-    ) -> list[Tensor]:
+    def side_by_side(self, batches: Sequence[Any], prepare: Callable[[int], None]) -> list[Tensor]:
         """Return all ranks' outputs, with the values that real ranks would compute.
 
         All ranks run in turn, and again: two rounds for each MoE layer, there and back, after a first in which all
@@ -191,7 +189,7 @@ class VirtualRanks:
 
         Args:
             batches: what each rank runs on.
-            prepare: puts a rank's routing into the MoE layers, for as long as the context lasts.
+            prepare: puts a rank's routing into the MoE layers.
         """
         self.exchange.keep()
         outputs: list[Tensor] = []
@@ -200,8 +198,8 @@ class VirtualRanks:
                 outputs = []
                 for rank, batch in enumerate(batches):
                     self.become(rank, own_weights=True)
-                    with prepare(rank):
-                        outputs.append(self.stack.run(batch))
+                    prepare(rank)
+                    outputs.append(self.stack.run(batch))
         return outputs
 
     def new_cache(self, max_requests: int, context_length: int) -> KeyValueCache:

@@ -16,7 +16,7 @@ from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 COMMANDS = (
     "run", "emulate", "route", "advise", "validate", "papers", "quality", "calibrate", "trace", "doctor", "show",
-    "plot", "compare", "schema", "check-policy",
+    "plot", "compare", "check-policy",
 )  # fmt: skip
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "megatron", "pandas", "matplotlib", "transformers"}

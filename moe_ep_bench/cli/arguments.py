@@ -140,8 +140,6 @@ trace import  convert another program's recording to moe-trace-v1
 check-policy  hold a policy to the laws that every policy keeps
   policy POLICY  a policy, package.module:Class or my_policy.py:Class
   --set FIELD=VALUE*  a field of it; repeatable
-schema  print a JSON schema of configs, by which editors complete them
-  configs CONFIGS? = run  run or quality
 doctor  check this machine: what works, and what each missing part costs
   --out DIR = results  results directory
   @nproc

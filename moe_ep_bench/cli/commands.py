@@ -350,7 +350,6 @@ COMMANDS: dict[str, Work] = {
     "trace record": _trace_record,
     "trace import": _trace_import,
     "check-policy": _check_policy,
-    "schema": prints("cli.json_schema:schema_text", "configs"),
     "doctor": returns("machine.doctor:doctor", "out", "nproc"),
     "show": returns(
         "analysis.show:show",

@@ -39,27 +39,23 @@ class Metric(NamedTuple):
 
 
 _BOTH = ("layer", "model")
-_PHASES = {"gate": "gate and policy", "permute": "permutation", "comm": "communication", "experts": "experts"}
 CLAIMED = {
     "speedup": Metric("speedup", "inverse", ALL, _BOTH, is_pass=True),
     "dropped_fraction": Metric("dropped share", "own", "dropped_share", _BOTH),
-    "retained_mass": Metric("mass kept", "own", "retained_mass", _BOTH),
     # Means over ranks of breakdown iterations.
-    **{
-        f"{group}_time": Metric(f"relative time of {words}", "ratio", f"{group}_ms") for group, words in _PHASES.items()
-    },
+    "permute_time": Metric("relative time of permutation", "ratio", "permute_ms"),
+    "comm_time": Metric("relative time of communication", "ratio", "comm_ms"),
     "layer_time": Metric("relative time of the layer", "ratio", ALL),
     "activated_experts": Metric("relative number of activated experts", "ratio", "activated", _BOTH),
     "moe_speedup": Metric("speedup of all MoE layers in a pass", "inverse", MOE, ("model",)),
     "step_time": Metric("relative time of a decode step", "ratio", ALL, ("model",), is_pass=True),
-    "tokens_per_s": Metric("relative tokens per second", "inverse", ALL, ("model",), is_pass=True),
     "rank_imbalance": Metric("fullest rank over the mean", "plain", "rank_imbalance", _BOTH),
     "imbalance_cut": Metric("fullest expert, native over policy", "inverse", "fullest_expert"),
     "native_layer_us": Metric("native's layer (us)", "native", ALL),
     "native_rank_imbalance": Metric("native's fullest rank over the mean", "native", "rank_imbalance", _BOTH),
     "native_activated_experts": Metric("native's activated experts", "native", "activated"),
 }
-# Shares; ``retained_mass`` may be over another policy's. Numbers with a unit, and no policy.
+# Shares of one policy. Numbers with a unit, and no policy.
 OWN_METRICS, NATIVE_METRICS = (
     tuple(name for name, metric in CLAIMED.items() if metric.value == value) for value in ("own", "native")
 )
@@ -80,8 +76,7 @@ class Claim(Strict):
     """Time of native over the policy's, of a layer or, with scope model, of a pass; a share; the time of the layer or
     of a group of phases, or the activated experts of the rank with most, over native's; or native's own, in
     microseconds or experts; the fullest rank's load over the mean; the fullest expert's of native over the policy's.
-    Of whole models alone: the speedup of all MoE layers in a pass; a decode step's time, or tokens per second, over
-    native's."""
+    Of whole models alone: the speedup of all MoE layers in a pass, and a decode step's time over native's."""
     paper: tuple[float | None, float | None] | None = None
     """From and to; a number is both, null is an open end. null alone: the paper states none, and the note says so."""
     published: dict[str, Any] | None = None

@@ -116,10 +116,6 @@ class RunDirectory:
     def attempts(self) -> Path:
         return self.root / "attempts"
 
-    @property
-    def profiles(self) -> Path:
-        return self.root / "profiles"
-
     def statuses(self, comparison_id: str, launch: int | None = None, table: str = "samples") -> dict[str, str]:
         """The status of every case that a part has rows of, by id; empty where there is no part that can be read."""
         path = self.path(table, comparison_id, launch)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import sys
-import threading
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,6 @@ from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.cli import commands
 from moe_ep_bench.cli.commands import shown
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.runtime import progress
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK, USER_ERROR
 from moe_ep_bench.runtime.progress import progress_bar
 
@@ -67,40 +63,6 @@ def test_who_stops_reading_a_printed_result_has_seen_enough(monkeypatch: pytest.
     report = raising(BrokenPipeError())
     monkeypatch.setitem(cli.COMMANDS, "emulate", lambda options: shown(CASES_FAILED, lambda: report(options)))
     assert cli.main(["emulate", "c.yaml"]) == CASES_FAILED
-
-
-def test_a_command_whose_standard_error_is_gone_ends_as_it_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, writes = os.pipe()
-    os.close(reads)
-
-    def measure(options: object) -> int:
-        with progress_bar(10, "iteration") as bar:
-            bar.update(10)
-        print("moe-ep-bench: a line", file=sys.stderr, flush=True)
-        return CASES_FAILED
-
-    monkeypatch.setitem(cli.COMMANDS, "run", measure)
-    broken = open(writes, "w", buffering=1)  # noqa: SIM115  (closing it fails, as it should)
-    monkeypatch.setattr(sys, "stderr", broken)
-    assert cli.main(["run", "c.yaml"]) == CASES_FAILED
-    with contextlib.suppress(BrokenPipeError):
-        broken.close()
-
-
-def test_a_command_that_is_silent_for_long_says_what_it_does(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    timers: list[threading.Timer] = []
-    monkeypatch.setattr(threading.Timer, "start", lambda timer: timers.append(timer))
-    progress.announce("planning one")
-    progress.announce("planning two")  # which takes the place of the first
-    for timer in timers:
-        assert timer.interval <= 2
-        timer.interval = 0
-        timer.run()
-    assert capsys.readouterr().err == "moe-ep-bench: planning two\n"
-    progress.settle()
-    assert timers[-1].finished.is_set()
 
 
 def test_a_terminal_gets_a_bar_and_a_file_one_line_per_comparison(

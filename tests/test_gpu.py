@@ -138,17 +138,6 @@ def test_the_machine_is_sampled_beside_a_run(finished: Path) -> None:
     assert machine["num_samples"] > 0 or machine["notes"], machine
 
 
-def test_a_profile_shows_kernels_and_phases(tmp_path: Path) -> None:
-    import gzip
-
-    done = launch(write_config(tmp_path), "--out", tmp_path / "out", "--profile", "topk", nproc=1)
-    assert done.returncode == OK, done.stderr
-    (path,) = (tmp_path / "out" / "profiles").iterdir()
-    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    assert {"gate", "experts"} <= {event.get("name") for event in events}
-    assert "kernel" in {event.get("cat") for event in events}
-
-
 def test_a_case_that_runs_out_of_device_memory_is_recorded_and_the_others_are_measured(tmp_path: Path) -> None:
     policies = [{"name": "topk"}, {"name": "token_drop", "capacity_factor": 1.0}]
     config = write_config(tmp_path, policies=policies, workload__num_batches=1)

@@ -9,10 +9,10 @@ import pytest
 import torch
 import yaml
 
-from moe_ep_bench.bench.cases import NOISE, REPLICATION
+from moe_ep_bench.bench.cases import REPLICATION
 from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import describe_workload
-from moe_ep_bench.bench.plan import find_case, plan
+from moe_ep_bench.bench.plan import plan
 
 CONFIG = {
     "name": "tiny",
@@ -115,14 +115,3 @@ def test_a_point_is_one_of_the_sweep(config: Path) -> None:
     assert [experiment.point for experiment in seen] == [second.experiment.point] == [(("workload.seed", 1),)]
     with pytest.raises(ValueError, match=r"--point: expected 0 to 1 \(the points of .*config.yaml's sweep\), got 2"):
         plan(config, [], RANKS, NUM_RANKS, on_cpu=True, point=2)
-
-
-def test_a_case_is_found_by_id_label_or_name_where_it_is_one(config: Path) -> None:
-    planned = plan(config, ["workload.seed=0"], RANKS, NUM_RANKS, on_cpu=True)
-    (comparison,) = planned
-    for wanted in (comparison.cases[3].case_id, comparison.cases[3].label):
-        assert find_case(planned, wanted) == (comparison, comparison.cases[3])
-    assert find_case(planned, "topk")[1].name == "topk"
-    for wanted, expected in (("token_drop", "expected one of"), (NOISE, "expected a case: its id, label or policy of")):
-        with pytest.raises(ValueError, match=f"--profile {wanted}: {expected}"):
-            find_case(planned, wanted)

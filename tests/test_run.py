@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
@@ -214,22 +213,6 @@ def test_launches_repeat_the_process_and_one_that_lost_a_part_is_measured_again(
     pd.testing.assert_series_equal(kept.sort_index(), first.sort_index())
     assert set(again[again.launch == 1].run_id).isdisjoint(rows.run_id)
     assert not [path for path in out.rglob("*") if path.name.startswith((".", "now-"))]
-
-
-def test_a_profile_is_one_trace_per_rank_with_the_phases_and_no_timing(tmp_path: Path) -> None:
-    config, out = write_config(tmp_path, workload__num_batches=1), tmp_path / "out"
-    done = launch(config, "--out", out, "--profile", "token_drop capacity_factor=1.0")
-    assert done.returncode == OK, done.stderr
-    assert str(out / "profiles") in done.stdout
-    traces = sorted((out / "profiles").iterdir())
-    assert [path.name.split("-")[1] for path in traces] == ["rank0.json.gz", "rank1.json.gz"]
-    for path in traces:
-        trace = json.loads(gzip.decompress(path.read_bytes()))
-        assert trace["case"]["policy_params"]["capacity_factor"] == 1.0
-        assert trace["environment"]["megatron_core"]
-        names = {event.get("name") for event in trace["traceEvents"]}
-        assert {"gate", "policy", "metadata", "permute", "wait_dispatch", "dispatch", "experts", "combine"} <= names
-    assert [path.name for path in out.iterdir()] == ["profiles"]
 
 
 def free_port() -> int:

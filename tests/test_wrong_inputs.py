@@ -100,7 +100,6 @@ COMMANDS = {
     f"emulate {CONFIGS / 'quality-oea.yaml'}": "model.checkpoint: is for moe-ep-bench quality alone",
     "run CONFIG --nproc 3": "64 experts of OLMoE-1B-7B, got 3",
     "run CONFIG --nproc 2 --set layer.experts=te": "layer.experts: te needs",
-    "run CONFIG --nproc 2 --profile token": "--profile token: expected a case: its id, label or policy of ",
     f"run CONFIG --nproc 2 --set 'policies=[{LASER}]'": "c: expected 8 (top_k) to 64",
     f"run CONFIG --set 'workload={{{RECORDED}, trace: no.safetensors, layer: 0}}'": "no.safetensors",
     "run CONFIG --nproc 0 --dry-run": "--nproc: expected at least 1, got 0",

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -171,8 +170,8 @@ class Job:
     progress: tqdm = field(default_factory=lambda: tqdm(disable=True))
 
     @contextlib.contextmanager
-    def trying(self, comparisons: Sequence[Comparison], folder: Path, num_iterations: int = 0) -> Iterator[None]:
-        """Keep a line in ``folder``, in a file named by the first comparison, of what is tried in the block.
+    def trying(self, comparisons: Sequence[Comparison], num_iterations: int) -> Iterator[None]:
+        """Keep a line of what is tried in the block, in a file that is named by the first comparison.
 
         Where the block fails, the process group is lost: the reason stays there and this process ends with ``LOST``.
 
@@ -180,7 +179,7 @@ class Job:
             ToldError: results cannot be written; on all ranks, after one line to the user.
         """
         attempts: list[Attempt] = []
-        place = folder, comparisons[0].comparison_id, self.ranks.rank
+        place = self.directory.attempts, comparisons[0].comparison_id, self.ranks.rank
         self.ranks.agree(writing_to(self.directory.root, "--out")(lambda: attempts.append(Attempt(*place))))
         self.progress = progress_bar(num_iterations, "iteration", shown=self.ranks.is_first)
         with self.guard.trying(attempts[0], comparisons[0].experiment.measure.timeout_s), self.progress:
@@ -204,7 +203,7 @@ class Job:
             for comparison, (case_ids, _) in zip(comparisons, todo, strict=True)
         ]
         counts = [comparison.num_iterations(left) for comparison, left in zip(comparisons, cases, strict=True)]
-        with self.trying(comparisons, self.directory.attempts, sum(counts)):
+        with self.trying(comparisons, sum(counts)):
             for comparison, left, (_, lost), count in zip(comparisons, cases, todo, counts, strict=True):
                 if not left and not lost:
                     continue

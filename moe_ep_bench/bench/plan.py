@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from moe_ep_bench.bench import checks
-from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
@@ -129,23 +128,6 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     comparison = Comparison(experiment, backend, world_size, workloads, parts, links, device, on_gpu)
     checks.refuse(checks.of_batches(experiment, comparison.num_places, comparison.rank_tokens))
     return comparison
-
-
-def find_case(comparisons: Sequence[Comparison], wanted: str) -> tuple[Comparison, CaseSpec]:
-    """The one case whose id, label or policy name is ``wanted``.
-
-    Raises:
-        ValueError: none or several are; the message lists them.
-    """
-    cases = [(comparison, case) for comparison in comparisons for case in comparison.cases]
-    keys = ("case_id", "label", "name")
-    matches = ([pair for pair in cases if getattr(pair[1], key) == wanted] for key in keys)
-    matching = next(filter(None, matches), [])
-    if len(matching) == 1:
-        return matching[0]
-    listed = "; ".join(f"{case.case_id} ({case.label}, {comparison.title})" for comparison, case in matching or cases)
-    expected = "one" if matching else "a case: its id, label or policy"
-    raise UserError(f"--profile {wanted}: expected {expected} of {listed}")
 
 
 def _try_out(comparison: Comparison) -> None:

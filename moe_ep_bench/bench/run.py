@@ -19,7 +19,7 @@ import torch
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.job import Job, Todo, check_timing, hold, left_of, new_run_id, status_of
-from moe_ep_bench.bench.plan import find_case, plan
+from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash, writing_to
 from moe_ep_bench.machine import provenance
@@ -47,12 +47,9 @@ def launch(
     nproc: int,
     *,
     force: bool = False,
-    profile: str | None = None,
     point: int | None = None,
 ) -> Ended:
     """Have torchrun measure every launch of ``config`` on this node's ranks; return how that ended.
-
-    With ``profile`` one job profiles that case; nothing is timed and nothing tried again.
 
     Raises:
         UserError: the config cannot be run on these ranks; found before any is started.
@@ -62,9 +59,6 @@ def launch(
     comparisons = plan(config, overrides, RANKS, num_ranks, on_cpu=on_cpu, point=point)
     arguments = ["run", str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     arguments += ["--point", str(point)] if point is not None else []
-    if profile is not None:
-        find_case(comparisons, profile)  # Raises, and lists what there is.
-        return torchrun([*arguments, "--profile", profile], nproc)
     arguments += ["--force"] if force else []
     worst, last = Ended(OK), comparisons[0].experiment.measure.launches - 1
     for number in range(last + 1):
@@ -91,7 +85,6 @@ def run(
     *,
     launch: int = 0,
     force: bool = False,
-    profile: str | None = None,
     point: int | None = None,
 ) -> int:
     """Measure one launch of all comparisons of ``config`` on the ranks that torchrun started; return the exit status.
@@ -99,7 +92,6 @@ def run(
     Args:
         out: results directory; what is finished in it is not run again unless ``force``.
         launch: which of the config's ``measure.launches`` repetitions, from 0.
-        profile: a case (its id, label or policy name); one iteration of it is profiled and nothing timed.
         point: only this point of the config's sweep, from 0; other jobs may measure others into ``out`` meanwhile.
     """
 
@@ -108,8 +100,6 @@ def run(
         with _begun(out, launch, _SETUP_TIMEOUT_S) as job:
             comparisons = _agreed_plan(job, config, overrides, point)
             job.guard.feed()
-            if profile is not None:
-                return leave_status(_profile(job, comparisons, profile))
             return leave_status(_measure(job, comparisons, force=force, is_point=point is not None))
 
     return as_rank(work)
@@ -231,17 +221,6 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_poi
         before = f"all {num_cases} cases were finished before{number}"
         print(f"moe-ep-bench: {before}; --force runs them again", file=sys.stderr)
     return ranks.of_first(status_of(directory, comparisons, job.launch) if ranks.is_first else OK)
-
-
-def _profile(job: Job, comparisons: Sequence[Comparison], wanted: str) -> int:
-    """Profile the case that is ``wanted``; return the exit status."""
-    from moe_ep_bench.bench.profile import profile_case
-
-    comparison, case = job.ranks.agree(partial(find_case, comparisons, wanted))
-    _on_first(job, partial(_hold, job, [comparison], force=True))
-    with job.trying([comparison], job.directory.profiles):
-        profile_case(job, comparison, case)
-    return OK
 
 
 def _left(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> list[Todo]:

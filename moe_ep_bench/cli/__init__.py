@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 
 from moe_ep_bench.cli.arguments import make_parser
 from moe_ep_bench.cli.commands import COMMANDS, end_output
+from moe_ep_bench.errors import UserError, cannot_write, printable
 from moe_ep_bench.runtime.device import take_cpu
-from moe_ep_bench.runtime.errors import complain, tolerant_stderr
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
-from moe_ep_bench.runtime.progress import settle
+from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
 
 # Above 0 where a job begins again: Slurm's count of requeues, torchrun's of its own restarts.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+_MOST_CHARACTERS = 1500  # of an error's line; values in it are cut much earlier
+# The last two: what libraries raise of a file that is not what it should be; the file is the user's.
+_MISTAKES = (UserError, UnicodeError, json.JSONDecodeError)
+_UNWRITABLE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST),  # a file where a directory is to be, or the reverse
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
-    with tolerant_stderr(), _no_prompt():
+    with _no_prompt():
         options = make_parser().parse_args(sys.argv[1:] if arguments is None else arguments)
         if options.command is None:
             make_parser().print_help(sys.stderr)
@@ -33,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 take_cpu()
             return COMMANDS[options.command](options)
         except KeyboardInterrupt:
-            settle()
             kept = "what is finished is kept, the same command does what is left"
             print(f"moe-ep-bench: stopped: {kept}", file=sys.stderr)
             return 128 + signal.SIGINT
@@ -41,10 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if isinstance(error, BrokenPipeError) and _only_prints(options):
                 end_output()
                 return OK
-            settle()
-            return complain(error)
-        finally:
-            settle()
+            return _complain(error)
+
+
+def _complain(error: Exception) -> int:
+    """Print what ended a command, in one line where the user can correct it; return the exit status.
+
+    That is ``LOST`` for what the user cannot correct: 1 would say that a job went through.
+    """
+    is_unwritable = isinstance(error, OSError) and error.errno in _UNWRITABLE
+    if not is_unwritable and not isinstance(error, _MISTAKES):
+        traceback.print_exception(error)
+        return LOST
+    line = printable(f"moe-ep-bench: {cannot_write(error) if isinstance(error, OSError) else error}")
+    print(line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}...", file=sys.stderr)
+    return USER_ERROR
 
 
 @contextlib.contextmanager

@@ -41,7 +41,6 @@ _COMMANDS = """
 run  time an expert-parallel layer or model on real ranks, which it starts
   @config
   --dry-run  print cases, memory and iterations to expect; run nothing
-  --profile CASE  trace one iteration of a case (id, label or policy) per rank
   --list-points  print the points of the sweep, one per line, and end (with --cpu: of the CPU)
   --point I  run one point of --list-points, from 0; other jobs may run the others
   --launch I  under torchrun: which of measure.launches, from 0

@@ -17,7 +17,6 @@ from typing import Any
 from moe_ep_bench.cli.arguments import PAPERS_LIST
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
-from moe_ep_bench.runtime.progress import announce, settle
 from moe_ep_bench.runtime.torchrun import end_with_parent
 
 Work = Callable[[Namespace], int]
@@ -53,7 +52,7 @@ def _out(options: Namespace, suffix: str = "") -> Path:
 
 
 def _check_config(options: Namespace, *also: str) -> None:
-    """Find mistakes in a config before torch is imported, which takes seconds; announce the command.
+    """Find mistakes in a config before torch is imported, which takes seconds.
 
     What is wrong on GPUs alone, or on the CPU alone, is found later: only torch knows which of them is here.
 
@@ -64,11 +63,9 @@ def _check_config(options: Namespace, *also: str) -> None:
 
     overrides = [*also, *options.overrides]
     try:
-        experiments = load_experiments(options.config, overrides, on_cpu=False)
+        load_experiments(options.config, overrides, on_cpu=False)
     except UserError:
-        experiments = load_experiments(options.config, overrides, on_cpu=True)
-    points = "1 point" if len(experiments) == 1 else f"{len(experiments)} points"
-    announce(f"{options.command} {options.config}: planning {points}")
+        load_experiments(options.config, overrides, on_cpu=True)
 
 
 def _nproc(options: Namespace) -> int:
@@ -137,13 +134,13 @@ def _run(options: Namespace) -> int:
     from moe_ep_bench.bench import run
 
     what = (options.config, _out(options), options.overrides)
-    how = {"force": options.force, "profile": options.profile, "point": options.point}
+    how = {"force": options.force, "point": options.point}
     if is_rank:
         status = run.run(*what, launch=options.launch or 0, **how)
         reports = os.environ["RANK"] == "0" and not is_launched()
     else:
         status, reports, _ = run.launch(*what, _nproc(options), **how)
-    return _shown_of_directory(status, _out(options)) if reports and options.profile is None else status
+    return _shown_of_directory(status, _out(options)) if reports else status
 
 
 def _list_points(options: Namespace) -> int:
@@ -240,7 +237,6 @@ def _advise(options: Namespace) -> int:
     if options.config is not None:
         _check_config(options, "policies=[{name: topk}]")  # Its own are no candidates, so that it needs none.
     question = ask(options, bounds)
-    settle()
     if options.dry_run:
         print(question.plan)
         return OK

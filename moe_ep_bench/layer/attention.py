@@ -2,7 +2,7 @@
 
 Without Transformer Engine, Megatron-Core's own writes the scores of all pairs of tokens to memory, and supports neither
 packed prompts nor latent attention's unequal heads. Projections, norms, rotary positions and the cache stay its own.
-torch selects a kernel by itself (``run --profile`` shows which).
+torch selects a kernel by itself (a profiler shows which).
 
 Shapes: T = tokens of all prompts, Q = queries, S = keys, B = requests, H = heads, G = key-value heads, D = head size.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any, TextIO
 
@@ -15,22 +14,7 @@ SILENT_S = 1.0
 _EVERY_S = 10.0
 _FORMAT = "{desc}{percentage:.0f} %, {n:,} of {total:,} {unit}, {remaining} left"
 
-_announcement = threading.Timer(SILENT_S, print)
 tqdm.monitor_interval = 0  # Else a thread of its own wakes up beside what is timed.
-
-
-def announce(words: str) -> None:
-    """Say what a command is about to do, unless it says something else, or ends, within ``SILENT_S``."""
-    global _announcement
-    settle()
-    _announcement = threading.Timer(SILENT_S, lambda: print(f"moe-ep-bench: {words}", file=sys.stderr, flush=True))
-    _announcement.daemon = True
-    _announcement.start()
-
-
-def settle() -> None:
-    """Withdraw what was announced and not said yet."""
-    _announcement.cancel()
 
 
 class _Lines(tqdm):
@@ -58,8 +42,6 @@ def progress_bar(total: int, unit: str, *, shown: bool = True, delay: float = 0.
     """
     units = unit if total == 1 else f"{unit}{'es' if unit.endswith('ch') else 's'}"
     options: dict[str, Any] = {"total": total, "unit": units, "disable": not shown or not total}
-    if not options["disable"] and not delay:
-        settle()
     if sys.stderr.isatty():
         return tqdm(**options, mininterval=1.0, dynamic_ncols=True, delay=delay, leave=delay == 0)
     # A delay of any length keeps the line without a description back.

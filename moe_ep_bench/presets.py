@@ -23,7 +23,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, Val
 from pydantic.fields import FieldInfo
 
 from moe_ep_bench.errors import UserError, brief, did_you_mean, naming, problem_words
-from moe_ep_bench.files import MOST_YAML_BYTES, parse_yaml, read_text
+from moe_ep_bench.files import parse_yaml, read_text
 from moe_ep_bench.policies import FILE_FIELDS, Policy, make_policy
 from moe_ep_bench.policies.own import without_folder
 
@@ -90,7 +90,7 @@ def read_yaml(path: Path, unreadable: str = "cannot be read") -> dict[str, Any]:
         UserError: one line that names the file.
     """
     try:
-        text = read_text(path, MOST_YAML_BYTES)
+        text = read_text(path)
         with naming(str(path)):
             fields = parse_yaml(text)
     except OSError as error:

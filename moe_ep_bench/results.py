@@ -25,40 +25,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.facts import RunFacts
-from moe_ep_bench.files import atomic_path, inside, read_json, write_json
+from moe_ep_bench.files import atomic_path, read_json, write_json
 from moe_ep_bench.runtime import locks
 from moe_ep_bench.schema import TABLES
 
 RUN_JSON = "run.json"
-_UNREADABLE = (UserError, OSError, pa.ArrowException)
+_UNREADABLE = (OSError, pa.ArrowException)
 # From so many rows on they are written; small groups of rows would take more room than what is in them.
 _GROUP_ROWS = 2**20
 # Of a part of samples, in its metadata.
 _CONDITIONS = b"conditions"
-# Of one part. A few bytes of Parquet can stand for more than any memory holds.
-_MOST_VALUES, _MOST_BYTES = 2**30, 2**33
-
-
-def check_part(path: Path) -> pq.FileMetaData:
-    """What a part says of itself, read before anything else of it.
-
-    Raises:
-        ValueError: it announces more than a part ever holds.
-        OSError, pa.ArrowException: it cannot be read.
-    """
-    return check_size(path, pq.read_metadata(path))
-
-
-def check_size(path: Path, found: pq.FileMetaData) -> pq.FileMetaData:
-    """Raise a ValueError where a part announces more than one ever holds."""
-    groups = [found.row_group(number) for number in range(found.num_row_groups)]
-    values = sum(group.column(place).num_values for group in groups for place in range(group.num_columns))
-    size = sum(group.total_byte_size for group in groups)
-    if max(values, found.num_rows) > _MOST_VALUES or size > _MOST_BYTES:
-        raise UserError(f"{path}: expected at most {_MOST_VALUES:,} values, got {max(values, found.num_rows):,}")
-    return found
 
 
 class RunDirectory:
@@ -69,12 +47,12 @@ class RunDirectory:
 
     @property
     def run_json(self) -> Path:
-        return inside(self.root, self.root / RUN_JSON)
+        return self.root / RUN_JSON
 
     def path(self, table: str, comparison_id: str, launch: int | None = None) -> Path:
         """The part of a comparison in one of ``TABLES``; of samples that of a launch."""
-        name = _a_name(comparison_id) + ("" if launch is None else f"-{launch}")
-        return inside(self.root, self.root / TABLES[table].folder / f"{name}.parquet")
+        name = comparison_id if launch is None else f"{comparison_id}-{launch}"
+        return self.root / TABLES[table].folder / f"{name}.parquet"
 
     def parts(self, table: str) -> dict[str, list[Path]]:
         """All parts of a table, by comparison."""
@@ -95,14 +73,8 @@ class RunDirectory:
             return None
         try:
             content = read_json(path)
-            facts = RunFacts.model_validate(content)
-            for part_id in (
-                *facts.comparisons,
-                *facts.cases,
-                *(case["comparison_id"] for case in facts.cases.values()),
-            ):
-                _a_name(part_id)
-        except (OSError, ValueError, TypeError, KeyError):
+            RunFacts.model_validate(content)
+        except (OSError, ValueError):
             raise UserError(f"{path}: damaged, or not written by this program") from None
         return content
 
@@ -120,8 +92,9 @@ class RunDirectory:
         """The status of every case that a part has rows of, by id; empty where there is no part that can be read."""
         path = self.path(table, comparison_id, launch)
         try:
-            check_part(path)
-            rows = pq.read_table(path, columns=["case_id", "status"], partitioning=None)
+            rows = pq.read_table(
+                path, columns=["case_id", "status"], partitioning=None, page_checksum_verification=True
+            )
         except _UNREADABLE:
             return {}
         return dict(zip(rows["case_id"].to_pylist(), rows["status"].to_pylist(), strict=True))
@@ -163,7 +136,12 @@ class RunDirectory:
             facts = {key: value for key, value in (kept.schema.metadata or {}).items() if key == _CONDITIONS}
         with (
             atomic_path(path) as temporary,
-            pq.ParquetWriter(temporary, schema.with_metadata({**schema.metadata, **facts}), compression="zstd") as file,
+            pq.ParquetWriter(
+                temporary,
+                schema.with_metadata({**schema.metadata, **facts}),
+                compression="zstd",
+                write_page_checksum=True,
+            ) as file,
         ):
             tables = [schema.empty_table() if kept is None else kept]
             for rows in cases:
@@ -230,33 +208,17 @@ def _as_table(schema: pa.Schema, rows: Mapping[str, Any]) -> pa.Table:
 
 
 def _others(path: Path, schema: pa.Schema, case_ids: Collection[str]) -> pa.Table | None:
-    """What a part holds of other cases, in the columns of today; None where it cannot be read."""
+    """What a part holds of other cases; None where it cannot be read, or has other columns than parts of today."""
     try:
-        check_part(path)
-        rows = pq.read_table(path, partitioning=None).filter(~pc.field("case_id").isin(list(case_ids)))
-        columns = [
-            rows[name].cast(dtype) if name in rows.column_names else pa.nulls(len(rows), dtype)
-            for name, dtype in zip(schema.names, schema.types, strict=True)
-        ]
+        rows = pq.read_table(path, partitioning=None, page_checksum_verification=True)
     except _UNREADABLE:
         return None
-    return pa.table(columns, schema=schema.with_metadata(rows.schema.metadata))
+    return rows.filter(~pc.field("case_id").isin(list(case_ids))) if rows.schema.equals(schema) else None
 
 
 def conditions_of(part: pa.Table) -> bytes | None:
     """Under which conditions a part of samples says that it was timed, as JSON."""
     return (part.schema.metadata or {}).get(_CONDITIONS)
-
-
-def _a_name(part_id: str) -> str:
-    """An id as a file's name: other people's ids lead into no other folder.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if part_id != Path(part_id).name and part_id:
-        raise UserError(f"expected an id that is a file's name, got {brief(part_id)}")
-    return part_id
 
 
 class ValidationDirectory:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from moe_ep_bench import results
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.results import RunDirectory, conditions_of
@@ -91,15 +90,14 @@ def test_a_place_where_no_file_can_be_made_is_a_mistake_of_the_users() -> None:
         write_json(Path("/proc/no/file"), {})
 
 
-@pytest.mark.parametrize("name", ["pipe", "link", "/dev/null", "ring"])
+@pytest.mark.parametrize("name", ["pipe", "link", "/dev/null"])
 def test_what_is_no_file_is_refused_and_stays(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
-    (tmp_path / "ring").symlink_to("ring")
-    with pytest.raises(UserError, match=r"\A[^\n]*: (expected a regular file|leads to no file, as links lead in .*)\Z"):
+    with pytest.raises(UserError, match=r"\A[^\n]*: expected a regular file\Z"):
         write_text(tmp_path / name, "text")
     assert not (tmp_path / name).is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "ring"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
 
 
 def test_missing_columns_are_nulls_of_the_schemas_type(tmp_path: Path) -> None:
@@ -127,18 +125,6 @@ def test_a_second_run_keeps_what_run_json_knew_of_other_cases(tmp_path: Path) ->
     assert {run_id: provenance["hashes"] for run_id, provenance in run["runs"].items()} == {
         number: {"code": number} for number in "123"
     }
-
-
-def test_a_part_that_announces_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "part.parquet"
-    pq.write_table(pa.table({"a": [1, 2, 3, 4], "b": [1, 2, 3, 4]}), path, row_group_size=2)
-    monkeypatch.setattr(results, "_MOST_VALUES", 8)
-    size = sum(results.check_part(path).row_group(group).total_byte_size for group in range(2))
-    for bound, most in (("_MOST_VALUES", 7), ("_MOST_BYTES", size - 1)):
-        with monkeypatch.context() as patch:
-            patch.setattr(results, bound, most)
-            with pytest.raises(UserError, match="expected at most"):
-                results.check_part(path)
 
 
 def test_rows_of_some_cases_take_the_place_of_the_same_and_others_stay(tmp_path: Path) -> None:

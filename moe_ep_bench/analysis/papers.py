@@ -20,7 +20,7 @@ from moe_ep_bench.analysis.reading import ITERATION, ResultsError, read_document
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.facts import JsonRecord
-from moe_ep_bench.files import inside, write_text
+from moe_ep_bench.files import write_text
 from moe_ep_bench.papers.claims import CLAIMED, NATIVE_METRICS, OWN_METRICS, claims_path
 from moe_ep_bench.schema import ALL, MOE
 from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
@@ -97,7 +97,7 @@ def load_claims(directory: Path) -> Claims:
     Raises:
         ResultsError: one line that names the file and what is wrong with it.
     """
-    path = inside(directory, claims_path(directory))
+    path = claims_path(directory)
     if not path.is_file():
         raise ResultsError(f"{path}: missing; a directory with claims is one that `papers` has written")
     claimed = typed(_File, path, "", read_document(path)).claims

@@ -22,7 +22,7 @@ from moe_ep_bench.analysis.reading import Errors, ResultsError
 from moe_ep_bench.analysis.store import Store, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
 from moe_ep_bench.errors import UserError, check_known
-from moe_ep_bench.files import check_folder, refuse_links_out, write_text
+from moe_ep_bench.files import check_folder, write_text
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 _LINES = ("x", "y", "by", "facet", "where")
@@ -41,8 +41,6 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     out = options.out or (options.directories[0] / "figures" if len(options.directories) == 1 else Path("figures"))
     if options.out is not None:
         check_folder(out, "--out")
-    elif len(options.directories) == 1:
-        refuse_links_out(out.parent, out)
     passed_over: list[str] = []
     tables = [(store, columns or figures_of(store, options.case)) for store in stores(options.directories, passed_over)]
     known = {**FIGURES, **QUALITY_FIGURES, **{name: figure for _, table in tables for name, figure in table.items()}}
@@ -141,10 +139,8 @@ def draw_all(directory: Path) -> str:
 
 def draw_claims(claims: Claims) -> list[Path]:
     """Draw ``figures/claims`` of what ``papers`` left; the files, none where nothing was measured."""
-    folder = claims.directory / "figures"
-    refuse_links_out(claims.directory, folder)
     with house_style():
-        return write(drawings(claims), folder)
+        return write(drawings(claims), claims.directory / "figures")
 
 
 def _columns_asked_for(options: argparse.Namespace) -> dict[str, Figure]:

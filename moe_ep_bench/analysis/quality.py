@@ -119,7 +119,7 @@ def _read(files: RunDirectory, table: str, cases: pd.DataFrame) -> pd.DataFrame:
     parts = [pd.DataFrame(columns=TABLES[table].schema.names)]
     for key, listed in cases.groupby("comparison_id", sort=False):
         path = files.path(table, key)
-        rows = read_part(files, table, path, {"comparison_id": key}).rows
+        rows = read_part(table, path, {"comparison_id": key}).rows
         for case_id in listed.index.difference(rows["case_id"])[:1]:
             label = listed.at[case_id, "label"]
             raise ResultsError(f"{files.root}: no rows of {label} in the table {table}; start the run again")

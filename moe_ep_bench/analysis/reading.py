@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike
 from pydantic import BaseModel, ValidationError
 
 from moe_ep_bench.errors import UserError, brief, printable, problem_words
-from moe_ep_bench.files import inside, read_json
-from moe_ep_bench.results import RunDirectory, check_size, conditions_of
+from moe_ep_bench.files import read_json
+from moe_ep_bench.results import conditions_of
 from moe_ep_bench.schema import METRICS, SCHEMA_VERSION, TABLES, TOTAL
 
 ITERATION = ["launch", "batch", "iteration"]
@@ -107,9 +107,7 @@ class Part(NamedTuple):
     conditions: bytes | None
 
 
-def read_part(
-    files: RunDirectory, table: str, path: Path, identity: Mapping[str, object], columns: Sequence[str] | None = None
-) -> Part:
+def read_part(table: str, path: Path, identity: Mapping[str, object], columns: Sequence[str] | None = None) -> Part:
     """Read columns of a part beside those of its identity (None = all); words of samples are categories.
 
     Args:
@@ -125,8 +123,7 @@ def read_part(
     wanted = schema.names if columns is None else [*dict.fromkeys(["case_id", *identity, *columns])]
     try:
         # Quicker than pq.read_table by half: a part is one small file.
-        with pq.ParquetFile(inside(files.root, path)) as part:
-            check_size(path, part.metadata)
+        with pq.ParquetFile(path, page_checksum_verification=True) as part:
             fields = part.schema_arrow
             for field in schema:
                 if fields.names.count(field.name) != 1 or fields.field(field.name).type != field.type:

@@ -33,7 +33,7 @@ from moe_ep_bench.analysis.reading import (
 )
 from moe_ep_bench.errors import brief, printable
 from moe_ep_bench.facts import SHARED_ROLES, CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
-from moe_ep_bench.files import checked_json
+from moe_ep_bench.files import parse_json
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.schema import FRONTIER_SCHEMA, LAYER_PHASES, PHASES, ROUTING_SCHEMA, STATUSES, TOTAL, UNACCOUNTED
 
@@ -241,7 +241,7 @@ def _read_comparison(
         more = ["status", "reason"] if table == "samples" else []
         mode = {} if table == "frontier" else {"mode": run.mode}
         identity = {"comparison_id": key[1], **mode}
-        parts[table] = [read_part(files, table, path, identity, [*more, *columns]) for path in paths[table]]
+        parts[table] = [read_part(table, path, identity, [*more, *columns]) for path in paths[table]]
     routed = (case_id for part in parts["routing"] for case_id in part.rows["case_id"].unique())
     statuses = _statuses(parts["samples"]) if is_timed else dict.fromkeys(routed, ("ok", None))
     cases = pd.DataFrame(
@@ -330,7 +330,7 @@ def _conditions(parts: Sequence[Part]) -> dict[int, Conditions]:
         if told is None:
             raise ResultsError(f"{path}: conditions: missing in its metadata; they say how the cases were timed")
         try:
-            content = checked_json(told, f"{path}: conditions")
+            content = parse_json(told, f"{path}: conditions")
         except ValueError as error:
             raise ResultsError(str(error)) from None
         launch = typed(Conditions, path, "conditions", content)

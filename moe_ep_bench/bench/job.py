@@ -23,7 +23,7 @@ from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import MODELLED, Comparison
 from moe_ep_bench.bench.rows import Outcome, write_launch
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.files import make_folders, refuse_links_out, stable_hash, writing_to
+from moe_ep_bench.files import make_folders, stable_hash, writing_to
 from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.monitor import MachineSampler
@@ -62,7 +62,6 @@ def check_agreement(
     Raises:
         ValueError: one line naming the directory, what differs and what helps.
     """
-    refuse_links_out(directory.root, directory.root / "figures", *directory.folders)
     make_folders(directory.root, "--out", *directory.folders)
     earlier = directory.earlier()
     if earlier is None:

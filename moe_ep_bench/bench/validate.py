@@ -25,7 +25,7 @@ from moe_ep_bench.config import EmulateConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES, launch_calibrate
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.files import make_folders, refuse_links_out, writing_to
+from moe_ep_bench.files import make_folders, writing_to
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime.device import device_type
@@ -68,7 +68,6 @@ def validate(
     emulated = plan(config, [*as_real, f"emulate.links={planned_links}"], VIRTUAL, on_cpu=on_cpu)
     if RunDirectory(out).run_json.exists():
         raise UserError(f"--out {out}: holds the results of another command; choose another directory")
-    refuse_links_out(out)
     make_folders(out, "--out")
     with writing_to(out, "--out"):
         for report in (files.pairs, files.text, files.table):

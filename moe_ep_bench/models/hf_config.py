@@ -22,11 +22,10 @@ import yaml
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from moe_ep_bench.errors import UserError, brief, naming, problem_words, saying
-from moe_ep_bench.files import is_whole_number, parse_json, read_bytes
+from moe_ep_bench.files import is_whole_number, parse_json
 from moe_ep_bench.models.spec import ModelSpec
 from moe_ep_bench.presets import validated
 
-MOST_CONFIG_BYTES = 2**24  # Those of quantised checkpoints list every layer that is not.
 BY_HAND = (
     "; the way on is a config with the shape by hand: "
     "model: {num_experts: ..., top_k: ..., hidden_size: ..., ffn_hidden_size: ...}"
@@ -176,11 +175,11 @@ def load_hf_model(path: Path) -> ModelSpec:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = read_bytes(file, MOST_CONFIG_BYTES)
+        content = file.read_bytes()
     except OSError as error:
         hint = "" if file.suffix == ".json" else "; files are read from this machine, nothing is fetched from a hub"
         raise UserError(f"{file}: cannot read a model's config.json: {error.strerror}{hint}") from None
-    values = parse_json(content, file, infinities=True)
+    values = parse_json(content, file)
     if not isinstance(values, dict):
         raise UserError(f"{file}: expected keys with values, got {type(values).__name__}")
     with saying(BY_HAND):

@@ -26,7 +26,6 @@ from typing import Any, Literal
 import torch
 
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.files import read_bytes
 from moe_ep_bench.quality.families import MoELayer, find_moe_layers
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -67,7 +66,7 @@ class Checkpoint:
         """The model's configuration, as transformers reads it."""
         transformers = import_transformers()
         with _one_line(f"{self.path}: cannot read config.json: "):
-            stated = json.loads(read_bytes(self.path / "config.json"))
+            stated = json.loads((self.path / "config.json").read_bytes())
             layers, experts = (
                 max([count for name in names if isinstance(count := stated.get(name), int)], default=1)
                 for names in (_LAYER_COUNTS, _EXPERT_COUNTS)
@@ -137,7 +136,7 @@ class Checkpoint:
         """16 hex digits of what the folder holds: its small files; of weights their sizes, first and last MiB."""
         digest = hashlib.sha256()
         for file in sorted(self.path.glob("*.json")):
-            digest.update(file.name.encode() + read_bytes(file))
+            digest.update(file.name.encode() + file.read_bytes())
         for file in self.weight_files:
             size = file.stat().st_size
             digest.update(f"{file.name} {size}".encode())

@@ -26,11 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.files import atomic_path, check_folder, parse_json, read_bytes
+from moe_ep_bench.files import atomic_path, check_folder, read_json
 from moe_ep_bench.metrics import imbalance, rank_imbalance
 from moe_ep_bench.models import load_model
 from moe_ep_bench.placement import replicate
-from moe_ep_bench.workload.arrays import MAX_PIECE_BYTES, REAL, checked, npz_array, opened_npz
+from moe_ep_bench.workload.arrays import REAL, checked, npz_array, opened_npz
 from moe_ep_bench.workload.trace import held, open_trace
 
 COUNT = "logical_count"
@@ -65,7 +65,7 @@ def _read(path: Path, _: int) -> Counts:
             with opened_npz(path, CONVERT) as npz:
                 return _counts(npz_array(npz, path, COUNT, kinds=REAL), f"{path}: {COUNT}")
         case ".json":
-            content = parse_json(read_bytes(path, MAX_PIECE_BYTES), path)
+            content = read_json(path)
             content = content.get(COUNT) if isinstance(content, dict) else content
             if not isinstance(content, list):
                 raise UserError(f"{path}: expected {COUNT}, counts by layer and expert, or a list of them")

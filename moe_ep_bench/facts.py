@@ -167,24 +167,6 @@ class TimedFacts(ComparisonFacts):
         return self
 
 
-class PublishedNumber(JsonRecord):
-    """A paper's number for a task; of the unpatched model the policy is ``native``."""
-
-    policy: str
-    policy_params: dict[str, Any]
-    metric: str | None
-    num_fewshot: int | None
-    percent: float
-
-
-class Published(JsonRecord):
-    source: str
-    note: str
-    model: str  # as the paper calls it
-    numbers: list[PublishedNumber]
-    unstated: list[str] = Field([])  # fields of policies that the paper leaves open
-
-
 class JudgedFacts(JsonRecord):
     """A comparison of ``quality``: a text or a task of the lm-evaluation-harness."""
 
@@ -198,7 +180,6 @@ class JudgedFacts(JsonRecord):
     task: str | None = None
     metric: str | None = None  # that tables show; None = all of the task's
     limit: int | float | None = None  # of questions
-    published: Published | None = None
 
     @model_validator(mode="after")
     def _is_of_one(self) -> JudgedFacts:

@@ -180,19 +180,7 @@ def test_an_abstract_says_what_its_tables_say() -> None:
     assert sum(values("capacity", "Table 8")[:2]) == values("capacity", "Table 8")[2]
 
 
-# --- A number that stands twice ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("item", ["Table 1", "Table 2", "Table 3"])
-def test_accuracies_that_quality_asks_for_are_of_policies_with_their_factors(item: str) -> None:
-    paper = load("capacity")
-    (table,) = (one for one in paper.items if one.item == item)
-    for number in table.numbers(paper):
-        fields = table.policy_of(number)
-        assert fields is not None
-        if fields:
-            assert getattr(make_policy(fields), "capacity_factor", None) == number.where.get("gamma")
-        assert number.where["task"] in {*paper.tasks, "Avg."}
+# --- What configs refer to ---------------------------------------------------------------------
 
 
 CONFIGS_WITH_CLAIMS = sorted(CONFIGS.rglob("*.yaml"))
@@ -234,9 +222,6 @@ def test_every_item_has_a_claim_or_a_reason_why_it_has_none() -> None:
             wanted = {key: value for key, value in one.get("published", {}).items() if not str(value).startswith("$")}
             wanted.pop("over", None)
             claimed |= {(wanted["paper"], n.item, n.kind) for n in numbers(**_named(wanted))} if wanted else set()
-    for file in sorted(CONFIGS.parent.glob("quality-tasks-*.yaml")):
-        chosen = parse_yaml(file.read_text())["published"]
-        claimed.add((chosen["paper"], chosen["item"], "accuracy"))
     for name in names():
         paper = load(name)
         measured = {(item.item, item.kind) for item in paper.items if item.kind != "setting"}

@@ -1,9 +1,8 @@
-"""``quality`` with ``tasks``: the lm-evaluation-harness under policies, beside papers' numbers; by the package where it
-is installed, and by a stand-in everywhere."""
+"""``quality`` with ``tasks``: the lm-evaluation-harness under policies; by the package where it is installed, and by a
+stand-in everywhere."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import math
@@ -22,20 +21,15 @@ from test_quality import parts
 from moe_ep_bench.analysis.quality import read_quality, task_scores
 from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.cli import main
-from moe_ep_bench.config.files import load_points
-from moe_ep_bench.papers import published
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality import tasks as tasks_module
 from moe_ep_bench.quality.checkpoint import Checkpoint
-from moe_ep_bench.quality.config import QualityExperiment
 from moe_ep_bench.quality.session import run_quality
-from moe_ep_bench.quality.tasks import TaskRouting, folder_hash, published_numbers, score_continuations, task_manager
+from moe_ep_bench.quality.tasks import TaskRouting, folder_hash, score_continuations, task_manager
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import QUALITY_SCHEMA
 
-REPOSITORY = Path(__file__).parents[1]
-CONFIGS = sorted((REPOSITORY / "configs").glob("quality-tasks-*.yaml"))
 DROP = {"name": "token_drop", "capacity_factor": 0.5}
 CONFIG: dict[str, Any] = {
     "name": "tiny",
@@ -45,28 +39,6 @@ CONFIG: dict[str, Any] = {
     "batch_size": 4,
     "layer": {"ep_size": 2},
     "policies": [DROP],
-    "published": {"paper": "tiny", "item": "Table 1", "model": "Tiny"},
-}
-PAPER = {
-    "paper": "2601.00001",
-    "title": "A paper",
-    "version": "v1",
-    "tasks": {name: {"task": "sums", "num_fewshot": name[-1], "metric": "acc"} for name in ("Sums, 2", "Sums, 5")},
-    "items": [
-        {
-            "item": "Table 1",
-            "what": "made up",
-            "kind": "accuracy",
-            "metric": "accuracy",
-            "unit": "%",
-            "note": "Made up.",
-            "model": "Tiny",
-            "rows": ["method", "gamma"],
-            "columns": {"task": ["Sums, 2", "Sums, 5", "Other"]},
-            "policies": {"Baseline": {}, "Token Drop": {"name": "token_drop", "capacity_factor": "$gamma"}},
-            "cells": [["Baseline", "inf", "50.0", "60.0", "70.0"], ["Token Drop", "0.5", "40.0", "61.0", "-"]],
-        }
-    ],
 }
 QUESTIONS = [
     {"q": f"{n} and {n + 1} are", "options": [str(2 * n + 1), str(2 * n), "none"], "gold": n % 3} for n in range(12)
@@ -115,12 +87,6 @@ def folder(tiny_olmoe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _one_more_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    paper = published.Paper.model_validate(PAPER)
-    monkeypatch.setattr(tasks_module, "load", lambda name: paper if name == "tiny" else published.load(name))
 
 
 @pytest.fixture(scope="module")
@@ -316,36 +282,6 @@ def test_a_text_and_tasks_of_one_config_are_shown_together(folder: Path, stand_i
     assert len(list((tmp_path / "routing").iterdir())) == 1, "of the text alone"
 
 
-def test_the_papers_number_stands_beside_the_same_task_shots_metric_and_policy_only(
-    folder: Path, stand_in: StandIn, tmp_path: Path
-) -> None:
-    tasks = "tasks=[{name: sums, num_fewshot: 2}, {name: sums, num_fewshot: 3}, {name: sums, num_fewshot: 5}]"
-    policies = "policies=[{name: token_drop, capacity_factor: 0.5}, {name: token_drop, capacity_factor: 0.25}]"
-    run_quality(folder / "config.yaml", tmp_path, [tasks, policies])
-    found = task_scores(read_quality(tmp_path))
-    label = make_policy(DROP).label
-    beside = found[found["paper"].notna()].set_index(["num_fewshot", "label", "metric"])
-    assert beside["paper"].to_dict() == {
-        (2, "native", "acc"): 0.5,
-        (2, label, "acc"): 0.4,
-        (5, "native", "acc"): 0.6,
-        (5, label, "acc"): 0.61,
-    }
-    row = beside.loc[2, label, "acc"]
-    assert row["paper_stderrs"] == pytest.approx((row["value"] - 0.4) / row["stderr"])
-    text = quality_text(tmp_path)
-    assert f"{100 * (row['value'] - 0.4):+.1f} ({row['paper_stderrs']:+.1f})" in text
-    assert "the paper states none. Made up." in text
-
-
-def test_a_number_stands_beside_whatever_its_paper_leaves_open(folder: Path, stand_in: StandIn, tmp_path: Path) -> None:
-    policies = f"policies=[{json.dumps({**DROP, 'min_capacity': [1, 2], 'rounding': 'ceil'})}]"
-    for unstated, expected in (("min_capacity", [True, False, False]), ("min_capacity, rounding", [True] * 3)):
-        overrides = [policies, "limit=4", f"published.unstated=[{unstated}]"]
-        run_quality(folder / "config.yaml", tmp_path, overrides, force=True)
-        assert task_scores(read_quality(tmp_path))["paper"].notna().tolist() == expected
-
-
 def test_what_python_compiles_beside_tasks_makes_no_other_tasks_of_them(tmp_path: Path) -> None:
     """The harness imports a task's functions from there: the second time it is the same comparison."""
     code = tmp_path / "utils.py"
@@ -387,8 +323,6 @@ def refused(folder: Path, out: Path, overrides: list[str], capsys: pytest.Captur
         (["tasks=null", "text={file: words.txt}"], "include: expected tasks beside it, got none"),
         (["tasks=[{name: sums}, {name: sums}]"], "expected each task once at each number of shots, got sums twice"),
         (["include=nowhere"], "include: expected a folder with tasks, got {folder}/nowhere"),
-        (["published.model=Huge"], "published.model: expected one of Tiny, got 'Huge'"),
-        (["published.item=Table 9"], "published.item: expected one of Table 1, got 'Table 9'"),
     ],
 )
 def test_what_cannot_be_run_is_one_line_and_leaves_nothing(
@@ -412,25 +346,6 @@ def test_a_missing_package_is_one_line(
     assert make_policy(DROP).label in capsys.readouterr().out
 
 
-# --- The papers' numbers -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda file: file.stem)
-def test_configs_ask_what_their_tables_hold(config: Path) -> None:
-    """Every task, shots, metric and policy of the config has its number in the table that it names."""
-    experiment = load_points(config, QualityExperiment, [])[0]
-    assert experiment.published is not None
-    for task in experiment.tasks:
-        printed = published_numbers(experiment, task.name)
-        assert printed is not None
-        stated = [(one.policy, one.policy_params, one.num_fewshot, one.metric) for one in printed.numbers]
-        for policy in (None, *experiment.make_policies()):
-            params = {} if policy is None else policy.params()
-            params = {key: value for key, value in params.items() if key not in experiment.published.unstated}
-            asked = ("native" if policy is None else policy.name, params, task.num_fewshot, task.metric)
-            assert stated.count(asked) == 1, (task.name, policy)
-
-
 # --- With the package itself ---------------------------------------------------------------------
 
 
@@ -449,21 +364,21 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_without_a_policy_the_harness_gets_what_its_own_class_answers(
     package: Any, folder: Path, checkpoint: Checkpoint, model: Any
 ) -> None:
-    find = functools.partial(task_manager, include=folder / "tasks")
+    manager = task_manager(folder / "tasks")
     its_own = importlib.import_module("lm_eval.models.huggingface").HFLM(
         pretrained=model, tokenizer=checkpoint.tokenizer, batch_size=4
     )
     ours = tasks_module.routed_lm(model, checkpoint.tokenizer, TaskRouting(None), 4)
     for task, shots in (("sums", 2), ("written", None)):
-        expected = package.simple_evaluate(model=its_own, tasks=[task], num_fewshot=shots, task_manager=find(task))
-        found = tasks_module.run_task(ours, task, find(task), num_fewshot=shots)
+        expected = package.simple_evaluate(model=its_own, tasks=[task], num_fewshot=shots, task_manager=manager)
+        found = tasks_module.run_task(ours, task, manager, num_fewshot=shots)
         whole, questions = ([row for row in found if ("item" in row) == is_one] for is_one in (False, True))
         for row in whole:
             assert row["value"] == expected["results"][task][f"{row['metric']},{row['filter']}"]
         assert {row["metric"] for row in whole} == ({"acc", "acc_norm"} if shots else {"exact_match"})
         assert {row["num_samples"] for row in whole} == {12}
         assert len(questions) == 12 * len(whole)
-    group = tasks_module.run_task(ours, "together", find("together"), num_fewshot=2)
+    group = tasks_module.run_task(ours, "together", manager, num_fewshot=2)
     asked = {(row["task"], row["num_fewshot"], row["is_asked"]) for row in group if "item" not in row}
     assert asked == {("together", 2, True), ("sums", 2, False)}
 

@@ -1,4 +1,4 @@
-"""What policies cost answers, from what ``quality`` wrote: texts, papers' claims on them, tasks beside papers' numbers.
+"""What policies cost answers, from what ``quality`` wrote: texts, papers' claims on them, and tasks.
 
 Costs are compared with the unpatched model's on the same sequence, scores on the same questions: the text's own
 difficulty drops out. Sequences of one batch were routed together, so that they are not independent of each other:
@@ -37,7 +37,7 @@ from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import TABLES
 from moe_ep_bench.timing.statistics import MIN_BATCHES
 
-_FACTS = ["title", "model", "text", "task", "metric", "limit", "batch_size", "num_experts", "num_ranks", "published"]
+_FACTS = ["title", "model", "text", "task", "metric", "limit", "batch_size", "num_experts", "num_ranks"]
 _OF_A_CHECKPOINT = {"name", "model", "title", "order"}
 _CASE = ["comparison_id", "label", "role", "policy", "policy_params", "phase"]
 _GROUP = ["title", "group", "comparison", "checkpoints"]
@@ -210,8 +210,7 @@ def task_scores(quality: Quality) -> pd.DataFrame:
     """A row per case and metric of a task that the config asks for (where it names a metric: that one); shares.
 
     Columns: what the case is; task, metric, filter, num_fewshot, num_samples; ``value`` and ``stderr``; ``added`` to
-    the unpatched model's and ``added_stderr``, paired by question; ``paper``, the published number of the same task,
-    shots, metric and policy, and ``paper_stderrs``, the difference to it in our standard errors; the task's routing.
+    the unpatched model's and ``added_stderr``, paired by question; the task's routing.
     """
     cases = quality.cases[quality.cases["asked_task"].notna()]
     if cases.empty:
@@ -231,10 +230,8 @@ def task_scores(quality: Quality) -> pd.DataFrame:
         policy_params=rows["policy_params"].map(json.dumps),
         added=(rows["value"] - rows["value_native"]).mask(rows["role"] == "baseline"),
         added_stderr=[_paired_stderr(row, questions) for row in rows.itertuples()],
-        paper=[_paper(row) for row in rows.itertuples()],
     )
-    rows["paper_stderrs"] = (rows["value"] - rows["paper"]) / rows["stderr"].where(rows["stderr"] > 0)
-    rows = rows[["case_id", *_CASE, *_SCORE, "added", "added_stderr", "paper", "paper_stderrs"]]
+    rows = rows[["case_id", *_CASE, *_SCORE, "added", "added_stderr"]]
     rows = rows.join(routing, on="case_id").reset_index(drop=True)
     return rows.astype({"num_fewshot": "Int64", "num_samples": "Int64"})
 
@@ -250,19 +247,6 @@ def _paired_stderr(row: Any, questions: pd.DataFrame) -> float:
     is_mean = len(ours) > 1 and theirs.notna().all() and math.isclose(ours.mean(), row.value, abs_tol=1e-9)
     is_mean = is_mean and row.role != "baseline"
     return float((ours - theirs).std() / math.sqrt(len(ours))) if is_mean else math.nan
-
-
-def _paper(row: Any) -> float:
-    """A share; missing where the paper states no shots, and of the parts of a task."""
-    published = row.published if isinstance(row.published, dict) else {}
-    params = {key: value for key, value in row.policy_params.items() if key not in published.get("unstated", ())}
-    ours = (row.policy, params, row.metric, row.num_fewshot)
-    for printed in published.get("numbers", ()) if row.task == row.asked_task else ():
-        if printed["num_fewshot"] is not None and ours == tuple(
-            printed[key] for key in ("policy", "policy_params", "metric", "num_fewshot")
-        ):
-            return printed["percent"] / 100
-    return math.nan
 
 
 # ---- papers' claims on texts -----------------------------------------------------------------------------------------
@@ -345,13 +329,6 @@ def _with_error(name: str, error: str, header: str, form: str, scale: float = 1.
     return Column(name, header, cell=cell)
 
 
-def _against_paper(row: Row) -> str:
-    if math.isnan(row["paper"]):
-        return NONE
-    errors = "" if missing(row["paper_stderrs"]) else f" ({row['paper_stderrs']:+.1f})"
-    return f"{100 * (row['value'] - row['paper']):+.1f}{errors}"
-
-
 def _policy(rows: pd.DataFrame) -> Column:
     """The rows' labels as tables show them; files hold them whole."""
     shown = dict(zip(rows["label"], short_labels(rows["label"]), strict=True))
@@ -383,10 +360,8 @@ _TASK = (
     Column("metric", "metric", cell=lambda row: row["metric"] + f" ({row['filter']})" * (row["filter"] != "none")),
     number("num_fewshot", "shots", "{}"),
     number("num_samples", "questions", "{:,}"),
-    _with_error("value", "stderr", "ours %", "{:.1f}", 100),
+    _with_error("value", "stderr", "score %", "{:.1f}", 100),
     _with_error("added", "added_stderr", "over unpatched", "{:+.1f}", 100),
-    percentage("paper", "paper"),
-    Column("paper_stderrs", "ours - paper (std. errors)", cell=_against_paper),
     percentage("dropped_fraction", "dropped"),
     percentage("retained_mass_topk", "mass kept"),
 )
@@ -434,9 +409,4 @@ def _task_table(rows: pd.DataFrame, facts: Row) -> Table:
     ]
     if not missing(facts["limit"]):
         notes.append(f"the first {facts['limit']:.0f} questions of each task only")
-    if isinstance(paper := facts["published"], dict):
-        notes.append(
-            f"paper: {paper['source']}, {paper['model']}; the difference is in our standard errors, the paper "
-            f"states none. {paper['note']}"
-        )
     return Table(rows, columns, facts["title"], notes)

@@ -54,17 +54,6 @@ class TaskConfig(Strict):
     """Metric that tables show, as "acc_norm"; null = all of the task's. All are stored either way."""
 
 
-class PublishedConfig(Strict):
-    paper: str
-    """Paper of moe_ep_bench/papers/published/: its name or arXiv id."""
-    item: str
-    """Its table of accuracies, as "Table 2"."""
-    model: str
-    """The checkpoint's name in the table."""
-    unstated: tuple[str, ...] = ()
-    """Fields of policies that the paper leaves open: its number stands beside a policy whatever they are."""
-
-
 class RanksConfig(Strict):
     ep_size: int | None = Field(None, ge=1)
     """Virtual expert-parallel ranks; null = the largest number up to 8 that divides the number of experts."""
@@ -88,8 +77,6 @@ class QualityExperiment(SweepPoint):
     """Questions of each task, from its beginning; null = all."""
     batch_size: int = Field(8, ge=1)
     """Requests of a task that are routed together, on all ranks."""
-    published: PublishedConfig | None = None
-    """A paper's numbers for the tasks."""
     layer: RanksConfig = RanksConfig()
     arrangement: Literal["auto", "prefill", "decode"] = "auto"
     """Tokens that are routed together: all of a batch (prefill), or those of each position (decode); auto = each
@@ -102,7 +89,7 @@ class QualityExperiment(SweepPoint):
         if self.tasks is None:
             if self.text is None:
                 raise UserError("text, tasks: expected at least one of them, got neither")
-            for key in ("include", "limit", "batch_size", "published"):
+            for key in ("include", "limit", "batch_size"):
                 if key in self.model_fields_set:
                     hint = " (of a text: text.batch_size)" if key == "batch_size" else ""
                     raise UserError(f"{key}: expected tasks beside it, got none{hint}")

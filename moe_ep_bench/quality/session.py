@@ -134,7 +134,7 @@ def _comparisons(experiment: QualityExperiment, checkpoint: Checkpoint) -> Itera
         divisor = f"a divisor of the {layers[0].num_experts} experts of {checkpoint.name}"
         raise UserError(f"layer.ep_size: expected {divisor}, got {ep_size}")
     texts = [] if experiment.text is None else [Text.of(experiment, ep_size, checkpoint, experiment.text)]
-    tasks = [Task.of(experiment, ep_size, checkpoint.tokenizer, task) for task in experiment.tasks or ()]
+    tasks = [Task(experiment, ep_size, task, checkpoint.tokenizer) for task in experiment.tasks or ()]
     try_policies(layers[0], experiment.make_policies(), ep_size)
     for evaluated in (*texts, *tasks):
         yield QualityComparison(experiment, checkpoint, ep_size, evaluated)
@@ -163,7 +163,7 @@ def run_quality(
     with naming(str(config)):
         for comparison in comparisons:
             if isinstance(comparison.evaluated, Task):
-                comparison.evaluated.manager()
+                comparison.evaluated.check()
     environment = {**provenance.describe(torch.device(device)), "lm_eval": harness_version()}
     experiments = list({id(comparison.experiment): comparison.experiment for comparison in comparisons}.values())
     models: dict[Any, Any] = {}

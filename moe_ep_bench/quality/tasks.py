@@ -1,4 +1,4 @@
-"""Judge policies by tasks of EleutherAI's lm-evaluation-harness, beside numbers that papers publish.
+"""Judge policies by tasks of EleutherAI's lm-evaluation-harness.
 
 The harness makes a task's prompts and judges the answers. It takes the model as a subclass of its own class for
 transformers' models. That class pads scored sequences without a mask, so that padding would take experts' capacity and
@@ -20,7 +20,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import logging
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,9 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.facts import Published, PublishedNumber
-from moe_ep_bench.papers.published import load
-from moe_ep_bench.policies import Policy, make_policy
+from moe_ep_bench.policies import Policy
 from moe_ep_bench.quality.config import QualityExperiment, TaskConfig
 from moe_ep_bench.quality.routed import Arrangement, RouterCall, Row, Tables, judged_phase, pass_metrics, routed
 
@@ -52,9 +50,6 @@ def import_harness() -> ModuleType:
         raise UserError(
             f"expected the package lm_eval, which tasks need: pip install 'moe-ep-bench[harness]' ({error})"
         ) from None
-    # What a data set's own code would be run by, in versions of datasets that know of such; None would ask.
-    with contextlib.suppress(ModuleNotFoundError):  # nothing else runs such code
-        importlib.import_module("datasets").config.HF_DATASETS_TRUST_REMOTE_CODE = False
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return harness
 
@@ -66,24 +61,15 @@ def harness_version() -> str | None:
         return None
 
 
-def task_manager(task: str, include: Path | None) -> Any:
-    """A ``TaskManager`` of the harness that has a task, of its own or of the folder ``include``.
-
-    Raises:
-        ValueError: there is no such task, or the harness is not installed.
-    """
+def task_manager(include: Path | None) -> Any:
+    """The harness' ``TaskManager``, which knows its own tasks and those of the folder ``include``."""
     import_harness()
-    # Of the folder alone first: reading the harness' own thousands takes a while.
-    for defaults in (True,) if include is None else (False, True):
-        manager = _manager(importlib.import_module("lm_eval.tasks").TaskManager, include, defaults)
-        if task in manager.all_tasks:
-            return manager
-    raise UserError(f"tasks: expected a task of lm_eval (`lm_eval ls tasks`) or of include, got {brief(task)}")
+    return _manager(importlib.import_module("lm_eval.tasks").TaskManager, include)
 
 
 @functools.cache
-def _manager(kind: Callable[..., Any], include: Path | None, defaults: bool) -> Any:
-    return kind(include_path=None if include is None else str(include), include_defaults=defaults)
+def _manager(kind: Callable[..., Any], include: Path | None) -> Any:
+    return kind(include_path=include and str(include))
 
 
 def folder_hash(include: Path | None) -> str | None:
@@ -105,29 +91,17 @@ def folder_hash(include: Path | None) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A task at one number of shots; see ``session.QualityComparison.evaluated``.
-
-    Attributes:
-        own: ``folder_hash`` of the config's folder of tasks.
-        published: what the config's published table says of the task, JSON-ready.
-    """
+    """A task at one number of shots; see ``session.QualityComparison.evaluated``."""
 
     experiment: QualityExperiment
     num_ranks: int
     config: TaskConfig
     tokenizer: Any
-    own: str | None
-    published: Published | None
 
-    @classmethod
-    def of(cls, experiment: QualityExperiment, num_ranks: int, tokenizer: Any, config: TaskConfig) -> Task:
-        """Find what is published of a task. Raises ValueError: naming the key."""
-        published = published_numbers(experiment, config.name)
-        return cls(experiment, num_ranks, config, tokenizer, folder_hash(experiment.include), published)
-
-    @property
+    @functools.cached_property
     def definition(self) -> dict[str, Any]:
-        asked = {"name": self.config.name, "num_fewshot": self.config.num_fewshot, "own": self.own}
+        own = folder_hash(self.experiment.include)
+        asked = {"name": self.config.name, "num_fewshot": self.config.num_fewshot, "own": own}
         return {"task": asked, "limit": self.experiment.limit, "batch_size": self.experiment.batch_size}
 
     @property
@@ -141,69 +115,35 @@ class Task:
             "metric": self.config.metric,
             "batch_size": self.experiment.batch_size,
             "limit": self.experiment.limit,
-            "published": self.published and self.published.model_dump(),
         }
 
-    def manager(self) -> Any:
-        """As ``task_manager``."""
-        return task_manager(self.config.name, self.experiment.include)
+    def check(self) -> None:
+        """Raise ValueError where there is no such task, or the harness is not installed."""
+        if self.config.name not in task_manager(self.experiment.include).all_tasks:
+            there = "a task of lm_eval (`lm_eval ls tasks`) or of include"
+            raise UserError(f"tasks: expected {there}, got {brief(self.config.name)}")
 
     def judge(self, model: Any) -> Callable[[CaseSpec], Tables]:
         """A function that runs the task under a case; ``model`` has its weights and is unpatched."""
-        experiment, name = self.experiment, self.config.name
+        experiment, name, shots = self.experiment, self.config.name, self.config.num_fewshot
 
         def judged(case: CaseSpec) -> Tables:
             routing = TaskRouting(case.policy, self.num_ranks, experiment.arrangement, experiment.layer.seed)
             lm = routed_lm(model, self.tokenizer, routing, experiment.batch_size)
-            rows = run_task(lm, name, self.manager(), num_fewshot=self.config.num_fewshot, limit=experiment.limit)
+            rows = run_task(lm, name, task_manager(experiment.include), num_fewshot=shots, limit=experiment.limit)
             rows += [{"task": name, "metric": metric, "value": value} for metric, value in routing.summary().items()]
             return {"quality": rows}
 
         return judged
 
 
-def published_numbers(experiment: QualityExperiment, task: str) -> Published | None:
-    """What the item of ``published`` says of a task; None where the config names none.
-
-    Raises:
-        ValueError: naming the key.
-    """
-    chosen = experiment.published
-    if chosen is None:
-        return None
-    try:
-        paper = load(chosen.paper)
-    except ValueError as problem:
-        raise UserError(f"published.paper: {str(problem).removeprefix('PAPER: ')}") from None
-    items = {item.item: item for item in paper.items if item.policies}
-    if chosen.item not in items:
-        raise UserError(f"published.item: expected one of {', '.join(items)}, got {brief(chosen.item)}")
-    item = items[chosen.item]
-    printed = list(item.numbers(paper))
-    models = list(dict.fromkeys(str(number.model) for number in printed))
-    if chosen.model not in models:
-        raise UserError(f"published.model: expected one of {', '.join(models)}, got {brief(chosen.model)}")
-    numbers = []
-    for number in printed:
-        column, fields = paper.tasks.get(str(number.where["task"])), item.policy_of(number)
-        if number.model != chosen.model or column is None or column.task != task or fields is None:
-            continue
-        policy = make_policy(fields) if fields else None
-        params = policy.params() if policy else {}
-        numbers.append(
-            PublishedNumber(
-                policy=policy.name if policy else "native",
-                policy_params={key: value for key, value in params.items() if key not in chosen.unstated},
-                metric=column.metric,
-                num_fewshot=column.num_fewshot,
-                percent=number.value,
-            )
-        )
-    about = {"source": f"arXiv {paper.paper}, {item.item}", "note": item.note or "", "model": chosen.model}
-    return Published(**about, numbers=numbers, unstated=list(chosen.unstated))
-
-
 # ---- the model under a policy ---------------------------------------------------------------------------------------
+
+_RATIOS = {
+    "dropped_fraction": ("num_dropped_pairs", "num_topk_pairs"),
+    "retained_mass_topk": ("mass", "topk_mass"),
+    "experts_per_token": ("num_pairs", "num_tokens"),
+}
 
 
 @dataclass
@@ -219,7 +159,7 @@ class TaskRouting:
     num_ranks: int = 1
     arrangement: Literal["auto", "prefill", "decode"] = "auto"
     seed: int = 0
-    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    sums: Counter[str] = field(default_factory=Counter)
 
     def routed(self, model: torch.nn.Module, *, generating: bool = False) -> contextlib.AbstractContextManager[None]:
         """While whole sequences are scored, or answers are generated: there the policy acts in its own phases."""
@@ -230,30 +170,18 @@ class TaskRouting:
         metrics, valid_T = pass_metrics(call), call.forward_pass.valid_T
         metrics["topk_mass"] = float((call.scores_TE * call.own_TE)[valid_T].sum(dtype=torch.float64))
         metrics["mass"] = metrics["retained_mass_topk"] * metrics["topk_mass"]
-        for name in ("num_topk_pairs", "num_dropped_pairs", "num_tokens", "num_pairs", "mass", "topk_mass"):
-            self.sums[name] += metrics[name]
+        self.sums.update({name: metrics[name] for ratio in _RATIOS.values() for name in ratio})
 
     def summary(self) -> dict[str, float | None]:
         """Ratios of sums over passes and layers; None where nothing ran."""
-        shares = {
-            "dropped_fraction": ("num_dropped_pairs", "num_topk_pairs"),
-            "retained_mass_topk": ("mass", "topk_mass"),
-            "experts_per_token": ("num_pairs", "num_tokens"),
-        }
         return {
             name: self.sums[part] / self.sums[whole] if self.sums[whole] else None
-            for name, (part, whole) in shares.items()
+            for name, (part, whole) in _RATIOS.items()
         }
 
 
 def routed_lm(model: Any, tokenizer: Any, routing: TaskRouting, batch_size: int) -> Any:
-    """The model as the harness takes it, under a policy.
-
-    Raises:
-        ValueError: a tokenizer whose texts have no end: the harness puts it before texts, and ends answers with it.
-    """
-    if tokenizer.eos_token_id is None:
-        raise UserError("model.checkpoint: expected a tokenizer with an end-of-text token, got none")
+    """The model as the harness takes it, under a policy."""
     base = importlib.import_module("lm_eval.models.huggingface").HFLM
 
     class RoutedLM(base):  # type: ignore[misc, valid-type]
@@ -381,14 +309,9 @@ def _scores(found: Any) -> Iterator[Row]:
             metric, comma, answers_filter = key.partition(",")
             if comma and not metric.endswith("_stderr") and _is_number(value):
                 stderr = values.get(f"{metric}_stderr,{answers_filter}")
-                yield {
-                    **row,
-                    "metric": metric,
-                    "filter": answers_filter,
-                    "value": float(value),
-                    "stderr": float(stderr) if _is_number(stderr) else None,
-                    "higher_is_better": found.get("higher_is_better", {}).get(task, {}).get(metric),
-                }
+                number = {"value": float(value), "stderr": float(stderr) if _is_number(stderr) else None}
+                better = found.get("higher_is_better", {}).get(task, {}).get(metric)
+                yield {**row, "metric": metric, "filter": answers_filter, **number, "higher_is_better": better}
 
 
 def _leaves(group: str, members: Any) -> list[str]:

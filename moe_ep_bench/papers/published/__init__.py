@@ -4,8 +4,7 @@ A file holds items: a table, a figure or a section, with what it measured. An it
 ``rows`` names what its first cells say, ``columns`` what its other cells are. All stays as printed: ``1.30`` has two
 decimals, ``>5`` is above 5, ``~1.4`` about 1.4, ``80.0±0.59`` has a standard error, ``-`` is a cell without a number.
 
-Some say more of themselves: ``tasks`` and an item's ``policies``, how ``quality`` asks for the same accuracy, and
-``orderings``, what a paper says of two policies' answers.
+Some say more: ``orderings``, what a paper says of two policies' answers.
 """
 
 from __future__ import annotations
@@ -76,8 +75,6 @@ class Item(Strict):
         where: the setting of all its numbers.
         rows, columns: what tells its numbers apart; of ``columns``, each name has a value for each column. The name
             ``model`` says which model it is.
-        policies: by the setting ``method``, which may name a model too (``METHOD of MODEL``): fields of the policy as
-            configs have it, ``$gamma`` for the value of a setting; none for the unpatched model.
         cells: by line, the values of ``rows`` and then the numbers of the columns, or one number.
         note: what the numbers contradict, and what the paper leaves open.
     """
@@ -92,7 +89,6 @@ class Item(Strict):
     where: dict[str, str] = Field({})
     rows: tuple[str, ...] = ()
     columns: dict[str, tuple[str, ...]] = Field({})
-    policies: dict[str, dict[str, str]] = Field({})
     cells: tuple[tuple[str, ...], ...] = Field(min_length=1)
     read_off: bool = False
     note: str | None = None
@@ -128,12 +124,6 @@ class Item(Strict):
                 bound=BOUNDS.get(found["bound"]),
                 hardware=self.hardware or paper.hardware,
             )
-
-    def policy_of(self, number: Number) -> dict[str, Any] | None:
-        """Fields of the policy that a number is of, empty of the unpatched model; None where that is not stated."""
-        method = number.where.get("method")
-        fields = self.policies.get(f"{method} of {number.model}", self.policies.get(str(method)))
-        return fields and {key: number.where.get(value[1:], typed(value)) for key, value in fields.items()}
 
     def _settings(self) -> Iterator[tuple[dict[str, str], str]]:
         """The setting and the cell of every number."""
@@ -176,14 +166,6 @@ class Uncompared(Strict):
     why: str = Field(min_length=1)
 
 
-class Task(Strict):
-    """A column of accuracies as the lm-evaluation-harness asks it. What a paper does not state is left out."""
-
-    task: str
-    num_fewshot: int | None = None
-    metric: str | None = None
-
-
 class Ordering(Strict):
     """Who comes before whom: policies of one kind keep at least as much of the answers as those of another.
 
@@ -215,7 +197,6 @@ class Paper(Strict):
         note: what the items do not hold, and why.
         primary: the first that fits an item and a model counts.
         uncompared: all that was measured, and that no claim is about.
-        tasks: by the name of a column.
     """
 
     paper: str = Field(pattern=r"^\d{4}\.\d{5}$")
@@ -225,7 +206,6 @@ class Paper(Strict):
     note: str | None = None
     primary: tuple[Primary, ...] = ()
     uncompared: tuple[Uncompared, ...] = ()
-    tasks: dict[str, Task] = Field({})
     orderings: tuple[Ordering, ...] = ()
     items: tuple[Item, ...] = Field(min_length=1)
 

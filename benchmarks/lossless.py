@@ -28,7 +28,7 @@ from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, with_free_slots
 from moe_ep_bench.cli import main as command
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.placement import replicate, replicate_by_risk
+from moe_ep_bench.placement import rank_load, replicate, replicate_by_risk
 from moe_ep_bench.workload.trace import open_trace
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +140,7 @@ def planning_ms(repeats: int = 5) -> dict[str, float]:
     load_BE = 4e4 * generator.dirichlet(np.full(256, 0.5), 16)
     counts_RE = generator.multinomial(16384 * 8, load_BE[0] / load_BE[0].sum(), 64)
     sizes = {"num_slots": 256 + 64, "num_ranks": 64}
-    slots_P, free_P = replicate(load_BE.mean(axis=0), **sizes).slot_expert_LP[0], with_free_slots(256, 64, 2)
+    slots_P, free_P = replicate(load_BE.mean(axis=0), **sizes), with_free_slots(256, 64, 2)
     planned: dict[str, Callable[[], object]] = {
         "plan eplb, a layer": lambda: replicate(load_BE.mean(axis=0), **sizes),
         "plan variance, a layer": lambda: replicate_by_risk(load_BE, **sizes),
@@ -188,7 +188,7 @@ def held_out(traces: Path, num_tokens: int = 1024, num_ranks: int = 8) -> pd.Dat
         for served in DOMAINS if files[0] in DOMAINS else files:
             found: dict[str, list[float]] = {"native": [], "EPLB": [], "variance": []}
             for judged_BE, planned in zip(loads[served][:, 1::2], plans, strict=True):
-                ranks = {name: plan.rank_load(judged_BE[:, None])[:, 0] for name, plan in planned.items()}
+                ranks = {name: rank_load(judged_BE, plan, num_ranks) for name, plan in planned.items()}
                 ranks["native"] = judged_BE.reshape(len(judged_BE), num_ranks, -1).sum(axis=2)
                 for name, load_BR in ranks.items():
                     found[name].append((load_BR.max(axis=1) / load_BR.mean(axis=1)).mean())

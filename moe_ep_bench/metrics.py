@@ -289,12 +289,6 @@ def imbalance(load_NE: ArrayLike) -> NDArray[np.float64]:
     return np.divide(load_NE.max(axis=-1), mean_N, out=np.ones_like(mean_N), where=mean_N > 0)
 
 
-def rank_imbalance(load_E: ArrayLike, num_ranks: int) -> NDArray[np.float64]:
-    """``imbalance`` of contiguous ranks from loads of experts, whose number they divide: [..., E] -> [...]."""
-    load_E = np.asarray(load_E)
-    return imbalance(load_E.reshape(*load_E.shape[:-1], num_ranks, -1).sum(axis=-1))
-
-
 def shared_by_neighbours(map_TE: Tensor, sequence_id_T: Tensor) -> tuple[int, float]:
     """Pairs of adjacent tokens of a sequence, and how many experts of ``map_TE`` they share in all."""
     adjacent_T = sequence_id_T[1:] == sequence_id_T[:-1]

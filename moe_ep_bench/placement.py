@@ -6,7 +6,8 @@ rank e // (E / R), as Megatron-Core and the policies have it; replicas of busy e
 **Replication** buys balance with memory. Routing stays as it is, and spare *slots* on every rank hold further copies of
 busy experts, which share their load. No quality is lost; the price is memory, and a forecast of the load, because
 weights are put in place before the tokens come. Plan for one load, and see how the plan bears another with
-``Replication.rank_load``.
+``rank_load``. A plan is the expert in each slot, int64 [P]: slots r * S to r * S + S - 1 are rank r's, and every expert
+has one at least.
 
 ``replicate`` plans for the mean load by the global policy of DeepSeek's Expert Parallelism Load Balancer
 (github.com/deepseek-ai/EPLB; DeepSeek-V3, arXiv 2412.19437, section 3.4). Two greedy rules do it. *Replicate*: every
@@ -16,7 +17,7 @@ number. Ties go to the lower index (the published code leaves ties between equal
 no order), and sums are float64, not float32.
 
 Packing is a heuristic, so a plan may be worse than contiguous placement. Neither rule keeps two replicas of an expert
-apart, and on one rank the second relieves nobody (``Replication.stacked``; deepseek-ai/EPLB, issue 22).
+apart, and on one rank the second relieves nobody (deepseek-ai/EPLB, issue 22).
 
 ``replicate_by_risk`` plans for the spread of loads from batch to batch too, as FlashLB does
 (github.com/vllm-project/vllm-ascend, policy_flashlb.py). A load's *risk* is its mean and Z standard deviations; a
@@ -26,14 +27,10 @@ busiest quarter of experts gets, then the next, is tried around what the greedy 
 emptiest fullest rank, mean over the batches that are known. Ours: replicas are at most R, and where slots run out
 an expert changes places so that its replicas stand apart (the published code then keeps the plan before).
 
-Shapes: R = ranks, E = experts, L = layers, B = batches, P = slots of all ranks (physical experts), S = P / R slots of a
-rank, X = layers or other rows that are planned each by itself.
+Shapes: R = ranks, E = experts, B = batches, P = slots of all ranks (physical experts), S = P / R slots of a rank.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -49,49 +46,18 @@ def default_ep_size(num_experts: int) -> int:
     return max(size for size in range(1, 9) if num_experts % size == 0)
 
 
-@dataclass(frozen=True, eq=False)
-class Replication:
-    """Which expert every slot holds, and what follows from it.
-
-    Attributes:
-        slot_expert_LP: int64 [L, P], the expert in each slot; slots r * S to r * S + S - 1 are rank r's. Every expert
-            has at least one. (In EPLB: physical to logical.)
-        num_experts: E.
-        num_ranks: R, a divisor of P.
-    """
-
-    slot_expert_LP: NDArray[np.int64]
-    num_experts: int
-    num_ranks: int
-
-    @cached_property
-    def replicas(self) -> NDArray[np.int64]:
-        """Slots of all ranks that hold each expert: int64 [L, E], at least 1. (In EPLB: expert count.)"""
-        return np.stack([np.bincount(expert_P, minlength=self.num_experts) for expert_P in self.slot_expert_LP])
-
-    @cached_property
-    def stacked(self) -> NDArray[np.bool_]:
-        """Ranks that hold two replicas or more of one expert, of which all but the first are wasted: bool [L, R]."""
-        expert_LRS = np.sort(self.slot_expert_LP.reshape(len(self.slot_expert_LP), self.num_ranks, -1), axis=2)
-        return (expert_LRS[..., 1:] == expert_LRS[..., :-1]).any(axis=2)
-
-    def rank_load(self, load_LE: ArrayLike) -> NDArray[np.float64]:
-        """Load of every rank, replicas sharing evenly: [..., L, E] -> float64 [..., L, R].
-
-        The load may differ from the one that was planned for. A load [E] is one layer's.
-        """
-        load_LE = np.atleast_2d(np.asarray(load_LE, dtype=np.float64))
-        *leading, num_layers, _ = load_LE.shape
-        slot_expert_LP = np.broadcast_to(self.slot_expert_LP, (*leading, *self.slot_expert_LP.shape))
-        slot_load_LP = np.take_along_axis(load_LE / self.replicas, slot_expert_LP, axis=-1)
-        return slot_load_LP.reshape(*leading, num_layers, self.num_ranks, -1).sum(axis=-1)
+def rank_load(load_BE: ArrayLike, slot_expert_P: NDArray[np.int64], num_ranks: int) -> NDArray[np.float64]:
+    """Load of every rank under a plan, replicas sharing evenly: [..., E] -> float64 [..., R]."""
+    load_BE = np.asarray(load_BE, dtype=np.float64)
+    slot_load_BP = (load_BE / np.bincount(slot_expert_P, minlength=load_BE.shape[-1]))[..., slot_expert_P]
+    return slot_load_BP.reshape(*load_BE.shape[:-1], num_ranks, -1).sum(axis=-1)
 
 
-def replicate(load_LE: ArrayLike, *, num_slots: int, num_ranks: int, num_groups: int = 1) -> Replication:
-    """Plan which expert every slot holds, layer by layer, from the load to expect (see the module's docstring).
+def replicate(load_E: ArrayLike, *, num_slots: int, num_ranks: int, num_groups: int = 1) -> NDArray[np.int64]:
+    """Plan which expert every slot holds from the load to expect (see the module's docstring): int64 [P].
 
     Args:
-        load_LE: pairs, or anything proportional to them: [L, E], or [E] for one layer; finite, non-negative.
+        load_E: pairs, or anything proportional to them: finite, non-negative.
         num_slots: P, of all ranks: a multiple of R, at least E. P - E of them are spare.
         num_groups: groups of experts, neighbours by index. As in the published code on one node, experts of busier
             groups come first where loads tie.
@@ -99,20 +65,16 @@ def replicate(load_LE: ArrayLike, *, num_slots: int, num_ranks: int, num_groups:
     Raises:
         ValueError: one line that names the field, its value and what is allowed.
     """
-    load_LE = np.atleast_2d(np.asarray(load_LE, dtype=np.float64))
-    num_layers, num_experts = load_LE.shape
-    _check(num_experts, num_slots, num_ranks)
-    busiest_LG = (-load_LE.reshape(num_layers, num_groups, -1).sum(axis=2)).argsort(axis=1, kind="stable")
-    expert_LE = np.arange(num_experts).reshape(num_groups, -1)[busiest_LG].reshape(num_layers, num_experts)
-    load_LE = np.take_along_axis(load_LE, expert_LE, axis=1)
-    replica_LP, replicas_LE = _spread(load_LE, num_slots)
-    replica_load_LP = np.take_along_axis(load_LE / replicas_LE, replica_LP, axis=1)
-    slot_LP = np.take_along_axis(replica_LP, pack(replica_load_LP, num_ranks), axis=1)
-    return Replication(np.take_along_axis(expert_LE, slot_LP, axis=1), num_experts, num_ranks)
+    load_E = np.asarray(load_E, dtype=np.float64)
+    _check(len(load_E), num_slots, num_ranks)
+    busiest_G = (-load_E.reshape(num_groups, -1).sum(axis=1)).argsort(kind="stable")
+    expert_E = np.arange(len(load_E)).reshape(num_groups, -1)[busiest_G].ravel()
+    replica_P, replicas_E = _spread(load_E[expert_E], num_slots)
+    return expert_E[replica_P[pack((load_E[expert_E] / replicas_E)[replica_P], num_ranks)]]
 
 
-def replicate_by_risk(load_BE: ArrayLike, *, num_slots: int, num_ranks: int) -> Replication:
-    """Plan one layer's slots from the loads of several batches (see the module's docstring).
+def replicate_by_risk(load_BE: ArrayLike, *, num_slots: int, num_ranks: int) -> NDArray[np.int64]:
+    """Plan the slots from the loads of several batches (see the module's docstring): int64 [P].
 
     Args:
         load_BE: pairs of each batch, or one [E], whose loads then do not vary.
@@ -131,7 +93,7 @@ def replicate_by_risk(load_BE: ArrayLike, *, num_slots: int, num_ranks: int) -> 
 
     def dealt(expert_I: NDArray[np.int64], spare: int) -> NDArray[np.int64]:
         """Replicas of some experts that get so many spare slots: int64 [I]."""
-        return _spread(risk_E[expert_I][None], len(expert_I) + spare, num_ranks)[1][0]
+        return _spread(risk_E[expert_I], len(expert_I) + spare, num_ranks)[1]
 
     replicas_E, spare = np.ones(num_experts, dtype=np.int64), num_slots - num_experts
     for first in range(0, num_experts, size):
@@ -142,13 +104,12 @@ def replicate_by_risk(load_BE: ArrayLike, *, num_slots: int, num_ranks: int) -> 
         for number in range(fewest, min(spare, greedy + _WIDTH, len(part) * (num_ranks - 1)) + 1):
             replicas_E[part], replicas_E[later] = dealt(part, number), dealt(later, spare - number)
             expert_P = _pack_by_risk(mean_E, covariance_EE, replicas_E, num_ranks)
-            plan = Replication(expert_P[None], num_experts, num_ranks)
-            fullest = plan.rank_load(load_BE[:, None]).max(axis=2).mean()
-            plans.append((fullest, abs(number - greedy), number, plan))
-        *_, number, plan = min(plans, key=lambda tried: tried[:3])
+            fullest = rank_load(load_BE, expert_P, num_ranks).max(axis=1).mean()
+            plans.append((fullest, abs(number - greedy), number, expert_P))
+        *_, number, expert_P = min(plans, key=lambda tried: tried[:3])
         replicas_E[part] = dealt(part, number)
         spare -= number
-    return plan
+    return expert_P
 
 
 def other_batches(load_BE: ArrayLike, index: int) -> NDArray[np.float64]:
@@ -161,7 +122,7 @@ def other_batches(load_BE: ArrayLike, index: int) -> NDArray[np.float64]:
 
 
 def _spread(
-    load_XE: NDArray[np.float64], num_slots: int, most: int | None = None
+    load_E: NDArray[np.float64], num_slots: int, most: int | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Give every expert a replica, and every slot left to the expert whose replicas then bear most.
 
@@ -169,43 +130,36 @@ def _spread(
         most: replicas of an expert; None = any number.
 
     Returns:
-        The expert of each replica in the order in which they were given, int64 [X, num_slots], and each expert's
-        replicas, int64 [X, E].
+        The expert of each replica in the order in which they were given, int64 [num_slots], and each expert's
+        replicas, int64 [E].
     """
-    num_rows, num_experts = load_XE.shape
-    row_X = np.arange(num_rows)
-    replica_XP = np.empty((num_rows, num_slots), dtype=np.int64)
-    replica_XP[:, :num_experts] = np.arange(num_experts)
-    replicas_XE = np.ones(load_XE.shape, dtype=np.int64)
+    num_experts = len(load_E)
+    replica_P, replicas_E = np.arange(num_slots), np.ones(num_experts, dtype=np.int64)
     for slot in range(num_experts, num_slots):
-        share_XE = load_XE / replicas_XE
-        busiest_X = (share_XE if most is None else np.where(replicas_XE < most, share_XE, -1)).argmax(axis=1)
-        replica_XP[:, slot] = busiest_X
-        replicas_XE[row_X, busiest_X] += 1
-    return replica_XP, replicas_XE
+        share_E = load_E / replicas_E
+        busiest = (share_E if most is None else np.where(replicas_E < most, share_E, -1)).argmax()
+        replica_P[slot] = busiest
+        replicas_E[busiest] += 1
+    return replica_P, replicas_E
 
 
-def pack(load_XI: NDArray[np.float64], num_packs: int) -> NDArray[np.int64]:
+def pack(load_I: NDArray[np.float64], num_packs: int) -> NDArray[np.int64]:
     """Put items into packs of equal number, the heaviest first, each into the lightest pack that has room.
 
     Returns:
-        int64 [X, I]: the items pack by pack, inside a pack in the order in which they came. Where a pack holds one
+        int64 [I]: the items pack by pack, inside a pack in the order in which they came. Where a pack holds one
         item there is nothing to choose, and items stay in order, as in the published code.
     """
-    num_rows, num_items = load_XI.shape
-    room = num_items // num_packs
+    room = len(load_I) // num_packs
     if room == 1:
-        return np.tile(np.arange(num_items), (num_rows, 1))
-    row_X = np.arange(num_rows)
-    item_XI = np.empty(load_XI.shape, dtype=np.int64)
-    pack_load_XN = np.zeros((num_rows, num_packs))
-    held_XN = np.zeros((num_rows, num_packs), dtype=np.int64)
-    for heaviest_X in (-load_XI).argsort(axis=1, kind="stable").T:
-        pack_X = np.where(held_XN < room, pack_load_XN, np.inf).argmin(axis=1)
-        item_XI[row_X, pack_X * room + held_XN[row_X, pack_X]] = heaviest_X
-        pack_load_XN[row_X, pack_X] += load_XI[row_X, heaviest_X]
-        held_XN[row_X, pack_X] += 1
-    return item_XI
+        return np.arange(len(load_I))
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    pack_load_N = np.zeros(num_packs)
+    for heaviest in (-load_I).argsort(kind="stable").tolist():
+        lightest = int(np.where([len(items) < room for items in packs], pack_load_N, np.inf).argmin())
+        packs[lightest].append(heaviest)
+        pack_load_N[lightest] += load_I[heaviest]
+    return np.array(packs).ravel()
 
 
 def _pack_by_risk(

@@ -1,4 +1,4 @@
-"""Counts of experts as targets of a workload and as loads for EPLB: every form, what is none, and the plan."""
+"""Counts of experts as targets of a workload: every form, and what is none."""
 
 from __future__ import annotations
 
@@ -10,48 +10,45 @@ import numpy as np
 import pytest
 import yaml
 from test_workload import peak_load, top_k_load
+from trace_files import write_trace
 
-from moe_ep_bench import cli
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.description import describe_workload
 from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.placement import replicate
 from moe_ep_bench.workload.counts import mean_peak_load, read_counts
+from moe_ep_bench.workload.trace import open_trace
 
 COUNTS = [[0, 0, 0, 0], [9, 1, 3, 3], [1, 9, 4, 2]]  # a dense layer and two others
 PARTS = np.minimum(COUNTS, 2), np.array(COUNTS) - np.minimum(COUNTS, 2)  # of two passes
 SHAPE = {"num_experts": 4, "top_k": 1, "hidden_size": 32, "ffn_hidden_size": 16}
 
 
-def written(folder: Path, form: str) -> Path:
-    path = folder / ("counts.npz" if form.startswith("npz") else "counts.json")
-    match form:
-        case "matrix":
-            path.write_text(json.dumps(COUNTS))
-        case "logical_count":
-            path.write_text(json.dumps({"logical_count": COUNTS}))
-        case "passes":
-            path.write_text(json.dumps({"logical_count": [part.tolist() for part in PARTS]}))
-        case "npz":
-            np.savez(path, logical_count=np.array(COUNTS), rank=0)
-        case "npz passes":
-            np.savez(path, logical_count=np.asfortranarray(PARTS, dtype=np.float32))
+FORMS = {
+    "a matrix": COUNTS,
+    "logical_count": {"logical_count": COUNTS},
+    "passes": {"logical_count": [part.tolist() for part in PARTS]},
+}
+
+
+def written(folder: Path, content: Any = COUNTS) -> Path:
+    path = folder / "counts.json"
+    path.write_text(json.dumps(content))
     return path
 
 
-@pytest.mark.parametrize("form", ["matrix", "logical_count", "passes", "npz", "npz passes"])
+@pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_loads(form: str, tmp_path: Path) -> None:
-    path = written(tmp_path, form)
-    counts = read_counts(path)
-    assert np.array_equal(counts.load_LE, COUNTS[1:])
-    assert counts.layers == [1, 2]
+    path = written(tmp_path, FORMS[form])
+    assert np.array_equal(read_counts(path), COUNTS[1:])
     assert mean_peak_load(path) == 9 / 4
-    out = tmp_path / "map.json"
-    assert cli.main(["trace", "eplb", str(path), str(out), "--ep", "2", "--spare-per-rank", "1"]) == 0
-    first, *rows = json.loads(out.read_text())["physical_to_logical_map"]
-    assert (first, len(rows)) == ([0, 1, 2, 3, 0, 1], 2)  # a row for the dense layer too, so that no other shifts
+
+
+def test_a_recording_is_counted(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "toy.safetensors")
+    expected_LE = [np.bincount(open_trace(path).read_layer(layer)[0].ravel(), minlength=8) for layer in (0, 1)]
+    assert np.array_equal(read_counts(path), expected_LE)
 
 
 def config(folder: Path, **workload: Any) -> Path:
@@ -62,7 +59,7 @@ def config(folder: Path, **workload: Any) -> Path:
 
 
 def test_a_workload_is_as_skewed_as_was_counted(tmp_path: Path) -> None:
-    written(tmp_path, "matrix")
+    written(tmp_path)
     (found,) = load_experiments(config(tmp_path), on_cpu=True)
     comparison = compare(found, ROUTING, on_cpu=True)
     assert peak_load(top_k_load(comparison.workload.batch(0).scores_TE, 1)) == pytest.approx(9 / 4, rel=0.02)
@@ -76,7 +73,7 @@ def test_a_workload_is_as_skewed_as_was_counted(tmp_path: Path) -> None:
 
 def test_counts_that_no_top_k_gives_are_refused(tmp_path: Path) -> None:
     """One rank's counts alone are such."""
-    (tmp_path / "counts.json").write_text(json.dumps([[0, 0, 0, 9]]))
+    written(tmp_path, [[0, 0, 0, 9]])
     path = config(tmp_path)
     path.write_text(path.read_text().replace("top_k: 1", "top_k: 2"))
     expected = r"skew_from: .*counts.json: expected a peak load up to 2 \(experts / top_k\), got 4$"
@@ -87,7 +84,7 @@ def test_counts_that_no_top_k_gives_are_refused(tmp_path: Path) -> None:
 
 def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path) -> None:
     """Where the peak load alone leaves to chance which experts share a rank."""
-    written(tmp_path, "matrix")
+    written(tmp_path)
     found = load_experiments(config(tmp_path, layer="all", num_tokens=4096), on_cpu=True)
     assert [one.workload.layer for one in found] == [0, 1]
     for one, count_E in zip(found, COUNTS[1:], strict=True):
@@ -105,10 +102,10 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
 MISTAKES = {
     "no counts": ({"x": 1}, "expected logical_count"),
     "a map": ({"physical_to_logical_map": [[0, 1, 2, 3]]}, "expected logical_count"),
-    "negative": ([[1, -1, 0, 0]], "counts from 0"),
+    "negative": ([[1, -1, 0, 0]], "a number from 0"),
     "nothing": ([[0, 0, 0, 0]], "some count above 0"),
     "uneven": ([[1, 2], [1]], "lists of equal length"),
-    "words": ([["a", "b", "c", "d"]], "numbers of shape"),
+    "words": ([["a", "b", "c", "d"]], "got [['a',"),
     "a list": ([1, 2, 3, 4], "by layer and expert"),
 }
 
@@ -116,71 +113,29 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_is_no_count_is_one_line(name: str, tmp_path: Path) -> None:
     content, words = MISTAKES[name]
-    path = tmp_path / "counts.json"
-    path.write_text(json.dumps(content))
+    path = written(tmp_path, content)
     with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
         read_counts(path)
     assert str(error.value).startswith(str(path))
     assert words in str(error.value)
 
 
+def test_a_pickle_comes_with_the_line_that_converts_it(tmp_path: Path) -> None:
+    (tmp_path / "counts.pt").touch()
+    with pytest.raises(UserError, match=r"^[^\n]*counts.pt: a pickle, which is not read; convert .* counts.json$"):
+        read_counts(tmp_path / "counts.pt")
+
+
 def test_counts_of_another_model_or_none_are_a_mistake_of_the_config(tmp_path: Path) -> None:
     for content, words in (([[1, 2], [3, 4]], "expected counts of 4 experts, got 2"), ({"x": 1}, "expected logical_")):
-        (tmp_path / "counts.json").write_text(json.dumps(content))
+        written(tmp_path, content)
         with pytest.raises(UserError, match=f"^[^\n]*counts.json: {words}[^\n]*$"):
             load_experiments(config(tmp_path), on_cpu=True)
 
 
 def test_counts_and_a_named_skew_exclude_each_other(tmp_path: Path) -> None:
-    written(tmp_path, "matrix")
+    written(tmp_path)
     with pytest.raises(UserError, match="skew, skew_from: expected one of the two, got both"):
         load_experiments(config(tmp_path, skew="megatron_w1"), on_cpu=True)
     with pytest.raises(UserError, match=r"none\.json: no such file"):
         load_experiments(config(tmp_path, skew_from="none.json"), on_cpu=True)
-
-
-# ``trace eplb``: the plan of ``placement.replicate``, as the one key that SGLang reads.
-
-LOADS = [[9, 1, 3, 3], [1, 9, 4, 2]]
-PLAN = ["--ep", "2", "--spare-per-rank", "1"]
-
-
-@pytest.fixture
-def loads(tmp_path: Path) -> Path:
-    (tmp_path / "loads.json").write_text(json.dumps(LOADS))
-    return tmp_path / "loads.json"
-
-
-def test_a_file_says_of_every_slot_which_expert_it_holds(
-    loads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "map.json"
-    assert cli.main(["trace", "eplb", str(loads), str(out), *PLAN]) == 0
-    written = json.loads(out.read_text())
-    assert list(written) == ["physical_to_logical_map"]  # SGLang passes all keys on by name.
-    slots_LP = np.array(written["physical_to_logical_map"])
-    assert slots_LP.shape == (2, 6)
-    plan = replicate(LOADS, num_slots=6, num_ranks=2)
-    assert np.array_equal(slots_LP, plan.slot_expert_LP)
-    for load_E, slot_P in zip(LOADS, slots_LP, strict=True):
-        replicas_E = np.bincount(slot_P, minlength=4)
-        assert (replicas_E >= 1).all()
-        assert replicas_E[np.argmax(load_E)] == 3  # both spare slots go to the busiest
-        rank_load = [sum(load_E[expert] / replicas_E[expert] for expert in rank) for rank in slot_P.reshape(2, 3)]
-        assert max(rank_load) < max(sum(load_E[:2]), sum(load_E[2:]))
-    said = capsys.readouterr().out
-    assert "the server needs --ep-num-redundant-experts 2" in said
-    assert "fullest rank over the mean" in said
-    # Three replicas of the busiest on two ranks.
-    assert "two replicas of one expert stand together, where the second relieves nobody, on 2 of 4 ranks" in said
-
-
-def test_dense_layers_of_a_model_have_rows_too(tmp_path: Path) -> None:
-    loads = tmp_path / "loads.json"
-    loads.write_text(json.dumps(np.random.default_rng(0).integers(1, 20, (26, 64)).tolist()))
-    out = tmp_path / "map.json"
-    assert cli.main(["trace", "eplb", str(loads), str(out), "--ep", "8", "--spare-per-rank", "1", "--preset",
-                     "deepseek-v2-lite"]) == 0  # fmt: skip
-    rows = json.loads(out.read_text())["physical_to_logical_map"]
-    assert len(rows) == 27
-    assert rows[0] == [slot % 64 for slot in range(72)]

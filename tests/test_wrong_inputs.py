@@ -114,10 +114,6 @@ COMMANDS = {
     f"{QWEN} --counts no --trace no": "--trace, --counts, --peak-load: expected one of them",
     f"{QWEN} --set layer.ep_size=4": "--set layer.ep_size=4: goes with a config",
     "advise CONFIG --ep 4": "--ep: expected none with a config",
-    "trace eplb loads.json map.json --spare-per-rank 1 --ep 3": "--ep: expected a divisor of the 4 experts of loads.js",
-    "trace eplb loads.json map.json --spare-per-rank 1 --ep 0": "--ep: expected at least 1, got 0",
-    "trace eplb loads.json map.json --spare-per-rank -1 --ep 2": "--spare-per-rank: expected at least 0, got -1",
-    "trace eplb loads.json map.json --spare-per-rank 1 --ep 2 --preset olmoe-1b-7b": "olmoe-1b-7b has 64 experts in la",
     f"{RECORD} --text none.txt": "none.txt: cannot read the text: No such file",
     f"{RECORD} --sequence-length 100000": "sequence-length: expected at most 4096, the positions that tiny-olmoe knows",
     f"{RECORD} --batch 0": "batch: expected at least 1, got 0",
@@ -188,7 +184,6 @@ def test_a_mistake_is_one_line_that_says_what_is_allowed_and_leaves_nothing(
 ) -> None:
     config = str(write(tmp_path))
     (tmp_path / "quality.yaml").write_text(yaml.safe_dump(QUALITY))
-    (tmp_path / "loads.json").write_text("[[9, 1, 3, 3], [1, 9, 4, 2]]")
     for name in ("tiny-olmoe", "words.txt"):
         (tmp_path / name).symlink_to(tiny_olmoe / name)
     before = set(tmp_path.iterdir())

@@ -273,8 +273,8 @@ class Comparison:
             return with_free_slots(num_experts, num_ranks, wanted.spare_per_rank)
         sizes = {"num_slots": num_experts + wanted.spare_per_rank * num_ranks, "num_ranks": num_ranks}
         if wanted.plan == "variance":
-            return replicate_by_risk(load_BE, **sizes).slot_expert_LP[0]
-        return replicate(load_BE.mean(axis=0), num_groups=self.model.num_groups or 1, **sizes).slot_expert_LP[0]
+            return replicate_by_risk(load_BE, **sizes)
+        return replicate(load_BE.mean(axis=0), num_groups=self.model.num_groups or 1, **sizes)
 
     @property
     def expert_bytes(self) -> float:

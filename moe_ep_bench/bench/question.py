@@ -332,7 +332,7 @@ def _batches_of_a_layer(num_layers: int) -> int:
 def _counted(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
     """The workload of counted experts, in all counted layers."""
     with naming("--counts"):
-        load_LE = read_counts(path).load_LE
+        load_LE = read_counts(path)
     num_layers, num_experts = load_LE.shape
     if num_experts != model.num_experts:
         raise UserError(

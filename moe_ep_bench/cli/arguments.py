@@ -106,12 +106,6 @@ trace info  print what a recording holds
 trace thresholds  derive fields of the policy laser
   @trace
   --keep X = 0.25  share of tokens that keep their top-k
-trace eplb  plan replicas for its loads; write which expert each slot holds (SGLang)
-  file FILE  a moe-trace-v1 file, or a .json of expert loads
-  out OUT  the JSON file to write
-  --ep N!  expert-parallel ranks
-  --spare-per-rank N!  slots beyond a rank's share
-  --preset MODEL  its model: rows for dense layers too
 trace record  record a checkpoint's routing of a text
   model CHECKPOINT  a checkpoint's folder (transformers)
   --text FILE!  UTF-8 text

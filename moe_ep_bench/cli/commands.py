@@ -342,7 +342,6 @@ COMMANDS: dict[str, Work] = {
     "calibrate": _calibrate,
     "trace info": prints("workload.facts:trace_info", "file"),
     "trace thresholds": prints("workload.facts:thresholds_text", "file", "keep"),
-    "trace eplb": prints("workload.counts:write_expert_map", "file", "out", "ep", "spare_per_rank", "preset"),
     "trace record": _trace_record,
     "trace import": _trace_import,
     "check-policy": _check_policy,

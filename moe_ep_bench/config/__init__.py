@@ -500,7 +500,7 @@ class Experiment(SweepPoint):
 
     def _check_counts(self, workload: SyntheticConfig, counted: Path) -> None:
         """Refuse counts of other experts, and loads that no top-k gives: one rank's counts have such."""
-        model, num_counted = self.model.spec(), read_counts(counted).load_LE.shape[1]
+        model, num_counted = self.model.spec(), read_counts(counted).shape[1]
         where = f"workload.skew_from: {counted}"
         if num_counted != model.num_experts:
             raise UserError(f"{where}: expected counts of {model.num_experts} experts, got {num_counted}")

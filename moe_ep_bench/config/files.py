@@ -221,7 +221,7 @@ def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> 
         sweep["workload.layer"] = [place for number, place in enumerate(layer) if place not in layer[:number]]
     elif layer == "all" and workload.get("skew_from") is not None:
         with naming(f"{path}: workload.skew_from"):
-            sweep["workload.layer"] = list(range(len(read_counts(Path(workload["skew_from"])).layers)))
+            sweep["workload.layer"] = list(range(len(read_counts(Path(workload["skew_from"])))))
     elif layer == "all":
         # The first recording stands for all: a workload refuses recordings whose layers differ.
         trace = sweep.get("workload.trace", [workload.get("trace")])

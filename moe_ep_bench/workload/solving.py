@@ -168,7 +168,7 @@ def place_for_rank_load(load_E: NDArray[np.int64], num_ranks: int, target: float
 
     def packed(experts: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
         """Share some experts among ranks as evenly as may be: int64 [R, experts of a rank]."""
-        return experts[pack(load_E[None, experts].astype(np.float64), ranks)[0]].reshape(ranks, -1)
+        return experts[pack(load_E[experts].astype(np.float64), ranks)].reshape(ranks, -1)
 
     per_rank, mean = len(load_E) // num_ranks, load_E.sum() / num_ranks
     hottest_first_E = np.argsort(-load_E, kind="stable")

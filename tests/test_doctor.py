@@ -6,20 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
 
-import pynvml
 import pytest
 import torch
-from test_environment import H100
 from test_run import environment
 
 from moe_ep_bench.cli import main
 from moe_ep_bench.kernels import toolchain
 from moe_ep_bench.machine import doctor
-from moe_ep_bench.machine.doctor import NOTE, OK, PROBLEM, gpu_notes
-from moe_ep_bench.machine.gpus import THROTTLE_REASONS
+from moe_ep_bench.machine.doctor import NOTE, OK, PROBLEM
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, USER_ERROR
 
 
@@ -65,26 +60,6 @@ def test_more_ranks_than_the_machine_carries_are_one_line(capsys: pytest.Capture
     assert "--nproc: expected at most" in capsys.readouterr().err
 
 
-# What a GPU says beside what a healthy one does, and the note that there is then.
-NOTES = [
-    ({"power_limit_w": 500.0}, "capped at 500 W of 700 W"),
-    ({"throttle_reasons": THROTTLE_REASONS["hw_thermal"]}, "slowed down now (hw_thermal)"),
-    ({"memory_free_mib": 40000.0}, "51 % of its memory"),
-    ({"utilization_percent": 97.0}, "97 % of its time"),
-    ({"mig": "Enabled"}, "MIG is enabled"),
-    ({}, ""),
-    ({"throttle_reasons": THROTTLE_REASONS["power_cap"]}, ""),
-    (dict.fromkeys(H100), ""),
-]
-
-
-@pytest.mark.parametrize(("state", "words"), NOTES)
-def test_what_makes_one_gpu_slow_is_named_with_its_number(state: dict[str, Any], words: str) -> None:
-    notes = list(gpu_notes({**H100, **state}))
-    assert len(notes) == bool(words)
-    assert all(words in note for note in notes)
-
-
 @pytest.mark.parametrize(("seen", "status"), [("", NOTE), ("/dev/nvidia0", PROBLEM)])
 def test_no_gpu_is_a_note_and_one_that_torch_cannot_use_a_problem(
     seen: str, status: str, monkeypatch: pytest.MonkeyPatch
@@ -92,15 +67,9 @@ def test_no_gpu_is_a_note_and_one_that_torch_cannot_use_a_problem(
     monkeypatch.setattr(doctor, "gpus_in_sight", lambda: seen)
     (finding,) = doctor.gpus()
     assert (finding.status, seen in finding.words) == (status, True)
-
-
-def test_a_driver_that_fails_costs_its_clocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
-    monkeypatch.setattr(doctor, "query_gpus", Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)))
-    seen, unknown = doctor.gpus()
-    assert (seen.words, unknown.status) == ("2 x H100", NOTE)
-    assert "GPU is lost" in unknown.words
+    assert [*doctor.gpus()] == [(OK, "GPUs", "2 x H100")]
 
 
 def test_what_a_gpu_run_does_without_is_a_note_and_triton_without_a_compiler_a_problem(

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 # One GPU as ``query_gpus`` gives it.
 H100 = {
     "index": 0, "driver": "570.86.15", "name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-0", "memory_mib": 81559.0,
-    "memory_free_mib": 81077.0, "utilization_percent": 0, "sm_clock_mhz": 345, "sm_clock_limit_mhz": 1980,
+    "memory_free_mib": 81077.0, "sm_clock_mhz": 345, "sm_clock_limit_mhz": 1980,
     "power_limit_w": 700.0, "power_default_w": 700.0, "mig": "Disabled", "throttle_reasons": 1,
 }  # fmt: skip
 ANSWERS: dict[str, Callable[..., Any]] = {
@@ -30,7 +30,6 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "nvmlDeviceGetName": lambda gpu: "NVIDIA H100 80GB HBM3",
     "nvmlDeviceGetUUID": lambda gpu: "GPU-0",
     "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=81559 * 2**20, free=81077 * 2**20),
-    "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=0),
     "nvmlDeviceGetClockInfo": lambda gpu, clock: {pynvml.NVML_CLOCK_SM: 345}[clock],
     "nvmlDeviceGetMaxClockInfo": lambda gpu, clock: 1980,
     "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: 700_000,
@@ -54,13 +53,6 @@ DRIVERS = {
     "what is not said is unknown and not zero": (
         {"nvmlDeviceGetEnforcedPowerLimit": NOT_SAID, "nvmlDeviceGetMigMode": NOT_SAID},
         {"power_limit_w": None, "mig": None},
-    ),
-    "an older driver has reasons by the older name": (
-        {
-            "nvmlDeviceGetCurrentClocksEventReasons": failing(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND),
-            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 64,
-        },
-        {"throttle_reasons": 64},
     ),
 }
 
@@ -105,10 +97,9 @@ def test_gpus_are_described_with_their_links_or_the_reason_why_not(
 ) -> None:
     lost = Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST))
     monkeypatch.setattr(provenance, "query_gpus", Mock(return_value=[H100]) if is_there else lost)
-    monkeypatch.setattr(
-        provenance, "_output", lambda *command: "\x1b[4mGPU0 GPU1\x1b[0m\n X NV18"
-    )  # As nvidia-smi does.
-    there = {"gpus": [H100], "topology": ["GPU0 GPU1", " X NV18"]}
+    underlined = "\x1b[4mGPU0 GPU1\x1b[0m\n X NV18"  # As nvidia-smi does.
+    monkeypatch.setattr(provenance, "_output", lambda *command: underlined)
+    there = {"driver": "570.86.15", "gpus": [H100], "topology": ["GPU0 GPU1", " X NV18"]}
     assert provenance.describe_gpus() == (there if is_there else {"gpus": None, "gpus_why": "GPU is lost"})
 
 

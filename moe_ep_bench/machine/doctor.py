@@ -15,9 +15,8 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import pynvml
 import torch
 import torch.distributed as dist
 
@@ -26,7 +25,6 @@ from moe_ep_bench.files import atomic_path
 from moe_ep_bench.kernels import toolchain
 from moe_ep_bench.layer.te_check import transformer_engine
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.machine.gpus import THROTTLE_REASONS, query_gpus
 from moe_ep_bench.runtime import exit_codes
 from moe_ep_bench.runtime.device import check_num_ranks, gpus_in_sight, local_ranks, why_torch_has_none
 from moe_ep_bench.runtime.ranks import NotMetError, join
@@ -37,7 +35,6 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 _LIMIT_S, _EXCHANGE_S = 900.0, 180.0  # of all, and of meeting
 _VALUES = 1 << 18  # int64 that a rank sends to another at least; some get up to four times as many
 _MIN_FREE_GIB = 1.0
-_MAX_USED_PERCENT = 5.0  # of a GPU's memory or time; a driver alone takes less
 
 # What a run on GPUs does without.
 _WITHOUT = {
@@ -79,7 +76,7 @@ def doctor(out: Path, nproc: int | None) -> int:
 
 
 def gpus() -> Iterator[Finding]:
-    """GPUs that torch can use, beside what the driver says of them."""
+    """GPUs that torch can use, and why not, where there are others."""
     names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     if seen := not names and gpus_in_sight():
         yield Finding(PROBLEM, "GPUs", f"{seen}, and torch can use none: {why_torch_has_none()}")
@@ -87,27 +84,6 @@ def gpus() -> Iterator[Finding]:
         yield Finding(NOTE, "GPUs", "none: ranks run on the CPU over gloo; that shows the machinery, no GPU's times")
     else:
         yield Finding(OK, "GPUs", ", ".join(f"{count} x {name}" for name, count in names.items()))
-        try:
-            for gpu in query_gpus():
-                yield from (Finding(NOTE, f"GPU {gpu['index']}", words) for words in gpu_notes(gpu))
-        except pynvml.NVMLError as error:
-            yield Finding(NOTE, "GPUs", f"clocks and power caps cannot be looked at (NVML: {error})")
-
-
-def gpu_notes(gpu: dict[str, Any]) -> Iterator[str]:
-    """What makes one GPU (a row of ``query_gpus``) slower than its like, or unfit."""
-    known = {name: value or 0 for name, value in gpu.items()}
-    if known["mig"] == "Enabled":
-        yield "MIG is enabled: a rank gets a slice, and NCCL joins no slices of one GPU"
-    if 0 < known["power_limit_w"] < known["power_default_w"]:
-        yield f"capped at {known['power_limit_w']:.0f} W of {known['power_default_w']:.0f} W: times hold for this cap"
-    # A power cap is reached under any load; the other reasons a healthy GPU does not show.
-    slowed = [name for name, bit in THROTTLE_REASONS.items() if known["throttle_reasons"] & bit and name != "power_cap"]
-    if slowed:
-        yield f"slowed down now ({', '.join(slowed)}): its rank will be the straggler"
-    used = 100 * (1 - known["memory_free_mib"] / known["memory_mib"]) if known["memory_mib"] else 0
-    if max(used, known["utilization_percent"]) > _MAX_USED_PERCENT:
-        yield f"another process takes {used:.0f} % of its memory and {known['utilization_percent']:.0f} % of its time"
 
 
 def packages() -> Iterator[Finding]:

@@ -16,29 +16,18 @@ THROTTLE_REASONS = {
     "hw_power_brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
 }
 
-
-def throttle_reasons(gpu: Any) -> int:
-    """Bits of ``THROTTLE_REASONS``."""
-    try:
-        return pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
-    except pynvml.nvmlExceptionClass(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND):
-        # Older drivers have it under its first name only.
-        return pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
-
-
 # How NVML is asked; names have the unit. An error of one costs only itself.
 FIELDS: dict[str, Callable[[Any], Any]] = {
     "name": lambda gpu: pynvml.nvmlDeviceGetName(gpu),
     "uuid": lambda gpu: pynvml.nvmlDeviceGetUUID(gpu),
     "memory_mib": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).total / 2**20,
     "memory_free_mib": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).free / 2**20,
-    "utilization_percent": lambda gpu: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
     "sm_clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
     "sm_clock_limit_mhz": lambda gpu: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM),
     "power_limit_w": lambda gpu: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
     "power_default_w": lambda gpu: pynvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1e3,
     "mig": lambda gpu: "Enabled" if pynvml.nvmlDeviceGetMigMode(gpu)[0] else "Disabled",
-    "throttle_reasons": throttle_reasons,
+    "throttle_reasons": lambda gpu: pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu),  # from driver 535 on
 }
 
 

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,15 +25,10 @@ from moe_ep_bench.machine.gpus import FIELDS, THROTTLE_REASONS
 if TYPE_CHECKING:
     import torch
 
-# From which share of a reading on times are doubtful, and whose readings they are.
-LIMITS = {
-    # Of the cores that a rank may use. Daemons of an idle host stay below 1 %.
-    "foreign": (0.05, "hosts"),
-    # Likewise. On a host of one's own it is 0; a stolen slice stops one rank, and all others wait for it.
-    "stolen": (0.02, "hosts"),
-    # Of samples. A GPU with enough cooling and supply is never slowed; one sample may be a fluke.
-    "slowed": (0.01, "ranks"),
-}
+# From which share on times are doubtful. Of the cores that a rank may use: daemons of an idle host stay below 1 %, and
+# on a host of one's own nothing is stolen; a stolen slice stops one rank, and all others wait for it. Of the samples of
+# a GPU: with enough cooling and supply it is never slowed, and one sample may be a fluke.
+_MOST_FOREIGN, _MOST_STOLEN, _MOST_SLOWED = 0.05, 0.02, 0.01
 # NVML sets hw_slowdown together with the other two hw reasons, so it comes last: of equal shares the first one counts.
 _SLOWDOWNS = {
     "hw_thermal": "heat",
@@ -65,16 +60,10 @@ class GpuSample(NamedTuple):
 
 
 class MachineSampler:
-    """Watches the machine from ``__enter__`` to ``stop`` or ``__exit__``; on the CPU the counters say all.
+    """Watches the machine from ``__enter__`` to ``stop`` or ``__exit__``; on the CPU the counters say all."""
 
-    Args:
-        read: samples the device, or raises; None = by NVML.
-    """
-
-    def __init__(
-        self, device: torch.device, period_s: float = 0.5, read: Callable[[], GpuSample] | None = None
-    ) -> None:
-        self._device, self._period_s, self._read = device, period_s, read
+    def __init__(self, device: torch.device, period_s: float = 0.5) -> None:
+        self._device, self._period_s = device, period_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="machine", daemon=True)
         self._samples: list[GpuSample] = []
@@ -95,13 +84,11 @@ class MachineSampler:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(_PATIENCE_S)
-            if self._thread.is_alive():
-                self._notes.append(f"the GPU could not be read to its end: no answer within {_PATIENCE_S:g} s")
         return state_between(self._begin, end, list(self._samples), self._notes)
 
     def _watch(self) -> None:
         try:
-            read = self._read or nvml_reader(self._device)
+            read = nvml_reader(self._device)
             self._samples.append(read())
             while not self._stopped.wait(self._period_s):
                 self._samples.append(read())
@@ -160,17 +147,36 @@ def state_between(
 
 
 def disturbances(states: Sequence[tuple[str, MachineState]]) -> list[str]:
-    """What makes the times doubtful: of each kind the line with the highest share, and how many are above the limit.
+    """What makes the times doubtful: of each kind the line with the highest share, where that is above the limit.
 
     Args:
         states: host name and state of every rank, in order of rank.
     """
-    lines = []
-    for kind, (limit, of) in LIMITS.items():
-        readings = sorted((share, line) for name, share, line in _readings(states) if name == kind)
-        if above := [line for share, line in readings if share > limit]:
-            lines.append(above[-1] + (f" ({len(above)} {of} in all)" if len(above) > 1 else ""))
-    return lines
+    foreign, stolen, slowed = [(0.0, "")], [(0.0, "")], [(0.0, "")]
+    for host in dict(states):
+        of_host = [state for name, state in states if name == host]
+        machine = of_host[0]  # all ranks of a host see the same
+        own_s = sum(state.own_cpu_s for state in of_host)
+        foreign.append(_taken(host, machine, "other processes used", (machine.machine_cpu_s or 0.0) - own_s))
+        stolen.append(_taken(host, machine, "the hypervisor took", machine.stolen_s or 0.0))
+    for rank, (_, state) in enumerate(states):
+        shares = dict(state.throttle_shares or {})
+        reason = max(_SLOWDOWNS, key=lambda name: shares.get(name, 0.0))
+        share = shares.get(reason, 0.0)
+        line = f"rank {rank}'s GPU was slowed down by {_SLOWDOWNS[reason]} in {100 * share:.3g} % of the samples"
+        slowed.append((share, line))
+    worst = ((max(foreign), _MOST_FOREIGN), (max(stolen), _MOST_STOLEN), (max(slowed), _MOST_SLOWED))
+    return [line for (share, line), most in worst if share > most]
+
+
+def _taken(host: str, machine: MachineState, who: str, cpu_s: float) -> tuple[float, str]:
+    """CPU time that our ranks did not get: its share of the cores that a rank may use, and a sentence.
+
+    The sentence has no share of the host: a rank may be bound to some of its cores, and others work on any.
+    """
+    cores = cpu_s / machine.wall_s if machine.wall_s > 0 else 0.0
+    words = f"{who} {cores:.2f} cores of {host} while it was timed (a rank may use {machine.num_cores})"
+    return cores / machine.num_cores, words
 
 
 def remarks(states: Sequence[tuple[str, MachineState]]) -> list[str]:
@@ -179,25 +185,3 @@ def remarks(states: Sequence[tuple[str, MachineState]]) -> list[str]:
     return [
         note if count == len(states) else f"{note} ({count} of {len(states)} ranks)" for note, count in notes.items()
     ]
-
-
-def _readings(states: Sequence[tuple[str, MachineState]]) -> Iterator[tuple[str, float, str]]:
-    """Kind, share and sentence of what was read, by host and by rank."""
-    for host in dict(states):
-        of_host = [state for name, state in states if name == host]
-        state = of_host[0]  # all ranks of a host see the same machine
-        foreign_s = max(0.0, (state.machine_cpu_s or 0.0) - sum(of_rank.own_cpu_s for of_rank in of_host))
-        for kind, who, cpu_s in (
-            ("foreign", "other processes used", foreign_s),
-            ("stolen", "the hypervisor took", state.stolen_s or 0.0),
-        ):
-            # No share of the host in the line: a rank may be bound to some of its cores, and others work on any.
-            cores = cpu_s / state.wall_s if state.wall_s > 0 else 0.0
-            line = f"{who} {cores:.2f} cores of {host} while it was timed (a rank may use {state.num_cores})"
-            yield kind, cores / state.num_cores, line
-    for rank, (_, state) in enumerate(states):
-        shares = dict(state.throttle_shares or {})
-        reason = max(_SLOWDOWNS, key=lambda name: shares.get(name, 0.0))
-        share = shares.get(reason, 0.0)
-        percent = f"{100 * share:.{0 if share >= 0.1 else 1}f} %"
-        yield "slowed", share, f"rank {rank}'s GPU was slowed down by {_SLOWDOWNS[reason]} in {percent} of the samples"

@@ -167,12 +167,13 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def describe_gpus() -> dict[str, Any]:
-    """The node's GPUs, and how they are linked (as ``nvidia-smi topo -m`` prints it); ``gpus_why`` there are none."""
+    """The node's driver and GPUs, and how they are linked (``nvidia-smi topo -m``); ``gpus_why`` there are none."""
     try:
-        topology = _ESCAPES.sub("", _output("nvidia-smi", "topo", "-m") or "")  # It underlines its heading.
-        return {"gpus": query_gpus(), "topology": topology.splitlines()}
+        gpus, topology = query_gpus(), _output("nvidia-smi", "topo", "-m") or ""
     except pynvml.NVMLError as error:
         return {"gpus": None, "gpus_why": str(error)}
+    driver = next((gpu["driver"] for gpu in gpus), None)
+    return {"driver": driver, "gpus": gpus, "topology": _ESCAPES.sub("", topology).splitlines()}
 
 
 def describe_rank(device: torch.device, *, several_nodes: bool) -> dict[str, Any]:

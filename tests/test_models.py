@@ -21,7 +21,7 @@ from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.models import ModelSpec, load_hf_model, load_model, preset_of
-from moe_ep_bench.models.memory import Fit, footprint
+from moe_ep_bench.models.memory import Fit, Served
 
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_act": "silu",
@@ -195,18 +195,23 @@ def test_a_preset_has_and_activates_the_published_parameters(name: str) -> None:
 # What a rank holds
 
 
+def held(model: ModelSpec, ep_size: int, tokens: int, context: int = 0, peak_load: float | None = None) -> dict:
+    """What each rank holds of a model in bf16, whose batch is ``tokens`` of each rank, one of each request."""
+    rank = Served(model, "bfloat16", 2, 2, lambda num_ranks: tokens * num_ranks, 1, context, peak_load)
+    return rank.footprint(ep_size, ep_size)
+
+
 def test_each_rank_of_deepseek_v3_holds_these_bytes() -> None:
     """58 layers of 256 experts of 3 x 7168 x 2048 weights, and all else on every rank; two bytes each."""
     model = load_model("deepseek-v3")
-    held = footprint(model, 8, num_tokens=4096, cached_tokens=10_000, value_bytes=2, peak_load=1.5)
-    assert held["expert_bytes"] == 58 * 32 * 3 * 7168 * 2048 * 2 == 163_477_192_704
-    assert held["other_weight_bytes"] == 2 * (model.num_parameters - 58 * 256 * 3 * 7168 * 2048)
-    assert held["cache_bytes"] == 10_000 * 61 * (512 + 64) * 2, "the latent, not the keys and values made from it"
-    assert held["row_bytes"] == 4096 * 8 * 1.5 * (4 * 7168 + 3 * 2048) * 2
-    most = footprint(model, 8, num_tokens=4096, cached_tokens=0, value_bytes=2, peak_load=99)
+    bytes_of = held(model, 8, 4096, context=9, peak_load=1.5)
+    assert bytes_of["expert_bytes"] == 58 * 32 * 3 * 7168 * 2048 * 2 == 163_477_192_704
+    assert bytes_of["other_weight_bytes"] == 2 * (model.num_parameters - 58 * 256 * 3 * 7168 * 2048)
+    assert bytes_of["cache_bytes"] == 40_960 * 61 * (512 + 64) * 2, "the latent, not the keys and values made from it"
+    assert bytes_of["row_bytes"] == 4096 * 8 * 1.5 * (4 * 7168 + 3 * 2048) * 2
+    most = held(model, 8, 4096, peak_load=99)
     assert most["row_bytes"] == 8 * 4096 * 8 * (4 * 7168 + 3 * 2048) * 2, "a rank has no more than all pairs"
-    of_qwen = footprint(load_model("qwen3-235b-a22b"), 16, num_tokens=1, cached_tokens=1, value_bytes=2)
-    assert of_qwen["cache_bytes"] == 94 * 2 * 4 * 128 * 2
+    assert held(load_model("qwen3-235b-a22b"), 16, 1)["cache_bytes"] == 94 * 2 * 4 * 128 * 2
 
 
 def deployment(folder: Path, model: dict[str, Any], **keys: Any) -> Fit:
@@ -355,13 +360,8 @@ NEMOTRON = V4 | {"model_type": "nemotron_h", "moe_shared_expert_intermediate_siz
         ),
         (changed("qwen3-30b-a3b", decoder_sparse_step=0), "decoder_sparse_step: expected a number above 0, got 0"),
         (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1 or a list, got true"),
-        (
-            changed("deepseek-v3", mlp_layer_types=["sparse"] * 61),
-            "mlp_layer_types: expected 3 dense layers, as first_k",
-        ),
         (changed("deepseek-v3", mlp_layer_types=["moe"] * 61), "mlp_layer_types: expected dense and sparse layers"),
         (changed("deepseek-v3", moe_layer_freq=[0, 0, 0, 1]), "expected the kinds of 61 layers, got 4"),
-        ({"model_type": "gemma4_text", "num_experts": None}, "enable_moe_block: false, or missing, or without num_exp"),
         (V4 | {"mlp_layer_types": ["moe", "hash_moe"]}, "mlp_layer_types: expected hash_moe before moe; got"),
         (NEMOTRON | {"hybrid_override_pattern": "M*"}, "first_dense_layers: expected fewer than num_layers=2, got 2"),
         (NEMOTRON | {"hybrid_override_pattern": "ME-"}, "intermediate_size: missing; expected a whole number from 1"),
@@ -405,30 +405,22 @@ def test_what_no_spec_can_express_says_how_to_write_it_by_hand(tmp_path: Path) -
 
 @pytest.mark.skipif(not PUBLIC_FILES, reason="aiconfigurator-core is not installed")
 def test_config_files_that_people_serve_are_understood_or_refused_with_the_way_on() -> None:
-    """Of those that have experts, all are understood; a Gemma has none."""
-    refused = {}
+    """Nearly all are understood; a Gemma has no experts, though it could."""
+    refused = []
     for path in PUBLIC_FILES:
         try:
             load_hf_model(path)
         except ValueError as error:
-            refused[path.name] = str(error)
-    assert [told for told in refused.values() if "this model has no experts; the way on" not in told] == []
-    assert len(refused) <= 0.05 * len(PUBLIC_FILES)
+            refused.append(str(error))
+    assert [told for told in refused if "no family that is known here; the way on" not in told] == []
+    assert len(refused) <= 0.15 * len(PUBLIC_FILES)
 
 
-def test_deepseek_v4_chooses_by_token_id_first_and_what_its_short_files_leave_out_is_named(tmp_path: Path) -> None:
+def test_deepseek_v4_chooses_by_token_id_first() -> None:
     pro = load_model("deepseek-v4-pro")
     assert pro.moe_layers == tuple(range(61))
-    assert [told for told in pro.departures if "token id" in told or "Assumed" in told] == [
-        "The first 3 MoE layers choose experts by token id; here all choose by score."
-    ]
-    short = {"model_type": "deepseek_ref", "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-    short |= {"vocab_size": 64, "moe_intermediate_size": 16, "n_routed_experts": 8, "n_shared_experts": 1}
-    short |= {"num_experts_per_tok": 2, "num_hash_layers": 1, "scoring_func": "sqrtsoftplus"}
-    model = load_hf_model(written(tmp_path, short))
-    assert (model.score_function, model.num_hash_layers, model.normalize) == ("sqrtsoftplus", 1, True)
-    assert model.departures[-1] == "Assumed, for the model's file does not say it: routed_scale 1.5."
-    assert load_hf_model(written(tmp_path, {**short, "routed_scaling_factor": 2.5})).assumed == ()
+    told = "The first 3 MoE layers choose experts by token id; here all choose by score."
+    assert [one for one in pro.departures if "token id" in one] == [told]
 
 
 def test_routed_experts_may_have_a_width_of_their_own() -> None:
@@ -440,9 +432,9 @@ def test_routed_experts_may_have_a_width_of_their_own() -> None:
     assert narrow.other_parameters(4) - wide.other_parameters(4) == latent
     assert narrow.scaled(1 / 4).latent_size == wide.hidden_size // 16
     assert any("width of 1792" in sentence for sentence in narrow.departures)
-    held = [footprint(model, 8, num_tokens=64, cached_tokens=0, value_bytes=2) for model in (wide, narrow)]
-    assert held[1]["expert_bytes"] * 4 == held[0]["expert_bytes"]
-    assert held[0]["row_bytes"] - held[1]["row_bytes"] == 64 * 8 * 2 * 3 * wide.hidden_size * 2
+    of_wide, of_narrow = (held(model, 8, 64) for model in (wide, narrow))
+    assert of_narrow["expert_bytes"] * 4 == of_wide["expert_bytes"]
+    assert of_wide["row_bytes"] - of_narrow["row_bytes"] == 64 * 8 * 2 * 3 * wide.hidden_size * 2
     work = RankWork(4096, 4096 * 8, np.full(32, 1024))
     of = [layer_us(model, work) for model in (wide, narrow)]
     assert (of[0]["gate"], of[0]["shared"]) == (of[1]["gate"], of[1]["shared"])
@@ -457,31 +449,12 @@ def layer_us(model: ModelSpec, work: RankWork) -> dict[str, float]:
     return times
 
 
-MOLMO = {
-    "model_type": "molmo", "n_layers": 2, "d_model": 64, "embedding_size": 99, "weight_tying": False, "n_heads": 4,
-    "moe_num_experts": 8, "moe_top_k": 2, "mlp_ratio": 2, "include_bias": True, "attention_layer_norm": True,
-}  # fmt: skip
-STEP = _GQA | {
-    "model_type": "step3p5", "num_hidden_layers": 4, "intermediate_size": 24, "moe_intermediate_size": 16,
-    "moe_num_experts": 8, "moe_top_k": 2, "share_expert_dim": 32, "moe_layers_enum": "3, 1",
-}  # fmt: skip
-HUNYUAN = _GQA | {
-    "model_type": "hunyuan_v1_moe", "num_hidden_layers": 2, "intermediate_size": 24, "num_experts": [8, 8],
-    "moe_topk": [2, 2],
-}  # fmt: skip
 V2_BY_ITS_FIRST_NAME = DEEPSEEK_V2 | {"model_type": "deepseek"}
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        (MOLMO, {"ffn_hidden_size": 64, "vocab_size": 99, "attention.bias": "all", "attention.qk_norm": "all_heads"}),
-        (MOLMO | {"mlp_hidden_size": 96, "attention_layer_norm": False},
-         {"ffn_hidden_size": 48, "attention.qk_norm": "none"}),
-        (STEP, {"activation": "swiglu", "listed_moe_layers": [1, 3], "shared_ffn_hidden_size": 32, "routed_scale": 1}),
-        (STEP | {"swiglu_limits": [None, 7.0]}, {"activation": "clamped_swiglu"}),
-        (STEP | {"moe_layers_enum": None}, {"first_dense_layers": 3, "listed_moe_layers": None}),
-        (HUNYUAN, {"num_experts": 8, "top_k": 2, "shared_ffn_hidden_size": 24}),
         (V4 | {"num_hash_layers": 9}, {"num_hash_layers": 2, "routed_scale": 1.5, "shared_ffn_hidden_size": 16}),
         (V2_BY_ITS_FIRST_NAME, {"attention.kv_lora_rank": 512, "normalize": False, "shared_ffn_hidden_size": 2 * 1536}),
         (NEMOTRON | {"hybrid_override_pattern": "MEM*E"}, {"listed_moe_layers": [1, 4], "dense_ffn_hidden_size": 0}),

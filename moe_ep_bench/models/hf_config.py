@@ -3,7 +3,7 @@
 ``families.yaml`` says for each ``model_type`` by which keys its files state what a ``ModelSpec`` needs. One function
 reads them all; the few families that compute something have a short one that comes before it. null stands for a key
 that is missing. A missing size is an error. What no spec can express is refused, not guessed; attention that none can
-express is None, and a whole model is refused then. What neither file nor code says is named (``ModelSpec.assumed``).
+express is None, and a whole model is refused then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import yaml
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from moe_ep_bench.errors import UserError, brief, naming, problem_words, saying
-from moe_ep_bench.files import is_whole_number, parse_json
+from moe_ep_bench.files import parse_json
 from moe_ep_bench.models.spec import ModelSpec
 from moe_ep_bench.presets import validated
 
@@ -39,7 +39,6 @@ _KINDS: dict[Any, str] = {
     bool: "tied_embeddings normalize all_bias qkv_bias has_qk_norm",
     str: "hidden_act topk_method",
     list[int]: "dense_layers routed_layers",
-    list[float | None]: "swiglu_limits",
     object: "layer_kinds",
 }
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
@@ -117,46 +116,9 @@ def _find_experts(stated: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_hidden_layers": len(blocks), "moe_layers": routed, **no_dense}
 
 
-def _same_of_all(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Hunyuan: one number for all layers, where a file lists it for each."""
-    lists = {key: stated[key] for key in ("num_experts", "moe_topk") if isinstance(stated.get(key), list)}
-    return {key: values[0] for key, values in lists.items() if values and values.count(values[0]) == len(values)}
-
-
-def _split_layers(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Step-3.5: a list of layers in a text."""
-    layers = stated.get("moe_layers_enum")
-    if not isinstance(layers, str) or not re.fullmatch(r"[\d, ]*", layers):
-        return {}
-    return {"moe_layers_enum": [int(number) for number in layers.split(",") if number.strip()]}
-
-
-def _check_experts(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Gemma 4: some have none."""
-    if stated.get("enable_moe_block") is not True or "num_experts" not in stated:
-        raise UserError("enable_moe_block: false, or missing, or without num_experts: this model has no experts")
-    return {}
-
-
-def _halve_width(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """OLMo's keys state the width of gate and up projection together, or its ratio to the hidden size."""
-    if (width := stated.get("mlp_hidden_size")) is None:
-        ratio, hidden = stated.get("mlp_ratio"), stated.get("d_model")
-        if not is_whole_number(ratio, 1):
-            raise UserError(f"mlp_ratio: {'missing; ' * (ratio is None)}expected a whole number from 1")
-        width = ratio * hidden if is_whole_number(hidden, 1) else 2
-    return {"mlp_hidden_size": width // 2 if is_whole_number(width, 1) else width}
-
-
 _PREPARE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "deepseek_ref": _count_hash_layers,
     "deepseek_v4": _count_hash_layers,
-    "gemma4": _check_experts,
-    "hunyuan_v1_moe": _same_of_all,
-    "molmo": _halve_width,
     "nemotron_h": _find_experts,
-    "step3p5": _split_layers,
-    "step3p7": _split_layers,
 }
 """By family, keys that it computes of those that a file states."""
 
@@ -203,8 +165,6 @@ def spec_of(values: Mapping[str, Any], where: str, source: str | None = None) ->
     stated = {key: value for key, value in values.items() if value is not None or key in family.nulls}
     with naming(where):
         fields = _spec_fields(family, stated | _PREPARE.get(name, dict)(stated))
-    if name == "deepseek_ref" and "routed_scaling_factor" not in stated:
-        fields["assumed"] = ("routed_scale",)
     named = {"name": _name(stated), "source": where if source is None else source}
     known = {key: value for key, value in fields.items() if key in ModelSpec.model_fields}
     return validated(ModelSpec, {**named, **known}, Path(where))
@@ -230,7 +190,6 @@ def _spec_fields(family: _Family, stated: Mapping[str, Any]) -> dict[str, Any]:
         got = "0" if dense_key in stated else "missing"
         raise UserError(f"{dense_key}: {got}; expected a whole number from 1")
     is_leading = layers == [*range(first, values.num_layers)]
-    activation = "swiglu" if values.hidden_act in ("silu", "swiglu") else "other_gated"
     # A group's score is the sum of so many of its best experts'.
     scored = {"group_limited_greedy": 1, "noaux_tc": 2}.get(values.topk_method) if values.num_groups > 1 else None
     return {
@@ -239,7 +198,7 @@ def _spec_fields(family: _Family, stated: Mapping[str, Any]) -> dict[str, Any]:
         "first_dense_layers": first if is_leading else 0,
         "listed_moe_layers": None if is_leading else tuple(layers),
         "shared_ffn_hidden_size": values.shared_ffn_hidden_size or values.num_shared * values.ffn_hidden_size,
-        "activation": "clamped_swiglu" if any(values.swiglu_limits) else activation,
+        "activation": "swiglu" if values.hidden_act in ("silu", "swiglu") else "other_gated",
         "num_hash_layers": min(values.num_hash_layers, values.num_layers),
         "attention": _attention(family.attention, values),
         "num_groups": values.num_groups if scored else None,
@@ -279,9 +238,6 @@ def _routed_layers(values: SimpleNamespace, stated: Mapping[str, Any]) -> list[i
         if len(kinds) < num_layers:
             raise UserError(f"{key}: expected the kinds of {num_layers} layers, got {len(kinds)}")
         layers = [layer for layer in range(num_layers) if kinds[layer] in ("sparse", 1)]
-        if "first_k_dense_replace" in stated and first is not None and layers != [*range(first, num_layers)]:
-            expected = f"expected {first} dense layers, as first_k_dense_replace says"
-            raise UserError(f"{key}: {expected}, then sparse ones; got {brief(kinds)}")
         return layers
     if values.routed_layers is not None:
         return sorted({*values.routed_layers} & {*range(num_layers)})

@@ -67,57 +67,16 @@ class Fit(BaseModel):
         )
 
 
-def footprint(
-    model: ModelSpec,
-    ep_size: int,
-    *,
-    num_tokens: int,
-    cached_tokens: int,
-    value_bytes: int,
-    expert_value_bytes: float | None = None,
-    peak_load: float | None = None,
-    num_layers: int | None = None,
-) -> dict[str, int]:
-    """Bytes on each of ``ep_size`` ranks, by the names of ``Fit``.
-
-    Args:
-        num_tokens: of a rank's batch.
-        cached_tokens: of a rank: those of its requests that came before, and of its batch.
-        value_bytes: of a weight, and of a cached value.
-        expert_value_bytes: of an expert's weight, scales included; None = the same.
-        peak_load: of the fullest rank over the mean.
-        num_layers: from the model's first on; 0 = one MoE layer alone, None = all.
-    """
-    # Pairs of the fullest rank, as if its hot experts lay together: permuted twice, and inside the FFN.
-    pairs = int(num_tokens * model.top_k * min(peak_load or USUAL_PEAK, ep_size))
-    rows = pairs * (4 * model.expert_hidden_size + model.expert_matrices * model.ffn_hidden_size)
-    if num_layers == 0:
-        num_moe, cached = 1, 0
-        others = model.hidden_size * (model.num_experts + model.expert_matrices * model.shared_ffn_hidden_size)
-        others += model.latent_parameters
-    else:
-        num_layers = num_layers or model.num_layers
-        num_moe = sum(layer < num_layers for layer in model.moe_layers)
-        others = model.other_parameters(num_layers) or 0
-        cached = 0 if model.attention is None else model.attention.cached_values * num_layers * cached_tokens
-    experts = model.num_experts // ep_size * model.expert_parameters * num_moe
-    return {
-        "expert_bytes": round(experts * (expert_value_bytes or value_bytes)),
-        "other_weight_bytes": others * value_bytes,
-        "cache_bytes": cached * value_bytes,
-        "row_bytes": rows * value_bytes,
-    }
-
-
 class Served(NamedTuple):
     """A model as it is served, on any number of ranks.
 
     Attributes:
-        dtype: of weights and activations; their bytes are as in ``footprint``.
+        dtype: of weights and activations.
+        value_bytes: of a weight, and of a cached value; ``expert_value_bytes`` of an expert's weight, scales included.
         total_tokens: tokens of a batch, by the number of ranks.
         request_tokens: of a batch; None = whole prompts.
         context_length: tokens of each request that came before the batch.
-        peak_load: of the fullest rank over the mean.
+        peak_load: of the fullest rank over the mean; None = ``USUAL_PEAK``.
     """
 
     model: ModelSpec
@@ -130,19 +89,35 @@ class Served(NamedTuple):
     peak_load: float | None
 
     def footprint(self, num_ranks: int, ep_size: int, num_layers: int | None = None) -> dict[str, int]:
-        """``footprint`` on so many ranks. A batch's tokens are in the cache, and those of its requests before them."""
+        """Bytes on each of ``num_ranks`` ranks, by the names of ``Fit``.
+
+        Args:
+            num_layers: from the model's first on; 0 = one MoE layer alone, None = all.
+        """
+        model = self.model
         tokens = -(-self.total_tokens(num_ranks) // num_ranks)
-        requests = -(-tokens // self.request_tokens) if self.request_tokens else 0
-        return footprint(
-            self.model,
-            ep_size,
-            num_tokens=tokens,
-            cached_tokens=tokens + requests * self.context_length,
-            value_bytes=self.value_bytes,
-            expert_value_bytes=self.expert_value_bytes,
-            peak_load=self.peak_load,
-            num_layers=num_layers,
-        )
+        # Pairs of the fullest rank, as if its hot experts lay together: permuted twice, and inside the FFN.
+        pairs = int(tokens * model.top_k * min(self.peak_load or USUAL_PEAK, ep_size))
+        rows = pairs * (4 * model.expert_hidden_size + model.expert_matrices * model.ffn_hidden_size)
+        if num_layers == 0:
+            num_moe, cached = 1, 0
+            others = model.hidden_size * (model.num_experts + model.expert_matrices * model.shared_ffn_hidden_size)
+            others += model.latent_parameters
+        else:
+            num_layers = num_layers or model.num_layers
+            num_moe = sum(layer < num_layers for layer in model.moe_layers)
+            others = model.other_parameters(num_layers) or 0
+            requests = -(-tokens // self.request_tokens) if self.request_tokens else 0
+            cached_tokens = tokens + requests * self.context_length
+            cached = 0 if model.attention is None else model.attention.cached_values * num_layers * cached_tokens
+        return {
+            "expert_bytes": round(
+                model.num_experts // ep_size * model.expert_parameters * num_moe * self.expert_value_bytes
+            ),
+            "other_weight_bytes": others * self.value_bytes,
+            "cache_bytes": cached * self.value_bytes,
+            "row_bytes": rows * self.value_bytes,
+        }
 
     def fit(self, ep_size: int, device: str, device_bytes: float) -> Fit:
         """What each rank of the whole model holds, and the fewest ranks that hold it: the same batch on more."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-import pandas as pd
 import pytest
-from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as Sheet
 from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped, standard_cases, write_run
@@ -18,7 +15,7 @@ from whole_builder import WHOLE_CASES, write_whole
 
 from moe_ep_bench.analysis.cases import Store, load, samples
 from moe_ep_bench.analysis.drawing import Drawing, Figure, case_rows, draw
-from moe_ep_bench.analysis.figures import FIGURES, on_front
+from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.marks import series
 from moe_ep_bench.analysis.plot import figures_of
 from moe_ep_bench.analysis.style import (
@@ -29,10 +26,8 @@ from moe_ep_bench.analysis.style import (
     phase_look,
     settle,
 )
-from moe_ep_bench.analysis.sweeps import key_words, swept, value_words
-from moe_ep_bench.analysis.timeline import critical_rank
 from moe_ep_bench.policies import POLICIES
-from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED, phase_groups
+from moe_ep_bench.schema import LAYER_PHASES, UNACCOUNTED, phase_groups
 
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
 PEAK, LINKS = "workload.peak_load", "emulate.links"
@@ -43,9 +38,9 @@ def store_of(root: Path, *comparisons: FakeComparison, mode: str = "run") -> Sto
     return load(write_run(root, comparisons, mode))
 
 
-def drawn(name: str, store: Store, size: str = "page", case: str | None = None) -> Drawing | None:
+def drawn(name: str, store: Store, size: str = "page") -> Drawing | None:
     with house_style(size):
-        drawing = draw(figures_of(store, case)[name], store)
+        drawing = draw(figures_of(store)[name], store)
         if drawing is not None:
             settle(drawing.figure)
     return drawing
@@ -103,19 +98,6 @@ def test_ways_to_balance_have_a_line_each_along_their_spare_slots(tmp_path: Path
     }
 
 
-@pytest.fixture(scope="module")
-def swept_store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """Peak loads out of order; token_drop pays where the peak load is above its capacity factor."""
-    comparisons = []
-    for number, peak in enumerate((4, 1, 2.5, 2, 3)):
-        drops = [drop(g, 1 + 0.2 * (peak - g)) for g in (1.0, 2.0, 3.0)]
-        ceiling = FakeCase("native_balanced", role="ceiling", label="native, balanced scores", speedup=1 + peak / 10)
-        facts = {"point": {PEAK: peak}, "title": f"Tiny {number}"}
-        sizes = {"num_batches": 2, "num_iterations": 1, "noise": 0.0}
-        comparisons.append(FakeComparison(f"c{number}", facts, [*native(), *drops, eplb(1, 1.25), ceiling], **sizes))
-    return store_of(tmp_path_factory.mktemp("swept"), *comparisons)
-
-
 # ---- a figure is data ----------------------------------------------------------------------------------------------
 
 
@@ -130,9 +112,9 @@ def test_a_figure_is_added_by_one_row(store: Store, monkeypatch: pytest.MonkeyPa
     assert "Peaks" in words(drawing.figure)
 
 
-def test_replication_stands_beside_policies(store: Store, swept_store: Store) -> None:
-    for name, of in (("speedup", store), ("pareto", store), ("map", swept_store)):
-        assert "replication" in set(drawn(name, of).rows["role"]), name
+def test_replication_stands_beside_policies(store: Store) -> None:
+    for name in ("speedup", "pareto"):
+        assert "replication" in set(drawn(name, store).rows["role"]), name
     assert "1 spare" in ticks(drawn("speedup", store).figure.axes[-1].xaxis)
 
 
@@ -234,7 +216,7 @@ def long_names(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 @pytest.mark.parametrize("size", ["page", "column"])
 def test_long_names_are_not_clipped_and_hide_nothing(long_names: Store, size: str) -> None:
-    for name in ("speedup", "timeline") if size != "page" else FIGURES:
+    for name in ("speedup", "ranks") if size != "page" else FIGURES:
         if (drawing := drawn(name, long_names, size)) is not None:
             assert drawing.figure.get_figwidth() <= SIZES[size][0]
             assert_nothing_is_clipped(drawing.figure)
@@ -295,9 +277,14 @@ def test_beside_capacity_factors_a_policy_without_one_stands_at_its_name_and_a_c
     assert legend(drawn("load", run).figure) == [f"token_drop, {GAMMA} 1", named, "native"]
 
 
-def test_of_a_long_sweep_some_points_are_drawn_and_the_csv_has_all(swept_store: Store) -> None:
+def test_of_a_long_sweep_some_points_are_drawn_and_the_csv_has_all(tmp_path: Path) -> None:
+    comparisons = [
+        FakeComparison(f"c{n}", {"title": f"Tiny {n}"}, [*native(), drop(1.0, 1.5)], num_batches=1, num_iterations=1)
+        for n in range(5)
+    ]
+    run = store_of(tmp_path, *comparisons)
     for name in ("pareto", "load", "dropped"):
-        drawing = drawn(name, swept_store)
+        drawing = drawn(name, run)
         assert len(drawing.figure.axes) == 8
         assert drawing.rows["title"].nunique() == 5
         assert "of 5 comparisons 4 are drawn" in words(drawing.figure)
@@ -319,137 +306,53 @@ def test_loads_fall_from_each_cases_own_fullest(tmp_path: Path) -> None:
 # ---- costs ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_front_holds_exactly_the_points_that_no_other_beats() -> None:
-    generator = np.random.default_rng(0)
-    for number in range(60):
-        points = generator.integers(0, 5, (number % 12 + 1, 2))
-        beaten = [any((other >= point).all() and (other > point).any() for other in points) for point in points]
-        assert on_front(points).tolist() == [not one for one in beaten]
-
-
-def test_policies_on_the_front_and_points_within_the_noise_are_told(store: Store) -> None:
-    drawing = drawn("pareto", store)
-    on_front = drawing.rows.set_index("label")["on_front_of_retained_mass"]
-    assert on_front[["token_drop gamma 1", "oea"]].all()  # fastest; slower and keeps more
-    assert not on_front["lynx"]
-    hollow = [line for line in drawing.figure.axes[0].lines if line.get_markerfacecolor() == "none"]
-    places = [line.get_xdata()[0] for line in hollow if len(line.get_xdata())]
-    assert places == [pytest.approx(100)]
-
-
-def test_what_drops_everything_sets_no_scale_and_stands_in_the_note_with_its_numbers(tmp_path: Path) -> None:
+def test_points_within_the_noise_are_hollow_and_what_drops_everything_sets_no_scale(tmp_path: Path) -> None:
     gone = FakeCase("lynx", params={"num_dropped": 8}, speedup=4, dropped=1.0, mass=0.0)
     kept = FakeCase("oea", params={"k0": 3}, speedup=1.2, dropped=0.5, mass=0.8)
-    run = store_of(tmp_path, FakeComparison(cases=[*native(), gone, kept], num_iterations=1, noise=0.0))
-    drawing = drawn("pareto", run)
-    assert set(drawing.rows["label"]) == {"lynx", "oea"}
-    for axes in drawing.figure.axes:
-        assert axes.get_ylim()[1] < 1.3
-    assert "off the scale: lynx, speedup 4.00 at 100% dropped" in words(drawing.figure)
+    drawing = drawn("pareto", store_of(tmp_path, FakeComparison(cases=[*native(), FakeCase("topk"), gone, kept])))
+    assert set(drawing.rows["label"]) == {"topk", "oea"}
+    hollow = [line for line in drawing.figure.axes[0].lines if line.get_markerfacecolor() == "none"]
+    assert [line.get_xdata()[0] for line in hollow if len(line.get_xdata())] == [pytest.approx(100)]
 
 
-# ---- timeline ------------------------------------------------------------------------------------------------------
+# ---- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_fastest_policy_that_costs_little_is_shown_and_a_choice_of_the_user_is_kept(store: Store) -> None:
-    for label, asked in {"oea": None, "lynx": "lynx", "topk": "c0-2"}.items():
-        assert set(drawn("timeline", store, case=asked).rows["label"]) == {"native", label}
-    with pytest.raises(ValueError, match=r"case: expected .*native again, topk, .*lynx.*; got 'lnyx'"):
-        drawn("timeline", store, case="lnyx")
+def test_each_rank_has_its_phases_under_native_and_the_fastest_policy(store: Store) -> None:
+    drawing = drawn("ranks", store)
+    assert set(drawing.rows["label"]) == {"native", "token_drop gamma 1"}
+    times = samples(store, case_rows(store).query("label == 'token_drop gamma 1'")).query("kind == 'breakdown'")
+    for phase, group in {"experts": "experts", "wait_combine": "waiting"}.items():
+        expected_ms = times[times["phase"] == phase].groupby("rank")["time_us"].median() / 1e3
+        found = drawing.rows.query(f"role == 'policy' and phases == {group!r}").set_index("rank")["time_ms"]
+        assert found.to_dict() == pytest.approx(expected_ms.to_dict())
+    bars = ticks(drawing.figure.axes[0].yaxis)
+    assert bars == [f"{name}, rank {rank}" for name in ("native", f"token_drop, {GAMMA} 1") for rank in range(4)]
+    assert "25.0 % dropped, 80.0 % kept" in drawing.figure.axes[0].get_title("left").replace("\n", " ")
 
 
-def test_the_typical_iteration_is_shown_and_the_rank_that_waits_least_is_critical(store: Store) -> None:
-    rows = drawn("timeline", store, case="oea").rows
-    times = samples(store, case_rows(store).query("label == 'oea'"))
-    slowest = times[(times["kind"] == "breakdown") & (times["phase"] == TOTAL)]
-    slowest = slowest.groupby(["launch", "batch", "iteration"])["time_us"].max()
-    key = (slowest - slowest.median()).abs().idxmin()
-    shown = rows[rows["label"] == "oea"]
-    assert set(map(tuple, shown[["launch", "batch", "iteration"]].to_numpy())) == {key}
-    assert (shown["begin_us"] + shown["time_us"]).max() == pytest.approx(slowest[key])
-    assert set(shown.loc[shown["is_critical"], "rank"]) == {0}  # the slow one, which never waits
-    times_us = pd.DataFrame(0.0, index=range(3), columns=[*LAYER_PHASES, TOTAL])
-    times_us[TOTAL] = [5.0, 7.0, 6.0]
-    assert critical_rank(times_us) == 1
-    times_us.loc[1, "wait_combine"] = 0.1
-    assert critical_rank(times_us) == 2
+def test_waits_of_ranks_are_less_what_their_probes_cost(tmp_path: Path) -> None:
+    about = {"num_batches": 2, "num_iterations": 1, "noise": 0.0, "conditions": {"rank": {"probe_floor_us": 50.0}}}
+    run = store_of(tmp_path, FakeComparison(cases=[*native(), drop(1.0, 1.5)], **about))
+    waits = samples(run).query("kind == 'breakdown' and phase == 'wait_combine' and label == 'native' and rank == 1")
+    rows = drawn("ranks", run).rows.query("label == 'native' and phases == 'waiting'").set_index("rank")
+    assert rows["time_ms"].to_dict() == pytest.approx({0: 0.0, 1: (waits["time_us"].iloc[0] - 50) / 1e3})
 
 
-def test_of_many_ranks_some_are_shown_and_the_critical_ones_among_them(tmp_path: Path) -> None:
+def test_of_many_ranks_those_that_work_longest_under_native_are_shown(tmp_path: Path) -> None:
     sizes = {"num_ranks": 48, "num_experts": 48, "num_batches": 2, "num_iterations": 1}
     run = store_of(tmp_path, FakeComparison(cases=[*native(again=False), drop(1.0, 1.5)], **sizes))
-    drawing = drawn("timeline", run)
-    lanes = drawing.rows["rank"].unique()
-    assert 16 <= len(lanes) <= 18
-    assert 0 in lanes
-    assert f"{len(lanes)} of 48 ranks" in words(drawing.figure)
+    drawing = drawn("ranks", run)
+    assert 0 in set(drawing.rows["rank"])  # the others work less
+    assert drawing.rows["rank"].nunique() == 12
+    assert "of 48 ranks the 12 are drawn" in words(drawing.figure)
 
 
-# ---- sweeps --------------------------------------------------------------------------------------------------------
-
-
-def table_of(*points: dict, ranks: tuple[int, ...] = ()) -> pd.DataFrame:
-    words = [json.dumps(point) for point in points]
-    rows = pd.DataFrame({"directory": "run", "comparison_id": words, "point": words, "num_experts": 8})
-    return rows.assign(num_ranks=ranks or 2)
-
-
-def test_the_key_with_most_numbers_is_the_axis_and_the_others_stand_apart() -> None:
-    points = itertools.product(("pcie5", "nvlink", "ib"), (2.0, 1.0))
-    rows = swept(table_of(*({LINKS: links, PEAK: peak} for links, peak in points)))
-    assert set(rows["swept_key"]) == {PEAK}
-    assert sorted(rows["other_keys"].unique()) == ["links ib", "links nvlink", "links pcie5"]
-    assert rows.groupby("other_keys")["swept_value"].agg(list).tolist() == [[1.0, 2.0]] * 3
-    assert rows.groupby("other_keys")["at"].agg(list).tolist() == [[0, 1]] * 3
-    words = swept(table_of(*({LINKS: links} for links in ("pcie5", "ib", "ib"))))
-    assert words["swept_value"].tolist() == ["ib", "pcie5"]
-    assert swept(table_of({LINKS: "ib"}, {LINKS: "ib"})).empty
-
-
-def test_ep_size_is_shown_as_experts_per_rank_and_numbers_beside_words_as_words() -> None:
-    size = "layer.ep_size"
-    assert swept(table_of({size: 2}, {size: 4}, {size: 8}, ranks=(2, 4, 8)))["swept_value"].tolist() == [1.0, 2.0, 4.0]
-    assert key_words(size) == "experts per rank"
-    assert swept(table_of({PEAK: None}, {PEAK: 2.0}))["swept_value"].tolist() == ["2", "no skew"]
-    spare = [{"emulate.replication": [{"spare_per_rank": spare, "policy": None}]} for spare in (2, 1)]
-    assert swept(table_of(*spare))["swept_value"].tolist() == ["spare_per_rank=1", "spare_per_rank=2"]
-    assert [value_words(value) for value in (True, [], 2.0)] == ["on", "none", "2"]
-
-
-def cells(axes: Axes) -> dict[tuple[float, float], list[str]]:
-    """What stands in each cell, by the cell's centre."""
-    found: dict[tuple[float, float], list[str]] = {}
-    for text in axes.texts:
-        x, y = text.get_position()
-        found.setdefault((x, min(axes.get_yticks(), key=lambda tick: abs(tick - y))), []).append(text.get_text())
-    return found
-
-
-def break_even(axes: Axes) -> set[tuple]:
-    lines = [line for line in axes.lines if len(line.get_xydata()) and line.get_color() != "white"]
-    return {tuple(map(tuple, line.get_xydata().tolist())) for line in lines}
-
-
-def test_a_map_has_speedups_and_costs_in_its_cells_and_break_even_along_the_edges(swept_store: Store) -> None:
-    (axes,) = drawn("map", swept_store).figure.axes
-    texts = cells(axes)
-    for column, peak in enumerate((1, 2, 2.5, 3, 4)):
-        for row, factor in enumerate((1.0, 2.0, 3.0)):
-            assert texts[column, row] == [f"{1 + 0.2 * (peak - factor):.2f}\n{30 / factor:.1f} %"]
-    assert ticks(axes.yaxis) == ["1", "2", "3", "perfect balance", "EPLB, 1 spare per rank"]
-    assert (ticks(axes.xaxis), axes.get_xlabel()) == (["1", "2", "2.5", "3", "4"], "peak load of the busiest expert")
-    # Gamma 1 pays above a peak load of 1, gamma 2 above 2, gamma 3 at 4 alone.
-    upright = {((x + 0.5, y - 0.5), (x + 0.5, y + 0.5)) for x, y in ((0, 0), (1, 1), (3, 2))}
-    level = {((x - 0.5, y + 0.5), (x + 0.5, y + 0.5)) for x, y in ((1, 0), (2, 1), (3, 1))}
-    assert break_even(axes) == upright | level
-
-
-def test_a_failed_case_is_an_empty_cell_with_its_status_and_has_no_break_even_beside_it(tmp_path: Path) -> None:
-    comparisons = []
-    for n in range(2):
-        cases = [*native(), drop(1.0, 1.5), drop(2.0, 0.9)]
-        comparisons.append(FakeComparison(f"c{n}", {"point": {PEAK: 1.0 + n}}, cases, num_batches=2, num_iterations=1))
-    comparisons[1].cases[2].status, comparisons[1].cases[2].reason = "oom", "too big"
-    (axes,) = drawn("map", store_of(tmp_path, *comparisons)).figure.axes
-    assert cells(axes)[1, 0] == ["oom"]
-    assert break_even(axes) == {((-0.5, 0.5), (0.5, 0.5))}
+@pytest.mark.parametrize(("overhead", "is_said"), [(0.02, False), (0.05, True)])
+def test_what_probes_cost_stands_below_figures_of_phases(tmp_path: Path, overhead: float, is_said: bool) -> None:
+    about = {"num_batches": 2, "num_iterations": 1, "noise": 0.0, "probe_overhead": overhead}
+    run = store_of(tmp_path, FakeComparison(cases=[*native(), drop(1.0, 1.5)], **about))
+    assert ["probes cost up to 5.0 %" in words(drawn(name, run).figure) for name in ("phases", "ranks")] == [
+        is_said
+    ] * 2
+    assert "probes cost" not in words(drawn("speedup", run).figure)

@@ -163,6 +163,48 @@ def test_a_policys_line_leaves_out_the_parameter_along_the_axis(good: Path) -> N
     assert set(by_policy["line"]) == {"topk", "token_drop", "oea"}
 
 
+def variants(root: Path) -> Store:
+    """Two sizes of batches; Token Drop and oea, of which there are two."""
+    params = ("token_drop", {"capacity_factor": 1.0}), ("oea", {"k0": 2}), ("oea", {"k0": 4})
+    comparisons = []
+    for number, tokens in enumerate((1024, 4096)):
+        cases = [
+            FakeCase(policy, "policy", of, f"{policy} {name}={value:g}", mass=0.6 + value / 10, speedup=1 + value / 10)
+            for policy, of in params
+            for name, value in of.items()
+        ]
+        about = {"tokens": tokens, "num_batches": 2, "num_iterations": 1, "noise": 0.0}
+        cases = [FakeCase("native", role="baseline"), *cases]
+        comparisons.append(FakeComparison(f"c{number}", {"title": f"Tiny {number}"}, cases, **about))
+    return load(write_run(root, comparisons))
+
+
+def test_variants_of_a_policy_are_never_averaged(tmp_path: Path) -> None:
+    """Along a setting each is a line of its own; along what was measured they are points of their policy's line."""
+    store = variants(tmp_path)
+    of_policies = rows_of(store, "num_tokens", "retained_mass", by="policy")
+    masses = of_policies.groupby("line")["retained_mass"].agg(list)
+    assert masses[["oea k0=2", "oea k0=4"]].tolist() == [pytest.approx([0.8] * 2), pytest.approx([1.0] * 2)]
+    assert set(masses.index) == {"native", "token_drop", "oea k0=2", "oea k0=4"}
+    of_numbers = rows_of(store, "num_tokens", "retained_mass", by="ep_size")
+    assert set(of_numbers["line"]) == {
+        f"2, {name}" for name in ("native", "token_drop capacity_factor=1", "oea k0=2", "oea k0=4")
+    }
+    costs = rows_of(
+        store, "retained_mass", "speedup_median", by="policy", where="policy == 'oea' and num_tokens == 1024"
+    )
+    assert costs["line"].tolist() == ["oea"] * 2
+    assert sorted(costs["speedup_median"]) == pytest.approx([1.2, 1.4])
+
+
+def test_a_mean_over_comparisons_has_no_whiskers(tmp_path: Path) -> None:
+    store = variants(tmp_path)
+    rows = rows_of(store, "k0", "speedup_median", facet="model", where="policy == 'oea'")
+    assert rows["speedup_median"].tolist() == pytest.approx([1.2, 1.4])
+    assert rows["speedup_low"].isna().all()
+    assert rows_of(store, "k0", "speedup_median", where="policy == 'oea'")["speedup_low"].notna().all()
+
+
 def test_columns_of_batches_are_means_and_percentiles_and_phases_are_of_their_slowest_rank(good: Path) -> None:
     store = load(good)
     batches = routing(store).query("label == 'oea k0=2'").groupby("batch")["rank_imbalance"].mean()
@@ -240,9 +282,11 @@ def test_all_figures_fit_a_column(name: str) -> None:
     assert_all_fit(name, "column")
 
 
-def test_a_footer_speaks_of_every_point_of_a_panel() -> None:
+def test_a_footer_speaks_of_every_comparison_of_a_panel() -> None:
+    store = load(REFERENCE / "whatif-skew")
+    (figure,) = lines("peak_load", "speedup_median", by="capacity_factor", facet="policy").values()
     with house_style("page"):
-        drawing = draw(FIGURES["map"], load(REFERENCE / "whatif-skew"))
+        drawing = draw(figure, store)
     said = " ".join(" ".join(text.get_text() for text in drawing.figure.texts).split())
     assert re.search(r"peak load 1\.2,? .* / 4 more / .* peak load 4,? ", said)
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -20,17 +20,19 @@ from matplotlib.figure import Figure as Sheet
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, routing, timings
 from moe_ep_bench.analysis.columns import COLUMNS
 from moe_ep_bench.analysis.marks import Panel, axis_of, facets, panels_of, series
-from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, interval_words
+from moe_ep_bench.analysis.notes import NOT_FUSED, OVERSUBSCRIBED, PROBES_COST, interval_words
 from moe_ep_bench.analysis.origins import ORIGINS, said_once, scale_words
+from moe_ep_bench.analysis.reduce import GROUPS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, dress, looks_of, ordered_looks
-from moe_ep_bench.analysis.sweeps import value_words
 from moe_ep_bench.errors import UserError, did_you_mean
 from moe_ep_bench.policies import FIELDS
 
 ABOUT = ("title", "model", "num_ranks", "num_tokens", "label", "role", "capacity_factor")
 COST = ["dropped_share", "retained_mass"]
 _MOST_LINES = 10
+# By so much a breakdown iteration may be longer than a plain one before a figure of phases says so.
+_MUCH_OVERHEAD = 0.03
 _ENDS = [f"{name}_{end}" for name in ("speedup", "moe_speedup") for end in ("median", "low", "high")]
 _ENDS += ["floor_low", "floor_high"]
 
@@ -78,7 +80,8 @@ class Figure:
         needs: a query that some row of a facet must satisfy.
         columns: of the CSV, between ``ABOUT`` and the origin.
         most: facets side by side; ``limit``: on a sheet, evenly spaced from first to last, where there are more.
-        ordered: lines are of ordered things, not of policies; ``timed``: whether what weakens times is said below.
+        ordered: lines are of ordered things, not of policies.
+        of: what is shown, and so which warnings stand below: of times all, of phases those of probes too.
     """
 
     title: str
@@ -92,7 +95,7 @@ class Figure:
     most: int = 2
     limit: int = 4
     ordered: bool = False
-    timed: bool = True
+    of: Literal["routing", "times", "phases"] = "times"
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +134,7 @@ def draw(figure: Figure, store: Any) -> Drawing | None:
     sheet, body = facets(drawn, panels_of(figure.panels, drawn), looks, beside=beside, most=figure.most)
     how = figure.how.format_map(drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)})
     tags = [word for word in (*ORIGINS, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
-    dress(sheet, figure.title, how, _footer(drawn, notes, timed=figure.timed), tags, body=body)
+    dress(sheet, figure.title, how, _footer(drawn, notes, figure.of), tags, body=body)
     columns = dict.fromkeys([*ABOUT, *figure.columns, "origin", "workload"])
     return Drawing(sheet, rows[[name for name in columns if name in rows]], figure.title, how)
 
@@ -151,7 +154,7 @@ def _intervals(rows: pd.DataFrame) -> str:
     return interval_words([value is True or value == 1 for value in judged["speedup_is_interval"].dropna()])
 
 
-def _footer(rows: pd.DataFrame, notes: Sequence[str], *, timed: bool) -> list[str]:
+def _footer(rows: pd.DataFrame, notes: Sequence[str], of: str) -> list[str]:
     """How, on what, which model and which workload; then what weakens it."""
     if "facts" not in rows:  # of answers
         return ["Costs are of this model on this text. Routing is that of virtual ranks; nothing was timed."]
@@ -161,15 +164,19 @@ def _footer(rows: pd.DataFrame, notes: Sequence[str], *, timed: bool) -> list[st
     weights = first["facts"].map(lambda facts: "random weights" if facts.get("random_weights") else None)
     about = (first["how"], first["ran_on"], first["links_words"], first["model"] + scale + dtype, weights)
     said = [said_once(words) for words in (*about, first["workload_words"])]
-    warnings = [OVERSUBSCRIBED] if timed and first["oversubscribed"].eq(True).any() else []
-    permutes = {(facts.get("permute") or {}).get("ran", "fused") for facts in first["facts"]}
-    warnings += [NOT_FUSED] if timed and "part_origin" in rows and permutes != {"fused"} else []
+    warnings = [OVERSUBSCRIBED] if of != "routing" and first["oversubscribed"].eq(True).any() else []
+    if of == "phases":
+        permutes = {(facts.get("permute") or {}).get("ran", "fused") for facts in first["facts"]}
+        warnings += [NOT_FUSED] if "part_origin" in rows and permutes != {"fused"} else []
+        most = rows["probe_overhead"].max() if "probe_overhead" in rows else 0.0
+        warnings += [PROBES_COST.format(100 * most)] if most > _MUCH_OVERHEAD else []
     words = "; ".join(note.removesuffix(".") for note in [*warnings, *notes])
     return [" | ".join(filter(None, said)), *([f"Note: {words}."] if words else [])]
 
 
 # ---- any column against any other ------------------------------------------------------------------------------------
 
+_OF_POLICIES = ("policy", "label", "family")
 _PERCENTILE = re.compile(r"(?P<column>\w+)_p(?P<percent>\d\d?)$")
 # Columns that are of the figures alone, or too long for an axis.
 _HIDDEN = {
@@ -194,13 +201,21 @@ def lines(
     figure = Figure(
         title[:1].upper() + title[1:],
         [series(x, y)],
-        f"A line for each {(by or 'policy').replace('_', ' ')}, means where several rows stand at one place.",
+        f"A line for each {(by or 'policy').replace('_', ' ')}. Where several batches, layers or comparisons stand at "
+        "one place, their mean.",
         partial(_line_rows, asked=asked, where=where),
         columns=list(asked.values()),
         limit=6,
-        ordered=by not in (None, "policy", "label", "family"),
+        ordered=by not in (None, *_OF_POLICIES),
+        of="phases" if any(map(_is_probed, (x, y))) else "times",
     )
     return {"-".join(filter(None, [f"{y}-over-{x}", by and f"by-{by}", facet])): figure}
+
+
+def _is_probed(column: str) -> bool:
+    """Whether a column is of breakdown iterations."""
+    is_group = column.removesuffix("_ms") in GROUPS and column.endswith("_ms")
+    return is_group or column.endswith("_us") or column.startswith(("breakdown_", "mean_rank_"))
 
 
 def _line_rows(store: Store, asked: Mapping[str, str], where: str | None) -> pd.DataFrame:
@@ -231,14 +246,44 @@ def _line_rows(store: Store, asked: Mapping[str, str], where: str | None) -> pd.
         rows = rows.assign(facet=words, heading=f"{facet.replace('_', ' ')} " + words)
     elif rows.groupby("facet")[x].nunique().max() == 1:
         rows = rows.assign(facet=rows["model"], heading=rows["model"])
-    label = rows["label"].str.replace(rf" {re.escape(x)}=\S+", "", regex=True)
-    line = label.where(rows["role"] != "baseline", "native")
+    label = (
+        rows["label"].str.replace(rf" {re.escape(x)}=\S+", "", regex=True).where(rows["role"] != "baseline", "native")
+    )
+    line = label
     if by is not None:  # What has no value goes by its own name.
-        line = rows[by].map(value_words).where(rows[by].notna(), line)
-    rows = rows.assign(line=line, legend=line)
-    place = ["facet", "line", x]
-    means = rows.groupby(place, sort=False, dropna=False)[y].transform("mean")
-    return rows.assign(**{y: means}).drop_duplicates(place)
+        value = rows[by].map(value_words).where(rows[by].notna(), label)
+        rows = rows.assign(line=value, variant=label)
+        is_named = pd.Series(by in _OF_POLICIES, rows.index) | label.str.contains(f" {by}=", regex=False)
+        named = label.where(is_named | (value == label), value + ", " + label)
+        line = value.mask(_has_variants(rows, x), named)
+    rows = rows.assign(line=line, legend=line, variant=label)
+    place = ["facet", "line", "variant", x]
+    in_place = rows.groupby(place, sort=False, dropna=False)
+    ends = [name for name in (f"{y.removesuffix('_median')}_low", f"{y.removesuffix('_median')}_high") if name in rows]
+    alone = {name: rows[name].where(in_place[y].transform("size") == 1) for name in ends}  # a mean has no whiskers
+    return rows.assign(**{y: in_place[y].transform("mean")}, **alone).drop_duplicates(place)
+
+
+def _has_variants(rows: pd.DataFrame, x: str) -> pd.Series:
+    """Whether a row's line would join several policies, or variants of one, of which each is a line along ``x``.
+
+    Where each stands at one place alone, as along a number that was measured, they are points of one line.
+    """
+    lines = rows.groupby(["facet", "line"], sort=False)
+    places = rows.groupby(["facet", "line", "variant"], sort=False)[x].transform("nunique")
+    most = places.groupby([rows["facet"], rows["line"]]).transform("max")
+    return (lines["variant"].transform("nunique") > 1) & ((most > 1) | (lines[x].transform("nunique") == 1))
+
+
+def value_words(value: Any) -> str:
+    """A column's value for people."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, dict):
+        return " ".join(f"{key}={value_words(item)}" for key, item in value.items() if item is not None)
+    if isinstance(value, list):
+        return ", ".join(map(value_words, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def wide_rows(store: Store, columns: Sequence[str]) -> tuple[pd.DataFrame, list[str]]:

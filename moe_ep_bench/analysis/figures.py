@@ -7,6 +7,7 @@ is added by a row; ``drawing.lines`` is a figure of any column against any other
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -15,15 +16,14 @@ from matplotlib.axes import Axes
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, comparisons, routing
 from moe_ep_bench.analysis.drawing import COST, Figure, case_rows
-from moe_ep_bench.analysis.marks import FULL_COLOUR, NAMES, are_names, axis_of, bars, heat, places_of, series
+from moe_ep_bench.analysis.marks import NAMES, are_names, bars, places_of, series
 from moe_ep_bench.analysis.origins import phase_origin
 from moe_ep_bench.analysis.papers import METRICS, Claims, basis_words
 from moe_ep_bench.analysis.quality import Quality, half_interval, text_costs
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL, folded, rcParams
-from moe_ep_bench.analysis.sweeps import key_words, swept, value_words
-from moe_ep_bench.analysis.timeline import mark_critical, timeline_rows
+from moe_ep_bench.analysis.tables import native_and_fastest, rank_times
 from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS
 
 _SPEEDUP = (*(f"speedup_{end}" for end in ("median", "low", "high", "is_interval")), "floor_low", "floor_high")
@@ -53,16 +53,26 @@ def _is_upright(rows: pd.DataFrame) -> bool:
 
 # ---- phases ----------------------------------------------------------------------------------------------------------
 
+_MOST_RANKS = 12
 
-def with_origin(store: Store, rows: pd.DataFrame, group: str) -> pd.DataFrame:
-    """How each row's group of phases came about (``part_origin``): measured, measured elsewhere or modelled."""
+
+def _stacked(store: Store, rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
+    """A row per bar and part of it (``phases``), of columns in milliseconds, laid end to end.
+
+    ``part_origin`` says how a part came about: measured, measured elsewhere or modelled.
+    """
+    others = [name for name in rows if name not in columns]
+    parts = rows.melt(others, list(columns), "phases", "time_ms", ignore_index=False).dropna(subset="time_ms")
+    parts = parts.sort_index(kind="stable").replace({"phases": columns})
+    parts["begin_ms"] = parts["time_ms"].groupby(level=0).cumsum() - parts["time_ms"]
+    parts = parts[parts.groupby("phases")["time_ms"].transform("max") > 0]
     of = {(one.directory, one.comparison_id): (one.run, one.facts) for one in store.comparisons}
-    keys = rows[[*COMPARISON, group]].itertuples(index=False, name=None)
-    return rows.assign(part_origin=[phase_origin(*of[directory, name], part) for directory, name, part in keys])
+    keys = parts[[*COMPARISON, "phases"]].itertuples(index=False, name=None)
+    return parts.assign(part_origin=[phase_origin(*of[directory, name], part) for directory, name, part in keys])
 
 
 def phase_rows(store: Store) -> pd.DataFrame:
-    """A row per case and group of phases, or part of a pass (``phases``), laid end to end; mean over ranks.
+    """A row per case and group of phases, or part of a pass; mean over ranks.
 
     A bar's name says what the case costs, so that a short bar is not read as a gift.
     """
@@ -70,27 +80,45 @@ def phase_rows(store: Store) -> pd.DataFrame:
     shares = [(100 * rows[cost]).map("{:.1f} %".format) for cost in COST]
     words = "\n" + shares[0] + " dropped, " + shares[1] + " kept"
     has_cost = (rows["role"] == "policy") & rows[COST].notna().all(axis=1)
-    rows = rows.assign(bar=rows["name"].where(~has_cost, rows["name"] + words))
     is_model, of_layer = rows["scope"] == "model", {f"{group}_ms": group for group in GROUPS}
-    rows[[*of_layer]] = rows[[*of_layer]].mask(is_model)  # a pass has more parts
-    columns = of_layer | {f"mean_rank_{part}_ms": part for part in PASS_PARTS}
-    rows["axis_words"] = np.where(is_model, "time of a pass (ms)", "time of one layer (ms)")
-    kept = [name for name in rows if name not in columns]
-    shown = rows.melt(kept, list(columns), "phases", "time_ms", ignore_index=False).dropna(subset="time_ms")
-    shown = shown.sort_index(kind="stable").replace({"phases": columns})
-    shown["begin_ms"] = shown["time_ms"].groupby(level=0).cumsum() - shown["time_ms"]
-    return with_origin(store, shown[shown.groupby("phases")["time_ms"].transform("max") > 0], "phases")
+    rows = rows.assign(
+        bar=rows["name"].where(~has_cost, rows["name"] + words),
+        axis_words=np.where(is_model, "time of a pass (ms)", "time of one layer (ms)"),
+        **rows[[*of_layer]].mask(is_model),  # a pass has more parts
+    )
+    return _stacked(store, rows, of_layer | {f"mean_rank_{part}_ms": part for part in PASS_PARTS})
+
+
+def rank_rows(store: Store) -> pd.DataFrame:
+    """A row per rank and group of phases, under native and the policy that gains most.
+
+    Of more than ``_MOST_RANKS`` ranks those that work longest under native.
+    """
+    rows = case_rows(store).query("scope == 'layer' and num_ranks > 1 and waiting_ms.notna()")
+    if rows.empty:
+        return rows
+    pairs = pd.concat([native_and_fastest(of_one) for _, of_one in rows.groupby(COMPARISON, sort=False)])
+    times = rank_times(store, pairs)
+    rows = pairs.drop(columns=times.columns.difference(CASE)).merge(times, on=CASE)
+    work_ms = rows[[f"{group}_ms" for group in GROUPS if group != "waiting"]].sum(axis=1)
+    work_ms = work_ms.where(rows["role"] == "baseline").groupby([rows["facet"], rows["rank"]]).transform("max")
+    place = work_ms.groupby([rows["facet"], rows["label"]]).rank(method="first", ascending=False)
+    most = rows.groupby("facet")["rank"].transform("nunique")
+    note = "of " + most.astype("str") + f" ranks the {_MOST_RANKS} are drawn that work longest under native"
+    shares = [(100 * rows[cost]).map("{:.1f} %".format) for cost in COST]
+    heading = rows["title"] + "; " + rows["name"] + ": " + shares[0] + " dropped, " + shares[1] + " kept"
+    rows = rows.assign(
+        heading=heading.where(rows["role"] == "policy").groupby(rows["facet"]).transform("first").fillna(rows["title"]),
+        bar=rows["name"] + ", rank " + rows["rank"].astype("str"),
+        axis_words="time of one layer (ms)",
+        note=note.where(most > _MOST_RANKS),
+    )
+    return _stacked(store, rows[place <= _MOST_RANKS], {f"{group}_ms": group for group in GROUPS})
 
 
 def _height_of_bars(rows: pd.DataFrame) -> float:
     lines = rows["bar"].dropna().str.count("\n").max() + 1
     return 0.85 + (0.12 + 0.17 * lines) * _most_of(rows, "bar")
-
-
-def lane_rows(store: Store, case: str | None = None) -> pd.DataFrame:
-    """A row per rank and phase of two cases (``timeline``), each rank a bar."""
-    rows = timeline_rows(store, case)
-    return rows if rows.empty else with_origin(store, rows, "group")
 
 
 # ---- loads -----------------------------------------------------------------------------------------------------------
@@ -123,110 +151,40 @@ def _loads(of: str, width: float) -> object:
     return series("place", "load_over_mean", needs=needs, only=f"of == '{of}'", **look)
 
 
-# ---- sweeps ----------------------------------------------------------------------------------------------------------
-
-
-def swept_rows(store: Store) -> pd.DataFrame:
-    """Lines with several capacity factors along the first of the swept keys; none where there are none.
-
-    A facet for each policy but for its capacity factor (``panel``) and the other swept keys. ``step`` is a capacity
-    factor, or what has none (perfect balance, replication) by its name. Columns of ``sweeps.swept``. Cases that failed
-    have a ``status`` but no numbers.
-    """
-    rows, points = case_rows(store), swept(comparisons(store))
-    rows = rows.drop(columns="at").merge(points, on=COMPARISON)
-    is_reference = rows["role"].isin(["replication", "ceiling"])
-    rows = rows[(rows["status"] == "ok") & is_reference | (rows["role"] == "policy")]
-    step = rows["capacity_factor"].astype(object).mask(rows["role"] == "ceiling", "perfect balance")
-    step = step.mask(rows["role"] == "replication", rows["label"])
-    rows = rows.assign(step=step, verdict=rows["verdict"].where(rows["speedup_median"].notna()))
-    panels = []
-    timed = rows[rows["speedup_median"].notna() & rows["capacity_factor"].notna()]
-    for (others, line), group in timed.groupby(["other_keys", "line"], sort=False):
-        if group["capacity_factor"].nunique() > 1:
-            is_of_line = (rows["line"] == line) & rows["step"].isin(group["capacity_factor"])
-            here = rows[(rows["other_keys"] == others) & (is_of_line | (rows["role"] != "policy"))]
-            is_faster = group["speedup_median"] > 1
-            all_alike = "faster than native in every cell" if is_faster.all() else "nowhere faster than native"
-            heading = line + (f", {others}" if others else "") + (f": {all_alike}" if is_faster.nunique() == 1 else "")
-            panels.append(here.assign(panel=group["family"].iloc[0], facet=f"{line}/{others}", heading=heading))
-    if not panels:
-        return rows[:0]
-    rows = pd.concat(panels, ignore_index=True)
-    return rows.assign(
-        other_keys=rows["other_keys"].replace("", None),
-        swept_words=rows["swept_value"].map(value_words),
-        swept_key_words=key_words(rows["swept_key"].iloc[0]),
-        limit=max(rows["speedup_median"].map(np.log).abs().max(), np.log(FULL_COLOUR)),
-    )
-
-
 # ---- costs -----------------------------------------------------------------------------------------------------------
-
-_DROPS_ALL = 0.95  # of top-k pairs: a policy that drops more computes nothing that a speedup could be of
-_FRONTS = {"on_front_of_retained_mass": "retained_mass", "on_front_of_dropped_share": "dropped_share"}
-
-
-def on_front(points: np.ndarray) -> np.ndarray:
-    """Whether no other of ``[points, columns]`` is at least as much in every column, and more in one."""
-    beats = (points[:, None] >= points).all(axis=2) & (points[:, None] > points).any(axis=2)
-    return ~beats.any(axis=0)
 
 
 def pareto_rows(store: Store) -> pd.DataFrame:
-    """Policies and replication with a speedup, whether each is on a front, and where it stands below the frontier.
+    """Policies and replication with a speedup, and where they stand below the frontier.
 
-    A case is on the *front* when no other of its comparison is at least as fast and at least as faithful, and better in
-    one of the two. Native competes. Fronts are of policies that drop or reroute; replication pays with memory. What
-    drops all is ``off_scale``, and stands in the note.
+    ``relief``: native's fullest rank over the policy's; ``kept_share``: of all score mass; ``curve``: of the frontier.
     """
     everyone = case_rows(store)
     rows = everyone.query("role in ('policy', 'replication') and speedup_median.notna() and retained_mass.notna()")
     if rows.empty:
         return rows
-    rows = rows.assign(**dict.fromkeys(_FRONTS, False))
-    for column, cost in _FRONTS.items():
-        sign = 1 if axis_of(cost).better == "higher" else -1
-        for _, group in rows[rows["role"] == "policy"].groupby("facet"):
-            points = np.column_stack([group["speedup_median"], sign * group[cost]])
-            rows.loc[group.index, column] = on_front(np.vstack([points, [1.0, sign * axis_of(cost).native]]))[:-1]
-    drops_all = rows["dropped_share"] > _DROPS_ALL
-    drops_all &= ~drops_all.groupby(rows["facet"]).transform("all")
-    speeds, shares = rows["speedup_median"].map("{:.2f}".format), rows["dropped_share"].map("{:.0%}".format)
-    note = "off the scale: " + rows["name"] + ", speedup " + speeds + " at " + shares + " dropped"
     natives = everyone[(everyone["role"] == "baseline") & (everyone["status"] == "ok")].drop_duplicates("facet")
     relief = rows["facet"].map(natives.set_index("facet")["fullest_rank"]) / rows["fullest_rank"]
-    most = routing(store)
-    keys = pd.MultiIndex.from_frame(rows[CASE])
-    kept = most.groupby(CASE)["kept_by_load"].mean().reindex(keys).to_numpy().astype(float)
-    kept_share = kept - rows["below_frontier"]
+    batches = routing(store)
+    most = batches.groupby(CASE)["kept_by_load"].mean().reindex(pd.MultiIndex.from_frame(rows[CASE]))
+    kept_share = most.to_numpy().astype(float) - rows["below_frontier"]
     return rows.assign(
-        off_scale=drops_all,
-        note=note.where(drops_all),
         kept_share=kept_share,
         relief=relief.where(kept_share.notna() & (rows["role"] == "policy")),
-        curve=rows["facet"].map(_curves(most)),
+        curve=rows["facet"].map(_curves(batches)),
     )
 
 
-def _curves(most: pd.DataFrame) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _curves(batches: pd.DataFrame) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """By facet: how much less the fullest rank computes than native's, and the share of mass that is kept at most."""
     from moe_ep_bench.workload.frontier import joint  # it imports torch
 
-    natives, curves = most[(most["role"] == "baseline") & most["curve_load"].notna()], {}
+    natives, curves = batches[(batches["role"] == "baseline") & batches["curve_load"].notna()], {}
     for (directory, comparison_id), rows in natives.groupby(COMPARISON):
         pairs = zip(rows["curve_load"], rows["curve_kept"], strict=True)
         load_N, kept_N = (values.numpy() for values in joint([(list(load), list(kept)) for load, kept in pairs]))
         curves[f"{directory}/{comparison_id}"] = load_N[-1] / load_N[load_N > 0], kept_N[load_N > 0]
     return curves
-
-
-def _draw_front(axes: Axes, rows: pd.DataFrame, cost: str, flag: str) -> None:
-    """Steps through the policies that no other beats: what may cost at most so much has the last point's speedup."""
-    points = rows[rows[flag] & ~rows["off_scale"]].sort_values("speedup_median")
-    if len(points) > 1:
-        look = {"color": INK, "linewidth": 1.1, "linestyle": (0, (1, 1)), "zorder": 2, "label": "front"}
-        axes.step(axis_of(cost).scale * points[cost], points["speedup_median"], where="post", **look)
 
 
 def _draw_frontier(axes: Axes, rows: pd.DataFrame) -> None:
@@ -238,12 +196,12 @@ def _draw_frontier(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set(**limits)
 
 
-_UNSURE = ("verdict not in ('faster', 'slower')", "neither faster nor slower for sure")
-_COSTS = partial(
-    series,
-    only="not off_scale",
-    height=lambda rows: 4.0 if rows["facet"].nunique() == 1 else 3.2,
-    shares=False,
+_COSTS = partial(series, height=lambda rows: 4.0 if rows["facet"].nunique() == 1 else 3.2, shares=False)
+_OF_SPEED = partial(
+    _COSTS,
+    y="speedup_median",
+    hollow=("verdict not in ('faster', 'slower')", "neither faster nor slower for sure"),
+    joined="capacity_factor.notna()",
 )
 
 # ---- the figures of times and routing --------------------------------------------------------------------------------
@@ -271,30 +229,24 @@ FIGURES: dict[str, Figure] = {
         where="role == 'policy' and status == 'ok' and dropped_share.notna()",
         columns=COST,
         beside=_is_upright,
-        timed=False,
+        of="routing",
     ),
     "phases": Figure(
         "Where the time goes",
-        [bars("phases", "axis_words", height=_height_of_bars)],
+        [bars(height=_height_of_bars)],
         "Time by phase, mean over ranks, median over iterations; waiting is for the slowest rank, where ranks meet.",
         phase_rows,
         columns=("phases", "time_ms", *COST),
+        of="phases",
     ),
-    "timeline": Figure(
+    "ranks": Figure(
         "Who waits for whom",
-        [
-            bars(
-                "group",
-                "time since the layer began (ms)",
-                longest="longest_ms",
-                more=mark_critical,
-                height=lambda rows: rows["rank"].nunique() * (0.3 if rows["rank"].nunique() <= 8 else 0.2) + 0.9,
-            )
-        ],
-        "{subtitle}",
-        lane_rows,
-        columns=("launch", "batch", "iteration", "rank", "is_critical", "phase", "begin_us", "time_us"),
-        most=1,
+        [bars(height=_height_of_bars)],
+        "Time of each rank by phase, median over iterations, under native and the policy that gains most; the others "
+        "wait for the rank that waits least.",
+        rank_rows,
+        columns=("rank", "phases", "time_ms", *COST),
+        of="phases",
     ),
     "load": Figure(
         "Load of experts and ranks, before and after",
@@ -304,35 +256,20 @@ FIGURES: dict[str, Figure] = {
         load_rows,
         columns=("of", "number", "load_over_mean"),
         beside=True,
-        timed=False,
-    ),
-    "map": Figure(
-        "Where a policy pays: speedup over native Megatron-Core",
-        [heat(height=lambda rows: _most_of(rows, "step") * 0.5 + 1.1 + 0.4 * (rows["heading"].str.len().max() // 60))],
-        f"In the cells the speedup and the share of top-k pairs that is dropped, by capacity factor {GAMMA}; above "
-        "them what has none.",
-        swept_rows,
-        columns=("panel", "swept_key", "swept_value", "other_keys", *_SPEEDUP[:4], "verdict", "status", *COST),
-        limit=8,
+        of="routing",
     ),
     "pareto": Figure(
         "What speed costs",
         [
-            _COSTS(
-                cost,
-                "speedup_median",
-                hollow=_UNSURE,
-                joined="capacity_factor.notna()",
-                reverse=cost == "retained_mass",
-                more=partial(_draw_front, cost=cost, flag=flag),
-            )
-            for flag, cost in _FRONTS.items()
-        ]
-        + [_COSTS("kept_share", "relief", joined="False", reverse=True, more=_draw_frontier, needs="relief.notna()")],
+            _OF_SPEED("retained_mass", reverse=True),
+            _OF_SPEED("dropped_share"),
+            _COSTS("kept_share", "relief", joined="False", reverse=True, more=_draw_frontier, needs="relief.notna()"),
+        ],
         "Speedup over native against what a policy keeps and drops. {intervals} A line joins a policy's capacity "
-        "factors.",
+        "factors. What drops more than 95 % is left out.",
         pareto_rows,
-        columns=(*_SPEEDUP, "verdict", *COST, *_FRONTS, "relief", "kept_share"),
+        where="dropped_share <= 0.95",
+        columns=(*_SPEEDUP, "verdict", *COST, "relief", "kept_share"),
         beside=True,
     ),
 }
@@ -477,5 +414,5 @@ CLAIMS_FIGURE = Figure(
     columns=("metric", "claim", "case", "traffic", "primary", *_VALUES),
     most=1,
     limit=99,
-    timed=False,
+    of="routing",
 )

@@ -1,4 +1,4 @@
-"""The marks that figures are made of: series of points, bars, a heat map; and the facets that hold them.
+"""The marks that figures are made of: series of points and bars; and the facets that hold them.
 
 A mark is made by naming columns (``series("capacity_factor", "speedup_median")``) and draws the rows of one facet into
 one panel. What a column is called on an axis, its unit, native's value and its least range stand in its row of
@@ -15,17 +15,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
-from matplotlib.patheffects import Normal, withStroke
 from matplotlib.transforms import ScaledTranslation
 
 from moe_ep_bench.analysis.columns import COLUMNS, Column, milliseconds
 from moe_ep_bench.analysis.origins import ORIGINS
 from moe_ep_bench.analysis.style import (
     CEILING_LINE,
-    GAMMA,
     INK,
     MUTED,
     NATIVE_LINE,
@@ -38,7 +34,6 @@ from moe_ep_bench.analysis.style import (
     rcParams,
     sheet,
 )
-from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 Draw = Callable[[Axes, pd.DataFrame, Mapping[str, Look]], None]
 
@@ -342,108 +337,27 @@ def _draw_references(
 # ---- bars ------------------------------------------------------------------------------------------------------------
 
 
-def bars(part: str, label: str, *, longest: str = "", more: Any = None, **size: Any) -> Panel:
-    """A row of bars for each ``bar``: a piece of ``time_ms`` from ``begin_ms`` for each ``part``.
+def bars(**size: Any) -> Panel:
+    """A row of bars for each ``bar``: a piece of ``time_ms`` from ``begin_ms`` for each of ``phases``.
 
-    ``part_origin`` says how a piece came about.
+    ``part_origin`` says how a piece came about, ``axis_words`` what the axis is called.
 
     Args:
-        label: of the axis, or the column that says it.
-        longest: the column of the end of the axis; empty = the longest bar's, whose time stands beside its end.
         size: attributes of ``Panel``.
     """
 
     def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
-        places, pieces_of_all = places_of(rows["bar"]), rows[rows["time_ms"] > 0]
-        in_order = {"sort": rows[part].dtype == "category", "observed": True}
-        for (group, how), pieces in pieces_of_all.groupby([part, "part_origin"], **in_order):
-            words = str(group) if how == "measured" else f"{group} ({how})"
+        places, shown = places_of(rows["bar"]), rows[rows["time_ms"] > 0]
+        for (group, how), pieces in shown.groupby(["phases", "part_origin"], sort=False):
+            words = group if how == "measured" else f"{group} ({how})"
             where = {"left": pieces["begin_ms"], "height": 0.7, "linewidth": 0.6, "label": words}
-            axes.barh(pieces["bar"].map(places), pieces["time_ms"], **where, **phase_look(str(group), str(how)))
-        ends = (pieces_of_all["begin_ms"] + pieces_of_all["time_ms"]).groupby(pieces_of_all["bar"]).max()
+            axes.barh(pieces["bar"].map(places), pieces["time_ms"], **where, **phase_look(group, how))
+        ends = (shown["begin_ms"] + shown["time_ms"]).groupby(shown["bar"]).max()
         beside = {"textcoords": "offset points", "va": "center", "fontsize": "small"}
-        for bar, end in () if longest else ends.items():
+        for bar, end in ends.items():
             axes.annotate(milliseconds(end, digits=3), (end, places[bar]), (4, 0), **beside)
-        axes.set_xlim(0, 1.02 * rows[longest].iloc[0] if longest else 1.17 * ends.max())
-        axes.set_xlabel(rows[label].iloc[0] if label in rows else label)
+        axes.set_xlim(0, 1.17 * ends.max())
+        axes.set_xlabel(rows["axis_words"].iloc[0])
         name_rows(axes, places)
-        if more is not None:
-            more(axes, rows)
 
     return Panel(draw, **size)
-
-
-# ---- heat ----------------------------------------------------------------------------------------------------------
-
-_SPEEDS = LinearSegmentedColormap.from_list("speeds", ["#D55E00", "#FFFFFF", "#0072B2"])  # slower, native, faster
-FULL_COLOUR = 1.3  # at this speedup, or at the farthest of the sheet where that is farther
-_HATCHES = {"no difference": "////", BELOW_MODEL: "////", "inconclusive": ".."}
-
-
-def heat(**size: Any) -> Panel:
-    """Speedup in a cell for each swept value (``at``) and ``step``, a capacity factor or a reference; break-even line.
-
-    Below the speedup stands the share of pairs that is dropped; a hatch says what the verdict was.
-    """
-
-    def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
-        del looks
-        factors = sorted(step for step in rows["step"].unique() if isinstance(step, float))
-        named = sorted({step for step in rows["step"] if isinstance(step, str)}, key=lambda step: step[0] != "p")
-        steps, values = [*factors, *named], rows.sort_values("at").drop_duplicates("at")["swept_words"]
-        grid = rows.pivot_table(index="step", columns="at", values="speedup_median", dropna=False, sort=False)
-        speeds_SV = grid.reindex(index=steps, columns=range(len(values))).to_numpy(dtype=float)
-        limit, cells = rows["limit"].iloc[0], (np.arange(len(values)), np.arange(len(steps)))
-        axes.set_facecolor("#F3F3F3")
-        axes.pcolormesh(
-            *cells, np.log(speeds_SV), cmap=_SPEEDS, vmin=-limit, vmax=limit, edgecolors="white", linewidth=1
-        )
-        for cell in rows.itertuples():
-            _draw_cell(axes, cell, cell.at, steps.index(cell.step), limit)
-        axes.axhline(len(factors) - 0.5, color="white", linewidth=8, zorder=3)
-        _draw_break_even(axes, speeds_SV[: len(factors)])
-        names = [f"{step:g}" if isinstance(step, float) else step for step in steps]
-        axes.set_yticks(cells[1], [folded(name, 1.2, rcParams["ytick.labelsize"]) for name in names])
-        axes.set_xticks(cells[0], [folded(value, 1.1, rcParams["xtick.labelsize"]) for value in values])
-        axes.set(xlabel=rows["swept_key_words"].iloc[0], ylabel=f"capacity factor {GAMMA}")
-        axes.set(xlim=(-0.5, len(values) - 0.5), ylim=(-0.5, len(steps) - 0.5))
-        axes.yaxis.label.set_y(len(factors) / len(steps) / 2)
-        axes.grid(False)
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-        legend = {"faster": {"facecolor": _SPEEDS(0.85)}, "slower": {"facecolor": _SPEEDS(0.15)}}
-        for verdict in (verdict for verdict in _HATCHES if (rows["verdict"] == verdict).any()):
-            words = "inside the noise floor" if verdict == "no difference" else verdict
-            look = {"facecolor": "white", "edgecolor": "#8A8A8A", "hatch": 2 * _HATCHES[verdict], "linewidth": 0.5}
-            legend[words] = look
-        for label, look in legend.items():
-            axes.add_patch(Rectangle((-9, -9), 0, 0, label=label, **look))  # out of sight
-        axes.plot([], [], color=INK, linewidth=2.2, label="break-even: speedup 1")
-
-    return Panel(draw, **size)
-
-
-def _draw_cell(axes: Axes, cell: Any, x: float, y: float, limit: float) -> None:
-    """A cell's speedup, what it is paid with, and whether it is sure."""
-    middle = {"ha": "center", "va": "center", "fontsize": "small"}
-    if np.isnan(cell.speedup_median):
-        axes.text(x, y, "-" if cell.status == "ok" else cell.status, color=MUTED, **middle)
-        return
-    share, hatch = np.log(cell.speedup_median) / limit, _HATCHES.get(cell.verdict)
-    look = {"color": "white" if abs(share) > 0.8 else INK, "zorder": 4, "linespacing": 1.15}
-    if hatch:
-        axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch=hatch, edgecolor="#B5B5B5", linewidth=0))
-        look["path_effects"] = [withStroke(linewidth=3, foreground=_SPEEDS(0.5 + share / 2)), Normal()]
-    cost = "" if np.isnan(cell.dropped_share) else f"\n{100 * cell.dropped_share:.1f} %"
-    axes.text(x, y, f"{cell.speedup_median:.2f}{cost}", **middle, **look)
-
-
-def _draw_break_even(axes: Axes, speeds_GV: np.ndarray) -> None:
-    """A line along the edges between cells that pay and cells that do not, above all that stands in cells."""
-    for axis, speeds in ((0, speeds_GV), (1, speeds_GV.T)):
-        is_edge = ((speeds[1:] > 1) != (speeds[:-1] > 1)) & ~np.isnan(speeds[1:] + speeds[:-1])
-        for at, along in np.argwhere(is_edge):
-            edge = [along - 0.5, along + 0.5], [at + 0.5, at + 0.5]
-            for zorder, colour, width in ((4.5, "white", 4.4), (5, INK, 2.4)):
-                look = {"color": colour, "linewidth": width, "solid_capstyle": "projecting", "zorder": zorder}
-                axes.plot(*(edge if axis == 0 else edge[::-1]), **look)

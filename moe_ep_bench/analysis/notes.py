@@ -34,6 +34,7 @@ WARNING = "warning: "
 
 MODEL_CAVEAT = "ranges in brackets come from traffic alone: errors of the model of devices and links are not in them"
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
+PROBES_COST = "probes cost up to {:.1f} %: read phase times as shares; speedups come from iterations without probes"
 NOT_FUSED = "permutation is not fused: phase shares are not to be set beside a paper's"
 READING = "loads, activated experts and traffic count padding that is computed; drops and mass kept are of valid tokens"
 
@@ -269,7 +270,7 @@ WARNINGS = (
     Note(
         _TIMED,
         lambda about: (overhead := about.most("probe_overhead")) > MAX_PROBE_OVERHEAD and 100 * overhead,
-        "probes cost up to {:.1f} %: read phase times as shares; speedups come from iterations without probes",
+        PROBES_COST,
     ),
     Note(_TIMED, lambda about: about.ran and about.facts.permute.ran not in ("fused", "none"), NOT_FUSED),
 )

@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moe_ep_bench.analysis.cases import jobs, load
 from moe_ep_bench.analysis.drawing import Drawing, Figure, draw, lines
-from moe_ep_bench.analysis.figures import CLAIMS_FIGURE, FIGURES, QUALITY_FIGURES, lane_rows
+from moe_ep_bench.analysis.figures import CLAIMS_FIGURE, FIGURES, QUALITY_FIGURES
 from moe_ep_bench.analysis.papers import Claims
 from moe_ep_bench.analysis.reading import Errors, ResultsError
 from moe_ep_bench.analysis.store import Store, kind_of
@@ -33,7 +31,7 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
 
     Args:
         options: directories; format and figures (None = all), comma-separated; out (None = beside the one directory);
-            x, y, by, facet and where, of a figure of any columns; case, of ``timeline``.
+            x, y, by, facet and where, of a figure of any columns.
     """
     formats = _names("--format", options.format, FORMATS)
     size = _names("--size", options.size, SIZES)[0]
@@ -42,7 +40,7 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     if options.out is not None:
         check_folder(out, "--out")
     passed_over: list[str] = []
-    tables = [(store, columns or figures_of(store, options.case)) for store in stores(options.directories, passed_over)]
+    tables = [(store, columns or figures_of(store)) for store in stores(options.directories, passed_over)]
     known = {**FIGURES, **QUALITY_FIGURES, **{name: figure for _, table in tables for name, figure in table.items()}}
     asked = None if options.figures is None else _names("--figures", options.figures, known)
     drawn = {}
@@ -53,8 +51,9 @@ def plot(options: argparse.Namespace, say: Callable[[str], None]) -> int:
         say(line)
     written = write(drawn, out, formats, size)
     # Figures that nobody named are missed only where there is no other.
-    for name in (name for name, drawing in drawn.items() if drawing is None and (asked or columns or not written)):
-        say(f"{name}: not drawn, the run has no rows for it")
+    for name in asked or (drawn if columns or not written else ()):
+        if drawn.get(name) is None:
+            say(f"{name}: not drawn, the run has no rows for it")
     for path in written:
         print(os.path.relpath(path))
     return USER_ERROR if not written else CASES_FAILED if passed_over else OK
@@ -85,8 +84,8 @@ def _quality(directory: Path) -> Any:
     return quality
 
 
-def figures_of(store: Any, case: str | None = None) -> dict[str, Figure]:
-    """All figures that a store may have, its configs' ``figures:`` too, by name; the timeline of a ``case``."""
+def figures_of(store: Any) -> dict[str, Figure]:
+    """All figures that a store may have, its configs' ``figures:`` too, by name."""
     if isinstance(store, Claims):
         return {"claims": CLAIMS_FIGURE}
     if not isinstance(store, Store):
@@ -95,8 +94,6 @@ def figures_of(store: Any, case: str | None = None) -> dict[str, Figure]:
     for config in jobs(store)["config"]:
         for values in (values for experiment in config or [] for values in experiment.get("figures") or []):
             table |= lines(**{name: values.get(name) for name in _LINES})
-    if case is not None:
-        table["timeline"] = replace(FIGURES["timeline"], rows=partial(lane_rows, case=case))
     return table
 
 

@@ -16,7 +16,7 @@ from moe_ep_bench.analysis.columns import COLUMNS, Column, columns, fitting_labe
 from moe_ep_bench.analysis.notes import WARNING, leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reading import ITERATION
-from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
+from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS, probe_floor_us
 from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.schema import TOTAL
@@ -61,6 +61,25 @@ def native_and_fastest(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([native, fastest(rows)]).drop_duplicates(CASE) if len(native) else native
 
 
+def rank_times(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
+    """A row per case of ``rows`` and rank: ``<group>_ms`` of its phases, median over breakdown iterations.
+
+    Waiting is less what its probes cost when nobody waits, as in ``reduce.breakdown``.
+    """
+    floors = [(*key, probe_floor_us(one.facts, one.conditions.values())) for key, one in store.by_id.items()]
+    times = samples(store, rows).query("kind == 'breakdown'")
+    times = times.merge(pd.DataFrame(floors, columns=[*COMPARISON, "floor_us"]), on=COMPARISON)
+    less_us = (times["time_us"] - times["floor_us"]).clip(lower=0)
+    group_of = {phase: f"{group}_ms" for group, phases in GROUPS.items() for phase in phases}
+    times = times.assign(
+        time_us=times["time_us"].mask(times["phase"].isin(GROUPS["waiting"]), less_us),
+        group=times["phase"].map(group_of),
+    )
+    sums_us = times.groupby([*CASE, *ITERATION, "rank", "group"])["time_us"].sum().unstack(fill_value=0.0)
+    sums_us = sums_us.reindex(columns=[f"{group}_ms" for group in GROUPS], fill_value=0.0)
+    return (sums_us.groupby([*CASE, "rank"]).median() / 1e3).reset_index()
+
+
 def _by_rank(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     """How long each rank took under native and the fastest policy, and where it ran.
 
@@ -68,24 +87,16 @@ def _by_rank(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
     ``waiting_ms`` the median of breakdowns.
     """
     chosen = native_and_fastest(rows)
-    times = samples(store, chosen)
-    iteration, rank = ["label", *ITERATION], ["label", "rank"]
-    total_us, waiting_us = (
-        times[times["kind"].eq(kind) & times["phase"].isin(phases)].groupby([*iteration, "rank"])["time_us"].sum()
-        for kind, phases in (("plain", [TOTAL]), ("breakdown", GROUPS["waiting"]))
-    )
-    is_slowest = total_us.groupby(iteration).rank(method="first", ascending=False) == 1
-    shown = pd.DataFrame(
-        {
-            "median_ms": total_us.groupby(rank).median() / 1e3,
-            "slowest_share": is_slowest.groupby(rank).mean(),
-            "waiting_ms": waiting_us.groupby(rank).median() / 1e3,
-        }
-    )
+    times = samples(store, chosen).query(f"kind == 'plain' and phase == '{TOTAL}'")
+    is_slowest = times.groupby(["case_id", *ITERATION])["time_us"].rank(method="first", ascending=False) == 1
+    by_rank = times.assign(is_slowest=is_slowest).groupby([*CASE, "label", "rank"], sort=False)
+    shown = by_rank.agg(median_ms=("time_us", "median"), slowest_share=("is_slowest", "mean")).reset_index()
+    shown["median_ms"] /= 1e3
+    shown = shown.merge(rank_times(store, chosen).reindex(columns=[*CASE, "rank", "waiting_ms"]), how="left")
     machines = conditions(store).merge(rows[COMPARISON].head(1)).drop_duplicates("rank").set_index("rank")
     machines = machines.reindex(columns=["peak_memory_bytes", *_OF_MACHINES])
     machines["memory_gib"] = machines["peak_memory_bytes"].astype(float) / 2**30
-    shown = chosen[["label"]].merge(shown.reset_index(), on="label").join(machines[[*_OF_MACHINES]], on="rank")
+    shown = chosen[["label"]].merge(shown, on="label").join(machines[[*_OF_MACHINES]], on="rank")
     slowest = shown[shown["label"].isin(chosen["label"].head(1))].nlargest(MAX_RANKS, "median_ms")["rank"]
     return shown[shown["rank"].isin(slowest)].sort_values("rank", kind="stable")
 

@@ -150,7 +150,6 @@ plot  draw the figures of one or several results directories
   --figures FIGURES  comma-separated (default: all for which there are rows)
   --out DIR  default: DIR/figures of one directory, else figures
   --size SIZE = page  page or column (3.3 inches)
-  --case CASE  of timeline (default: the fastest that costs little)
   [any column against any other, in place of the figures]
   --x COLUMN  along the bottom
   --y COLUMN  upright, means

@@ -33,8 +33,9 @@ from roofline import as_yaml, fit_roofline
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.tables import BALANCED, balanced_loads
 from moe_ep_bench.kernels import form_of
+from moe_ep_bench.kernels.decode_experts import expert_rows
 from moe_ep_bench.layer.attention import SdpaAttention
-from moe_ep_bench.layer.backends import DecodeExperts, GroupedExperts
+from moe_ep_bench.layer.backends import GroupedExperts
 from moe_ep_bench.layer.dispatchers import expert_major_pairs, sum_per_token
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
@@ -87,11 +88,10 @@ class Bench:
             if model.num_experts % ep_size or model.num_experts // ep_size < 2:
                 continue
             num_local = model.num_experts // ep_size
-            grouped, decode = GroupedExperts(num_local, config), DecodeExperts(num_local, config)
+            grouped = GroupedExperts(num_local, config)
             for matrices in (grouped.gate_up_L2FD, grouped.down_LDF):
                 for matrix in matrices:
                     matrix.normal_(std=matrix.shape[1] ** -0.5, generator=self.generator)
-            decode.gate_up_L2FD, decode.down_LDF = grouped.gate_up_L2FD, grouped.down_LDF
             for rows in ROWS[:: 4 if self.rehearse else 1]:
                 num_tokens = rows * model.num_experts // model.top_k
                 if rows * num_local * hidden > MOST_VALUES or (self.rehearse and rows > 64):
@@ -100,10 +100,11 @@ class Bench:
                     pairs = int(loads_L.sum())
                     hidden_ND, counts_L = self.normal(pairs, hidden), torch.as_tensor(loads_L).to(self.device)
                     weights_N = torch.rand(pairs, generator=self.generator, device=self.device)
-                    arguments = hidden_ND, counts_L, weights_N
-                    runs: Runs = {"grouped": partial(grouped, *arguments)}
+                    runs: Runs = {"grouped": partial(grouped, hidden_ND, counts_L, weights_N)}
                     if pairs <= MOST_DECODE_PAIRS:
-                        runs["decode"] = partial(decode, *arguments)
+                        ends_L = counts_L.cumsum(0).to(torch.int32)
+                        weights = grouped.gate_up_L2FD, grouped.down_LDF
+                        runs["decode"] = partial(expert_rows, hidden_ND, weights_N, ends_L, *weights)
                     shape = {"model": model.name, "hidden_size": hidden, "ffn_hidden_size": ffn}
                     shape |= {"num_experts": model.num_experts, "top_k": model.top_k, "ep_size": ep_size}
                     told = {"num_tokens": num_tokens, "distribution": name, "pairs": pairs, "fullest": loads_L.max()}

@@ -127,10 +127,10 @@ tests=("$python" -m pytest -m gpu -q -n 6 --dist loadgroup -p no:cacheprovider -
 small=()      # of decode steps
 tiny=()       # of emulated layers
 experts=(--out "$out")
-replayed=(--set layer.dispatcher=allgather --set layer.experts=decode --set layer.cuda_graph=true)
+replayed=(--set layer.experts=decode --set layer.cuda_graph=true)
 bfloat16=(--set layer.dtype=bfloat16)  # of configs whose table is in 4 bits
 if [ -n "$rehearse" ]; then
-  replayed=(--set layer.dispatcher=allgather --set layer.experts=decode)
+  replayed=(--set layer.experts=decode)
   bfloat16=()
   small=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.num_batches=1 --set measure.iterations=1
     --set measure.breakdown_iterations=1 --set measure.warmup=1 --set measure.flush_l2=false)

@@ -25,7 +25,7 @@ from moe_ep_bench.runtime.ranks import join
 
 # Modules of each suite; the first has its ``Lab``.
 SUITES = {
-    "layer": ("layer_laws", "flex_laws", "graph_laws"),
+    "layer": ("layer_laws", "graph_laws"),
     "model": ("transformer_laws",),
     "virtual": ("virtual_laws", "virtual_transformer_laws"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -22,7 +23,7 @@ from moe_ep_bench.policies.topk import TopK
 
 def _choose(*asked: str, cuda_graph: bool, **rest: object) -> parts.Parts:
     found = _CHOOSE(*asked, **rest)
-    return parts.replace(found, kernel="torch", cuda_graph=cuda_graph)
+    return replace(found, kernel="torch", cuda_graph=cuda_graph)
 
 
 def _unseen(self: Pruned, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:

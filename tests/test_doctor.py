@@ -77,7 +77,7 @@ def test_what_a_gpu_run_does_without_is_a_note_and_triton_without_a_compiler_a_p
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     notes = {finding.words.split(":")[0] for finding in doctor.packages() if finding.status == NOTE}
-    assert {"no transformer_engine", "no apex", "no deep_ep"} <= notes
+    assert {"no transformer_engine", "no apex"} <= notes
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert toolchain.lacking() == "no C compiler (gcc or clang)"

@@ -176,7 +176,7 @@ def test_decode_steps_are_replayed_from_cuda_graphs_with_their_phases(
     config = write_config(
         tmp_path, **changes,
         workload__num_tokens=16, workload__sequence_length=1, workload__peak_load=None, workload__num_batches=2,
-        layer__dtype="bfloat16", layer__dispatcher="allgather", layer__experts="decode", policies=policies,
+        layer__dtype="bfloat16", layer__experts="decode", policies=policies,
         sweep={"layer.cuda_graph": [False, True]},
     )  # fmt: skip
     done = launch(config, "--out", tmp_path / "out", nproc=changes.get("layer__ep_size", 1))

@@ -29,7 +29,7 @@ LAYER = {
     "name": "taped",
     "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
     "workload": {"kind": "synthetic", "num_tokens": 12, "num_batches": 2, "sequence_length": 1},
-    "layer": {"dtype": "float32", "dispatcher": "allgather", "experts": "decode"},
+    "layer": {"dtype": "float32", "experts": "decode"},
     "policies": [
         {"name": "topk"},
         {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1},  # counts requests on the host
@@ -144,16 +144,12 @@ def test_each_case_and_batch_is_one_graph_and_one_with_phases_and_conditions_cou
 
 REFUSED = {
     "graphs on the CPU": (
-        {"layer": {"cuda_graph": True, "dispatcher": "allgather"}}, "run", 1, "layer.cuda_graph: true needs a GPU",
+        {"layer": {"cuda_graph": True}}, "run", 1, "layer.cuda_graph: true needs a GPU",
     ),
-    "flex on one rank": (
-        {"layer": {"dispatcher": "flex"}}, "run", 1,
-        "layer.dispatcher: expected alltoall on one rank in layer.ep_size, got flex",
-    ),
-    "unequal tokens": ({"workload__num_tokens": 13}, "run", 2, "got allgather, where batch 0 deals 6 to 7 tokens"),
+    "unequal tokens": ({"workload__num_tokens": 13}, "run", 2, "got 6 to 7 tokens of batch 0 on a rank"),
     "emulate": (
         {"emulate": {"links": "h100-nvlink4"}}, "emulate", None,
-        "layer.dispatcher: expected alltoall, for emulate stands in for the all-to-all, got allgather",
+        "layer.experts: expected others, for emulate stands in for an all-to-all, got decode",
     ),
 }  # fmt: skip
 
@@ -164,7 +160,7 @@ def test_what_cannot_be_is_refused_in_a_line(name: str, tmp_path: Path, capsys: 
     config = write_config(tmp_path, LAYER, sweep={}, **changes)
     options = [] if nproc is None else ["--nproc", str(nproc)]
     # A dry run makes no batch, and so deals none.
-    options += [] if "deals" in message else ["--dry-run"]
+    options += [] if "batch 0" in message else ["--dry-run"]
     assert main([command, str(config), "--out", str(tmp_path / "out"), *options]) == USER_ERROR
     assert not (tmp_path / "out").exists()
     assert message in capsys.readouterr().err

@@ -376,7 +376,7 @@ def test_claims_stand_beside_real_ranks_where_these_are_asked_for(scope: str, tm
     layer = {
         "model": {"preset": "mixtral-8x7b", "scale": 1 / 64},
         "workload": {"kind": "synthetic", "num_tokens": 12, "num_batches": 2, "sequence_length": 1},
-        "layer": {"dtype": "float32", "ep_size": 1, "dispatcher": "allgather", "experts": "decode"},
+        "layer": {"dtype": "float32", "ep_size": 1, "experts": "decode"},
         "measure": {"iterations": 1, "breakdown_iterations": 0, "warmup": 1},
         "sweep": {},
     }

@@ -1,10 +1,7 @@
-"""What a layer is made of: experts and permutation by where it runs, a Transformer Engine that is tried, the router."""
+"""What a layer is made of: experts and permutation by where it runs, the router."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -13,12 +10,11 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.kernels.swiglu import weighted_swiglu_formula
-from moe_ep_bench.layer import parts, te_check
+from moe_ep_bench.layer import parts
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.router import PolicyRouter
 from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
-from moe_ep_bench.layer.te_check import TransformerEngine
 from moe_ep_bench.models import ScoreFunction, load_model
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.steps import TORCH
@@ -26,112 +22,38 @@ from moe_ep_bench.policies.steps import TORCH
 pytestmark = pytest.mark.seam
 
 
-# What is asked for, on a CPU or not, beside which Transformer Engine (and its problem): what runs, or the error.
+# What is asked for, on a CPU or not, beside which Transformer Engine: experts and permutation that run, or the error.
 REQUESTS = [
-    (("auto",), "GPU", None, Parts("grouped", "indexed")),
-    (("decode",), "GPU", None, Parts("decode", "indexed")),
-    (("te",), "GPU", None, "layer.experts: te needs Transformer Engine, which is not installed; exp"),
-    (("auto",), "CPU", "2.4.0+abc", Parts("grouped", "indexed")),
-    (("sequential",), "CPU", None, Parts("sequential", "indexed")),
-    (("auto", "allgather"), "CPU", None, Parts("grouped", "megatron", dispatcher="allgather")),
-    (("decode", "allgather"), "CPU", None, Parts("decode", "none", dispatcher="allgather")),
-    (("te",), "CPU", "2.4.0+abc", "layer.experts: te needs a GPU; expected auto, grouped or sequential"),
-    (("auto",), "GPU", "2.4.0+abc", Parts("te", "fused")),
-    (("auto",), "GPU", "1.13.0", Parts("te", "indexed")),
-    (("te",), "GPU", "2.9.0 broken", r"a Transformer Engine that works; 2.9.0 does not \(ImportError"),
-    (("auto", "allgather", "graph"), "GPU", None,
-     Parts("decode", "none", "auto", "allgather", cuda_graph=True, experts_why="a CUDA graph holds no others")),
-    (("auto", "alltoall", "graph"), "GPU", None, "layer.cuda_graph: true needs layer.dispatcher allgather"),
-    (("grouped", "allgather", "graph"), "GPU", None, "layer.cuda_graph: true needs layer.experts decode"),
-    (("auto", "flex"), "CPU", None, "flex needs a GPU"),
-    (("auto", "flex"), "GPU", None, r"flex needs DeepEP \(the package deep_ep\), which is not installed"),
-]  # fmt: skip
-
-
-@pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Parts]:
-    def chosen(asked: tuple[str, ...], where: str, te: str | None, **options: object) -> Parts:
-        version, _, problem = (te or "").partition(" ")
-        found = TransformerEngine("ImportError: undefined symbol" if problem else "", routes=te == "2.9.0")
-        monkeypatch.setattr(parts, "version_of", lambda distribution: version or None)
-        monkeypatch.setattr(parts, "transformer_engine", lambda: found)
-        names = [one for one in asked if one != "graph"]
-        return Parts.choose(*names, cuda_graph="graph" in asked, on_cpu=where == "CPU", **options)
-
-    return chosen
+    ("auto", "GPU", None, ("grouped", "indexed")),
+    ("decode", "GPU", None, ("decode", "none")),
+    ("te", "GPU", None, "layer.experts: te needs Transformer Engine 2.6 or later, got none; expected auto, grouped or"),
+    ("te", "GPU", "2.5.1", "or later, got 2.5.1"),
+    ("auto", "CPU", "2.9.0+abc", ("grouped", "indexed")),
+    ("sequential", "CPU", None, ("sequential", "megatron")),
+    ("te", "CPU", "2.9.0", "layer.experts: te needs a GPU; expected auto, grouped or sequential"),
+    ("auto", "GPU", "2.9.0+abc", ("te", "fused")),
+    ("auto", "GPU", "2.5.1", ("grouped", "indexed")),
+    ("auto graph", "GPU", None, ("decode", "none")),
+    ("grouped graph", "GPU", None, "layer.cuda_graph: true needs layer.experts decode"),
+    ("decode graph", "CPU", None, "layer.cuda_graph: true needs a GPU"),
+]
 
 
 @pytest.mark.parametrize(("asked", "where", "te", "expected"), REQUESTS)
 def test_every_request_and_what_runs(
-    asked: tuple[str, ...], where: str, te: str | None, expected: Parts | str, choose: Callable[..., Parts]
+    asked: str, where: str, te: str | None, expected: tuple[str, str] | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if isinstance(expected, Parts):
-        assert choose(asked, where, te) == expected
-    else:
+    monkeypatch.setattr(parts, "version_of", lambda distribution: te)
+    experts, _, graph = asked.partition(" ")
+    how = {"cuda_graph": bool(graph), "on_cpu": where == "CPU"}
+    if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            choose(asked, where, te)
-
-
-def test_auto_fuses_what_the_version_can(choose) -> None:
-    model = load_model("olmoe-1b-7b")
-    assert choose(("grouped",), "GPU", "2.9.0").fuses_router(model)
-    assert not choose(("grouped",), "GPU", "2.9.0").fuses_router(load_model("deepseek-v4-flash"))
-    chosen = choose(("auto",), "GPU", "2.9.0 broken")
-    why = "Transformer Engine 2.9.0 does not work here (ImportError: undefined symbol)"
-    assert (chosen.experts, chosen.permute, chosen.experts_why) == ("grouped", "indexed", why)
-    assert not chosen.fuses_router(model)
-
-
-TRANSFORMER_ENGINE = """
-import torch
-WRONG = {wrong!r}
-if WRONG == "import":
-    raise ImportError("undefined symbol: cublasLt")
-def moe_permute(hidden, routing_map, num_out_tokens, map_type):
-    token = routing_map.T.nonzero()[:, 1]
-    rows = hidden[token.flip(0) if WRONG == "permutation" else token]
-    return torch.cat([rows, rows[: num_out_tokens - len(rows) if WRONG != "spare rows" else 0]]), None
-class GroupedLinear(torch.nn.Module):
-    def __init__(self, number, inputs, outputs, bias, params_dtype, device):
-        super().__init__()
-        for i in range(number):
-            setattr(self, f"weight{{i}}", torch.randn(outputs, inputs, dtype=params_dtype))
-    def forward(self, rows, counts):
-        parts = [x @ getattr(self, f"weight{{i}}").T for i, x in enumerate(rows.split(counts))]
-        return torch.cat(parts[::-1] if WRONG == "experts" else parts)
-"""
-ROUTER = """
-def fused_topk_with_score_function(logits, topk, **options):
-    return None, logits >= logits.topk(topk, dim=1).values[:, -1:]
-"""
-
-
-@pytest.mark.parametrize(
-    ("wrong", "problem"),
-    [
-        ("", ""),
-        ("import", "ImportError: undefined symbol: cublasLt"),
-        ("permutation", "its permutation gives other rows than torch"),
-        ("spare rows", "its permutation gives other rows than torch"),
-        ("experts", "its grouped GEMM is off by"),
-    ],
-)
-def test_a_transformer_engine_is_tried_on_a_batch_in_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, problem: str
-) -> None:
-    folder = tmp_path / "transformer_engine" / "pytorch"
-    folder.mkdir(parents=True)
-    (tmp_path / "transformer_engine" / "__init__.py").touch()
-    (folder / "__init__.py").write_text(TRANSFORMER_ENGINE.format(wrong=wrong))
-    (folder / "router.py").write_text(ROUTER)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv(te_check._FOUND, "")
-    monkeypatch.delenv(te_check._FOUND)
-    monkeypatch.setattr(te_check, "_of_a_child", partial(te_check._of_a_child, "cpu"))
-    found = te_check.transformer_engine()
-    assert found.problem.startswith(problem) if problem else found == ("", True)
-    monkeypatch.setattr(te_check, "_of_a_child", None)
-    assert te_check.transformer_engine() == found, "torchrun's ranks ask no more"
+            Parts.choose(experts, **how)
+        return
+    chosen = Parts.choose(experts, **how)
+    assert (chosen.experts, chosen.permute, chosen.cuda_graph) == (*expected, bool(graph))
+    assert chosen.fuses_router(load_model("olmoe-1b-7b")) == (chosen.experts == "te")
+    assert not chosen.fuses_router(load_model("deepseek-v4-flash"))
 
 
 def test_the_triton_activation_equals_its_formula() -> None:

@@ -22,7 +22,7 @@ from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.bench import dry_run
 from moe_ep_bench.bench import run as run_module
 from moe_ep_bench.cli import main
-from moe_ep_bench.layer import parts, te_check
+from moe_ep_bench.layer import parts
 from moe_ep_bench.results import conditions_of
 from moe_ep_bench.runtime.exit_codes import CLOSED, OK, USER_ERROR
 from moe_ep_bench.runtime.torchrun import Ended
@@ -269,7 +269,6 @@ def test_a_dry_run_makes_no_cuda_context_and_runs_no_kernel(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu["name"])
     monkeypatch.setattr(dry_run, "query_gpus", lambda: [gpu | {"memory_free_mib": 75 * 1024}, gpu])
     monkeypatch.setattr(parts, "version_of", lambda distribution: "2.7")
-    monkeypatch.setattr(te_check, "_of_a_child", refused)
     for name in ("_lazy_init", "mem_get_info", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, refused)
     monkeypatch.setattr(torch, "mm", refused)

@@ -37,7 +37,6 @@ OTHER = {
     "layer.ep_size": 4,
     "layer.seed": 1,
     "layer.experts": "grouped",
-    "layer.dispatcher": "allgather",
     "measure.iterations": 6,
     "measure.breakdown_iterations": 1,
     "measure.warmup": 2,

@@ -22,7 +22,7 @@ from moe_ep_bench.schema import TOTAL, UNACCOUNTED, layer_and_phase, phases_in_d
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder
 
 SEED = 3
-MEGATRON = Parts("sequential", "megatron")
+MEGATRON = Parts("sequential")
 LENGTHS = (7, 7, 12, 3)
 # Latent attention, a dense layer and shared experts; norms of queries and keys; grouped queries; biases.
 MODELS = ("deepseek-v2-lite", "olmoe-1b-7b", "mixtral-8x7b", "qwen1.5-moe-a2.7b")
@@ -67,7 +67,7 @@ def unmodified(lab: Lab, name: str, built: Stack) -> megatron.GPTModel:
     """
     model = lab.model(name)
     size, depth = lab.groups.ep.size(), len(built.gpt.decoder.layers)
-    config = megatron.megatron_config(model, torch.float32, size, None, MEGATRON, on_cpu=True, num_layers=depth)
+    config = megatron.megatron_config(model, torch.float32, size, MEGATRON, on_cpu=True, num_layers=depth)
     latent = getattr(config, "multi_latent_attention", False)
     core = type(built.gpt.decoder.layers[0].self_attention.core_attention) if latent else None
     spec = megatron.decoder_spec(config, core)

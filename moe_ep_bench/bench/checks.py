@@ -63,7 +63,7 @@ def of_experiment(experiment: Experiment, backend: str, world_size: int) -> Rows
     lacks = runs_here and rooted and tuple(map(int, version.split(".")[:2])) < (0, 18)
     yield lacks, "model", newer, f"sqrtsoftplus of {model.name} and Megatron-Core {version}"
     if backend != ROUTING:
-        yield from _baseline(experiment, ep_size)
+        yield from _baseline(experiment)
     if backend != RANKS:
         yield from _replicas(experiment, backend, ep_size)
     if experiment.scope == "model":
@@ -89,16 +89,14 @@ def _emulated(experiment: Experiment) -> Rows:
     yield experiment.emulate.links is None, "emulate.links", known, "none"
     yield launches != 1, "measure.launches", "1, for emulate makes one launch", launches
     yield layer.cuda_graph, "layer.cuda_graph", "false, for emulate runs eagerly", "true"
-    stands_in = "alltoall, for emulate stands in for the all-to-all"
-    yield layer.dispatcher != "alltoall", "layer.dispatcher", stands_in, layer.dispatcher
+    stands_in = "others, for emulate stands in for an all-to-all"
+    yield layer.experts == "decode", "layer.experts", stands_in, "decode, to which tokens are gathered"
 
 
-def _baseline(experiment: Experiment, ep_size: int) -> Rows:
-    """Models that Megatron-Core's router, the baseline, would route in another way, and flex on one rank."""
+def _baseline(experiment: Experiment) -> Rows:
+    """Models that Megatron-Core's router, the baseline, would route in another way."""
     model = experiment.model.spec()
     is_softmax, name = model.score_function == "softmax", f"model: {model.name}"
-    is_alone = experiment.layer.dispatcher == "flex" and ep_size == 1
-    yield is_alone, "layer.dispatcher", "alltoall on one rank in layer.ep_size", "flex"
     biased = "sigmoid scores with a selection bias, as Megatron-Core has it"
     yield model.selection_bias and is_softmax, name, biased, "softmax"
     unnormalised = not is_softmax and not model.normalize and model.top_k > 1
@@ -181,12 +179,12 @@ def of_batches(experiment: Experiment, num_layers: int | None, tokens_BR: NDArra
 
 
 def of_dealing(experiment: Experiment, ep_size: int, tokens_BR: NDArray[np.int64]) -> Rows:
-    """Padding that leaves a rank with tokens no valid one; unequal ranks behind allgather, which cannot have them."""
+    """Padding that leaves a rank with tokens no valid one; unequal ranks that are gathered, which they cannot be."""
     num_padding = experiment.workload.padding_per_rank
     for batch, rank in np.argwhere((tokens_BR > 0) & (tokens_BR <= num_padding)):
         most = f"less than the {tokens_BR[batch, rank]} tokens that rank {rank} has in batch {batch}"
         yield True, "workload.padding_per_rank", most, num_padding
-    if experiment.layer.dispatcher == "allgather" and ep_size > 1:
+    if experiment.layer.gathers and ep_size > 1:
         for number, (least, most) in enumerate(zip(tokens_BR.min(axis=1), tokens_BR.max(axis=1), strict=True)):
-            got = f"allgather, where batch {number} deals {least} to {most} tokens to a rank"
-            yield least < most, "layer.dispatcher", "alltoall, or other workload.num_tokens", got
+            got = f"{least} to {most} tokens of batch {number} on a rank, which layer.experts: decode gathers"
+            yield least < most, "workload.num_tokens", "as many for every rank", got

@@ -170,6 +170,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         }
     assert ranks is not None
     parts, asked = comparison.parts, experiment.layer
+    collectives = " with its collectives" * (comparison.ep_size > 1)
     described |= {
         "scale": model.scale,
         "num_replicas": comparison.world_size // comparison.ep_size,
@@ -180,7 +181,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "dtype": asked.dtype,
         "backend": ranks.backend,
         "dispatcher": parts.dispatcher,
-        "cuda_graph": parts.held_by_graphs(comparison.ep_size, comparison.scope),
+        "cuda_graph": f"the whole {comparison.scope}{collectives}" if parts.cuda_graph else None,
         "experts": {"requested": asked.experts, "ran": parts.experts, "why": parts.experts_why},
         "permute": {"requested": AUTO, "ran": parts.permute},
         "flush_l2": experiment.measure.flush_l2,

@@ -15,7 +15,6 @@ from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, VIRTUAL, Com
 from moe_ep_bench.bench.description import describe_workload, device_words, fit_of, held_here
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cost_model.transport import exchange_words
-from moe_ep_bench.layer.te_check import untried
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.gpus import query_gpus
 from moe_ep_bench.runtime.device import device_type, num_gpus
@@ -32,8 +31,7 @@ def dry_run(
         world_size: real ranks.
     """
     device = device_type() if backend == RANKS else "cuda" if num_gpus() and backend == VIRTUAL else "cpu"
-    with untried():
-        comparisons = plan(config, overrides, backend, world_size, on_cpu=device == "cpu", point=point, try_out=False)
+    comparisons = plan(config, overrides, backend, world_size, on_cpu=device == "cpu", point=point, try_out=False)
     free_bytes = provenance.host_memory_bytes(world_size or 1)
     if device == "cuda":  # As the driver has it, without a CUDA context.
         with contextlib.suppress(pynvml.NVMLError, ValueError):

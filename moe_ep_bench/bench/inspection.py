@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_ep_bench.bench.cases import BASELINE, CEILING
 from moe_ep_bench.bench.routing import case_metrics
 from moe_ep_bench.kernels.dispatch import oracle_for
-from moe_ep_bench.layer.backends import MappedExperts
+from moe_ep_bench.layer.backends import DecodeExperts
 from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
@@ -208,7 +208,7 @@ def compute_alone(session: Session) -> None:
     experts, model = next(iter(session.stack.moe_layers.values())).experts, session.comparison.model
     num_local = model.num_experts // session.stack.ep_group.size()
     hidden_ND = torch.zeros(num_local, model.hidden_size, dtype=session.dtype, device=session.device)
-    if isinstance(experts, MappedExperts):
+    if isinstance(experts, DecodeExperts):
         map_NL = torch.eye(num_local, dtype=torch.bool, device=session.device)
         experts(hidden_ND, map_NL, map_NL.float())
     else:

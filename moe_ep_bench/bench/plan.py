@@ -190,11 +190,11 @@ def _parts(experiment: Experiment, backend: str, on_cpu: bool, modelled: Device 
     """What computes and permutes here; on a modelled device what it is modelled with, whatever this machine has."""
     asked = experiment.layer
     if backend == ROUTING:
-        return Parts(experts="none", permute="none")
+        return Parts("none")
     if modelled is not None:
         experts, why = modelled.experts_ran
-        return Parts(experts=experts, permute="indexed", experts_why=why)
-    return Parts.choose(asked.experts, asked.dispatcher, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
+        return Parts(experts, experts_why=why)
+    return Parts.choose(asked.experts, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
 
 
 # ---- workloads -------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ _OF_ANY = ("device", "links", "transport", "dispatch_dtype")
 _OF_MODEL = ("model", "trace", "counts", "decode_tokens", *(flag for flag in KEYS if flag not in _OF_ANY))
 # Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
 _UNREAD = (
-    *("policies", "measure", "claims", "layer.dispatcher", "layer.cuda_graph"),
+    *("policies", "measure", "claims", "layer.experts", "layer.cuda_graph"),
     *("emulate.replication", "emulate.rebalance", "workload.num_batches"),
 )
 # Of a question that names none.

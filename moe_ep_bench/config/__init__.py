@@ -235,12 +235,15 @@ class LayerConfig(Strict):
     seed: int = Field(0, ge=0)
     """Seed of weights and of random policies."""
     experts: Literal["auto", "sequential", "grouped", "decode", "te"] = "auto"
-    """``sequential`` (Megatron-Core's, one by one), ``grouped`` (grouped GEMMs), ``decode`` (ours, for few tokens),
-    ``te`` (Transformer Engine)."""
-    dispatcher: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """Megatron-Core's dispatcher; ``flex`` needs DeepEP."""
+    """``sequential`` (Megatron-Core's, one by one), ``te`` (Transformer Engine), ``grouped`` (grouped GEMMs),
+    ``decode`` (for few tokens, all of which every rank gets)."""
     cuda_graph: bool = False
-    """Replay the layer, or a model's decode step, from CUDA graphs; needs ``decode`` experts, ``allgather``, a GPU."""
+    """Replay the layer, or a model's decode step, from CUDA graphs; needs ``decode`` experts and a GPU."""
+
+    @property
+    def gathers(self) -> bool:
+        """Every rank gets all ranks' tokens."""
+        return self.experts == "decode" or self.cuda_graph
 
 
 class WholeConfig(Strict):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ep_bench.kernels.decode_experts import decode_experts, expert_rows
+from moe_ep_bench.kernels.decode_experts import decode_experts
 from moe_ep_bench.kernels.swiglu import weighted_swiglu
 from moe_ep_bench.layer.experts import ExpertWeights, fill_mlp_
 from moe_ep_bench.layer.megatron import TransformerConfig, expert_submodule
@@ -45,24 +45,16 @@ class GroupedExperts(torch.nn.Module):
         if hidden_ND.shape[0] == 0:
             return hidden_ND, None
         ends_L = counts_L.cumsum(0).to(device=hidden_ND.device, dtype=torch.int32, non_blocking=True)
-        return self.compute(hidden_ND, ends_L, weights_N), None
-
-    def compute(self, hidden_ND: Tensor, ends_L: Tensor, weights_N: Tensor) -> Tensor:
-        """The outputs [N, D] of at least one row; ``ends_L``: int32 on the device, where each expert's rows end."""
         gate_up_N2F = torch.nn.functional.grouped_mm(hidden_ND, self.gate_up_L2FD.transpose(1, 2), offs=ends_L)
         activated_NF = weighted_swiglu(gate_up_N2F, weights_N)
-        return torch.nn.functional.grouped_mm(activated_NF, self.down_LDF.transpose(1, 2), offs=ends_L)
+        return torch.nn.functional.grouped_mm(activated_NF, self.down_LDF.transpose(1, 2), offs=ends_L), None
 
 
 class DecodeExperts(GroupedExperts):
-    """The same experts, the weights of those that have rows read once: for the few tokens of a decode step."""
+    """The same experts, of all tokens by a map: the weights of activated ones are read once.
 
-    def compute(self, hidden_ND: Tensor, ends_L: Tensor, weights_N: Tensor) -> Tensor:
-        return expert_rows(hidden_ND, weights_N, ends_L, self.gate_up_L2FD, self.down_LDF)
-
-
-class MappedExperts(DecodeExperts):
-    """The same, of all tokens by a map: nothing is permuted, and no shape follows from the routing."""
+    Nothing is permuted, and no shape follows from the routing.
+    """
 
     def forward(self, hidden_TD: Tensor, map_TL: Tensor, weights_TL: Tensor) -> tuple[Tensor, None]:
         """Return the weighted sum of each token's local experts, [T, D], and no bias.
@@ -86,7 +78,7 @@ def experts_submodule(parts: Parts, num_experts: int) -> Any:
     if parts.experts == "grouped":
         return GroupedExperts
     if parts.experts == "decode":
-        return MappedExperts if parts.by_map else DecodeExperts
+        return DecodeExperts
     return expert_submodule(num_experts, use_te=parts.experts == "te")
 
 

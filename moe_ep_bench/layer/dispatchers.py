@@ -2,8 +2,7 @@
 
 ``BoundedDispatcher``         all-to-all for a policy's pairs, whose number the host learns as late as native's splits
 ``IndexedAlltoAllDispatcher`` the same with permutations by index, where Transformer Engine's fused ones are missing
-``MapDispatcher``             all-gather without permutations, for experts that take a map (``backends.MappedExperts``)
-``FlexDispatcher``            DeepEP's, with room for policies that give a token more than K experts
+``MapDispatcher``             all-gather without permutations, for experts that take a map (``backends.DecodeExperts``)
 
 Shapes: T = local tokens (of all ranks after a gather), E = experts, N = pairs, R = EP ranks,
 L = local experts, D = hidden size.
@@ -20,7 +19,6 @@ from moe_ep_bench.kernels.row_sums import row_sums
 from moe_ep_bench.layer.megatron import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
-    MoEFlexTokenDispatcher,
 )
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.router import PolicyRouter
@@ -32,13 +30,11 @@ def own_dispatcher(parts: Parts, *, any_pairs: bool = False) -> Any:
     Args:
         any_pairs: for a policy, which gives a token any number of experts.
     """
-    if parts.dispatcher == "flex":
-        return FlexDispatcher
-    if parts.by_map:
+    if parts.experts == "decode":
         return MapDispatcher
     if parts.permute == "indexed":
         return IndexedAlltoAllDispatcher
-    return BoundedDispatcher if any_pairs and parts.dispatcher == "alltoall" else None
+    return BoundedDispatcher if any_pairs else None
 
 
 class BoundedDispatcher(MoEAlltoAllTokenDispatcher):
@@ -196,17 +192,6 @@ class MapDispatcher(MoEAllGatherTokenDispatcher):
     to every rank, which suits the few tokens of a decode step.
     """
 
-    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.routing_map is not None
-        hidden_states, probs, self.routing_map = self.gathered(hidden_states, probs, self.routing_map)
-        return hidden_states, probs
-
-    def gathered(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gather all ranks' tokens [T, D], weights and map [T, E], rank by rank."""
-        self.routing_map = routing_map
-        hidden_states, probs = super().token_dispatch(hidden_states, probs)
-        return hidden_states, probs, self.routing_map
-
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return all tokens [T, D], the local experts of each (bool [T, L]) and their weights (float32 [T, L])."""
         local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
@@ -217,20 +202,3 @@ class MapDispatcher(MoEAllGatherTokenDispatcher):
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
-
-
-class FlexDispatcher(MoEFlexTokenDispatcher):
-    """DeepEP's, which sends a token to a rank once, however many of its experts live there.
-
-    Megatron-Core gives DeepEP a table of each token's experts, made from its K largest routing weights: experts beyond
-    K would be lost silently. So the table is made as wide as the policy needs (``Policy.most_experts``).
-    """
-
-    @property
-    def most_experts(self) -> int:
-        """Experts of a token that are sent, those with the largest weights."""
-        return self._comm_manager.router_topk
-
-    @most_experts.setter
-    def most_experts(self, count: int) -> None:
-        self._comm_manager.router_topk = count

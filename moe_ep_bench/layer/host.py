@@ -4,8 +4,7 @@ Megatron-Core asks ``torch.cuda`` for the current device and for streams even wh
 lies on the CPU. On a machine without CUDA these questions get the only sensible answers: the
 device is the CPU, and there is one stream, on which all work is already in order. It also hands
 gloo its split sizes as tensors, which on CUDA were copied to the host on the way; gloo wants
-whole numbers. And it gathers unequally many rows, which gloo does only as an all-to-all. Nothing of
-Megatron-Core is edited; on a machine with CUDA nothing here is used.
+whole numbers. Nothing of Megatron-Core is edited; on a machine with CUDA nothing here is used.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def host_stand_ins() -> Iterator[None]:
     """
     if torch.cuda.is_available():
         raise RuntimeError("host stand-ins are for machines without CUDA")
-    all_to_all_single, all_gather = dist.all_to_all_single, dist.all_gather
+    all_to_all_single = dist.all_to_all_single
 
     def all_to_all_with_plain_splits(
         output: torch.Tensor,
@@ -90,20 +89,8 @@ def host_stand_ins() -> Iterator[None]:
             output, input, _plain_splits(output_split_sizes), _plain_splits(input_split_sizes), **kwargs
         )
 
-    def all_gather_of_any_sizes(outputs: list[torch.Tensor], input: torch.Tensor, group: Any = None) -> Any:
-        if len({len(output) for output in outputs}) == 1:
-            return all_gather(outputs, input, group=group)
-        sizes, rows = [len(output) for output in outputs], len(input)
-        whole = input.new_empty(sum(sizes), *input.shape[1:])
-        copies = input.repeat(len(outputs), *[1] * (input.dim() - 1))
-        all_to_all_single(whole, copies, sizes, [rows] * len(outputs), group=group)
-        for output, part in zip(outputs, whole.split(sizes), strict=True):
-            output.copy_(part)
-        return None
-
     keep_freed_memory()
     with (
-        mock.patch.object(dist, "all_gather", all_gather_of_any_sizes),
         mock.patch.object(dist, "all_to_all_single", all_to_all_with_plain_splits),
         mock.patch.object(torch.cuda, "current_device", _cpu),
         mock.patch.object(torch.cuda, "Stream", HostStream),

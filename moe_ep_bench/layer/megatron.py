@@ -50,7 +50,6 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe.token_dispatcher import (
         MoEAllGatherTokenDispatcher,
         MoEAlltoAllTokenDispatcher,
-        MoEFlexTokenDispatcher,
     )
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -63,7 +62,6 @@ __all__ = [
     "MLATransformerConfig",
     "MoEAllGatherTokenDispatcher",
     "MoEAlltoAllTokenDispatcher",
-    "MoEFlexTokenDispatcher",
     "MoELayer",
     "MoESubmodules",
     "PackedSeqParams",
@@ -134,7 +132,6 @@ def megatron_config(
     model: ModelSpec,
     dtype: torch.dtype,
     ep_size: int,
-    capacity_factor: float | None,
     parts: Parts = DEFAULT_PARTS,
     *,
     on_cpu: bool,
@@ -143,8 +140,6 @@ def megatron_config(
     """Return Megatron-Core's config.
 
     Args:
-        capacity_factor: None for the dropless path. Any number selects the dynamic path, where the dispatcher counts
-            its buffers; the number itself has no effect, because a policy routes.
         num_layers: layers of the model from the first; None = an MoE layer alone.
     """
     softmax = model.score_function == "softmax"
@@ -164,7 +159,6 @@ def megatron_config(
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_expert_capacity_factor": capacity_factor,
         "moe_token_dispatcher_type": parts.dispatcher,
         "moe_permute_fusion": parts.permute == "fused",
         "moe_router_fusion": parts.fuses_router(model),

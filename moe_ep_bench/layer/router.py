@@ -57,7 +57,7 @@ class PolicyRouter(ReplayRouter):
     """A router whose choice is a policy's.
 
     Megatron-Core's own token dropping lives in ``routing`` too, and is out of play but for the policy that stands for
-    it. The capacity factor in the layer's config only makes the dispatcher count its buffers.
+    it.
 
     Attributes:
         policy: what routes.

@@ -86,7 +86,7 @@ class Stack:
         self.moe_layers: dict[int | None, MoELayer] = {}
         self.gpt: GPTModel | None = None
         if num_layers is None:
-            self._add(None, self._new_layer(ReplayRouter, capacity_factor=None))
+            self._add(None, self._new_layer(ReplayRouter))
         else:
             self.gpt = self._new_model(num_layers, max_length)
             for layer in (layer for layer in model.moe_layers if layer < num_layers):
@@ -115,8 +115,6 @@ class Stack:
             assert context is not None
             moe.router.policy, moe.router.context = policy, context
             context.num_valid(len(logits_TE))  # Counted here, where no clock runs.
-            if hasattr(moe.token_dispatcher, "most_experts"):
-                moe.token_dispatcher.most_experts = policy.most_experts(logits_TE.shape[1], context)
 
     def run(self, batch: Any) -> Tensor:
         """Run on a batch of this rank."""
@@ -130,22 +128,22 @@ class Stack:
 
     # ---- building ----------------------------------------------------------------------------------------------------
 
-    def _config(self, capacity_factor: float | None, num_layers: int | None = None) -> TransformerConfig:
-        sizes, on_cpu = (self.ep_group.size(), capacity_factor, self.parts), self.device.type == "cpu"
+    def _config(self, num_layers: int | None = None) -> TransformerConfig:
+        sizes, on_cpu = (self.ep_group.size(), self.parts), self.device.type == "cpu"
         return megatron_config(self.model, self.dtype, *sizes, on_cpu=on_cpu, num_layers=num_layers)
 
     def _submodules(self, router: Any) -> Any:
         num_experts = self.model.num_experts
         return moe_submodules(num_experts, router, experts_submodule(self.parts, num_experts))
 
-    def _new_layer(self, router: Any, capacity_factor: float | None) -> MoELayer:
+    def _new_layer(self, router: Any) -> MoELayer:
         submodules = self._submodules(router)
-        layer = MoELayer(self._config(capacity_factor), submodules, layer_number=1, pg_collection=self.groups)
+        layer = MoELayer(self._config(), submodules, layer_number=1, pg_collection=self.groups)
         layer.set_layer_number(1)
         return layer.to(self.device).eval()
 
     def _new_model(self, num_layers: int, max_length: int) -> GPTModel:
-        model, config = self.model, self._config(None, num_layers)
+        model, config = self.model, self._config(num_layers)
         assert model.vocab_size is not None
         spec = decoder_spec(config, SdpaAttention, self._submodules(ReplayRouter))
         sizes = {"max_length": max_length, "tied": model.tied_embeddings}
@@ -168,8 +166,7 @@ class Stack:
         )
         topk = make_policy({"name": "topk"})
         router = partial(PolicyRouter, policy=topk, context=context, ep_group=self.ep_group, kernel=parts.kernel)
-        # Behind an all-to-all rows are bounded by the policy; other dispatchers count them where there is a factor.
-        policy = self._new_layer(router, capacity_factor=None if parts.dispatcher == "alltoall" else 1.0)
+        policy = self._new_layer(router)
         policy.experts, policy.shared_experts = native.experts, native.shared_experts
         policy.router.weight = native.router.weight
         for moe in (native, policy):

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.kernels import toolchain
-from moe_ep_bench.layer.te_check import transformer_engine
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime import exit_codes
 from moe_ep_bench.runtime.device import check_num_ranks, gpus_in_sight, local_ranks, why_torch_has_none
@@ -40,7 +39,6 @@ _MIN_FREE_GIB = 1.0
 _WITHOUT = {
     "transformer_engine": "our grouped GEMMs compute experts, unfused: hold no phase shares against a paper's",
     "apex": "Megatron-Core takes torch's own kernels; none of Apex's lie in the timed layer",
-    "deep_ep": "Megatron-Core's flex dispatcher cannot run; alltoall and allgather can",
     "triton": "policies are routed by torch, several times slower; decode experts cannot run",
 }
 
@@ -87,15 +85,13 @@ def gpus() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """What is installed, and what a run on a GPU does without; Transformer Engine is tried."""
+    """What is installed, and what a run on a GPU does without."""
     versions = provenance.package_versions()
     yield Finding(OK, "packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
     if not torch.cuda.is_available():
         return
     for name in [name for name in _WITHOUT if not versions[name]]:
         yield Finding(NOTE, "packages", f"no {name}: {_WITHOUT[name]}")
-    if versions["transformer_engine"] and (problem := transformer_engine().problem):
-        yield Finding(PROBLEM, "packages", f"transformer_engine {versions['transformer_engine']}: {problem}")
     if versions["triton"] and (lacking := toolchain.lacking()):
         yield Finding(PROBLEM, "packages", f"Triton compiles nothing here: {lacking}")
 

@@ -244,7 +244,6 @@ def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> N
     assert row[2] == "1.846", "the first line has the table's milliseconds"
     gain = "a layer is 1.300 times as fast as native, 1.846 in place of 2.400 ms (modelled; 1.20 to 1.40 by layer)."
     assert gain in text.splitlines()[0]
-    assert "by layer: the least and the greatest of one of several; [brackets]: 95 % for the median over all" in text
 
 
 ASSUMED = ", assumed, not Tiny-MoE's own; "
@@ -255,23 +254,20 @@ def recorded(model: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("workload", "skew", "is_drawn"),
+    ("workload", "skew"),
     [
-        ({"targets": {"peak_load": 4.0}}, f"; peak load 4{ASSUMED}", True),
-        ({"targets": {"expert_loads": [1.0]}}, "; experts' loads as counted; ", False),
-        (recorded("allenai/OLMoE"), "; skew of allenai/OLMoE's recording, not Tiny-MoE's; ", False),
-        ({"skew": {"name": "mixed", "basis": "assumed", "source": "X"}}, "(assumed: X), not Tiny-MoE's own; ", True),
+        ({"targets": {"peak_load": 4.0}}, f"; peak load 4{ASSUMED}"),
+        ({"targets": {"expert_loads": [1.0]}}, "; experts' loads as counted; "),
+        (recorded("allenai/OLMoE"), "; skew of allenai/OLMoE's recording, not Tiny-MoE's; "),
+        ({"skew": {"name": "mixed", "basis": "assumed", "source": "X"}}, "(assumed: X), not Tiny-MoE's own; "),
     ],
 )
-def test_whose_skew_it_is_and_what_of_it_is_chance_are_said(
-    tmp_path: Path, workload: dict, skew: str, is_drawn: bool
-) -> None:
+def test_whose_skew_it_is_is_said(tmp_path: Path, workload: dict, skew: str) -> None:
     workload = {"kind": "synthetic", "description": "", "tail_model": None, **workload}
     text = advised(tmp_path, USUAL[0], mode="emulated", num_batches=1, facts={**MODELLED, "workload": workload})
     what = next(line for line in text.splitlines() if line.startswith("For "))
     assert what.startswith("For Tiny-MoE, 2 ranks, modelled by devices/b, links modelled by links/a; ")
     assert skew in what
-    assert ("one draw: native's fullest rank has" in text) == is_drawn
 
 
 def test_whole_models_are_ranked_by_the_pass(tmp_path: Path) -> None:
@@ -331,7 +327,6 @@ def test_draws_of_one_traffic_are_launches_of_one_comparison(tmp_path: Path) -> 
     assert row["dropped_share"] == pytest.approx(0.08, abs=1e-3)
     assert row["standing"] == row["verdict"] == "inconclusive", "one draw alone drops more than the bound"
     assert (row["least"], row["most"]) == pytest.approx((1.1, 1.5), abs=0.02)
-    assert "by draw: the least and the greatest" in advice_text(store, BOUNDS)
 
 
 @pytest.mark.parametrize(
@@ -473,14 +468,12 @@ def test_decode_is_asked_of_one_token_of_each_request() -> None:
     config = yaml.safe_load(question.text)
     assert (config["workload"]["num_tokens"], config["workload"]["sequence_length"]) == (256, 1)
     assert config["whole"] == {"context_length": 2048}
-    assert "2,048 tokens in each request's cache" in question.assumed
     names = {label.split()[0] for label in candidates_of(question)}
     assert {"oea", "xshare", "token_drop"} <= names
     assert question.left_out == ("xshare: by request decides for its tokens, of which a step has one",)
     balancers = [{}, {"balancer": "lp"}, {"balancer": "activated"}, {"plan": "variance"}]
     assert config["emulate"]["replication"] == [{"spare_per_rank": 1, **one} for one in balancers]
     assert config["emulate"]["rebalance"] == []
-    assert yaml.safe_load(asked(*decode, "--context", 64).text)["whole"] == {"context_length": 64}
 
 
 @pytest.mark.parametrize("name", ["decode-graph", "model-prefill", "own"])
@@ -506,24 +499,22 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_modelled() -> N
     asked("--model", "deepseek-v3", "--ep", 32, "--tokens", 65536).check()
 
 
-def test_what_was_not_asked_for_is_said_to_be_assumed() -> None:
-    words = ("bfloat16 (--dtype)", "prompts of 128 tokens (--prompt-length)", "NCCL's pairs", "device h1", "links h1")
-    assert all(any(one.startswith(start) for one in asked(*QWEN).assumed) for start in words)
-    given = {"dtype": "float32", "prompt-length": "4096", "transport": "copies", "device": "h20", "links": "pcie5-ndr"}
-    stated = asked(*QWEN, *(word for key, value in given.items() for word in (f"--{key}", value)))
-    first = stated.experiments[0]
-    assert (first.layer.dtype, first.workload.sequence_length, first.emulate.transport) == ("float32", 4096, "copies")
-    assert (first.emulate.device, first.emulate.links) == ("h20", "pcie5-ndr")
-    assert not stated.assumed
-    of_config = asked(ROOT / "configs/quickstart.yaml", "--set", "workload.num_batches=4")
-    assert any(words.startswith("10 batches in place of 4") for words in of_config.assumed)
-
-
-def test_device_and_links_of_the_options_end_a_configs_sweep_of_them() -> None:
-    swept = [ROOT / "configs/quickstart.yaml", "--set", "sweep.emulate.device=[measured, h20, h100-sxm]"]
-    assert yaml.safe_load(asked(*swept).text)["sweep"]["emulate.device"] == ["h20", "h100-sxm"]
-    question = asked(*swept, "--device", "b200-sxm")
-    assert {one.emulate.device for one in question.experiments} == {"b200-sxm"}
+def test_set_changes_any_key_of_what_the_flags_make_and_ends_its_sweep() -> None:
+    given = {
+        "layer.dtype": "float32",
+        "workload.peak_load": "3",
+        "emulate.transport": "copies",
+        "emulate.device": "h20",
+    }
+    question = asked(*QWEN, *(word for key, value in given.items() for word in ("--set", f"{key}={value}")))
+    first = question.experiments[0]
+    assert (first.layer.dtype, first.workload.peak_load, first.emulate.transport) == ("float32", 3, "copies")
+    assert (first.emulate.device, first.emulate.links) == ("h20", "h20-nvlink4")
+    assert list(yaml.safe_load(question.text)["sweep"]) == ["workload.seed"]
+    swept = asked(ROOT / "configs/quickstart.yaml", "--set", "sweep.emulate.device=[measured, h20, h100-sxm]")
+    assert yaml.safe_load(swept.text)["sweep"]["emulate.device"] == ["h20", "h100-sxm"], "nothing is measured"
+    few = asked(ROOT / "configs/quickstart.yaml", "--set", "workload.num_batches=4")
+    assert few.assumed[0].startswith("10 batches in place of 4")
 
 
 def test_the_same_question_has_the_same_candidates_whatever_the_config_says() -> None:
@@ -601,7 +592,7 @@ def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
 
 def test_decode_of_a_recording_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, trace = tmp_path / "out", recording(tmp_path / "top.safetensors", full=False)
-    sizes = ["--ep", "4", "--decode-tokens", "8", "--context", "128", "--trace", str(trace)]
+    sizes = ["--ep", "4", "--decode-tokens", "8", "--set", "whole.context_length=128", "--trace", str(trace)]
     assert main(["advise", "--model", "olmoe-1b-7b", *sizes, "--out", str(out)]) == OK
     told = capsys.readouterr().out
     assert "requests that decode route as their prompts did" in told

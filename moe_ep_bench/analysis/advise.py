@@ -12,7 +12,7 @@ stays. Of one draw the answer says that its speedup is not so judged.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -142,7 +142,7 @@ def advice_text(store: Store, bounds: Bounds, question: Question | None = None, 
         tables += [_table(shown, where and f"at {where}")] if len(shown) else []
         hidden = max(hidden, len(own) - len(shown))
     how = modelled_line(one.facts for one in store.comparisons)
-    blocks[-1] += f"\n{_for(about, bounds, question.assumed if question else ())}{how and ' '}{how}"
+    blocks[-1] += f"\n{_for(about, bounds)}{how and ' '}{how}"
     more = [f"{hidden} more candidates: --all"] if hidden else []
     told = "\n".join(f"  {note}" for note in (*more, *_notes(store, rows, about, natives, question)))
     is_assumed = all(list(json.loads(point)) == ["workload.peak_load"] for point in about["point"])
@@ -214,7 +214,7 @@ def _taken(ours_ms: float, native_ms: float) -> str:
     return f"{milliseconds(ours_ms)} in place of {milliseconds(native_ms)} ms"
 
 
-def _for(about: pd.DataFrame, bounds: Bounds, assumed: Sequence[str]) -> str:
+def _for(about: pd.DataFrame, bounds: Bounds) -> str:
     """For what the answer holds: model, sizes, device, traffic and whose it is, and the bounds; one line."""
     parts = [said_once(about[name]) for name in ("model", "sizes", "ran_on")]
     links = said_once(about["links_words"])
@@ -223,12 +223,11 @@ def _for(about: pd.DataFrame, bounds: Bounds, assumed: Sequence[str]) -> str:
     limits = [f"{100 * bounds.max_dropped:g} % of the pairs dropped"] if bounds.max_dropped < 1 else []
     limits += [f"{lost:g} % of the score mass lost"] if lost < 100 else []
     within = f"at most {' and '.join(limits)}" if limits else "no bounds"
-    default = f"; by default {', '.join(assumed)}" if assumed else ""
     skews = said_once(map(_skew, about["facts"]))
     workload = about["facts"].iloc[0]["workload"]
     if not (workload.get("recording") or workload.get("skew") or "expert_loads" in workload["targets"]):
         skews += f", assumed, not {about['model'].iloc[0]}'s own"
-    return f"For {', '.join(filter(None, parts))}; {skews}; {within}{default}."
+    return f"For {', '.join(filter(None, parts))}; {skews}; {within}."
 
 
 def _skew(facts: Row) -> str:
@@ -285,6 +284,7 @@ def _notes(
 ) -> Iterator[str]:
     """What may change the decision: what was not tried, chance, whose data and how far times may be trusted."""
     if question is not None:
+        yield from (f"assumed: {words}" for words in question.assumed)
         yield from (f"left out: {words}" for words in question.left_out)
         yield from question.cautions
     yield from (words for words in about["how"].unique() if "MIXED" in words)
@@ -294,23 +294,9 @@ def _notes(
     if len(picks) and many and picks["chosen_by"].isna().any():
         yield "the pick is judged by the traffic that chose it: its speedup is a little too high"
     yield from chance_words(int(rows["speedup_is_interval"].eq(True).sum()))
-    if rows["least"].notna().any():
-        parts = "draws" if (about["num_draws"] > 1).any() else "layers"
-        yield f"by {parts[:-1]}: the least and the greatest of one of several; [brackets]: 95 % for the median over all"
-    is_drawn = (about["num_draws"] == 1) & (about["num_ranks"] > 1) & about["facts"].map(_is_drawn).astype(bool)
-    loads = natives["fullest_rank"].reindex(about.index[is_drawn])
-    if len(loads.dropna()):
-        fullest = f"native's fullest rank has up to {loads.max():.2f} x the mean load"
-        yield f"the traffic is one draw: {fullest} by chance; workload.rank_load sets it"
     if about["scope"].eq("layer").all() and ("pass_ms" not in natives or natives["pass_ms"].isna().any()):
         yield "speedups are of one MoE layer: a whole model gains less (docs/model.md)"
     if picks["dropped_share"].gt(0).any():
         yield "score mass is no accuracy: evaluate the model first (docs/quality.md)"
     yield from [MODEL_CAVEAT] if about["origin"].isin(NOTHING_RAN).any() else []
     yield from warnings(store)
-
-
-def _is_drawn(facts: Row) -> bool:
-    """Whether chance decides how full ranks are."""
-    workload = facts["workload"]
-    return workload["kind"] == "synthetic" and not {"rank_load", "expert_loads"} & workload["targets"].keys()

@@ -1,7 +1,7 @@
 """Turn what ``advise`` is asked into a config of modelled emulation: whose layer, which traffic, which candidates.
 
-The flags make a config by one table, ``KEYS``; candidates are another, ``_candidates``. Needs no torch until a question
-is modelled: mistakes are found, and the plan is printed, before it is imported.
+The flags of ``--model`` make a config, of which ``--set`` changes any key. Needs no torch until a question is modelled:
+mistakes are found, and the plan is printed, before it is imported.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.description import is_drawn, served
 from moe_ep_bench.bench.plan import VIRTUAL, load_models, plan_experiments
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig
-from moe_ep_bench.config.files import experiments_of, read_config
+from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device
-from moe_ep_bench.cost_model.tables import DTYPE, is_table
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.facts import tokens_words
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash
@@ -33,22 +32,9 @@ from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.trace import open_trace
 
 CONFIG_NAME = "advise.yaml"
-# Flags that are keys of a config; ``--decode-tokens`` is ``--tokens`` of a decode step.
-KEYS = {
-    "ep": "layer.ep_size",
-    "dtype": "layer.dtype",
-    "tokens": "workload.num_tokens",
-    "prompt_length": "workload.sequence_length",
-    "peak_load": "workload.peak_load",
-    "context": "whole.context_length",
-    "device": "emulate.device",
-    "links": "emulate.links",
-    "transport": "emulate.transport",
-    "dispatch_dtype": "emulate.dispatch_dtype",
-}
-# Those that go with a config too.
-_OF_ANY = ("device", "links", "transport", "dispatch_dtype")
-_OF_MODEL = ("model", "trace", "counts", "decode_tokens", *(flag for flag in KEYS if flag not in _OF_ANY))
+# Flags of --model, and of these the keys of its config that errors name; --decode-tokens is --tokens of a decode step.
+_FLAGS = ("model", "ep", "tokens", "decode_tokens", "device", "links", "trace", "counts", "peak_load")
+_KEYS = {"layer.ep_size": "--ep", "emulate.device": "--device", "emulate.links": "--links"}
 # Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
 _UNREAD = (
     *("policies", "measure", "claims", "layer.experts", "layer.cuda_graph"),
@@ -57,8 +43,7 @@ _UNREAD = (
 # Of a question that names none.
 MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
 PEAK_LOADS = (1.2, 2.0, 4.0)
-DEVICE, CONTEXT_LENGTH = "h100-sxm", 2048
-_PROMPT_LENGTH = 128
+DEVICE, CONTEXT_LENGTH, PROMPT_LENGTH = "h100-sxm", 2048, 128
 _NODE = 8
 # With fewer batches there are no intervals (``timing.statistics.MIN_BATCHES``).
 _BATCHES = 10
@@ -92,7 +77,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Question:
-    """A config file's text and its points; what was given by default, and which candidates were left out and why."""
+    """A config file's text and its points; what of the traffic is assumed; which candidates were left out, and why."""
 
     text: str
     experiments: tuple[Experiment, ...]
@@ -108,13 +93,11 @@ class Question:
     @property
     def summary(self) -> str:
         """What will be modelled; one line."""
-        first, num_points = self.experiments[0], len(self.experiments)
-        emulate = first.emulate
+        first = self.experiments[0]
+        emulate, points = first.emulate, f"{len(self.experiments)} points of {first.workload.num_batches} batches"
         num_candidates = len(first.make_policies()) + len((*emulate.replication, *emulate.rebalance))
-        points = f" x {num_points} points" if num_points > 1 else ""
-        on = f"experts by {emulate.device}, the rest modelled" if is_table(emulate.device) else emulate.device
-        batches = f"{first.workload.num_batches} batches{points}"
-        return f"{first.model.spec().name}, {num_candidates} candidates x {batches} on {on} and {emulate.links}"
+        sizes = f"{num_candidates} candidates x {points}"
+        return f"{first.model.spec().name}, {sizes} on {emulate.device} and {emulate.links}"
 
     @property
     def cautions(self) -> tuple[str, ...]:
@@ -130,7 +113,7 @@ class Question:
     @property
     def plan(self) -> str:
         """The summary, what is assumed and left out, and the config with candidates and traffic."""
-        notes = [f"by default: {words}" for words in self.assumed] + [f"left out: {words}" for words in self.left_out]
+        notes = [f"assumed: {words}" for words in self.assumed] + [f"left out: {words}" for words in self.left_out]
         where = f"config: {self.config} (not written)"
         return "\n".join([self.summary, *notes, *self.cautions, where, "", self.text.rstrip()])
 
@@ -171,7 +154,7 @@ def ask(options: argparse.Namespace, bounds: Bounds | None = None) -> Question:
     """
     where = options.config or Path(CONFIG_NAME)
     raw, sweep, assumed = _of_flags(options) if options.config is None else _of_config(options)
-    assumed += _put_flags(raw, sweep, options)
+    _add_device(raw, sweep)
     experiments = _points(where, {**raw, "policies": [{"name": "topk"}]}, sweep)  # any will do to find the workloads
     chosen, left_out = candidates(experiments, bounds or Bounds.of(None, None))
     raw |= {"policies": chosen.pop("policies"), "emulate": {**raw["emulate"], **chosen}}
@@ -198,7 +181,7 @@ def check_reading(options: argparse.Namespace) -> None:
     Raises:
         ValueError: one line that names the option.
     """
-    refused = (*_OF_MODEL, *_OF_ANY, "out", "overrides", "force", "dry_run")
+    refused = (*_FLAGS, "out", "overrides", "force", "dry_run")
     _refuse(options, refused, f"with {options.config}: a results directory is only read")
 
 
@@ -220,15 +203,14 @@ def _points(where: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> list[Exp
 
 @contextlib.contextmanager
 def _naming_flags(where: Path) -> Iterator[None]:
-    """Name the flag in place of the key that a mistake is about, in a config that flags made."""
+    """Name the file that a mistake is in, or the flag in place of the key where flags made the config."""
     try:
         yield
     except UserError as error:
-        said = str(error).removeprefix(f"{where}: ")
-        flags = {key: _flag(flag) for flag, key in KEYS.items()} if where == Path(CONFIG_NAME) else {}
-        keys, _, rest = said.partition(": ")
-        known = [flags.get(key, key) for key in keys.split(", ")]
-        raise UserError(f"{', '.join(known)}: {rest}" if flags else f"{where}: {said}") from None
+        keys, _, rest = str(error).removeprefix(f"{where}: ").partition(": ")
+        if where != Path(CONFIG_NAME):
+            raise UserError(f"{where}: {keys}: {rest}") from None
+        raise UserError(f"{', '.join(_KEYS.get(key, key) for key in keys.split(', '))}: {rest}") from None
 
 
 # ---- from options to a config ----------------------------------------------------------------------------------------
@@ -236,7 +218,7 @@ def _naming_flags(where: Path) -> Iterator[None]:
 
 def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """A config's values and its sweep, without what does not enter the question, and what was assumed."""
-    _refuse(options, _OF_MODEL, "with a config, whose keys say that; --set KEY=VALUE changes one")
+    _refuse(options, _FLAGS, "with a config, whose keys say that; --set KEY=VALUE changes one")
     raw, sweep = read_config(options.config, options.overrides)
     raw.setdefault("policies", [{"name": "topk"}])  # its own are no candidates, so it needs none
     experiments = _points(options.config, raw, sweep)  # what is wrong with it is said as of any config
@@ -260,11 +242,9 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     """A config's values, its sweep, and what was assumed."""
     if options.model is None:
         raise UserError("advise: expected a config, a results directory or --model; got none")
-    if options.overrides:
-        raise UserError(f"--set {options.overrides[0]}: goes with a config; expected the options of --model")
     with naming("--model"):
         model = load_model(options.model)
-    decode, ep, prompt = options.decode_tokens is not None, options.ep, options.prompt_length
+    decode, ep = options.decode_tokens is not None, options.ep
     counted = "decode_tokens" if decode else "tokens"
     tokens, num_experts = getattr(options, counted), model.num_experts
 
@@ -279,37 +259,34 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
             yield number is None, _flag(flag), "a number beside --model", "none"
         yield ep < 1 or num_experts % ep, "--ep", f"a divisor of the {num_experts} experts of {model.name}", ep
         yield tokens < ep, _flag(counted), f"at least one for each of the {ep} ranks", tokens
-        yield (prompt or 0) > tokens, "--prompt-length", f"at most {tokens} (--tokens)", prompt
-        alone = options.context is not None and not decode
-        yield alone, "--context", "--decode-tokens beside it, whose requests have it", options.context
 
     checks.refuse(wrong())
     sweep: dict[str, Any] = {}
-    length = 1 if decode else min(_PROMPT_LENGTH, tokens // ep)
+    length = 1 if decode else min(PROMPT_LENGTH, tokens // ep)
     traffic: dict[str, Any] = {"kind": "synthetic", "sequence_length": length}
-    assumed = [] if decode or prompt else [f"prompts of {tokens_words(length)} (--prompt-length)"]
+    assumed: list[str] = []
     if options.trace is not None:
         traffic, assumed = _recorded(options.trace, model, decode)
     elif options.counts is not None:
-        counts, words = _counted(options.counts, model)
-        traffic, assumed = traffic | counts, words + assumed
-    elif options.peak_load is None:
+        counts, assumed = _counted(options.counts, model)
+        traffic |= counts
+    elif options.peak_load is not None:
+        traffic["peak_load"] = options.peak_load
+    else:
         loads = sweep["workload.peak_load"] = peak_loads(model, tokens)
         assumed += [f"no peak loads that chance alone exceeds with {tokens_words(tokens)}"] if None in loads else []
-    dtype, preset = dtype_of(options.device), preset_of(options.model)
+    preset = preset_of(options.model)
+    emulate = {"device": _absolute(options.device), "links": _absolute(options.links)}
     raw = {
         "name": "advise",
         "model": {"preset": preset} if preset else {"hf_config": str(Path(options.model).absolute())},
         "workload": {"num_tokens": tokens, "num_batches": _BATCHES, "seed": 1, **traffic},
-        "layer": {"dtype": dtype, "ep_size": ep},
+        "layer": {"dtype": dtype_of(options.device), "ep_size": ep},
         **({"whole": {"context_length": CONTEXT_LENGTH}} if decode else {}),
+        "emulate": {key: value for key, value in emulate.items() if value is not None},
     }
-    default = {
-        f"{dtype} (--dtype)": dtype == DTYPE and options.dtype is None,
-        "NCCL's pairs (--transport copies: DeepEP's)": options.transport is None,
-        f"{CONTEXT_LENGTH:,} tokens in each request's cache": decode and options.context is None,
-    }
-    return raw, sweep, assumed + [words for words, holds in default.items() if holds]
+    override(raw, sweep, options.overrides, Path.cwd())
+    return raw, sweep, assumed
 
 
 def peak_loads(model: ModelSpec, num_tokens: int) -> list[float | None]:
@@ -338,9 +315,9 @@ def _counted(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
         raise UserError(
             f"--counts {path}: expected counts of {model.num_experts} experts, as {model.name} has; got {num_experts}"
         )
-    found = {"skew_from": str(Path(path).absolute()), "layer": "all"}
-    assumed = [f"loads of all {num_layers} counted layers, experts in order on ranks, tokens that choose independently"]
-    return {**found, "num_batches": _batches_of_a_layer(num_layers)}, assumed
+    found = {"skew_from": str(path.absolute()), "layer": "all", "num_batches": _batches_of_a_layer(num_layers)}
+    words = f"loads of all {num_layers} counted layers, experts in order on ranks, tokens that choose independently"
+    return found, [words]
 
 
 def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any], list[str]]:
@@ -355,7 +332,7 @@ def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any
     is_of_decode = trace.metadata["phase"] == "decode"
     found = {
         "kind": "recorded",
-        "trace": str(Path(path).absolute()),
+        "trace": str(path.absolute()),
         "layer": "all",
         "num_batches": _batches_of_a_layer(trace.num_layers),
         "arrangement": "decode" if decode or is_of_decode else "sequences",
@@ -368,29 +345,20 @@ def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any
     return found, assumed + (["requests that decode route as their prompts did"] if decode and not is_of_decode else [])
 
 
-def _put_flags(raw: dict[str, Any], sweep: dict[str, Any], options: argparse.Namespace) -> list[str]:
-    """Put the flags' values into a config, and a device and links where it has none; what of these was assumed."""
-    for flag, key in KEYS.items():
-        if (value := getattr(options, flag)) is not None:
-            section, name = key.split(".")
-            raw[section] = {**(raw.get(section) or {}), name: _absolute(value)}
-            sweep.pop(key, None)
-    emulate, assumed = raw.setdefault("emulate", {}), []
-    devices = [device for device in sweep.pop("emulate.device", []) if device != MEASURED]
-    if devices:
-        sweep["emulate.device"] = devices
+def _add_device(raw: dict[str, Any], sweep: dict[str, Any]) -> None:
+    """Put a device and links into a config that has none."""
+    emulate = raw.setdefault("emulate", {})
+    if "emulate.device" in sweep:
+        sweep["emulate.device"] = [device for device in sweep["emulate.device"] if device != MEASURED]
     elif emulate.get("device", MEASURED) == MEASURED:
         emulate["device"] = DEVICE
-        assumed.append(f"device {DEVICE}")
     if emulate.get("links") is None and "emulate.links" not in sweep:
         sizes = [*sweep.get("layer.ep_size", []), (raw.get("layer") or {}).get("ep_size")]
         beyond_node = max(size or _NODE for size in sizes) > _NODE
         emulate["links"] = default_links(emulate.get("device", DEVICE), beyond_node=beyond_node)
-        assumed.append(f"links {emulate['links']}")
-    return assumed
 
 
-def _absolute(value: Any) -> Any:
+def _absolute(value: str | None) -> str | None:
     return str(Path(value).absolute()) if str(value).endswith(".yaml") else value
 
 
@@ -407,67 +375,65 @@ def _is_drawn(experiment: Experiment) -> bool:
 _ONLY_IN = {"llep": "prefill", "ultra": "prefill", "activated": "decode"}
 
 
-def _candidates(model: ModelSpec, bounds: Bounds) -> dict[str, list[dict[str, Any]]]:
-    """All candidates: the four papers' policies at their usual settings, ``budget_drop`` at the user's bounds, and, by
-    key of ``emulate``, what loses nothing.
+def _policies(model: ModelSpec, bounds: Bounds) -> list[dict[str, Any]]:
+    """The four papers' policies at their usual settings, and ``budget_drop`` at the user's bounds.
 
     Settings in experts are those of the papers' models, scaled to this one's experts and top-k. Rules that a paper only
     compares with (``pruned``, ``expert_drop``, ``load_only``) are no candidates.
     """
     num_experts, top_k = model.num_experts, model.top_k
     budgets = {"max_dropped": bounds.max_dropped, "max_lost_mass": round(1 - bounds.min_retained, 6)}
+    return [
+        {"name": "token_drop", "capacity_factor": [1.0, 1.5, 2.0]},
+        {"name": "token_drop", "capacity_factor": 1.0, "granularity": "device"},
+        {"name": "expanded_drop", "capacity_factor": [1.0, 1.5, 2.0]},
+        {"name": "oea", "k0": sorted({-(-3 * top_k // 8), -(-5 * top_k // 8)})},
+        {"name": "laser", "eps_high": 0.6, "t_fix": 0.3, "c": min(2 * top_k, num_experts)},
+        {"name": "xshare", "k0": 1, "budget": [max(1, num_experts // 8), max(1, num_experts // 4)]},
+        {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": max(1, num_experts // 32)},
+        {"name": "xshare", "k0": 1, "scope": "request", "request_budget": max(1, num_experts // 32)},
+        *({"name": "budget_drop", key: budget} for key, budget in budgets.items() if 0 < budget < 1),
+    ]
+
+
+def _lossless(model: ModelSpec, phase: str) -> dict[str, list[dict[str, Any]]]:
+    """What loses nothing in a phase, by key of ``emulate``."""
+    balancers = [{}, {"balancer": "lp"}, {"balancer": "activated"}, {"plan": "variance"}]
+    movers = ["llep", "ultra", *(["waterfill"] if model.shared_ffn_hidden_size else [])]
     return {
-        "policies": [
-            {"name": "token_drop", "capacity_factor": [1.0, 1.5, 2.0]},
-            {"name": "token_drop", "capacity_factor": 1.0, "granularity": "device"},
-            {"name": "expanded_drop", "capacity_factor": [1.0, 1.5, 2.0]},
-            {"name": "oea", "k0": sorted({-(-3 * top_k // 8), -(-5 * top_k // 8)})},
-            {"name": "laser", "eps_high": 0.6, "t_fix": 0.3, "c": min(2 * top_k, num_experts)},
-            {"name": "xshare", "k0": 1, "budget": [max(1, num_experts // 8), max(1, num_experts // 4)]},
-            {"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": max(1, num_experts // 32)},
-            {"name": "xshare", "k0": 1, "scope": "request", "request_budget": max(1, num_experts // 32)},
-            *({"name": "budget_drop", key: budget} for key, budget in budgets.items() if 0 < budget < 1),
-        ],
         "replication": [
-            {"spare_per_rank": 1},
-            {"spare_per_rank": 1, "balancer": "lp"},
-            {"spare_per_rank": 1, "balancer": "activated"},
-            {"spare_per_rank": 1, "plan": "variance"},
+            {"spare_per_rank": 1, **how} for how in balancers if _ONLY_IN.get(how.get("balancer"), phase) == phase
         ],
-        "rebalance": [
-            *({"name": "llep"}, {"name": "ultra"}),
-            *([{"name": "waterfill"}] if model.shared_ffn_hidden_size else []),
-        ],
+        "rebalance": [{"name": name} for name in movers if _ONLY_IN.get(name, phase) == phase],
     }
 
 
 def candidates(experiments: Sequence[Experiment], bounds: Bounds) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
     """The candidates that can act here, and what the phase or the workload rules out, a line for each reason."""
-    workloads = [one.workload for one in experiments]
+    workloads, model = [one.workload for one in experiments], experiments[0].model.spec()
     lacks_scores = any(isinstance(one, RecordedConfig) and one.tail != "recorded" for one in workloads)
     is_decode = any(one.whole.context_length or one.workload.is_step for one in experiments)
-    found, left_out = _candidates(experiments[0].model.spec(), bounds), {}
-    policies, phase = found.pop("policies"), "decode" if is_decode else "prefill"
-    kept = []
-    for entry in policies:
+    of_one_token = any(one.request_tokens == 1 for one in workloads)
+    kept: list[dict[str, Any]] = []
+    left_out: dict[str, dict[str, None]] = {}
+    for entry in _policies(model, bounds):
         kind = policy_class(entry["name"])
-        reasons = {
-            "cannot act at prefill, where a batch activates all experts": not is_decode and kind.acts_in == ("decode",),
-            "looks past the top-k, of which the recording has no scores": kind.looks_past_top_k and lacks_scores,
-            "by request decides for its tokens, of which a step has one": entry.get("scope") == "request"
-            and any(one.request_tokens == 1 for one in workloads),
-        }
-        why = next((words for words, holds in reasons.items() if holds), None)
-        if why is None:
-            kept.append(entry)
+        if not is_decode and kind.acts_in == ("decode",):
+            why = "cannot act at prefill, where a batch activates all experts"
+        elif kind.looks_past_top_k and lacks_scores:
+            why = "looks past the top-k, of which the recording has no scores"
+        elif entry.get("scope") == "request" and of_one_token:
+            why = "by request decides for its tokens, of which a step has one"
         else:
-            left_out.setdefault(why, {})[entry["name"]] = None
-    why = "experts of whole models are not replicated" if any(one.scope == "model" for one in experiments) else ""
-    if any(one.layer.ep_size == 1 for one in experiments):
-        why = why or "one rank holds all experts"
-    if why:
-        left_out[why] = {"EPLB, LLEP, UltraEP": None}
-    for key, entries in found.items():
-        ways = ((entry, entry.get("name", entry.get("balancer"))) for entry in entries)
-        found[key] = [] if why else [entry for entry, way in ways if _ONLY_IN.get(way, phase) == phase]
-    return {"policies": kept, **found}, [f"{', '.join(names)}: {why}" for why, names in left_out.items()]
+            kept.append(entry)
+            continue
+        left_out.setdefault(why, {})[entry["name"]] = None
+    lossless = _lossless(model, "decode" if is_decode else "prefill")
+    for why, holds in (
+        ("one rank holds all experts", any(one.layer.ep_size == 1 for one in experiments)),
+        ("experts of whole models are not replicated", any(one.scope == "model" for one in experiments)),
+    ):
+        if holds:
+            lossless = {"replication": [], "rebalance": []}
+            left_out[why] = {"EPLB, LLEP, UltraEP": None}
+    return {"policies": kept, **lossless}, [f"{', '.join(names)}: {why}" for why, names in left_out.items()]

@@ -59,13 +59,8 @@ advise  find the fastest policy within bounds on what it drops
   --ep N  expert-parallel ranks
   --tokens N  tokens of a batch, all ranks together
   --decode-tokens N  of decode, in place of --tokens: requests of a step, all ranks together
-  --context N  of decode: tokens in each request's cache (2048)
-  --prompt-length N  tokens of a prompt (128)
-  --dtype NAME  of the experts: bfloat16, or one of a table, such as fp8_block
   --device NAME  of data/devices/ (h100-sxm), or a table
   --links NAME  of data/links/, or a table (those of the device)
-  --transport {pairs,copies}  what is sent: NCCL's pairs or DeepEP's copies
-  --dispatch-dtype {bf16,fp8}  of dispatched rows (the layer's)
   --all  print every candidate
   --out DIR  results directory (default: results/advise-...)
   @set

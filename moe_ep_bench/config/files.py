@@ -116,28 +116,39 @@ def _read(
         if not isinstance(section, dict):
             raise UserError(f"{path}: {name}: expected dotted keys with values, got {brief(section)}")
     raw, sweep = (_resolved(values, "", path.parent) for values in (raw, sections["sweep"]))
-    changes = [
-        (str(key), value, path.parent, f"{path}: on_cpu.{key}")
-        for key, value in (sections["on_cpu"] if on_cpu else {}).items()
-    ]
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        where = f"--set {brief(override, quoted=False)}"
+    for key, value in (sections["on_cpu"] if on_cpu else {}).items():
+        _change(raw, sweep, str(key), value, path.parent, f"{path}: on_cpu.{key}")
+    override(raw, sweep, overrides, overrides_folder)
+    return raw, sweep
+
+
+def override(raw: dict[str, Any], sweep: dict[str, Any], overrides: Iterable[str], folder: Path) -> None:
+    """Put overrides ``key=value`` into a config's values and its sweep; relative paths are read from ``folder``.
+
+    Raises:
+        UserError: one line naming the override.
+    """
+    for words in overrides:
+        key, separator, text = words.partition("=")
+        where = f"--set {brief(words, quoted=False)}"
         if not separator:
             raise UserError(f"{where}: expected key=value")
         with naming(f"{where}: the value is", joint=" "):
-            changes.append((key, parse_yaml(text), overrides_folder, where))
-    for key, value, folder, where in changes:
-        if key == "sweep":
-            raise UserError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
-        swept = key.removeprefix("sweep.")
-        value = _resolved(value, re.sub(r"\.\d+(?=\.|$)", "", swept), folder)
-        if key != swept:
-            sweep[swept] = value
-        else:
-            _put(raw, key, value, where)
-            sweep.pop(key, None)
-    return raw, sweep
+            value = parse_yaml(text)
+        _change(raw, sweep, key, value, folder, where)
+
+
+def _change(raw: dict[str, Any], sweep: dict[str, Any], key: str, value: Any, folder: Path, where: str) -> None:
+    """Set the value of a dotted key, which ends its sweep, or the values of ``sweep.KEY``."""
+    if key == "sweep":
+        raise UserError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
+    swept = key.removeprefix("sweep.")
+    value = _resolved(value, re.sub(r"\.\d+(?=\.|$)", "", swept), folder)
+    if key != swept:
+        sweep[swept] = value
+    else:
+        _put(raw, key, value, where)
+        sweep.pop(key, None)
 
 
 def _resolved(value: Any, key: str, folder: Path) -> Any:

@@ -90,7 +90,8 @@ def _emulated(experiment: Experiment) -> Rows:
     yield launches != 1, "measure.launches", "1, for emulate makes one launch", launches
     yield layer.cuda_graph, "layer.cuda_graph", "false, for emulate runs eagerly", "true"
     stands_in = "others, for emulate stands in for an all-to-all"
-    yield layer.experts == "decode", "layer.experts", stands_in, "decode, to which tokens are gathered"
+    gathers = layer.experts == "decode" and experiment.emulate.device == MEASURED
+    yield gathers, "layer.experts", stands_in, "decode, to which tokens are gathered"
 
 
 def _baseline(experiment: Experiment) -> Rows:

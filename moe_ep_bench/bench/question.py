@@ -37,7 +37,7 @@ _FLAGS = ("model", "ep", "tokens", "decode_tokens", "device", "links", "trace", 
 _KEYS = {"layer.ep_size": "--ep", "emulate.device": "--device", "emulate.links": "--links"}
 # Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
 _UNREAD = (
-    *("policies", "measure", "claims", "layer.experts", "layer.cuda_graph"),
+    *("policies", "measure", "claims", "layer.cuda_graph"),
     *("emulate.replication", "emulate.rebalance", "workload.num_batches"),
 )
 # Of a question that names none.

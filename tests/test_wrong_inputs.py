@@ -149,7 +149,6 @@ COMMANDS = {
     "plot RUN --figures quality_fronts": "quality_fronts: not drawn",
     "plot RUN --x eps_high --y dropped_share": "dropped_share-over-eps_high: not drawn",
     "compare RUN RUN --strict": "--strict: expected --fail-over",
-    "compare RUN RUN --changed weather": "--changed: expected some of device_name",
     "validate CONFIG --nproc 1": "--nproc: expected at least 2 ranks to hold emulated ones against, got 1",
     "validate CONFIG --nproc 2 --set layer.ep_size=1": "layer.ep_size: expected 2, which are all ranks, or null, got 1",
     "validate CONFIG --nproc 2 --set layer.ep_size=4": "layer.ep_size: expected a divisor of the 2 ranks, got 4",

@@ -8,16 +8,18 @@ No interval of a time shows that the whole machine was slower. Native is the con
 is unchanged, or where the case's speedup over native, whose pairs ran moments apart, fell as well. Native has no
 control; its change is reported as the machine's or that of code that all cases share.
 
+Another driver, package or clock moves native too, so it takes no verdict away; what differs is named.
+
 The gate asks of every policy: is it surely slower than the limit allows? ``slower`` needs a verdict beyond noise and a
 change beyond the limit. A case is *open* where the data can neither show nor exclude such a change: too few batches, a
-noise floor wider than the limit, conditions that differ. Open cases pass with a warning, for a gate that fails on noise
+noise floor wider than the limit, a native that changed. Open cases pass with a warning, for a gate that fails on noise
 is soon switched off; ``--strict`` makes them a status of their own.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +28,10 @@ import pandas as pd
 from moe_ep_bench.analysis.cases import cases, comparisons, conditions, jobs, load_timed, timings, values_of
 from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, text
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
-from moe_ep_bench.analysis.origins import MODE_WORDS, NOTHING_RAN
+from moe_ep_bench.analysis.origins import NOTHING_RAN
 from moe_ep_bench.analysis.reading import ITERATION, ResultsError
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.errors import check_known
 from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import (
     BELOW_MODEL,
@@ -48,12 +49,6 @@ _ENVIRONMENT = (
     *("triton", "megatron_core", "transformer_engine", "apex", "deep_ep", "variables"),
 )
 _LAYER = ("backend", "experts", "permute", "kernel", "cuda_graph", "oversubscribed", "links", "device")
-# The median SM clock in MHz. A speedup is paired inside its run, so that the clock cancels.
-_CLOCK = "clocks"
-# It moves in steps of 15 MHz, under 1 %.
-_CLOCK_TOLERANCE = 0.02
-# Conditions that take verdicts away where they differ and were not changed on purpose.
-CHANGEABLE = (*_ENVIRONMENT, *_LAYER, _CLOCK)
 # What ``judge`` says of a ratio above or below the floor, in words for a time and for a speedup.
 _WORDS = {"time": {"faster": "slower", "slower": "faster"}, "speedup": {"faster": "higher", "slower": "lower"}}
 _SAME = ("no difference", BELOW_MODEL)
@@ -79,72 +74,45 @@ class Change(NamedTuple):
             and ``_new``; ``not_compared``, why; ``floor``, by which noise alone may change a ratio; of ``time_`` and
             ``speedup_``: ``ratio`` = NEW / BASE with its interval, and ``verdict``; ``why`` that on the time is
             inconclusive; ``outcome``, the gate's answer.
-        differences: by comparison's id, conditions that differ and were not changed on purpose: (BASE's, NEW's) by key.
+        differences: by comparison's id, conditions that differ: (BASE's, NEW's) by key.
         limit: of the gate; None = there is none.
     """
 
     base: Path
     new: Path
     cases: pd.DataFrame
-    differences: dict[str, dict[str, tuple[Any, Any]]]
+    differences: dict[str, dict[str, tuple[str, str]]]
     limit: float | None
 
 
-def compare_directories(
-    base: Path,
-    new: Path,
-    *,
-    limit: float | None = None,
-    intended: Collection[str] = (),
-    same_machine: bool = False,
-) -> Change:
+def compare_directories(base: Path, new: Path, *, limit: float | None = None) -> Change:
     """Compare two results directories.
 
     Args:
         limit: by how much a policy may be slower and pass the gate, a share; None = there is no gate.
-        intended: conditions that were changed on purpose (``CHANGEABLE``).
-        same_machine: the machine is known to be unchanged, so that native is no control but a case like others.
 
     Raises:
-        ValueError: no case was measured in both, they are of two modes or scopes, or ``intended`` names no condition.
+        ResultsError: no case was measured in both.
     """
-    check_known("--changed", intended, CHANGEABLE)
     stores = [load_timed(directory) for directory in (base, new)]
-    _check_kinds((base, new), *(comparisons(store).iloc[0] for store in stores))
     frame = side_by_side(dict(zip(_RUNS, map(cases, stores), strict=True)), ["case_id"], _IDENTITY, _OF_EITHER)
     iterations = [rows[rows["quantity"] == ALL].rename(columns={"time_us": "time"}) for rows in map(timings, stores)]
     changes = {of: changes_of(iterations, "case_id", of) for of in _WORDS}
-    differences = _differences(*map(_recorded, stores), intended)
     rows = [row | {"not_compared": lost_words(row, _RUNS), "floor": _floor(row)} for row in frame.to_dict("records")]
     if all(row["not_compared"] for row in rows):
         raise ResultsError(
-            f"{new}: no case is in {base} as well; expected results of the same config on as many ranks (see the case "
-            "ids in run.json)"
+            f"{new}: no case is in {base} as well; expected results of the same command and config on as many ranks "
+            "(see the case ids in run.json)"
         )
     for row in rows:
-        differing = list(differences.get(row["comparison_id"], ()))
-        row |= _judged("speedup", row, changes["speedup"].get(row["case_id"]), [k for k in differing if k != _CLOCK])
-        row |= _judged("time", row, changes["time"].get(row["case_id"]), differing)
+        row |= _judged("speedup", row, changes["speedup"].get(row["case_id"]))
+        row |= _judged("time", row, changes["time"].get(row["case_id"]))
     natives = {row["comparison_id"]: dict(row) for row in rows if row["role"] == "baseline"}
     for row in rows:
-        if not same_machine and (why := _uncontrolled(row, natives.get(row["comparison_id"], {}))):
+        if why := _uncontrolled(row, natives.get(row["comparison_id"], {})):
             row |= {"time_verdict": "inconclusive", "why": why}
-        row["outcome"] = _outcome(row, limit) if same_machine or row["role"] in _JUDGED_ROLES else None
-    return Change(base, new, pd.DataFrame(rows), differences, limit)
-
-
-def _check_kinds(directories: Sequence[Path], old: pd.Series, now: pd.Series) -> None:
-    """Raise a ResultsError unless both are of one mode and scope."""
-    base, new = directories
-    if old["scope"] != now["scope"]:
-        raise ResultsError(
-            f"{new}: holds times of a {now['scope']}, but {base} of a {old['scope']}; expected one scope"
-        )
-    if old["mode"] != now["mode"]:
-        raise ResultsError(
-            f"{new}: {MODE_WORDS[now['mode']]}, but {base} is {MODE_WORDS[old['mode']]}: not compared; "
-            "`moe-ep-bench validate` holds one against the other"
-        )
+        row["outcome"] = _outcome(row, limit) if row["role"] in _JUDGED_ROLES else None
+    return Change(base, new, pd.DataFrame(rows), _differences(*map(_recorded, stores)), limit)
 
 
 # ---- two runs side by side -------------------------------------------------------------------------------------------
@@ -200,7 +168,7 @@ def _floor(row: Row) -> float | None:
     return None if any(missing(floor.high) for floor in floors) else joint_floor(*floors).high
 
 
-def _judged(of: str, row: Row, ratio: Estimate | None, differing: Sequence[str]) -> Row:
+def _judged(of: str, row: Row, ratio: Estimate | None) -> Row:
     """The change of a case's time or speedup: its interval, the verdict, and why it is inconclusive."""
     found = {f"{of}_ratio": ratio and ratio.median}
     found |= values_of(f"{of}_", ratio, ("low", "high", "is_interval", "num_launches"))
@@ -210,7 +178,6 @@ def _judged(of: str, row: Row, ratio: Estimate | None, differing: Sequence[str])
     is_shared = bool(row["oversubscribed_base"] or row["oversubscribed_new"])
     verdict = judge(ratio, floor, is_modelled=row["origin_new"] in NOTHING_RAN, is_oversubscribed=is_shared)
     reasons = {
-        f"conditions differ: {', '.join(differing)}": bool(differing),
         "nothing to divide: no common batch, or a time of 0": ratio is None,
         f"fewer than {MIN_BATCHES} batches give no interval": not found[f"{of}_is_interval"],
         OVERSUBSCRIBED: is_shared,
@@ -238,21 +205,19 @@ def _uncontrolled(row: Row, native: Row) -> str | None:
 # ---- conditions ------------------------------------------------------------------------------------------------------
 
 
-def _recorded(store: Store) -> dict[str, dict[str, Any]]:
-    """What was recorded of each comparison, by key of ``CHANGEABLE``; of several jobs all that they say.
+def _recorded(store: Store) -> dict[str, dict[str, str]]:
+    """What was recorded of each comparison, by ``_ENVIRONMENT`` and ``_LAYER``; of several jobs all that they say.
 
     Jobs are those that measured its launches; where no rank was measured, all.
     """
     environments, found = jobs(store).set_index("run_id")["environment"], {}
-    ranks = conditions(store).reindex(columns=["comparison_id", "run_id", "sm_clock_mhz"])
+    ranks = conditions(store).reindex(columns=["comparison_id", "run_id"])
     for row in comparisons(store).itertuples():
-        measured = ranks[ranks["comparison_id"] == row.comparison_id]
-        of_jobs = environments[environments.index.isin(measured["run_id"])] if len(measured) else environments
+        measured = ranks.loc[ranks["comparison_id"] == row.comparison_id, "run_id"]
+        of_jobs = environments[environments.index.isin(measured)] if len(measured) else environments
         said = {key: {_text(job[key]) for job in of_jobs if job.get(key) is not None} for key in _ENVIRONMENT}
         said |= {key: {_text(row.facts[key])} for key in _LAYER if row.facts.get(key) is not None}
         found[row.comparison_id] = {key: " and ".join(sorted(texts)) for key, texts in said.items() if texts}
-        if not missing(clock := measured["sm_clock_mhz"].astype(float).median()):
-            found[row.comparison_id][_CLOCK] = clock
     return found
 
 
@@ -263,19 +228,14 @@ def _text(value: Any) -> str:
 
 
 def _differences(
-    old: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]], intended: Collection[str]
-) -> dict[str, dict[str, tuple[Any, Any]]]:
+    old: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]
+) -> dict[str, dict[str, tuple[str, str]]]:
     """``Change.differences``; what a run did not record differs from nothing."""
-    found = {}
-    for name in (name for name in old if name in now):
-        keys = [key for key in CHANGEABLE if key in old[name] and key in now[name] and key not in intended]
-        pairs = {key: (old[name][key], now[name][key]) for key in keys}
-        found[name] = {key: pair for key, pair in pairs.items() if _differ(*pair)}
-    return {name: differing for name, differing in found.items() if differing}
-
-
-def _differ(base: Any, new: Any) -> bool:
-    return abs(new - base) > _CLOCK_TOLERANCE * base if isinstance(base, float) else base != new
+    return {
+        name: {key: (said, now[name][key]) for key, said in old[name].items() if now[name].get(key, said) != said}
+        for name in old
+        if name in now
+    }
 
 
 # ---- the gate --------------------------------------------------------------------------------------------------------
@@ -293,8 +253,7 @@ def _outcome(row: Row, limit: float | None) -> str | None:
     if fell or (verdict == "slower" and row["time_ratio"] > 1 + limit):
         return "slower"
     is_excluded = row["time_is_interval"] and row["time_high"] <= 1 + limit
-    is_comparable = verdict is not None and not str(row["why"]).startswith("conditions differ")
-    return "passed" if verdict in ("slower", "faster") or (is_excluded and is_comparable) else "open"
+    return "passed" if verdict in ("slower", "faster") or (is_excluded and verdict is not None) else "open"
 
 
 def exit_status(change: Change, *, strict: bool = False) -> int:
@@ -316,10 +275,6 @@ def _native_moved(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f}"
-
-
-def _condition(value: Any) -> str:
-    return f"{value:,.0f} MHz" if isinstance(value, float) else value
 
 
 _COLUMNS = (
@@ -358,9 +313,9 @@ def _notes(rows: pd.DataFrame, differing: dict[str, tuple[str, str]]) -> Iterato
     for why, group in rows[rows["why"].notna()].groupby("why", sort=False):
         yield f"inconclusive ({', '.join(group['label'])}): {why}"
     if differing:
-        words = ", ".join(f"{key} {_condition(base)} -> {_condition(new)}" for key, (base, new) in differing.items())
-        on_times = "on times " if list(differing) == [_CLOCK] else ""
-        yield f"{WARNING}conditions differ: {words}: no verdicts {on_times}without --changed {','.join(differing)}"
+        yield f"{WARNING}conditions differ: " + ", ".join(
+            f"{key} {old} -> {now}" for key, (old, now) in differing.items()
+        )
     for name, words in (("dropped_share", "drops"), ("retained_mass", "keeps")):
         differ = rows[(rows[f"{name}_new"] - rows[f"{name}_base"]).abs() > _ROUTING_STEP]
         for row in differ.to_dict("records"):  # equal ids mean equal routing
@@ -369,7 +324,7 @@ def _notes(rows: pd.DataFrame, differing: dict[str, tuple[str, str]]) -> Iterato
     for row in _native_moved(rows).itertuples():
         yield (
             f"{WARNING}native itself became {row.time_verdict} ({_percent(row.time_ratio)} %): the machine, or code "
-            "that all cases share; --same-machine says that the machine is known to be the same"
+            "that all cases share"
         )
 
 

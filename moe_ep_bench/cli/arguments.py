@@ -156,8 +156,6 @@ compare  compare two results directories of the same cases
   new NEW  a later one
   --fail-over SHARE  exit 1 where a policy is slower by more, e.g. 3%
   --strict  exit 3 where that is inconclusive
-  --changed NAMES  conditions that differ on purpose, comma-separated, e.g. torch,driver
-  --same-machine  count changes of native too: it is no control
   --json  print JSON
 """
 

@@ -322,8 +322,7 @@ def _compare(options: Namespace) -> int:
 
     if options.strict and options.fail_over is None:
         raise UserError("--strict: expected --fail-over beside it")
-    how = {"intended": options.changed, "same_machine": options.same_machine}
-    change = compare_directories(options.base, options.new, limit=options.fail_over, **how)
+    change = compare_directories(options.base, options.new, limit=options.fail_over)
     if options.base.resolve() == options.new.resolve():
         print("moe-ep-bench: BASE and NEW are one directory, so that nothing can differ", file=sys.stderr)
     print(render([Table(change.cases, ())], "json") if options.json else compare_text(change))

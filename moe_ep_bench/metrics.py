@@ -14,26 +14,32 @@ Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R expert
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moe_ep_bench.policies.contract import Routing, RoutingContext
-from moe_ep_bench.policies.lazy import Tensor, torch
-from moe_ep_bench.policies.selection import top_k_map, without_padding
-from moe_ep_bench.policies.steps import TORCH, Steps
+from moe_ep_bench.policies.lazy import Tensor
+from moe_ep_bench.policies.selection import top_k_map
+from moe_ep_bench.policies.steps import TORCH
 from moe_ep_bench.schema import ROUTING_METRICS
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-class ScoreSums(NamedTuple):
-    """What of scores is summed over valid tokens; see ``routing_metrics``."""
+@dataclass(frozen=True, eq=False)
+class ScoreMetrics:
+    """What all routings of the same scores share.
 
+    Attributes:
+        top_k_TE: the model's own choice, bool [T, E], padding rows empty.
+        num_topk_pairs, top_k_mass, mass, topk_share, entropy: sums over valid tokens; see ``routing_metrics``.
+    """
+
+    top_k_TE: Tensor
     num_topk_pairs: int
     top_k_mass: float
     mass: float
@@ -41,24 +47,12 @@ class ScoreSums(NamedTuple):
     entropy: float
 
 
-@dataclass(frozen=True, eq=False)
-class ScoreMetrics:
-    """What all routings of the same scores share: the model's own choice, bool [T, E], padding rows empty; sums."""
-
-    top_k_TE: Tensor
-    sums: ScoreSums
-
-
 def score_metrics(scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
     """The part of ``routing_metrics`` that no policy changes; arguments as there."""
+    from moe_ep_bench.kernels.counting import score_sums
+
     top_k_TE = chosen_experts(scores_TE, context)
-    sums = _sums_by_numba(scores_TE, top_k_TE, context) or sums_by_torch(scores_TE, top_k_TE, context)
-    return ScoreMetrics(top_k_TE, sums)
-
-
-def moved(metrics: ScoreMetrics, scores_TE: Tensor, context: RoutingContext) -> ScoreMetrics:
-    """``score_metrics`` of ``scores_TE``, whose tokens have the scores of ``metrics`` at other experts."""
-    return replace(metrics, top_k_TE=chosen_experts(scores_TE, context))
+    return ScoreMetrics(top_k_TE, *score_sums(_bytes(top_k_TE), _array(scores_TE), _valid(context)))
 
 
 def routing_metrics(
@@ -110,148 +104,68 @@ def routing_metrics(
     Returns:
         ``schema.ROUTING_METRICS`` in their order: plain ints and floats, loads as int64 arrays.
     """
+    from moe_ep_bench.kernels.counting import routing_counts
+
     num_experts = scores_TE.shape[1]
     num_tokens = context.num_valid(len(scores_TE))
     if of_scores is None:
         of_scores = score_metrics(scores_TE, context)
-    counts = _counts_by_numba(routing.map_TE, scores_TE, of_scores.top_k_TE, context)
-    counts = counts or counts_by_torch(routing.map_TE, scores_TE, of_scores.top_k_TE, context)
-    load_E, copies_R = counts.load_E, counts.copies_R
+    maps = _bytes(routing.map_TE), _bytes(of_scores.top_k_TE)
+    load_E, copies_R, num_valid_pairs, num_kept, num_served, mass = routing_counts(
+        *maps, _array(scores_TE), _valid(context), context.num_ranks
+    )
     load_R = load_E.reshape(context.num_ranks, -1).sum(axis=1)
     activated_R = (load_E > 0).reshape(context.num_ranks, -1).sum(axis=1)
     num_pairs = int(load_E.sum())
-    sums = of_scores.sums
-    num_dropped_pairs = sums.num_topk_pairs - counts.num_kept_pairs
+    num_dropped_pairs = of_scores.num_topk_pairs - num_kept
     values = {
         "num_tokens": num_tokens,
         "load_E": load_E,
         "load_R": load_R,
         "num_pairs": num_pairs,
-        "padding_pairs": num_pairs - counts.num_valid_pairs,
-        "num_topk_pairs": sums.num_topk_pairs,
+        "padding_pairs": num_pairs - num_valid_pairs,
+        "num_topk_pairs": of_scores.num_topk_pairs,
         "num_dropped_pairs": num_dropped_pairs,
-        "dropped_fraction": _ratio(num_dropped_pairs, sums.num_topk_pairs),
-        "retained_mass_topk": _ratio(counts.mass, sums.top_k_mass),
-        "retained_mass_all": _ratio(counts.mass, sums.mass),
+        "dropped_fraction": _ratio(num_dropped_pairs, of_scores.num_topk_pairs),
+        "retained_mass_topk": _ratio(mass, of_scores.top_k_mass),
+        "retained_mass_all": _ratio(mass, of_scores.mass),
         "peak_load": _ratio(int(load_E.max()), num_pairs / num_experts),
-        "tokens_without_expert": num_tokens - counts.num_served_tokens,
-        "experts_per_token": _ratio(counts.num_valid_pairs, num_tokens),
+        "tokens_without_expert": num_tokens - num_served,
+        "experts_per_token": _ratio(num_valid_pairs, num_tokens),
         "activated_experts": int(activated_R.sum()),
         "activated_experts_fullest_rank": int(activated_R.max()),
         "crossing_pairs": num_pairs - int(load_R[context.rank]),
         "crossing_copies": int(copies_R.sum()) - int(copies_R[context.rank]),
-        "topk_share": _ratio(sums.topk_share, num_tokens),
-        "entropy": _ratio(sums.entropy, num_tokens),
+        "topk_share": _ratio(of_scores.topk_share, num_tokens),
+        "entropy": _ratio(of_scores.entropy, num_tokens),
     }
     return {name: values[name] for name in ROUTING_METRICS}
 
 
-def sums_by_torch(scores_TE: Tensor, top_k_TE: Tensor, context: RoutingContext) -> ScoreSums:
-    """Sum by torch, on any device: what the compiled form is held against."""
-    top_k_mass_T = _mass(scores_TE, top_k_TE)
-    mass_T = _mass(scores_TE, without_padding(torch.ones_like(top_k_TE), context))
-    return ScoreSums(
-        int(top_k_TE.sum()),
-        float(top_k_mass_T.sum()),
-        float(mass_T.sum()),
-        float(_share(top_k_mass_T, mass_T).sum()),
-        float(_normalised_entropy(scores_TE, mass_T).sum()),
-    )
+def chosen_experts(scores_TE: Tensor, context: RoutingContext) -> Tensor:
+    """The model's own choice of K experts per token: bool [T, E], padding rows empty."""
+    from moe_ep_bench.kernels.dispatch import numba_steps  # Imports torch, for which reading results does not wait.
+
+    return top_k_map(scores_TE, context, numba_steps("cpu") if scores_TE.is_cpu else TORCH)
 
 
-def _sums_by_numba(scores_TE: Tensor, top_k_TE: Tensor, context: RoutingContext) -> ScoreSums | None:
-    """Sum in one pass; None where the tensors are not on the host or numba is missing."""
-    if not scores_TE.is_cpu or _host_steps() is None:
-        return None
-    from moe_ep_bench.kernels.counting import score_sums
+def _array(values: Tensor) -> NDArray[Any]:
+    """On the host and in order, as compiled forms take it."""
+    return values.cpu().contiguous().numpy()
 
-    top_k = top_k_TE.contiguous().numpy().view(np.uint8)
-    return ScoreSums(*score_sums(top_k, scores_TE.contiguous().numpy(), _valid(context)))
+
+def _bytes(map_TE: Tensor) -> NDArray[np.uint8]:
+    return _array(map_TE).view(np.uint8)
 
 
 def _valid(context: RoutingContext) -> NDArray[np.bool_]:
-    """Which tokens are valid, as compiled forms take it: bool [T]; empty = all."""
-    return np.empty(0, np.bool_) if context.token_mask_T is None else context.token_mask_T.numpy()
-
-
-class RoutingCounts(NamedTuple):
-    """What of a routing is counted.
-
-    Attributes:
-        load_E: int64, pairs of each expert; ``copies_R`` int64, tokens with a pair on each rank.
-        num_valid_pairs: of valid tokens; ``num_kept_pairs``: those of them that are top-k pairs.
-        num_served_tokens: valid tokens with a pair. ``mass``: score mass of their pairs.
-    """
-
-    load_E: NDArray[np.int64]
-    copies_R: NDArray[np.int64]
-    num_valid_pairs: int
-    num_kept_pairs: int
-    num_served_tokens: int
-    mass: float
-
-
-def counts_by_torch(map_TE: Tensor, scores_TE: Tensor, top_k_TE: Tensor, context: RoutingContext) -> RoutingCounts:
-    """Count by torch, on any device: what the compiled form is held against."""
-    valid_map_TE = without_padding(map_TE, context)
-    # Experts of a rank are neighbours.
-    copies_R = map_TE.unflatten(1, (context.num_ranks, -1)).any(dim=2).sum(dim=0)
-    return RoutingCounts(
-        map_TE.sum(dim=0).cpu().numpy(),
-        copies_R.cpu().numpy(),
-        int(valid_map_TE.sum()),
-        int((top_k_TE & map_TE).sum()),
-        int(valid_map_TE.any(dim=1).sum()),
-        float(_mass(scores_TE, valid_map_TE).sum()),
-    )
-
-
-def _counts_by_numba(
-    map_TE: Tensor, scores_TE: Tensor, top_k_TE: Tensor, context: RoutingContext
-) -> RoutingCounts | None:
-    """Count in one pass; None where the tensors are not on the host or numba is missing."""
-    if not map_TE.is_cpu or _host_steps() is None:
-        return None
-    from moe_ep_bench.kernels.counting import routing_counts
-
-    maps = (map_.contiguous().numpy().view(np.uint8) for map_ in (map_TE, top_k_TE))
-    return RoutingCounts(*routing_counts(*maps, scores_TE.contiguous().numpy(), _valid(context), context.num_ranks))
-
-
-def chosen_experts(scores_TE: Tensor, context: RoutingContext) -> Tensor:
-    """The model's own choice of K experts per token, by numba on the host: bool [T, E], padding rows empty."""
-    return top_k_map(scores_TE, context, (scores_TE.is_cpu and _host_steps()) or TORCH)
-
-
-def _host_steps() -> Steps | None:
-    from moe_ep_bench.kernels.dispatch import numba_steps  # Imports torch, for which reading results does not wait.
-
-    return numba_steps("cpu")
+    """Which tokens are valid: bool [T]; empty = all."""
+    return np.empty(0, np.bool_) if context.token_mask_T is None else _array(context.token_mask_T)
 
 
 def _ratio(numerator: float, denominator: float) -> float:
     """numerator / denominator, where a share of nothing is 0."""
     return numerator / denominator if denominator else 0.0
-
-
-def _share(part_T: Tensor, whole_T: Tensor) -> Tensor:
-    """``_ratio`` for tensors."""
-    return torch.where(whole_T > 0, part_T / whole_T, 0.0)
-
-
-def _mass(scores_TE: Tensor, map_TE: Tensor) -> Tensor:
-    """Each token's marked score mass: float64 [T]."""
-    return (scores_TE * map_TE).sum(dim=1, dtype=torch.float64)
-
-
-def _normalised_entropy(scores_TE: Tensor, mass_T: Tensor) -> Tensor:
-    """Entropy of each row of scores over log E, float64 [T]; 0 for rows without mass (padding too)."""
-    num_experts = scores_TE.shape[1]
-    if num_experts == 1:
-        return torch.zeros_like(mass_T)
-    share_TE = _share(scores_TE, mass_T.unsqueeze(1))  # float64, as the mass is
-    # Rounding may carry a uniform row past 1.
-    return (torch.special.entr(share_TE).sum(dim=1) / math.log(num_experts)).clamp(max=1.0)
 
 
 # --- Of several tokens, layers or batches together -------------------------------------------------

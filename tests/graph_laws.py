@@ -27,7 +27,7 @@ from moe_ep_bench.layer.phases import Rendezvous
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.selection import weighted
 
-BY_MAP = Parts("decode", "torch")
+BY_MAP = Parts("decode")
 
 
 class TopKOnDevice(Policy):

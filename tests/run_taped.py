@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_ep_bench.bench import replays, session
 from moe_ep_bench.cli import main
+from moe_ep_bench.kernels.dispatch import PolicyForm
 from moe_ep_bench.layer import backends, parts
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.policies.oea import Pruned
@@ -23,7 +24,7 @@ from moe_ep_bench.policies.topk import TopK
 
 def _choose(*asked: str, cuda_graph: bool, **rest: object) -> parts.Parts:
     found = _CHOOSE(*asked, **rest)
-    return replace(found, kernel="torch", cuda_graph=cuda_graph)
+    return replace(found, cuda_graph=cuda_graph)
 
 
 def _unseen(self: Pruned, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
@@ -41,6 +42,7 @@ _CHOOSE = parts.Parts.choose
 if __name__ == "__main__":
     with (
         mock.patch.object(parts.Parts, "choose", staticmethod(_choose)),
+        mock.patch.object(PolicyForm, "runs", return_value="torch"),  # A tape holds torch's operations alone.
         mock.patch.object(replays, "Graphs", TapeGraphs),
         mock.patch.object(replays, "clock_for", return_value=TapeClock()),
         mock.patch.object(session, "clock_for", return_value=TapeClock()),

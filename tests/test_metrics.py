@@ -1,7 +1,8 @@
-"""Routing metrics: cases small enough to work out on paper, and counting in one pass beside counting by torch."""
+"""Routing metrics: cases small enough to work out on paper, and counting in one pass beside plain loops."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,17 +11,10 @@ import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
-from policy_cases import cases, context_of
+from oracles import is_valid, model_top_k
+from policy_cases import cases, context_of, selected
 
-from moe_ep_bench.metrics import (
-    _counts_by_numba,
-    _sums_by_numba,
-    counts_by_torch,
-    mass_kept,
-    routing_metrics,
-    score_metrics,
-    sums_by_torch,
-)
+from moe_ep_bench.metrics import mass_kept, routing_metrics
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 from moe_ep_bench.schema import ROUTING_SCHEMA
 
@@ -130,18 +124,60 @@ def test_metrics_are_those_of_the_record_schema_in_its_types(num_tokens: int) ->
             assert type(value) is (int if pa.types.is_integer(kind) else float), name
 
 
-# --- Against the oracle ----------------------------------------------------------------------------
+# --- Against plain loops ---------------------------------------------------------------------------
 
 
 @settings(max_examples=15)
 @given(cases())
-def test_counting_in_one_pass_is_counting_by_torch(case) -> None:
+def test_every_metric_is_what_plain_loops_find(case) -> None:
     scores_TE, arguments = case
     context = context_of(arguments)
+    num_tokens, num_experts = scores_TE.shape
     map_TE = torch.rand(scores_TE.shape, generator=torch.Generator().manual_seed(arguments["seed"])) < 0.2
-    how = map_TE, scores_TE, score_metrics(scores_TE, context).top_k_TE, context
-    fast, slow = _counts_by_numba(*how), counts_by_torch(*how)
-    assert [np.asarray(one).tolist() for one in fast[:-1]] == [np.asarray(one).tolist() for one in slow[:-1]]
-    assert fast.mass == pytest.approx(slow.mass, rel=1e-12)
-    sums = [by(scores_TE, how[2], context) for by in (_sums_by_numba, sums_by_torch)]
-    assert sums[0] == pytest.approx(sums[1], rel=1e-12, abs=1e-12)
+    valid = [token for token, counts in enumerate(is_valid(context, num_tokens)) if counts]
+    rows, experts_T = scores_TE.double().tolist(), selected(Routing(map_TE, map_TE))
+    top_k_T = model_top_k(scores_TE, context)
+    size = num_experts // context.num_ranks
+    pairs = [(token, expert) for token, experts in enumerate(experts_T) for expert in experts]
+    load_E = [sum(expert == other for _, other in pairs) for expert in range(num_experts)]
+    load_R = [sum(load_E[first : first + size]) for first in range(0, num_experts, size)]
+    copies = {(token, expert // size) for token, expert in pairs if expert // size != context.rank}
+    top_k_mass, mass = (sum(rows[token][expert] for token in valid for expert in kept[token]) for kept in
+                        (top_k_T, [range(num_experts)] * num_tokens))  # fmt: skip
+    kept = sum(rows[token][expert] for token in valid for expert in experts_T[token])
+    shares = [[score / sum(rows[token]) for score in rows[token]] for token in valid if sum(rows[token]) > 0]
+    top_k_share = sum(
+        sum(rows[token][expert] for expert in top_k_T[token]) / sum(rows[token]) for token in valid if sum(rows[token])
+    )
+    entropy = sum(-sum(share * math.log(share) for share in row if share) / math.log(num_experts) for row in shares)
+    num_topk = sum(len(top_k_T[token]) for token in valid)
+    dropped = num_topk - sum(expert in top_k_T[token] for token in valid for expert in experts_T[token])
+    of_valid = sum(len(experts_T[token]) for token in valid)
+
+    def ratio(part: float, whole: float) -> float:
+        return part / whole if whole else 0.0
+
+    expected = {
+        "num_tokens": len(valid),
+        "load_E": load_E,
+        "load_R": load_R,
+        "num_pairs": len(pairs),
+        "padding_pairs": len(pairs) - of_valid,
+        "num_topk_pairs": num_topk,
+        "num_dropped_pairs": dropped,
+        "dropped_fraction": ratio(dropped, num_topk),
+        "retained_mass_topk": ratio(kept, top_k_mass),
+        "retained_mass_all": ratio(kept, mass),
+        "peak_load": ratio(max(load_E) * num_experts, len(pairs)),
+        "tokens_without_expert": sum(not experts_T[token] for token in valid),
+        "experts_per_token": ratio(of_valid, len(valid)),
+        "activated_experts": sum(load > 0 for load in load_E),
+        "activated_experts_fullest_rank": max(
+            sum(load > 0 for load in load_E[first : first + size]) for first in range(0, num_experts, size)
+        ),
+        "crossing_pairs": len(pairs) - load_R[context.rank],
+        "crossing_copies": len(copies),
+        "topk_share": ratio(top_k_share, len(valid)),
+        "entropy": ratio(entropy, len(valid)),
+    }
+    assert_metrics(routing_metrics(Routing(map_TE, map_TE), scores_TE, context), expected)

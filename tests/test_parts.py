@@ -95,7 +95,6 @@ def routed(policy: Policy, group_size: int) -> tuple[Tensor, Tensor, int]:
         score_function="softmax",
         policy=policy,
         context=RoutingContext(top_k=2, num_ranks=1),
-        kernel="torch",
         ep_group=SimpleNamespace(size=lambda: group_size),
         sum_over_ranks=lambda stats_SE: (sums.append(stats_SE), stats_SE)[1],
     )

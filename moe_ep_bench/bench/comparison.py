@@ -32,7 +32,6 @@ from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.transport import Exchange
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import form_of
-from moe_ep_bench.kernels.dispatch import AUTO
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
@@ -259,12 +258,11 @@ class Comparison:
 
     def kernel_of(self, case: CaseSpec) -> str | None:
         """What routes by a case's policy; None where Megatron-Core routes."""
-        config, asked = self.experiment.workload, self.parts.kernel
-        drops_itself = self.backend in (RANKS, VIRTUAL) and not config.padding_per_rank and asked == AUTO
+        drops_itself = self.backend in (RANKS, VIRTUAL) and not self.experiment.workload.padding_per_rank
         if case.policy is None or (drops_itself and isinstance(case.policy, MegatronDrop)):
             return None
         device = "cuda" if self.on_gpu else "cpu"
-        return form_of(case.policy, device, asked).runs(self.most_tokens, self.model.num_experts)
+        return form_of(case.policy, device).runs(self.most_tokens, self.model.num_experts)
 
     def slots_ahead(self, wanted: Lossless, load_BE: NDArray[np.float64]) -> NDArray[np.int64]:
         """The expert in each slot, int64 [P], as loads of batches that are known ahead have it placed."""

@@ -22,7 +22,7 @@ from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.facts import tokens_words
 from moe_ep_bench.files import stable_hash
-from moe_ep_bench.kernels.dispatch import AUTO, KERNELS
+from moe_ep_bench.kernels.dispatch import KERNELS
 from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import LatentAttention, ModelSpec
@@ -138,7 +138,7 @@ def describe_kernels(comparison: Comparison) -> dict[str, str]:
     """All that ran, and why on a GPU Triton did not."""
     ran = {comparison.kernel_of(case) for case in comparison.cases}
     why = triton_lacks() if comparison.on_gpu else ""
-    described = {"requested": AUTO, "ran": ", ".join(name for name in KERNELS if name in ran)}
+    described = {"requested": "auto", "ran": ", ".join(name for name in KERNELS if name in ran)}
     return {**described, "why": why} if why else described
 
 
@@ -183,7 +183,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "dispatcher": parts.dispatcher,
         "cuda_graph": f"the whole {comparison.scope}{collectives}" if parts.cuda_graph else None,
         "experts": {"requested": asked.experts, "ran": parts.experts, "why": parts.experts_why},
-        "permute": {"requested": AUTO, "ran": parts.permute},
+        "permute": {"requested": "auto", "ran": parts.permute},
         "flush_l2": experiment.measure.flush_l2,
         "oversubscribed": ranks.oversubscribed,
         "random_weights": True,

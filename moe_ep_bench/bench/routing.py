@@ -33,18 +33,16 @@ from torch import Tensor
 from moe_ep_bench.bench.cases import CEILING, NATIVE, CaseSpec
 from moe_ep_bench.bench.comparison import ROUTING, Comparison
 from moe_ep_bench.kernels import form_of
-from moe_ep_bench.kernels.dispatch import numba_steps
 from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.layer.scores import logits_from_scores, scores_from_logits
-from moe_ep_bench.metrics import ScoreMetrics, moved, routing_metrics, score_metrics
+from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics
 from moe_ep_bench.placement import other_batches
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.capacity import IMAGE
 from moe_ep_bench.workload.batch import TokenBatch, balanced_scores
 
-if TYPE_CHECKING:  # They need Megatron-Core, which routing alone does not.
-    from moe_ep_bench.kernels.shared import SharedSteps
+if TYPE_CHECKING:  # It needs Megatron-Core, which routing alone does not.
     from moe_ep_bench.layer.stack import Stack
 
 # Metrics of what a token gets, whatever else an expert is filled up with.
@@ -153,24 +151,12 @@ class Share:
         return score_metrics(self.scores_TE, self.context)
 
     @cached_property
-    def steps(self) -> SharedSteps | None:
-        """By which policies that route these scores share what they have in common; None where they cannot."""
-        if not self.scores_TE.is_cpu or numba_steps("cpu") is None:
-            return None
-        from moe_ep_bench.kernels.shared import SharedSteps
-
-        return SharedSteps(self.scores_TE)
-
-    @cached_property
     def balanced(self) -> Share:
         """The same tokens with the same values in other places, so that loads are balanced: for the ceiling."""
         context = self.context
         groups = context.num_groups, context.top_groups
         first = self.rank * len(self.drawn_TE)  # ranks have as many tokens each, or nearly
-        share = replace(self, drawn_TE=balanced_scores(self.drawn_TE, context.top_k, *groups, first=first))
-        if self.score_function is not None and self.context.num_groups is None:  # A token's K best stay its K best.
-            share.__dict__["of_scores"] = moved(self.of_scores, share.scores_TE, self.context)
-        return share
+        return replace(self, drawn_TE=balanced_scores(self.drawn_TE, context.top_k, *groups, first=first))
 
     def of(self, case: CaseSpec) -> Share:
         """The tokens as a case sees them."""
@@ -230,7 +216,7 @@ class Batches:
         router = CaseRouter(native, self)
 
         def counts_of(share: Share) -> NDArray[np.int64]:
-            return router.map_of(share, None).sum(0).cpu().numpy()
+            return router.route(share, None).map_TE.sum(0).cpu().numpy()
 
         with rank_pool(torch.device("cpu"), self.num_bytes) as pool:
             batches = range(self.comparison.workload.num_batches)
@@ -278,30 +264,9 @@ class CaseRouter:
         """The case's routing of a rank's tokens, over experts."""
         return form_of(self.rule, share.scores_TE.device).route(share.scores_TE, self.context(share), stats_SE)
 
-    def map_of(self, share: Share, stats_SE: Tensor | None) -> Tensor:
-        """The map of ``route``, bool [T, E], found with what other cases found of the same scores."""
-        if not self._shares_steps(share):
-            return self.route(share, stats_SE).map_TE
-        rule, context = self._in_place(share)
-        return rule.by(share.steps).select(share.scores_TE, context, stats_SE).map_TE
-
     def stats_of(self, share: Share) -> Tensor | None:
         """Of a batch-wide policy what is summed over ranks, float64 [S, E]."""
-        if not self._shares_steps(share):
-            return form_of(self.rule, share.scores_TE.device).batch_stats(share.scores_TE, self.context(share))
-        rule, context = self._in_place(share)
-        return rule.by(share.steps).stats(share.scores_TE, context)
-
-    def _shares_steps(self, share: Share) -> bool:
-        return share.steps is not None and type(self.rule) in share.steps.policies
-
-    def _in_place(self, share: Share) -> tuple[Policy, RoutingContext]:
-        """The rule with its values in the share's layer, and what it knows there."""
-        context = self.context(share)
-        rule = self.rule.in_layer(context.layer_fraction)
-        if share.rank == 0:  # All ranks' scores are of one workload.
-            rule.check(share.scores_TE, context)
-        return rule, context
+        return form_of(self.rule, share.scores_TE.device).batch_stats(share.scores_TE, self.context(share))
 
     def enter(self, stack: Stack, shares: Mapping[int | None, Share]) -> None:
         """Put the case's routing of a rank's tokens of a batch into the MoE layers of ``stack``."""

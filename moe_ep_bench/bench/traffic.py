@@ -28,9 +28,7 @@ from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share, case_metrics, in_order, rank_pool
 from moe_ep_bench.bench.rows import Row
 from moe_ep_bench.config import WaterfillConfig
-from moe_ep_bench.kernels.dispatch import numba_steps
 from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
-from moe_ep_bench.policies import Routing
 from moe_ep_bench.workload.frontier import Frontier, top_k_pairs
 
 # Top-k pairs of a batch that are sorted for its frontier; more would take gigabytes.
@@ -204,11 +202,7 @@ def _route_rank(
     routed = []
     for (router, slots), stats_SE in zip(placed, stats, strict=True):
         share, copied = of_rank.of(router.case), None
-        if router.case.is_padded:  # What fills an expert up is told apart by its weight.
-            routing = router.route(share, stats_SE)
-        else:
-            map_TE = router.map_of(share, stats_SE)
-            routing = Routing(map_TE, map_TE)  # of weights nothing is asked
+        routing = router.route(share, stats_SE)
         row = case_metrics(router.case, routing, share)
         if not slots.is_contiguous:
             row |= in_slots(routing.map_TE, slots, of_rank.rank)
@@ -227,16 +221,11 @@ def copies_of(map_TP: Tensor, num_ranks: int, ranks_per_node: int) -> tuple[Tens
 
 def in_slots(map_TE: Tensor, slots: ExpertPlacement, rank: int) -> Row:
     """Those metrics that depend on where experts stand; ``slot_load_P`` are pairs by slot, int64 [P]."""
-    if map_TE.is_cpu and numba_steps("cpu") is not None:
-        from moe_ep_bench.kernels.counting import slot_counts
+    from moe_ep_bench.kernels.counting import slot_counts
 
-        slot_N, first_E, pairs_E, before_RE = _split_of(slots)
-        split = slot_N, first_E, pairs_E, before_RE[rank]
-        counts_P, copies_R = slot_counts(map_TE.contiguous().numpy(), *split, slots.num_slots, slots.num_ranks)
-    else:
-        map_TP = slots.spread(map_TE, rank)
-        counts = map_TP.sum(0), map_TP.unflatten(1, (slots.num_ranks, -1)).any(2).sum(0)
-        counts_P, copies_R = (of_slots.cpu().numpy() for of_slots in counts)
+    slot_N, first_E, pairs_E, before_RE = _split_of(slots)
+    split = slot_N, first_E, pairs_E, before_RE[rank]
+    counts_P, copies_R = slot_counts(map_TE.cpu().contiguous().numpy(), *split, slots.num_slots, slots.num_ranks)
     counts_RS = counts_P.reshape(slots.num_ranks, -1)
     load_R, moved_RR = counts_RS.sum(axis=1), slots.moved_bytes_RR
     return {

@@ -1,7 +1,5 @@
 """Counting what batches and routings amount to, in one pass over memory, compiled for the host.
 
-Each has a slow form beside it that says the same: ``workload.scores.chosen_experts``, ``metrics.counts_by_torch``.
-
 Shapes: T = tokens, E = experts, K = top_k, R = ranks.
 """
 
@@ -81,13 +79,17 @@ def copy_down(noise_TE, is_copied_TE, before_E):
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
 def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks):
-    """What ``metrics.RoutingCounts`` holds: loads of experts, copies to ranks, and sums over valid tokens.
+    """Loads of experts, copies to ranks, and sums over valid tokens.
 
     Branches that depend on the map cannot be predicted, so there are none.
 
     Args:
         map_TE, top_k_TE: as uint8.
         valid_T: bool [T]; empty = all tokens are valid.
+
+    Returns:
+        int64 [E], pairs of each expert; int64 [R], tokens with a pair on each rank. Of valid tokens pairs, those of
+        them that are top-k pairs, tokens with a pair, and the score mass of their pairs.
     """
     num_tokens, num_experts = map_TE.shape
     per_rank = num_experts // num_ranks
@@ -120,7 +122,7 @@ def routing_counts(map_TE, top_k_TE, scores_TE, valid_T, num_ranks):
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
 def score_sums(top_k_TE, scores_TE, valid_T):
-    """What ``metrics.ScoreSums`` holds, over valid tokens.
+    """What ``metrics.ScoreMetrics`` holds beside the map: sums over valid tokens.
 
     Args:
         top_k_TE: as uint8, padding rows empty.

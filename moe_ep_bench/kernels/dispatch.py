@@ -10,9 +10,9 @@ kernel      scores lie on       policies
                                 and but for values of ``Policy.torch_only``
 ==========  ==================  =====================================================================================
 
-``auto`` is the first of triton, numba and torch that there is. A twin equals the policy in torch: the same pairs to
-the bit, weights within rounding (numba's to the bit too). Where numba or Triton cannot be imported, or Triton finds no
-C compiler, that is said once, and the next one runs. Nothing here imports either before it is chosen.
+The first of triton, numba and torch that there is runs. A twin equals the policy in torch: the same pairs to the bit,
+weights within rounding (numba's to the bit too). Where Triton cannot be imported, or finds no C compiler, that is said
+once, and the next one runs. Nothing here imports numba or Triton before it is chosen.
 
 Shapes: T = tokens, E = experts, S = rows of batch statistics.
 """
@@ -20,15 +20,10 @@ Shapes: T = tokens, E = experts, S = rows of batch statistics.
 from __future__ import annotations
 
 import functools
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from types import ModuleType
-from typing import TypeGuard
 
-from moe_ep_bench.errors import UserError
 from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.budget_drop import BudgetDrop
@@ -38,11 +33,10 @@ from moe_ep_bench.policies.laser import Laser, LoadAwarePolicy, LoadOnly
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.oea import OEA, Pruned
 from moe_ep_bench.policies.skipping import DynamicSkip, ExpertDrop, Lynx
-from moe_ep_bench.policies.steps import TORCH, Steps
+from moe_ep_bench.policies.steps import Steps
 from moe_ep_bench.policies.topk import TopK
 from moe_ep_bench.policies.xshare import XShare
 
-AUTO = "auto"
 KERNELS = ("triton", "numba", "torch")
 """The fastest first."""
 
@@ -56,15 +50,13 @@ class PolicyForm:
 
     Attributes:
         device_type: "cpu" or "cuda", where the scores lie.
-        kernel: one of ``KERNELS``, or ``auto``.
     """
 
     policy: Policy
     device_type: str
-    kernel: str
 
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-        """``Policy.route``; also a ValueError for a kernel that cannot run this policy here."""
+        """``Policy.route``."""
         self.policy.in_layer(context.layer_fraction).check(scores_TE, context)
         return self.select(scores_TE, context, stats_SE)
 
@@ -82,10 +74,7 @@ class PolicyForm:
         return self._calls(scores_TE, context)[1](scores_TE, context)
 
     def _calls(self, scores_TE: Tensor, context: RoutingContext) -> Calls:
-        num_tokens, num_experts = scores_TE.shape
-        here = self.policy.in_layer(context.layer_fraction)
-        form = self if here is self.policy else form_of(here, self.device_type, self.kernel)
-        return _calls(form, num_tokens, num_experts)
+        return _calls(form_of(self.policy.in_layer(context.layer_fraction), self.device_type), *scores_TE.shape)
 
     def select_all(self, scores: Sequence[Tensor], contexts: Sequence[RoutingContext]) -> list[Routing]:
         """``select`` for all ranks at once, where one process holds every rank's scores.
@@ -100,34 +89,20 @@ class PolicyForm:
         return [self.select(*pair, summed_SE) for pair in pairs]
 
     def runs(self, num_tokens: int, num_experts: int) -> str:
-        """What runs: the kernel that was asked for, and for ``auto`` the fastest that there is.
-
-        Raises:
-            ValueError: there is no such kernel, or asked for by name it cannot run; the message says why.
-        """
-        if self.kernel not in (AUTO, *KERNELS):
-            raise UserError(f"kernel: expected one of {AUTO}, {', '.join(KERNELS)}; got {self.kernel!r}")
-
-        shape = self.device_type, num_tokens, num_experts
-        able = (kernel for kernel in KERNELS if not _objection(self.policy, kernel, *shape))
-        if self.kernel == AUTO:
-            return next(able)
-        if reason := _objection(self.policy, self.kernel, *shape):
-            possible = ", ".join([AUTO, *able])
-            raise UserError(f"{self.kernel} cannot run {self.policy.name}: {reason}; expected {possible}")
-        return self.kernel
-
-
-def type_of(device: torch.device | str) -> str:
-    """``cpu`` or ``cuda``; a plan asks, which does not import torch."""
-    return str(device).partition(":")[0]
+        """Which of ``KERNELS`` routes so many tokens."""
+        if self.device_type == "cuda" and _fits_triton(self.policy, num_tokens, num_experts):
+            return "triton"
+        by_numba = self.device_type == "cpu" or isinstance(self.policy, LoadAwarePolicy)
+        # A class of a user's own may have a ``route`` of its own beside the ``select`` that it inherits.
+        is_stepped = type(self.policy).route is SteppedPolicy.route
+        return "numba" if by_numba and is_stepped else "torch"
 
 
 # A timed layer asks anew in every iteration.
 @functools.lru_cache(maxsize=1024)
-def form_of(policy: Policy, device: torch.device | str, kernel: str = AUTO) -> PolicyForm:
-    """The fastest exact form of a policy for scores on a device, or the one that is named."""
-    return PolicyForm(policy, type_of(device), kernel)
+def form_of(policy: Policy, device: torch.device | str) -> PolicyForm:
+    """The fastest exact form of a policy for scores on a device."""
+    return PolicyForm(policy, str(device).partition(":")[0])  # a plan asks, which does not import torch
 
 
 @functools.lru_cache(maxsize=4096)
@@ -138,72 +113,35 @@ def _calls(form: PolicyForm, num_tokens: int, num_experts: int) -> Calls:
         twin = triton_twins()[type(policy)]
         stats = getattr(twin, "stats", lambda policy, scores_TE, context: None)
         return functools.partial(twin.select, policy), functools.partial(stats, policy)
-    if not _is_stepped(policy):
+    if type(policy).route is not SteppedPolicy.route:
         return policy.route, policy.batch_stats
-    steps = numba_steps(form.device_type) if kernel == "numba" else TORCH
-    assert steps is not None
-    stepped = policy.by(steps)
+    assert isinstance(policy, SteppedPolicy)
+    stepped = policy.by(numba_steps(form.device_type)) if kernel == "numba" else policy
     return stepped.select, stepped.stats
 
 
-def oracle_for(policy: Policy, device: torch.device | str) -> PolicyForm:
-    """The form to hold others against: torch, but where torch would go token by token, numba's loop."""
-    device_type = type_of(device)
-    by_numba = isinstance(policy, LoadAwarePolicy) and numba_steps(device_type)
-    return form_of(policy, device_type, "numba" if by_numba else "torch")
+def oracle_for(policy: Policy, device: torch.device | str) -> Policy:
+    """The policy to hold others against: itself, but where torch would go token by token, by numba's loop."""
+    if not isinstance(policy, LoadAwarePolicy):
+        return policy
+    return policy.by(numba_steps(str(device).partition(":")[0]))
 
 
-def _objection(policy: Policy, kernel: str, device_type: str, num_tokens: int, num_experts: int) -> str:
-    """Why a kernel cannot run a policy here; nothing where it can."""
-    if kernel == "triton":
-        if device_type != "cuda":
-            return "Triton compiles for CUDA GPUs, and the scores lie on the host"
-        if why := triton_lacks():
-            return why
-        if type(policy) not in triton_twins():
-            return "there is no Triton form of it"
-        for field, value in policy.torch_only.items():
-            if getattr(policy, field) == value:
-                return f"there is no Triton form of {field}={value}"
-        from moe_ep_bench.kernels import standings_triton, tiles_triton
+def _fits_triton(policy: Policy, num_tokens: int, num_experts: int) -> bool:
+    """Whether Triton can run here, and has a form of this policy for scores of this shape."""
+    if triton_lacks() or type(policy) not in triton_twins():
+        return False
+    if any(getattr(policy, field) == value for field, value in policy.torch_only.items()):
+        return False
+    from moe_ep_bench.kernels import standings_triton, tiles_triton
 
-        if num_experts > tiles_triton.MOST_EXPERTS:
-            return f"it takes {tiles_triton.MOST_EXPERTS:,} experts at most"
-        if isinstance(policy, CapacityPolicy) and num_tokens * num_experts > standings_triton.MOST_PAIRS:
-            return f"it takes {standings_triton.MOST_PAIRS:,} scores at most"
-    elif kernel == "numba":
-        if not _is_stepped(policy):
-            return "there is no numba form of it"
-        if not has_numba():
-            return "numba is not installed"
-        if device_type != "cpu" and not isinstance(policy, LoadAwarePolicy):
-            return "numba runs on the host, and the scores lie on a GPU"
-    return ""
-
-
-def _is_stepped(policy: Policy) -> TypeGuard[SteppedPolicy]:
-    """Whether its rule is that of ``select`` and not a ``route`` of its own."""
-    return type(policy).route is SteppedPolicy.route
-
-
-def has_numba() -> bool:
-    """Whether numba can be imported, as far as that is known: a plan asks, which does not wait for it."""
-    return numba_steps("cpu") is not None if "numba" in sys.modules else find_spec("numba") is not None
+    few_pairs = num_tokens * num_experts <= standings_triton.MOST_PAIRS
+    return num_experts <= tiles_triton.MOST_EXPERTS and (few_pairs or not isinstance(policy, CapacityPolicy))
 
 
 @functools.cache
-def numba_steps(device_type: str) -> Steps | None:
-    """The steps by numba's loops; None where numba is missing."""
-    try:
-        import numba  # noqa: F401 - is it there?
-    except ImportError as error:
-        warnings.warn(
-            f"numba cannot be imported ({error}): policies run as torch operations, which is exact but slower, "
-            "for laser and load_only by orders of magnitude",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+def numba_steps(device_type: str) -> Steps:
+    """The steps by numba's loops."""
     from moe_ep_bench.kernels.policy_steps import DeviceSteps, HostSteps
 
     return HostSteps() if device_type == "cpu" else DeviceSteps()

@@ -29,8 +29,6 @@ class Parts:
     """What runs, with ``auto`` decided."""
 
     experts: str = "grouped"
-    kernel: str = "auto"
-    """Which form of a policy routes in a layer (``kernels.dispatch``)."""
     cuda_graph: bool = False
     """Replay timed runs from CUDA graphs (``graphs``)."""
     experts_why: str = ""

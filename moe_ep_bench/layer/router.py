@@ -17,16 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_ep_bench.kernels import form_of
-from moe_ep_bench.kernels.dispatch import AUTO
 from moe_ep_bench.layer.megatron import TopKRouter
 from moe_ep_bench.layer.scores import scores_from_logits
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
 
 
-def routes_itself(policy: Policy, context: RoutingContext, kernel: str) -> TypeGuard[MegatronDrop]:
-    """Whether Megatron-Core's own router drops in a layer: its rule, unless padding is masked or a kernel is named."""
-    return isinstance(policy, MegatronDrop) and kernel == AUTO and context.token_mask_T is None
+def routes_itself(policy: Policy, context: RoutingContext) -> TypeGuard[MegatronDrop]:
+    """Whether Megatron-Core's own router drops in a layer: its rule, unless padding is masked."""
+    return isinstance(policy, MegatronDrop) and context.token_mask_T is None
 
 
 class ReplayRouter(TopKRouter):
@@ -63,28 +62,24 @@ class PolicyRouter(ReplayRouter):
         policy: what routes.
         context: what the policy may know of these tokens; set together with the batch.
         ep_group: the ranks over which a batch-wide policy's statistics are summed.
-        kernel: which form of the policy runs (``kernels.dispatch``).
         most_pairs: that the policy may have chosen in the last routing, None = unknown; taken by the dispatcher.
     """
 
-    def __init__(
-        self, *, policy: Policy, context: RoutingContext, ep_group: dist.ProcessGroup, kernel: str, **kwargs: Any
-    ) -> None:
+    def __init__(self, *, policy: Policy, context: RoutingContext, ep_group: dist.ProcessGroup, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.policy = policy
         self.context = context
         self.ep_group = ep_group
-        self.kernel = kernel
         self.most_pairs: int | None = None
         self._configs: dict[MegatronDrop, Any] = {}
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         here, logits_TE = self.policy.in_layer(self.context.layer_fraction), logits.flatten(0, -2)
         self.most_pairs = here.most_pairs(*logits_TE.shape, self.context)
-        if routes_itself(here, self.context, self.kernel):
+        if routes_itself(here, self.context):
             return self._dropping(here, logits)
         scores_TE = scores_from_logits(logits_TE, self.score_function)
-        policy = form_of(here, scores_TE.device, self.kernel)
+        policy = form_of(here, scores_TE.device)
         # Without other ranks the selection takes its statistics itself, in the same launch.
         alone = self.ep_group.size() == 1 and self.context.num_ranks == 1
         stats_SE = None if alone else policy.stats(scores_TE, self.context)

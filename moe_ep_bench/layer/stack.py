@@ -165,7 +165,7 @@ class Stack:
             top_groups=model.top_groups,
         )
         topk = make_policy({"name": "topk"})
-        router = partial(PolicyRouter, policy=topk, context=context, ep_group=self.ep_group, kernel=parts.kernel)
+        router = partial(PolicyRouter, policy=topk, context=context, ep_group=self.ep_group)
         policy = self._new_layer(router)
         policy.experts, policy.shared_experts = native.experts, native.shared_experts
         policy.router.weight = native.router.weight

@@ -31,11 +31,7 @@ def list_keys(scores_TE: Tensor, context: RoutingContext, steps: Steps = TORCH) 
     """
     if context.num_groups is None:
         return preference(scores_TE, context)
-
-    def keys() -> Tensor:
-        return integer_keys(preference(scores_TE, context)) + (_top_k(scores_TE, context, steps).long() << 40)
-
-    return steps.kept("list_keys", scores_TE, keys)
+    return integer_keys(preference(scores_TE, context)) + (_top_k(scores_TE, context, steps).long() << 40)
 
 
 def integer_keys(keys_TE: Tensor) -> Tensor:
@@ -51,13 +47,9 @@ def _top_k(scores_TE: Tensor, context: RoutingContext, steps: Steps) -> Tensor:
     """The K best of every row, inside its best groups where the model has groups: bool [T, E]."""
     preference_TE, top_k = preference(scores_TE, context), context.top_k
     num_groups, top_groups = context.num_groups, context.top_groups
-    if num_groups is None or top_groups is None:
-        return steps.best_per_row(preference_TE, top_k)
-
-    def best() -> Tensor:
-        return steps.best_per_row(_inside_top_groups(preference_TE, top_k, num_groups, top_groups, steps), top_k)
-
-    return steps.kept("top_k", scores_TE, best)
+    if num_groups is not None and top_groups is not None:
+        preference_TE = _inside_top_groups(preference_TE, top_k, num_groups, top_groups, steps)
+    return steps.best_per_row(preference_TE, top_k)
 
 
 def _inside_top_groups(preference_TE: Tensor, top_k: int, num_groups: int, top_groups: int, steps: Steps) -> Tensor:

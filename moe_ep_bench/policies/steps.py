@@ -17,7 +17,6 @@ Shapes: T = tokens, E = experts, K = top_k; a "row" is whatever competes, N its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +47,6 @@ class LeastLoaded:
 
 class Steps:
     """The formulations in torch, on any device."""
-
-    def kept(self, name: str, scores_TE: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        """What ``make`` finds of these scores by this name; ``kernels.shared`` keeps it for other policies."""
-        return make()
 
     def best_per_row(self, keys_RN: Tensor, count: int, columns_N: Tensor | None = None) -> Tensor:
         """Mark each row's ``count`` largest keys; among equal keys the lower column wins.

@@ -295,7 +295,7 @@ class _Ranks:
         return moves
 
 
-def llep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, threshold: float) -> Balanced:
+def llep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, threshold: float = 1.3) -> Balanced:
     """Spill what a rank has above the mean to the least loaded ranks.
 
     Args:
@@ -318,7 +318,7 @@ def llep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, th
     return ranks.balanced(relayed=False)
 
 
-def ultra(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, threshold: float) -> Balanced:
+def ultra(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, threshold: float = 1.0) -> Balanced:
     """Find the lowest load that no rank need exceed, and give away what is above it.
 
     Args: as ``llep``; fewer pairs than ``least_pairs`` move only where they are all that a rank has too many.

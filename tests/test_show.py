@@ -274,7 +274,7 @@ def test_what_looks_past_a_recorded_top_k_is_said_to_rest_on_the_tail_model(tmp_
         return [line.partition("warning: ")[2] for line in lines if "are modelled (" in line]
 
     begin = "scores past the recorded top-k are modelled (popularity tail), and what laser did rests on them: "
-    assert warnings(tmp_path / "one", "popularity") == [f"{begin}measured under this one only (workload.tail: both)"]
+    assert warnings(tmp_path / "one", "popularity") == [f"{begin}measured under this one only (sweep workload.tail)"]
     assert warnings(tmp_path / "two", "popularity", "uniform")[0] == f"{begin}set it beside the same under uniform"
     alone = warnings(tmp_path / "other", "popularity", "uniform", recordings=("a", "b"))
     assert ["this one only" in line for line in alone] == [True, True]

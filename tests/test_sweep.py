@@ -13,11 +13,9 @@ from pydantic import BaseModel
 from moe_ep_bench.bench.comparison import RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.bench.description import describe_experiment, describe_point
 from moe_ep_bench.bench.plan import compare, plan
-from moe_ep_bench.cli import main
 from moe_ep_bench.config import Experiment
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 CONFIG = {
     "name": "x",
@@ -85,29 +83,14 @@ def definitions(one: Experiment, key: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("key", OTHER)
-def test_a_key_makes_another_comparison_in_some_scope_or_may_not_be_swept(key: str, tmp_path: Path) -> None:
+def test_a_key_makes_another_comparison_for_some_command_or_its_points_are_refused(key: str, tmp_path: Path) -> None:
     (before,) = load_experiments(write(tmp_path, {}), on_cpu=True)
     (after,) = load_experiments(write(tmp_path, {key: [OTHER[key]]}), on_cpu=True)
-    path = write(tmp_path, {key: [OTHER[key], OTHER[key]]})
-    if definitions(before, key) != definitions(after, key):
-        assert len(load_experiments(path, on_cpu=True)) == 2
-        return
-    expected = rf"config.yaml: sweep.{key}: its 2 values would be measured as one and the same comparison: expected"
-    with pytest.raises(UserError, match=expected):
-        load_experiments(path, on_cpu=True)
-
-
-def test_a_sweep_over_policies_is_refused_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, {"policies": [[{"name": "topk"}], [{"name": "pruned", "k0": 3}]]})
-    for command in (["run", "--list-points"], ["run", "--nproc", "2"], ["route"], ["emulate"]):
-        assert main([*command, str(path), "--out", str(tmp_path / "out")]) == USER_ERROR
-        error = capsys.readouterr().err
-        assert error.startswith(f"moe-ep-bench: {path}: sweep.policies: its 2 values would be measured as one")
-        assert "expected all of them in policies" in error
-        assert error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    if definitions(before, key) == definitions(after, key):
+        path = write(tmp_path, {key: [OTHER[key], OTHER[key]]})
+        for backend, how in ((RANKS, {"world_size": 4}), (ROUTING, {}), (VIRTUAL, {})):
+            with pytest.raises(UserError, match=f"config.yaml: .*{key}"):
+                plan(path, [], backend, **how, on_cpu=True)
 
 
 # What is swept, and which commands have it that its points are one comparison.

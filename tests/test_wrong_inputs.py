@@ -96,7 +96,7 @@ COMMANDS = {
     "emulate CONFIG policies.0.k0=2": "expected no such arguments: policies.0.k0=2; --set KEY=VALUE replaces a value",
     "run CONFIG --nproc 2 --dry-run --set layer.ep_size=16": "layer.ep_size: expected a divisor of the 2 ranks, got 16"
     "; --nproc starts more; the command emulate lays out any number on one device",
-    f"emulate {CONFIGS / 'quality-oea.yaml'}": "model.checkpoint: is for moe-ep-bench quality alone",
+    f"emulate {CONFIGS / 'quality-oea.yaml'}": "model: checkpoint: no such key; expected one of preset",
     "run CONFIG --nproc 3": "64 experts of OLMoE-1B-7B, got 3",
     "run CONFIG --nproc 2 --set layer.experts=te": "layer.experts: te needs",
     f"run CONFIG --nproc 2 --set 'policies=[{LASER}]'": "c: expected 8 (top_k) to 64",
@@ -164,11 +164,11 @@ COMMANDS = {
             "workload.num_tokens=1": "workload: expected more tokens, so that every rank has some",
             "workload.padding_per_rank=2": "workload.padding_per_rank: expected 0 with scope model",
             "model.tensor_parallel=2": "model.tensor_parallel: expected 1 with scope model, got 2",
-            "sweep.scope=[layer, model]": "sweep.scope: expected one value",
-            f"workload={{{RECORDED}, trace: no.safetensors, layer: 3}}": "workload.layer: expected all, for with",
+            "sweep.scope=[layer, model]": "sweep.scope: expected scope outside of sweep",
+            f"workload={{{RECORDED}, trace: no.safetensors, layer: 3}}": "layer: expected all with scope model",
         }.items()
     },
-    "quality CONFIG": "workload: is for run, emulate, route and advise; quality needs model.checkpoint",
+    "quality CONFIG": "model.preset: no such key; expected one of checkpoint, dtype",
 }
 
 

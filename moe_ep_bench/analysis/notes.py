@@ -146,7 +146,7 @@ def _tail(about: About) -> tuple | None:
         if other.facts.workload.recording == workload.recording
     } - {workload.tail_model, None}
     tried = f"set it beside the same under {', '.join(sorted(others))}"
-    tried = tried if others else "measured under this one only (workload.tail: both)"
+    tried = tried if others else "measured under this one only (sweep workload.tail)"
     return (workload.tail_model, looking, tried) if looking and workload.tail_model else None
 
 

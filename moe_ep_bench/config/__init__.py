@@ -117,8 +117,7 @@ class SyntheticConfig(_Workload):
     skew_from: Annotated[Path | None, NAME] = None
     """Counts of experts in place of ``skew``: a recording, SGLang's ``logical_count`` or [layers][experts] in JSON."""
     layer: int | None = Field(None, ge=0)
-    """Layer of ``skew_from`` whose loads experts get; several or ``all``: a comparison each. null = the mean
-    ``peak_load`` alone."""
+    """Layer of ``skew_from`` whose loads experts get, or ``all``: a comparison each. null = the mean peak load."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean; null = no skew."""
     sequence_length: int = Field(128, ge=1)
@@ -199,14 +198,13 @@ class RecordedConfig(_Workload):
     trace: tuple[Path, ...] = Field(min_length=1)
     """Path of a recording (moe-trace-v1), or a list of several that are mixed evenly."""
     layer: int = Field(ge=0)
-    """Recorded layer; several or ``all``: a comparison each."""
+    """Recorded layer; ``all``: a comparison each."""
     arrangement: Literal["sequences", "decode"] = "sequences"
     """Whole sequences (prefill), or the next step of requests that decode side by side."""
     tokens_per_request: int = Field(1, ge=1)
     """Of a decode step; 1 + L = speculative decoding with L draft tokens."""
-    tail: Literal["popularity", "uniform", "both", "recorded"]
-    """Assumed scores of experts that the recording does not name; ``both``: a comparison each. ``recorded``: the
-    recording has all scores."""
+    tail: Literal["popularity", "uniform", "recorded"]
+    """Assumed scores of experts that the recording does not name. ``recorded``: the recording has all scores."""
     topk_share: float | None = Field(None, gt=0, le=1)
     """Assumed score mass of the top-k, where recorded scores are normalised over it."""
 
@@ -373,19 +371,16 @@ class RebalanceConfig(Lossless):
     """Free slots of every rank, which all layers share."""
     least_pairs: int = Field(1024, ge=1)
     """Fewest pairs for which an expert's weights move, unless they are the last."""
-    threshold: float | None = Field(None, ge=1)
-    """Nothing moves while the fullest rank has at most so many times the mean; null = 1.3 for llep, 1 for ultra."""
     solve_us: SolveTime = SOLVE_US
     """Time in which every rank plans a batch, assumed."""
 
     @property
     def label(self) -> str:
-        changed = self.model_dump(include={"least_pairs", "threshold"}, exclude_defaults=True)
+        changed = self.model_dump(include={"least_pairs"}, exclude_defaults=True)
         return ", ".join([super().label, *(f"{key}={value}" for key, value in changed.items())])
 
     def balance(self, slot_expert_P: NDArray[np.int64], counts_RE: NDArray[np.int64]) -> Balanced:
-        threshold = {"llep": 1.3, "ultra": 1.0}[self.name] if self.threshold is None else self.threshold
-        return MOVING[self.name](slot_expert_P, counts_RE, least_pairs=self.least_pairs, threshold=threshold)
+        return MOVING[self.name](slot_expert_P, counts_RE, least_pairs=self.least_pairs)
 
 
 class WaterfillConfig(Lossless):

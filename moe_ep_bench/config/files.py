@@ -20,7 +20,6 @@ from moe_ep_bench.policies import FILE_FIELDS
 from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import read_yaml, validated
 from moe_ep_bench.workload.counts import read_counts
-from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
 
 _Schema = TypeVar("_Schema", bound=SweepPoint)
@@ -35,17 +34,6 @@ _FILES: dict[str, Callable[[str], bool]] = {
     **dict.fromkeys(
         (f"{key}.{field}" for key in _POLICIES for field in FILE_FIELDS), lambda text: text.endswith(".safetensors")
     ),
-}
-
-# Keys that never enter a comparison's id: points that differ in them alone would overwrite each other.
-_NO_SWEEP = {
-    "policies": "expected all of them in policies, where they run on the same batches; a list as a field's value "
-    "means one policy each",
-    "measure.launches": "expected one number in measure.launches, which repeats every comparison that often",
-    **{
-        key: f"expected one value, as {key} outside of sweep"
-        for key in ("name", "measure.timeout_s", "claims", "figures")
-    },
 }
 
 
@@ -85,13 +73,8 @@ def load_points(path: Path, schema: type[_Schema], overrides: Iterable[str]) -> 
 
 def experiments_of(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> list[Experiment]:
     """One experiment per point of a config's sweep; ``path`` is named in errors."""
-    if "scope" in sweep:
-        raise UserError(
-            f"{path}: sweep.scope: expected one value, as scope outside of sweep: times of layers and of whole models "
-            "stand in directories of their own"
-        )
     if isinstance(raw.get("workload"), dict):
-        _sweep_recording(path, raw, sweep)
+        _sweep_layers(path, raw, sweep)
     return _points(path, Experiment, raw, sweep)
 
 
@@ -105,11 +88,6 @@ def _read(
     if not path.exists() and path.name in ModelSpec.names():
         raise UserError(f"{path}: is a model's name; expected a config's path (advise takes --model {path.name})")
     raw = read_yaml(path, "cannot read the config")
-    is_of_quality = isinstance(raw.get("model"), dict) and "checkpoint" in raw["model"]
-    if is_of_quality and schema is Experiment:
-        raise UserError(f"{path}: model.checkpoint: is for moe-ep-bench quality alone")
-    if not is_of_quality and schema is not Experiment and "workload" in raw:
-        raise UserError(f"{path}: workload: is for run, emulate, route and advise; quality needs model.checkpoint")
     raw.setdefault("name", re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]+", "-", path.stem).strip("-") or "config")
     sections = {name: raw.pop(name, None) or {} for name in schema.BESIDE}
     for name, section in sections.items():
@@ -191,11 +169,8 @@ def _points(path: Path, schema: type[_Schema], raw: dict[str, Any], sweep: Mappi
     for key, values in sweep.items():
         if not isinstance(values, list) or not values:
             raise UserError(f"{path}: sweep.{key}: expected a list of values, got {brief(values)}")
-        if key in _NO_SWEEP and len(values) > 1:
-            raise UserError(
-                f"{path}: sweep.{key}: its {len(values)} values would be measured as one and the same comparison: "
-                f"{_NO_SWEEP[key]}"
-            )
+        if key == "scope":
+            raise UserError(f"{path}: sweep.scope: expected scope outside of sweep; layers and models stand apart")
     experiments = []
     for chosen in itertools.product(*sweep.values()):
         point, values = tuple(zip(sweep, chosen, strict=True)), copy.deepcopy(raw)
@@ -210,35 +185,24 @@ def _points(path: Path, schema: type[_Schema], raw: dict[str, Any], sweep: Mappi
     return experiments
 
 
-def _sweep_recording(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> None:
-    """Sweep a recording's layers and tails where the workload asks for several."""
+def _sweep_layers(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> None:
+    """Sweep all layers of a recording, or of counts, where the workload asks for them."""
     workload = raw["workload"]
-    layer = workload.get("layer")
-    if workload.get("tail") == "both":
-        sweep["workload.tail"] = list(TAILS)
+    layer = workload.get("layer", "all")
     if raw.get("scope") == "model" and workload.get("kind") == "recorded":
         # A whole model takes all layers of a recording in one comparison.
-        swept = sweep.get("workload.layer", "all")
-        for key, value in (("workload.layer", workload.get("layer", "all")), ("sweep.workload.layer", swept)):
-            if value != "all":
-                raise UserError(
-                    f"{path}: {key}: expected all, for with scope model every MoE layer takes its own recorded one; "
-                    f"got {brief(value)}"
-                )
+        if layer != "all" or "workload.layer" in sweep:
+            got = brief(sweep.get("workload.layer", layer))
+            raise UserError(f"{path}: workload.layer: expected all with scope model, for every MoE layer; got {got}")
         workload["layer"] = 0
-    elif isinstance(layer, list):
-        if not layer:
-            raise UserError(f"{path}: workload.layer: expected a layer, several or all, got []")
-        sweep["workload.layer"] = [place for number, place in enumerate(layer) if place not in layer[:number]]
-    elif layer == "all" and workload.get("skew_from") is not None:
-        with naming(f"{path}: workload.skew_from"):
-            sweep["workload.layer"] = list(range(len(read_counts(Path(workload["skew_from"])))))
-    elif layer == "all":
+    elif workload.get("layer") == "all":
         # The first recording stands for all: a workload refuses recordings whose layers differ.
         trace = sweep.get("workload.trace", [workload.get("trace")])
         while isinstance(trace, list) and trace:
             trace = trace[0]
-        if not isinstance(trace, str):
+        counted = workload.get("skew_from")
+        if counted is None and not isinstance(trace, str):
             raise UserError(f"{path}: workload.layer: all needs a recording in workload.trace, got {brief(trace)}")
         with naming(f"{path}: workload"):
-            sweep["workload.layer"] = list(range(open_trace(trace).num_layers))
+            num_layers = open_trace(trace).num_layers if counted is None else len(read_counts(Path(counted)))
+        sweep["workload.layer"] = list(range(num_layers))

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from test_docs import PAGES, ROOT, THIRTEEN, code, commands
-from test_importers import esft, npy, raw, written
+from test_importers import esft, response, sglang_response, written
 from trace_files import write_trace
 
 from moe_ep_bench import __version__
@@ -62,9 +61,6 @@ STAND_INS = {
     "FILE": "recordings/olmoe.safetensors",
     "DIR": "somewhere",
     "MODEL": "models/OLMoE-1B-7B",
-    "KIND": "esft",
-    "SOURCE": "ESFT",
-    "OUT": "recordings/own.safetensors",
     "16384": "256",  # tokens of advise --model
 }
 OWN_STAND_INS = {
@@ -169,17 +165,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (model / "heldout.txt").write_text(text)
     example = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (folder / "mine.yaml").write_text(example[1])
-    experts = np.argsort(np.random.default_rng(0).random((40, 16, 64)), axis=2)[..., :8]
-    np.savez(folder / "routes.npz", **{"0.routed_experts": experts, "0.prompt_length": 38})
     routed = np.argsort(np.random.default_rng(1).random((40, 16, 64)), axis=2)[..., :8].astype(np.int32)
-    prompts = {"choices": [{"routed_experts": npy(routed), "prompt_token_ids": list(range(30))}]}
-    written(folder / "routes.jsonl", prompts, prompts)
-    written(folder / "sglang.jsonl", {"meta_info": {"routed_experts": raw(routed), "prompt_tokens": 30}})
-    np.savez(folder / "counts.npz", logical_count=np.arange(1, 16 * 64 + 1).reshape(16, 64))
-    (folder / "expert_statistic").mkdir()
-    (folder / "expert_statistic" / "meta_info.json").write_text("{}")
-    counts = {f"100_{layer}": np.arange(1, 257) for layer in range(3, 61)}
-    save_file(counts, folder / "expert_statistic" / "rank0.safetensors")
+    written(folder / "routes.jsonl", *[response(routed, num_prompt=30)] * 2)
+    written(folder / "sglang.jsonl", sglang_response(routed, num_prompt=30))
+    written(folder / "counts.json", {"logical_count": np.arange(1, 16 * 64 + 1).reshape(16, 64).tolist()})
     esft(folder / "ESFT", lengths=(40, 30), domains=("intent",))
     sizes = {"length_S": (30, 20), "num_layers": 24, "num_experts": 32, "top_k": 4}
     write_trace(folder / "recordings" / "gpt-oss-20b-mixed.safetensors", **sizes, normalised=True)

@@ -36,7 +36,7 @@ from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import ROUTING_SCHEMA
 from moe_ep_bench.workload.facts import laser_thresholds
-from moe_ep_bench.workload.importers import ASSUMED
+from moe_ep_bench.workload.importers.servers import ASSUMED
 
 CONFIG = {
     "name": "tiny",

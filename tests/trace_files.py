@@ -17,7 +17,6 @@ def write_trace(
     top_k=3,
     phase="prefill",
     normalised=False,
-    gaps=False,
     equal=False,
     full=False,
     seed=0,
@@ -35,8 +34,7 @@ def write_trace(
         scores_LTK /= scores_LTK.sum(axis=2, keepdims=True)
     if equal:
         scores_LTK[:] = 1 / top_k
-    steps = [random.integers(1, 3, size=length) if gaps else np.ones(length) for length in length_S]
-    position_T = np.concatenate([np.cumsum(np.concatenate(steps[at : at + 2])) for at in range(0, len(steps), 2)])
+    position_T = np.concatenate([np.arange(1, 1 + sum(length_S[at : at + 2])) for at in range(0, len(length_S), 2)])
     tensors = {
         "expert_ids": ids_LTK.astype(np.uint8),
         "scores": scores_LTK.astype(np.float16),

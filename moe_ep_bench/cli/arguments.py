@@ -117,14 +117,11 @@ trace import  convert another program's recording to moe-trace-v1
   kind KIND  esft, flame-moe, megatron, sglang or vllm
   source SOURCE  a checkout, directory or file
   out OUT  the file to write; must not exist
-  --preset MODEL  the model, or its config.json; needed by megatron, sglang and vllm
-  --model NAME  name of the model, of flame-moe
-  --domain NAME  part of a published recording; of others, the subject of the texts
+  --preset MODEL  the model, its config.json or a file like a preset's; needed by all but esft
+  --domain NAME  of esft the part of it; of others, the subject of the texts
   --phase PHASE  prefill, decode or training
   --licence LICENCE  of a recording of your own
-  --num-experts N  of flame-moe
   --micro-batch-size N  of megatron: sequences interleaved in a forward pass
-  --assume-equal-scores  accept a recording of expert ids only
 check-policy  hold a policy to the laws that every policy keeps
   policy POLICY  a policy, package.module:Class or my_policy.py:Class
   --set FIELD=VALUE*  a field of it; repeatable

@@ -288,8 +288,8 @@ def _trace_import(options: Namespace) -> int:
     from moe_ep_bench.workload.importers import ImportOptions, import_trace
 
     given = {name: getattr(options, name) for name in ImportOptions.__dataclass_fields__}
-    chosen = {name: value for name, value in given.items() if value is not None and value is not False}
-    import_trace(options.kind, options.source, options.out, chosen)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    import_trace(options.kind, options.source, options.out, **chosen)
     print(trace_info(options.out))
     return OK
 

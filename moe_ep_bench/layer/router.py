@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.megatron import TopKRouter
-from moe_ep_bench.layer.scores import scores_from_logits
+from moe_ep_bench.models.scores import scores_from_logits
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.layer.scores import scores_from_logits
 from moe_ep_bench.models import ModelSpec, spec_of
+from moe_ep_bench.models.scores import scores_from_logits
 from moe_ep_bench.policies.contract import Policy, RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.policies.steps import TORCH

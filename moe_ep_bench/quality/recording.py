@@ -2,8 +2,8 @@
 
 A recording is a ``moe-trace-v1`` file with the scores of all experts as a policy sees them (``families.Choice``): the
 top-k of a row are the experts that the model chose, also where scores tied. Sigmoid scores, and those of which some are
-masked, are divided by their sum, for a recording holds shares of a token's score mass. What routers chose goes to disk
-batch by batch, and the file appears under its name when it is whole.
+masked, are divided by their sum, for a recording holds shares of a token's score mass. What routers chose is held
+in memory, and the file appears under its name when it is whole.
 
 How alike experts are is what the policy ``sere`` reads (``policies.similarity``). Every expert of an MoE layer computes
 every token of the text. The distance of two experts is the Frobenius norm of the difference of their outputs, over all
@@ -122,7 +122,7 @@ def record(
 
 
 def _add_call(writer: TraceWriter, call: RouterCall) -> None:
-    """Spool what a router did in a pass."""
+    """Keep what a router did in a pass."""
     full_TE = shares(call.scores_TE)
     ids_TK = call.own_TE.nonzero()[:, 1].view(len(full_TE), -1).cpu().numpy()
     writer.add(call.layer.number, ids_TK, None, call.layer.name, full_TE=full_TE)

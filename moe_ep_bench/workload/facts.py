@@ -19,28 +19,16 @@ def trace_info(path: Path) -> str:
     """
     trace = open_trace(path)
     facts, length_S = trace.metadata, np.diff(trace.start_S)
-    gaps = len(trace.consecutive_starts()) - len(trace.start_S)
-    scores = facts["score"]
-    if trace.scores_are_assumed:
-        scores += "; nobody recorded scores"
-    elif trace.has_full_scores:
-        scores += "; of all experts"
-    elif trace.scores_are_normalised:
-        scores += "; their share of all experts' mass is unknown"
     rows = {
         "file": path.name,
         "sha256": trace.sha256(),
-        "model": facts["model"],
         "routing": f"{trace.num_layers} MoE layers, {trace.num_experts} experts, top-{trace.top_k}",
         "tokens": f"{trace.num_tokens:,} in {trace.num_sequences:,} sequences of {length_S.min():,} to "
-        f"{length_S.max():,} (median {np.median(length_S):,.0f}){f', {gaps:,} gaps' if gaps else ''}",
-        **{name: facts[name] for name in ("phase", "domain")},
-        "scores": scores,
-        **{name: facts[name] for name in ("source", "licence", "note") if name in facts},
+        f"{length_S.max():,} (median {np.median(length_S):,.0f})",
+        "scores": f"{facts['score']}{'; of all experts' * trace.has_full_scores}",
+        **{name: facts[name] for name in ("model", "phase", "domain", "source", "licence", "note") if name in facts},
     }
-    width = max(map(len, rows))
-    hint = "loads, drops and activated experts, layer by layer: moe-ep-bench route with workload.trace and policy topk"
-    return "\n".join([*(f"{name:<{width}}  {value}" for name, value in rows.items()), "", hint])
+    return "\n".join(f"{name:<8} {value}" for name, value in rows.items())
 
 
 def thresholds_text(path: Path, keep: float) -> str:

@@ -42,7 +42,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.randomness import Run, Stream, generator, in_chunks, row_numbers, rows_at_once, uniform_rows
 from moe_ep_bench.workload.tail import RECORDED, TAILS, FittedTopK, FullRows, fill_tail, fit_top_k, keep_top_k_ahead
-from moe_ep_bench.workload.trace import Trace, held, open_trace
+from moe_ep_bench.workload.trace import Trace, open_trace
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Of a batch's sequences or slots: each one's first token, counted through all recordings, and how many; int64 [S]."""
@@ -227,15 +227,7 @@ class RecordedWorkload(Workload):
 
     def _read_layers(self) -> list[tuple[NDArray[np.unsignedinteger], NDArray[np.float16]]]:
         """Of each recording the layer's ids and scores [T, K], as the model's own router chose."""
-        layers = [trace.read_layer(self.layer) for trace in self.traces]
-        for trace, (ids_TK, scores_TK) in zip(self.traces, layers, strict=True):
-            if fewer := int((~held(ids_TK, scores_TK)).any(axis=1).sum()):
-                raise UserError(
-                    f"{trace.path}: layer {self.layer}: expected top-{self.top_k} of every token, as the router chose, "
-                    f"got {fewer:,} of {len(ids_TK):,} tokens with fewer: a server's routing under a policy; its loads "
-                    "are what --counts takes"
-                )
-        return layers
+        return [trace.read_layer(self.layer) for trace in self.traces]
 
     @cached_property
     def _fitted(self) -> tuple[NDArray[np.unsignedinteger], FittedTopK, NDArray[np.float64]]:

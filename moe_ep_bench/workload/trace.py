@@ -17,12 +17,8 @@ and string metadata ``format``, ``model``, ``num_experts`` (at most 1,024), ``to
 * with ``softmax over the top-k`` in it: 1 in sum;
 * beginning with ``assumed``: nobody recorded scores. Those of a row's experts are equal, and only the ids say anything.
 
-A token may hold fewer than K experts, as it does in a server that drops pairs: the places that are left repeat its best
-expert with score 0 (``held``). Replays, which ask the model's own router, take no such recording.
-
-Files come from elsewhere and are trusted with nothing: safetensors holds the header against the file, header and
-sequences are checked when a trace is opened, a layer when it is read. The file is mapped, not loaded: layers that
-nobody asks for are never read.
+Files come from elsewhere: safetensors holds the header against the file, header and sequences are checked when a trace
+is opened, a layer when it is read. The file is mapped, not loaded: layers that nobody asks for are never read.
 
 Shapes: T = recorded tokens, S = sequences, E = experts, K = top_k.
 """
@@ -75,7 +71,7 @@ class Trace:
     num_experts: int
     top_k: int
     start_S: NDArray[np.int64]
-    has_full_scores: bool = False
+    has_full_scores: bool
     """Whether the scores of all experts were recorded, not of the top-k alone."""
 
     @property
@@ -138,11 +134,6 @@ class Trace:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def id_type(num_experts: int) -> type[np.unsignedinteger]:
-    """The type of so many experts' ids."""
-    return np.uint8 if num_experts <= 256 else np.uint16
-
-
 def scores_are_normalised(score: str) -> bool:
     """Whether scores that are described so sum to 1 over the top-k."""
     return "softmax over the top-k" in score or score.startswith("assumed")
@@ -151,13 +142,6 @@ def scores_are_normalised(score: str) -> bool:
 def score_words(score_function: str) -> str:
     """How ``score`` names shares of a token's whole score mass that a router's scores are made to."""
     return "softmax, not renormalised" if score_function == "softmax" else f"{score_function} over its sum"
-
-
-def held(ids_TK: NDArray[np.integer], scores_TK: NDArray[np.floating]) -> NDArray[np.bool_]:
-    """Which places of best-first rows hold an expert: all but those that repeat the best one with score 0."""
-    held_TK = (ids_TK != ids_TK[:, :1]) | (scores_TK != 0)
-    held_TK[:, 0] = True
-    return held_TK
 
 
 def find_problem(
@@ -170,9 +154,7 @@ def find_problem(
         num_experts: E.
         normalised: whether rows sum to 1, else to at most 1.
     """
-    # A place without an expert counts as one of its own.
-    own_K = -1 - np.arange(ids_TK.shape[1], dtype=np.int16)
-    sorted_TK = np.sort(np.where(held(ids_TK, scores_TK), ids_TK, own_K), axis=1)
+    sorted_TK = np.sort(ids_TK, axis=1)
     with np.errstate(invalid="ignore"):  # inf - inf; infinities have a check of their own
         sum_T = scores_TK.sum(axis=1, dtype=np.float32)
     least = 1 - SUM_TOLERANCE if normalised else 0.0
@@ -209,34 +191,31 @@ def open_trace(path: str | Path) -> Trace:
         for kind, missing in (("metadata", set(METADATA) - set(facts)), ("tensors", required - names)):
             if missing:
                 raise UserError(f"{path}: missing {kind}: {', '.join(sorted(missing))}")
-        for name in METADATA:
-            if not (facts[name].strip() and facts[name].isprintable()):
-                raise UserError(f"{path}: {name}: expected words on one line in the metadata, got {facts[name]!r}")
         if facts["format"] != FORMAT:
             raise UserError(f"{path}: format: expected {FORMAT}, got {facts['format']}")
-        num_experts, top_k = (_count(path, facts, name) for name in ("num_experts", "top_k"))
+        try:
+            num_experts, top_k = int(facts["num_experts"]), int(facts["top_k"])
+        except ValueError as error:
+            raise UserError(f"{path}: num_experts, top_k: expected numbers ({error})") from None
         if not top_k < num_experts <= MAX_EXPERTS:
             expected = f"{top_k + 1} (more than top_k) to {MAX_EXPERTS}"
             raise UserError(f"{path}: num_experts: expected {expected}, got {num_experts}")
         shape = file.get_slice("expert_ids").get_shape()
         sizes = {**dict(zip("LT", shape, strict=False)), "K": top_k, "E": num_experts}
-        for name, (dtypes, axes) in TENSORS.items():
-            if name not in names:
-                continue
-            stored = file.get_slice(name)
+        for name in filter(names.__contains__, TENSORS):
+            (dtypes, axes), stored = TENSORS[name], file.get_slice(name)
             expected, got = tuple(sizes.get(axis, 0) for axis in axes), tuple(stored.get_shape())
             if stored.get_dtype() not in dtypes or got != expected or 0 in got:
                 words = f"{' or '.join(dtypes)} of shape {axes} = {expected}, none of them 0"
                 raise UserError(f"{path}: {name}: expected {words}; got {stored.get_dtype()} of shape {got}")
-        has_full = FULL_SCORES in names
-        start_S = _sequences(path, file)
-    return Trace(path, facts, sizes["L"], sizes["T"], num_experts, top_k, start_S, has_full)
+        start_S = _sequences(path, file.get_tensor("sequence_id"), file.get_tensor("position"))
+    return Trace(path, facts, sizes["L"], sizes["T"], num_experts, top_k, start_S, FULL_SCORES in names)
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
-        raise UserError(f"{path}: {'a folder, and no recording' if path.is_dir() else 'no such file'}")
+        raise UserError(f"{path}: no such file")
     try:
         with safe_open(path, "np") as file:
             yield file
@@ -245,13 +224,8 @@ def _opened(path: Path) -> Iterator[Any]:
         raise UserError(f"{path}: not a whole, readable safetensors file ({reason})") from None
 
 
-def _sequences(path: Path, file: Any) -> NDArray[np.int64]:
+def _sequences(path: Path, sequence_id_T: NDArray[np.int32], position_T: NDArray[np.int32]) -> NDArray[np.int64]:
     """Where sequences start, and their end, as ``Trace.start_S``; checks ids and positions."""
-    sequence_id_T, position_T = file.get_tensor("sequence_id"), file.get_tensor("position")
-    for name, values_T in (("sequence_id", sequence_id_T), ("position", position_T)):
-        if (values_T < 0).any():
-            token = int((values_T < 0).argmax())
-            raise UserError(f"{path}: {name}: token {token}: expected 0 or more, got {values_T[token]}")
     new_T = np.diff(sequence_id_T) != 0
     back_T = ~new_T & (np.diff(position_T) <= 0)
     if back_T.any():
@@ -264,9 +238,3 @@ def _sequences(path: Path, file: Any) -> NDArray[np.int64]:
     if np.unique(sequence_id_T[start_S[:-1]]).size != start_S.size - 1:
         raise UserError(f"{path}: sequence_id: expected the tokens of a sequence side by side, got one in several runs")
     return start_S
-
-
-def _count(path: Path, metadata: Mapping[str, str], name: str) -> int:
-    if not (metadata[name].isascii() and metadata[name].isdecimal() and len(metadata[name]) < 10):
-        raise UserError(f"{path}: {name}: expected a number in the metadata, got {metadata[name]!r}")
-    return int(metadata[name])

@@ -1,8 +1,4 @@
-"""Write a ``moe-trace-v1`` file without holding it.
-
-Blocks of tokens come layer by layer; each layer's go to a file of its own (a spool) in a folder beside the output. At
-the end the spools are strung together behind a header, and the result is read back: every layer must name each expert
-exactly as often as the source did.
+"""Collect a recording in memory and write it as a ``moe-trace-v1`` file.
 
 Shapes: T = tokens of a block, K = top_k, E = experts.
 """
@@ -12,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shutil
-import tempfile
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,29 +17,24 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
-from moe_ep_bench.workload.trace import (
-    FORMAT,
-    FULL_SCORES,
-    MAX_EXPERTS,
-    find_problem,
-    held,
-    id_type,
-    open_trace,
-    scores_are_normalised,
-)
+from moe_ep_bench.workload.trace import FORMAT, FULL_SCORES, MAX_EXPERTS, find_problem, scores_are_normalised
 
-# Tokens for which one fill stands in all places; with more than this share of them something else went wrong.
-PADDING, _MOST_PADDING = "of padding (one fill, 0 or a type's largest, in all their places)", 0.1
+# As numpy and safetensors name them; ids of more than 256 experts are uint16. Wide ones first, so that each is aligned.
+TYPES = {
+    "position": ("<i4", "I32"),
+    "sequence_id": ("<i4", "I32"),
+    FULL_SCORES: ("<f4", "F32"),
+    "scores": ("<f2", "F16"),
+    "expert_ids": ("<u1", "U8"),
+}
+WIDE_IDS = ("<u2", "U16")
 
 
 @contextlib.contextmanager
-def written_trace(out: Path, source: Path, metadata: Mapping[str, str] | None = None) -> Iterator[TraceWriter]:
+def written_trace(out: Path, source: Path) -> Iterator[TraceWriter]:
     """Yield a writer; what it collected appears as the file ``out`` when the block ends well."""
-    with (
-        atomic_path(out) as temporary,
-        tempfile.TemporaryDirectory(prefix=".recording-", dir=out.parent) as spools,
-    ):
-        writer = TraceWriter(Path(spools), source, metadata or {})
+    with atomic_path(out) as temporary:
+        writer = TraceWriter(source)
         yield writer
         writer.write(temporary)
 
@@ -58,25 +47,22 @@ class TraceWriter:
     counts tokens that were passed over by what they are (``of padding``), and ``notes`` says what a user should know.
 
     Args:
-        directory: for spools.
         source: file or directory.
-        metadata: of the trace, as far as it is known; ``describe`` gives the rest.
     """
 
-    def __init__(self, directory: Path, source: Path, metadata: Mapping[str, str]) -> None:
+    def __init__(self, source: Path) -> None:
         self.source = source
         self.sources = [source] if source.is_file() else []
-        self.metadata = dict(metadata)
+        self.metadata: dict[str, str] = {}
         self.left_out: Counter[str] = Counter()
         self.notes: list[str] = []
         self.num_tokens = self.num_experts = self.top_k = 0
-        self._num_empty = 0  # places in which a token holds no expert
-        self._directory = directory
-        self._loads: dict[int, NDArray[np.int64]] = {}  # places by layer, [E]
-        self._where: dict[int, str] = {}  # by layer: where the last block stood
+        # By tensor and layer; what is of no layer has None.
+        self._blocks: dict[tuple[str, int | None], list[NDArray[np.generic]]] = defaultdict(list)
+        self._num_rows: Counter[int] = Counter()  # by layer
 
     def describe(self, *, num_experts: int, top_k: int, where: str, **metadata: str) -> None:
-        """Say what is recorded; ``metadata`` completes, or replaces, what was known before.
+        """Say what is recorded; ``metadata`` completes what is known.
 
         Raises:
             ValueError: more experts than the format names, or none to choose from.
@@ -87,7 +73,6 @@ class TraceWriter:
             )
         self.num_experts, self.top_k = num_experts, top_k
         self.metadata |= metadata
-        self._normalised = scores_are_normalised(self.metadata["score"])
 
     def add(
         self,
@@ -102,9 +87,7 @@ class TraceWriter:
 
         Args:
             layer: the source's number of it.
-            scores_TK: None = those of ``full_TE``, or where the source has none, the same for all experts of a row.
-                Then an expert that stands in a row before leaves its place empty: a server that drops pairs fills
-                up so.
+            scores_TK: None = those of ``full_TE``, or where the source has none, the same for all.
             where: file and place, for errors.
             name_T: what the source calls these tokens, for errors; None = their places in the block.
             full_TE: scores of all experts, in rows that sum to 1; for all blocks or for none.
@@ -113,24 +96,22 @@ class TraceWriter:
             ValueError: routing that no router makes.
         """
         if ids_TK.shape[1] != self.top_k:
-            raise UserError(f"{where}: expected top-{self.top_k} as before, got {ids_TK.shape[1]}")
+            raise UserError(f"{where}: expected top-{self.top_k}, got {ids_TK.shape[1]}")
         ids_TK = ids_TK.astype(np.int64, copy=False)
         if full_TE is not None:
             scores_TK = np.take_along_axis(full_TE, ids_TK, axis=1)
         elif scores_TK is None:
-            ids_TK, scores_TK = _assumed(ids_TK)
+            scores_TK = np.full(ids_TK.shape, 1 / self.top_k)
         order_TK = np.argsort(-scores_TK, axis=1, kind="stable")
-        best_TK, scores_TK = np.take_along_axis(ids_TK, order_TK, 1), np.take_along_axis(scores_TK, order_TK, 1)
-        if problem := find_problem(best_TK, scores_TK, self.num_experts, self._normalised):
+        ids_TK, scores_TK = np.take_along_axis(ids_TK, order_TK, 1), np.take_along_axis(scores_TK, order_TK, 1)
+        if problem := find_problem(ids_TK, scores_TK, self.num_experts, scores_are_normalised(self.metadata["score"])):
             token, words = problem
             raise UserError(f"{where}: token {token if name_T is None else name_T[token]}: {words}")
-        self._num_empty += int((~held(best_TK, scores_TK)).sum())
-        self._loads[layer] = self._loads.get(layer, 0) + np.bincount(ids_TK.ravel(), minlength=self.num_experts)
-        self._where[layer] = where
-        self._spool("expert_ids", best_TK, layer)
-        self._spool("scores", scores_TK, layer)
+        self._num_rows[layer] += len(ids_TK)
+        self._keep("expert_ids", ids_TK, layer)
+        self._keep("scores", scores_TK, layer)
         if full_TE is not None:
-            self._spool(FULL_SCORES, full_TE, layer)
+            self._keep(FULL_SCORES, full_TE, layer)
 
     def add_tokens(self, sequence_id: NDArray[np.integer] | int, position_T: NDArray[np.integer], where: str) -> None:
         """Complete a pass: the sequence that each (or all) of its tokens are from, and their places in it.
@@ -138,37 +119,24 @@ class TraceWriter:
         Raises:
             ValueError: a layer has other tokens, or none.
         """
-        expected = self.num_tokens + position_T.size
-        for layer, load_E in sorted(self._loads.items()):
-            if (got := load_E.sum() // self.top_k) != expected:
-                raise UserError(
-                    f"{self._where.get(layer, where)}: layer {layer}: expected {expected} tokens, as the other layers "
-                    f"have up to here, got {got}"
-                )
-        self._where = {}
-        self._spool("position", position_T)
-        self._spool("sequence_id", np.broadcast_to(sequence_id, position_T.shape))
-        self.num_tokens = expected
+        self.num_tokens += position_T.size
+        for layer, num_rows in sorted(self._num_rows.items()):
+            if num_rows != self.num_tokens:
+                expected = f"{self.num_tokens} tokens up to here, as other layers have"
+                raise UserError(f"{where}: layer {layer}: expected {expected}, got {num_rows}")
+        self._keep("position", position_T)
+        self._keep("sequence_id", np.broadcast_to(sequence_id, position_T.shape))
 
     def write(self, path: Path) -> None:
-        """String the spools together in the file ``path``, and read it back.
+        """Write the file ``path``. Equal recordings give equal bytes, which safetensors' own writer does not promise.
 
         Raises:
-            ValueError: no tokens, or more padding than a recording has.
+            ValueError: there are no tokens.
         """
-        layers = sorted(self._loads)
-        if self.left_out[PADDING] > _MOST_PADDING * (self.num_tokens + self.left_out[PADDING]):
-            raise UserError(
-                f"{self.source}: {self.left_out[PADDING]:,} tokens {PADDING}, {self.num_tokens:,} others; expected "
-                f"{_MOST_PADDING:.0%} at most: was all routing recorded?"
-            )
+        layers = sorted(self._num_rows)
         if not (self.num_tokens and layers):
             raise UserError(f"{self.source}: expected at least one token, got none ({self.left_out.total()} left out)")
         notes = [f"{number:,} tokens {what} left out" for what, number in self.left_out.items() if number]
-        if self._num_empty:
-            places = self.num_tokens * self.top_k * len(layers)
-            fewer = f"tokens with fewer than {self.top_k} experts"
-            notes.append(f"{self._num_empty:,} of {places:,} places are empty: {fewer}")
         metadata = {
             "format": FORMAT,
             "num_experts": str(self.num_experts),
@@ -179,59 +147,26 @@ class TraceWriter:
             "source_files": str(len(self.sources)),
             "source_sha256": sha256_of(self.sources, self.source),
         }
-        self._string_together(path, layers, metadata)
-        trace = open_trace(path)
-        for index, layer in enumerate(layers):
-            written_E = np.bincount(trace.read_layer(index)[0].ravel(), minlength=self.num_experts)
-            if not np.array_equal(written_E, self._loads[layer]):
-                raise RuntimeError(f"layer {layer} was written with other experts than it was read with")
-
-    @property
-    def _columns(self) -> dict[str, tuple[np.dtype, int]]:
-        """By tensor the type and the number of a row's values; those of four bytes first, so that each is aligned."""
-        return {
-            "position": (np.dtype("<i4"), 1),
-            "sequence_id": (np.dtype("<i4"), 1),
-            FULL_SCORES: (np.dtype("<f4"), self.num_experts),
-            "scores": (np.dtype("<f2"), self.top_k),
-            "expert_ids": (np.dtype(id_type(self.num_experts)), self.top_k),
-        }
-
-    def _spool(self, name: str, values: NDArray[np.generic], layer: int | None = None) -> None:
-        # Opened anew for every block: there are more layers than files that a process may hold open.
-        with (self._directory / (name if layer is None else f"{name}-{layer}")).open("ab") as file:
-            file.write(values.astype(self._columns[name][0]).tobytes())
-
-    def _string_together(self, path: Path, layers: list[int], metadata: dict[str, str]) -> None:
-        header, end, spools = {"__metadata__": metadata}, 0, []
-        for name, (dtype, width) in self._columns.items():
-            is_of_tokens = (self._directory / name).exists()
-            files = [self._directory / (name if is_of_tokens else f"{name}-{layer}") for layer in layers]
-            files = files[:1] if is_of_tokens else files
-            if not files[0].exists():  # no scores of all experts
-                continue
-            shape = [self.num_tokens] if is_of_tokens else [len(layers), self.num_tokens, width]
-            start, end = end, end + dtype.itemsize * int(np.prod(shape))
-            kind = {"i": "I", "f": "F", "u": "U"}[dtype.kind] + str(8 * dtype.itemsize)
-            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
-            spools += files
+        header, end, content = {"__metadata__": metadata}, 0, []
+        for name in TYPES:
+            blocks = [block for layer in (None, *layers) for block in self._blocks[name, layer]]
+            if blocks:
+                start, end = end, end + sum(block.nbytes for block in blocks)
+                is_of_layers = blocks[0].ndim > 1
+                shape = [len(layers), self.num_tokens, blocks[0].shape[1]] if is_of_layers else [self.num_tokens]
+                header[name] = {"dtype": self._type_of(name)[1], "shape": shape, "data_offsets": [start, end]}
+                content += blocks
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for spool in spools:
-                with spool.open("rb") as written:
-                    shutil.copyfileobj(written, file, 2**20)
-                spool.unlink()
+            file.writelines(content)
 
+    def _keep(self, name: str, values: NDArray[np.generic], layer: int | None = None) -> None:
+        self._blocks[name, layer].append(np.ascontiguousarray(values, self._type_of(name)[0]))
 
-def _assumed(ids_TK: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Equal scores for the experts of a row, 0 in places that repeat one of them."""
-    again_TK = np.zeros(ids_TK.shape, dtype=bool)
-    for place in range(1, ids_TK.shape[1]):
-        again_TK[:, place] = (ids_TK[:, :place] == ids_TK[:, place, None]).any(axis=1)
-    scores_TK = ~again_TK / (~again_TK).sum(axis=1, keepdims=True)
-    return np.where(again_TK, ids_TK[:, :1], ids_TK), scores_TK
+    def _type_of(self, name: str) -> tuple[str, str]:
+        return WIDE_IDS if name == "expert_ids" and self.num_experts > 256 else TYPES[name]
 
 
 def sha256_of(paths: Sequence[Path], root: Path) -> str:

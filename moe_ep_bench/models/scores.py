@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ep_bench.models import ScoreFunction
+from moe_ep_bench.models.spec import ScoreFunction
 
 
 def scores_from_logits(logits_TE: Tensor, score_function: ScoreFunction) -> Tensor:

@@ -129,8 +129,6 @@ COMMANDS = {
         }.items()
     },
     "show RUN --format xml": "--format: expected some of text, md, latex, csv, json, html; got 'xml'",
-    "show RUN --case king": "--case king: expected a case's id, label or policy of: native",
-    "show RUN --samples": "--samples: goes with --format csv, json; got --format text",
     "show RUN --view king": "--view: expected some of layer, model, route",
     "show RUN --format csv --columns label,king": "--columns: expected some of directory",
     "show RUN --format csv --out .": "--out .: is a directory",
@@ -139,7 +137,6 @@ COMMANDS = {
     "plot RUN --format gif": "--format",
     "plot RUN --figures speedup,nonsense": "--figures",
     "plot RUN --size poster": "--size",
-    "plot RUN --case nobody": "--case",
     "plot RUN --x capacity_factor": "--y",
     "plot RUN --x capacity_factor --y dropped_shares": "--y: expected a column, one of",
     "plot RUN --x capacity_factor --y label": "--y: expected a column of numbers",

@@ -2,27 +2,21 @@
 
 The page begins with the answer of ``advise``, where it was asked, and one screen of findings. Then come the views that
 ``show`` prints, with a few that only a page has room for, the figures, what weakens them, and where they come from.
-Figures are images with their bytes in the page, not SVG among the HTML: matplotlib gives the parts of every figure the
-same ids, and an image runs no script, whatever a label holds. They are SVG unless that takes more than
-``MAX_SVG_BYTES``, as with many thousand marks: then PNG. A policy in the page forbids it to load anything. Equal input
-gives equal bytes.
+Figures are PNGs with their bytes in the page. There is no script, and a policy in the page forbids it to load anything.
+Equal input gives equal bytes.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import json
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from moe_ep_bench.analysis.advise import advice_lines
 from moe_ep_bench.analysis.cases import cases, comparisons, jobs, load
@@ -31,15 +25,11 @@ from moe_ep_bench.analysis.drawing import Drawing
 from moe_ep_bench.analysis.origins import said_once
 from moe_ep_bench.analysis.plot import drawings
 from moe_ep_bench.analysis.reading import ResultsError
-from moe_ep_bench.analysis.render import Table
-from moe_ep_bench.analysis.store import Store, kind_of
+from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import FORMATS, house_style, settle
 from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, tables, warnings_of
 from moe_ep_bench.files import check_folder, write_text
 
-MAX_SVG_BYTES = 400_000
-# Of more tables the others are closed at first.
-MAX_OPEN = 6
 # CSS pixels per inch: the size at which a sheet's text has the size that it says.
 _PIXELS = 96
 # Below this share of that size labels are too small to read: the sheet's box scrolls then.
@@ -48,7 +38,7 @@ _MOST_FINDINGS = 12
 
 
 def write_report(directories: Sequence[Path], out: Path | None = None) -> tuple[Path, list[str]]:
-    """Write the page of what ``run``, ``emulate``, ``route`` or ``validate`` left; it appears whole or not at all.
+    """Write the page of what ``run``, ``emulate`` or ``route`` left; it appears whole or not at all.
 
     Args:
         out: the file; None = ``report.html`` in the one directory.
@@ -73,15 +63,9 @@ def write_report(directories: Sequence[Path], out: Path | None = None) -> tuple[
 
 def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
     """The whole page as text; ``passed_over`` gets a line for each thing that is left out."""
-    before: list[Table] = []
-    if {kind_of(directory) for directory in directories} == {"validation"}:
-        from moe_ep_bench.analysis.validate import load_validation, validation_table
-
-        before = [validation_table(load_validation(directories[0]))]
-        directories = [directories[0] / "real", directories[0] / "emulated"]
     store = load(list(directories), passed_over)
     frame, facts = cases(store), comparisons(store)
-    listed = [*before, *tables(store, list(VIEWS))]
+    listed = tables(store, list(VIEWS))
     environment = Environment(
         loader=PackageLoader("moe_ep_bench", "analysis/report"),
         autoescape=True,
@@ -91,7 +75,6 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["yaml"] = _yaml
-    script = files("moe_ep_bench.analysis.report").joinpath("report.js").read_text(encoding="utf-8")
     return environment.get_template("report.html").render(
         names=[directory.resolve().name for directory in directories],
         titles=list(facts["title"].unique()),
@@ -105,10 +88,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         warnings=warnings_of(listed),
         images=[_image(*item) for item in drawings(store).items()],
         tables=listed,
-        max_open=MAX_OPEN,
         jobs=jobs(store).to_dict("records"),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 
@@ -125,21 +105,13 @@ def _line(store: Store) -> str:
 
 def _image(name: str, drawing: Drawing) -> dict[str, Any]:
     """A figure as the template wants it: its title, its own line on how to read it, and its bytes."""
-    figure = drawing.figure
+    figure, content = drawing.figure, io.BytesIO()
     settle(figure)  # the layout's last bits differ from run to run until it is fixed
-    kind, content = "svg+xml", _encoded(figure, "svg")
-    if len(content) > MAX_SVG_BYTES:
-        kind, content = "png", _encoded(figure, "png")
+    figure.savefig(content, format="png", metadata=FORMATS["png"])
     width, height = (round(inches * _PIXELS) for inches in figure.get_size_inches())
-    uri = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    uri = f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
     size = {"width": width, "height": height, "least_width": round(_LEAST_SCALE * width)}
     return {"name": name, "title": drawing.title, "caption": drawing.how, "uri": uri, **size}
-
-
-def _encoded(figure: Figure, file_format: str) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=file_format, metadata=FORMATS[file_format])
-    return buffer.getvalue()
 
 
 def _yaml(content: Any) -> str:

@@ -387,7 +387,7 @@ def _text_table(rows: pd.DataFrame, facts: Row) -> Table:
         interval = f"no interval, and no verdict on claims, below {MIN_BATCHES} batches; got {least:.0f}"
     note = f"cross-entropy: added to the unpatched model's on the same sequences ({interval})"
     how = f"answers of the whole model, routing of {facts['num_ranks']:.0f} virtual ranks; not timed"
-    return Table(rows, [_policy(rows), *_TEXT], f"{facts['title']}: {how}", [note], caption=[note])
+    return Table(rows, [_policy(rows), *_TEXT], f"{facts['title']}: {how}", [note])
 
 
 def _claim_table(rows: pd.DataFrame, facts: Row) -> Table:

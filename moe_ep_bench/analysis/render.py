@@ -40,8 +40,7 @@ class Table:
 
     Attributes:
         instead: the name of a column whose text, where it is not empty, makes a row a line below the table.
-        notes: lines that are needed to read the numbers.
-        caption: those of them that a caption has room for (LaTeX).
+        notes: lines that are needed to read the numbers; in LaTeX they are comments.
     """
 
     frame: pd.DataFrame
@@ -49,7 +48,6 @@ class Table:
     title: str = ""
     notes: Sequence[str] = ()
     instead: str | None = None
-    caption: Sequence[str] = ()
 
     @property
     def rows(self) -> list[Row]:
@@ -132,16 +130,14 @@ def escape_markdown(text: str) -> str:
 
 
 def _latex(table: Table) -> str:
-    """One ``table`` with booktabs rules; its title and the shortest notes are the caption."""
+    """One ``table`` with booktabs rules; its title is the caption, its notes are comments below."""
     rows = [[column.title for column in table.columns], *table.cells]
     header, *body = [" & ".join(map(escape_latex, row)) + r" \\" for row in rows]
-    caption = escape_latex(
-        " ".join(f"{part.rstrip('.')}." for part in (table.title, *table.lost, *table.caption) if part)
-    )
     columns = "".join("l" if column.is_words else "r" for column in table.columns)
-    lines = [r"\begin{table}[tbp]", r"\centering", rf"\caption{{{caption}}}", rf"\begin{{tabular}}{{{columns}}}"]
-    lines += [r"\toprule", header, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""]
-    return "\n".join(lines)
+    lines = [r"\begin{table}[tbp]", r"\centering", rf"\caption{{{escape_latex(table.title)}}}"]
+    lines += [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule", *body, r"\bottomrule"]
+    notes = ["% " + " ".join(line.split()) for line in (*table.lost, *table.notes)]
+    return "\n".join([*lines, r"\end{tabular}", r"\end{table}", *notes, ""])
 
 
 def _markdown(table: Table) -> str:

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import COMPARISON, cases, load, samples
-from moe_ep_bench.analysis.columns import columns as columns_named
+from moe_ep_bench.analysis.cases import COMPARISON, cases, load
 from moe_ep_bench.analysis.columns import text
 from moe_ep_bench.analysis.notes import warnings
 from moe_ep_bench.analysis.origins import modelled_line
-from moe_ep_bench.analysis.reading import ResultsError
 from moe_ep_bench.analysis.render import PROGRAMS, Table, render, terminal_width, wrapped
-from moe_ep_bench.analysis.store import Store, kind_of
+from moe_ep_bench.analysis.store import kind_of
 from moe_ep_bench.analysis.tables import MAIN, VIEWS, count_words, short_table, tables
 from moe_ep_bench.errors import UserError, check_known
 from moe_ep_bench.files import check_folder, write_text
@@ -33,19 +31,15 @@ def show(
     to: str,
     out: Path | None = None,
     *,
-    names: Sequence[str] = (),
     views: Sequence[str] = (),
     columns: Sequence[str] = (),
-    all_samples: bool = False,
 ) -> int:
     """Write what directories hold to ``out``, or to standard output (a page: to ``DIR/report.html``).
 
     Args:
         to: one of ``FORMATS``.
-        names: cases' ids, labels or policy names; the default is all.
         views: of ``tables.VIEWS``; the default is the main one of each comparison.
         columns: of the frame, in place of the view's.
-        all_samples: every sample in place of the results.
 
     Returns:
         The exit status: ``CASES_FAILED`` where something is left out, because it cannot be trusted or was not measured
@@ -54,7 +48,11 @@ def show(
     Raises:
         UserError: what was asked for is not there, or does not go together; one line.
     """
-    _check_options(to, names, views, columns, all_samples)
+    check_known("--format", [to], FORMATS)
+    check_known("--view", views, VIEWS)
+    for option, given, formats in (("view", views, FORMATS[:3]), ("columns", columns, FORMATS[:-1])):
+        if given and to not in formats:
+            raise UserError(f"--{option}: goes with --format {', '.join(formats)}; got --format {to}")
     if to == "html":
         from moe_ep_bench.analysis.page import write_report
 
@@ -66,15 +64,10 @@ def show(
     if out is not None:
         check_folder(out.parent, "--out: folder")
     passed_over: list[str] = []
-    kinds = {kind_of(directory) for directory in directories}
-    others = {"quality", "validation"} if to == "text" else {"quality"}
-    if kinds & others and not (names or views or columns or all_samples):
-        if len(directories) > 1:
-            raise UserError(f"{directories[0]}: holds {'/'.join(sorted(kinds))}; expected one such directory at a time")
-        text = _text_of_other(directories[0], to)
-    else:
-        store = load(list(directories), passed_over, join_draws=not all_samples)
-        text = _of_store(store, to, names, views, columns, all_samples)
+    others = {kind_of(directory) for directory in directories} & {"quality", "validation"}
+    if others and len(directories) > 1:
+        raise UserError(f"{directories[0]}: holds {'/'.join(sorted(others))}; expected one such directory at a time")
+    text = _text_of_other(directories[0], to) if others else _of_store(directories, to, views, columns, passed_over)
     if out is None:
         sys.stdout.write(text)
     else:
@@ -89,27 +82,14 @@ def _left_out(lines: Sequence[str]) -> int:
     return CASES_FAILED if lines else OK
 
 
-def _check_options(
-    to: str, names: Sequence[str], views: Sequence[str], columns: Sequence[str], all_samples: bool
-) -> None:
-    check_known("--format", [to], FORMATS)
-    check_known("--view", views, VIEWS)
-    for option, given, formats in (
-        ("case", names, FORMATS[:-1]),
-        ("view", views, FORMATS[:3]),
-        ("columns", columns, FORMATS[:-1]),
-        ("samples", all_samples, PROGRAMS),
-    ):
-        if given and to not in formats:
-            raise UserError(f"--{option}: goes with --format {', '.join(formats)}; got --format {to}")
-
-
 def _text_of_other(directory: Path, to: str) -> str:
     """What ``validate`` or ``quality`` wrote."""
     if kind_of(directory) == "quality":
         return quality_text(directory, to) + "\n" * (to == "text")
     from moe_ep_bench.analysis.validate import load_validation, validation_text
 
+    if to != "text":
+        raise UserError(f"--format: expected text of a validation, or {directory}/real or /emulated; got {to}")
     return f"{validation_text(load_validation(directory))}\n"
 
 
@@ -121,43 +101,24 @@ def quality_text(directory: Path, to: str = "text") -> str:
 
 
 def _of_store(
-    store: Store, to: str, names: Sequence[str], views: Sequence[str], columns: Sequence[str], all_samples: bool
+    directories: Sequence[Path], to: str, views: Sequence[str], columns: Sequence[str], passed_over: list[str]
 ) -> str:
-    frame = chosen_cases(store, names)
+    store = load(list(directories), passed_over)
+    frame = cases(store)
     if to in PROGRAMS:
-        rows = samples(store, frame) if all_samples else frame.drop(columns="facts")
-        wanted = [column.name for column in columns_named(columns, rows)]
-        return render([Table(rows[wanted] if wanted else rows, ())], to)
-    listed = tables(store, views or MAIN, frame, columns)
-    for name in (name for name in views if not tables(store, [name], frame, columns)):
+        rows = frame.drop(columns="facts")
+        check_known("--columns", columns, rows)
+        return render([Table(rows[list(columns or rows)], ())], to)
+    listed = tables(store, views or MAIN, columns)
+    for name in (name for name in views if not tables(store, [name], columns)):
         print(f"moe-ep-bench: --view {name}: {VIEWS[name].absent}", file=sys.stderr)
     if to != "text":
         return render(listed, to)
     width = terminal_width()
     line = modelled_line(one.facts for one in store.comparisons)
     body = "\n\n".join(filter(None, [line, render(listed, to, width=width), count_words(frame)]))
-    others = [name for name in VIEWS if name not in MAIN and tables(store, [name], frame)] if not views else []
+    others = [name for name in VIEWS if name not in MAIN and tables(store, [name])] if not views else []
     return "\n\n".join(filter(None, [body, f"more: --view {', '.join(others)}" if others else ""])) + "\n"
-
-
-def chosen_cases(store: Store, names: Sequence[str]) -> pd.DataFrame:
-    """Rows of ``cases`` whose id, label or policy was named; all where none was.
-
-    Raises:
-        ResultsError: no case has a name, or none was measured; the line lists the labels.
-    """
-    frame = cases(store)
-    if not names:
-        return frame
-    keys = frame[["case_id", "label", "policy"]]
-    for name in names:
-        if not keys.eq(name).any(axis=None):
-            labels = ", ".join(frame["label"].unique())
-            raise ResultsError(f"--case {name}: expected a case's id, label or policy of: {labels}")
-    found = frame[keys.isin(list(names)).any(axis=1)]
-    if not (found["status"] == "ok").any():
-        raise ResultsError(f"--case {', '.join(names)}: was not measured ({found['status'].iloc[0]})")
-    return found
 
 
 def end_of_run(directory: Path) -> str:

@@ -23,8 +23,6 @@ from moe_ep_bench.schema import TOTAL
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 _REASON_WIDTH = 90
-# What a speedup is, how certain it is, and what is extrapolated: even a caption says it.
-_CAPTION = ("speedup:", "end to end:", "noise floor:", "extrapolated:")
 # Of more ranks those that are slowest under native are shown.
 MAX_RANKS = 64
 _COST = ("dropped_share", "retained_mass")
@@ -178,32 +176,25 @@ VIEWS = {
 MAIN = ("layer", "model", "route")
 
 
-def tables(
-    store: Store,
-    views: Sequence[str] = MAIN,
-    wanted: pd.DataFrame | None = None,
-    names: Sequence[str] | None = None,
-) -> list[Table]:
+def tables(store: Store, views: Sequence[str] = MAIN, names: Sequence[str] = ()) -> list[Table]:
     """Views of every comparison.
 
     Args:
-        wanted: rows of ``cases``; None = all.
         names: of columns, in place of the view's own.
 
     Raises:
         UserError: a column is unknown; the line lists those that there are.
     """
-    frame = cases(store) if wanted is None else wanted
     shown = [
         table_of(store, VIEWS[name], rows, names)
-        for _, rows in frame.groupby(COMPARISON, sort=False)
+        for _, rows in cases(store).groupby(COMPARISON, sort=False)
         for name in views
         if kind_of(rows) in VIEWS[name].of.split()
     ]
     return [table for table in shown if len(table.columns) > 1]
 
 
-def table_of(store: Store, view: View, rows: pd.DataFrame, names: Sequence[str] | None = None) -> Table:
+def table_of(store: Store, view: View, rows: pd.DataFrame, names: Sequence[str] = ()) -> Table:
     """A view of one comparison; without columns where it has no rows."""
     frame = view.rows(store, rows)
     if view.where:
@@ -219,7 +210,6 @@ def table_of(store: Store, view: View, rows: pd.DataFrame, names: Sequence[str] 
         f"{facts['title']}: {view.title}" if view.title else _title(facts),
         lines,
         "instead" if "status" in frame else None,
-        [line for line in lines if line.startswith(_CAPTION)],
     )
 
 

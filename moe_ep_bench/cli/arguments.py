@@ -132,10 +132,8 @@ show  print the tables of results directories, or write them in another format
   directories DIR+  results directories
   --format FORMAT = text  text, md, latex, csv, json or html
   --out FILE  file to write (default: standard output; html: DIR/report.html)
-  --case CASE*  only this id, label or policy; may be repeated
   --view NAMES  other tables, comma-separated: rates, phases, ranks, layers
   --columns NAMES  of the frame, comma-separated, in place of a table's own
-  --samples  csv, json: every sample instead of the results
 plot  draw the figures of one or several results directories
   directories DIR+  results directories
   --format FORMATS = png,svg  comma-separated; a CSV is written beside each

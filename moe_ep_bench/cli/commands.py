@@ -345,14 +345,7 @@ COMMANDS: dict[str, Work] = {
     "trace import": _trace_import,
     "check-policy": _check_policy,
     "doctor": returns("machine.doctor:doctor", "out", "nproc"),
-    "show": returns(
-        "analysis.show:show",
-        *("directories", "format", "out"),
-        names="case",
-        views="view",
-        columns="columns",
-        all_samples="samples",
-    ),
+    "show": returns("analysis.show:show", "directories", "format", "out", views="view", columns="columns"),
     "plot": _plot,
     "compare": _compare,
 }

@@ -159,7 +159,7 @@ def read_answers(directory: Path) -> pd.DataFrame:
 def read_claims(directory: Path) -> pd.DataFrame:
     """A row per claim, policy and traffic: the paper's number and ours."""
     rows = pd.read_csv(directory / "claims.csv")
-    return rows.drop(columns=["comparison", "ours_of", "mode", "device", "links", "note"])
+    return rows.drop(columns=["comparison", "ours_of", "mode", "device", "links"])
 
 
 def read_figures(directory: Path) -> dict[str, pd.DataFrame]:

@@ -24,7 +24,7 @@ from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL, folded, rcParams
 from moe_ep_bench.analysis.tables import native_and_fastest, rank_times
-from moe_ep_bench.papers.claims import NATIVE_METRICS, OWN_METRICS
+from moe_ep_bench.papers.claims import NUMBERS, SHARES
 
 _SPEEDUP = (*(f"speedup_{end}" for end in ("median", "low", "high", "is_interval")), "floor_low", "floor_high")
 
@@ -357,7 +357,7 @@ def claim_rows(claims: Claims) -> pd.DataFrame:
     if rows.empty:
         return rows
     rows = rows.merge(comparisons(claims.store)[["comparison_id", *_OF_COMPARISON]], on="comparison_id")
-    is_share = rows["metric"].isin(OWN_METRICS)
+    is_share = rows["metric"].isin(SHARES)
     name = rows["metric"].map(METRICS)
     unstated = rows[["paper_low", "paper_high"]].isna().all(axis=1).any()
     return rows.assign(
@@ -385,7 +385,7 @@ def _draw_papers(axes: Axes, rows: pd.DataFrame) -> None:
     for name, begin, end in paper[~is_single].fillna({"paper_low": low, "paper_high": high}).itertuples():
         look = {"color": NOISE_FILL, "zorder": 0.5, "label": "paper: a range"}
         axes.barh(place_of[name], end - begin, 0.7, begin, **look)
-    if rows["metric"].iloc[0] not in (*OWN_METRICS, *NATIVE_METRICS):
+    if rows["metric"].iloc[0] not in (*SHARES, *NUMBERS):
         axes.axvline(1, color=MUTED, linewidth=1, zorder=1)
     axes.set_xlim(low, high)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import cases, comparisons, load, routing, timings
+from moe_ep_bench.analysis.cases import cases, load, routing, timings
 from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, text
 from moe_ep_bench.analysis.origins import said_once
 from moe_ep_bench.analysis.reading import ITERATION, ResultsError, read_document, typed
@@ -21,31 +21,23 @@ from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.facts import JsonRecord
 from moe_ep_bench.files import write_text
-from moe_ep_bench.papers.claims import CLAIMED, NATIVE_METRICS, OWN_METRICS, claims_path
+from moe_ep_bench.papers.claims import CLAIMED, SHARES, claims_path
 from moe_ep_bench.schema import ALL, MOE
 from moe_ep_bench.timing.statistics import estimate_median, paired_ratios
 
 METRICS = {name: metric.words for name, metric in CLAIMED.items()}
-# What the paper measured, by what ours is: a layer, a pass, or a pass's MoE layers.
-_OF = {
-    ("layer", "layer"): "",
-    ("layer", "end_to_end"): ", end to end (ours: a layer)",
-    ("layer", "not_stated"): ", layer or end to end not stated (ours: a layer)",
-    ("end_to_end", "end_to_end"): ", end to end",
-    ("end_to_end", "not_stated"): ", layer or end to end not stated (ours: end to end)",
-    ("layers", "layer"): ", layers",
-    ("layers", "end_to_end"): ", end to end (ours: all MoE layers)",
-    ("layers", "not_stated"): ", layer or end to end not stated (ours: all MoE layers)",
-}
+# What the paper measured, and what ours is.
+_OF = {"layer": "", "end_to_end": ", end to end", "not_stated": ", layer or end to end not stated"}
+_OURS_OF = {"layer": "a layer", "end_to_end": "end to end", "layers": "all MoE layers"}
+# Microseconds and experts: one decimal is enough.
+_COARSE = ("time_us", "num_activated")
 _VALUES = ["ours", "ours_low", "ours_high"]
-_MEANS = ["ours", "dropped_share", "ours_extrapolated_to_all_layers", "fullest_expert", "fullest_rank"]
+_MEANS = ["ours", "dropped_share"]
 _NUMBERS = ["paper_low", "paper_high", *_VALUES[1:], *_MEANS]
 _CSV = [
     "source", "of", "ours_of", "metric", "policy", "versus", "comparison", "traffic", "primary", "paper_low",
-    "paper_high", *_VALUES, "difference", "ours_extrapolated_to_all_layers", "dropped_share", "fullest_expert",
-    "fullest_rank", "mode", "device", "links", "note", "draws",
+    "paper_high", *_VALUES, "difference", "dropped_share", "mode", "device", "links", "draws",
 ]  # fmt: skip
-
 
 # Microseconds by case id and quantity, each by launch, batch and iteration.
 Times = dict[tuple[str, str], pd.Series]
@@ -110,42 +102,31 @@ def load_claims(directory: Path) -> Claims:
     found = []
     try:
         for claim in claimed:
-            case, native = by_id[claim.case_id], natives.get(claim.comparison_id)
-            against = by_id[claim.versus_id] if claim.versus_id else native
-            found.append(_row(claim, case, native, against, times))
+            against = by_id[claim.versus_id] if claim.versus_id else natives.get(claim.comparison_id)
+            found.append(_row(claim, by_id[claim.case_id], against, times))
     except KeyError as error:
         raise ResultsError(f"{path}: of another run than run.json, or damaged: {error!r}"[:300]) from None
     return Claims(directory, store, _over_draws(pd.DataFrame(found).astype(dict.fromkeys(_NUMBERS, float))))
 
 
-def _row(claim: _Row, case: Row, native: Row | None, against: Row | None, times: Times) -> Row:
+def _row(claim: _Row, case: Row, against: Row | None, times: Times) -> Row:
     """A row of ``Claims.frame`` before draws are joined."""
-    metric = CLAIMED[claim.metric]
-    ours_of = "layer" if case["scope"] != "model" else "end_to_end" if metric.is_pass else "layers"
+    ours_of = "layer" if case["scope"] != "model" else "end_to_end" if CLAIMED[claim.metric].of == ALL else "layers"
     is_measured = case["status"] == "ok" and against is not None and against["status"] == "ok"
     value = _value(claim, case, against, times) if is_measured else None
-    low, high = claim.paper or (None, None)
-    all_layers = None
-    if value and against is not None and metric.is_pass:
-        ours_ms, against_ms = (one.get("all_layers_ms_extrapolated") for one in (case, against))
-        if not (missing(ours_ms) or missing(against_ms)):
-            all_layers = ours_ms / against_ms if metric.value == "ratio" else against_ms / ours_ms
+    of = _OF[claim.of] + (f" (ours: {_OURS_OF[ours_of]})" if claim.of != ours_of else "")
     setting = ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {one}" for key, one in claim.setting.items())
-    traffic = case["facts"]
     return {
         **claim.model_dump(exclude={"paper", "versus_id", "case_id", "setting"}),
-        "claim": claim.source + _OF[ours_of, claim.of] + (f" ({setting})" if setting else ""),
+        "claim": claim.source + of + (f" ({setting})" if setting else ""),
         "case": f"{claim.policy} against {claim.versus}" if claim.versus else claim.policy,
         "ours_of": ours_of,
         "comparison": case["title"],
-        "paper_low": low,
-        "paper_high": high,
+        **dict(zip(("paper_low", "paper_high"), claim.paper or (None, None), strict=True)),
         **dict(zip(_VALUES, value or (None,) * 3, strict=True)),
-        "ours_extrapolated_to_all_layers": all_layers,
         "dropped_share": value and case["dropped_share"],
-        **{name: native and native[name] for name in ("fullest_expert", "fullest_rank")},
         "mode": case["how"],
-        "device": traffic.get("device") or case["device"],
+        "device": case["facts"].get("device") or case["device"],
         "links": case["links_words"],
         "unmeasured": None if value else case["reason"] or "it or what it is set against was not measured",
     }
@@ -159,12 +140,11 @@ def _value(claim: _Row, case: Row, against: Row, times: Times) -> tuple[float, f
         if ours_us is None or against_us is None:
             return None
         pair = (ours_us, against_us) if metric.value == "ratio" else (against_us, ours_us)
-        found = estimate_median(against_us if metric.value == "native" else paired_ratios(*pair))
+        found = estimate_median(ours_us if metric.value == "number" else paired_ratios(*pair))
         return found and (found.median, found.low, found.high)
     ours, theirs = (np.nan if missing(row.get(metric.of)) else row[metric.of] for row in (case, against))
-    own = ours / theirs if claim.versus_id else ours
-    values = {"own": own, "plain": own, "native": theirs, "ratio": ours / (theirs or np.nan)}
-    value = values.get(metric.value, theirs / (ours or np.nan))
+    values = {"ratio": ours / (theirs or np.nan), "inverse": theirs / (ours or np.nan)}
+    value = values.get(metric.value, ours)
     return None if missing(value) else (float(value),) * 3
 
 
@@ -210,9 +190,9 @@ def claims_text(claims: Claims) -> str:
 
 def number_words(metric: str, value: float) -> str:
     """A value by a claim's metric, with its unit where it is a share."""
-    if metric in OWN_METRICS:
+    if metric in SHARES:
         return f"{100 * value:.1f} %"
-    return f"{value:.1f}" if metric in NATIVE_METRICS else f"{value:.2f}"
+    return f"{value:.1f}" if metric in _COARSE else f"{value:.2f}"
 
 
 def paper_words(row: Row) -> str:
@@ -223,17 +203,6 @@ def paper_words(row: Row) -> str:
     if low is None or high is None:
         return "not stated" if low == high else f"below {high}" if low is None else f"above {low}"
     return low if low == high else f"{low} to {high}"
-
-
-def how_words(claims: Claims) -> str:
-    """How ours came about, by which device and links, and how many layers of how many."""
-    about = comparisons(claims.store)
-    about = about[about["comparison_id"].isin(claims.measured["comparison_id"])]
-    whole = [facts["whole"] for facts in about["facts"] if facts.get("whole")]
-    cut = [f"the first {one['num_layers']} of {one['of_layers']} layers" for one in whole]
-    is_cut = any(one["num_layers"] < one["of_layers"] for one in whole)
-    parts = (about["how"], about["ran_on"], about["links_words"], cut if is_cut else [])
-    return "; ".join(filter(None, map(said_once, parts)))
 
 
 def _primary(frame: pd.DataFrame) -> pd.DataFrame:
@@ -252,7 +221,7 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
         text("claim"),
         text("case", "policy"),
         Column("paper_low", "paper", cell=paper_words),
-        Column("ours", "ours", cell=lambda row: _ours(row, "ours") + row["all_layers"]),
+        Column("ours", "ours", cell=lambda row: _ours(row, "ours")),
         Column("difference", "ours - paper", cell=_difference),
         Column(
             "least",
@@ -266,16 +235,11 @@ def _claims_table(claims: Claims, rows: pd.DataFrame) -> Table:
         "ours: under the primary traffic, mean over draws; range: under all traffics; dropped: share of the top-k "
         "pairs, in %; the largest disagreement comes first"
     ]
-    if rows["ours_extrapolated_to_all_layers"].notna().any():
-        notes.append(
-            "[all: ...] extrapolated: each further layer is taken to be like the mean MoE layer that was timed"
-        )
     known = rows[rows["primary_because"].notna()].drop_duplicates(["traffic", "primary_because"])
     notes += [f"{row.traffic} is primary: {row.primary_because}" for row in known.itertuples()]
-    of_all = rows["ours_extrapolated_to_all_layers"]
-    rows = rows.assign(all_layers=["" if missing(value) else f" [all: {value:.2f}]" for value in of_all])
     ours = "whole models here, from end to end" if (rows["ours_of"] != "layer").any() else "one layer here"
-    return Table(rows, columns, f"Papers' numbers beside {ours}: {how_words(claims)}", notes)
+    how = "; ".join(filter(None, (said_once(claims.measured[name]) for name in ("mode", "device", "links"))))
+    return Table(rows, columns, f"Papers' numbers beside {ours}: {how}", notes)
 
 
 def _ours(row: Row, column: str) -> str:
@@ -288,8 +252,8 @@ def _difference(row: Row) -> str:
         return NONE
     if row["paper_low"] != row["paper_high"]:
         return "holds" if row["difference"] == 0 else "does not hold"
-    factor = 100 if row["metric"] in OWN_METRICS else 1
-    digits = 1 if row["metric"] in (*OWN_METRICS, *NATIVE_METRICS) else 2
+    factor = 100 if row["metric"] in SHARES else 1
+    digits = 1 if row["metric"] in (*SHARES, *_COARSE) else 2
     return f"{factor * row['difference']:+.{digits}f}"
 
 

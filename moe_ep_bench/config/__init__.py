@@ -485,10 +485,8 @@ class Experiment(SweepPoint):
                     raise UserError(f"policies.{number}.name: expected one policy of the name {policy.name}, got two")
                 with naming(f"policies.{number}", joint="."):
                     policy.check_model(num_experts, self.model.spec().top_k)
-        for number, claim in enumerate(self.claims):
+        for number in range(len(self.claims)):
             self.claimed_policies(number)
-            with naming(f"claims.{number}", joint="."):
-                claim.check_scope(self.scope, decodes=self.whole.context_length > 0)
         return self
 
     @property
@@ -516,27 +514,26 @@ class Experiment(SweepPoint):
         return expand_policies(self.policies)
 
     def claimed_policies(self, number: int) -> list[tuple[Rule | None, Rule | None]]:
-        """The claim's policies, lists expanded, or what it names as lossless, each with its baseline; None is native.
+        """The claim's policies, or what else loses nothing, lists expanded, each with its baseline; None is native.
 
         Raises:
             ValueError: one of them is not in the config.
         """
+        rules = (*self.make_policies(), *self.emulate.replication, *self.emulate.rebalance)
+        known = {rule.label: rule for rule in rules}
+
+        def named(key: str, entry: dict[str, Any] | str | None) -> list[Rule | None]:
+            if entry is None:
+                return [None]
+            with naming(f"claims.{number}.{key}"):
+                labels = [entry] if isinstance(entry, str) else [rule.label for rule in expand_policies([entry])]
+                for label in labels:
+                    if label not in known:
+                        raise UserError(f"expected one of {'; '.join(known)}; got {label}")
+            return [known[label] for label in labels]
+
         claim = self.claims[number]
-        policies = {policy.label: policy for policy in self.make_policies()}
-        lossless = {wanted.label: wanted for wanted in (*self.emulate.replication, *self.emulate.rebalance)}
-
-        def rules(key: str, entry: dict[str, Any] | None, label_key: str, label: str | None) -> list[Rule]:
-            labels = [] if entry is None else [policy.label for policy in expand_policies([entry])]
-            named = [(key, name, policies) for name in labels]
-            named += [] if label is None else [(label_key, label, lossless)]
-            for where, name, known in named:
-                if name not in known:
-                    there = "; ".join(known) or "none in the config"
-                    raise UserError(f"claims.{number}.{where}: expected one of {there}; got {name}")
-            return [known[name] for _, name, known in named]
-
-        versus = rules("versus", claim.versus, "versus_lossless", claim.versus_lossless)
+        versus = named("versus", claim.versus)
         if len(versus) > 1:
             raise UserError(f"claims.{number}.versus: expected one policy, got {len(versus)}")
-        baseline = versus[0] if versus else None
-        return [(rule, baseline) for rule in rules("policy", claim.policy, "lossless", claim.lossless) or [None]]
+        return [(rule, versus[0]) for rule in named("policy", claim.policy)]

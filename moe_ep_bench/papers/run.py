@@ -81,7 +81,7 @@ def claim_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
                 except ValueError as problem:
                     raise UserError(f"claims.{place}.{problem}") from None
                 number += 1
-                rows += _rows(number, resolved, claim, policy, versus, group)
+                rows += _rows(number, resolved, policy, versus, group)
     if not rows:
         wanted = "; ".join(dict.fromkeys(unmet))
         raise UserError(f"claims: expected a comparison that one of them is about ({wanted}); there is none")
@@ -89,10 +89,10 @@ def claim_rows(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
 
 
 def _rows(
-    number: int, claim: Claim, written: Claim, policy: Any, versus: Any, comparisons: list[Comparison]
+    number: int, claim: Claim, policy: Any, versus: Any, comparisons: list[Comparison]
 ) -> Iterator[dict[str, Any]]:
     """Of one claim of one policy (None: native), at comparisons that differ in their traffic alone."""
-    primary = written.primary()
+    primary = claim.primary()
     for comparison in comparisons:
         listed = (case for case in comparison.cases if case.role in (POLICY, REPLICATION, BASELINE))
         cases = {case.policy or case.replication: case.case_id for case in listed}

@@ -24,7 +24,6 @@ from moe_ep_bench.cost_model.table_devices import ExpertTable, load_links, read_
 from moe_ep_bench.cost_model.tables import (
     BALANCED,
     SHAPE,
-    UNGATED,
     Tables,
     balanced_loads,
     of_shape,
@@ -40,6 +39,8 @@ DEVICES = {
     "b200-sxm": ("b200_sxm", ("trtllm/1.3.0rc20", "vllm/0.24.0")),
     "gb200": ("gb200", ("trtllm/1.3.0rc20", "vllm/0.24.0")),
 }
+# Experts of Nemotron 3, which are no gated FFNs: hidden size, FFN size, experts.
+UNGATED = {(2688, 1856, 128), (1024, 2688, 512), (4096, 2688, 512), (2048, 5120, 512), (8192, 5120, 512)}
 # Links of one node, and the table of NCCL they are fitted to.
 LINKS = {
     "h100-nvlink4": "table:h100_sxm/nccl/2.29.2",

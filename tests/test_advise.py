@@ -394,7 +394,7 @@ def test_options_become_a_config_of_modelled_emulation() -> None:
     question = asked(*QWEN)
     config = yaml.safe_load(question.text)
     assert config["model"] == {"preset": "qwen3-30b-a3b"}
-    assert config["layer"] == {"dtype": "bfloat16", "ep_size": 8}
+    assert config["layer"] == {"ep_size": 8}
     assert config["workload"]["num_tokens"] == 16384
     assert config["sweep"] == {"workload.seed": [1, 2, 3, 4, 5], "workload.peak_load": [1.2, 2.0, 4.0]}
     assert (config["emulate"]["device"], config["emulate"]["links"]) == ("h100-sxm", "h100-nvlink4")

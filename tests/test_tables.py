@@ -20,7 +20,7 @@ from moe_ep_bench.cost_model import tables as reading
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.cost_model.table_devices import TableDevice, find_table, load_device, load_links, shape_of
+from moe_ep_bench.cost_model.table_devices import TableDevice, load_device, load_links, shape_of
 from moe_ep_bench.cost_model.tables import SHAPE, Tables, balanced_loads, read_moe
 from moe_ep_bench.facts import TimedFacts
 from moe_ep_bench.models import ModelSpec, load_model
@@ -133,12 +133,8 @@ def test_a_shape_that_was_not_measured_is_refused_with_those_that_were() -> None
             bound(8, shape=wanted)
     with pytest.raises(ValueError, match=f"measured, {sizes}; got .*, EP 16$"):  # of its own shape alone
         bound(16)
-    plain = model().model_copy(update={"activation": "plain"})
-    with pytest.raises(ValueError, match=f"experts without a gate of a shape .*{sizes}"):
-        load_device(NAME).for_layer(plain, 8, "bfloat16")
-    ungated = pd.DataFrame([(2688, 1856, 128, 6, 8, 16, 9.0)], columns=[*SHAPE, "ep_size", "num_tokens", "us"])
-    with pytest.raises(ValueError, match="expected experts of a shape"):
-        find_table(ungated, model((2688, 1856, 128, 6)), 8)
+    with pytest.raises(ValueError, match=r"expected layer\.dtype one of bfloat16, fp8_block; got nvfp4"):
+        bound(8, "nvfp4")
 
 
 @pytest.mark.usefixtures("made_up")
@@ -165,7 +161,7 @@ def test_a_table_says_that_it_was_measured_elsewhere_and_the_rest_is_modelled() 
         ("table:h1/vllm/1.0", "expected a system of h100_sxm; got 'h1' .did you mean h100_sxm"),
         ("table:h100_sxm/sglang/1.0", "expected a framework of vllm; got 'sglang'"),
         ("table:h100_sxm/vllm/2", "expected a version of vllm of 1.0; got '2'"),
-        ("table:h100_sxm/vllm/1.0/fp4", "expected a dtype of bfloat16, fp8_block; got 'fp4'"),
+        ("table:h100_sxm/vllm/1.0/fp4", "expected a version of vllm of 1.0; got '1.0/fp4'"),
     ],
 )
 def test_what_is_not_there_is_told_in_one_line_that_lists_what_is(name: str, words: str) -> None:
@@ -178,7 +174,7 @@ def test_a_damaged_table_is_named(made_up: Path) -> None:
     path = made_up / "data/h100_sxm/moe/vllm/1.0/moe_perf.parquet"
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"moe_perf\.parquet: damaged: ") as error:
-        load_device(NAME)
+        bound()
     assert "\n" not in str(error.value)
 
 

@@ -22,7 +22,7 @@ from moe_ep_bench.bench.description import is_drawn, served
 from moe_ep_bench.bench.plan import VIRTUAL, load_models, plan_experiments
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config
-from moe_ep_bench.cost_model.table_devices import default_links, dtype_of, load_device
+from moe_ep_bench.cost_model.table_devices import load_device
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.facts import tokens_words
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash
@@ -281,7 +281,7 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         "name": "advise",
         "model": {"preset": preset} if preset else {"hf_config": str(Path(options.model).absolute())},
         "workload": {"num_tokens": tokens, "num_batches": _BATCHES, "seed": 1, **traffic},
-        "layer": {"dtype": dtype_of(options.device), "ep_size": ep},
+        "layer": {"ep_size": ep},
         **({"whole": {"context_length": CONTEXT_LENGTH}} if decode else {}),
         "emulate": {key: value for key, value in emulate.items() if value is not None},
     }
@@ -355,7 +355,8 @@ def _add_device(raw: dict[str, Any], sweep: dict[str, Any]) -> None:
     if emulate.get("links") is None and "emulate.links" not in sweep:
         sizes = [*sweep.get("layer.ep_size", []), (raw.get("layer") or {}).get("ep_size")]
         beyond_node = max(size or _NODE for size in sizes) > _NODE
-        emulate["links"] = default_links(emulate.get("device", DEVICE), beyond_node=beyond_node)
+        with naming("emulate.device" if options.device is None else "--device"):
+            emulate["links"] = load_device(emulate.get("device", DEVICE)).links[beyond_node]
 
 
 def _absolute(value: str | None) -> str | None:

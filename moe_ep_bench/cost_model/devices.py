@@ -105,6 +105,8 @@ class Device(Preset):
     """Share of the arithmetic that core attention of prompts reaches, counting the causal half of all pairs of tokens;
     null = not stated, and no whole model can be modelled."""
     attention_basis: Basis | None = None
+    links: tuple[_Text, _Text] = ("h100-nvlink4", "h100-nvlink4-ndr")
+    """Files of data/links/ that ``advise`` takes by default: within a node, and beyond it."""
 
     @model_validator(mode="after")
     def _check(self) -> Device:

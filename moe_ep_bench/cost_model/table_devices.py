@@ -32,17 +32,14 @@ from numpy.typing import ArrayLike, NDArray
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.links import Curve, Link, Links
 from moe_ep_bench.cost_model.tables import (
-    DTYPE,
     MEASURED_ELSEWHERE,
     NCCL,
     PREFIX,
     SHAPE,
-    UNGATED,
     Tables,
     balanced_loads,
     choose,
     dtypes_of,
-    is_table,
     of_shape,
     read_moe,
     read_nccl,
@@ -59,14 +56,6 @@ if TYPE_CHECKING:  # It imports slowly.
 _MANY_TOKENS, _FEWEST_SIZES, _LEAST_REST = 4096, 3, 0.05
 # The file of data/devices/ that says the rest of a system, where it is called otherwise.
 _DEVICES = {"a100_sxm": "a100-sxm-80gb"}
-# Files of data/links/ of devices: within a node, and beyond it.
-_LINKS = {
-    "a100-sxm-80gb": ("a100-nvlink3", "a100-nvlink3-hdr"),
-    "b200-sxm": ("b200-nvlink5", "b200-nvlink5"),
-    "gb200": ("gb200-nvl72", "gb200-nvl72"),
-    "h20": ("h20-nvlink4", "h20-nvlink4-ndr"),
-}
-_OTHER_LINKS = ("h100-nvlink4", "h100-nvlink4-ndr")
 
 
 class ExpertTable(Strict):
@@ -185,7 +174,7 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int) -> ExpertTabl
         UserError: that was not measured; the line lists the EP sizes of the shape, or all shapes.
     """
     wanted = shape_of(model)
-    measured = of_shape(rows, wanted) if (wanted[:3] in UNGATED) == (model.activation == "plain") else rows[:0]
+    measured = of_shape(rows, wanted)
     if ep_size in measured["ep_size"].to_numpy():
         return tables_of_shape(measured)[ep_size]
     points = (rows if measured.empty else measured)[[*SHAPE, "ep_size"]].drop_duplicates()
@@ -193,9 +182,8 @@ def find_table(rows: pd.DataFrame, model: ModelSpec, ep_size: int) -> ExpertTabl
         f"{_shape_words(shape)} (EP {', '.join(map(str, sorted(sizes)))})"
         for shape, sizes in points.groupby(SHAPE)["ep_size"]
     ]
-    kind = " without a gate" if model.activation == "plain" else ""
     raise UserError(
-        f"expected experts{kind} of a shape and an EP size that were measured, {'; '.join(known) or 'none'};"
+        f"expected experts of a shape and an EP size that were measured, {'; '.join(known) or 'none'};"
         f" got {_shape_words(wanted)}, EP {ep_size}"
     )
 
@@ -220,7 +208,7 @@ class TableDevice(Device):
     table: ExpertTable | None = None
 
     def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> TableDevice:
-        dtypes = self.tables.parts or _dtypes(self.tables)
+        dtypes = [known for known in dtypes_of(self.tables) if known in PRECISIONS]
         if dtype not in dtypes:
             raise UserError(f"{self.tables.name}: expected layer.dtype one of {', '.join(dtypes)}; got {dtype}")
         rows = read_moe(self.tables, dtype=dtype, tp_size=model.tensor_parallel)
@@ -255,32 +243,19 @@ def load_device(name: str) -> Device:
     """A device by its name, by the path of a file, or of a table.
 
     Raises:
-        UserError: see ``Device.load`` and ``tables``; a dtype that was not measured.
+        UserError: see ``Device.load`` and ``tables``.
     """
-    if not is_table(name):
+    if not name.startswith(PREFIX):
         return Device.load(name)
     tables = Tables.named(name, "moe")
-    dtypes = _dtypes(tables)
-    choose("dtype", tables.parts[0] if tables.parts else next(iter(dtypes), ""), dtypes)
     # A file of data/devices/ states all but the experts.
     known = [system for system in systems("moe") if _device_of(system) in Device.names()]
     choose("system with a file of data/devices/", tables.system, known)
     return TableDevice(**Device.named(_device_of(tables.system)).model_dump(), tables=tables)
 
 
-def _dtypes(tables: Tables) -> list[str]:
-    """Those that were measured and are known here."""
-    return [dtype for dtype in dtypes_of(tables) if dtype in PRECISIONS]
-
-
 def _device_of(system: str) -> str:
     return _DEVICES.get(system, system.replace("_", "-"))
-
-
-def dtype_of(name: str | None) -> str:
-    """The dtype that a device's name ends in; bfloat16 where it names none."""
-    parts = name.split("/") if name is not None and is_table(name) else []
-    return parts[3] if len(parts) > 3 else DTYPE
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------
@@ -325,19 +300,13 @@ class NcclLinks(Links):
         return next(link for gpus, link in self.curves[collective].items() if gpus >= num_ranks)
 
 
-def default_links(device: str, *, beyond_node: bool) -> str:
-    """The file of data/links/ that goes with a device, by its name or that of a table."""
-    name = _device_of(device.removeprefix(PREFIX).partition("/")[0]) if is_table(device) else device
-    return _LINKS.get(name, _OTHER_LINKS)[beyond_node]
-
-
 def load_links(name: str) -> Links:
     """Links by their name, by the path of a file, or of a table.
 
     Raises:
         UserError: see ``Links.load`` and ``tables``.
     """
-    if not is_table(name):
+    if not name.startswith(PREFIX):
         return Links.load(name)
     tables = Tables.named(name, "comm")
     choose("framework", tables.framework, ["nccl"])

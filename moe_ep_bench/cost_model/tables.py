@@ -6,8 +6,7 @@ The extra ``moe-ep-bench[tables]`` installs the package (NVIDIA, Apache-2.0). On
 ``SYSTEM/moe/FRAMEWORK/VERSION/moe_perf.parquet``       MoE layers on one GPU that holds its share of the experts
 ``SYSTEM/comm/nccl/VERSION/nccl_perf.parquet``          collectives by nccl-tests
 
-A device is named ``table:SYSTEM/FRAMEWORK/VERSION`` or ``table:SYSTEM/FRAMEWORK/VERSION/DTYPE``, links
-``table:SYSTEM/nccl/VERSION``.
+A device is named ``table:SYSTEM/FRAMEWORK/VERSION``, links ``table:SYSTEM/nccl/VERSION``.
 
 *How a row of moe_perf was taken* (ai-dynamo/aiconfigurator, collector/). One GPU stands for rank 0 of ``moe_ep_size``.
 It is given all ``num_tokens`` tokens of the group, and computes the pairs of its own experts. ``balanced`` scores give
@@ -22,11 +21,10 @@ Nothing is kept beyond the process. No row of theirs is part of this repository 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,13 +40,7 @@ MEASURED_ELSEWHERE = "measured elsewhere"
 MOE, NCCL = "moe_perf.parquet", "nccl_perf.parquet"
 
 _FRAMEWORKS = {"vllm": "vLLM", "trtllm": "TensorRT-LLM", "sglang": "SGLang", "nccl": "NCCL"}
-# Of Nemotron 3, whose experts are no gated FFNs: (hidden size, FFN size, experts).
-UNGATED = {(2688, 1856, 128), (1024, 2688, 512), (4096, 2688, 512), (2048, 5120, 512), (8192, 5120, 512)}
 BALANCED = "balanced"
-
-
-def is_table(name: str) -> bool:
-    return name.startswith(PREFIX)
 
 
 # ---- what there is ---------------------------------------------------------------------------------------------------
@@ -95,55 +87,40 @@ def choose(what: str, name: str, names: Sequence[str]) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class Tables:
-    """The files of one framework's version on one system.
-
-    Attributes:
-        parts: what follows in the name: a dtype.
-    """
+class Tables(NamedTuple):
+    """The files of one framework's version on one system."""
 
     system: str
     framework: str
     version: str
-    parts: tuple[str, ...] = ()
 
     @classmethod
     def named(cls, name: str, kind: str) -> Tables:
-        """Find ``table:SYSTEM/FRAMEWORK/VERSION[/...]`` among the files of a kind, ``moe`` or ``comm``.
+        """Find ``table:SYSTEM/FRAMEWORK/VERSION`` among the files of a kind, ``moe`` or ``comm``.
 
         Raises:
             UserError: one line that lists what there is at the first part that is not known.
         """
-        data = root() / "data"
-        system, *rest = name.removeprefix(PREFIX).split("/")
+        system, framework, version = [*name.removeprefix(PREFIX).split("/", 2), "", ""][:3]
         choose("system", system, systems(kind))
-        framework = choose("framework", rest[0] if rest else "", _folders(data / system / kind))
-        versions = _folders(data / system / kind / framework)
-        version = choose(f"version of {framework}", rest[1] if len(rest) > 1 else "", versions)
-        return cls(system, framework, version, tuple(rest[2:]))
+        folder = root() / "data" / system / kind
+        choose("framework", framework, _folders(folder))
+        choose(f"version of {framework}", version, _folders(folder / framework))
+        return cls(system, framework, version)
 
     @property
     def name(self) -> str:
-        return f"{PREFIX}{'/'.join((self.system, self.framework, self.version, *self.parts))}"
-
-    def path(self, kind: str, file: str) -> Path:
-        return root() / "data" / self.system / kind / self.framework / self.version / file
+        return f"{PREFIX}{'/'.join(self)}"
 
     def where(self, kind: str, file: str) -> str:
         """The file as a source names it."""
         return f"{package_words()}, {self.system}/{kind}/{self.framework}/{self.version}/{file}"
 
     @property
-    def system_words(self) -> str:
-        """``h100_sxm`` as H100 SXM."""
-        return self.system.upper().replace("_", " ")
-
-    @property
     def words(self) -> str:
-        """What was measured and by whom: the package, the framework and the system."""
-        framework = _FRAMEWORKS.get(self.framework, self.framework)
-        return f"{package_words()}, {framework} {self.version} on {self.system_words}"
+        """What was measured and by whom: the package, the framework and the system (``h100_sxm`` as H100 SXM)."""
+        framework, system = _FRAMEWORKS.get(self.framework, self.framework), self.system.upper().replace("_", " ")
+        return f"{package_words()}, {framework} {self.version} on {system}"
 
     def read(self, kind: str, file: str, columns: Sequence[str], filters: Any = None) -> pd.DataFrame:
         """Some columns and rows of a file; ``filters`` as pyarrow takes them.
@@ -154,7 +131,7 @@ class Tables:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        path = self.path(kind, file)
+        path = root() / "data" / self.system / kind / self.framework / self.version / file
         if not path.is_file():
             raise UserError(f"{self.where(kind, file)}: there is no such file")
         try:
@@ -165,7 +142,6 @@ class Tables:
 
 # ---- rows of MoE layers ----------------------------------------------------------------------------------------------
 
-DTYPE = "bfloat16"
 SHAPE = ["hidden_size", "ffn_hidden_size", "num_experts", "top_k"]
 _NAMES = {"inter_size": "ffn_hidden_size", "topk": "top_k", "moe_dtype": "dtype", "moe_ep_size": "ep_size"}
 _MOE_COLUMNS = ["hidden_size", "num_experts", *_NAMES, "num_tokens", "distribution", "latency"]

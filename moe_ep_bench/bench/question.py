@@ -154,7 +154,8 @@ def ask(options: argparse.Namespace, bounds: Bounds | None = None) -> Question:
     """
     where = options.config or Path(CONFIG_NAME)
     raw, sweep, assumed = _of_flags(options) if options.config is None else _of_config(options)
-    _add_device(raw, sweep)
+    with _naming_flags(where):
+        _add_device(raw, sweep)
     experiments = _points(where, {**raw, "policies": [{"name": "topk"}]}, sweep)  # any will do to find the workloads
     chosen, left_out = candidates(experiments, bounds or Bounds.of(None, None))
     raw |= {"policies": chosen.pop("policies"), "emulate": {**raw["emulate"], **chosen}}
@@ -355,7 +356,7 @@ def _add_device(raw: dict[str, Any], sweep: dict[str, Any]) -> None:
     if emulate.get("links") is None and "emulate.links" not in sweep:
         sizes = [*sweep.get("layer.ep_size", []), (raw.get("layer") or {}).get("ep_size")]
         beyond_node = max(size or _NODE for size in sizes) > _NODE
-        with naming("emulate.device" if options.device is None else "--device"):
+        with naming("emulate.device"):
             emulate["links"] = load_device(emulate.get("device", DEVICE)).links[beyond_node]
 
 

@@ -218,7 +218,7 @@ class _Places:
 
 @dataclass(eq=False)
 class _Ranks:
-    """A batch at the homes of its experts, and what is given away.
+    """A batch at the homes of its experts (``with_free_slots``), and what is given away.
 
     Attributes:
         used_R: pairs of every rank.
@@ -235,12 +235,10 @@ class _Ranks:
 
     def __post_init__(self) -> None:
         num_ranks, num_experts = self.counts_RE.shape
-        expert_RS = self.slot_expert_P.reshape(num_ranks, -1)
-        self.load_E, self.home_E = self.counts_RE.sum(axis=0), np.empty(num_experts, dtype=np.int64)
-        for rank, expert_S in enumerate(expert_RS):
-            self.home_E[expert_S[expert_S != FREE]] = rank
-        self.used_R = np.bincount(self.home_E, self.load_E, minlength=num_ranks).astype(np.int64)
-        self.free_R = (expert_RS == FREE).sum(axis=1)
+        self.load_E = self.counts_RE.sum(axis=0)
+        self.home_E = np.arange(num_experts) // (num_experts // num_ranks)
+        self.used_R = self.load_E.reshape(num_ranks, -1).sum(axis=1)
+        self.free_R = (self.slot_expert_P.reshape(num_ranks, -1) == FREE).sum(axis=1)
 
     @property
     def num_ranks(self) -> int:
@@ -268,13 +266,11 @@ class _Ranks:
     def balanced(self, *, relayed: bool) -> Balanced:
         """The batch as given away; where no rank is emptier by it, at its homes."""
         expert_P, size = self.slot_expert_P.copy(), len(self.slot_expert_P) // self.num_ranks
-        held = expert_P != FREE
-        pairs_P = np.where(held, self.load_E[np.where(held, expert_P, 0)], 0)
-        at_home_R = pairs_P.reshape(self.num_ranks, -1).sum(axis=1)
-        if not self.given or self.used_R.max() >= at_home_R.max():
+        slot_E = np.flatnonzero(expert_P != FREE)  # at home experts stand in order
+        pairs_P = np.zeros(len(expert_P), dtype=np.int64)
+        pairs_P[slot_E] = self.load_E
+        if not self.given or self.used_R.max() >= pairs_P.reshape(self.num_ranks, -1).sum(axis=1).max():
             return Balanced(expert_P, pairs_P)
-        slot_E = np.full(len(self.load_E), FREE)
-        slot_E[expert_P[held]] = np.flatnonzero(held)
         for (expert, rank), pairs in self.given.items():
             slot = rank * size + int((expert_P[rank * size : (rank + 1) * size] == FREE).argmax())
             expert_P[slot], pairs_P[slot] = expert, pairs

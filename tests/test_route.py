@@ -35,7 +35,6 @@ from moe_ep_bench.placement import rank_load, replicate
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import ROUTING_SCHEMA
-from moe_ep_bench.workload.facts import laser_thresholds
 from moe_ep_bench.workload.importers.servers import ASSUMED
 
 CONFIG = {
@@ -317,30 +316,3 @@ def test_a_directory_that_cannot_be_trusted_is_refused(what: str, role: str, sou
     else:
         assert set(cases(load(out, lines))["case_id"]) == set(listed) - {case_id}
         assert lines[0] == str(refused.value)
-
-
-# ---- thresholds of LASER, and recordings ---------------------------------------------------------------------------
-
-
-def test_laser_thresholds_are_quantiles_of_each_third_of_the_depth(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "a.safetensors", length_S=(50, 60), num_layers=5)
-    scores_LTK = load_file(path)["scores"].astype(np.float64)
-    found = laser_thresholds(path, keep=0.2)
-    for band, layers in {"0-1": [0, 1], "2-3": [2, 3], "4": [4]}.items():
-        shares = sorted(float(sum(row)) for layer in layers for row in scores_LTK[layer])
-        assert np.mean([share >= found["eps_high"][band] for share in shares]) == pytest.approx(0.2, abs=0.02)
-        nearness = sorted(row[-1] / row[0] for layer in layers for row in scores_LTK[layer])
-        assert found["t_fix"][band] == pytest.approx(float(np.median(nearness)), abs=6e-4)
-    # They are fields of the policy, and each layer gets those of its range.
-    here = make_policy({"name": "laser", "c": 3, **found}).in_layer(3 / 5)
-    assert {"eps_high": here.eps_high, "t_fix": here.t_fix} == {name: found[name]["2-3"] for name in found}
-
-
-def test_scores_that_do_not_say_their_share_give_no_thresholds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_trace(tmp_path / "a.safetensors", normalised=True)
-    assert main(["trace", "thresholds", str(path)]) == USER_ERROR
-    assert "normalised over the top-k" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="keep: expected 0 to 1"):
-        laser_thresholds(write_trace(tmp_path / "b.safetensors"), 1.5)

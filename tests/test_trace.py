@@ -64,17 +64,16 @@ def test_a_trace_reads_back_as_it_was_written(path):
 
 @few_examples
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
-def test_sequences_are_found_and_so_are_gaps_in_them(tmp_path_factory, lengths):
+def test_sequences_are_found_whatever_gaps_they_have(tmp_path_factory, lengths):
     tensors, metadata = parts(lengths=lengths, layers=1)
     path = tmp_path_factory.mktemp("gaps") / "toy.safetensors"
     starts = [0, *np.cumsum(lengths)]
     trace = read_all(write(path, tensors, metadata))
-    assert trace.start_S.tolist() == trace.consecutive_starts().tolist() == starts
+    assert trace.start_S.tolist() == starts
     assert trace.num_sequences == len(lengths)
     tensors["position"][1:] += 1  # a gap behind the first token, where its sequence goes on
     trace = read_all(write(path, tensors, metadata))
     assert trace.start_S.tolist() == starts
-    assert trace.consecutive_starts().tolist() == sorted({*starts, 1})
 
 
 def test_a_layer_is_read_without_the_others(tmp_path):

@@ -169,15 +169,15 @@ def test_any_recorded_row_gets_a_tail_below_its_top_k(seed, steps, sharpness):
     recorded_TK = -np.sort(-odds_TE / odds_TE.sum(axis=1, keepdims=True), axis=1)[:, :top_k]
     recorded_TK = (np.round(recorded_TK * steps) / steps).astype(np.float16).astype(np.float64)
     ids_TK = np.argsort(random.random((30, num_experts)), axis=1)[:, :top_k]
-    fitted = fit_top_k(recorded_TK, num_experts)
+    fitted_TK = fit_top_k(recorded_TK, num_experts)
     filled_TE = fill_tail(
-        ids_TK, fitted.scores_TK, random.random(num_experts) + 1e-3, random.random((30, 12)), RoutingContext(top_k=4)
+        ids_TK, fitted_TK, random.random(num_experts) + 1e-3, random.random((30, 12)), RoutingContext(top_k=4)
     )
     scores_TE = torch.from_numpy(filled_TE)
     assert_rows_are_distributions_without_ties(scores_TE)
     best = scores_TE.topk(top_k, dim=1)
     np.testing.assert_array_equal(best.indices.numpy(), ids_TK)
-    np.testing.assert_array_equal(best.values.numpy(), fitted.scores_TK)
+    np.testing.assert_array_equal(best.values.numpy(), fitted_TK)
 
 
 @pytest.mark.parametrize("top_groups", [1, 2, 4])
@@ -194,16 +194,16 @@ def test_groups_of_recorded_experts_stay_ahead_of_all_others(top_groups):
     ids_TK = np.take_along_axis(ids_TK, np.argsort(-np.take_along_axis(full_TE, ids_TK, axis=1), axis=1), axis=1)
     expected_TE = np.zeros((200, num_experts), dtype=bool)
     np.put_along_axis(expected_TE, ids_TK, True, axis=1)
-    fitted_TK = fit_top_k(best_TK.astype(np.float64), num_experts).scores_TK
+    fitted_TK = fit_top_k(best_TK.astype(np.float64), num_experts)
     for scores_TE in (
-        keep_top_k_ahead(ids_TK, full_TE, context).scores_TE,
+        keep_top_k_ahead(ids_TK, full_TE, context),
         fill_tail(ids_TK, fitted_TK, np.ones(num_experts), random.random((200, num_experts)), context),
     ):
         np.testing.assert_array_equal(top_k_map(torch.from_numpy(scores_TE), context).numpy(), expected_TE)
     assert (top_k_map(torch.from_numpy(full_TE), context).numpy() != expected_TE).any(axis=1).sum() > 100
 
 
-def test_rows_that_leave_room_for_a_tail_keep_their_scores_and_others_are_counted():
+def test_rows_that_leave_room_for_a_tail_keep_their_scores_and_others_are_mended():
     recorded_TK = np.array(
         [
             [0.3, 0.2, 0.1],  # fits
@@ -213,12 +213,11 @@ def test_rows_that_leave_room_for_a_tail_keep_their_scores_and_others_are_counte
             [0.5, 0.01, 0.01],  # 7 experts below 0.01 cannot hold 0.48
         ]
     )
-    fitted = fit_top_k(recorded_TK, 10)
-    assert (fitted.rows_scaled, fitted.rows_raised) == (2, 2)
-    np.testing.assert_array_equal(fitted.scores_TK[0], recorded_TK[0].astype(np.float32))
+    fitted_TK = fit_top_k(recorded_TK, 10)
+    np.testing.assert_array_equal(fitted_TK[0], recorded_TK[0].astype(np.float32))
     tied = np.float32(0.125)
-    np.testing.assert_array_equal(fitted.scores_TK[1], [np.float32(0.25), np.nextafter(tied, np.float32(1)), tied])
-    np.testing.assert_allclose(fitted.scores_TK[2], recorded_TK[2] / 1.2, rtol=1e-5)
-    assert fitted.scores_TK[4, 0] == 0.5
+    np.testing.assert_array_equal(fitted_TK[1], [np.float32(0.25), np.nextafter(tied, np.float32(1)), tied])
+    np.testing.assert_allclose(fitted_TK[2], recorded_TK[2] / 1.2, rtol=1e-5)
+    assert fitted_TK[4, 0] == 0.5
     level = 0.5 / (2 + 7 * 0.99)  # the two raised, and seven just below
-    np.testing.assert_allclose(fitted.scores_TK[4, 1:], [level, level], rtol=1e-5)
+    np.testing.assert_allclose(fitted_TK[4, 1:], [level, level], rtol=1e-5)

@@ -98,9 +98,6 @@ calibrate  measure this machine's all-to-all
 trace  inspect, record or import routing recordings
 trace info  print what a recording holds
   @trace
-trace thresholds  derive fields of the policy laser
-  @trace
-  --keep X = 0.25  share of tokens that keep their top-k
 trace record  record a checkpoint's routing of a text
   model CHECKPOINT  a checkpoint's folder (transformers)
   --text FILE!  UTF-8 text

@@ -284,8 +284,8 @@ def _trace_record(options: Namespace) -> int:
 
 
 def _trace_import(options: Namespace) -> int:
-    from moe_ep_bench.workload.facts import trace_info
     from moe_ep_bench.workload.importers import ImportOptions, import_trace
+    from moe_ep_bench.workload.trace import trace_info
 
     given = {name: getattr(options, name) for name in ImportOptions.__dataclass_fields__}
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -339,8 +339,7 @@ COMMANDS: dict[str, Work] = {
     PAPERS_LIST: _papers_list,
     "quality": _quality,
     "calibrate": _calibrate,
-    "trace info": prints("workload.facts:trace_info", "file"),
-    "trace thresholds": prints("workload.facts:thresholds_text", "file", "keep"),
+    "trace info": prints("workload.trace:trace_info", "file"),
     "trace record": _trace_record,
     "trace import": _trace_import,
     "check-policy": _check_policy,

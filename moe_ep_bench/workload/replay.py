@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.randomness import Run, Stream, generator, in_chunks, row_numbers, rows_at_once, uniform_rows
-from moe_ep_bench.workload.tail import RECORDED, TAILS, FittedTopK, FullRows, fill_tail, fit_top_k, keep_top_k_ahead
+from moe_ep_bench.workload.tail import RECORDED, TAILS, fill_tail, fit_top_k, keep_top_k_ahead
 from moe_ep_bench.workload.trace import Trace, open_trace
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -59,9 +59,9 @@ class RecordedWorkload(Workload):
         num_experts, top_k, num_groups, top_groups: of the model that is measured; the recordings must agree.
         num_tokens: tokens in a batch, all ranks together.
         topk_share: needed where the recorded scores are normalised over the top-k (GPT-OSS), and only there. Every row
-            gets exactly this share unless no tail would fit under its K-th score: such rows get more, and are counted.
+            gets exactly this share unless no tail would fit under its K-th score: such rows get more.
         arrangement: with ``decode`` ``sequence_id_T`` is a request's slot, so a slot stays on its rank.
-        tokens_per_request: a sequence that has fewer left is over. So it is at a gap, where tokens were left out.
+        tokens_per_request: a sequence that has fewer left is over.
 
     Raises:
         ValueError: a file that cannot be used or a field that does not suit it; the message names which.
@@ -135,68 +135,44 @@ class RecordedWorkload(Workload):
             row_T = row_numbers(chunk)
             token_T = row_T + offset_S[np.searchsorted(end_S, row_T, side="right")]
             if self.tail == RECORDED:
-                yield self._full.scores_TE[token_T]
+                yield self._full[token_T]
                 continue
-            ids_TK, fitted, weights_E = self._fitted
+            ids_TK, scores_TK, weights_E = self._fitted
             jitter = [uniform_rows(self.seed, Stream.TAIL, index, *run, self.num_experts) for run in chunk]
-            recorded = ids_TK[token_T].astype(np.int64), fitted.scores_TK[token_T]
+            recorded = ids_TK[token_T].astype(np.int64), scores_TK[token_T]
             yield fill_tail(*recorded, weights_E, np.concatenate(jitter), self.selection)
 
     def describe(self) -> dict[str, object]:
-        metadata, sources = self.traces[0].metadata, self._describe_sources()
+        facts = [trace.metadata for trace in self.traces]
         if self.arrangement == "decode":
             requests, tokens = self.num_tokens // self.tokens_per_request, self.tokens_per_request
             size = f"decoding steps of {requests} requests x {tokens} token{'s' * (tokens > 1)}"
         else:
-            passes = " + ".join(f"{source['passes_per_batch']:.2f}" for source in sources)
-            size = f"x {self.num_tokens} tokens in whole sequences, a batch uses the recording"
-            size += f"{'s' * (len(sources) > 1)} {passes} times"
-        num_recorded = int(self._offsets[-1])
-        if self.tail == RECORDED:
-            capped = self._full.rows_capped
-            changed = f"all scores recorded, {capped} rows of {num_recorded} capped to keep the recorded top-k ahead"
-        else:
-            _, scaled, raised = self._fitted[1]
-            changed = (
-                f"{self.tail} tail, {scaled} rows scaled and {raised} raised of {num_recorded} to make room for it"
-            )
-        domains = " + ".join(source["domain"] for source in sources)
-        if len(sources) > 1:
-            domains = " + ".join(f"{source['domain']} {source['share_achieved']:.1%}" for source in sources)
-        origins = dict.fromkeys(f"{source['phase']} by {source['source']} ({source['licence']})" for source in sources)
+            size = f"x {self.num_tokens} tokens in whole sequences of {self._offsets[-1]} recorded tokens"
+        tail = "all scores recorded" if self.tail == RECORDED else f"{self.tail} tail"
+        domains = " + ".join(words["domain"] for words in facts)
+        origins = dict.fromkeys(f"{words['phase']} by {words['source']} ({words['licence']})" for words in facts)
         assumed = "scores assumed, " if self.traces[0].scores_are_assumed else ""
         return {
             "kind": "recorded",
-            "description": f"{metadata['model']}, layer {self.layer}, {assumed}{domains}, recorded in "
-            f"{' and '.join(origins)}, {self.num_batches} {size}, {changed}, seed {self.seed}",
+            "description": f"{facts[0]['model']}, layer {self.layer}, {assumed}{domains}, recorded in "
+            f"{' and '.join(origins)}, {self.num_batches} {size}, {tail}, seed {self.seed}",
             "tail_model": None if self.tail == RECORDED else self.tail,
             "targets": {} if self.topk_share is None else {"topk_share": self.topk_share},
             "recording": {
-                "model": metadata["model"],
-                "score": metadata["score"],
-                "layer": self.layer,
-                "arrangement": self.arrangement,
-                "tokens_per_request": self.tokens_per_request,
-                "sources": sources,
+                "model": facts[0]["model"],
+                "score": facts[0]["score"],
+                "sources": [
+                    {
+                        "file": trace.path.name,
+                        "sha256": trace.sha256(),
+                        "num_tokens": trace.num_tokens,
+                        **{name: trace.metadata[name] for name in ("domain", "phase", "source", "licence")},
+                    }
+                    for trace in self.traces
+                ],
             },
         }
-
-    def _describe_sources(self) -> list[dict[str, Any]]:
-        """Provenance of each recording, and what of it the batches hold."""
-        first_S, length_S = (np.concatenate(arrays) for arrays in zip(*self._spans, strict=True))
-        source_S = np.searchsorted(self._offsets, first_S, side="right") - 1
-        taken = np.bincount(source_S, length_S, minlength=len(self.traces)) / self.num_batches
-        return [
-            {
-                "file": trace.path.name,
-                "sha256": trace.sha256(),
-                **{name: trace.metadata[name] for name in ("domain", "phase", "source", "licence")},
-                "num_tokens": trace.num_tokens,
-                "share_achieved": tokens / self.num_tokens,
-                "passes_per_batch": tokens / trace.num_tokens,
-            }
-            for trace, tokens in zip(self.traces, taken.tolist(), strict=True)
-        ]
 
     # ---- what is drawn from ------------------------------------------------------------------------------------------
 
@@ -225,14 +201,10 @@ class RecordedWorkload(Workload):
         bounds = (np.array(runs, np.int64).T for runs in draw_sequences(pools, self.num_tokens, randoms))
         return [(first_S, end_S - first_S) for first_S, end_S in bounds]
 
-    def _read_layers(self) -> list[tuple[NDArray[np.unsignedinteger], NDArray[np.float16]]]:
-        """Of each recording the layer's ids and scores [T, K], as the model's own router chose."""
-        return [trace.read_layer(self.layer) for trace in self.traces]
-
     @cached_property
-    def _fitted(self) -> tuple[NDArray[np.unsignedinteger], FittedTopK, NDArray[np.float64]]:
+    def _fitted(self) -> tuple[NDArray[np.unsignedinteger], NDArray[np.float32], NDArray[np.float64]]:
         """The layer as it will be used, of all recordings: recorded ids, fitted scores, tail weights."""
-        layers = self._read_layers()
+        layers = [trace.read_layer(self.layer) for trace in self.traces]
         ids_TK, recorded_TK = (np.concatenate(parts) for parts in zip(*layers, strict=True))
         scores_TK = recorded_TK.astype(np.float64)
         if self.topk_share is not None:
@@ -247,9 +219,9 @@ class RecordedWorkload(Workload):
         return ids_TK, fit_top_k(scores_TK, self.num_experts), weights_E
 
     @cached_property
-    def _full(self) -> FullRows:
+    def _full(self) -> NDArray[np.float32]:
         """The layer's scores of all experts as they will be used, of all recordings."""
-        ids_TK = np.concatenate([ids_TK for ids_TK, _ in self._read_layers()]).astype(np.int64)
+        ids_TK = np.concatenate([trace.read_layer(self.layer)[0] for trace in self.traces]).astype(np.int64)
         full_TE = np.concatenate([trace.read_full_scores(self.layer) for trace in self.traces])
         return keep_top_k_ahead(ids_TK, full_TE, self.selection)
 
@@ -273,8 +245,7 @@ def pool_of(trace: Trace, offset: int, tokens_per_request: int) -> Pool:
     Raises:
         ValueError: all sequences are too short.
     """
-    bound_S = trace.start_S if tokens_per_request == 1 else trace.consecutive_starts()
-    start_S, end_S = bound_S[:-1], bound_S[1:]
+    start_S, end_S = trace.start_S[:-1], trace.start_S[1:]
     enough_S = end_S - start_S >= tokens_per_request
     if not enough_S.any():
         expected = f"at most {(end_S - start_S).max()}, the longest sequence"

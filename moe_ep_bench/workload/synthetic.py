@@ -270,11 +270,9 @@ class SyntheticWorkload(Workload):
     def _words(self) -> str:
         if self.pattern is not None:
             return f"synthetic pattern {self.pattern}"
+        words = ["no skew asked for" if self.peak_load is None else f"peak load {self.peak_load:g}"]
         if self.expert_loads is not None:
-            peak_load = max(self.expert_loads) * self.num_experts / sum(self.expert_loads)
-            words = [f"experts' loads as counted, peak load {peak_load:.3g}"]
-        else:
-            words = ["no skew asked for" if self.peak_load is None else f"peak load {self.peak_load:g}"]
+            words = ["experts' loads as counted"]
         if self.rank_load is not None:
             words.append(f"fullest of {self.rank_load[0]} ranks {self.rank_load[1]:g}")
         for name in ("topk_share", "neighbour_overlap"):

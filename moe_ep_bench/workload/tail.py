@@ -13,8 +13,7 @@ Both are jittered by a random factor from 0.5 to 1.5 per token and expert, so th
 the tail is not that of the indices, and both are capped below the K-th score; what a capped
 expert cannot take the others share in proportion (water-filling). The row's mass is conserved.
 
-Not every recorded row can be completed that way. ``fit_top_k`` mends such rows by as little as
-it takes and counts them: the result says of how many rows the recorded scores were changed.
+Not every recorded row can be completed that way. ``fit_top_k`` mends such rows by as little as it takes.
 
 A recording with the scores of all experts needs no model (``recorded``). Its rows are replayed as they are, but where
 a model chose by more than scores (a selection bias, groups): there the scores that were passed over are capped below
@@ -24,8 +23,6 @@ Shapes: T = tokens, E = experts, K = top_k.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,23 +43,12 @@ MIN_TAIL_MASS = 2.0**-20
 TIE_STEP = 2.0**-18
 
 
-class FittedTopK(NamedTuple):
-    """Recorded scores that a tail can be put under, and how many rows were changed for it."""
+def keep_top_k_ahead(
+    ids_TK: NDArray[np.int64], full_TE: NDArray[np.float32], selection: RoutingContext
+) -> NDArray[np.float32]:
+    """Recorded rows whose K largest scores are those of the recorded experts, strictly: float32 [T, E].
 
-    scores_TK: NDArray[np.float32]
-    rows_scaled: int
-    rows_raised: int
-
-
-class FullRows(NamedTuple):
-    """Recorded scores of all experts, and in how many rows some were capped below the recorded top-k."""
-
-    scores_TE: NDArray[np.float32]
-    rows_capped: int
-
-
-def keep_top_k_ahead(ids_TK: NDArray[np.int64], full_TE: NDArray[np.float32], selection: RoutingContext) -> FullRows:
-    """Recorded rows whose K largest scores are those of the recorded experts, strictly: no top-k has to break a tie.
+    No top-k has to break a tie.
 
     Routers in bfloat16 tie often, and ``torch.topk`` promises no order then: what ties with the K-th score without
     having been chosen is set ``TIE_STEP`` below it.
@@ -83,15 +69,14 @@ def keep_top_k_ahead(ids_TK: NDArray[np.int64], full_TE: NDArray[np.float32], se
         behind_T |= (scores_TE > limit_TE).any(axis=1)
     ids_RK, rows_RE = ids_TK[behind_T], scores_TE[behind_T].astype(np.float64)
     rows_RE /= rows_RE.sum(axis=1, keepdims=True)
-    fitted = fit_top_k(np.take_along_axis(rows_RE, ids_RK, axis=1), full_TE.shape[1])
-    scores_TE[behind_T] = fill_tail(ids_RK, fitted.scores_TK, rows_RE, np.full(rows_RE.shape, 0.5), selection)
+    fitted_RK = fit_top_k(np.take_along_axis(rows_RE, ids_RK, axis=1), full_TE.shape[1])
+    scores_TE[behind_T] = fill_tail(ids_RK, fitted_RK, rows_RE, np.full(rows_RE.shape, 0.5), selection)
     cap_T1 = last_T1 * np.float32(1 - TIE_STEP)
-    ties_TE = ~is_top_TE & (scores_TE > cap_T1) & ~behind_T[:, None]
-    np.copyto(scores_TE, cap_T1, where=ties_TE)
-    return FullRows(scores_TE, int((behind_T | ties_TE.any(axis=1)).sum()))
+    np.copyto(scores_TE, cap_T1, where=~is_top_TE & (scores_TE > cap_T1) & ~behind_T[:, None])
+    return scores_TE
 
 
-def fit_top_k(scores_TK: NDArray[np.float64], num_experts: int) -> FittedTopK:
+def fit_top_k(scores_TK: NDArray[np.float64], num_experts: int) -> NDArray[np.float32]:
     """Make recorded top-k scores ones that a tail fits under, changing only rows where it does not.
 
     * *scaled*: the top-k hold all the mass or, by rounding, more. They are scaled to leave ``MIN_TAIL_MASS``.
@@ -126,7 +111,7 @@ def fit_top_k(scores_TK: NDArray[np.float64], num_experts: int) -> FittedTopK:
 
     fitted_TK = scores_TK.astype(np.float32)
     separate_ties(fitted_TK, np.broadcast_to(-np.arange(top_k, dtype=np.float64), fitted_TK.shape))
-    return FittedTopK(fitted_TK, int(scaled_T.sum()), int(raised_T.sum()))
+    return fitted_TK
 
 
 def fill_tail(

@@ -122,12 +122,6 @@ class Trace:
         with _opened(self.path) as file:
             return np.asarray(file.get_slice(name)[layer])
 
-    def consecutive_starts(self) -> NDArray[np.int64]:
-        """Where runs of tokens without a gap start, and their end, as ``start_S`` has it of sequences."""
-        with _opened(self.path) as file:
-            position_T = file.get_tensor("position")
-        return np.union1d(self.start_S, np.flatnonzero(np.diff(position_T) != 1) + 1)
-
     def sha256(self) -> str:
         """Hash of the whole file, read piece by piece."""
         with self.path.open("rb") as file:
@@ -210,6 +204,26 @@ def open_trace(path: str | Path) -> Trace:
                 raise UserError(f"{path}: {name}: expected {words}; got {stored.get_dtype()} of shape {got}")
         start_S = _sequences(path, file.get_tensor("sequence_id"), file.get_tensor("position"))
     return Trace(path, facts, sizes["L"], sizes["T"], num_experts, top_k, start_S, FULL_SCORES in names)
+
+
+def trace_info(path: Path) -> str:
+    """State what a recording holds, a line per fact; ``route`` of ``topk`` says the rest.
+
+    Raises:
+        ValueError: the file cannot be used; the message names it and says what is wrong.
+    """
+    trace = open_trace(path)
+    facts, length_S = trace.metadata, np.diff(trace.start_S)
+    rows = {
+        "file": path.name,
+        "sha256": trace.sha256(),
+        "routing": f"{trace.num_layers} MoE layers, {trace.num_experts} experts, top-{trace.top_k}",
+        "tokens": f"{trace.num_tokens:,} in {trace.num_sequences:,} sequences of {length_S.min():,} to "
+        f"{length_S.max():,} (median {np.median(length_S):,.0f})",
+        "scores": f"{facts['score']}{'; of all experts' * trace.has_full_scores}",
+        **{name: facts[name] for name in ("model", "phase", "domain", "source", "licence", "note") if name in facts},
+    }
+    return "\n".join(f"{name:<8} {value}" for name, value in rows.items())
 
 
 @contextmanager

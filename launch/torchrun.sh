@@ -28,6 +28,10 @@ if [ -z "${NNODES:-}" ] && [ "${SLURM_STEP_NUM_NODES:-1}" -gt 1 ]; then
   MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
   PET_RDZV_ID=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
 fi
+# Homes are shared: ranks of all nodes, or of all tasks of an array, would compile into one folder at once.
+if [ "${NNODES:-1}" -gt 1 ] || [ -n "${SLURM_JOB_ID:-}" ]; then
+  export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/moe-ep-bench-triton-$UID}
+fi
 if [ "${NNODES:-1}" -gt 1 ]; then
   : "${MASTER_ADDR:?NNODES is above 1: set MASTER_ADDR to the host of node 0}"
   export PET_NNODES=$NNODES PET_RDZV_BACKEND=c10d PET_RDZV_ENDPOINT=$MASTER_ADDR:${MASTER_PORT:-29400}

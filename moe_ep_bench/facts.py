@@ -11,9 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -72,10 +70,6 @@ class Component(JsonRecord):
     why: str = ""
 
 
-def _length_of_list(value: Any) -> Any:
-    return len(value) if isinstance(value, list) else value
-
-
 class ModelExtent(JsonRecord):
     """How much of a whole model was built (``bench.description``)."""
 
@@ -83,11 +77,6 @@ class ModelExtent(JsonRecord):
     of_layers: Count  # that the model has
     moe_layers: list[NonNegativeInt] = Field(min_length=1)  # of those that were built
     context_length: NonNegativeInt  # tokens in the cache of each request that decodes; 0 = prefill
-    attention: str
-    # MoE layers in which neighbours share more experts than was asked for; once a list, how many of each layer.
-    num_shared_by_chance: Annotated[NonNegativeInt, BeforeValidator(_length_of_list)] = Field(
-        0, validation_alias=AliasChoices("num_shared_by_chance", "shared_by_chance")
-    )
 
 
 class Rest(JsonRecord):
@@ -121,7 +110,6 @@ class RoutedFacts(ComparisonFacts):
     """One layer of ``route``, where nothing is timed. Layers of a ``group`` are routed alike."""
 
     group: str
-    family: str  # of groups that differ in their tokens alone
     traffic: str
     phase: str | None
     layer: NonNegativeInt | None
@@ -236,7 +224,6 @@ class RankConditions(JsonRecord):
     machine: Annotated[MachineState, AfterValidator(_has_cores)]
     ceilings: Ceilings
     peak_memory_bytes: int | None
-    allocating_iterations: dict[str, int] = Field({})  # timed ones that asked the driver for memory, by case
     probe_floor_us: float | None = None  # what a waiting probe costs when nobody waits; None = ranks wait for nobody
 
 

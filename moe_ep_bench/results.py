@@ -17,7 +17,7 @@ part has all cases is not run again. Samples are never thinned or averaged here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,6 @@ class RunDirectory:
         self,
         description: Mapping[str, Any],
         table: str = "samples",
-        check: Callable[[], None] = lambda: None,
         *,
         keep_others: bool = False,
     ) -> None:
@@ -167,14 +166,12 @@ class RunDirectory:
 
         Args:
             table: whose rows make a case finished.
-            check: raises where what is there by now does not allow it; called under the lock.
             keep_others: keep comparisons that were never finished too: other jobs have them to do.
 
         Raises:
             ValueError: another job has been writing ``run.json`` for a minute.
         """
         with locks.hold(self.root, {RUN_JSON: RUN_JSON}, patience_s=60.0):
-            check()
             self.remove_unfinished([RUN_JSON])
             provenance = {
                 key: description.get(key)

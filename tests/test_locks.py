@@ -72,22 +72,6 @@ def test_a_successor_waits_for_a_job_that_is_just_ending(tmp_path: Path) -> None
     assert not locks.is_held(tmp_path, "one")
 
 
-def test_many_that_take_one_lock_in_turn_never_hold_it_together(tmp_path: Path) -> None:
-    turn = """
-import os, sys
-from pathlib import Path
-from moe_ep_bench.runtime import locks
-root = Path(sys.argv[1])
-for _ in range(40):
-    with locks.hold(root, {"one": "one"}, patience_s=60.0):
-        os.mkdir(root / "inside")  # Fails where another is inside.
-        os.rmdir(root / "inside")
-"""
-    jobs = [subprocess.Popen([sys.executable, "-c", turn, str(tmp_path)], env=child_environment()) for _ in range(3)]
-    assert [job.wait(timeout=600) for job in jobs] == [0, 0, 0]
-    assert not locks.is_held(tmp_path, "one")
-
-
 def test_a_file_system_without_locks_is_named_and_does_not_stop_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,7 +108,6 @@ def test_run_json_says_what_was_built_and_a_layer_is_no_result_beside_it(finishe
     (comparison,) = run["comparisons"].values()
     whole = comparison["whole"]
     assert (whole["num_layers"], whole["of_layers"], whole["moe_layers"]) == (3, 27, MOE)
-    assert any("Rotary" in line for line in comparison["departures"])
     assert "first 3 of 27 layers, prefill" in comparison["title"]
     with pytest.raises(ValueError, match="holds results with scope model, here it is layer"):
         check_agreement(RunDirectory(finished), "run", {}, force=False)
@@ -149,7 +148,6 @@ def test_the_summary_sets_the_pass_beside_its_moe_layers(finished: Path, capsys:
     printed = capsys.readouterr().out
     for text in ("pass ms", "end to end", "MoE speedup", "by Amdahl", "tokens/s", "extrapolated"):
         assert text in printed
-    assert "simpler than DeepSeek-V2-Lite's: Rotary positions" in printed
     rows = cases(load(finished))
     assert rows.columns.intersection(RATES).empty, "bytes and operations of one layer over the time of all"
     native, policy = rows[rows.role == "baseline"].squeeze(), rows[rows.policy == "token_drop"].squeeze()
@@ -172,7 +170,6 @@ def test_decode_steps_are_one_token_of_each_request(decoded: Path, capsys: pytes
     assert main(["show", str(decoded)]) == OK
     printed = capsys.readouterr().out
     assert "decode after 40 tokens" in printed
-    assert "torch scaled_dot_product_attention" in (decoded / "run.json").read_text()
 
 
 def recording(path: Path, num_layers: int, lengths: tuple[int, ...]) -> Path:

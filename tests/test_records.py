@@ -7,7 +7,6 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +18,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.results import RunDirectory, conditions_of
 from moe_ep_bench.runtime import locks
-from moe_ep_bench.runtime.attempts import STOPPED, WAITED, Attempt, collect_lost, lost_attempts, reason_of
+from moe_ep_bench.runtime.attempts import STOPPED, Attempt, collect_lost, lost_attempts, reason_of
 from moe_ep_bench.schema import SAMPLES_SCHEMA, SCHEMA_VERSION, TABLES, UNIT_OF
 
 A_JOB = {"mode": "run", "environment": {}, "hashes": {}}
@@ -168,35 +167,40 @@ def test_whatever_is_measured_has_a_unit_and_a_part_says_its_version(tmp_path: P
 
 
 ASKED = f"{STOPPED} by signal 15"
-PEER, DIED = "peer lost: closed", "ended without a word (killed, or out of memory)"
-# What ranks left (a case and a reason; no case = it never ran one), whether the job was asked to end, and the
-# attempts that are recorded.
+PEER, DIED = "peer lost: closed", "failed: ended without a word (killed, or out of memory)"
+HUNG = "timeout: no progress for 6 s in"
+# What ranks left (how many cases they had begun, the last one, and a reason), and the attempt that is recorded.
 LOST_JOBS = {
-    "who failed on its own is the cause": ([("case", PEER), ("case", "oom: 20 GiB")], False, "oom: 20 GiB (rank 1)"),
-    "else who died": ([("later", PEER), ("case", "")], False, f"failed: rank 1 {DIED}"),
-    "all died": ([("case", ""), ("case", "")], False, f"failed: all ranks {DIED}"),
-    "all waited": ([("case", f"{WAITED} 6 s")] * 2, False, "timeout: every rank waited for others for 6 s"),
-    "one waited": ([("case", f"{WAITED} 6 s"), ("case", PEER)], False, f"{WAITED} 6 s"),
-    "stopped, and one died": ([("case", ASKED), ("case", "")], False, f"failed: rank 1 {DIED}"),
-    "stopped": ([("case", ASKED), ("case", PEER)], False, None),
-    "killed because it did not end when asked to": ([("case", ASKED), ("case", "")], True, None),
-    "failed before it was asked": ([("case", "failed: before"), ("case", "")], True, "failed: before (rank 0)"),
-    "ran nothing": ([(None, "")], False, None),
-}
+    "who failed on its own is the cause": ([(1, "case", PEER), (1, "case", "oom: 20 GiB")], "oom: 20 GiB (rank 1)"),
+    "else who died": ([(2, "later", PEER), (1, "case", "")], f"{DIED} (rank 1)"),
+    "one failed, and another died": ([(1, "case", "failed: x"), (1, "case", "")], "failed: x (rank 0)"),
+    "all died": ([(1, "case", "")] * 2, f"{DIED} (rank 0, 1)"),
+    "of two who hang, who is behind": (
+        [(2, "later", f"{HUNG} wait"), (1, "case", f"{HUNG} sleep")], f"{HUNG} sleep (rank 1)",
+    ),
+    "all hang": (
+        [(1, "case", f"{HUNG} wait"), (1, "case", f"{HUNG} sleep"), (1, "case", f"{HUNG} wait")],
+        f"{HUNG} wait (rank 0, 2); {HUNG} sleep (rank 1)",
+    ),
+    "all lost their peers": ([(1, "case", PEER), (2, "later", PEER)], f"{PEER} (rank 0)"),
+    "stopped, and one died": ([(1, "case", ASKED), (1, "case", "")], f"{DIED} (rank 1)"),
+    "stopped": ([(1, "case", ASKED), (1, "case", PEER)], None),
+    "ran nothing": ([(0, "", "")], None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOST_JOBS)
 def test_the_reason_is_the_one_who_failed_not_those_who_noticed(name: str, tmp_path: Path) -> None:
-    left, stopped, expected = LOST_JOBS[name]
-    for rank, (case_id, reason) in enumerate(left):
+    left, expected = LOST_JOBS[name]
+    for rank, (count, case_id, reason) in enumerate(left):
         attempt = Attempt(tmp_path, "job", rank)
-        if case_id is not None:
-            attempt.name(case_id)
+        for name in ["earlier"] * (count - 1) + [case_id] * (count > 0):
+            attempt.name(name)
         if reason:
             attempt.explain(reason)
     collect_lost(tmp_path, ["another"])
     assert len(list(tmp_path.iterdir())) == len(left), "they are another job's"
-    collect_lost(tmp_path, ["job"], stopped=stopped)
+    collect_lost(tmp_path, ["job"])
     assert lost_attempts(tmp_path, "case") == [expected] * (expected is not None)
     assert [path.name for path in tmp_path.iterdir()] == ["case.json"] * (expected is not None)
 
@@ -216,12 +220,14 @@ def test_attempts_add_up_the_first_explanation_stays_and_one_taken_back_blames_n
     attempt.name("second")  # Ranks have agreed on that, and gone on.
     collect_lost(tmp_path, ["job"])
     assert len(lost_attempts(tmp_path, "case")) == 2
-    assert lost_attempts(tmp_path, "second") == [f"failed: all ranks {DIED}"]
+    assert lost_attempts(tmp_path, "second") == [f"{DIED} (rank 0)"]
     ended = Attempt(tmp_path, "job", 0)
     ended.name("third")
     ended.clear()
     collect_lost(tmp_path, ["job"])
     assert lost_attempts(tmp_path, "third") == []
+    (tmp_path / "now-job-0").touch()  # As a disk leaves it that is full.
+    collect_lost(tmp_path, ["job"])
     (tmp_path / "case.json").write_text('["failed: o')
     assert lost_attempts(tmp_path, "case") == [], "a damaged list is none"
 
@@ -274,11 +280,3 @@ def test_jobs_that_fill_one_directory_at_once_are_all_in_its_run_json(tmp_path: 
     assert set(run["comparisons"]) == {f"comparison-{point}" for point in range(60)}
     assert set(run["cases"]) == {f"case-{point}" for point in range(60)}
     assert len(run["runs"]) == 60
-
-
-def test_what_the_check_finds_under_the_lock_keeps_run_json_as_it_was(tmp_path: Path) -> None:
-    write_points(tmp_path, [1])
-    check = mock.Mock(side_effect=ValueError("another device"))
-    with pytest.raises(ValueError, match="another device"):
-        RunDirectory(tmp_path).write_run({"run_id": "2", "comparisons": {}, "cases": {}}, check=check)
-    assert set(json.loads(RunDirectory(tmp_path).run_json.read_text())["runs"]) == {"1"}

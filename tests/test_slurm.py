@@ -101,7 +101,7 @@ def parts(out: Path) -> dict[str, int]:
 
 def underway(out: Path) -> list[str]:
     """What ranks are at, as their marks say."""
-    marks = [path.read_bytes()[:64].rstrip(b"\0").decode() for path in out.glob("attempts/now-*")]
+    marks = [path.read_bytes().split(b"\n")[1].decode() for path in out.glob("attempts/now-*")]
     return [mark for mark in marks if mark]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -72,21 +70,6 @@ def test_amdahls_value_and_what_is_extrapolated_stand_in_the_frame(run: Path, cu
     assert row["all_layers_ms_extrapolated"] is None or np.isnan(row["all_layers_ms_extrapolated"])
     row = cases(load(cut)).set_index("label").loc[DROP]
     assert row["speedup_extrapolated"] > row["speedup_median"]
-
-
-@pytest.mark.parametrize("told", [{"num_shared_by_chance": 2}, {"shared_by_chance": [2.7, 2.6]}])
-def test_layers_whose_neighbours_share_more_than_asked_are_read_as_a_number_or_a_list(
-    run: Path, tmp_path: Path, told: dict[str, object]
-) -> None:
-    directory = shutil.copytree(run, tmp_path / "run")
-    content = json.loads((directory / "run.json").read_text())
-    for comparison in content["comparisons"].values():
-        comparison["whole"] = {
-            **{key: value for key, value in comparison["whole"].items() if "shared" not in key},
-            **told,
-        }
-    (directory / "run.json").write_text(json.dumps(content))
-    assert load(directory).comparisons[0].facts.whole.num_shared_by_chance == 2
 
 
 def test_a_page_of_whole_models_is_written(cut: Path, tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ def whole_facts(of_layers: int = 3, moe_layers: Sequence[int] = MOE_LAYERS, **fa
         "moe_layers": list(moe_layers),
         "of_moe_layers": of_layers - 1,
         "context_length": 0,
-        "attention": "torch scaled_dot_product_attention",
     }
     return {"whole": whole, **facts}
 

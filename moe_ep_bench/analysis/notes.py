@@ -26,8 +26,6 @@ MAX_UNACCOUNTED = 0.01
 MAX_PROBE_OVERHEAD = 0.01
 # A share of launch-bound iterations below this is chance.
 MAX_HOST_BOUND = 0.1
-# Pairs cancel a drift that is slow against them; beyond this it is worth a warning.
-MAX_DRIFT = 0.1
 # A step of decoding leaves this share of the fullest rank's experts idle in some case.
 _LEAST_IDLE = 0.05
 WARNING = "warning: "
@@ -53,10 +51,10 @@ class About:
         """The rows of a role that are ok."""
         return self.rows[(self.rows["role"] == role) & (self.rows["status"] == "ok")]
 
-    def most(self, column: str, key: Callable[[float], float] | None = None) -> float:
-        """The largest value of a column, by a key if one is given; NaN where there is none."""
+    def most(self, column: str) -> float:
+        """The largest value of a column; NaN where there is none."""
         values = self.rows[column].dropna().astype(float) if column in self.rows else ()
-        return max(values, key=key, default=float("nan"))
+        return max(values, default=float("nan"))
 
     @property
     def ran(self) -> bool:
@@ -85,11 +83,6 @@ def _spread(about: About) -> str:
     return f"[95 % interval, bootstrapped over batches, then iterations{launches}]"
 
 
-def _detectable(about: About) -> tuple | None:
-    values = about.of("policy")["detectable"].dropna()
-    return (values.min(), values.max()) if len(values) else None
-
-
 def _chance(about: About) -> list[str]:
     judged = about.rows[~about.rows["role"].isin(["baseline", "noise"]) & about.rows["floor_low"].notna()]
     return chance_words(int(judged["speedup_is_interval"].eq(True).sum()))
@@ -112,13 +105,6 @@ def _host_bound(about: About) -> tuple | None:
     if about.facts.backend != "nccl" or not share > MAX_HOST_BOUND:
         return None
     return 100 * share, about.rows["label"][about.rows["host_bound_share"] == share].iloc[0]
-
-
-def _allocating(about: About) -> tuple | None:
-    labels = dict(zip(about.rows["case_id"], about.rows["label"], strict=True))
-    told = [of_rank.allocating_iterations.items() for launch in about.launches for of_rank in launch.ranks]
-    counts = [(count, labels[case]) for of_rank in told for case, count in of_rank if case in labels]
-    return max(counts, default=None)
 
 
 def _of_machines(lines_of: Callable) -> Callable[[About], list[str]]:
@@ -183,7 +169,6 @@ NOTES = (
         lambda about: about.ran and (about.most("floor_low"), about.most("floor_high")),
         "noise floor: {:.3f} to {:.3f}, by which native run twice differs from itself",
     ),
-    Note("layer", _detectable, "smallest speedup that would be called (power 80 %): {:.3f} to {:.3f}"),
     Note(_TIMED, _chance, "{}"),
     Note(
         "model",
@@ -223,11 +208,6 @@ WARNINGS = (
     Note(_TIMED, _unsettled, "warm-up did not settle: its last round took {} against the one before"),
     Note(
         _TIMED,
-        lambda about: abs(drift := about.most("drift", key=abs)) > MAX_DRIFT and 100 * drift,
-        "times drifted by {:+.1f} % between the begin and the end of a launch",
-    ),
-    Note(
-        _TIMED,
         _native_differs,
         "native differs from itself: something drifts with the order of cases; the floor covers it",
     ),
@@ -236,12 +216,6 @@ WARNINGS = (
         _host_bound,
         "launch-bound: in {:.1f} % of the iterations of {} the host issued work until the end; its time is the host's, "
         "not the device's",
-    ),
-    Note(
-        _TIMED,
-        _allocating,
-        "memory was asked of the driver in {} timed iterations of one rank ({}), which stops the device: fewer tokens "
-        "or cases, or more measure.warmup",
     ),
     Note(_ALL, _foreign_data, "data: {} decides by {}'s, not {}'s"),
     Note(_TIMED, lambda about: about.of("baseline").empty, "the baseline was not measured, so there are no speedups"),

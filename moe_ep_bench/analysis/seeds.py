@@ -41,7 +41,7 @@ def _alike(one: Read) -> str:
     targets = {key: value for key, value in facts.workload.targets.items() if key != "expert_loads"}
     asked = [_point(one.comparison), facts.workload.kind, targets, facts.workload.skew]
     apart = {"point": True, "workload": True, "title": True, "sizes": True, "order": True}
-    apart |= {"whole": {"num_shared_by_chance"}}
+    apart |= {"whole": {"num_shared_by_chance", "shared_by_chance"}}  # of earlier versions
     return json.dumps([facts.model_dump(mode="json", exclude=apart), asked], sort_keys=True)
 
 

@@ -23,7 +23,6 @@ from moe_ep_bench.machine.provenance import version_of
 from moe_ep_bench.models import ModelSpec
 
 RANKS, VIRTUAL, MODELLED, ROUTING = "ranks", "virtual", "modelled", "routing"
-MOST_EXPERTS, MOST_BATCHES = 2**16, 2**20
 
 Rows = Iterable[tuple[object, str, str, object]]
 
@@ -75,10 +74,8 @@ def _sizes(experiment: Experiment, num_ranks: int) -> Rows:
     """Sizes that no machine holds, before anything of them is made; memory for the rest is found later."""
     workload, num_experts = experiment.workload, experiment.model.spec().num_experts
     key = "workload.num_tokens" if workload.num_tokens is not None else "workload.tokens_per_rank"
-    most, batches = free_memory_bytes() // (4 * num_experts), workload.num_batches  # float32 scores of one batch
+    most = free_memory_bytes() // (4 * num_experts)  # float32 scores of one batch
     tokens = workload.total_tokens(num_ranks)
-    yield num_experts > MOST_EXPERTS, "model", f"at most {MOST_EXPERTS:,} experts", f"{num_experts:,}"
-    yield batches > MOST_BATCHES, "workload.num_batches", f"at most {MOST_BATCHES:,}", batches
     yield tokens > most, key, f"a batch of at most {most:,} tokens, whose scores fit free memory", tokens
 
 

@@ -183,9 +183,10 @@ class Comparison:
             facts["trace"] = [{"trace": trace.sha256(), "share": share} for trace in workload.traces]
         return {**facts, "num_tokens": self.num_tokens, "tokens_per_rank": None}
 
-    def alike_but_for(self, *keys: str) -> str:
-        """Equal for comparisons that differ in these keys of their workload only."""
-        workload = {key: value for key, value in self.definition["workload"].items() if key not in keys}
+    @property
+    def routed_alike(self) -> str:
+        """Equal for layers of a recording that are routed alike."""
+        workload = {key: value for key, value in self.definition["workload"].items() if key != "layer"}
         return stable_hash({**self.definition, "workload": workload})
 
     # ---- tokens of ranks ---------------------------------------------------------------------------------------------

@@ -12,8 +12,6 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.checks import MODELLED, ROUTING, VIRTUAL
 from moe_ep_bench.config import Experiment, RecordedConfig, SyntheticConfig
@@ -25,7 +23,6 @@ from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels.dispatch import KERNELS
 from moe_ep_bench.kernels.toolchain import triton_lacks
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.models import LatentAttention, ModelSpec
 from moe_ep_bench.models.memory import Fit, Served
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.torchrun import asked_arguments
@@ -162,10 +159,7 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
             "layer": comparison.layer,
             "traffic": traffic(comparison),
             "phase": phase(comparison),
-            # Equal for layers that are routed alike.
-            "group": comparison.alike_but_for("layer"),
-            "family": comparison.alike_but_for("layer", "num_tokens", "num_batches"),
-            "bytes_per_pair": int(model.expert_hidden_size * PRECISIONS[experiment.layer.dtype].sent_bytes),
+            "group": comparison.routed_alike,
             "image_share": experiment.workload.image_share,
         }
     assert ranks is not None
@@ -184,7 +178,6 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         "cuda_graph": f"the whole {comparison.scope}{collectives}" if parts.cuda_graph else None,
         "experts": {"requested": asked.experts, "ran": parts.experts, "why": parts.experts_why},
         "permute": {"requested": "auto", "ran": parts.permute},
-        "flush_l2": experiment.measure.flush_l2,
         "oversubscribed": ranks.oversubscribed,
         "random_weights": True,
         "point": describe_point(experiment),
@@ -192,8 +185,12 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
     }
     is_modelled = comparison.backend == MODELLED
     if comparison.scope == "model":
-        described["whole"] = _describe_model(comparison, modelled=is_modelled)
-        described["departures"] += departures(model, comparison.context_length, modelled=is_modelled)
+        described["whole"] = {
+            "num_layers": comparison.num_layers,
+            "of_layers": model.num_layers,
+            "moe_layers": list(comparison.workloads),
+            "context_length": comparison.context_length,
+        }
     if comparison.links is not None:
         described["links"] = comparison.links.describe()
         described["device"] = device_words(comparison) if is_modelled else None
@@ -204,22 +201,6 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
         with contextlib.suppress(UserError):  # Not every model states the rest of itself.
             described["rest"] = rest_of(comparison)
     return described
-
-
-def _describe_model(comparison: Comparison, *, modelled: bool) -> dict[str, Any]:
-    """How much of a whole model is built."""
-    model, context, workloads = comparison.model, comparison.context_length, comparison.workloads
-    by_chance = (isinstance(one, SyntheticWorkload) and one.shares_by_chance for one in workloads.values())
-    built = "torch scaled_dot_product_attention"
-    return {
-        "num_layers": comparison.num_layers,
-        "of_layers": model.num_layers,
-        "moe_layers": list(workloads),
-        "of_moe_layers": model.num_moe_layers,
-        "context_length": context,
-        "attention": modelled_attention(model, context) if modelled else built,
-        "num_shared_by_chance": sum(by_chance),
-    }
 
 
 def device_words(comparison: Comparison) -> str:
@@ -249,12 +230,7 @@ def rest_of(comparison: Comparison) -> dict[str, Any]:
         for lengths in comparison.lengths_of_ranks(0)
     ]
     slowest_us = max(outside_moe_us(device, model, work, dtype=dtype) for work in passes)
-    return {
-        "us_per_moe_layer": slowest_us / model.num_moe_layers,
-        "num_moe_layers": model.num_moe_layers,
-        "context_length": context,
-        "attention": modelled_attention(model, context),
-    }
+    return {"us_per_moe_layer": slowest_us / model.num_moe_layers, "num_moe_layers": model.num_moe_layers}
 
 
 def describe_experiment(experiment: Experiment) -> dict[str, Any]:
@@ -290,8 +266,9 @@ def title(comparison: Comparison) -> str:
         whole, context = model.num_layers, comparison.context_length
         cut = f"first {comparison.num_layers} of {whole}" if comparison.num_layers < whole else f"all {whole}"
         extent = f"{cut} layers, {f'decode after {tokens_words(context)}' if context else 'prefill'}, "
-    by_chance = ", experts placed at random, one draw" if ranks_by_chance(experiment, comparison.ep_size) else ""
-    ending = by_chance + _padding(experiment) + (", CUDA graph" if comparison.parts.cuda_graph else "")
+    if is_drawn(experiment, comparison.ep_size) and experiment.workload.targets(experiment.model.preset)["rank_load"]:
+        source += ", experts placed at random, one draw"  # The skew's load of the fullest rank is of another EP size.
+    ending = _padding(experiment) + (", CUDA graph" if comparison.parts.cuda_graph else "")
     return f"{model.name}{scaled}, {extent}{sizes}, {source}{ending}"
 
 
@@ -300,13 +277,8 @@ def sizes_of(comparison: Comparison) -> str:
     sizes = f"EP {comparison.ep_size}, {tokens_words(comparison.num_tokens)}"
     if comparison.world_size == 1:
         return sizes
-    workload, tokens_BR = comparison.workload, comparison.rank_tokens
-    least, most = int(tokens_BR.min()), int(tokens_BR.max())
-    # A sequence is cut where there are fewer than ranks that get any tokens.
-    active = int((tokens_BR > 0).any(axis=0).sum())
-    is_cut = any(len(workload.sequence_lengths(index)) < active for index in range(workload.num_batches))
-    num_tokens = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    return f"{sizes} ({num_tokens} a rank{', sequences cut' * is_cut})"
+    least, most = int(comparison.rank_tokens.min()), int(comparison.rank_tokens.max())
+    return f"{sizes} ({f'{least:,}' if least == most else f'{least:,} to {most:,}'} a rank)"
 
 
 def is_drawn(experiment: Experiment, ep_size: int) -> bool:
@@ -317,37 +289,26 @@ def is_drawn(experiment: Experiment, ep_size: int) -> bool:
     return config.targets(experiment.model.preset, ep_size)["rank_load"] is None
 
 
-def ranks_by_chance(experiment: Experiment, ep_size: int) -> str:
-    """Where a skew's load of the fullest rank is of another number of ranks, what stands in its place."""
-    known = is_drawn(experiment, ep_size) and experiment.workload.targets(experiment.model.preset)["rank_load"]
-    words = "experts placed at random, in one draw of the traffic: the skew's rank load is of EP"
-    return f"{words} {known['ep_size']}" if known else ""
-
-
 def describe_workload(comparison: Comparison) -> dict[str, Any]:
     """The workload's own words and numbers, its padding, and what a named skew was calibrated to."""
     experiment, config = comparison.experiment, comparison.experiment.workload
     facts: dict[str, Any] = {**comparison.workload.describe(), "padding": None, "seed": config.seed}
     if config.padding_per_rank:
         some = comparison.rank_tokens[comparison.rank_tokens > 0]
-        extremes = [int(some.min()), int(some.max())]
-        facts["padding"] = {"per_rank": config.padding_per_rank, "of": extremes}
-        tokens = " to ".join(f"{number:,}" for number in np.unique(extremes))
-        facts["description"] += (
-            f"; {config.padding_per_rank:,} of {tokens} tokens a rank are padding, masked from policies"
-        )
+        facts["padding"] = {"per_rank": config.padding_per_rank, "of": [int(some.min()), int(some.max())]}
     if not isinstance(config, SyntheticConfig) or config.skew in PATTERNS:
         return facts
     if config.skew_from is not None:
-        counted = f"synthetic, {_counted(config)} counted in {config.skew_from.name}"
-        return {**facts, "description": f"{counted}; {facts['description']}"}
+        facts["description"] = (
+            f"synthetic, {_counted(config)} counted in {config.skew_from.name}; {facts['description']}"
+        )
+        return facts
     if experiment.model.preset is None:
         facts["description"] += "; the skew is assumed: nothing was recorded of this model"
     if config.skew is not None:
         skew = config.calibration(experiment.model.preset)
         calibrated = f"synthetic, calibrated to {config.skew} ({skew.basis}: {skew.source})"
-        by_chance = ranks_by_chance(experiment, comparison.ep_size)
-        facts["description"] = "; ".join(filter(None, (calibrated, facts["description"], by_chance)))
+        facts["description"] = f"{calibrated}; {facts['description']}"
         facts["skew"] = {"name": config.skew, **skew.model_dump(mode="json", exclude_none=True)}
     return facts
 
@@ -386,34 +347,6 @@ def phase(comparison: Comparison) -> str:
     traces = workload.traces if isinstance(workload, RecordedWorkload) else ()
     decoded = {trace.metadata["phase"] for trace in traces} == {"decode"}
     return "decode" if decoded or comparison.experiment.workload.is_step else "prefill"
-
-
-def modelled_attention(model: ModelSpec, context_length: int) -> str:
-    """What is modelled of attention, in a few words."""
-    if not context_length:
-        return "modelled"
-    if isinstance(model.attention, LatentAttention):
-        return "modelled as absorbed MLA, which engines serve"
-    return "modelled on a cache as engines keep it, with positions in its keys"
-
-
-def departures(model: ModelSpec, context_length: int, *, modelled: bool) -> list[str]:
-    """Where attention as it is built is simpler than the model's, or than an engine's."""
-    attention, is_latent = model.attention, isinstance(model.attention, LatentAttention)
-    latent = "it holds whole keys and values, not their latent."
-    plain = "it holds keys without positions, which every step gives to all of them anew."
-    sentences = {
-        "Rotary positions have the base 10,000 and are not scaled; every layer attends to all earlier tokens.": True,
-        "Attention's sinks are left out.": getattr(attention, "sinks", False),
-        "The bias of attention's output is left out.": getattr(attention, "bias", "none") == "all",
-        "Queries and keys are normalised head by head, the model's over all heads together.": (
-            getattr(attention, "qk_norm", "none") == "all_heads"
-        ),
-        f"The cache is Megatron-Core's static one: {latent if is_latent else plain}": (
-            context_length > 0 and not modelled
-        ),
-    }
-    return [sentence for sentence, holds in sentences.items() if holds]
 
 
 def _padding(experiment: Experiment) -> str:

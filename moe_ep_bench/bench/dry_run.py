@@ -5,19 +5,12 @@ Needs no torch where there is no GPU: the plan of a sweep is printed before torc
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pynvml
-
-from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison
+from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, Comparison
 from moe_ep_bench.bench.description import describe_workload, device_words, fit_of, held_here
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.cost_model.transport import exchange_words
-from moe_ep_bench.machine import provenance
-from moe_ep_bench.machine.gpus import query_gpus
-from moe_ep_bench.runtime.device import device_type, num_gpus
 from moe_ep_bench.runtime.exit_codes import OK
 
 
@@ -30,25 +23,17 @@ def dry_run(
         backend: ``ranks``, ``virtual`` or ``routing``.
         world_size: real ranks.
     """
-    device = device_type() if backend == RANKS else "cuda" if num_gpus() and backend == VIRTUAL else "cpu"
-    comparisons = plan(config, overrides, backend, world_size, on_cpu=device == "cpu", point=point, try_out=False)
-    free_bytes = provenance.host_memory_bytes(world_size or 1)
-    if device == "cuda":  # As the driver has it, without a CUDA context.
-        with contextlib.suppress(pynvml.NVMLError, ValueError):
-            free_bytes = min(int((gpu["memory_free_mib"] or 0) * 2**20) for gpu in query_gpus())
+    comparisons = plan(config, overrides, backend, world_size, point=point, try_out=False)
     for comparison in comparisons:
-        print("\n  ".join(_lines(comparison, free_bytes)))
+        print("\n  ".join(_lines(comparison)))
     return OK
 
 
-def _lines(comparison: Comparison, free_bytes: int) -> Iterator[str]:
+def _lines(comparison: Comparison) -> Iterator[str]:
     """The title, the cases, and what they take."""
-    backend, experiment = comparison.backend, comparison.experiment
+    backend = comparison.backend
     batches = f"{comparison.workload.num_batches} batches of {describe_workload(comparison)['description']}"
     yield f"{comparison.title} on {comparison.world_size} rank(s), {batches}"
-    if comparison.links is not None:
-        sent = exchange_words(experiment.layer.dtype, experiment.emulate.transport, experiment.emulate.dispatch_dtype)
-        yield f"{comparison.links.describe()}; {sent}"
     for case in comparison.cases:
         kernel = comparison.kernel_of(case) if backend == RANKS else None
         yield f"{case.case_id}  {case.role:11}  {case.label}" + (f", routed by {kernel}" if kernel else "")
@@ -58,6 +43,5 @@ def _lines(comparison: Comparison, free_bytes: int) -> Iterator[str]:
     elif backend != ROUTING:
         sizes = {name: size / 2**30 for name, size in held_here(comparison).items()}
         weights, rest = sizes["expert_bytes"] + sizes["other_weight_bytes"], sizes["cache_bytes"] + sizes["row_bytes"]
-        memory = f"about {weights:.1f} GiB of weights and {rest:.1f} GiB of activations a rank"
-        number = comparison.num_iterations() * (experiment.measure.launches if backend == RANKS else 1)
-        yield f"{memory}, {free_bytes / 2**30:.1f} GiB are free; {number:,} iterations"
+        number = comparison.num_iterations() * comparison.experiment.measure.launches
+        yield f"about {weights:.1f} GiB of weights and {rest:.1f} GiB of activations a rank; {number:,} iterations"

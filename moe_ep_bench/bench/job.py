@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +23,8 @@ from tqdm import tqdm
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import MODELLED, Comparison
 from moe_ep_bench.bench.rows import Outcome, write_launch
-from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.errors import UserError, brief, saying
 from moe_ep_bench.files import make_folders, stable_hash, writing_to
-from moe_ep_bench.layer.host import free_memory
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.monitor import MachineSampler
 from moe_ep_bench.results import RunDirectory
@@ -42,9 +42,9 @@ from moe_ep_bench.runtime.attempts import (
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.runtime.guard import Guard
 from moe_ep_bench.runtime.progress import progress_bar
-from moe_ep_bench.runtime.ranks import Ranks, ToldError
+from moe_ep_bench.runtime.ranks import Ranks, T, ToldError
 from moe_ep_bench.runtime.torchrun import asked_to_close
-from moe_ep_bench.timing.ceilings import Ceilings, measure_ceilings
+from moe_ep_bench.timing.ceilings import Ceilings
 
 # ---- a results directory ---------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Job:
         guard: from the first step to the last.
         held: what ends with the job: ranks, locks of comparisons.
         launch: which of ``measure.launches``, from 0.
-        progress: of what is being tried (``trying``).
+        progress: of the comparison that is measured.
     """
 
     ranks: Ranks
@@ -169,7 +169,7 @@ class Job:
     progress: tqdm = field(default_factory=lambda: tqdm(disable=True))
 
     @contextlib.contextmanager
-    def trying(self, comparisons: Sequence[Comparison], num_iterations: int) -> Iterator[None]:
+    def trying(self, comparisons: Sequence[Comparison]) -> Iterator[None]:
         """Keep a line of what is tried in the block, in a file that is named by the first comparison.
 
         Where the block fails, the process group is lost: the reason stays there and this process ends with ``LOST``.
@@ -177,17 +177,14 @@ class Job:
         Raises:
             ToldError: results cannot be written; on all ranks, after one line to the user.
         """
-        attempts: list[Attempt] = []
-        place = self.directory.attempts, comparisons[0].comparison_id, self.ranks.rank
-        self.ranks.agree(writing_to(self.directory.root, "--out")(lambda: attempts.append(Attempt(*place))))
-        self.progress = progress_bar(num_iterations, "iteration", shown=self.ranks.is_first)
-        with self.guard.trying(attempts[0], comparisons[0].experiment.measure.timeout_s), self.progress:
+        new = partial(Attempt, self.directory.attempts, comparisons[0].comparison_id, self.ranks.rank)
+        attempt = self.ranks.agree(writing_to(self.directory.root, "--out")(new))
+        with self.guard.trying(attempt, comparisons[0].experiment.measure.timeout_s):
             try:
                 yield
             except ToldError:
                 raise
             except Exception as error:
-                self.progress.close()  # So that what is said begins a line.
                 self.guard.lose(reason_of(error), self.ranks.rank)
 
     def measure(
@@ -197,26 +194,20 @@ class Job:
         measure: Callable[[Job, Comparison, Sequence[CaseSpec]], Outcome],
     ) -> bool:
         """Measure what is to do, comparison by comparison; whether all was done before the job was asked to end."""
-        cases = [
-            [case for case in comparison.cases if case.case_id in case_ids]
-            for comparison, (case_ids, _) in zip(comparisons, todo, strict=True)
-        ]
-        counts = [comparison.num_iterations(left) for comparison, left in zip(comparisons, cases, strict=True)]
-        with self.trying(comparisons, sum(counts)):
-            for comparison, left, (_, lost), count in zip(comparisons, cases, todo, counts, strict=True):
-                if not left and not lost:
+        with self.trying(comparisons):
+            for comparison, (case_ids, lost) in zip(comparisons, todo, strict=True):
+                if not case_ids and not lost:
                     continue
                 if self.ranks.of_first(asked_to_close()):
                     return False
-                launches, outcome = comparison.experiment.measure.launches, Outcome()
-                repetition = f", launch {self.launch + 1} of {launches}" if launches > 1 else ""
-                self.progress.set_description(comparison.title + repetition)
-                others = self.progress.total - self.progress.n - count
-                if left:
-                    outcome = measure(self, comparison, left)
-                self.progress.total = self.progress.n + others  # They may have been more or fewer than planned.
+                cases = [case for case in comparison.cases if case.case_id in case_ids]
+                launches, count = comparison.experiment.measure.launches, comparison.num_iterations(cases)
+                with progress_bar(count, "iteration", shown=self.ranks.is_first) as self.progress:
+                    repetition = f", launch {self.launch + 1} of {launches}" if launches > 1 else ""
+                    self.progress.set_description(comparison.title + repetition)
+                    outcome = measure(self, comparison, cases) if cases else Outcome()
                 outcome.unmeasured |= lost
-                self.write(comparison, outcome, anew=bool(left) and comparison.backend != MODELLED)
+                self.write(comparison, outcome, anew=bool(cases) and comparison.backend != MODELLED)
         return True
 
     def begin(self, case_id: str) -> None:
@@ -249,21 +240,25 @@ class Job:
         """Write one launch of a comparison on rank 0; every rank calls this alike.
 
         Going on where that fails, on a full disk say, would measure for nothing, and no case is to blame.
+        """
+        self.guard.at(comparison.comparison_id)
+        part = self.directory, self.run_id, comparison, self.launch, outcome
+        self.on_first(
+            partial(write_launch, *part, anew=anew), "; what is finished stays, the same command goes on from there"
+        )
+
+    def on_first(self, act: Callable[[], T], hint: str = "") -> T:
+        """Have rank 0 act in the results directory for all, and tell them what came of it.
 
         Raises:
-            ToldError: on all ranks, after one line to the user.
+            ToldError: it cannot; on all ranks, after one line to the user, which ends with ``hint``.
         """
 
-        def act() -> None:
-            try:
-                with writing_to(self.directory.root, "--out"):
-                    write_launch(self.directory, self.run_id, comparison, self.launch, outcome, anew=anew)
-            except UserError as error:
-                self.progress.close()
-                raise UserError(f"{error}; what is finished stays, the same command goes on from there") from None
+        def write() -> T:
+            with saying(hint), writing_to(self.directory.root, "--out"):
+                return act()
 
-        self.guard.at(comparison.comparison_id)
-        self.ranks.agree(act, on_first=True)
+        return self.ranks.agree(write, on_first=True)
 
 
 def fill(
@@ -272,9 +267,8 @@ def fill(
     table: str,
     conditions: Mapping[str, Any],
     describe: Callable[[str], dict[str, Any]],
-    measure: Callable[[str, Any, Sequence[CaseSpec], tqdm], object],
+    measure: Callable[[str, Any, Sequence[CaseSpec]], object],
     *,
-    unit: tuple[str, Callable[[Any, Sequence[CaseSpec]], int]],
     force: bool = False,
 ) -> None:
     """Go through untimed comparisons, case by case: one whose rows are in the directory is not done again.
@@ -283,8 +277,7 @@ def fill(
         comparisons: of ``plan``, or of ``quality``.
         table: whose rows make a case done.
         describe: returns ``run.json`` for a run's id.
-        measure: writes the rows of a comparison's cases, given the run's id and a progress bar.
-        unit: of progress, and how many of it the cases of a comparison are.
+        measure: writes the rows of a comparison's cases, given the run's id.
 
     Raises:
         ValueError: the directory cannot be used; one line.
@@ -300,23 +293,11 @@ def fill(
         directory.write_run(describe(run_id), table)
         if not todo:
             print("moe-ep-bench: all cases are there from before; --force begins anew", file=sys.stderr)
-        with progress_bar(sum(unit[1](*pair) for pair in todo.items()), unit[0]) as progress:
-            for comparison, cases in todo.items():
-                progress.set_description(comparison.title)
-                measure(run_id, comparison, cases, progress)
+        for comparison, cases in todo.items():
+            measure(run_id, comparison, cases)
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
-
-
-def ceilings_of(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measure what the device reaches, and give the memory back (over 2 GiB on a GPU).
-
-    Before layers are built: behind the warm-up, the allocator could have to give back what the warm-up made it hold.
-    """
-    ceilings = measure_ceilings(device, dtype)
-    free_memory(device)
-    return ceilings
 
 
 @contextlib.contextmanager
@@ -324,7 +305,8 @@ def watched_machine(device: torch.device, ceilings: Ceilings) -> Iterator[dict[s
     """Yield a dict that says, once the block has run, what this rank's machine can do and did meanwhile.
 
     Args:
-        ceilings: measured before anything was warmed up (``ceilings_of``).
+        ceilings: measured before layers are built: behind the warm-up, the allocator could have to give back what the
+            warm-up made it hold.
     """
     facts: dict[str, Any] = {}
     with MachineSampler(device) as sampler:

@@ -24,7 +24,7 @@ from moe_ep_bench.layer.passes import Pass
 from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks
-from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
+from moe_ep_bench.timing.memory import CacheFlush, RotatingInput
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder, Stopwatch, clock_for, no_meeting
 
 # Tokens of each rank that are held against the reference, and the hidden size there.
@@ -43,7 +43,7 @@ class MeasuredRanks:
         self._comparison, self._device = comparison, device
         measure, layer = comparison.experiment.measure, comparison.experiment.layer
         flush = CacheFlush(device) if measure.flush_l2 else None
-        self.watch = Stopwatch(PhaseRecorder(clock_for(device)), no_meeting, flush, Allocations(device))
+        self.watch = Stopwatch(PhaseRecorder(clock_for(device)), no_meeting, flush)
         self.virtual = VirtualRanks(builder(comparison, device), comparison.ep_size)
         most = comparison.most_tokens
         self._hidden = self._cache = None
@@ -67,8 +67,7 @@ class MeasuredRanks:
 
         Args:
             shares: the rank's tokens in every MoE layer.
-            first: look whether every layer's router sends what ``traffic`` says; waits for the device. Its allocations
-                do not count.
+            first: look whether every layer's router sends what ``traffic`` says; waits for the device.
         """
         virtual, recorder = self.virtual, self.watch.recorder
         virtual.become(rank)
@@ -78,7 +77,7 @@ class MeasuredRanks:
         virtual.exchange.checks_counts = first
         run = partial(virtual.stack.run, self._batch(traffic, rank, shares))
         with virtual.connected(), virtual.stack.instrumented(recorder, no_meeting):
-            times = self.watch.time(router.case.case_id, run, counts=not first)
+            times = self.watch.time(router.case.case_id, run)
         return RankTime(*legs_of(recorder.segments_us()), times[HOST], times[THREAD_CPU])
 
     def _batch(self, traffic: Traffic, rank: int, shares: Mapping[int | None, Share]) -> Tensor | Pass:

@@ -28,6 +28,7 @@ from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.lazy import torch
+from moe_ep_bench.runtime.device import device_type, num_gpus
 from moe_ep_bench.runtime.progress import SILENT_S, progress_bar
 from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.replay import RecordedWorkload
@@ -41,7 +42,7 @@ def plan(
     backend: str,
     world_size: int | None = None,
     *,
-    on_cpu: bool = False,
+    on_cpu: bool | None = None,
     point: int | None = None,
     **how: Any,
 ) -> list[Comparison]:
@@ -49,13 +50,15 @@ def plan(
 
     Args:
         overrides: ``key=value`` (``--set``).
-        on_cpu: apply the config's ``on_cpu`` section, wherever a layer runs.
+        on_cpu: apply the config's ``on_cpu`` section, wherever a layer runs; None = where this machine has no GPU.
         point: only this point of the sweep, from 0.
         how: as of ``plan_experiments``.
 
     Raises:
         ValueError: one line naming the file, the key and what is allowed.
     """
+    if on_cpu is None:
+        on_cpu = device_type() == "cpu" if backend == RANKS else not num_gpus()
     overrides = tuple(overrides)
     experiments = load_experiments(config, overrides, on_cpu=on_cpu and backend == RANKS)
     is_measured = any(experiment.emulate.device == MEASURED for experiment in experiments)

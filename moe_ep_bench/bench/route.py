@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import ROUTING, Comparison
@@ -24,6 +23,7 @@ from moe_ep_bench.bench.rows import identity, write_routing
 from moe_ep_bench.bench.traffic import RoutedBatches
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.runtime.progress import progress_bar
 
 _CPU = torch.device("cpu")
 
@@ -40,10 +40,11 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
     comparisons = plan(config, overrides, ROUTING)
     directory = RunDirectory(out)
 
-    def routed(run_id: str, comparison: Comparison, cases: Sequence[CaseSpec], progress: tqdm) -> None:
-        batches = RoutedBatches(comparison, cases, _CPU)
-        with one_thread(), torch.inference_mode():
-            for index in range(comparison.workload.num_batches):
+    def routed(run_id: str, comparison: Comparison, cases: Sequence[CaseSpec]) -> None:
+        batches, num_batches = RoutedBatches(comparison, cases, _CPU), comparison.workload.num_batches
+        with one_thread(), torch.inference_mode(), progress_bar(num_batches, "batch") as progress:
+            progress.set_description(comparison.title)
+            for index in range(num_batches):
                 batches.route(index)
                 progress.update()
         facts = {case.case_id: identity(run_id, comparison, case) for case in cases}
@@ -56,7 +57,6 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
         {"torch": torch.__version__},
         lambda run_id: describe_run(run_id, comparisons, provenance.describe(_CPU)),
         routed,
-        unit=("batch", lambda comparison, cases: comparison.workload.num_batches),
         force=force,
     )
     return directory

@@ -9,27 +9,24 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.job import Job, Todo, check_timing, hold, left_of, new_run_id, status_of
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import stable_hash, writing_to
+from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.attempts import collect_lost
-from moe_ep_bench.runtime.device import check_num_ranks, device_type
+from moe_ep_bench.runtime.device import check_num_ranks
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, OK, USER_ERROR
-from moe_ep_bench.runtime.guard import Guard
-from moe_ep_bench.runtime.ranks import Ranks, T, ToldError, as_rank, join
-from moe_ep_bench.runtime.torchrun import Ended, is_launched, leave_status, num_nodes, torchrun
+from moe_ep_bench.runtime.guard import STOPPED_WORDS, Guard
+from moe_ep_bench.runtime.ranks import ToldError, as_rank, join
+from moe_ep_bench.runtime.torchrun import Ended, is_launched, num_nodes, torchrun
 
 # How long ranks may take to meet before a config has said otherwise.
 _JOIN_TIMEOUT_S = 120.0
@@ -55,8 +52,7 @@ def launch(
         UserError: the config cannot be run on these ranks; found before any is started.
     """
     check_num_ranks(nproc)
-    num_ranks, on_cpu = nproc * num_nodes(), device_type() == "cpu"
-    comparisons = plan(config, overrides, RANKS, num_ranks, on_cpu=on_cpu, point=point)
+    comparisons = plan(config, overrides, RANKS, nproc * num_nodes(), point=point)
     arguments = ["run", str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     arguments += ["--point", str(point)] if point is not None else []
     arguments += ["--force"] if force else []
@@ -67,11 +63,6 @@ def launch(
             # It came in this launch's last comparison, after which its ranks had nothing left to end.
             ended = ended._replace(status=CLOSED)
         if ended.status not in (OK, CASES_FAILED):
-            if ended.status > 128:
-                # Take away what ranks left that were asked to end, unless another job has already begun.
-                directory = RunDirectory(out)
-                with contextlib.suppress(ValueError, OSError), hold(directory, comparisons):
-                    collect_lost(directory.attempts, [comparisons[0].comparison_id], stopped=True)
             return ended
         # Which node has rank 0 may change from launch to launch.
         worst = ended._replace(status=max(worst.status, ended.status))
@@ -100,7 +91,7 @@ def run(
         with _begun(out, launch, _SETUP_TIMEOUT_S) as job:
             comparisons = _agreed_plan(job, config, overrides, point)
             job.guard.feed()
-            return leave_status(_measure(job, comparisons, force=force, is_point=point is not None))
+            return _measure(job, comparisons, force=force, is_point=point is not None)
 
     return as_rank(work)
 
@@ -111,8 +102,7 @@ def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = 
     Raises:
         ValueError: the config cannot be used; one line.
     """
-    on_cpu = not torch.cuda.is_available()
-    return emulate_plan(plan(config, overrides, VIRTUAL, on_cpu=on_cpu), out, force=force)
+    return emulate_plan(plan(config, overrides, VIRTUAL), out, force=force)
 
 
 def emulate_plan(comparisons: Sequence[Comparison], out: Path, *, force: bool = False) -> int:
@@ -135,7 +125,6 @@ def _begun(out: Path, launch: int, timeout_s: float, *, measures: bool = True) -
     """
     with Guard(timeout_s) as guard, contextlib.ExitStack() as held:
         ranks = join(_JOIN_TIMEOUT_S, measures=measures)
-        guard.device = ranks.device
         guard.feed()
         held.callback(ranks.close)
         yield Job(ranks, RunDirectory(out), guard, held, launch)
@@ -154,7 +143,7 @@ def _agreed_plan(job: Job, config: Path, overrides: Sequence[str], point: int | 
 
     def read() -> list[Comparison]:
         # Whoever launched this rank has tried out what it is to do.
-        how: Any = {"on_cpu": ranks.device.type == "cpu", "point": point, "try_out": not is_launched()}
+        how: Any = {"point": point, "try_out": not is_launched()}
         before = lambda experiment: guard.allow(experiment.measure.timeout_s)  # noqa: E731
         comparisons = plan(config, overrides, RANKS, ranks.world_size, before=before, **how)
         most = comparisons[0].experiment.measure.launches
@@ -168,26 +157,18 @@ def _agreed_plan(job: Job, config: Path, overrides: Sequence[str], point: int | 
         "the config": stable_hash([planned, job.launch]),
         "what computes experts and permutes": str([comparison.parts for comparison in comparisons]),
         "the code of moe-ep-bench": provenance.code_hash(),
+        **provenance.package_versions(),
     }
-    if ranks.complain(_unlike(ranks, facts)):
+    of_ranks = ranks.told(facts)
+    unlike = (
+        f"{what} is not the same on all ranks: rank {rank} has {told.get(what)}, rank 0 {known}; start all ranks alike"
+        for rank, told in enumerate(of_ranks)
+        for what, known in of_ranks[0].items()
+        if told.get(what) != known
+    )
+    if ranks.complain(next(unlike, "")):
         raise ToldError
     return comparisons
-
-
-def _unlike(ranks: Ranks, facts: dict[str, str]) -> str:
-    """In what the first rank that is unlike rank 0 differs from it: these facts, or packages; empty where none is."""
-    of_ranks = ranks.told((facts, provenance.package_versions()))
-    first, ours = of_ranks[0]
-    for rank, (told, theirs) in enumerate(of_ranks):
-        if unlike := [what for what in told if told[what] != first[what]]:
-            return f"{unlike[0]} is not the same on all ranks: rank {rank} differs from rank 0; start all ranks alike"
-        if differing := [name for name in theirs if theirs[name] != ours[name]]:
-            has, had = (
-                ", ".join(f"{name} {there[name]}" if there[name] else f"no {name}" for name in differing)
-                for there in (theirs, ours)
-            )
-            return f"packages are not the same on all ranks: rank {rank} has {has}, rank 0 has {had}; install alike"
-    return ""
 
 
 def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_point: bool = False) -> int:
@@ -198,42 +179,23 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_poi
     else:
         from moe_ep_bench.bench.virtual import measure_comparison
     ranks, directory = job.ranks, job.directory
-    if ranks.is_first:
-        job.guard.last_words = (
-            f"stopped: what is finished is kept in {directory.root}; the same command does what is left"
-        )
-    todo = _on_first(job, partial(_left, job, comparisons, force=force))
+    todo = job.on_first(partial(_take, job, comparisons, force=force))
     is_done = not any(case_ids or lost for case_ids, lost in todo)
     job.run_id = ranks.of_first(new_run_id())
     if not is_done:
         # Made on every rank, which keeps them together: it goes through all batches.
         description = ranks.agree(partial(describe_timed_run, ranks, job.run_id, comparisons, job.guard.feed))
-        # Checked before, but another job may have come first.
-        check = partial(check_timing, directory, comparisons[0], ranks.device, force=force)
-        _on_first(job, partial(directory.write_run, description, check=check, keep_others=is_point))
-    if not job.measure(comparisons, todo, measure_comparison):
-        if ranks.is_first:
-            print("moe-ep-bench: asked to end; the same command does what is left", file=sys.stderr)
-        return CLOSED
-    if ranks.is_first and is_done:
-        number = f" in launch {job.launch + 1}" if job.launch else ""
-        num_cases = sum(len(comparison.cases) for comparison in comparisons)
-        before = f"all {num_cases} cases were finished before{number}"
-        print(f"moe-ep-bench: {before}; --force runs them again", file=sys.stderr)
-    return ranks.of_first(status_of(directory, comparisons, job.launch) if ranks.is_first else OK)
+        job.on_first(partial(directory.write_run, description, keep_others=is_point))
+    ended = "all cases were finished before; --force runs them again" if is_done else ""
+    if is_closed := not job.measure(comparisons, todo, measure_comparison):
+        ended = STOPPED_WORDS
+    if ranks.is_first and ended:
+        print(f"moe-ep-bench: {ended}", file=sys.stderr)
+    return CLOSED if is_closed else job.on_first(partial(status_of, directory, comparisons, job.launch))
 
 
-def _left(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> list[Todo]:
+def _take(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> list[Todo]:
     """What is left to run. From here on no other job writes these comparisons, until this one ends."""
-    _hold(job, comparisons, force=force)
-    return left_of(job.directory, comparisons, job.launch, force=force)
-
-
-def _hold(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> None:
     check_timing(job.directory, comparisons[0], job.ranks.device, force=force)
     job.held.enter_context(hold(job.directory, comparisons))
-
-
-def _on_first(job: Job, act: Callable[[], T]) -> T:
-    """Have rank 0 act in the results directory for all, and tell them; ToldError on all ranks where it cannot."""
-    return job.ranks.agree(writing_to(job.directory.root, "--out")(act), on_first=True)
+    return left_of(job.directory, comparisons, job.launch, force=force)

@@ -26,7 +26,7 @@ from moe_ep_bench.bench.building import builder, random_pass
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.inspection import check_again, compute_alone, drop_failing, observe_all, try_all
-from moe_ep_bench.bench.job import Job, ceilings_of, watched_machine
+from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.replays import Replays
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share
 from moe_ep_bench.bench.rows import Outcome, Row, Samples, columns_of
@@ -39,7 +39,8 @@ from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.stack import layer_seed
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.attempts import split_reason
-from moe_ep_bench.timing.memory import Allocations, CacheFlush, RotatingInput
+from moe_ep_bench.timing.ceilings import measure_ceilings
+from moe_ep_bench.timing.memory import CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import (
     BREAKDOWN,
     Step,
@@ -54,15 +55,13 @@ from moe_ep_bench.timing.timer import PhaseRecorder, Stopwatch, clock_for
 
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Outcome:
-    """Measure ``cases``; every rank calls this alike, and rank 0 gets what it came to."""
+    """Measure ``cases``; every rank calls this alike, and gets what it came to."""
     job.guard.at(comparison.comparison_id)
     with device_scope(), torch.inference_mode():
         session, outcome = _built(job, comparison, cases)
         if session is not None:
-            try:
+            with contextlib.closing(session):
                 _measure(session)
-            finally:
-                session.close()
     del session
     free_memory(job.ranks.device)
     return outcome
@@ -90,7 +89,8 @@ def _measure(session: Session) -> None:
 def _built(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> tuple[Session | None, Outcome]:
     """Build what runs; None where a rank cannot, which is then the reason of every case's row."""
     session, reason = None, ""
-    groups = form_groups(comparison)
+    # The guard is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
+    groups = expert_parallel_groups(comparison.ep_size, comparison.experiment.measure.timeout_s + 60)
     try:
         session = Session(job, comparison, cases, groups)
     except Exception as error:
@@ -102,12 +102,6 @@ def _built(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> tuple
     assert session is not None
     session.fill_cache()
     return session, session.outcome
-
-
-def form_groups(comparison: Comparison) -> ProcessGroupCollection:
-    """Process groups of the comparison's layers; every rank calls this alike."""
-    # The guard is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
-    return expert_parallel_groups(comparison.ep_size, comparison.experiment.measure.timeout_s + 60)
 
 
 @dataclass(eq=False)
@@ -178,7 +172,7 @@ class Session:
         stack: the layer or model that runs.
         meet: where the ranks that talk to each other are waited for.
         replays: the cases' CUDA graphs; None where they run eagerly.
-        outcome: what has been found, for the results; complete on rank 0 alone.
+        outcome: what has been found, for the results; ``gather`` has that of all ranks.
     """
 
     def __init__(
@@ -187,7 +181,8 @@ class Session:
         self.job, self.comparison, self.device = job, comparison, job.ranks.device
         settings, measure = comparison.experiment.layer, comparison.experiment.measure
         self.settings, self.seed, self.dtype = measure, settings.seed, DTYPES[settings.dtype]
-        self.ceilings = ceilings_of(self.device, self.dtype)
+        self.ceilings = measure_ceilings(self.device, self.dtype)
+        free_memory(self.device)  # over 2 GiB on a GPU
         provenance.forget_peak_memory(self.device)
         self.meet = Rendezvous(groups.ep, self.device)
         self.layers, self.num_batches = tuple(comparison.workloads), comparison.workload.num_batches
@@ -203,8 +198,7 @@ class Session:
         self.replays: Replays | None = None
         self._reference: DenseReference | None = None
         flush = CacheFlush(self.device) if measure.flush_l2 else None
-        clock, allocations = clock_for(self.device), Allocations(self.device)
-        self.watch = Stopwatch(PhaseRecorder(clock), self.meet, flush, allocations)
+        self.watch = Stopwatch(PhaseRecorder(clock_for(self.device)), self.meet, flush)
         self.conditions: dict[str, Any] = {}
         self.outcome = Outcome()
         self.timed: list[Case] = []
@@ -280,7 +274,6 @@ class Session:
         self.conditions["warm_up"] = asdict(result)
         if self.device.type == "cuda":
             unheld = find_launch_bound(self.cases, clock, self.meet, slowest, self.job.begin)
-            self.job.progress.total += len(self.cases)
             self.watch = self.watch._replace(unheld=unheld)
             self.conditions["unheld"] = sorted(unheld)
 
@@ -291,23 +284,16 @@ class Session:
         self.samples = Samples(self.timed, steps, columns_of(self.comparison))
         with watched_machine(self.device, self.ceilings) as here:
             measure(self.timed, steps, self.job.begin, self.samples.add)
-        here["allocating_iterations"] = dict(self.watch.allocations.iterations)
-        if self.replays is not None:
-            here["cuda_graphs"] = {"count": len(self.replays.captured), **self.replays.graphs.num_bytes()}
         if self.meet.size > 1:
             here["probe_floor_us"] = probe_floor_us(self.meet, clock_for(self.device))
         self.conditions["ranks"] = self.job.ranks.told(here)
 
     def gather(self) -> None:
-        """Gather all ranks' samples and metrics on rank 0."""
+        """Gather all ranks' samples and metrics."""
         ranks, outcome = self.job.ranks, self.outcome
         outcome.conditions, outcome.steps, outcome.columns = self.conditions, self.samples.steps, self.samples.columns
-
-        def gathered(values: np.ndarray) -> np.ndarray:
-            return np.stack(ranks.gather(values) or [values])
-
         for case, times_SC in zip(self.timed, self.samples.times_VSC, strict=True):
             if case in self.cases:
                 self.job.guard.feed()
-                outcome.times[case.case_id] = gathered(times_SC)
+                outcome.times[case.case_id] = np.stack(ranks.told(times_SC))
                 outcome.rows[case.case_id] = list(chain(*ranks.told(list(case.rows.values()))))

@@ -28,7 +28,6 @@ from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import make_folders, writing_to
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
-from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
 
@@ -53,7 +52,7 @@ def validate(
     """
     if num_ranks < 2:
         raise UserError(f"--nproc: expected at least 2 ranks to hold emulated ones against, got {num_ranks}")
-    real = plan(config, overrides, RANKS, num_ranks, on_cpu=device_type() == "cpu")
+    real = plan(config, overrides, RANKS, num_ranks)
     with naming(str(config)):
         for comparison in real:
             checks.refuse(_incomparable(comparison, num_ranks))
@@ -64,8 +63,7 @@ def validate(
     as_real = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in alike.items())]
     # Links that are still to be measured cannot be wrong: any will do to find what else is.
     planned_links = json.dumps(given or Links.names()[0])
-    on_cpu = not torch.cuda.is_available()
-    emulated = plan(config, [*as_real, f"emulate.links={planned_links}"], VIRTUAL, on_cpu=on_cpu)
+    emulated = plan(config, [*as_real, f"emulate.links={planned_links}"], VIRTUAL)
     if RunDirectory(out).run_json.exists():
         raise UserError(f"--out {out}: holds the results of another command; choose another directory")
     make_folders(out, "--out")
@@ -94,7 +92,7 @@ def validate(
             return status
         worst = max(worst, status)
     if given is None:  # ids depend on the links that were measured meanwhile
-        emulated = plan(config, as_real, VIRTUAL, on_cpu=on_cpu, try_out=False)
+        emulated = plan(config, as_real, VIRTUAL, try_out=False)
     pairs = [(ran.comparison_id, other.comparison_id) for ran, other in zip(real, emulated, strict=True)]
     source = "calibrated on these ranks" if given is None else f"given as emulate.links {Path(given).name}"
     files.write_pairs(pairs, f"{source}, {Links.load(links).describe()}", margin)

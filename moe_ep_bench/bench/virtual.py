@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
-from moe_ep_bench.bench.job import Job, ceilings_of, watched_machine
+from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.routing import CaseRouter, Share
 from moe_ep_bench.bench.rows import Outcome, columns_of
 from moe_ep_bench.bench.traffic import LayerTraffic, RoutedBatches, Traffic
@@ -38,6 +38,7 @@ from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
+from moe_ep_bench.timing.ceilings import measure_ceilings
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, measure
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
@@ -185,12 +186,12 @@ class Emulation:
         from moe_ep_bench.bench.measured_ranks import MeasuredRanks
 
         settings = self.comparison.experiment.measure
-        ceilings = ceilings_of(self.device, DTYPES[self.comparison.experiment.layer.dtype])
+        ceilings = measure_ceilings(self.device, DTYPES[self.comparison.experiment.layer.dtype])
+        free_memory(self.device)  # over 2 GiB on a GPU
         timer = MeasuredRanks(self.comparison, self.device)
         with watched_machine(self.device, ceilings) as here:
             for index in range(self.num_batches):
                 self._measure_batch(index, timer)
-        here["allocating_iterations"] = dict(timer.watch.allocations.iterations)
         return {
             "warm_up": {"rounds": settings.fewest_rounds - settings.iterations, "change": None, "settled": False},
             "ranks": [here],

@@ -37,7 +37,7 @@ from moe_ep_bench.runtime.device import check_num_ranks
 from moe_ep_bench.runtime.exit_codes import OK
 from moe_ep_bench.runtime.guard import Guard
 from moe_ep_bench.runtime.ranks import Ranks, as_rank, join
-from moe_ep_bench.runtime.torchrun import leave_status, torchrun
+from moe_ep_bench.runtime.torchrun import torchrun
 from moe_ep_bench.timing.timer import clock_for, time_us
 
 MIN_BYTES = 2**10
@@ -119,10 +119,9 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
             alike = len(set(ranks.told((str(out), most_bytes, repetitions, ranks.local_world_size)))) == 1
             ranks.agree(lambda: check(ranks, out, most_bytes, repetitions, alike=alike))
             with Guard(timeout_s) as guard:
-                guard.device = ranks.device
                 samples = measure(ranks, exchanges(most_bytes), repetitions, guard.feed)
             ranks.agree(lambda: _write(ranks, out, samples), on_first=True)
-            return leave_status(OK)
+            return OK
         finally:
             ranks.close()
 

@@ -39,33 +39,21 @@ def unfit_environment() -> str:
 
 
 class Graphs:
-    """Makes a comparison's graphs on a GPU and counts the memory that they take.
+    """Makes a comparison's graphs on a GPU.
 
     They share their memory: replay one at a time, and read its outputs before the next.
     """
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda", "Parts.choose refuses graphs elsewhere"
-        self._device = device
-        self._pools = [torch.cuda.graph_pool_handle()]
-        self._others_bytes = self._outside_bytes()
+        self._pool = torch.cuda.graph_pool_handle()
 
     def new(self) -> Graph:
-        return Graph(self._pools[-1])
+        return Graph(self._pool)
 
     def abandon_pool(self) -> None:
         """Give later graphs another pool: a capture that failed may leave its memory in use."""
-        self._pools.append(torch.cuda.graph_pool_handle())
-
-    def num_bytes(self) -> dict[str, int]:
-        """Bytes of the pools, and those that CUDA and NCCL took beside torch's allocator since the first capture."""
-        pools, segments = set(map(tuple, self._pools)), torch.cuda.memory_snapshot()
-        of_pools = sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) in pools)
-        return {"pool_bytes": of_pools, "driver_bytes": max(self._outside_bytes() - self._others_bytes, 0)}
-
-    def _outside_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free - torch.cuda.memory_reserved(self._device)
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 class Graph:

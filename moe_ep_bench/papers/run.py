@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from moe_ep_bench.bench.cases import BASELINE, POLICY, REPLICATION
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import workload_in_short
@@ -42,10 +40,9 @@ def run_claims(
     Raises:
         ValueError: the config or the results directory cannot be used; one line.
     """
-    on_cpu = not torch.cuda.is_available()
     if not load_experiments(config, overrides, on_cpu=False)[0].claims:
         raise UserError(f"{config}: claims: expected at least one, got none; without any, use emulate")
-    comparisons = plan(config, overrides, VIRTUAL if nproc is None else RANKS, nproc, on_cpu=on_cpu)
+    comparisons = plan(config, overrides, VIRTUAL if nproc is None else RANKS, nproc)
     with naming(str(config)):
         rows = claim_rows(comparisons)
     if nproc is None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from tqdm import tqdm
 
 from moe_ep_bench.bench.cases import BASELINE, POLICY, CaseSpec, with_ids
 from moe_ep_bench.bench.description import run_json
@@ -33,6 +32,7 @@ from moe_ep_bench.quality.tasks import Task, harness_version
 from moe_ep_bench.quality.text import Text
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.device import device_type
+from moe_ep_bench.runtime.progress import progress_bar
 
 # Of the environment: what decides the answers.
 _DECISIVE = ("device_name", "torch", "transformers", "lm_eval")
@@ -172,19 +172,20 @@ def run_quality(
         configs = (experiment.model_dump(mode="json") for experiment in experiments)
         return run_json(run_id, comparisons, environment, configs, QualityComparison.describe)
 
-    def judge(run_id: str, comparison: QualityComparison, cases: Sequence[CaseSpec], progress: tqdm) -> None:
+    def judge(run_id: str, comparison: QualityComparison, cases: Sequence[CaseSpec]) -> None:
         asked = comparison.experiment.model
         if asked not in models:
             models.clear()  # Two models may be too many for the memory.
             models[asked] = comparison.model.load(asked.dtype, device)
         judged = comparison.evaluated.judge(models[asked])
-        for case in cases:
-            # The scores make a case done: last.
-            for table, rows in judged(case).items():
-                rows_of_case = identity(run_id, comparison, case) | as_columns(rows)
-                directory.write(table, comparison.comparison_id, [rows_of_case], replaces=[case.case_id])
-            progress.update()
+        with progress_bar(len(cases), "case") as progress:
+            progress.set_description(comparison.title)
+            for case in cases:
+                # The scores make a case done: last.
+                for table, rows in judged(case).items():
+                    rows_of_case = identity(run_id, comparison, case) | as_columns(rows)
+                    directory.write(table, comparison.comparison_id, [rows_of_case], replaces=[case.case_id])
+                progress.update()
 
     conditions = {key: environment[key] for key in _DECISIVE}
-    unit = "case", lambda comparison, cases: len(cases)
-    fill(directory, comparisons, "quality", conditions, described, judge, unit=unit, force=force)
+    fill(directory, comparisons, "quality", conditions, described, judge, force=force)

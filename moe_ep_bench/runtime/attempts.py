@@ -1,19 +1,19 @@
 """A line ahead of what a rank tries: the next start knows what a killed rank was doing, and goes on without it.
 
-Every rank keeps a file that names its case. A rank that ends in order removes it, or notes in it that it was asked to
-end; any other that the next job finds is a lost attempt. Cases are timed in turns, and a rank that dies meanwhile is to
-cost the case of that moment alone: the line is written ahead of each iteration, untimed. A job is named by the first of
-its comparisons and collects the files of its own comparisons alone, which it has locked. While a comparison is built or
-written, and in native's first run, its own id stands for the case.
+Every rank keeps a file: how many cases it has begun, the last one's id, and why it is lost. A rank that ends in order
+removes it; any other that the next job finds is a lost attempt. Cases are timed in turns, and a rank that dies
+meanwhile is to cost the case of that moment alone: the line is written ahead of each iteration, untimed. A job is named
+by the first of its comparisons and collects the files of its own comparisons alone, which it has locked. While a
+comparison is built or written, and in native's first run, its own id stands for the case.
 
-    <out>/attempts/now-<job>-<rank>  64 bytes of case id, 512 of reason
+    <out>/attempts/now-<job>-<rank>  three lines of text, filled up with zeros
     <out>/attempts/<case_id>.json    reasons of the attempts that were lost, oldest first
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,11 +23,10 @@ from moe_ep_bench.files import read_json, write_json
 
 MAX_ATTEMPTS = 2
 
-# What a rank leaves that was ended by its peers' end, that was asked to end, and that waited for others in vain.
+# What a rank leaves that was ended by its peers' end, and that was asked to end.
 PEER_LOST, STOPPED = "peer lost", "stopped"
-WAITED = f"{PEER_LOST}: other ranks did not come within"
-
-_NAME_BYTES, _REASON_BYTES = 64, 512
+_SILENT = "failed: ended without a word (killed, or out of memory)"
+_NUM_BYTES = 600
 
 
 class Attempt:
@@ -35,22 +34,21 @@ class Attempt:
 
     def __init__(self, folder: Path, job: str, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._is_explained = folder / f"now-{job}-{rank}", True
+        self._path = folder / f"now-{job}-{rank}"
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        self.name("")  # On a disk that is full by then, there is room.
+        self._count, self._case_id, self._reason = 0, "", ""
+        self._write()  # On a disk that is full by then, there is room.
 
     def name(self, case_id: str) -> None:
         """Note what is tried from now on. Nothing was lost for a reason that was given before."""
-        if self._is_explained:
-            self._write("", _REASON_BYTES, _NAME_BYTES)
-        self._is_explained = False
-        self._write(case_id, _NAME_BYTES, 0)
+        self._count, self._case_id, self._reason = self._count + 1, case_id, ""
+        self._write()
 
     def explain(self, reason: str) -> None:
         """Note why it is being lost; the first reason stays."""
-        if not self._is_explained:
-            self._is_explained = True
-            self._write(" ".join(reason.split()), _REASON_BYTES, _NAME_BYTES)
+        if not self._reason:
+            self._reason = " ".join(reason.split())
+            self._write()
             os.fsync(self._file)  # Also where the results are on other machines: the first rank reads all files.
 
     def clear(self) -> None:
@@ -58,58 +56,54 @@ class Attempt:
         os.close(self._file)
         self._path.unlink(missing_ok=True)
 
-    def _write(self, text: str, size: int, at: int) -> None:
-        os.pwrite(self._file, text.encode()[:size].ljust(size, b"\0"), at)
+    def _write(self) -> None:
+        text = f"{self._count}\n{self._case_id}\n{self._reason}".encode()
+        os.pwrite(self._file, text[:_NUM_BYTES].ljust(_NUM_BYTES, b"\0"), 0)
 
 
 class _Left(NamedTuple):
     """What a rank's file was left to say."""
 
     rank: int
+    count: int
     case_id: str
     reason: str
 
+    @staticmethod
+    def read(path: Path) -> _Left:
+        count, _, rest = path.read_bytes().rstrip(b"\0").decode(errors="replace").partition("\n")
+        case_id, _, reason = rest.partition("\n")
+        return _Left(int(path.name.rpartition("-")[2]), int(count or 0), case_id, reason)
 
-def collect_lost(folder: Path, jobs: Iterable[str], *, stopped: bool = False) -> None:
+
+def collect_lost(folder: Path, jobs: Iterable[str]) -> None:
     """Turn the files that earlier jobs of these names left into recorded attempts.
 
     Called by one process, which knows that these jobs have ended, before there are new files.
-
-    Args:
-        stopped: these jobs were asked to end; who died silently was killed because it did not, and is not blamed.
     """
     for job in jobs:
-        paths, left = sorted(folder.glob(f"now-{job}-*")), []
-        for path in paths:
-            data = path.read_bytes()
-            texts = (part.rstrip(b"\0").decode(errors="replace") for part in (data[:_NAME_BYTES], data[_NAME_BYTES:]))
-            left.append(_Left(int(path.name.rpartition("-")[2]), *texts))
-        for case_id, reason in _blamed([one for one in left if one.reason or not stopped]).items():
+        paths = sorted(folder.glob(f"now-{job}-*"))
+        if lost := _lost([found for found in map(_Left.read, paths) if found.case_id]):
+            case_id, reason = lost
             write_json(folder / f"{case_id}.json", [*lost_attempts(folder, case_id), reason])
         for path in paths:
             path.unlink(missing_ok=True)
 
 
-def _blamed(left: list[_Left]) -> dict[str, str]:
-    """{case_id: one line}: who failed on its own is the cause, else who died silently, else what all waited for.
+def _lost(left: Sequence[_Left]) -> tuple[str, str] | None:
+    """The case that was lost, and why: by who failed on its own, else by who died silently, else who lost its peers.
 
-    Ranks may have been at different cases: nobody is blamed for where the others were.
+    Ranks may be at different cases: one that is behind keeps the others waiting. None where all were asked to end.
     """
-    left = [one for one in left if one.case_id]
-    causes = [one for one in left if one.reason and not one.reason.startswith((PEER_LOST, STOPPED))]
-    silent = [one for one in left if not one.reason]
-    if causes:
-        return {one.case_id: f"{one.reason} (rank {one.rank})" for one in reversed(causes)}
-    if silent:
-        who = "all ranks" if len(silent) == len(left) else f"rank {', '.join(str(one.rank) for one in silent)}"
-        return {one.case_id: f"failed: {who} ended without a word (killed, or out of memory)" for one in silent}
-    if any(one.reason.startswith(STOPPED) for one in left):
-        return {}
-    if left and all(one.reason.startswith(WAITED) for one in left):
-        # Ranks that wait for each other in different collectives, or a network that stands still.
-        limit = left[0].reason.removeprefix(WAITED).strip()
-        return {one.case_id: f"timeout: every rank waited for others for {limit}" for one in reversed(left)}
-    return {one.case_id: one.reason for one in reversed(left)}
+    failed = [found for found in left if found.reason and not found.reason.startswith((PEER_LOST, STOPPED))]
+    silent = [found._replace(reason=_SILENT) for found in left if not found.reason]
+    is_stopped = any(found.reason.startswith(STOPPED) for found in left)
+    causes = failed or silent or ([] if is_stopped else left)
+    behind = [cause for cause in causes if cause.count == min(other.count for other in causes)]
+    if not behind:
+        return None
+    ranks = {cause.reason: [str(other.rank) for other in behind if other.reason == cause.reason] for cause in behind}
+    return behind[0].case_id, "; ".join(f"{reason} (rank {', '.join(of)})" for reason, of in ranks.items())
 
 
 def lost_attempts(folder: Path, case_id: str) -> list[str]:

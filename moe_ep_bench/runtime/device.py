@@ -18,8 +18,7 @@ from moe_ep_bench.machine.gpus import query_gpus
 
 # Of a command and of the ranks that it starts: --cpu was given.
 _CPU = "MOE_EP_BENCH_CPU"
-# Which GPUs a process has, and what stands there where it has none.
-_GPU_VARIABLES = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES")
+# What stands in CUDA_VISIBLE_DEVICES for no GPU.
 _NONE = ("", "-1", "NoDevFiles")
 _DEVICES = Path("/dev")
 # Of NVIDIA, of it under Windows or on boards, and of AMD.
@@ -48,33 +47,23 @@ def device_type() -> str:
     The CPU is asked for by --cpu, or outside of Slurm by an empty CUDA_VISIBLE_DEVICES.
 
     Raises:
-        UserError: the CPU is not asked for, and there are GPUs that torch cannot use, or a Slurm job without any.
+        UserError: the CPU is not asked for, and there are GPUs that torch cannot use, or this is a Slurm job.
     """
     if num_gpus():
         return "cuda"
-    in_slurm, hidden = "SLURM_JOB_ID" in os.environ, os.environ.get("CUDA_VISIBLE_DEVICES")
-    if os.environ.get(_CPU) or (not in_slurm and hidden is not None and hidden.strip() in _NONE):
+    in_slurm, visible = "SLURM_JOB_ID" in os.environ, os.environ.get("CUDA_VISIBLE_DEVICES")
+    if os.environ.get(_CPU) or (not in_slurm and visible is not None and visible.strip() in _NONE):
         return "cpu"
-    if seen := gpus_in_sight():
-        import torch
-
+    if (seen := gpus_in_sight()) or in_slurm or visible:
         raise UserError(
-            f"GPUs: {seen}, but torch {torch.__version__} cannot use them ({why_torch_has_none()}); expected a torch "
-            "for this driver (launch/setup.sh --cuda12 for CUDA 12), or --cpu to measure on the CPU"
-        )
-    if in_slurm:
-        raise UserError(
-            f"GPUs: none in Slurm job {os.environ['SLURM_JOB_ID']}; expected a job that asks for some "
-            "(--gpus-per-node), or --cpu to measure on the CPU"
+            f"GPUs: {seen or 'no driver lists any'}, and torch can use none ({why_torch_has_none()}); expected a torch "
+            "for this driver (launch/setup.sh --cuda12 for CUDA 12), in Slurm a job with --gpus-per-node, or --cpu"
         )
     return "cpu"
 
 
 def gpus_in_sight() -> str:
-    """What says that this process has GPUs, in words; empty where nothing does."""
-    for name in _GPU_VARIABLES:
-        if (value := os.environ.get(name, "").strip()) not in _NONE:
-            return f"{name}={value}"
+    """The first GPU that the driver lists, or what of one is in /dev; empty where there is none."""
     with contextlib.suppress(pynvml.NVMLError):  # No driver, or no GPU.
         for gpu in query_gpus():
             return f"the driver lists {gpu['name']}, driver {gpu['driver']}"
@@ -82,11 +71,9 @@ def gpus_in_sight() -> str:
 
 
 def why_torch_has_none() -> str:
-    """Why torch can use no GPU, in its own words; empty where it does not say."""
+    """Why torch can use no GPU, in its own words."""
     import torch
 
-    if torch.version.cuda is None:
-        return "it is built without CUDA"
     try:
         torch.cuda.init()
     except Exception as error:  # of whatever kind: it is the answer
@@ -112,9 +99,7 @@ def check_num_ranks(nproc: int) -> None:
         UserError: there are more; or as ``device_type``.
     """
     if device_type() == "cuda":
-        import torch
-
-        most, of = torch.cuda.device_count(), "the GPUs here"
+        most, of = num_gpus(), "the GPUs here"
     else:
         cores = len(os.sched_getaffinity(0))
         most, of = max(_RANKS_PER_CORE * cores, _LEAST_RANKS), f"for {cores} cores"

@@ -3,9 +3,8 @@
 Python runs a signal's handler between two bytecodes. A rank that waits in native code, in a collective to which nobody
 comes or on a device, never gets there. The C part of the handler writes the signal's number into a pipe
 (``signal.set_wakeup_fd``), and a thread that reads it ends the process. The same thread ends it where nothing has moved
-for too long, with all stacks in the log. ``faulthandler.dump_traceback_later`` would too. But it leaves no reason, so
-that a rank which only waited for another would be blamed as the one that hung. What is finished lies on disk by then:
-files are renamed when they are whole.
+for too long, with all stacks in the log. ``faulthandler.dump_traceback_later`` would too, but leaves no reason. What is
+finished lies on disk by then: files are renamed when they are whole.
 """
 
 from __future__ import annotations
@@ -19,40 +18,31 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-import torch
-
 from moe_ep_bench.errors import brief
-from moe_ep_bench.runtime.attempts import PEER_LOST, STOPPED, WAITED, Attempt
+from moe_ep_bench.runtime.attempts import STOPPED, Attempt
 from moe_ep_bench.runtime.exit_codes import LOST
 from moe_ep_bench.runtime.torchrun import ask_to_close, leave_status
 
-# A driver that waits for its device answers nobody meanwhile.
-_ANSWER_S = 1.0
-# A rank that waits for others ends later than the one that keeps it waiting: once a rank has ended, the agent stops
-# the others, and the culprit could no longer say what it was doing.
+# Ranks that wait for one that hangs are overdue soon after it or before: once a rank has ended, torchrun stops the
+# others, and they could no longer say where they stood.
 _GRACE_S = 3.0
+
+
+STOPPED_WORDS = "stopped: what is finished is kept, the same command does what is left"
 
 
 class Guard:
     """Ends the process when ``feed`` was not called for ``timeout_s`` seconds, and at SIGTERM or SIGINT.
 
     SIGUSR1 asks ranks to close. For the main thread, as a context manager.
-
-    Attributes:
-        last_words: of a process that is asked to end.
-        device: this rank was waiting for others where it stood in a collective, or where its device had work left: all
-            of that was launched, and on a device only a collective lasts until others come. So it does not matter in
-            which line the host waits for the device (``bool(tensor)``, ``.tolist()``: no frame of torch's shows it).
     """
 
-    def __init__(self, timeout_s: float = math.inf, last_words: str = "") -> None:
-        self._timeout_s, self.last_words = timeout_s, last_words
+    def __init__(self, timeout_s: float = math.inf) -> None:
+        self._timeout_s = timeout_s
         self._attempt: Attempt | None = None
-        self.device = torch.device("cpu")
         self._fed, self._guarded = time.monotonic(), threading.get_ident()
 
     def __enter__(self) -> Guard:
@@ -128,20 +118,19 @@ class Guard:
     def _end_asked(self, number: int) -> NoReturn:
         try:
             self._explain_last(f"{STOPPED} by signal {number}")
-            if self.last_words:
-                print(f"moe-ep-bench: {self.last_words}", file=sys.stderr, flush=True)
+            if os.environ.get("RANK", "0") == "0":
+                print(f"moe-ep-bench: {STOPPED_WORDS}", file=sys.stderr, flush=True)
         finally:  # Whatever cannot be printed or noted: this thread is all that ends the process.
             os._exit(128 + number)
 
     def _end_hung(self) -> NoReturn:
-        status = LOST
+        status, place = LOST, sys._current_frames()[self._guarded].f_code.co_name
         try:
-            reason = self._reason()
+            reason = f"timeout: no progress for {self._timeout_s:g} s in {place}"
             is_tried = self._explain_last(reason)
-            if reason.startswith(PEER_LOST):
-                time.sleep(_GRACE_S)
             print(f"moe-ep-bench: {reason}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(sys.stderr)
+            time.sleep(_GRACE_S)
             # Before or after all cases another start would end alike.
             status = LOST if is_tried else leave_status(LOST)
         finally:
@@ -153,25 +142,3 @@ class Guard:
         if attempt is not None:
             attempt.explain(reason)
         return attempt is not None
-
-    def _reason(self) -> str:
-        frame = sys._current_frames().get(self._guarded)
-        stack = traceback.extract_stack(frame) if frame else []
-        if any("distributed_c10d" in entry.filename for entry in stack) or self._is_device_busy():
-            return f"{WAITED} {self._timeout_s:g} s"
-        where = f" in {stack[-1].name}" if stack else ""
-        return f"timeout: no progress for {self._timeout_s:g} s{where}"
-
-    def _is_device_busy(self) -> bool:
-        """Whether a GPU has work left in its default stream, on which all is timed; so too where it does not answer."""
-        answers = []
-
-        def ask() -> None:
-            with contextlib.suppress(Exception):  # A broken device is not waiting.
-                answers.append(self.device.type == "cuda" and not torch.cuda.default_stream(self.device).query())
-            answers.append(False)
-
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(_ANSWER_S)
-        return not answers or answers[0]

@@ -47,12 +47,9 @@ def hold(root: Path, titles: Mapping[str, str], *, patience_s: float = PATIENCE_
         for name, title in titles.items():
             file = lock_file(root, name)
             try:
-                lock = FileLock(file, fallback_to_soft=False).acquire(timeout=patience_s, poll_interval=0.1)
-                held.enter_context(lock)
-                # While it is held: who has opened it meanwhile finds it gone, and opens it anew.
-                held.callback(_remove, file)
-                begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-                file.write_text(f"process {os.getpid()} on {socket.gethostname()}, begun {begun}")
+                held.enter_context(
+                    FileLock(file, fallback_to_soft=False).acquire(timeout=patience_s, poll_interval=0.1)
+                )
             except Timeout:
                 raise UserError(
                     f"--out {root}: {title}: another job is writing this, {_holder(file)}; "
@@ -63,6 +60,11 @@ def hold(root: Path, titles: Mapping[str, str], *, patience_s: float = PATIENCE_
                     raise
                 why = f"this file system has no locks ({error.strerror}); see to it that no other job writes there"
                 print(f"moe-ep-bench: {root}: {why}", file=sys.stderr)
+            else:
+                # While it is held: who has opened it meanwhile finds it gone, and opens it anew.
+                held.callback(file.unlink, missing_ok=True)
+                begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+                file.write_text(f"process {os.getpid()} on {socket.gethostname()}, begun {begun}")
         yield
 
 
@@ -81,10 +83,5 @@ def is_held(root: Path, name: str) -> bool:
 
 def _holder(file: Path) -> str:
     with contextlib.suppress(OSError):
-        return brief(file.read_text(errors="replace"), 200, quoted=False) or "which has not said who it is"
+        return brief(file.read_text(errors="replace"), 200, quoted=False)
     return "which is just ending"
-
-
-def _remove(file: Path) -> None:
-    with contextlib.suppress(OSError):
-        file.unlink()

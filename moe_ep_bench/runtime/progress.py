@@ -45,4 +45,5 @@ def progress_bar(total: int, unit: str, *, shown: bool = True, delay: float = 0.
     if sys.stderr.isatty():
         return tqdm(**options, mininterval=1.0, dynamic_ncols=True, delay=delay, leave=delay == 0)
     # A delay of any length keeps the line without a description back.
-    return _Lines(**options, file=sys.stderr, bar_format=_FORMAT, mininterval=_EVERY_S, delay=delay or 1e-9)
+    options |= {"mininterval": _EVERY_S, "delay": delay or 1e-9, "position": 0}
+    return _Lines(**options, file=sys.stderr, bar_format=_FORMAT)

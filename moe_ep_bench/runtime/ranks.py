@@ -79,12 +79,6 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.side_group)
         return values
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, in order of rank, on rank 0 alone; elsewhere nothing."""
-        values: list[Any] = [None] * self.world_size if self.is_first else []
-        dist.gather_object(value, values or None, dst=0, group=self.side_group)
-        return values
-
     def of_first(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         return self.told(value)[0]
@@ -95,12 +89,10 @@ class Ranks:
 
     def complain(self, error: str) -> bool:
         """Print the first error of any rank (empty = none), once; tell all ranks whether there was one."""
-        errors = self.told(error)
-        failing = [rank for rank, text in enumerate(errors) if text]
-        if failing and self.is_first:
-            where = "" if len(failing) == self.world_size or failing[0] == 0 else f"rank {failing[0]}: "
-            print(f"moe-ep-bench: {where}{errors[failing[0]]}", file=sys.stderr, flush=True)
-        return bool(failing)
+        first = self.first_word(error)
+        if first and self.is_first:
+            print(f"moe-ep-bench: {first.removeprefix('rank 0: ')}", file=sys.stderr, flush=True)
+        return bool(first)
 
     def agree(self, act: Callable[[], T], *, on_first: bool = False) -> T:
         """Do something on every rank, or on rank 0 for all, whose result all get.
@@ -124,21 +116,22 @@ class Ranks:
 
 
 def as_rank(work: Callable[[], int]) -> int:
-    """Do a rank's work, and return its exit status; what ends it is said, and left as the status of the job."""
+    """Do a rank's work; say what ends it, and leave the status to end with where the launcher looks for it."""
     try:
-        return work()
+        status = work()
     except ToldError:
-        return leave_status(USER_ERROR)
+        status = USER_ERROR
     except (UserError, NotMetError) as error:
         print(f"moe-ep-bench: {error}", file=sys.stderr)
-        return leave_status(USER_ERROR if isinstance(error, UserError) else LOST)
+        status = USER_ERROR if isinstance(error, UserError) else LOST
     except Exception as error:
         if is_of_peers(error):
             print(f"moe-ep-bench: {PEER_LOST}: {brief(error, 200, quoted=False)}", file=sys.stderr, flush=True)
         else:
             # Not a user's mistake and not a case's failure: show all of it.
             traceback.print_exc()
-        return leave_status(LOST)  # Before or after all cases: another start would end alike.
+        status = LOST  # Before or after all cases: another start would end alike.
+    return leave_status(status)
 
 
 def join(timeout_s: float, *, measures: bool = True) -> Ranks:
@@ -176,21 +169,14 @@ def join(timeout_s: float, *, measures: bool = True) -> Ranks:
             dist.barrier(meeting)
             dist.destroy_process_group(meeting)
         except (dist.DistError, RuntimeError, ValueError) as error:
-            raise NotMetError(_not_met(timeout_s, local_world_size, error)) from None
+            names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            rank, world_size, host, port = (os.environ.get(name, "?") for name in names)
+            raise NotMetError(
+                f"rank {rank} of {world_size} did not meet the others at {host}:{port} within {timeout_s:g} s; "
+                f"expected {world_size} ranks, all started with that WORLD_SIZE, over the network GLOO_SOCKET_IFNAME "
+                f"(here {os.environ.get('GLOO_SOCKET_IFNAME', 'unset')}): {brief(error, 200, quoted=False)}"
+            ) from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     side_group = dist.new_group(backend="gloo", timeout=_SIDE_TIMEOUT)
     return Ranks(dist.get_rank(), dist.get_world_size(), local_world_size, device, side_group)
-
-
-def _not_met(timeout_s: float, local_world_size: int, error: Exception) -> str:
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    rank, world_size, host, port = (os.environ.get(name, "?") for name in names)
-    interface = ""
-    if world_size != str(local_world_size):  # gloo takes the one that the host's name leads to.
-        taken = os.environ.get("GLOO_SOCKET_IFNAME", "unset")
-        interface = f", over a network that GLOO_SOCKET_IFNAME names (here {taken})"
-    return (
-        f"rank {rank} of {world_size} did not meet the others at {host}:{port} within {timeout_s:g} s; expected "
-        f"{world_size} ranks, all started with that WORLD_SIZE{interface}: {brief(error, 200, quoted=False)}"
-    )

@@ -25,6 +25,8 @@ from moe_ep_bench.runtime.exit_codes import LOST
 _FOLDER = "MOE_EP_BENCH_LAUNCH"
 # Of ranks: the arguments of the command that started them, as JSON.
 _ARGUMENTS = "MOE_EP_BENCH_ARGUMENTS"
+# torchrun would keep one store for all starts, in which gloo finds the addresses of ranks that have ended.
+_DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -66,7 +68,7 @@ def torchrun(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) -> 
     with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as folder:
         close = Path(folder, "close")  # a file, for ranks whom no signal reaches
         earlier = signal.signal(signal.SIGUSR1, lambda number, frame: close.touch())
-        variables = {**_defaults(), _FOLDER: folder, _ARGUMENTS: json.dumps(sys.argv[1:])}
+        variables = {**_DEFAULTS, _FOLDER: folder, _ARGUMENTS: json.dumps(sys.argv[1:])}
         before = dict(os.environ)
         os.environ.update({**variables, **before})  # What the user has set stays.
         try:
@@ -87,21 +89,6 @@ def torchrun(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) -> 
         agreed = Path(folder, "status")
         status, node = map(int, agreed.read_text().split()) if agreed.exists() else (LOST, None)
         return Ended(status, node == 0, close.exists())
-
-
-def _defaults() -> dict[str, str]:
-    """Variables of ranks: threads, and on several nodes or under Slurm a Triton cache per node.
-
-    Homes are shared there, and ranks of all nodes, or of all tasks of an array, would compile into one folder at once.
-    """
-    # torchrun would keep one store for all starts, in which gloo finds the addresses of ranks that have ended.
-    defaults = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    if num_nodes() > 1 or "SLURM_JOB_ID" in os.environ:
-        folder = Path(tempfile.gettempdir(), f"moe-ep-bench-triton-{os.getuid()}")
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid == os.getuid():
-            defaults["TRITON_CACHE_DIR"] = str(folder)
-    return defaults
 
 
 # ---- in a rank -------------------------------------------------------------------------------------------------------

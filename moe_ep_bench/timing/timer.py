@@ -11,17 +11,15 @@ construction and the phases plus ``unaccounted`` add up to the total.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED, PhaseKey
-from moe_ep_bench.timing.memory import Allocations
 
 # Of a GPU at 2 GHz. At a lower clock it is held for longer.
 _CYCLES_PER_US = 2000
@@ -38,51 +36,30 @@ of it, and is not held (``protocol.find_launch_bound``).
 """
 
 
-class Clock(Protocol):
-    """Stamps taken now and read later, so that reading never disturbs what is timed."""
+class Clock:
+    """perf_counter, for work on the calling thread. Stamps are read later, so that reading disturbs nothing."""
 
-    def stamp(self) -> Any: ...
-
-    def wait(self) -> None:
-        """Return once every stamp so far can be read."""
-        ...
-
-    def between_us(self, start: Any, end: Any) -> float: ...
-
-    def hold(self, time_us: float) -> float:
-        """Keep the device busy for about so long; return the head start in microseconds that the host has by it."""
-        ...
-
-    def open_range(self, name: str) -> None:
-        """Begin a named range for a profiler that may be looking on; ranges nest."""
-        ...
-
-    def close_range(self) -> None: ...
-
-
-class HostClock:
-    """perf_counter, for work that runs on the calling thread."""
-
-    def stamp(self) -> int:
+    def stamp(self) -> Any:
         return time.perf_counter_ns()
 
     def wait(self) -> None:
-        pass
+        """Return once every stamp so far can be read."""
 
-    def between_us(self, start: int, end: int) -> float:
+    def between_us(self, start: Any, end: Any) -> float:
         return (end - start) / 1e3
 
     def hold(self, time_us: float) -> float:
+        """Keep the device busy for about so long; return the head start in microseconds that the host has by it."""
         return 0.0
 
     def open_range(self, name: str) -> None:
-        pass
+        """Begin a named range for a profiler that may be looking on; ranges nest."""
 
     def close_range(self) -> None:
         pass
 
 
-class CudaClock:
+class CudaClock(Clock):
     """CUDA events on the current stream, and NVTX ranges.
 
     A stamp that is taken while a graph is captured is set anew by each of its replays.
@@ -113,7 +90,7 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return CudaClock() if device.type == "cuda" else Clock()
 
 
 # A clock's stamp, and the phase that begins there.
@@ -226,26 +203,21 @@ class Stopwatch(NamedTuple):
 
     Attributes:
         flush: empties the cache ahead of each iteration, untimed; None = nothing does.
-        allocations: is told which iterations ask the driver for memory.
         unheld: ids of cases that are timed without a hold.
     """
 
     recorder: PhaseRecorder
     meet: Callable[[], object]
     flush: Callable[[], object] | None
-    allocations: Allocations
     hold_us: float = HOLD_US
     unheld: frozenset[str] = frozenset()
 
-    def time(
-        self, case_id: str, run: Callable[[], object], what: str = "", *, counts: bool = True
-    ) -> dict[PhaseKey, float]:
-        """``timed`` for one iteration of a case; profilers see it as ``what``, and ``counts``: so do allocations."""
+    def time(self, case_id: str, run: Callable[[], object], what: str = "") -> dict[PhaseKey, float]:
+        """``timed`` for one iteration of a case, which profilers see as ``what``."""
         if self.flush is not None:
             self.flush()
         self.recorder.clock.open_range(f"{case_id} {what}")
-        with self.allocations.during(case_id) if counts else contextlib.nullcontext():
-            times = timed(run, self.recorder, self.meet, 0.0 if case_id in self.unheld else self.hold_us)
+        times = timed(run, self.recorder, self.meet, 0.0 if case_id in self.unheld else self.hold_us)
         self.recorder.clock.close_range()
         return times
 

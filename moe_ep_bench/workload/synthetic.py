@@ -57,7 +57,7 @@ class SyntheticWorkload(Workload):
         expert_loads: of each expert in its place, in relation to each other; in place of any other skew.
         rank_load: (number of contiguous ranks, load of the fullest over the mean).
         pattern: one of ``skews.PATTERNS`` in place of targets.
-        or_chance: where independent tokens already share more, take these; ``shares_by_chance`` says so.
+        or_chance: where independent tokens already share more, take these.
 
     Raises:
         ValueError: fields that do not go together. What a batch's noise does not allow is found when a batch is made,
@@ -164,11 +164,6 @@ class SyntheticWorkload(Workload):
         sequence_id_T = torch.arange(num_rows) // self.sequence_length
         pairs, num_shared = shared_by_neighbours(torch.from_numpy(map_TE), sequence_id_T)
         return num_shared / pairs
-
-    @property
-    def shares_by_chance(self) -> bool:
-        """Whether adjacent tokens share more experts than was asked for, as independent tokens do under this skew."""
-        return self.neighbour_overlap is not None and self._copying == 0.0
 
     @cached_property
     def _placement(self) -> NDArray[np.int64]:

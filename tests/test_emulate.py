@@ -285,7 +285,7 @@ def test_replicas_relieve_the_fullest_rank_drop_nothing_and_cost_memory(modelled
 
 def test_what_moves_in_a_batch_is_counted_and_takes_its_time_over_the_links(tmp_path: Path) -> None:
     """Weights and rows of shared experts; each pair and each token is computed once all the same."""
-    moving = [{"name": name, "least_pairs": 1, "threshold": 1, "solve_us": 7} for name in ("llep", "ultra")]
+    moving = [{"name": name, "least_pairs": 1, "solve_us": 7} for name in ("llep", "ultra")]
     settings = {"links": "h20-nvlink4", "device": "h20", "rebalance": [*moving, {"name": "waterfill"}]}
     config = write_config(tmp_path, layer__ep_size=4, workload__num_batches=1, emulate=settings)
     assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == OK
@@ -299,7 +299,7 @@ def test_what_moves_in_a_batch_is_counted_and_takes_its_time_over_the_links(tmp_
     (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
     links, expert_bytes = comparison.links, comparison.expert_bytes
     for name in ("LLEP", "UltraEP"):
-        label = f"{name} (7 us to solve), 2 spare per rank, least_pairs=1, threshold=1.0"
+        label = f"{name} (7 us to solve), 2 spare per rank, least_pairs=1"
         own = rows[rows.label == label].sort_values("rank")
         assert sums[label].max() < sums["native"].max()
         assert sums[label].sum() == sums["native"].sum()
@@ -331,7 +331,6 @@ def test_ways_to_balance_that_differ_have_labels_that_differ() -> None:
         ),
         *(RebalanceConfig(name=name, spare_per_rank=spare) for name in ("llep", "ultra") for spare in (2, 4)),
         *(RebalanceConfig(name="ultra", least_pairs=pairs) for pairs in (1, 64)),
-        *(RebalanceConfig(name="llep", threshold=most) for most in (1.3, 1.5)),
         *(RebalanceConfig(name="llep", solve_us=us) for us in (0, 7)),
         *(WaterfillConfig(name="waterfill", solve_us=us) for us in (0, 7)),
     ]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 from test_run import free_port
 
 from moe_ep_bench.cost_model.calibrate import (
-    SAMPLES_SCHEMA,
     Exchange,
     check,
     exchanges,
@@ -27,11 +25,9 @@ from moe_ep_bench.cost_model.calibrate import (
     fullest_bytes,
     link_from,
     medians,
-    report,
-    write_links,
 )
 from moe_ep_bench.cost_model.links import Link, Links
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.runtime.exit_codes import OK
 from moe_ep_bench.runtime.ranks import Ranks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -51,7 +47,7 @@ def test_a_hot_rank_receives_four_times_what_others_do_and_the_slowest_rank_coun
     assert Exchange("even", 12_000).matrix(4).tolist() == [[4000] * 4] * 4
     assert exchanges(5000) == [Exchange(split, size) for size in (1024, 2048, 4096) for split in ("even", "hot")]
     rows = [("even", 8, *row) for row in ((0, 0, 1), (0, 1, 9), (1, 0, 8), (1, 1, 2), (2, 0, 1), (2, 1, 99))]
-    samples = pd.DataFrame(rows, columns=SAMPLES_SCHEMA.names)
+    samples = pd.DataFrame(rows, columns=["split", "num_bytes", "repetition", "rank", "time_us"])
     assert medians(samples)["us"].tolist() == [9], "the median of repetitions"
 
 
@@ -99,51 +95,34 @@ def test_a_fit_minds_relative_errors_and_refuses_times_that_do_not_grow() -> Non
     sizes = 2.0 ** np.arange(10, 31)
     exact_us = 10.6 + sizes / 370e3
     fit = fit_link(sizes, exact_us)
-    assert fit == pytest.approx((10.6, 370, 0, 1), rel=1e-9, abs=1e-9)
+    assert fit == pytest.approx((10.6, 370, 0), rel=1e-9, abs=1e-9)
     times_us = exact_us.copy()
     times_us[-1] *= 1.02
     fit = fit_link(sizes, times_us)
     assert fit.latency_us == pytest.approx(10.6, rel=0.02)
     predicted_us = fit.latency_us + sizes / fit.bandwidth_gbps / 1e3
     assert fit.error == pytest.approx(np.sqrt(np.mean((predicted_us / times_us - 1) ** 2)))
-    assert fit.r2 == pytest.approx(1 - ((predicted_us - times_us) ** 2).sum() / len(sizes) / times_us.var())
     with pytest.raises(ValueError, match="times that grow with the bytes"):
         fit_link([1024, 2048, 4096], [30.0, 20.0, 10.0])
 
 
-def test_noise_never_makes_larger_messages_faster_and_a_poor_fit_is_told() -> None:
+def test_noise_never_makes_larger_messages_faster() -> None:
     times = made_up(2, noise=0.3)
     link, _ = link_from(2, times)
     assert (np.diff(times.loc[times["split"] == "even", "us"]) < 0).any()  # or there was nothing to mend
     assert (np.diff([us for _, us in link.curve.root]) >= 0).all()
-    times = made_up(2, noise=0.02)
-    for factor, is_poor in ((1, False), (100, True)):
-        times.loc[16, "us"] *= factor
-        link, fit = link_from(2, times)
-        links = Links(name="mine", source="a test", ranks_per_node=2, intra=link, inter=None)
-        assert ("a poor fit" in report(links, fit)) == is_poor
 
 
-def test_a_written_file_reads_back_the_same(tmp_path: Path) -> None:
-    link, fit = link_from(4, made_up(4, 0.1))
-    links = Links(name="mine", source="measured: here, 'quoted' #1", ranks_per_node=4, intra=link, inter=None)
-    write_links(tmp_path / "mine.yaml", links, fit)
-    assert Links.load(str(tmp_path / "mine.yaml")) == links
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
-    assert f"R2 {fit.r2:.5f}" in (tmp_path / "mine.yaml").read_text()
-
-
-def start(out: Path, options_R: list[dict], *, per_node: int = 2) -> list[subprocess.CompletedProcess]:
-    """``calibrate`` on a gloo rank for each of ``options_R``, ``per_node`` of them said to share a node."""
+def start(out: Path, per_node: int) -> list[subprocess.CompletedProcess]:
+    """``calibrate`` on two gloo ranks, ``per_node`` of them said to share a node."""
     jobs, port = [], free_port()
-    for rank, options in enumerate(options_R):
-        arguments = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        program = (
-            "import sys; from pathlib import Path; from moe_ep_bench.cost_model.calibrate import calibrate;"
-            f"sys.exit(calibrate(Path({str(out)!r}), {arguments}))"
-        )
+    program = (
+        "import sys; from pathlib import Path; from moe_ep_bench.cost_model.calibrate import calibrate;"
+        f"sys.exit(calibrate(Path({str(out)!r}), max_bytes=2**21, repetitions=5))"
+    )
+    for rank in range(2):
         torchrun = {
-            "RANK": rank, "LOCAL_RANK": rank % per_node, "WORLD_SIZE": len(options_R), "LOCAL_WORLD_SIZE": per_node,
+            "RANK": rank, "LOCAL_RANK": rank % per_node, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": per_node,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONPATH": REPOSITORY,
         }  # fmt: skip
         env = {**os.environ, **{key: str(value) for key, value in torchrun.items()}}
@@ -160,7 +139,7 @@ def start(out: Path, options_R: list[dict], *, per_node: int = 2) -> list[subpro
 @pytest.mark.parametrize("per_node", [2, 1], ids=["one node", "two nodes"])
 def test_two_ranks_measure_their_links(per_node: int, tmp_path: Path) -> None:
     out = tmp_path / "new" / "mine.yaml"
-    first, second = start(out, [{"max_bytes": 2**21, "repetitions": 5}] * 2, per_node=per_node)
+    first, second = start(out, per_node)
     assert (first.returncode, second.returncode) == (OK, OK), first.stderr + second.stderr
     links = Links.load(str(out))
     link, other = (links.intra, links.inter) if per_node == 2 else (links.inter, links.intra)
@@ -174,10 +153,8 @@ def test_two_ranks_measure_their_links(per_node: int, tmp_path: Path) -> None:
     assert f"modelled by links/mine: {'inside' if per_node == 2 else 'between'}" in first.stdout
     assert second.stdout == ""
 
-    samples = pq.read_table(out.with_name("mine.samples.parquet"))
-    assert samples.schema.equals(SAMPLES_SCHEMA)
-    assert samples.num_rows == 12 * 2 * 5 * 2  # sizes x splits x repetitions x ranks
-    table = samples.to_pandas()
+    table = pd.read_parquet(out.with_name("mine.samples.parquet"))
+    assert len(table) == 12 * 2 * 5 * 2  # sizes x splits x repetitions x ranks
     assert (table["time_us"] > 0).all()
     assert set(table["rank"]) == {0, 1}
     assert set(table["split"]) == {"even", "hot"}
@@ -187,27 +164,18 @@ def test_two_ranks_measure_their_links(per_node: int, tmp_path: Path) -> None:
     assert sorted(path.name for path in out.parent.iterdir()) == ["mine.samples.parquet", "mine.yaml"]
 
 
-def test_ranks_that_were_started_differently_refuse_together_in_one_line(tmp_path: Path) -> None:
-    jobs = start(tmp_path / "mine.yaml", [{"max_bytes": 2**18}, {"max_bytes": 2**19}])
-    assert [job.returncode for job in jobs] == [USER_ERROR] * 2
-    assert "start all ranks alike" in jobs[0].stderr
-    assert "".join(job.stderr for job in jobs).count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_wrong_options_are_told_in_one_line(tmp_path: Path) -> None:
     out = tmp_path / "mine.yaml"
     (tmp_path / "file").touch()
-    (tmp_path / "folder.yaml").mkdir()
 
     def checked(
         place: Path = out, most: int = 2**20, repetitions: int = 5, *, rank: int = 0, size: int = 2, local: int = 1
     ) -> None:
-        check(Ranks(rank, size, local, torch.device("cpu"), None), place, most, repetitions, alike=True)
+        check(Ranks(rank, size, local, torch.device("cpu"), None), place, most, repetitions)
 
     checked()
     checked(most=2048, repetitions=1, local=2)
-    checked(tmp_path / "folder.yaml", rank=1)  # The first rank looks into the folder for all.
+    checked(tmp_path / "file" / "mine.yaml", rank=1)  # The first rank looks into the folder for all.
     for words, call in {
         "--max-bytes: expected at least 2048, got 2047": partial(checked, most=2047),
         "--repetitions: expected at least 1, got 0": partial(checked, repetitions=0),
@@ -215,7 +183,6 @@ def test_wrong_options_are_told_in_one_line(tmp_path: Path) -> None:
         "expected ranks of one node, or one on each": partial(checked, size=4, local=2),
         "--out: expected a path that ends in .yaml": partial(checked, out.with_suffix(".yml")),
         "--out: folder .*file: is a file; expected a dir": partial(checked, tmp_path / "file" / "mine.yaml"),
-        "folder.yaml: expected a file, got a directory": partial(checked, tmp_path / "folder.yaml"),
     }.items():
         with pytest.raises(ValueError, match=words) as error:
             call()

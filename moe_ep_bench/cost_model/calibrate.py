@@ -22,8 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 import yaml
@@ -49,22 +47,10 @@ EVEN, HOT = "even", "hot"
 _HOT_SHARE = 4
 DUPLEXES: tuple[Duplex, ...] = ("full", "half")
 
-_JOIN_TIMEOUT_S = 120.0
+_JOIN_TIMEOUT_S, _TIMEOUT_S = 120.0, 300.0  # of meeting, and of a message
 _WARM_UP = 3
 # Repetitions are spread over this many passes through all messages, so that no message has a disturbance to itself.
 _PASSES = 4
-# Below this R2 two numbers do not describe what was measured.
-_POOR_R2 = 0.9
-
-SAMPLES_SCHEMA = pa.schema(
-    [
-        ("split", pa.string()),  # even, hot
-        ("num_bytes", pa.int64()),  # of the fullest rank, to or from others
-        ("repetition", pa.int32()),
-        ("rank", pa.int32()),
-        ("time_us", pa.float64()),
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -102,23 +88,21 @@ def launch_calibrate(out: Path, nproc: int, *, max_bytes: int | None = None, rep
     return torchrun([*arguments, *([f"--max-bytes={max_bytes}"] if max_bytes is not None else [])], nproc).status
 
 
-def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20, timeout_s: float = 300.0) -> int:
+def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20) -> int:
     """Measure the all-to-all of the ranks that torchrun started; return the exit status.
 
     Args:
         out: the links file to write, which ends in .yaml; all samples land beside it as ``<name>.samples.parquet``.
         max_bytes: the largest message (default: 1 GB on GPUs, 64 MB on the CPU).
         repetitions: timed runs of every message.
-        timeout_s: no message may take longer.
     """
 
     def work() -> int:
         ranks = join(_JOIN_TIMEOUT_S)
         try:
             most_bytes = DEFAULT_MAX_BYTES[ranks.device.type] if max_bytes is None else max_bytes
-            alike = len(set(ranks.told((str(out), most_bytes, repetitions, ranks.local_world_size)))) == 1
-            ranks.agree(lambda: check(ranks, out, most_bytes, repetitions, alike=alike))
-            with Guard(timeout_s) as guard:
+            ranks.agree(lambda: check(ranks, out, most_bytes, repetitions))
+            with Guard(_TIMEOUT_S) as guard:
                 samples = measure(ranks, exchanges(most_bytes), repetitions, guard.feed)
             ranks.agree(lambda: _write(ranks, out, samples), on_first=True)
             return OK
@@ -128,14 +112,13 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20,
     return as_rank(work)
 
 
-def check(ranks: Ranks, out: Path, most_bytes: int, repetitions: int, *, alike: bool) -> None:
+def check(ranks: Ranks, out: Path, most_bytes: int, repetitions: int) -> None:
     """Refuse what cannot be measured or written; the first rank looks into the folder for all.
 
     Raises:
         UserError: one line.
     """
     refused = {
-        "calibrate: expected the same options and as many ranks on every node; start all ranks alike": not alike,
         f"calibrate: expected at least 2 ranks, got {ranks.world_size}": ranks.world_size < 2,
         "calibrate: expected ranks of one node, or one on each of several": (
             1 < ranks.local_world_size < ranks.world_size
@@ -149,8 +132,6 @@ def check(ranks: Ranks, out: Path, most_bytes: int, repetitions: int, *, alike: 
             raise UserError(message)
     if ranks.is_first:
         make_folders(out.parent, "--out: folder")
-        if out.is_dir():
-            raise UserError(f"--out {out}: expected a file, got a directory")
 
 
 def exchanges(most_bytes: int) -> list[Exchange]:
@@ -161,7 +142,7 @@ def exchanges(most_bytes: int) -> list[Exchange]:
 
 @torch.inference_mode()
 def measure(ranks: Ranks, messages: Sequence[Exchange], repetitions: int, before: Callable[[], None]) -> pd.DataFrame:
-    """Time every exchange; the same rows of ``SAMPLES_SCHEMA`` on all ranks."""
+    """Time every exchange; the same rows on all ranks: split, num_bytes, repetition, rank, time_us."""
     clock = clock_for(ranks.device)
     meet = partial(dist.all_reduce, torch.zeros(1, device=ranks.device))
     parts = []
@@ -204,8 +185,6 @@ class Fit(NamedTuple):
     bandwidth_gbps: float
     error: float
     """Root mean square of predicted / measured - 1."""
-    r2: float
-    """Of the times themselves, so large messages decide it."""
 
 
 def fit_link(bytes_N: ArrayLike, times_us_N: ArrayLike) -> Fit:
@@ -225,9 +204,7 @@ def fit_link(bytes_N: ArrayLike, times_us_N: ArrayLike) -> Fit:
         raise UserError(
             f"fit: expected times that grow with the bytes, got none up to {scale:,.0f} bytes; measure larger ones"
         )
-    off_N = latency_us + largest_us * sizes_N / scale - times_N
-    r2 = 1 - float((off_N**2).sum() / ((times_N - times_N.mean()) ** 2).sum())
-    return Fit(float(latency_us), float(scale / largest_us / 1e3), residual / len(times_N) ** 0.5, r2)
+    return Fit(float(latency_us), float(scale / largest_us / 1e3), float(residual / len(times_N) ** 0.5))
 
 
 def link_from(num_ranks: int, times: pd.DataFrame) -> tuple[Link, Fit]:
@@ -257,31 +234,19 @@ def link_from(num_ranks: int, times: pd.DataFrame) -> tuple[Link, Fit]:
     return link, fits[duplex]
 
 
-def report(links: Links, fit: Fit) -> str:
-    """What the links are, and where two numbers do not say it."""
-    poor = "\na poor fit; measure again while the machine is idle, or with more --repetitions"
-    return links.describe() + (poor if fit.r2 < _POOR_R2 else "")
-
-
-def write_links(out: Path, links: Links, fit: Fit) -> None:
-    """Write a links file that ``Links.load`` reads."""
-    text = yaml.safe_dump(links.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=100)
-    how = f"latency and bandwidth fit with an error of {fit.error:.1%}, R2 {fit.r2:.5f}"
-    with atomic_path(out) as temporary:
-        temporary.write_text(f"# Written by moe-ep-bench calibrate; {how}.\n{text}")
-
-
 def _write(ranks: Ranks, out: Path, samples: pd.DataFrame) -> None:
-    """Write samples and links, and print what was measured; UserError where there is no place."""
+    """Write samples and a links file, and print what was measured; UserError where there is no place."""
     link, fit = link_from(ranks.world_size, medians(samples))
     side = {"intra": link, "inter": None} if ranks.local_world_size > 1 else {"intra": None, "inter": link}
     links = Links(name=out.stem, source=_source(ranks), ranks_per_node=ranks.local_world_size, **side)
+    text = yaml.safe_dump(links.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=100)
+    how = f"latency and bandwidth fit the times with an error of {fit.error:.1%}"
     with writing_to(out, "--out"):
         with atomic_path(out.with_suffix(".samples.parquet")) as temporary:
-            table = pa.Table.from_pandas(samples, schema=SAMPLES_SCHEMA, preserve_index=False)
-            pq.write_table(table.replace_schema_metadata(), temporary, compression="zstd")
-        write_links(out, links, fit)
-    print(f"{report(links, fit)}\nwritten to {out}", flush=True)
+            samples.to_parquet(temporary)
+        with atomic_path(out) as temporary:
+            temporary.write_text(f"# Written by moe-ep-bench calibrate; {how}.\n{text}")
+    print(f"{links.describe()}\n{how}\nwritten to {out}", flush=True)
 
 
 def _source(ranks: Ranks) -> str:

@@ -288,7 +288,7 @@ def test_another_implementation_of_xshare_saves_more_than_the_paper_and_less_tha
 
 def test_the_command_prints_every_number_without_torch() -> None:
     program = (
-        "import sys; from moe_ep_bench.cli import main; status = main(['papers', 'list', '--json'])\n"
+        "import sys; from moe_ep_bench.cli import main; status = main(['papers', '--json'])\n"
         "assert not {'torch', 'pandas'} & set(sys.modules); sys.exit(status)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -302,13 +302,13 @@ def test_the_command_prints_every_number_without_torch() -> None:
 
 def test_the_command_prints_one_papers_tables_and_names_all_papers(capsys: pytest.CaptureFixture[str]) -> None:
     assert load("2511.02237") == load("oea")
-    assert main(["papers", "list", "oea"]) == OK
+    assert main(["papers", "--paper", "oea"]) == OK
     said = capsys.readouterr().out
     assert re.search(r"task aime24, routing OEA, k0 3 +80\.0 ± 0\.59  %", said)
     assert "2503.05066" not in said
-    assert main(["papers", "list", "lynx"]) == USER_ERROR
+    assert main(["papers", "--paper", "lynx"]) == USER_ERROR
     there = ", ".join(f"{name} ({paper})" for name, paper in IDS.items())
-    assert capsys.readouterr().err == f"moe-ep-bench: PAPER: expected one of {there}; got 'lynx'\n"
+    assert capsys.readouterr().err == f"moe-ep-bench: --paper: expected one of {there}; got 'lynx'\n"
 
 
 # --- The page of modelled numbers -------------------------------------------------------------------

@@ -22,7 +22,7 @@ COMMANDS = [
     ["route", "tiny.yaml", "--out", "routed"],
     ["emulate", "tiny.yaml", "--out", "emulated"],
     ["trace", "info", "trace.safetensors"],
-    ["papers", "list", "oea"],
+    ["papers", "--paper", "oea"],
     ["show", "emulated"],
     ["plot", "emulated", "--format", "svg", "--figures", "speedup"],
     ["compare", "emulated", "emulated"],

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import json
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from moe_ep_bench.cli.arguments import make_parser
 from moe_ep_bench.cli.commands import COMMANDS, end_output
@@ -31,25 +30,24 @@ _UNWRITABLE = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status."""
-    with _no_prompt():
-        options = make_parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-        if options.command is None:
-            make_parser().print_help(sys.stderr)
-            return USER_ERROR
-        try:
-            _drop_force_after_restart(options)
-            if getattr(options, "cpu", False):
-                take_cpu()
-            return COMMANDS[options.command](options)
-        except KeyboardInterrupt:
-            kept = "what is finished is kept, the same command does what is left"
-            print(f"moe-ep-bench: stopped: {kept}", file=sys.stderr)
-            return 128 + signal.SIGINT
-        except Exception as error:
-            if isinstance(error, BrokenPipeError) and _only_prints(options):
-                end_output()
-                return OK
-            return _complain(error)
+    options = make_parser().parse_args(sys.argv[1:] if arguments is None else arguments)
+    if options.command is None:
+        make_parser().print_help(sys.stderr)
+        return USER_ERROR
+    try:
+        _drop_force_after_restart(options)
+        if getattr(options, "cpu", False):
+            take_cpu()
+        return COMMANDS[options.command](options)
+    except KeyboardInterrupt:
+        kept = "what is finished is kept, the same command does what is left"
+        print(f"moe-ep-bench: stopped: {kept}", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _only_prints(options):
+            end_output()
+            return OK
+        return _complain(error)
 
 
 def _complain(error: Exception) -> int:
@@ -66,17 +64,6 @@ def _complain(error: Exception) -> int:
     return USER_ERROR
 
 
-@contextlib.contextmanager
-def _no_prompt() -> Iterator[None]:
-    """No command asks anything, and no library for it: standard input is empty in the block."""
-    stream = sys.stdin
-    with open(os.devnull) as sys.stdin:
-        try:
-            yield
-        finally:
-            sys.stdin = stream
-
-
 def _drop_force_after_restart(options: argparse.Namespace) -> None:
     """Drop --force where a cluster or torchrun has restarted the job: its command line is as it was the first time."""
     restarts = [f"{name}={os.environ[name]}" for name in _RESTARTS if os.environ.get(name, "0") not in ("", "0")]
@@ -89,5 +76,5 @@ def _drop_force_after_restart(options: argparse.Namespace) -> None:
 
 def _only_prints(options: argparse.Namespace) -> bool:
     """Whether the command's result is what it prints, and not what it measures."""
-    measures = options.command in ("run", "emulate", "validate", "papers", "calibrate")
+    measures = options.command in ("run", "emulate", "validate", "calibrate") or getattr(options, "config", None)
     return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points"))

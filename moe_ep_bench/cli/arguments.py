@@ -21,12 +21,12 @@ import moe_ep_bench
 from moe_ep_bench.errors import brief, did_you_mean, printable
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
-# ``papers`` takes a config; with this action in its place it is a command of its own.
-PAPERS_LIST = "papers list"
-
 _SHARED = {
     "config": """\
   config CONFIG  a YAML file (configs/)
+  @results
+""",
+    "results": """\
   --out DIR  results directory (default: results/<config's name>; of validate: results/<config's name>-validated)
   @set
   --force  repeat finished cases
@@ -78,12 +78,13 @@ validate  compare emulated ranks with real ones on this machine
   --margin SHARE = 3%  difference of equivalent speedups at most
   @nproc
   @cpu
-papers  emulate or run a config and print papers' numbers beside ours
-  @config
+papers  emulate or run a config and print papers' numbers beside ours; without one, those alone
+  config CONFIG?  a YAML file (configs/papers/)
+  @results
   --nproc N  run it on N real ranks instead of emulating it
   @cpu
-papers list  print the numbers that papers publish
-  paper PAPER?  capacity, oea, laser, xshare or an arXiv id (default: all)
+  [without a config]
+  --paper PAPER  capacity, oea, laser, xshare or an arXiv id (default: all)
   --json  print a list of objects, one for each number
 quality  measure what policies do to a language model's answers, or to its tasks
   @config
@@ -188,9 +189,7 @@ class _Parser(argparse.ArgumentParser):
     """Says a mistake in one line, without the usage of all options."""
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        """Read ``papers list`` as the one command that the parser knows."""
-        is_list = list(args[:2]) == PAPERS_LIST.split()
-        found, unknown = self.parse_known_args([PAPERS_LIST, *args[2:]] if is_list else args, namespace)
+        found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             is_value = "=" in unknown[-1] and not unknown[-1].startswith("-")
             hint = "; --set KEY=VALUE replaces a value of the config" if is_value else ""

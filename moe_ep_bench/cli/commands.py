@@ -5,7 +5,6 @@ torch, Megatron-Core, pandas and matplotlib are imported inside commands: help a
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -14,34 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.cli.arguments import PAPERS_LIST
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.runtime.torchrun import end_with_parent
 
 Work = Callable[[Namespace], int]
-
-
-def returns(target: str, *names: str, **keywords: str) -> Work:
-    """A command that is one call: ``module:function`` of the package with these options; it returns the exit status."""
-    module, _, function = target.partition(":")
-
-    def work(options: Namespace) -> Any:
-        call = getattr(importlib.import_module(f"moe_ep_bench.{module}"), function)
-        how = {keyword: getattr(options, name) for keyword, name in keywords.items()}
-        return call(*(getattr(options, name) for name in names), **how)
-
-    return work
-
-
-def prints(target: str, *names: str, **keywords: str) -> Work:
-    """Likewise; what the function returns is printed."""
-
-    def work(options: Namespace) -> int:
-        print(returns(target, *names, **keywords)(options))
-        return OK
-
-    return work
 
 
 # ---- what commands share ---------------------------------------------------------------------------------------------
@@ -191,6 +167,15 @@ def _validate(options: Namespace) -> int:
 
 
 def _papers(options: Namespace) -> int:
+    if options.config is None:
+        if options.json:
+            from moe_ep_bench.papers.published import list_json as listed
+        else:
+            from moe_ep_bench.analysis.show import list_papers as listed
+        print(listed(options.paper))
+        return OK
+    if options.paper is not None or options.json:
+        raise UserError(f"--paper, --json: expected none with a config, {options.config}")
     _check_config(options)
     from moe_ep_bench.papers.run import run_claims
 
@@ -256,11 +241,6 @@ def _advise(options: Namespace) -> int:
 # ---- other commands --------------------------------------------------------------------------------------------------
 
 
-def _papers_list(options: Namespace) -> int:
-    target = "papers.published:list_json" if options.json else "analysis.show:list_papers"
-    return prints(target, "paper")(options)
-
-
 def _calibrate(options: Namespace) -> int:
     end_with_parent()
     out = options.out or Path("results", "calibration", "links.yaml")
@@ -270,6 +250,13 @@ def _calibrate(options: Namespace) -> int:
     if "RANK" in os.environ:  # torchrun's
         return calibrate(out, **how)
     return launch_calibrate(out, _nproc(options), **how)
+
+
+def _trace_info(options: Namespace) -> int:
+    from moe_ep_bench.workload.trace import trace_info
+
+    print(trace_info(options.file))
+    return OK
 
 
 def _trace_record(options: Namespace) -> int:
@@ -295,19 +282,27 @@ def _trace_import(options: Namespace) -> int:
 
 
 def _check_policy(options: Namespace) -> int:
-    from moe_ep_bench.files import parse_yaml
+    from moe_ep_bench.config.files import override
     from moe_ep_bench.policies import make_policy
     from moe_ep_bench.policies.laws import check_text
 
-    entry: dict[str, object] = {"name": options.policy}
-    for field in options.overrides:
-        key, separator, value = field.partition("=")
-        if not separator:
-            raise UserError(f"--set {field}: expected field=value")
-        entry[key] = parse_yaml(value)
+    entry: dict[str, Any] = {"name": options.policy}
+    override(entry, {}, options.overrides, Path())
     text, kept = check_text(make_policy(entry))
     print(text)
     return OK if kept else CASES_FAILED
+
+
+def _doctor(options: Namespace) -> int:
+    from moe_ep_bench.machine.doctor import doctor
+
+    return doctor(options.out, options.nproc)
+
+
+def _show(options: Namespace) -> int:
+    from moe_ep_bench.analysis.show import show
+
+    return show(options.directories, options.format, options.out, views=options.view, columns=options.columns)
 
 
 def _plot(options: Namespace) -> int:
@@ -336,15 +331,14 @@ COMMANDS: dict[str, Work] = {
     "advise": _advise,
     "validate": _validate,
     "papers": _papers,
-    PAPERS_LIST: _papers_list,
     "quality": _quality,
     "calibrate": _calibrate,
-    "trace info": prints("workload.trace:trace_info", "file"),
+    "trace info": _trace_info,
     "trace record": _trace_record,
     "trace import": _trace_import,
     "check-policy": _check_policy,
-    "doctor": returns("machine.doctor:doctor", "out", "nproc"),
-    "show": returns("analysis.show:show", "directories", "format", "out", views="view", columns="columns"),
+    "doctor": _doctor,
+    "show": _show,
     "plot": _plot,
     "compare": _compare,
 }

@@ -235,7 +235,7 @@ def load(name: str) -> Paper:
         if name in (stem, read["paper"]):
             return validated(Paper, read, FOLDER / f"{stem}.yaml", strict=False)
     there = ", ".join(f"{stem} ({read['paper']})" for stem, read in fields.items())
-    raise UserError(f"PAPER: expected one of {there}; got {name!r}")
+    raise UserError(f"--paper: expected one of {there}; got {name!r}")
 
 
 def numbers(name: str | None = None, **wanted: Any) -> list[Number]:

@@ -49,8 +49,7 @@ class ModelConfig(Strict):
     model_config = ConfigDict(extra="allow")
 
     preset: str | None = None
-    """Model of data/models/. In place of it a shape by hand: num_experts, top_k, hidden_size, ffn_hidden_size, and any
-    other key of those files."""
+    """Model of data/models/; or a shape by hand: num_experts, top_k, hidden_size, ffn_hidden_size, other keys."""
     hf_config: Path | None = None
     """Hugging Face config.json, or its folder, in place of a preset."""
     scale: float = Field(1.0, gt=0, le=1)
@@ -94,7 +93,7 @@ class _Workload(Strict):
     seed: int = Field(0, ge=0)
     """Seed of the batches."""
     padding_per_rank: int = Field(0, ge=0)
-    """Padding tokens that end every rank's batch. Under policies they select nothing; ``native`` computes them."""
+    """Padding tokens that end every rank's batch; ``native`` alone computes them."""
     image_share: float | None = Field(None, ge=0, le=1)
     """Share of image tokens, first in every sequence, for policies with a ``modality``."""
 
@@ -112,8 +111,7 @@ class SyntheticConfig(_Workload):
     kind: Literal["synthetic"] = "synthetic"
     """Scores are drawn, to meet the targets below."""
     skew: Literal[(*SKEWS, *PATTERNS)] | None = None
-    """Targets calibrated to the model (data/skews/), where keys beside it win, null included; or another benchmark's
-    pattern (``megatron_*``, ``power_law_*``)."""
+    """Targets calibrated to the model (data/skews/), where keys beside it win; or another benchmark's pattern."""
     skew_from: Annotated[Path | None, NAME] = None
     """Counts of experts in place of ``skew``: a recording, SGLang's ``logical_count`` or [layers][experts] in JSON."""
     layer: int | None = Field(None, ge=0)
@@ -204,7 +202,7 @@ class RecordedConfig(_Workload):
     tokens_per_request: int = Field(1, ge=1)
     """Of a decode step; 1 + L = speculative decoding with L draft tokens."""
     tail: Literal["popularity", "uniform", "recorded"]
-    """Assumed scores of experts that the recording does not name. ``recorded``: the recording has all scores."""
+    """Assumed scores of experts that the recording does not name; ``recorded``: it names all."""
     topk_share: float | None = Field(None, gt=0, le=1)
     """Assumed score mass of the top-k, where recorded scores are normalised over it."""
 
@@ -259,8 +257,7 @@ class MeasureConfig(Strict):
     breakdown_iterations: int = Field(2, ge=0, le=1000)
     """Iterations per batch and case with all phases timed."""
     warmup: int = Field(5, ge=0)
-    """Most untimed rounds over all batches and cases, after the first that every shape gets; they end where a round
-    takes as long as the one before it. ``emulate`` takes one."""
+    """Most untimed rounds; they end where a round takes as long as the one before. ``emulate`` takes one."""
     launches: int = Field(1, ge=1)
     """Runs of the whole process, on the same batches."""
     flush_l2: bool = False
@@ -333,10 +330,9 @@ class ReplicationConfig(Lossless):
     spare_per_rank: int = Field(ge=1)
     """Experts that every rank holds beyond its share, in every layer."""
     plan: Literal["eplb", "variance"] = "eplb"
-    """Planned for the mean load, as DeepSeek's EPLB, or for its spread over batches too, as FlashLB."""
+    """Planned for the mean load, as DeepSeek's EPLB, or its spread over batches too, as FlashLB."""
     balancer: Literal["static", "lp", "activated"] = "static"
-    """Replicas share evenly; or every batch is solved, for the emptiest fullest rank (``lp``) or the fewest activated
-    experts on a rank (``activated``)."""
+    """Replicas share evenly; or every batch is solved, for the fullest rank's load or its activated experts."""
     solve_us: SolveTime | None = None
     """Time in which every rank solves a batch, assumed; null = 100, static 0."""
 
@@ -421,13 +417,12 @@ class EmulateConfig(Strict):
     """Settings of ``emulate``."""
 
     links: str | None = None
-    """Links between virtual ranks: a name of data/links/, a file by ``calibrate``, or of measured tables
-    ``table:SYSTEM/nccl/VERSION``."""
+    """Links between virtual ranks: a name of data/links/, a file by ``calibrate``, or ``table:SYSTEM/nccl/VERSION``."""
     bandwidth_scale: float = Field(1.0, ge=1e-6, le=1e6)
     """Factor on the bandwidth of all links."""
     device: str = MEASURED
-    """``measured``: this device runs every virtual rank's layer. Else nothing is run: a name of data/devices/, a path
-    of such a file, or measured elsewhere ``table:SYSTEM/FRAMEWORK/VERSION``."""
+    """``measured``: this device runs every rank's layer. Else nothing runs: a name of data/devices/, a path of such a
+    file, or measured elsewhere ``table:SYSTEM/FRAMEWORK/VERSION``."""
     transport: Transport = "pairs"
     """Rows sent: ``pairs``, (token, expert), as NCCL's all-to-all; ``copies``, (token, rank) and between nodes (token,
     node), as DeepEP."""
@@ -463,7 +458,7 @@ class Experiment(SweepPoint):
     layer: LayerConfig = LayerConfig()
     policies: tuple[PolicyEntry, ...] = Field(min_length=1)
     """Policies by name and fields; a list as value makes one policy each. A number may differ by MoE layer:
-    ``{"0-5": 1.0, "6-25": 1.5}``, or in that list a list with one for each layer."""
+    ``{"0-5": 1.0, "6-25": 1.5}``."""
     whole: WholeConfig = WholeConfig()
     measure: MeasureConfig = MeasureConfig()
     emulate: EmulateConfig = EmulateConfig()

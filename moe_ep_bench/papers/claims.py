@@ -60,10 +60,9 @@ class Claim(Strict):
     """One of the config's policies, where a list in place of a value makes one claim for each; or the label of one, or
     of one of ``emulate.replication`` or ``emulate.rebalance``. None = native, of which a number is claimed."""
     metric: Literal[*CLAIMED] = "speedup"
-    """Of a layer or, with scope model, of a pass: time of native over the policy's (``speedup``), or the other way
-    round (``time``), also of groups of phases or of all MoE layers; the activated experts of the rank with most over
-    native's; the fullest expert's load of native over the policy's; the policy's dropped share; or its (native's)
-    own fullest rank over the mean, time in microseconds, or number of activated experts of the rank with most."""
+    """Of a layer or, with scope model, of a pass: native's time over the policy's (``speedup``), or the other way round
+    (``time``); likewise activated experts, and the fullest expert's load (``imbalance_cut``). By itself: the dropped
+    share, the fullest rank over the mean, microseconds, activated experts (``num_activated``)."""
     paper: tuple[float | None, float | None] | None = None
     """From and to; a number is both, null is an open end. null alone: the paper states none, and the note says so."""
     published: dict[str, Any] | None = None

@@ -82,7 +82,8 @@ class QualityExperiment(SweepPoint):
     """Tokens that are routed together: all of a batch (prefill), or those of each position (decode); auto = each
     policy's own phase, prefill where it has both. Where a task's answers are generated, the phases are told apart."""
     policies: tuple[PolicyEntry, ...] = Field(min_length=1)
-    """Policies by name and fields; a list in place of a value means one policy for each."""
+    """Policies by name and fields; a list as value makes one policy each. A number may differ by MoE layer:
+    ``{"0-5": 1.0, "6-25": 1.5}``."""
 
     @model_validator(mode="after")
     def _check(self) -> QualityExperiment:

@@ -287,7 +287,7 @@ def test_what_moves_in_a_batch_is_counted_and_takes_its_time_over_the_links(tmp_
     """Weights and rows of shared experts; each pair and each token is computed once all the same."""
     moving = [{"name": name, "least_pairs": 1, "solve_us": 7} for name in ("llep", "ultra")]
     settings = {"links": "h20-nvlink4", "device": "h20", "rebalance": [*moving, {"name": "waterfill"}]}
-    config = write_config(tmp_path, layer__ep_size=4, workload__num_batches=1, emulate=settings)
+    config = write_config(tmp_path, layer__ep_size=4, workload__num_batches=1, workload__peak_load=8, emulate=settings)
     assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == OK
     rows, times = routing_of(tmp_path / "out"), cases_of(tmp_path / "out")
     labels = json.loads((tmp_path / "out/run.json").read_text())["cases"]

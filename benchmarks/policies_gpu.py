@@ -109,8 +109,7 @@ class Bench:
         return {**spec, "c": min(spec["c"], self.num_experts)} if "c" in spec else spec
 
     def _takes_too_long(self, policy: Policy) -> bool:
-        is_sequential = isinstance(policy, LoadAwarePolicy) and getattr(policy, "chunk_size", 1) == 1
-        return is_sequential and self.num_tokens > MOST_SEQUENTIAL_TOKENS
+        return isinstance(policy, LoadAwarePolicy) and self.num_tokens > MOST_SEQUENTIAL_TOKENS
 
     def _triton(self, policy: Policy) -> Callable[[], Any] | None:
         twin = dispatch.triton_twins().get(type(policy))

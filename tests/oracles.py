@@ -130,12 +130,11 @@ def capacity(
     top_k: int,
     num_experts: int,
     num_shared: int,
-    min_capacity: int,
     rounding: str,
 ) -> int:
-    """max(n * min_capacity, n * gamma * T * K / E) for n experts, rounded, gamma being the decimal as written."""
+    """n * gamma * T * K / E for n experts, rounded, gamma being the decimal as written."""
     exact = Fraction(str(capacity_factor)) * num_shared * num_tokens * top_k / num_experts
-    return max(num_shared * min_capacity, {"floor": math.floor, "ceil": math.ceil}[rounding](exact))
+    return {"floor": math.floor, "ceil": math.ceil}[rounding](exact)
 
 
 def within_capacity(
@@ -147,7 +146,6 @@ def within_capacity(
     metric: str,
     granularity: str,
     modality: str,
-    min_capacity: int,
     rounding: str,
 ) -> Selection:
     """Every expert (or device) sorts its candidate pairs and keeps the first C."""
@@ -170,7 +168,7 @@ def within_capacity(
 
     groups = capacity_groups(granularity, num_experts, context.num_ranks)
     num_valid = sum(is_valid(context, num_tokens))
-    room = capacity(capacity_factor, num_valid, context.top_k, num_experts, len(groups[0]), min_capacity, rounding)
+    room = capacity(capacity_factor, num_valid, context.top_k, num_experts, len(groups[0]), rounding)
     kept: Selection = [set() for _ in range(num_tokens)]
     for group in groups:
         pairs = [(token, expert) for token in range(num_tokens) for expert in group if expert in candidates[token]]
@@ -236,12 +234,11 @@ def loads(selection: Selection, num_experts: int) -> list[int]:
     return [sum(expert in experts for experts in selection) for expert in range(num_experts)]
 
 
-def expert_drop(scores_TE: Tensor, context: RoutingContext, *, fraction: float, count: int | None) -> Routing:
+def expert_drop(scores_TE: Tensor, context: RoutingContext, *, fraction: float) -> Routing:
     num_experts = scores_TE.shape[1]
     top_k = model_top_k(scores_TE, context)
     load_E = loads(top_k, num_experts)
-    if count is None:
-        count = max(1, math.floor(Fraction(str(fraction)) * num_experts))
+    count = max(1, math.floor(Fraction(str(fraction)) * num_experts))
     skipped = sorted(range(num_experts), key=lambda expert: (load_E[expert], expert))[:count]
     return weigh([experts - set(skipped) for experts in top_k], top_k, scores_TE, context)
 
@@ -267,9 +264,7 @@ def dynamic_skip(scores_TE: Tensor, context: RoutingContext, *, beta: float) -> 
 # --- megatron_drop ---------------------------------------------------------------------------------
 
 
-def megatron_drop(
-    scores_TE: Tensor, context: RoutingContext, *, capacity_factor: float, drop_policy: str, pad_to_capacity: bool
-) -> Routing:
+def megatron_drop(scores_TE: Tensor, context: RoutingContext, *, capacity_factor: float) -> Routing:
     num_tokens, num_experts = scores_TE.shape
     top_k = model_top_k(scores_TE, context)
     weights_TE = weigh(top_k, top_k, scores_TE, context).weights_TE.float().tolist()
@@ -278,14 +273,9 @@ def megatron_drop(
     selected: Selection = [set() for _ in range(num_tokens)]
     for expert in range(num_experts):
         chosen = [token for token in tokens if expert in top_k[token]]
-        if drop_policy == "probs":
-            chosen.sort(key=lambda token: (-weights_TE[token][expert], token))
-        others = [token for token in tokens if expert not in top_k[token]]
-        for token in (chosen + others if pad_to_capacity else chosen)[:room]:
+        for token in sorted(chosen, key=lambda token: (-weights_TE[token][expert], token))[:room]:
             selected[token].add(expert)
-    kept = [experts & own for experts, own in zip(selected, top_k, strict=True)]
-    weights = weigh(kept, top_k, scores_TE, context).weights_TE
-    return Routing(map_TE=weigh(selected, top_k, scores_TE, context).map_TE, weights_TE=weights)
+    return weigh(selected, top_k, scores_TE, context)
 
 
 # --- pruned and oea --------------------------------------------------------------------------------
@@ -357,18 +347,10 @@ def oea(
     p: float,
     k_max: int | None,
     max_rank: int | None,
-    rank_fill: bool,
 ) -> Routing:
     num_experts = scores_TE.shape[1]
     base = pruned_selection(scores_TE, context, k0, p)
     activated = set().union(*base)
-    if rank_fill:
-        sums_E = batch_sums(scores_TE, valid_tokens(scores_TE, context))
-        ranks = hosted(num_experts, context.num_ranks)
-        busiest = max(len(activated & set(experts)) for experts in ranks)
-        for experts in ranks:
-            missing = busiest - len(activated & set(experts))
-            activated |= set(best(set(experts) - activated, sums_E, missing))
     selection: Selection = []
     for experts, own in zip(preference_lists(scores_TE, context), base, strict=True):
         held = set(own)
@@ -385,33 +367,29 @@ def oea(
 def in_order(
     scores_TE: Tensor,
     context: RoutingContext,
-    chunk_size: int,
+    carry_loads: bool,
     pools: Callable[[int], tuple[bool, set[int]]],
 ) -> Routing:
     """Route token by token; ``pools`` says of each whether its pool is final, or to be chosen from by load."""
     num_tokens, num_experts = scores_TE.shape
-    load_E = [0.0] * num_experts if context.load_E is None else [float(load) for load in context.load_E]
+    load_E = [0.0] * num_experts
+    if carry_loads and context.load_E is not None:
+        load_E = [float(load) for load in context.load_E]
     lists = preference_lists(scores_TE, context)
     selection: Selection = [set() for _ in range(num_tokens)]
-    waiting: list[int] = []  # experts of the pairs that the chunk has not yet reported
-    tokens = valid_tokens(scores_TE, context)
-    for position, token in enumerate(tokens):
+    for token in valid_tokens(scores_TE, context):
         is_final, pool = pools(token)
         if not is_final:
             place = {expert: place for place, expert in enumerate(lists[token])}
             order = sorted(pool, key=lambda expert: (load_E[expert], place[expert]))
             pool = set(order[: context.top_k])
         selection[token] = pool
-        waiting += pool
-        if (position + 1) % chunk_size == 0:
-            for expert in waiting:
-                load_E[expert] += 1
-            waiting = []
+        for expert in pool:
+            load_E[expert] += 1
     return weigh(selection, selection, scores_TE, context)
 
 
-def laser(scores_TE: Tensor, context: RoutingContext, *, chunk_size: int, **values: Any) -> Routing:
-    rule = {"trim": "top", **values}
+def laser(scores_TE: Tensor, context: RoutingContext, *, carry_loads: bool, **rule: Any) -> Routing:
     scores = scores_TE.double().tolist()
     lists = preference_lists(scores_TE, context)
     random_TE = random_keys(scores_TE, context) if rule["trim"] == "random" else None
@@ -428,12 +406,12 @@ def laser(scores_TE: Tensor, context: RoutingContext, *, chunk_size: int, **valu
             pool = set([expert for expert in lists[token] if expert in pool][: rule["c"]])
         return False, pool
 
-    return in_order(scores_TE, context, chunk_size, pools)
+    return in_order(scores_TE, context, carry_loads, pools)
 
 
-def load_only(scores_TE: Tensor, context: RoutingContext, *, chunk_size: int, **carried: Any) -> Routing:
+def load_only(scores_TE: Tensor, context: RoutingContext, *, carry_loads: bool) -> Routing:
     everyone = set(range(scores_TE.shape[1]))
-    return in_order(scores_TE, context, chunk_size, lambda token: (False, everyone))
+    return in_order(scores_TE, context, carry_loads, lambda token: (False, everyone))
 
 
 # --- xshare ----------------------------------------------------------------------------------------
@@ -528,23 +506,18 @@ def sere(
 # --- budget_drop -----------------------------------------------------------------------------------
 
 
-def score_bin(score: float, bins_per_octave: int) -> int:
-    """Equal parts of the octaves from 2**-16 to 1; all below is in the first bin, 1 and above in the last."""
+def score_bin(score: float) -> int:
+    """Eighths of the octaves from 2**-16 to 1; all below is in the first bin, 1 and above in the last."""
     if score < 2**-16:
         return 0
     if score >= 1:
-        return 16 * bins_per_octave - 1
+        return 16 * 8 - 1
     octave = next(n for n in range(16) if score < Fraction(2) ** (n - 15))
-    return octave * bins_per_octave + int((Fraction(score) / Fraction(2) ** (octave - 16) - 1) * bins_per_octave)
+    return octave * 8 + int((Fraction(score) / Fraction(2) ** (octave - 16) - 1) * 8)
 
 
 def budget_drop(
-    scores_TE: Tensor,
-    context: RoutingContext,
-    max_dropped: float | None,
-    max_lost_mass: float | None,
-    granularity: str,
-    bins_per_octave: int,
+    scores_TE: Tensor, context: RoutingContext, max_dropped: float | None, max_lost_mass: float | None
 ) -> Routing:
     """The smallest load whose loss is within the budget, by trying all loads."""
     scores, num_experts = scores_TE.tolist(), scores_TE.shape[1]
@@ -552,14 +525,14 @@ def budget_drop(
     cells: dict[tuple[int, int], list[int]] = {}  # (expert, bin): its tokens
     for token, experts in enumerate(top_k):
         for expert in experts:
-            cells.setdefault((expert, score_bin(scores[token][expert], bins_per_octave)), []).append(token)
+            cells.setdefault((expert, score_bin(scores[token][expert])), []).append(token)
 
     def mass(cell: tuple[int, int]) -> Fraction:
         return sum(
             (Fraction(round(Fraction(scores[token][cell[0]]) * 2**32), 2**32) for token in cells[cell]), Fraction()
         )
 
-    size = num_experts // context.num_ranks if granularity == "rank" else 1
+    size = num_experts // context.num_ranks
     groups = [
         sorted(
             (cell for cell in cells if cell[0] // size == group),

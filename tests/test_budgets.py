@@ -24,13 +24,13 @@ from moe_ep_bench.presets import expand_policies
     ("name", "fields", "of_layers"),
     [
         ("token_drop", {"capacity_factor": {"0-1": 0.5, 2: 1}}, [{"capacity_factor": c} for c in (0.5, 0.5, 1)]),
-        ("budget_drop", {"max_lost_mass": [0.3, 0.0]}, [{"max_lost_mass": 0.3}, {"max_lost_mass": 0.0}]),
+        ("budget_drop", {"max_lost_mass": {"0": 0.3, "1": 0.0}}, [{"max_lost_mass": 0.3}, {"max_lost_mass": 0.0}]),
         (
             "laser",
-            {"eps_high": 1, "t_fix": [0, 1], "c": {"0": 4, "1": 8}},
+            {"eps_high": 1, "t_fix": {"0": 0, "1": 1}, "c": {"0": 4, "1": 8}},
             [{"eps_high": 1, "t_fix": 0, "c": 4}, {"eps_high": 1, "t_fix": 1, "c": 8}],
         ),
-        ("xshare", {"k0": [1, 2], "budget": 1}, [{"k0": 1, "budget": 1}, {"k0": 2, "budget": 1}]),
+        ("xshare", {"k0": {"0": 1, "1": 2}, "budget": 1}, [{"k0": 1, "budget": 1}, {"k0": 2, "budget": 1}]),
     ],
 )
 def test_each_layer_is_routed_by_its_own_values(name: str, fields: dict, of_layers: list[dict]) -> None:
@@ -38,7 +38,7 @@ def test_each_layer_is_routed_by_its_own_values(name: str, fields: dict, of_laye
     for layer, own in enumerate(of_layers):
         context = RoutingContext(top_k=2, num_ranks=4, layer_fraction=layer / len(of_layers))
         expected = make_policy({"name": name, **own}).route(scores_TE, context)
-        for form in (policy, form_of(policy, "cpu"), form_of(policy, "cpu", "torch")):
+        for form in (policy, form_of(policy, "cpu")):
             for stats_SE in (None, form.batch_stats(scores_TE, context)):
                 found = form.route(scores_TE, context, stats_SE)
                 assert torch.equal(found.map_TE, expected.map_TE)
@@ -51,8 +51,9 @@ def test_each_layer_is_routed_by_its_own_values(name: str, fields: dict, of_laye
     assert hash(rebuilt) == hash(policy)
 
 
-def test_a_list_in_a_list_is_by_layer_and_labels_tell_policies_apart() -> None:
-    factors = [1.0, [1.0, 2.0], {"0-1": 3}, [1 + layer / 10 for layer in range(9)], [1.8 - n / 10 for n in range(9)]]
+def test_labels_tell_policies_by_layer_apart() -> None:
+    rising, falling = ({str(n): 1 + sign * n / 10 for n in range(9)} for sign in (1, -1))
+    factors = [1.0, {"0": 1.0, "1": 2.0}, {"0-1": 3}, rising, falling]
     policies = expand_policies([{"name": "token_drop", "capacity_factor": factors}])
     labels = [policy.label for policy in policies]
     assert labels[:3] == [f"token_drop capacity_factor={words}" for words in ("1.0", "0:1/1:2", "0-1:3")]
@@ -66,8 +67,8 @@ def test_a_list_in_a_list_is_by_layer_and_labels_tell_policies_apart() -> None:
     [
         ({"0-1": 1, "3-4": 1}, "capacity_factor: expected 2 or 2-LAST for the next band of layers, got '3-4'"),
         ({"early": 1}, "capacity_factor: expected 0 or 0-LAST for the next band of layers, got 'early'"),
-        ([1.0, -1.0], "capacity_factor: expected at least 0, got -1.0"),
-        ([], "capacity_factor: expected a number for each layer, got []"),
+        ({0: 1.0, 1: -1.0}, "capacity_factor: expected at least 0, got -1.0"),
+        ({}, "capacity_factor: expected a number for each band of layers, got {}"),
     ],
 )
 def test_wrong_values_by_layer_are_refused(value: object, message: str) -> None:

@@ -63,7 +63,7 @@ def test_no_set_of_experts_keeps_more() -> None:
     [
         {"name": "token_drop", "capacity_factor": 0.6},
         {"name": "token_drop", "capacity_factor": 0.6, "granularity": "device", "metric": "order"},
-        {"name": "expert_drop", "count": 3},
+        {"name": "expert_drop", "fraction": 0.4},
         {"name": "lynx", "num_dropped": 2},
         {"name": "dynamic_skip", "beta": 0.7},
         {"name": "pruned", "k0": 1},

@@ -23,10 +23,9 @@ BIG = [
     {"name": "token_drop", "capacity_factor": 1.0, "granularity": "device"},
     {"name": "expanded_drop", "capacity_factor": 1.0},
     {"name": "expanded_drop", "capacity_factor": 1.5, "num_candidates": 2, "max_experts_per_token": 8},
-    {"name": "oea", "k0": 4, "rank_fill": True},
+    {"name": "oea", "k0": 4},
     {"name": "xshare", "k0": 1, "budget": 16},
     {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 2},
-    {"name": "laser", "eps_high": 0.9, "t_fix": 0.01, "c": 16, "chunk_size": 4096},
     {"name": "dynamic_skip", "beta": 0.3},
 ]
 # Batch-wide rules sum in another order than torch: scores with few bits have exact sums, and so equal ones.

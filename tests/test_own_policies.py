@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 import subprocess
@@ -17,7 +16,6 @@ import yaml
 from moe_ep_bench import cli
 from moe_ep_bench.analysis import style
 from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import make_policy, policy_class
 from moe_ep_bench.policies.own import source_hash
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
@@ -90,20 +88,11 @@ def test_every_rank_and_quality_take_it(folder: Path) -> None:
     assert len(cases_of(folder / "judged")) == 1
 
 
-def test_a_policy_is_found_by_module_by_entry_point_and_by_an_override(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_policy_is_found_by_module_and_by_an_override(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "own_package.py").write_text(EXAMPLE)
     monkeypatch.syspath_prepend(folder)
     by_module = make_policy({"name": "own_package:LeaveBusiest", "num_left": 3})
     assert by_module.label == "leave_busiest num_left=3"
-    point = importlib.metadata.EntryPoint("leave_busiest", "own_package:LeaveBusiest", "moe_ep_bench.policies")
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] if group == point.group else [])
-    assert make_policy({"name": "leave_busiest", "num_left": 3}) == by_module
-    renamed = importlib.metadata.EntryPoint("leave_none", point.value, point.group)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [renamed] if group == point.group else [])
-    with pytest.raises(UserError, match="entry point leave_none leads to a policy of another name, leave_busiest"):
-        make_policy({"name": "leave_none", "num_left": 3})
     monkeypatch.chdir(folder)
     (found,) = load_experiments(folder / "tiny.yaml", [f"policies.0.name={NAME}"], on_cpu=True)
     assert source_hash(type(found.make_policies()[0])) == source_hash(type(by_module))  # the same bytes

@@ -134,16 +134,15 @@ BOUNDS = [
     ({"name": "token_drop", "capacity_factor": 1.0, "rounding": "ceil"}, (20, 6, 64, 1), 120),
     ({"name": "token_drop", "capacity_factor": 0.7, "rounding": "ceil"}, (1001, 2, 16, 1), 1408),
     ({"name": "token_drop", "capacity_factor": 0.7}, (1001, 2, 16, 1), 1392),
-    ({"name": "token_drop", "capacity_factor": 0.5, "granularity": "device", "min_capacity": 9}, (8, 4, 16, 4), 32),
-    ({"name": "token_drop", "capacity_factor": 0, "granularity": "device", "min_capacity": 1}, (8, 4, 16, 4), 16),
+    ({"name": "token_drop", "capacity_factor": 0.5, "granularity": "device"}, (8, 4, 16, 4), 16),
     ({"name": "expanded_drop", "capacity_factor": 2.0}, (1024, 6, 64, 8), 7680),
     ({"name": "expanded_drop", "capacity_factor": 2.0, "granularity": "device"}, (1024, 6, 64, 8), 7680),
     ({"name": "expanded_drop", "capacity_factor": 0.5}, (1024, 6, 64, 8), 3072),
     ({"name": "expanded_drop", "capacity_factor": 2.0, "max_experts_per_token": 7}, (1024, 6, 64, 8), 7168),
     ({"name": "expanded_drop", "capacity_factor": 2.0, "scope": "global", "num_candidates": 9}, (8, 2, 8, 2), 32),
     ({"name": "megatron_drop", "capacity_factor": 0.7}, (1001, 2, 16, 1), 1408),
-    ({"name": "megatron_drop", "capacity_factor": 4.0, "pad_to_capacity": True}, (10, 2, 8, 1), 80),
-    ({"name": "expert_drop", "count": 6}, (10, 4, 8, 2), 20),
+    ({"name": "megatron_drop", "capacity_factor": 4.0}, (10, 2, 8, 1), 20),
+    ({"name": "expert_drop", "fraction": 0.75}, (10, 4, 8, 2), 20),
     ({"name": "lynx", "num_dropped": 6}, (10, 4, 8, 2), 20),
     ({"name": "oea", "k0": 1, "k_max": 8, "max_rank": 3}, (10, 4, 8, 2), 30),
     ({"name": "xshare", "k0": 0, "budget": 3}, (10, 4, 8, 2), 30),
@@ -265,10 +264,9 @@ def test_no_field_takes_a_word_that_it_does_not_know_or_a_negative_number(spec: 
         ({**EXPANDED, "max_experts_per_token": 0}, "max_experts_per_token", "0"),
         ({"name": "expert_drop", "fraction": 1.1}, "fraction", "1.1"),
         ({"name": "budget_drop"}, "max_dropped and max_lost_mass", "neither"),
-        ({"name": "budget_drop", "max_dropped": 0.1, "bins_per_octave": 3}, "bins_per_octave", "3"),
         ({"name": "pruned", "k0": 1, "p": 0}, "p", "0"),
-        ({**LASER, "bands": {"early": {"t_fix": 0}}}, "bands", "c, trim, chunk_size"),
-        ({**LASER, "eps_high": [0.5, 1.5]}, "eps_high", "1.5"),
+        ({**LASER, "bands": {"early": {"t_fix": 0}}}, "bands", "c, trim"),
+        ({**LASER, "eps_high": {"0": 0.5, "1": 1.5}}, "eps_high", "1.5"),
         ({"name": "xshare", "k0": 1}, "budget and mass_threshold", "neither"),
         ({"name": "xshare", "k0": 1, "budget": 1, "rank_budget": 2}, "rank_budget", "2"),
         ({"name": "xshare", "k0": 1, "scope": "request"}, "request_budget", "None"),
@@ -282,6 +280,15 @@ def test_no_field_takes_a_word_that_it_does_not_know_or_a_negative_number(spec: 
 def test_a_wrong_spec_is_one_line_that_names_the_field_and_its_value(spec: Spec, key: str, got: str) -> None:
     with pytest.raises(ValueError, match=f"^{key}: [^\n]*{re.escape(got)}[^\n]*$"):
         make_policy(spec)
+
+
+@pytest.mark.parametrize("name", ["pruned", "oea"])
+def test_a_token_insists_on_no_more_experts_than_the_models_unless_a_share_stops_it(name: str) -> None:
+    for fields in ({"k0": 4}, {"k0": 8, "p": 0.9}, {"k0": {"0": 1, "1": 4}}):
+        make_policy({"name": name, **fields}).check_model(8, top_k=4)
+    for fields in ({"k0": 5}, {"k0": {"0": 1, "1": 5}}, {"k0": 5, "p": {"0": 0.5, "1": 1}}):
+        with pytest.raises(ValueError, match=r"\Ak0: expected at most 4, the model's top-k, where p is 1; got 5\Z"):
+            make_policy({"name": name, **fields}).check_model(8, top_k=4)
 
 
 UNIFORM = torch.full([6, 8], 0.125)
@@ -331,7 +338,7 @@ NEEDS: list[tuple[str, Spec]] = [
     ("modality_T", {**EXPANDED, "modality": "image_first"}),
     ("generator", {**LASER, "trim": "random"}),
     ("c", {**LASER, "c": 1}),
-    ("c", {**LASER, "c": [9]}),
+    ("c", {**LASER, "c": {"0": 9}}),
     ("request_id_T", {"name": "xshare", "k0": 1, "scope": "request", "request_budget": 1}),
 ]
 

@@ -14,10 +14,8 @@ MEGATRON: Spec = {"name": "megatron_drop", "capacity_factor": 1.0}
 USED = [[0.5, 0.3, 0.1, 0.1, 0.0], [0.5, 0.3, 0.1, 0.1, 0.0], [0.5, 0.1, 0.3, 0.1, 0.0]]
 # Preference lists: 0 1 2 3, and 3 2 1 0.
 OPPOSITE = [[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]]
-# Both tokens insist on rank 0 (experts 0 to 2). Rank 1 adds two: 4 (0.3 in all), then 3 before 5 (0.1 each).
-INSISTENT = [[0.5, 0.1, 0.1, 0.05, 0.2, 0.05], [0.1, 0.5, 0.1, 0.05, 0.1, 0.05]]
 NEARLY_EVEN, CONFIDENT = [0.375, 0.25, 0.25, 0.125], [0.125, 0.75, 0.125, 0.0]
-BY_LAYER = {**LASER, "t_fix": {"0": 0, "1": 1, "2": 0}, "c": {"0-1": 4, "2": 2}}
+BY_LAYER = {**LASER, "carry_loads": True, "t_fix": {"0": 0, "1": 1, "2": 0}, "c": {"0-1": 4, "2": 2}}
 # Sums: 0.9, 0.8, 0.7, 0.6 for experts 0 to 3; the top-1s are 0, 1 and 0.
 SUMS = [[0.4, 0.1, 0.3, 0.2], [0.1, 0.4, 0.3, 0.2], [0.4, 0.3, 0.1, 0.2]]
 BY_ROUNDS = [[0.5, 0.2, 0.1, 0.3, 0.2, 0.1], [0.2, 0.5, 0.1, 0.3, 0.2, 0.1]]
@@ -56,14 +54,14 @@ BY_HAND: list[tuple[Spec, list[list[float]], int, Arguments, list[list[int]]]] =
         ({"k0": 1}, [[0, 3], [0, 3]]), ({"k0": 1, "max_rank": 3}, [[0], [3]]),
         ({"k0": 2, "k_max": 1}, [[0, 1], [2, 3]]),
     )),
-    ({"name": "oea", "k0": 1, "rank_fill": True}, INSISTENT, 4, {"num_ranks": 2}, [[0, 1, 3, 4]] * 2),
     # The pool is {0, 1, 2}; loads decide, ties go to the higher score and then to the lower index.
     (LASER, [NEARLY_EVEN] * 4, 1, {}, [[0], [1], [2], [0]]),
     # A confident token takes its top-k, and its load counts.
     ({**LASER, "eps_high": 0.75}, [CONFIDENT] * 2 + [NEARLY_EVEN] * 2, 1, {}, [[1], [1], [0], [2]]),
-    # A chunk sees the loads that the chunks before it left; padding has no place in a chunk.
-    ({**LASER, "chunk_size": 2}, [NEARLY_EVEN] * 5, 1,
-     {"token_mask_T": torch.tensor([True, False, True, True, True])}, [[0], [], [0], [1], [1]]),
+    # Padding is no load; what earlier batches left is, where it is carried over.
+    (LASER, [NEARLY_EVEN] * 3, 1, {"token_mask_T": torch.tensor([True, False, True]), "load_E": torch.arange(4)},
+     [[0], [], [1]]),
+    ({**LASER, "carry_loads": True}, [NEARLY_EVEN] * 2, 1, {"load_E": torch.tensor([2, 1, 3, 0])}, [[1], [0]]),
     # Every layer has values of its own.
     *((BY_LAYER, [NEARLY_EVEN], 1, {"layer_fraction": depth, "load_E": torch.tensor([4, 3, 2, 1])}, [[expert]])
       for depth, expert in ((0.0, 3), (1 / 3, 0), (2 / 3, 1))),
@@ -98,8 +96,6 @@ EQUAL = torch.full([10, 8], 0.125)  # all tokens want experts 0 and 1
 @pytest.mark.parametrize(
     ("fields", "num_tokens", "load_E"),
     [
-        ({"capacity_factor": 0, "min_capacity": 2}, 10, [2, 2]),
-        ({"capacity_factor": 0, "min_capacity": 2, "granularity": "device"}, 10, [4, 4]),  # 4 experts share 4 * 2
         ({"capacity_factor": 0.7}, 360, [63, 63]),  # 0.7 * 360 * 2 / 8, in doubles 62.99999999999999
         ({"capacity_factor": 0.7, "granularity": "device"}, 360, [126, 126]),  # 4 * 63, shared by the first 126 tokens
         ({"capacity_factor": 0.15, "granularity": "device"}, 24, [2, 1]),  # 3.6 places: a token's pairs are split

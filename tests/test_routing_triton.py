@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 from policy_cases import SPECS, Arguments, Spec, assert_same_choice, context_of, distinct_scores, fitted, random_scores
 from torch import Tensor
 
-from moe_ep_bench.kernels import capacity_passes_triton, laser_triton, requests_triton, sets_triton
+from moe_ep_bench.kernels import capacity_passes_triton, requests_triton, sets_triton
 from moe_ep_bench.kernels.dispatch import triton_twins
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 
@@ -33,7 +32,7 @@ EVERY_RULE: list[Spec] = [
     {"name": "expert_drop", "fraction": 0.3},
     {"name": "lynx", "num_dropped": 5},
     {"name": "oea", "k0": 2, "p": 0.6, "k_max": 3},
-    {"name": "oea", "k0": 1, "rank_fill": True, "max_rank": 20},
+    {"name": "oea", "k0": 1, "max_rank": 20},
     {"name": "xshare", "k0": 0, "budget": 11},
     {"name": "xshare", "k0": 1, "mass_threshold": 0.7},
     {"name": "xshare", "k0": 0, "scope": "rank", "rank_budget": 4},
@@ -215,52 +214,15 @@ def test_tokens_of_a_request_may_stand_anywhere(spec: Spec, monkeypatch: pytest.
 # --- LASER -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("chunk_size", "most_in_one_program"), [(3, 1), (3, 10_000), (10, 1)])
-@each_load_aware
-def test_any_chunk_size_routes_like_torch_on_either_path(
-    spec: Spec, chunk_size: int, most_in_one_program: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Of 16 experts, one program decides on 2 tokens at once, many programs on one token each.
-    for name, size in (("_STEP_TILE", 32), ("_WARP_TILE", 16), ("_PARALLEL_CHUNK", most_in_one_program)):
-        monkeypatch.setattr(laser_triton, name, size)
-    scores_TE = random_scores("softmax", 9, 16, seed=chunk_size)
-    chunked = {**spec, "chunk_size": chunk_size}
-    assert_like_torch(chunked, scores_TE, token_mask_T=torch.arange(9) % 4 != 1)
-    assert_like_torch(chunked, scores_TE, load_E=torch.arange(16) % 5 / 8, normalize=True)
-
-
 @each_load_aware
 def test_few_tokens_and_equal_scores_of_any_size(spec: Spec) -> None:
     for mask_T in (torch.zeros(0, dtype=torch.bool), torch.tensor([True]), torch.tensor([False])):
-        scores_TE = random_scores("softmax", len(mask_T), 12, seed=0)
-        assert_like_torch({**spec, "chunk_size": 5}, scores_TE, token_mask_T=mask_T, top_k=3)
+        assert_like_torch(spec, random_scores("softmax", len(mask_T), 12, seed=0), token_mask_T=mask_T, top_k=3)
+    assert_like_torch(spec, random_scores("softmax", 9, 16, seed=3), token_mask_T=torch.arange(9) % 4 != 1)
     levels_TE = random_scores("levels", 10, 8, seed=3)
     levels_TE[::2] = 0.25
     for scale in (0.0, 2.0**-140):
         assert_like_torch(spec, levels_TE * scale)
-
-
-@pytest.mark.parametrize(("kind", "chunk_size"), [("any fraction", 3), ("huge", 100), ("tiny", 3), ("-0.0", 100)])
-@each_load_aware
-def test_carried_loads_of_any_size_count_as_in_torch(spec: Spec, kind: str, chunk_size: int) -> None:
-    """Also where adding to them rounds: a chunk's pairs are added to them at once."""
-    generator = torch.Generator().manual_seed(2)
-    load_E = {
-        "any fraction": torch.rand([8], generator=generator, dtype=torch.float64) * 3,
-        "huge": 2.0**53 + 2 * torch.randint(0, 2, [8], generator=generator).double(),
-        "tiny": torch.randint(0, 3, [8], generator=generator).double() * 5e-324,
-        "-0.0": torch.tensor([0.0, -0.0], dtype=torch.float64).repeat(4),
-    }[kind]
-    scores_TE = random_scores("softmax", 9, 8, seed=8)
-    assert_like_torch({**spec, "chunk_size": chunk_size}, scores_TE, load_E=load_E, top_k=3)
-
-
-def test_counts_too_large_to_pack_with_a_place_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More tokens than a packed integer can count: the limit is lowered here, so that it is passed."""
-    monkeypatch.setattr(laser_triton, "_OUTSIDE", tl.constexpr(64))
-    scores_TE = torch.zeros([20, 8])
-    scores_TE[:, 5] = 1.0  # its load alone, above the bits of a place, is far beyond the limit
-    assert_like_torch(LASER, scores_TE, top_k=1)
 
 
 # --- Launches ----------------------------------------------------------------------------------------------
@@ -274,8 +236,8 @@ def test_counts_too_large_to_pack_with_a_place_are_kept_apart(monkeypatch: pytes
         ({**EXPANDED_DROP, "num_candidates": 4}, (33, 128), 5),
         *((rule, (16, 256), 2 if rule["name"] == "budget_drop" else 1) for rule in EVERY_RULE[:-1]),
         (BY_REQUEST, (16, 256), 2),
-        *(({**LASER, "chunk_size": size}, (16, 16), 3) for size in (1, 4)),
-        ({**LOAD_ONLY, "chunk_size": 100}, (16, 16), 3),
+        (LASER, (16, 16), 3),
+        (LOAD_ONLY, (16, 16), 3),
     ],
     ids=str,
 )

@@ -167,7 +167,7 @@ def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a run of two launches, whose ranks hold as many tokens, beside its results ``out``."""
     small = {"workload__num_batches": 1, "workload__num_tokens": 192, "measure__iterations": 1}
-    policies = [{"name": "megatron_drop", "capacity_factor": 1.0, "pad_to_capacity": [False, True]}]
+    policies = [{"name": "megatron_drop", "capacity_factor": 1.0}]
     folder = tmp_path_factory.mktemp("launched")
     config = write_config(folder, policies=policies, measure__launches=2, measure__flush_l2=True, **small)
     done = launch(config, "--out", folder / "out")
@@ -175,18 +175,13 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config
 
 
-def test_megatrons_own_drop_and_pad_keeps_what_its_drop_keeps(launched: Path) -> None:
+def test_megatrons_own_drop_routes_every_batch_of_every_rank_once(launched: Path) -> None:
     out = launched.parent / "out"
     rows = pd.concat(pd.read_parquet(path) for path in (out / "routing").glob("*.parquet"))
     assert not rows.duplicated(["case_id", "rank", "batch"]).any()
-    rows = rows[rows.policy == "megatron_drop"].sort_values("rank")
-    is_padded = rows.policy_params.str.contains('"pad_to_capacity": true')
-    padded, dropping = rows[is_padded], rows[~is_padded]
-    assert [set(loads) for loads in padded.load_E] == [{96 * 6 // 64}] * 2
-    for kept in ("num_dropped_pairs", "retained_mass_topk", "tokens_without_expert", "experts_per_token"):
-        assert padded[kept].tolist() == pytest.approx(dropping[kept].tolist()), kept
-    assert padded.num_pairs.min() > dropping.num_pairs.max()
-    assert padded.reference_error.max() < 1e-4
+    rows = rows[rows.policy == "megatron_drop"]
+    assert [max(loads) for loads in rows.load_E] == [96 * 6 // 64] * 2
+    assert rows.reference_error.max() < 1e-4
 
 
 def test_launches_repeat_the_process_and_one_that_lost_a_part_is_measured_again(launched: Path) -> None:

@@ -104,7 +104,7 @@ def test_batches_start_from_the_loads_that_earlier_ones_left(outs: dict[str, Pat
             before_RE = kept_RE.clone() if carries else torch.zeros(2, NUM_EXPERTS)
             for rank, tokens in enumerate(comparison.rank_batches(None, batch)):
                 context = RoutingContext(TOP_K, 2, rank, load_E=before_RE[rank], token_mask_T=tokens.valid_T)
-                load_E = expected_routing(LASER, tokens.scores_TE, context).map_TE.sum(0)
+                load_E = expected_routing({**LASER, "carry_loads": carries}, tokens.scores_TE, context).map_TE.sum(0)
                 kept_RE[rank] += load_E
                 expected.append(load_E.tolist())
         assert loads[label].tolist() == expected, label
@@ -125,6 +125,7 @@ def test_steps_of_a_model_carry_loads(carries: bool) -> None:
             starts = kept_RE.clone() if carries else torch.zeros(2, 8)
             for rank, token in enumerate((step, 6 + step)):
                 context = RoutingContext(top_k=call.context.top_k, load_E=starts[rank])
-                map_TE = expected_routing({**LASER, "c": 8}, call.scores_TE[token : token + 1], context).map_TE
+                spec = {**LASER, "c": 8, "carry_loads": carries}
+                map_TE = expected_routing(spec, call.scores_TE[token : token + 1], context).map_TE
                 assert torch.equal(call.routing.map_TE[token], map_TE[0])
                 kept_RE[rank] += map_TE[0]

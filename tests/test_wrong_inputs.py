@@ -49,6 +49,7 @@ CHANGES = {
     "policies.0.name=tokn": "did you mean topk?",
     "policies.0.x=1": "policies.0: x: topk has no such field; expected no fields",
     "policies.1.k0=99": "policies.1.k0: expected at most the model's 64 experts, got 99",
+    "policies.1.k0=9": "policies.1.k0: expected at most 8, the model's top-k, where p is 1; got 9",
     "policies.2.k0=1": "--set policies.2.k0=1: policies.2.k0: expected 0 to 1 for an entry of the list, got 2",
     "policies.0.name.x=1": "--set policies.0.name.x=1: policies.0.name.x: name has no keys of its own",
     "no-equals-sign": "--set no-equals-sign: expected key=value",
@@ -247,13 +248,13 @@ def test_no_config_of_ours_asks_for_more_experts_than_its_model_has() -> None:
         assert load_experiments(path, ["sweep.workload.seed=[0]"], on_cpu=False)
 
 
-SHAPE = {"num_experts": 1024, "top_k": 2, "hidden_size": 32, "ffn_hidden_size": 16}
+SHAPE = {"num_experts": 1024, "top_k": 3, "hidden_size": 32, "ffn_hidden_size": 16}
 
 
 def test_a_model_may_be_given_by_its_shape(tmp_path: Path) -> None:
     (found,) = load_experiments(write(tmp_path, model=SHAPE), on_cpu=False)
     spec = found.model.spec()
-    assert (spec.num_experts, spec.top_k, spec.num_moe_layers, spec.normalize) == (1024, 2, 1, True)
+    assert (spec.num_experts, spec.top_k, spec.num_moe_layers, spec.normalize) == (1024, 3, 1, True)
     for model, message in (
         ({**SHAPE, "preset": "olmoe-1b-7b"}, "model: give either preset or hf_config, or the shape"),
         ({"top_k": 2, "hidden_size": 32}, "model: num_experts: missing"),

@@ -310,7 +310,7 @@ def _fields(case: Row) -> Row:
     """A case's policy and fields, those included that it leaves out because they have their default."""
     policy = POLICIES.get(case["policy"])
     known = dataclasses.fields(policy) if policy else ()
-    defaults = {field.name: field.default for field in known if field.name in policy.optional}
+    defaults = {field.name: field.default for field in known}
     return {"name": case["policy"], **defaults, **case["policy_params"]}
 
 

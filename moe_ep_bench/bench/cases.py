@@ -10,7 +10,6 @@ from typing import Any
 from moe_ep_bench.config import Experiment, Lossless
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
-from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.policies.own import source_hash
 
 BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
@@ -48,11 +47,6 @@ class CaseSpec:
         files = self.policy.file_fields if self.policy else ()
         params = described.params() if described else {}
         return {key: Path(str(value)).name if key in files else value for key, value in params.items()}
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether pairs of no weight fill every expert up to its capacity."""
-        return isinstance(self.policy, MegatronDrop) and self.policy.pad_to_capacity
 
     @property
     def policy_code(self) -> list[str]:

@@ -45,9 +45,6 @@ from moe_ep_bench.workload.batch import TokenBatch, balanced_scores
 if TYPE_CHECKING:  # It needs Megatron-Core, which routing alone does not.
     from moe_ep_bench.layer.stack import Stack
 
-# Metrics of what a token gets, whatever else an expert is filled up with.
-_OF_KEPT = ("retained_mass_topk", "retained_mass_all", "tokens_without_expert", "experts_per_token")
-
 # Scores of a batch whose ranks are shared among threads; of fewer, threads would wait for each other.
 _LEAST_SHARED_BYTES = 2**20
 # Scores of a batch that are kept rather than made again: of one layer, and of all together.
@@ -297,10 +294,6 @@ def case_metrics(case: CaseSpec, routing: Routing, share: Share) -> dict[str, An
     """A row of the table ``routing``: ``routing_metrics``, and loads of image tokens where there are any."""
     row: dict[str, Any] = {"rank": share.rank, "batch": share.batch, "layer": share.layer}
     row |= routing_metrics(routing, share.scores_TE, share.context, share.of_scores)
-    if case.is_padded:  # What fills an expert up weighs nothing: it is computed, and no mass of it is kept.
-        kept = replace(routing, map_TE=routing.weights_TE > 0)
-        of_kept = routing_metrics(kept, share.scores_TE, share.context, share.of_scores)
-        row |= {key: of_kept[key] for key in _OF_KEPT}
     if share.context.modality_T is not None:
         is_image_T, valid_T = share.context.modality_T == IMAGE, share.context.token_mask_T
         row["num_image_tokens"] = int((is_image_T if valid_T is None else is_image_T & valid_T).sum())

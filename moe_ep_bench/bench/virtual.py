@@ -92,7 +92,7 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
     device, model, dtype = comparison.device, comparison.model, comparison.experiment.layer.dtype
     assert device is not None
     if (policy := router.case.policy) is not None:
-        device = device.for_policy(policy.name, model.num_experts, getattr(policy, "chunk_size", 1))
+        device = device.for_policy(policy.name, model.num_experts)
     layers = {
         layer: RankWork(
             of_layer.num_tokens_R[rank],

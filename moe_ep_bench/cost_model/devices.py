@@ -127,9 +127,9 @@ class Device(Preset):
             raise UserError(f"expected a device of tables (table:...) with layer.dtype {dtype}, got {self.name}")
         return self
 
-    def for_policy(self, name: str, num_experts: int, chunk_size: int = 1) -> Device:
+    def for_policy(self, name: str, num_experts: int) -> Device:
         """The device under a policy: what routing takes is Token Drop's, or that of one in ``SLOW_POLICIES``."""
-        if name not in SLOW_POLICIES or chunk_size > 1:
+        if name not in SLOW_POLICIES:
             return self
         least_us, score_ps, token_ps = SLOW_POLICIES[name]
         each_ps = score_ps + token_ps / num_experts

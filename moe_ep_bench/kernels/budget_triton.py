@@ -16,13 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ep_bench.kernels import tiles_triton as tiles
-from moe_ep_bench.policies.budget_drop import SCORE_UNIT, BudgetDrop
+from moe_ep_bench.policies.budget_drop import BudgetDrop
 from moe_ep_bench.policies.contract import Routing, RoutingContext
-from moe_ep_bench.policies.steps import bin_shift
+from moe_ep_bench.policies.steps import BIN_SHIFT, NUM_BINS, SCORE_UNIT
 
 _ONE = tl.constexpr(127 << 23)  # the bits of 1.0
 _UNITS = tl.constexpr(1 / SCORE_UNIT)  # of a score of 1, to whose multiples scores are rounded
 _WHOLE = tl.constexpr(2.0**52)  # from here on every float64 is whole
+_BINS: dict[str, Any] = {"NUM_BINS": NUM_BINS, "SHIFT": BIN_SHIFT, "num_warps": tiles.NUM_WARPS}  # of each launch
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def select(policy: BudgetDrop, scores_TE: Tensor, context: RoutingContext, stats
         grid, block = tiles.blocks_of(scores_TE, context)
         _keep[grid](
             *tiles.inputs(scores_TE, context), dropped_SE, *tiles.outputs(routing), len(scores_TE), context.scale,
-            NORMALIZE=context.normalize, **_bins(policy), **block,
+            NORMALIZE=context.normalize, **_BINS, **block,
         )  # fmt: skip
     return routing
 
@@ -80,13 +81,8 @@ def select(policy: BudgetDrop, scores_TE: Tensor, context: RoutingContext, stats
 def stats(policy: BudgetDrop, scores_TE: Tensor, context: RoutingContext) -> Tensor:
     """``BudgetDrop.stats``."""
     num_tokens, num_experts = scores_TE.shape
-    stats_SE = torch.zeros(2 * policy.num_bins, num_experts, dtype=torch.float64, device=scores_TE.device)
+    stats_SE = torch.zeros(2 * NUM_BINS, num_experts, dtype=torch.float64, device=scores_TE.device)
     if num_tokens:
         grid, block = tiles.blocks_of(scores_TE, context)
-        _count[grid](*tiles.inputs(scores_TE, context), stats_SE, num_tokens, **_bins(policy), **block)
+        _count[grid](*tiles.inputs(scores_TE, context), stats_SE, num_tokens, **_BINS, **block)
     return stats_SE
-
-
-def _bins(policy: BudgetDrop) -> dict[str, Any]:
-    shift = bin_shift(policy.bins_per_octave)
-    return {"NUM_BINS": policy.num_bins, "SHIFT": shift, "num_warps": tiles.NUM_WARPS}

@@ -133,10 +133,13 @@ def _fits_triton(policy: Policy, num_tokens: int, num_experts: int) -> bool:
         return False
     if any(getattr(policy, field) == value for field, value in policy.torch_only.items()):
         return False
-    from moe_ep_bench.kernels import standings_triton, tiles_triton
+    from moe_ep_bench.kernels import laser_triton, standings_triton, tiles_triton
 
-    few_pairs = num_tokens * num_experts <= standings_triton.MOST_PAIRS
-    return num_experts <= tiles_triton.MOST_EXPERTS and (few_pairs or not isinstance(policy, CapacityPolicy))
+    if isinstance(policy, CapacityPolicy):
+        most = standings_triton.MOST_PAIRS
+    else:
+        most = laser_triton.MOST_SCORES if isinstance(policy, LoadAwarePolicy) else num_tokens * num_experts
+    return num_experts <= tiles_triton.MOST_EXPERTS and num_tokens * num_experts <= most
 
 
 @functools.cache

@@ -16,9 +16,7 @@ from moe_ep_bench.kernels.row_selection import PADDING, find_best
 
 
 @njit(cache=True, nogil=True)
-def least_loaded(
-    scores_TE, keys_TE, valid_T, random_TE, load_E, map_TE, top_k, eps_high, t_fix, pool_size, chunk_size
-):  # fmt: skip
+def least_loaded(scores_TE, keys_TE, valid_T, random_TE, load_E, map_TE, top_k, eps_high, t_fix, pool_size):
     """Mark every valid token's experts in ``map_TE`` (all False before); ``load_E`` is used up.
 
     Args:
@@ -46,16 +44,9 @@ def least_loaded(
     chosen_keys = np.empty(top_k, keys_TE.dtype)
     # With no share to reach and no score to clear, neither the top-k nor any sum is needed.
     everyone = eps_high == np.inf and t_fix == 0.0 and pool_size == num_experts
-    seen_E = load_E.copy()  # what this chunk's tokens see; load_E runs ahead of it
-    in_chunk = 0
     for token in range(num_tokens):
         if valid_T.shape[0] and not valid_T[token]:
             continue
-        if in_chunk == chunk_size:
-            in_chunk = 0
-            if chunk_size > 1:
-                seen_E[:] = load_E
-        in_chunk += 1
         keys_E = keys_TE[token]
 
         num_pool = num_experts
@@ -93,14 +84,12 @@ def least_loaded(
 
         chosen = top_K
         if not confident:
-            _least_loaded_of(pool, num_pool, seen_E, keys_E, chosen_loads, chosen_keys, chosen_K)
+            _least_loaded_of(pool, num_pool, load_E, keys_E, chosen_loads, chosen_keys, chosen_K)
             chosen = chosen_K
         for place in range(top_k):
             expert = chosen[place]
             map_TE[token, expert] = True
             load_E[expert] += 1.0
-            if chunk_size == 1:
-                seen_E[expert] = load_E[expert]
 
 
 @njit(cache=True, nogil=True)

@@ -3,15 +3,14 @@
 A token's pool and the order of its preference list depend on nothing but its own scores. The first kernel finds them
 for all tokens at once and writes every expert's *place*: where in the token's list it stands, or -1 outside the pool.
 A confident token's pool is its top-k, of which the K least loaded are all. What is left is sequential: of each pool
-the K least loaded, equals by place, by the loads that the chunks before it left. One program goes through the tokens
+the K least loaded, equals by place, by the loads that the tokens before it left. One program goes through the tokens
 with the loads in registers. Load and place are packed into one integer, so that each of the K rounds is one 32-bit
-minimum, which a warp takes in one instruction; the places of the next step are on their way while this one is
-decided. Chunks of many tokens are worth a launch each, over all of the GPU. Weights, which no later token waits for,
-come last, for all tokens at once.
+minimum, which a warp takes in one instruction; the places of the next token are on their way while this one is
+decided. Weights, which no later token waits for, come last, for all tokens at once.
 
 The rule is ``policies.steps.Steps.least_loaded``. Nothing here waits for the device, so a CUDA graph can hold it.
 
-Shapes: T = tokens, E = experts, K = top_k; C = chunks.
+Shapes: T = tokens, E = experts, K = top_k.
 """
 
 from __future__ import annotations
@@ -28,17 +27,10 @@ from moe_ep_bench.kernels.tiles_triton import NOTHING
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 from moe_ep_bench.policies.laser import Laser, LoadOnly
 
-# From this many tokens on, a launch for each chunk costs less than going through its tokens in one program.
-_PARALLEL_CHUNK = 1024
-
-# Pairs of a chunk that the one program decides on at once, and those of a warp: a few tokens, to fill each other's
-# waits. A lone token has one warp, which needs no barrier.
-_STEP_TILE = 4096
-_WARP_TILE = 1024
-
-_LEAST = tl.constexpr(-(2**31))
 _MOST = tl.constexpr(2**31 - 1)
 _OUTSIDE = tl.constexpr(2**30)  # above any load and place that are packed into one integer
+MOST_SCORES = 2**29
+"""T * E, padded to less than twice as many: the load of an expert leaves the bits of a place."""
 
 
 @triton.jit
@@ -114,15 +106,6 @@ def _places(
 
 
 @triton.jit
-def _rows(position, is_there, order_ptr):
-    """The tokens at these positions of the order in which tokens are routed: int64."""
-    row = position.to(tl.int64)
-    if order_ptr is not None:
-        row = tl.load(order_ptr + row, mask=is_there, other=0)
-    return row
-
-
-@triton.jit
 def _places_of(place_ptr, row, is_there, expert, is_expert, NUM_EXPERTS: tl.constexpr):
     """The rows of a [T, E] tensor of places as a tile: int32, -1 where there is nothing."""
     at = row[:, None] * NUM_EXPERTS + expert[None, :]
@@ -142,90 +125,31 @@ def _least_counted(place, load, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _least_loaded(place, load, TOP_K: tl.constexpr):
-    """Mark each row's K least loaded of the pool: by any loads, float64 [WIDTH].
-
-    The bits of floats that are not negative order like integers: the upper half decides, then the lower, then the
-    place, each by a minimum of 32 bits.
-    """
-    bits = load.to(tl.int64, bitcast=True)
-    lower = ((bits & 0xFFFFFFFF) + _LEAST).to(tl.int32)[None, :]
-    upper = tl.where(place < 0, _MOST, (bits >> 32).to(tl.int32)[None, :])
-    chosen = place != place
-    for _ in tl.static_range(TOP_K):
-        is_least = upper == tl.min(upper, 1)[:, None]
-        least_lower = tl.min(tl.where(is_least, lower, _MOST), 1)
-        is_least = is_least & (lower == least_lower[:, None])
-        is_least = place == tl.min(tl.where(is_least, place, _MOST), 1)[:, None]
-        chosen = chosen | (is_least & (place >= 0))
-        upper = tl.where(is_least, _MOST, upper)
-    return chosen
-
-
-@triton.jit
 def _in_order(
-    place_ptr, order_ptr, load_ptr, map_ptr, num_tokens, CHUNK: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    place_ptr, map_ptr, num_tokens, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Route all tokens in one program, BLOCK of a chunk in every step; without ``load_ptr`` loads start at 0."""
-    STEPS: tl.constexpr = (CHUNK + BLOCK - 1) // BLOCK
+    """Route all tokens in one program, one after another."""
     expert = tl.arange(0, WIDTH)
     is_expert = expert < NUM_EXPERTS
-    offset = tl.arange(0, BLOCK)
-    if load_ptr is None:
-        load = tl.zeros([WIDTH], tl.int32)
-    else:
-        # Adding 0 turns -0.0, whose bits are negative, into 0.0.
-        load = tl.load(load_ptr + expert, mask=is_expert, other=0.0) + 0.0
-    counts = tl.zeros([WIDTH], tl.int32)
+    offset = tl.arange(0, 1)
+    load = tl.zeros([WIDTH], tl.int32)
 
-    is_next = (offset < CHUNK) & (offset < num_tokens)
-    next_row = _rows(offset, is_next, order_ptr)
+    is_next = offset < num_tokens
+    next_row = offset.to(tl.int64)
     next_place = _places_of(place_ptr, next_row, is_next, expert, is_expert, NUM_EXPERTS)
-    for step in range((num_tokens + CHUNK - 1) // CHUNK * STEPS):
+    for token in range(num_tokens):
         is_there = is_next
         row = next_row
         place = next_place
         # Nothing in this step waits for what the next one will read.
-        in_chunk = (step + 1) % STEPS * BLOCK + offset
-        position = (step + 1) // STEPS * CHUNK + in_chunk
-        is_next = (in_chunk < CHUNK) & (position < num_tokens)
-        next_row = _rows(position, is_next, order_ptr)
+        position = token + 1 + offset
+        is_next = position < num_tokens
+        next_row = position.to(tl.int64)
         next_place = _places_of(place_ptr, next_row, is_next, expert, is_expert, NUM_EXPERTS)
 
-        chosen = _least_counted(place, load, TOP_K) if load_ptr is None else _least_loaded(place, load, TOP_K)
-        counts += tl.sum(chosen.to(tl.int32), 0)
-        # A chunk's pairs are added at once, as the torch form adds them: one by one could round differently.
-        is_last = (step + 1) % STEPS == 0
-        if load_ptr is None:
-            load += tl.where(is_last, counts, 0) * WIDTH
-        else:
-            load += tl.where(is_last, counts, 0).to(tl.float64)
-        counts = tl.where(is_last, 0, counts)
+        chosen = _least_counted(place, load, TOP_K)
+        load += tl.sum(chosen.to(tl.int32), 0) * WIDTH
         tiles.store_rows(map_ptr, chosen.to(tl.uint8), row, is_there, expert, is_expert, NUM_EXPERTS)
-
-
-@triton.jit(do_not_specialize=["first", "end"])
-def _one_chunk(
-    place_ptr, order_ptr, load_ptr, count_ptr, next_load_ptr, next_count_ptr, map_ptr, first, end,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Route the tokens of one chunk in parallel, by the load that the last chunk saw plus what it chose."""
-    expert = tl.arange(0, WIDTH)
-    is_expert = expert < NUM_EXPERTS
-    load = tl.load(load_ptr + expert, mask=is_expert, other=0.0)
-    load += tl.load(count_ptr + expert, mask=is_expert, other=0).to(tl.float64)
-    # All programs would write the same.
-    tl.store(next_load_ptr + expert, load, mask=is_expert & (tl.program_id(0) == 0))
-
-    position = first + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_there = position < end
-    row = _rows(position, is_there, order_ptr)
-    place = _places_of(place_ptr, row, is_there, expert, is_expert, NUM_EXPERTS)
-    chosen = _least_loaded(place, load, TOP_K)
-    count = tl.sum(chosen.to(tl.int32), 0)
-    tl.atomic_add(next_count_ptr + expert, count, mask=is_expert & (count > 0))
-    tiles.store_rows(map_ptr, chosen.to(tl.uint8), row, is_there, expert, is_expert, NUM_EXPERTS)
 
 
 @triton.jit
@@ -247,9 +171,12 @@ def _weights(
 
 
 def select(policy: Laser | LoadOnly, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None) -> Routing:
-    """The policy's ``select``: find the places of all tokens, go through the chunks, weigh what they chose.
+    """The policy's ``select``: find the places of all tokens, go through them in order, weigh what they chose.
 
-    ``stats_SE`` is None.
+    Args:
+        scores_TE: T * E at most ``MOST_SCORES``.
+        context: loads start at zero, whatever ``load_E`` is.
+        stats_SE: None.
     """
     num_tokens, num_experts = scores_TE.shape
     device = scores_TE.device
@@ -260,7 +187,6 @@ def select(policy: Laser | LoadOnly, scores_TE: Tensor, context: RoutingContext,
     rule, random_TE = policy.rule(scores_TE, context)
     scores_TE, bias_E, valid_T = tiles.inputs(scores_TE, context)
     map_TE, weights_TE = tiles.outputs(routing)
-    chunk_size = min(rule.chunk_size, num_tokens)
 
     place_TE = torch.empty(scores_TE.shape, dtype=torch.int16, device=device)
     layout = tiles.Layout.of(num_experts, context)
@@ -273,18 +199,12 @@ def select(policy: Laser | LoadOnly, scores_TE: Tensor, context: RoutingContext,
         num_warps=tiles.NUM_WARPS,
     )  # fmt: skip
 
-    # Padding has no place in a chunk: it comes after the last valid token. A lone token and the whole batch need no
-    # order, since padding chooses nothing.
-    order_T = None
-    if valid_T is not None and 1 < chunk_size < num_tokens:
-        order_T = valid_T.sort(descending=True, stable=True).indices
-    load_E = tiles.on_device(context.load_E, device, torch.float64)
-    is_parallel = chunk_size == num_tokens or chunk_size >= _PARALLEL_CHUNK
-    choose = _choose_by_chunk if is_parallel else _choose_in_one_program
-    choose(place_TE, order_T, load_E, map_TE, chunk_size, rule.top_k)
+    width = triton.next_power_of_2(num_experts)
+    # One warp, which needs no barrier.
+    _in_order[(1,)](place_TE, map_TE, num_tokens, NUM_EXPERTS=num_experts, TOP_K=rule.top_k, WIDTH=width, num_warps=1)
     _weights[grid](
         scores_TE, map_TE, weights_TE, num_tokens, context.scale, NORMALIZE=context.normalize, NUM_EXPERTS=num_experts,
-        WIDTH=triton.next_power_of_2(num_experts), BLOCK=block, num_warps=tiles.NUM_WARPS,
+        WIDTH=width, BLOCK=block, num_warps=tiles.NUM_WARPS,
     )  # fmt: skip
     return routing
 
@@ -292,39 +212,3 @@ def select(policy: Laser | LoadOnly, scores_TE: Tensor, context: RoutingContext,
 def _bits(number: float) -> int:
     """Of a float64, as an integer."""
     return struct.unpack("<q", struct.pack("<d", number))[0]
-
-
-def _choose_in_one_program(
-    place_TE: Tensor, order_T: Tensor | None, load_E: Tensor | None, map_TE: Tensor, chunk_size: int, top_k: int
-) -> None:
-    """One launch for all chunks."""
-    num_tokens, num_experts = place_TE.shape
-    width = triton.next_power_of_2(num_experts)
-    if load_E is None and num_tokens * width >= _OUTSIDE.value:
-        # An expert's load may come to leave no bits for a place.
-        load_E = torch.zeros(num_experts, dtype=torch.float64, device=place_TE.device)
-    block = min(max(1, _STEP_TILE // width), triton.next_power_of_2(chunk_size))
-    _in_order[(1,)](
-        place_TE, order_T, load_E, map_TE, num_tokens, CHUNK=chunk_size, NUM_EXPERTS=num_experts, TOP_K=top_k,
-        WIDTH=width, BLOCK=block, num_warps=max(1, block * width // _WARP_TILE),
-    )  # fmt: skip
-
-
-def _choose_by_chunk(
-    place_TE: Tensor, order_T: Tensor | None, load_E: Tensor | None, map_TE: Tensor, chunk_size: int, top_k: int
-) -> None:
-    """A launch for each chunk, which hands the next one the loads that it saw and what it chose."""
-    num_tokens, num_experts = place_TE.shape
-    width = triton.next_power_of_2(num_experts)
-    block = max(1, _WARP_TILE // width)
-    firsts = range(0, num_tokens, chunk_size)
-    seen_CE = torch.zeros([len(firsts) + 1, num_experts], dtype=torch.float64, device=place_TE.device)
-    count_CE = torch.zeros(seen_CE.shape, dtype=torch.int32, device=place_TE.device)
-    if load_E is not None:
-        seen_CE[0] = load_E
-    for chunk, first in enumerate(firsts):
-        end = min(first + chunk_size, num_tokens)
-        _one_chunk[(triton.cdiv(end - first, block),)](
-            place_TE, order_T, seen_CE[chunk], count_CE[chunk], seen_CE[chunk + 1], count_CE[chunk + 1], map_TE,
-            first, end, NUM_EXPERTS=num_experts, TOP_K=top_k, WIDTH=width, BLOCK=block, num_warps=1,
-        )  # fmt: skip

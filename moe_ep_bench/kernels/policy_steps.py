@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.kernels import greedy_load, row_selection
-from moe_ep_bench.policies.steps import LeastLoaded, Steps, bin_shift, lowest
+from moe_ep_bench.policies.steps import LeastLoaded, Steps, lowest
 
 Result = TypeVar("Result")
 
@@ -29,8 +29,6 @@ _MOST_WINNERS = 64
 _LONGEST_ROW = 1024
 # A thread costs some tens of microseconds; a row, a fraction of one.
 _ROWS_PER_THREAD = 2048
-# Below this many tokens a chunk is routed sooner on the host than by a handful of GPU kernels.
-_PARALLEL_CHUNK = 2048
 
 
 class DeviceSteps(Steps):
@@ -39,8 +37,6 @@ class DeviceSteps(Steps):
     def least_loaded(
         self, scores_TE: Tensor, keys_TE: Tensor, load_E: Tensor, rule: LeastLoaded, **rows: Tensor | None
     ) -> Tensor:
-        if rule.chunk_size >= _PARALLEL_CHUNK:
-            return super().least_loaded(scores_TE, keys_TE, load_E, rule, **rows)
         return HostSteps().least_loaded(scores_TE, keys_TE, load_E, rule, **rows).to(scores_TE.device)
 
 
@@ -70,15 +66,15 @@ class HostSteps(Steps):
         parts = _in_slices(map_TE.shape[0], row_selection.load_of, _array(map_TE))
         return torch.from_numpy(np.sum(parts, axis=0)).double()
 
-    def histogram(self, scores_TE: Tensor, map_TE: Tensor, num_bins: int, bins_per_octave: int, unit: float) -> Tensor:
-        scores, shift = _array(scores_TE), bin_shift(bins_per_octave)
-        arrays = scores.view(np.int32), scores, _array(map_TE), num_bins, shift, unit
+    def histogram(self, scores_TE: Tensor, map_TE: Tensor) -> Tensor:
+        scores = _array(scores_TE)
+        arrays = scores.view(np.int32), scores, _array(map_TE)
         return torch.from_numpy(np.sum(_in_slices(len(scores), row_selection.histogram, *arrays), axis=0))
 
-    def without_cells(self, scores_TE: Tensor, map_TE: Tensor, dropped_SE: Tensor, bins_per_octave: int) -> Tensor:
+    def without_cells(self, scores_TE: Tensor, map_TE: Tensor, dropped_SE: Tensor) -> Tensor:
         kept_TE = torch.zeros(map_TE.shape, dtype=torch.bool)
-        bits, shift = _array(scores_TE).view(np.int32), bin_shift(bins_per_octave)
-        arrays = bits, _array(map_TE), _array(dropped_SE), shift, _array(kept_TE)
+        bits = _array(scores_TE).view(np.int32)
+        arrays = bits, _array(map_TE), _array(dropped_SE), _array(kept_TE)
         _in_slices(len(bits), row_selection.without_cells, *arrays)
         return kept_TE
 
@@ -141,8 +137,7 @@ class HostSteps(Steps):
         valid = np.empty(0, np.bool_) if valid_T is None else _array(valid_T)
         random = np.empty((0, 0), np.float32) if random_TE is None else _array(random_TE)
         arrays = _array(scores_TE), _array(keys_TE), valid, random, _array(load_E).copy(), _array(map_TE)
-        shares = float(rule.eps_high), float(rule.t_fix)
-        greedy_load.least_loaded(*arrays, rule.top_k, *shares, rule.pool_size, rule.chunk_size)
+        greedy_load.least_loaded(*arrays, rule.top_k, float(rule.eps_high), float(rule.t_fix), rule.pool_size)
         return map_TE
 
 

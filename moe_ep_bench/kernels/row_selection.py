@@ -12,6 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from moe_ep_bench.policies.steps import BIN_SHIFT, NUM_BINS, SCORE_UNIT
+
 # Candidates are counted in blocks of a vector register.
 PADDING = 8
 
@@ -129,16 +131,17 @@ def load_of(map_TE, first, last):
 
 
 @njit(cache=True, nogil=True)
-def histogram(bits_TE, scores_TE, map_TE, num_bins, shift, unit, first, last):
+def histogram(bits_TE, scores_TE, map_TE, first, last):
     """Marked pairs by score bin and expert, and in the rows below the sum of their scores: float64 [2 * bins, E]."""
     num_experts = scores_TE.shape[1]
-    cells_SE = np.zeros((2 * num_bins, num_experts))
+    cells_SE = np.zeros((2 * NUM_BINS, num_experts))
     for token in range(first, last):
         for expert in range(num_experts):
             if map_TE[token, expert]:
-                place = score_bin(bits_TE[token, expert], num_bins, shift)
+                place = score_bin(bits_TE[token, expert])
+                units = np.rint(np.float64(scores_TE[token, expert]) / SCORE_UNIT)
                 cells_SE[place, expert] += 1
-                cells_SE[num_bins + place, expert] += np.rint(np.float64(scores_TE[token, expert]) / unit) * unit
+                cells_SE[NUM_BINS + place, expert] += units * SCORE_UNIT
     return cells_SE
 
 
@@ -153,19 +156,18 @@ def moved(map_TE, weights_TE, target_E, moved_TE, sums_TE, first, last):
 
 
 @njit(cache=True, nogil=True)
-def without_cells(bits_TE, map_TE, dropped_SE, shift, kept_TE, first, last):
+def without_cells(bits_TE, map_TE, dropped_SE, kept_TE, first, last):
     """Mark what is marked and whose cell is not dropped."""
     for token in range(first, last):
         for expert in range(map_TE.shape[1]):
             if map_TE[token, expert]:
-                place = score_bin(bits_TE[token, expert], dropped_SE.shape[0], shift)
-                kept_TE[token, expert] = not dropped_SE[place, expert]
+                kept_TE[token, expert] = not dropped_SE[score_bin(bits_TE[token, expert]), expert]
 
 
 @njit(cache=True, nogil=True)
-def score_bin(bits, num_bins, shift):
+def score_bin(bits):
     """The bin of a score, from the bits of its float32; those of -0.0 are negative, and in the first."""
-    return min(max(((np.int64(bits) - (127 << 23)) >> shift) + num_bins, 0), num_bins - 1)
+    return min(max(((np.int64(bits) - (127 << 23)) >> BIN_SHIFT) + NUM_BINS, 0), NUM_BINS - 1)
 
 
 @njit(cache=True, nogil=True)

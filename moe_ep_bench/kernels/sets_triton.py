@@ -5,7 +5,7 @@ batch, and with the experts' summed scores, these wishes decide which experts ar
 takes its best open experts, looking down its list to some depth:
 
 - ``expert_drop``, ``lynx``: wants its top-k; the least wanted are closed; takes what is left of its top-k.
-- ``oea``: wants its base; what anybody wants is open, and what ranks add; takes ``k_max`` of that, and its base.
+- ``oea``: wants its base; what anybody wants is open; takes ``k_max`` of that, and its base.
 - ``xshare``: wants its first k0; what anybody wants is open, and what a budget adds; takes K of that.
 
 The decision is made inside the kernel that chooses, by every program for itself: it compares each expert with each
@@ -43,7 +43,6 @@ WANTED = tl.constexpr(2)  # what anybody wants; this and, in what follows, the b
 WITH_BUDGET = tl.constexpr(3)  # AMOUNT of them
 WITH_MASS = tl.constexpr(4)  # as many as it takes to hold the share MASS of all score mass
 WITH_ROUNDS = tl.constexpr(5)  # one per rank and round, until AMOUNT experts are open
-WITH_RANKS_FILLED = tl.constexpr(6)  # on each rank, until it has as many as the fullest
 
 # For a tile: statistics are float64 and take twice the registers.
 _WARPS = 2 * tiles.NUM_WARPS
@@ -127,21 +126,18 @@ def _open_experts(stats_ptr, expert, is_expert, RULE: tl.constexpr, AMOUNT: tl.c
 
     # Each expert's place among the competitors of its rank, 0 the best; on ties the lower expert comes first.
     place = tl.zeros([WIDTH], tl.int32)
-    num_wanted = tl.zeros([WIDTH], tl.int32)  # on its rank
     mass_before = tl.zeros([WIDTH], tl.float64)
     mass_of_all = tl.zeros([WIDTH], tl.float64)
     for first in range(0, NUM_EXPERTS, COMPARED):
         other = first + tl.arange(0, COMPARED)
         is_other = other < NUM_EXPERTS
-        other_competes, other_key, other_wanted = _competitors(stats_ptr, other, is_other, RULE, NUM_EXPERTS)
+        other_competes, other_key, _ = _competitors(stats_ptr, other, is_other, RULE, NUM_EXPERTS)
         is_near = is_other[None, :] & (other[None, :] // PER_RANK == expert[:, None] // PER_RANK)
         is_before = (other_key[None, :] > key[:, None]) | (
             (other_key[None, :] == key[:, None]) & (other[None, :] < expert[:, None])
         )
         competes_near = is_near & other_competes[None, :]
         place += tl.sum((competes_near & is_before).to(tl.int32), 1)
-        if RULE == WITH_RANKS_FILLED:
-            num_wanted += tl.sum((is_near & other_wanted[None, :]).to(tl.int32), 1)
         if RULE == WITH_MASS:
             mass_before += tl.sum(tl.where(competes_near & is_before, other_key[None, :], 0.0), 1)
             mass_of_all += tl.sum(tl.where(competes_near, other_key[None, :], 0.0), 1)
@@ -150,9 +146,6 @@ def _open_experts(stats_ptr, expert, is_expert, RULE: tl.constexpr, AMOUNT: tl.c
         is_open = is_expert & ((competes & (place < AMOUNT)) == 0)
     elif RULE == WITH_BUDGET:
         is_open = is_wanted | (competes & (place < AMOUNT))
-    elif RULE == WITH_RANKS_FILLED:
-        missing = tl.max(tl.where(is_expert, num_wanted, 0), 0) - num_wanted
-        is_open = is_wanted | (competes & (place < missing))
     elif RULE == WITH_MASS:
         # Both sums hold the rest in one order, so that before what adds nothing the share is exactly 1.
         wanted_mass = tl.sum(tl.where(is_wanted, key, 0.0), 0)
@@ -218,7 +211,7 @@ def _choose_open(scores_ptr, bias_ptr, valid_ptr, sets_ptr, stats_ptr, map_ptr, 
 
 def _rule(policy: BatchWide, num_experts: int, context: RoutingContext) -> Rule:
     """A policy's compile-time arguments: what it names, and otherwise what changes nothing."""
-    top_k, local = context.top_k, num_experts // context.num_ranks
+    top_k = context.top_k
     rule: Rule = {
         "COUNT": top_k, "SHARE": 1.0, "WITH_SUMS": False, "RULE": WANTED.value, "AMOUNT": 0, "MASS": 0.0,
         "PER_RANK": num_experts, "DEPTH": num_experts, "MOST": top_k, "KEEPS_WANTED": False, "DIVIDES_BY_NEAR": False,
@@ -235,14 +228,12 @@ def _rule(policy: BatchWide, num_experts: int, context: RoutingContext) -> Rule:
         if policy.max_rank is not None:
             rule["DEPTH"] = policy.max_rank
         rule["KEEPS_WANTED"] = policy.keeps_base_apart(context)
-        if policy.rank_fill:
-            rule |= {"RULE": WITH_RANKS_FILLED.value, "WITH_SUMS": True, "PER_RANK": local}
     else:
         rule |= {"COUNT": policy.k0, "WITH_SUMS": True}
         if policy.mass_threshold is not None:
             rule |= {"RULE": WITH_MASS.value, "MASS": policy.mass_threshold}
         elif policy.rank_budget is not None:
-            amount = policy.rank_budget * context.num_ranks
+            amount, local = policy.rank_budget * context.num_ranks, num_experts // context.num_ranks
             rule |= {"RULE": WITH_ROUNDS.value, "AMOUNT": amount, "PER_RANK": local}
         elif policy.budget:
             rule |= {"RULE": WITH_BUDGET.value, "AMOUNT": policy.budget}

@@ -117,7 +117,7 @@ def _linear(room: Room, num_tokens: int, num_experts: int, *, is_masked: bool) -
         return (min(room.pairs(num_tokens), 2**31 - 1), 0, 0, 1), False
     # More room than there are pairs is room for all.
     of_token = largest_below(min(room.of_token, Fraction(num_experts)), num_tokens)
-    return (min(room.least, 2**31 - 1), *divmod(of_token.numerator, of_token.denominator), of_token.denominator), True
+    return (0, *divmod(of_token.numerator, of_token.denominator), of_token.denominator), True
 
 
 def largest_below(number: Fraction, most: int) -> Fraction:

@@ -93,8 +93,7 @@ class PolicyRouter(ReplayRouter):
         config = self.config
         if rule not in self._configs:
             its = self._configs[rule] = copy.copy(config)
-            its.moe_expert_capacity_factor, its.moe_token_drop_policy = rule.capacity_factor, rule.drop_policy
-            its.moe_pad_expert_input_to_capacity = rule.pad_to_capacity
+            its.moe_expert_capacity_factor, its.moe_token_drop_policy = rule.capacity_factor, "probs"
         self.config = self._configs[rule]
         try:
             return super().routing(logits)

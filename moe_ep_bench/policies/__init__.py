@@ -87,9 +87,7 @@ def make_policy(spec: Mapping[str, object]) -> Policy:
         if field.default is MISSING and key not in values:
             raise UserError(f"{key}: {name} needs it")
     layered = {
-        key: value
-        for key, value in values.items()
-        if isinstance(value, list | tuple | Mapping) and key in _number_fields(policy)
+        key: value for key, value in values.items() if isinstance(value, Mapping) and key in _number_fields(policy)
     }
     if policy is POLICIES.get(name):
         return _made(policy, values, layered)

@@ -50,19 +50,17 @@ class Room(NamedTuple):
     Attributes:
         of_token: pairs per token of the rank, num_shared * gamma * K / E. It is exact: the capacity factor is taken as
             the decimal that the user wrote. gamma = 0.7, T = 360, K = 2, E = 8 gives 63, where doubles give 62.
-        least: pairs that are always accepted.
         num_shared: experts that share the capacity (L under device granularity, else 1).
     """
 
     of_token: Fraction
-    least: int
     num_shared: int
     rounding: Rounding
 
     def pairs(self, num_tokens: int) -> int:
         """The capacity for so many valid tokens."""
         exact = self.of_token * num_tokens
-        return max(self.least, math.floor(exact) if self.rounding == "floor" else math.ceil(exact))
+        return math.floor(exact) if self.rounding == "floor" else math.ceil(exact)
 
 
 @policy
@@ -75,7 +73,6 @@ class CapacityPolicy(SteppedPolicy):
             latest (``reverse_order``), or ``random``.
         granularity: ``expert``, or ``device``: the L experts of a rank share L capacities.
         modality: ``image_first`` drops image pairs before any text pair, ``text_first`` the reverse.
-        min_capacity: pairs per expert that are always accepted.
         rounding: of a capacity: ``floor`` (the paper's algorithms), or ``ceil`` (its released code).
     """
 
@@ -83,11 +80,9 @@ class CapacityPolicy(SteppedPolicy):
     metric: Metric = "score"
     granularity: Granularity = "expert"
     modality: Modality = "uniform"
-    min_capacity: Count = 0
     rounding: Rounding = "floor"
 
     torch_only: ClassVar[Mapping[str, object]] = {"rounding": "ceil"}
-    optional: ClassVar[tuple[str, ...]] = ("rounding",)
 
     @property
     def draws(self) -> bool:
@@ -101,7 +96,7 @@ class CapacityPolicy(SteppedPolicy):
     def room(self, num_experts: int, context: RoutingContext) -> Room:
         num_shared = num_experts // context.num_ranks if self.granularity == "device" else 1
         of_token = decimal(self.capacity_factor) * num_shared * context.top_k / num_experts
-        return Room(of_token, num_shared * self.min_capacity, num_shared, self.rounding)
+        return Room(of_token, num_shared, self.rounding)
 
     def most_pairs(self, num_tokens: int, num_experts: int, context: RoutingContext) -> int:
         room = self.room(num_experts, context)

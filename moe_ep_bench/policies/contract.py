@@ -104,7 +104,6 @@ class Policy:
         looks_past_top_k: scores beyond the model's top-k decide, so that a recording which holds
             only the top-k needs a model of the others.
         torch_only: values by field that only the form in torch, or numba's steps of it, can run.
-        optional: fields that ``params`` holds only where they differ from their defaults.
         experts_in: fields that count experts; a config may ask for as many as the model has.
         within_top_k: of these, fields that change nothing beyond the model's top-k.
         file_fields: fields that name files, whose paths configs give relative to themselves.
@@ -114,7 +113,6 @@ class Policy:
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     looks_past_top_k: ClassVar[bool] = False
     torch_only: ClassVar[Mapping[str, object]] = {}
-    optional: ClassVar[tuple[str, ...]] = ()
     experts_in: ClassVar[tuple[str, ...]] = ()
     within_top_k: ClassVar[tuple[str, ...]] = ()
     file_fields: ClassVar[tuple[str, ...]] = ()
@@ -213,11 +211,8 @@ class Policy:
 
         What differs by layer is None in its place, and stands under ``by_layer``, which ``make_policy`` takes.
         """
-        default = {field.name: field.default for field in fields(self)}
-        values = asdict(self)
-        told = {key: value for key, value in values.items() if key not in self.optional or value != default[key]}
-        layered = {name: list(values) for name, values in self.by_layer.items()}
-        return {**told, **dict.fromkeys(layered), "by_layer": layered} if layered else told
+        layered = {name: values.bands() for name, values in self.by_layer.items()}
+        return {**asdict(self), **({**dict.fromkeys(layered), "by_layer": layered} if layered else {})}
 
     @property
     def label(self) -> str:

@@ -3,16 +3,15 @@
 A field is as strict as YAML is: true is no number, and a number with a point no count. Numbers become floats, so that
 1 and 1.0 are the same policy and hash to the same case.
 
-Any numeric field may differ by layer, as a list or a mapping by bands of layers. ``{"0-5": 1.0, "6-25": 1.5}`` has the
-values of MoE layers 0 to 5 and 6 to 25, counted from the first one. ``[[1.0, 1.1, ...]]`` has one for each; the outer
-list is a config's choice between policies.
+Any numeric field may differ by layer, as a mapping by bands of layers: ``{"0-5": 1.0, "6-25": 1.5}`` has the values of
+MoE layers 0 to 5 and 6 to 25, counted from the first one; ``{"0": 1.0, "1": 1.1, ...}`` has one for each.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from itertools import groupby
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -51,15 +50,22 @@ class ByLayer(tuple[Any, ...]):
     """One number for each MoE layer, from the first."""
 
     @classmethod
-    def of(cls, name: str, value: Sequence[Any] | Mapping[Any, Any]) -> ByLayer:
-        """Read a list, or a mapping from bands.
+    def of(cls, name: str, bands: Mapping[Any, Any]) -> ByLayer:
+        """Read a mapping from bands.
 
         Raises:
-            ValueError: an empty list, or bands that are no ranges, overlap or leave layers out.
+            ValueError: bands that are no ranges, overlap or leave layers out, or that have no numbers.
         """
-        values = _of_bands(name, value) if isinstance(value, Mapping) else list(value)
-        if not values or any(isinstance(entry, list | tuple | Mapping) or entry is None for entry in values):
-            raise UserError(f"{name}: expected a number for each layer, got {value!r}")
+        matches = {band: re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(band)) for band in bands}
+        values: list[Any] = []
+        for band, match in sorted(matches.items(), key=lambda item: int(item[1][1]) if item[1] else -1):
+            first, last = (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)
+            if first != len(values) or last < first:
+                expected = f"{len(values)} or {len(values)}-LAST for the next band of layers"
+                raise UserError(f"{name}: expected {expected}, got {band!r}")
+            values += [bands[band]] * (last - first + 1)
+        if not values or any(isinstance(value, list | tuple | Mapping) or value is None for value in values):
+            raise UserError(f"{name}: expected a number for each band of layers, got {bands!r}")
         return cls(values)
 
     def bands(self) -> dict[str, Any]:
@@ -76,15 +82,3 @@ class ByLayer(tuple[Any, ...]):
         if len(bands) <= _MOST_BANDS:
             return "/".join(f"{band}:{value:g}" for band, value in bands.items())
         return f"{min(self):g}..{max(self):g}#{zlib.crc32(repr(tuple(self)).encode()) % 65536:04x}"
-
-
-def _of_bands(name: str, bands: Mapping[Any, Any]) -> list[Any]:
-    matches = {band: re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(band)) for band in bands}
-    values: list[Any] = []
-    for band, match in sorted(matches.items(), key=lambda item: int(item[1][1]) if item[1] else -1):
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (-1, -1)
-        if first != len(values) or last < first:
-            expected = f"{len(values)} or {len(values)}-LAST for the next band of layers"
-            raise UserError(f"{name}: expected {expected}, got {band!r}")
-        values += [bands[band]] * (last - first + 1)
-    return values

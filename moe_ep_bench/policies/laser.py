@@ -2,8 +2,7 @@
 
 A token whose top-k holds most of its mass keeps it. Any other token widens its choice to the
 experts whose score comes near its best one, and takes the least loaded of these. Tokens are
-routed one after another, each by the loads that those before it left (``chunk_size`` 1, the published
-rule); larger chunks let a chunk's tokens see the same loads, which can be computed in parallel.
+routed one after another, each by the loads that those before it left.
 ``load_only`` ignores scores but for ties: the balance that load-aware routing could reach at most.
 
 Loads begin at zero with every batch and are this rank's own, so the policies cost no communication; section 4 says
@@ -16,6 +15,7 @@ Shapes: T = local tokens, E = experts, K = top_k.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from moe_ep_bench.errors import UserError
@@ -38,7 +38,7 @@ class LoadAwarePolicy(SteppedPolicy):
     """
 
     looks_past_top_k: ClassVar[bool] = True
-    optional: ClassVar[tuple[str, ...]] = ("carry_loads",)
+    torch_only: ClassVar[Mapping[str, object]] = {"carry_loads": True}
 
     carry_loads: Flag = False
 
@@ -49,10 +49,9 @@ class LoadAwarePolicy(SteppedPolicy):
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """Start from the loads of earlier batches and go through this rank's valid tokens."""
         rule, random_TE = self.rule(scores_TE, context)
-        if context.load_E is None:
-            load_E = scores_TE.new_zeros(scores_TE.shape[1], dtype=torch.float64)
-        else:
-            load_E = context.load_E.to(scores_TE.device, torch.float64)
+        load_E = scores_TE.new_zeros(scores_TE.shape[1], dtype=torch.float64)
+        if self.carry_loads and context.load_E is not None:
+            load_E += context.load_E.to(load_E)
         keys_TE = list_keys(scores_TE, context, self.steps)
         rows = {"valid_T": context.token_mask_T, "random_TE": random_TE}
         map_TE = self.steps.least_loaded(scores_TE, keys_TE, load_E, rule, **rows)
@@ -71,7 +70,6 @@ class Laser(LoadAwarePolicy):
             more preferred first among equals.
         trim: keep the first c of the token's preference list (``top``), or any c (``random``), which
             may lose experts of the top-k.
-        chunk_size: valid tokens that see the same loads.
     """
 
     name: ClassVar[str] = "laser"
@@ -81,7 +79,6 @@ class Laser(LoadAwarePolicy):
     t_fix: Share
     c: Positive
     trim: Trim = "top"
-    chunk_size: Positive = 1
 
     @property
     def draws(self) -> bool:
@@ -94,28 +91,16 @@ class Laser(LoadAwarePolicy):
             raise UserError(f"c: expected {context.top_k} (top_k) to {num_experts} (the experts), got {self.c}")
 
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, Tensor | None]:
-        rule = LeastLoaded(
-            top_k=context.top_k, eps_high=self.eps_high, t_fix=self.t_fix, pool_size=self.c, chunk_size=self.chunk_size
-        )
+        rule = LeastLoaded(top_k=context.top_k, eps_high=self.eps_high, t_fix=self.t_fix, pool_size=self.c)
         return rule, self.random_keys(scores_TE, context)
 
 
 @policy
 class LoadOnly(LoadAwarePolicy):
-    """The K least loaded of all experts, the more preferred first among equals: the balance bound.
-
-    Attributes:
-        chunk_size: valid tokens that see the same loads.
-    """
+    """The K least loaded of all experts, the more preferred first among equals: the balance bound."""
 
     name: ClassVar[str] = "load_only"
 
-    chunk_size: Positive = 1
-
     def rule(self, scores_TE: Tensor, context: RoutingContext) -> tuple[LeastLoaded, None]:
         """Everyone's pool is all experts."""
-        num_experts = scores_TE.shape[1]
-        rule = LeastLoaded(
-            top_k=context.top_k, eps_high=math.inf, t_fix=0.0, pool_size=num_experts, chunk_size=self.chunk_size
-        )
-        return rule, None
+        return LeastLoaded(top_k=context.top_k, eps_high=math.inf, t_fix=0.0, pool_size=scores_TE.shape[1]), None

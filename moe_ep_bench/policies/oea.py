@@ -6,18 +6,19 @@ lets every token *piggyback* on the experts that others insist on, at no further
 
 The rules walk down a token's *preference list* (``selection.list_keys``); its first K are the top-k.
 
-Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R experts per rank.
+Shapes: T = local tokens, E = experts, K = top_k.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
-from moe_ep_bench.policies.field_types import Flag, Positive, ShareAboveZero, policy
-from moe_ep_bench.policies.lazy import Tensor, torch
-from moe_ep_bench.policies.selection import list_keys, summed_scores, weighted, without_padding
-from moe_ep_bench.policies.steps import lowest, place_in_row
+from moe_ep_bench.policies.field_types import ByLayer, Positive, ShareAboveZero, policy
+from moe_ep_bench.policies.lazy import Tensor
+from moe_ep_bench.policies.selection import list_keys, weighted, without_padding
+from moe_ep_bench.policies.steps import lowest
 
 
 @policy
@@ -25,7 +26,8 @@ class Pruned(SteppedPolicy):
     """A token takes the first n of its list: k0, or fewer if these hold share p of its row sum.
 
     Attributes:
-        k0: most experts of a token; more than E is E.
+        k0: most experts of a token, at most the model's K. Where p is below 1 it may be more; E makes it the paper's
+            top-p method (section 3.1).
         p: above 0, to 1; 1 cuts nothing. A row without mass reaches no share.
     """
 
@@ -35,6 +37,12 @@ class Pruned(SteppedPolicy):
 
     k0: Positive
     p: ShareAboveZero = 1.0
+
+    def check_model(self, num_experts: int, top_k: int) -> None:
+        super().check_model(num_experts, top_k)
+        k0, p = (max(value) if isinstance(value, ByLayer) else value for value in (self.k0, self.p))
+        if k0 > top_k and p == 1:
+            raise UserError(f"k0: expected at most {top_k}, the model's top-k, where p is 1; got {k0}")
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         return min(self.k0, num_experts)
@@ -54,14 +62,11 @@ class Pruned(SteppedPolicy):
 class OEA(Pruned):
     """Base = ``pruned``; S = union of the batch's bases; then each token adds experts of S in list order.
 
-    Statistics: how many tokens have an expert in their base, and with ``rank_fill`` its summed score.
+    Statistics: how many tokens have an expert in their base.
 
     Attributes:
         k_max: a token adds while it holds fewer; None = K. Its base always stays.
         max_rank: positions of its list that a token looks at; None = all.
-        rank_fill: ours, after section 7, which states no rule: before piggybacking every rank adds its most wanted
-            experts (by score summed over the batch, lower index first among equals) until it activates as many as
-            the fullest, which sets the time.
     """
 
     name: ClassVar[str] = "oea"
@@ -70,7 +75,6 @@ class OEA(Pruned):
 
     k_max: Positive | None = None
     max_rank: Positive | None = None
-    rank_fill: Flag = False
 
     def most_added(self, context: RoutingContext) -> int:
         """A token adds experts while it holds fewer than this."""
@@ -89,16 +93,11 @@ class OEA(Pruned):
 
     def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor:
         base_TE = self.base(scores_TE, list_keys(scores_TE, context, self.steps), context)
-        rows = [self.steps.load_of(base_TE)]
-        if self.rank_fill:
-            rows.append(summed_scores(scores_TE, context))
-        return torch.stack(rows)
+        return self.steps.load_of(base_TE).unsqueeze(0)
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         stats_SE = self.stats(scores_TE, context) if stats_SE is None else stats_SE
         shared_E = stats_SE[0] > 0
-        if self.rank_fill:
-            shared_E = fill_ranks(shared_E, stats_SE[1], context.num_ranks)
         keys_TE = list_keys(scores_TE, context, self.steps)
         k_max = self.most_added(context)
         if self.max_rank is None or self.max_rank >= scores_TE.shape[1]:
@@ -110,12 +109,3 @@ class OEA(Pruned):
         if self.keeps_base_apart(context):
             map_TE = map_TE | self.base(scores_TE, keys_TE, context)
         return weighted(scores_TE, map_TE, map_TE, context, self.steps, width=max(self.k0, k_max))
-
-
-def fill_ranks(active_E: Tensor, sums_E: Tensor, num_ranks: int) -> Tensor:
-    """Let every rank activate as many experts as the busiest: its own with the largest sums, bool [E]."""
-    active_RL = active_E.view(num_ranks, -1)
-    activated_R1 = active_RL.sum(dim=1, keepdim=True)
-    missing_R1 = activated_R1.max() - activated_R1
-    place_RL = place_in_row(sums_E.view(num_ranks, -1).masked_fill(active_RL, -1.0))
-    return (active_RL | (place_RL < missing_R1)).view(-1)

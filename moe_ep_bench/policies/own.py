@@ -1,8 +1,7 @@
 """Find policies that stand outside of this package.
 
-A config's ``name:`` may be a name of ``POLICIES``, a name of the entry-point group ``moe_ep_bench.policies``,
-``package.module:Class``, or ``my_policy.py:Class`` (a path, in a config relative to its folder). What is found is a
-frozen dataclass that extends ``Policy`` and implements ``route``.
+A config's ``name:`` may be a name of ``POLICIES``, ``package.module:Class``, or ``my_policy.py:Class`` (a path, in a
+config relative to its folder). What is found is a frozen dataclass that extends ``Policy`` and implements ``route``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib
-import importlib.metadata
 import re
 import sys
 from collections.abc import Collection
@@ -21,7 +19,6 @@ from types import ModuleType
 from moe_ep_bench.errors import UserError, brief, did_you_mean
 from moe_ep_bench.policies.contract import Policy
 
-GROUP = "moe_ep_bench.policies"
 _PACKAGE = __name__.partition(".")[0]
 # Names of cases that are no policies.
 _RESERVED = ("native", "native_balanced", "eplb")
@@ -48,23 +45,18 @@ def find_policy(reference: object, taken: Collection[str]) -> type[Policy]:
     """
     if not isinstance(reference, str) or not reference:
         raise UserError(f"name: expected one of {', '.join(taken)}; got {brief(reference)}")
-    points = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
-    place, colon, name = points.get(reference, reference).rpartition(":")
+    place, colon, name = reference.rpartition(":")
     if not colon:
-        known = [*taken, *points]
         raise UserError(
-            f"name: expected one of {', '.join(known)}, package.module:Class or my_policy.py:Class; got"
-            f" {brief(reference)}{did_you_mean(reference, known)}"
+            f"name: expected one of {', '.join(taken)}, package.module:Class or my_policy.py:Class; got"
+            f" {brief(reference)}{did_you_mean(reference, taken)}"
         )
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
         words = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
         raise UserError(f"name: cannot load {reference!r}: {words}") from None
-    policy = _checked(getattr(module, name, None), reference, taken)
-    if reference in points and policy.name != reference:
-        raise UserError(f"name: entry point {reference} leads to a policy of another name, {policy.name}")
-    return policy
+    return _checked(getattr(module, name, None), reference, taken)
 
 
 def source_hash(policy: type[Policy]) -> str | None:

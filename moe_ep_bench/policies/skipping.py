@@ -54,22 +54,17 @@ class ExpertDrop(ClosingPolicy):
 
     Attributes:
         fraction: of all experts, 0 to 1; floor(fraction * E) of them, but at least one.
-        count: how many instead; E or more is all of them.
     """
 
     name: ClassVar[str] = "expert_drop"
-    experts_in: ClassVar[tuple[str, ...]] = ("count",)
     acts_in: ClassVar[tuple[Phase, ...]] = ("prefill",)
 
     fraction: Share = 0.1
-    count: Count | None = None
 
     def closed(self, load_E: Tensor) -> Tensor:
         return least(self.steps, load_E, self.num_closed(load_E.numel()))
 
     def num_closed(self, num_experts: int) -> int:
-        if self.count is not None:
-            return min(self.count, num_experts)
         return max(1, math.floor(decimal(self.fraction) * num_experts))
 
 

@@ -22,27 +22,31 @@ from typing import Any
 
 from moe_ep_bench.policies.lazy import Tensor, torch
 
+# Of scores: eight equal parts of each octave from 2**-16 to 1; what lies outside is in the first or last.
+NUM_BINS = 16 * 8
+BIN_SHIFT = 23 - 3  # lower bits of a float32 that tell scores of one bin apart
+# To whose multiples scores are rounded, so that sums are exact up to 2**21: two million tokens of softmax scores.
+SCORE_UNIT = 2.0**-32
+
 # Below this many winners torch.topk finds the threshold sooner than a selection by rank (kthvalue).
 _TOPK_LIMIT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeastLoaded:
-    """The rule by which tokens, one chunk after another, take the least loaded experts of a pool.
+    """The rule by which tokens, one after another, take the least loaded experts of a pool.
 
     Attributes:
         top_k: K, experts that each token takes.
         eps_high: a token whose top-k holds at least this share of its row sum takes its top-k.
         t_fix: an expert is in the pool if its score is at least this share of the token's best one.
         pool_size: c, to which the pool is trimmed, K to E.
-        chunk_size: tokens that see the same loads; 1 is the sequential rule.
     """
 
     top_k: int
     eps_high: float
     t_fix: float
     pool_size: int
-    chunk_size: int
 
 
 class Steps:
@@ -97,31 +101,28 @@ class Steps:
         """Pairs per expert: float64 [E]."""
         return map_TE.sum(dim=0).double()
 
-    def histogram(self, scores_TE: Tensor, map_TE: Tensor, num_bins: int, bins_per_octave: int, unit: float) -> Tensor:
+    def histogram(self, scores_TE: Tensor, map_TE: Tensor) -> Tensor:
         """Marked pairs by score bin (``score_bins``) and expert, and below these rows the sum of their scores.
 
-        Args:
-            unit: to whose multiples scores are rounded, so that their sums are exact.
-
         Returns:
-            float64 [2 * num_bins, E].
+            float64 [2 * NUM_BINS, E]; scores count as multiples of ``SCORE_UNIT``.
         """
         num_experts = scores_TE.shape[1]
-        cell_TE = score_bins(scores_TE, num_bins, bins_per_octave) * num_experts
+        cell_TE = score_bins(scores_TE) * num_experts
         cell_TE += torch.arange(num_experts, device=scores_TE.device)
         # What is not marked adds nothing: to leave it out the host would have to know how many are.
-        values_2TE = torch.stack([map_TE.double(), ((scores_TE * map_TE).double() / unit).round() * unit])
-        cells_2N = values_2TE.new_zeros(2, num_bins * num_experts)
-        return cells_2N.index_add(1, cell_TE.flatten(), values_2TE.flatten(1)).view(2 * num_bins, num_experts)
+        mass_TE = ((scores_TE * map_TE).double() / SCORE_UNIT).round() * SCORE_UNIT
+        values_2TE = torch.stack([map_TE.double(), mass_TE])
+        cells_2N = values_2TE.new_zeros(2, NUM_BINS * num_experts)
+        return cells_2N.index_add(1, cell_TE.flatten(), values_2TE.flatten(1)).view(2 * NUM_BINS, num_experts)
 
-    def without_cells(self, scores_TE: Tensor, map_TE: Tensor, dropped_SE: Tensor, bins_per_octave: int) -> Tensor:
+    def without_cells(self, scores_TE: Tensor, map_TE: Tensor, dropped_SE: Tensor) -> Tensor:
         """The marked pairs whose cell is not dropped: bool [T, E].
 
         Args:
             dropped_SE: bool [bins, E].
         """
-        bin_TE = score_bins(scores_TE, dropped_SE.shape[0], bins_per_octave)
-        return map_TE & ~dropped_SE.gather(0, bin_TE)
+        return map_TE & ~dropped_SE.gather(0, score_bins(scores_TE))
 
     def by_request(
         self, scores_TE: Tensor, wanted_TE: Tensor, request_T: Tensor, num_requests: int
@@ -214,24 +215,17 @@ class Steps:
         valid_T: Tensor | None = None,
         random_TE: Tensor | None = None,
     ) -> Tensor:
-        """Route tokens in order, each chunk by the loads that the chunks before it left: bool [T, E].
+        """Route tokens in order, each by the loads that those before it left: bool [T, E].
 
-        This form is vectorised within a chunk and goes through the chunks one by one, so it suits
-        large chunks only; for the sequential rule there is a compiled twin.
+        This form goes token by token in torch: for more than a few there is a compiled twin.
 
         Args:
             scores_TE: float32, what shares are shares of.
             keys_TE: float32 or int64, what orders a token's experts; its K largest are the top-k.
             load_E: float64, the loads before the first token; left as it is.
-            valid_T: bool, False = padding: selects nothing, has no place in a chunk.
+            valid_T: bool, False = padding, which selects nothing.
             random_TE: float32; where given, a pool too large keeps its largest of these, else those of ``keys_TE``.
         """
-        if valid_T is not None:
-            # Padding goes last, where its chunks change no other's: no number of tokens has to be known.
-            order_T = (~valid_T).byte().argsort(stable=True)
-            rows = [None if of_all is None else of_all[order_T] for of_all in (scores_TE, keys_TE, random_TE)]
-            map_TE = self.least_loaded(*rows[:2], load_E, rule, random_TE=rows[2])
-            return torch.empty_like(map_TE).index_copy(0, order_T, map_TE) & valid_T.unsqueeze(1)
         top_k_TE = self.best_per_row(keys_TE, rule.top_k)
         scores64_TE = scores_TE.double()
         top_k_sum_T1 = (scores64_TE * top_k_TE).cumsum(dim=1)[:, -1:]
@@ -244,14 +238,13 @@ class Steps:
         order_TE = best_first(keys_TE)
         load_E = load_E.clone()
         map_TE = torch.zeros_like(top_k_TE)
-        for first in range(0, scores_TE.shape[0], rule.chunk_size):
-            chunk = slice(first, first + rule.chunk_size)
-            order_CE = order_TE[chunk]
-            load_CE = load_E[order_CE].masked_fill(~pool_TE[chunk].gather(1, order_CE), torch.inf)
-            chosen_CK = order_CE.gather(1, load_CE.sort(dim=1, stable=True).indices[:, : rule.top_k])
-            spread_CE = torch.zeros_like(map_TE[chunk]).scatter(1, chosen_CK, True)
-            map_TE[chunk] = torch.where(confident_T1[chunk], top_k_TE[chunk], spread_CE)
-            load_E += map_TE[chunk].sum(dim=0)
+        for token, order_E in enumerate(order_TE):
+            ordered_E = load_E[order_E].masked_fill(~pool_TE[token, order_E], torch.inf)
+            chosen_K = order_E[ordered_E.sort(stable=True).indices[: rule.top_k]]
+            spread_E = torch.zeros_like(map_TE[token]).scatter(0, chosen_K, True)
+            chosen_E = torch.where(confident_T1[token], top_k_TE[token], spread_E)
+            map_TE[token] = chosen_E if valid_T is None else chosen_E & valid_T[token]
+            load_E += map_TE[token]
         return map_TE
 
 
@@ -268,26 +261,14 @@ def share_of(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(whole > 0, part / whole, 0.0)
 
 
-def score_bins(scores_TE: Tensor, num_bins: int, bins_per_octave: int) -> Tensor:
-    """Equal parts of octaves, the last one below 1; what lies outside is in the first or last: 0 to num_bins - 1.
+def score_bins(scores_TE: Tensor) -> Tensor:
+    """The bin of each score, the last one below 1: int64 [T, E], 0 to NUM_BINS - 1.
 
     The bits of a positive float32 are its exponent and mantissa: without the lower ones they count bins.
-
-    Args:
-        bins_per_octave: a power of two.
-
-    Returns:
-        int64 [T, E].
     """
-    shift = bin_shift(bins_per_octave)
     bits_TE = (scores_TE + 0).contiguous().view(torch.int32).long()  # -0.0 is 0.0
     bits_of_1 = 127 << 23  # the bits of 1.0
-    return (((bits_TE - bits_of_1) >> shift) + num_bins).clamp(0, num_bins - 1)
-
-
-def bin_shift(bins_per_octave: int) -> int:
-    """Lower bits of a float32 that tell scores of one bin apart."""
-    return 23 - (bins_per_octave.bit_length() - 1)
+    return (((bits_TE - bits_of_1) >> BIN_SHIFT) + NUM_BINS).clamp(0, NUM_BINS - 1)
 
 
 def best_first(keys_TE: Tensor) -> Tensor:

@@ -66,7 +66,6 @@ class XShare(SteppedPolicy):
     within_top_k: ClassVar[tuple[str, ...]] = ("k0",)
     looks_past_top_k: ClassVar[bool] = True
     torch_only: ClassVar[Mapping[str, object]] = {"scores": "topk"}
-    optional: ClassVar[tuple[str, ...]] = ("scores",)
 
     k0: Count
     budget: Count | None = None

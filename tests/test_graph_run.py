@@ -90,6 +90,7 @@ def test_replayed_cases_have_the_rows_of_eager_ones_or_the_reason_why_they_canno
     held = "the whole layer" if scope == "layer" else "the whole model with its collectives"
     assert [one["cuda_graph"] for one in run.comparisons] == [None, held]
     assert [one["title"].endswith(", CUDA graph") for one in run.comparisons] == [False, True]
+    assert all((" a rank)" in one["title"]) == (run.num_ranks > 1) for one in run.comparisons)
     assert {(one["dispatcher"], one["permute"]["ran"]) for one in run.comparisons} == {("allgather", "none")}
 
     def ids(label: str) -> list[str]:

@@ -21,5 +21,5 @@ after another side by side. ``route`` ends behind ``traffic``. Beside that path
 ``replays``           cases as CUDA graphs
 ``measured_ranks``    how long a virtual rank takes on the device that is here; cases beside the reference
 ``question``          what ``advise`` is asked -> experiments
-``validate``          the command
+``validate``          emulated ranks beside real ones
 """

@@ -152,12 +152,6 @@ def _whole_batches(experiment: Experiment) -> Rows:
     yield config.is_step and not context, "whole.context_length", least, 0
 
 
-def of_recording(model: ModelSpec, num_moe: int, num_recorded: int) -> Rows:
-    """A recording with fewer layers than MoE layers are built."""
-    layers = f"the {num_moe} MoE layers that are built of {model.name}; whole.num_layers builds fewer"
-    yield num_recorded < num_moe, "workload.trace", layers, num_recorded
-
-
 def of_batches(experiment: Experiment, num_layers: int | None, tokens_BR: NDArray[np.int64]) -> Rows:
     """What opened workloads show: of which layers scores are, and how tokens are dealt.
 

@@ -29,7 +29,6 @@ from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.policies.contract import check_routing
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.device import device_type, num_gpus
-from moe_ep_bench.runtime.progress import SILENT_S, progress_bar
 from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.skews import PATTERNS
@@ -94,15 +93,12 @@ def plan_experiments(
         ValueError: see ``plan``.
     """
     comparisons = []
-    shown = progress_bar(len(experiments), "point", shown=backend != RANKS, delay=SILENT_S)
-    with naming(str(config)), shown as bar:
+    with naming(str(config)):
         for experiment in experiments:
-            bar.set_description(f"planning {config.name}")
             before(experiment)
             comparisons.append(compare(experiment, backend, world_size, on_cpu=on_cpu))
             if try_out:
                 _try_out(comparisons[-1])
-            bar.update()
     _check_distinct(config, comparisons)
     return comparisons
 
@@ -225,7 +221,9 @@ def open_workloads(experiment: Experiment, world_size: int) -> dict[int | None, 
         of_layer = experiment.model_copy(update={"workload": config.model_copy(update=changed)})
         workload = _open(of_layer, world_size, or_chance=True)
         if isinstance(workload, RecordedWorkload):
-            checks.refuse(checks.of_recording(model, len(moe_layers), workload.traces[0].num_layers))
+            recorded, needed = workload.traces[0].num_layers, len(moe_layers)
+            built = f"the {needed} MoE layers that are built of {model.name}; whole.num_layers builds fewer"
+            checks.refuse([(recorded < needed, "workload.trace", built, recorded)])
         workloads[layer] = workload
     return workloads
 

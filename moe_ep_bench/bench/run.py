@@ -18,7 +18,6 @@ from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import describe_timed_run
 from moe_ep_bench.bench.job import Job, Todo, check_timing, hold, left_of, new_run_id, status_of
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
@@ -139,19 +138,11 @@ def _agreed_plan(job: Job, config: Path, overrides: Sequence[str], point: int | 
     Raises:
         ToldError: some rank cannot, or they differ.
     """
-    ranks, guard = job.ranks, job.guard
-
-    def read() -> list[Comparison]:
-        # Whoever launched this rank has tried out what it is to do.
-        how: Any = {"point": point, "try_out": not is_launched()}
-        before = lambda experiment: guard.allow(experiment.measure.timeout_s)  # noqa: E731
-        comparisons = plan(config, overrides, RANKS, ranks.world_size, before=before, **how)
-        most = comparisons[0].experiment.measure.launches
-        if not 0 <= job.launch < most:
-            raise UserError(f"--launch: expected 0 to {most - 1} (measure.launches={most}), got {job.launch}")
-        return comparisons
-
-    comparisons = ranks.agree(read)
+    ranks = job.ranks
+    before = lambda experiment: job.guard.allow(experiment.measure.timeout_s)  # noqa: E731
+    # Whoever launched this rank has tried out what it is to do.
+    how: Any = {"point": point, "try_out": not is_launched(), "before": before}
+    comparisons = ranks.agree(partial(plan, config, overrides, RANKS, ranks.world_size, **how))
     planned = [(comparison.definition, [case.case_id for case in comparison.cases]) for comparison in comparisons]
     facts = {
         "the config": stable_hash([planned, job.launch]),

@@ -8,8 +8,6 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-# What takes no longer says nothing.
-SILENT_S = 1.0
 # Lines follow each other after so long at least, but for those of a new description.
 _EVERY_S = 10.0
 _FORMAT = "{desc}{percentage:.0f} %, {n:,} of {total:,} {unit}, {remaining} left"
@@ -18,7 +16,7 @@ tqdm.monitor_interval = 0  # Else a thread of its own wakes up beside what is ti
 
 
 class _Lines(tqdm):
-    """A line for each description, and every ``_EVERY_S``; none before ``delay`` seconds are over."""
+    """A line for each description, and every ``_EVERY_S``."""
 
     @staticmethod
     def status_printer(file: TextIO) -> Callable[[str], None]:
@@ -26,24 +24,22 @@ class _Lines(tqdm):
 
     def refresh(self, *arguments: Any, **options: Any) -> None:
         self.total = max(self.total, self.n)  # Plans are rough, and tqdm takes a count beyond its total for none.
-        if not self.disable and self._time() - self.start_t >= self.delay:
-            super().refresh(*arguments, **options)
+        super().refresh(*arguments, **options)
 
     def close(self) -> None:
         self.disable = True
 
 
-def progress_bar(total: int, unit: str, *, shown: bool = True, delay: float = 0.0) -> tqdm:
+def progress_bar(total: int, unit: str, *, shown: bool = True) -> tqdm:
     """Count ``total`` units on standard error; nothing where there is nothing to do or it is not to be ``shown``.
 
     Args:
         unit: one of them, which is shown in the plural.
-        delay: seconds in which nothing is shown yet.
     """
     units = unit if total == 1 else f"{unit}{'es' if unit.endswith('ch') else 's'}"
     options: dict[str, Any] = {"total": total, "unit": units, "disable": not shown or not total}
     if sys.stderr.isatty():
-        return tqdm(**options, mininterval=1.0, dynamic_ncols=True, delay=delay, leave=delay == 0)
+        return tqdm(**options, mininterval=1.0, dynamic_ncols=True)
     # A delay of any length keeps the line without a description back.
-    options |= {"mininterval": _EVERY_S, "delay": delay or 1e-9, "position": 0}
+    options |= {"mininterval": _EVERY_S, "delay": 1e-9, "position": 0}
     return _Lines(**options, file=sys.stderr, bar_format=_FORMAT)

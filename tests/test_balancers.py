@@ -24,7 +24,6 @@ from moe_ep_bench.balancers import (
     water_fill,
     with_free_slots,
 )
-from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.placement import rank_load, replicate, replicate_by_risk
 
 some_examples = settings(max_examples=50)
@@ -101,7 +100,7 @@ def check(batch: Batch, balanced: Balanced) -> None:
 
 
 def in_turn(batch: Batch) -> NDArray[np.int64]:
-    """Pairs of every slot where replicas share evenly: what ``ExpertPlacement`` makes of no split."""
+    """Pairs of every slot where replicas share evenly: what ``Slots`` makes of no split."""
     pairs_P = np.zeros(len(batch.slot_expert_P), dtype=np.int64)
     for rank, counts_E in enumerate(batch.counts_RE):
         for expert, count in enumerate(counts_E.tolist()):
@@ -149,8 +148,7 @@ def test_moving_weights_computes_every_pair_once_within_the_slots_of_every_rank(
 @given(batch=batches())
 def test_solved_replicas_are_no_worse_than_even_shares_in_what_they_solve_for(batch: Batch) -> None:
     even_P = in_turn(batch)
-    placed = ExpertPlacement.of_batch(OVER_REPLICAS["static"](batch.slot_expert_P, batch.counts_RE), batch.counts_RE, 1)
-    assert placed.split is None
+    assert OVER_REPLICAS["static"](batch.slot_expert_P, batch.counts_RE).pairs_P is None
     fullest = [on_ranks(pairs_P, batch.num_ranks).max() for pairs_P in (
         lp(batch.slot_expert_P, batch.counts_RE).pairs_P, even_P)]  # fmt: skip
     assert fullest[0] <= fullest[1]

@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.bench.traffic import copies_of
+from moe_ep_bench.bench.slots import Slots
 from moe_ep_bench.cost_model.devices import (
     PRECISIONS,
     RUN_DTYPES,
@@ -362,9 +362,11 @@ def drawn(num_ranks: int, seed: int, top_k: int = 3, num_experts_per_rank: int =
 
 def rows_of(maps_R: list[torch.Tensor], ranks_per_node: int) -> Rows:
     num_ranks = len(maps_R)
-    pairs = torch.stack([one.unflatten(1, (num_ranks, -1)).sum((0, 2)) for one in maps_R])
-    copies, nodes = zip(*(copies_of(one, num_ranks, ranks_per_node) for one in maps_R), strict=True)
-    return Rows(*(of.double().numpy() for of in (pairs, torch.stack(copies), torch.stack(nodes))))
+    slots = Slots.contiguous(maps_R[0].shape[1], num_ranks)
+    counts = [slots.counts(one, rank, ranks_per_node) for rank, one in enumerate(maps_R)]
+    pairs_RP, copies_RR, copies_RN = map(np.stack, zip(*counts, strict=True))
+    pairs_RR = pairs_RP.reshape(num_ranks, num_ranks, -1).sum(axis=2)
+    return Rows(*(of_ranks.astype(np.float64) for of_ranks in (pairs_RR, copies_RR, copies_RN)))
 
 
 @settings(max_examples=60)

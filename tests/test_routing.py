@@ -45,7 +45,7 @@ def test_batches_that_are_kept_or_made_anew_and_ranks_in_threads_give_the_same_t
     comparison = planned(tmp_path, backend)
     kept = seen_of(comparison)
     assert len({repr(row) for row in kept}) > 8, "batches, ranks and policies differ"
-    for name, value in (("_MOST_SHARES_BYTES", 0), ("_MOST_LAYER_BYTES", 0), ("_LEAST_SHARED_BYTES", 0)):
+    for name, value in (("_MOST_KEPT_BYTES", 0), ("_LEAST_SHARED_BYTES", 0)):
         monkeypatch.setattr(routing, name, value)
         assert seen_of(comparison) == kept, name
 

@@ -26,13 +26,13 @@ from moe_ep_bench.balancers import with_free_slots
 from moe_ep_bench.bench import description
 from moe_ep_bench.bench.cases import CaseSpec, cases_of
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
+from moe_ep_bench.bench.slots import Slots
 from moe_ep_bench.config import Experiment, Lossless, ReplicationConfig, SyntheticConfig
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.transport import Exchange
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import form_of
-from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import replicate, replicate_by_risk
@@ -85,9 +85,9 @@ class Comparison:
         return self.experiment.layer.ep_size or self.world_size
 
     @cached_property
-    def slots(self) -> ExpertPlacement:
+    def slots(self) -> Slots:
         """Where experts stand, but for cases that replicate them."""
-        return ExpertPlacement.contiguous(self.model.num_experts, self.ep_size)
+        return Slots.contiguous(self.model.num_experts, self.ep_size)
 
     @property
     def workload(self) -> Workload:

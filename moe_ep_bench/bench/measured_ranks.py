@@ -91,7 +91,7 @@ class MeasuredRanks:
 
 def _announced(traffic: LayerTraffic, device: torch.device) -> Announced:
     """What the exchange answers a rank's tokens with."""
-    return Announced(traffic.counts_RP.to(device), traffic.stats_SE)
+    return Announced(torch.from_numpy(traffic.counts_RP).to(device), traffic.stats_SE)
 
 
 class SmallLayers:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,8 +32,8 @@ from torch import Tensor
 
 from moe_ep_bench.bench.cases import CEILING, NATIVE, CaseSpec
 from moe_ep_bench.bench.comparison import ROUTING, Comparison
+from moe_ep_bench.bench.slots import Slots
 from moe_ep_bench.kernels import form_of
-from moe_ep_bench.layer.expert_placement import ExpertPlacement
 from moe_ep_bench.layer.experts import DRAWS, seeded_generator
 from moe_ep_bench.metrics import ScoreMetrics, routing_metrics, score_metrics
 from moe_ep_bench.models.scores import logits_from_scores, scores_from_logits
@@ -47,12 +47,8 @@ if TYPE_CHECKING:  # It needs Megatron-Core, which routing alone does not.
 
 # Scores of a batch whose ranks are shared among threads; of fewer, threads would wait for each other.
 _LEAST_SHARED_BYTES = 2**20
-# Scores of a batch that are kept rather than made again: of one layer, and of all together.
-_MOST_LAYER_BYTES, _MOST_MODEL_BYTES = 2**28, 2**32
-# Of a batch whose scores take no more all that cases see is kept too, which takes several times as much.
-_MOST_SHARES_BYTES = 2**25
-# Scores of batches that are kept beside each other, so that replicas are planned without making any batch again.
-_MOST_BATCHES_BYTES = 2**28
+# Scores of a batch of which all that cases see is kept, which takes several times as much.
+_MOST_KEPT_BYTES = 2**25
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------
@@ -161,50 +157,37 @@ class Share:
 
 
 class Batches:
-    """All ranks' tokens of a comparison's batches: kept where they are small, else made anew, rank by rank.
+    """All ranks' tokens of a comparison's batches, made rank by rank; those of the last batch are kept where small.
 
     Args:
         few: only so many of each rank's tokens, from the first to the last; None = all.
 
     Attributes:
         num_bytes: of the scores of a batch in a layer.
-        shares: every rank's tokens of a batch, rank by rank; called with the layer and the batch's index. What it keeps
-            is freed with this object: nothing of it leads back here.
     """
-
-    shares: Callable[[int | None, int], Iterable[Share]]
 
     def __init__(self, comparison: Comparison, device: torch.device, few: int | None = None) -> None:
         self.comparison, self.device, self.seed = comparison, device, comparison.experiment.layer.seed
-        num_tokens, num_layers = comparison.num_tokens, len(comparison.workloads)
-        if few is not None:
-            num_tokens = min(num_tokens, few * comparison.world_size)
-        num_bytes = self.num_bytes = num_tokens * comparison.model.num_experts * torch.float32.itemsize
+        self._few = few
+        num_tokens = comparison.num_tokens if few is None else min(comparison.num_tokens, few * comparison.world_size)
+        self.num_bytes = num_tokens * comparison.model.num_experts * torch.float32.itemsize
+        self._keeps = self.num_bytes * len(comparison.workloads) <= _MOST_KEPT_BYTES
+        self._kept: dict[int | None, tuple[int, list[Share]]] = {}
 
-        def cut(tokens: TokenBatch) -> TokenBatch:
-            """Some of a rank's tokens from the first to the last, and so of both where some are padding."""
-            if few is None:
-                return tokens
-            return tokens.rows(torch.linspace(0, max(tokens.num_tokens - 1, 0), min(few, tokens.num_tokens)).long())
+    def shares(self, layer: int | None, index: int) -> Iterable[Share]:
+        """Every rank's tokens of a batch in a layer, rank by rank."""
+        if not self._keeps:
+            return self._made(layer, index)
+        if layer not in self._kept or self._kept[layer][0] != index:
+            self._kept[layer] = index, list(self._made(layer, index))
+        return self._kept[layer][1]
 
-        def tokens_of(layer: int | None, index: int) -> list[TokenBatch]:
-            """All ranks' tokens, made in threads; the first rank's alone, which solves for the batch's targets."""
-            make = partial(comparison.rank_batch, layer, index)
-            first = make(0)
-            with rank_pool(torch.device("cpu"), num_bytes) as pool:
-                return [cut(tokens) for tokens in (first, *in_order(pool, make, range(1, comparison.world_size)))]
-
-        kept_tokens = lru_cache(max(1, _MOST_BATCHES_BYTES // (num_bytes * num_layers)) * num_layers)(tokens_of)
-        keeps_tokens = num_bytes <= min(_MOST_LAYER_BYTES, _MOST_MODEL_BYTES // num_layers)
-
-        def make_shares(layer: int | None, index: int) -> Iterator[Share]:
-            ranks = kept_tokens(layer, index) if keeps_tokens else map(cut, comparison.rank_batches(layer, index))
-            for rank, tokens in enumerate(ranks):
-                yield Share.of_rank(comparison, layer, index, rank, tokens, device)
-
-        self.shares = make_shares
-        if num_bytes * num_layers <= _MOST_SHARES_BYTES:
-            self.shares = lru_cache(num_layers)(lambda layer, index: list(make_shares(layer, index)))
+    def _made(self, layer: int | None, index: int) -> Iterator[Share]:
+        for rank, tokens in enumerate(self.comparison.rank_batches(layer, index)):
+            if self._few is not None:  # from the first to the last, and so of both where some are padding
+                count = min(self._few, tokens.num_tokens)
+                tokens = tokens.rows(torch.linspace(0, max(tokens.num_tokens - 1, 0), count).long())
+            yield Share.of_rank(self.comparison, layer, index, rank, tokens, self.device)
 
     @cached_property
     def native_counts(self) -> NDArray[np.int64]:
@@ -229,7 +212,7 @@ class CaseRouter:
 
     case: CaseSpec
     batches: Batches
-    _slots: dict[int, ExpertPlacement] = field(default_factory=dict)
+    _slots: dict[int, Slots] = field(default_factory=dict)
     _loads: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     @property
@@ -237,7 +220,7 @@ class CaseRouter:
         """What routes: the policy, or the model's own top-k."""
         return self.case.policy or NATIVE
 
-    def slots(self, index: int) -> ExpertPlacement:
+    def slots(self, index: int) -> Slots:
         """Where the case's experts stand for batch ``index``."""
         comparison, wanted = self.batches.comparison, self.case.replication
         if wanted is None:
@@ -247,7 +230,7 @@ class CaseRouter:
             slot_expert_P = comparison.slots_ahead(wanted, other_batches(counts_BRE.sum(axis=1), index))
             balanced = wanted.balance(slot_expert_P, counts_BRE[index])
             # Of this batch alone: a split batch by batch is as large as the batch.
-            self._slots = {index: ExpertPlacement.of_batch(balanced, counts_BRE[index], comparison.expert_bytes)}
+            self._slots = {index: Slots.of_batch(balanced, counts_BRE[index], comparison.expert_bytes)}
         return self._slots[index]
 
     def context(self, share: Share) -> RoutingContext:

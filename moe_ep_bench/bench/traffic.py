@@ -4,18 +4,18 @@ A layer's work on any rank follows from this and from the rank's own tokens. Lay
 after another: memory holds one rank's tokens and the counts of all. A layer that stands alone is a model of one MoE
 layer, whose key is None.
 
-Shapes: R = ranks, T = tokens of one rank, E = experts, P = slots (``layer.expert_placement``), N = nodes, S = rows of a
-batch-wide policy's statistics.
+Shapes: R = ranks, T = tokens of one rank, E = experts, P = slots (``bench.slots``), N = nodes, S = rows of a batch-wide
+policy's statistics.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,8 @@ from moe_ep_bench.bench.cases import BASELINE, CEILING, NOISE, CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share, case_metrics, in_order, rank_pool
 from moe_ep_bench.bench.rows import Row
+from moe_ep_bench.bench.slots import Slots
 from moe_ep_bench.config import WaterfillConfig
-from moe_ep_bench.layer.expert_placement import ExpertPlacement, Split
 from moe_ep_bench.workload.frontier import Frontier, top_k_pairs
 
 # Top-k pairs of a batch that are sorted for its frontier; more would take gigabytes.
@@ -49,26 +49,30 @@ class LayerTraffic:
     """
 
     num_tokens_R: list[int]
-    slots: ExpertPlacement
+    slots: Slots
     stats_SE: Tensor | None
     rows_R: list[Row]
-    copies: tuple[Tensor, Tensor] | None = None
+    copies: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     moves_shared: float | None = None
 
     @cached_property
-    def counts_RP(self) -> Tensor:  # noqa: N802
-        """Pairs that the tokens of each rank send to each slot: int64, on the host."""
-        return torch.from_numpy(np.stack([row.get("slot_load_P", row["load_E"]) for row in self.rows_R]))
+    def counts_RP(self) -> NDArray[np.int64]:  # noqa: N802
+        """Pairs that the tokens of each rank send to each slot."""
+        return np.stack([row.get("slot_load_P", row["load_E"]) for row in self.rows_R])
 
     @cached_property
+    def _counts_RRL(self) -> NDArray[np.int64]:  # noqa: N802
+        """The same by the rank that a slot is on."""
+        return self.counts_RP.reshape(len(self.rows_R), len(self.rows_R), -1)
+
+    @property
     def rank_pairs(self) -> NDArray[np.int64]:
         """Pairs that each rank (row) sends to each (column): int64 [R, R]."""
-        num_ranks = len(self.counts_RP)
-        return self.counts_RP.view(num_ranks, num_ranks, -1).sum(2).numpy()
+        return self._counts_RRL.sum(axis=2)
 
     def received(self, rank: int) -> NDArray[np.int64]:
         """Rows that arrive at each of a rank's slots: int64 [P / R]."""
-        return self.counts_RP.unflatten(1, (len(self.counts_RP), -1))[:, rank].sum(0).numpy()
+        return self._counts_RRL[:, rank].sum(axis=0)
 
     @cached_property
     def shared_RR(self) -> NDArray[np.int64] | None:  # noqa: N802
@@ -146,29 +150,23 @@ def traffic_of(
     """
     model = batches.comparison.model
     placed = [(router, router.slots(index)) for router in routers]
-    wants_frontier = batches.comparison.num_tokens * model.top_k <= _MOST_FRONTIER_PAIRS
-    wants_frontier = wants_frontier and any(router.case.role != CEILING for router in routers)
-    num_tokens: list[int] = []
-    pairs: list[tuple[Tensor, Tensor]] = []
-    ranks: list[list[tuple[Row, tuple[Tensor, Tensor] | None]]] = []
     with rank_pool(batches.device, batches.num_bytes) as pool:
         for router in routers:
             router.carried(layer, index, 0)  # worked out before threads ask for it
         stats = _statistics(batches, layer, index, routers, pool)
         route = partial(_route_rank, placed, stats, ranks_per_node)
-        for routed, share in in_order(pool, route, batches.shares(layer, index)):
-            ranks.append(routed)
-            num_tokens.append(share.num_tokens)
-            if wants_frontier:
-                pairs.append(top_k_pairs(share.scores_TE, share.of_scores.top_k_TE))
+        ranks = list(in_order(pool, route, batches.shares(layer, index)))
     traffic = []
-    for (router, slots), stats_SE, of_ranks in zip(placed, stats, zip(*ranks, strict=True), strict=True):
-        rows, copies = zip(*of_ranks, strict=True)
-        copied = None if ranks_per_node is None else tuple(map(torch.stack, zip(*copies, strict=True)))
+    for number, (router, slots) in enumerate(placed):
+        copies = None
+        if ranks_per_node is not None:
+            to_rank, to_node = zip(*(of_rank.copies[number] for of_rank in ranks), strict=True)
+            copies = np.stack(to_rank), np.stack(to_node)
         fills = isinstance(router.case.replication, WaterfillConfig)
         per_token = model.shared_ffn_hidden_size / model.ffn_hidden_size if fills else None
-        traffic.append(LayerTraffic(num_tokens, slots, stats_SE, list(rows), copied, per_token))
-    return traffic, _frontier_rows(index, pairs, routers, traffic)
+        rows, num_tokens = [of_rank.rows[number] for of_rank in ranks], [of_rank.num_tokens for of_rank in ranks]
+        traffic.append(LayerTraffic(num_tokens, slots, stats[number], rows, copies, per_token))
+    return traffic, _frontier_rows(index, [of_rank.pairs for of_rank in ranks], routers, traffic)
 
 
 @torch.inference_mode()
@@ -191,41 +189,42 @@ def _statistics(
     return [sums.get(number) for number in range(len(routers))]
 
 
+class _Routed(NamedTuple):
+    """One rank's tokens: of every case a row of metrics, and copies where they are counted; scores and experts of the
+    top-k pairs, where there are not too many."""
+
+    num_tokens: int
+    rows: list[Row]
+    copies: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
+    pairs: tuple[Tensor, Tensor] | None
+
+
 @torch.inference_mode()
 def _route_rank(
-    placed: Sequence[tuple[CaseRouter, ExpertPlacement]],
+    placed: Sequence[tuple[CaseRouter, Slots]],
     stats: Sequence[Tensor | None],
     ranks_per_node: int | None,
     of_rank: Share,
-) -> tuple[list[tuple[Row, tuple[Tensor, Tensor] | None]], Share]:
-    """Of one rank and every case the row of metrics and the copies; and the share."""
-    routed = []
+) -> _Routed:
+    rows, copies = [], []
     for (router, slots), stats_SE in zip(placed, stats, strict=True):
-        share, copied = of_rank.of(router.case), None
+        share = of_rank.of(router.case)
         routing = router.route(share, stats_SE)
-        row = case_metrics(router.case, routing, share)
+        rows.append(case_metrics(router.case, routing, share))
+        if slots.is_contiguous and ranks_per_node is None:
+            continue
+        counts_P, *sent = slots.counts(routing.map_TE, of_rank.rank, ranks_per_node)
+        copies.append(tuple(sent))
         if not slots.is_contiguous:
-            row |= in_slots(routing.map_TE, slots, of_rank.rank)
-        if ranks_per_node is not None:
-            copied = copies_of(slots.spread(routing.map_TE, of_rank.rank), slots.num_ranks, ranks_per_node)
-        routed.append((row, copied))
-    return routed, of_rank
+            rows[-1] |= slot_metrics(slots, of_rank.rank, counts_P, sent[0])
+    comparison = placed[0][0].batches.comparison
+    is_sorted = comparison.num_tokens * comparison.model.top_k <= _MOST_FRONTIER_PAIRS
+    pairs = top_k_pairs(of_rank.scores_TE, of_rank.of_scores.top_k_TE) if is_sorted else None
+    return _Routed(of_rank.num_tokens, rows, copies, pairs)
 
 
-def copies_of(map_TP: Tensor, num_ranks: int, ranks_per_node: int) -> tuple[Tensor, Tensor]:
-    """Distinct tokens that a rank sends to each rank, int64 [R], and to each node: neighbours, the last maybe fewer."""
-    to_rank_TR = map_TP.unflatten(1, (num_ranks, -1)).any(2)
-    to_node_TN = torch.stack([node_TR.any(1) for node_TR in to_rank_TR.split(ranks_per_node, dim=1)], dim=1)
-    return to_rank_TR.sum(0).cpu(), to_node_TN.sum(0).cpu()
-
-
-def in_slots(map_TE: Tensor, slots: ExpertPlacement, rank: int) -> Row:
+def slot_metrics(slots: Slots, rank: int, counts_P: NDArray[np.int64], copies_R: NDArray[np.int64]) -> Row:
     """Those metrics that depend on where experts stand; ``slot_load_P`` are pairs by slot, int64 [P]."""
-    from moe_ep_bench.kernels.counting import slot_counts
-
-    slot_N, first_E, pairs_E, before_RE = _split_of(slots)
-    split = slot_N, first_E, pairs_E, before_RE[rank]
-    counts_P, copies_R = slot_counts(map_TE.cpu().contiguous().numpy(), *split, slots.num_slots, slots.num_ranks)
     counts_RS = counts_P.reshape(slots.num_ranks, -1)
     load_R, moved_RR = counts_RS.sum(axis=1), slots.moved_bytes_RR
     return {
@@ -238,36 +237,28 @@ def in_slots(map_TE: Tensor, slots: ExpertPlacement, rank: int) -> Row:
     }
 
 
-@functools.lru_cache(64)
-def _split_of(slots: ExpertPlacement) -> tuple[NDArray[np.int64], ...]:
-    """How an expert's pairs go to its slots, on the host: what ``Split`` holds, in its order."""
-    split = slots.split or Split.in_turn(slots.expert_P, slots.num_experts, slots.num_ranks)
-    parts = split.slot_N, split.first_E, split.pairs_E, split.before_RE
-    return tuple(part.contiguous().numpy() for part in parts)
-
-
 def _frontier_rows(
-    index: int, pairs: list[tuple[Tensor, Tensor]], routers: Sequence[CaseRouter], traffic: Sequence[LayerTraffic]
+    index: int,
+    pairs: Sequence[tuple[Tensor, Tensor] | None],
+    routers: Sequence[CaseRouter],
+    traffic: Sequence[LayerTraffic],
 ) -> list[list[Row]]:
     """Of the top-k mass what dropping alone keeps at most where a case computes its loads; the whole curve for native.
 
     No row for cases whose experts have no single home each or that see balanced scores, and without ``pairs``.
     """
-    homes = [
-        None if router.case.role == CEILING else case.slots.rank_E
-        for router, case in zip(routers, traffic, strict=True)
+    rows: list[list[Row]] = [[] for _ in routers]
+    has_row = [
+        router.case.role != CEILING and case.slots.is_contiguous for router, case in zip(routers, traffic, strict=True)
     ]
-    rank_E = next((home_E for home_E in homes if home_E is not None), None)
-    if not pairs or rank_E is None:
-        return [[] for _ in routers]
-    frontier, rows = Frontier.of(pairs, rank_E), []
-    for router, home_E, of_case in zip(routers, homes, traffic, strict=True):
-        if home_E is None:
-            rows.append([])
-            continue
-        load_E = of_case.counts_RP.sum(0)
-        fullest = int(load_E.new_zeros(int(home_E.max()) + 1).index_add(0, home_E, load_E).max())
-        loads, kept = frontier.curve() if router.case.role == BASELINE else (None, None)
+    if None in pairs or not any(has_row):
+        return rows
+    num_ranks, num_experts = traffic[0].slots.num_ranks, len(traffic[0].slots.split.pairs_E)
+    frontier = Frontier.of(pairs, torch.arange(num_experts) // (num_experts // num_ranks))
+    for number in np.flatnonzero(has_row):
+        load_E = traffic[number].counts_RP.sum(axis=0)
+        fullest = int(load_E.reshape(num_ranks, -1).sum(axis=1).max())
+        loads, kept = frontier.curve() if routers[number].case.role == BASELINE else (None, None)
         row = {"batch": index, "kept_by_load": frontier.kept(fullest), "curve_load": loads, "curve_kept": kept}
-        rows.append([{**row, "kept_by_experts": frontier.kept_by_experts(int((load_E > 0).sum()))}])
+        rows[number] = [{**row, "kept_by_experts": frontier.kept_by_experts(int((load_E > 0).sum()))}]
     return rows

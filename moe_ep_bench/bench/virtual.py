@@ -257,7 +257,7 @@ class Emulation:
         """What each meeting of a layer takes on the modelled links, [R] microseconds."""
         links, num_ranks = self.comparison.links, self.num_ranks
         assert links is not None
-        copies = [counts.double().numpy() for counts in traffic.copies or ()]
+        copies = [counts.astype(np.float64) for counts in traffic.copies or ()]
         rows = Rows(traffic.rank_pairs.astype(np.float64), *copies)
         if traffic.shared_RR is not None:
             rows = rows.beside(traffic.shared_RR, links.ranks_per_node)

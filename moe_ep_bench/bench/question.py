@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,9 +33,17 @@ from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.trace import open_trace
 
 CONFIG_NAME = "advise.yaml"
-# Flags of --model, and of these the keys of its config that errors name; --decode-tokens is --tokens of a decode step.
-_FLAGS = ("model", "ep", "tokens", "decode_tokens", "device", "links", "trace", "counts", "peak_load")
-_KEYS = {"layer.ep_size": "--ep", "emulate.device": "--device", "emulate.links": "--links"}
+# Flags of --model that are keys of its config; --decode-tokens is --tokens of a decode step.
+_KEYS = {
+    "ep": "layer.ep_size",
+    "tokens": "workload.num_tokens",
+    "peak_load": "workload.peak_load",
+    "trace": "workload.trace",
+    "counts": "workload.skew_from",
+    "device": "emulate.device",
+    "links": "emulate.links",
+}
+_FLAGS = ("model", "decode_tokens", *_KEYS)
 # Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
 _UNREAD = (
     *("policies", "measure", "claims", "layer.cuda_graph"),
@@ -91,15 +100,6 @@ class Question:
         return self.out / CONFIG_NAME
 
     @property
-    def summary(self) -> str:
-        """What will be modelled; one line."""
-        first = self.experiments[0]
-        emulate, points = first.emulate, f"{len(self.experiments)} points of {first.workload.num_batches} batches"
-        num_candidates = len(first.make_policies()) + len((*emulate.replication, *emulate.rebalance))
-        sizes = f"{num_candidates} candidates x {points}"
-        return f"{first.model.spec().name}, {sizes} on {emulate.device} and {emulate.links}"
-
-    @property
     def cautions(self) -> tuple[str, ...]:
         """Where the model does not fit; a line each."""
         return tuple(dict.fromkeys(filter(None, self._lacking)))
@@ -112,10 +112,10 @@ class Question:
 
     @property
     def plan(self) -> str:
-        """The summary, what is assumed and left out, and the config with candidates and traffic."""
+        """What is assumed and left out, and the config with candidates and traffic."""
         notes = [f"assumed: {words}" for words in self.assumed] + [f"left out: {words}" for words in self.left_out]
         where = f"config: {self.config} (not written)"
-        return "\n".join([self.summary, *notes, *self.cautions, where, "", self.text.rstrip()])
+        return "\n".join([*notes, *self.cautions, where, "", self.text.rstrip()])
 
     def check(self) -> None:
         """Refuse a model that fits on none of the asked EP sizes, and a directory with results of another question.
@@ -211,7 +211,8 @@ def _naming_flags(where: Path) -> Iterator[None]:
         keys, _, rest = str(error).removeprefix(f"{where}: ").partition(": ")
         if where != Path(CONFIG_NAME):
             raise UserError(f"{where}: {keys}: {rest}") from None
-        raise UserError(f"{', '.join(_KEYS.get(key, key) for key in keys.split(', '))}: {rest}") from None
+        flags = {key: _flag(name) for name, key in _KEYS.items()}
+        raise UserError(f"{', '.join(flags.get(key, key) for key in keys.split(', '))}: {rest}") from None
 
 
 # ---- from options to a config ----------------------------------------------------------------------------------------
@@ -263,30 +264,29 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
 
     checks.refuse(wrong())
     sweep: dict[str, Any] = {}
-    length = 1 if decode else min(PROMPT_LENGTH, tokens // ep)
-    traffic: dict[str, Any] = {"kind": "synthetic", "sequence_length": length}
+    traffic: dict[str, Any] = {
+        "kind": "synthetic",
+        "sequence_length": 1 if decode else min(PROMPT_LENGTH, tokens // ep),
+    }
     assumed: list[str] = []
     if options.trace is not None:
         traffic, assumed = _recorded(options.trace, model, decode)
     elif options.counts is not None:
         counts, assumed = _counted(options.counts, model)
         traffic |= counts
-    elif options.peak_load is not None:
-        traffic["peak_load"] = options.peak_load
-    else:
+    elif options.peak_load is None:
         loads = sweep["workload.peak_load"] = peak_loads(model, tokens)
         assumed += [f"no peak loads that chance alone exceeds with {tokens_words(tokens)}"] if None in loads else []
     preset = preset_of(options.model)
-    emulate = {"device": _absolute(options.device), "links": _absolute(options.links)}
     raw = {
         "name": "advise",
         "model": {"preset": preset} if preset else {"hf_config": str(Path(options.model).absolute())},
         "workload": {"num_tokens": tokens, "num_batches": _BATCHES, "seed": 1, **traffic},
-        "layer": {"ep_size": ep},
         **({"whole": {"context_length": CONTEXT_LENGTH}} if decode else {}),
-        "emulate": {key: value for key, value in emulate.items() if value is not None},
     }
-    override(raw, sweep, options.overrides, Path.cwd())
+    values = {key: getattr(options, flag) for flag, key in _KEYS.items()}
+    given = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items() if value is not None]
+    override(raw, sweep, [*given, *options.overrides], Path.cwd())
     return raw, sweep, assumed
 
 
@@ -316,7 +316,7 @@ def _counted(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
         raise UserError(
             f"--counts {path}: expected counts of {model.num_experts} experts, as {model.name} has; got {num_experts}"
         )
-    found = {"skew_from": str(path.absolute()), "layer": "all", "num_batches": _batches_of_a_layer(num_layers)}
+    found = {"layer": "all", "num_batches": _batches_of_a_layer(num_layers)}
     words = f"loads of all {num_layers} counted layers, experts in order on ranks, tokens that choose independently"
     return found, [words]
 
@@ -333,7 +333,6 @@ def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any
     is_of_decode = trace.metadata["phase"] == "decode"
     found = {
         "kind": "recorded",
-        "trace": str(path.absolute()),
         "layer": "all",
         "num_batches": _batches_of_a_layer(trace.num_layers),
         "arrangement": "decode" if decode or is_of_decode else "sequences",
@@ -358,10 +357,6 @@ def _add_device(raw: dict[str, Any], sweep: dict[str, Any]) -> None:
         beyond_node = max(size or _NODE for size in sizes) > _NODE
         with naming("emulate.device"):
             emulate["links"] = load_device(emulate.get("device", DEVICE)).links[beyond_node]
-
-
-def _absolute(value: str | None) -> str | None:
-    return str(Path(value).absolute()) if str(value).endswith(".yaml") else value
 
 
 def _is_drawn(experiment: Experiment) -> bool:

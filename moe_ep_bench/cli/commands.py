@@ -226,7 +226,7 @@ def _advise(options: Namespace) -> int:
         print(question.plan)
         return OK
     question.check()
-    for line in (question.summary, *question.cautions):
+    for line in question.cautions:
         print(f"moe-ep-bench: {line}", file=sys.stderr, flush=True)
     status = question.model(force=options.force)
 

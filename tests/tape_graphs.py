@@ -26,7 +26,7 @@ from moe_ep_bench.timing.timer import Clock
 _REFUSED = "operation not permitted when stream is capturing"
 
 
-def _refuse(event: host.HostEvent, device: Any = None) -> None:
+def _refuse(event: host.HostStream, device: Any = None) -> None:
     """What Megatron-Core waits for when it has copied counts to the host."""
     raise RuntimeError(f"{_REFUSED}: an event is waited for")
 
@@ -50,7 +50,7 @@ class TapeGraph:
     def __init__(self) -> None:
         self._tape: list[Callable[[], None]] = []
         self._recording = _Recording(self._tape)
-        self._waiting = mock.patch.object(host.HostEvent, "synchronize", _refuse)
+        self._waiting = mock.patch.object(host.HostStream, "synchronize", _refuse)
 
     def begin(self) -> None:
         TapeClock.tape = self._tape

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from virtual_time import HandClock
 
-from moe_ep_bench.timing import timer
+from moe_ep_bench.bench.measured_ranks import MeasuredRanks
+from moe_ep_bench.timing import timer as timer_module
 from moe_ep_bench.timing.protocol import find_launch_bound
 from moe_ep_bench.timing.timer import HOLD_US, PhaseRecorder, Stopwatch
 
@@ -71,7 +73,18 @@ def test_cases_that_are_issued_more_slowly_than_they_run_are_found_on_any_rank(m
 
 def test_only_they_are_timed_without_a_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
-    watch = Stopwatch(PhaseRecorder(machine.device), timer.no_meeting, None, unheld=frozenset(["decode"]))
+    watch = Stopwatch(PhaseRecorder(machine.device), timer_module.no_meeting, None, unheld=frozenset(["decode"]))
     for case in (machine.case("prefill", 500, 5000), machine.case("decode", 400, 200)):
         watch.time(case.case_id, case.run)
     assert machine.held == [HOLD_US, 0.0]
+
+
+def test_a_case_that_one_virtual_rank_issues_slowly_is_held_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated ranks show their launches where real ones do."""
+    machine, timer = Machine(monkeypatch), MeasuredRanks.__new__(MeasuredRanks)
+    timer.virtual = SimpleNamespace(exchange=SimpleNamespace(checks_counts=True))
+    timer.watch = Stopwatch(PhaseRecorder(machine.device), timer_module.no_meeting, None)
+    for issued_us in (400, 100):  # ranks in turn
+        turns = [machine.case("decode", issued_us, 200), machine.case("prefill", 500, 5000)]
+        timer.leave_unheld(turns, lambda case_id: None)
+    assert timer.watch.unheld == {"decode"}

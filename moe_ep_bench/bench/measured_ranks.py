@@ -8,7 +8,8 @@ Shapes: T = tokens of a rank, N = tokens of all ranks, D = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 
 import torch
@@ -25,6 +26,7 @@ from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks
 from moe_ep_bench.timing.memory import CacheFlush, RotatingInput
+from moe_ep_bench.timing.protocol import Runnable, find_launch_bound
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder, Stopwatch, clock_for, no_meeting
 
 # Tokens of each rank that are held against the reference, and the hidden size there.
@@ -54,31 +56,50 @@ class MeasuredRanks:
         elif comparison.context_length:
             self._cache = self.virtual.new_cache(most, comparison.context_length)
 
-    def time(
+    @contextlib.contextmanager
+    def ready(
         self,
         router: CaseRouter,
         traffic: Traffic,
         rank: int,
         shares: Mapping[int | None, Share],
-        *,
-        first: bool = False,
-    ) -> RankTime:
-        """Run as a rank.
+        recorder: PhaseRecorder | None = None,
+    ) -> Iterator[Callable[[], object]]:
+        """Hand out what runs a case as a rank, while the block lasts.
 
         Args:
             shares: the rank's tokens in every MoE layer.
-            first: look whether every layer's router sends what ``traffic`` says; waits for the device.
+            recorder: gets the phases of the run.
         """
-        virtual, recorder = self.virtual, self.watch.recorder
+        virtual = self.virtual
         virtual.become(rank)
         router.enter(virtual.stack, shares)
         # What all ranks send is on the device, where a gather would leave it, before the clock runs.
         virtual.announced = {layer: _announced(of_layer, self._device) for layer, of_layer in traffic.layers.items()}
-        virtual.exchange.checks_counts = first
         run = partial(virtual.stack.run, self._batch(traffic, rank, shares))
-        with virtual.connected(), virtual.stack.instrumented(recorder, no_meeting):
-            times = self.watch.time(router.case.case_id, run)
-        return RankTime(*legs_of(recorder.segments_us()), times[HOST], times[THREAD_CPU])
+        timed = virtual.stack.instrumented(recorder, no_meeting) if recorder else contextlib.nullcontext()
+        with virtual.connected(), timed:
+            yield run
+
+    def time(self, case_id: str, ready: contextlib.AbstractContextManager, *, first: bool = False) -> RankTime:
+        """Run what is ``ready`` with this watch's recorder.
+
+        Args:
+            first: look whether every layer's router sends what was announced; waits for the device.
+        """
+        self.virtual.exchange.checks_counts = first
+        with ready as run:
+            times = self.watch.time(case_id, run)
+        return RankTime(*legs_of(self.watch.recorder.segments_us()), times[HOST], times[THREAD_CPU])
+
+    def leave_unheld(self, cases: Sequence[Runnable], begin: Callable[[str], None]) -> None:
+        """Time those of a rank's cases without a hold that the host issues more slowly than the device runs them.
+
+        So are real ranks timed (``timing.protocol.find_launch_bound``); a case is bound on all ranks or on none.
+        """
+        self.virtual.exchange.checks_counts = False
+        bound = find_launch_bound(cases, self.watch.recorder.clock, no_meeting, lambda excess_C: excess_C, begin)
+        self.watch = self.watch._replace(unheld=self.watch.unheld | bound)
 
     def _batch(self, traffic: Traffic, rank: int, shares: Mapping[int | None, Share]) -> Tensor | Pass:
         """What runs: hidden states [T, 1, D] of a layer, a model's pass."""

@@ -13,6 +13,7 @@ Shapes: R = virtual ranks, V = cases, B = batches, C = columns of a sample.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.ceilings import measure_ceilings
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, measure
-from moe_ep_bench.timing.timer import HOST, THREAD_CPU
+from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder
 
 if TYPE_CHECKING:  # It needs Megatron-Core, which modelled ranks do not.
     from moe_ep_bench.bench.measured_ranks import MeasuredRanks
@@ -71,20 +72,27 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
 
 @dataclass(frozen=True, eq=False)
 class _Turn:
-    """A case on one rank's tokens of a batch, as ``timing.protocol.measure`` times it."""
+    """A case on one rank's tokens of a batch, as ``timing.protocol`` runs and times it."""
 
     router: CaseRouter
     traffic: Traffic
     timer: MeasuredRanks
+    rank: int
     of_rank: Mapping[int | None, Share]
 
     @property
     def case_id(self) -> str:
         return self.router.case.case_id
 
-    def time(self, step: Step) -> RankTime:
+    def ready(
+        self, batch: int, recorder: PhaseRecorder | None = None
+    ) -> contextlib.AbstractContextManager[Callable[[], object]]:
         shares = {layer: share.of(self.router.case) for layer, share in self.of_rank.items()}
-        return self.timer.time(self.router, self.traffic, step.rank, shares, first=step.iteration == 0)
+        return self.timer.ready(self.router, self.traffic, self.rank, shares, recorder)
+
+    def time(self, step: Step) -> RankTime:
+        run = self.ready(step.batch, self.timer.watch.recorder)
+        return self.timer.time(self.case_id, run, first=step.iteration == 0)
 
 
 def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, rank: int) -> RankTime:
@@ -193,6 +201,7 @@ class Emulation:
             for index in range(self.num_batches):
                 self._measure_batch(index, timer)
         return {
+            "unheld": sorted(timer.watch.unheld),
             "warm_up": {"rounds": settings.fewest_rounds - settings.iterations, "change": None, "settled": False},
             "ranks": [here],
         }
@@ -226,8 +235,10 @@ class Emulation:
             ranks = zip(*(self.routed.batches.shares(layer, index) for layer in layers), strict=True)
             for rank, shares in enumerate(ranks):
                 of_rank = dict(zip(layers, shares, strict=True))
-                turns = [_Turn(router, traffic, timer, of_rank) for router, traffic in routed]
+                turns = [_Turn(router, traffic, timer, rank, of_rank) for router, traffic in routed]
                 measure(turns, [Step(index, iteration, PLAIN, rank)], self.begin, keep)
+                if self.device.type == "cuda" and index == iteration == 0:  # which warms up
+                    timer.leave_unheld(turns, self.begin)
         for number, (router, traffic) in enumerate(routed):
             self._store(router, [times[number, rank] for rank in range(self.num_ranks)], traffic)
 

@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_ep_bench.kernels.row_sums import row_sums
-from moe_ep_bench.layer.megatron import (
-    MoEAllGatherTokenDispatcher,
-    MoEAlltoAllTokenDispatcher,
-)
+from moe_ep_bench.layer.megatron import token_dispatcher
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.router import PolicyRouter
 
@@ -37,7 +34,7 @@ def own_dispatcher(parts: Parts, *, any_pairs: bool = False) -> Any:
     return BoundedDispatcher if any_pairs else None
 
 
-class BoundedDispatcher(MoEAlltoAllTokenDispatcher):
+class BoundedDispatcher(token_dispatcher.MoEAlltoAllTokenDispatcher):
     """All-to-all for any number of pairs, with Megatron-Core's permutations, fused ones included.
 
     Given a capacity factor, Megatron-Core waits for the number of pairs before it permutes; its dropless path does not.
@@ -184,7 +181,7 @@ def _marked(mask: Tensor, num_marked: int) -> Tensor:
     return torch.nonzero_static(mask, size=num_marked, fill_value=0)
 
 
-class MapDispatcher(MoEAllGatherTokenDispatcher):
+class MapDispatcher(token_dispatcher.MoEAllGatherTokenDispatcher):
     """All-gather and reduce-scatter with nothing sorted between them.
 
     Megatron-Core sorts the gathered tokens by expert and waits for the host to learn how many rows there are. Experts

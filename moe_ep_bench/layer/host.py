@@ -23,18 +23,8 @@ import torch.distributed as dist
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
-class HostEvent:
-    """An event on the host's only stream: whatever came before it is done."""
-
-    def synchronize(self, device: Any = None) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-
 class HostStream:
-    """The host's only stream. All instances are the same stream and compare equal."""
+    """The host's only stream, and any event on it: whatever came before is done. All instances compare equal."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -45,17 +35,13 @@ class HostStream:
     def __hash__(self) -> int:
         return 0
 
-    def wait_stream(self, stream: Any) -> None:
+    def synchronize(self, device: Any = None) -> None:
         pass
 
-    def wait_event(self, event: Any) -> None:
-        pass
+    wait = wait_stream = wait_event = synchronize
 
-    def record_event(self, event: Any = None) -> HostEvent:
-        return HostEvent()
-
-    def synchronize(self) -> None:
-        pass
+    def record_event(self, event: Any = None) -> HostStream:
+        return self
 
 
 def _plain_splits(splits: Any) -> list[int] | None:
@@ -96,7 +82,7 @@ def host_stand_ins() -> Iterator[None]:
         mock.patch.object(torch.cuda, "Stream", HostStream),
         mock.patch.object(torch.cuda, "current_stream", HostStream),
         mock.patch.object(torch.cuda, "stream", contextlib.nullcontext),
-        mock.patch.object(torch.cuda, "synchronize", HostEvent().synchronize),
+        mock.patch.object(torch.cuda, "synchronize", HostStream().synchronize),
     ):
         yield
 
@@ -114,17 +100,12 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def release_freed_memory() -> None:
-    """Hand freed buffers back to the system, between comparisons."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)
-
-
 def free_memory(device: torch.device) -> None:
     """Give back what is not used any more, between comparisons: layers with hooks hold themselves."""
     gc.collect()
-    release_freed_memory()
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

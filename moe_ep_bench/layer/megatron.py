@@ -23,63 +23,27 @@ from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.models import LatentAttention, ModelSpec
 
 with warnings.catch_warnings():
-    # Said once, with its cost, by our own environment report instead of a dozen times per rank.
-    for message in (
-        "Apex is not installed",
-        "Transformer Engine and Apex are not installed",
-        "absl.logging is not installed",
-        "The following imports from `dynamic_context.py`",
-        "`torch.jit.script_method` is deprecated",
-        "The 'megatron.core.transformer.custom_layers",
-    ):
-        warnings.filterwarnings("ignore", message=message)
+    # A dozen per rank, of Apex and Transformer Engine that are missing (``doctor`` says it) and of what is deprecated.
+    warnings.simplefilter("ignore")
     import megatron.core
     from megatron.core import parallel_state
-    from megatron.core.inference.contexts.static_context import StaticInferenceContext
+    from megatron.core.inference.contexts.static_context import StaticInferenceContext as StaticInferenceContext
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.packed_seq_params import PackedSeqParams as PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import token_dispatcher as token_dispatcher
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-    from megatron.core.transformer.moe.router import TopKRouter
-    from megatron.core.transformer.moe.token_dispatcher import (
-        MoEAllGatherTokenDispatcher,
-        MoEAlltoAllTokenDispatcher,
-    )
+    from megatron.core.transformer.moe.router import TopKRouter as TopKRouter
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 MEGATRON_VERSION: str = megatron.core.__version__
-
-__all__ = [
-    "MEGATRON_VERSION",
-    "GPTModel",
-    "MLATransformerConfig",
-    "MoEAllGatherTokenDispatcher",
-    "MoEAlltoAllTokenDispatcher",
-    "MoELayer",
-    "MoESubmodules",
-    "PackedSeqParams",
-    "ProcessGroupCollection",
-    "StaticInferenceContext",
-    "TopKRouter",
-    "TransformerConfig",
-    "build_gpt",
-    "decoder_spec",
-    "expert_parallel_groups",
-    "expert_submodule",
-    "megatron_config",
-    "moe_submodules",
-    "moe_utils",
-    "rotate_packed_prompts",
-    "token_dispatcher",
-    "with_experts_on",
-]
 
 # Notices about Megatron-Core's own choices that come up once per rank while layers are built and run.
 for message in (

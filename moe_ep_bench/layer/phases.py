@@ -1,32 +1,61 @@
-"""Timers and waiting probes on the stages of layers and models, on for breakdown iterations and then off again.
+"""Which method of a layer or model is which phase, and where ranks meet: timers and waiting probes on them.
 
-A collective lasts until the slowest rank has come and moved its data; timed alone it mixes the
-two. In front of every stage in which ranks meet a one-element all-reduce is therefore run and
-timed on its own: it ends when the last rank arrives, so what it took is waiting and what follows
-is transfer. Plain iterations, from which speedups come, run without any of this.
+A collective lasts until the slowest rank has come and moved its data; timed alone it mixes the two. In front of every
+stage in which ranks meet a one-element all-reduce is therefore run and timed on its own: it ends when the last rank
+arrives, so what it took is waiting and what follows is transfer. Plain iterations, from which speedups come, run
+without any of this.
+
+Phases of an MoE layer: ``gate`` is the router's GEMM, ``policy`` the score function and the selection (for ``native``
+Megatron-Core's own), ``metadata`` the exchange of counts and the host sync, ``permute`` both permutations and their
+inverses, ``dispatch`` and ``combine`` the all-to-alls, ``experts`` and ``shared`` the FFNs.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from moe_ep_bench.layer.stages import Stage, stages_of
-from moe_ep_bench.schema import MOE_REST
+from moe_ep_bench.schema import MOE_REST, phase_key
 
 if TYPE_CHECKING:
     from moe_ep_bench.layer.megatron import MoELayer
     from moe_ep_bench.timing.timer import PhaseRecorder
 
 
-class Wraps(Protocol):
-    """What credits a function's time to a phase: a ``PhaseRecorder``."""
+class Stage(NamedTuple):
+    """A method ``owner.method`` of an MoE layer ('' = its own) that belongs to ``phase``.
 
-    def wrap(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]: ...
+    ``waits`` names the phase of the waiting before it, where ranks meet in it.
+    """
+
+    owner: str
+    method: str
+    phase: str
+    waits: str | None = None
+
+
+# They nest (``dispatch_preprocess`` calls ``preprocess``): what is nested inside another is taken out of it.
+# ``postprocess`` adds the shared experts' output to what ``combine_postprocess`` returns.
+STAGES = (
+    Stage("router", "gating", "gate"),
+    Stage("router", "routing", "policy"),
+    Stage("router", "sum_over_ranks", "policy", waits="wait_policy"),
+    Stage("token_dispatcher", "dispatch_preprocess", "permute"),
+    Stage("token_dispatcher", "preprocess", "metadata", waits="wait_metadata"),
+    Stage("token_dispatcher", "_maybe_dtoh_and_synchronize", "metadata"),
+    Stage("token_dispatcher", "token_dispatch", "dispatch", waits="wait_dispatch"),
+    Stage("token_dispatcher", "dispatch_postprocess", "permute"),
+    Stage("experts", "forward", "experts"),
+    Stage("token_dispatcher", "combine_preprocess", "permute"),
+    Stage("token_dispatcher", "token_combine", "combine", waits="wait_combine"),
+    Stage("token_dispatcher", "combine_postprocess", "permute"),
+    Stage("", "shared_experts_compute", "shared"),
+    Stage("", "postprocess", "shared"),
+)
 
 
 class Rendezvous:
@@ -45,14 +74,32 @@ class Rendezvous:
 
 
 @contextlib.contextmanager
-def instrumented(layer: MoELayer, recorder: Wraps, meet: Callable[[], object]) -> Iterator[None]:
-    """Time every stage of ``layer`` with ``recorder``, and probe the waiting, while the block runs."""
-    alone = layer.ep_group.size() == 1
+def instrumented(
+    moe: MoELayer, recorder: PhaseRecorder, meet: Callable[[], object], layer: int | None = None
+) -> Iterator[None]:
+    """Time every stage of an MoE layer with ``recorder``, and probe the waiting, while the block runs.
+
+    Args:
+        layer: which of a model it is; None = it stands alone.
+    """
     with contextlib.ExitStack() as stack:
-        for owner, stage in stages_of(layer):
-            method = _timed(getattr(owner, stage.method), stage, recorder, meet, alone)
-            stack.enter_context(replaced(owner, stage.method, method))
+        for place, method, phase, waits in STAGES:
+            owner = getattr(moe, place) if place else moe
+            if not hasattr(owner, method) or (phase == "shared" and not moe.use_shared_expert):
+                continue
+            run = recorder.wrap(phase_key(layer, phase), getattr(owner, method))
+            if waits is not None and moe.ep_group.size() > 1:
+                run = _after(recorder.wrap(phase_key(layer, waits), meet), run)
+            stack.enter_context(replaced(owner, method, run))
         yield
+
+
+def _after(wait: Callable[[], object], run: Callable[..., Any]) -> Callable[..., Any]:
+    def wait_then_run(*args: Any, **kwargs: Any) -> Any:
+        wait()
+        return run(*args, **kwargs)
+
+    return wait_then_run
 
 
 @contextlib.contextmanager
@@ -68,32 +115,6 @@ def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None
             setattr(owner, name, hidden)
 
 
-def _timed(
-    method: Callable[..., Any], stage: Stage, recorder: Wraps, meet: Callable[[], object], alone: bool
-) -> Callable[..., Any]:
-    run = recorder.wrap(stage.phase, method)
-    if stage.waits is None or alone:
-        return run
-    wait = recorder.wrap(stage.waits, meet)
-
-    def wait_then_run(*args: Any, **kwargs: Any) -> Any:
-        wait()
-        return run(*args, **kwargs)
-
-    return wait_then_run
-
-
-class _AtLayer:
-    """A recorder's ``wrap`` that adds the layer to a phase."""
-
-    def __init__(self, recorder: PhaseRecorder, layer: int) -> None:
-        self._recorder = recorder
-        self._layer = layer
-
-    def wrap(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return self._recorder.wrap((self._layer, phase), function)
-
-
 @contextlib.contextmanager
 def instrumented_model(gpt: Any, recorder: PhaseRecorder, meet: Callable[[], object]) -> Iterator[None]:
     """Time every phase of every layer of a GPTModel with ``recorder``, and probe the waiting, while the block runs.
@@ -104,19 +125,19 @@ def instrumented_model(gpt: Any, recorder: PhaseRecorder, meet: Callable[[], obj
     """
     with contextlib.ExitStack() as stack:
 
-        def time(recorder: PhaseRecorder | _AtLayer, owner: Any, phase: str) -> None:
-            stack.enter_context(replaced(owner, "forward", recorder.wrap(phase, owner.forward)))
+        def time(owner: Any, phase: str, layer: int | None = None) -> None:
+            run = recorder.wrap(phase_key(layer, phase), owner.forward)
+            stack.enter_context(replaced(owner, "forward", run))
 
-        time(recorder, gpt.embedding, "embedding")
-        time(recorder, gpt.decoder, "rest")
-        time(recorder, gpt.output_layer, "output")
+        time(gpt.embedding, "embedding")
+        time(gpt.decoder, "rest")
+        time(gpt.output_layer, "output")
         for layer, block in enumerate(gpt.decoder.layers):
-            there = _AtLayer(recorder, layer)
-            time(there, block, "rest")
-            time(there, block.self_attention, "attention")
+            time(block, "rest", layer)
+            time(block.self_attention, "attention", layer)
             if hasattr(block.mlp, "token_dispatcher"):  # an MoE layer
-                stack.enter_context(instrumented(block.mlp, there, meet))
-                time(there, block.mlp, MOE_REST)
+                stack.enter_context(instrumented(block.mlp, recorder, meet, layer))
+                time(block.mlp, MOE_REST, layer)
             else:
-                time(there, block.mlp, "dense")
+                time(block.mlp, "dense", layer)
         yield

@@ -176,7 +176,7 @@ def load_models(experiment: Experiment, ep_size: int) -> tuple[Links, Device | N
     config, layer = experiment.emulate, (experiment.model.spec(), ep_size, experiment.layer.dtype)
     assert config.links is not None
     with naming("emulate.links"):
-        links = load_links(config.links).scaled(config.bandwidth_scale)
+        links = load_links(config.links, ep_size).scaled(config.bandwidth_scale)
     with naming("emulate.links, layer.ep_size"):
         links.all_gather_us(0, ep_size)
     if config.device == MEASURED:

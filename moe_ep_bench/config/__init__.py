@@ -17,7 +17,7 @@ from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
 from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.models import ModelSpec, load_hf_model, naming_hub
+from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import Policy
@@ -71,7 +71,7 @@ class ModelConfig(Strict):
         if self.hf_config is not None:
             whole = load_hf_model(self.hf_config)
         elif self.preset is not None:
-            with naming("preset"), naming_hub(self.preset):
+            with naming("preset"):
                 whole = ModelSpec.named(self.preset)
         else:
             shape = self.model_extra or {}
@@ -334,13 +334,7 @@ class ReplicationConfig(Lossless):
     balancer: Literal["static", "lp", "activated"] = "static"
     """Replicas share evenly; or every batch is solved, for the fullest rank's load or its activated experts."""
     solve_us: SolveTime | None = None
-    """Time in which every rank solves a batch, assumed; null = 100, static 0."""
-
-    @model_validator(mode="after")
-    def _check(self) -> ReplicationConfig:
-        if self.balancer == "static" and self.solve_us is not None:
-            raise UserError(f"solve_us: expected balancer lp or activated beside it, got {self.solve_us:g} of static")
-        return self
+    """Time in which every rank solves a batch, assumed; null = 100, static none."""
 
     @property
     def name(self) -> str:
@@ -348,7 +342,7 @@ class ReplicationConfig(Lossless):
 
     @property
     def solving_us(self) -> float | None:
-        return None if self.balancer == "static" else SOLVE_US if self.solve_us is None else self.solve_us
+        return SOLVE_US if self.solve_us is None and self.balancer != "static" else self.solve_us
 
     @property
     def title(self) -> str:

@@ -264,44 +264,35 @@ _NOISE = 0.1
 
 
 class NcclLinks(Links):
-    """Links of one node by nccl-tests."""
+    """Links of one node by nccl-tests: ``intra`` is the all-to-all's, over bytes that a rank sends to others."""
 
     words: str
-    curves: dict[str, dict[int, Link]]
-    """By collective and GPUs, times over bytes: those that a rank sends to others (alltoall), gets from others
-    (all_gather) or has to sum (all_reduce)."""
+    gather: Link
+    """Of an all-gather, over bytes that a rank gets from others."""
+    reduce: Link
+    """Of an all-reduce, over bytes that a rank has to sum."""
 
     def scaled(self, factor: float) -> Links:
-        curves = {
-            collective: {gpus: link.scaled(factor) for gpus, link in by_gpus.items()}
-            for collective, by_gpus in self.curves.items()
-        }
-        return self if factor == 1 else super().scaled(factor).model_copy(update={"curves": curves})
+        collectives = {"gather": self.gather.scaled(factor), "reduce": self.reduce.scaled(factor)}
+        return self if factor == 1 else super().scaled(factor).model_copy(update=collectives)
 
     def describe(self) -> str:
-        return (
-            f"{MEASURED_ELSEWHERE} ({self.words}): all-to-all, all-gather and all-reduce of nccl-tests on"
-            f" {', '.join(map(str, self.curves['alltoall']))} GPUs of a node, over bytes; uneven splits by each rank's"
-            f" larger direction; {self.name}"
-        )
-
-    def busy_us(self, intra_RR: NDArray[np.float64], inter_RR: NDArray[np.float64]) -> NDArray[np.float64]:
-        return self._curve("alltoall", len(intra_RR)).exchange_us(intra_RR.sum(axis=1), intra_RR.sum(axis=0))
+        how = "all-to-all, all-gather and all-reduce of nccl-tests, over bytes; uneven splits by each rank's larger"
+        return f"{MEASURED_ELSEWHERE} ({self.words}): {how} direction; {self.name}"
 
     def all_gather_us(self, num_bytes: float, num_ranks: int) -> float:
-        return float(self._curve("all_gather", num_ranks).time_us((num_ranks - 1) * num_bytes))
+        self._check_ranks(num_ranks)
+        return float(self.gather.time_us((num_ranks - 1) * num_bytes))
 
     def all_reduce_us(self, num_bytes: float, num_ranks: int) -> float:
-        return float(self._curve("all_reduce", num_ranks).time_us(num_bytes)) if num_ranks > 1 else 0.0
-
-    def _curve(self, collective: str, num_ranks: int) -> Link:
-        """Of the fewest GPUs that are no fewer than the ranks."""
-        self._check_ranks(num_ranks)
-        return next(link for gpus, link in self.curves[collective].items() if gpus >= num_ranks)
+        return float(self.reduce.time_us(num_bytes)) if num_ranks > 1 else 0.0
 
 
-def load_links(name: str) -> Links:
+def load_links(name: str, num_ranks: int | None = None) -> Links:
     """Links by their name, by the path of a file, or of a table.
+
+    Args:
+        num_ranks: a table's are of the fewest GPUs that are no fewer; None = of the most.
 
     Raises:
         UserError: see ``Links.load`` and ``tables``.
@@ -311,15 +302,14 @@ def load_links(name: str) -> Links:
     tables = Tables.named(name, "comm")
     choose("framework", tables.framework, ["nccl"])
     rows, source = read_nccl(tables), tables.where("comm", NCCL)
-    curves = {
-        collective: {gpus: _measured_link(points) for gpus, points in of_collective.groupby("num_gpus")}
-        for collective, of_collective in rows.groupby("op_name")
-    }
-    if missing := {"alltoall", "all_gather", "all_reduce"} - set(curves):
+    most = int(rows["num_gpus"].max())
+    gpus = rows.loc[rows["num_gpus"] >= min(num_ranks or most, most), "num_gpus"].min()
+    measured = {name: _measured_link(points) for name, points in rows[rows["num_gpus"] == gpus].groupby("op_name")}
+    if missing := {"alltoall", "all_gather", "all_reduce"} - set(measured):
         raise UserError(f"{source}: no rows of {min(missing)}; take another version of nccl")
-    most, intra = max(rows["num_gpus"]), [*curves["alltoall"].values()][-1]
-    how = {"words": tables.words, "ranks_per_node": int(most), "curves": curves}
-    return NcclLinks(name=tables.name, source=source, intra=intra, inter=None, **how)
+    sides = {"intra": measured["alltoall"], "inter": None, "ranks_per_node": most}
+    collectives = {"gather": measured["all_gather"], "reduce": measured["all_reduce"]}
+    return NcclLinks(name=tables.name, source=source, words=tables.words, **sides, **collectives)
 
 
 def _measured_link(points: pd.DataFrame) -> Link:

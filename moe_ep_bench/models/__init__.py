@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 from pathlib import Path
 
-from moe_ep_bench.errors import saying
 from moe_ep_bench.models.hf_config import load_hf_model, spec_of
 from moe_ep_bench.models.spec import Attention, LatentAttention, ModelSpec, ScoreFunction
 
@@ -17,7 +14,6 @@ __all__ = [
     "ScoreFunction",
     "load_hf_model",
     "load_model",
-    "naming_hub",
     "preset_of",
     "spec_of",
 ]
@@ -43,12 +39,4 @@ def load_model(name_or_path: str) -> ModelSpec:
     path, preset = Path(name_or_path), preset_of(name_or_path)
     if preset is None and (path.suffix == ".json" or path.exists()):
         return load_hf_model(path)
-    with naming_hub(name_or_path):
-        return ModelSpec.named(preset or name_or_path, "a path of a config.json or ")
-
-
-def naming_hub(name: str) -> contextlib.AbstractContextManager[None]:
-    """Say in a ValueError about ``name`` what to do, where it is an id of a model on a hub."""
-    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
-    hint = f"; nothing is fetched from a hub: hf download {name} config.json gets the file, whose path serves as model"
-    return saying(hint) if is_id else contextlib.nullcontext()
+    return ModelSpec.named(preset or name_or_path, "a path of a config.json or ")

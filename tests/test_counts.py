@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from test_workload import peak_load, top_k_load
-from trace_files import write_trace
+from test_workload import top_k_load
 
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.description import describe_workload
 from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.workload.counts import mean_peak_load, read_counts
-from moe_ep_bench.workload.trace import open_trace
+from moe_ep_bench.workload.counts import read_counts
 
 COUNTS = [[0, 0, 0, 0], [9, 1, 3, 3], [1, 9, 4, 2]]  # a dense layer and two others
 PARTS = np.minimum(COUNTS, 2), np.array(COUNTS) - np.minimum(COUNTS, 2)  # of two passes
@@ -42,33 +40,20 @@ def written(folder: Path, content: Any = COUNTS) -> Path:
 def test_every_form_gives_the_same_loads(form: str, tmp_path: Path) -> None:
     path = written(tmp_path, FORMS[form])
     assert np.array_equal(read_counts(path), COUNTS[1:])
-    assert mean_peak_load(path) == 9 / 4
-
-
-def test_a_recording_is_counted(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "toy.safetensors")
-    expected_LE = [np.bincount(open_trace(path).read_layer(layer)[0].ravel(), minlength=8) for layer in (0, 1)]
-    assert np.array_equal(read_counts(path), expected_LE)
 
 
 def config(folder: Path, **workload: Any) -> Path:
     path = folder / "config.yaml"
-    asked = {"kind": "synthetic", "num_tokens": 512, "num_batches": 1, "skew_from": "counts.json", **workload}
+    asked = {
+        "kind": "synthetic",
+        "num_tokens": 512,
+        "num_batches": 1,
+        "skew_from": "counts.json",
+        "layer": 0,
+        **workload,
+    }
     path.write_text(yaml.safe_dump({"model": SHAPE, "workload": asked, "policies": [{"name": "topk"}]}))
     return path
-
-
-def test_a_workload_is_as_skewed_as_was_counted(tmp_path: Path) -> None:
-    written(tmp_path)
-    (found,) = load_experiments(config(tmp_path), on_cpu=True)
-    comparison = compare(found, ROUTING, on_cpu=True)
-    assert peak_load(top_k_load(comparison.workload.batch(0).scores_TE, 1)) == pytest.approx(9 / 4, rel=0.02)
-    assert "peak load counted in counts.json" in describe_workload(comparison)["description"]
-    assert str(tmp_path) not in json.dumps(comparison.definition)
-    (plain,) = load_experiments(config(tmp_path, skew_from=None, peak_load=9 / 4), on_cpu=True)
-    assert compare(plain, ROUTING, on_cpu=True).comparison_id == comparison.comparison_id
-    (given,) = load_experiments(config(tmp_path, peak_load=1.5), on_cpu=True)
-    assert given.workload.targets(None)["peak_load"] == 1.5
 
 
 def test_counts_that_no_top_k_gives_are_refused(tmp_path: Path) -> None:
@@ -77,13 +62,11 @@ def test_counts_that_no_top_k_gives_are_refused(tmp_path: Path) -> None:
     path = config(tmp_path)
     path.write_text(path.read_text().replace("top_k: 1", "top_k: 2"))
     expected = r"skew_from: .*counts.json: expected a peak load up to 2 \(experts / top_k\), got 4$"
-    for overrides in ([], ["workload.layer=0"]):
-        with pytest.raises(UserError, match=expected):
-            load_experiments(path, overrides, on_cpu=True)
+    with pytest.raises(UserError, match=expected):
+        load_experiments(path, on_cpu=True)
 
 
 def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path) -> None:
-    """Where the peak load alone leaves to chance which experts share a rank."""
     written(tmp_path)
     found = load_experiments(config(tmp_path, layer="all", num_tokens=4096), on_cpu=True)
     assert [one.workload.layer for one in found] == [0, 1]
@@ -93,8 +76,10 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
         np.testing.assert_allclose(load_E / 4096, np.array(count_E) / 16, atol=0.01)
         described = describe_workload(comparison)["description"]
         assert f"loads of layer {one.workload.layer} counted in counts.json" in described
-    for wrong, message in (({"layer": 2}, "expected 0 to 1"), ({"layer": 0, "skew_from": None}, "skew_from")):
-        with pytest.raises(UserError, match=f"layer: .*{message}"):
+        assert str(tmp_path) not in json.dumps(comparison.definition)
+    both = "skew_from, layer: expected both or none"
+    for wrong, message in (({"layer": 2}, "expected 0 to 1"), ({"layer": None}, both), ({"skew_from": None}, both)):
+        with pytest.raises(UserError, match=message):
             load_experiments(config(tmp_path, **wrong), on_cpu=True)
 
 

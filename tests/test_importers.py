@@ -211,7 +211,7 @@ def test_flame_moe_keeps_probabilities_as_shares_of_the_whole_mass(tmp_path, out
     made = flame_moe_arrays()
     np.savez(tmp_path / "f.npz", **made)
     trace = imported("flame-moe", tmp_path / "f.npz", out)
-    assert (trace.num_layers, trace.num_tokens, trace.num_sequences, trace.top_k) == (2, 8, 2, 3)
+    assert (trace.num_layers, trace.num_tokens, len(trace.start_S) - 1, trace.top_k) == (2, 8, 2, 3)
     assert not trace.scores_are_normalised
     ids, scores, sequence_id_T, _ = read_back(out)
     assert sequence_id_T.tolist() == [0] * 5 + [1] * 3
@@ -229,7 +229,7 @@ def test_esft_keeps_every_token_but_the_first_of_each_text(tmp_path, out):
     for layer in range(1, 27):
         ids_TK, weights_TK = (np.concatenate([text[part][1:] for text in rows["law", layer]]) for part in (0, 1))
         assert_rows_match((ids[layer - 1], scores[layer - 1]), ids_TK, weights_TK)
-    assert (trace.num_layers, trace.num_sequences) == (26, 2)
+    assert (trace.num_layers, len(trace.start_S) - 1) == (26, 2)
     assert trace.metadata["note"] == "3 tokens at the beginning of a text left out"
     assert (trace.num_experts, trace.top_k) == (64, 6)
     assert (trace.metadata["domain"], trace.metadata["source_files"]) == ("law", "26")
@@ -262,18 +262,10 @@ def test_megatrons_logits_become_shares_of_the_score_mass(tmp_path, out, functio
     assert function in facts["score"]
 
 
-def test_interleaved_sequences_are_told_apart(tmp_path, out):
-    rows, source = megatron(tmp_path, passes=(6,)), tmp_path / "router_trace_rank0.jsonl"
-    imported("megatron", source, out, micro_batch_size=2)
-    ids, _, sequence_id_T, position_T = read_back(out)
-    assert sequence_id_T.tolist() == [0, 0, 0, 1, 1, 1]
-    assert position_T.tolist() == [0, 1, 2, 0, 1, 2]
-    for token, recorded in enumerate((0, 2, 4, 1, 3, 5)):  # [place, batch] flattened
-        assert set(ids[1, token]) == set(rows[0, 3][0][recorded])
-    imported("megatron", source, out.with_name("decode"), phase="decode")
-    assert read_back(out.with_name("decode"))[2].tolist() == list(range(6))
-    options = {**OPTIONS["megatron"], "micro_batch_size": 4}
-    assert ":1: num_tokens: " in refusal("megatron", source, tmp_path / "o" / "x", options)
+def test_a_decoding_step_of_megatrons_has_a_sequence_for_each_token(tmp_path, out):
+    megatron(tmp_path)
+    imported("megatron", tmp_path / "router_trace_rank0.jsonl", out, phase="decode")
+    assert [part.tolist() for part in read_back(out)[2:]] == [list(range(10)), [0] * 10]
 
 
 @pytest.mark.seam
@@ -348,7 +340,7 @@ def test_sglangs_responses_are_read_with_the_models_layers(tmp_path, out):
     recorded = routing(6, 27, 64, 6), routing(3, 27, 64, 6, seed=1)
     source = written(tmp_path / "responses.jsonl", *(sglang_response(ids, 2) for ids in recorded))
     trace = imported("sglang", source, out, preset="deepseek-v2-lite")
-    assert (trace.num_layers, trace.num_tokens, trace.num_sequences, trace.top_k) == (26, 9, 2, 6)
+    assert (trace.num_layers, trace.num_tokens, len(trace.start_S) - 1, trace.top_k) == (26, 9, 2, 6)
     np.testing.assert_array_equal(read_back(out)[0], np.concatenate(recorded).transpose(1, 0, 2)[1:])
     imported("sglang", source, out.with_name("decode"), preset="deepseek-v2-lite", phase="decode")
     assert read_back(out.with_name("decode"))[3].tolist() == [2, 3, 4, 5, 2]
@@ -531,9 +523,7 @@ WRONG = {
     "nothing": ("megatron", {}, "preset, phase: needed"),
     "too many experts": ("vllm", {"preset": "CHANGED"}, "preset CHANGED: num_experts: expected 4 "),
     "no such file": ("megatron", {"preset": "x.yaml", "phase": "prefill"}, "preset: x.yaml: "),
-    "another's": ("vllm", {**OPTIONS["vllm"], "micro_batch_size": 2}, "micro_batch_size: not for vllm"),
-    "training": ("vllm", {**OPTIONS["vllm"], "phase": "training"}, "phase: "),
-    "no batch": ("megatron", {**OPTIONS["megatron"], "micro_batch_size": -1}, "micro_batch_size: "),
+    "no such phase": ("vllm", {**OPTIONS["vllm"], "phase": "later"}, "phase: "),
     "no such domain": (
         "esft",
         {"domain": "maths"},

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from test_workload import assert_rows_are_distributions_without_ties, digest_of
 
-from moe_ep_bench.workload.replay import Pool, RecordedWorkload, draw_sequences, draw_steps
+from moe_ep_bench.workload.replay import RecordedWorkload, draw_sequences, draw_steps
 from moe_ep_bench.workload.tail import TAILS
 from moe_ep_bench.workload.trace import open_trace
 
@@ -165,7 +165,7 @@ def pools_of(lengths_of):
     pools, offset = [], 0
     for length_S in lengths_of:
         end_S = offset + np.cumsum(length_S)
-        pools.append(Pool(end_S - length_S, end_S))
+        pools.append(np.stack([end_S - length_S, end_S], axis=1))
         offset = int(end_S[-1])
     return pools
 
@@ -179,10 +179,10 @@ def slow_mixture(pools, num_tokens, num_batches):
         pieces, tokens = [], 0
         while tokens < num_tokens:
             source = taken.index(min(taken))
-            orders[source] = orders[source] or random.permutation(len(pools[source].start_S)).tolist()
+            orders[source] = orders[source] or random.permutation(len(pools[source])).tolist()
             sequence = orders[source].pop(0)
             pieces.append([])
-            for token in range(pools[source].start_S[sequence], pools[source].end_S[sequence]):
+            for token in range(*pools[source][sequence]):
                 if tokens < num_tokens:
                     pieces[-1].append(token)
                     tokens += 1
@@ -239,13 +239,13 @@ def slow_steps(pools, num_requests, per_request, num_steps, random):
     streams = random.spawn(len(pools))
     starts = [[] for _ in pools]  # where each slot's first request starts
     for pool, stream, requests, found in zip(pools, streams, num_requests, starts, strict=True):
-        places_S = [end - start - per_request + 1 for start, end in zip(pool.start_S, pool.end_S, strict=True)]
+        places_S = [end - start - per_request + 1 for start, end in pool]
         while len(found) < requests:
             clock = [
                 time / places for time, places in zip(stream.exponential(size=len(places_S)), places_S, strict=True)
             ]
             for sequence in sorted(range(len(clock)), key=clock.__getitem__)[: requests - len(found)]:
-                found.append((sequence, pool.start_S[sequence] + stream.integers(places_S[sequence])))
+                found.append((sequence, pool[sequence, 0] + stream.integers(places_S[sequence])))
     orders = [[] for _ in pools]
     at, steps = {}, []
     for step in range(num_steps):
@@ -257,10 +257,10 @@ def slow_steps(pools, num_requests, per_request, num_steps, random):
                 sequence, token = at[slot]
                 at[slot] = sequence, token + per_request
             sequence, token = at[slot]
-            if token + per_request > pool.end_S[sequence]:
-                order.extend([] if order else streams[index].permutation(len(pool.start_S)).tolist())
+            if token + per_request > pool[sequence, 1]:
+                order.extend([] if order else streams[index].permutation(len(pool)).tolist())
                 sequence = order.pop(0)
-                at[slot] = sequence, pool.start_S[sequence]
+                at[slot] = sequence, pool[sequence, 0]
         steps.append([at[slot][1] for slot in range(len(pool_B))])
     return steps
 
@@ -268,7 +268,7 @@ def slow_steps(pools, num_requests, per_request, num_steps, random):
 @few_examples
 @given(mixtures(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_slots_step_through_sequences_side_by_side(pools, per_request, most, seed):
-    pools = [Pool(pool.start_S * 4, pool.end_S * 4) for pool in pools]  # long enough for all
+    pools = [pool * 4 for pool in pools]  # long enough for all
     num_requests = [1 + (index + most) % 4 for index in range(len(pools))]
     first_NB = draw_steps(pools, num_requests, per_request, 30, np.random.default_rng(seed))
     assert first_NB.tolist() == slow_steps(pools, num_requests, per_request, 30, np.random.default_rng(seed))

@@ -192,7 +192,6 @@ def test_shipped_skews_are_met_to_two_percent(preset, name):
         ({"rank_load": (7, 1.5)}, "rank_load", "7"),
         ({"rank_load": (8, 9.0)}, "rank_load", "9"),
         ({"rank_load": (8, 1.5), "num_groups": 4, "top_groups": 2}, "rank_load", "4 groups"),
-        ({"peak_load": None, "expert_loads": (1.0,) + (0.0,) * 63}, "skew_from", "1"),
     ],
 )
 def test_targets_that_cannot_be_met_name_the_key_and_the_value(changes, key, got):

@@ -71,11 +71,6 @@ def test_the_last_tokens_of_a_rank_are_padding_and_keep_their_scores(num_tokens,
     assert valid_T == [True] * (num_tokens - of_tokens) + [False] * of_tokens
 
 
-def test_padding_leaves_a_valid_token():
-    with pytest.raises(ValueError, match=r"padding_per_rank: expected less than the 5 tokens .*, got 5"):
-        TokenBatch(torch.rand(5, 4), torch.arange(5)).with_padding(5)
-
-
 def test_the_first_tokens_of_every_sequence_are_images():
     sequence_id_T = torch.tensor([7, 7, 7, 7, 3, 3, 9])
     assert image_tokens(sequence_id_T, 0.5).tolist() == [1, 1, 0, 0, 1, 0, 0]

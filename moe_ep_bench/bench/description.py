@@ -299,9 +299,8 @@ def describe_workload(comparison: Comparison) -> dict[str, Any]:
     if not isinstance(config, SyntheticConfig) or config.skew in PATTERNS:
         return facts
     if config.skew_from is not None:
-        facts["description"] = (
-            f"synthetic, {_counted(config)} counted in {config.skew_from.name}; {facts['description']}"
-        )
+        counted = f"loads of layer {config.layer} counted in {config.skew_from.name}"
+        facts["description"] = f"synthetic, {counted}; {facts['description']}"
         return facts
     if experiment.model.preset is None:
         facts["description"] += "; the skew is assumed: nothing was recorded of this model"
@@ -325,7 +324,7 @@ def workload_in_short(experiment: Experiment) -> str:
         of = None if config.skew in PATTERNS else config.calibration(experiment.model.preset).of
         return config.skew.replace("_", " ") + (f" skew of {of}" if of else "") + ending
     if config.skew_from is not None:
-        return f"{_counted(config)} of {config.skew_from.name}{ending}"
+        return f"loads of layer {config.layer} of {config.skew_from.name}{ending}"
     return ("no skew" if config.peak_load is None else f"peak load {config.peak_load:g}") + ending
 
 
@@ -353,11 +352,6 @@ def _padding(experiment: Experiment) -> str:
     """Padding in a title, behind a comma; empty where there is none."""
     num_padding = experiment.workload.padding_per_rank
     return f", {num_padding:,} padding a rank" if num_padding else ""
-
-
-def _counted(config: SyntheticConfig) -> str:
-    """What of ``skew_from`` is taken."""
-    return "peak load" if config.layer is None else f"loads of layer {config.layer}"
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -119,7 +119,6 @@ trace import  convert another program's recording to moe-trace-v1
   --domain NAME  of esft the part of it; of others, the subject of the texts
   --phase PHASE  prefill, decode or training
   --licence LICENCE  of a recording of your own
-  --micro-batch-size N  of megatron: sequences interleaved in a forward pass
 check-policy  hold a policy to the laws that every policy keeps
   policy POLICY  a policy, package.module:Class or my_policy.py:Class
   --set FIELD=VALUE*  a field of it; repeatable

@@ -22,7 +22,7 @@ from moe_ep_bench.papers.claims import Claim
 from moe_ep_bench.placement import default_ep_size
 from moe_ep_bench.policies import Policy
 from moe_ep_bench.presets import PolicyEntry, Strict, expand_policies, unknown_key, validated
-from moe_ep_bench.workload.counts import layer_loads, mean_peak_load, read_counts
+from moe_ep_bench.workload.counts import layer_loads, read_counts
 from moe_ep_bench.workload.skews import PATTERNS, SKEWS, TARGETS, Skew, load_skew
 
 # ``run.json`` has only the last part of a path.
@@ -115,7 +115,7 @@ class SyntheticConfig(_Workload):
     skew_from: Annotated[Path | None, NAME] = None
     """Counts of experts in place of ``skew``: a recording, SGLang's ``logical_count`` or [layers][experts] in JSON."""
     layer: int | None = Field(None, ge=0)
-    """Layer of ``skew_from`` whose loads experts get, or ``all``: a comparison each. null = the mean peak load."""
+    """Layer of ``skew_from`` whose loads experts get, or ``all``: a comparison each."""
     peak_load: float | None = Field(None, ge=1)
     """Load of the fullest expert over the mean; null = no skew."""
     sequence_length: int = Field(128, ge=1)
@@ -146,8 +146,8 @@ class SyntheticConfig(_Workload):
     def _check_pattern(self) -> SyntheticConfig:
         if self.skew is not None and self.skew_from is not None:
             raise UserError("skew, skew_from: expected one of the two, got both")
-        if self.layer is not None and self.skew_from is None:
-            raise UserError(f"layer: expected skew_from beside it, whose layer it is; got {self.layer}")
+        if (self.layer is None) != (self.skew_from is None):
+            raise UserError("skew_from, layer: expected both or none, as the counts of a layer are taken; got one")
         if self.skew in PATTERNS:
             beside = self.model_fields_set - {*_Workload.model_fields, "kind", "skew", "sequence_length"}
             if beside:
@@ -168,8 +168,6 @@ class SyntheticConfig(_Workload):
         targets["rank_load"] = {"ep_size": ep_size, "load": self.rank_load} if self.rank_load and several else None
         if self.skew_from is not None and self.layer is not None:
             targets["expert_loads"] = tuple(layer_loads(self.skew_from, self.layer))
-        elif self.skew_from is not None and "peak_load" not in self.model_fields_set:
-            targets["peak_load"] = mean_peak_load(self.skew_from)
         if self.skew is not None and self.skew not in PATTERNS:
             calibrated = self.calibration(preset).targets()
             targets |= {key: value for key, value in calibrated.items() if key not in self.model_fields_set}
@@ -489,12 +487,9 @@ class Experiment(SweepPoint):
         where = f"workload.skew_from: {counted}"
         if num_counted != model.num_experts:
             raise UserError(f"{where}: expected counts of {model.num_experts} experts, got {num_counted}")
-        if workload.layer is not None:
-            with naming("workload"):
-                load_E = layer_loads(counted, workload.layer)
-            peak = len(load_E) * max(load_E) / sum(load_E)
-        else:
-            peak = mean_peak_load(counted) if "peak_load" not in workload.model_fields_set else 1.0
+        with naming("workload"):
+            load_E = layer_loads(counted, workload.layer)
+        peak = len(load_E) * max(load_E) / sum(load_E)
         if peak > (most := model.num_experts / model.top_k):
             raise UserError(f"{where}: expected a peak load up to {most:g} (experts / top_k), got {peak:.4g}")
 

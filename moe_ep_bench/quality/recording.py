@@ -178,7 +178,7 @@ def _write_similarity(
         "measure": MEASURE,
         "tokens": str(num_tokens),
         "text": text.name,
-        "text_sha256": sha256_of([text], text),
+        "text_sha256": sha256_of([text]),
         "licence": licence,
     }
     with atomic_path(path) as temporary:

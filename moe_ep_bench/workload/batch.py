@@ -64,16 +64,10 @@ class TokenBatch:
         An engine replays a decode step as a CUDA graph that was captured for a fixed number of tokens; with fewer
         requests than that the last slots hold what finished requests have left there. So a padding token's scores
         stay as they were drawn. A rank without tokens has no padding either.
-
-        Raises:
-            ValueError: no token would be left.
         """
         if num_padding == 0 or self.num_tokens == 0:
             return self
-        if num_padding >= self.num_tokens:
-            raise UserError(
-                f"padding_per_rank: expected less than the {self.num_tokens} tokens that a rank has, got {num_padding}"
-            )
+        assert num_padding < self.num_tokens
         return replace(self, valid_T=torch.arange(self.num_tokens) < self.num_tokens - num_padding)
 
 
@@ -191,15 +185,8 @@ def pieces_of(length_S: NDArray[np.int64], num_wanted: int) -> NDArray[np.int64]
         Where each piece starts, and the last one ends: int64 [P + 1]. With sequences enough, these are the pieces.
     """
     parts_S = np.ones(len(length_S), dtype=np.int64)
-    few = length_S.tolist() if len(length_S) < num_wanted else []
-    longest = [(-length, sequence) for sequence, length in enumerate(few)]
-    heapq.heapify(longest)
-    for _ in range(num_wanted - len(length_S)):
-        if longest[0][0] >= -1:
-            break
-        sequence = longest[0][1]
-        parts_S[sequence] += 1
-        heapq.heapreplace(longest, (-length_S[sequence] / parts_S[sequence], sequence))
+    while parts_S.sum() < num_wanted and (part_S := length_S / parts_S).max() > 1:
+        parts_S[part_S.argmax()] += 1
     first_P = (length_S.cumsum() - length_S).repeat(parts_S)
     number_P = np.arange(len(first_P)) - (parts_S.cumsum() - parts_S).repeat(parts_S)
     inside_P = length_S.repeat(parts_S) * number_P // parts_S.repeat(parts_S)

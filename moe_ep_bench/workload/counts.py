@@ -2,7 +2,6 @@
 
 Counts are no routing: they give a synthetic workload its target (``workload.skew_from``). A file may be
 
-* a recording (``moe-trace-v1``);
 * JSON with ``logical_count`` [layers][experts], or [passes][layers][experts]: what SGLang takes for its own plan
   (``--init-expert-location``), and what its recorder dumps in mode ``stat``, converted;
 * JSON with such a list alone.
@@ -12,7 +11,6 @@ Shapes: L = layers, E = experts.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import read_json
-from moe_ep_bench.metrics import imbalance
-from moe_ep_bench.workload.trace import open_trace
 
 COUNT = "logical_count"
 CONVERT = (
@@ -39,17 +35,8 @@ def read_counts(path: Path) -> NDArray[np.float64]:
     """
     if not path.exists():
         raise UserError(f"{path}: no such file")
-    return _read(path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=16)
-def _read(path: Path, _: int) -> NDArray[np.float64]:
     if path.suffix == ".pt":
         raise UserError(f"{path}: a pickle, which is not read; convert it where it was made: {CONVERT}")
-    if path.suffix != ".json":
-        trace = open_trace(path)
-        layers = (trace.read_layer(layer)[0] for layer in range(trace.num_layers))
-        return np.stack([np.bincount(ids_TK.ravel(), minlength=trace.num_experts) for ids_TK in layers]).astype(float)
     content = read_json(path)
     return _counts(content.get(COUNT) if isinstance(content, dict) else content, path)
 
@@ -75,8 +62,3 @@ def layer_loads(path: Path, layer: int) -> list[float]:
     if layer >= len(load_LE):
         raise UserError(f"layer: expected 0 to {len(load_LE) - 1} (the counted layers of {path}), got {layer}")
     return load_LE[layer].tolist()
-
-
-def mean_peak_load(path: Path) -> float:
-    """Load of the fullest expert over the mean, mean over layers."""
-    return float(imbalance(read_counts(path)).mean())

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,10 +183,14 @@ class RecordedWorkload(Workload):
     @cached_property
     def _spans(self) -> list[Spans]:
         """Of every batch."""
-        pools = [
-            pool_of(trace, offset, self.tokens_per_request)
-            for trace, offset in zip(self.traces, self._offsets.tolist(), strict=False)
-        ]
+        pools = []
+        for trace, offset in zip(self.traces, self._offsets.tolist(), strict=False):
+            bounds_S2 = np.stack([trace.start_S[:-1], trace.start_S[1:]], axis=1)
+            length_S = np.diff(trace.start_S)
+            if length_S.max() < self.tokens_per_request:
+                expected = f"at most {length_S.max()}, the longest sequence"
+                raise UserError(f"{trace.path}: tokens_per_request: expected {expected}, got {self.tokens_per_request}")
+            pools.append(bounds_S2[length_S >= self.tokens_per_request] + offset)
         if self.arrangement == "decode":
             each, more = divmod(self.num_tokens // self.tokens_per_request, len(pools))
             if not each:
@@ -229,28 +232,8 @@ class RecordedWorkload(Workload):
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
-class Pool(NamedTuple):
-    """The sequences of one recording; s holds the tokens ``start_S[s]`` to ``end_S[s] - 1``; both int64."""
-
-    start_S: NDArray[np.int64]
-    end_S: NDArray[np.int64]
-
-
-def pool_of(trace: Trace, offset: int, tokens_per_request: int) -> Pool:
-    """What is drawn from: a recording's sequences, but for those that are too short for a request's step.
-
-    Args:
-        offset: where its tokens begin among those of all recordings.
-
-    Raises:
-        ValueError: all sequences are too short.
-    """
-    start_S, end_S = trace.start_S[:-1], trace.start_S[1:]
-    enough_S = end_S - start_S >= tokens_per_request
-    if not enough_S.any():
-        expected = f"at most {(end_S - start_S).max()}, the longest sequence"
-        raise UserError(f"{trace.path}: tokens_per_request: expected {expected}, got {tokens_per_request}")
-    return Pool(start_S[enough_S] + offset, end_S[enough_S] + offset)
+Pool = NDArray[np.int64]
+"""The sequences of one recording that are drawn from: int64 [S, 2], the first token of each and where it ends."""
 
 
 def draw_sequences(pools: Sequence[Pool], num_tokens: int, randoms: Iterable[np.random.Generator]) -> list[list[Run]]:
@@ -314,15 +297,15 @@ def draw_steps(
 def _whole(random: np.random.Generator, pool: Pool) -> Iterator[Run]:
     """All sequences in a random order, then all in a fresh one, and so on; nothing is drawn before it is asked for."""
     while True:
-        for sequence in random.permutation(pool.start_S.size).tolist():
-            yield Run(int(pool.start_S[sequence]), int(pool.end_S[sequence]))
+        for start, end in pool[random.permutation(len(pool))].tolist():
+            yield Run(start, end)
 
 
 def _openings(random: np.random.Generator, pool: Pool, tokens_per_request: int) -> Iterator[Run]:
     """Rests of sequences, from a random place on; long sequences tend to come early, each once before any again."""
-    places_S = pool.end_S - pool.start_S - tokens_per_request + 1
+    places_S = pool[:, 1] - pool[:, 0] - tokens_per_request + 1
     while True:
         # The first of exponentials with rates w is number s with odds w_s (Efraimidis and Spirakis 2006).
         for sequence in np.argsort(random.exponential(size=places_S.size) / places_S).tolist():
-            place = random.integers(places_S[sequence])
-            yield Run(int(pool.start_S[sequence] + place), int(pool.end_S[sequence]))
+            start, end = pool[sequence].tolist()
+            yield Run(start + int(random.integers(places_S[sequence])), end)

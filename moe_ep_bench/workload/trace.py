@@ -75,10 +75,6 @@ class Trace:
     """Whether the scores of all experts were recorded, not of the top-k alone."""
 
     @property
-    def num_sequences(self) -> int:
-        return len(self.start_S) - 1
-
-    @property
     def scores_are_normalised(self) -> bool:
         """Whether every row sums to 1 over the top-k, so that their share of all score mass is unknown."""
         return scores_are_normalised(self.metadata["score"])
@@ -218,7 +214,7 @@ def trace_info(path: Path) -> str:
         "file": path.name,
         "sha256": trace.sha256(),
         "routing": f"{trace.num_layers} MoE layers, {trace.num_experts} experts, top-{trace.top_k}",
-        "tokens": f"{trace.num_tokens:,} in {trace.num_sequences:,} sequences of {length_S.min():,} to "
+        "tokens": f"{trace.num_tokens:,} in {len(length_S):,} sequences of {length_S.min():,} to "
         f"{length_S.max():,} (median {np.median(length_S):,.0f})",
         "scores": f"{facts['score']}{'; of all experts' * trace.has_full_scores}",
         **{name: facts[name] for name in ("model", "phase", "domain", "source", "licence", "note") if name in facts},

@@ -145,7 +145,7 @@ class TraceWriter:
             "note": "; ".join([*self.notes, *notes]) or "nothing",
             "source_layers": ",".join(map(str, layers)),
             "source_files": str(len(self.sources)),
-            "source_sha256": sha256_of(self.sources, self.source),
+            "source_sha256": sha256_of(self.sources),
         }
         header, end, content = {"__metadata__": metadata}, 0, []
         for name in TYPES:
@@ -169,14 +169,10 @@ class TraceWriter:
         return WIDE_IDS if name == "expert_ids" and self.num_experts > 256 else TYPES[name]
 
 
-def sha256_of(paths: Sequence[Path], root: Path) -> str:
-    """Hash a file; of several files, the lines ``<sha256>  <path below root>`` in order."""
-    digests = []
+def sha256_of(paths: Sequence[Path]) -> str:
+    """Hash what files hold, one after the other."""
+    digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-    if len(paths) == 1:
-        return digests[0]
-    root = root if root.is_dir() else root.parent
-    named = zip(digests, (path.relative_to(root).as_posix() for path in paths), strict=True)
-    return hashlib.sha256("".join(f"{digest}  {name}\n" for digest, name in named).encode()).hexdigest()
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()

@@ -26,14 +26,12 @@ class ImportOptions:
         preset: the model: a preset's name, its config.json, or a YAML file of the form of a preset.
         phase: prefill, decode or training.
         domain: part of a published recording; of others, what the texts are about.
-        micro_batch_size: sequences interleaved in a forward pass.
     """
 
     preset: str = ""
     phase: str = ""
     domain: str = "unstated"
     licence: str = "unstated"
-    micro_batch_size: int = 1
 
     @property
     def model(self) -> ModelSpec:

@@ -137,8 +137,8 @@ def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> 
     bfloat16, before any score function: from these each token's shares of the whole score mass are made. What the
     tracer does not say, and what follows:
 
-    * Texts. A forward pass is taken as one sequence; as ``micro_batch_size`` of them where these are interleaved
-      ([sequence place, batch] flattened); in ``phase`` decode every token stands alone.
+    * Texts. A forward pass is taken as one sequence (record with a micro batch of one); in ``phase`` decode every token
+      stands alone.
     * Which tokens and layers a rank has. Ranks of one tensor-parallel group see the same tokens, and pipeline stages
       number their own layers, so one import takes one rank's file.
     * Activation recomputation calls routers twice; such passes are in the file twice and cannot be told apart.
@@ -151,30 +151,22 @@ def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> 
     score = f"{score_words(model.score_function)}, from bfloat16 logits"
     sizes = {"num_experts": model.num_experts, "top_k": model.top_k}
     writer.describe(**sizes, where=f"preset {options.preset}", model=model.name, score=score)
-    first_layer, num_sequences, sequences, positions = None, 0, [], []
+    lengths: dict[int, list[int]] = {}  # by layer, of sequences
     for where, record in json_objects(source):
         layer, num_tokens = whole_number(record, "layer", where), whole_number(record, "num_tokens", where)
         if record.get("block") != "decoder" or not num_tokens:
             continue
-        number = num_tokens if options.phase == "decode" else options.micro_batch_size
-        if num_tokens % number:
-            expected = f"a multiple of micro_batch_size ({number})"
-            raise UserError(f"{where}: num_tokens: expected {expected}, got {num_tokens}")
-        # Interleaved sequences come one after the other.
-        order_T = np.arange(num_tokens).reshape(-1, number).T.ravel()
-        ids_TK = checked(record.get("top_indices"), f"{where}: top_indices", (num_tokens, model.top_k))[order_T]
-        shares_TE = _megatron_shares(record, where, num_tokens, sidecar, model)[order_T]
+        ids_TK = checked(record.get("top_indices"), f"{where}: top_indices", (num_tokens, model.top_k))
+        shares_TE = _megatron_shares(record, where, num_tokens, sidecar, model)
         # What is out of range the writer refuses.
         shares_TK = np.take_along_axis(shares_TE, ids_TK.clip(0, model.num_experts - 1), axis=1)
-        writer.add(layer, ids_TK, shares_TK, f"{where}: layer {layer}", order_T)
-        first_layer = layer if first_layer is None else first_layer
-        if layer == first_layer:  # the other layers have the same tokens
-            sequences.append(num_sequences + np.repeat(np.arange(number), num_tokens // number))
-            positions.append(np.tile(np.arange(num_tokens // number), number))
-            num_sequences += number
-    if sequences:
-        writer.add_tokens(np.concatenate(sequences), np.concatenate(positions), str(source))
-    what = "a token is a sequence" if options.phase == "decode" else "a sequence is a forward pass or part of one"
+        writer.add(layer, ids_TK, shares_TK, f"{where}: layer {layer}")
+        lengths.setdefault(layer, []).extend([1] * num_tokens if options.phase == "decode" else [num_tokens])
+    if lengths:
+        length_S = np.array(next(iter(lengths.values())))  # the other layers have the same tokens
+        position_T = np.concatenate([np.arange(length) for length in length_S])
+        writer.add_tokens(np.arange(len(length_S)).repeat(length_S), position_T, str(source))
+    what = "a token is a sequence" if options.phase == "decode" else "a sequence is a forward pass"
     writer.notes.append(f"{what}; multi-token prediction is left out")
 
 

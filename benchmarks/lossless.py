@@ -145,7 +145,7 @@ def planning_ms(repeats: int = 5) -> dict[str, float]:
         "plan eplb, a layer": lambda: replicate(load_BE.mean(axis=0), **sizes),
         "plan variance, a layer": lambda: replicate_by_risk(load_BE, **sizes),
         **{name: lambda f=OVER_REPLICAS[name]: f(slots_P, counts_RE) for name in ("lp", "activated")},
-        **{name: lambda f=f: f(free_P, counts_RE, least_pairs=64, threshold=1.0) for name, f in MOVING.items()},
+        **{name: lambda f=f: f(free_P, counts_RE, least_pairs=64) for name, f in MOVING.items()},
     }
     found = {}
     for name, plan in planned.items():

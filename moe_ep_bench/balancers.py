@@ -52,6 +52,9 @@ from numpy.typing import ArrayLike, NDArray
 FREE = -1
 """What a slot holds that is free."""
 
+LLEP_THRESHOLD = 1.3
+"""LLEP moves nothing while the fullest rank has at most so many times the mean (lambda)."""
+
 SOLVE_US = 100.0
 """Assumed time until every rank has solved a batch, where a config gives none. LPLB's README says so of its linear
 program inside a node, UltraEP's report (v1) of its planner at EP 64; no GPU time of the others is at hand."""
@@ -291,16 +294,15 @@ class _Ranks:
         return moves
 
 
-def llep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, threshold: float = 1.3) -> Balanced:
-    """Spill what a rank has above the mean to the least loaded ranks.
+def llep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int) -> Balanced:
+    """Spill what a rank has above the mean to the least loaded ranks, where the fullest has ``LLEP_THRESHOLD`` of it.
 
     Args:
         slot_expert_P: as ``with_free_slots``.
         least_pairs: no fewer pairs of an expert go to a rank, unless they are all that is left (m).
-        threshold: nothing moves while the fullest rank has at most so many times the mean (lambda).
     """
     ranks = _Ranks(np.asarray(slot_expert_P), np.asarray(counts_RE, dtype=np.int64))
-    if ranks.used_R.max() <= threshold * ranks.load_E.sum() / ranks.num_ranks:
+    if ranks.used_R.max() <= LLEP_THRESHOLD * ranks.load_E.sum() / ranks.num_ranks:
         return ranks.balanced(relayed=False)
     for expert in np.argsort(-ranks.load_E, kind="stable").tolist():
         # What its home has beside it, and what it gave away, is not counted: ``used_R`` falls as pairs go.
@@ -314,17 +316,14 @@ def llep(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, th
     return ranks.balanced(relayed=False)
 
 
-def ultra(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int, threshold: float = 1.0) -> Balanced:
+def ultra(slot_expert_P: ArrayLike, counts_RE: ArrayLike, *, least_pairs: int) -> Balanced:
     """Find the lowest load that no rank need exceed, and give away what is above it.
 
     Args: as ``llep``; fewer pairs than ``least_pairs`` move only where they are all that a rank has too many.
     """
     expert_P, counts_RE = np.asarray(slot_expert_P), np.asarray(counts_RE, dtype=np.int64)
     best = _Ranks(expert_P, counts_RE)
-    fullest = int(best.used_R.max())
-    if fullest <= threshold * best.load_E.sum() / best.num_ranks:
-        return best.balanced(relayed=True)
-    low, high = best.mean, fullest
+    low, high = best.mean, int(best.used_R.max())
     while low < high:
         middle = (low + high) // 2
         ranks = _Ranks(expert_P, counts_RE)

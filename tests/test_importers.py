@@ -350,7 +350,7 @@ def test_ids_without_scores_say_so_in_results(tmp_path, out):
     assert imported("sglang", prepared("sglang", tmp_path / "source"), out).scores_are_assumed
     fields = {"layer": 0, "num_experts": 16, "top_k": 3, "num_tokens": 9, "num_batches": 1}
     fields |= {"tail": "uniform", "seed": 0}
-    with pytest.raises(ValueError, match="topk_share: needed"):
+    with pytest.raises(ValueError, match="topk_share: expected a number"):
         RecordedWorkload([out], **fields)
     described = RecordedWorkload([out], **fields, topk_share=0.6).describe()
     assert described["recording"]["score"].startswith("assumed equal")

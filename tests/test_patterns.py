@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -92,22 +91,6 @@ def test_power_laws_are_as_skewed_as_the_distribution_says() -> None:
         exact = [(low + (high - low) * (place + 0.5) / size) ** (1 / (1 - exponent)) for place in range(size)]
         median = float(np.median(exact)) / sum(exact) * total
         assert np.median(many) == pytest.approx(median, rel=0.25)
-
-
-def test_the_default_family_is_the_log_normal_of_deepep() -> None:
-    """Tokens draw experts without replacement, in proportion to a log-normal popularity (deepseek-ai/DeepEP, #393)."""
-    sizes = {"num_experts": E, "top_k": K, "num_tokens": 8192, "num_batches": 1, "sequence_length": 64}
-    found = SyntheticWorkload(**sizes, seed=3, peak_load=4.0)
-    ids_TK = found.batch(0).scores_TE.topk(K, dim=1).indices
-    bias_E, _ = found.solved()["recipes"][0]
-    normal = NormalDist(np.mean(bias_E), np.std(bias_E))
-    quantiles = [normal.inv_cdf((place + 0.5) / E) for place in range(E)]
-    assert np.corrcoef(sorted(bias_E), quantiles)[0, 1] > 0.97
-    popularity_TE = torch.tensor(bias_E).exp().expand(8192, -1)
-    drawn_TK = torch.multinomial(popularity_TE, K, generator=torch.Generator().manual_seed(0))
-    ours_E, theirs_E = (torch.bincount(ids.flatten(), minlength=E) for ids in (ids_TK, drawn_TK))
-    assert ours_E.max() * E / ours_E.sum() == pytest.approx(4.0, rel=0.03)
-    assert ((ours_E - theirs_E).abs() < 5 * (ours_E + theirs_E + 1).sqrt()).all()
 
 
 CONFIG = {

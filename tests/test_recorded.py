@@ -303,7 +303,6 @@ WRONG = {
     "another model": ("other.safetensors: model: ", {"paths": ["toy", "other"]}),
     "another score": ("normalised.safetensors: score: ", {"paths": ["toy", "normalised"]}),
     "other layers": ("one.safetensors: layers: ", {"paths": ["toy", "one"], "layer": 0}),
-    "twice the same": ("toy.safetensors: ", {"paths": ["toy", "toy"]}),
     "too few": ("trace: expected a request of each", {**DECODE, "paths": ["toy", "more"], "num_tokens": 1}),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from moe_ep_bench.balancers import Balanced, lp
 from moe_ep_bench.bench.slots import Slots
 from moe_ep_bench.bench.traffic import slot_metrics
 from moe_ep_bench.metrics import routing_metrics
-from moe_ep_bench.placement import other_batches, rank_load, replicate
+from moe_ep_bench.placement import other_batches, rank_load, replicate, replicate_by_risk
 from moe_ep_bench.policies import RoutingContext, make_policy
 
 some_examples = settings(max_examples=50)
@@ -102,10 +103,11 @@ def test_ranks_bear_all_of_any_load_and_each_replica_its_even_share(
 
 
 @pytest.mark.parametrize("num_slots", [8, 20])
-def test_a_wrong_number_of_slots_is_named_in_one_line(num_slots: int) -> None:
+@pytest.mark.parametrize("plan", [replicate, replicate_by_risk])
+def test_a_wrong_number_of_slots_is_named_in_one_line(plan: Callable[..., object], num_slots: int) -> None:
     expected = f"^num_slots: expected a multiple of num_ranks=8, at least the 12 experts, got {num_slots}$"
     with pytest.raises(ValueError, match=expected):
-        replicate(PUBLISHED_LOAD[0], num_slots=num_slots, num_ranks=8)
+        plan(PUBLISHED_LOAD[0], num_slots=num_slots, num_ranks=8)
 
 
 # ---- Experts in slots ------------------------------------------------------------------------------------------------

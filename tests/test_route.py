@@ -250,7 +250,7 @@ def test_ids_alone_need_a_share_that_is_assumed_and_are_marked(
     workload = {"kind": "recorded", "trace": "a.safetensors", "layer": 0, "tail": "uniform", "num_tokens": 96}
     config = write_config(tmp_path, workload={**workload, "num_batches": 1})
     assert main(["route", str(config), "--out", str(tmp_path / "refused")]) == USER_ERROR
-    assert "topk_share: needed" in capsys.readouterr().err
+    assert "topk_share: expected a number, as scores are normalised" in capsys.readouterr().err
     out = route(config, tmp_path / "out", ["workload.topk_share=0.6"]).root
     shown = " ".join(render(tables(load(out)), "text").split())
     assert "scores were not recorded and are assumed equal" in shown

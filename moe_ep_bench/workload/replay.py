@@ -87,9 +87,6 @@ class RecordedWorkload(Workload):
         if self.num_tokens % per_request:
             expected = f"a multiple of tokens_per_request ({per_request})"
             raise UserError(f"num_tokens: expected {expected}, got {self.num_tokens}")
-        files = [path.resolve() for path in self.recordings]
-        if twice := next((path for number, path in enumerate(files) if path in files[:number]), None):
-            raise UserError(f"{twice}: expected every recording once, got it twice")
         for trace in self.traces:
             self._check(trace, self.traces[0])
         self._check_topk_share()
@@ -108,15 +105,10 @@ class RecordedWorkload(Workload):
         if self.tail == RECORDED and not trace.has_full_scores:
             expected = f"{' or '.join(TAILS)}, because the recording holds the scores of the top-k only"
             raise UserError(f"{trace.path}: tail: expected {expected}; got {RECORDED!r}")
-        if trace.scores_are_normalised and self.topk_share is None:
-            least = self.top_k / self.num_experts
-            raise UserError(
-                f"{trace.path}: topk_share: needed, because the recorded scores are normalised over the top-k; "
-                f"expected a number between {least:g} and 1"
-            )
-        if not trace.scores_are_normalised and self.topk_share is not None:
-            expected = "none, because the recorded scores are not normalised over the top-k"
-            raise UserError(f"{trace.path}: topk_share: expected {expected}; got {self.topk_share:g}")
+        if trace.scores_are_normalised != (self.topk_share is not None):
+            expected = "a number, as" if trace.scores_are_normalised else "none, as no"
+            why = f"scores are normalised over the top-k; got {self.topk_share}"
+            raise UserError(f"{trace.path}: topk_share: expected {expected} {why}")
 
     @cached_property
     def traces(self) -> tuple[Trace, ...]:

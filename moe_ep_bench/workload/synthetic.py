@@ -112,19 +112,16 @@ class SyntheticWorkload(Workload):
 
     def make_scores(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float32]]:
         if self.pattern is not None:
-            row_T, first = row_numbers(runs), 0
+            sizes, row_T, first = (self.num_experts, self.top_k, self.num_tokens, self.seed), row_numbers(runs), 0
             for noise_TE in gumbel_noise(self.seed, index, runs, self.num_experts):
-                yield softmax(noise_TE + self._prescribed(self.pattern, index, row_T[first : first + len(noise_TE)]))
+                inside_TE = patterns.inside(self.pattern, index, row_T[first : first + len(noise_TE)], *sizes)
+                yield softmax(noise_TE + patterns.INSIDE * inside_TE)
                 first += len(noise_TE)
             return
         bias_E, sharpness = self._recipe(index)
         for noise_TE in self._noise(index, runs):
             logits_TE = noise_TE + bias_E
             yield softmax(logits_TE if sharpness == 1 else sharpness * logits_TE)
-
-    def _prescribed(self, pattern: str, index: int, row_T: NDArray[np.int64]) -> NDArray[np.float64]:
-        sizes = self.num_experts, self.top_k, self.num_tokens, self.seed
-        return patterns.INSIDE * patterns.inside(pattern, index, row_T, *sizes)
 
     def _noise(self, index: int, runs: Sequence[Run]) -> Iterator[NDArray[np.float64]]:
         """Make noise of the expert at each index, in chunks; an expert takes its noise along to its place."""

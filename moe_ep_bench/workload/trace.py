@@ -26,7 +26,7 @@ Shapes: T = recorded tokens, S = sequences, E = experts, K = top_k.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,9 +119,16 @@ class Trace:
             return np.asarray(file.get_slice(name)[layer])
 
     def sha256(self) -> str:
-        """Hash of the whole file, read piece by piece."""
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of([self.path])
+
+
+def sha256_of(paths: Sequence[Path]) -> str:
+    """Hash what files hold, one after the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
 
 
 def scores_are_normalised(score: str) -> bool:

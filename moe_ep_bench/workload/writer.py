@@ -6,7 +6,6 @@ Shapes: T = tokens of a block, K = top_k, E = experts.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path
-from moe_ep_bench.workload.trace import FORMAT, FULL_SCORES, MAX_EXPERTS, find_problem, scores_are_normalised
+from moe_ep_bench.workload.trace import FORMAT, FULL_SCORES, MAX_EXPERTS, find_problem, scores_are_normalised, sha256_of
 
 # As numpy and safetensors name them; ids of more than 256 experts are uint16. Wide ones first, so that each is aligned.
 TYPES = {
@@ -68,9 +67,8 @@ class TraceWriter:
             ValueError: more experts than the format names, or none to choose from.
         """
         if not top_k < num_experts <= MAX_EXPERTS:
-            raise UserError(
-                f"{where}: num_experts: expected {top_k + 1} (more than top_k) to {MAX_EXPERTS}, got {num_experts}"
-            )
+            expected = f"{top_k + 1} (more than top_k) to {MAX_EXPERTS}"
+            raise UserError(f"{where}: num_experts: expected {expected}, got {num_experts}")
         self.num_experts, self.top_k = num_experts, top_k
         self.metadata |= metadata
 
@@ -167,12 +165,3 @@ class TraceWriter:
 
     def _type_of(self, name: str) -> tuple[str, str]:
         return WIDE_IDS if name == "expert_ids" and self.num_experts > 256 else TYPES[name]
-
-
-def sha256_of(paths: Sequence[Path]) -> str:
-    """Hash what files hold, one after the other."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)
-    return digest.hexdigest()

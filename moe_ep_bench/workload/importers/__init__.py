@@ -77,7 +77,7 @@ def import_trace(kind: str, source: Path, out: Path, **options: str) -> None:
         raise UserError(f"{out}: expected a name that is free, but there is such a file already")
     try:
         with written_trace(out, source) as writer:
-            writer.metadata |= {"source": importer.recorder, "phase": about.phase}
+            writer.metadata |= {"source": importer.recorder, "phase": about.phase or "prefill and decode"}
             writer.metadata |= {"domain": about.domain, "licence": about.licence}
             importer.read(source, about, writer)
     except OSError as error:

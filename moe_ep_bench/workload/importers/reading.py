@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import is_whole_number, parse_json
 from moe_ep_bench.models import ModelSpec, load_model
+from moe_ep_bench.workload.writer import TraceWriter
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,14 @@ class ImportOptions:
     domain: str = "unstated"
     licence: str = "unstated"
 
-    @property
-    def model(self) -> ModelSpec:
-        """The model of ``preset``. Raises ValueError: there is no such preset."""
+    def describe(self, writer: TraceWriter, score: str) -> ModelSpec:
+        """Tell a writer of the model, which is returned, and what scores are. Raises ValueError: no such preset."""
         with naming("preset"):
             is_file = self.preset.endswith(".yaml")
-            return ModelSpec.load(self.preset) if is_file else load_model(self.preset)
+            model = ModelSpec.load(self.preset) if is_file else load_model(self.preset)
+        sizes = {"num_experts": model.num_experts, "top_k": model.top_k}
+        writer.describe(**sizes, where=f"preset {self.preset}", model=model.name, score=score)
+        return model
 
 
 def lines(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -32,7 +32,7 @@ def read_sglang(source: Path, options: ImportOptions, writer: TraceWriter) -> No
     ``routed_experts`` in ``meta_info``: base64 of int32 [tokens, layers, K], of the prompt and of what was generated
     but its last token. ``prompt_tokens`` beside it tells the phases.
     """
-    model = _describe(options, writer)
+    model = options.describe(writer, ASSUMED)
     for sequence, (where, response) in enumerate(_responses(source, writer)):
         facts = response.get("meta_info")
         num_prompt = whole_number(facts, "prompt_tokens", f"{where}: meta_info")
@@ -57,7 +57,7 @@ def read_vllm(source: Path, options: ImportOptions, writer: TraceWriter) -> None
 
     Ids are uint8 for up to 256 experts. Tokens whose routing was not recorded are -1 (255).
     """
-    model = _describe(options, writer)
+    model = options.describe(writer, ASSUMED)
     for sequence, (where, response) in enumerate(_responses(source, writer)):
         choices = response.get("choices")
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
@@ -70,14 +70,6 @@ def read_vllm(source: Path, options: ImportOptions, writer: TraceWriter) -> None
             except (ValueError, EOFError) as error:
                 raise UserError(f"{place}: expected an array in npy form ({brief(str(error), quoted=False)})") from None
         _add(sequence, checked(ids, place, (None, None, None)), num_prompt, place, options.phase, model, writer)
-
-
-def _describe(options: ImportOptions, writer: TraceWriter) -> ModelSpec:
-    model = options.model
-    sizes = {"num_experts": model.num_experts, "top_k": model.top_k}
-    writer.describe(**sizes, where=f"preset {options.preset}", model=model.name, score=ASSUMED)
-    writer.metadata["phase"] = options.phase or "prefill and decode"
-    return model
 
 
 def _responses(path: Path, writer: TraceWriter) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -93,9 +93,7 @@ def read_flame_moe(source: Path, options: ImportOptions, writer: TraceWriter) ->
     a softmax over all experts that is not renormalised (``--moe-router-pre-softmax``), so that probabilities are shares
     of a token's whole mass. What tokens are of one text is not captured: a pass is a sequence.
     """
-    model = options.model
-    sizes = {"num_experts": model.num_experts, "top_k": model.top_k}
-    writer.describe(**sizes, where=f"preset {options.preset}", model=model.name, score="softmax, not renormalised")
+    model = options.describe(writer, "softmax, not renormalised")
     if not zipfile.is_zipfile(source):
         raise UserError(f"{source}: expected an npz file; pickles are converted where they were made: {FLAME_CONVERT}")
     with np.load(source, allow_pickle=False) as npz:
@@ -145,12 +143,10 @@ def read_megatron(source: Path, options: ImportOptions, writer: TraceWriter) -> 
 
     Blocks but the decoder, as multi-token-prediction heads, are passed over.
     """
-    model = options.model
     sidecar = source.with_name(source.name.replace("router_trace", "logits")).with_suffix(".bin")
     writer.sources = [source, sidecar]
-    score = f"{score_words(model.score_function)}, from bfloat16 logits"
-    sizes = {"num_experts": model.num_experts, "top_k": model.top_k}
-    writer.describe(**sizes, where=f"preset {options.preset}", model=model.name, score=score)
+    model = options.describe(writer, "")
+    writer.metadata["score"] = f"{score_words(model.score_function)}, from bfloat16 logits"
     lengths: dict[int, list[int]] = {}  # by layer, of sequences
     for where, record in json_objects(source):
         layer, num_tokens = whole_number(record, "layer", where), whole_number(record, "num_tokens", where)

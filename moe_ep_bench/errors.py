@@ -49,10 +49,7 @@ def brief(value: object, most: int = 80, *, quoted: bool = True) -> str:
     """A value as an error's line shows it: on one line, cut at ``most`` characters, true as files write it."""
     if isinstance(value, bool):
         return str(value).lower()
-    try:
-        text = " ".join((repr(value) if quoted else str(value)).split())
-    except (ValueError, RecursionError):  # an integer of thousands of digits
-        text = f"a value of type {type(value).__name__}"
+    text = " ".join((repr(value) if quoted else str(value)).split())
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -98,19 +98,17 @@ def writing_to(path: Path, option: str) -> Iterator[None]:
         raise UserError(f"{option} {path}: {cannot_write(error)}") from None
 
 
-def make_folders(root: Path, option: str, *folders: Path) -> None:
-    """Make a folder to write into, and try to write there, and into those of ``folders`` that there are.
+def make_folder(folder: Path, option: str) -> None:
+    """Make a folder to write into, and try to write there.
 
     Raises:
         ValueError: one line that names the option, the folder and what is in the way.
     """
-    check_folder(root, option)
-    with writing_to(root, option):
-        root.mkdir(parents=True, exist_ok=True)
-        # What an earlier run left may belong to somebody else, or be no folder any more.
-        for folder in (root, *filter(Path.exists, folders)):
-            with tempfile.TemporaryFile(dir=folder) as probe:
-                probe.write(b"x")
+    check_folder(folder, option)
+    with writing_to(folder, option):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"x")
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

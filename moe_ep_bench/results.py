@@ -32,7 +32,6 @@ from moe_ep_bench.runtime import locks
 from moe_ep_bench.schema import TABLES
 
 RUN_JSON = "run.json"
-_UNREADABLE = (OSError, pa.ArrowException)
 # From so many rows on they are written; small groups of rows would take more room than what is in them.
 _GROUP_ROWS = 2**20
 # Of a part of samples, in its metadata.
@@ -79,25 +78,16 @@ class RunDirectory:
         return content
 
     @property
-    def folders(self) -> list[Path]:
-        """The folders of all that is written here."""
-        names = dict.fromkeys([*(table.folder for table in TABLES.values()), "attempts"])
-        return [self.root / name for name in names]
-
-    @property
     def attempts(self) -> Path:
         return self.root / "attempts"
 
     def statuses(self, comparison_id: str, launch: int | None = None, table: str = "samples") -> dict[str, str]:
         """The status of every case that a part has rows of, by id; empty where there is no part that can be read."""
-        path = self.path(table, comparison_id, launch)
-        try:
-            rows = pq.read_table(
-                path, columns=["case_id", "status"], partitioning=None, page_checksum_verification=True
-            )
-        except _UNREADABLE:
+        rows = _read(self.path(table, comparison_id, launch))
+        if rows is None:
             return {}
-        return dict(zip(rows["case_id"].to_pylist(), rows["status"].to_pylist(), strict=True))
+        pairs = rows.group_by(["case_id", "status"], use_threads=False).aggregate([])
+        return dict(zip(pairs["case_id"].to_pylist(), pairs["status"].to_pylist(), strict=True))
 
     def remove_unfinished(self, ids: Iterable[str]) -> None:
         """Remove what a killed job had begun to write of these files, by how their names begin."""
@@ -130,10 +120,11 @@ class RunDirectory:
             conditions: under which a launch was timed.
         """
         path, schema = self.path(table, comparison_id, launch), TABLES[table].schema
-        kept = None if replaces is None else _others(path, schema, replaces)
-        facts = {} if conditions is None else {_CONDITIONS: json.dumps(conditions, allow_nan=False)}
-        if kept is not None and not facts:
-            facts = {key: value for key, value in (kept.schema.metadata or {}).items() if key == _CONDITIONS}
+        kept, told = schema.empty_table(), conditions and json.dumps(conditions, allow_nan=False)
+        before = None if replaces is None else _read(path)
+        if before is not None and before.schema.equals(schema):  # Rows of other columns cannot stay.
+            kept, told = before.filter(~pc.field("case_id").isin(list(replaces))), told or conditions_of(before)
+        facts = {_CONDITIONS: told} if told else {}
         with (
             atomic_path(path) as temporary,
             pq.ParquetWriter(
@@ -143,7 +134,7 @@ class RunDirectory:
                 write_page_checksum=True,
             ) as file,
         ):
-            tables = [schema.empty_table() if kept is None else kept]
+            tables = [kept]
             for rows in cases:
                 tables.append(_as_table(schema, rows if launch is None else {**rows, "launch": launch}))
                 if sum(map(len, tables)) >= _GROUP_ROWS:
@@ -204,13 +195,12 @@ def _as_table(schema: pa.Schema, rows: Mapping[str, Any]) -> pa.Table:
     return pa.table(arrays, schema=schema)
 
 
-def _others(path: Path, schema: pa.Schema, case_ids: Collection[str]) -> pa.Table | None:
-    """What a part holds of other cases; None where it cannot be read, or has other columns than parts of today."""
+def _read(path: Path) -> pa.Table | None:
+    """A part; None where there is none that can be read whole."""
     try:
-        rows = pq.read_table(path, partitioning=None, page_checksum_verification=True)
-    except _UNREADABLE:
+        return pq.read_table(path, partitioning=None, page_checksum_verification=True)
+    except (OSError, pa.ArrowException):
         return None
-    return rows.filter(~pc.field("case_id").isin(list(case_ids))) if rows.schema.equals(schema) else None
 
 
 def conditions_of(part: pa.Table) -> bytes | None:

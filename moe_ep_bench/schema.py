@@ -13,10 +13,6 @@ SCHEMA_VERSION = 4
 MODES = ("run", "emulated", "route", "quality")
 # What was timed. ``run.json`` names it; without a word it is a layer.
 SCOPES = ("layer", "model")
-# What gave the rows: real ranks, one device in turn for each rank, a formula, or routing alone. The rows of ``quality``
-# have none of these.
-BACKENDS = ("ranks", "virtual", "modelled", "routing")
-STATUSES = ("ok", "failed", "oom", "timeout", "skipped")
 
 
 @dataclass(frozen=True)
@@ -184,12 +180,12 @@ _IDENTITY = [
     ("comparison_id", pa.string()),
     ("mode", pa.string()),
     ("subject", pa.string()),  # SCOPES
-    ("backend", pa.string()),  # BACKENDS
+    ("backend", pa.string()),  # ranks, virtual (one device in turn for each rank), modelled or routing; null of quality
     ("model", pa.string()),
     ("policy", pa.string()),
     ("policy_params", pa.string()),  # JSON
     ("num_ranks", pa.int32()),  # expert-parallel size
-    ("status", pa.string()),
+    ("status", pa.string()),  # ok, failed, oom, timeout, skipped
     ("reason", pa.string()),  # null when ok
     ("rank", pa.int32()),  # global rank
     ("batch", pa.int32()),

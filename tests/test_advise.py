@@ -20,7 +20,7 @@ from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 from moe_ep_bench.analysis import page
 from moe_ep_bench.analysis.advise import OUT_OF_BOUNDS, RECORD_YOURS, advice_lines, advice_text, candidates
 from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed, timings
-from moe_ep_bench.analysis.columns import fitting_labels, short_labels
+from moe_ep_bench.analysis.columns import short_labels
 from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.bench.question import Bounds, Question, ask
 from moe_ep_bench.cli import main, make_parser
@@ -194,7 +194,7 @@ def test_five_best_and_two_losers_explain_the_pick_and_all_are_printed_when_aske
 
 
 def test_short_labels_keep_what_tells_cases_apart() -> None:
-    """What solving takes, which file, and the middle of a name that would be cut."""
+    """What solving takes, and which file."""
     solved = [f"{how} ({us} us to solve), 1 spare per rank" for how in ("EPLB + LP", "UltraEP") for us in (0, 100)]
     rest = ["LLEP (0 us to solve), 2 spare per rank", "sere k0=1 similarity=a", "sere k0=1 similarity=b"]
     long = [f"UltraEP (7 us to solve), 2 spare per rank, least_pairs={n}, threshold=1.5" for n in (64, 512)]
@@ -202,9 +202,7 @@ def test_short_labels_keep_what_tells_cases_apart() -> None:
     short = short_labels(labels)
     assert list(short[:4]) == [f"{how} ({us} us), 1 spare" for how in ("EPLB + LP", "UltraEP") for us in (0, 100)]
     assert list(short[4:7]) == ["LLEP, 2 spare", *rest[1:]]
-    fitted = fitting_labels(labels, 33)
-    assert labels.nunique() == short.nunique() == fitted.nunique() == 9
-    assert fitted[short.str.len() <= 33].equals(short[short.str.len() <= 33])
+    assert labels.nunique() == short.nunique() == 9
 
 
 def swept(*speedups: float, key: str = "workload.peak_load", **facts: Any) -> list[FakeComparison]:

@@ -17,7 +17,7 @@ from results_builder import FakeComparison, standard_cases, write_run
 from whole_builder import write_whole
 
 from moe_ep_bench.analysis.compare import compare_directories, compare_text, exit_status
-from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.store import ResultsError
 from moe_ep_bench.cli import main
 from moe_ep_bench.timing.statistics import NoiseFloor, estimate_change, joint_floor
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moe_ep_bench import cli
-from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.store import ResultsError
 from moe_ep_bench.cli import commands
 from moe_ep_bench.cli.commands import shown
 from moe_ep_bench.errors import UserError

@@ -21,7 +21,7 @@ from results_builder import shown_text
 from test_run import cases_of, environment, routing_of, statuses, write_config
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.analysis.columns import fitting_labels, short_labels
+from moe_ep_bench.analysis.columns import short_labels
 from moe_ep_bench.bench import measured_ranks, virtual
 from moe_ep_bench.bench.comparison import VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
@@ -336,7 +336,7 @@ def test_ways_to_balance_that_differ_have_labels_that_differ() -> None:
     ]
     assert len({way.label for way in ways}) == len({(way.name, json.dumps(way.params())) for way in ways}) == len(ways)
     labels = pd.Series([way.label for way in ways])
-    assert short_labels(labels).nunique() == fitting_labels(labels, 33).nunique() == len(ways)
+    assert short_labels(labels).nunique() == len(ways)
 
 
 def test_rows_of_shared_experts_travel_beside_pairs_and_copies() -> None:

@@ -57,24 +57,23 @@ def test_yaml_of_ours_reads_as_pyyaml_reads_it() -> None:
         assert parse_yaml(path.read_text()) == yaml.safe_load(path.read_text())
 
 
-INTO = "out/made.safetensors --preset olmoe-1b-7b --assume-equal-scores"
+INTO = "out/made.safetensors --preset olmoe-1b-7b --phase prefill --domain text --licence mine"
 
 
 @pytest.mark.parametrize("name", ["x.npz", "x.safetensors", "x.pt", "x.json"])
 def test_pickles_are_never_read(name: str, box: Path, refused) -> None:
     (box / name).write_bytes(PICKLE)
-    refused(f"trace info {name}")
-    refused(f"trace import vllm {name} {INTO}")
-    refused(f"trace eplb {name} out/map.json --ep 2 --spare-per-rank 1")
+    for command in (f"trace info {name}", *(f"trace import {kind} {name} {INTO}" for kind in ("vllm", "flame-moe"))):
+        refused(command)
 
 
 def test_arrays_of_objects_are_never_read(box: Path, refused) -> None:
-    np.savez(box / "x.npz", **{"0.routed_experts": np.array([Touch()], dtype=object)})
-    said = refused(f"trace import vllm x.npz {INTO}")
-    assert "0.routed_experts: Object arrays cannot be loaded" in said
+    np.savez(box / "x.npz", **{f"0.1.{name}": np.array([Touch()], dtype=object) for name in ("ids", "probs")})
+    assert "0.1: Object arrays cannot be loaded" in refused(f"trace import flame-moe x.npz {INTO}")
     with zipfile.ZipFile(box / "y.npz", "w") as archive:
-        archive.writestr("0.routed_experts.npy", PICKLE)
-    refused(f"trace import vllm y.npz {INTO}")
+        for name in ("ids", "probs"):
+            archive.writestr(f"0.1.{name}.npy", PICKLE)
+    refused(f"trace import flame-moe y.npz {INTO}")
 
 
 @pytest.mark.parametrize(("model_type", "is_pickled"), [("mine", False), ("olmoe", False), ("olmoe", True)])

@@ -16,7 +16,6 @@ from safetensors.numpy import save_file
 from test_run import launch
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.analysis.reduce import RATES
 from moe_ep_bench.bench.comparison import RANKS
 from moe_ep_bench.bench.description import held_here
 from moe_ep_bench.bench.job import check_agreement
@@ -146,10 +145,9 @@ def test_emulated_ranks_route_every_layer_as_real_ones_do(finished: Path, tmp_pa
 def test_the_summary_sets_the_pass_beside_its_moe_layers(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(finished)]) == OK
     printed = capsys.readouterr().out
-    for text in ("pass ms", "end to end", "MoE speedup", "by Amdahl", "tokens/s", "extrapolated"):
+    for text in ("pass ms", "end to end", "MoE speedup", "by Amdahl", "tokens/s", "layers were built and timed"):
         assert text in printed
     rows = cases(load(finished))
-    assert rows.columns.intersection(RATES).empty, "bytes and operations of one layer over the time of all"
     native, policy = rows[rows.role == "baseline"].squeeze(), rows[rows.policy == "token_drop"].squeeze()
     assert 0 < native.moe_share < 1
     assert policy.most_by_amdahl == pytest.approx(1 / (1 - native.moe_share))
@@ -158,7 +156,6 @@ def test_the_summary_sets_the_pass_beside_its_moe_layers(finished: Path, capsys:
     assert policy.by_amdahl < policy.most_by_amdahl
     assert native.tokens_per_s == pytest.approx(200 / native.median_ms * 1e3)
     # 24 more layers like the two MoE layers that were built: more than their share, less than 24 passes.
-    assert 2 < native.all_layers_ms_extrapolated / native.median_ms < 24
 
 
 def test_decode_steps_are_one_token_of_each_request(decoded: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,7 @@ def test_of_several_comparisons_the_fastest_policies_are_found(tmp_path: Path) -
 def test_labels_and_host_names_are_text_and_nothing_is_fetched(directory: Path, tmp_path: Path) -> None:
     page = page_of(directory, tmp_path / "page.html")
     parsed = Parsed(page)
-    assert all(f">{COLUMNS[name].title}</th>" in page for name in ("median_ms", "dropped_share", "dispatch_gbps"))
+    assert all(f">{COLUMNS[name].title}</th>" in page for name in ("median_ms", "dropped_share", "experts_ms"))
     assert [tag["id"] for name, tag in parsed.tags if name == "figure"] == ["figure-speedup"]
     assert page.count('src="data:image/') == 1
     assert "<td class=number>2.0" in page

@@ -22,7 +22,7 @@ from moe_ep_bench.analysis.cases import cases, load, routing
 from moe_ep_bench.analysis.drawing import draw
 from moe_ep_bench.analysis.figures import CLAIMS_FIGURE
 from moe_ep_bench.analysis.papers import Claims, claims_text, load_claims, paper_words
-from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.store import ResultsError
 from moe_ep_bench.analysis.style import house_style, settle
 from moe_ep_bench.bench.comparison import VIRTUAL
 from moe_ep_bench.bench.plan import compare

@@ -28,8 +28,7 @@ from moe_ep_bench.analysis.quality import (
     read_quality,
     text_costs,
 )
-from moe_ep_bench.analysis.reading import ResultsError
-from moe_ep_bench.analysis.store import kind_of
+from moe_ep_bench.analysis.store import ResultsError, kind_of
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_points
 from moe_ep_bench.policies import make_policy

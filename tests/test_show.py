@@ -78,12 +78,11 @@ def test_cases_that_were_not_measured_are_lines_with_their_reason(tmp_path):
     assert "7 cases: 5 ok, 2 not (1 failed, 1 oom)" in text
 
 
-def test_whole_models_have_their_own_view_and_what_was_extrapolated_says_so(tmp_path):
+def test_whole_models_have_their_own_view_and_cut_ones_say_so(tmp_path):
     text = shown_text(write_whole(tmp_path, standard_cases(), of_layers=9))
     header = next(line for line in text.splitlines() if line.startswith("policy"))
     assert re.search(r"pass ms +end to end +verdict", header)
-    assert "all layers, extrapolated ms" in header
-    assert "extrapolated: 3 of 9 layers were built and timed" in text
+    assert "cut: 3 of 9 layers were built and timed" in text
 
 
 def test_a_column_is_added_by_one_row_and_a_view_by_another(directory, monkeypatch, capsys):
@@ -102,10 +101,10 @@ def test_a_column_is_added_by_one_row_and_a_view_by_another(directory, monkeypat
 
 
 def test_a_view_that_a_run_has_no_table_for_is_one_line(directory, capsys):
-    assert main(["show", str(directory), "--view", "ranks,layers"]) == 0
+    assert main(["show", str(directory), "--view", "ranks,model"]) == 0
     printed = capsys.readouterr()
     assert "ranks under native" in printed.out
-    assert printed.err == "moe-ep-bench: --view layers: there is one layer, whose numbers the main table has\n"
+    assert printed.err == "moe-ep-bench: --view model: the run has no such numbers\n"
 
 
 def test_every_view_names_columns_of_the_registry():

@@ -23,7 +23,7 @@ from results_builder import FakeCase, FakeComparison, standard_cases, write_run
 from test_run import environment, routing_of, write_config
 from whole_builder import MOE_LAYERS, write_whole
 
-from moe_ep_bench.analysis.reading import ResultsError
+from moe_ep_bench.analysis.store import ResultsError
 from moe_ep_bench.analysis.validate import (
     Validation,
     load_validation,

@@ -22,9 +22,8 @@ from moe_ep_bench.analysis.cases import cases, comparisons, load_timed, timings
 from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, short_labels, text
 from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words, warnings
 from moe_ep_bench.analysis.origins import NOTHING_RAN, is_same_model, modelled_line, said_once
-from moe_ep_bench.analysis.reading import ITERATION
 from moe_ep_bench.analysis.render import Table, render
-from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.bench.question import Bounds, Question
 from moe_ep_bench.files import write_text
 from moe_ep_bench.models.memory import Fit

@@ -20,26 +20,22 @@ import numpy as np
 import pandas as pd
 
 from moe_ep_bench.analysis.origins import device_words, file_of, how_words, origin_of, workload_words
-from moe_ep_bench.analysis.reading import ITERATION, ResultsError
 from moe_ep_bench.analysis.reduce import (
-    JOINED,
     KEY,
     MOE_PHASES,
     PASS_PARTS,
     breakdown,
-    by_layer_ms,
     joined_routing,
     layer_times,
     mean_ms,
     on_slowest,
     phase_times,
     probe_floor_us,
-    rates,
     routing_means,
     with_frontier,
 )
 from moe_ep_bench.analysis.seeds import joined
-from moe_ep_bench.analysis.store import Comparison, Store, read_store
+from moe_ep_bench.analysis.store import ITERATION, Comparison, ResultsError, Store, read_store
 from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts, tokens_words
 from moe_ep_bench.schema import ALL, ATTENTION, LAYER_PHASES, MOE, REST, TOTAL
 from moe_ep_bench.timing.statistics import (
@@ -56,7 +52,7 @@ ESTIMATE = ("median", "low", "high", "is_interval")
 # Of what nothing was timed they are null.
 _TIMED = (
     *("median_ms", "p90_ms", "p99_ms"),
-    *(f"speedup_{end}" for end in (*ESTIMATE, "num_launches")),
+    *(f"speedup_{end}" for end in ESTIMATE),
     *(f"over_topk_{end}" for end in ESTIMATE),
     *("floor_low", "floor_high", "verdict"),
 )
@@ -106,10 +102,9 @@ def cases(store: Store) -> pd.DataFrame:
     ``extra_gib_per_rank``, ``fits``, whether the model fits the device's memory; ``family``, the policy with every
     parameter but the capacity factor; ``family_label``, the same for people); ``reduce.ROUTED`` and ``output_error``;
     ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native and ``over_topk_*`` over topk
-    (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``;
-    ``host_bound_share``; ``reduce.breakdown``; ``probe_overhead``; of layers
-    ``pass_ms`` and ``reduce.rates``; of whole models ``moe_*``, ``by_amdahl``, ``mean_rank_<part>_ms`` and
-    extrapolations.
+    (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``; ``host_bound_share``;
+    ``reduce.breakdown``; ``probe_overhead``; of layers ``pass_ms``; of whole models ``moe_*``, ``by_amdahl``,
+    ``mean_rank_<part>_ms``.
     """
     rows = _listed(store)
     means = routing_means(_routing(store))
@@ -118,13 +113,11 @@ def cases(store: Store) -> pd.DataFrame:
     if len(store.samples):
         phases_us = _phase_times(store)
         rows = rows.join([_times(store), _speedups(store, rows), breakdown(phases_us, rows["probe_floor_us"])])
-        rows = rows.join(_rates(store))
         rows = rows.join(_passes(rows)).join(_models(store, rows))
         of_probes = rows["breakdown_layer_ms"] / rows["median_ms"] - 1
         rows["probe_overhead"] = of_probes.where([one.run.mode != "emulated" for one in rows["comparison"]])
     rows = rows.reindex(columns=list(dict.fromkeys([*rows, *_TIMED])))
     rows = rows.drop(columns=["comparison", "native", "topk", "noise", "probe_floor_us"])
-    rows = rows.astype({"speedup_num_launches": "Int64"})
     return rows.merge(comparisons(store), on=COMPARISON, how="left", validate="m:1")
 
 
@@ -237,25 +230,13 @@ def _speedups(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
         floor, modelled = noise_floor(same_again) if same_again else None, facts.device is not None
         verdict = judge(speedup, floor, is_modelled=modelled, is_oversubscribed=facts.oversubscribed)
         found[case] = {
-            **values_of("speedup_", speedup, (*ESTIMATE, "num_launches")),
+            **values_of("speedup_", speedup, ESTIMATE),
             **values_of("over_topk_", over_topk[case], ESTIMATE),
             **values_of("floor_", floor, ("low", "high")),
             "verdict": _ROLE_VERDICTS.get(row["role"], verdict) if row["status"] == "ok" else None,
         }
     numbers = [name for name in _TIMED[3:] if not name.endswith(("is_interval", "verdict"))]
     return pd.DataFrame.from_dict(found, orient="index").astype(dict.fromkeys(numbers, float))
-
-
-def _rates(store: Store) -> pd.DataFrame:
-    """``reduce.rates`` of all layers that were timed."""
-    phases_us, routed, parts = _phase_times(store), _routing(store), [pd.DataFrame()]
-    for place, comparison in enumerate(store.comparisons):
-        facts, numbers = comparison.facts, store.cases.index[store.cases["comparison"] == place]
-        if isinstance(facts, TimedFacts) and facts.whole is None and comparison.conditions:
-            times_us = phases_us[phases_us.index.get_level_values("case").isin(numbers)]
-            launches = list(comparison.conditions.values())
-            parts.append(rates(times_us, routed[routed["case"].isin(numbers)], facts, launches))
-    return pd.concat(parts)
 
 
 def _passes(rows: pd.DataFrame) -> pd.DataFrame:
@@ -271,40 +252,25 @@ def _passes(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _models(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
-    """What the MoE layers have to do with a whole model's pass, and what it would be with all layers."""
-    wholes = {case: getattr(row["comparison"].facts, "whole", None) for case, row in rows.iterrows()}
-    wholes = {case: whole for case, whole in wholes.items() if whole is not None}
-    names = ("num_layers", "of_layers", "context_length")
-    found = pd.DataFrame.from_dict(
-        {case: values_of("", whole, names) for case, whole in wholes.items()}, orient="index"
-    )
+    """What the MoE layers have to do with a whole model's pass."""
+    rows = rows[[getattr(one.facts, "whole", None) is not None for one in rows["comparison"]]]
     times_us = _phase_times(store)
-    times_us = times_us[times_us.index.get_level_values("case").isin(found.index)]
+    times_us = times_us[times_us.index.get_level_values("case").isin(rows.index)]
     if times_us.empty:
-        return found
-    slowest_us, rows = on_slowest(times_us), rows.loc[found.index]
-    moe_us = slowest_us[MOE_PHASES].sum(axis=1)
-    medians_us, sums_us = slowest_us.groupby(level="case").median(), slowest_us.groupby(level="case").sum()
-    share = moe_us.groupby(level="case").sum() / sums_us[TOTAL]
-    native = rows["native"]
+        return pd.DataFrame()
+    slowest_us = on_slowest(times_us)
+    moe_us, native = slowest_us[MOE_PHASES].sum(axis=1), rows["native"]
+    share = moe_us.groupby(level="case").sum() / slowest_us[TOTAL].groupby(level="case").sum()
     speedups = pd.DataFrame(
         [values_of("moe_speedup_", of, ESTIMATE) for of in _estimates(moe_us, native).values()], rows.index
     )
-    speedup, native_share = speedups["moe_speedup_median"].astype(float), native.map(share)
-    # Every further MoE layer is taken to be like the mean of those that were built.
-    layers_ms = by_layer_ms(store.samples)
-    layer_ms = layers_ms[layers_ms["moe"].notna()].sum(axis=1).groupby(level="case").mean()
-    missing = found["of_layers"] - found["num_layers"]
-    all_ms = (rows["median_ms"] * (1 + missing * layer_ms / rows["breakdown_layer_ms"])).where(missing > 0)
-    return found.assign(
+    native_share = native.map(share)
+    return speedups.assign(
         moe_ms=moe_us.groupby(level="case").median() / 1e3,
         moe_share=share,
-        **speedups,
-        by_amdahl=1 / (1 - native_share + native_share / speedup),
+        by_amdahl=1 / (1 - native_share + native_share / speedups["moe_speedup_median"].astype(float)),
         most_by_amdahl=(1 / (1 - native_share)).where(share.notna()),
-        policy_ms=medians_us["policy"] / 1e3,
-        all_layers_ms_extrapolated=all_ms,
-        speedup_extrapolated=(native.map(all_ms) / all_ms).where(native != rows.index),
+        policy_ms=slowest_us["policy"].groupby(level="case").median() / 1e3,
     ).join(mean_ms(times_us, PASS_PARTS).add_prefix("mean_rank_").add_suffix("_ms"))
 
 
@@ -320,12 +286,10 @@ _FACTS = (
 def comparisons(store: Store) -> pd.DataFrame:
     """A row per comparison, in the order of the sweep.
 
-    Columns: ``COMPARISON``; ``title``, ``sizes``, ``model``, ``scale``, ``num_experts``, ``top_k``, ``num_ranks`` (and
-    ``ep_size``), ``world_size``, ``num_replicas``, ``num_tokens``, ``num_batches``, ``num_draws`` (seeds of
-    its traffic, where they were joined), ``num_launches``, ``dtype``, ``backend``, ``traffic`` (in
-    words, of ``route``); ``mode``, ``scope``, ``origin`` (``origins.ORIGINS``); ``workload`` (its kind),
-    ``tail_model``, ``seed``, ``peak_load``; ``device``, ``links``, ``transport``, ``dispatch_dtype``,
-    ``oversubscribed``; ``point`` (JSON: swept keys with values); ``how``, ``ran_on``, ``links_words``,
+    Columns: ``COMPARISON``; ``_FACTS``, as in ``facts``; ``ep_size``, which is ``num_ranks``; ``num_draws``, seeds of
+    its traffic, where they were joined; ``num_launches``; ``mode``, ``scope``, ``origin`` (``origins.ORIGINS``);
+    ``workload`` (its kind), ``tail_model``, ``seed``, ``peak_load``; ``device``, ``links``, ``transport``,
+    ``dispatch_dtype``; ``point`` (JSON: swept keys with values); ``how``, ``ran_on``, ``links_words``,
     ``workload_words``, for footers; ``facts``, the comparison's object in run.json.
     """
     layers_of = store.routing.groupby(store.routing["case"].map(store.cases["comparison"]))["layer"].unique()
@@ -386,8 +350,8 @@ def conditions(store: Store) -> pd.DataFrame:
             "rank": rank,
             "run_id": of_launch.run_id,
             "hostname": of_rank.hostname,
-            **values_of("", of_rank.ceilings, ("matmul_tflops", "copy_gbps", "read_gbps")),
-            **values_of("", of_rank, ("peak_memory_bytes", "probe_floor_us")),
+            "matmul_tflops": of_rank.ceilings.matmul_tflops,
+            "peak_memory_bytes": of_rank.peak_memory_bytes,
             "sm_clock_mhz": of_rank.machine.sm_clock_mhz and of_rank.machine.sm_clock_mhz[1],
         }
         for one in store.comparisons
@@ -457,22 +421,16 @@ def timings(store: Store) -> pd.DataFrame:
     return _named(store, rows[["case", *pair, "time_us", "speedup"]], "role")
 
 
-def layers(store: Store, of: pd.DataFrame) -> pd.DataFrame:
-    """A row per case of ``cases`` and layer of a whole model: ``attention``, ``moe``, ``dense``, ``rest`` in ms."""
-    rows = _named(store, by_layer_ms(store.samples).reset_index(), "label")
-    return rows.merge(of[CASE], on=CASE)
-
-
 @lru_cache(maxsize=4)
 def _routing(store: Store) -> pd.DataFrame:
     """``reduce.joined_routing`` of all cases beside the frontier; ``case`` is the number in the store."""
-    parts = [pd.DataFrame(columns=JOINED, dtype=float)]
+    parts = []
     for case, rows in store.routing.groupby("case"):
         facts = store.comparisons[store.cases["comparison"][case]].facts
         is_contiguous = isinstance(facts, RoutedFacts) or facts.placement == "contiguous"
         at_home = is_contiguous and store.cases["facts"][case].role != "replication"
         parts.append(joined_routing(rows, facts, at_home=at_home))
-    return with_frontier(pd.concat(parts[1:] or parts, ignore_index=True), store.frontier)
+    return with_frontier(pd.concat(parts, ignore_index=True), store.frontier)
 
 
 @lru_cache(maxsize=4)

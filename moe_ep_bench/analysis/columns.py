@@ -7,7 +7,6 @@ column is added by a row.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -154,21 +153,10 @@ def short_labels(labels: pd.Series) -> pd.Series:
     What tells two of them apart stays.
     """
     short = labels
-    for key, shorter in _SHORTER.items():
-        short = _unless_alike(labels, short, short.map(lambda label, at=key, by=shorter: re.sub(at, by, label)))
+    for pattern, by in _SHORTER.items():
+        shorter = short.str.replace(pattern, by, regex=True)
+        short = shorter.where(labels.groupby(shorter).transform("nunique") == 1, short)
     return short
-
-
-def fitting_labels(labels: pd.Series, most: int) -> pd.Series:
-    """Short labels in so many characters; what tells cases apart mostly stands at its end, which is kept."""
-    short = short_labels(labels)
-    cut = short.map(lambda label: f"{label[: most - 17].rstrip()} ... {label[-12:].lstrip()}")
-    return _unless_alike(labels, short, cut.where(short.str.len() > most, short))
-
-
-def _unless_alike(labels: pd.Series, long: pd.Series, short: pd.Series) -> pd.Series:
-    """Short ones, but long ones where two labels would be one."""
-    return short.where(labels.groupby(short).transform("nunique") == 1, long)
 
 
 _PARTS = [*dict.fromkeys([*(phase.group for phase in PHASES.values()), UNACCOUNTED])]
@@ -221,16 +209,6 @@ COLUMNS = {
         percentage("breakdown_unaccounted_share", "unaccounted"),
         percentage("breakdown_policy_share", "choosing"),
         percentage("probe_overhead", "probes"),
-        # Rates.
-        Column("crossing_pair_bytes", "crossing", "MB", "{:.2f}", 1e-6),
-        Column("crossing_copy_bytes", "deduplicated", "MB", "{:.2f}", 1e-6),
-        Column("dispatch_gbps", "dispatch", "GB/s", "{:.3g}", better="higher"),
-        Column("dispatch_bus_gbps", "dispatch, bus", "GB/s", "{:.3g}", better="higher"),
-        Column("combine_gbps", "combine", "GB/s", "{:.3g}", better="higher"),
-        Column("combine_bus_gbps", "combine, bus", "GB/s", "{:.3g}", better="higher"),
-        Column("experts_tflops", "experts", "TFLOP/s", "{:.3g}", better="higher"),
-        percentage("experts_of_matmul", "of matmul", better="higher"),
-        percentage("experts_of_copy", "of copy", better="higher"),
         # Whole models.
         times("moe_ms", "MoE"),
         percentage("moe_share", "MoE share"),
@@ -239,10 +217,6 @@ COLUMNS = {
         Column("most_by_amdahl", "at most, by Amdahl"),
         times("policy_ms", "policy"),
         *(times(f"mean_rank_{part}_ms", part) for part in (*_PARTS, "policy")),
-        Column("layer", "layer", form="{:.0f}"),
-        *(times(part, part) for part in ("attention", "dense", "moe")),
-        times("all_layers_ms_extrapolated", "all layers, extrapolated"),
-        Column("speedup_extrapolated", "end to end, extrapolated", better="higher"),
         # Ranks.
         Column("rank", "rank", form="{:.0f}"),
         text("hostname", "host"),

@@ -29,9 +29,8 @@ from moe_ep_bench.analysis.cases import cases, comparisons, conditions, jobs, lo
 from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, text
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
 from moe_ep_bench.analysis.origins import NOTHING_RAN
-from moe_ep_bench.analysis.reading import ITERATION, ResultsError
 from moe_ep_bench.analysis.render import Table, render
-from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store
 from moe_ep_bench.schema import ALL
 from moe_ep_bench.timing.statistics import (
     BELOW_MODEL,

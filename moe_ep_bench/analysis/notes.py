@@ -179,8 +179,7 @@ NOTES = (
     Note(
         "model",
         lambda about: (whole := about.facts.whole).num_layers < whole.of_layers and (whole.num_layers, whole.of_layers),
-        "extrapolated: {} of {} layers were built and timed; each further layer is taken to be like the mean MoE layer "
-        "that was",
+        "cut: {} of {} layers were built and timed",
     ),
     Note(
         "layer route",

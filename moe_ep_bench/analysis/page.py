@@ -24,8 +24,7 @@ from moe_ep_bench.analysis.columns import COLUMNS
 from moe_ep_bench.analysis.drawing import Drawing
 from moe_ep_bench.analysis.origins import said_once
 from moe_ep_bench.analysis.plot import drawings
-from moe_ep_bench.analysis.reading import ResultsError
-from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.analysis.store import ResultsError, Store
 from moe_ep_bench.analysis.style import FORMATS, house_style, settle
 from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, tables, warnings_of
 from moe_ep_bench.files import check_folder, write_text

@@ -16,9 +16,8 @@ import pandas as pd
 from moe_ep_bench.analysis.cases import cases, load, routing, timings
 from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, text
 from moe_ep_bench.analysis.origins import said_once
-from moe_ep_bench.analysis.reading import ITERATION, ResultsError, read_document, typed
 from moe_ep_bench.analysis.render import Table, render
-from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.analysis.store import ITERATION, ResultsError, Store, read_document
 from moe_ep_bench.facts import JsonRecord
 from moe_ep_bench.files import write_text
 from moe_ep_bench.papers.claims import CLAIMED, SHARES, claims_path
@@ -90,9 +89,7 @@ def load_claims(directory: Path) -> Claims:
         ResultsError: one line that names the file and what is wrong with it.
     """
     path = claims_path(directory)
-    if not path.is_file():
-        raise ResultsError(f"{path}: missing; a directory with claims is one that `papers` has written")
-    claimed = typed(_File, path, "", read_document(path)).claims
+    claimed = read_document(path, _File).claims
     store = load(directory, join_draws=False)
     activated = routing(store).groupby("case_id")["activated_fullest_rank"].mean()
     rows = cases(store).assign(activated=lambda rows: rows["case_id"].map(activated))

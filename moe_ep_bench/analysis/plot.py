@@ -16,8 +16,7 @@ from moe_ep_bench.analysis.cases import jobs, load
 from moe_ep_bench.analysis.drawing import Drawing, Figure, draw, lines
 from moe_ep_bench.analysis.figures import CLAIMS_FIGURE, FIGURES, QUALITY_FIGURES
 from moe_ep_bench.analysis.papers import Claims
-from moe_ep_bench.analysis.reading import Errors, ResultsError
-from moe_ep_bench.analysis.store import Store, kind_of
+from moe_ep_bench.analysis.store import ResultsError, Store, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
 from moe_ep_bench.errors import UserError, check_known
 from moe_ep_bench.files import check_folder, write_text
@@ -69,10 +68,15 @@ def stores(directories: Sequence[Path], passed_over: list[str]) -> Iterator[Any]
         if kind_of(directory) != "quality":
             timed.append(directory)
             continue
-        if (quality := Errors(passed_over).read(_quality, directory)) is not None:
-            yield quality
-    if timed and (store := Errors(passed_over).read(load, timed, passed_over)) is not None:
-        yield store
+        try:
+            yield _quality(directory)
+        except ResultsError as error:
+            passed_over.append(str(error))
+    try:
+        if timed:
+            yield load(timed, passed_over)
+    except ResultsError as error:
+        passed_over.append(str(error))
 
 
 def _quality(directory: Path) -> Any:

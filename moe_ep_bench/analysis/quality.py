@@ -27,9 +27,8 @@ from scipy.special import stdtrit  # Student's quantile; scipy.stats imports slo
 
 from moe_ep_bench.analysis.columns import NONE, Column, Row, missing, number, percentage, short_labels, text
 from moe_ep_bench.analysis.notes import chance_words
-from moe_ep_bench.analysis.reading import Errors, ResultsError, Sizes, check, read_part, read_run_json, typed
 from moe_ep_bench.analysis.render import Table
-from moe_ep_bench.analysis.store import facts_of
+from moe_ep_bench.analysis.store import ResultsError, facts_of, read_document, read_part
 from moe_ep_bench.facts import RunFacts
 from moe_ep_bench.papers.published import orderings
 from moe_ep_bench.policies import POLICIES
@@ -74,10 +73,10 @@ def read_quality(directory: Path) -> Quality:
         ResultsError: the directory is not one of ``quality``, is damaged, or has nothing to compare yet.
     """
     files = RunDirectory(directory)
-    run = typed(RunFacts, files.run_json, "", read_run_json(files.run_json))
+    run = read_document(files.run_json, RunFacts)
     if run.mode != "quality":
         raise ResultsError(f"{files.run_json}: mode: expected quality, got {run.mode}")
-    facts, listed = facts_of(files.run_json, run, Errors(None))
+    facts, listed = facts_of(files.run_json, run)
     judged = {case_id for key in facts for case_id in files.statuses(key, table="quality")}
     done = [(key, case) for key, case in listed.items() if key in judged]
     begun = {case.comparison_id for _, case in done if case.role == "baseline"}
@@ -115,17 +114,14 @@ def with_comparisons(cases: pd.DataFrame, facts: Mapping[str, Mapping[str, Any]]
 
 
 def _read(files: RunDirectory, table: str, cases: pd.DataFrame) -> pd.DataFrame:
-    """All parts of a table, whose numbers all can be."""
+    """All parts of a table."""
     parts = [pd.DataFrame(columns=TABLES[table].schema.names)]
     for key, listed in cases.groupby("comparison_id", sort=False):
-        path = files.path(table, key)
-        rows = read_part(table, path, {"comparison_id": key}).rows
+        rows = read_part(table, files.path(table, key), {"comparison_id": key}).rows
         for case_id in listed.index.difference(rows["case_id"])[:1]:
             label = listed.at[case_id, "label"]
             raise ResultsError(f"{files.root}: no rows of {label} in the table {table}; start the run again")
-        rows = rows[rows["case_id"].isin(listed.index)]
-        check(table, path, rows, Sizes(int(listed["num_experts"].iloc[0])))
-        parts.append(rows)
+        parts.append(rows[rows["case_id"].isin(listed.index)])
     return pd.concat(parts[1:] or parts, ignore_index=True)
 
 

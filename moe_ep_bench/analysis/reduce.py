@@ -1,4 +1,4 @@
-"""The only place where ranks are joined and ratios formed: times, phases, rates and routing of cases.
+"""The only place where ranks are joined and ratios formed: times, phases and routing of cases.
 
 *Layer time.* Ranks meet in every layer, so the slowest one's time is the layer's: the maximum over ranks of ``total``,
 per iteration, from plain iterations (nothing is read inside them).
@@ -11,20 +11,11 @@ wait *for*. On GPUs each wait is less what its probe costs when nobody waits (``
 score mass are summed), every batch of every layer for itself, and only then batches are averaged. Averaging the ranks'
 own peaks would miss the very thing: an expert that is busy on every rank.
 
-*Bytes* are counted as (token, expert) pairs, which Megatron-Core's all-to-all sends, and as copies deduplicated per
-rank, which DeepEP would send. *Bandwidth* follows nccl-tests (doc/PERFORMANCE.md): algorithm bandwidth is a rank's
-buffer over the time, bus bandwidth takes out the 1/n of it that stays, for n ranks. With uneven splits the fullest
-rank's buffer counts, the larger of what it sends and receives, its own share included, and the slowest rank's time,
-waiting excluded. *Experts* are judged on the rank with the most pairs: operations against this device's own square
-matmul, bytes against its own copy. The bytes are each operand once: activated weights, inputs, both intermediates
-written and read, outputs.
-
 *Whole models.* A pass is the slowest rank's. With the share f of the MoE layers in native's pass, waiting included, and
-their speedup s, Amdahl's law (AFIPS 1967) says 1 / (1 - f + f / s) for the pass. Where only the first layers were
-built, every further MoE layer is taken to be like the mean of those that were timed, with its attention.
+their speedup s, Amdahl's law (AFIPS 1967) says 1 / (1 - f + f / s) for the pass.
 
 Functions take long frames of a store, whose column ``case`` says which case a row is of, and return frames by case.
-Shapes: U = batches of layers, Z = source ranks, R = expert ranks, E = experts, L = a rank's experts.
+Shapes: U = batches of layers, Z = source ranks, R = expert ranks, E = experts.
 """
 
 from __future__ import annotations
@@ -35,8 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.reading import ITERATION
-from moe_ep_bench.cost_model.devices import VALUE_BYTES
+from moe_ep_bench.analysis.store import ITERATION
 from moe_ep_bench.facts import Conditions, RoutedFacts, TimedFacts
 from moe_ep_bench.metrics import imbalance, mass_kept
 from moe_ep_bench.schema import LAYER_PHASES, MOE_REST, PHASES, TOTAL, UNACCOUNTED, WAITING_PHASES, phase_groups
@@ -55,14 +45,8 @@ PASS_PARTS = {
     **{name: phases for name, phases in GROUPS.items() if name not in ("gate", UNACCOUNTED)},
     UNACCOUNTED: (*MODEL_GROUPS[UNACCOUNTED], UNACCOUNTED),
 }
-RATES = (
-    *("crossing_pair_bytes", "crossing_copy_bytes", "dispatch_gbps", "dispatch_bus_gbps", "combine_gbps"),
-    *("combine_bus_gbps", "experts_tflops", "experts_of_matmul", "experts_of_copy"),
-)
 # Which iteration of which case.
 KEY = ["case", *ITERATION]
-# Beside each pair's hidden state its routing weight travels, in float32.
-_WEIGHT_BYTES = 4
 
 
 # ---- times -----------------------------------------------------------------------------------------------------------
@@ -138,70 +122,6 @@ def breakdown(times_us: pd.DataFrame, floor_us: pd.Series) -> pd.DataFrame:
     )
 
 
-# ---- rates -----------------------------------------------------------------------------------------------------------
-
-
-def rates(
-    times_us: pd.DataFrame, routing: pd.DataFrame, facts: TimedFacts, conditions: Sequence[Conditions]
-) -> pd.DataFrame:
-    """``RATES`` of a comparison's layers by case, medians over breakdown iterations.
-
-    Args:
-        times_us: of ``phase_times``; a case whose experts were not timed has no rates.
-        routing: of ``joined_routing``.
-
-    Returns:
-        ``crossing_*``: hidden states that leave their rank in a dispatch, all ranks together, mean over batches.
-        Bandwidths, 1e9 bytes per second, are null with one rank, under another dispatcher than the all-to-all, and
-        where these phases were not timed. ``experts_of_*``: shares of the matmul's TFLOP/s and the copy's bandwidth.
-    """
-    hidden, ffn, size = facts.hidden_size, facts.ffn_hidden_size, VALUE_BYTES[facts.dtype]
-    times_us = times_us[times_us["experts"].notna().groupby(level="case").transform("any")]
-    slowest_us = times_us.groupby(level=KEY)[["dispatch", "combine"]].max()
-    batches = routing.set_index(["case", "batch"])
-    pairs = batches["fullest_buffer"].reindex(slowest_us.index.droplevel(["launch", "iteration"])).to_numpy()
-    means = batches[["crossing_pairs", "crossing_copies"]].groupby(level="case").mean() * hidden * size
-    found = means.set_axis(RATES[:2], axis=1)
-    for phase, pair_bytes in (("dispatch", hidden * size + _WEIGHT_BYTES), ("combine", hidden * size)):
-        gbps = pairs * pair_bytes / slowest_us[phase] / 1e3
-        has_links = facts.num_ranks > 1 and facts.dispatcher == "alltoall"
-        found[f"{phase}_gbps"] = gbps.groupby(level="case").median() if has_links else np.nan
-        found[f"{phase}_bus_gbps"] = found[f"{phase}_gbps"] * (facts.num_ranks - 1) / facts.num_ranks
-    about = ["busiest_rank", "busiest_pairs", "busiest_experts"]
-    rows = times_us["experts"].reset_index().merge(routing[["case", "batch", *about]], on=["case", "batch"])
-    rows = rows[rows["rank"] == rows["busiest_rank"]]
-    ceilings = {}
-    for name in ("matmul_tflops", "copy_gbps"):
-        by_rank = np.median([[getattr(rank.ceilings, name) for rank in launch.ranks] for launch in conditions], axis=0)
-        # One device may have stood in for all ranks.
-        ceilings[name] = by_rank[rows["rank"]] if len(by_rank) > 1 else by_rank[0]
-    matrices, num_pairs, time_us = facts.expert_matrices, rows["busiest_pairs"], rows["experts"]
-    tflops = 2 * matrices * hidden * ffn * num_pairs / time_us / 1e6
-    moved_bytes = size * (matrices * hidden * ffn * rows["busiest_experts"] + num_pairs * 2 * (hidden + matrices * ffn))
-    rows = rows.assign(
-        experts_tflops=tflops,
-        experts_of_matmul=tflops / ceilings["matmul_tflops"],
-        experts_of_copy=moved_bytes / time_us / 1e3 / ceilings["copy_gbps"],
-    )
-    return found.join(rows.groupby("case")[list(RATES[-3:])].median(), how="right")
-
-
-# ---- whole models ----------------------------------------------------------------------------------------------------
-
-
-def by_layer_ms(samples: pd.DataFrame) -> pd.DataFrame:
-    """Milliseconds of each layer: columns attention, moe, dense and rest; mean over ranks, median over iterations.
-
-    By case and layer.
-    """
-    rows = samples[samples["kind"].eq("breakdown") & samples["phase"].isin(list(PHASES)) & samples["layer"].notna()]
-    parts = rows["phase"].astype(str).where(~rows["phase"].isin(MOE_PHASES), "moe")
-    sums_us = rows.groupby([*KEY, "rank", rows["layer"].astype(int), parts])["time_us"].sum()
-    means_us = sums_us.groupby(level=[*KEY, "layer", "phase"]).mean()
-    medians_us = means_us.groupby(level=["case", "layer", "phase"]).median().unstack("phase")
-    return medians_us.reindex(columns=["attention", "moe", "dense", "rest"]) / 1e3
-
-
 # ---- routing ---------------------------------------------------------------------------------------------------------
 
 # Summed over source ranks; weighted by their tokens; the worst rank's; means over batches, then over layers.
@@ -216,7 +136,6 @@ ROUTED = [
     "below_frontier", "below_frontier_experts", "experts_per_token", "activated_experts", "activated_fullest_rank",
     "moved_gib",
 ]  # fmt: skip
-JOINED = ["case", "layer", "batch", *COUNTS, *SHARES, *ERRORS, *ROUTED]
 
 
 def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_home: bool) -> pd.DataFrame:
@@ -231,12 +150,10 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
         and pairs as lists: ``load_E``, ``load_R``, ``pairs_RR`` (from each source rank to each rank's experts, row by
         row). ``fullest_*`` are over the model's mean, T*K/E and T*K/R, the same yardstick for every policy, so that
         dropping shows as less load; ``*_imbalance`` over the mean of the pairs that are computed; ``retained_mass`` is
-        ``metrics.mass_kept``, above 1 where a policy adds experts. ``fullest_buffer``: pairs of the fullest rank's
-        buffer, the larger of what it sends and receives, local pairs included. ``busiest_rank`` has the most pairs, of
-        all ranks, where experts are at their homes: ``busiest_pairs``, of so many experts (``busiest_experts``).
+        ``metrics.mass_kept``, above 1 where a policy adds experts.
     """
     rows = rows.sort_values(["layer", "batch", "rank"], kind="stable")
-    num_sources = rows["rank"].nunique()  # of which every unit has a row (``reading.RULES``)
+    num_sources = rows["rank"].nunique()  # of which every unit has a row (written by ``bench.rows``)
     num_units = len(rows) // num_sources
 
     def by_unit(names: str | list[str]) -> np.ndarray:
@@ -253,13 +170,7 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
         dropped_U = counts["num_dropped_pairs"] / topk_U
     load_UZE, load_UZR = by_unit("load_E"), by_unit("load_R")
     load_UE, load_UR = load_UZE.sum(axis=1), load_UZR.sum(axis=1)
-    # Source ranks of one replica of the model send to its ranks alone.
     num_ranks = facts.num_ranks
-    sent_XRR = load_UZR.reshape(-1, num_ranks, num_ranks)
-    buffer_X = np.maximum(sent_XRR.sum(axis=1).max(axis=1), sent_XRR.sum(axis=2).max(axis=1))
-    pairs_UZL = load_UZE.reshape(-1, num_ranks, load_UE.shape[1]).sum(axis=1).reshape(num_units, num_sources, -1)
-    busiest_U = pairs_UZL.sum(axis=2).argmax(axis=1)
-    busiest_UL = pairs_UZL[np.arange(num_units), busiest_U]
     # Slots say where replicas and moved weights are.
     in_slots = rows["slot_load_P"].notna().all()
     load_UP = by_unit("slot_load_P").sum(axis=1) if in_slots else load_UE
@@ -283,10 +194,6 @@ def joined_routing(rows: pd.DataFrame, facts: TimedFacts | RoutedFacts, *, at_ho
             "load_E": list(load_UE),
             "load_R": list(load_UR),
             "pairs_RR": list(load_UZR.reshape(num_units, -1)),
-            "fullest_buffer": buffer_X.reshape(num_units, -1).max(axis=1),
-            "busiest_rank": busiest_U,
-            "busiest_pairs": busiest_UL.sum(axis=1),
-            "busiest_experts": (busiest_UL > 0).sum(axis=1),
         }
     )
 

@@ -111,7 +111,7 @@ def _of_store(
         return render([Table(rows[list(columns or rows)], ())], to)
     listed = tables(store, views or MAIN, columns)
     for name in (name for name in views if not tables(store, [name], columns)):
-        print(f"moe-ep-bench: --view {name}: {VIEWS[name].absent}", file=sys.stderr)
+        print(f"moe-ep-bench: --view {name}: the run has no such numbers", file=sys.stderr)
     if to != "text":
         return render(listed, to)
     width = terminal_width()

@@ -1,53 +1,51 @@
 """From directories to a store: comparisons with their typed facts, and one long frame for each table.
 
-Every figure and table rests on these files, so they are checked here and in ``reading``, once: what is missing, damaged
-or of another run is an error that names it, never a gap that nobody sees. Who would rather see the rest of a directory
-gives a list for these lines: a comparison with a part that cannot be trusted is then left out and named. Directories
-stand beside each other and are never pooled: two jobs share no moment.
+Parts are written whole, by this program alone, so their content is trusted. A part must be of its table, version,
+comparison, mode and launch, must not be empty, and Parquet's checksums must hold. Every case of run.json must have a
+status and, where it was measured, its routing. What is not so is one line that names the file: raised, or given to who
+would rather see the rest of a directory; the comparison is then left out. Directories stand beside each other and are
+never pooled: two jobs share no moment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ValidationError
 
-from moe_ep_bench.analysis.reading import (
-    Errors,
-    Part,
-    ResultsError,
-    Sizes,
-    check,
-    read_document,
-    read_part,
-    read_run_json,
-    typed,
-)
-from moe_ep_bench.errors import brief, printable
-from moe_ep_bench.facts import SHARED_ROLES, CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
-from moe_ep_bench.files import parse_json
-from moe_ep_bench.results import RunDirectory, ValidationDirectory
-from moe_ep_bench.schema import FRONTIER_SCHEMA, LAYER_PHASES, PHASES, ROUTING_SCHEMA, STATUSES, TOTAL, UNACCOUNTED
+from moe_ep_bench.errors import UserError, brief, problem_words
+from moe_ep_bench.facts import CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
+from moe_ep_bench.files import read_json
+from moe_ep_bench.results import RunDirectory, ValidationDirectory, conditions_of
+from moe_ep_bench.schema import FRONTIER_SCHEMA, PHASES, ROUTING_SCHEMA, SCHEMA_VERSION, TABLES, TOTAL, UNACCOUNTED
 
-_MODES = ("run", "emulated", "route")
+ITERATION = ["launch", "batch", "iteration"]
 _WORDS = {
     "kind": pd.CategoricalDtype(["plain", "breakdown"]),
     "phase": pd.CategoricalDtype([*PHASES, UNACCOUNTED, TOTAL]),
 }
 # Columns of the store's frames; a case has its words already.
 _COLUMNS = {
-    "samples": ["launch", "batch", "iteration", "kind", "rank", "layer", "phase", "time_us", "host_us"],
+    "samples": [*ITERATION, "kind", "rank", "layer", "phase", "time_us", "host_us"],
     "routing": [field.name for field in ROUTING_SCHEMA if field.type != pa.string()],
     "frontier": [field.name for field in FRONTIER_SCHEMA if field.type != pa.string()],
 }
+_Type = TypeVar("_Type", bound=BaseModel)
+
+
+class ResultsError(UserError):
+    """A results directory, or a file of one, that cannot be read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +65,7 @@ class Store:
 
     Attributes:
         cases: a row per case in run.json's order: ``comparison``, its place among ``comparisons``; ``case_id``;
-            ``facts`` (``CaseFacts``); ``status``, one of ``STATUSES``; ``reason``, why it is not ok. A case that failed
+            ``facts`` (``CaseFacts``); ``status``, of the schema; ``reason``, why it is not ok. A case that failed
             in one launch failed. Its number, the index, is the column ``case`` of the other frames, which hold
             ``_COLUMNS`` of the cases that are ok.
         samples: a row per launch, rank, batch, iteration, kind, layer and phase.
@@ -94,17 +92,99 @@ class Read(NamedTuple):
     frames: dict[str, pd.DataFrame]
 
 
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def typed(model: type[_Type], where: str, content: Any) -> _Type:
+    """Content as its type; ResultsError names the first key that is otherwise, behind ``where``."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or "damaged"
+        raise ResultsError(f"{where}{brief(key, 200, quoted=False)}: {problem_words(first)}") from None
+
+
+def read_document(path: Path, model: type[_Type]) -> _Type:
+    """A JSON document of a results directory; ResultsError where it is missing, damaged or of another type."""
+    try:
+        content = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ResultsError(f"{path}: missing; a results directory is one that `moe-ep-bench` has written") from None
+    except OSError as error:
+        raise ResultsError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ResultsError(str(error)) from None
+    version = content.get("schema_version") if isinstance(content, dict) else None
+    if model is RunFacts and version != SCHEMA_VERSION:
+        hint = "another version of this program wrote it: use that one, or measure again elsewhere"
+        raise ResultsError(f"{path}: schema_version: expected {SCHEMA_VERSION}, got {brief(version)}; {hint}")
+    return typed(model, f"{path}: ", content)
+
+
+def facts_of(path: Path, run: RunFacts) -> tuple[dict[str, Any], dict[str, CaseFacts]]:
+    """The comparisons of run.json, and its cases in the config's order, by id."""
+    model = {"route": RoutedFacts, "quality": JudgedFacts}.get(run.mode, TimedFacts)
+    comparisons = {key: typed(model, f"{path}: comparisons.{key}.", told) for key, told in run.comparisons.items()}
+    cases = {key: typed(CaseFacts, f"{path}: cases.{key}.", told) for key, told in run.cases.items()}
+    return comparisons, dict(sorted(cases.items(), key=lambda item: item[1].order))
+
+
+class Part(NamedTuple):
+    """Rows of a comparison's part; of samples also under which conditions they were timed, as JSON."""
+
+    path: Path
+    rows: pd.DataFrame
+    conditions: bytes | None
+
+
+def read_part(table: str, path: Path, identity: Mapping[str, object], columns: Sequence[str] | None = None) -> Part:
+    """Read columns of a part beside those of its identity (None = all); words of samples are categories.
+
+    Args:
+        identity: columns and the value that all their rows must have; of samples also the launch of their file's name.
+
+    Raises:
+        ResultsError: it is damaged, foreign or empty.
+    """
+    schema = TABLES[table].schema
+    if table == "samples":
+        identity = {**identity, "launch": int(path.stem.rpartition("-")[2])}
+    wanted = schema.names if columns is None else [*dict.fromkeys(["case_id", *identity, *columns])]
+    try:
+        # Quicker than pq.read_table by half: a part is one small file.
+        with pq.ParquetFile(path, page_checksum_verification=True) as part:
+            types = dict(zip(part.schema_arrow.names, part.schema_arrow.types, strict=True))
+            for name, dtype in zip(schema.names, schema.types, strict=True):
+                if types.get(name) != dtype:
+                    raise ResultsError(f"{path}: foreign, expected a column {name} of type {dtype}")
+            rows = part.read(wanted, use_threads=False)
+    except (OSError, pa.ArrowException) as error:
+        raise ResultsError(f"{path}: damaged, not Parquet: {' '.join(str(error).split())}") from error
+    if rows.num_rows == 0:
+        raise ResultsError(f"{path}: damaged, it has no rows")
+    version = (rows.schema.metadata or {}).get(b"schema_version", b"none").decode()
+    for name, expected, found in (
+        ("schema_version", str(SCHEMA_VERSION), [version]),
+        *((name, expected, rows[name].unique().to_pylist()) for name, expected in identity.items()),
+    ):
+        if others := [value for value in found if value != expected]:
+            raise ResultsError(f"{path}: foreign, {name}: expected {brief(expected)}, got {brief(others[0])}")
+    # Of millions of samples each word is one object.
+    return Part(path, rows.to_pandas(strings_to_categorical=table == "samples"), conditions_of(rows))
+
+
+# ---- directories -----------------------------------------------------------------------------------------------------
+
+
 def kind_of(directory: Path) -> str:
-    """What a directory holds: timed, routed, quality or validation; what cannot be read is timed."""
+    """What a directory holds: validation, quality or times, routing included; what cannot be read is the last."""
     if ValidationDirectory(directory).pairs.is_file():
         return "validation"
-    try:
-        mode = read_document(RunDirectory(directory).run_json).get("mode")
-    except (ValueError, AttributeError):
-        return "timed"
-    if mode == "route":  # ``papers`` times beside what it routes
-        return "timed" if RunDirectory(directory).parts("samples") else "routed"
-    return "quality" if mode == "quality" else "timed"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        if read_json(RunDirectory(directory).run_json)["mode"] == "quality":
+            return "quality"
+    return "times"
 
 
 def read_store(
@@ -112,26 +192,27 @@ def read_store(
     passed_over: list[str] | None = None,
     join: Callable[[list[Read]], list[Read]] = list,
 ) -> Store:
-    """Read and check directories of times or of routing; one that is named twice is read once.
+    """Read directories of times or of routing; one that is named twice is read once.
 
     Args:
         join: makes one of several comparisons.
-        passed_over: gets a line for each thing that cannot be trusted and is left out; None = the first is raised.
+        passed_over: gets a line for each thing that is left out; None = the first is raised.
 
     Raises:
         ResultsError: one line that names the file and what is wrong with it; with ``passed_over`` only where nothing
             is left.
     """
     read: list[Read] = []
+    lines: list[str] = []
     for name, folder in _named(directories).items():
-        errors = Errors(None if passed_over is None else [])
-        found = Errors(passed_over).read(_read_directory, name, folder, errors)
-        if found is not None:  # else one line says why
-            read += found
-            if passed_over is not None:
-                passed_over += errors.lines or []
-    if not read:
-        raise ResultsError(passed_over.pop() if passed_over else "expected a directory, got none")
+        try:
+            read += _read_directory(name, folder, lines)
+        except ResultsError as error:
+            lines.append(str(error))
+    if not read or (lines and passed_over is None):
+        raise ResultsError(lines[0] if lines else "expected a directory, got none")
+    if passed_over is not None:
+        passed_over += lines
     read = join(read)
     cases = pd.concat([one.cases.assign(comparison=place) for place, one in enumerate(read)], ignore_index=True)
     begins = np.cumsum([0, *(len(one.cases) for one in read)])
@@ -139,6 +220,8 @@ def read_store(
         table: together([rows.assign(case=rows["case"] + begin) for rows, begin in zip(parts, begins, strict=False)])
         for table, parts in ((table, [one.frames[table] for one in read]) for table in _COLUMNS)
     }
+    if not (cases["status"] == "ok").any():
+        raise ResultsError("no case was measured under every seed of its traffic")
     return Store(tuple(one.comparison for one in read), cases, **frames)
 
 
@@ -159,7 +242,8 @@ def _named(directories: Iterable[Path]) -> dict[str, Path]:
     }
 
 
-def _read_directory(name: str, folder: Path, errors: Errors) -> list[Read]:
+def _read_directory(name: str, folder: Path, lines: list[str]) -> list[Read]:
+    """All comparisons that can be read; ``lines`` gets what is left out."""
     files, kind = RunDirectory(folder), kind_of(folder)
     if kind == "validation":
         raise ResultsError(f"{folder}: holds two runs side by side: name {folder}/real or {folder}/emulated")
@@ -167,46 +251,25 @@ def _read_directory(name: str, folder: Path, errors: Errors) -> list[Read]:
         raise ResultsError(
             f"{folder}: holds what policies do to a model's answers, without times; expected times or routing"
         )
-    run = typed(RunFacts, files.run_json, "", read_run_json(files.run_json))
-    if run.mode not in _MODES:
-        raise ResultsError(f"{files.run_json}: mode: expected one of {', '.join(_MODES)}, got {brief(run.mode)}")
-    facts, listed = facts_of(files.run_json, run, errors)
+    run = read_document(files.run_json, RunFacts)
+    facts, listed = facts_of(files.run_json, run)
     paths = {table: files.parts(table) for table in _COLUMNS}
-    for key, path in ((key, found[0]) for of_table in paths.values() for key, found in of_table.items()):
-        if key not in run.comparisons:
-            errors.add(ResultsError(f"{path}: foreign, run.json lists no comparison {key!r}"))
-    read = []
+    read, num_lines = [], len(lines)
     for key in sorted(facts, key=lambda key: _place_in_sweep(facts[key])):
         cases = {case_id: case for case_id, case in listed.items() if case.comparison_id == key}
         of_comparison = {table: of_table.get(key, []) for table, of_table in paths.items()}
-        found = errors.read(_read_comparison, files, of_comparison, (name, key), facts[key], run, cases, errors)
-        read += [] if found is None else [found]
+        try:
+            read.append(_read_comparison(files, of_comparison, (name, key), facts[key], run, cases, lines))
+        except ResultsError as error:
+            lines.append(str(error))
     tried = [case for one in read for case in one.cases.itertuples()]
     if not any(case.status == "ok" for case in tried):
+        if len(lines) > num_lines:  # They say why.
+            return []
         counts = ", ".join(f"{number} {status}" for status, number in sorted(Counter(c.status for c in tried).items()))
-        first = f"; {tried[0].facts.label}: {printable(str(tried[0].reason))}" if tried else ""
-        nothing = f"none can be read: {errors.lines[-1]}" if errors.lines else "run.json lists none"
-        raise ResultsError(f"{files.root}: no case was measured ({counts or nothing}){first}")
+        first = f"; {tried[0].facts.label}: {tried[0].reason}" if tried else ""
+        raise ResultsError(f"{folder}: no case was measured ({counts or 'run.json lists none'}){first}")
     return read
-
-
-def facts_of(path: Path, run: RunFacts, errors: Errors) -> tuple[dict[str, Any], dict[str, CaseFacts]]:
-    """The comparisons and cases of run.json that can be trusted; with a comparison go its cases."""
-    model = {"route": RoutedFacts, "quality": JudgedFacts}.get(run.mode, TimedFacts)
-    read = {
-        key: errors.read(typed, model, path, f"comparisons.{key}", content) for key, content in run.comparisons.items()
-    }
-    comparisons = {key: facts for key, facts in read.items() if facts is not None}
-    read = {key: errors.read(typed, CaseFacts, path, f"cases.{key}", content) for key, content in run.cases.items()}
-    cases = {key: facts for key, facts in read.items() if facts is not None}
-    for key, case in cases.items():
-        if case.comparison_id not in run.comparisons:
-            errors.add(ResultsError(f"{path}: cases.{key}.comparison_id: no comparison {brief(case.comparison_id)}"))
-    for (key, role), number in Counter((case.comparison_id, case.role) for case in cases.values()).items():
-        if role not in SHARED_ROLES and number > 1 and comparisons.pop(key, None) is not None:
-            errors.add(ResultsError(f"{path}: comparisons.{key}: expected one {role} case, got {number}"))
-    ordered = sorted(cases.items(), key=lambda item: item[1].order)
-    return comparisons, {key: case for key, case in ordered if case.comparison_id in comparisons}
 
 
 def _place_in_sweep(facts: TimedFacts | RoutedFacts) -> tuple[list[tuple[bool, Any]], int]:
@@ -217,9 +280,6 @@ def _place_in_sweep(facts: TimedFacts | RoutedFacts) -> tuple[list[tuple[bool, A
     return places, facts.order if isinstance(facts, RoutedFacts) else 0
 
 
-# ---- a comparison ----------------------------------------------------------------------------------------------------
-
-
 def _read_comparison(
     files: RunDirectory,
     paths: Mapping[str, Sequence[Path]],
@@ -227,40 +287,39 @@ def _read_comparison(
     facts: TimedFacts | RoutedFacts,
     run: RunFacts,
     listed: Mapping[str, CaseFacts],
-    errors: Errors,
+    lines: list[str],
 ) -> Read:
-    """Read all parts of a comparison, ``case`` of whose frames is a row of its cases.
+    """Read all parts of a comparison; ``lines`` gets what the run has not come to.
 
     Raises:
-        ResultsError: a part cannot be trusted, or says nothing of a case that others know.
+        ResultsError: a part cannot be read, or a measured case lacks its routing.
     """
-    is_timed = isinstance(facts, TimedFacts)
-    first = "samples" if is_timed else "routing"
     parts: dict[str, list[Part]] = {}
     for table, columns in _COLUMNS.items():
+        identity = {"comparison_id": key[1]} | ({} if table == "frontier" else {"mode": run.mode})
         more = ["status", "reason"] if table == "samples" else []
-        mode = {} if table == "frontier" else {"mode": run.mode}
-        identity = {"comparison_id": key[1], **mode}
-        parts[table] = [read_part(table, path, identity, [*more, *columns]) for path in paths[table]]
-    routed = (case_id for part in parts["routing"] for case_id in part.rows["case_id"].unique())
+        parts[table] = [read_part(table, path, identity, [*columns, *more]) for path in paths[table]]
+    is_timed = isinstance(facts, TimedFacts)
+    routed = dict.fromkeys(case_id for part in parts["routing"] for case_id in part.rows["case_id"].unique())
     statuses = _statuses(parts["samples"]) if is_timed else dict.fromkeys(routed, ("ok", None))
     cases = pd.DataFrame(
-        [(case_id, listed[case_id], *statuses[case_id]) for case_id in listed if case_id in statuses],
+        [(case_id, case, *statuses[case_id]) for case_id, case in listed.items() if case_id in statuses],
         columns=["case_id", "facts", "status", "reason"],
     )
+    ok = cases[cases["status"] == "ok"]
     if missing := [case for case_id, case in listed.items() if case_id not in statuses]:
-        path = files.path(first, key[1], 0 if is_timed else None)
+        path = files.path("samples", key[1], 0) if is_timed else files.path("routing", key[1])
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         left = f"no rows of {missing[0].label}{more}; the run did not finish: start it again to go on"
-        errors.add(ResultsError(f"{path}: {left}"))
-    ok = cases[cases["status"] == "ok"]
-    frames = {table: _checked(table, of_table, ok, facts) for table, of_table in parts.items()}
-    for case in ok.drop(frames["routing"]["case"].unique()).itertuples():
-        where = f"{(paths['routing'] or paths[first])[0]} ({case.facts.label})"
-        raise ResultsError(f"{where}: expected rows of the table routing too, got none; start the run again")
-    _check_units({table: of_table[0] for table, of_table in paths.items() if of_table}, frames, ok)
-    measured = [part for part in parts["samples"] if part.rows["case_id"].isin(ok["case_id"]).any()]
-    conditions = _conditions(measured) if is_timed and facts.device is None else {}
+        lines.append(f"{path}: {left}")
+    for case in ok[~ok["case_id"].isin(routed)].itertuples():
+        raise ResultsError(f"{files.path('routing', key[1])}: no rows of {case.facts.label}, which was measured")
+    frames = {table: _rows_of(table, of_table, ok) for table, of_table in parts.items()}
+    measured = [part for part in parts["samples"] if part.conditions and part.rows["case_id"].isin(ok["case_id"]).any()]
+    conditions = {
+        int(part.rows["launch"].iloc[0]): typed(Conditions, f"{part.path}: conditions.", json.loads(part.conditions))
+        for part in measured
+    }
     return Read(Comparison(*key, facts, run, conditions), cases, frames)
 
 
@@ -269,9 +328,6 @@ def _statuses(parts: Sequence[Part]) -> dict[str, tuple[str, str | None]]:
     statuses: dict[str, tuple[str, str | None]] = {}
     for part in parts:
         rows = part.rows[["case_id", "launch", "status", "reason"]].drop_duplicates().astype(object)
-        for row in rows[rows["case_id"].duplicated() | ~rows["status"].isin(STATUSES)].itertuples():
-            expected = f"expected one of {', '.join(STATUSES)} in all rows of a case"
-            raise ResultsError(f"{part.path}: status: {expected}, got {brief(row.status)}")
         for row in rows.itertuples():
             reason = None
             if row.status != "ok":
@@ -282,60 +338,13 @@ def _statuses(parts: Sequence[Part]) -> dict[str, tuple[str, str | None]]:
     return statuses
 
 
-def _checked(table: str, parts: Sequence[Part], ok: pd.DataFrame, facts: TimedFacts | RoutedFacts) -> pd.DataFrame:
-    """The rows of cases that are ok, of all parts of a table, held against its rules."""
-    if isinstance(facts, RoutedFacts):
-        sizes = Sizes(facts.num_experts, facts.num_ranks, facts.num_ranks, facts.num_batches)
-    else:
-        phases = LAYER_PHASES if facts.whole is None else tuple(PHASES)
-        sizes = Sizes(facts.num_experts, facts.num_ranks, facts.world_size, phases=(*phases, TOTAL, UNACCOUNTED))
+def _rows_of(table: str, parts: Sequence[Part], ok: pd.DataFrame) -> pd.DataFrame:
+    """The rows of cases that are ok, of all parts of a table."""
     frames = [pd.DataFrame(columns=["case", *_COLUMNS[table]])]
     for part in parts:
         place_N = pd.Index(ok["case_id"]).get_indexer(part.rows["case_id"])
-        rows = part.rows[place_N >= 0]
-        check(table, part.path, rows, sizes)
-        rows = rows.assign(case=ok.index[place_N[place_N >= 0]])[["case", *_COLUMNS[table]]]
+        rows = part.rows[place_N >= 0].assign(case=ok.index[place_N[place_N >= 0]])[frames[0].columns]
         if table == "samples":
             rows = rows.astype({"rank": int, "batch": int, "iteration": int, **_WORDS})
         frames.append(rows)
     return together(frames)
-
-
-def _check_units(paths: Mapping[str, Path], frames: Mapping[str, pd.DataFrame], ok: pd.DataFrame) -> None:
-    """Raise ResultsError where routing lacks a timed batch of a case, or a frontier other units than routing."""
-
-    def units(table: str, *names: str) -> set[tuple[float, ...]]:
-        rows = frames[table][["case", *names]].drop_duplicates()
-        return set(map(tuple, rows.astype(float).fillna(-1).to_numpy()))
-
-    unit, with_frontier = ("batch", "layer"), set(frames["frontier"]["case"])
-    differing = units("routing", *unit) ^ units("frontier", *unit)
-    for table, differ, words in (
-        ("routing", units("samples", "batch") - units("routing", "batch"), "every timed batch, got none"),
-        (
-            "frontier",
-            {(case, batch) for case, batch, _ in differing if case in with_frontier},
-            "each batch and layer of the routing once, got others",
-        ),
-    ):
-        for case, batch in sorted(differ)[:1]:
-            label = ok["facts"][case].label
-            raise ResultsError(f"{paths[table]} ({label}): batch: expected rows of {words} of batch {batch:g}")
-
-
-def _conditions(parts: Sequence[Part]) -> dict[int, Conditions]:
-    """Under which conditions each launch was timed."""
-    conditions: dict[int, Conditions] = {}
-    for path, rows, told in parts:
-        if told is None:
-            raise ResultsError(f"{path}: conditions: missing in its metadata; they say how the cases were timed")
-        try:
-            content = parse_json(told, f"{path}: conditions")
-        except ValueError as error:
-            raise ResultsError(str(error)) from None
-        launch = typed(Conditions, path, "conditions", content)
-        conditions[int(rows["launch"].iloc[0])] = launch
-        if len({len(launch.ranks) for launch in conditions.values()}) > 1:
-            got = len(launch.ranks)
-            raise ResultsError(f"{path}: conditions.ranks: expected as many as in other launches, got {got}")
-    return conditions

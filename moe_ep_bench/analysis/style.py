@@ -147,9 +147,8 @@ _PHASES = {
     "experts": ("#0072B2", None),
     "waiting": ("#F0E442", "////"),
     "unaccounted": ("white", None),
-    "extrapolated": ("white", "++"),
 }
-_EDGES = {"waiting": INK, "unaccounted": MUTED, "extrapolated": MUTED}
+_EDGES = {"waiting": INK, "unaccounted": MUTED}
 _MODELLED_HATCHES = {"gate": "|||", "experts": "--", "attention": "oo"}
 
 

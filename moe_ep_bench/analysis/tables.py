@@ -11,14 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, kind_of, layers, samples
-from moe_ep_bench.analysis.columns import COLUMNS, Column, columns, fitting_labels
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, kind_of, samples
+from moe_ep_bench.analysis.columns import COLUMNS, Column, columns, short_labels
 from moe_ep_bench.analysis.notes import WARNING, leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
-from moe_ep_bench.analysis.reading import ITERATION
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS, probe_floor_us
 from moe_ep_bench.analysis.render import Table
-from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.analysis.store import ITERATION, Store
 from moe_ep_bench.schema import TOTAL
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
@@ -40,7 +39,6 @@ class View:
         where: a query of the frame; empty = all rows.
         rows: the frame, of a store and the comparison's rows of ``cases``.
         notes: below the table; None = all notes of the comparison.
-        absent: why there may be no such table.
     """
 
     of: str
@@ -50,7 +48,6 @@ class View:
     title: str = ""
     rows: Callable[[Store, pd.DataFrame], pd.DataFrame] = lambda _, rows: rows
     notes: Sequence[str] | None = ()
-    absent: str = "the run has no such numbers"
 
 
 def native_and_fastest(rows: pd.DataFrame) -> pd.DataFrame:
@@ -114,7 +111,6 @@ VIEWS = {
         (
             *("label", "median_ms", "speedup_median", "verdict", *_COST, "p90_ms", "over_topk_median", "moe_ms"),
             *("moe_share", "moe_speedup_median", "by_amdahl", "policy_ms", "tokens_per_s", "tokens_per_s_per_rank"),
-            *("all_layers_ms_extrapolated", "speedup_extrapolated"),
         ),
         {"median_ms": "pass", "speedup_median": "end to end"},
         notes=None,
@@ -127,16 +123,6 @@ VIEWS = {
             *("activated_fullest_rank", "extra_gib_per_rank", "moved_gib"),
         ),
         notes=None,
-    ),
-    "rates": View(
-        "layer",
-        (
-            *("label", "crossing_pair_bytes", "crossing_copy_bytes", "dispatch_gbps", "dispatch_bus_gbps"),
-            *("combine_gbps", "combine_bus_gbps", "experts_tflops", "experts_of_matmul", "experts_of_copy"),
-        ),
-        where="crossing_pair_bytes.notna()",
-        title="rates in breakdown iterations",
-        notes=("bandwidths by nccl-tests' formulas; experts over a square matmul and a copy of the same run",),
     ),
     "phases": View(
         "layer model",
@@ -163,14 +149,6 @@ VIEWS = {
             "p50, slowest in: a rank's own time, and how often it is the slowest, in iterations without probes",
             f"waiting: for slower ranks, in iterations with probes; of more than {MAX_RANKS} ranks the slowest",
         ),
-    ),
-    "layers": View(
-        "model",
-        ("layer", "label", "attention", "dense", "moe"),
-        title="layers under native and the fastest policy",
-        rows=lambda store, rows: layers(store, native_and_fastest(rows)).sort_values("layer", kind="stable"),
-        notes=("mean over ranks, median over breakdown iterations",),
-        absent="there is one layer, whose numbers the main table has",
     ),
 }
 MAIN = ("layer", "model", "route")
@@ -252,9 +230,11 @@ def short_table(rows: pd.DataFrame) -> Table:
         ("fullest_expert", "fullest_rank", load) if kind == "route" else ("median_ms", "speedup_median", "verdict")
     )
     headers = {**VIEWS[kind].headers, "retained_mass": "kept"}
+    short = short_labels(rows["label"])
     rows = rows.assign(
         instead=_reasons(rows),
-        label=fitting_labels(rows["label"], 28),
+        # What tells cases apart mostly stands at the end.
+        label=short.where(short.str.len() <= 28, short.str[:11] + " ... " + short.str[-12:]),
         verdict=rows["verdict"].replace(BELOW_MODEL, "below the model"),
     )
     return Table(rows, _headed(("label", *numbers, *_COST), headers), rows["title"].iloc[0], (), "instead")

@@ -17,9 +17,8 @@ from moe_ep_bench.analysis.cases import ESTIMATE, cases, comparisons, jobs, load
 from moe_ep_bench.analysis.columns import interval, milliseconds, number, percentage, text
 from moe_ep_bench.analysis.compare import changes_of, lost_words, side_by_side
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING
-from moe_ep_bench.analysis.reading import ResultsError, read_document, typed
 from moe_ep_bench.analysis.render import Table, render
-from moe_ep_bench.analysis.store import Store
+from moe_ep_bench.analysis.store import ResultsError, Store, read_document
 from moe_ep_bench.facts import Pairs
 from moe_ep_bench.files import write_text
 from moe_ep_bench.results import ValidationDirectory
@@ -57,7 +56,7 @@ def load_validation(directory: Path) -> Validation:
         ResultsError: one line: a file is missing or cannot be trusted, or one run has a case that the other lacks.
     """
     files = ValidationDirectory(directory)
-    told = typed(Pairs, files.pairs, "", read_document(files.pairs))
+    told = read_document(files.pairs, Pairs)
     pairs = told.pairs
     roots = (files.real, files.emulated)
     stores = [load(root, join_draws=False) for root in roots]

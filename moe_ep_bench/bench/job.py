@@ -24,7 +24,7 @@ from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import MODELLED, Comparison
 from moe_ep_bench.bench.rows import Outcome, write_launch
 from moe_ep_bench.errors import UserError, brief, saying
-from moe_ep_bench.files import make_folders, stable_hash, writing_to
+from moe_ep_bench.files import make_folder, stable_hash, writing_to
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.monitor import MachineSampler
 from moe_ep_bench.results import RunDirectory
@@ -62,7 +62,7 @@ def check_agreement(
     Raises:
         ValueError: one line naming the directory, what differs and what helps.
     """
-    make_folders(directory.root, "--out", *directory.folders)
+    make_folder(directory.root, "--out")
     earlier = directory.earlier()
     if earlier is None:
         return

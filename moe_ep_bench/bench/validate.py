@@ -25,7 +25,7 @@ from moe_ep_bench.config import EmulateConfig
 from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES, launch_calibrate
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.files import make_folders, writing_to
+from moe_ep_bench.files import make_folder, writing_to
 from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
@@ -66,7 +66,7 @@ def validate(
     emulated = plan(config, [*as_real, f"emulate.links={planned_links}"], VIRTUAL)
     if RunDirectory(out).run_json.exists():
         raise UserError(f"--out {out}: holds the results of another command; choose another directory")
-    make_folders(out, "--out")
+    make_folder(out, "--out")
     with writing_to(out, "--out"):
         for report in (files.pairs, files.text, files.table):
             report.unlink(missing_ok=True)  # of runs that may be about to change

@@ -129,7 +129,7 @@ show  print the tables of results directories, or write them in another format
   directories DIR+  results directories
   --format FORMAT = text  text, md, latex, csv, json or html
   --out FILE  file to write (default: standard output; html: DIR/report.html)
-  --view NAMES  other tables, comma-separated: rates, phases, ranks, layers
+  --view NAMES  other tables, comma-separated: phases, ranks
   --columns NAMES  of the frame, comma-separated, in place of a table's own
 plot  draw the figures of one or several results directories
   directories DIR+  results directories

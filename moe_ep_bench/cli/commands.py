@@ -58,7 +58,7 @@ def end_output() -> None:
 
 def shown(status: int, report: Callable[[], str]) -> int:
     """Print what a command that ended with ``status`` found, where there is anything; the status to end with."""
-    from moe_ep_bench.analysis.reading import ResultsError
+    from moe_ep_bench.analysis.store import ResultsError
 
     if status not in (OK, CASES_FAILED):
         return status
@@ -76,8 +76,8 @@ def _shown_of_directory(status: int, out: Path) -> int:
     """Print the table of a results directory; where other jobs still write into it, where it is. The job's status."""
 
     def report() -> str:
-        from moe_ep_bench.analysis.reading import ResultsError
         from moe_ep_bench.analysis.show import end_of_run
+        from moe_ep_bench.analysis.store import ResultsError
 
         try:
             return end_of_run(out)

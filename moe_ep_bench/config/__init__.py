@@ -244,7 +244,7 @@ class WholeConfig(Strict):
     """Size and context of a whole model, for ``scope: model``. Of a layer ``emulate`` reads the context, for memory."""
 
     num_layers: int | None = Field(None, ge=1)
-    """Layers built, from the first on, dense ones included; null = all. Times of fewer are extrapolated."""
+    """Layers built, from the first on, dense ones included; null = all."""
     context_length: int = Field(0, ge=0)
     """Tokens of each request in the KV cache, where a batch is one decode step; 0 = prefill."""
 

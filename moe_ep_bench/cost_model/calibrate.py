@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike
 
 from moe_ep_bench.cost_model.links import Curve, Duplex, Link, Links, busy_bytes
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.files import atomic_path, make_folders, writing_to
+from moe_ep_bench.files import atomic_path, make_folder, writing_to
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.device import check_num_ranks
 from moe_ep_bench.runtime.exit_codes import OK
@@ -131,7 +131,7 @@ def check(ranks: Ranks, out: Path, most_bytes: int, repetitions: int) -> None:
         if holds:
             raise UserError(message)
     if ranks.is_first:
-        make_folders(out.parent, "--out: folder")
+        make_folder(out.parent, "--out: folder")
 
 
 def exchanges(most_bytes: int) -> list[Exchange]:

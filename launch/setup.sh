@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Make a virtual environment with the pinned packages, or do nothing if it is there already.
-#   launch/setup.sh [--venv DIR] [--python PYTHON] [--wheelhouse DIR] [--system-torch]
+#   launch/setup.sh [--venv DIR] [--python PYTHON] [--system-torch] [--cuda12]
 # --venv          default: .venv at the root of the repository
 # --python        default: the first of python3.11, python3.12, python3 that fits; python3 first with --system-torch
-# --wheelhouse    install from this folder alone, without network; docs/running.md says what fills it
 # --system-torch  use the PyTorch that PYTHON has, and its Triton, Transformer Engine and Apex: for GPU containers
 # --cuda12        a PyTorch for CUDA 12.6, from pytorch.org; the usual one needs CUDA 13, a driver of 580 or newer
-# Called without the last three, it takes an environment that was made with them as it is.
+# Called without the last two, it takes an environment that was made with them as it is. Without a network pip is told
+# where wheels are: PIP_NO_INDEX=1 PIP_FIND_LINKS=DIR (docs/running.md).
 # Exit status: 0 the environment is there, 1 pip failed, 2 something to correct in the command.
 set -euo pipefail
 
@@ -14,7 +14,6 @@ arguments=("$@")
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 python=
-wheelhouse=
 system_torch=
 cuda12=
 
@@ -26,33 +25,25 @@ while [ $# -gt 0 ]; do
     -h | --help) usage; exit ;;
     --system-torch) system_torch=$1; shift; continue ;;
     --cuda12) cuda12=$1; shift; continue ;;
-    --venv | --wheelhouse) wanted=folder ;;
+    --venv) wanted=folder ;;
     --python) wanted="Python 3.11 or 3.12" ;;
-    *) fail "unknown argument '$1'; expected --venv DIR, --python PYTHON, --wheelhouse DIR, --system-torch or --cuda12" ;;
+    *) fail "unknown argument '$1'; expected --venv DIR, --python PYTHON, --system-torch or --cuda12" ;;
   esac
   case ${2:-} in '' | -*) fail "$1 takes a $wanted, not '${2:-}'" ;; esac
   case $1 in
     --venv) venv=$2 ;;
     --python) python=$2 ;;
-    --wheelhouse) wheelhouse=$2 ;;
   esac
   shift 2
 done
 
-[ -z "$cuda12" ] || [ -z "$system_torch$wheelhouse" ] ||
-  fail "--cuda12 fetches a PyTorch; it goes with neither --system-torch nor --wheelhouse"
+[ -z "$cuda12" ] || [ -z "$system_torch" ] || fail "--cuda12 fetches a PyTorch; it does not go with --system-torch"
 
 # Another may be making it right now: what it has left so far says nothing.
 if [ -z "${MOE_EP_BENCH_SETUP_LOCKED:-}" ] && [ -e "$venv.lock" ]; then flock "$venv.lock" true 2>/dev/null || true; fi
 
 if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
   fail "--venv takes a virtual environment, or a folder that is new or empty; $venv is neither"
-fi
-if [ -n "$wheelhouse" ]; then
-  [ -d "$wheelhouse" ] || fail "--wheelhouse takes a folder of wheels, and $wheelhouse is none; pip download makes one (docs/running.md)"
-  [ -n "$(compgen -G "$wheelhouse/*.whl")" ] || fail "$wheelhouse holds no wheels; pip download collects them (docs/running.md)"
-  [ -n "$system_torch$(compgen -G "$wheelhouse/torch-[0-9]*.whl")" ] ||
-    fail "$wheelhouse holds no torch: add --system-torch, or put torch and triton there, with all that they require"
 fi
 
 fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; }
@@ -71,11 +62,11 @@ pins=$(cat "$root/pyproject.toml" "$root/launch/constraints.txt" | sha256sum | c
 made_with=$(cat "$venv/.flags" 2>/dev/null || true)
 case $made_with in *--system-torch*) made_on_system_torch=--system-torch ;; *) made_on_system_torch= ;; esac
 
-# Whether the environment is of the kind that is asked for. A wheelhouse is where packages come from, not which.
+# Whether the environment is of the kind that is asked for.
 suits() {
   fits "$venv/bin/python" || return
   [ -z "$made_on_system_torch" ] || torch_will_do "$(torch_of "$venv/bin/python")" || return
-  [ -z "$system_torch$wheelhouse" ] || [ "$system_torch" = "$made_on_system_torch" ] || return
+  [ -z "$system_torch" ] || [ "$system_torch" = "$made_on_system_torch" ] || return
   [ -z "$cuda12" ] || [ "$made_with" = "$cuda12" ] || return
   [ -z "$python" ] || [ "$(version_of "$python")" = "$(version_of "$venv/bin/python")" ] || return
   [ -z "$python" ] || [ -z "$system_torch" ] || [ "$(torch_of "$python")" = "$(torch_of "$venv/bin/python")" ]
@@ -93,8 +84,8 @@ suits || unsuited=yes
 made=
 [ -n "$unsuited" ] || [ "$(cat "$venv/.pins" 2>/dev/null)" != "$pins" ] || made=yes
 [ -z "$made" ] || [ "$(cat "$venv/.clone" 2>/dev/null)" != "$root" ] || exit 0
-if [ -z "$made" ] && [ -n "$made_with" ] && [ -z "$system_torch$wheelhouse$cuda12" ]; then
-  # An ordinary set-up would fetch another torch of gigabytes, or wait for a network.
+if [ -z "$made" ] && [ -n "$made_with" ] && [ -z "$system_torch$cuda12" ]; then
+  # An ordinary set-up would fetch another torch of gigabytes.
   fail "$venv was made with $made_with, and is unfinished or out of date: give these flags again, or remove it"
 fi
 
@@ -117,9 +108,8 @@ fi
 # Why a Python cannot be the base; nothing if it can.
 objection() {
   fits "$1" || { echo "$1 does not run as Python 3.11 or 3.12"; return; }
-  local prefix version torch
+  local prefix torch
   prefix=$("$1" -c 'import sys; print(sys.prefix)')
-  version=$(version_of "$1")
   torch=$(torch_of "$1")
   if [ -n "$system_torch" ] && [ "$prefix" -ef "$venv" ]; then
     echo "$1 belongs to $venv itself"
@@ -129,8 +119,6 @@ objection() {
     echo "$1 has torch $torch, and $torch_wanted or newer is needed"
   elif ! has "$1" ensurepip && { [ -z "$system_torch" ] || ! has "$1" pip; }; then
     echo "$1 can give an environment no pip: it lacks ensurepip (Debian, Ubuntu: the package python3-venv)"
-  elif [ -n "$wheelhouse" ] && [ -z "$(compgen -G "$wheelhouse/megatron_core-*-cp${version/./}-*.whl")" ]; then
-    echo "$1 is Python $version, and $wheelhouse has no megatron-core for that"
   fi
 }
 
@@ -160,8 +148,7 @@ if [ -n "$system_torch" ]; then
   has "$base" ensurepip || venv_options+=(--without-pip)
 fi
 "$base" -m venv "${venv_options[@]}" "$venv"
-flags=$system_torch$cuda12${wheelhouse:+${system_torch:+ }--wheelhouse}
-echo "$flags" >"$venv/.flags"
+echo "$system_torch$cuda12" >"$venv/.flags"
 if [ -n "$system_torch" ]; then
   # --system-site-packages shows the packages below a virtual environment, not its own: a .pth file does.
   [ -z "$base_is_venv" ] || "$base" -c '
@@ -173,12 +160,8 @@ for folder in site.getsitepackages():
   [ "$(torch_of "$venv/bin/python")" = "$(torch_of "$base")" ] || fail "$venv does not see the torch of $base"
 fi
 
-# A container's own pins are not ours; with a wheelhouse, neither are the places that pip is set up to look in.
+# A container's own pins are not ours.
 unset PIP_CONSTRAINT
-if [ -n "$wheelhouse" ]; then
-  unset "${!PIP_@}"
-  export PIP_CONFIG_FILE=/dev/null
-fi
 needs=$("$venv/bin/python" -c '
 import pathlib, sys, tomllib
 table = tomllib.loads(pathlib.Path(sys.argv[1]).read_text())
@@ -198,11 +181,7 @@ fi
 # The newest CUDA 12 that pytorch.org builds both pinned versions for.
 [ -z "$cuda12" ] || constraints=$(sed 's/^\(torch==[0-9.]*\)/\1+cu126/' <<<"$constraints")
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-  ${wheelhouse:+--no-index --find-links "$wheelhouse"} \
   ${cuda12:+--extra-index-url https://download.pytorch.org/whl/cu126} \
-  --constraint <(echo "$constraints") --requirement <(echo "$needs") || {
-  [ -z "$wheelhouse" ] || echo "setup.sh: $wheelhouse lacks what pip names above; collect it anew, with these pins" >&2
-  exit 1
-}
+  --constraint <(echo "$constraints") --requirement <(echo "$needs") || exit 1
 install_clone
 echo "$pins" >"$venv/.pins"

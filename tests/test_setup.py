@@ -24,7 +24,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-OTHER = {"3.11": "3.12", "3.12": "3.11"}[PYTHON]
 # What NVIDIA calls a build between two releases; for pip it is older than 2.11.
 CONTAINER = {"torch": "2.11.0a0+nv26.2", "triton": "3.5.1+nv26.2"}
 PIP = Path(find_spec("pip").origin).parent
@@ -159,19 +158,20 @@ ln -s {PIP} "${{@: -1}}/lib/python{PYTHON}/site-packages/pip"
     return python
 
 
+def offline(index):
+    """What tells pip to take wheels from a folder alone."""
+    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
+
+
 @pytest.fixture(scope="module")
 def set_up(clone, container, index, tmp_path_factory):
-    """An environment from a wheelhouse, made by two at the same time, and how that ended."""
+    """An environment from a folder of wheels, made by two at the same time, and how that ended."""
     folder = tmp_path_factory.mktemp("set up")
-    environment, wheelhouse = folder / "environment", folder / "wheel house"
-    shutil.copytree(index, wheelhouse)
+    environment = folder / "environment"
     container_before = snapshot(container.parent.parent)
-    arguments = ["--wheelhouse", wheelhouse, "--system-torch", "--python", container, "--venv", environment]
-    # A wheelhouse is enough on its own, whatever pip is set up to do.
+    arguments = ["--system-torch", "--python", container, "--venv", environment]
     with ThreadPoolExecutor() as pool:
-        both = [
-            pool.submit(run, clone / "launch/setup.sh", *arguments, cwd=folder, PIP_NO_BINARY=":all:") for _ in range(2)
-        ]
+        both = [pool.submit(run, clone / "launch/setup.sh", *arguments, cwd=folder, **offline(index)) for _ in range(2)]
         done, other = sorted((one.result() for one in both), key=lambda one: one.stdout, reverse=True)
     untouched = snapshot(container.parent.parent) == container_before
     return {"environment": environment, "done": done, "other": other, "container is untouched": untouched}
@@ -196,11 +196,8 @@ def desk(tmp_path_factory):
     folder = tmp_path_factory.mktemp("desk")
     make_clone(folder / "clone")
     (folder / "file").touch()
-    (folder / "empty").mkdir()
     (folder / "full").mkdir()
     (folder / "full/notes.txt").touch()
-    (folder / "wheels").mkdir()
-    (folder / "wheels/megatron_core-1-{0}-{0}-any.whl".format(f"cp{OTHER.replace('.', '')}")).touch()
     make_python(folder / "old", torch="2.9.1")
     make_python(folder / "container", torch=CONTAINER["torch"])
     return folder
@@ -211,10 +208,7 @@ REFUSED = [
     ("--frobnicate", "'--frobnicate'"),
     ("--venv", "--venv takes a folder"),
     ("--venv full", "new or empty; full is neither"),
-    ("--venv new --wheelhouse empty --system-torch", "empty holds no wheels"),
-    ("--venv new --cuda12 --system-torch", "neither --system-torch nor --wheelhouse"),
-    ("--venv new --wheelhouse wheels", "wheels holds no torch"),
-    ("--venv new --wheelhouse wheels --system-torch --python container/bin/python", "has no megatron-core"),
+    ("--venv new --cuda12 --system-torch", "it does not go with --system-torch"),
     ("--venv new --python absent", "3.11 or 3.12"),
     ("--venv new --system-torch --python old/bin/python", "old/bin/python has torch 2.9.1"),
     ("--venv container --system-torch --python container/bin/python", "container/bin/python belongs to"),
@@ -232,7 +226,7 @@ def test_wrong_arguments_are_refused_in_one_line_and_leave_nothing(desk, argumen
     assert snapshot(desk) == before
 
 
-def test_a_wheelhouse_installs_without_network_beside_the_containers_torch(set_up, container):
+def test_a_folder_of_wheels_installs_without_network_beside_the_containers_torch(set_up, container):
     # What pip would say of a network that it cannot reach goes to stderr.
     assert (set_up["done"].returncode, set_up["done"].stderr) == (0, "")
     expected = PINS | CONTAINER
@@ -251,8 +245,8 @@ def test_of_two_that_set_up_the_same_environment_one_makes_it_and_the_other_wait
 def test_an_ordinary_set_up_installs_the_pins_and_triton_whether_torch_asks_for_it_or_not(
     clone, index, plain, tmp_path
 ):
-    arguments = ["--wheelhouse", index, "--python", plain, "--venv", tmp_path / "environment"]
-    done = run(clone / "launch/setup.sh", *arguments, cwd=tmp_path)
+    arguments = ["--python", plain, "--venv", tmp_path / "environment"]
+    done = run(clone / "launch/setup.sh", *arguments, cwd=tmp_path, **offline(index))
     assert (done.returncode, done.stderr) == (0, "")
     expected = PINS | {"torch": f"{PINS['torch']}+cu130"}
     assert versions_in(tmp_path / "environment", expected) == expected
@@ -260,9 +254,8 @@ def test_an_ordinary_set_up_installs_the_pins_and_triton_whether_torch_asks_for_
 
 def test_cuda12_takes_that_build_of_the_pinned_torch_and_keeps_it(clone, index, plain, tmp_path):
     environment = tmp_path / "environment"
-    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
     setup = partial(run, clone / "launch/setup.sh", "--python", plain, "--venv", environment, cwd=tmp_path)
-    assert setup("--cuda12", **offline).returncode == 0
+    assert setup("--cuda12", **offline(index)).returncode == 0
     assert versions_in(environment, ["torch"]) == {"torch": PINS["torch"] + "+cu126"}
     made = snapshot(environment)
     assert setup().returncode == 0
@@ -283,7 +276,7 @@ def test_an_environment_of_old_pins_asks_for_its_flags(set_up, tmp_path):
     before = snapshot(set_up["environment"])
     done = run(other / "launch/setup.sh", "--venv", set_up["environment"], cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "--system-torch --wheelhouse" in done.stderr
+    assert "was made with --system-torch" in done.stderr
     assert snapshot(set_up["environment"]) == before
 
 

@@ -6,7 +6,7 @@
 Two tables per shape, medians of one run, forms interleaved, the cache flushed before every call, each form replayed
 from a CUDA graph. First 16 tokens on ever more experts: a line with R2, and its slope as bytes per second beside what
 this device reads. Then steps of 1 to 1,024 tokens that choose at random. *decode* is the whole: both products and the
-sums per token; *its products* and *grouped* are given sorted rows and leave sums to others.
+sums per token; *grouped* is given sorted rows and leaves sums to others.
 
 --rehearse runs the CPU's forms at toy sizes without graphs: it tries this script, and measures nothing.
 Exit status: 0 all forms agree with a loop over experts, 1 one does not.
@@ -22,12 +22,12 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from interleaved import interleaved, keep, replayed
+from interleaved import device_of, interleaved, keep, replayed
 from scipy.stats import linregress
 from scipy.stats import t as student
 from torch import Tensor
 
-from moe_ep_bench.kernels.decode_experts import decode_experts, expert_rows
+from moe_ep_bench.kernels.decode_experts import decode_experts
 from moe_ep_bench.kernels.swiglu import weighted_swiglu
 from moe_ep_bench.layer.experts import ExpertWeights, apply_expert
 from moe_ep_bench.layer.reference import TOLERANCE
@@ -50,10 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU: tries this script")
     options = parser.parse_args(arguments)
-    device = torch.device("cpu" if options.rehearse else "cuda")
-    if not options.rehearse and not torch.cuda.is_available():
-        parser.error("torch sees no GPU here; --rehearse tries this script without one")
-    dtype = torch.float32 if options.rehearse else torch.bfloat16
+    device, dtype = device_of(parser, options.rehearse), torch.float32 if options.rehearse else torch.bfloat16
     read_gbps = measure_ceilings(device, dtype).read_gbps
     print(f"{provenance.describe(device)['device_name']}; it reads {read_gbps:,.0f} GB/s")
     tables, wrong = [], []
@@ -72,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Bench:
-    """All forms on one layer's experts."""
+    """Both forms on one layer's experts."""
 
     def __init__(self, model: ModelSpec, device: torch.device, dtype: torch.dtype, rounds: int) -> None:
         self.model, self.device, self.dtype, self.rounds = model, device, dtype, rounds
@@ -107,33 +104,27 @@ class Bench:
         expert_N, token_N = map_TE.T.nonzero(as_tuple=True)
         rows_ND, weights_N = hidden_TD[token_N], weights_TE[token_N, expert_N]
         ends_L = map_TE.sum(0).cumsum(0).to(torch.int32)
-        weights = self.gate_up_L2FD, self.down_LDF
 
         def grouped() -> Tensor:
             multiply = torch.nn.functional.grouped_mm
             gate_up_N2F = multiply(rows_ND, self.gate_up_L2FD.transpose(1, 2), offs=ends_L)
             return multiply(weighted_swiglu(gate_up_N2F, weights_N), self.down_LDF.transpose(1, 2), offs=ends_L)
 
-        return {
-            "decode": lambda: decode_experts(hidden_TD, map_TE, weights_TE, *weights),
-            "its products": lambda: expert_rows(rows_ND, weights_N, ends_L, *weights),
-            "grouped": grouped,
-        }
+        return {"decode": lambda: decode_experts(*step, self.gate_up_L2FD, self.down_LDF), "grouped": grouped}
 
     def check(self) -> list[str]:
         """Which forms are wrong, in words."""
         hidden_TD, map_TE, weights_TE = step = self.step(STEP_TOKENS)
         expert_N, token_N = map_TE.T.nonzero(as_tuple=True)
-        expected_ND = torch.cat(
-            [
-                apply_expert(hidden_TD[map_TE[:, e]], ExpertWeights(self.gate_up_L2FD[e], self.down_LDF[e]))
-                for e in range(self.model.num_experts)
-            ]
-        ) * weights_TE[token_N, expert_N].unsqueeze(1)
+        rows = [
+            apply_expert(hidden_TD[map_TE[:, e]], ExpertWeights(self.gate_up_L2FD[e], self.down_LDF[e]))
+            for e in range(self.model.num_experts)
+        ]
+        expected_ND = torch.cat(rows) * weights_TE[token_N, expert_N].unsqueeze(1)
         expected_TD = torch.zeros(hidden_TD.shape, device=self.device).index_add_(0, token_N, expected_ND)
         wrong = []
         for name, form in self.forms(step).items():
-            expected = expected_ND if name in ("its products", "grouped") else expected_TD
+            expected = expected_ND if name == "grouped" else expected_TD
             error = float((form().float() - expected).norm() / expected.norm())
             if error > TOLERANCE[self.dtype]:
                 wrong.append(f"{self.model.name}, {name}: off by {error:.2g}")
@@ -143,8 +134,7 @@ class Bench:
         """Times of 16 tokens on ever more experts, and what the line says."""
         most = min(self.model.num_experts, STEP_TOKENS * self.model.top_k)
         counts = [count for count in ACTIVATED if count <= most]
-        rows = [{"activated": count, **self._times(self.step(STEP_TOKENS, count))} for count in counts]
-        table = pd.DataFrame(rows)
+        table = pd.DataFrame({"activated": count, **self._times(self.step(STEP_TOKENS, count))} for count in counts)
         print(table.to_string(index=False, float_format="{:.1f}".format))
         expert_bytes = 3 * self.model.hidden_size * self.model.ffn_hidden_size * self.dtype.itemsize
         for name in table.columns[1:]:
@@ -166,8 +156,7 @@ class Bench:
             mean_rows = num_tokens * self.model.top_k / self.model.num_experts
             about = {"num_tokens": num_tokens, "activated": int(step[1].any(0).sum()), "rows an expert": mean_rows}
             rows.append(about | self._times(step))
-        table = pd.DataFrame(rows).assign(ratio=lambda frame: frame["its products"] / frame["grouped"])
-        table = table.rename(columns={"ratio": "products over grouped"})
+        table = pd.DataFrame(rows)
         print(table.to_string(index=False, float_format="{:.2f}".format))
         return table.assign(shape=self.model.name)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What a file of data/devices/ states, measured on the GPU that is here: experts, permutation, routing, attention.
 
-    python benchmarks/device.py [--only WORDS] [--rounds 7] [--out DIR] [--rehearse]
+    python benchmarks/device.py [--out DIR] [--rehearse]
     python benchmarks/device.py --fit device.csv [--device NAME]    # anywhere: the figures of a file, and their errors
 
 Experts stand as in moe_perf.parquet (cost_model/tables.py): one GPU in the place of rank 0 of ``ep_size``, with the
@@ -26,14 +26,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from interleaved import interleaved, keep, replayed
+from interleaved import device_of, interleaved, keep, replayed
 from numpy.typing import NDArray
 from roofline import as_yaml, fit_roofline
 
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.tables import BALANCED, balanced_loads
 from moe_ep_bench.kernels import form_of
-from moe_ep_bench.kernels.decode_experts import expert_rows
 from moe_ep_bench.layer.attention import SdpaAttention
 from moe_ep_bench.layer.backends import GroupedExperts
 from moe_ep_bench.layer.dispatchers import expert_major_pairs, sum_per_token
@@ -49,7 +48,7 @@ EP_SIZES = (1, 8, 32)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SKEWED = "power_law_1.01"
 # Pairs times hidden size of the largest point: what rows and activations take, beside weights of up to 45 GB.
-MOST_VALUES, MOST_DECODE_PAIRS = 2**30, 4096
+MOST_VALUES = 2**30
 SCORES = ((1024, 64), (16_384, 64), (65_536, 64), (524_288, 64), (16_384, 128), (131_072, 128), (16_384, 256))
 PROMPTS = ((32, 512), (8, 2048), (2, 8192))  # requests, tokens of each
 
@@ -60,8 +59,8 @@ Row = dict[str, Any]
 class Bench:
     """A device, and how its points are timed."""
 
-    def __init__(self, device: torch.device, rounds: int, rehearse: bool) -> None:
-        self.device, self.rounds, self.rehearse = device, rounds, rehearse
+    def __init__(self, device: torch.device, rehearse: bool) -> None:
+        self.device, self.rounds, self.rehearse = device, 1 if rehearse else 7, rehearse
         self.dtype = torch.float32 if rehearse else torch.bfloat16
         self.generator = torch.Generator(device).manual_seed(0)
         self.clock = clock_for(device)
@@ -101,10 +100,6 @@ class Bench:
                     hidden_ND, counts_L = self.normal(pairs, hidden), torch.as_tensor(loads_L).to(self.device)
                     weights_N = torch.rand(pairs, generator=self.generator, device=self.device)
                     runs: Runs = {"grouped": partial(grouped, hidden_ND, counts_L, weights_N)}
-                    if pairs <= MOST_DECODE_PAIRS:
-                        ends_L = counts_L.cumsum(0).to(torch.int32)
-                        weights = grouped.gate_up_L2FD, grouped.down_LDF
-                        runs["decode"] = partial(expert_rows, hidden_ND, weights_N, ends_L, *weights)
                     shape = {"model": model.name, "hidden_size": hidden, "ffn_hidden_size": ffn}
                     shape |= {"num_experts": model.num_experts, "top_k": model.top_k, "ep_size": ep_size}
                     told = {"num_tokens": num_tokens, "distribution": name, "pairs": pairs, "fullest": loads_L.max()}
@@ -207,11 +202,7 @@ def _loads_of(row: Any) -> NDArray[np.int64]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--only", default="", metavar="WORDS", help="parts whose names begin so: 'routing', 'experts, OLMoE'"
-    )
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU: tries this script")
     parser.add_argument("--fit", type=Path, metavar="FILE", help="fit a roofline's figures to an earlier device.csv")
     parser.add_argument(
@@ -221,10 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.fit:
         print("\n".join(fitted(pd.read_csv(options.fit), Device.load(options.device))))
         return 0
-    device = torch.device("cpu" if options.rehearse else "cuda")
-    if not options.rehearse and not torch.cuda.is_available():
-        parser.error("torch sees no GPU here; --rehearse tries this script without one")
-    bench = Bench(device, 1 if options.rehearse else options.rounds, options.rehearse)
+    device = device_of(parser, options.rehearse)
+    bench = Bench(device, options.rehearse)
     ceilings = measure_ceilings(device, bench.dtype)
     print(f"{provenance.describe(device)['device_name']}: square matmul {ceilings.matmul_tflops:,.0f} TFLOP/s, copy"
           f" {ceilings.copy_gbps:,.0f} GB/s, read {ceilings.read_gbps:,.0f} GB/s")  # fmt: skip
@@ -235,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     failed = []
     with torch.inference_mode():
-        for name, part in (part for part in parts if part[0].startswith(options.only)):
+        for name, part in parts:
             try:
                 rows.extend(part())
             except Exception as error:  # What was measured is kept, and the rest is tried.

@@ -1,12 +1,11 @@
 #!/usr/bin/env python
 """How near do the expert backends come to a square matmul? Ratios of one run, on the device that is here.
 
-    python benchmarks/experts.py [--model olmoe-1b-7b] [--tokens 65536] [--rounds 20] [--out DIR]
+    python benchmarks/experts.py [--model olmoe-1b-7b] [--tokens 65536] [--out DIR] [--rehearse]
 
-Every backend computes the same experts on the same rows, interleaved with the square matmul that is the yardstick. For
-``grouped`` its steps are timed too: they say where the rest of the time goes. Permutations, there and back, stand
-beside a copy of as many rows as they must read and write. Prints a table; with --out writes it as experts.csv and the
-environment beside it.
+Every backend computes the same experts on the same rows, interleaved with the square matmul that is the yardstick.
+Permutations, there and back, stand beside a copy of as many rows as they must read and write. Prints a table; with
+--out writes it as experts.csv and the environment beside it. --rehearse takes toy sizes in float32.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ import torch
 from interleaved import interleaved, keep
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.kernels.swiglu import weighted_swiglu
 from moe_ep_bench.layer.dispatchers import expert_major_pairs, sum_per_token
-from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.megatron import expert_parallel_groups, moe_utils
 from moe_ep_bench.layer.parts import Parts
@@ -49,28 +46,22 @@ SQUARE, COPY = "square matmul", "copy of permuted rows"
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="olmoe-1b-7b")
-    parser.add_argument("--scale", type=float, default=1.0, help="hidden sizes as a share of the true ones")
     parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--square", type=int, default=8192, help="size of the square matmul")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--rehearse", action="store_true", help="toy sizes: tries this script")
     options = parser.parse_args(arguments)
-    try:
-        model = load_model(options.model).scaled(options.scale)
-    except ValueError as error:
-        print(f"{parser.prog}: --model: {error}", file=sys.stderr)
-        return 2
+    small = options.rehearse
+    model, num_tokens = load_model(options.model).scaled(1 / 32 if small else 1.0), 512 if small else options.tokens
     ranks = join(120)
-    device, dtype = ranks.device, DTYPES[options.dtype]
+    device, dtype, rounds = ranks.device, torch.float32 if small else torch.bfloat16, 3 if small else 20
     with device_scope(), torch.inference_mode():
-        contenders = backends(model, options.tokens, dtype, device, options.square)
-        contenders |= permutations(model, options.tokens, dtype, device)
+        contenders = backends(model, num_tokens, dtype, device, 256 if small else 8192)
+        contenders |= permutations(model, num_tokens, dtype, device)
         clock, runs = clock_for(device), {name: contender.run for name, contender in contenders.items()}
-        times = interleaved(runs, options.rounds, lambda _, run: time_us(run, clock), uncounted=3)
+        times = interleaved(runs, rounds, lambda _, run: time_us(run, clock), uncounted=3)
     table = compared(contenders, {name: statistics.median(values) for name, values in times.items()})
-    title = f"{model.name} x {model.scale:g}, {options.tokens:,} tokens, {options.dtype}"
-    print(f"{title}\n{provenance.describe(device)['device_name']}, medians of {options.rounds} rounds\n")
+    title = f"{model.name} x {model.scale:g}, {num_tokens:,} tokens, {dtype}"
+    print(f"{title}\n{provenance.describe(device)['device_name']}, medians of {rounds} rounds\n")
     print(table.to_string(index=False, float_format="{:.3g}".format))
     if why := no_transformer_engine(device):
         print(f"\npermute and unpermute, fused: not timed; {why}")
@@ -82,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def backends(
     model: ModelSpec, num_tokens: int, dtype: torch.dtype, device: torch.device, square_size: int
 ) -> dict[str, Contender]:
-    """The yardstick, every backend on equally many rows an expert, and the steps of ``grouped``."""
+    """The yardstick, and every backend on equally many rows an expert."""
     groups = expert_parallel_groups(1, 120)
     counts_E = torch.full((model.num_experts,), num_tokens * model.top_k // model.num_experts)
     num_pairs = int(counts_E.sum())
@@ -97,22 +88,9 @@ def backends(
     product = torch.empty_like(square)
     contenders = {SQUARE: Contender(lambda: torch.mm(square, square, out=product), 2.0 * square_size**3)}
     for backend in ("sequential", *([] if no_transformer_engine(device) else ["te"]), "grouped"):
-        experts = Stack(model, dtype, device, groups, 0, Parts(backend, "indexed")).forms[None].native.experts
+        experts = Stack(model, dtype, device, groups, 0, Parts(backend)).forms[None].native.experts
         contenders[backend] = Contender(lambda experts=experts: experts(hidden_ND, counts_E, weights_N), flops)
-    grouped, ends_E = experts, counts_E.cumsum(0).to(device=device, dtype=torch.int32)
-    gate_up_N2F = normal(num_pairs, 2 * model.ffn_hidden_size)
-    activated_NF = weighted_swiglu(gate_up_N2F, weights_N)
-    moved = gate_up_N2F.nbytes + activated_NF.nbytes + weights_N.nbytes
-
-    def multiply(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.grouped_mm(rows, matrices.transpose(1, 2), offs=ends_E)
-
-    return {
-        **contenders,
-        "grouped: gate and up GEMM": Contender(lambda: multiply(hidden_ND, grouped.gate_up_L2FD), flops * 2 / 3),
-        "grouped: activation": Contender(lambda: weighted_swiglu(gate_up_N2F, weights_N), bytes=moved),
-        "grouped: down GEMM": Contender(lambda: multiply(activated_NF, grouped.down_LDF), flops / 3),
-    }
+    return contenders
 
 
 def permutations(model: ModelSpec, num_tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, Contender]:

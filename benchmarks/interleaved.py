@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -32,6 +33,13 @@ def interleaved(
             if number >= uncounted:
                 times[name].append(taken)
     return times
+
+
+def device_of(parser: argparse.ArgumentParser, rehearses: bool) -> torch.device:
+    """The GPU that is here, or the CPU for a rehearsal."""
+    if not rehearses and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --rehearse tries this script without one")
+    return torch.device("cpu" if rehearses else "cuda")
 
 
 def median_ratio(times: Sequence[float], yardstick: Sequence[float]) -> float:

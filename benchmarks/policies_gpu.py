@@ -9,8 +9,7 @@ interleaved with two yardsticks, ``torch.topk`` alone and the published Algorith
 form is timed as Python launches it on an idle device and as a CUDA graph replays it: the first contains the host's
 time, the second is what the kernels take. All else is queued behind a hold of the device, too. Ratios are of the
 second, medians over rounds of one run. Rates count the least that must move: scores read, map and weights written,
-once. Last, the kernels of the capacity policies one by one, beside what their traffic would take at the speed of a
-copy.
+once.
 
 --rehearse runs Triton's interpreter on the CPU at toy sizes: it tries this script, and measures nothing.
 Exit status: 0 all forms agree, 1 one does not.
@@ -31,7 +30,7 @@ if "--rehearse" in sys.argv:
 
 import pandas as pd
 import torch
-from interleaved import interleaved, keep, median_ratio, replayed
+from interleaved import device_of, interleaved, keep, median_ratio, replayed
 from policies import ALGORITHMS, NUM_RANKS, PLAIN, SPECS, TOP_K, published
 
 from moe_ep_bench.kernels import dispatch
@@ -50,7 +49,6 @@ MOST_DECODE_TOKENS = 1024
 MOST_SEQUENTIAL_TOKENS = 65_536
 # What a graph holds of a decode step, so that replaying it takes the host less than the device.
 REPEATED = 20
-PROFILED = ("token_drop", "expanded_drop")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,9 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU: tries this script")
     options = parser.parse_args(arguments)
-    device = torch.device("cpu" if options.rehearse else "cuda")
-    if not options.rehearse and not torch.cuda.is_available():
-        parser.error("torch sees no GPU here; --rehearse tries this script without one")
+    device = device_of(parser, options.rehearse)
     copy_gbps = measure_ceilings(device, torch.float32).copy_gbps
     print(f"{provenance.describe(device)['device_name']}; a copy moves {copy_gbps:,.0f} GB/s")
     if options.rehearse:
@@ -81,11 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(table.to_string(index=False, float_format="{:.3g}".format, na_rep=""), flush=True)
             tables.append(table.assign(num_tokens=num_tokens, num_experts=num_experts))
             keep(options.out, "policies_gpu", pd.concat(tables), device)  # a later shape that fails costs nothing
-            if num_tokens > MOST_DECODE_TOKENS and not options.rehearse:
-                kernels = bench.kernels(copy_gbps)
-                print(kernels.to_string(index=False, float_format="{:.3g}".format), flush=True)
-                tables.append(kernels.assign(num_tokens=num_tokens, num_experts=num_experts))
-                keep(options.out, "policies_gpu", pd.concat(tables), device)
     print("\n" + ("all Triton forms agree" if not disagreeing else f"DISAGREE, not timed: {'; '.join(disagreeing)}"))
     return int(bool(disagreeing))
 
@@ -101,19 +92,15 @@ class Bench:
         self.scores_TE = logits_TE.softmax(dim=1)
         request_T = torch.arange(num_tokens, device=device) // (1 if num_tokens <= MOST_DECODE_TOKENS else 256)
         self.context = RoutingContext(top_k=TOP_K, num_ranks=NUM_RANKS, request_id_T=request_T)
-        policies = [make_policy(self._fitted(spec)) for spec in SPECS]
-        self.policies = [policy for policy in policies if not self._takes_too_long(policy)]
+        specs = [{**spec, "c": min(spec["c"], num_experts)} if "c" in spec else spec for spec in SPECS]
+        few = num_tokens <= MOST_SEQUENTIAL_TOKENS
+        self.policies = [one for one in map(make_policy, specs) if few or not isinstance(one, LoadAwarePolicy)]
         self.wrong: list[str] = []
-
-    def _fitted(self, spec: dict[str, Any]) -> dict[str, Any]:
-        return {**spec, "c": min(spec["c"], self.num_experts)} if "c" in spec else spec
-
-    def _takes_too_long(self, policy: Policy) -> bool:
-        return isinstance(policy, LoadAwarePolicy) and self.num_tokens > MOST_SEQUENTIAL_TOKENS
 
     def _triton(self, policy: Policy) -> Callable[[], Any] | None:
         twin = dispatch.triton_twins().get(type(policy))
-        return None if twin is None else lambda: twin.select(policy, self.scores_TE, self.context, None)
+        by_request = getattr(policy, "scope", None) == "request" and self.num_tokens > MOST_DECODE_TOKENS
+        return None if twin is None or by_request else lambda: twin.select(policy, self.scores_TE, self.context, None)
 
     def _plain(self, policy: Policy) -> Callable[[], Any]:
         return lambda: dispatch.oracle_for(policy, self.device).select(self.scores_TE, self.context)
@@ -180,32 +167,6 @@ class Bench:
                     row["GB/s"] = least_bytes / statistics.median(best) / 1e3
                     row["of copy"] = row["GB/s"] / copy_gbps
             rows.append(row)
-        return pd.DataFrame(rows)
-
-    def kernels(self, copy_gbps: float, repetitions: int = 5) -> pd.DataFrame:
-        """The launches of the capacity policies: measured, and what their traffic takes at the speed of a copy."""
-        rows = []
-        for policy in self.policies:
-            compiled = self._triton(policy)
-            if policy.name not in PROFILED or policy.label in self.wrong or compiled is None:
-                continue
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                for _ in range(repetitions):
-                    compiled()
-                torch.cuda.synchronize()
-            num_slots = TOP_K + (self.num_experts // NUM_RANKS if policy.name == "expanded_drop" else 0)
-            pairs, slots = self.scores_TE.numel(), 8 * num_slots * self.num_tokens
-            traffic = {"_offer": 4 * pairs + slots, "_gather": slots, "_write": slots + 5 * pairs}
-            on_device = [e for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
-            for event in on_device:
-                rows.append(
-                    {
-                        "what": policy.name,
-                        "kernel": event.key[:48],
-                        "us": event.device_time_total / repetitions,
-                        "at copy speed us": traffic.get(event.key, 0) / copy_gbps / 1e3,
-                    }
-                )
         return pd.DataFrame(rows)
 
 

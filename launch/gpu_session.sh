@@ -126,7 +126,6 @@ module=("$python" -m moe_ep_bench)
 tests=("$python" -m pytest -m gpu -q -n 6 --dist loadgroup -p no:cacheprovider -p no:benchmark)
 small=()      # of decode steps
 tiny=()       # of emulated layers
-experts=(--out "$out")
 replayed=(--set layer.experts=decode --set layer.cuda_graph=true)
 bfloat16=(--set layer.dtype=bfloat16)  # of configs whose table is in 4 bits
 if [ -n "$rehearse" ]; then
@@ -137,7 +136,6 @@ if [ -n "$rehearse" ]; then
   tiny=(--set model.scale=0.03125 --set layer.dtype=float32 --set workload.tokens_per_rank=64
     --set workload.sequence_length=32 --set measure.iterations=1
     --set workload.skew=single_domain --set workload.num_batches=1)
-  experts+=(--scale 0.03125 --tokens 512 --dtype float32 --square 256 --rounds 3)
 fi
 
 # emulate COMMAND NAME SECONDS OPTIONS...: layers of Figure 4, measured on this GPU in the place of eight. One draw of the
@@ -184,7 +182,7 @@ show quickstart 75 "${module[@]}" emulate configs/quickstart.yaml --out "$out/qu
   --set emulate.device=measured --set emulate.links=h100-nvlink4 --set workload.num_batches=2 \
   --set measure.breakdown_iterations=1 "${tiny[@]}" \
   ${rehearse:+--set layer.ep_size=2 --set policies.1.capacity_factor=1.0 --set policies.2.capacity_factor=1.0}
-show experts 60 "$python" benchmarks/experts.py "${experts[@]}"
+show experts 60 "$python" benchmarks/experts.py --out "$out" $rehearse
 show device 150 "$python" benchmarks/device.py --out "$out" $rehearse
 emulate papers olmoe 120 "${measured[@]}" --set model.preset=olmoe-1b-7b
 emulate papers deepseek-v2-lite 120 "${measured[@]}" --set model.preset=deepseek-v2-lite

@@ -56,7 +56,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "decode experts, gpt-oss": partial(_decode, 64, 32, 2880, 2880, torch.bfloat16),
         "decode experts, odd sizes": partial(_decode, 3, 5, 45, 27, torch.float32),
         # One step of the inner loop: then Triton pipelines the outer one.
-        "rows of narrow experts": partial(_rows, 16, 8, 64, 64, torch.bfloat16),
+        "decode experts, narrow": partial(_decode, 16, 8, 64, 64, torch.bfloat16),
     }
 
 
@@ -97,19 +97,6 @@ def _decode(num_tokens: int, num_experts: int, hidden_size: int, ffn_size: int, 
         torch.empty(num_tokens, hidden_size, dtype=dtype),
         torch.empty(num_tokens, num_experts, dtype=torch.bool),
         torch.empty(num_tokens, num_experts),
-        torch.empty(num_experts, 2 * ffn_size, hidden_size, dtype=dtype),
-        torch.empty(num_experts, hidden_size, ffn_size, dtype=dtype),
-    )
-
-
-def _rows(num_rows: int, num_experts: int, hidden_size: int, ffn_size: int, dtype: torch.dtype) -> object:
-    """Sorted rows of a decode step's experts."""
-    from moe_ep_bench.kernels.decode_experts_triton import expert_rows
-
-    return expert_rows(
-        torch.empty(num_rows, hidden_size, dtype=dtype),
-        torch.empty(num_rows),
-        torch.zeros(num_experts, dtype=torch.int32),
         torch.empty(num_experts, 2 * ffn_size, hidden_size, dtype=dtype),
         torch.empty(num_experts, hidden_size, ffn_size, dtype=dtype),
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_ep_bench.kernels import decode_experts_triton
 from moe_ep_bench.kernels.decode_experts import decode_experts as host_decode_experts
-from moe_ep_bench.kernels.decode_experts_triton import combine, decode_experts, expert_rows
+from moe_ep_bench.kernels.decode_experts_triton import combine, decode_experts
 
 # Largest error of a value, relative to the sum of its products' sizes: the activation is rounded once, and so is a row.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -116,28 +116,16 @@ def test_an_expert_without_tokens_is_not_read():
     assert not decode_experts(hidden_TD, torch.zeros_like(map_TL), weights_TL, *experts).any()
 
 
-def test_an_expert_of_more_rows_than_a_tile_takes_them_all_from_a_long_map(monkeypatch):
+def test_an_expert_of_more_rows_than_a_tile_takes_them_all_from_a_long_map(launches, monkeypatch):
     monkeypatch.setattr(decode_experts_triton, "_MOST_TOKENS", 16)
     monkeypatch.setattr(decode_experts_triton, "_MOST_ROWS", 16)
     hidden_TD, map_TL, weights_TL = routed(40, 3, 40, torch.float32, share=0.1)
     map_TL[:, 1] = True
     assert_like_the_loop(hidden_TD, map_TL, weights_TL.nan_to_num(0.5), *weights(3, 40, 24, torch.float32))
+    assert launches == ["_gate_up_kernel", "_down_kernel", "_combine_kernel"]
 
 
 # --- Parts -------------------------------------------------------------------------------------------------
-
-
-def test_rows_that_a_dispatcher_sorted_equal_a_loop_over_experts(launches):
-    dtype = torch.float16
-    hidden_TD, map_TL, weights_TL = routed(40, 6, 50, dtype, share=0.1)
-    map_TL[:, 2] = True  # of more rows than twice the mean
-    expert_N, token_N = map_TL.T.nonzero(as_tuple=True)
-    weights_N = weights_TL.nan_to_num(0.3)[token_N, expert_N]
-    experts = weights(6, 50, 30, dtype)
-    ours_ND = expert_rows(hidden_TD[token_N], weights_N, map_TL.sum(0).cumsum(0).to(torch.int32), *experts)
-    assert launches == ["_gate_up_kernel", "_down_kernel"]
-    one_each = torch.eye(6, dtype=torch.bool)[expert_N]
-    assert_close(ours_ND, loop(hidden_TD[token_N], one_each, weights_N[:, None].expand(-1, 6), *experts))
 
 
 @pytest.mark.parametrize(("num_experts", "hidden_size", "dtype"), [(5, 40, torch.float32), (37, 300, torch.float16)])

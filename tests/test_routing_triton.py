@@ -11,7 +11,7 @@ import torch
 from policy_cases import SPECS, Arguments, Spec, assert_same_choice, context_of, distinct_scores, fitted, random_scores
 from torch import Tensor
 
-from moe_ep_bench.kernels import capacity_passes_triton, requests_triton, sets_triton
+from moe_ep_bench.kernels import capacity_passes_triton, sets_triton
 from moe_ep_bench.kernels.dispatch import triton_twins
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 
@@ -197,18 +197,12 @@ def test_a_capacity_of_valid_tokens_is_the_exact_decimal_one(gamma: float) -> No
 
 
 @pytest.mark.parametrize("spec", [BY_REQUEST, {**BY_REQUEST, "k0": 0, "request_budget": 10_000}], ids=str)
-def test_tokens_of_a_request_may_stand_anywhere(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_a_request_may_stand_anywhere(spec: Spec) -> None:
     generator = torch.Generator().manual_seed(2)
     id_T = torch.randint(-2, 3, [26], generator=generator) * 2**61
     mask_T = (torch.rand([26], generator=generator) < 0.7) & (id_T != 0)  # one request is padding alone
     scores_TE = random_scores("sigmoid", 26, 16, 3)
     assert_like_torch(spec, scores_TE, top_k=3, request_id_T=id_T, token_mask_T=mask_T)
-    # As a batch of many tokens, which are sorted: some chunks a request, of some tiles each.
-    monkeypatch.setattr(requests_triton, "_MOST_UNSORTED", 10)
-    monkeypatch.setattr(requests_triton, "_CHUNK", 4)
-    scores_TE = random_scores("sigmoid", 26, 512, 4)
-    for token_mask_T in (None, mask_T):
-        assert_like_torch(spec, scores_TE, top_k=3, request_id_T=id_T.sign(), token_mask_T=token_mask_T)
 
 
 # --- LASER -------------------------------------------------------------------------------------------------

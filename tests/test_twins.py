@@ -30,6 +30,7 @@ from moe_ep_bench.kernels.row_sums import row_sums, row_sums_by_bags
 from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
+from moe_ep_bench.policies.laser import LoadOnly
 from moe_ep_bench.policies.topk import TopK
 
 EVERYONE = [make_policy(spec) for spec in ONE_OF_EACH]
@@ -51,6 +52,9 @@ def test_beyond_a_twins_size_auto_falls_back_and_says_what_runs() -> None:
     policy = make_policy({"name": "token_drop", "capacity_factor": 1.0})
     assert form_of(policy, "cuda").runs(2**21, 1024) == "torch"
     assert form_of(policy, "cuda").runs(2**20, 1024) == "triton"
+    assert [form_of(LoadOnly(), "cuda").runs(2**n, 1024) for n in (19, 20)] == ["triton", "numba"]
+    by_request = make_policy({"name": "xshare", "k0": 1, "scope": "request", "request_budget": 2})
+    assert [form_of(by_request, "cuda").runs(num_tokens, 64) for num_tokens in (1024, 1025)] == ["triton", "torch"]
 
 
 class OwnTopK(TopK):

@@ -10,8 +10,8 @@ down and sum begin while the launch before them ends (programmatic dependent lau
 and no shape follows from the routing, so that a captured CUDA graph may be replayed with another map. Sums have a fixed
 order: equal inputs give equal bits.
 
-Shapes: T = tokens, L = local experts, N = rows for pairs (T x L of a map), X = rows of inputs (T, or N), D = hidden
-size, F = expert FFN size. An expert is ``(silu(x @ gate_FD.T) * (x @ up_FD.T)) @ down_DF.T``.
+Shapes: T = tokens, L = local experts, N = T x L rows for pairs, D = hidden size, F = expert FFN size. An expert is
+``(silu(x @ gate_FD.T) * (x @ up_FD.T)) @ down_DF.T``.
 """
 
 from __future__ import annotations
@@ -60,33 +60,27 @@ def _takes(map_ptr, token, expert, num_tokens, NUM_EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_expert(ends_ptr, map_ptr, expert, num_tokens, NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
-    """Where an expert's rows begin and end: by their ends, or with T rows set aside for each expert of a map."""
-    if map_ptr is None:
-        begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
-        end = tl.load(ends_ptr + expert)
-    else:
-        begin = expert * num_tokens
-        end = begin
-        for first in range(0, num_tokens, TOKENS):
-            end += tl.sum(_takes(map_ptr, first + tl.arange(0, TOKENS), expert, num_tokens, NUM_EXPERTS), 0)
+def _rows_of_expert(map_ptr, expert, num_tokens, NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Where an expert's rows begin and end: T rows are set aside for each."""
+    begin = expert * num_tokens
+    end = begin
+    for first in range(0, num_tokens, TOKENS):
+        end += tl.sum(_takes(map_ptr, first + tl.arange(0, TOKENS), expert, num_tokens, NUM_EXPERTS), 0)
     return begin, end
 
 
 @triton.jit
 def _inputs_of_rows(map_ptr, row, begin, expert, num_tokens, NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
-    """The input of each of an expert's rows: the same row, or with a map the tokens that take the expert, in order."""
-    source = row
-    if map_ptr is not None:
-        source = row * 0
-        before = begin
-        for first in range(0, num_tokens, TOKENS):
-            token = first + tl.arange(0, TOKENS)
-            takes = _takes(map_ptr, token, expert, num_tokens, NUM_EXPERTS)
-            place = before + tl.cumsum(takes, 0) - takes
-            is_here = (place[None, :] == row[:, None]) & (takes != 0)[None, :]
-            source += tl.sum(tl.where(is_here, token[None, :], 0), 1)
-            before += tl.sum(takes, 0)
+    """The input of each of an expert's rows: the tokens that take the expert, in order."""
+    source = row * 0
+    before = begin
+    for first in range(0, num_tokens, TOKENS):
+        token = first + tl.arange(0, TOKENS)
+        takes = _takes(map_ptr, token, expert, num_tokens, NUM_EXPERTS)
+        place = before + tl.cumsum(takes, 0) - takes
+        is_here = (place[None, :] == row[:, None]) & (takes != 0)[None, :]
+        source += tl.sum(tl.where(is_here, token[None, :], 0), 1)
+        before += tl.sum(takes, 0)
     return source.to(tl.int64)
 
 
@@ -127,7 +121,7 @@ def _product(inputs_ptr, row, is_row, matrix_ptr, feature, is_feature, SIZE: tl.
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _gate_up_kernel(hidden_ptr, map_ptr, weights_ptr, ends_ptr, gate_up_ptr, activated_ptr, num_tokens,
+def _gate_up_kernel(hidden_ptr, map_ptr, weights_ptr, gate_up_ptr, activated_ptr, num_tokens,
                     NUM_EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, FFN: tl.constexpr, TOKENS: tl.constexpr,
                     OVERLAPS: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr,
                     BLOCK: tl.constexpr):  # fmt: skip
@@ -135,7 +129,7 @@ def _gate_up_kernel(hidden_ptr, map_ptr, weights_ptr, ends_ptr, gate_up_ptr, act
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(1)
-    begin, end = _rows_of_expert(ends_ptr, map_ptr, expert, num_tokens, NUM_EXPERTS, TOKENS)
+    begin, end = _rows_of_expert(map_ptr, expert, num_tokens, NUM_EXPERTS, TOKENS)
     # A gate and its up are neighbours, so that one product holds both, and its columns split in two.
     first_feature = tl.program_id(0) * (FEATURES // 2)
     inner = tl.arange(0, FEATURES)
@@ -152,8 +146,7 @@ def _gate_up_kernel(hidden_ptr, map_ptr, weights_ptr, ends_ptr, gate_up_ptr, act
         source = _inputs_of_rows(map_ptr, row, begin, expert, num_tokens, NUM_EXPERTS, TOKENS)
         gate_up = _product(hidden_ptr, source, is_row, matrix_ptr, feature, is_feature, HIDDEN, BLOCK)
         gate, up = tl.split(tl.reshape(gate_up, [ROWS, FEATURES // 2, 2]))
-        weight_at = source if map_ptr is None else source * NUM_EXPERTS + expert
-        weight = tl.load(weights_ptr + weight_at, mask=is_row, other=0.0)
+        weight = tl.load(weights_ptr + source * NUM_EXPERTS + expert, mask=is_row, other=0.0)
         value = gate * tl.sigmoid(gate) * up * weight[:, None]
         tl.store(
             activated_ptr + row.to(tl.int64)[:, None] * FFN + out_feature[None, :],
@@ -163,14 +156,14 @@ def _gate_up_kernel(hidden_ptr, map_ptr, weights_ptr, ends_ptr, gate_up_ptr, act
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _down_kernel(activated_ptr, map_ptr, ends_ptr, down_ptr, out_ptr, num_tokens, NUM_EXPERTS: tl.constexpr,
+def _down_kernel(activated_ptr, map_ptr, down_ptr, out_ptr, num_tokens, NUM_EXPERTS: tl.constexpr,
                  HIDDEN: tl.constexpr, FFN: tl.constexpr, TOKENS: tl.constexpr, OVERLAPS: tl.constexpr,
                  ROWS: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Some of the D outputs of one expert, for all rows of it; of a map, each in the row of its token."""
+    """Some of the D outputs of one expert, for all rows of it, each in the row of its token."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(1)
-    begin, end = _rows_of_expert(ends_ptr, map_ptr, expert, num_tokens, NUM_EXPERTS, TOKENS)
+    begin, end = _rows_of_expert(map_ptr, expert, num_tokens, NUM_EXPERTS, TOKENS)
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     is_feature = feature < HIDDEN
     matrix_ptr = down_ptr + expert.to(tl.int64) * (HIDDEN * FFN)
@@ -183,9 +176,7 @@ def _down_kernel(activated_ptr, map_ptr, ends_ptr, down_ptr, out_ptr, num_tokens
         row = first + tl.arange(0, ROWS)
         is_row = row < end
         value = _product(activated_ptr, row.to(tl.int64), is_row, matrix_ptr, feature, is_feature, FFN, BLOCK)
-        to = _inputs_of_rows(map_ptr, row, begin, expert, num_tokens, NUM_EXPERTS, TOKENS)
-        if map_ptr is not None:
-            to += begin
+        to = _inputs_of_rows(map_ptr, row, begin, expert, num_tokens, NUM_EXPERTS, TOKENS) + begin
         tl.store(
             out_ptr + to[:, None] * HIDDEN + feature[None, :],
             value.to(out_ptr.dtype.element_ty),
@@ -214,19 +205,18 @@ def _overlaps() -> dict[str, Any]:
     return {"OVERLAPS": True, "launch_pdl": True} if can else {"OVERLAPS": False}
 
 
-def _products(
-    hidden_XD: Tensor,
-    map_TL: Tensor | None,
-    weights: Tensor,
-    ends_L: Tensor | None,
-    gate_up_L2FD: Tensor,
-    down_LDF: Tensor,
-    *,
-    most_rows: int,
+def expert_rows(
+    hidden_TD: Tensor, map_TL: Tensor, weights_TL: Tensor, gate_up_L2FD: Tensor, down_LDF: Tensor
 ) -> Tensor:
-    """``expert_rows`` of sorted rows, or of a map: then a pair's row is its expert times T plus its token."""
+    """Every pair's expert output times its routing weight, in two launches: [N, D].
+
+    A pair's row is its expert times T plus its token; rows of no pair are left as they are found. Gate, up, activation
+    and routing weight are float32 until the activation is rounded, once. Reads 6 x D x F bytes of bfloat16 weights per
+    activated expert, once for every 16, 32 or 64 of its rows; inputs and activations are read again by every program,
+    but from the cache.
+    """
     num_experts, hidden_size, ffn_size = down_LDF.shape
-    num_tokens, num_rows, dtype, device = len(hidden_XD), weights.numel(), hidden_XD.dtype, hidden_XD.device
+    num_tokens, num_rows, dtype, device = len(hidden_TD), weights_TL.numel(), hidden_TD.dtype, hidden_TD.device
     assert gate_up_L2FD.is_contiguous() & down_LDF.is_contiguous(), "a copy of the weights would be the time itself"
     activated_NF = torch.empty(num_rows, ffn_size, dtype=dtype, device=device)
     out_ND = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)
@@ -237,31 +227,19 @@ def _products(
         "NUM_EXPERTS": num_experts,
         "HIDDEN": hidden_size,
         "FFN": ffn_size,
-        "TOKENS": 16 if map_TL is None else min(_MOST_TOKENS, max(16, triton.next_power_of_2(num_tokens))),
+        "TOKENS": min(_MOST_TOKENS, max(16, triton.next_power_of_2(num_tokens))),
     }
-    sizes = _sizes(most_rows, num_experts, 2 * ffn_size, hidden_size, dtype)
+    sizes = _sizes(num_tokens, num_experts, 2 * ffn_size, hidden_size, dtype)
     # What comes before is no launch of ours, and is over when this one begins.
     _gate_up_kernel[(triton.cdiv(2 * ffn_size, sizes["FEATURES"]), num_experts)](
-        hidden_XD.contiguous(), map_bytes, weights.contiguous(), ends_L, gate_up_L2FD, activated_NF, num_tokens,
+        hidden_TD.contiguous(), map_bytes, weights_TL.contiguous(), gate_up_L2FD, activated_NF, num_tokens,
         OVERLAPS=overlaps["OVERLAPS"], **shape, **sizes,
     )  # fmt: skip
-    sizes = _sizes(most_rows, num_experts, hidden_size, ffn_size, dtype)
+    sizes = _sizes(num_tokens, num_experts, hidden_size, ffn_size, dtype)
     _down_kernel[(triton.cdiv(hidden_size, sizes["FEATURES"]), num_experts)](
-        activated_NF, map_bytes, ends_L, down_LDF, out_ND, num_tokens, **overlaps, **shape, **sizes
+        activated_NF, map_bytes, down_LDF, out_ND, num_tokens, **overlaps, **shape, **sizes
     )
     return out_ND
-
-
-def expert_rows(hidden_ND: Tensor, weights_N: Tensor, ends_L: Tensor, gate_up_L2FD: Tensor, down_LDF: Tensor) -> Tensor:
-    """``decode_experts.expert_rows`` in two launches.
-
-    Gate, up, activation and routing weight are float32 until the activation is rounded, once. Rows beyond the last
-    expert's end are left as they are found. Reads 6 x D x F bytes of bfloat16 weights per activated expert, once for
-    every 16, 32 or 64 of its rows (for twice the mean over all experts; one with more is computed as exactly, reading
-    more often); inputs and activations are read again by every program, but from the cache.
-    """
-    most_rows = triton.cdiv(2 * len(weights_N), len(down_LDF))
-    return _products(hidden_ND, None, weights_N, ends_L, gate_up_L2FD, down_LDF, most_rows=most_rows)
 
 
 # --- Tokens ------------------------------------------------------------------------------------------------
@@ -321,6 +299,4 @@ def decode_experts(
     Any map will do: a token may take none of these experts or all of them. Device memory for T x L pairs is set
     aside (T x L x (D + F) values), but only rows of pairs are touched.
     """
-    num_tokens = len(hidden_TD)
-    rows_ND = _products(hidden_TD, map_TL, weights_TL, None, gate_up_L2FD, down_LDF, most_rows=num_tokens)
-    return combine(rows_ND, map_TL)
+    return combine(expert_rows(hidden_TD, map_TL, weights_TL, gate_up_L2FD, down_LDF), map_TL)

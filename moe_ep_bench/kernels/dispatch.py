@@ -133,8 +133,10 @@ def _fits_triton(policy: Policy, num_tokens: int, num_experts: int) -> bool:
         return False
     if any(getattr(policy, field) == value for field, value in policy.torch_only.items()):
         return False
-    from moe_ep_bench.kernels import laser_triton, standings_triton, tiles_triton
+    from moe_ep_bench.kernels import laser_triton, requests_triton, standings_triton, tiles_triton
 
+    if isinstance(policy, XShare) and policy.scope == "request" and num_tokens > requests_triton.MOST_TOKENS:
+        return False
     if isinstance(policy, CapacityPolicy):
         most = standings_triton.MOST_PAIRS
     else:

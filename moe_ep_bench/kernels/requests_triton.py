@@ -1,10 +1,8 @@
 """What each request opens where a batch shares experts by requests (``xshare``, scope ``request``), in Triton.
 
 A request is all tokens of one id, wherever they stand. Its set stands in the row of one of its tokens, so that nobody
-has to know how many requests there are. Scores are added in a fixed order, whichever program runs first. In a batch of
-few tokens, the program of a request's first token looks through all ids for the others: one launch. More tokens are
-sorted by id; a program adds up ``_CHUNK`` of a request's tokens, and a second launch adds these sums in their order, so
-that a long request keeps the whole GPU busy.
+has to know how many requests there are. The program of a request's first token looks through all ids for the others,
+and adds their scores in order, in one launch. That is for decode steps: larger batches are torch's.
 
 Shapes: T = tokens, E = experts.
 """
@@ -20,9 +18,8 @@ from moe_ep_bench.kernels import tiles_triton as tiles
 from moe_ep_bench.policies.contract import RoutingContext
 from moe_ep_bench.policies.xshare import XShare
 
-_MOST_UNSORTED = 1024
-_ROWS_UNSORTED = 4
-_CHUNK = 64  # tokens
+MOST_TOKENS = 1024
+_MOST_ROWS = 4
 _WARPS = 2 * tiles.NUM_WARPS
 
 
@@ -91,56 +88,6 @@ def _find_sets(scores_ptr, bias_ptr, valid_ptr, id_ptr, sets_ptr, num_tokens, CO
     _store_set(sets_ptr + here * LAYOUT.num_experts, wanted, sums, num_rows, expert, is_expert, BUDGET, LAYOUT)
 
 
-@triton.jit
-def _add_chunks(scores_ptr, bias_ptr, valid_ptr, order_ptr, begin_ptr, end_ptr, wanted_ptr, sums_ptr, valid_count_ptr,
-                CHUNK: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr):  # fmt: skip
-    """A program per place in ``order``; it works where a chunk of a request begins, and writes into that row."""
-    here = tl.program_id(0).to(tl.int64)
-    end = tl.load(end_ptr + here)
-    if (here - tl.load(begin_ptr + here)) % CHUNK == 0:
-        expert, is_expert = tiles.experts_of_columns(LAYOUT)
-        row = tl.arange(0, BLOCK)
-        num_rows = tl.minimum(end - here, CHUNK).to(tl.int32)
-        num_valid = num_rows * 0
-        width: tl.constexpr = LAYOUT.width
-        wanted = tl.zeros([width], tl.int32)
-        sums = tl.zeros([width], tl.float64)
-        first = num_rows * 0
-        while first < num_rows:
-            is_there = first + row < num_rows
-            token = tl.load(order_ptr + here + first + row, mask=is_there, other=0)
-            if valid_ptr is not None:
-                is_there = is_there & (tl.load(valid_ptr + token, mask=is_there, other=0) != 0)
-            num_valid += tl.sum(is_there.to(tl.int32), 0)
-            wanted, sums = _add_rows(
-                wanted, sums, token, is_there, scores_ptr, bias_ptr, expert, is_expert, COUNT, BLOCK, LAYOUT
-            )
-            first += BLOCK
-        tl.store(wanted_ptr + here * LAYOUT.num_experts + expert, (wanted > 0).to(tl.uint8), mask=is_expert)
-        tl.store(sums_ptr + here * LAYOUT.num_experts + expert, sums, mask=is_expert)
-        tl.store(valid_count_ptr + here, num_valid)
-
-
-@triton.jit
-def _join_chunks(begin_ptr, end_ptr, wanted_ptr, sums_ptr, valid_count_ptr, sets_ptr, CHUNK: tl.constexpr,
-                 BUDGET: tl.constexpr, LAYOUT: tl.constexpr):  # fmt: skip
-    """A program per place; it works where a request begins, and clears the row elsewhere."""
-    expert, is_expert = tiles.experts_of_columns(LAYOUT)
-    here = tl.program_id(0).to(tl.int64)
-    end = tl.where(tl.load(begin_ptr + here) == here, tl.load(end_ptr + here), here)
-    num_valid = tl.zeros([], tl.int32)
-    width: tl.constexpr = LAYOUT.width
-    wanted = tl.zeros([width], tl.int32)
-    sums = tl.zeros([width], tl.float64)
-    chunk = here
-    while chunk < end:
-        num_valid += tl.load(valid_count_ptr + chunk)
-        wanted += tl.load(wanted_ptr + chunk * LAYOUT.num_experts + expert, mask=is_expert, other=0).to(tl.int32)
-        sums += tl.load(sums_ptr + chunk * LAYOUT.num_experts + expert, mask=is_expert, other=0.0)
-        chunk += CHUNK
-    _store_set(sets_ptr + here * LAYOUT.num_experts, wanted, sums, num_valid, expert, is_expert, BUDGET, LAYOUT)
-
-
 def request_sets(policy: XShare, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
     """What every request opens, in one of its rows: uint8 [T, E]; None in the other scopes."""
     if policy.scope != "request":
@@ -153,21 +100,8 @@ def request_sets(policy: XShare, scores_TE: Tensor, context: RoutingContext) -> 
     rows = tiles.inputs(scores_TE, context)
     id_T = tiles.on_device(context.request_id_T, device, torch.int64)
     count, budget = min(policy.k0, num_experts), min(policy.request_budget or 0, num_experts)
-    block = layout.rows(num_tokens)
-    if num_tokens <= _MOST_UNSORTED:
-        _find_sets[(num_tokens,)](
-            *rows, id_T, sets_TE, num_tokens, COUNT=count, BUDGET=budget, TOKENS_P=triton.next_power_of_2(num_tokens),
-            BLOCK=min(_ROWS_UNSORTED, block), LAYOUT=layout, num_warps=_WARPS,
-        )  # fmt: skip
-        return sets_TE
-    sorted_T, order_T = id_T.sort(stable=True)
-    begin_T, end_T = (torch.searchsorted(sorted_T, sorted_T, right=is_end) for is_end in (False, True))
-    wanted_TE = torch.empty_like(sets_TE)
-    sums_TE = torch.empty(sets_TE.shape, dtype=torch.float64, device=device)
-    num_valid_T = torch.empty(num_tokens, dtype=torch.int32, device=device)
-    chunks = (begin_T, end_T, wanted_TE, sums_TE, num_valid_T)
-    _add_chunks[(num_tokens,)](
-        *rows, order_T, *chunks, CHUNK=_CHUNK, COUNT=count, BLOCK=block, LAYOUT=layout, num_warps=_WARPS
-    )
-    _join_chunks[(num_tokens,)](*chunks, sets_TE, CHUNK=_CHUNK, BUDGET=budget, LAYOUT=layout, num_warps=tiles.NUM_WARPS)
+    _find_sets[(num_tokens,)](
+        *rows, id_T, sets_TE, num_tokens, COUNT=count, BUDGET=budget, TOKENS_P=triton.next_power_of_2(num_tokens),
+        BLOCK=min(_MOST_ROWS, layout.rows(num_tokens)), LAYOUT=layout, num_warps=_WARPS,
+    )  # fmt: skip
     return sets_TE

@@ -7,7 +7,6 @@ stands for each entry, a tuple fills several braces. Warnings forbid or weaken a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from operator import itemgetter
@@ -42,7 +41,7 @@ class About:
 
     def __init__(self, store: Store, comparison: Comparison) -> None:
         frame = cases(store)
-        self.store, self.comparison, self.facts = store, comparison, comparison.facts
+        self.store, self.facts = store, comparison.facts
         self.rows = frame[frame[COMPARISON].eq([comparison.directory, comparison.comparison_id]).all(axis=1)]
         self.launches = [comparison.conditions[launch] for launch in sorted(comparison.conditions)]
         self.kind = kind_of(self.rows)
@@ -88,23 +87,15 @@ def _chance(about: About) -> list[str]:
     return chance_words(int(judged["speedup_is_interval"].eq(True).sum()))
 
 
-def _solving(about: About) -> str:
-    params = map(json.loads, about.of("replication")["policy_params"])
-    times_us = {fields["solve_us"] for fields in params if fields.get("solve_us") is not None}
-    return " or ".join(f"{time_us:g}" for time_us in sorted(times_us))
-
-
 def _native_differs(about: About) -> bool:
     noise = about.of("noise")
     differs = (noise["speedup_low"] > 1) | (noise["speedup_high"] < 1)
     return (differs & noise["speedup_is_interval"].eq(True)).any()
 
 
-def _host_bound(about: About) -> tuple | None:
+def _host_bound(about: About) -> float | None:
     share = about.most("host_bound_share")
-    if about.facts.backend != "nccl" or not share > MAX_HOST_BOUND:
-        return None
-    return 100 * share, about.rows["label"][about.rows["host_bound_share"] == share].iloc[0]
+    return 100 * share if about.facts.backend == "nccl" and share > MAX_HOST_BOUND else None
 
 
 def _of_machines(lines_of: Callable) -> Callable[[About], list[str]]:
@@ -123,17 +114,10 @@ def _foreign_data(about: About) -> list[tuple]:
 
 
 def _tail(about: About) -> tuple | None:
-    """The tail model of recorded scores, what rests on it, and whether it was tried another way."""
-    workload, policies = about.facts.workload, about.of("policy")
+    """The tail model of recorded scores, and what rests on it."""
+    policies, tail = about.of("policy"), about.facts.workload.tail_model
     looking = ", ".join(policies.loc[policies["looks_past_top_k"].astype(bool), "label"])
-    others = {
-        other.facts.workload.tail_model
-        for other in about.store.comparisons
-        if other.facts.workload.recording == workload.recording
-    } - {workload.tail_model, None}
-    tried = f"set it beside the same under {', '.join(sorted(others))}"
-    tried = tried if others else "measured under this one only (sweep workload.tail)"
-    return (workload.tail_model, looking, tried) if looking and workload.tail_model else None
+    return (tail, looking) if looking and tail else None
 
 
 class Note(NamedTuple):
@@ -155,7 +139,11 @@ NOTES = (
         "rest of the model (modelled)",
     ),
     Note(_TIMED, lambda about: not about.ran, MODEL_CAVEAT),
-    Note(_TIMED, _solving, "solving counts in every batch, as {} us, assumed, in the phase policy"),
+    Note(
+        _TIMED,
+        lambda about: about.of("replication")["label"].str.contains("us to solve").any(),
+        "what solving takes is assumed, and counts in every batch in the phase policy",
+    ),
     Note(_TIMED, lambda about: about.facts.cuda_graph, "replayed from CUDA graphs, which hold {}"),
     Note(
         _ALL,
@@ -198,7 +186,6 @@ NOTES = (
         "scores were not recorded and are assumed equal over the top-k: loads are the recording's, but mass, and what "
         "policies choose by scores (oea, xshare, drops by score), say nothing of the model",
     ),
-    Note("route", lambda about: about.facts.image_share, "assumed: {:.0%} of every sequence's tokens are an image's"),
     Note(_TIMED, _of_machines(remarks), "{}"),
 )
 # What voids a result comes first, what only qualifies its phases last: the end of a run shows the first three.
@@ -213,8 +200,8 @@ WARNINGS = (
     Note(
         _TIMED,
         _host_bound,
-        "launch-bound: in {:.1f} % of the iterations of {} the host issued work until the end; its time is the host's, "
-        "not the device's",
+        "launch-bound: in up to {:.1f} % of a case's iterations the host issued work until the end; its time is the "
+        "host's, not the device's",
     ),
     Note(_ALL, _foreign_data, "data: {} decides by {}'s, not {}'s"),
     Note(_TIMED, lambda about: about.of("baseline").empty, "the baseline was not measured, so there are no speedups"),
@@ -228,7 +215,7 @@ WARNINGS = (
     Note(
         _ALL,
         _tail,
-        "scores past the recorded top-k are modelled ({} tail), and what {} did rests on them: {}",
+        "scores past the recorded top-k are modelled ({} tail), and what {} did rests on them (sweep workload.tail)",
     ),
     Note(
         _TIMED,

@@ -22,11 +22,12 @@ from moe_ep_bench.analysis.advise import advice_lines
 from moe_ep_bench.analysis.cases import cases, comparisons, jobs, load
 from moe_ep_bench.analysis.columns import COLUMNS
 from moe_ep_bench.analysis.drawing import Drawing
+from moe_ep_bench.analysis.notes import WARNING, warnings
 from moe_ep_bench.analysis.origins import said_once
 from moe_ep_bench.analysis.plot import drawings
 from moe_ep_bench.analysis.store import ResultsError, Store
 from moe_ep_bench.analysis.style import FORMATS, house_style, settle
-from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, tables, warnings_of
+from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, tables
 from moe_ep_bench.files import check_folder, write_text
 
 # CSS pixels per inch: the size at which a sheet's text has the size that it says.
@@ -64,7 +65,6 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
     """The whole page as text; ``passed_over`` gets a line for each thing that is left out."""
     store = load(list(directories), passed_over)
     frame, facts = cases(store), comparisons(store)
-    listed = tables(store, list(VIEWS))
     environment = Environment(
         loader=PackageLoader("moe_ep_bench", "analysis/report"),
         autoescape=True,
@@ -84,9 +84,9 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         shown=lambda row, name: COLUMNS[name].shown(row),
         passed_over=passed_over,
         lost=frame[frame["status"] != "ok"].to_dict("records"),
-        warnings=warnings_of(listed),
+        warnings=[line.removeprefix(WARNING) for line in warnings(store)],
         images=[_image(*item) for item in drawings(store).items()],
-        tables=listed,
+        tables=tables(store, list(VIEWS)),
         jobs=jobs(store).to_dict("records"),
     )
 

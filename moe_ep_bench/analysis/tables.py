@@ -13,7 +13,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, kind_of, samples
 from moe_ep_bench.analysis.columns import COLUMNS, Column, columns, short_labels
-from moe_ep_bench.analysis.notes import WARNING, leaves_idle, notes
+from moe_ep_bench.analysis.notes import leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS, probe_floor_us
 from moe_ep_bench.analysis.render import Table
@@ -252,14 +252,3 @@ def count_words(frame: pd.DataFrame) -> str:
     lost = ", ".join(f"{number} {status}" for status, number in counts.items() if status != "ok")
     number = counts.get("ok", 0)
     return f"{len(frame)} cases: {number} ok, {len(frame) - number} not" + (f" ({lost})" if lost else "")
-
-
-def warnings_of(listed: Sequence[Table]) -> list[str]:
-    """Each warning of tables once, with the comparisons that it is of where it is not of all."""
-    names = {table.title.partition(": ")[0] for table in listed if table.notes}
-    of: dict[str, dict[str, None]] = {}
-    for table in listed:
-        for note in table.notes:
-            if note.startswith(WARNING):
-                of.setdefault(note.removeprefix(WARNING), {})[table.title.partition(": ")[0]] = None
-    return [line if len(titles) == len(names) else f"{line} ({'; '.join(titles)})" for line, titles in of.items()]

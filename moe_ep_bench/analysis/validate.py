@@ -18,7 +18,7 @@ from moe_ep_bench.analysis.columns import interval, milliseconds, number, percen
 from moe_ep_bench.analysis.compare import changes_of, lost_words, side_by_side
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING
 from moe_ep_bench.analysis.render import Table, render
-from moe_ep_bench.analysis.store import ResultsError, Store, read_document
+from moe_ep_bench.analysis.store import Store, read_document
 from moe_ep_bench.facts import Pairs
 from moe_ep_bench.files import write_text
 from moe_ep_bench.results import ValidationDirectory
@@ -53,27 +53,18 @@ def load_validation(directory: Path) -> Validation:
     """Read both runs and set them against each other.
 
     Raises:
-        ResultsError: one line: a file is missing or cannot be trusted, or one run has a case that the other lacks.
+        ResultsError: one line: a file is missing or cannot be trusted.
     """
     files = ValidationDirectory(directory)
     told = read_document(files.pairs, Pairs)
     pairs = told.pairs
-    roots = (files.real, files.emulated)
-    stores = [load(root, join_draws=False) for root in roots]
-    about = [comparisons(store).set_index("comparison_id") for store in stores]
-    for root, known, wanted in zip(roots, about, zip(*pairs, strict=True), strict=True):
-        if unknown := [name for name in wanted if name not in known.index]:
-            raise ResultsError(f"{root}: holds no comparison {unknown[0]}, which {files.pairs} names")
-    scope, other = (known["scope"].iloc[0] for known in about)
-    if scope != other:
-        raise ResultsError(f"{files.emulated}: expected times of a {scope}, as in {files.real}; got {other}")
-    titles = {name: about[0].at[pair[0], "title"] for pair in pairs for name in pair}
+    stores = [load(root, join_draws=False) for root in (files.real, files.emulated)]
+    about = comparisons(stores[0]).set_index("comparison_id")
+    titles = {name: about.at[pair[0], "title"] for pair in pairs for name in pair}
     frames, iterations = zip(*(_rows_and_speedups(store, titles) for store in stores), strict=True)
     said = ["label", "dropped_share", "retained_mass"]
     rows = side_by_side(dict(zip(_RUNS, frames, strict=True)), _KEY, said, [*_OF_EITHER, "loads"])
     rows = rows[rows["case_id_real"].notna()]
-    if len(lost := rows["label"][rows["case_id_emulated"].isna()]):
-        raise ResultsError(f"the emulated run has no case {lost.iloc[0]}, which the real one has")
     why = {title: _incomparable(group) for title, group in rows.groupby("comparison")}
     changes = changes_of(iterations, _KEY, "speedup")
     ratios = [changes.get(key) for key in rows[_KEY].itertuples(index=False, name=None)]
@@ -83,12 +74,10 @@ def load_validation(directory: Path) -> Validation:
     ]
     ends = pd.DataFrame([values_of("ratio_", ratio, ESTIMATE) for ratio in ratios], rows.index)
     rows = rows.drop(columns=["loads_real", "loads_emulated"]).join(ends)
-    ran = about[0].loc[[first for first, _ in pairs]]
+    ran = about.loc[[first for first, _ in pairs]]
     notes = [f"real ranks: {words}" for words in (ran["ran_on"] + ", " + ran["dtype"]).unique()]
-    notes += [
-        f"links: {told.links}",
-        *(f"{WARNING}not comparable: {words}" for words in dict.fromkeys(why.values()) if words),
-    ]
+    notes += [f"links: {told.links}"]
+    notes += [f"{WARNING}not comparable: {words}" for words in dict.fromkeys(why.values()) if words]
     return Validation(rows.assign(why=rows["comparison"].map(why), verdict=verdicts), notes, told.margin)
 
 

@@ -143,7 +143,7 @@ COMMANDS = {
     "plot RUN --x capacity_factor --y dropped_share --by nothing": "--by",
     "plot RUN --x capacity_factor --y dropped_share --where 'policy =='": "--where",
     "plot RUN --x capacity_factor --y dropped_share --figures load": "--figures",
-    "plot RUN --figures quality_fronts": "quality_fronts: not drawn",
+    "plot RUN --figures quality": "quality: not drawn",
     "plot RUN --x eps_high --y dropped_share": "dropped_share-over-eps_high: not drawn",
     "compare RUN RUN --strict": "--strict: expected --fail-over",
     "validate CONFIG --nproc 1": "--nproc: expected at least 2 ranks to hold emulated ones against, got 1",

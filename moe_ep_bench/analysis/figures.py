@@ -6,7 +6,6 @@ is added by a row; ``drawing.lines`` is a figure of any column against any other
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 
@@ -23,7 +22,7 @@ from moe_ep_bench.analysis.quality import Quality, half_interval, text_costs
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
 from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL, folded, rcParams
-from moe_ep_bench.analysis.tables import native_and_fastest, rank_times
+from moe_ep_bench.analysis.tables import by_rank
 from moe_ep_bench.papers.claims import NUMBERS, SHARES
 
 _SPEEDUP = (*(f"speedup_{end}" for end in ("median", "low", "high", "is_interval")), "floor_low", "floor_high")
@@ -90,30 +89,24 @@ def phase_rows(store: Store) -> pd.DataFrame:
 
 
 def rank_rows(store: Store) -> pd.DataFrame:
-    """A row per rank and group of phases, under native and the policy that gains most.
-
-    Of more than ``_MOST_RANKS`` ranks those that work longest under native.
-    """
+    """A row per rank and group of phases, under native and the policy that gains most (``tables.by_rank``)."""
     rows = case_rows(store).query("scope == 'layer' and num_ranks > 1 and waiting_ms.notna()")
     if rows.empty:
         return rows
-    pairs = pd.concat([native_and_fastest(of_one) for _, of_one in rows.groupby(COMPARISON, sort=False)])
-    times = rank_times(store, pairs)
-    rows = pairs.drop(columns=times.columns.difference(CASE)).merge(times, on=CASE)
-    work_ms = rows[[f"{group}_ms" for group in GROUPS if group != "waiting"]].sum(axis=1)
-    work_ms = work_ms.where(rows["role"] == "baseline").groupby([rows["facet"], rows["rank"]]).transform("max")
-    place = work_ms.groupby([rows["facet"], rows["label"]]).rank(method="first", ascending=False)
-    most = rows.groupby("facet")["rank"].transform("nunique")
-    note = "of " + most.astype("str") + f" ranks the {_MOST_RANKS} are drawn that work longest under native"
+    of_each = [by_rank(store, of_one, _MOST_RANKS) for _, of_one in rows.groupby(COMPARISON, sort=False)]
+    rows = pd.concat(of_each, ignore_index=True)
+    note = (
+        "of " + rows["num_ranks"].astype("str") + f" ranks the {_MOST_RANKS} are drawn that work longest under native"
+    )
     shares = [(100 * rows[cost]).map("{:.1f} %".format) for cost in COST]
     heading = rows["title"] + "; " + rows["name"] + ": " + shares[0] + " dropped, " + shares[1] + " kept"
     rows = rows.assign(
         heading=heading.where(rows["role"] == "policy").groupby(rows["facet"]).transform("first").fillna(rows["title"]),
         bar=rows["name"] + ", rank " + rows["rank"].astype("str"),
         axis_words="time of one layer (ms)",
-        note=note.where(most > _MOST_RANKS),
+        note=note.where(rows["num_ranks"] > _MOST_RANKS),
     )
-    return _stacked(store, rows[place <= _MOST_RANKS], {f"{group}_ms": group for group in GROUPS})
+    return _stacked(store, rows, {f"{group}_ms": group for group in GROUPS})
 
 
 def _height_of_bars(rows: pd.DataFrame) -> float:
@@ -147,8 +140,7 @@ def load_rows(store: Store) -> pd.DataFrame:
 
 def _loads(of: str, width: float) -> object:
     look = {"joined": "line.notna()", "xlabel": f"{of}s, the fullest first", "width": width, "shares": False}
-    needs = f"of == '{of}' and (num_ranks > 1 or of == 'expert')"
-    return series("place", "load_over_mean", needs=needs, only=f"of == '{of}'", **look)
+    return series("place", "load_over_mean", where=f"of == '{of}' and (num_ranks > 1 or of == 'expert')", **look)
 
 
 # ---- costs -----------------------------------------------------------------------------------------------------------
@@ -211,7 +203,7 @@ FIGURES: dict[str, Figure] = {
         "Speedup over native Megatron-Core",
         [
             _over_steps("speedup_median", 3.3, width=2.0),
-            _over_steps("moe_speedup_median", 2.0, width=2.0, needs="moe_speedup_median.notna()"),
+            _over_steps("moe_speedup_median", 2.0, width=2.0, where="moe_speedup_median.notna()"),
             _over_steps("dropped_share", 1.4),
         ],
         "Slowest rank's time of one MoE layer, or of a whole model's pass, native over policy, median; then the top-k "
@@ -263,7 +255,7 @@ FIGURES: dict[str, Figure] = {
         [
             _OF_SPEED("retained_mass", reverse=True),
             _OF_SPEED("dropped_share"),
-            _COSTS("kept_share", "relief", joined="False", reverse=True, more=_draw_frontier, needs="relief.notna()"),
+            _COSTS("kept_share", "relief", joined="False", reverse=True, more=_draw_frontier, where="relief.notna()"),
         ],
         "Speedup over native against what a policy keeps and drops. {intervals} A line joins a policy's capacity "
         "factors. What drops more than 95 % is left out.",
@@ -277,73 +269,56 @@ FIGURES: dict[str, Figure] = {
 # ---- what answers cost -----------------------------------------------------------------------------------------------
 
 
-def _answers(quality: Quality) -> pd.DataFrame:
-    """Cases that all checkpoints of a group have: means over them and the interval over them; of one its own."""
-    costs = text_costs(quality).query("role != 'baseline'")
+def answer_rows(quality: Quality) -> pd.DataFrame:
+    """Cases over what a step or a batch waits for: activated experts in decode, in prefill pairs of the fullest rank.
+
+    Of cases that all checkpoints of a group have the means over them and the interval over them; of one its own.
+    ``on_line`` are the cases of a policy that none of its others beats in both (arXiv 2511.02237, Figures 2, 3 and 8).
+    """
+    costs = text_costs(quality).query("role != 'baseline' and policy != 'topk'")
     by_case = costs.groupby(["group", "label", "phase"], sort=False)
     rows = by_case[["comparison", "checkpoints", "policy", "policy_params", "cross_entropy_added_half"]].first()
     added = by_case[["activated_experts", "fullest_rank", "cross_entropy_added"]].mean()
     over_them = by_case["cross_entropy_added"].agg(half_interval)
     half = rows["cross_entropy_added_half"].where(rows["checkpoints"] == 1, over_them)
-    rows = rows.join(added).assign(
-        cross_entropy_added_half=half,
-        cross_entropy_added_low=added["cross_entropy_added"] - half,
-        cross_entropy_added_high=added["cross_entropy_added"] + half,
-    )
-    rows = rows[by_case.size() == rows["checkpoints"]].reset_index().rename(columns={"comparison": "title"})
-    step = rows["policy_params"].map(json.loads).str.get("capacity_factor").astype(float)
-    family = rows["label"].str.replace(r" capacity_factor=\S+", "", regex=True)
-    return rows.assign(
-        capacity_factor=step, line=family, facet=rows["group"], role="policy", workload=None, origin=None
-    )
-
-
-def capacity_rows(quality: Quality) -> pd.DataFrame:
-    """Cases of policies with several capacity factors (arXiv 2503.05066, Figure 12, has accuracy there)."""
-    rows = _answers(quality).dropna(subset="capacity_factor")
-    rows = rows[rows.groupby(["facet", "line"])["capacity_factor"].transform("size") > 1]
-    return rows.assign(quantity=f"capacity factor {GAMMA}", value=rows["capacity_factor"], on_line=True)
-
-
-def front_rows(quality: Quality) -> pd.DataFrame:
-    """Cases over what a step or a batch waits for: activated experts in decode, in prefill pairs of the fullest rank.
-
-    ``on_line`` are the cases of a policy that none of its others beats in both (arXiv 2511.02237, Figures 2, 3 and 8).
-    """
-    rows = _answers(quality).query("policy != 'topk'").sort_values(["facet", "phase"], kind="stable")
+    rows = rows.join(added)[by_case.size() == rows["checkpoints"]].reset_index()
+    half = half.reindex(pd.MultiIndex.from_frame(rows[["group", "label", "phase"]])).to_numpy()
     in_decode = rows["phase"] == "decode"
     of_step, of_rank = "activated experts of a step, mean over layers", "pairs of the fullest rank over native's mean"
     rows = rows.assign(
-        facet=rows["facet"].astype(str) + rows["phase"],
-        title=rows["phase"] + ": " + rows["title"],
+        facet=rows["group"].astype(str) + rows["phase"],
+        title=rows["phase"] + ": " + rows["comparison"],
         line=rows["policy"],
         quantity=in_decode.map({True: of_step, False: of_rank}),
         value=rows["activated_experts"].where(in_decode, rows["fullest_rank"]),
-    )
-    ascending = rows.sort_values(["value", "cross_entropy_added"]).groupby(["facet", "line"])["cross_entropy_added"]
-    best_before = ascending.transform(lambda cost: cost.cummin().shift(fill_value=np.inf))
-    return rows.assign(on_line=rows["cross_entropy_added"] < best_before.reindex(rows.index))
+        cross_entropy_added_half=half,
+        cross_entropy_added_low=rows["cross_entropy_added"] - half,
+        cross_entropy_added_high=rows["cross_entropy_added"] + half,
+        workload=None,
+        origin=None,
+        role="policy",
+    ).sort_values(["facet", "value", "cross_entropy_added"])
+    added = rows.groupby(["facet", "line"])["cross_entropy_added"]
+    return rows.assign(on_line=added.transform(lambda cost: cost < cost.cummin().shift(fill_value=np.inf)))
 
 
-_ANSWERS = partial(
-    Figure,
-    panels=[series("value", "cross_entropy_added", joined="on_line", xlabel="quantity")],
-    how="Cross-entropy added to the unpatched model's on the same sequences, nats per token. Whiskers: 95 % interval, "
-    "Student's t over checkpoints where there are several, else over batches.",
-    columns=(
-        *("phase", "checkpoints", "policy", "policy_params", "activated_experts", "fullest_rank"),
-        *("cross_entropy_added", "cross_entropy_added_half", "quantity", "value", "on_line"),
-    ),
-)
 # Of a directory of ``quality``, whose routing is that of virtual ranks.
 QUALITY_FIGURES = {
-    "quality_capacity": _ANSWERS("What a capacity costs the answers", rows=capacity_rows),
-    "quality_fronts": _ANSWERS("What answers cost over what it buys", rows=front_rows),
+    "quality": Figure(
+        "What answers cost over what it buys",
+        [series("value", "cross_entropy_added", joined="on_line", xlabel="quantity")],
+        "Cross-entropy added to the unpatched model's on the same sequences, nats per token. Whiskers: 95 % interval, "
+        "Student's t over checkpoints where there are several, else over batches.",
+        answer_rows,
+        columns=(
+            *("phase", "checkpoints", "policy", "policy_params", "activated_experts", "fullest_rank"),
+            *("cross_entropy_added", "cross_entropy_added_half", "quantity", "value", "on_line"),
+        ),
+    )
 }
 
 # ---- papers' numbers beside ours -------------------------------------------------------------------------------------
 
-_PAPER = {"color": INK, "marker": "|", "markersize": 15, "markeredgewidth": 2.4, "linestyle": "none"}
 _OF_COMPARISON = [
     *("model", "scale", "dtype", "num_ranks", "num_tokens", "origin", "how", "ran_on", "links_words", "workload"),
     *("oversubscribed", "facts"),
@@ -375,16 +350,14 @@ def claim_rows(claims: Claims) -> pd.DataFrame:
 
 
 def _draw_papers(axes: Axes, rows: pd.DataFrame) -> None:
-    """A paper's number as a stroke, a range of one as a bar to the edge of the panel where it has no end."""
-    place_of, rows = places_of(rows["names"]), rows.drop_duplicates("names").set_index("names")
+    """A paper's number as a stroke, a range of one as a bar, to the edge of the panel where it has no end."""
+    places, rows = places_of(rows["names"]), rows.drop_duplicates("names").set_index("names")
     paper = rows[["paper_low", "paper_high"]].dropna(how="all")
-    is_single = paper["paper_low"] == paper["paper_high"]
-    for name, number in paper.loc[is_single, "paper_low"].items():
-        axes.plot([number], [place_of[name]], zorder=2, label="paper", **_PAPER)
-    low, high = axes.get_xlim()
-    for name, begin, end in paper[~is_single].fillna({"paper_low": low, "paper_high": high}).itertuples():
-        look = {"color": NOISE_FILL, "zorder": 0.5, "label": "paper: a range"}
-        axes.barh(place_of[name], end - begin, 0.7, begin, **look)
+    low, high = np.nanmin([axes.get_xlim()[0], *paper.min()]), np.nanmax([axes.get_xlim()[1], *paper.max()])
+    low, high = low - 0.03 * (high - low), high + 0.03 * (high - low)
+    paper = paper.fillna({"paper_low": low, "paper_high": high})
+    look = {"color": NOISE_FILL, "edgecolor": INK, "linewidth": 2, "zorder": 2, "label": "paper"}
+    axes.barh(paper.index.map(places), paper["paper_high"] - paper["paper_low"], 0.5, paper["paper_low"], **look)
     if rows["metric"].iloc[0] not in (*SHARES, *NUMBERS):
         axes.axvline(1, color=MUTED, linewidth=1, zorder=1)
     axes.set_xlim(low, high)

@@ -52,22 +52,25 @@ class Panel:
         height: inches, or from the rows of the sheet.
         width: of the panel to that of the others in its facet, where they stand side by side.
         shares: whether it has an axis in common with its facet's other panels, so that one of them names the values.
-        needs: a query that some row of a facet must satisfy, else the panel is left out of it; empty = none.
+        where: a query: rows of the facet that the panel draws, which is left out where there is none; empty = all.
     """
 
     draw: Draw
     height: float | Callable[[pd.DataFrame], float] = 3.3
     width: float = 1.0
     shares: bool = False
-    needs: str = ""
+    where: str = ""
 
     def inches(self, rows: pd.DataFrame) -> float:
         return self.height(rows) if callable(self.height) else self.height
 
+    def rows(self, facet: pd.DataFrame) -> pd.DataFrame:
+        return facet.query(self.where, engine="python") if self.where else facet
+
 
 def panels_of(panels: Iterable[Panel], rows: pd.DataFrame) -> list[Panel]:
     """Those for which there are rows."""
-    return [panel for panel in panels if not panel.needs or len(rows.query(panel.needs, engine="python"))]
+    return [panel for panel in panels if len(panel.rows(rows))]
 
 
 def facets(
@@ -101,7 +104,7 @@ def facets(
             place = (list(panels) if beside else list(heights[band])).index(panel)
             where = (band, column * number + place) if beside else (above + place, column)
             axes, width = figure.add_subplot(grid[where]), shares[place if beside else 0]
-            panel.draw(axes, group, looks)
+            panel.draw(axes, panel.rows(group), looks)
             if panel is own[0]:
                 # Bold letters are wider. The layout takes a title to stand where its middle is: above its own panel.
                 labels = axes.yaxis.get_tightbbox()
@@ -206,7 +209,6 @@ def series(
     names: bool = False,
     joined: str = "True",
     hollow: tuple[str, str] | None = None,
-    only: str = "",
     xlabel: str = "",
     ylabel: str = "",
     reverse: bool = False,
@@ -221,7 +223,6 @@ def series(
         joined: an expression of the columns: points that are joined. Where all are, at few ``x``, those of several
             lines at the same one stand a little beside each other, as they do at names.
         hollow: a query for points that are drawn hollow, and what that means, for the legend.
-        only: a query for the rows that have points; what speedups are held against is drawn of all.
         xlabel, ylabel: what the axis is called, or the column that says it; empty = as ``COLUMNS`` has it.
         reverse: more of ``x`` stands to the left.
         more: what else is drawn.
@@ -231,8 +232,7 @@ def series(
     ends = [f"{y.removesuffix('_median')}_{end}" for end in ("low", "high")]
 
     def draw(axes: Axes, rows: pd.DataFrame, looks: Mapping[str, Look]) -> None:
-        shown = rows.query(only, engine="python") if only else rows
-        shown = shown[shown[x].notna() & shown[y].notna() & shown["line"].isin(list(looks))]
+        shown = rows[rows[x].notna() & rows[y].notna() & rows["line"].isin(list(looks))]
         by_name = names or not pd.api.types.is_numeric_dtype(shown[x].infer_objects())
         upright, places = by_name and are_names(rows[x]), places_of(rows[x].dropna())
         values = up.scale * shown.reindex(columns=[y, *ends]).astype(float).set_axis(["value", "low", "high"], axis=1)

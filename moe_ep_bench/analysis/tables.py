@@ -18,11 +18,9 @@ from moe_ep_bench.analysis.origins import scale_words
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS, probe_floor_us
 from moe_ep_bench.analysis.render import Table
 from moe_ep_bench.analysis.store import ITERATION, Store
-from moe_ep_bench.schema import TOTAL
 from moe_ep_bench.timing.statistics import BELOW_MODEL
 
 _REASON_WIDTH = 90
-# Of more ranks those that are slowest under native are shown.
 MAX_RANKS = 64
 _COST = ("dropped_share", "retained_mass")
 _OF_MACHINES = ("hostname", "memory_gib", "matmul_tflops", "sm_clock_mhz")
@@ -56,44 +54,37 @@ def native_and_fastest(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([native, fastest(rows)]).drop_duplicates(CASE) if len(native) else native
 
 
-def rank_times(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
-    """A row per case of ``rows`` and rank: ``<group>_ms`` of its phases, median over breakdown iterations.
+def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataFrame:
+    """Of one comparison native and the policy that gains most, a row per rank.
 
-    Waiting is less what its probes cost when nobody waits, as in ``reduce.breakdown``.
+    Columns: of the case; ``rank``; ``<group>_ms`` of its phases, median over breakdown iterations, waiting less what
+    its probes cost when nobody waits. Of more than ``most`` ranks those that work longest under native.
     """
-    floors = [(*key, probe_floor_us(one.facts, one.conditions.values())) for key, one in store.by_id.items()]
-    times = samples(store, rows).query("kind == 'breakdown'")
-    times = times.merge(pd.DataFrame(floors, columns=[*COMPARISON, "floor_us"]), on=COMPARISON)
-    less_us = (times["time_us"] - times["floor_us"]).clip(lower=0)
-    group_of = {phase: f"{group}_ms" for group, phases in GROUPS.items() for phase in phases}
+    chosen, names = native_and_fastest(rows), [f"{group}_ms" for group in GROUPS]
+    one = store.by_id[tuple(chosen[COMPARISON].iloc[0])] if len(chosen) else None
+    times = samples(store, chosen).query("kind == 'breakdown'")
+    if times.empty:
+        return chosen[:0]
+    less_us = (times["time_us"] - probe_floor_us(one.facts, one.conditions.values())).clip(lower=0)
     times = times.assign(
         time_us=times["time_us"].mask(times["phase"].isin(GROUPS["waiting"]), less_us),
-        group=times["phase"].map(group_of),
+        group=times["phase"].map({phase: f"{group}_ms" for group, phases in GROUPS.items() for phase in phases}),
     )
-    sums_us = times.groupby([*CASE, *ITERATION, "rank", "group"])["time_us"].sum().unstack(fill_value=0.0)
-    sums_us = sums_us.reindex(columns=[f"{group}_ms" for group in GROUPS], fill_value=0.0)
-    return (sums_us.groupby([*CASE, "rank"]).median() / 1e3).reset_index()
+    sums_us = times.groupby(["case_id", *ITERATION, "rank", "group"])["time_us"].sum().unstack(fill_value=0.0)
+    medians_us = sums_us.reindex(columns=names, fill_value=0.0).groupby(["case_id", "rank"]).median()
+    shown = chosen.drop(columns=["rank", *names], errors="ignore").merge((medians_us / 1e3).reset_index(), on="case_id")
+    work_ms = shown[names].sum(axis=1) - shown["waiting_ms"]
+    longest = shown["rank"].loc[work_ms[shown["role"] == "baseline"].nlargest(most).index]
+    return shown[shown["rank"].isin(longest)]
 
 
-def _by_rank(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
-    """How long each rank took under native and the fastest policy, and where it ran.
-
-    ``median_ms`` is a rank's own time, ``slowest_share`` how often it is the slowest, of plain iterations;
-    ``waiting_ms`` the median of breakdowns.
-    """
-    chosen = native_and_fastest(rows)
-    times = samples(store, chosen).query(f"kind == 'plain' and phase == '{TOTAL}'")
-    is_slowest = times.groupby(["case_id", *ITERATION])["time_us"].rank(method="first", ascending=False) == 1
-    by_rank = times.assign(is_slowest=is_slowest).groupby([*CASE, "label", "rank"], sort=False)
-    shown = by_rank.agg(median_ms=("time_us", "median"), slowest_share=("is_slowest", "mean")).reset_index()
-    shown["median_ms"] /= 1e3
-    shown = shown.merge(rank_times(store, chosen).reindex(columns=[*CASE, "rank", "waiting_ms"]), how="left")
+def _with_machines(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
+    """``by_rank`` with what each rank ran on, ranks side by side."""
     machines = conditions(store).merge(rows[COMPARISON].head(1)).drop_duplicates("rank").set_index("rank")
     machines = machines.reindex(columns=["peak_memory_bytes", *_OF_MACHINES])
     machines["memory_gib"] = machines["peak_memory_bytes"].astype(float) / 2**30
-    shown = chosen[["label"]].merge(shown, on="label").join(machines[[*_OF_MACHINES]], on="rank")
-    slowest = shown[shown["label"].isin(chosen["label"].head(1))].nlargest(MAX_RANKS, "median_ms")["rank"]
-    return shown[shown["rank"].isin(slowest)].sort_values("rank", kind="stable")
+    shown = by_rank(store, rows)
+    return shown if shown.empty else shown.join(machines[[*_OF_MACHINES]], on="rank").sort_values("rank", kind="stable")
 
 
 VIEWS = {
@@ -141,13 +132,12 @@ VIEWS = {
     ),
     "ranks": View(
         "layer model",
-        ("label", "rank", "median_ms", "slowest_share", "waiting_ms", *_OF_MACHINES),
-        {"median_ms": "p50"},
+        ("label", "rank", *(f"{group}_ms" for group in GROUPS), *_OF_MACHINES),
         title="ranks under native and the fastest policy",
-        rows=_by_rank,
+        rows=_with_machines,
         notes=(
-            "p50, slowest in: a rank's own time, and how often it is the slowest, in iterations without probes",
-            f"waiting: for slower ranks, in iterations with probes; of more than {MAX_RANKS} ranks the slowest",
+            f"a rank's own time by phase, median over iterations with probes; of more than {MAX_RANKS} ranks those "
+            "that work longest under native",
         ),
     ),
 }
@@ -196,11 +186,7 @@ def _columns_of(view: View, frame: pd.DataFrame) -> list[Column]:
     names = [name for name in view.columns if name in frame and frame[name].notna().any()]
     if "activated_fullest_rank" in names and not leaves_idle(frame):
         names = [name for name in names if name not in ("activated_fullest_rank", "below_frontier_experts")]
-    return _headed(names, view.headers)
-
-
-def _headed(names: Sequence[str], headers: dict[str, str]) -> list[Column]:
-    return [replace(COLUMNS[name], header=headers.get(name, COLUMNS[name].header)) for name in names]
+    return [replace(COLUMNS[name], header=view.headers.get(name, COLUMNS[name].header)) for name in names]
 
 
 def _title(facts: pd.Series) -> str:
@@ -222,22 +208,20 @@ def _reasons(rows: pd.DataFrame) -> pd.Series:
     return short.astype(object).where(rows["status"] != "ok", None)
 
 
-def short_table(rows: pd.DataFrame) -> Table:
+def short_table(store: Store, rows: pd.DataFrame) -> Table:
     """What the end of a run prints of a comparison: six columns that fit 100 characters."""
     kind = kind_of(rows)
     load = "activated_experts" if leaves_idle(rows) else "rank_imbalance"
-    numbers = (
-        ("fullest_expert", "fullest_rank", load) if kind == "route" else ("median_ms", "speedup_median", "verdict")
-    )
-    headers = {**VIEWS[kind].headers, "retained_mass": "kept"}
+    numbers = ("fullest_expert", "fullest_rank", load) if kind == "route" else VIEWS[kind].columns[1:4]
     short = short_labels(rows["label"])
     rows = rows.assign(
-        instead=_reasons(rows),
         # What tells cases apart mostly stands at the end.
         label=short.where(short.str.len() <= 28, short.str[:11] + " ... " + short.str[-12:]),
         verdict=rows["verdict"].replace(BELOW_MODEL, "below the model"),
     )
-    return Table(rows, _headed(("label", *numbers, *_COST), headers), rows["title"].iloc[0], (), "instead")
+    headers = {**VIEWS[kind].headers, "retained_mass": "kept"}
+    view = replace(VIEWS[kind], columns=("label", *numbers, *_COST), headers=headers, notes=())
+    return replace(table_of(store, view, rows), title=rows["title"].iloc[0])
 
 
 def fastest(frame: pd.DataFrame) -> pd.DataFrame:

@@ -217,6 +217,15 @@ def test_no_choice_of_ranks_activates_fewer_experts_on_the_rank_with_most() -> N
         assert sum(found) == len(busy), "each expert on one rank"
 
 
+@pytest.mark.parametrize("load_E", [[13, 7], [10, 10, 1]])
+def test_llep_moves_nothing_at_its_threshold_nor_where_the_fullest_rank_gains_nothing(load_E: list[int]) -> None:
+    """Of three ranks the free slot of the last goes to expert 0, and expert 1 would fill rank 0 again."""
+    num_ranks = len(load_E)
+    counts_RE = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    counts_RE[0] = load_E
+    assert not llep(with_free_slots(num_ranks, num_ranks, 1), counts_RE, least_pairs=1).moves
+
+
 def test_ranks_that_got_weights_pass_them_on() -> None:
     """Six ranks take a share of expert 0: LLEP's home sends it six times, UltraEP's a few times."""
     counts_RE = np.zeros((8, 8), dtype=np.int64)
@@ -253,6 +262,11 @@ def test_a_plan_by_risk_parts_experts_that_are_busy_together() -> None:
     plan = replicate_by_risk(load_BE, num_slots=4, num_ranks=2)
     assert rank_load(load_BE, plan, 2).max() == 12
     assert rank_load(load_BE, replicate(load_BE.mean(axis=0), num_slots=4, num_ranks=2), 2).max() == 20
+
+
+def test_where_plans_are_as_good_replicas_go_where_the_greedy_rule_puts_them() -> None:
+    plan = replicate_by_risk([1] * 8, num_slots=12, num_ranks=2)
+    assert np.bincount(plan).tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
 
 
 def test_replicas_follow_the_spread_where_means_are_equal() -> None:

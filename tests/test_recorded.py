@@ -112,18 +112,6 @@ def test_a_short_recording_is_gone_through_as_often_as_it_takes_and_says_so(trac
     assert f"{3 * TOKENS} tokens in whole sequences of {TOKENS} recorded tokens" in workload.describe()["description"]
 
 
-def test_a_token_that_comes_again_keeps_its_top_k_but_not_its_tail(tmp_path):
-    tensors, metadata = trace_parts()
-    tensors["position"][:] = np.arange(TOKENS)
-    tensors["sequence_id"][:] = 0  # one sequence only: both batches are the recording in its order
-    path = write(tmp_path / "toy.safetensors", tensors, metadata)
-    workload = recorded(path, num_tokens=TOKENS)
-    first, second = (workload.batch(index).scores_TE.topk(K + 1, dim=1) for index in range(2))
-    assert torch.equal(first.values[:, :K], second.values[:, :K])
-    assert torch.equal(first.indices[:, :K], second.indices[:, :K])
-    assert not torch.equal(first.indices[:, K], second.indices[:, K])
-
-
 def test_the_uniform_tail_is_flat_and_the_popularity_tail_follows_the_recording(trace):
     batches = {tail: recorded(trace, tail=tail, num_tokens=TOKENS).batch(0).scores_TE.double() for tail in TAILS}
     popularity_E = torch.bincount(

@@ -109,18 +109,6 @@ def test_the_peak_load_is_met_to_a_percent_or_a_token(peak_load, num_experts, to
         assert peak(loads(batch, top_k)) == pytest.approx(peak_load, abs=tolerance)
 
 
-@pytest.mark.parametrize("num_groups", [None, 4])
-def test_the_peak_load_is_met_under_the_models_groups(num_groups):
-    groups = {} if num_groups is None else {"num_groups": num_groups, "top_groups": 2}
-    workload = synthetic(num_experts=32, top_k=4, num_tokens=512, peak_load=4.0, topk_share=0.5, **groups)
-    load = loads(workload.batch(0), 4, **groups)
-    assert peak(load) == pytest.approx(4.0, rel=0.011)
-    chosen_mass = [sum(row[e] for e in chosen(row, 4, **groups)) for row in workload.batch(0).scores_TE.tolist()]
-    assert np.mean(chosen_mass) == pytest.approx(0.5, abs=0.01)
-    if num_groups:
-        assert not np.array_equal(loads(workload.batch(0), 4), load), "the groups make no difference"
-
-
 @pytest.mark.parametrize(("num_ranks", "load"), [(2, 1.2), (64, 3.0)])
 def test_the_fullest_rank_gets_its_load(num_ranks, load):
     workload = synthetic(rank_load=(num_ranks, load))

@@ -135,7 +135,8 @@ WRONG = {
     "fewer tokens": ("position: ", given_("tensors", "position", np.arange(TOKENS - 1, dtype=np.int32))),
     "flat ids": ("expert_ids: ", given_("tensors", "expert_ids", np.zeros((LAYERS, K), np.uint8))),
     "scattered sequence": ("sequence_id: ", poke("sequence_id", 39, 0)),
-    "position comes back": ("position: token 12: ", poke("position", 12, 0)),
+    "position comes back": ("position: token 12: ", poke("position", 12, 1)),
+    "as many experts as a token takes": ("num_experts: expected 5", given_("metadata", "num_experts", "4")),
     "too many experts": ("num_experts: ", given_("metadata", "num_experts", "1025")),
     "other format": ("format: ", given_("metadata", "format", "v9")),
     "no tensor": ("missing tensors: position", drop("position")),
@@ -150,6 +151,16 @@ def test_a_wrong_recording_is_refused_in_one_line(tmp_path, name):
     change(tensors, metadata)
     path = write(tmp_path / "wrong.safetensors", tensors, metadata)
     assert refusal(path).startswith(begin)
+
+
+def test_full_scores_that_no_router_gives_are_refused(tmp_path):
+    tensors, metadata = parts()
+    tensors["full_scores"] = np.full((LAYERS, TOKENS, EXPERTS), 1 / EXPERTS, np.float32)
+    tensors["full_scores"][1, 7, :2] = [-0.1, 0.1 + 2 / EXPERTS]
+    trace = open_trace(write(tmp_path / "wrong.safetensors", tensors, metadata))
+    assert trace.read_full_scores(0).shape == (TOKENS, EXPERTS)
+    with pytest.raises(ValueError, match="layer 1: token 7: full_scores: expected non-negative values"):
+        trace.read_full_scores(1)
 
 
 @pytest.mark.parametrize("left", [0, 100, -1])

@@ -15,15 +15,9 @@ from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.policies.topk import TopK
 from moe_ep_bench.workload.batch import TokenBatch, balanced_scores, deal_pieces, dealing_order, image_tokens
-from moe_ep_bench.workload.synthetic import SyntheticWorkload
 from moe_ep_bench.workload.tail import fill_tail, fit_top_k, keep_top_k_ahead
 
 few_examples = settings(max_examples=15)
-
-
-def synthetic(**changes):
-    fields = {"num_experts": 64, "top_k": 6, "num_tokens": 2048, "num_batches": 2, "sequence_length": 100, "seed": 0}
-    return SyntheticWorkload(**{**fields, "peak_load": 3.0, **changes})
 
 
 def top_k_load(scores_TE, top_k):
@@ -133,22 +127,6 @@ def test_balanced_scores_of_many_ranks_with_few_tokens_are_balanced_together():
     scores_TE = torch.rand(1, 128, generator=torch.Generator().manual_seed(0))
     loads = [top_k_load(balanced_scores(scores_TE, 8, first=rank), 8) for rank in range(16)]
     assert torch.stack(loads).sum(dim=0).unique().tolist() == [1]
-
-
-# Synthetic
-
-
-def test_every_field_has_a_part_in_the_bytes():
-    changes = ({}, {"seed": 1}, {"sequence_length": 99}, {"peak_load": 3.5}, {"num_batches": 1})
-    assert len({digest_of(synthetic(num_tokens=512, **change)) for change in changes}) == 5
-
-
-def test_a_peak_load_below_noise_is_refused_with_the_range_that_can_be_met():
-    workload = synthetic(peak_load=1.0)
-    with pytest.raises(ValueError, match=r"^peak_load: expected 1\.\d+ to 10\.6667 .*, got 1$") as error:
-        workload.batch(0)
-    least = float(str(error.value).split()[2])
-    assert peak_load(top_k_load(synthetic(peak_load=least).batch(0).scores_TE, 6)) == pytest.approx(least, rel=0.01)
 
 
 # Ties and tails

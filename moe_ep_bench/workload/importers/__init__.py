@@ -1,15 +1,5 @@
 """Convert other programs' recordings to ``moe-trace-v1``.
 
-=========  ==========================================================================  ==================
-kind       source                                                                      scores
-=========  ==========================================================================  ==================
-esft       a checkout of deepseek-ai/ESFT (``results/expert_scores``)                  full softmax
-flame-moe  captured routing of cmu-flame/FLAME-MoE, as npz                             full softmax
-megatron   ``router_trace_rank<rank>.jsonl`` of Megatron-Core 0.19's router tracer     logits beside it
-sglang     SGLang's responses with routed experts, as JSON lines                       none
-vllm       vLLM's responses with routed experts, as JSON lines                         none
-=========  ==========================================================================  ==================
-
 An importer is a row of ``IMPORTERS`` and a function ``read(source, options, writer)`` that hands the writer blocks of
 (layer, experts, scores), and then their tokens. The writer checks every block, and the file appears under its name only
 when it is whole; its metadata has the hash of the source.

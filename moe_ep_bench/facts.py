@@ -148,7 +148,6 @@ class JudgedFacts(JsonRecord):
     batch_size: Count
     text: str | None = None
     task: str | None = None
-    metric: str | None = None  # that tables show; None = all of the task's
     limit: int | float | None = None  # of questions
 
 

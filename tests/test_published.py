@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -20,9 +21,9 @@ from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.papers.claims import Claim
-from moe_ep_bench.papers.published import FOLDER, Item, Number, load, names, numbers
+from moe_ep_bench.papers.published import FOLDER, Item, Number, load, names, numbers, orderings
 from moe_ep_bench.papers.run import _is_at, _value
-from moe_ep_bench.policies import make_policy
+from moe_ep_bench.policies import POLICIES, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 
 ROOT = Path(__file__).parents[1]
@@ -266,6 +267,13 @@ def test_a_number_that_is_not_published_is_named() -> None:
         Claim.model_validate(fields).resolved(make_policy({"name": "topk"}))
     with pytest.raises(ValueError, match="no number under paper beside it"):
         Claim.model_validate({**fields, "paper": 1.0})
+
+
+def test_orderings_name_fields_that_policies_have() -> None:
+    for _, ordering in orderings():
+        for fields in (ordering.better, ordering.worse):
+            known = {field.name for field in dataclasses.fields(POLICIES[fields["name"]])}
+            assert fields.keys() - {"name"} <= known, ordering.says
 
 
 # --- What the numbers imply -------------------------------------------------------------------------

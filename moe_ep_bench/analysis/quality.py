@@ -36,7 +36,7 @@ from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.schema import TABLES
 from moe_ep_bench.timing.statistics import MIN_BATCHES
 
-_FACTS = ["title", "model", "text", "task", "metric", "limit", "batch_size", "num_experts", "num_ranks"]
+_FACTS = ["title", "model", "text", "task", "limit", "batch_size", "num_ranks"]
 _OF_A_CHECKPOINT = {"name", "model", "title", "order"}
 _CASE = ["comparison_id", "label", "role", "policy", "policy_params", "phase"]
 _GROUP = ["title", "group", "comparison", "checkpoints"]
@@ -109,20 +109,18 @@ def with_comparisons(cases: pd.DataFrame, facts: Mapping[str, Mapping[str, Any]]
         title if number == 1 else str(title).replace(str(model), f"{number} checkpoints", 1)
         for title, model, number in zip(first["title"], first["model"], frame["checkpoints"], strict=True)
     ]
-    frame = frame.rename(columns={"task": "asked_task", "metric": "asked_metric"})
+    frame = frame.rename(columns={"task": "asked_task"})
     return cases.join(frame, on="comparison_id").rename_axis("case_id")
 
 
 def _read(files: RunDirectory, table: str, cases: pd.DataFrame) -> pd.DataFrame:
-    """All parts of a table."""
-    parts = [pd.DataFrame(columns=TABLES[table].schema.names)]
-    for key, listed in cases.groupby("comparison_id", sort=False):
-        rows = read_part(table, files.path(table, key), {"comparison_id": key}).rows
-        for case_id in listed.index.difference(rows["case_id"])[:1]:
-            label = listed.at[case_id, "label"]
-            raise ResultsError(f"{files.root}: no rows of {label} in the table {table}; start the run again")
-        parts.append(rows[rows["case_id"].isin(listed.index)])
-    return pd.concat(parts[1:] or parts, ignore_index=True)
+    """All parts of a table: the rows of ``cases``."""
+    keys = cases["comparison_id"].unique()
+    parts = [read_part(table, files.path(table, key), {"comparison_id": key}).rows for key in keys]
+    if not parts:
+        return pd.DataFrame(columns=TABLES[table].schema.names)
+    rows = pd.concat(parts, ignore_index=True)
+    return rows[rows["case_id"].isin(cases.index)]
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
@@ -203,7 +201,7 @@ def _routing_means(routing: pd.DataFrame) -> pd.DataFrame:
 
 
 def task_scores(quality: Quality) -> pd.DataFrame:
-    """A row per case and metric of a task that the config asks for (where it names a metric: that one); shares.
+    """A row per case and metric of a task that the config asks for; shares.
 
     Columns: what the case is; task, metric, filter, num_fewshot, num_samples; ``value`` and ``stderr``; ``added`` to
     the unpatched model's and ``added_stderr``, paired by question; the task's routing.
@@ -220,8 +218,6 @@ def task_scores(quality: Quality) -> pd.DataFrame:
     routing = whole[whole["filter"].isna()].pivot(index="case_id", columns="metric", values="value")
     rows = whole.loc[whole["filter"].notna() & whole["is_asked"].eq(True), ["case_id", *_SCORE, "value_native"]]
     rows = cases.join(rows.set_index("case_id"), how="inner").rename_axis("case_id").reset_index()
-    is_named = rows["metric"] == rows["asked_metric"]
-    rows = rows[is_named | ~is_named.groupby(rows["case_id"]).transform("any")]
     rows = rows.assign(
         policy_params=rows["policy_params"].map(json.dumps),
         added=(rows["value"] - rows["value_native"]).mask(rows["role"] == "baseline"),

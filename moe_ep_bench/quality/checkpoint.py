@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,9 +29,6 @@ from moe_ep_bench.quality.families import MoELayer, find_moe_layers
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 _CHARACTERS_AT_ONCE = _HASHED_BYTES = 2**20
-_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-_MOST_MODULES = 2**17  # layers x experts, many times those of the largest models: building more would not end
 # Nothing that a folder names is imported; without this word transformers would ask on the terminal.
 _NO_CODE = {"local_files_only": True, "trust_remote_code": False}
 
@@ -66,13 +62,6 @@ class Checkpoint:
         """The model's configuration, as transformers reads it."""
         transformers = import_transformers()
         with _one_line(f"{self.path}: cannot read config.json: "):
-            stated = json.loads((self.path / "config.json").read_bytes())
-            layers, experts = (
-                max([count for name in names if isinstance(count := stated.get(name), int)], default=1)
-                for names in (_LAYER_COUNTS, _EXPERT_COUNTS)
-            )
-            if layers * experts > _MOST_MODULES:  # before transformers lists the layers
-                raise UserError(f"expected at most {_MOST_MODULES:,} layers x experts, got {layers} x {experts}")
             return transformers.AutoConfig.from_pretrained(self.path, **_NO_CODE)
 
     @cached_property

@@ -50,8 +50,6 @@ class TaskConfig(Strict):
     """A task, group or tag of the lm-evaluation-harness, or one of ``include``."""
     num_fewshot: int | None = Field(None, ge=0)
     """Number of examples in the prompt; null = the task's own."""
-    metric: str | None = None
-    """Metric that tables show, as "acc_norm"; null = all of the task's. All are stored either way."""
 
 
 class RanksConfig(Strict):

@@ -112,7 +112,6 @@ class Task:
     def describe(self) -> dict[str, Any]:
         return {
             "task": self.config.name,
-            "metric": self.config.metric,
             "batch_size": self.experiment.batch_size,
             "limit": self.experiment.limit,
         }

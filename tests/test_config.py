@@ -17,7 +17,7 @@ from moe_ep_bench.bench.plan import compare, plan_experiments
 from moe_ep_bench.config import SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.workload.skews import SKEWS, Skews, load_skew
+from moe_ep_bench.workload.skews import SKEWS, load_skew
 
 
 def experiment(folder: Path, *, model: dict | None = None, workload: dict | None = None, layer: dict | None = None):
@@ -70,12 +70,6 @@ def skewed(folder: Path, ep_size: int, seed: int) -> Comparison:
     """Of a model of which nothing was recorded."""
     workload = {"skew": "single_domain", "num_tokens": 2048, "seed": seed}
     return comparison(folder, ep_size, model={"preset": "qwen3-235b-a22b", "scale": 0.03125}, workload=workload)
-
-
-def test_skews_grow_from_mixed_to_the_worst_layer() -> None:
-    for preset in Skews.names():
-        peaks = [load_skew(preset, skew).peak_load for skew in SKEWS]
-        assert peaks == sorted(peaks), preset
 
 
 def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:

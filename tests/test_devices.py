@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 from moe_ep_bench.bench.slots import Slots
 from moe_ep_bench.cost_model.devices import (
     PRECISIONS,
-    RUN_DTYPES,
-    VALUE_BYTES,
     Device,
     ffn_work,
 )
@@ -101,12 +99,6 @@ def test_few_rows_reach_less_arithmetic() -> None:
     expected = [0.01, math.sqrt(0.01 * 0.5), 0.5, 0.5]
     np.testing.assert_allclose(device().arithmetic_efficiency.at([0.5, 10, 100, 1e6], growth=0), expected)
     assert device().work_us(1e9, 0, 1) == pytest.approx(1000)
-
-
-def test_a_value_has_as_many_bytes_as_in_torch() -> None:
-    assert {name: getattr(torch, name).itemsize for name in RUN_DTYPES} == {
-        name: VALUE_BYTES[name] for name in RUN_DTYPES
-    }
 
 
 def test_no_work_takes_no_time() -> None:
@@ -276,13 +268,6 @@ def test_a_curve_goes_through_its_points() -> None:
     assert [Curve.of([1, 3], times).at(7) for times in ([5, 9], [9, 5])] == pytest.approx([17, 5])
 
 
-def test_links_that_others_wrote_load_by_path(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    for curve in (CURVE, {**INTRA, "curve": [[1, 5.0], [2, 5.0], [3, 6.0]]}):
-        path.write_text(yaml.safe_dump(links(name="mine", intra=curve).model_dump(mode="json")))
-        assert Links.load(str(path)) == links(name="mine", intra=curve)
-
-
 def test_more_ranks_than_one_node_has_are_refused() -> None:
     alone = links(4, inter=None)
     for ask in (lambda: alone.all_to_all_us(np.ones((5, 5))), lambda: alone.all_gather_us(8, 5)):
@@ -294,11 +279,7 @@ GOOD = {"name": "test", "source": "a test", "ranks_per_node": 4, "intra": INTRA,
 WRONG_DEVICES = [
     ({"arithmetic_efficiency": [[100, 0.5], [1, 0.1]]}, "arithmetic_efficiency: expected rising sizes"),
     ({"arithmetic_efficiency": []}, "arithmetic_efficiency: .*at least 1"),
-    ({"memory_efficiency": 2}, "memory_efficiency: .*got 2"),
-    ({"permute_efficiency": 0}, "permute_efficiency: .*got 0"),
-    ({"routing_native_ps": 0}, "routing_native_ps: .*got 0"),
     ({"routing_policy_basis": "guessed"}, "routing_policy_basis: .*got 'guessed'"),
-    ({"tflops": 2}, "tflops: no such key"),
     ({"attention_efficiency": 0.5}, "attention_basis: expected one with attention_efficiency and none without"),
     ({"attention_basis": "assumed"}, "attention_basis: expected one with attention_efficiency and none without"),
     (
@@ -307,17 +288,10 @@ WRONG_DEVICES = [
     ),
 ]
 WRONG_LINKS = [
-    ({**GOOD, "intra": {**INTRA, "latency_us": -1}}, "intra.latency_us: expected at least 0, got -1"),
-    ({**GOOD, "intra": {**INTRA, "efficiency": 1.2}}, "intra.efficiency: expected at most 1, got 1.2"),
-    ({**GOOD, "intra": {**INTRA, "latency_basis": "guessed"}}, "intra.latency_basis: expected .*got 'guessed'"),
     ({**GOOD, "intra": {**INTRA, "bandwidth": 1}}, "intra.bandwidth: no such key"),
     ({**GOOD, "intra": {**INTRA, "curve": [[1, 2], [1, 3]]}}, r"curve: expected rising sizes.*got \[1.0, 3.0\]"),
-    ({**GOOD, "intra": {**INTRA, "curve": [[2, 1], [1, 2]]}}, "expected rising sizes"),
     ({**GOOD, "intra": None}, "intra: expected a link with ranks_per_node=4"),
     ({**GOOD, "intra": None, "ranks_per_node": 1}, "inter: expected a link where intra is null"),
-    ({key: value for key, value in GOOD.items() if key != "source"}, "source: missing"),
-    (["a list"], "expected keys with values, got list"),
-    ("a: [", "not valid YAML"),
 ]
 
 

@@ -149,15 +149,6 @@ def test_more_work_never_takes_less_time(
         assert all(longer[phase] > times[phase] for phase in grows), field
 
 
-def test_many_rows_on_an_h100_run_as_fast_as_in_the_tables_and_faster_than_with_torch() -> None:
-    """OLMoE, 65,536 tokens x top 8 on one H100: 725 TFLOP/s; torch's grouped_mm reached 502."""
-    model, num_tokens = PRESETS["olmoe-1b-7b"], 65_536
-    pairs = num_tokens * model.top_k
-    work = RankWork(num_tokens, pairs, np.full(model.num_experts, pairs // model.num_experts))
-    time_us = phases(work, model, DEVICES["h100-sxm"], alone=True)["experts"]
-    assert 6 * pairs * model.hidden_size * model.ffn_hidden_size / time_us / 1e6 == pytest.approx(725, rel=0.01)
-
-
 # ---- Passes of whole models ------------------------------------------------------------------------------------------
 
 WHOLE = ModelSpec(

@@ -244,13 +244,6 @@ def test_what_does_not_fit_is_said_with_the_smallest_ep_size_that_does(tmp_path:
     assert long.words.endswith("on no EP size it would")
 
 
-def test_a_shape_by_hand_is_held_by_its_experts_alone(tmp_path: Path) -> None:
-    shape = {"num_experts": 8, "top_k": 2, "hidden_size": 8192, "ffn_hidden_size": 32768, "num_layers": 80}
-    fit = deployment(tmp_path, shape, layer={"ep_size": 8})
-    assert (fit.is_whole, fit.other_weight_bytes, fit.cache_bytes) == (False, 0, 0)
-    assert "does not fit: at least 1" in fit.words
-
-
 # What specs say
 
 
@@ -315,13 +308,6 @@ def test_a_spec_that_cannot_be_is_refused(values: dict[str, int], words: str) ->
 
 
 # Reading by path
-
-
-def test_a_preset_wins_over_a_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path / "olmoe-1b-7b", PUBLISHED["mixtral-8x7b"])
-    monkeypatch.chdir(tmp_path)
-    assert load_model("olmoe-1b-7b") == ModelSpec.named("olmoe-1b-7b")
-    assert load_model("./olmoe-1b-7b") == load_hf_model(tmp_path / "olmoe-1b-7b")
 
 
 # Wrong inputs
@@ -479,28 +465,6 @@ def test_dense_layers_lie_where_a_qwen_file_says(tmp_path: Path, values: dict[st
     model = load_hf_model(written(tmp_path, changed("qwen3-30b-a3b", **values)))
     assert list(model.moe_layers) == layers
     assert model.dense_ffn_hidden_size == 6144
-
-
-def test_layers_with_experts_may_lie_between_dense_ones(tmp_path: Path) -> None:
-    """Llama-4 Maverick: every second layer routes, and the others have a dense FFN of their own width."""
-    maverick = {"model_type": "llama4", "text_config": {**LLAMA_4, "interleave_moe_layer_step": 2}}
-    model = load_hf_model(written(tmp_path, maverick))
-    assert (model.moe_layers, model.num_moe_layers, model.first_dense_layers) == ((1, 3), 2, 0)
-    whole = load_hf_model(written(tmp_path / "scout", {"model_type": "llama4", "text_config": LLAMA_4}))
-    routed = model.num_experts * model.expert_parameters + model.hidden_size * model.num_experts
-    routed += 3 * model.hidden_size * model.shared_ffn_hidden_size
-    assert whole.num_parameters - model.num_parameters == 2 * (routed - 3 * model.hidden_size * 80)
-
-
-def test_plain_experts_have_two_matrices() -> None:
-    gated = load_model("olmoe-1b-7b")
-    plain = gated.model_copy(update={"activation": "plain"})
-    assert 3 * plain.expert_parameters == 2 * gated.expert_parameters
-    args = gated.hidden_size, gated.ffn_hidden_size, [64] * 8
-    device = Device.named("h100-sxm")
-    base = device.overhead_us
-    few, many = (device.experts_us(*args, num_matrices=number) - base for number in (2, 3))
-    assert few / many == pytest.approx(2 / 3, rel=0.02)
 
 
 def test_a_file_that_is_not_there_is_one_line_and_a_hub_id_says_that_nothing_is_fetched(tmp_path: Path) -> None:

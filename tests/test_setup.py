@@ -280,14 +280,6 @@ def test_an_environment_of_old_pins_asks_for_its_flags(set_up, tmp_path):
     assert snapshot(set_up["environment"]) == before
 
 
-def test_another_clone_takes_the_environment_over_without_network(set_up, tmp_path):
-    other = make_clone(tmp_path / "other")
-    done = run(other / "launch/setup.sh", "--venv", set_up["environment"], cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    found = inside(set_up["environment"], "import moe_ep_bench; print(moe_ep_bench.__file__)")
-    assert found == str(other / "moe_ep_bench/__init__.py")
-
-
 def test_an_unfinished_environment_is_not_finished_with_another_torch(clone, tmp_path):
     """On a Python that is no virtual environment, and whose pip is set up to find nothing."""
     furnish(tmp_path / "container", torch=CONTAINER["torch"], ensurepip=False)

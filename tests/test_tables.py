@@ -267,12 +267,6 @@ def test_collectives_are_exact_at_measured_sizes_on_as_many_gpus() -> None:
         links.all_to_all_us(np.ones((16, 16)))
 
 
-@pytest.mark.usefixtures("made_up")
-def test_links_are_of_nccl_alone() -> None:
-    with pytest.raises(ValueError, match="expected a framework of nccl; got 'vllm'"):
-        load_links("table:h100_sxm/vllm/1.0")
-
-
 # ---- how loads were made ---------------------------------------------------------------------------------------------
 
 

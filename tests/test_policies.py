@@ -38,7 +38,6 @@ from moe_ep_bench.kernels import form_of
 from moe_ep_bench.kernels.policy_steps import DeviceSteps, HostSteps
 from moe_ep_bench.policies import POLICIES, Routing, RoutingContext, laws, make_policy
 from moe_ep_bench.policies.steps import TORCH
-from moe_ep_bench.policies.topk import TopK
 
 # --- The rule and the laws -------------------------------------------------------------------------
 
@@ -103,30 +102,6 @@ def test_no_torch_form_waits_for_the_device_but_those_that_say_so(spec: Spec, pa
     with watched_waits() as found:
         policy.select(scores_TE, context, policy.stats(scores_TE, context))
     assert bool(found) == (spec.get("scope") == "request"), found
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reader(TopK):
-    """Reads a number, a list and a place in every routing."""
-
-    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
-        routing = super().select(scores_TE, context)
-        if routing.map_TE.any():
-            routing.map_TE.sum(dim=0).max().item()
-        routing.weights_TE[routing.map_TE] = scores_TE[routing.map_TE]
-        return routing
-
-
-def test_every_wait_of_a_policy_is_found_with_its_line() -> None:
-    context = RoutingContext(top_k=2)
-    with watched_waits() as found:
-        Reader().select(torch.rand(9, 8), context)
-    first = Reader.select.__code__.co_firstlineno
-    assert found == {
-        f"test_policies.py:{first + 2}": 1,
-        f"test_policies.py:{first + 3}": 1,
-        f"test_policies.py:{first + 4}": 2,
-    }
 
 
 # A policy's fields, then tokens, top-k, experts, ranks; the most pairs that it may choose.
@@ -319,18 +294,11 @@ WRONG_INPUTS: list[tuple[str, Tensor, Arguments]] = [
     ("top_k", UNIFORM, {"top_k": 9}),
     ("num_ranks", UNIFORM, {"num_ranks": 3}),
     ("bias_E", UNIFORM, {"bias_E": torch.zeros(7)}),
-    ("bias_E", UNIFORM, {"bias_E": torch.full([8], torch.nan)}),
-    ("bias_E", UNIFORM, {"bias_E": torch.zeros(8, dtype=torch.float64)}),
     ("load_E", UNIFORM, {"load_E": torch.zeros(9)}),
-    ("load_E", UNIFORM, {"load_E": torch.full([8], torch.nan)}),
-    ("layer_fraction", UNIFORM, {"layer_fraction": 1.1}),
     ("token_mask_T", UNIFORM, {"token_mask_T": HALF_MASK}),
     ("token_mask_T", UNIFORM, {"token_mask_T": torch.ones(6)}),
     ("modality_T", UNIFORM, {"modality_T": torch.zeros(5)}),
     ("request_id_T", UNIFORM, {"request_id_T": torch.zeros(7)}),
-    ("num_groups and top_groups", UNIFORM, {"num_groups": 2}),
-    ("top_groups", UNIFORM, {"num_groups": 4, "top_groups": 5}),
-    ("top_groups", UNIFORM, {"top_k": 3, "num_groups": 4, "top_groups": 1}),
 ]
 # What a policy needs is asked for, where there are no tokens too.
 NEEDS: list[tuple[str, Spec]] = [

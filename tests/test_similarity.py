@@ -18,7 +18,6 @@ from torch import Tensor
 
 from moe_ep_bench import cli
 from moe_ep_bench.analysis.quality import read_quality
-from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.quality.families import find_moe_layers
 from moe_ep_bench.quality.recording import inner_products, similarities
@@ -106,12 +105,6 @@ def test_what_holds_no_similarity_is_refused_in_a_line(content: Any, expected: s
     policy = make_policy({"name": "sere", "k0": 1, "similarity": str(path)})
     with pytest.raises(ValueError, match=rf"^similarity: [^\n]*{expected}[^\n]*$"):
         policy.route(torch.rand(4, 8), RoutingContext(top_k=2))
-
-
-def test_check_policy_tries_the_files_own_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--set", "k0=1", "--set", f"similarity={similarity_file(60, 5)}"]
-    assert cli.main(["check-policy", "sere", *asked]) == OK
-    assert "sere k0=1 similarity=60-5: 56 trials\n" in capsys.readouterr().out
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
@@ -239,12 +232,6 @@ def test_layers_of_a_recording_have_their_own_matrix_and_synthetic_scores_need_a
         status, said = routed(similarity, **sections)
         assert status == USER_ERROR
         assert told in said.splitlines()[-1]
-
-
-def test_more_primary_experts_than_a_token_has_are_refused(folder: Path) -> None:
-    own = {"name": "sere", "similarity": str(folder / "alike.safetensors")}
-    with pytest.raises(ValueError, match=r"asked.yaml: policies.0.k0: expected at most 3, the model's top-k, got 4$"):
-        load_experiments(config(folder, "asked", policies=[{**own, "k0": 4, "layer": 0}]), on_cpu=True)
 
 
 @pytest.mark.parametrize(("model", "is_other"), [("allenai/OLMoE-1B-7B-0924", False), ("Mixtral-8x7B", True)])

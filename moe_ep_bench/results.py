@@ -213,7 +213,6 @@ class ValidationDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.links = root / "links.yaml"
         self.real, self.emulated = root / "real", root / "emulated"
         self.pairs, self.text, self.table = (root / f"validation.{end}" for end in ("json", "txt", "csv"))
 

@@ -20,7 +20,6 @@ from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 from moe_ep_bench.analysis import page
 from moe_ep_bench.analysis.advise import OUT_OF_BOUNDS, RECORD_YOURS, advice_lines, advice_text, candidates
 from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed, timings
-from moe_ep_bench.analysis.columns import short_labels
 from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.bench.question import Bounds, Question, ask
 from moe_ep_bench.cli import main, make_parser
@@ -124,12 +123,10 @@ ANSWERS: dict[str, tuple[tuple[FakeCase, ...], dict[str, Any], str, str]] = {
         f"{NONE_GAINS}token_drop gamma 1.5: 0.800 times native (slower).",
         "",
     ),
-    "nine batches": ((drop(1.5, 1.5, 0.05, 0.97),), {"num_batches": 9}, NONE_GAINS, "(inconclusive)"),
     "noise": ((drop(1.5, 1.06, 0.05, 0.97),), {"noise": 0.1, "num_iterations": 2}, NONE_GAINS, ""),
     "no baseline": ((), {"cases": LOST}, "Inconclusive: the baseline was not measured", ""),
     "shared cores": ((USUAL[1],), {"facts": {"oversubscribed": True}}, "Inconclusive: more ranks than cores", ""),
     "below the model": ((eplb(1.015),), ON_MODEL, NONE_GAINS, "(below what the model can tell)"),
-    "modelled": ((eplb(1.03),), ON_MODEL, "Use EPLB, 1 spare per rank: ", "(modelled)"),
     "as little, measured": ((eplb(1.015),), {}, "Use EPLB, 1 spare per rank: ", "It costs: nothing is dropped.\n"),
     "a tie": ((*LOSSES, eplb(1.28)), {}, "Use EPLB, 1 spare per rank: ", ""),
     "no tie": ((*LOSSES, eplb(1.27)), {}, "Use token_drop gamma 2: ", ""),
@@ -191,18 +188,6 @@ def test_five_best_and_two_losers_explain_the_pick_and_all_are_printed_when_aske
     assert [row[0].split()[-1] for row in rows_of(text)] == ["2", "3", "4", "5", "6", "13", "1"]
     assert "7 more candidates: --all" in text
     assert len(rows_of(advice_text(store, BOUNDS, show_all=True))) == 14
-
-
-def test_short_labels_keep_what_tells_cases_apart() -> None:
-    """What solving takes, and which file."""
-    solved = [f"{how} ({us} us to solve), 1 spare per rank" for how in ("EPLB + LP", "UltraEP") for us in (0, 100)]
-    rest = ["LLEP (0 us to solve), 2 spare per rank", "sere k0=1 similarity=a", "sere k0=1 similarity=b"]
-    long = [f"UltraEP (7 us to solve), 2 spare per rank, least_pairs={n}, threshold=1.5" for n in (64, 512)]
-    labels = pd.Series([*solved, *rest, *long, *solved], range(3, 16))
-    short = short_labels(labels)
-    assert list(short[:4]) == [f"{how} ({us} us), 1 spare" for how in ("EPLB + LP", "UltraEP") for us in (0, 100)]
-    assert list(short[4:7]) == ["LLEP, 2 spare", *rest[1:]]
-    assert labels.nunique() == short.nunique() == 9
 
 
 def swept(*speedups: float, key: str = "workload.peak_load", **facts: Any) -> list[FakeComparison]:
@@ -586,16 +571,6 @@ def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
     assert "of one MoE layer" not in text
     kept = advised(tmp_path / "kept", drop(1.5, 0.8, 0.05, 0.97), facts={"rest": REST})
     assert "The whole model" not in kept
-
-
-def test_decode_of_a_recording_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, trace = tmp_path / "out", recording(tmp_path / "top.safetensors", full=False)
-    sizes = ["--ep", "4", "--decode-tokens", "8", "--set", "whole.context_length=128", "--trace", str(trace)]
-    assert main(["advise", "--model", "olmoe-1b-7b", *sizes, "--out", str(out)]) == OK
-    told = capsys.readouterr().out
-    assert "requests that decode route as their prompts did" in told
-    assert "warning: scores past the recorded top-k are modelled" not in told, "no candidate looks there"
-    assert "all 3 recorded layers" in told
 
 
 def test_the_readmes_example_is_answered_as_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,8 +90,10 @@ LISTED = {
         "--help",
         "a server records the trace; other recordings are asked about here",
     ),
-    "validate configs/quickstart.yaml": ("--help", "configs/validate-cpu.yaml is validated here"),
-    "validate configs/validate-model-cpu.yaml --nproc 2": ("--help", "test_whole_validate does so"),
+    "validate configs/validate-model-cpu.yaml --nproc 2 --set emulate.links=results/calibration/links.yaml": (
+        "--help",
+        "takes minutes; whole models are run and emulated in files of their own",
+    ),
 }
 # Each start and each answer takes seconds, and CUDA graphs need a GPU: these are run, others tried by --dry-run.
 STARTED = ("run configs/decode.yaml", "run configs/whatif-skew.yaml")
@@ -138,7 +140,8 @@ def arguments_of(line: str) -> list[str]:
     if line.startswith("plot"):
         # The page draws all.
         return [*arguments, "--format", "svg", *(() if "--x" in arguments else ("--figures", "speedup"))]
-    configs = [one for one in arguments if one.endswith(".yaml")] if "--list-points" not in arguments else []
+    configs = [one for one in arguments if one.endswith(".yaml") and "=" not in one]
+    configs = [] if "--list-points" in arguments else configs
     for config in configs:
         stem = Path(config).stem
         assert stem in SMALL, f"{line}: SMALL says no sizes for {config}, LISTED no reason why it cannot run"

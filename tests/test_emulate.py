@@ -34,10 +34,9 @@ from moe_ep_bench.files import write_json
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.results import conditions_of
 from moe_ep_bench.runtime.attempts import Attempt
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 from moe_ep_bench.runtime.guard import STOPPED_WORDS
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
-from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}
 H100 = {"links": "h100-nvlink4", "device": "h100-sxm"}
@@ -75,25 +74,6 @@ def test_every_rank_and_batch_has_all_phases_that_add_up(emulated: Path) -> None
     text = shown_text(emulated)
     for said in ("emulated (one device for all ranks, the all-to-all is modelled)", "4 ranks", "links/h100-nvlink4"):
         assert said in text
-
-
-def test_sigterm_ends_it_in_order_and_blames_no_case(tmp_path: Path) -> None:
-    changes = {**LINKS, "layer__ep_size": 4, "measure__iterations": 100_000}
-    config, out = write_config(tmp_path, **changes), tmp_path / "out"
-    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
-    command = [sys.executable, "-m", "moe_ep_bench", "emulate", str(config), "--out", str(out)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as job:
-        deadline = time.monotonic() + 300
-        while not any(path.read_bytes()[0] for path in (out / "attempts").glob("now-*-*")):
-            assert job.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        job.terminate()
-        _, errors = job.communicate(timeout=600)
-    assert job.returncode == 128 + signal.SIGTERM, errors
-    assert "Traceback" not in errors
-    mark = out / "attempts" / f"now-{comparison.comparison_id}-0"
-    assert f"stopped by signal {signal.SIGTERM:d}".encode() in mark.read_bytes()
 
 
 def test_a_case_that_raises_in_its_check_is_left_out_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,20 +143,6 @@ def test_modelled_comparisons_are_kept_as_they_finish_and_the_end_says_which(
     assert {name: when for name, when in written(out).items() if name in kept} == kept
 
 
-def test_a_dry_run_makes_no_batch_and_names_all_cases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def make(*_: object) -> None:
-        raise AssertionError("a batch is made")
-
-    monkeypatch.setattr(SyntheticWorkload, "make_scores", make)
-    monkeypatch.setattr(SyntheticWorkload, "_noise", make)
-    config = write_config(tmp_path, layer__ep_size=4, sweep={"workload.seed": [1, 2]}, **LINKS)
-    for command, options in (("emulate", []), ("route", []), ("run", ["--nproc", "4"])):
-        assert main([command, str(config), "--dry-run", *options]) == OK
-        assert capsys.readouterr().out.count("token_drop capacity_factor=2.0") == 2
-
-
 def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,17 +167,6 @@ def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
     assert {status for status, _ in statuses(out).values()} == {"ok"}
 
 
-def test_a_start_that_only_records_lost_cases_does_not_say_that_all_were_finished(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config, out = write_config(tmp_path, layer__ep_size=4, emulate=H100), tmp_path / "out"
-    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
-    write_json(out / "attempts" / f"{comparison.comparison_id}.json", ["oom: out of memory"] * 2)
-    assert main(["emulate", str(config), "--out", str(out)]) == CASES_FAILED
-    assert "finished before" not in capsys.readouterr().err
-    assert {status for status, _ in statuses(out).values()} == {"oom"}
-
-
 def test_what_is_sent_is_a_key_and_the_first_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     swept = {"emulate.transport": ["pairs", "copies"], "emulate.dispatch_dtype": [None, "fp8"]}
     modelled = {"links": "h100-nvlink4-ndr", "device": "h100-sxm"}
@@ -229,17 +184,6 @@ def test_what_is_sent_is_a_key_and_the_first_line(tmp_path: Path, capsys: pytest
     assert comm_ms["copies", "bf16"] < 0.9 * comm_ms["pairs", "bf16"]
     assert comm_ms["copies", "fp8"] < comm_ms["copies", "bf16"]
     assert comm_ms["pairs", "fp8"] < comm_ms["pairs", "bf16"]
-
-
-def test_a_skew_that_a_later_batch_cannot_have_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only the first batch is made while a run is planned."""
-    small = {"layer__ep_size": 2, "workload__num_tokens": 28, "workload__peak_load": 2.0}
-    config = write_config(tmp_path, **small, emulate=H100)
-    assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == USER_ERROR
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "28 tokens" in line
-    assert "peak_load: expected 2.667 to 10.6667" in line
-    assert not list((tmp_path / "out").glob("cases/*"))
 
 
 LP = {"spare_per_rank": 1, "balancer": "lp"}

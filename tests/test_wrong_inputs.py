@@ -91,7 +91,7 @@ COMMANDS = {
     "advise CONFIG --max-dropped 5": "--max-dropped: expected a share such as 5% or 0.05, 0 to 1; got 5",
     "advise CONFIG --max-lost-mass nan": "--max-lost-mass: expected a share",
     "compare a b --fail-over 3": "--fail-over: expected a share",
-    "validate CONFIG --nproc 2 --out /proc/foo/bar": "--out /proc/foo/bar: cannot write /proc/foo: ",
+    "validate CONFIG --nproc 2 --set emulate.links=pcie5 --out /proc/foo": "--out /proc/foo: cannot write /proc/foo: ",
     "trace record x": "the following arguments are required: --text",
     "emulate CONFIG policies.0.k0=2": "expected no such arguments: policies.0.k0=2; --set KEY=VALUE replaces a value",
     "run CONFIG --nproc 2 --dry-run --set layer.ep_size=16": "layer.ep_size: expected a divisor of the 2 ranks, got 16"

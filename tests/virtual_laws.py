@@ -26,7 +26,7 @@ from layer_laws import (
 )
 
 from moe_ep_bench.bench.comparison import VIRTUAL
-from moe_ep_bench.bench.measured_ranks import MeasuredRanks
+from moe_ep_bench.bench.measured_ranks import MeasuredRanks, RankCase
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import Batches, CaseRouter
 from moe_ep_bench.bench.traffic import Traffic, traffic_of
@@ -42,6 +42,7 @@ from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.models.scores import logits_from_scores
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import Ranks
+from moe_ep_bench.timing.protocol import PLAIN, Step
 
 LITE, H20 = ModelSpec.named("deepseek-v2-lite").scaled(1 / 32), Device.named("h20")
 
@@ -172,10 +173,9 @@ def experts_compute_what_was_worked_out_and_runs_are_cut_as_modelled_ones(lab: L
             ((of_layer,), _) = traffic_of(batches, None, 0, [router])
             traffic = Traffic(0, {None: of_layer})
             for rank, tokens in list(enumerate(batches.shares(None, 0)))[::3]:
-                shares, seen = {None: tokens.of(case)}, []
+                seen: list[torch.Tensor] = []
                 hook = layer.experts.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[1].cpu()))
-                run = timer.ready(router, traffic, rank, shares, timer.watch.recorder)
-                took = timer.time(case.case_id, run, first=True)
+                took = RankCase(timer, router, traffic, rank, {None: tokens}).time(Step(0, 0, PLAIN, rank))
                 hook.remove()
                 assert [counts_L.tolist() for counts_L in seen] == [of_layer.received(rank).tolist()], case.label
                 modelled = modelled_time(replace(comparison, device=H20), router, traffic, rank)

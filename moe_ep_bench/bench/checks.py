@@ -82,7 +82,7 @@ def _sizes(experiment: Experiment, num_ranks: int) -> Rows:
 def _emulated(experiment: Experiment) -> Rows:
     """What only real ranks do, and a config without links."""
     layer, launches = experiment.layer, experiment.measure.launches
-    known = f"one of {', '.join(Links.names())}, or a path to such a file"
+    known = f"one of {', '.join(Links.names())}, or a path to such a file (calibrate)"
     yield experiment.emulate.links is None, "emulate.links", known, "none"
     yield launches != 1, "measure.launches", "1, for emulate makes one launch", launches
     yield layer.cuda_graph, "layer.cuda_graph", "false, for emulate runs eagerly", "true"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -26,7 +27,7 @@ from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks
 from moe_ep_bench.timing.memory import CacheFlush, RotatingInput
-from moe_ep_bench.timing.protocol import Runnable, find_launch_bound
+from moe_ep_bench.timing.protocol import Runnable, Step, find_launch_bound
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder, Stopwatch, clock_for, no_meeting
 
 # Tokens of each rank that are held against the reference, and the hidden size there.
@@ -56,42 +57,6 @@ class MeasuredRanks:
         elif comparison.context_length:
             self._cache = self.virtual.new_cache(most, comparison.context_length)
 
-    @contextlib.contextmanager
-    def ready(
-        self,
-        router: CaseRouter,
-        traffic: Traffic,
-        rank: int,
-        shares: Mapping[int | None, Share],
-        recorder: PhaseRecorder | None = None,
-    ) -> Iterator[Callable[[], object]]:
-        """Hand out what runs a case as a rank, while the block lasts.
-
-        Args:
-            shares: the rank's tokens in every MoE layer.
-            recorder: gets the phases of the run.
-        """
-        virtual = self.virtual
-        virtual.become(rank)
-        router.enter(virtual.stack, shares)
-        # What all ranks send is on the device, where a gather would leave it, before the clock runs.
-        virtual.announced = {layer: _announced(of_layer, self._device) for layer, of_layer in traffic.layers.items()}
-        run = partial(virtual.stack.run, self._batch(traffic, rank, shares))
-        timed = virtual.stack.instrumented(recorder, no_meeting) if recorder else contextlib.nullcontext()
-        with virtual.connected(), timed:
-            yield run
-
-    def time(self, case_id: str, ready: contextlib.AbstractContextManager, *, first: bool = False) -> RankTime:
-        """Run what is ``ready`` with this watch's recorder.
-
-        Args:
-            first: look whether every layer's router sends what was announced; waits for the device.
-        """
-        self.virtual.exchange.checks_counts = first
-        with ready as run:
-            times = self.watch.time(case_id, run)
-        return RankTime(*legs_of(self.watch.recorder.segments_us()), times[HOST], times[THREAD_CPU])
-
     def leave_unheld(self, cases: Sequence[Runnable], begin: Callable[[str], None]) -> None:
         """Time those of a rank's cases without a hold that the host issues more slowly than the device runs them.
 
@@ -101,13 +66,56 @@ class MeasuredRanks:
         bound = find_launch_bound(cases, self.watch.recorder.clock, no_meeting, lambda excess_C: excess_C, begin)
         self.watch = self.watch._replace(unheld=self.watch.unheld | bound)
 
-    def _batch(self, traffic: Traffic, rank: int, shares: Mapping[int | None, Share]) -> Tensor | Pass:
-        """What runs: hidden states [T, 1, D] of a layer, a model's pass."""
+    def batch(self, traffic: Traffic, rank: int) -> Tensor | Pass:
+        """What a rank runs: hidden states [T, 1, D] of a layer, a model's pass."""
         if self._hidden is not None:
-            return self._hidden.next()[: shares[None].num_tokens]
+            return self._hidden.next()[: traffic.layers[None].num_tokens_R[rank]]
         assert traffic.lengths_R is not None
         lengths = traffic.lengths_R[rank]
         return random_pass(self._comparison, self._device, traffic.index, rank, lengths, self._cache)
+
+    def announce(self, traffic: Traffic) -> None:
+        """Put what all ranks send on the device, where a gather would leave it, before the clock runs."""
+        self.virtual.announced = {layer: _announced(one, self._device) for layer, one in traffic.layers.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class RankCase:
+    """A case on one rank's tokens of a batch, as ``timing.protocol`` runs and times it.
+
+    Attributes:
+        of_rank: the tokens in every MoE layer.
+    """
+
+    ranks: MeasuredRanks
+    router: CaseRouter
+    traffic: Traffic
+    rank: int
+    of_rank: Mapping[int | None, Share]
+
+    @property
+    def case_id(self) -> str:
+        return self.router.case.case_id
+
+    @contextlib.contextmanager
+    def ready(self, batch: int, recorder: PhaseRecorder | None = None) -> Iterator[Callable[[], object]]:
+        virtual = self.ranks.virtual
+        virtual.become(self.rank)
+        shares = {layer: share.of(self.router.case) for layer, share in self.of_rank.items()}
+        self.router.enter(virtual.stack, shares)
+        self.ranks.announce(self.traffic)
+        run = partial(virtual.stack.run, self.ranks.batch(self.traffic, self.rank))
+        timed = virtual.stack.instrumented(recorder, no_meeting) if recorder else contextlib.nullcontext()
+        with virtual.connected(), timed:
+            yield run
+
+    def time(self, step: Step) -> RankTime:
+        """One iteration; the first looks whether every layer's router sends what was announced, and waits for that."""
+        watch = self.ranks.watch
+        self.ranks.virtual.exchange.checks_counts = step.iteration == 0
+        with self.ready(step.batch, watch.recorder) as run:
+            times = watch.time(self.case_id, run)
+        return RankTime(*legs_of(watch.recorder.segments_us()), times[HOST], times[THREAD_CPU])
 
 
 def _announced(traffic: LayerTraffic, device: torch.device) -> Announced:

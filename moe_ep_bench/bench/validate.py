@@ -1,8 +1,7 @@
 """Run a config on real ranks and emulate as many on this machine, for ``analysis.validate`` to compare.
 
-Three steps into one directory, each skipped where it was finished before: calibrate the collectives of these ranks,
-unless the config names its links; run on real ranks; emulate as many ranks. The emulation has a process of its own,
-with as many compute threads as one real rank has.
+Both into one directory, each skipped where it was finished before. The emulation has a process of its own, with as many
+compute threads as one real rank has. Its links are those that ``calibrate`` measured between these ranks.
 """
 
 from __future__ import annotations
@@ -15,18 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import launch
 from moe_ep_bench.config import EmulateConfig
-from moe_ep_bench.cost_model.calibrate import DEFAULT_MAX_BYTES, ENOUGH_BYTES, launch_calibrate
-from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import make_folder, writing_to
-from moe_ep_bench.layer.experts import DTYPES
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
 
@@ -56,14 +50,10 @@ def validate(
     with naming(str(config)):
         for comparison in real:
             checks.refuse(_incomparable(comparison, num_ranks))
-    files, given = ValidationDirectory(out), real[0].experiment.emulate.links
-    links = given or str(files.links.absolute())
     # JSON is YAML whatever characters a path has.
-    alike = {"layer.ep_size": num_ranks, "measure.launches": 1, "emulate.links": links}
+    alike = {"layer.ep_size": num_ranks, "measure.launches": 1}
     as_real = [*overrides, *(f"{key}={json.dumps(value)}" for key, value in alike.items())]
-    # Links that are still to be measured cannot be wrong: any will do to find what else is.
-    planned_links = json.dumps(given or Links.names()[0])
-    emulated = plan(config, [*as_real, f"emulate.links={planned_links}"], VIRTUAL)
+    emulated, files = plan(config, as_real, VIRTUAL), ValidationDirectory(out)
     if RunDirectory(out).run_json.exists():
         raise UserError(f"--out {out}: holds the results of another command; choose another directory")
     make_folder(out, "--out")
@@ -78,10 +68,6 @@ def validate(
             _emulate, config, files.emulated, as_real, num_ranks, force=force
         ),
     }
-    is_known = files.links.exists() and Links.load(links).ranks_per_node == num_ranks
-    if given is None and (force or not is_known):
-        calibrate = partial(launch_calibrate, Path(links), num_ranks, max_bytes=_largest_bytes(real))
-        steps = {f"calibrating the collectives of {num_ranks} ranks": calibrate, **steps}
     worst = OK
     for step, take in steps.items():
         print(f"moe-ep-bench: validate: {step}", file=sys.stderr, flush=True)
@@ -91,11 +77,9 @@ def validate(
             print(f"moe-ep-bench: validate: {failed}", file=sys.stderr)
             return status
         worst = max(worst, status)
-    if given is None:  # ids depend on the links that were measured meanwhile
-        emulated = plan(config, as_real, VIRTUAL, try_out=False)
     pairs = [(ran.comparison_id, other.comparison_id) for ran, other in zip(real, emulated, strict=True)]
-    source = "calibrated on these ranks" if given is None else f"given as emulate.links {Path(given).name}"
-    files.write_pairs(pairs, f"{source}, {Links.load(links).describe()}", margin)
+    assert emulated[0].links is not None
+    files.write_pairs(pairs, emulated[0].links.describe(), margin)
     return worst
 
 
@@ -107,20 +91,6 @@ def _emulate(config: Path, out: Path, overrides: Sequence[str], num_ranks: int, 
     command = [sys.executable, "-m", "moe_ep_bench", *arguments, *["--force"] * force]
     status = subprocess.run(command, env={**os.environ, **share}, stdout=subprocess.DEVNULL, check=False).returncode
     return 128 - status if status < 0 else status
-
-
-def _largest_bytes(real: Sequence[Comparison]) -> int:
-    """More than any all-to-all of the layers moves between two ranks, as a power of two: what is calibrated up to.
-
-    That is all (token, expert) pairs of the model's own routing; half of them cross two ranks where loads are even.
-    Small layers are calibrated up to ENOUGH_BYTES: below, the bandwidth is lost in the latency's noise.
-    """
-    most = max(
-        ran.num_tokens * ran.model.top_k * ran.model.hidden_size * DTYPES[ran.experiment.layer.dtype].itemsize
-        for ran in real
-    )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return min(max(1 << (most - 1).bit_length(), ENOUGH_BYTES), DEFAULT_MAX_BYTES[device])
 
 
 def _incomparable(comparison: Comparison, num_ranks: int) -> Iterator[tuple[object, str, str, object]]:

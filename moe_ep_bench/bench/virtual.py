@@ -13,10 +13,8 @@ Shapes: R = virtual ranks, V = cases, B = batches, C = columns of a sample.
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.job import Job, watched_machine
-from moe_ep_bench.bench.routing import CaseRouter, Share
+from moe_ep_bench.bench.routing import CaseRouter
 from moe_ep_bench.bench.rows import Outcome, columns_of
 from moe_ep_bench.bench.traffic import LayerTraffic, RoutedBatches, Traffic
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
@@ -41,7 +39,7 @@ from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.ceilings import measure_ceilings
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, measure
-from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder
+from moe_ep_bench.timing.timer import HOST, THREAD_CPU
 
 if TYPE_CHECKING:  # It needs Megatron-Core, which modelled ranks do not.
     from moe_ep_bench.bench.measured_ranks import MeasuredRanks
@@ -68,31 +66,6 @@ def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpe
         outcome.unmeasured = {case.case_id: split_reason(reason) for case, reason in failed.items()}
         outcome.conditions = conditions
         return outcome
-
-
-@dataclass(frozen=True, eq=False)
-class _Turn:
-    """A case on one rank's tokens of a batch, as ``timing.protocol`` runs and times it."""
-
-    router: CaseRouter
-    traffic: Traffic
-    timer: MeasuredRanks
-    rank: int
-    of_rank: Mapping[int | None, Share]
-
-    @property
-    def case_id(self) -> str:
-        return self.router.case.case_id
-
-    def ready(
-        self, batch: int, recorder: PhaseRecorder | None = None
-    ) -> contextlib.AbstractContextManager[Callable[[], object]]:
-        shares = {layer: share.of(self.router.case) for layer, share in self.of_rank.items()}
-        return self.timer.ready(self.router, self.traffic, self.rank, shares, recorder)
-
-    def time(self, step: Step) -> RankTime:
-        run = self.ready(step.batch, self.timer.watch.recorder)
-        return self.timer.time(self.case_id, run, first=step.iteration == 0)
 
 
 def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, rank: int) -> RankTime:
@@ -222,8 +195,10 @@ class Emulation:
 
     # ---- one batch ---------------------------------------------------------------------------------------------------
 
-    def _measure_batch(self, index: int, timer: MeasuredRanks) -> None:
+    def _measure_batch(self, index: int, here: MeasuredRanks) -> None:
         """Run the measuring loop on one batch, rank after rank; the last rounds count."""
+        from moe_ep_bench.bench.measured_ranks import RankCase
+
         settings, layers = self.comparison.experiment.measure, list(self.comparison.workloads)
         routed, times = self._route(index), defaultdict(list)
 
@@ -235,10 +210,10 @@ class Emulation:
             ranks = zip(*(self.routed.batches.shares(layer, index) for layer in layers), strict=True)
             for rank, shares in enumerate(ranks):
                 of_rank = dict(zip(layers, shares, strict=True))
-                turns = [_Turn(router, traffic, timer, rank, of_rank) for router, traffic in routed]
+                turns = [RankCase(here, router, traffic, rank, of_rank) for router, traffic in routed]
                 measure(turns, [Step(index, iteration, PLAIN, rank)], self.begin, keep)
                 if self.device.type == "cuda" and index == iteration == 0:  # which warms up
-                    timer.leave_unheld(turns, self.begin)
+                    here.leave_unheld(turns, self.begin)
         for number, (router, traffic) in enumerate(routed):
             self._store(router, [times[number, rank] for rank in range(self.num_ranks)], traffic)
 

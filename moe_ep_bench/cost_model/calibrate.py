@@ -39,7 +39,6 @@ from moe_ep_bench.runtime.torchrun import torchrun
 from moe_ep_bench.timing.timer import clock_for, time_us
 
 MIN_BYTES = 2**10
-ENOUGH_BYTES = 2**20  # to tell a bandwidth beside the latency
 DEFAULT_MAX_BYTES = {"cuda": 2**30, "cpu": 2**26}
 
 # Splits: all messages alike, or one rank that receives this many times what others do.

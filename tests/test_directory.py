@@ -7,15 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-from test_run import write_config
 
 from moe_ep_bench import files
 from moe_ep_bench.bench.job import check_agreement
-from moe_ep_bench.cli import main
 from moe_ep_bench.files import write_json
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
-from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
 CONDITIONS = {"torch": "2.0", "device_name": "a processor"}
 
@@ -51,18 +48,6 @@ def test_a_directory_holds_one_mode_scope_code_and_set_of_conditions(what: str, 
     with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=f"holds results with {message}"):
         check_agreement(directory, "run", CONDITIONS, force=force)
     assert files_in(tmp_path) == before
-
-
-@pytest.mark.parametrize(("command", "there"), [("route", "emulated"), ("emulate", "run")])
-def test_a_command_refuses_another_mode_in_one_line(
-    command: str, there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = leave_results(tmp_path / "out", there).root
-    config = write_config(tmp_path, emulate={"links": "h100-nvlink4", "device": "h100-sxm"})
-    assert main([command, str(config), "--out", str(out), "--force"]) == USER_ERROR
-    *_, line = capsys.readouterr().err.splitlines()  # what is planned is announced where planning takes long
-    assert line.startswith(f"moe-ep-bench: --out {out}: holds results with mode {there}, here it is ")
-    assert files_in(out) == {"run.json"}
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"mode": "run", "environment": {}}'])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -208,6 +209,15 @@ def test_attempts_add_up_the_first_explanation_stays_and_one_taken_back_blames_n
     ended.clear()
     collect_lost(tmp_path, ["job"])
     assert lost_attempts(tmp_path, "third") == []
+    stopped = Attempt(tmp_path, "job", 0)
+    stopped.name("third")
+    for call, said in ((stopped.explain_last, ASKED), (stopped.name, "fourth")):
+        thread = threading.Thread(target=call, args=(said,), daemon=True)
+        thread.start()
+        thread.join(0.2)
+    assert thread.is_alive(), "it may not take back why the process ends"
+    collect_lost(tmp_path, ["job"])
+    assert [path.name for path in tmp_path.iterdir() if path.stem in ("third", "fourth")] == []
     (tmp_path / "now-job-0").touch()  # As a disk leaves it that is full.
     collect_lost(tmp_path, ["job"])
     (tmp_path / "case.json").write_text('["failed: o')

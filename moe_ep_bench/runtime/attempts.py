@@ -13,6 +13,7 @@ comparison is built or written, and in native's first run, its own id stands for
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +27,7 @@ MAX_ATTEMPTS = 2
 # What a rank leaves that was ended by its peers' end, and that was asked to end.
 PEER_LOST, STOPPED = "peer lost", "stopped"
 _SILENT = "failed: ended without a word (killed, or out of memory)"
-_NUM_BYTES = 600
+_NUM_BYTES, _PATIENCE_S = 600, 1.0
 
 
 class Attempt:
@@ -36,25 +37,36 @@ class Attempt:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"now-{job}-{rank}"
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self._lock = threading.Lock()  # The guard's thread explains while the main one may be naming.
         self._count, self._case_id, self._reason = 0, "", ""
         self._write()  # On a disk that is full by then, there is room.
 
     def name(self, case_id: str) -> None:
         """Note what is tried from now on. Nothing was lost for a reason that was given before."""
-        self._count, self._case_id, self._reason = self._count + 1, case_id, ""
-        self._write()
+        with self._lock:
+            self._count, self._case_id, self._reason = self._count + 1, case_id, ""
+            self._write()
 
     def explain(self, reason: str) -> None:
         """Note why it is being lost; the first reason stays."""
-        if not self._reason:
-            self._reason = " ".join(reason.split())
-            self._write()
-            os.fsync(self._file)  # Also where the results are on other machines: the first rank reads all files.
+        with self._lock:
+            self._explain(reason)
+
+    def explain_last(self, reason: str) -> None:
+        """Note why the process ends: whoever would name another case waits from now on."""
+        self._lock.acquire(timeout=_PATIENCE_S)  # Whoever has it may be stuck.
+        self._explain(reason)
 
     def clear(self) -> None:
         """End in order: nothing was lost."""
         os.close(self._file)
         self._path.unlink(missing_ok=True)
+
+    def _explain(self, reason: str) -> None:
+        if not self._reason:
+            self._reason = " ".join(reason.split())
+            self._write()
+            os.fsync(self._file)  # Also where the results are on other machines: the first rank reads all files.
 
     def _write(self) -> None:
         text = f"{self._count}\n{self._case_id}\n{self._reason}".encode()

@@ -138,7 +138,7 @@ class Guard:
 
     def _explain_last(self, reason: str) -> bool:
         """Note why the process ends, whatever it may still begin; whether there was anything to be lost."""
-        attempt, self._attempt = self._attempt, None
+        attempt = self._attempt
         if attempt is not None:
-            attempt.explain(reason)
+            attempt.explain_last(reason)
         return attempt is not None

@@ -4,8 +4,8 @@
 whenever that policy routes inside a layer, with ``@timed`` behind it only while the layer is timed; in a Slurm job only
 until it is requeued, or with ``until=2`` until it is requeued the second time.
 Some keys are no policies: ``join=5`` lets ranks wait for each other for 5 seconds only; ``setup=5`` gives
-them so long to read the config, and the last one hangs there; ``torch=1.0`` and ``nccl=1.0`` give the last rank another
-version of that. ``build=oom`` lets the last rank run out of memory when it builds its first layer, ``check=oom`` when
+them so long to read the config, and the last one hangs there; ``torch=1.0`` gives the last rank another
+version of torch. ``build=oom`` lets the last rank run out of memory when it builds its first layer, ``check=oom`` when
 it holds outputs against the reference for the fourth time. ``exchange=wrong`` and ``exchange=kill`` strike in the
 all-to-all of ``doctor``. Python imports this module at start-up.
 """
@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-VERSIONS = {"torch", "nccl"}
 FAULTS = dict(pair.split("=") for pair in os.environ.get("MOE_EP_BENCH_FAULTS", "").split(",") if pair)
 
 
@@ -140,8 +139,7 @@ def _change_versions() -> None:
     from moe_ep_bench.machine import provenance
 
     package_versions = provenance.package_versions
-    changed = {name: FAULTS[name] for name in VERSIONS & set(FAULTS)}
-    provenance.package_versions = lambda: {**package_versions(), **changed}
+    provenance.package_versions = lambda: {**package_versions(), "torch": FAULTS["torch"]}
 
 
 def _hang_in_setup() -> None:
@@ -175,11 +173,11 @@ if int(os.environ.get("SLURM_RESTART_COUNT", "0")) < int(FAULTS.pop("until", "1"
     if "run" in sys.orig_argv:
         if "join" in FAULTS:
             _shorten_joining()
-        if VERSIONS & set(FAULTS) and _is_last_rank():
+        if "torch" in FAULTS and _is_last_rank():
             _change_versions()
     if "run" in sys.orig_argv and "RANK" in os.environ:
         if "setup" in FAULTS:
             _hang_in_setup()
-        if set(FAULTS) - {"join", "setup", *VERSIONS}:
+        if set(FAULTS) - {"join", "setup", "torch"}:
             _inject()
             _inject_beside_policies()

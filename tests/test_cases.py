@@ -221,6 +221,22 @@ def test_routing_weighs_ranks_by_their_tokens(tmp_path):
     assert row["dropped_share"] == pytest.approx(0.25, abs=1e-3)
     assert row["retained_mass"] == pytest.approx(0.80, abs=1e-3)
     assert row["output_error"] == pytest.approx(0.2)
+    shares = routing(load(tmp_path))["topk_share"]  # 0.8 and 0.4
+    assert shares.tolist() == pytest.approx([0.7] * len(shares))
+
+
+def test_the_output_error_of_a_batch_is_its_worst_layers(tmp_path):
+    frame_of(tmp_path, cases=NATIVE, facts=whole_facts(), **FEW)
+    errors = rewritten(
+        tmp_path, "routing", lambda row: [{**row, "layer": layer, "output_error": layer / 10} for layer in (1, 2)]
+    )
+    assert errors["output_error"].item() == pytest.approx(0.2)
+
+
+def test_experts_of_a_rank_are_counted_where_they_are_at_their_homes(tmp_path):
+    rows = frame_of(tmp_path, cases=[*standard_cases(), FakeCase("eplb", role="replication")], **FEW)
+    assert rows.loc[["native", DROP], "activated_fullest_rank"].tolist() == [4, 4]
+    assert np.isnan(rows.loc["eplb", "activated_fullest_rank"])
 
 
 def test_load_is_summed_over_ranks_and_relative_to_the_models_own_mean(tmp_path):
@@ -255,7 +271,7 @@ END_TO_END = 1 / (1 - SHARE + SHARE / LAYERS)
 
 
 def test_a_pass_gains_what_amdahls_law_says_of_its_layers(tmp_path):
-    store = load(write_whole(tmp_path, WHOLE_CASES))
+    store = load(write_whole(tmp_path, WHOLE_CASES, facts={"world_size": 4, "num_replicas": 2}))
     rows = cases(store).set_index("label")
     policy, native = rows.loc["token_drop gamma 2"], rows.loc["native"]
     assert policy["speedup_median"] == pytest.approx(END_TO_END, rel=0.01)
@@ -265,7 +281,7 @@ def test_a_pass_gains_what_amdahls_law_says_of_its_layers(tmp_path):
     assert native["most_by_amdahl"] == pytest.approx(1 / (1 - SHARE), rel=0.03)
     assert native["mean_rank_attention_ms"] == pytest.approx(ELSEWHERE_US["attention"] / 1e3)
     assert native["tokens_per_s"] == pytest.approx(4096 / native["median_ms"] * 1e3)
-    assert native["tokens_per_s_per_rank"] == pytest.approx(native["tokens_per_s"] / 2)
+    assert native["tokens_per_s_per_rank"] == pytest.approx(native["tokens_per_s"] / 4)
     parts = timings(store).query("role == 'baseline'").groupby("quantity")["time_us"].median()
     assert parts["attention"] == pytest.approx(ELSEWHERE_US["attention"])
     assert parts["the rest"] == pytest.approx(ELSEWHERE_TOTAL_US - ELSEWHERE_US["attention"], rel=0.06)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -54,13 +55,19 @@ def with_metadata(changes: dict[bytes, bytes]) -> Callable[[Path], None]:
 
 
 def flip_a_bit(path: Path) -> None:
-    """In the middle of the first page of times: values that are no worse than others."""
-    content = bytearray(path.read_bytes())
+    """In the first page of times: values that read as well as others, but for the page's checksum."""
+    sound = path.read_bytes()
     group = pq.read_metadata(path).row_group(0)
     columns = [group.column(place) for place in range(group.num_columns)]
     column = next(column for column in columns if column.path_in_schema == "time_us")
-    content[column.data_page_offset + column.total_compressed_size // 2] ^= 1
-    path.write_bytes(content)
+    for place in range(column.data_page_offset + 100, column.data_page_offset + column.total_compressed_size):
+        content = bytearray(sound)
+        content[place] ^= 1
+        path.write_bytes(content)
+        with contextlib.suppress(OSError):
+            pq.read_table(path, columns=["time_us"])
+            return
+    raise AssertionError("every bit that was flipped broke the page's compression")
 
 
 # What is done to a directory of the comparisons c0 and c1, what the line says, and which cases are left: none, those of
@@ -80,7 +87,7 @@ BREAKAGES = {
     "missing routing": (without(ROUTING), "c0.parquet: no rows of token_drop gamma 1, which was measured", "c1"),
     "damaged part": (lambda d: (d / SAMPLES).write_bytes(b"PAR1 and"), "c0-0.parquet: damaged, not Parquet", "c1"),
     "half a part": (lambda d: os.truncate(d / ROUTING, 2000), "c0.parquet: damaged, not Parquet", "c1"),
-    "a flipped bit": (lambda d: flip_a_bit(d / SAMPLES), "c0-0.parquet: damaged, not Parquet: ", "c1"),
+    "a flipped bit": (lambda d: flip_a_bit(d / SAMPLES), "CRC checksum verification failed", "c1"),
     "empty part": (
         lambda d: pq.write_table(pq.read_table(d / SAMPLES).slice(0, 0), d / SAMPLES),
         "c0-0.parquet: damaged, it has no rows",
@@ -145,6 +152,13 @@ def test_results_that_cannot_be_trusted_are_one_clear_line(sound: Path, tmp_path
     assert not any("\n" in one for one in lines)
 
 
+def test_a_job_that_goes_on_takes_a_part_with_a_flipped_bit_for_none(sound: Path, tmp_path: Path) -> None:
+    files = RunDirectory(shutil.copytree(sound, tmp_path / "run"))
+    assert set(files.statuses("c0", 0)) == {"c0-0", "c0-1", "c0-2"}
+    flip_a_bit(files.path("samples", "c0", 0))
+    assert files.statuses("c0", 0) == {}
+
+
 def test_rows_of_a_case_that_no_config_names_any_more_are_read_by_nobody(sound: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(sound, tmp_path / "run")
     in_json(lambda content: content["cases"].pop("c0-0"))(directory)
@@ -164,6 +178,15 @@ def test_directories_of_one_name_are_told_apart_by_their_paths(sound: Path, tmp_
     directories = [shutil.copytree(sound, tmp_path / folder / "run") for folder in ("a-b", "a/b")]
     expected = [str(directory.resolve()).removeprefix("/") for directory in directories]
     assert list(cases(load(directories))["directory"].unique()) == expected
+
+
+def test_points_of_a_sweep_are_in_the_order_of_their_values_numbers_first(tmp_path: Path) -> None:
+    values = [10.6, None, 6.4, "all"]
+    listed = [
+        FakeComparison(f"c{n}", {"point": {"x": value}}, standard_cases()[3:], **FEW) for n, value in enumerate(values)
+    ]
+    write_run(tmp_path, listed)
+    assert list(cases(load(tmp_path))["comparison_id"].unique()) == ["c2", "c0", "c3", "c1"]
 
 
 @pytest.mark.parametrize("launch", [0, 1])

@@ -74,7 +74,7 @@ def configs(traces: Path) -> dict[str, dict[str, Any]]:
     """A config of every traffic by its name."""
     found = {}
     for name, (file, preset, num_tokens, num_batches) in RECORDED.items():
-        recorded = {"kind": "recorded", "trace": str(traces / f"{file}.safetensors"), "layer": LAYERS, "seed": 1}
+        recorded = {"kind": "recorded", "trace": str(traces / f"{file}.safetensors"), "layer": LAYERS[0], "seed": 1}
         recorded |= {"tail": "popularity", "num_tokens": num_tokens, "num_batches": num_batches}
         recorded |= {"topk_share": 0.7} if "gpt-oss" in file else {}  # assumed: it records the top-4 alone
         shared = [{"name": "waterfill"}] if ModelSpec.named(preset).shared_ffn_hidden_size else []
@@ -90,7 +90,8 @@ def configs(traces: Path) -> dict[str, dict[str, Any]]:
 def config(preset: str, workload: dict[str, Any], replication: list, rebalance: list) -> dict[str, Any]:
     emulate = {"links": "h100-nvlink4", "device": "h200-sxm", "replication": replication, "rebalance": rebalance}
     parts = {"layer": {"ep_size": 8}, "policies": POLICIES, "emulate": emulate}
-    return {"name": "lossless", "model": {"preset": preset}, "workload": workload, **parts}
+    sweep = {"workload.layer": LAYERS} if workload["kind"] == "recorded" else {}
+    return {"name": "lossless", "model": {"preset": preset}, "workload": workload, "sweep": sweep, **parts}
 
 
 def modelled(traffics: dict[str, dict[str, Any]], folder: Path) -> pd.DataFrame:

@@ -264,6 +264,12 @@ def test_slots_step_through_sequences_side_by_side(pools, per_request, most, see
     np.testing.assert_array_equal(fewer_NB, first_NB[:7])
 
 
+def test_slots_that_do_not_divide_among_recordings_are_all_filled(domains):
+    workload = recorded(domains, arrangement="decode", num_tokens=5)
+    sources_B = np.searchsorted(workload._offsets, workload._spans[0][0], side="right")
+    assert sorted(sources_B.tolist()) == [1, 1, 1, 2, 2], "the first named has one more"
+
+
 def test_a_slot_is_a_sequence_and_stays_on_its_rank(trace):
     workload = recorded(trace, arrangement="decode", tokens_per_request=2, num_tokens=14, num_batches=5)
     assert workload.batch(4).sequence_id_T.tolist() == [slot for slot in range(7) for _ in range(2)]

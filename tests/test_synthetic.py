@@ -17,7 +17,7 @@ from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.workload.randomness import Run
-from moe_ep_bench.workload.scores import chosen_experts, expert_loads, gumbel_noise
+from moe_ep_bench.workload.scores import chosen_experts, expert_loads, gumbel_noise, softmax
 from moe_ep_bench.workload.skews import SKEWS, Skews
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
@@ -90,6 +90,12 @@ def test_noise_is_gumbel_noise_token_by_token_and_copied_inside_sequences(copyin
     assert (noise_TE[::2] == noise_TE[1::2]).mean() == pytest.approx(copying, abs=0.02)
     assert not (noise_TE[1:-1:2] == noise_TE[2::2]).any(), "neighbours of different sequences"
     assert abs(np.corrcoef(noise_TE[:, 0], noise_TE[:, 1])[0, 1]) < 0.05
+
+
+def test_scores_of_logits_far_apart_are_positive_and_sort_as_they_do():
+    (scores_E,) = softmax(np.array([[0.0, -150.0, -300.0, 1.0]]))
+    assert (scores_E > 0).all()
+    assert np.argsort(scores_E).tolist() == [2, 1, 0, 3]
 
 
 # Targets

@@ -151,17 +151,16 @@ def outside_limit(
     """What experts outside the recorded ones' groups stay below, [T, E]; infinite for all others.
 
     A group's value is the sum of its best K // ``top_groups`` scores. The recorded experts alone give the least of
-    their groups so much, and as many equal scores of another group come to no more.
+    their groups so much, and as many equal scores of another group come to no more. Groups with more recorded experts
+    than that bind nobody: all others are below the K-th score anyway.
     """
     num_groups, top_groups = selection.num_groups, selection.top_groups
     assert num_groups is not None
     assert top_groups is not None
-    best = ids_TK.shape[1] // top_groups
     is_in_TKG = (ids_TK // (num_experts // num_groups))[:, :, None] == np.arange(num_groups)
-    counts_TKG = is_in_TKG & (is_in_TKG.cumsum(axis=1) <= best)
-    value_TG = (counts_TKG * scores_TK.astype(np.float64)[:, :, None]).sum(axis=1)
+    value_TG = (is_in_TKG * scores_TK.astype(np.float64)[:, :, None]).sum(axis=1)
     has_TG = is_in_TKG.any(axis=1)
-    least_T1 = np.where(has_TG, value_TG, np.inf).min(axis=1, keepdims=True) / best
+    least_T1 = np.where(has_TG, value_TG, np.inf).min(axis=1, keepdims=True) / (ids_TK.shape[1] // top_groups)
     return np.where(has_TG, np.inf, least_T1).repeat(num_experts // num_groups, axis=1)
 
 

@@ -156,6 +156,7 @@ def test_two_ranks_measure_their_links(per_node: int, tmp_path: Path) -> None:
     table = pd.read_parquet(out.with_name("mine.samples.parquet"))
     assert len(table) == 12 * 2 * 5 * 2  # sizes x splits x repetitions x ranks
     assert (table["time_us"] > 0).all()
+    assert (table["num_bytes"].diff() < 0).sum() == 3, "four passes through all sizes"
     assert set(table["rank"]) == {0, 1}
     assert set(table["split"]) == {"even", "hot"}
     largest = table[(table["num_bytes"] == 2**21) & (table["split"] == "even")]

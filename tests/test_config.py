@@ -14,7 +14,7 @@ from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.comparison import RANKS, Comparison
 from moe_ep_bench.bench.description import describe_experiment, describe_workload
 from moe_ep_bench.bench.plan import compare, plan_experiments
-from moe_ep_bench.config import SyntheticConfig
+from moe_ep_bench.config import ReplicationConfig, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.skews import SKEWS, load_skew
@@ -180,6 +180,11 @@ def test_a_files_paths_are_read_from_its_folder_and_an_overrides_from_the_workin
     assert devices("on_cpu: {emulate.device: a.yaml}\n") == [str(tmp_path / "a.yaml")]
     assert devices("on_cpu: {sweep.emulate.device: [a.yaml]}\n") == [str(tmp_path / "a.yaml")]
     assert devices("", "emulate.device=a.yaml") == ["a.yaml"]
+
+
+def test_labels_of_replicas_have_the_time_of_what_is_solved() -> None:
+    labels = {"static": "EPLB, 1 spare per rank", "lp": "EPLB + LP (100 us to solve), 1 spare per rank"}
+    assert {name: ReplicationConfig(spare_per_rank=1, balancer=name).label for name in labels} == labels
 
 
 def test_padding_makes_another_case_and_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -62,6 +63,15 @@ def test_a_gpu_is_read_field_by_field(name: str, monkeypatch: pytest.MonkeyPatch
     for function, answer in {**ANSWERS, **answers}.items():
         monkeypatch.setattr(pynvml, function, answer)
     assert query_gpus() == [{**H100, **expected}]
+
+
+def test_code_is_known_by_every_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "_PACKAGE", tmp_path)
+    hashes = set()
+    for name, text in (("a.py", "x = 1"), ("a.py", "x = 2"), ("b.py", "")):
+        (tmp_path / name).write_text(text)
+        hashes.add(provenance.code_hash())
+    assert len(hashes) == 3
 
 
 def test_cpu_results_compare_as_they_did_and_gpu_results_by_their_transport_too() -> None:

@@ -196,8 +196,8 @@ def test_a_preset_has_and_activates_the_published_parameters(name: str) -> None:
 
 
 def held(model: ModelSpec, ep_size: int, tokens: int, context: int = 0, peak_load: float | None = None) -> dict:
-    """What each rank holds of a model in bf16, whose batch is ``tokens`` of each rank, one of each request."""
-    rank = Served(model, "bfloat16", 2, 2, lambda num_ranks: tokens * num_ranks, 1, context, peak_load)
+    """What each rank holds of a model in bf16, whose batch is ``tokens`` of each rank, three of each request."""
+    rank = Served(model, "bfloat16", 2, 2, lambda num_ranks: tokens * num_ranks, 3, context, peak_load)
     return rank.footprint(ep_size, ep_size)
 
 
@@ -207,7 +207,8 @@ def test_each_rank_of_deepseek_v3_holds_these_bytes() -> None:
     bytes_of = held(model, 8, 4096, context=9, peak_load=1.5)
     assert bytes_of["expert_bytes"] == 58 * 32 * 3 * 7168 * 2048 * 2 == 163_477_192_704
     assert bytes_of["other_weight_bytes"] == 2 * (model.num_parameters - 58 * 256 * 3 * 7168 * 2048)
-    assert bytes_of["cache_bytes"] == 40_960 * 61 * (512 + 64) * 2, "the latent, not the keys and values made from it"
+    cached = 4096 + 1366 * 9  # the batch, and what came before of each request, the last of which has fewer in it
+    assert bytes_of["cache_bytes"] == cached * 61 * (512 + 64) * 2, "the latent, not the keys and values made from it"
     assert bytes_of["row_bytes"] == 4096 * 8 * 1.5 * (4 * 7168 + 3 * 2048) * 2
     most = held(model, 8, 4096, peak_load=99)
     assert most["row_bytes"] == 8 * 4096 * 8 * (4 * 7168 + 3 * 2048) * 2, "a rank has no more than all pairs"

@@ -20,7 +20,7 @@ from moe_ep_bench.cost_model import tables as reading
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.cost_model.table_devices import TableDevice, load_device, load_links, shape_of
+from moe_ep_bench.cost_model.table_devices import TableDevice, load_device, load_links, shape_of, tables_of_shape
 from moe_ep_bench.cost_model.tables import SHAPE, Tables, balanced_loads, read_moe
 from moe_ep_bench.facts import TimedFacts
 from moe_ep_bench.models import ModelSpec, load_model
@@ -115,6 +115,14 @@ def test_uneven_loads_follow_their_rows_and_activated_experts() -> None:
     for loads in ([4096, 100, 50, 1, 0, 0, 0, 0], [500, 400, 0, 0, 300, 0, 0, 0], [512] * 8):
         loads_L = np.array(loads)
         assert table.time_us(loads_L, 4096) == pytest.approx(law_us(loads_L, 4096), rel=0.05)
+
+
+def test_what_grows_alike_on_all_ep_sizes_is_for_tokens_of_all_ranks() -> None:
+    """Where many ranks take no less than few, pairs cost nothing; experts keep a tenth of the least growth."""
+    growth = {1: 0.010, 2: 0.011, 4: 0.012, 8: 0.013}
+    rows = [(*SMALL, ep_size, tokens, 10 + us * tokens) for ep_size, us in growth.items() for tokens in TOKENS]
+    tables = tables_of_shape(pd.DataFrame(rows, columns=[*SHAPE, "ep_size", "num_tokens", "us"]))
+    assert tables[1].token_us == pytest.approx(0.9 * 0.010)
 
 
 @pytest.mark.usefixtures("made_up")
@@ -261,8 +269,9 @@ def test_collectives_are_exact_at_measured_sizes_on_as_many_gpus() -> None:
     uneven_RR[0, 1] = 2.0**20 * 7 / 8  # Each takes its larger direction.
     np.testing.assert_allclose(links.all_to_all_us(uneven_RR), [28, 28, *[0] * 6], rtol=1e-6)
     np.testing.assert_allclose(links.scaled(2).all_to_all_us(2 * uneven_RR), [28, 28, *[0] * 6], rtol=1e-6)
-    assert links.all_gather_us(2**20 / 8, 8) == pytest.approx(28.0)
-    assert links.all_reduce_us(2**20, 8) == pytest.approx(28.0)
+    for factor in (1, 2):
+        assert links.scaled(factor).all_gather_us(factor * 2**20 / 8, 8) == pytest.approx(28.0)
+        assert links.scaled(factor).all_reduce_us(factor * 2**20, 8) == pytest.approx(28.0)
     with pytest.raises(ValueError, match="at most 8 ranks"):
         links.all_to_all_us(np.ones((16, 16)))
 

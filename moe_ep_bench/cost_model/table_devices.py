@@ -145,9 +145,9 @@ def tables_of_shape(rows: pd.DataFrame) -> dict[int, ExpertTable]:
 
 
 def _token_us(rows: pd.DataFrame) -> float:
-    """b: growth of time at many tokens, as a part in proportion to a rank's pairs and a constant one, neither below 0.
+    """b: growth of time at many tokens, as a part in proportion to a rank's pairs and a constant one.
 
-    Least squares in relative error over EP sizes; 0 where there are few of them.
+    Least squares in relative error over EP sizes; 0 where there are few of them. Some of every row is left to experts.
     """
     many = rows[rows["num_tokens"] >= _MANY_TOKENS].groupby("ep_size")[["num_tokens", "us"]]
     grown = (many.last() - many.first()).query("num_tokens > 0 and us > 0")
@@ -156,9 +156,7 @@ def _token_us(rows: pd.DataFrame) -> float:
     growth_R = (grown["us"] / grown["num_tokens"]).to_numpy()
     pairs_R = rows["top_k"].iloc[0] / grown.index.to_numpy()
     columns = np.stack([pairs_R / growth_R, 1 / growth_R], axis=1)  # Residuals are relative.
-    per_pair_us, token_us = np.linalg.lstsq(columns, np.ones(len(grown)))[0]
-    if per_pair_us < 0:
-        token_us = float(np.median(growth_R))
+    _, token_us = np.linalg.lstsq(columns, np.ones(len(grown)))[0]
     return float(min(max(token_us, 0.0), (1 - 2 * _LEAST_REST) * growth_R.min()))
 
 

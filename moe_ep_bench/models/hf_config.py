@@ -240,7 +240,7 @@ def _routed_layers(values: SimpleNamespace, stated: Mapping[str, Any]) -> list[i
         layers = [layer for layer in range(num_layers) if kinds[layer] in ("sparse", 1)]
         return layers
     if values.routed_layers is not None:
-        return sorted({*values.routed_layers} & {*range(num_layers)})
+        return sorted(values.routed_layers)
     if first is None:
         raise UserError("first_k_dense_replace: missing")
     step, dense = values.layer_step, values.dense_layers

@@ -35,8 +35,8 @@ BY_HAND: list[tuple[Spec, list[list[float]], int, Arguments, list[list[int]]]] =
     )),
     # Token 0 keeps only its best expert. Expert 1 stays empty: token 1 lost it before, and no place is filled again.
     ({**EXPANDED, "capacity_factor": 1, "max_experts_per_token": 1}, [[0.55, 0.45], [0.3, 0.4]], 1, {}, [[0], []]),
-    # floor(0.1 * 5) = 0, but at least one is closed: expert 3, which nobody uses.
-    ({"name": "expert_drop"}, USED, 2, {}, [[0, 1], [0, 1], [0, 2]]),
+    # floor(0.1 * 2) = 0, but at least one is closed.
+    ({"name": "expert_drop"}, [[0.6, 0.4], [0.6, 0.4], [0.4, 0.6]], 1, {}, [[0], [0], []]),
     ({"name": "expert_drop", "fraction": 0.6}, USED, 2, {}, [[0, 1], [0, 1], [0]]),
     # 0.29 * 100 is 29; in doubles it is 28.999999999999996.
     ({"name": "expert_drop", "fraction": 0.29}, torch.eye(100).tolist(), 1, {},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
@@ -126,15 +125,6 @@ def test_a_figure_without_rows_is_none(tmp_path: Path) -> None:
 # ---- style ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_size_leaves_no_settings_behind_and_an_unknown_one_is_refused() -> None:
-    before = dict(matplotlib.rcParams)
-    with house_style("column"):
-        pass
-    assert dict(matplotlib.rcParams) == before
-    with pytest.raises(ValueError, match=r"size: expected some of page, column; got 'poster'"):
-        house_style("poster").__enter__()
-
-
 def lightness(colour) -> float:
     """As a grey print shows it, 0 to 1 (Rec. 709)."""
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), to_rgb(colour), strict=True))
@@ -232,17 +222,6 @@ def test_policies_without_a_capacity_factor_stand_in_rows_by_their_names(tmp_pat
     assert ticks(left.yaxis) == ["topk", "oea k0=3", "oea k0=5"]
     assert left.get_ylim() == right.get_ylim() == (2.5, -0.5)
     assert np.ptp(left.get_xlim()) > 0.099  # noise is not blown up to fill a panel
-
-
-def test_names_along_an_axis_do_not_touch(tmp_path: Path) -> None:
-    cases = [*native(), FakeCase("topk"), *(drop(1 + n / 4, 1.3) for n in range(8)), *map(eplb, (1, 2, 3))]
-    runs = [
-        write_run(tmp_path / "layer", [FakeComparison(cases=cases, num_batches=2, num_iterations=1)]),
-        write_whole(tmp_path / "whole", WHOLE_CASES),
-    ]
-    for axes in drawn("speedup", load(runs)).figure.axes:
-        level = [label.get_window_extent() for label in axes.get_xticklabels() if not label.get_rotation()]
-        assert all(first.x1 + 4 < second.x0 for first, second in itertools.pairwise(level))
 
 
 def test_a_facet_leaves_out_panels_for_which_it_has_no_rows(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.plot import drawings, figures_of, stores
 from moe_ep_bench.analysis.style import house_style, settle
 from moe_ep_bench.cli import main
-from moe_ep_bench.results import ValidationDirectory
 
 ROOT = Path(plot_results.__file__).parent
 REFERENCE = ROOT / "results" / "reference"
@@ -123,18 +122,6 @@ def test_what_cannot_be_trusted_is_named_and_the_rest_drawn(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-
-
-def test_what_holds_two_runs_or_is_a_file_is_one_line(good: Path, tmp_path, capsys) -> None:
-    (tmp_path / "both").mkdir()
-    ValidationDirectory(tmp_path / "both").write_pairs([], "measured here")
-    (tmp_path / "file").write_text("mine")
-    for path, words in (("both", "holds two runs side by side"), ("file", "missing; a results directory")):
-        status, out = plotted(tmp_path, tmp_path / path)
-        said = capsys.readouterr().err
-        assert (status, out.exists(), words in said, said.count("\n")) == (2, False, True, 1)
-    assert main(["plot", str(good), "--out", str(tmp_path / "file")]) == 2
-    assert "expected a directory" in capsys.readouterr().err
 
 
 # ---- any column against any other ----------------------------------------------------------------------------------

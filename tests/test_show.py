@@ -286,10 +286,3 @@ def test_a_modelled_row_names_its_device_links_and_traffic(tmp_path, capsys):
     for column, value in expected.items():
         assert set(rows[column]) == {value}
     assert "EPYC" not in rows.to_csv()
-
-
-def test_a_file_holds_the_same_bytes_as_standard_output(directory, capsys, tmp_path):
-    for to in ("text", "csv"):
-        text = shown(capsys, directory, "--format", to)
-        assert shown(capsys, directory, "--format", to, "--out", tmp_path / to) == ""
-        assert (tmp_path / to).read_text() == text

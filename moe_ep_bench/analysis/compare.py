@@ -243,16 +243,16 @@ def _differences(
 def _outcome(row: Row, limit: float | None) -> str | None:
     """The gate's answer: slower, open or passed; None without a limit, and of a new case, which is no gap.
 
-    A lower speedup counts as slower too, unless the case itself became faster: then it is native that gained more.
+    A lower speedup counts as slower too.
     """
     verdict = row["time_verdict"]
     if limit is None or row["not_compared"] == "only in NEW":
         return None
-    fell = row["speedup_verdict"] == "lower" and 1 / row["speedup_ratio"] > 1 + limit and verdict != "faster"
+    fell = row["speedup_verdict"] == "lower" and 1 / row["speedup_ratio"] > 1 + limit
     if fell or (verdict == "slower" and row["time_ratio"] > 1 + limit):
         return "slower"
     is_excluded = row["time_is_interval"] and row["time_high"] <= 1 + limit
-    return "passed" if verdict in ("slower", "faster") or (is_excluded and verdict is not None) else "open"
+    return "passed" if verdict in ("slower", "faster") or is_excluded else "open"
 
 
 def exit_status(change: Change, *, strict: bool = False) -> int:

@@ -214,8 +214,8 @@ def lines(
 
 def _is_probed(column: str) -> bool:
     """Whether a column is of breakdown iterations."""
-    is_group = column.removesuffix("_ms") in GROUPS and column.endswith("_ms")
-    return is_group or column.endswith("_us") or column.startswith(("breakdown_", "mean_rank_"))
+    is_of_probes = column.endswith("_us") or column.startswith(("breakdown_", "mean_rank_"))
+    return is_of_probes or column.removesuffix("_ms") in GROUPS
 
 
 def _line_rows(store: Store, asked: Mapping[str, str], where: str | None) -> pd.DataFrame:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, conditions, kind_of, samples
+from moe_ep_bench.analysis.cases import COMPARISON, cases, conditions, kind_of, samples
 from moe_ep_bench.analysis.columns import COLUMNS, Column, columns, short_labels
 from moe_ep_bench.analysis.notes import leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
@@ -48,23 +48,17 @@ class View:
     notes: Sequence[str] | None = ()
 
 
-def native_and_fastest(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of one comparison native and the policy that gains most; empty without native."""
-    native = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")]
-    return pd.concat([native, fastest(rows)]).drop_duplicates(CASE) if len(native) else native
-
-
 def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataFrame:
     """Of one comparison native and the policy that gains most, a row per rank.
 
     Columns: of the case; ``rank``; ``<group>_ms`` of its phases, median over breakdown iterations, waiting less what
     its probes cost when nobody waits. Of more than ``most`` ranks those that work longest under native.
     """
-    chosen, names = native_and_fastest(rows), [f"{group}_ms" for group in GROUPS]
-    one = store.by_id[tuple(chosen[COMPARISON].iloc[0])] if len(chosen) else None
+    native, names = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")], [f"{group}_ms" for group in GROUPS]
+    chosen, one = pd.concat([native, fastest(rows)]), store.by_id[tuple(rows[COMPARISON].iloc[0])]
     times = samples(store, chosen).query("kind == 'breakdown'")
-    if times.empty:
-        return chosen[:0]
+    if native.empty or times.empty:
+        return rows[:0]
     less_us = (times["time_us"] - probe_floor_us(one.facts, one.conditions.values())).clip(lower=0)
     times = times.assign(
         time_us=times["time_us"].mask(times["phase"].isin(GROUPS["waiting"]), less_us),

@@ -175,6 +175,7 @@ def test_launches_are_all_used_and_their_scatter_widens_the_interval(tmp_path):
     # Each case of each launch is off by its own factor: what Student's t over launches is for.
     three = frame_of(tmp_path / "three", noise=0.01, cases=two, num_launches=3, launch_noise=0.05).loc["topk"]
     assert three["speedup_high"] - three["speedup_low"] > 3 * (alone["speedup_high"] - alone["speedup_low"])
+    assert three["detectable"] > alone["detectable"] > 1
 
 
 def test_phases_show_waiting_and_the_slowest_rank_names_the_phase(tmp_path):

@@ -211,9 +211,10 @@ def test_time_that_no_phase_accounts_for_is_warned_of(tmp_path, monkeypatch):
 
 
 def test_what_probes_save_in_one_case_hides_not_what_they_cost_in_another():
-    rows = pd.DataFrame({"probe_overhead": [-0.3, 0.05, None]})
+    rows = pd.DataFrame({"probe_overhead": [-0.3, 0.05, None], "drift": [-0.3, 0.05, None]})
     about = SimpleNamespace(rows=rows)
     assert About.most(about, "probe_overhead") == 0.05
+    assert About.most(about, "drift", key=abs) == -0.3
 
 
 @pytest.mark.parametrize(
@@ -221,6 +222,7 @@ def test_what_probes_save_in_one_case_hides_not_what_they_cost_in_another():
     [
         ({"num_launches": 3, "num_batches": 10}, "and Student's t over 3 launches"),
         ({"num_batches": 10}, "of this launch only"),
+        ({"num_batches": 10}, "smallest speedup that would be called (power 80 %): "),
         ({"facts": {"cuda_graph": "the whole layer"}}, "replayed from CUDA graphs, which hold the whole layer"),
     ],
 )

@@ -20,8 +20,10 @@ from moe_ep_bench.timing.statistics import (
     Estimate,
     NoiseFloor,
     bootstrap_median_interval,
+    drift,
     estimate_median,
     judge,
+    minimum_detectable_effect,
     noise_floor,
     paired_ratios,
 )
@@ -196,15 +198,17 @@ def test_a_model_cannot_tell_2_percent_and_ranks_that_share_cores_tell_nothing(s
     assert judge(exact, NoiseFloor(1, 1), is_modelled=True) == verdict
     assert judge(exact, NoiseFloor(1, 1), is_oversubscribed=True) == "inconclusive"
     assert judge(dataclasses.replace(exact, is_interval=False), NoiseFloor(1, 1), is_modelled=True) == "inconclusive"
+    assert minimum_detectable_effect(exact, NoiseFloor(1, 1), is_modelled=True) == pytest.approx(1.02)
 
 
-def test_without_interval_floor_or_pairs_there_is_no_verdict():
+def test_without_interval_floor_or_pairs_there_is_no_verdict_and_no_effect_is_called_detectable():
     clear = Estimate(2.0, 1.9, 2.1, True, 10, 1)
     floor = NoiseFloor(1 / 1.01, 1.01)
     assert judge(clear, floor) == "faster"
     for speedup, noise in itertools.product((clear, None, Estimate(2.0, 1.9, 2.1, False, 9, 1)), (floor, None)):
         if (speedup, noise) != (clear, floor):
             assert judge(speedup, noise) == "inconclusive"
+    assert minimum_detectable_effect(Estimate(1.0, 0.9, 1.1, False, 9, 3), floor) is None
 
 
 @pytest.mark.usefixtures("fewer_resamples")
@@ -225,3 +229,49 @@ def test_quickstart_never_takes_a_loss_for_a_gain_and_finds_what_is_large():
     assert "slower" not in verdicts[1.3]
     assert "faster" not in verdicts[0.7]
     assert verdicts[1.0].count("no difference") > 0  # and not only for want of data
+
+
+def scaled(estimate: Estimate, factor: float) -> Estimate:
+    ends = {name: getattr(estimate, name) * factor for name in ("median", "low", "high")}
+    return dataclasses.replace(estimate, **ends)
+
+
+@pytest.mark.usefixtures("fewer_resamples")
+@pytest.mark.parametrize(
+    "design",
+    [
+        pytest.param({"sigma": 0.05, "batch_effect": 0.02}, id="quickstart"),
+        pytest.param({"sigma": 0.02, "launch_effect": 0.05, "launches": 3}, id="3 launches, launches dominate"),
+    ],
+)
+def test_minimum_detectable_effect_is_detected_as_often_as_its_power_says(design):
+    generator = np.random.default_rng(29)
+    unchanged = {key: value for key, value in design.items() if not key.endswith("_effect")}
+
+    pairs = []
+    for _ in range(100):
+        native, again, case = (times(generator, uneven=True, **d) for d in (unchanged, unchanged, design))
+        floor = noise_floor(estimate_median(paired_ratios(native, again)))
+        pairs.append((estimate_median(paired_ratios(native, case)), floor))
+    effect = np.median([minimum_detectable_effect(speedup, floor) for speedup, floor in pairs])
+    faster = np.mean([judge(scaled(speedup, effect), floor) == "faster" for speedup, floor in pairs])
+    assert effect > 1
+    assert 0.65 <= faster <= 0.95
+
+
+def trend(*per_iteration, batches=(1.0, 10.0, 5.0)) -> list[list[float]]:
+    """A launch whose batches differ in length and follow the same course."""
+    return [[length * value for value in per_iteration] for length in batches]
+
+
+def test_drift_is_the_last_third_over_the_first():
+    assert drift(samples(trend(1, 1, 1, 1.1, 1.1, 1.1))) == pytest.approx(0.1)
+    assert drift(samples(trend(1, 1, 1, 0.9, 0.9, 0.9))) == pytest.approx(-0.1)
+    assert drift(samples(trend(1.0, 1.0, 9.0, 9.0, 9.0, 1.2, 1.2))) == pytest.approx(0.2)  # the middle does not count
+    assert drift(samples(trend(1, 1, 5, 1, 1, 1, 1.2, 1.2, 1.2))) == pytest.approx(0.2)  # nor does one outlier
+    assert drift(samples([[1.0] * 4, [10.0] * 12])) == 0.0  # late iterations are of long batches only
+
+
+def test_launch_that_drifted_furthest_counts_and_launches_that_differ_do_not():
+    assert drift(samples(trend(1, 1, 1.05), trend(3, 3, 2.4), trend(2, 2, 2.1))) == pytest.approx(-0.2)
+    assert drift(samples(trend(1, 1, 1), trend(2, 2, 2))) == 0.0

@@ -40,8 +40,10 @@ from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts, tokens_
 from moe_ep_bench.schema import ALL, ATTENTION, LAYER_PHASES, MOE, REST, TOTAL
 from moe_ep_bench.timing.statistics import (
     Estimate,
+    drift,
     estimate_median,
     judge,
+    minimum_detectable_effect,
     noise_floor,
     paired_ratios,
 )
@@ -54,7 +56,7 @@ _TIMED = (
     *("median_ms", "p90_ms", "p99_ms"),
     *(f"speedup_{end}" for end in ESTIMATE),
     *(f"over_topk_{end}" for end in ESTIMATE),
-    *("floor_low", "floor_high", "verdict"),
+    *("floor_low", "floor_high", "verdict", "detectable"),
 )
 # Reading order: policies of the capacity-aware paper first, then by name.
 _ROLE_ORDER = ("baseline", "noise", "policy", "replication", "ceiling")
@@ -102,9 +104,9 @@ def cases(store: Store) -> pd.DataFrame:
     ``extra_gib_per_rank``, ``fits``, whether the model fits the device's memory; ``family``, the policy with every
     parameter but the capacity factor; ``family_label``, the same for people); ``reduce.ROUTED`` and ``output_error``;
     ``median_ms``, ``p90_ms``, ``p99_ms`` of the slowest rank; ``speedup_*`` over native and ``over_topk_*`` over topk
-    (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``; ``host_bound_share``;
-    ``reduce.breakdown``; ``probe_overhead``; of layers ``pass_ms``; of whole models ``moe_*``, ``by_amdahl``,
-    ``mean_rank_<part>_ms``.
+    (median, low, high, is_interval); ``floor_low``, ``floor_high``; ``verdict``; ``detectable``, the smallest speedup
+    that would be called; ``host_bound_share``; ``drift``; ``reduce.breakdown``; ``probe_overhead``; of layers
+    ``pass_ms``; of whole models ``moe_*``, ``by_amdahl``, ``mean_rank_<part>_ms``.
     """
     rows = _listed(store)
     means = routing_means(_routing(store))
@@ -205,7 +207,7 @@ def _times(store: Store) -> pd.DataFrame:
     by_case = times_us["time_us"].groupby(level="case")
     quantiles = by_case.quantile([0.5, 0.9, 0.99]).unstack().set_axis(["median_ms", "p90_ms", "p99_ms"], axis=1) / 1e3
     is_bound = times_us["host_us"] >= _HOST_BOUND * times_us["time_us"]
-    return quantiles.assign(host_bound_share=is_bound.groupby(level="case").mean())
+    return quantiles.assign(host_bound_share=is_bound.groupby(level="case").mean(), drift=by_case.apply(drift))
 
 
 def _estimates(times_us: pd.Series, pairs: pd.Series) -> dict[int, Estimate | None]:
@@ -234,6 +236,9 @@ def _speedups(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
             **values_of("over_topk_", over_topk[case], ESTIMATE),
             **values_of("floor_", floor, ("low", "high")),
             "verdict": _ROLE_VERDICTS.get(row["role"], verdict) if row["status"] == "ok" else None,
+            "detectable": minimum_detectable_effect(speedup, floor, is_modelled=modelled)
+            if speedup and floor
+            else None,
         }
     numbers = [name for name in _TIMED[3:] if not name.endswith(("is_interval", "verdict"))]
     return pd.DataFrame.from_dict(found, orient="index").astype(dict.fromkeys(numbers, float))

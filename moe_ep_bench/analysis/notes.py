@@ -25,6 +25,8 @@ MAX_UNACCOUNTED = 0.01
 MAX_PROBE_OVERHEAD = 0.01
 # A share of launch-bound iterations below this is chance.
 MAX_HOST_BOUND = 0.1
+# Pairs cancel a drift that is slow against them; beyond this it is worth a warning.
+MAX_DRIFT = 0.1
 # A step of decoding leaves this share of the fullest rank's experts idle in some case.
 _LEAST_IDLE = 0.05
 WARNING = "warning: "
@@ -50,10 +52,10 @@ class About:
         """The rows of a role that are ok."""
         return self.rows[(self.rows["role"] == role) & (self.rows["status"] == "ok")]
 
-    def most(self, column: str) -> float:
-        """The largest value of a column; NaN where there is none."""
+    def most(self, column: str, *, key: Callable[[float], float] | None = None) -> float:
+        """The largest value of a column, by ``key``; NaN where there is none."""
         values = self.rows[column].dropna().astype(float) if column in self.rows else ()
-        return max(values, default=float("nan"))
+        return max(values, key=key, default=float("nan"))
 
     @property
     def ran(self) -> bool:
@@ -80,6 +82,11 @@ def _spread(about: About) -> str:
     if facts.draws > 1:
         launches = f", and Student's t over {facts.draws} draws of the traffic"
     return f"[95 % interval, bootstrapped over batches, then iterations{launches}]"
+
+
+def _detectable(about: About) -> tuple | None:
+    values = about.of("policy")["detectable"].dropna()
+    return (values.min(), values.max()) if len(values) else None
 
 
 def _chance(about: About) -> list[str]:
@@ -157,6 +164,7 @@ NOTES = (
         lambda about: about.ran and (about.most("floor_low"), about.most("floor_high")),
         "noise floor: {:.3f} to {:.3f}, by which native run twice differs from itself",
     ),
+    Note("layer", _detectable, "smallest speedup that would be called (power 80 %): {:.3f} to {:.3f}"),
     Note(_TIMED, _chance, "{}"),
     Note(
         "model",
@@ -192,6 +200,11 @@ NOTES = (
 WARNINGS = (
     Note(_TIMED, _of_machines(disturbances), "disturbed machine: {}"),
     Note(_TIMED, _unsettled, "warm-up did not settle: its last round took {} against the one before"),
+    Note(
+        _TIMED,
+        lambda about: abs(drift := about.most("drift", key=abs)) > MAX_DRIFT and 100 * drift,
+        "times drifted by {:+.1f} % between the begin and the end of a launch",
+    ),
     Note(
         _TIMED,
         _native_differs,

@@ -31,7 +31,7 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
-from scipy.special import ndtr, stdtrit  # Phi, Student's quantile; scipy.stats imports slowly
+from scipy.special import ndtr, ndtri, stdtrit  # Phi, its inverse, Student's quantile; scipy.stats imports slowly
 
 MIN_BATCHES = 10
 LEVEL = 0.95
@@ -232,6 +232,47 @@ def equivalence(ratio: Estimate | None, margin: float) -> Literal["equivalent", 
     if 1 / (1 + margin) <= ratio.low and ratio.high <= 1 + margin:
         return "equivalent"
     return "different" if ratio.low > 1 + margin or ratio.high < 1 / (1 + margin) else "inconclusive"
+
+
+def minimum_detectable_effect(
+    speedup: Estimate, floor: NoiseFloor, power: float = 0.8, *, is_modelled: bool = False
+) -> float | None:
+    """Return the smallest true speedup that ``judge`` would call ``faster`` with that power.
+
+    With the estimate normal in logs, the low end of its interval passes the floor with probability ``power`` when the
+    truth lies half a width plus z_power standard errors beyond it. The standard error is the half width over Student's
+    quantile for B - 1 degrees of freedom, which the expanded bootstrap amounts to; with several launches it is an upper
+    bound. Of a modelled device the median has to reach ``LEAST_MODELLED`` as well. Of ``speedup`` only the width of its
+    interval counts; None without one.
+    """
+    if not speedup.is_interval:
+        return None
+    half_width = math.log(speedup.high / speedup.low) / 2
+    standard_error = half_width / _student_t(speedup.num_batches)
+    least = max(math.log(floor.high) + half_width, math.log1p(LEAST_MODELLED) if is_modelled else 0.0)
+    return math.exp(least + float(ndtri(power)) * standard_error)
+
+
+def drift(times: pd.Series) -> float:
+    """Return how much slower (+) or faster (-) a launch of one case ended than it began, as a ratio minus 1.
+
+    The last third of its iterations, in order of time, is held against the first third, by medians of times relative to
+    their cell, so that batches do not count. Of several launches, the one that drifted furthest counts. 0 with fewer
+    than three iterations.
+    """
+    changes = []
+    for _, relative in _relative_to_cell(times).groupby(level="launch"):
+        iterations = relative.index.get_level_values("iteration")
+        ordered = np.unique(iterations)
+        third = len(ordered) // 3
+        if third:
+            first, last = (relative[iterations.isin(part)].median() for part in (ordered[:third], ordered[-third:]))
+            changes.append(float(last / first - 1))
+    return max(changes, key=abs, default=0.0)
+
+
+def _relative_to_cell(times: pd.Series) -> pd.Series:
+    return times / times.groupby(level=["launch", "batch"]).transform("median")
 
 
 # ---- two jobs ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -327,6 +328,25 @@ def test_recording_ends_at_its_limit_and_the_server_goes_on(tmp_path: Path) -> N
     assert not played.recorder.is_open
 
 
+def test_serving_goes_on_while_a_part_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, may_write, write = [], threading.Event(), Recorder._write
+
+    def slow(self: Recorder, *part: Any) -> None:
+        assert may_write.wait(60)
+        write(self, *part)
+        written.append(self.num_parts)
+
+    monkeypatch.setattr(Recorder, "_write", slow)
+    played = Played(tmp_path, part_bytes=1500)
+    played.step(("a", 0, 8, True), ("b", 0, 2, True))
+    played.step(("a", 8, 2, True))
+    assert not written
+    may_write.set()
+    played.recorder.close()
+    assert written == [1, 2]
+    assert "recorded 12 tokens of 2 requests" in played.said[-1]
+
+
 def test_a_disk_that_is_full_ends_the_recording_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played(tmp_path, part_bytes=100)
 
@@ -349,18 +369,13 @@ def refusal(call: Any, *args: Any) -> str:
     return str(error.value)
 
 
-def test_settings_come_from_json_or_a_yaml_file(tmp_path: Path) -> None:
+def test_settings_come_from_the_variables(tmp_path: Path) -> None:
     assert settings({}) is None
-    file = tmp_path / "policy.yaml"
-    file.write_text("name: oea\nk0: 3\nacts_in: [prefill, decode]\n")
-    (tmp_path / "own.yaml").write_text("name: mine.py:Mine\n")
-    with pytest.raises(ValueError, match=f"cannot load '{tmp_path / 'mine.py'}:Mine'"):
-        settings({POLICY: str(tmp_path / "own.yaml")})
-    for spec in (str(file), json.dumps({"name": "oea", "k0": 3, "acts_in": ["prefill", "decode"]})):
-        session = settings({POLICY: spec, RECORD: str(tmp_path / "r"), LIMIT: "0.5"})
-        assert session.policy == make_policy({"name": "oea", "k0": 3})
-        assert session.acts_in == ("prefill", "decode")
-        assert (session.directory, session.most_bytes) == (tmp_path / "r", 2**29)
+    spec = json.dumps({"name": "oea", "k0": 3, "acts_in": ["prefill", "decode"]})
+    session = settings({POLICY: spec, RECORD: str(tmp_path / "r"), LIMIT: "0.5"})
+    assert session.policy == make_policy({"name": "oea", "k0": 3})
+    assert session.acts_in == ("prefill", "decode")
+    assert (session.directory, session.most_bytes) == (tmp_path / "r", 2**29)
     assert settings({POLICY: '{"name": "oea", "k0": 3}'}).acts_in == ("decode",)
 
 
@@ -369,7 +384,8 @@ def test_settings_come_from_json_or_a_yaml_file(tmp_path: Path) -> None:
     [
         ({POLICY: "{"}, f"{POLICY}: expected JSON"),
         ({POLICY: '{"name": "topk", "acts_in": "decode"}'}, f"{POLICY}: acts_in: expected a list"),
-        ({POLICY: "nowhere.yaml"}, "nowhere.yaml: cannot be read: No such file"),
+        ({POLICY: "policy.yaml"}, f"{POLICY}: expected JSON"),
+        ({POLICY: "3"}, f"{POLICY}: expected a policy's name and fields, got 3"),
         ({RECORD: "r", LIMIT: "much"}, f"{LIMIT}: expected a number of GiB above 0, got 'much'"),
     ],
 )

@@ -3,8 +3,8 @@
 ==============================  =======================================================================================
 ``MOE_EP_BENCH_RECORD``         a folder for ``moe-trace-v1`` parts (``serving.recorder``)
 ``MOE_EP_BENCH_RECORD_GIB``     how much that may be, 4 unless said otherwise
-``MOE_EP_BENCH_POLICY``         ``{"name": ..., field: value}`` as JSON, or a YAML file that holds this; with
-                                ``acts_in``, a list of ``prefill`` and ``decode``, in place of the policy's own
+``MOE_EP_BENCH_POLICY``         ``{"name": ..., field: value}`` as JSON; with ``acts_in``, a list of ``prefill`` and
+                                ``decode``, in place of the policy's own
 ==============================  =======================================================================================
 """
 
@@ -19,8 +19,6 @@ from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import parse_json
 from moe_ep_bench.policies import Policy, make_policy
 from moe_ep_bench.policies.contract import SteppedPolicy
-from moe_ep_bench.policies.own import is_file
-from moe_ep_bench.presets import read_yaml
 
 if TYPE_CHECKING:  # It brings torch, for which a server that asks for nothing need not wait.
     from moe_ep_bench.quality.families import MoELayer
@@ -62,12 +60,11 @@ def settings(environment: Mapping[str, str]) -> Settings | None:
 
 def _policy(spec: str) -> tuple[Policy, tuple[str, ...]]:
     """A policy and the phases in which it acts."""
-    is_json = spec.startswith("{")
-    values = parse_json(spec, POLICY) if is_json else read_yaml(Path(spec))
-    with naming(POLICY if is_json else spec):
-        acts_in, name = values.pop("acts_in", None), values.get("name")
-        if not is_json and isinstance(name, str) and is_file(name):
-            values["name"] = str(Path(spec).parent / name)
+    values = parse_json(spec, POLICY)
+    with naming(POLICY):
+        if not isinstance(values, dict):
+            raise UserError(f"expected a policy's name and fields, got {spec}")
+        acts_in = values.pop("acts_in", None)
         policy = make_policy(values)
         if acts_in is None:
             return policy, policy.acts_in

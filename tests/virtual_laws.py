@@ -181,6 +181,10 @@ def experts_compute_what_was_worked_out_and_runs_are_cut_as_modelled_ones(lab: L
                 modelled = modelled_time(replace(comparison, device=H20), router, traffic, rank)
                 assert took.meetings == modelled.meetings, case.label
                 assert [list(leg) for leg in took.legs] == [list(leg) for leg in modelled.legs], case.label
+                if num_ranks > 1:
+                    other = Traffic(0, {None: replace(of_layer, rows_R=of_layer.rows_R[::-1])})
+                    with pytest.raises(RuntimeError, match="sends other counts"):
+                        RankCase(timer, router, other, rank, {None: tokens}).time(Step(0, 0, PLAIN, rank))
 
 
 @law(1)

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.policies.topk import TopK
-from moe_ep_bench.workload.batch import TokenBatch, balanced_scores, deal_pieces, dealing_order, image_tokens
+from moe_ep_bench.workload.batch import (
+    TokenBatch,
+    balanced_scores,
+    deal_pieces,
+    deal_sequences,
+    dealing_order,
+    image_tokens,
+)
 from moe_ep_bench.workload.tail import fill_tail, fit_top_k, keep_top_k_ahead
 
 few_examples = settings(max_examples=15)
@@ -68,6 +75,7 @@ def test_the_last_tokens_of_a_rank_are_padding_and_keep_their_scores(num_tokens,
 def test_the_first_tokens_of_every_sequence_are_images():
     sequence_id_T = torch.tensor([7, 7, 7, 7, 3, 3, 9])
     assert image_tokens(sequence_id_T, 0.5).tolist() == [1, 1, 0, 0, 1, 0, 0]
+    assert image_tokens(sequence_id_T, 0.4).tolist() == [1, 1, 0, 0, 1, 0, 0], "rounded"
     assert image_tokens(sequence_id_T, 1.0).tolist() == [1] * 7
 
 
@@ -85,6 +93,11 @@ def test_ranks_get_as_many_tokens_as_nearly_as_whole_sequences_allow(length_S, n
     fill_R = np.bincount(rank_P, length_P, minlength=num_ranks)
     assert (fill_R > 0).sum() == min(num_ranks, len(length_P))
     assert fill_R.max() - fill_R.min() <= max(length_S)
+
+
+@pytest.mark.parametrize(("length_S", "rank_S"), [([10, 1, 1, 1], [0, 1, 1, 1]), ([2, 2, 2, 9], [0, 1, 0, 1])])
+def test_each_sequence_goes_to_the_rank_with_the_fewest_tokens_so_far(length_S, rank_S):
+    assert deal_sequences(np.array(length_S), 2).tolist() == rank_S
 
 
 # Balancing
@@ -179,11 +192,13 @@ def test_groups_of_recorded_experts_stay_ahead_of_all_others(top_groups):
 def test_a_group_whose_runners_up_are_strong_stays_behind_one_with_a_single_recorded_expert():
     scores_TE = np.full((1, 12), 0.001, np.float32)
     scores_TE[0, [0, 1, 2, 4, 8, 9]] = [0.3, 0.2, 0.1, 0.09, 0.088, 0.088]
+    scores_TE[0, 11] = 0
     scores_TE[0, 3] += 1 - scores_TE.sum() - 0.05
     context, ids_TK = RoutingContext(top_k=4, num_groups=3, top_groups=2), np.array([[0, 1, 2, 4]])
     for recorded_TE, is_ahead in ((scores_TE, False), (keep_top_k_ahead(ids_TK, scores_TE, context), True)):
         chosen_E = top_k_map(torch.from_numpy(recorded_TE), context)[0].nonzero().flatten()
         assert (chosen_E.tolist() == [0, 1, 2, 4]) == is_ahead
+        assert (recorded_TE > 0).all() == is_ahead
 
 
 def test_rows_that_leave_room_for_a_tail_keep_their_scores_and_others_are_mended():

@@ -202,7 +202,7 @@ def deal_sequences(length_S: NDArray[np.int64], num_ranks: int) -> NDArray[np.in
     Args:
         length_S: tokens of each.
     """
-    if (length_S[:-1] == length_S[:1]).all() and (length_S[-1:] <= length_S[:1]).all():
+    if (length_S[:-1] == length_S[:1]).all():
         return np.arange(len(length_S)) % num_ranks  # what the rule comes to
     fill_and_rank = [(0, rank) for rank in range(num_ranks)]  # already a heap
     rank_S = np.empty(len(length_S), dtype=np.int64)

@@ -306,4 +306,3 @@ def test_a_linear_program_empties_the_fullest_rank_and_its_solving_counts(modell
     policy_us = policy.groupby(policy.index.map(lambda one: labels[one]["label"])).median()
     assert policy_us[assumed] == pytest.approx(policy_us["native"] + 7)
     assert policy_us[usual] == pytest.approx(policy_us["native"] + 100)
-    assert "as 7 or 100 us, assumed" in shown_text(modelled)

@@ -233,6 +233,12 @@ def test_a_date_is_text_and_a_power_of_ten_a_number(tmp_path: Path) -> None:
     assert (config.name, config.measure.timeout_s) == ("2026-01-31", 1000.0)
 
 
+def test_a_policy_that_is_listed_twice_is_one_case(tmp_path: Path) -> None:
+    twice = [{"name": "pruned", "k0": [1, 2]}, {"name": "pruned", "k0": 2}]
+    (found,) = load_experiments(write(tmp_path, policies=twice), on_cpu=False)
+    assert [policy.label for policy in found.make_policies()] == ["pruned k0=1", "pruned k0=2"]
+
+
 def test_a_policys_field_is_set_by_its_place(tmp_path: Path) -> None:
     (found,) = load_experiments(write(tmp_path), ["policies.1.k0=5", "policies.0.name=load_only"], on_cpu=False)
     assert [policy.label for policy in found.make_policies()] == ["load_only", "oea k0=5"]

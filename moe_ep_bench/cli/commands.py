@@ -30,18 +30,14 @@ def _out(options: Namespace, suffix: str = "") -> Path:
 def _check_config(options: Namespace, *also: str) -> None:
     """Find mistakes in a config before torch is imported, which takes seconds.
 
-    What is wrong on GPUs alone, or on the CPU alone, is found later: only torch knows which of them is here.
+    What is wrong where there is no GPU alone is found later: only torch knows whether there is one.
 
     Args:
         also: overrides that the command adds.
     """
     from moe_ep_bench.config.files import load_experiments
 
-    overrides = [*also, *options.overrides]
-    try:
-        load_experiments(options.config, overrides, on_cpu=False)
-    except UserError:
-        load_experiments(options.config, overrides, on_cpu=True)
+    load_experiments(options.config, [*also, *options.overrides], on_cpu=getattr(options, "cpu", False))
 
 
 def _nproc(options: Namespace) -> int:

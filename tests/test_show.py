@@ -139,6 +139,13 @@ def test_the_end_of_a_run_is_six_columns_that_fit_100_characters(tmp_path, model
     assert "warning: " not in text
 
 
+def test_labels_that_cutting_would_make_one_stay_whole_at_the_end_of_a_run(tmp_path):
+    labels = [f"laser eps_high={high} t_fix=0.3 c=2" for high in (0.6, 0.8)]
+    long = [FakeCase("laser", params={"eps_high": number}, label=label) for number, label in enumerate(labels)]
+    text = end_of_run(run_of(tmp_path, cases=[*standard_cases(), *long]))
+    assert all(label in text for label in labels)
+
+
 def test_the_end_of_a_run_shows_the_three_warnings_that_weigh_most_whichever_comparison_they_are_of(tmp_path):
     qualified = FakeComparison(
         cases=standard_cases()[2:],

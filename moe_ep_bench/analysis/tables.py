@@ -208,9 +208,10 @@ def short_table(store: Store, rows: pd.DataFrame) -> Table:
     load = "activated_experts" if leaves_idle(rows) else "rank_imbalance"
     numbers = ("fullest_expert", "fullest_rank", load) if kind == "route" else VIEWS[kind].columns[1:4]
     short = short_labels(rows["label"])
+    # What tells cases apart mostly stands at the end; those that would be one stay as they are.
+    cut = short.where(short.str.len() <= 28, short.str[:11] + " ... " + short.str[-12:])
     rows = rows.assign(
-        # What tells cases apart mostly stands at the end.
-        label=short.where(short.str.len() <= 28, short.str[:11] + " ... " + short.str[-12:]),
+        label=cut.where(short.groupby(cut).transform("nunique") == 1, short),
         verdict=rows["verdict"].replace(BELOW_MODEL, "below the model"),
     )
     headers = {**VIEWS[kind].headers, "retained_mass": "kept"}

@@ -30,6 +30,7 @@ def raising(error: BaseException):
 ENDINGS = [
     *((name, raising(ImportError("x")), LOST, "Traceback") for name in MEASURE),
     ("run", raising(BrokenPipeError(errno.EPIPE, "x")), LOST, "Traceback"),
+    ("papers", raising(BrokenPipeError(errno.EPIPE, "x")), LOST, "Traceback"),
     # Value errors that we did not raise.
     ("show", lambda options: np.zeros(2) + np.zeros(3), LOST, "Traceback"),
     ("show", lambda options: int("x"), LOST, "Traceback"),
@@ -58,7 +59,9 @@ def test_who_stops_reading_a_printed_result_has_seen_enough(monkeypatch: pytest.
     monkeypatch.setitem(cli.COMMANDS, "show", raising(BrokenPipeError(errno.EPIPE, "x")))
     assert cli.main(["show", "results"]) == OK
     assert cli.main(["run", "c.yaml", "--dry-run"]) == OK
-    assert len(ended) == 2
+    monkeypatch.setitem(cli.COMMANDS, "advise", raising(BrokenPipeError(errno.EPIPE, "x")))
+    assert cli.main(["advise", "results"]) == OK
+    assert len(ended) == 3
     # Nor does it change how the measuring before went.
     report = raising(BrokenPipeError())
     monkeypatch.setitem(cli.COMMANDS, "emulate", lambda options: shown(CASES_FAILED, lambda: report(options)))

@@ -76,5 +76,6 @@ def _drop_force_after_restart(options: argparse.Namespace) -> None:
 
 def _only_prints(options: argparse.Namespace) -> bool:
     """Whether the command's result is what it prints, and not what it measures."""
-    measures = options.command in ("run", "emulate", "validate", "calibrate") or getattr(options, "config", None)
+    measures = options.command in ("run", "emulate", "validate", "calibrate")
+    measures = measures or (options.command == "papers" and options.config is not None)
     return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points"))

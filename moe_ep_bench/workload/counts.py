@@ -33,7 +33,7 @@ def read_counts(path: Path) -> NDArray[np.float64]:
     Raises:
         ValueError: no such file, or it holds no counts; one line that names the file.
     """
-    if not path.exists():
+    if not path.is_file():
         raise UserError(f"{path}: no such file")
     if path.suffix == ".pt":
         raise UserError(f"{path}: a pickle, which is not read; convert it where it was made: {CONVERT}")

@@ -68,7 +68,7 @@ advise  find the fastest policy within bounds on what it drops
   --dry-run  print candidates, traffic and time; run nothing
   [traffic (default: several peak loads)]
   --trace FILE  a moe-trace-v1 recording
-  --counts FILE  how often a server chose each expert (JSON, npz)
+  --counts FILE  how often a server chose each expert (JSON)
   --peak-load X  load of the busiest expert over the mean
   [bounds (default: 10% dropped and 5% lost mass; one alone binds alone)]
   --max-dropped SHARE  most top-k pairs dropped, e.g. 5%

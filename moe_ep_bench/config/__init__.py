@@ -113,7 +113,7 @@ class SyntheticConfig(_Workload):
     skew: Literal[(*SKEWS, *PATTERNS)] | None = None
     """Targets calibrated to the model (data/skews/), where keys beside it win; or another benchmark's pattern."""
     skew_from: Annotated[Path | None, NAME] = None
-    """Counts of experts in place of ``skew``: a recording, SGLang's ``logical_count`` or [layers][experts] in JSON."""
+    """Counts of experts in place of ``skew``: SGLang's ``logical_count`` or [layers][experts], as JSON."""
     layer: int | None = Field(None, ge=0)
     """Layer of ``skew_from`` whose loads experts get, or ``all``: a comparison each."""
     peak_load: float | None = Field(None, ge=1)

@@ -52,12 +52,11 @@ PRECISIONS = {
     "w4a8_mxfp4_mxfp8": Precision(0.5 + 1 / 32, 1 + 1 / 32, speed=2),
     "nvfp4": Precision(0.5 + 1 / 16, 0.5 + 1 / 16, speed=4),
 }
-VALUE_BYTES = {name: precision.hidden_bytes for name, precision in PRECISIONS.items()}
 # What layers that run here have; others are of tables alone.
 RUN_DTYPES = ("float32", "bfloat16")
 
 # Policies whose kernels take longer than Token Drop's: least microseconds, picoseconds a score and picoseconds a token,
-# measured on an H200 (results/reference/h200.md). LASER's rule goes token by token unless it is cut into chunks.
+# measured on an H200 (results/reference/h200.md). LASER's rule goes token by token.
 SLOW_POLICIES = {"budget_drop": (200.0, 30.0, 0.0), "laser": (12.0, 0.0, 275e3), "load_only": (9.0, 0.0, 275e3)}
 
 _Share = Annotated[float, Field(gt=0, le=1)]

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pynvml
 
-from moe_ep_bench.files import free_memory_bytes, read_text
+from moe_ep_bench.files import read_text
 from moe_ep_bench.machine.gpus import query_gpus
 from moe_ep_bench.policies.lazy import torch
 
@@ -102,11 +102,6 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def host_memory_bytes(ranks_per_node: int) -> int:
-    """Memory of this machine that one rank may still take."""
-    return free_memory_bytes() // ranks_per_node
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -372,13 +372,6 @@ def test_only_the_files_own_keys_count(tmp_path: Path) -> None:
     assert (spec.first_dense_layers, spec.normalize) == (0, True)
 
 
-_GQA = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "hidden_size": 48}
-LLAMA_4 = {
-    **_GQA, "model_type": "llama4_text", "num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 1,
-    "intermediate_size": 24, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 1,
-}  # fmt: skip
-
-
 def test_what_no_spec_can_express_says_how_to_write_it_by_hand(tmp_path: Path) -> None:
     told = one_line_error(written(tmp_path, {"model_type": "outer", "text_config": {"model_type": "new_moe"}}))
     assert "model_type 'new_moe': no family that is known here; the way on is" in told

@@ -109,6 +109,11 @@ BREAKAGES = {
         "c0-1.parquet: foreign, launch: expected 1, got 0",
         "c1",
     ),
+    "a copy of a part": (
+        lambda d: shutil.copy(d / SAMPLES, d / "cases" / "c0-0 (copy).parquet"),
+        "c0-0 (copy).parquet: foreign, launch: expected None, got 0",
+        "c1",
+    ),
     "other conditions": (with_metadata({b"conditions": b"{}"}), "c0-0.parquet: conditions.run_id: missing", "c1"),
 }
 LEFT = {

@@ -149,7 +149,8 @@ def read_part(table: str, path: Path, identity: Mapping[str, object], columns: S
     """
     schema = TABLES[table].schema
     if table == "samples":
-        identity = {**identity, "launch": int(path.stem.rpartition("-")[2])}
+        launch = path.stem.rpartition("-")[2]
+        identity = {**identity, "launch": int(launch) if launch.isdecimal() else None}
     wanted = schema.names if columns is None else [*dict.fromkeys(["case_id", *identity, *columns])]
     try:
         # Quicker than pq.read_table by half: a part is one small file.

@@ -107,6 +107,15 @@ def test_a_view_that_a_run_has_no_table_for_is_one_line(directory, capsys):
     assert printed.err == "moe-ep-bench: --view model: the run has no such numbers\n"
 
 
+@pytest.mark.parametrize("option", ["--view=phases", "--columns=label"])
+def test_what_goes_with_times_alone_is_refused_of_answers(option, capsys):
+    directory = Path(__file__).resolve().parents[1] / "results" / "reference" / "quality-small-seed0"
+    assert main(["show", str(directory), option]) == 2
+    assert capsys.readouterr().err == (
+        f"moe-ep-bench: --view, --columns: expected none of {directory}, which holds quality\n"
+    )
+
+
 def test_every_view_names_columns_of_the_registry():
     for view in VIEWS.values():
         assert set(view.columns) <= set(COLUMNS)

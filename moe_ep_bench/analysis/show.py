@@ -67,6 +67,8 @@ def show(
     others = {kind_of(directory) for directory in directories} & {"quality", "validation"}
     if others and len(directories) > 1:
         raise UserError(f"{directories[0]}: holds {'/'.join(sorted(others))}; expected one such directory at a time")
+    if others and (views or columns):
+        raise UserError(f"--view, --columns: expected none of {directories[0]}, which holds {'/'.join(others)}")
     text = _text_of_other(directories[0], to) if others else _of_store(directories, to, views, columns, passed_over)
     if out is None:
         sys.stdout.write(text)

@@ -140,6 +140,15 @@ def test_rows_of_some_cases_take_the_place_of_the_same_and_others_stay(tmp_path:
     assert directory.parts("samples") == {}
 
 
+def test_rows_of_other_columns_make_room_for_those_of_today(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    path = directory.path("samples", "x", 0)
+    path.parent.mkdir()
+    pq.write_table(pa.table({"case_id": ["a"], "status": ["ok"]}), path)
+    directory.write("samples", "x", [{"case_id": "b", "status": "ok"}], 0, replaces=["b"])
+    assert directory.statuses("x", 0) == {"b": "ok"}
+
+
 def test_whatever_is_measured_has_a_unit_and_a_part_says_its_version() -> None:
     for table in TABLES.values():
         assert table.schema.metadata[b"schema_version"] == str(SCHEMA_VERSION).encode()

@@ -12,6 +12,7 @@ import torch
 from moe_ep_bench.bench import inspection, job, session
 from moe_ep_bench.bench.session import measure_comparison
 from moe_ep_bench.layer.graphs import unfit_environment
+from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 from moe_ep_bench.runtime.ranks import ToldError
 
 
@@ -29,7 +30,7 @@ def test_a_session_is_closed_where_all_ranks_end(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("error", "survives"),
     [
-        (ValueError("chunk_size"), "failed: ValueError: chunk_size"),
+        (ValueError("top_k"), "failed: ValueError: top_k"),
         (torch.OutOfMemoryError("20 GiB"), "oom: 20 GiB"),
         (RuntimeError("Connection closed by peer"), None),
         (torch.distributed.DistBackendError("NCCL error: unhandled system error"), None),
@@ -63,6 +64,31 @@ def test_a_case_that_was_once_no_number_stays_so_and_is_dropped(errors: tuple[fl
     held.drop = lambda case, status, reason: dropped.append(status)
     inspection.drop_failing(held, "before timing")
     assert dropped == ["failed"]
+
+
+@pytest.mark.parametrize(("shift", "error"), [(0, 0.25), (1, math.inf)])
+def test_a_layer_that_routes_otherwise_than_its_policy_is_wrong_whatever_it_computes(
+    shift: int, error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "checked_rows", lambda *_: slice(None))
+    policy, scores_TE, context = make_policy({"name": "topk"}), torch.rand(4, 8), RoutingContext(top_k=2)
+    routing = policy.route(scores_TE, context)
+    seen = mock.Mock(routing=Routing(routing.map_TE.roll(shift, 1), routing.weights_TE))
+    case = mock.Mock(error=0.0)
+    case.spec.policy, case.session.comparison.ep_size, case.session.device = policy, 1, torch.device("cpu")
+    case.share.return_value.scores_TE, case.router.context.return_value = scores_TE, context
+    case.session.reference.return_value.worst_error.return_value = 0.25
+    assert inspection._reference_error(case, None, seen) == case.error == error
+
+
+def test_a_layer_that_was_wrong_before_timing_is_not_right_by_the_look_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inspection, "look", lambda *_: mock.Mock(problem="", layers={None: mock.Mock()}))
+    monkeypatch.setattr(inspection, "_reference_error", lambda *_: 0.1)
+    case = mock.Mock(rows={(0, None): {"reference_error": 0.7}})
+    inspection.check_again(mock.Mock(cases=[case], replays=None))
+    assert case.rows[0, None]["reference_error"] == 0.7
 
 
 @pytest.mark.parametrize(

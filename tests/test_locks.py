@@ -48,6 +48,7 @@ def test_what_another_job_holds_is_refused_by_its_name(holder: subprocess.Popen,
     with pytest.raises(ValueError, match="another job"), locks.hold(tmp_path, {"two": "", "one": ""}, patience_s=0.0):
         pass
     assert not locks.is_held(tmp_path, "two"), "nothing stays held where one of several is refused"
+    assert not locks.lock_file(tmp_path, "two").exists()
 
 
 def test_the_lock_of_a_job_that_was_killed_is_taken_over(holder: subprocess.Popen, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ CHANGES = {
     "measure.launches=3": "measure.launches: expected 1, for emulate makes one launch, got 3",
     "layer.ep_size=7": "layer.ep_size: expected a divisor of the 64 experts",
     "layer.ep_size=16": "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks",
+    "layer.experts=decode": "layer.experts: expected any but decode, for emulate stands in for an all-to-all",
     "emulate.replication=[{spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts, got 57",
     "emulate.replication=[{spare_per_rank: 1, balancer: best}]": "balancer: expected static, lp or activated, got",
     "emulate.rebalance=[{name: waterfill, solve_us: 1.0e+300}]": "emulate.rebalance.0.solve_us: expected at most 1e+06",
@@ -99,6 +100,9 @@ COMMANDS = {
     f"emulate {CONFIGS / 'quality-oea.yaml'}": "model: checkpoint: no such key; expected one of preset",
     "run CONFIG --nproc 3": "64 experts of OLMoE-1B-7B, got 3",
     "run CONFIG --nproc 2 --set layer.experts=te": "layer.experts: te needs",
+    "run CONFIG --nproc 2 --set layer.experts=decode --set workload.num_tokens=72 --set workload.sequence_length=24": (
+        "workload.num_tokens: expected as many for every rank, got 24 to 48 tokens of batch 0 on a rank"
+    ),
     f"run CONFIG --nproc 2 --set 'policies=[{LASER}]'": "c: expected 8 (top_k) to 64",
     f"run CONFIG --set 'workload={{{RECORDED}, trace: no.safetensors, layer: 0}}'": "no.safetensors",
     "run CONFIG --nproc 0 --dry-run": "--nproc: expected at least 1, got 0",

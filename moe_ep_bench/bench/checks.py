@@ -86,9 +86,9 @@ def _emulated(experiment: Experiment) -> Rows:
     yield experiment.emulate.links is None, "emulate.links", known, "none"
     yield launches != 1, "measure.launches", "1, for emulate makes one launch", launches
     yield layer.cuda_graph, "layer.cuda_graph", "false, for emulate runs eagerly", "true"
-    stands_in = "others, for emulate stands in for an all-to-all"
+    stands_in = "any but decode, for emulate stands in for an all-to-all"
     gathers = layer.experts == "decode" and experiment.emulate.device == MEASURED
-    yield gathers, "layer.experts", stands_in, "decode, to which tokens are gathered"
+    yield gathers, "layer.experts", stands_in, "decode, to which all tokens are gathered"
 
 
 def _baseline(experiment: Experiment) -> Rows:

@@ -89,6 +89,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"versus": {"name": "token_drop", "capacity_factor": [1.0, 1.5]}},
         r"0\.versus: expected one policy, got 2",
     ),
+    "a share against another": (
+        {"metric": "dropped_fraction", "versus": {"name": "topk"}},
+        "0: versus: expected none with dropped_fraction, which is of one case by itself",
+    ),
     "a share of native": ({"policy": None}, "0: policy: expected one of the config's with speedup, got none"),
     "a key": ({"papre": 1}, r"0\.papre: no such key.*did you mean paper"),
     **{f"the number {paper}": ({"paper": paper}, r"0\.paper") for paper in ("much", [1.0], True, math.inf)},

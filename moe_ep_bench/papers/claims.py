@@ -88,6 +88,8 @@ class Claim(Strict):
     def _check(self) -> Claim:
         if self.policy is None and self.metric not in NUMBERS:
             raise UserError(f"policy: expected one of the config's with {self.metric}, got none")
+        if self.versus is not None and self.metric in (*SHARES, *NUMBERS):
+            raise UserError(f"versus: expected none with {self.metric}, which is of one case by itself")
         if self.published is not None and (self.paper is not None or not {"paper", "item"} <= self.published.keys()):
             raise UserError("published: expected paper and item, and no number under paper beside it")
         return self

@@ -38,10 +38,7 @@ QUIET_MACHINE = {
     "machine_cpu_s": 10.0,
     "stolen_s": 0.0,
     "sm_clock_mhz": [1900.0, 1980.0, 1980.0],
-    "power_median_w": 500.0,
-    "temperature_max_c": 60.0,
     "throttle_shares": {},
-    "num_samples": 20,
     "notes": [],
 }
 CEILINGS = {"matmul_size": 8192, "matmul_tflops": 0.5, "copy_gbps": 20.0}

@@ -115,3 +115,19 @@ def test_a_point_is_one_of_the_sweep(config: Path) -> None:
     assert [experiment.point for experiment in seen] == [second.experiment.point] == [(("workload.seed", 1),)]
     with pytest.raises(ValueError, match=r"--point: expected 0 to 1 \(the points of .*config.yaml's sweep\), got 2"):
         plan(config, [], RANKS, NUM_RANKS, on_cpu=True, point=2)
+
+
+def test_a_sweep_that_measures_somewhere_takes_the_cpus_values_everywhere(tmp_path: Path) -> None:
+    values = {
+        "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
+        "workload": {"kind": "synthetic", "num_tokens": 64, "num_batches": 1},
+        "layer": {"ep_size": 2},
+        "policies": [{"name": "topk"}],
+        "emulate": {"links": "h100-nvlink4"},
+        "sweep": {"emulate.device": ["h100-sxm", "measured"]},
+        "on_cpu": {"layer.dtype": "float32"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    for overrides, dtype in (((), "float32"), (("emulate.device=h100-sxm",), "bfloat16")):
+        planned = plan(tmp_path / "config.yaml", overrides, VIRTUAL, on_cpu=True, try_out=False)
+        assert {one.experiment.layer.dtype for one in planned} == {dtype}

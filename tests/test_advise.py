@@ -126,6 +126,12 @@ ANSWERS: dict[str, tuple[tuple[FakeCase, ...], dict[str, Any], str, str]] = {
     "noise": ((drop(1.5, 1.06, 0.05, 0.97),), {"noise": 0.1, "num_iterations": 2}, NONE_GAINS, ""),
     "no baseline": ((), {"cases": LOST}, "Inconclusive: the baseline was not measured", ""),
     "shared cores": ((USUAL[1],), {"facts": {"oversubscribed": True}}, "Inconclusive: more ranks than cores", ""),
+    "few batches": (
+        USUAL,
+        {"num_batches": 9},
+        "Inconclusive: fewer than 10 batches give no interval, and so no verdict.\nThe fastest",
+        "",
+    ),
     "below the model": ((eplb(1.015),), ON_MODEL, NONE_GAINS, "(below what the model can tell)"),
     "as little, measured": ((eplb(1.015),), {}, "Use EPLB, 1 spare per rank: ", "It costs: nothing is dropped.\n"),
     "a tie": ((*LOSSES, eplb(1.28)), {}, "Use EPLB, 1 spare per rank: ", ""),

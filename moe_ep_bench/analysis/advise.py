@@ -20,7 +20,7 @@ import pandas as pd
 
 from moe_ep_bench.analysis.cases import cases, comparisons, load_timed, timings
 from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, short_labels, text
-from moe_ep_bench.analysis.notes import MODEL_CAVEAT, OVERSUBSCRIBED, chance_words, warnings
+from moe_ep_bench.analysis.notes import FEW_BATCHES, MODEL_CAVEAT, OVERSUBSCRIBED, chance_words, warnings
 from moe_ep_bench.analysis.origins import NOTHING_RAN, is_same_model, modelled_line, said_once
 from moe_ep_bench.analysis.render import Table, render
 from moe_ep_bench.analysis.store import ITERATION, Store
@@ -177,6 +177,8 @@ def _answer(rows: pd.DataFrame, about: pd.Series, native: pd.Series) -> list[str
         words = f"None: the model {Fit(**fit).words}"
     elif about["oversubscribed"]:
         words = f"Inconclusive: {OVERSUBSCRIBED}"
+    elif len(rows) and not rows["speedup_is_interval"].eq(True).any():
+        words = f"Inconclusive: {FEW_BATCHES}"
     elif is_faster:
         words = "Keep native: none is significantly faster on draws that did not choose it"
     best = rows[~rows["standing"].isin(_BARRED)].sort_values("speedup_median").tail(1)

@@ -31,6 +31,8 @@ MAX_DRIFT = 0.1
 _LEAST_IDLE = 0.05
 WARNING = "warning: "
 
+FEW_BATCHES = f"fewer than {MIN_BATCHES} batches give no interval, and so no verdict"
+
 MODEL_CAVEAT = "ranges in brackets come from traffic alone: errors of the model of devices and links are not in them"
 OVERSUBSCRIBED = "more ranks than cores: they share time slices, and no straggler speedup is claimed"
 PROBES_COST = "probes cost up to {:.1f} %: read phase times as shares; speedups come from iterations without probes"
@@ -77,7 +79,7 @@ def _spread(about: About) -> str:
     """What stands beside a speedup: its interval, or the ends of its samples."""
     facts, num_launches = about.facts, len(about.launches)
     if facts.num_batches < MIN_BATCHES:
-        return f"(min..max: fewer than {MIN_BATCHES} batches give no interval, and so no verdict)"
+        return f"(min..max: {FEW_BATCHES})"
     launches = f", and Student's t over {num_launches} launches" if num_launches > 1 else ", of this launch only"
     if facts.draws > 1:
         launches = f", and Student's t over {facts.draws} draws of the traffic"

@@ -77,6 +77,8 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
         described = describe_workload(comparison)["description"]
         assert f"loads of layer {one.workload.layer} counted in counts.json" in described
         assert str(tmp_path) not in json.dumps(comparison.definition)
+    (one,) = load_experiments(config(tmp_path, layer="all"), ["sweep.workload.layer=[1]"], on_cpu=True)
+    assert one.workload.layer == 1, "layers that are swept are those of the sweep, not all"
     both = "skew_from, layer: expected both or none"
     for wrong, message in (({"layer": 2}, "expected 0 to 1"), ({"layer": None}, both), ({"skew_from": None}, both)):
         with pytest.raises(UserError, match=message):

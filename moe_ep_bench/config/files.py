@@ -186,7 +186,7 @@ def _points(path: Path, schema: type[_Schema], raw: dict[str, Any], sweep: Mappi
 
 
 def _sweep_layers(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> None:
-    """Sweep all layers of a recording, or of counts, where the workload asks for them."""
+    """Sweep all layers of a recording, or of counts, where the workload asks for them and the sweep names none."""
     workload = raw["workload"]
     layer = workload.get("layer", "all")
     if raw.get("scope") == "model" and workload.get("kind") == "recorded":
@@ -195,7 +195,7 @@ def _sweep_layers(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> Non
             got = brief(sweep.get("workload.layer", layer))
             raise UserError(f"{path}: workload.layer: expected all with scope model, for every MoE layer; got {got}")
         workload["layer"] = 0
-    elif workload.get("layer") == "all":
+    elif workload.get("layer") == "all" and "workload.layer" not in sweep:
         # The first recording stands for all: a workload refuses recordings whose layers differ.
         trace = sweep.get("workload.trace", [workload.get("trace")])
         while isinstance(trace, list) and trace:

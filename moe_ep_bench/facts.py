@@ -42,8 +42,13 @@ class JsonRecord(BaseModel):
 # ---- a comparison ----------------------------------------------------------------------------------------------------
 
 
+class Source(JsonRecord):
+    num_tokens: Count  # that were recorded
+
+
 class Recording(JsonRecord):
     model: str
+    sources: list[Source] = []  # each gives a batch as many tokens
 
 
 class Workload(JsonRecord):

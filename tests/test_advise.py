@@ -220,8 +220,25 @@ def test_one_traffic_stands_after_another(tmp_path: Path) -> None:
     assert rows_of(text.partition("\nat peak load 2\n")[2])[0][-1] == "faster"
     assert "It costs: 6.0 % of the pairs are dropped, 96.5 % of the mass is kept." in text
     assert text.endswith(RECORD_YOURS)
+    links = swept(1.5, 1.6, key="emulate.bandwidth_scale")
+    assert list(comparisons(load_timed(write_run(tmp_path / "named", links)))["title"]) == ["Tiny 0", "Tiny 1"]
+    for one in links:
+        one.facts["title"] = "Tiny"
+    told = comparisons(load_timed(write_run(tmp_path / "links", links)))
+    same = "Tiny, bandwidth scale"
+    assert list(told["title"]) == [f"{same} 1", f"{same} 2"]
     ranks = swept(1.5, 1.6, key="layer.ep_size")
     assert RECORD_YOURS not in advice_text(load_timed(write_run(tmp_path / "ranks", ranks)), BOUNDS)
+
+
+def test_a_recording_that_a_batch_repeats_is_warned_of(tmp_path: Path) -> None:
+    """Of two recordings a batch of 4,096 tokens takes 2,048 each."""
+    recording = {"model": "Tiny-MoE", "sources": [{"num_tokens": 600}, {"num_tokens": 2048}]}
+    workload = {"kind": "recorded", "description": "", "tail_model": None, "recording": recording}
+    text = advised(tmp_path, *USUAL, facts={"workload": workload})
+    warnings = [line for line in text.splitlines() if "warning: " in line]
+    repeated = "the recording has 600 tokens, and a batch takes 2,048 of it: it repeats them 3.41 times"
+    assert warnings == [f"  warning: {repeated}, so batches are alike and intervals too narrow"]
 
 
 def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import cases, comparisons, load_timed, timings
+from moe_ep_bench.analysis.cases import cases, comparisons, load_timed, point_words, timings
 from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, short_labels, text
 from moe_ep_bench.analysis.notes import FEW_BATCHES, MODEL_CAVEAT, OVERSUBSCRIBED, chance_words, warnings
 from moe_ep_bench.analysis.origins import NOTHING_RAN, is_same_model, modelled_line, said_once
@@ -112,8 +112,7 @@ def _place(row: Row) -> str:
     point = json.loads(row["point"])
     if list(point) == ["workload.peak_load"]:
         return _peak(point["workload.peak_load"])
-    words = ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {value}" for key, value in point.items())
-    return words or row["title"]
+    return point_words(point) or row["title"]
 
 
 def _peak(peak_load: float | None) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -298,7 +298,26 @@ def comparisons(store: Store) -> pd.DataFrame:
     ``workload_words``, for footers; ``facts``, the comparison's object in run.json.
     """
     layers_of = store.routing.groupby(store.routing["case"].map(store.cases["comparison"]))["layer"].unique()
-    return pd.DataFrame([_comparison(one, layers_of.get(place, ())) for place, one in enumerate(store.comparisons)])
+    rows = pd.DataFrame([_comparison(one, layers_of.get(place, ())) for place, one in enumerate(store.comparisons)])
+    return rows.assign(title=_told_apart(rows)) if len(rows) else rows
+
+
+def _told_apart(rows: pd.DataFrame) -> pd.Series:
+    """Titles; where several are the same each names the swept keys in which their comparisons differ."""
+    titles = rows["title"].copy()
+    for _, alike in rows.groupby("title", sort=False):
+        points = [json.loads(point) for point in alike["point"]]
+        values = pd.DataFrame([{key: json.dumps(value) for key, value in point.items()} for point in points])
+        swept = values.columns[values.nunique() > 1]
+        for place, point in zip(alike.index, points, strict=True):
+            own = {key: point[key] for key in swept if key in point}
+            titles[place] = ", ".join(filter(None, (titles[place], point_words(own))))
+    return titles
+
+
+def point_words(point: Mapping[str, Any]) -> str:
+    """A place in a sweep: swept keys, without their section, and values."""
+    return ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {value}" for key, value in point.items())
 
 
 def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:

@@ -129,6 +129,14 @@ def _tail(about: About) -> tuple | None:
     return (tail, looking) if looking and tail else None
 
 
+def _repeated(about: About) -> list[tuple]:
+    """Recordings that a batch goes through more than once: their tokens, a batch's tokens of it, how many times."""
+    recording = about.facts.workload.recording
+    sources = recording.sources if recording else []
+    of_each = about.facts.num_tokens // max(len(sources), 1)
+    return [(of.num_tokens, of_each, of_each / of.num_tokens) for of in sources if of_each > of.num_tokens]
+
+
 class Note(NamedTuple):
     """A sentence that a fact fills; ``of``: the comparisons that have it: layer, model, route."""
 
@@ -206,6 +214,12 @@ WARNINGS = (
         _TIMED,
         lambda about: abs(drift := about.most("drift", key=abs)) > MAX_DRIFT and 100 * drift,
         "times drifted by {:+.1f} % between the begin and the end of a launch",
+    ),
+    Note(
+        _TIMED,
+        _repeated,
+        "the recording has {:,} tokens, and a batch takes {:,} of it: it repeats them {:.3g} times, so batches are "
+        "alike and intervals too narrow",
     ),
     Note(
         _TIMED,

@@ -133,7 +133,7 @@ def arguments_of(line: str) -> list[str]:
     if line in LISTED and LISTED[line][0] == "--help":
         return [line.split()[0], "--help"]
     words = {**STAND_INS, **OWN_STAND_INS.get(line, {})}
-    arguments = [words.get(one, one.replace("=/models/", "=../models/")) for one in shlex.split(line)]
+    arguments = [words.get(one, one.replace("=/models/", "=models/")) for one in shlex.split(line)]
     arguments = [one.removeprefix("/") if one.startswith("/models/") else one for one in arguments]
     if line in LISTED:
         return [*arguments, LISTED[line][0]]

@@ -235,7 +235,8 @@ def test_the_last_config_says_which_policies_there_are_and_none_is_done_twice(
 def test_a_random_policy_draws_anew_for_every_batch(folder: Path, tmp_path: Path) -> None:
     (folder / "same.txt").write_text("fifteen letters\n" * 8)
     config = write(folder / "same.yaml", {**CONFIG, "policies": [RANDOM]})
-    run_quality(config, tmp_path, ["text={file: same.txt, num_sequences: 8, sequence_length: 16, batch_size: 4}"])
+    text = f"text={{file: {folder}/same.txt, num_sequences: 8, sequence_length: 16, batch_size: 4}}"
+    run_quality(config, tmp_path, [text])
     rows = costs(tmp_path)
     assert rows["native"]["cross_entropy"].round(5).nunique() == 1
     first, second = (list(part["kl"]) for _, part in rows[make_policy(RANDOM).label].groupby(lambda item: item // 4))
@@ -393,7 +394,8 @@ def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path,
         )  # another config, as seeds' weights
         hf_models.save(model, folder / f"seed-{number}")
     policies = f"policies=[{json.dumps({**DROP, 'metric': ['score', 'random']})}]"
-    run_quality(folder / "config.yaml", tmp_path, ["sweep.model.checkpoint=[seed-1, seed-2]", policies])
+    swept = f"sweep.model.checkpoint=[{folder}/seed-1, {folder}/seed-2]"
+    run_quality(folder / "config.yaml", tmp_path, [swept, policies])
     quality = read_quality(tmp_path)
     assert quality.cases["model"].unique().tolist() == ["seed-1", "seed-2"]
     assert set(text_costs(quality)["checkpoints"]) == {2}
@@ -435,6 +437,14 @@ def test_configs_of_the_repository_are_valid() -> None:
     assert configs
     for config in configs:
         assert load_points(config, QualityExperiment, []), os.fspath(config)
+
+
+def test_paths_of_a_config_start_at_its_folder_and_those_of_overrides_at_the_current_one() -> None:
+    config = ROOT / "configs/quality-small.yaml"
+    (found,) = load_points(config, QualityExperiment, ["model.checkpoint=models/mine"])
+    assert found.text is not None
+    assert found.model.checkpoint == Path("models/mine")
+    assert found.text.file == config.parent / "../checkpoints/small-moe/heldout.txt"
 
 
 # --- The small model -----------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool)
     Raises:
         UserError: one line naming file, key, value and what is allowed.
     """
-    return experiments_of(path, *_read(path, Experiment, overrides, Path(), on_cpu=on_cpu))
+    return experiments_of(path, *_read(path, Experiment, overrides, on_cpu=on_cpu))
 
 
 def read_config(path: Path, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -63,12 +63,12 @@ def read_config(path: Path, overrides: Iterable[str] = ()) -> tuple[dict[str, An
 def load_points(path: Path, schema: type[_Schema], overrides: Iterable[str]) -> list[_Schema]:
     """Read a config file of another schema, one experiment per point of its ``sweep``.
 
-    Overrides work as in ``load_experiments``, but their relative paths too are read from the config's own folder.
+    Overrides work as in ``load_experiments``.
 
     Raises:
         UserError: one line naming file, key, value and what is allowed.
     """
-    return _points(path, schema, *_read(path, schema, overrides, path.parent))
+    return _points(path, schema, *_read(path, schema, overrides))
 
 
 def experiments_of(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> list[Experiment]:
@@ -82,7 +82,12 @@ def experiments_of(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> li
 
 
 def _read(
-    path: Path, schema: type[SweepPoint], overrides: Iterable[str], overrides_folder: Path, *, on_cpu: bool = False
+    path: Path,
+    schema: type[SweepPoint],
+    overrides: Iterable[str],
+    overrides_folder: Path = Path(),
+    *,
+    on_cpu: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The file's values and its sweep, both with the overrides applied and relative paths resolved."""
     if not path.exists() and path.name in ModelSpec.names():
@@ -97,6 +102,12 @@ def _read(
     for key, value in (sections["on_cpu"] if on_cpu else {}).items():
         _change(raw, sweep, str(key), value, path.parent, f"{path}: on_cpu.{key}")
     override(raw, sweep, overrides, overrides_folder)
+    for name in schema.BESIDE:
+        if name in raw:
+            raise UserError(
+                f"--set {name}: expected {name} in the config alone, as dotted keys with values, "
+                f"for --set replaces values everywhere; got {brief(raw[name])}"
+            )
     return raw, sweep
 
 
@@ -112,7 +123,8 @@ def override(raw: dict[str, Any], sweep: dict[str, Any], overrides: Iterable[str
         if not separator:
             raise UserError(f"{where}: expected key=value")
         with naming(f"{where}: the value is", joint=" "):
-            value = parse_yaml(text)
+            # YAML reads a name's beginning that ends so, as of a table, as a key without a value.
+            value = text if text.endswith(":") else parse_yaml(text)
         _change(raw, sweep, key, value, folder, where)
 
 

@@ -1,7 +1,7 @@
 """Read the YAML config of ``quality``: a checkpoint, a text or tasks (or both), virtual ranks and policies.
 
-Policies are written as in every other config, so that ``run`` can time the list that is judged here. All paths are
-relative to the config's own folder.
+Policies are written as in every other config, so that ``run`` can time the list that is judged here. Relative paths
+start at the config's own folder.
 
 Shapes: B = sequences that are routed together.
 """

@@ -97,6 +97,8 @@ def read_yaml(path: Path, unreadable: str = "cannot be read") -> dict[str, Any]:
         raise UserError(f"{path}: {unreadable}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(str(error)) from None
+    if fields is None:
+        raise UserError(f"{path}: expected keys with values, but the file is empty")
     if not isinstance(fields, dict):
         raise UserError(f"{path}: expected keys with values, got {type(fields).__name__}")
     return fields

@@ -534,6 +534,12 @@ def test_options_that_do_not_suit_are_refused(tmp_path, out, name):
     assert text.startswith(begin.replace("SOURCE", str(source)).replace("CHANGED", changed))
 
 
+def test_a_folder_without_recordings_of_esft_is_told_from_a_wrong_domain(tmp_path, out):
+    text = refusal("esft", tmp_path, out, {"domain": "law"})
+    where = tmp_path / "results/expert_scores/DOMAIN/expert_weights_1.txt"
+    assert text == f"{tmp_path}: holds no recordings of ESFT; expected {where}"
+
+
 @every_kind
 def test_the_command_refuses_another_source_in_one_line(tmp_path, out, kind, capsys):
     source = tmp_path / "other"

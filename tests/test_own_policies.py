@@ -164,7 +164,7 @@ MISTAKES = {
     "no name": ({"name": NAME}, ('"leave_busiest"', "None"), "expected its name in lower case"),
     "a field": ({"name": NAME, "num_loft": 2}, None, "leave_busiest has no such field; expected num_left"),
     "a value": ({"name": NAME, "num_left": -1}, None, "leave_busiest: num_left: expected 0 or more, got -1"),
-    "a type": ({"name": NAME, "num_left": "two"}, None, "leave_busiest: '<' not supported"),
+    "a type": ({"name": NAME, "num_left": "two"}, None, "leave_busiest: num_left='two': '<' not supported"),
     "a float map": (
         {"name": NAME}, ("return weighted(", "return Routing(map_TE.float(), scores_TE)\n        return weighted("),
         "map_TE: expected torch.bool [2, 64]",

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from moe_ep_bench import cli
-from moe_ep_bench.config.files import load_experiments
+from moe_ep_bench.config.files import load_experiments, override
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.exit_codes import USER_ERROR
 
@@ -53,6 +53,8 @@ CHANGES = {
     "policies.2.k0=1": "--set policies.2.k0=1: policies.2.k0: expected 0 to 1 for an entry of the list, got 2",
     "policies.0.name.x=1": "--set policies.0.name.x=1: policies.0.name.x: name has no keys of its own",
     "no-equals-sign": "--set no-equals-sign: expected key=value",
+    "on_cpu=3": "--set on_cpu: expected on_cpu in the config alone, as dotted keys with values, for --set",
+    "measure.iterations=1": "measure: breakdown_iterations: expected at most iterations=1, got 2",
     "sweep=3": "sweep=3: expected sweep.KEY=[values]",
     "emulate.links=null": "emulate.links: expected one of a100-nvlink3",
     "measure.launches=3": "measure.launches: expected 1, for emulate makes one launch, got 3",
@@ -87,6 +89,8 @@ COMMANDS = {
     "advise olmoe-1b-7b": "olmoe-1b-7b: is a model's name; expected a config's path (advise takes --model olmoe-1b-7b)",
     ONE_NODE: "--links, --ep: links/h100-nvlink4: expected at most 8 ranks (inter is null: one node), got 16; "
     "h100-nvlink4-ndr crosses nodes",
+    "trace info .": ".: expected a file, got a directory",
+    f"{QWEN} --decode-tokens 8": "--tokens, --decode-tokens: expected one of them, for the first counts",
     "emulat": "COMMAND: expected one of run, emulate",
     "run CONFIG --budget 1%": "expected no such arguments: --budget 1% (moe-ep-bench --help)",
     "advise CONFIG --max-dropped 5": "--max-dropped: expected a share such as 5% or 0.05, 0 to 1; got 5",
@@ -202,7 +206,7 @@ def test_a_mistake_is_one_line_that_says_what_is_allowed_and_leaves_nothing(
 CONTENTS = {
     "not UTF-8": (b"name: caf\xe9\n", "expected text in UTF-8, got byte 0xe9 at position 9"),
     "not YAML": (b"a: [", "not valid YAML"),
-    "empty": (b"", "expected keys with values, got NoneType"),
+    "empty": (b"", "expected keys with values, but the file is empty"),
     "a misspelt section": (
         yaml.safe_dump({("workloads" if key == "workload" else key): value for key, value in CONFIG.items()}).encode(),
         "did you mean workload?",
@@ -235,6 +239,12 @@ def test_a_config_without_a_name_has_its_files(file: str, name: str, tmp_path: P
 def test_a_date_is_text_and_a_power_of_ten_a_number(tmp_path: Path) -> None:
     (config,) = load_experiments(write(tmp_path), ["name=2026-01-31", "measure.timeout_s=1e3"], on_cpu=False)
     assert (config.name, config.measure.timeout_s) == ("2026-01-31", 1000.0)
+
+
+def test_the_beginning_of_a_name_that_ends_in_a_colon_is_text() -> None:
+    raw: dict[str, object] = {}
+    override(raw, {}, ["emulate.device=table:", "emulate.links={kind: x}"], Path())
+    assert raw == {"emulate": {"device": "table:", "links": {"kind": "x"}}}
 
 
 def test_a_policy_that_is_listed_twice_is_one_case(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     def wrong() -> checks.Rows:
         for flags, why in (
             (("trace", "counts", "peak_load"), "each says how busy experts are"),
-            (("tokens", "decode_tokens"), "prefill and decode are two questions"),
+            (("tokens", "decode_tokens"), "the first counts a batch of prefill, the second a step of decode"),
         ):
             given = [_flag(flag) for flag in flags if getattr(options, flag) is not None]
             yield len(given) > 1, ", ".join(map(_flag, flags)), f"one of them, for {why}", " and ".join(given)

@@ -266,7 +266,8 @@ class MeasureConfig(Strict):
     @model_validator(mode="after")
     def _check(self) -> MeasureConfig:
         if self.breakdown_iterations > self.iterations:
-            raise UserError(f"breakdown_iterations: expected at most iterations={self.iterations}")
+            got = self.breakdown_iterations
+            raise UserError(f"breakdown_iterations: expected at most iterations={self.iterations}, got {got}")
         return self
 
     @property

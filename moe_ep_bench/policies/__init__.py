@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import ValidationError
 
-from moe_ep_bench.errors import UserError, did_you_mean, problem_words
+from moe_ep_bench.errors import UserError, brief, did_you_mean, problem_words
 from moe_ep_bench.policies.budget_drop import BudgetDrop
 from moe_ep_bench.policies.capacity import ExpandedDrop, TokenDrop
 from moe_ep_bench.policies.contract import Policy, Routing, RoutingContext
@@ -94,8 +94,11 @@ def make_policy(spec: Mapping[str, object]) -> Policy:
     try:
         made = _made(policy, values, layered)
         hash(made)
-    except (TypeError, ValueError) as error:  # Of its own checks, or of a value that cannot be compared.
+    except ValueError as error:  # Of its own checks, which name the field.
         raise UserError(" ".join(f"{name}: {error}".split())) from None
+    except TypeError as error:  # Of a value that cannot be compared: Python names no field.
+        given = ", ".join(f"{key}={brief(value)}" for key, value in values.items())
+        raise UserError(" ".join(f"{name}: {given}: {error}".split())) from None
     return made
 
 

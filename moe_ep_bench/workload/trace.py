@@ -232,7 +232,7 @@ def trace_info(path: Path) -> str:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     if not path.is_file():
-        raise UserError(f"{path}: no such file")
+        raise UserError(f"{path}: {'expected a file, got a directory' if path.is_dir() else 'no such file'}")
     try:
         with safe_open(path, "np") as file:
             yield file

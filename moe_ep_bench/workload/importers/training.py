@@ -45,7 +45,9 @@ def read_esft(source: Path, options: ImportOptions, writer: TraceWriter) -> None
     paths = [root / options.domain / f"expert_weights_{layer}.txt" for layer in ESFT_LAYERS]
     if not paths[0].is_file():
         domains = sorted(path.parent.name for path in root.glob(f"*/{paths[0].name}"))
-        raise UserError(f"{root}: domain: expected one of {', '.join(domains) or '(none)'}; got {options.domain!r}")
+        if not domains:
+            raise UserError(f"{source}: holds no recordings of ESFT; expected {root}/DOMAIN/{paths[0].name}")
+        raise UserError(f"{root}: domain: expected one of {', '.join(domains)}; got {options.domain!r}")
     about = {"model": "deepseek-v2-lite", "score": "softmax, not renormalised", "phase": "prefill", "licence": "MIT"}
     writer.describe(num_experts=ESFT_EXPERTS, top_k=ESFT_TOP_K, where=str(source), **about)
     writer.sources = paths

@@ -68,7 +68,7 @@ advise  find the fastest policy within bounds on what it drops
   --dry-run  print candidates, traffic and time; run nothing
   [traffic (default: several peak loads)]
   --trace FILE  a moe-trace-v1 recording
-  --counts FILE  how often a server chose each expert (JSON)
+  --counts FILE  how often a server chose each expert: JSON alone
   --peak-load X  load of the busiest expert over the mean
   [bounds (default: 10% dropped and 5% lost mass; one alone binds alone)]
   --max-dropped SHARE  most top-k pairs dropped, e.g. 5%
@@ -84,7 +84,7 @@ papers  emulate or run a config and print papers' numbers beside ours; without o
   --nproc N  run it on N real ranks instead of emulating it
   @cpu
   [without a config]
-  --paper PAPER  capacity, oea, laser, xshare or an arXiv id (default: all)
+  --paper PAPER  capacity, laser, llep, metro, oea, sere, ultraep, xshare or an arXiv id (default: all)
   --json  print a list of objects, one for each number
 quality  measure what policies do to a language model's answers, or to its tasks
   @config
@@ -129,7 +129,7 @@ show  print the tables of results directories, or write them in another format
   directories DIR+  results directories
   --format FORMAT = text  text, md, latex, csv, json or html
   --out FILE  file to write (default: standard output; html: DIR/report.html)
-  --view NAMES  other tables, comma-separated: phases, ranks
+  --view NAMES  tables, comma-separated: layer, model, route (those by default), phases, ranks
   --columns NAMES  of the frame, comma-separated, in place of a table's own
 plot  draw the figures of one or several results directories
   directories DIR+  results directories

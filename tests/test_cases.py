@@ -302,6 +302,15 @@ def test_cases_are_read_in_order_whatever_the_order_of_the_files(tmp_path):
     ]
 
 
+def test_numbers_of_parameters_are_read_as_numbers(tmp_path):
+    """A label's c=6 before its c=10, a half before both, and nothing before something."""
+    params = [{"c": 10}, {"c": 6}, {"c": 0.5}, {"c": 12, "k0": 1}, {"c": 12}, {"c": 1e-05}]
+    labels = [" ".join(["laser", *(f"{name}={value}" for name, value in of.items())]) for of in params]
+    more = [FakeCase("laser", params=of, label=label) for of, label in zip(params, labels, strict=True)]
+    found = [label for label in frame_of(tmp_path, cases=[*standard_cases(), *more], **FEW).index if "laser" in label]
+    assert found == ["laser c=1e-05", "laser c=0.5", "laser c=6", "laser c=10", "laser c=12", "laser c=12 k0=1"]
+
+
 def test_variants_of_one_policy_are_told_apart_by_what_their_labels_name(tmp_path):
     def drop(factor: float, metric: str) -> FakeCase:
         params = {"capacity_factor": factor, "metric": metric, "modality": "uniform"}

@@ -171,7 +171,14 @@ def _identity(comparison: Comparison, case: Any) -> dict[str, Any]:
 def _reading_order(facts: Any) -> tuple:
     first = _FIRST_POLICIES.index(facts.policy) if facts.policy in _FIRST_POLICIES else len(_FIRST_POLICIES)
     factor = facts.policy_params.get("capacity_factor") or 0.0
-    return _ROLE_ORDER.index(facts.role), first, _family(facts.policy, facts.policy_params), factor, facts.label
+    family = _family(facts.policy, facts.policy_params)
+    return _ROLE_ORDER.index(facts.role), first, _in_numbers(family), factor, _in_numbers(facts.label)
+
+
+def _in_numbers(words: str) -> list[str | float]:
+    """A key that orders the numbers in words as numbers: ``c=6`` stands before ``c=10``."""
+    pieces = re.split(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", words)
+    return [float(piece) if place % 2 else piece for place, piece in enumerate(pieces)]
 
 
 def _family(policy: str, params: dict[str, Any]) -> str:

@@ -6,14 +6,17 @@ import itertools
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as Sheet
 from results_builder import FakeCase, FakeComparison, assert_nothing_is_clipped, standard_cases, write_run
 from whole_builder import WHOLE_CASES, write_whole
 
-from moe_ep_bench.analysis.cases import Store, load, samples
-from moe_ep_bench.analysis.drawing import Drawing, Figure, case_rows, draw
+from moe_ep_bench.analysis.cases import Store, cases, load, samples
+from moe_ep_bench.analysis.drawing import Drawing, Figure, case_rows, draw, lines
 from moe_ep_bench.analysis.figures import FIGURES
 from moe_ep_bench.analysis.marks import series
 from moe_ep_bench.analysis.plot import figures_of
@@ -280,6 +283,63 @@ def test_loads_fall_from_each_cases_own_fullest(tmp_path: Path) -> None:
     assert len(paths) == 3
     assert all((np.diff(np.asarray(path, dtype=float)) <= 1e-9).all() for path in paths)
     assert set(legend(axes.figure)) == {"native", "oea", "lynx"}
+
+
+@pytest.mark.parametrize("factors", [False, True])
+def test_the_first_load_is_the_tables_fullest_expert_and_rank(tmp_path: Path, factors: bool) -> None:
+    """Whose fullest expert is another in each batch and layer: a mean by the expert's number would hide it."""
+    drops = [drop(1.0, 1.2)] if factors else [FakeCase("oea", params={"k0": 2})]
+    run = write_run(tmp_path, [FakeComparison(cases=[*native(), *drops], num_batches=8, num_iterations=1)])
+    for path in run.glob("routing/*.parquet"):
+        rows = pd.read_parquet(path)
+        turned = [np.roll(load_E, batch) for load_E, batch in zip(rows["load_E"], rows["batch"], strict=True)]
+        loads = {"load_E": turned, "load_R": [load_E.reshape(2, -1).sum(axis=1) for load_E in turned]}
+        schema = pq.read_schema(path)
+        pq.write_table(pa.Table.from_pandas(rows.assign(**loads), schema, preserve_index=False), path)
+    store = load(run)
+    drawing = drawn("load", store)
+    first = drawing.rows.query("place == 1").pivot(index="label", columns="of", values="load_over_mean")
+    table = cases(store).set_index("label").loc[first.index]
+    assert first["expert"].tolist() == pytest.approx(table["fullest_expert"].tolist())
+    assert first["rank"].tolist() == pytest.approx(table["fullest_rank"].tolist())
+    assert ("of each policy the smallest capacity factor" in words(drawing.figure)) == factors
+
+
+# ---- many lines ----------------------------------------------------------------------------------------------------
+
+
+def test_no_policy_vanishes_while_another_has_two_lines(tmp_path: Path) -> None:
+    many = [FakeCase("laser", params={"c": c}, label=f"laser c={c}", dropped=c / 100) for c in range(6, 18)]
+    few = [FakeCase(name, params={"k": 2}, label=f"{name} k=2", dropped=0.2) for name in ("lynx", "oea", "xshare")]
+    run = store_of(tmp_path, FakeComparison(cases=[*native(), *many, *few], num_batches=1, num_iterations=1))
+    for name in ("load", "dropped"):
+        drawing = drawn(name, run)
+        said = f"{words(drawing.figure)} {legend(drawing.figure)} {ticks(drawing.figure.axes[0].yaxis)}"
+        assert all(f"{policy} k=2" in said or f"'{policy}'" in said for policy in ("lynx", "oea", "xshare"))
+        assert "laser c=6'" in said
+        assert "laser c=17" not in said
+        total = 15 + (name == "load")  # native has a line there
+        assert f"{total - 10} of {total} lines are not drawn, though one of every policy is; the CSV has all" in said
+        assert drawing.rows["label"].nunique() == total
+
+
+def test_of_more_policies_than_lines_the_note_names_those_that_are_gone(tmp_path: Path) -> None:
+    many = [FakeCase(f"own_{n}", label=f"own_{n}", dropped=0.1) for n in range(12)]
+    run = store_of(tmp_path, FakeComparison(cases=[*native(), *many], num_batches=1, num_iterations=1))
+    note = "2 of 12 lines are not drawn, with them all of own_10, own_11; the CSV has all"
+    assert note in words(drawn("dropped", run).figure)
+
+
+def test_panels_of_policies_are_of_as_many_policies_as_have_room(tmp_path: Path) -> None:
+    many = [FakeCase("laser", params={"c": c}, label=f"laser c={c}", dropped=c / 100) for c in range(6, 18)]
+    few = [FakeCase(name, label=name, dropped=0.2) for name in ("lynx", "oea", "xshare")]
+    run = store_of(tmp_path, FakeComparison(cases=[*native(), *many, *few], num_iterations=1))
+    (figure,) = lines("batch", "dropped_share", facet="label").values()
+    with house_style():
+        drawing = draw(figure, run)
+    titles = " ".join(axes.get_title("left") for axes in drawing.figure.axes).replace("\n", " ")
+    assert all(f"label {policy}" in titles for policy in ("native", "laser c=6", "lynx", "oea", "xshare"))
+    assert "of 16 panels 6 are drawn" in words(drawing.figure)
 
 
 # ---- costs ---------------------------------------------------------------------------------------------------------

@@ -118,9 +118,10 @@ def _height_of_bars(rows: pd.DataFrame) -> float:
 
 
 def load_rows(store: Store) -> pd.DataFrame:
-    """A row per case and expert, or rank (``of``, ``number``): ``load_over_mean``, mean over batches and layers.
+    """A row per case and ``place`` in the falling order of experts, or ranks (``of``): ``load_over_mean``.
 
-    Of each policy the smallest capacity factor; ``place``, its place in the falling order of its case.
+    Each batch and layer is put in order by itself, for its fullest expert is not that of another; then the mean over
+    them. Of each policy the smallest capacity factor.
     """
     rows = case_rows(store).query("status == 'ok' and role in ('baseline', 'policy') and policy != 'topk'")
     rows = rows[~rows.duplicated(["facet", "line"]) | rows["line"].isna()]  # in reading order factors ascend
@@ -130,12 +131,14 @@ def load_rows(store: Store) -> pd.DataFrame:
     parts = []
     for of, column in (("expert", "load_E"), ("rank", "load_R")):
         sizes = batches[column].map(len)
-        loads = batches.assign(of=of, load=batches[column], number=sizes.map(range)).explode(["load", "number"])
+        falling = batches[column].map(lambda loads: sorted(loads, reverse=True))
+        places = sizes.map(lambda size: range(1, size + 1))
+        loads = batches.assign(of=of, load=falling, place=places).explode(["load", "place"])
         loads["load_over_mean"] = loads["load"].astype(float) * sizes / loads["num_topk_pairs"]
-        parts.append(loads.groupby([*CASE, "of", "number"], sort=False)["load_over_mean"].mean().reset_index())
-    rows = rows.assign(line=rows["line"].fillna("native")).merge(pd.concat(parts), on=CASE)
-    place = rows.groupby([*CASE, "of"])["load_over_mean"].rank(method="first", ascending=False)
-    return rows.assign(place=place)
+        parts.append(loads.groupby([*CASE, "of", "place"], sort=False)["load_over_mean"].mean().reset_index())
+    of_factors = "; of each policy the smallest capacity factor" if rows["capacity_factor"].notna().any() else ""
+    rows = rows.assign(line=rows["line"].fillna("native"), of_factors=of_factors).merge(pd.concat(parts), on=CASE)
+    return rows.astype({"place": int})
 
 
 def _loads(of: str, width: float) -> object:
@@ -243,10 +246,10 @@ FIGURES: dict[str, Figure] = {
     "load": Figure(
         "Load of experts and ranks, before and after",
         [_loads("expert", 2.0), _loads("rank", 1.0)],
-        "(token, expert) pairs over the mean of the model's own routing, mean over batches, in each case the fullest "
-        "first; of each policy the smallest capacity factor.",
+        "(token, expert) pairs over the mean of the model's own routing: fullest first in every batch and layer, then "
+        "the mean{of_factors}.",
         load_rows,
-        columns=("of", "number", "load_over_mean"),
+        columns=("of", "place", "load_over_mean"),
         beside=True,
         of="routing",
     ),
@@ -283,6 +286,7 @@ def answer_rows(quality: Quality) -> pd.DataFrame:
     half = rows["cross_entropy_added_half"].where(rows["checkpoints"] == 1, over_them)
     rows = rows.join(added)[by_case.size() == rows["checkpoints"]].reset_index()
     half = half.reindex(pd.MultiIndex.from_frame(rows[["group", "label", "phase"]])).to_numpy()
+    whiskers = "Whiskers: 95 % interval, Student's t over checkpoints where there are several, else over batches."
     in_decode = rows["phase"] == "decode"
     of_step, of_rank = "activated experts of a step, mean over layers", "pairs of the fullest rank over native's mean"
     rows = rows.assign(
@@ -294,6 +298,7 @@ def answer_rows(quality: Quality) -> pd.DataFrame:
         cross_entropy_added_half=half,
         cross_entropy_added_low=rows["cross_entropy_added"] - half,
         cross_entropy_added_high=rows["cross_entropy_added"] + half,
+        whiskers=f" {whiskers}" if np.isfinite(half).any() else "",
         workload=None,
         origin=None,
         role="policy",
@@ -305,10 +310,9 @@ def answer_rows(quality: Quality) -> pd.DataFrame:
 # Of a directory of ``quality``, whose routing is that of virtual ranks.
 QUALITY_FIGURES = {
     "quality": Figure(
-        "What answers cost over what it buys",
+        "What a policy's gain costs the answers",
         [series("value", "cross_entropy_added", joined="on_line", xlabel="quantity")],
-        "Cross-entropy added to the unpatched model's on the same sequences, nats per token. Whiskers: 95 % interval, "
-        "Student's t over checkpoints where there are several, else over batches.",
+        "Cross-entropy added to the unpatched model's on the same sequences, nats per token.{whiskers}",
         answer_rows,
         columns=(
             *("phase", "checkpoints", "policy", "policy_params", "activated_experts", "fullest_rank"),

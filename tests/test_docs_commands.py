@@ -163,8 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / link).symlink_to(model)
     shutil.copy(model / "config.json", folder)
     text = inspect.getsource(argparse)[:8_000]
-    for place in (folder, folder / "configs"):  # what --set names lies beside the config
-        (place / "text.txt").write_text(text)
+    (folder / "text.txt").write_text(text)
     (model / "heldout.txt").write_text(text)
     example = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (folder / "mine.yaml").write_text(example[1])

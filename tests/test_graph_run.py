@@ -135,7 +135,7 @@ REFUSED = {
     "unequal tokens": ({"workload__num_tokens": 13}, "run", 2, "got 6 to 7 tokens of batch 0 on a rank"),
     "emulate": (
         {"emulate": {"links": "h100-nvlink4"}}, "emulate", None,
-        "layer.experts: expected others, for emulate stands in for an all-to-all, got decode",
+        "layer.experts: expected any but decode, for emulate stands in for an all-to-all, got decode",
     ),
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ from slurm_cluster import NAMES, Cluster, cluster, wait_for, why_not
 from test_run import TESTS, write_config
 
 from moe_ep_bench.analysis.cases import cases, comparisons, load
+from moe_ep_bench.runtime.attempts import collect_lost
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, USER_ERROR
 
 pytestmark = pytest.mark.slurm
@@ -184,6 +185,8 @@ def check_stopped(slurm: Cluster, job: str, out: Path, kept: dict[str, int]) -> 
     """What was asked to end has ended, lost nothing, and takes the blame for nothing."""
     wait_for("end of all processes", lambda: not slurm.processes_of(job), STEP_S)
     assert parts(out) == kept
+    # What ranks were at is collected by the next start; here too it comes to no lost attempt.
+    collect_lost(out / "attempts", {path.name.split("-")[1] for path in out.glob("attempts/now-*")})
     assert not list(out.glob("attempts/*")), slurm.printed(job)
 
 

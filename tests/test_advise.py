@@ -476,7 +476,7 @@ def test_decode_is_asked_of_one_token_of_each_request() -> None:
     assert config["whole"] == {"context_length": 2048}
     names = {label.split()[0] for label in candidates_of(question)}
     assert {"oea", "xshare", "token_drop"} <= names
-    assert question.left_out == ("xshare: by request decides for its tokens, of which a step has one",)
+    assert question.left_out == ("xshare: by request, where a step has one token of each",)
     balancers = [{}, {"balancer": "lp"}, {"balancer": "activated"}, {"plan": "variance"}]
     assert config["emulate"]["replication"] == [{"spare_per_rank": 1, **one} for one in balancers]
     assert config["emulate"]["rebalance"] == []

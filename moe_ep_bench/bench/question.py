@@ -420,7 +420,7 @@ def candidates(experiments: Sequence[Experiment], bounds: Bounds) -> tuple[dict[
         elif kind.looks_past_top_k and lacks_scores:
             why = "looks past the top-k, of which the recording has no scores"
         elif entry.get("scope") == "request" and of_one_token:
-            why = "by request decides for its tokens, of which a step has one"
+            why = "by request, where a step has one token of each"
         else:
             kept.append(entry)
             continue

@@ -1,0 +1,49 @@
+"""Programs of benchmarks/ that no other test calls run at small sizes: none is found broken when it is needed."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from moe_ep_bench.config.files import experiments_of
+
+ROOT = Path(__file__).parents[1]
+
+
+def program(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)
+
+
+def test_every_policy_is_timed_beside_top_k(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    assert program(monkeypatch, "policies").main(["--quick", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    assert "over published" in capsys.readouterr().out
+    assert any(tmp_path.iterdir())
+
+
+def test_a_papers_rows_have_the_roofline_beside_a_measured_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    papers = program(monkeypatch, "papers")
+    monkeypatch.setitem(papers.OVERRIDES, "xshare-table3", ["sweep.workload.seed=[1]", "workload.num_batches=2"])
+    rows: pd.DataFrame = papers.rows_of(ROOT / "configs" / "papers" / "xshare-table3.yaml", tmp_path)
+    assert rows["device"].str.startswith("table:").all()
+    assert rows["ours"].notna().any()
+    assert (rows["ours"] != rows["ours_by_roofline"]).any()
+
+
+def test_the_traffics_of_what_loses_nothing_are_configs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = program(monkeypatch, "lossless").configs(tmp_path)
+    for name, values in found.items():
+        values = copy.deepcopy(values)
+        sweep = values.pop("sweep")
+        num_layers = len(sweep.get("workload.layer", [0]))
+        assert len(experiments_of(Path(name), values, sweep)) == num_layers, name

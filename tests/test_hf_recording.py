@@ -34,8 +34,7 @@ from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.tail import keep_top_k_ahead
-from moe_ep_bench.workload.trace import open_trace
-from moe_ep_bench.workload.writer import TraceWriter
+from moe_ep_bench.workload.trace import TraceWriter, open_trace
 
 LENGTH, NUM = 16, 12
 OPTIONS = {"sequence_length": LENGTH, "num_sequences": NUM, "batch": 4}

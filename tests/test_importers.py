@@ -22,8 +22,7 @@ from test_recorded import tokens_of
 from moe_ep_bench.cli import main
 from moe_ep_bench.workload.importers import IMPORTERS, import_trace
 from moe_ep_bench.workload.replay import RecordedWorkload
-from moe_ep_bench.workload.trace import open_trace
-from moe_ep_bench.workload.writer import TraceWriter
+from moe_ep_bench.workload.trace import TraceWriter, open_trace
 
 TOY = Path(__file__).parent / "data" / "toy-model.yaml"  # four layers, the first dense; 16 experts, top-3
 OPTIONS = {

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moe_ep_bench import cli
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.workload import patterns
+from moe_ep_bench.workload import synthetic
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
 E, K, T = 32, 4, 4096
@@ -27,7 +27,7 @@ def workload(pattern: str, **fields: Any) -> SyntheticWorkload:
 
 def quotas(found: SyntheticWorkload, index: int) -> NDArray[np.int64]:
     sizes = found.num_experts, found.top_k, found.num_tokens, found.seed
-    return patterns.quotas(found.pattern, index, *sizes)
+    return synthetic.quotas(found.pattern, index, *sizes)
 
 
 def load(found: SyntheticWorkload, index: int = 0) -> NDArray[np.float64]:

@@ -32,7 +32,7 @@ from moe_ep_bench.placement import rank_load, replicate
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import ROUTING_SCHEMA
-from moe_ep_bench.workload.importers.servers import ASSUMED
+from moe_ep_bench.workload.importers import ASSUMED
 
 CONFIG = {
     "name": "tiny",

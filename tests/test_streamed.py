@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_recorded import EXPERTS, K, save
 from test_workload import peak_load, top_k_load, top_k_share
 
-from moe_ep_bench.workload import randomness as randomness_module
+from moe_ep_bench.workload import scores as scores_module
 from moe_ep_bench.workload import synthetic as synthetic_module
 from moe_ep_bench.workload.batch import TokenBatch, Workload, deal_pieces
 from moe_ep_bench.workload.replay import RecordedWorkload
@@ -25,7 +25,7 @@ few_examples = settings(max_examples=4)
 
 @contextmanager
 def sizes(chunk_scores=2**16, solved_scores=2**26):
-    chunks = patch.object(randomness_module, "_CHUNK_SCORES", chunk_scores)
+    chunks = patch.object(scores_module, "_CHUNK_SCORES", chunk_scores)
     with chunks, patch.object(synthetic_module, "SOLVED_SCORES", solved_scores):
         yield
 

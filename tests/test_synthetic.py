@@ -16,8 +16,7 @@ from moe_ep_bench.metrics import shared_by_neighbours
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
-from moe_ep_bench.workload.randomness import Run
-from moe_ep_bench.workload.scores import chosen_experts, expert_loads, gumbel_noise, softmax
+from moe_ep_bench.workload.scores import Run, chosen_experts, expert_loads, gumbel_noise, softmax
 from moe_ep_bench.workload.skews import SKEWS, Skews
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 

@@ -35,8 +35,7 @@ from moe_ep_bench.quality.families import MoELayer, find_moe_layers, shares
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.device import device_type
 from moe_ep_bench.runtime.progress import progress_bar
-from moe_ep_bench.workload.trace import score_words, sha256_of, trace_info
-from moe_ep_bench.workload.writer import TraceWriter, written_trace
+from moe_ep_bench.workload.trace import TraceWriter, score_words, sha256_of, trace_info, written_trace
 
 MEASURE = "1 - Frobenius distance of outputs over the layer's largest"
 # Numbers of all experts' outputs that are held at a time.

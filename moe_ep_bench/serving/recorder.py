@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_ep_bench.workload.writer import TraceWriter, written_trace
+from moe_ep_bench.workload.trace import TraceWriter, written_trace
 
 PART_BYTES = 2**29
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.lazy import Tensor, torch
-from moe_ep_bench.workload.randomness import Run, runs_of
+from moe_ep_bench.workload.scores import Run, runs_of
 
 
 @dataclass(frozen=True, eq=False)

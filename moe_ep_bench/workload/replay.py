@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.batch import Workload
-from moe_ep_bench.workload.randomness import Run, Stream, generator, in_chunks, row_numbers, rows_at_once, uniform_rows
+from moe_ep_bench.workload.scores import Run, Stream, generator, in_chunks, row_numbers, rows_at_once, uniform_rows
 from moe_ep_bench.workload.tail import RECORDED, TAILS, fill_tail, fit_top_k, keep_top_k_ahead
 from moe_ep_bench.workload.trace import Trace, open_trace
 

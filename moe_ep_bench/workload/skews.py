@@ -63,7 +63,7 @@ class Skews(Preset):
 
 TARGETS = ("peak_load", "rank_load", "topk_share", "neighbour_overlap")
 SKEWS = tuple(Skews.model_fields)
-# Other benchmarks' patterns, of any model; see the module of that name.
+# Other benchmarks' patterns, of any model (``workload.synthetic``).
 PATTERNS = (*(f"megatron_w{number}" for number in (0, 1, 2, 3, 5, 6, 7)), "power_law_1.01", "power_law_1.2")
 
 

@@ -16,7 +16,28 @@ of 256 experts. A larger batch meets its targets on that part, and on the rest w
 among 1,024 experts, top-8: a standard deviation of 2 %, more where neighbours are alike); native's
 routing says what all rows together came to.
 
-A *pattern* is another benchmark's traffic (``patterns``): noise among the experts that it leaves a token.
+A *pattern* is another benchmark's traffic: noise among the experts that it leaves a token.
+
+``megatron_w0`` to ``w7`` are those of Megatron-LM's token-imbalance benchmark (NVIDIA/Megatron-LM, pull request 7488),
+but for ``w4``, whose experts are alike and whose ranks are not.
+With E experts, top-K and a hot set of H = max(K, E / 4):
+
+==  ==============================================================================================
+w0  round-robin: every expert alike
+w1  three tokens of four choose in a hot set, experts 0 to H - 1, the fourth among all
+w2  the same; there it is told apart by what ranks own. Contiguous ranks make it a hot rank
+w3  the hot set is every other expert
+w5  all choose among the upper half; the lower half gets nothing
+w6  as w1, and the hot set moves on by H every three batches
+w7  every fourth batch every other token chooses in the hot set; else all among all
+==  ==============================================================================================
+
+``power_law_1.01`` and ``power_law_1.2`` are aiconfigurator's (ai-dynamo/aiconfigurator, ``power_law_logits_v3``):
+tokens of an expert are drawn from a power law with that exponent between 1 and 0.8 T (0.01 and 2 where T K <= E) and
+scaled to T K in all. It also gives rank 0 the most, which depends on the number of ranks and is left out here.
+
+Which of its possible experts a token takes is chance, from our own stream: loads are those of the source in
+distribution, not to the token. Scores are a softmax of noise plus what keeps the choice where it belongs.
 
 Shapes: T = tokens of all ranks, E = experts, K = top_k.
 """
@@ -25,7 +46,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -34,10 +55,20 @@ from numpy.typing import NDArray
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.metrics import shared_by_neighbours
 from moe_ep_bench.policies.lazy import torch
-from moe_ep_bench.workload import patterns, solving
+from moe_ep_bench.workload import solving
 from moe_ep_bench.workload.batch import Workload
-from moe_ep_bench.workload.randomness import Run, Stream, generator, row_numbers, rows_at_once
-from moe_ep_bench.workload.scores import Chunks, chosen_experts, expert_loads, gumbel_noise, softmax
+from moe_ep_bench.workload.scores import (
+    Chunks,
+    Run,
+    Stream,
+    chosen_experts,
+    expert_loads,
+    generator,
+    gumbel_noise,
+    row_numbers,
+    rows_at_once,
+    softmax,
+)
 
 # Targets are solved for on so many scores of a batch at most: half a GiB of noise.
 SOLVED_SCORES = 2**26
@@ -82,7 +113,7 @@ class SyntheticWorkload(Workload):
 
     def __post_init__(self) -> None:
         if self.pattern is not None:
-            patterns.check(self.pattern, self.num_experts, self.top_k, self.num_groups)
+            check_pattern(self.pattern, self.num_experts, self.top_k, self.num_groups)
         most = self.num_experts / self.top_k
         if self.peak_load is not None and not 1 <= self.peak_load <= most:
             raise UserError(f"peak_load: expected 1 to {most:g} (experts / top_k), got {self.peak_load:g}")
@@ -114,8 +145,8 @@ class SyntheticWorkload(Workload):
         if self.pattern is not None:
             sizes, row_T, first = (self.num_experts, self.top_k, self.num_tokens, self.seed), row_numbers(runs), 0
             for noise_TE in gumbel_noise(self.seed, index, runs, self.num_experts):
-                inside_TE = patterns.inside(self.pattern, index, row_T[first : first + len(noise_TE)], *sizes)
-                yield softmax(noise_TE + patterns.INSIDE * inside_TE)
+                inside_TE = inside_pattern(self.pattern, index, row_T[first : first + len(noise_TE)], *sizes)
+                yield softmax(noise_TE + INSIDE * inside_TE)
                 first += len(noise_TE)
             return
         bias_E, sharpness = self._recipe(index)
@@ -264,3 +295,68 @@ class SyntheticWorkload(Workload):
         asked["rank_load"] = None if self.rank_load is None else {str(self.rank_load[0]): self.rank_load[1]}
         asked["expert_loads"] = None if self.expert_loads is None else list(self.expert_loads)
         return {"peak_load": self.peak_load, **{name: value for name, value in asked.items() if value is not None}}
+
+
+# ---- patterns --------------------------------------------------------------------------------------------------------
+
+INSIDE = 40.0
+"""Added to logits of the experts among which a token chooses: above what noise differs by."""
+
+
+def check_pattern(pattern: str, num_experts: int, top_k: int, num_groups: int | None) -> None:
+    """Refuse a model that the pattern cannot be of. Raises ValueError."""
+    if num_groups is not None:
+        raise UserError(f"skew: {pattern} knows no groups of experts; the model has {num_groups}")
+    if pattern == "megatron_w5" and num_experts // 2 < top_k:
+        raise UserError(f"skew: megatron_w5 leaves {num_experts // 2} experts, fewer than top_k={top_k}")
+
+
+def inside_pattern(
+    pattern: str, index: int, row_T: NDArray[np.int64], num_experts: int, top_k: int, num_tokens: int, seed: int
+) -> NDArray[np.bool_]:
+    """Among which experts some tokens of batch ``index`` choose their top-k: bool [T, E], at least K in a row.
+
+    Args:
+        row_T: the tokens' numbers in the batch.
+    """
+    inside_TE = np.zeros((len(row_T), num_experts), dtype=bool)
+    if pattern == "megatron_w0":
+        np.put_along_axis(inside_TE, (row_T[:, None] * top_k + np.arange(top_k)) % num_experts, True, axis=1)
+        return inside_TE
+    if pattern.startswith("power_law"):
+        # Each expert's tokens stand side by side in one row of T K, cut into K rows of T: no token has one twice.
+        quota_E = quotas(pattern, index, num_experts, top_k, num_tokens, seed)
+        place_TK = row_T[:, None] + num_tokens * np.arange(top_k)
+        np.put_along_axis(inside_TE, np.searchsorted(quota_E.cumsum(), place_TK, side="right"), True, axis=1)
+        return inside_TE
+    hot, experts = max(top_k, num_experts // 4), np.arange(num_experts)
+    pool_E, is_hot_T = experts < hot, row_T % 4 != 0
+    match pattern:
+        case "megatron_w3":
+            spread = np.unique(2 * np.arange(max(top_k, num_experts // 2)) % num_experts)
+            pool_E = np.isin(experts, spread) if len(spread) >= top_k else experts >= 0
+        case "megatron_w5":
+            pool_E, is_hot_T = experts >= num_experts // 2, np.ones(len(row_T), dtype=bool)
+        case "megatron_w6":
+            pool_E = (experts - index // 3 * hot) % num_experts < hot
+        case "megatron_w7":
+            is_hot_T = (row_T % 2 == 0) & (index % 4 == 3)
+    return pool_E | ~is_hot_T[:, None]
+
+
+@lru_cache(maxsize=8)
+def quotas(pattern: str, index: int, num_experts: int, top_k: int, num_tokens: int, seed: int) -> NDArray[np.int64]:
+    """Tokens of every expert under a power law in batch ``index``: int64 [E], T K in all, at most T each."""
+    exponent, total = float(pattern.rpartition("_")[2]), num_tokens * top_k
+    least, most = (1.0, 0.8 * num_tokens) if total > num_experts else (0.01, 2.0)
+    uniform_E = generator(seed, Stream.POPULARITY, index).random(num_experts)
+    # The inverse of the distribution function of x ** -exponent between its ends.
+    ends = np.array([least, most]) ** (1 - exponent)
+    weight_E = (ends[0] + (ends[1] - ends[0]) * uniform_E) ** (1 / (1 - exponent))
+    quota_E = np.minimum(np.rint(weight_E / weight_E.sum() * total), num_tokens).astype(np.int64)
+    fullest_E = np.argsort(-weight_E, kind="stable")
+    while missing := total - int(quota_E.sum()):  # What rounding and the limit of T have left or added.
+        has_room_E = quota_E < num_tokens if missing > 0 else quota_E > 0
+        quota_E[fullest_E[has_room_E[fullest_E]][: abs(missing)]] += np.sign(missing)
+    quota_E.setflags(write=False)
+    return quota_E

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.policies import RoutingContext
-from moe_ep_bench.workload.randomness import separate_ties
+from moe_ep_bench.workload.scores import separate_ties
 
 TAILS = ("popularity", "uniform")
 # No model: the scores of all experts are in the recording.

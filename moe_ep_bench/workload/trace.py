@@ -1,4 +1,4 @@
-"""Reader of ``moe-trace-v1``: what a real model's router chose, token by token, layer by layer.
+"""Reader and writer of ``moe-trace-v1``: what a real model's router chose, token by token, layer by layer.
 
 A safetensors file (never unpickled) with
 
@@ -20,12 +20,14 @@ and string metadata ``format``, ``model``, ``num_experts`` (at most 1,024), ``to
 Files come from elsewhere: safetensors holds the header against the file, header and sequences are checked when a trace
 is opened, a layer when it is read. The file is mapped, not loaded: layers that nobody asks for are never read.
 
-Shapes: T = recorded tokens, S = sequences, E = experts, K = top_k.
+Shapes: T = recorded tokens (of a block, where they are written), S = sequences, E = experts, K = top_k.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,17 +39,19 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.files import atomic_path
 
 FORMAT = "moe-trace-v1"
 METADATA = ("format", "model", "num_experts", "top_k", "score", "phase", "domain", "source", "licence")
 FULL_SCORES = "full_scores"
-# Types and shapes: L = layers.
+# Axes (L = layers), and types as safetensors and numpy name them; ids of more than 256 experts take the second. In a
+# file wide ones come first, so that each is aligned.
 TENSORS = {
-    "expert_ids": (("U8", "U16"), "LTK"),
-    "scores": (("F16",), "LTK"),
-    "sequence_id": (("I32",), "T"),
-    "position": (("I32",), "T"),
-    FULL_SCORES: (("F32",), "LTE"),
+    "position": ("T", {"I32": "<i4"}),
+    "sequence_id": ("T", {"I32": "<i4"}),
+    FULL_SCORES: ("LTE", {"F32": "<f4"}),
+    "scores": ("LTK", {"F16": "<f2"}),
+    "expert_ids": ("LTK", {"U8": "<u1", "U16": "<u2"}),
 }
 # How far a row may sum beyond what its score function allows: K roundings to float16 or bfloat16
 # stay below half of this (the worst row of our recordings is off by 0.0034).
@@ -199,8 +203,8 @@ def open_trace(path: str | Path) -> Trace:
             raise UserError(f"{path}: num_experts: expected {expected}, got {num_experts}")
         shape = file.get_slice("expert_ids").get_shape()
         sizes = {**dict(zip("LT", shape, strict=False)), "K": top_k, "E": num_experts}
-        for name in filter(names.__contains__, TENSORS):
-            (dtypes, axes), stored = TENSORS[name], file.get_slice(name)
+        for name in filter(names.__contains__, reversed(TENSORS)):
+            (axes, dtypes), stored = TENSORS[name], file.get_slice(name)
             expected, got = tuple(sizes.get(axis, 0) for axis in axes), tuple(stored.get_shape())
             if stored.get_dtype() not in dtypes or got != expected or 0 in got:
                 words = f"{' or '.join(dtypes)} of shape {axes} = {expected}, none of them 0"
@@ -255,3 +259,145 @@ def _sequences(path: Path, sequence_id_T: NDArray[np.int32], position_T: NDArray
     if np.unique(sequence_id_T[start_S[:-1]]).size != start_S.size - 1:
         raise UserError(f"{path}: sequence_id: expected the tokens of a sequence side by side, got one in several runs")
     return start_S
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def written_trace(out: Path, source: Path) -> Iterator[TraceWriter]:
+    """Yield a writer; what it collected appears as the file ``out`` when the block ends well."""
+    with atomic_path(out) as temporary:
+        writer = TraceWriter(source)
+        yield writer
+        writer.write(temporary)
+
+
+class TraceWriter:
+    """Collects a recording and writes it.
+
+    Whoever records calls ``describe`` once. Then, pass by pass, ``add`` takes every layer's block of the pass and
+    ``add_tokens`` the tokens themselves, which completes it. ``sources`` lists the files that were read, ``left_out``
+    counts tokens that were passed over by what they are (``of padding``), and ``notes`` says what a user should know.
+
+    Args:
+        source: file or directory.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        self.sources = [source] if source.is_file() else []
+        self.metadata: dict[str, str] = {}
+        self.left_out: Counter[str] = Counter()
+        self.notes: list[str] = []
+        self.num_tokens = self.num_experts = self.top_k = 0
+        # By tensor and layer; what is of no layer has None.
+        self._blocks: dict[tuple[str, int | None], list[NDArray[np.generic]]] = defaultdict(list)
+        self._num_rows: Counter[int] = Counter()  # by layer
+
+    def describe(self, *, num_experts: int, top_k: int, where: str, **metadata: str) -> None:
+        """Say what is recorded; ``metadata`` completes what is known.
+
+        Raises:
+            ValueError: more experts than the format names, or none to choose from.
+        """
+        if not top_k < num_experts <= MAX_EXPERTS:
+            expected = f"{top_k + 1} (more than top_k) to {MAX_EXPERTS}"
+            raise UserError(f"{where}: num_experts: expected {expected}, got {num_experts}")
+        self.num_experts, self.top_k = num_experts, top_k
+        self.metadata |= metadata
+
+    def add(
+        self,
+        layer: int,
+        ids_TK: NDArray[np.integer],
+        scores_TK: NDArray[np.floating] | None,
+        where: str,
+        name_T: Sequence[int] | NDArray[np.integer] | None = None,
+        full_TE: NDArray[np.float32] | None = None,
+    ) -> None:
+        """Add a block of one layer, in any order within rows; equal scores keep the source's order.
+
+        Args:
+            layer: the source's number of it.
+            scores_TK: None = those of ``full_TE``, or where the source has none, the same for all.
+            where: file and place, for errors.
+            name_T: what the source calls these tokens, for errors; None = their places in the block.
+            full_TE: scores of all experts, in rows that sum to 1; for all blocks or for none.
+
+        Raises:
+            ValueError: routing that no router makes.
+        """
+        if ids_TK.shape[1] != self.top_k:
+            raise UserError(f"{where}: expected top-{self.top_k}, got {ids_TK.shape[1]}")
+        ids_TK = ids_TK.astype(np.int64, copy=False)
+        if full_TE is not None:
+            scores_TK = np.take_along_axis(full_TE, ids_TK, axis=1)
+        elif scores_TK is None:
+            scores_TK = np.full(ids_TK.shape, 1 / self.top_k)
+        order_TK = np.argsort(-scores_TK, axis=1, kind="stable")
+        ids_TK, scores_TK = np.take_along_axis(ids_TK, order_TK, 1), np.take_along_axis(scores_TK, order_TK, 1)
+        if problem := find_problem(ids_TK, scores_TK, self.num_experts, scores_are_normalised(self.metadata["score"])):
+            token, words = problem
+            raise UserError(f"{where}: token {token if name_T is None else name_T[token]}: {words}")
+        self._num_rows[layer] += len(ids_TK)
+        self._keep("expert_ids", ids_TK, layer)
+        self._keep("scores", scores_TK, layer)
+        if full_TE is not None:
+            self._keep(FULL_SCORES, full_TE, layer)
+
+    def add_tokens(self, sequence_id: NDArray[np.integer] | int, position_T: NDArray[np.integer], where: str) -> None:
+        """Complete a pass: the sequence that each (or all) of its tokens are from, and their places in it.
+
+        Raises:
+            ValueError: a layer has other tokens, or none.
+        """
+        self.num_tokens += position_T.size
+        for layer, num_rows in sorted(self._num_rows.items()):
+            if num_rows != self.num_tokens:
+                expected = f"{self.num_tokens} tokens up to here, as other layers have"
+                raise UserError(f"{where}: layer {layer}: expected {expected}, got {num_rows}")
+        self._keep("position", position_T)
+        self._keep("sequence_id", np.broadcast_to(sequence_id, position_T.shape))
+
+    def write(self, path: Path) -> None:
+        """Write the file ``path``. Equal recordings give equal bytes, which safetensors' own writer does not promise.
+
+        Raises:
+            ValueError: there are no tokens.
+        """
+        layers = sorted(self._num_rows)
+        if not (self.num_tokens and layers):
+            raise UserError(f"{self.source}: expected at least one token, got none ({self.left_out.total()} left out)")
+        notes = [f"{number:,} tokens {what} left out" for what, number in self.left_out.items() if number]
+        metadata = {
+            "format": FORMAT,
+            "num_experts": str(self.num_experts),
+            "top_k": str(self.top_k),
+            **{name: self.metadata[name] for name in ("model", "score", "phase", "domain", "source", "licence")},
+            "note": "; ".join([*self.notes, *notes]) or "nothing",
+            "source_layers": ",".join(map(str, layers)),
+            "source_files": str(len(self.sources)),
+            "source_sha256": sha256_of(self.sources),
+        }
+        header, end, content = {"__metadata__": metadata}, 0, []
+        for name in TENSORS:
+            blocks = [block for layer in (None, *layers) for block in self._blocks[name, layer]]
+            if blocks:
+                start, end = end, end + sum(block.nbytes for block in blocks)
+                is_of_layers = blocks[0].ndim > 1
+                shape = [len(layers), self.num_tokens, blocks[0].shape[1]] if is_of_layers else [self.num_tokens]
+                header[name] = {"dtype": self._type_of(name)[0], "shape": shape, "data_offsets": [start, end]}
+                content += blocks
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.writelines(content)
+
+    def _keep(self, name: str, values: NDArray[np.generic], layer: int | None = None) -> None:
+        self._blocks[name, layer].append(np.ascontiguousarray(values, self._type_of(name)[1]))
+
+    def _type_of(self, name: str) -> tuple[str, str]:
+        """As safetensors and numpy name it."""
+        return list(TENSORS[name][1].items())[name == "expert_ids" and self.num_experts > 256]

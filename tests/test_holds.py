@@ -1,4 +1,4 @@
-"""Which cases are timed behind a hold of the device, and which show their launches."""
+"""A layer takes as long as the slower of its host and its device; a host that waits for the device is not slower."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 from virtual_time import HandClock
 
 from moe_ep_bench.bench.measured_ranks import MeasuredRanks
+from moe_ep_bench.schema import TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import timer as timer_module
-from moe_ep_bench.timing.protocol import find_launch_bound
-from moe_ep_bench.timing.timer import HOLD_US, PhaseRecorder, Stopwatch
+from moe_ep_bench.timing.protocol import find_waiting
+from moe_ep_bench.timing.timer import HOLD_US, HOST, PhaseRecorder, Stopwatch
 
 
 class Machine:
@@ -51,40 +52,52 @@ class FixedCase:
         yield self.run
 
 
-def test_cases_that_are_issued_more_slowly_than_they_run_are_found_on_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+# Name, microseconds that the host takes to issue it, that the device takes, and whether the host waits within it.
+CASES = [
+    ("prefill", 500, 5000, False),
+    ("decode", 400, 200, False),
+    ("decode, replayed", 20, 200, False),
+    ("waits for its device", 400, 1000, True),
+    ("many layers of a slow host", 20_000, 4_000, False),
+    ("many layers of a fast one", 20_000, 40_000, False),
+]
+
+
+def test_cases_whose_host_waits_for_its_device_are_found_on_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
-    cases = [
-        machine.case("prefill", 500, 5000),
-        machine.case("decode", 400, 200),
-        machine.case("decode, replayed", 20, 200),
-        machine.case("waits for its device", 400, 1000, waits=True),
-        machine.case("many layers of a slow host", 20_000, 4_000),
-        machine.case("many layers of a fast one", 20_000, 40_000),
-    ]
+    cases = [machine.case(name, issued_us, takes_us, waits=waits) for name, issued_us, takes_us, waits in CASES]
 
     def found(slowest: Callable[[np.ndarray], np.ndarray]) -> frozenset[str]:
-        return find_launch_bound(cases, machine.device, lambda: None, slowest, lambda case_id: None)
+        return find_waiting(cases, machine.device, lambda: None, slowest, lambda case_id: None)
 
-    slow = {"decode", "many layers of a slow host"}
-    assert found(lambda excess_C: excess_C) == slow
-    other_rank_C = np.array([-1.0, -1.0, 30.0, -1.0, -1.0, -1.0])
-    assert found(lambda excess_C: np.maximum(excess_C, other_rank_C)) == {*slow, "decode, replayed"}
+    assert found(lambda beyond_us_C: beyond_us_C) == {"waits for its device"}
+    other_rank_C = np.array([0.0, 0.0, 30.0, 0.0, 0.0, 0.0])
+    expected = {"waits for its device", "decode, replayed"}
+    assert found(lambda beyond_us_C: np.maximum(beyond_us_C, other_rank_C)) == expected
 
 
-def test_only_they_are_timed_without_a_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "issued_us", "takes_us", "waits"), CASES)
+def test_the_slower_of_host_and_device_sets_the_pace(
+    name: str, issued_us: float, takes_us: float, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every case is held for as long, so that none gains by a head start that another has not."""
     machine = Machine(monkeypatch)
-    watch = Stopwatch(PhaseRecorder(machine.device), timer_module.no_meeting, None, unheld=frozenset(["decode"]))
-    for case in (machine.case("prefill", 500, 5000), machine.case("decode", 400, 200)):
-        watch.time(case.case_id, case.run)
-    assert machine.held == [HOLD_US, 0.0]
+    waiting = frozenset([name]) if waits else frozenset()
+    watch = Stopwatch(PhaseRecorder(machine.device), timer_module.no_meeting, None, waiting=waiting)
+    case = machine.case(name, issued_us, takes_us, waits=waits)
+    times = watch.time(case.case_id, case.run)
+    assert machine.held == [HOLD_US]
+    assert times[TOTAL] == (takes_us if waits else max(issued_us, takes_us))
+    assert times[UNACCOUNTED] == times[TOTAL], "no phase was entered"
+    if not waits:
+        assert times[HOST] == issued_us
 
 
-def test_a_case_that_one_virtual_rank_issues_slowly_is_held_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulated ranks show their launches where real ones do."""
+def test_a_host_that_waits_on_one_virtual_rank_paces_none(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, timer = Machine(monkeypatch), MeasuredRanks.__new__(MeasuredRanks)
     timer.virtual = SimpleNamespace(exchange=SimpleNamespace(checks_counts=True))
     timer.watch = Stopwatch(PhaseRecorder(machine.device), timer_module.no_meeting, None)
-    for issued_us in (400, 100):  # ranks in turn
-        turns = [machine.case("decode", issued_us, 200), machine.case("prefill", 500, 5000)]
-        timer.leave_unheld(turns, lambda case_id: None)
-    assert timer.watch.unheld == {"decode"}
+    for waits in (True, False):  # ranks in turn
+        turns = [machine.case("decode", 400, 200, waits=waits), machine.case("prefill", 500, 5000)]
+        timer.note_waiting(turns, lambda case_id: None)
+    assert timer.watch.waiting == {"decode"}

@@ -27,7 +27,7 @@ from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks
 from moe_ep_bench.timing.memory import CacheFlush, RotatingInput
-from moe_ep_bench.timing.protocol import Runnable, Step, find_launch_bound
+from moe_ep_bench.timing.protocol import Runnable, Step, find_waiting
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder, Stopwatch, clock_for, no_meeting
 
 # Tokens of each rank that are held against the reference, and the hidden size there.
@@ -57,14 +57,11 @@ class MeasuredRanks:
         elif comparison.context_length:
             self._cache = self.virtual.new_cache(most, comparison.context_length)
 
-    def leave_unheld(self, cases: Sequence[Runnable], begin: Callable[[str], None]) -> None:
-        """Time those of a rank's cases without a hold that the host issues more slowly than the device runs them.
-
-        So are real ranks timed (``timing.protocol.find_launch_bound``); a case is bound on all ranks or on none.
-        """
+    def note_waiting(self, cases: Sequence[Runnable], begin: Callable[[str], None]) -> None:
+        """Find in which of a rank's cases the host waits for the device; one that waits on a rank waits on all."""
         self.virtual.exchange.checks_counts = False
-        bound = find_launch_bound(cases, self.watch.recorder.clock, no_meeting, lambda excess_C: excess_C, begin)
-        self.watch = self.watch._replace(unheld=self.watch.unheld | bound)
+        waiting = find_waiting(cases, self.watch.recorder.clock, no_meeting, lambda beyond_us_C: beyond_us_C, begin)
+        self.watch = self.watch._replace(waiting=self.watch.waiting | waiting)
 
     def batch(self, traffic: Traffic, rank: int) -> Tensor | Pass:
         """What a rank runs: hidden states [T, 1, D] of a layer, a model's pass."""

@@ -44,7 +44,7 @@ from moe_ep_bench.timing.memory import CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import (
     BREAKDOWN,
     Step,
-    find_launch_bound,
+    find_waiting,
     measure,
     plan,
     probe_floor_us,
@@ -273,9 +273,9 @@ class Session:
         result = warm_up(self.cases, self.num_batches, self.settings.warmup, clock, slowest, self.job.begin)
         self.conditions["warm_up"] = asdict(result)
         if self.device.type == "cuda":
-            unheld = find_launch_bound(self.cases, clock, self.meet, slowest, self.job.begin)
-            self.watch = self.watch._replace(unheld=unheld)
-            self.conditions["unheld"] = sorted(unheld)
+            waiting = find_waiting(self.cases, clock, self.meet, slowest, self.job.begin)
+            self.watch = self.watch._replace(waiting=waiting)
+            self.conditions["waiting"] = sorted(waiting)
 
     def time(self) -> None:
         """Run the measuring loop, and say what this rank's machine did meanwhile."""

@@ -39,7 +39,7 @@ from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
 from moe_ep_bench.timing.ceilings import measure_ceilings
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, measure
-from moe_ep_bench.timing.timer import HOST, THREAD_CPU
+from moe_ep_bench.timing.timer import HOST, THREAD_CPU, let_host_pace
 
 if TYPE_CHECKING:  # It needs Megatron-Core, which modelled ranks do not.
     from moe_ep_bench.bench.measured_ranks import MeasuredRanks
@@ -174,7 +174,7 @@ class Emulation:
             for index in range(self.num_batches):
                 self._measure_batch(index, timer)
         return {
-            "unheld": sorted(timer.watch.unheld),
+            "waiting": sorted(timer.watch.waiting),
             "warm_up": {"rounds": settings.fewest_rounds - settings.iterations, "change": None, "settled": False},
             "ranks": [here],
         }
@@ -213,15 +213,19 @@ class Emulation:
                 turns = [RankCase(here, router, traffic, rank, of_rank) for router, traffic in routed]
                 measure(turns, [Step(index, iteration, PLAIN, rank)], self.begin, keep)
                 if self.device.type == "cuda" and index == iteration == 0:  # which warms up
-                    here.leave_unheld(turns, self.begin)
+                    here.note_waiting(turns, self.begin)
         for number, (router, traffic) in enumerate(routed):
-            self._store(router, [times[number, rank] for rank in range(self.num_ranks)], traffic)
+            times_R = [times[number, rank] for rank in range(self.num_ranks)]
+            paced = self.device.type == "cuda" and router.case.case_id not in here.watch.waiting
+            self._store(router, times_R, traffic, paced=paced)
 
     def _route(self, index: int) -> list[tuple[CaseRouter, Traffic]]:
         return self.routed.route(index, partial(self.begin, self.comparison.comparison_id))
 
-    def _store(self, router: CaseRouter, times_R: Sequence[Sequence[RankTime]], traffic: Traffic) -> None:
-        """Set a case's ranks side by side, behind links and what balancing takes."""
+    def _store(
+        self, router: CaseRouter, times_R: Sequence[Sequence[RankTime]], traffic: Traffic, *, paced: bool = False
+    ) -> None:
+        """Set a case's ranks side by side, behind links and what balancing takes; ``paced``: see ``timer.timed``."""
         case = router.case
         legs_R, meetings = [median_legs([run.legs for run in runs]) for runs in times_R], times_R[0][0].meetings
         if case.replication is not None and case.replication.solving_us:
@@ -235,6 +239,8 @@ class Emulation:
         }
         for rank, phases in enumerate(compose(legs_R, meetings, link_us)):
             phases[HOST] = float(np.median([run.host_us for run in times_R[rank]]))
+            if paced:
+                let_host_pace(phases)
             phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]]))
             for name, value in phases.items():
                 self.samples[case.case_id][rank, traffic.index, self.columns.index(name)] = value

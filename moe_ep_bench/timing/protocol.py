@@ -3,7 +3,8 @@
 All cases of a comparison run interleaved on the same batches, in an order that changes from step
 to step so that each takes every place and follows every other equally often. Ahead of each timed
 iteration a GPU is held for a moment, so that the first launches are issued before the clock starts,
-and then ranks are aligned by a collective on the stream (``timer.timed``). Before anything is timed, rounds over
+and then ranks are aligned by a collective on the stream; where the host takes longer to issue a layer than the
+device to run it, the layer takes as long as its host (``timer.timed``). Before anything is timed, rounds over
 all cases go on until one takes as long as the one before it. Plain iterations (two clock readings)
 give speedups; breakdown iterations (every phase, waiting probed) explain them; the two alternate.
 """
@@ -16,7 +17,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -160,40 +160,30 @@ def warm_up(
 
 
 @torch.inference_mode()
-def find_launch_bound(
+def find_waiting(
     cases: Sequence[Runnable],
     clock: Clock,
     meet: Callable[[], object],
     slowest: Callable[[np.ndarray], np.ndarray],
     before: Callable[[str], None],
 ) -> frozenset[str]:
-    """Ids of the cases that the host of some rank takes longer to issue than its device to run, median of three runs.
+    """Ids of the cases in whose runs the host of some rank waits for its device, by the median of three runs.
 
-    Such a layer never finds work queued ahead of it: its time in a server is the host's. The device is held for longer
-    than a run without a hold took to issue: a host that is beyond that waits for its device within the run, and is no
-    such host.
+    The device is held for longer than a run without a hold took to issue: a host that is beyond that has waited.
 
     Args:
-        slowest: the element-wise maximum over ranks, so that all ranks hold the same cases.
+        slowest: the element-wise maximum over ranks, so that all ranks time a case alike.
     """
-    excess_C3 = np.zeros((len(cases), 3))
+    beyond_us_C3 = np.zeros((len(cases), 3))
     for place, case in enumerate(cases):
         before(case.case_id)
         with case.ready(0) as run:
             for number in range(3):
-                issued_us: list[float] = []
-                issuing = partial(_issue, run, issued_us)
-                timed(issuing, PhaseRecorder(clock), meet, hold_us=0.0)
-                times = timed(issuing, PhaseRecorder(clock), meet, hold_us=HOLD_US + 2 * issued_us[0])
-                excess_C3[place, number] = issued_us[1] - times[TOTAL] if times[HOST] == 0 else -1.0
-    is_bound = slowest(np.median(excess_C3, axis=1)) > 0
-    return frozenset(case.case_id for case, bound in zip(cases, is_bound, strict=True) if bound)
-
-
-def _issue(run: Callable[[], object], issued_us: list[float]) -> None:
-    start_ns = time.perf_counter_ns()
-    run()
-    issued_us.append((time.perf_counter_ns() - start_ns) / 1e3)
+                unheld_us = timed(run, PhaseRecorder(clock), meet, hold_us=0.0)[HOST]
+                held = timed(run, PhaseRecorder(clock), meet, hold_us=HOLD_US + 2 * unheld_us)
+                beyond_us_C3[place, number] = held[HOST]
+    is_waiting = slowest(np.median(beyond_us_C3, axis=1)) > 0
+    return frozenset(case.case_id for case, waits in zip(cases, is_waiting, strict=True) if waits)
 
 
 @torch.inference_mode()

@@ -31,8 +31,7 @@ HOLD_US = 2000.0
 """Hold of a GPU ahead of every timed run, longer than the host takes to issue a layer up to where it waits itself.
 
 It stands for what a server has queued ahead of a layer. At 300 us Token Drop's first kernels came late: on an H200 with
-8,192 tokens a layer that takes 1.37 ms took 2.21 ms. What is issued more slowly than it runs has nothing queued ahead
-of it, and is not held (``protocol.find_launch_bound``).
+8,192 tokens a layer that takes 1.37 ms took 2.21 ms.
 """
 
 
@@ -172,15 +171,20 @@ def timed(
     recorder: PhaseRecorder,
     meet: Callable[[], object] = no_meeting,
     hold_us: float = HOLD_US,
+    *,
+    paced: bool = False,
 ) -> dict[PhaseKey, float]:
     """Return the phases of one run in microseconds, with ``HOST`` and ``THREAD_CPU``.
 
     Args:
         meet: aligns the ranks that talk to each other; on CUDA it only queues a collective on the stream.
         hold_us: hold of the device, a GPU.
+        paced: whether the total is the host's time where it is the longer: layers of a server follow each other, and
+            the slower of device and host sets their pace. The rest is ``UNACCOUNTED``.
 
-    ``HOST`` is the time that the host takes to issue the run beyond its head start. That is what the launch of the
-    meeting leaves of the hold, and on the CPU, which is not held and where the meeting waits for the others, nothing.
+    ``HOST`` is the time that the host takes to issue the run; where it is not ``paced``, beyond its head start. That is
+    what the launch of the meeting leaves of the hold, and on the CPU, which is not held and where the meeting waits for
+    the others, nothing.
     """
     recorder.clock.wait()
     held_ns = time.perf_counter_ns()
@@ -191,11 +195,22 @@ def timed(
     run()
     recorder.end()
     host_end, cpu_end = time.perf_counter_ns(), time.thread_time_ns()
+    is_held = head_start_us > 0
     head_start_us = max(head_start_us - (host_start - held_ns) / 1e3, 0.0)
     times = recorder.times_us()
-    times[HOST] = max((host_end - host_start) / 1e3 - head_start_us, 0.0)
+    issued_us = (host_end - host_start) / 1e3
+    times[HOST] = issued_us if paced else max(issued_us - head_start_us, 0.0)
+    if paced and is_held:
+        let_host_pace(times)
     times[THREAD_CPU] = (cpu_end - cpu_start) / 1e3
     return times
+
+
+def let_host_pace(times: dict[PhaseKey, float]) -> None:
+    """Draw the total of a run on a device out to the host's time, where that is the longer."""
+    beyond_us = max(times[HOST] - times[TOTAL], 0.0)
+    times[TOTAL] += beyond_us
+    times[UNACCOUNTED] = times.get(UNACCOUNTED, 0.0) + beyond_us
 
 
 class Stopwatch(NamedTuple):
@@ -203,21 +218,22 @@ class Stopwatch(NamedTuple):
 
     Attributes:
         flush: empties the cache ahead of each iteration, untimed; None = nothing does.
-        unheld: ids of cases that are timed without a hold.
+        waiting: ids of cases whose host waits for the device within a run, so that its own time is not known; all
+            others are ``paced`` (``timed``).
     """
 
     recorder: PhaseRecorder
     meet: Callable[[], object]
     flush: Callable[[], object] | None
     hold_us: float = HOLD_US
-    unheld: frozenset[str] = frozenset()
+    waiting: frozenset[str] = frozenset()
 
     def time(self, case_id: str, run: Callable[[], object], what: str = "") -> dict[PhaseKey, float]:
         """``timed`` for one iteration of a case, which profilers see as ``what``."""
         if self.flush is not None:
             self.flush()
         self.recorder.clock.open_range(f"{case_id} {what}")
-        times = timed(run, self.recorder, self.meet, 0.0 if case_id in self.unheld else self.hold_us)
+        times = timed(run, self.recorder, self.meet, self.hold_us, paced=case_id not in self.waiting)
         self.recorder.clock.close_range()
         return times
 

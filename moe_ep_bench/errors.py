@@ -23,11 +23,6 @@ def naming(where: str, hint: str = "", joint: str = ": ") -> Iterator[None]:
         raise UserError(f"{where}{joint if where else ''}{problem}{hint}") from None
 
 
-def saying(hint: str) -> contextlib.AbstractContextManager[None]:
-    """End the line of a ValueError in the block with what to do."""
-    return naming("", hint)
-
-
 def check_known(option: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Raise a UserError at the first name that is not among the known ones, which its line lists."""
     known = list(known)
@@ -65,39 +60,7 @@ def printable(text: str) -> str:
     )
 
 
-# Where pydantic's own message is none for people, by its type of error; the error's context fills the braces.
-_WORDS = {
-    "greater_than": "a number above {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "a number below {lt}",
-    "less_than_equal": "at most {le}",
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
-    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
-    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
-    "string_type": "text",
-    "string_too_short": "text",
-    "string_pattern_mismatch": "text of the pattern {pattern}",
-    "literal_error": "{expected}",
-    "too_short": "at least {min_length} of them",
-    "too_long": "at most {max_length} of them",
-    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
-    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "keys with values"),
-    "union_tag_not_found": "the key {discriminator}",
-    "union_tag_invalid": "{discriminator} as one of {expected_tags}",
-}
-
-
 def problem_words(problem: Mapping[str, Any]) -> str:
-    """One error of pydantic's as ``expected ..., got value``; its own message where that says so already."""
-    kind, message, context = problem["type"], problem["msg"], problem.get("ctx", {})
-    if kind == "missing":
-        return "missing"
-    if kind == "extra_forbidden":
-        return "no such key"
-    if kind == "value_error":
-        return message.removeprefix("Value error, ")
-    plain = {
-        key: f"{value:g}" if isinstance(value, float) else str(value).replace("'", "") for key, value in context.items()
-    }
-    expected = _WORDS[kind].format(**plain) if kind in _WORDS else message.removeprefix("Input should be ")
-    return f"expected {expected}, got {brief(context.get('tag', problem['input']))}"
+    """One error of pydantic's: its own message, with the value where it has none."""
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    return message if problem["type"] in ("missing", "value_error") else f"{message}, got {brief(problem['input'])}"

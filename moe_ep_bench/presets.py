@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, ValidationError
-from pydantic.fields import FieldInfo
 
 from moe_ep_bench.errors import UserError, brief, did_you_mean, naming, problem_words
 from moe_ep_bench.files import parse_yaml, read_text
@@ -104,59 +103,47 @@ def read_yaml(path: Path, unreadable: str = "cannot be read") -> dict[str, Any]:
     return fields
 
 
-def validated(
-    kind: type[_Kind],
-    fields: Mapping[str, Any],
-    where: object = "",
-    beside: Iterable[str] = (),
-    *,
-    strict: bool = True,
-) -> _Kind:
+def validated(kind: type[_Kind], fields: Mapping[str, Any], where: object = "", *, strict: bool = True) -> _Kind:
     """Check the fields of a file.
 
     Args:
         where: the file; empty where a caller names it.
-        beside: keys of the file that are not fields of ``kind``, to list where a key is unknown.
         strict: types are JSON's: neither true nor text is a number.
 
     Raises:
-        UserError: one line: the file, the first wrong key, what was expected and its value.
+        UserError: one line: the file, the first unknown or else wrong key, what was expected and its value.
     """
     try:
         return kind.model_validate_json(json.dumps(fields), strict=strict)
     except ValidationError as error:
-        problem = _first_error(error, kind, beside)
-        raise UserError(f"{where}: {problem}" if str(where) else problem) from None
+        problems = error.errors(include_url=False)
+        # A key that is not known may be the one that is missing, misspelt.
+        problem = next((other for other in problems if other["type"] == "extra_forbidden"), problems[0])
+        raise UserError(": ".join(filter(None, [str(where), *_complaint(kind, fields, problem)]))) from None
 
 
-def _first_error(error: ValidationError, kind: type[BaseModel], beside: Iterable[str]) -> str:
-    """The first error as ``key: problem, got value``."""
-    problems = error.errors(include_url=False)
-    problem = problems[0]
-    if problem["type"] == "missing":  # A key that is not known may be the one that is missing, misspelt.
-        problem = next((other for other in problems if other["type"] == "extra_forbidden"), problem)
-    location = list(problem["loc"])
-    unknown = str(location.pop()) if problem["type"] == "extra_forbidden" else None
-    models, keys = [kind], []
-    for part in location:
-        fields = _fields(models)
-        members = [model for model in models if part in (model.__name__, *_kinds_of(model))]
-        if part in fields:
-            models = models_in(fields[part].annotation)
-        elif members:
-            models = members  # Pydantic's name for a member of a union, no key of the file.
-            continue
+def _complaint(kind: type[BaseModel], fields: Mapping[str, Any], problem: Mapping[str, Any]) -> tuple[str, str]:
+    """The dotted key of one error of pydantic's, and what is wrong with it."""
+    models, value, keys, known = [kind], fields, [], list[str]()
+    for part in problem["loc"]:
+        there = {name: field for model in models for name, field in model.model_fields.items()}
+        known = [*there, *(() if keys else getattr(kind, "BESIDE", ()))]
+        models = models_in(there[part].annotation) if part in there else models
+        try:
+            value = value[part]
+        except (LookupError, TypeError):
+            continue  # Pydantic's name for a member of a union, or a key that is missing.
         keys.append(str(part))
-    if unknown is None:
-        return ": ".join([*filter(None, [".".join(keys)]), problem_words(problem)])
-    key, known = ".".join([*keys, unknown]), [*_fields(models), *(() if keys else beside)]
-    return unknown_key(key, known)
+    if problem["type"] == "missing":
+        keys.append(str(problem["loc"][-1]))
+    words = unknown_key(keys[-1], known) if problem["type"] == "extra_forbidden" else problem_words(problem)
+    return ".".join(keys), words
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """What is said of a dotted key that is none of ``known``: what there is."""
+    """What is said of a key that is none of ``known``: what there is."""
     names = list(known)
-    return f"{key}: no such key; expected one of {', '.join(names)}{did_you_mean(key.rpartition('.')[2], names)}"
+    return f"no such key; expected one of {', '.join(names)}{did_you_mean(key, names)}"
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -164,16 +151,6 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in models_in(part)]
-
-
-def _fields(models: Iterable[type[BaseModel]]) -> dict[str | int, FieldInfo]:
-    return {name: field for model in models for name, field in model.model_fields.items()}
-
-
-def _kinds_of(model: type[BaseModel]) -> list[object]:
-    """The words of a file that stand for this member of a union."""
-    told_by = (model.model_fields[key] for key in ("kind", "name") if key in model.model_fields)
-    return [word for field in told_by for word in get_args(field.annotation)]
 
 
 # ---- policies --------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_labels_tell_policies_by_layer_apart() -> None:
     [
         ({"0-1": 1, "3-4": 1}, "capacity_factor: expected 2 or 2-LAST for the next band of layers, got '3-4'"),
         ({"early": 1}, "capacity_factor: expected 0 or 0-LAST for the next band of layers, got 'early'"),
-        ({0: 1.0, 1: -1.0}, "capacity_factor: expected at least 0, got -1.0"),
+        ({0: 1.0, 1: -1.0}, "capacity_factor: expected greater than or equal to 0, got -1.0"),
         ({}, "capacity_factor: expected a number for each band of layers, got {}"),
     ],
 )

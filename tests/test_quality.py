@@ -417,7 +417,7 @@ def test_swept_checkpoints_are_one_comparison_each_and_read_as_one(folder: Path,
 def test_what_is_damaged_not_begun_or_of_another_mode_is_one_line(
     folder: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for cases, expected in (({"a": {}}, r"cases\.a\.comparison_id: missing"), ({}, "has its unpatched model yet")):
+    for cases, expected in (({"a": {}}, r"a\.comparison_id: Field required"), ({}, "has its unpatched model yet")):
         (tmp_path / "run.json").write_text(json.dumps({**json.loads((done / "run.json").read_text()), "cases": cases}))
         with pytest.raises(ResultsError, match=expected):
             read_quality(tmp_path)

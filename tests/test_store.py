@@ -77,10 +77,10 @@ BREAKAGES = {
     "no JSON": (lambda d: (d / "run.json").write_text('{"schema'), "run.json: expected JSON", "none"),
     "a list": (lambda d: (d / "run.json").write_text("[]"), "schema_version: expected 4, got None", "none"),
     "newer": (in_json(lambda c: c.update(schema_version=5)), "expected 4, got 5; another version", "none"),
-    "no cases": (in_json(lambda c: c.pop("cases")), "run.json: cases: missing", "none"),
+    "no cases": (in_json(lambda c: c.pop("cases")), "run.json: cases: Field required", "none"),
     "another mode": (in_json(lambda c: c.update(mode="emulated")), "mode: expected 'emulated', got 'run'", "none"),
-    "no such mode": (in_json(lambda c: c.update(mode="guess")), "run.json: mode: expected run, emulated", "none"),
-    "key gone": (in_json(lambda c: c["comparisons"]["c0"].pop("dtype")), "comparisons.c0.dtype: missing", "none"),
+    "no such mode": (in_json(lambda c: c.update(mode="guess")), "run.json: mode: expected 'run', 'emulated'", "none"),
+    "key gone": (in_json(lambda c: c["comparisons"]["c0"].pop("dtype")), "c0.dtype: Field required", "none"),
     "odd role": (in_json(lambda c: c["cases"]["c0-0"].update(role="king")), "cases.c0-0.role: expected", "none"),
     "missing part": (lambda d: (d / SAMPLES).unlink(), "c0-0.parquet: no rows of token_drop gamma 1 and 2 more", "c1"),
     "missing case": (without(SAMPLES), "no rows of token_drop gamma 1; the run did not finish", "others"),
@@ -114,7 +114,7 @@ BREAKAGES = {
         "c0-0 (copy).parquet: foreign, launch: expected None, got 0",
         "c1",
     ),
-    "other conditions": (with_metadata({b"conditions": b"{}"}), "c0-0.parquet: conditions.run_id: missing", "c1"),
+    "other conditions": (with_metadata({b"conditions": b"{}"}), "conditions.run_id: Field required", "c1"),
 }
 LEFT = {
     "none": (),

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import MODELLED, Comparison
 from moe_ep_bench.bench.rows import Outcome, write_launch
-from moe_ep_bench.errors import UserError, brief, saying
+from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import make_folder, stable_hash, writing_to
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.machine.monitor import MachineSampler
@@ -255,7 +255,7 @@ class Job:
         """
 
         def write() -> T:
-            with saying(hint), writing_to(self.directory.root, "--out"):
+            with naming("", hint), writing_to(self.directory.root, "--out"):
                 return act()
 
         return self.ranks.agree(write, on_first=True)

@@ -61,7 +61,7 @@ class ModelConfig(Strict):
     def _check(self) -> ModelConfig:
         known = [*type(self).model_fields, *ModelSpec.model_fields]
         if unknown := [key for key in self.model_extra or () if key not in known]:
-            raise UserError(unknown_key(unknown[0], known))
+            raise UserError(f"{unknown[0]}: {unknown_key(unknown[0], known)}")
         if sum(map(bool, (self.preset, self.hf_config, self.model_extra))) != 1:
             raise UserError("give either preset or hf_config, or the shape: num_experts, top_k, ...")
         self.spec()  # Raises where there is no such model, and lists what there is.

@@ -191,7 +191,7 @@ def _points(path: Path, schema: type[_Schema], raw: dict[str, Any], sweep: Mappi
         workload = values.get("workload")
         if isinstance(workload, dict) and isinstance(workload.get("trace"), str):
             workload["trace"] = [workload["trace"]]
-        experiment = validated(schema, values, path, schema.BESIDE)
+        experiment = validated(schema, values, path)
         experiment._point = point
         experiments.append(experiment)
     return experiments

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
-from moe_ep_bench.errors import UserError, brief, naming, problem_words, saying
+from moe_ep_bench.errors import UserError, brief, naming, problem_words
 from moe_ep_bench.files import parse_json
 from moe_ep_bench.models.spec import ModelSpec
 from moe_ep_bench.presets import validated
@@ -144,7 +144,7 @@ def load_hf_model(path: Path) -> ModelSpec:
     values = parse_json(content, file)
     if not isinstance(values, dict):
         raise UserError(f"{file}: expected keys with values, got {type(values).__name__}")
-    with saying(BY_HAND):
+    with naming("", BY_HAND):
         return spec_of(values, str(file), f"config.json by path, sha256 {hashlib.sha256(content).hexdigest()}")
 
 

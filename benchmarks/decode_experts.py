@@ -27,14 +27,11 @@ from scipy.stats import linregress
 from scipy.stats import t as student
 from torch import Tensor
 
-from moe_ep_bench.kernels.decode_experts import decode_experts
-from moe_ep_bench.kernels.swiglu import weighted_swiglu
-from moe_ep_bench.layer.experts import ExpertWeights, apply_expert
-from moe_ep_bench.layer.reference import TOLERANCE
+from moe_ep_bench.kernels.experts import decode_experts, weighted_swiglu
+from moe_ep_bench.layer.experts import TOLERANCE, ExpertWeights, apply_expert
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
-from moe_ep_bench.timing.ceilings import measure_ceilings
-from moe_ep_bench.timing.memory import CacheFlush
+from moe_ep_bench.timing.device import CacheFlush, measure_ceilings
 from moe_ep_bench.timing.timer import clock_for, time_us
 
 # Preset and the ranks among which an expert's FFN is split: the layers of the papers' tables.

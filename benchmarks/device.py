@@ -39,7 +39,7 @@ from moe_ep_bench.layer.dispatchers import expert_major_pairs, sum_per_token
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.policies import RoutingContext, make_policy
-from moe_ep_bench.timing.ceilings import measure_ceilings
+from moe_ep_bench.timing.device import measure_ceilings
 from moe_ep_bench.timing.timer import clock_for, time_us
 
 MODELS = ("olmoe-1b-7b", "deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b", "qwen3-235b-a22b",

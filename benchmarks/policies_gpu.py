@@ -33,11 +33,11 @@ import torch
 from interleaved import device_of, interleaved, keep, median_ratio, replayed
 from policies import ALGORITHMS, NUM_RANKS, PLAIN, SPECS, TOP_K, published
 
-from moe_ep_bench.kernels import dispatch
+from moe_ep_bench import kernels
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.laser import LoadAwarePolicy
-from moe_ep_bench.timing.ceilings import measure_ceilings
+from moe_ep_bench.timing.device import measure_ceilings
 from moe_ep_bench.timing.timer import HOLD_US, clock_for, time_us
 
 PREFILL = [(65_536, 64), (524_288, 64), (524_288, 128)]
@@ -98,12 +98,12 @@ class Bench:
         self.wrong: list[str] = []
 
     def _triton(self, policy: Policy) -> Callable[[], Any] | None:
-        twin = dispatch.triton_twins().get(type(policy))
+        twin = kernels.triton_twins().get(type(policy))
         by_request = getattr(policy, "scope", None) == "request" and self.num_tokens > MOST_DECODE_TOKENS
         return None if twin is None or by_request else lambda: twin.select(policy, self.scores_TE, self.context, None)
 
     def _plain(self, policy: Policy) -> Callable[[], Any]:
-        return lambda: dispatch.oracle_for(policy, self.device).select(self.scores_TE, self.context)
+        return lambda: kernels.oracle_for(policy, self.device).select(self.scores_TE, self.context)
 
     def check(self) -> list[str]:
         """Labels of the policies whose Triton form fails or chooses other pairs; they are not timed."""

@@ -183,7 +183,7 @@ class WarmUp(JsonRecord):
 
 
 class Ceilings(JsonRecord):
-    """What a rank's device reached beside the run (``timing.ceilings``)."""
+    """What a rank's device reached beside the run (``timing.device``)."""
 
     matmul_tflops: PositiveFloat
 

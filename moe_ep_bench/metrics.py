@@ -144,7 +144,7 @@ def routing_metrics(
 
 def chosen_experts(scores_TE: Tensor, context: RoutingContext) -> Tensor:
     """The model's own choice of K experts per token: bool [T, E], padding rows empty."""
-    from moe_ep_bench.kernels.dispatch import numba_steps  # Imports torch, for which reading results does not wait.
+    from moe_ep_bench.kernels import numba_steps  # Imports torch, for which reading results does not wait.
 
     return top_k_map(scores_TE, context, numba_steps("cpu") if scores_TE.is_cpu else TORCH)
 

@@ -16,11 +16,10 @@ from virtual_time import all_in, passing_where_late
 from waits import watched_waits
 
 from moe_ep_bench.layer import megatron
-from moe_ep_bench.layer.experts import seeded_generator
+from moe_ep_bench.layer.experts import TOLERANCE, DenseReference, seeded_generator
 from moe_ep_bench.layer.megatron import MoELayer, megatron_config
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.phases import Rendezvous, instrumented
-from moe_ep_bench.layer.reference import TOLERANCE, DenseReference
 from moe_ep_bench.layer.stack import Forms, Stack
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.models.scores import logits_from_scores, scores_from_logits

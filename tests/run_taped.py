@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_ep_bench.bench import replays, session
 from moe_ep_bench.cli import main
-from moe_ep_bench.kernels.dispatch import PolicyForm
+from moe_ep_bench.kernels import PolicyForm
 from moe_ep_bench.layer import backends, parts
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.policies.oea import Pruned

@@ -104,7 +104,7 @@ def _decode(num_tokens: int, num_experts: int, hidden_size: int, ffn_size: int, 
 
 def _route(spec: dict[str, Any], shape: str) -> object:
     """Route scores of a shape, none of which is looked at."""
-    from moe_ep_bench.kernels.dispatch import triton_twins
+    from moe_ep_bench.kernels import triton_twins
     from moe_ep_bench.policies import RoutingContext, make_policy
 
     num_tokens, num_experts = {

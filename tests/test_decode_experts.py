@@ -17,8 +17,8 @@ from policy_cases import few_examples
 from torch import Tensor
 
 from moe_ep_bench.kernels import decode_experts_triton
-from moe_ep_bench.kernels.decode_experts import decode_experts as host_decode_experts
 from moe_ep_bench.kernels.decode_experts_triton import combine, decode_experts
+from moe_ep_bench.kernels.experts import decode_experts as host_decode_experts
 
 # Largest error of a value, relative to the sum of its products' sizes: the activation is rounded once, and so is a row.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}

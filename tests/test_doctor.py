@@ -11,8 +11,8 @@ import pytest
 import torch
 from test_run import environment
 
+from moe_ep_bench import kernels
 from moe_ep_bench.cli import main
-from moe_ep_bench.kernels import toolchain
 from moe_ep_bench.machine import doctor
 from moe_ep_bench.machine.doctor import NOTE, OK, PROBLEM
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, USER_ERROR
@@ -80,15 +80,15 @@ def test_what_a_gpu_run_does_without_is_a_note_and_triton_without_a_compiler_a_p
     assert {"no transformer_engine", "no apex"} <= notes
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert toolchain.lacking() == "no C compiler (gcc or clang)"
-    assert any(toolchain.lacking() in finding.words for finding in doctor.packages() if finding.status == PROBLEM)
+    assert kernels.lacking() == "no C compiler (gcc or clang)"
+    assert any(kernels.lacking() in finding.words for finding in doctor.packages() if finding.status == PROBLEM)
     compiler = tmp_path / "cc"
     compiler.touch(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setattr(toolchain.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert toolchain.lacking() == f"no {tmp_path / 'Python.h'}"
+    monkeypatch.setattr(kernels.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert kernels.lacking() == f"no {tmp_path / 'Python.h'}"
     (tmp_path / "Python.h").touch()
-    assert toolchain.lacking() == ""
+    assert kernels.lacking() == ""
 
 
 def test_a_directory_is_tried_and_left_as_it_was_and_one_that_takes_nothing_is_a_problem(

@@ -10,8 +10,7 @@ import torch
 from policy_cases import SPECS, Spec, assert_same_choice, distinct_scores, fitted, possible_groups, random_scores
 from torch import Tensor
 
-from moe_ep_bench.kernels import form_of
-from moe_ep_bench.kernels.dispatch import oracle_for, triton_twins
+from moe_ep_bench.kernels import form_of, oracle_for, triton_twins
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 
 pytestmark = pytest.mark.gpu

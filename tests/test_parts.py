@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ep_bench.kernels.swiglu import weighted_swiglu_formula
+from moe_ep_bench.kernels.experts import weighted_swiglu_formula
 from moe_ep_bench.layer import parts
 from moe_ep_bench.layer.host import device_scope
 from moe_ep_bench.layer.parts import Parts

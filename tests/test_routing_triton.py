@@ -11,8 +11,7 @@ import torch
 from policy_cases import SPECS, Arguments, Spec, assert_same_choice, context_of, distinct_scores, fitted, random_scores
 from torch import Tensor
 
-from moe_ep_bench.kernels import capacity_passes_triton, sets_triton
-from moe_ep_bench.kernels.dispatch import triton_twins
+from moe_ep_bench.kernels import capacity_passes_triton, sets_triton, triton_twins
 from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 
 pytestmark = pytest.mark.usefixtures("patched_once")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_ep_bench.kernels.row_sums import row_sums_by_bags
+from moe_ep_bench.kernels.experts import row_sums_by_bags
 
 
 def test_the_triton_sums_of_rows_equal_bags() -> None:

@@ -19,15 +19,14 @@ from policy_cases import (
 from test_route import write_config
 from torch import Tensor
 
-from moe_ep_bench import policies
+from moe_ep_bench import kernels, policies
 from moe_ep_bench.analysis.origins import component_words
 from moe_ep_bench.bench.comparison import ROUTING
 from moe_ep_bench.bench.description import describe_kernels
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.facts import Component
-from moe_ep_bench.kernels import form_of, toolchain
-from moe_ep_bench.kernels.row_sums import row_sums, row_sums_by_bags
-from moe_ep_bench.kernels.swiglu import weighted_swiglu, weighted_swiglu_formula
+from moe_ep_bench.kernels import form_of
+from moe_ep_bench.kernels.experts import row_sums, row_sums_by_bags, weighted_swiglu, weighted_swiglu_formula
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.laser import LoadOnly
@@ -100,9 +99,9 @@ assert not {"numba", "triton"} & sys.modules.keys()
 @pytest.fixture
 def _forgets() -> None:
     """The table is looked up anew, before and after."""
-    toolchain.triton_lacks.cache_clear()
+    kernels.triton_lacks.cache_clear()
     yield
-    toolchain.triton_lacks.cache_clear()
+    kernels.triton_lacks.cache_clear()
 
 
 @pytest.mark.usefixtures("_forgets")

@@ -32,10 +32,9 @@ from moe_ep_bench.bench.routing import Batches, CaseRouter
 from moe_ep_bench.bench.traffic import Traffic, traffic_of
 from moe_ep_bench.bench.virtual import modelled_time
 from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.layer.experts import seeded_generator
+from moe_ep_bench.layer.experts import DenseReference, seeded_generator
 from moe_ep_bench.layer.megatron import expert_parallel_groups
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
-from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks
 from moe_ep_bench.models import ModelSpec

@@ -20,8 +20,7 @@ from moe_ep_bench.cost_model.whole_model import PassWork, outside_moe_us
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.facts import tokens_words
 from moe_ep_bench.files import stable_hash
-from moe_ep_bench.kernels.dispatch import KERNELS
-from moe_ep_bench.kernels.toolchain import triton_lacks
+from moe_ep_bench.kernels import KERNELS, triton_lacks
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.models.memory import Fit, Served
 from moe_ep_bench.policies.lazy import torch

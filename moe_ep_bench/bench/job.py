@@ -44,7 +44,7 @@ from moe_ep_bench.runtime.guard import Guard
 from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.runtime.ranks import Ranks, T, ToldError
 from moe_ep_bench.runtime.torchrun import asked_to_close
-from moe_ep_bench.timing.ceilings import Ceilings
+from moe_ep_bench.timing.device import Ceilings
 
 # ---- a results directory ---------------------------------------------------------------------------------------------
 

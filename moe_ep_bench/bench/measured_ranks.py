@@ -21,12 +21,11 @@ from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share
 from moe_ep_bench.bench.traffic import LayerTraffic, Traffic, traffic_of
 from moe_ep_bench.cost_model.timeline import RankTime, legs_of
-from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
+from moe_ep_bench.layer.experts import DTYPES, HIDDEN, DenseReference, seeded_generator
 from moe_ep_bench.layer.passes import Pass
-from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.stack import Stack
 from moe_ep_bench.layer.virtual import Announced, VirtualRanks
-from moe_ep_bench.timing.memory import CacheFlush, RotatingInput
+from moe_ep_bench.timing.device import CacheFlush, RotatingInput
 from moe_ep_bench.timing.protocol import Runnable, Step, find_waiting
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, PhaseRecorder, Stopwatch, clock_for, no_meeting
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_ep_bench.bench.inspection import Observation, checked_rows, look
+from moe_ep_bench.layer.experts import TOLERANCE
 from moe_ep_bench.layer.graphs import CapturedRun, Graphs, unfit_environment
-from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.runtime.attempts import is_of_peers, reason_of
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for

@@ -30,17 +30,15 @@ from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.replays import Replays
 from moe_ep_bench.bench.routing import Batches, CaseRouter, Share
 from moe_ep_bench.bench.rows import Outcome, Row, Samples, columns_of
-from moe_ep_bench.layer.experts import DTYPES, HIDDEN, seeded_generator
+from moe_ep_bench.layer.experts import DTYPES, HIDDEN, DenseReference, seeded_generator
 from moe_ep_bench.layer.host import device_scope, free_memory
 from moe_ep_bench.layer.megatron import ProcessGroupCollection, expert_parallel_groups
 from moe_ep_bench.layer.passes import KeyValueCache
 from moe_ep_bench.layer.phases import Rendezvous, replaced
-from moe_ep_bench.layer.reference import DenseReference
 from moe_ep_bench.layer.stack import layer_seed
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime.attempts import split_reason
-from moe_ep_bench.timing.ceilings import measure_ceilings
-from moe_ep_bench.timing.memory import CacheFlush, RotatingInput
+from moe_ep_bench.timing.device import CacheFlush, RotatingInput, measure_ceilings
 from moe_ep_bench.timing.protocol import (
     BREAKDOWN,
     Step,

@@ -32,12 +32,11 @@ from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.cost_model.timeline import RankTime, compose, legs_of, median_legs
 from moe_ep_bench.cost_model.transport import Rows
 from moe_ep_bench.cost_model.whole_model import PassWork, pass_segments
-from moe_ep_bench.layer.experts import DTYPES
+from moe_ep_bench.layer.experts import DTYPES, TOLERANCE
 from moe_ep_bench.layer.host import device_scope, free_memory
-from moe_ep_bench.layer.reference import TOLERANCE
 from moe_ep_bench.runtime.attempts import split_reason
 from moe_ep_bench.schema import TOTAL, PhaseKey, phase_key
-from moe_ep_bench.timing.ceilings import measure_ceilings
+from moe_ep_bench.timing.device import measure_ceilings
 from moe_ep_bench.timing.protocol import BREAKDOWN, PLAIN, Step, measure
 from moe_ep_bench.timing.timer import HOST, THREAD_CPU, let_host_pace
 

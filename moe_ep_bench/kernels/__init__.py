@@ -1,5 +1,204 @@
-"""Compiled twins of memory-bound steps, each equal to the torch code beside it; ``form_of`` finds a policy's."""
+"""Which form of a policy runs: its own torch operations, or a compiled twin that routes alike.
 
-from moe_ep_bench.kernels.dispatch import form_of
+==========  ==================  =====================================================================================
+kernel      scores lie on       policies
+==========  ==================  =====================================================================================
+``torch``   any device          all: the definition of what is right
+``numba``   the host            all of this package, step by step (``policy_steps``)
+``numba``   a GPU               ``laser`` and ``load_only``: the sequential rule on the host, with copies there and back
+``triton``  a CUDA GPU          all but ``megatron_drop`` and ``sere``, in a launch or a few (``triton_twins`` below),
+                                and but for values of ``Policy.torch_only``
+==========  ==================  =====================================================================================
 
-__all__ = ["form_of"]
+The first of triton, numba and torch that there is runs. A twin equals the policy in torch: the same pairs to the bit,
+weights within rounding (numba's to the bit too). Where Triton cannot be imported, or finds no C compiler, that is said
+once, and the next one runs. Nothing here imports numba or Triton before it is chosen.
+
+Shapes: T = tokens, E = experts, S = rows of batch statistics.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sysconfig
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from moe_ep_bench.policies import Policy, Routing, RoutingContext
+from moe_ep_bench.policies.budget_drop import BudgetDrop
+from moe_ep_bench.policies.capacity import CapacityPolicy, ExpandedDrop, TokenDrop
+from moe_ep_bench.policies.contract import SteppedPolicy
+from moe_ep_bench.policies.laser import Laser, LoadAwarePolicy, LoadOnly
+from moe_ep_bench.policies.lazy import Tensor, torch
+from moe_ep_bench.policies.oea import OEA, Pruned
+from moe_ep_bench.policies.skipping import DynamicSkip, ExpertDrop, Lynx
+from moe_ep_bench.policies.steps import Steps
+from moe_ep_bench.policies.topk import TopK
+from moe_ep_bench.policies.xshare import XShare
+
+KERNELS = ("triton", "numba", "torch")
+"""The fastest first."""
+
+Calls = tuple[Callable[..., Routing], Callable[..., Tensor | None]]
+"""What ``PolicyForm.select`` and ``PolicyForm.stats`` call."""
+
+
+@dataclass(frozen=True)
+class PolicyForm:
+    """A policy in its fastest exact form: ``route`` and ``batch_stats``, and both for inputs that were checked before.
+
+    Attributes:
+        device_type: "cpu" or "cuda", where the scores lie.
+    """
+
+    policy: Policy
+    device_type: str
+
+    def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        """``Policy.route``."""
+        self.policy.in_layer(context.layer_fraction).check(scores_TE, context)
+        return self.select(scores_TE, context, stats_SE)
+
+    def batch_stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        """``Policy.batch_stats``."""
+        self.policy.in_layer(context.layer_fraction).check(scores_TE, context)
+        return self.stats(scores_TE, context)
+
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        """``route`` unchecked: what a timed layer calls."""
+        return self._calls(scores_TE, context)[0](scores_TE, context, stats_SE)
+
+    def stats(self, scores_TE: Tensor, context: RoutingContext) -> Tensor | None:
+        """``batch_stats`` unchecked."""
+        return self._calls(scores_TE, context)[1](scores_TE, context)
+
+    def _calls(self, scores_TE: Tensor, context: RoutingContext) -> Calls:
+        return _calls(form_of(self.policy.in_layer(context.layer_fraction), self.device_type), *scores_TE.shape)
+
+    def select_all(self, scores: Sequence[Tensor], contexts: Sequence[RoutingContext]) -> list[Routing]:
+        """``select`` for all ranks at once, where one process holds every rank's scores.
+
+        Args:
+            scores: every rank's float32 [T, E]; T differs from rank to rank and may be 0.
+            contexts: every rank's, in the same order. Statistics draw nothing, so that one generator serves both steps.
+        """
+        pairs = list(zip(scores, contexts, strict=True))
+        known = [stats_SE for pair in pairs if (stats_SE := self.stats(*pair)) is not None]
+        summed_SE = torch.stack(known).sum(dim=0) if known else None
+        return [self.select(*pair, summed_SE) for pair in pairs]
+
+    def runs(self, num_tokens: int, num_experts: int) -> str:
+        """Which of ``KERNELS`` routes so many tokens."""
+        if self.device_type == "cuda" and _fits_triton(self.policy, num_tokens, num_experts):
+            return "triton"
+        by_numba = self.device_type == "cpu" or isinstance(self.policy, LoadAwarePolicy)
+        # A class of a user's own may have a ``route`` of its own beside the ``select`` that it inherits.
+        is_stepped = type(self.policy).route is SteppedPolicy.route
+        return "numba" if by_numba and is_stepped else "torch"
+
+
+# A timed layer asks anew in every iteration.
+@functools.lru_cache(maxsize=1024)
+def form_of(policy: Policy, device: torch.device | str) -> PolicyForm:
+    """The fastest exact form of a policy for scores on a device."""
+    return PolicyForm(policy, str(device).partition(":")[0])  # a plan asks, which does not import torch
+
+
+@functools.lru_cache(maxsize=4096)
+def _calls(form: PolicyForm, num_tokens: int, num_experts: int) -> Calls:
+    """What runs for scores of this shape."""
+    kernel, policy = form.runs(num_tokens, num_experts), form.policy
+    if kernel == "triton":
+        twin = triton_twins()[type(policy)]
+        stats = getattr(twin, "stats", lambda policy, scores_TE, context: None)
+        return functools.partial(twin.select, policy), functools.partial(stats, policy)
+    if type(policy).route is not SteppedPolicy.route:
+        return policy.route, policy.batch_stats
+    assert isinstance(policy, SteppedPolicy)
+    stepped = policy.by(numba_steps(form.device_type)) if kernel == "numba" else policy
+    return stepped.select, stepped.stats
+
+
+def oracle_for(policy: Policy, device: torch.device | str) -> Policy:
+    """The policy to hold others against: itself, but where torch would go token by token, by numba's loop."""
+    if not isinstance(policy, LoadAwarePolicy):
+        return policy
+    return policy.by(numba_steps(str(device).partition(":")[0]))
+
+
+def _fits_triton(policy: Policy, num_tokens: int, num_experts: int) -> bool:
+    """Whether Triton can run here, and has a form of this policy for scores of this shape."""
+    if triton_lacks() or type(policy) not in triton_twins():
+        return False
+    if any(getattr(policy, field) == value for field, value in policy.torch_only.items()):
+        return False
+    from moe_ep_bench.kernels import laser_triton, requests_triton, standings_triton, tiles_triton
+
+    if isinstance(policy, XShare) and policy.scope == "request" and num_tokens > requests_triton.MOST_TOKENS:
+        return False
+    if isinstance(policy, CapacityPolicy):
+        most = standings_triton.MOST_PAIRS
+    else:
+        most = laser_triton.MOST_SCORES if isinstance(policy, LoadAwarePolicy) else num_tokens * num_experts
+    return num_experts <= tiles_triton.MOST_EXPERTS and num_tokens * num_experts <= most
+
+
+@functools.cache
+def numba_steps(device_type: str) -> Steps:
+    """The steps by numba's loops."""
+    from moe_ep_bench.kernels.policy_steps import DeviceSteps, HostSteps
+
+    return HostSteps() if device_type == "cpu" else DeviceSteps()
+
+
+@functools.cache
+def triton_twins() -> Mapping[type[Policy], ModuleType]:
+    """The policies that have a Triton form, and the module whose ``select`` and, where it has one, ``stats`` that is.
+
+    Triton must be there.
+    """
+    from moe_ep_bench.kernels import budget_triton, capacity_triton, laser_triton, rows_triton, sets_triton
+
+    return {
+        **dict.fromkeys([TopK, Pruned, DynamicSkip], rows_triton),
+        **dict.fromkeys([TokenDrop, ExpandedDrop], capacity_triton),
+        BudgetDrop: budget_triton,
+        **dict.fromkeys([ExpertDrop, Lynx, OEA, XShare], sets_triton),
+        **dict.fromkeys([Laser, LoadOnly], laser_triton),
+    }
+
+
+# ---- what Triton needs beside itself: a C compiler and Python.h, to build a launcher for every kernel ----------------
+
+
+def lacking() -> str:
+    """What Triton lacks to build its launchers, in words; empty where nothing is."""
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    if not any(map(shutil.which, compilers)):
+        return f"no C compiler ({' or '.join(compilers)})"
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    return "" if headers.exists() else f"no {headers}"
+
+
+@functools.cache
+def triton_lacks() -> str:
+    """Why Triton can run nothing on a GPU here, said once as a warning too; empty where it can."""
+    try:
+        import triton  # noqa: F401 - is it there?
+    except ImportError as error:
+        why, what = "Triton is not installed", f"Triton cannot be imported ({error})"
+    else:
+        if not lacking():
+            return ""
+        why = what = f"{lacking()}, which Triton needs"
+    warnings.warn(
+        f"{what}: on the GPU policies and activations run as torch operations, which is exact but several times slower",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return why

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_ep_bench.kernels import greedy_load, row_selection
+from moe_ep_bench.kernels import row_selection
 from moe_ep_bench.policies.steps import LeastLoaded, Steps, lowest
 
 Result = TypeVar("Result")
@@ -137,7 +137,7 @@ class HostSteps(Steps):
         valid = np.empty(0, np.bool_) if valid_T is None else _array(valid_T)
         random = np.empty((0, 0), np.float32) if random_TE is None else _array(random_TE)
         arrays = _array(scores_TE), _array(keys_TE), valid, random, _array(load_E).copy(), _array(map_TE)
-        greedy_load.least_loaded(*arrays, rule.top_k, float(rule.eps_high), float(rule.t_fix), rule.pool_size)
+        row_selection.least_loaded(*arrays, rule.top_k, float(rule.eps_high), float(rule.t_fix), rule.pool_size)
         return map_TE
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ep_bench.kernels.decode_experts import decode_experts
-from moe_ep_bench.kernels.swiglu import weighted_swiglu
+from moe_ep_bench.kernels.experts import decode_experts, weighted_swiglu
 from moe_ep_bench.layer.experts import ExpertWeights, fill_mlp_
 from moe_ep_bench.layer.megatron import TransformerConfig, expert_submodule
 from moe_ep_bench.layer.parts import Parts

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ep_bench.kernels.row_sums import row_sums
+from moe_ep_bench.kernels.experts import row_sums
 from moe_ep_bench.layer.megatron import token_dispatcher
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.layer.router import PolicyRouter

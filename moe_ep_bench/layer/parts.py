@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.kernels.toolchain import triton_lacks
+from moe_ep_bench.kernels import triton_lacks
 from moe_ep_bench.machine.provenance import version_of
 from moe_ep_bench.models import ModelSpec
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from moe_ep_bench import kernels
 from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import atomic_path
-from moe_ep_bench.kernels import toolchain
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime import exit_codes
 from moe_ep_bench.runtime.device import check_num_ranks, gpus_in_sight, local_ranks, why_torch_has_none
@@ -92,7 +92,7 @@ def packages() -> Iterator[Finding]:
         return
     for name in [name for name in _WITHOUT if not versions[name]]:
         yield Finding(NOTE, "packages", f"no {name}: {_WITHOUT[name]}")
-    if versions["triton"] and (lacking := toolchain.lacking()):
+    if versions["triton"] and (lacking := kernels.lacking()):
         yield Finding(PROBLEM, "packages", f"Triton compiles nothing here: {lacking}")
 
 

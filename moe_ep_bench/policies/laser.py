@@ -7,7 +7,7 @@ routed one after another, each by the loads that those before it left.
 
 Loads begin at zero with every batch and are this rank's own, so the policies cost no communication; section 4 says
 neither, and ``carry_loads`` is its other reading. The sequential rule is not for torch: it runs
-compiled, on the host (``kernels.greedy_load``) or in one program of a GPU (``kernels.laser_triton``).
+compiled, on the host (``kernels.row_selection``) or in one program of a GPU (``kernels.laser_triton``).
 
 Shapes: T = local tokens, E = experts, K = top_k.
 """

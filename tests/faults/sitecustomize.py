@@ -124,7 +124,7 @@ def _inject_beside_policies() -> None:
 
         _strike_at_call(Stack, "_add", 1, FAULTS["build"])
     if "check" in FAULTS:
-        from moe_ep_bench.layer.reference import DenseReference
+        from moe_ep_bench.layer.experts import DenseReference
 
         _strike_at_call(DenseReference, "worst_error", 4, FAULTS["check"])
 

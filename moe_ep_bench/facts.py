@@ -139,7 +139,7 @@ class TimedFacts(ComparisonFacts):
     fit: Fit | None = None  # what a rank of a deployment holds; None where it was not estimated
     point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values
     whole: ModelExtent | None = None  # None = one layer was timed
-    draws: Count = 1  # of its traffic, where several were joined (``analysis.seeds``)
+    draws: Count = 1  # of its traffic, where several were joined (``analysis.store``)
 
 
 class JudgedFacts(JsonRecord):

@@ -1,7 +1,7 @@
 """Tests run on the CPU, whatever the machine has; ``-m gpu`` runs those that need a CUDA device, and only those.
 
-So does ``-m slurm`` those that start a Slurm, and ``-m browser`` those that open a browser. ``MOE_EP_BENCH_MEGATRON``
-names a checkout of Megatron-LM to test against, with ``-m seam``; without it that is the installed Megatron-Core.
+So does ``-m slurm`` those that start a Slurm. ``MOE_EP_BENCH_MEGATRON`` names a checkout of Megatron-LM to test
+against, with ``-m seam``; without it that is the installed Megatron-Core.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for marker, reason in (
         ("scale", "runs with -m scale: draws many ranks and cases"),
         ("slurm", "runs with -m slurm, as root where slurm-wlm is installed"),
-        ("browser", "runs with -m browser, where chromium is installed"),
         ("vllm", "runs with -m vllm, where vLLM is installed"),
     ):
         if config.getoption("-m").strip() != marker:

@@ -145,9 +145,9 @@ def test_a_policy_has_its_look_in_every_run_and_variants_are_lighter() -> None:
     assert looks_of(["oea k0=3"], ["oea"])["oea"]["marker"] == alone["marker"]
     assert lightness(beside["oea k0=3"]["color"]) > lightness(alone["color"])
     assert set(POLICIES) <= set(POLICY_LOOKS)
-    looks = [look for name, look in POLICY_LOOKS.items() if name != "native"]
-    assert len(set(looks)) == len(looks)
-    assert all(lightness(colour) > 0.2 for colour, _ in looks)
+    colours = [colour for name, (colour, _) in POLICY_LOOKS.items() if name != "native"]
+    assert len(set(colours)) == len(colours)
+    assert all(lightness(colour) > 0.2 for colour in colours)
 
 
 def test_neighbouring_phases_are_told_apart_in_grey() -> None:

@@ -114,12 +114,12 @@ def test_labels_and_host_names_are_text_and_nothing_is_fetched(directory: Path, 
     assert all(f">{COLUMNS[name].title}</th>" in page for name in ("median_ms", "dropped_share", "experts_ms"))
     assert [tag["id"] for name, tag in parsed.tags if name == "figure"] == ["figure-speedup"]
     assert page.count('src="data:image/') == 1
-    assert '<td class=number data-value="2.0' in page
+    assert "<td class=number>2.000" in page
     assert "default-src 'none'" in page
     for tag, attributes in parsed.tags:
         named = (attributes.get(name) or "#" for name in ("src", "href", "srcset", "action", "data", "poster"))
         assert all(address.startswith(("#", "data:")) for address in named), (tag, attributes)
-    assert [attributes for tag, attributes in parsed.tags if tag == "script"] == [{}]  # ours
+    assert "script" not in {tag for tag, _ in parsed.tags}
     assert all("onerror" not in attributes for _, attributes in parsed.tags)
     assert HOSTILE in parsed.text  # written out, its braces included
 

@@ -230,6 +230,17 @@ def test_speedups_along_a_swept_number_have_whiskers_and_what_has_no_value_goes_
         "EPLB, 1 spare per rank",
     ]
     assert len(axes.containers) == 3
+    places = {(*line.get_transform().transform((1, 1)),) for line in paths}
+    assert places == {(*axes.transData.transform((1, 1)),)}, "no line stands beside its number"
+
+
+def test_panels_of_one_quantity_have_one_axis(tmp_path: Path) -> None:
+    store = variants(tmp_path)
+    (figure,) = lines("num_tokens", "speedup_median", facet="policy").values()
+    with house_style():
+        panels = draw(figure, store).figure.axes
+    assert len(panels) == 2
+    assert len({axes.get_ylim() for axes in panels}) == 1
 
 
 def test_figures_of_a_config_are_drawn_by_default(good: Path, tmp_path: Path) -> None:

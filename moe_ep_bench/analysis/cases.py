@@ -34,7 +34,6 @@ from moe_ep_bench.analysis.reduce import (
     routing_means,
     with_frontier,
 )
-from moe_ep_bench.analysis.seeds import joined
 from moe_ep_bench.analysis.store import ITERATION, Comparison, ResultsError, Store, read_store
 from moe_ep_bench.facts import ComparisonFacts, RoutedFacts, TimedFacts, tokens_words
 from moe_ep_bench.schema import ALL, ATTENTION, LAYER_PHASES, MOE, REST, TOTAL
@@ -81,7 +80,7 @@ def load(directories: Path | Sequence[Path], passed_over: list[str] | None = Non
         ResultsError: one line that names the file and what is wrong with it.
     """
     directories = [directories] if isinstance(directories, Path) else directories
-    return read_store(directories, passed_over, joined if join_draws else list)
+    return read_store(directories, passed_over, join_draws=join_draws)
 
 
 def load_timed(directory: Path) -> Store:

@@ -74,20 +74,19 @@ def panels_of(panels: Iterable[Panel], rows: pd.DataFrame) -> list[Panel]:
 
 
 def facets(
-    rows: pd.DataFrame, panels: Sequence[Panel], looks: Mapping[str, Look], *, beside: bool = False, most: int = 2
+    rows: pd.DataFrame, panels: Sequence[Panel], looks: Mapping[str, Look], *, beside: bool = False
 ) -> tuple[Figure, float]:
     """Draw every panel for every ``facet`` of the rows; its origin frames a panel, ``heading`` or ``title`` names it.
 
     Args:
         beside: a facet's panels stand side by side, else one under another.
-        most: facets side by side.
 
     Returns:
         The sheet, and the inches of its body.
     """
     groups = [group for _, group in rows.groupby("facet", sort=False) if panels_of(panels, group)]
     beside = beside and not is_narrow()
-    across, number = 1 if is_narrow() else min(most, len(groups)), len(panels)
+    across, number = 1 if is_narrow() else min(2, len(groups)), len(panels)
     bands = [pd.concat(groups[at : at + across]) for at in range(0, len(groups), across)]
     heights = [{panel: panel.inches(band) for panel in panels_of(panels, band)} for band in bands]
     widths = [panel.width for panel in panels] if beside else [1.0]
@@ -123,7 +122,20 @@ def facets(
                 axes.tick_params(labelleft=False)
             origins = {origin for origin in group["origin"].dropna() if origin in ORIGINS}
             frame(axes, next(iter(origins)) if len(origins) == 1 else None)
+    _give_equal_limits(figure)
     return figure, sum(ratios) + _TITLE_LINE * (sum(lines) - len(lines))
+
+
+def _give_equal_limits(figure: Figure) -> None:
+    """Panels of one quantity have one axis of values, so that they can be compared."""
+    alike: dict[tuple[str, str], list[Axes]] = {}
+    for axes in figure.axes:
+        alike.setdefault((axes.get_ylabel().replace("\n", " "), axes.get_yscale()), []).append(axes)
+    for (quantity, _), panels in alike.items():
+        if quantity:  # not of rows with names
+            ends = [end for axes in panels for end in axes.get_ylim()]
+            for axes in panels:
+                axes.set_ylim(min(ends), max(ends))
 
 
 # ---- axes ------------------------------------------------------------------------------------------------------------
@@ -210,7 +222,6 @@ def series(
     joined: str = "True",
     hollow: tuple[str, str] | None = None,
     xlabel: str = "",
-    ylabel: str = "",
     reverse: bool = False,
     more: Callable[[Axes, pd.DataFrame], None] | None = None,
     **size: Any,
@@ -218,12 +229,12 @@ def series(
     """Points of each ``line``, joined or not, with what a speedup is held against: native, noise floor, balance.
 
     Args:
-        names: values of ``x`` stand at even distances, names before numbers. Where there are names alone the axis
-            stands upright. Of values that are words it is so unasked.
-        joined: an expression of the columns: points that are joined. Where all are, at few ``x``, those of several
-            lines at the same one stand a little beside each other, as they do at names.
+        names: values of ``x`` stand at even distances, names before numbers, and points of several lines at the same
+            one a little beside each other. Where there are names alone the axis stands upright. Of values that are
+            words it is so unasked.
+        joined: an expression of the columns: points that are joined.
         hollow: a query for points that are drawn hollow, and what that means, for the legend.
-        xlabel, ylabel: what the axis is called, or the column that says it; empty = as ``COLUMNS`` has it.
+        xlabel: what the axis of ``x`` is called, or the column that says it; empty = as ``COLUMNS`` has it.
         reverse: more of ``x`` stands to the left.
         more: what else is drawn.
         size: attributes of ``Panel``.
@@ -248,12 +259,11 @@ def series(
         if not by_name and len(points):
             stars = [across.scale * across.native] if has_native else []
             _number_columns(axes, np.array([*points["place"], *stars]), may_be_log=joined == "True")
-        are_few = joined == "True" and points["place"].nunique() <= _MANY
-        aside = _aside(points, list(looks)) if by_name or are_few else {}
+        aside = _aside(points, list(looks)) if by_name else {}
         for line, look in looks.items():
             if len(part := points[points["line"] == line]):
                 _draw_line(axes, part, look, aside.get(line, 0.0), upright=upright)
-        if hollow and hollow[1] and points["is_hollow"].any():
+        if hollow and points["is_hollow"].any():
             look = {**_HOLLOW, "linestyle": "none", "marker": "o", "markeredgecolor": MUTED}
             axes.plot([], [], label=hollow[1], **look)
         for end in ("value", "low", "high"):  # which stand aside, so that the axes do not see where they end
@@ -272,9 +282,8 @@ def series(
         _limit_values(axes, up, points[["value", "low", "high"]].to_numpy(), upright=upright)
         if reverse:
             axes.invert_xaxis()
-        words = [rows[label].iloc[0] if label in rows else label for label in (xlabel, ylabel)]
-        named = {"xlabel": words[0] or across.axis, "ylabel": words[1] or up.axis}
-        axes.set(**({"xlabel": named["ylabel"], "ylabel": ""} if upright else named))
+        words = (rows[xlabel].iloc[0] if xlabel in rows else xlabel) or across.axis
+        axes.set(**({"xlabel": up.axis} if upright else {"xlabel": words, "ylabel": up.axis}))
 
     return Panel(draw, **{"shares": True, **size})
 

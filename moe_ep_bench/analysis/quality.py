@@ -116,7 +116,7 @@ def with_comparisons(cases: pd.DataFrame, facts: Mapping[str, Mapping[str, Any]]
 def _read(files: RunDirectory, table: str, cases: pd.DataFrame) -> pd.DataFrame:
     """All parts of a table: the rows of ``cases``."""
     keys = cases["comparison_id"].unique()
-    parts = [read_part(table, files.path(table, key), {"comparison_id": key}).rows for key in keys]
+    parts = [read_part(table, files.path(table, key)).rows for key in keys]
     if not parts:
         return pd.DataFrame(columns=TABLES[table].schema.names)
     rows = pd.concat(parts, ignore_index=True)

@@ -1,10 +1,16 @@
 """From directories to a store: comparisons with their typed facts, and one long frame for each table.
 
-Parts are written whole, by this program alone, so their content is trusted. A part must be of its table, version,
-comparison, mode and launch, must not be empty, and Parquet's checksums must hold. Every case of run.json must have a
-status and, where it was measured, its routing. What is not so is one line that names the file: raised, or given to who
-would rather see the rest of a directory; the comparison is then left out. Directories stand beside each other and are
-never pooled: two jobs share no moment.
+Parts are written whole, by this program alone, so their content is trusted where Parquet's checksums hold. Every case
+of run.json must have a status and, where it was measured, its routing. What is not so is one line that names the file:
+raised, or given to who would rather see the rest of a directory; the comparison is then left out. Directories stand
+beside each other and are never pooled: two jobs share no moment.
+
+Comparisons that differ in the seed of their traffic, or in the layer that it is of, become one. A synthetic workload's
+seed decides which experts are busy, and so which of them share a rank. Batches of one seed are alike, seeds are not: an
+interval over one seed's batches says nothing of another. So each seed becomes a further launch, with batches of its
+own, and the interval of a median covers seeds as it covers launches (``timing.statistics.estimate_median``). Seeds of
+several launches stay apart: these are not independent of each other. Layers of a recording, or of counted experts, are
+joined likewise. Layers that were routed without times keep their batches, and are told apart by the column ``layer``.
 """
 
 from __future__ import annotations
@@ -12,8 +18,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +34,7 @@ from moe_ep_bench.errors import UserError, brief, problem_words
 from moe_ep_bench.facts import CaseFacts, Conditions, JudgedFacts, RoutedFacts, RunFacts, TimedFacts
 from moe_ep_bench.files import read_json
 from moe_ep_bench.results import RunDirectory, ValidationDirectory, conditions_of
-from moe_ep_bench.schema import FRONTIER_SCHEMA, PHASES, ROUTING_SCHEMA, SCHEMA_VERSION, TABLES, TOTAL, UNACCOUNTED
+from moe_ep_bench.schema import FRONTIER_SCHEMA, PHASES, ROUTING_SCHEMA, SCHEMA_VERSION, TOTAL, UNACCOUNTED
 
 ITERATION = ["launch", "batch", "iteration"]
 _WORDS = {
@@ -41,6 +47,8 @@ _COLUMNS = {
     "routing": [field.name for field in ROUTING_SCHEMA if field.type != pa.string()],
     "frontier": [field.name for field in FRONTIER_SCHEMA if field.type != pa.string()],
 }
+SEED = "workload.seed"
+_JOINED = (SEED, "workload.layer")
 _Type = TypeVar("_Type", bound=BaseModel)
 
 
@@ -133,46 +141,20 @@ def facts_of(path: Path, run: RunFacts) -> tuple[dict[str, Any], dict[str, CaseF
 class Part(NamedTuple):
     """Rows of a comparison's part; of samples also under which conditions they were timed, as JSON."""
 
-    path: Path
     rows: pd.DataFrame
     conditions: bytes | None
 
 
-def read_part(table: str, path: Path, identity: Mapping[str, object], columns: Sequence[str] | None = None) -> Part:
-    """Read columns of a part beside those of its identity (None = all); words of samples are categories.
-
-    Args:
-        identity: columns and the value that all their rows must have; of samples also the launch of their file's name.
-
-    Raises:
-        ResultsError: it is damaged, foreign or empty.
-    """
-    schema = TABLES[table].schema
-    if table == "samples":
-        launch = path.stem.rpartition("-")[2]
-        identity = {**identity, "launch": int(launch) if launch.isdecimal() else None}
-    wanted = schema.names if columns is None else [*dict.fromkeys(["case_id", *identity, *columns])]
+def read_part(table: str, path: Path, columns: Sequence[str] | None = None) -> Part:
+    """Read columns of a part (None = all); words of samples are categories. ResultsError: it is damaged."""
     try:
         # Quicker than pq.read_table by half: a part is one small file.
         with pq.ParquetFile(path, page_checksum_verification=True) as part:
-            types = dict(zip(part.schema_arrow.names, part.schema_arrow.types, strict=True))
-            for name, dtype in zip(schema.names, schema.types, strict=True):
-                if types.get(name) != dtype:
-                    raise ResultsError(f"{path}: foreign, expected a column {name} of type {dtype}")
-            rows = part.read(wanted, use_threads=False)
+            rows = part.read(columns, use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise ResultsError(f"{path}: damaged, not Parquet: {' '.join(str(error).split())}") from error
-    if rows.num_rows == 0:
-        raise ResultsError(f"{path}: damaged, it has no rows")
-    version = (rows.schema.metadata or {}).get(b"schema_version", b"none").decode()
-    for name, expected, found in (
-        ("schema_version", str(SCHEMA_VERSION), [version]),
-        *((name, expected, rows[name].unique().to_pylist()) for name, expected in identity.items()),
-    ):
-        if others := [value for value in found if value != expected]:
-            raise ResultsError(f"{path}: foreign, {name}: expected {brief(expected)}, got {brief(others[0])}")
     # Of millions of samples each word is one object.
-    return Part(path, rows.to_pandas(strings_to_categorical=table == "samples"), conditions_of(rows))
+    return Part(rows.to_pandas(strings_to_categorical=table == "samples"), conditions_of(rows))
 
 
 # ---- directories -----------------------------------------------------------------------------------------------------
@@ -188,16 +170,12 @@ def kind_of(directory: Path) -> str:
     return "times"
 
 
-def read_store(
-    directories: Iterable[Path],
-    passed_over: list[str] | None = None,
-    join: Callable[[list[Read]], list[Read]] = list,
-) -> Store:
+def read_store(directories: Iterable[Path], passed_over: list[str] | None = None, *, join_draws: bool = True) -> Store:
     """Read directories of times or of routing; one that is named twice is read once.
 
     Args:
-        join: makes one of several comparisons.
         passed_over: gets a line for each thing that is left out; None = the first is raised.
+        join_draws: comparisons that differ in the seed of their traffic, or in its layer, become one.
 
     Raises:
         ResultsError: one line that names the file and what is wrong with it; with ``passed_over`` only where nothing
@@ -214,11 +192,11 @@ def read_store(
         raise ResultsError(lines[0] if lines else "expected a directory, got none")
     if passed_over is not None:
         passed_over += lines
-    read = join(read)
+    read = _with_draws_joined(read) if join_draws else read
     cases = pd.concat([one.cases.assign(comparison=place) for place, one in enumerate(read)], ignore_index=True)
     begins = np.cumsum([0, *(len(one.cases) for one in read)])
     frames = {
-        table: together([rows.assign(case=rows["case"] + begin) for rows, begin in zip(parts, begins, strict=False)])
+        table: _together([rows.assign(case=rows["case"] + begin) for rows, begin in zip(parts, begins, strict=False)])
         for table, parts in ((table, [one.frames[table] for one in read]) for table in _COLUMNS)
     }
     if not (cases["status"] == "ok").any():
@@ -226,7 +204,7 @@ def read_store(
     return Store(tuple(one.comparison for one in read), cases, **frames)
 
 
-def together(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
+def _together(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Rows of several frames; empty ones, whose columns have no types, are left out."""
     return pd.concat([rows for rows in parts if len(rows)] or parts[:1], ignore_index=True)
 
@@ -297,9 +275,8 @@ def _read_comparison(
     """
     parts: dict[str, list[Part]] = {}
     for table, columns in _COLUMNS.items():
-        identity = {"comparison_id": key[1]} | ({} if table == "frontier" else {"mode": run.mode})
         more = ["status", "reason"] if table == "samples" else []
-        parts[table] = [read_part(table, path, identity, [*columns, *more]) for path in paths[table]]
+        parts[table] = [read_part(table, path, ["case_id", *columns, *more]) for path in paths[table]]
     is_timed = isinstance(facts, TimedFacts)
     routed = dict.fromkeys(case_id for part in parts["routing"] for case_id in part.rows["case_id"].unique())
     statuses = _statuses(parts["samples"]) if is_timed else dict.fromkeys(routed, ("ok", None))
@@ -318,8 +295,7 @@ def _read_comparison(
     frames = {table: _rows_of(table, of_table, ok) for table, of_table in parts.items()}
     measured = [part for part in parts["samples"] if part.conditions and part.rows["case_id"].isin(ok["case_id"]).any()]
     conditions = {
-        int(part.rows["launch"].iloc[0]): typed(Conditions, f"{part.path}: conditions.", json.loads(part.conditions))
-        for part in measured
+        int(part.rows["launch"].iloc[0]): Conditions.model_validate_json(part.conditions) for part in measured
     }
     return Read(Comparison(*key, facts, run, conditions), cases, frames)
 
@@ -348,4 +324,81 @@ def _rows_of(table: str, parts: Sequence[Part], ok: pd.DataFrame) -> pd.DataFram
         if table == "samples":
             rows = rows.astype({"rank": int, "batch": int, "iteration": int, **_WORDS})
         frames.append(rows)
-    return together(frames)
+    return _together(frames)
+
+
+# ---- draws of the traffic --------------------------------------------------------------------------------------------
+
+
+def _with_draws_joined(read: Iterable[Read]) -> list[Read]:
+    """Comparisons joined, each under the id of its first, or of the group of routed layers."""
+    groups: dict[tuple[str, str], list[Read]] = {}
+    for one in read:
+        groups.setdefault((one.comparison.directory, _alike(one)), []).append(one)
+    return [_joined(members) for members in groups.values()]
+
+
+def _alike(one: Read) -> str:
+    """What comparisons that are joined have alike; what a seed achieved may differ, what was asked for may not."""
+    facts = one.comparison.facts
+    if isinstance(facts, RoutedFacts):
+        return facts.group
+    if set(_JOINED).isdisjoint(facts.point) or one.frames["samples"]["launch"].nunique() > 1:
+        return one.comparison.comparison_id
+    targets = {key: value for key, value in facts.workload.targets.items() if key != "expert_loads"}
+    asked = [_point(one.comparison), facts.workload.kind, targets, facts.workload.skew]
+    apart = {"point": True, "workload": True, "title": True, "sizes": True, "order": True}
+    apart |= {"whole": {"num_shared_by_chance", "shared_by_chance"}}  # of earlier versions
+    return json.dumps([facts.model_dump(mode="json", exclude=apart), asked], sort_keys=True)
+
+
+def _point(comparison: Comparison) -> dict[str, object]:
+    """The point of the sweep without what is joined."""
+    return {key: value for key, value in comparison.facts.point.items() if key not in _JOINED}
+
+
+def _joined(members: Sequence[Read]) -> Read:
+    """One of several: cases by what they are, launch after launch and batch after batch, or layer beside layer.
+
+    A case that failed for one seed failed; one that a routed layer lacks is left out.
+    """
+    comparison = members[0].comparison
+    is_routed = isinstance(comparison.facts, RoutedFacts)
+    if len(members) == 1 and not is_routed:
+        return members[0]
+    listed, parts, begin = [], {table: [] for table in members[0].frames}, 0
+    for launch, (of_member, cases, frames) in enumerate(members):
+        about = [[facts.role, facts.policy, facts.policy_params, facts.label] for facts in cases["facts"]]
+        keys = pd.Series([json.dumps(words, sort_keys=True) for words in about], cases.index)
+        listed.append(cases.assign(key=keys))
+        given = {"layer": of_member.facts.layer} if is_routed else {"launch": launch}
+        for table, rows in frames.items():
+            own = {name: value for name, value in given.items() if name in rows and value is not None}
+            parts[table].append(rows.assign(case=rows["case"].map(keys), batch=rows["batch"] + begin, **own))
+        begin += 0 if is_routed else of_member.facts.num_batches
+    cases = pd.concat(listed)
+    if is_routed:
+        cases = cases[cases.groupby("key")["key"].transform("size") == len(members)]
+    order = cases["key"].drop_duplicates()
+    cases = cases.sort_values("status", key=lambda status: status == "ok", kind="stable").drop_duplicates("key")
+    cases = cases.set_index("key").loc[order].reset_index()
+    numbers = pd.Series(cases.index, cases["key"])[(cases["status"] == "ok").to_numpy()]
+    joined_frames = {}
+    for table, of_table in parts.items():
+        rows = _together(of_table)
+        rows = rows[rows["case"].isin(numbers.index)]
+        joined_frames[table] = rows.assign(case=rows["case"].map(numbers).astype(int))
+    return Read(_shared([one.comparison for one in members]), cases.drop(columns="key"), joined_frames)
+
+
+def _shared(members: Sequence[Comparison]) -> Comparison:
+    """What the cases of several comparisons share; conditions of each are those of a launch."""
+    first, facts = members[0], members[0].facts
+    if isinstance(facts, RoutedFacts):
+        first = min(members, key=lambda comparison: comparison.facts.layer or 0)
+        return replace(first, comparison_id=facts.group)
+    num_batches = sum(comparison.facts.num_batches for comparison in members)
+    draws = len(members) if SEED in facts.point else 1
+    facts = facts.model_copy(update={"point": _point(first), "num_batches": num_batches, "draws": draws})
+    conditions = {launch: told for launch, one in enumerate(members) for told in one.conditions.values()}
+    return replace(first, facts=facts, conditions=conditions)

@@ -1,9 +1,10 @@
 """One look for all figures: colours, text sizes, and a sheet with title, tags, legend and footer.
 
-Colours are those of Okabe and Ito, which most colour-blind readers tell apart; markers, line styles and hatches differ
-too, so that a grey print reads as well. What was taken from the world is *filled* (measured times, recorded scores),
-what stands in for it is *hollow* (emulated, synthetic), what was computed is *dashed* (modelled), what others measured
-is *dotted* (measured elsewhere): in the tags beside a title, in the frames of panels, in phases.
+Colours of the policies that meet most are those of Okabe and Ito, which most colour-blind readers tell apart; markers,
+line styles and hatches differ too, so that a grey print reads as well. What was taken from the world is *filled*
+(measured times, recorded scores), what stands in for it is *hollow* (emulated, synthetic), what was computed is
+*dashed* (modelled), what others measured is *dotted* (measured elsewhere): in the tags beside a title, in the frames of
+panels, in phases.
 
 A size (``SIZES``) sets matplotlib's parameters: width, fonts, dots per inch. Its constrained layout places the panels.
 Texts are broken where a line of letters of mean width ends; matplotlib measures what they take. Equal input gives
@@ -170,7 +171,7 @@ def phase_look(group: str, how: str = "measured") -> dict[str, Any]:
 # ---- policies ------------------------------------------------------------------------------------------------------
 
 # Colour and marker of every policy and of what balances without loss, by the first word of a label, the same in every
-# figure. Those that rarely stand in one figure share a colour.
+# figure.
 POLICY_LOOKS = {
     "native": (INK, "*"),
     "topk": ("#0072B2", "o"),
@@ -178,20 +179,20 @@ POLICY_LOOKS = {
     "expanded_drop": ("#009E73", "^"),
     "expert_drop": ("#CC79A7", "D"),
     "megatron_drop": ("#E69F00", "v"),
-    "budget_drop": ("#E69F00", "s"),
+    "budget_drop": ("#9A6324", "s"),
     "pruned": ("#56B4E9", "P"),
-    "oea": ("#CC79A7", "X"),
-    "laser": ("#0072B2", "<"),
-    "load_only": ("#E69F00", ">"),
-    "xshare": ("#009E73", "D"),
-    "lynx": ("#56B4E9", "v"),
-    "dynamic_skip": ("#D55E00", "P"),
-    "sere": ("#009E73", "v"),
+    "oea": ("#911EB4", "X"),
+    "laser": ("#5E4FA2", "<"),
+    "load_only": ("#A6BD00", ">"),
+    "xshare": ("#3CB44B", "D"),
+    "lynx": ("#808000", "v"),
+    "dynamic_skip": ("#B2182B", "P"),
+    "sere": ("#469990", "v"),
     "EPLB": ("#AA4499", "h"),
     "variance": ("#882255", "D"),
-    "LLEP": ("#56B4E9", "<"),
-    "UltraEP": ("#0072B2", ">"),
-    "shared": ("#999933", "v"),
+    "LLEP": ("#F032E6", "<"),
+    "UltraEP": ("#FB8072", ">"),
+    "shared": ("#8DA0CB", "v"),
 }
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")

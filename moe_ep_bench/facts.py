@@ -19,7 +19,6 @@ from pydantic import (
     field_validator,
 )
 
-from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.machine.monitor import MachineState
 from moe_ep_bench.models.memory import Fit
 from moe_ep_bench.schema import MODES
@@ -133,8 +132,6 @@ class TimedFacts(ComparisonFacts):
     links: str | None = None  # the model of what moved between ranks, where nothing did
     device: str | None = None  # the model of the device, where nothing was run
     placement: str = "contiguous"  # of experts on ranks, where they are emulated
-    transport: Transport = "pairs"  # what crossed these links
-    dispatch_dtype: DispatchType | None = None  # of dispatched rows; None = ``dtype``
     rest: Rest | None = None  # of a pass, where a layer alone was modelled; None = not stated
     fit: Fit | None = None  # what a rank of a deployment holds; None where it was not estimated
     point: dict[str, Any] = Field({})  # of the config's sweep: dotted keys with their values

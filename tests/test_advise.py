@@ -509,12 +509,12 @@ def test_set_changes_any_key_of_what_the_flags_make_and_ends_its_sweep() -> None
     given = {
         "layer.dtype": "float32",
         "workload.peak_load": "3",
-        "emulate.transport": "copies",
+        "emulate.bandwidth_scale": "0.5",
         "emulate.device": "h20",
     }
     question = asked(*QWEN, *(word for key, value in given.items() for word in ("--set", f"{key}={value}")))
     first = question.experiments[0]
-    assert (first.layer.dtype, first.workload.peak_load, first.emulate.transport) == ("float32", 3, "copies")
+    assert (first.layer.dtype, first.workload.peak_load, first.emulate.bandwidth_scale) == ("float32", 3, 0.5)
     assert (first.emulate.device, first.emulate.links) == ("h20", "h20-nvlink4")
     assert list(yaml.safe_load(question.text)["sweep"]) == ["workload.seed"]
     swept = asked(ROOT / "configs/quickstart.yaml", "--set", "sweep.emulate.device=[measured, h20, h100-sxm]")

@@ -10,19 +10,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ep_bench.bench.slots import Slots
 from moe_ep_bench.cost_model.devices import (
     PRECISIONS,
     Device,
     ffn_work,
 )
 from moe_ep_bench.cost_model.links import Curve, Link, Links
-from moe_ep_bench.cost_model.transport import Exchange, Rows, forwarded
 
 ROOT = Path(__file__).parents[1]
 FIGURES = {
@@ -321,61 +318,3 @@ def test_scaled_links_carry_more_in_the_same_time_and_keep_their_latency() -> No
         np.testing.assert_allclose(after.time_us(4 * sizes), before.time_us(sizes))
         assert after.latency_us == before.latency_us
     assert "bandwidth x 4" in faster.describe()
-
-
-# ---- what is sent: pairs, or copies ----------------------------------------------------------------------------------
-
-
-def drawn(num_ranks: int, seed: int, top_k: int = 3, num_experts_per_rank: int = 2) -> list[torch.Tensor]:
-    """Of each rank's tokens, which experts they have."""
-    generator = torch.Generator().manual_seed(seed)
-    num_experts = num_ranks * num_experts_per_rank
-    scores = [torch.rand(5 + rank, num_experts, generator=generator) for rank in range(num_ranks)]
-    return [torch.zeros_like(one).scatter_(1, one.topk(min(top_k, num_experts)).indices, 1).bool() for one in scores]
-
-
-def rows_of(maps_R: list[torch.Tensor], ranks_per_node: int) -> Rows:
-    num_ranks = len(maps_R)
-    slots = Slots.contiguous(maps_R[0].shape[1], num_ranks)
-    counts = [slots.counts(one, rank, ranks_per_node) for rank, one in enumerate(maps_R)]
-    pairs_RP, copies_RR, copies_RN = map(np.stack, zip(*counts, strict=True))
-    pairs_RR = pairs_RP.reshape(num_ranks, num_ranks, -1).sum(axis=2)
-    return Rows(*(of_ranks.astype(np.float64) for of_ranks in (pairs_RR, copies_RR, copies_RN)))
-
-
-@settings(max_examples=60)
-@given(num_ranks=st.integers(1, 9), ranks_per_node=st.integers(1, 5), seed=st.integers(0, 2**16))
-def test_copies_travel_as_tokens_that_are_sent_one_by_one(num_ranks: int, ranks_per_node: int, seed: int) -> None:
-    maps_R = drawn(num_ranks, seed)
-    intra_RR, inter_RR = np.zeros((num_ranks, num_ranks)), np.zeros((num_ranks, num_ranks))
-    for rank, map_TE in enumerate(maps_R):
-        for token_E in map_TE:
-            ranks = {int(expert) * num_ranks // len(token_E) for expert in token_E.nonzero().flatten()}
-            for node in {one // ranks_per_node for one in ranks}:
-                there = [one for one in range(num_ranks) if one // ranks_per_node == node]
-                relay = rank if rank in there else there[rank % ranks_per_node % len(there)]
-                inter_RR[rank, relay] += rank not in there
-                for target in ranks & set(there) - {relay}:
-                    intra_RR[relay, target] += 1
-    rows = rows_of(maps_R, ranks_per_node)
-    found_RR, found_between_RR = forwarded(rows.copies_RR, rows.node_copies_RN, ranks_per_node)
-    np.testing.assert_array_equal(found_RR, intra_RR)
-    np.testing.assert_array_equal(found_between_RR, inter_RR)
-
-
-def test_times_of_an_exchange_by_hand() -> None:
-    """Two ranks of two nodes; rank 0 sends four pairs of two tokens to rank 1, which sends nothing."""
-    rows = Rows(np.array([[0.0, 4], [0, 0]]), np.array([[0.0, 2], [0, 0]]), np.array([[0.0, 2], [0, 0]]))
-    one, sizes = links(1), (256, 4, PRECISIONS["bfloat16"])
-    # 25 us and 10,000 bytes a us: rows of 512 bytes and a weight of 4 each.
-    dispatch_us, combine_us = Exchange(*sizes).times_us(one, rows)
-    assert dispatch_us == pytest.approx([25 + 4 * 512 / 1e4 + 25 + 4 * 4 / 1e4] * 2)
-    assert combine_us == pytest.approx([25 + 4 * 512 / 1e4] * 2)
-    # Of two tokens, 8 bytes of place and 8 for each of four experts beside the row.
-    dispatch_us, combine_us = Exchange(*sizes, "copies").times_us(one, rows)
-    assert dispatch_us == pytest.approx([25 + 2 * (512 + 40) / 1e4] * 2)
-    assert combine_us == pytest.approx([25 + 2 * 512 / 1e4] * 2)
-    # fp8: a byte a value and two scales of four; what is combined is in bf16 all the same.
-    dispatch_us, fp8_combine_us = Exchange(*sizes, "copies", "fp8").times_us(one, rows)
-    assert dispatch_us == pytest.approx([25 + 2 * (256 + 8 + 40) / 1e4] * 2)
-    np.testing.assert_array_equal(fp8_combine_us, combine_us)

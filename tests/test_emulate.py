@@ -25,11 +25,11 @@ from moe_ep_bench.analysis.columns import short_labels
 from moe_ep_bench.bench import measured_ranks, virtual
 from moe_ep_bench.bench.comparison import VIRTUAL, Comparison
 from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.virtual import Emulation
+from moe_ep_bench.bench.virtual import Emulation, exchange_us
 from moe_ep_bench.cli import main
 from moe_ep_bench.config import RebalanceConfig, ReplicationConfig, WaterfillConfig
+from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.timeline import RankTime
-from moe_ep_bench.cost_model.transport import Rows
 from moe_ep_bench.files import write_json
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.results import conditions_of
@@ -72,7 +72,9 @@ def test_every_rank_and_batch_has_all_phases_that_add_up(emulated: Path) -> None
     assert (waits.min() == 0).all(), "the last rank waits for nobody"
     assert (waits.max() > 0).all()
     text = shown_text(emulated)
-    for said in ("emulated (one device for all ranks, the all-to-all is modelled)", "4 ranks", "links/h100-nvlink4"):
+    sent = "Modelled links: fp32, NCCL all-to-all, one copy per (token, expert) pair, no overlap."
+    how = "emulated (one device for all ranks, the all-to-all is modelled)"
+    for said in (how, sent, "4 ranks", "links/h100-nvlink4"):
         assert said in text
 
 
@@ -167,25 +169,6 @@ def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
     assert {status for status, _ in statuses(out).values()} == {"ok"}
 
 
-def test_what_is_sent_is_a_key_and_the_first_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    swept = {"emulate.transport": ["pairs", "copies"], "emulate.dispatch_dtype": [None, "fp8"]}
-    modelled = {"links": "h100-nvlink4-ndr", "device": "h100-sxm"}
-    size = {"layer__ep_size": 16, "layer__dtype": "bfloat16", "workload__num_tokens": 4096}
-    config = write_config(tmp_path, emulate=modelled, sweep=swept, policies=[{"name": "topk"}], **size)
-    plain, *others = plan(config, [], VIRTUAL, on_cpu=True)
-    assert not {"transport", "dispatch_dtype"} & set(plain.definition), "ids of what was there before stay"
-    assert len({plain.comparison_id, *(one.comparison_id for one in others)}) == 4
-    assert main(["emulate", str(config), "--out", str(tmp_path / "out")]) == OK
-    said = capsys.readouterr().out.splitlines()[0]
-    assert said.startswith("Modelled: bf16, ")
-    assert "bf16, NCCL all-to-all, one copy per (token, expert) pair, no overlap" in said
-    rows = cases(load(tmp_path / "out")).fillna({"dispatch_dtype": "bf16"})
-    comm_ms = rows[rows.role == "baseline"].set_index(["transport", "dispatch_dtype"]).comm_ms
-    assert comm_ms["copies", "bf16"] < 0.9 * comm_ms["pairs", "bf16"]
-    assert comm_ms["copies", "fp8"] < comm_ms["copies", "bf16"]
-    assert comm_ms["pairs", "fp8"] < comm_ms["pairs", "bf16"]
-
-
 LP = {"spare_per_rank": 1, "balancer": "lp"}
 REPLICATION = [{"spare_per_rank": 1}, LP, {**LP, "solve_us": 7}]
 MODELLED = {"emulate": {"links": "h20-nvlink4", "device": "h20", "replication": REPLICATION}}
@@ -254,7 +237,7 @@ def test_what_moves_in_a_batch_is_counted_and_takes_its_time_over_the_links(tmp_
         assert (moved <= 2 * expert_bytes).all(), "no more than the free slots of a rank"
         assert (own.slot_load_P.map(len) == 64 + 2 * 4).all()
         least_us = links.intra.time_us(moved.max())
-        rows_us, _ = comparison.exchange.times_us(links, Rows(np.array(own.load_R.tolist(), dtype=np.float64)))
+        rows_us, _ = exchange_us(comparison, np.array(own.load_R.tolist()))
         beside_us = phases.loc[label].dispatch.to_numpy() - rows_us
         assert beside_us.max() >= least_us * (1 - 1e-9), "weights come over the links that carry the rows"
         assert (phases.loc[label].policy - phases.loc["native"].policy).round(6).eq(7).all()
@@ -283,13 +266,14 @@ def test_ways_to_balance_that_differ_have_labels_that_differ() -> None:
     assert short_labels(labels).nunique() == len(ways)
 
 
-def test_rows_of_shared_experts_travel_beside_pairs_and_copies() -> None:
-    more_RR = np.zeros((4, 4), dtype=np.int64)
-    more_RR[0, 3], more_RR[1, 0], more_RR[2, 2] = 5, 2, 9
-    rows = Rows(np.ones((4, 4)), np.full((4, 4), 2.0), np.full((4, 2), 3.0)).beside(more_RR, 2)
-    assert (rows.pairs_RR - 1).tolist() == (rows.copies_RR - 2).tolist() == more_RR.tolist()
-    assert (rows.node_copies_RN - 3).tolist() == [[0, 5], [2, 0], [0, 9], [0, 0]]
-    assert Rows(np.ones((4, 4))).beside(more_RR, 2).copies_RR is None
+def test_an_exchange_sends_rows_and_weights_there_and_results_back() -> None:
+    links = Links.named("h100-nvlink4")
+    model, layer = SimpleNamespace(expert_hidden_size=256), SimpleNamespace(dtype="fp8")
+    comparison = SimpleNamespace(links=links, model=model, experiment=SimpleNamespace(layer=layer))
+    dispatch_us, combine_us = exchange_us(comparison, np.array([[0, 4], [1, 0]]))
+    # Four rows of 256 bytes with a weight of 4 each; results are of two bytes a value.
+    np.testing.assert_allclose(dispatch_us, [links.intra.time_us(4 * 256) + links.intra.time_us(4 * 4)] * 2)
+    np.testing.assert_allclose(combine_us, [links.intra.time_us(4 * 512)] * 2)
 
 
 def test_a_linear_program_empties_the_fullest_rank_and_its_solving_counts(modelled: Path) -> None:

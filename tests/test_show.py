@@ -287,7 +287,6 @@ def test_a_modelled_row_names_its_device_links_and_traffic(tmp_path, capsys):
     facts = {
         "device": "modelled by devices/h100-sxm: roofline of 989.4 bf16 TFLOP/s",
         "links": "modelled by links/h100-nvlink4-ndr, bandwidth x 2: inside a node of 8 10.6 us",
-        "transport": "copies",
         "workload": {
             "kind": "synthetic",
             "description": "",
@@ -299,7 +298,7 @@ def test_a_modelled_row_names_its_device_links_and_traffic(tmp_path, capsys):
     comparison = FakeComparison(cases=standard_cases(), **FEW, facts=facts, num_ranks=4)
     write_run(tmp_path, [comparison], "emulated", environment={"device_name": "AMD EPYC"})
     rows = pd.read_csv(io.StringIO(shown(capsys, tmp_path, "--format", "csv")))
-    expected = {"mode": "emulated", "origin": "modelled", "device": "h100-sxm", "transport": "copies", "ep_size": 4}
+    expected = {"mode": "emulated", "origin": "modelled", "device": "h100-sxm", "ep_size": 4}
     expected |= {"links": "h100-nvlink4-ndr, bandwidth x 2", "num_tokens": 4096, "peak_load": 4.0, "seed": 7}
     for column, value in expected.items():
         assert set(rows[column]) == {value}

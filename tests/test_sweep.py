@@ -44,8 +44,6 @@ OTHER = {
     "emulate.links": "pcie5",
     "emulate.bandwidth_scale": 0.5,
     "emulate.device": "h20",
-    "emulate.transport": "copies",
-    "emulate.dispatch_dtype": "fp8",
 }
 # Sections that enter every id whole, what only a GPU has, what adds cases in place of changing them, and whole models,
 # which are planned otherwise (test_model_run).

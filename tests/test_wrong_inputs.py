@@ -112,7 +112,6 @@ COMMANDS = {
     f"{QWEN} --ep 7": "--ep: expected a divisor of the 128 experts of Qwen3-30B-A3B, got 7",
     f"{QWEN} --device h1000": "--device: expected a path of a .yaml or one of a100-sxm-80gb",
     f"{QWEN} --counts no --trace no": "--trace, --counts, --peak-load: expected one of them",
-    f"{QWEN} --set emulate.transport=nccl": "emulate.transport: expected ",
     "advise CONFIG --ep 4": "--ep: expected none with a config",
     f"{RECORD} --text none.txt": "none.txt: cannot read the text: No such file",
     f"{RECORD} --sequence-length 100000": "sequence-length: expected at most 4096, the positions that tiny-olmoe knows",

@@ -299,9 +299,9 @@ def comparisons(store: Store) -> pd.DataFrame:
 
     Columns: ``COMPARISON``; ``_FACTS``, as in ``facts``; ``ep_size``, which is ``num_ranks``; ``num_draws``, seeds of
     its traffic, where they were joined; ``num_launches``; ``mode``, ``scope``, ``origin`` (``origins.ORIGINS``);
-    ``workload`` (its kind), ``tail_model``, ``seed``, ``peak_load``; ``device``, ``links``, ``transport``,
-    ``dispatch_dtype``; ``point`` (JSON: swept keys with values); ``how``, ``ran_on``, ``links_words``,
-    ``workload_words``, for footers; ``facts``, the comparison's object in run.json.
+    ``workload`` (its kind), ``tail_model``, ``seed``, ``peak_load``; ``device``, ``links``; ``point`` (JSON: swept keys
+    with values); ``how``, ``ran_on``, ``links_words``, ``workload_words``, for footers; ``facts``, the comparison's
+    object in run.json.
     """
     layers_of = store.routing.groupby(store.routing["case"].map(store.cases["comparison"]))["layer"].unique()
     rows = pd.DataFrame([_comparison(one, layers_of.get(place, ())) for place, one in enumerate(store.comparisons)])
@@ -344,7 +344,6 @@ def _comparison(one: Comparison, layers: Sequence[float]) -> dict[str, Any]:
         "peak_load": facts.workload.targets.get("peak_load"),
         "device": file_of(device) or (run.environment.device_name if is_timed else None),
         "links": file_of(links),
-        **values_of("", links and facts, ("transport", "dispatch_dtype")),
         "point": json.dumps(facts.point if is_timed else {}, sort_keys=True),
         "how": how_words(run, facts),
         "ran_on": device_words(run, facts),

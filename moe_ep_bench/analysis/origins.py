@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.tables import MEASURED_ELSEWHERE
-from moe_ep_bench.cost_model.transport import exchange_words
 from moe_ep_bench.facts import ComparisonFacts, Component, RoutedFacts, RunFacts, TimedFacts
 
 MODE_WORDS = {
@@ -20,6 +19,7 @@ ELSEWHERE = "partly measured elsewhere, the rest modelled (nothing was run)"
 PARTLY_ELSEWHERE = "partly measured elsewhere"
 # How times came about: the values of the column ``origin``.
 ORIGINS = ("measured", "emulated", PARTLY_ELSEWHERE, "modelled", "routed")
+_SHORT = {"bfloat16": "bf16", "float32": "fp32"}
 # Of a device that is not here.
 NOTHING_RAN = (PARTLY_ELSEWHERE, "modelled")
 
@@ -70,11 +70,12 @@ def how_words(run: RunFacts, facts: ComparisonFacts) -> str:
 def modelled_line(facts: Iterable[ComparisonFacts]) -> str:
     """The first line of an answer whose links are modelled: what is sent and how; empty where nothing is modelled."""
     modelled = [one for one in facts if isinstance(one, TimedFacts) and one.links is not None]
-    sent = dict.fromkeys(exchange_words(one.dtype, one.transport, one.dispatch_dtype) for one in modelled)
+    sent = dict.fromkeys(_SHORT.get(one.dtype, one.dtype) for one in modelled)
     what = "Modelled" if any(one.device is not None for one in modelled) else "Modelled links"
     if any(map(is_elsewhere, modelled)):
         what = f"{what}, {PARTLY_ELSEWHERE}"
-    return f"{what}: {' / '.join(sent)}." if sent else ""
+    how = "NCCL all-to-all, one copy per (token, expert) pair, no overlap"
+    return f"{what}: {' / '.join(sent)}, {how}." if sent else ""
 
 
 def device_words(run: RunFacts, facts: ComparisonFacts) -> str:

@@ -30,7 +30,6 @@ from moe_ep_bench.bench.slots import Slots
 from moe_ep_bench.config import Experiment, Lossless, ReplicationConfig, SyntheticConfig
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.cost_model.transport import Exchange
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts
@@ -115,13 +114,6 @@ class Comparison:
         return self.experiment.whole.context_length if self.scope == "model" else 0
 
     @property
-    def exchange(self) -> Exchange:
-        """How rows travel between virtual ranks."""
-        emulate, model = self.experiment.emulate, self.model
-        sizes = model.expert_hidden_size, model.top_k, PRECISIONS[self.experiment.layer.dtype]
-        return Exchange(*sizes, emulate.transport, emulate.dispatch_dtype)
-
-    @property
     def title(self) -> str:
         return description.title(self)
 
@@ -165,7 +157,7 @@ class Comparison:
             "world_size": self.world_size,
         }
         if self.links is not None:
-            facts |= {"links": self.links.model_dump(mode="json"), **experiment.emulate.sent}
+            facts["links"] = self.links.model_dump(mode="json")
             facts["device"] = self.device and self.device.model_dump(mode="json")
         return facts
 

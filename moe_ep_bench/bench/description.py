@@ -193,8 +193,6 @@ def _describe(comparison: Comparison, ranks: Ranks | None) -> dict[str, Any]:
     if comparison.links is not None:
         described["links"] = comparison.links.describe()
         described["device"] = device_words(comparison) if is_modelled else None
-        described["transport"] = experiment.emulate.transport
-        described["dispatch_dtype"] = experiment.emulate.dispatch_dtype
         described["fit"] = (fit := fit_of(comparison)) and fit.model_dump()
     if is_modelled and comparison.scope == "layer":
         with contextlib.suppress(UserError):  # Not every model states the rest of itself.

@@ -2,8 +2,7 @@
 
 A slot holds one expert; an expert has one slot or several, over which its pairs (token, expert) are split.
 
-Shapes: T = tokens of a rank, E = experts, R = ranks, N = nodes, P = slots of all ranks; slots r * P / R and on are rank
-r's.
+Shapes: T = tokens of a rank, E = experts, R = ranks, P = slots of all ranks; slots r * P / R and on are rank r's.
 """
 
 from __future__ import annotations
@@ -100,16 +99,10 @@ class Slots:
         """Whether every expert has the slot of its own number alone."""
         return np.array_equal(self.expert_P, np.arange(len(self.split.pairs_E)))
 
-    def counts(
-        self, map_TE: Tensor, rank: int, ranks_per_node: int | None = None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """What a rank's tokens send: pairs to each slot [P], distinct tokens to each rank [R] and to each node [N].
-
-        Args:
-            ranks_per_node: neighbours, the last node maybe fewer; None = all ranks are one.
-        """
+    def counts(self, map_TE: Tensor, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """What a rank's tokens send: pairs to each slot [P], distinct tokens to each rank [R]."""
         from moe_ep_bench.kernels.counting import slot_counts
 
-        split, per_node = self.split, ranks_per_node or self.num_ranks
+        split = self.split
         of_rank = split.slot_N, split.first_E, split.pairs_E, split.before_RE[rank]
-        return slot_counts(map_TE.cpu().contiguous().numpy(), *of_rank, len(self.expert_P), self.num_ranks, per_node)
+        return slot_counts(map_TE.cpu().contiguous().numpy(), *of_rank, len(self.expert_P), self.num_ranks)

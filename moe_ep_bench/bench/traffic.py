@@ -4,8 +4,8 @@ A layer's work on any rank follows from this and from the rank's own tokens. Lay
 after another: memory holds one rank's tokens and the counts of all. A layer that stands alone is a model of one MoE
 layer, whose key is None.
 
-Shapes: R = ranks, T = tokens of one rank, E = experts, P = slots (``bench.slots``), N = nodes, S = rows of a batch-wide
-policy's statistics.
+Shapes: R = ranks, T = tokens of one rank, E = experts, P = slots (``bench.slots``), S = rows of a batch-wide policy's
+statistics.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class LayerTraffic:
         slots: where the case's experts stand.
         stats_SE: what a batch-wide policy's statistics sum up to over ranks; None where it has none.
         rows_R: of each rank's tokens a row of the table ``routing`` (``case_metrics``).
-        copies: int64 [R, R] and [R, N], distinct tokens that each rank sends to each rank and node; None = not counted.
         moves_shared: pairs that a token's shared experts are worth, where their tokens go to ranks with few pairs.
     """
 
@@ -52,7 +51,6 @@ class LayerTraffic:
     slots: Slots
     stats_SE: Tensor | None
     rows_R: list[Row]
-    copies: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     moves_shared: float | None = None
 
     @cached_property
@@ -114,8 +112,7 @@ class RoutedBatches:
         Args:
             begin: called ahead of each layer of a model.
         """
-        comparison, links = self.comparison, self.comparison.links
-        nodes = links.ranks_per_node if links and comparison.exchange.transport == "copies" else None
+        comparison = self.comparison
         baseline = next((router for router in self.routers if router.case.role == BASELINE), None)
         # Native runs a second time for the noise floor, but routes the same.
         stand_ins = [baseline if baseline and router.case.role == NOISE else router for router in self.routers]
@@ -124,7 +121,7 @@ class RoutedBatches:
         for layer in comparison.workloads:
             if layer is not None:
                 begin()
-            traffic, frontiers = traffic_of(self.batches, layer, index, distinct, nodes)
+            traffic, frontiers = traffic_of(self.batches, layer, index, distinct)
             named = {"layer": comparison.row_layer(layer)}
             for number, router in enumerate(self.routers):
                 place, case_id = distinct.index(stand_ins[number]), router.case.case_id
@@ -138,12 +135,9 @@ class RoutedBatches:
 
 
 def traffic_of(
-    batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter], ranks_per_node: int | None = None
+    batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter]
 ) -> tuple[list[LayerTraffic], list[list[Row]]]:
     """Route batch ``index`` on all ranks in one layer, by every case; ranks side by side, in threads.
-
-    Args:
-        ranks_per_node: count copies too, for nodes of so many ranks; None = do not.
 
     Returns:
         Of every case the traffic, and its row of the table ``frontier`` or none.
@@ -154,18 +148,14 @@ def traffic_of(
         for router in routers:
             router.carried(layer, index, 0)  # worked out before threads ask for it
         stats = _statistics(batches, layer, index, routers, pool)
-        route = partial(_route_rank, placed, stats, ranks_per_node)
+        route = partial(_route_rank, placed, stats)
         ranks = list(in_order(pool, route, batches.shares(layer, index)))
     traffic = []
     for number, (router, slots) in enumerate(placed):
-        copies = None
-        if ranks_per_node is not None:
-            to_rank, to_node = zip(*(of_rank.copies[number] for of_rank in ranks), strict=True)
-            copies = np.stack(to_rank), np.stack(to_node)
         fills = isinstance(router.case.replication, WaterfillConfig)
         per_token = model.shared_ffn_hidden_size / model.ffn_hidden_size if fills else None
         rows, num_tokens = [of_rank.rows[number] for of_rank in ranks], [of_rank.num_tokens for of_rank in ranks]
-        traffic.append(LayerTraffic(num_tokens, slots, stats[number], rows, copies, per_token))
+        traffic.append(LayerTraffic(num_tokens, slots, stats[number], rows, per_token))
     return traffic, _frontier_rows(index, [of_rank.pairs for of_rank in ranks], routers, traffic)
 
 
@@ -190,41 +180,31 @@ def _statistics(
 
 
 class _Routed(NamedTuple):
-    """One rank's tokens: of every case a row of metrics, and copies where they are counted; scores and experts of the
-    top-k pairs, where there are not too many."""
+    """One rank's tokens: of every case a row of metrics; scores and experts of the top-k pairs, where not too many."""
 
     num_tokens: int
     rows: list[Row]
-    copies: list[tuple[NDArray[np.int64], NDArray[np.int64]]]
     pairs: tuple[Tensor, Tensor] | None
 
 
 @torch.inference_mode()
-def _route_rank(
-    placed: Sequence[tuple[CaseRouter, Slots]],
-    stats: Sequence[Tensor | None],
-    ranks_per_node: int | None,
-    of_rank: Share,
-) -> _Routed:
-    rows, copies = [], []
+def _route_rank(placed: Sequence[tuple[CaseRouter, Slots]], stats: Sequence[Tensor | None], of_rank: Share) -> _Routed:
+    rows = []
     for (router, slots), stats_SE in zip(placed, stats, strict=True):
         share = of_rank.of(router.case)
         routing = router.route(share, stats_SE)
         rows.append(case_metrics(router.case, routing, share))
-        if slots.is_contiguous and ranks_per_node is None:
-            continue
-        counts_P, *sent = slots.counts(routing.map_TE, of_rank.rank, ranks_per_node)
-        copies.append(tuple(sent))
         if not slots.is_contiguous:
-            rows[-1] |= slot_metrics(slots, of_rank.rank, counts_P, sent[0])
+            rows[-1] |= slot_metrics(slots, of_rank.rank, routing.map_TE)
     comparison = placed[0][0].batches.comparison
     is_sorted = comparison.num_tokens * comparison.model.top_k <= _MOST_FRONTIER_PAIRS
     pairs = top_k_pairs(of_rank.scores_TE, of_rank.of_scores.top_k_TE) if is_sorted else None
-    return _Routed(of_rank.num_tokens, rows, copies, pairs)
+    return _Routed(of_rank.num_tokens, rows, pairs)
 
 
-def slot_metrics(slots: Slots, rank: int, counts_P: NDArray[np.int64], copies_R: NDArray[np.int64]) -> Row:
+def slot_metrics(slots: Slots, rank: int, map_TE: Tensor) -> Row:
     """Those metrics that depend on where experts stand; ``slot_load_P`` are pairs by slot, int64 [P]."""
+    counts_P, copies_R = slots.counts(map_TE, rank)
     counts_RS = counts_P.reshape(slots.num_ranks, -1)
     load_R, moved_RR = counts_RS.sum(axis=1), slots.moved_bytes_RR
     return {

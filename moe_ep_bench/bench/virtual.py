@@ -28,9 +28,9 @@ from moe_ep_bench.bench.job import Job, watched_machine
 from moe_ep_bench.bench.routing import CaseRouter
 from moe_ep_bench.bench.rows import Outcome, columns_of
 from moe_ep_bench.bench.traffic import LayerTraffic, RoutedBatches, Traffic
+from moe_ep_bench.cost_model.devices import PRECISIONS
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.cost_model.timeline import RankTime, compose, legs_of, median_legs
-from moe_ep_bench.cost_model.transport import Rows
 from moe_ep_bench.cost_model.whole_model import PassWork, pass_segments
 from moe_ep_bench.layer.experts import DTYPES, TOLERANCE
 from moe_ep_bench.layer.host import device_scope, free_memory
@@ -43,8 +43,8 @@ from moe_ep_bench.timing.timer import HOST, THREAD_CPU, let_host_pace
 if TYPE_CHECKING:  # It needs Megatron-Core, which modelled ranks do not.
     from moe_ep_bench.bench.measured_ranks import MeasuredRanks
 
-# Bytes of what travels beside rows: a count, a number of a policy's statistics.
-_COUNT_BYTES, _STATISTIC_BYTES = 8, 8
+# Bytes of what travels beside rows: a pair's routing weight, a count, a number of a policy's statistics.
+_WEIGHT_BYTES, _COUNT_BYTES, _STATISTIC_BYTES = 4, 8, 8
 
 
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Outcome:
@@ -94,6 +94,29 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
     lengths, context = traffic.lengths_R[rank], comparison.context_length
     work = PassWork((), len(lengths), context, layers) if context else PassWork(lengths, 0, 0, layers)
     return RankTime(*legs_of(pass_segments(device, model, comparison.num_layers, work, **how)))
+
+
+def exchange_us(comparison: Comparison, rows_RR: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Microseconds that dispatch and combine of a layer keep each rank's links busy, float64 [R] each.
+
+    As Megatron-Core's all-to-all over NCCL sends them: a row for each (token, expert), and ahead of the experts its
+    weight in an all-to-all of its own.
+
+    Args:
+        rows_RR: from each rank to each.
+    """
+    links, precision = comparison.links, PRECISIONS[comparison.experiment.layer.dtype]
+    assert links is not None
+    width = comparison.model.expert_hidden_size
+    dispatch_us, weights_us, combine_us = (
+        links.all_to_all_us(sent_RR * num_bytes)
+        for sent_RR, num_bytes in (
+            (rows_RR, width * precision.sent_bytes),
+            (rows_RR, _WEIGHT_BYTES),
+            (rows_RR.T, width * precision.hidden_bytes),
+        )
+    )
+    return dispatch_us + weights_us, combine_us
 
 
 class Emulation:
@@ -248,11 +271,10 @@ class Emulation:
         """What each meeting of a layer takes on the modelled links, [R] microseconds."""
         links, num_ranks = self.comparison.links, self.num_ranks
         assert links is not None
-        copies = [counts.astype(np.float64) for counts in traffic.copies or ()]
-        rows = Rows(traffic.rank_pairs.astype(np.float64), *copies)
+        rows_RR = traffic.rank_pairs
         if traffic.shared_RR is not None:
-            rows = rows.beside(traffic.shared_RR, links.ranks_per_node)
-        dispatch_us, combine_us = self.comparison.exchange.times_us(links, rows)
+            rows_RR = rows_RR + traffic.shared_RR
+        dispatch_us, combine_us = exchange_us(self.comparison, rows_RR)
         if traffic.slots.moved_bytes_RR is not None:  # The same links carry them, ahead of the rows.
             dispatch_us = dispatch_us + links.all_to_all_us(traffic.slots.moved_bytes_RR)
         stats_bytes = 0 if traffic.stats_SE is None else traffic.stats_SE.numel() * _STATISTIC_BYTES

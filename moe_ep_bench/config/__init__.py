@@ -15,7 +15,6 @@ from pydantic import ConfigDict, Field, PlainSerializer, PrivateAttr, model_vali
 
 from moe_ep_bench.balancers import MOVING, OVER_REPLICAS, SOLVE_US, Balanced
 from moe_ep_bench.cost_model.devices import PRECISIONS
-from moe_ep_bench.cost_model.transport import DispatchType, Transport
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.models import ModelSpec, load_hf_model
 from moe_ep_bench.papers.claims import Claim
@@ -416,20 +415,10 @@ class EmulateConfig(Strict):
     device: str = MEASURED
     """``measured``: this device runs every rank's layer. Else nothing runs: a name of data/devices/, a path of such a
     file, or measured elsewhere ``table:SYSTEM/FRAMEWORK/VERSION``."""
-    transport: Transport = "pairs"
-    """Rows sent: ``pairs``, (token, expert), as NCCL's all-to-all; ``copies``, (token, rank) and between nodes (token,
-    node), as DeepEP."""
-    dispatch_dtype: DispatchType | None = None
-    """Type of dispatched rows, ``fp8`` with a scale for each 128 values; null = ``layer.dtype``, as combined rows."""
     replication: tuple[ReplicationConfig, ...] = ()
     """Replicas of busy experts, beside the policies, on modelled devices."""
     rebalance: tuple[Annotated[RebalanceConfig | WaterfillConfig, Field(discriminator="name")], ...] = ()
     """Likewise: weights, or tokens of shared experts, that move in every batch."""
-
-    @property
-    def sent(self) -> dict[str, Any]:
-        """What is sent between ranks, for ids: where it differs from the defaults."""
-        return self.model_dump(mode="json", include={"transport", "dispatch_dtype"}, exclude_defaults=True)
 
 
 Rule = Policy | Lossless

@@ -156,20 +156,18 @@ def score_sums(top_k_TE, scores_TE, valid_T):
 
 
 @njit(cache=True, nogil=True)
-def slot_counts(map_TE, slot_N, first_E, pairs_E, before_E, num_slots, num_ranks, ranks_per_node):
-    """Pairs of each slot, and tokens with a pair on each rank and node.
+def slot_counts(map_TE, slot_N, first_E, pairs_E, before_E, num_slots, num_ranks):
+    """Pairs of each slot, and tokens with a pair on each rank.
 
     Args:
         slot_N, first_E, pairs_E, before_E: of ``bench.slots.Split``, the last of this rank.
 
     Returns:
-        int64 [P], [R] and [N].
+        int64 [P] and [R].
     """
     num_tokens, num_experts = map_TE.shape
-    num_nodes = (num_ranks - 1) // ranks_per_node + 1
     counts_P = np.zeros(num_slots, np.int64)
-    copies_R, copies_N = np.zeros(num_ranks, np.int64), np.zeros(num_nodes, np.int64)
-    last_R, last_N = np.full(num_ranks, -1, np.int64), np.full(num_nodes, -1, np.int64)  # the last token there
+    copies_R, last_R = np.zeros(num_ranks, np.int64), np.full(num_ranks, -1, np.int64)  # the last token there
     number_E = before_E.copy()
     for token in range(num_tokens):
         for expert in range(num_experts):
@@ -180,7 +178,4 @@ def slot_counts(map_TE, slot_N, first_E, pairs_E, before_E, num_slots, num_ranks
                 rank = slot * num_ranks // num_slots
                 copies_R[rank] += last_R[rank] != token
                 last_R[rank] = token
-                node = rank // ranks_per_node
-                copies_N[node] += last_N[node] != token
-                last_N[node] = token
-    return counts_P, copies_R, copies_N
+    return counts_P, copies_R

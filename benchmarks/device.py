@@ -28,10 +28,11 @@ import pandas as pd
 import torch
 from interleaved import device_of, interleaved, keep, replayed
 from numpy.typing import NDArray
-from roofline import as_yaml, fit_roofline
+from tables import as_yaml, fit_roofline
 
 from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.tables import BALANCED, balanced_loads
+from moe_ep_bench.cost_model.expert_table import balanced_loads
+from moe_ep_bench.cost_model.tables import BALANCED
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.attention import SdpaAttention
 from moe_ep_bench.layer.backends import GroupedExperts

@@ -10,26 +10,18 @@ Needs the extra ``tables``. Every fifth shape is held out of all fits, and error
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
-from roofline import as_yaml, fit_roofline
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import least_squares
 
 from moe_ep_bench.cost_model.devices import Device
-from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.cost_model.table_devices import ExpertTable, load_links, read_nccl, tables_of_shape
-from moe_ep_bench.cost_model.tables import (
-    BALANCED,
-    SHAPE,
-    Tables,
-    balanced_loads,
-    of_shape,
-    package_words,
-    read_moe,
-)
+from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, balanced_loads, tables_of_shape
+from moe_ep_bench.cost_model.links import Curve, Links
+from moe_ep_bench.cost_model.tables import BALANCED, Tables, load_links, of_shape, package_words, read_moe, read_nccl
 
 # Device, system, and the frameworks that its roofline is fitted to, each weighing the same.
 DEVICES = {
@@ -52,6 +44,8 @@ LAWS = ("table:h100_sxm/trtllm/1.3.0rc20", "table:h100_sxm/vllm/0.24.0", "table:
 MOST_EP, HELD = 8, 5
 # Tokens at which the law is held against power laws, draws of a row's loads, and the fewest rows of a table.
 LAW_TOKENS, DRAWS, FEWEST = (16, 128, 1024, 4096, 16384), 10, 5
+# Rows of an expert at which the share of the arithmetic is fitted.
+KNOTS = (1, 8, 32, 128, 512, 2048, 8192)
 BANDS = ((0, 1, "<= 1"), (1, 8, "1 to 8"), (8, 64, "8 to 64"), (64, 512, "64 to 512"), (512, np.inf, "> 512"))
 
 
@@ -87,6 +81,36 @@ def predicted_us(device: Device, rows: pd.DataFrame) -> np.ndarray:
     num_bytes = 2 * (3 * hidden * ffn * active + pairs * (2 * hidden + 6 * ffn))
     sorts_us = 2 * 2 * 2 * pairs * hidden / (device.memory_tbps * device.permute_efficiency * 1e6)
     return device.overhead_us + np.maximum(arithmetic_us, num_bytes / (device.reached_tbps * 1e6)) + sorts_us
+
+
+def fit_roofline(
+    device: Device, predict: Callable[[Device], NDArray[np.float64]], measured: ArrayLike, weights: ArrayLike = 1.0
+) -> Device:
+    """Overhead, share of the memory bandwidth and shares of the arithmetic: least squares of log ratios, robust.
+
+    Args:
+        predict: times of the measured points by a device.
+        weights: of each point's error.
+    """
+
+    def made(figures: np.ndarray) -> Device:
+        shares = Curve.of(KNOTS, np.exp(figures[2:]))
+        update = {"overhead_us": float(np.exp(figures[0])), "memory_efficiency": float(np.exp(figures[1]))}
+        return device.model_copy(update={**update, "arithmetic_efficiency": shares})
+
+    def errors(figures: np.ndarray) -> np.ndarray:
+        return np.asarray(weights) * np.log(predict(made(figures)) / np.asarray(measured))
+
+    # At one row memory alone binds: a share of the arithmetic well above stands there.
+    start = np.log([30, 0.8, 0.02, 0.04, 0.12, 0.4, 0.55, 0.6, 0.6])
+    low, high = np.log([1, 0.3, 0.01, *[0.001] * 6]), np.log([500, 0.95, 0.03, *[0.95] * 6])
+    return made(least_squares(errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.1).x)
+
+
+def as_yaml(device: Device) -> Iterator[str]:
+    yield f"overhead_us: {device.overhead_us:.3g}\nmemory_efficiency: {device.memory_efficiency:.3g}"
+    yield "arithmetic_efficiency:"
+    yield from (f"  - [{knot:g}, {share:.3g}]" for knot, share in device.arithmetic_efficiency.root)
 
 
 def fit_device(device: Device, rows: pd.DataFrame) -> Device:

@@ -340,12 +340,6 @@ def test_a_pass_on_a_lone_rank_meets_nobody_and_nothing_to_do_takes_no_time() ->
     assert total_us(PassWork((), 0, 0, {1: nothing, 2: nothing})) == 0
 
 
-def test_a_device_that_does_not_state_its_attention_is_named() -> None:
-    unstated = DEVICE.model_copy(update={"attention_efficiency": None, "attention_basis": None})
-    with pytest.raises(ValueError, match="devices/test: attention_efficiency: missing"):
-        pass_phases(prefill(8), device=unstated)
-
-
 @pytest.mark.parametrize("model", [WHOLE, LATENT])
 @pytest.mark.parametrize("is_decode", [False, True])
 def test_what_no_moe_layer_takes_is_the_pass_without_them(model: ModelSpec, is_decode: bool) -> None:

@@ -275,10 +275,10 @@ def calibrates(clock: RecordingClock, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(calibrate, "clock_for", clock.of)
     monkeypatch.setattr(calibrate, "_WARM_UP", 0)
-    monkeypatch.setattr(calibrate, "_runnable", lambda ranks, exchange: clock.does("work"))
+    monkeypatch.setattr(calibrate, "_exchange", lambda ranks, share: clock.does("work"))
     monkeypatch.setattr(torch.distributed, "all_reduce", clock.does("meet"))
     ranks = SimpleNamespace(device=torch.device("cpu"), told=lambda times: [times])
-    calibrate.measure(ranks, [calibrate.Exchange("even", 8)], 6, lambda: None)
+    calibrate.measure(ranks, [8], 6, lambda: None)
 
 
 ALIGNED = ["hold", "meet", "stamp", "work", "stamp"]

@@ -18,10 +18,10 @@ from moe_ep_bench.analysis.origins import origin_of, phase_origin
 from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model import tables as reading
 from moe_ep_bench.cost_model.devices import Device
+from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, balanced_loads, tables_of_shape
 from moe_ep_bench.cost_model.layer import RankWork, layer_segments
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.cost_model.table_devices import TableDevice, load_device, load_links, shape_of, tables_of_shape
-from moe_ep_bench.cost_model.tables import SHAPE, Tables, balanced_loads, read_moe
+from moe_ep_bench.cost_model.tables import Tables, load_device_of_layer, load_links, read_moe
 from moe_ep_bench.facts import TimedFacts
 from moe_ep_bench.models import ModelSpec, load_model
 
@@ -85,10 +85,14 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def bound(ep_size: int = 8, dtype: str = "bfloat16", shape: tuple[int, int, int, int] = SMALL) -> TableDevice:
-    device = load_device(NAME).for_layer(model(shape), ep_size, dtype)
-    assert isinstance(device, TableDevice)
-    return device
+def bound(ep_size: int = 8, dtype: str = "bfloat16", shape: tuple[int, int, int, int] = SMALL) -> Device:
+    return load_device_of_layer(NAME, model(shape), ep_size, dtype)
+
+
+def table_of(ep_size: int) -> ExpertTable:
+    table = bound(ep_size).experts
+    assert table is not None
+    return table
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -97,8 +101,7 @@ def bound(ep_size: int = 8, dtype: str = "bfloat16", shape: tuple[int, int, int,
 @pytest.mark.usefixtures("made_up")
 @pytest.mark.parametrize("ep_size", [1, 2, 8])
 def test_a_table_device_is_exact_at_measured_rows_and_near_between_and_beyond(ep_size: int) -> None:
-    table = bound(ep_size).table
-    assert table is not None
+    table = table_of(ep_size)
     for number in (*TOKENS, 100, 2000, 50_000):
         loads_L = table.loads(number)
         allowed = 0.01 if number in TOKENS else 0.1
@@ -109,8 +112,7 @@ def test_a_table_device_is_exact_at_measured_rows_and_near_between_and_beyond(ep
 @pytest.mark.usefixtures("made_up")
 def test_uneven_loads_follow_their_rows_and_activated_experts() -> None:
     """The made-up GPU is linear, so that the law has to find it back, tokens of all ranks apart."""
-    table = bound(2).table
-    assert table is not None
+    table = table_of(2)
     assert table.token_us == pytest.approx(0.01, rel=0.05)
     for loads in ([4096, 100, 50, 1, 0, 0, 0, 0], [500, 400, 0, 0, 300, 0, 0, 0], [512] * 8):
         loads_L = np.array(loads)
@@ -127,8 +129,7 @@ def test_what_grows_alike_on_all_ep_sizes_is_for_tokens_of_all_ranks() -> None:
 
 @pytest.mark.usefixtures("made_up")
 def test_replicas_beyond_a_ranks_experts_cost_their_weights_reading() -> None:
-    table = bound(8).table
-    assert table is not None
+    table = table_of(8)
     more = [table.time_us([1000] * number, 8000) for number in (2, 3, 4)]
     assert more[2] - more[1] >= table.expert_us > 0
 
@@ -174,7 +175,7 @@ def test_a_table_says_that_it_was_measured_elsewhere_and_the_rest_is_modelled() 
 )
 def test_what_is_not_there_is_told_in_one_line_that_lists_what_is(name: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
-        load_device(name)
+        load_device_of_layer(name, model(), 8, "bfloat16")
     assert "\n" not in str(error.value)
 
 
@@ -189,14 +190,14 @@ def test_a_damaged_table_is_named(made_up: Path) -> None:
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "PACKAGE", "no-such-package")
     with pytest.raises(ValueError, match=r"^no-such-package is not installed; .*moe-ep-bench\[tables\]'$"):
-        load_device(NAME)
+        bound()
 
 
 @pytest.mark.usefixtures("made_up")
 def test_a_tensor_parallel_slice_is_held_by_the_rows_of_whole_experts_that_were_cut() -> None:
     slice_of = model((1024, 256, 16, 2)).model_copy(update={"tensor_parallel": 2})
-    device = load_device(NAME).for_layer(slice_of, 8, "bfloat16")
-    assert device.table.ffn_hidden_size == 256
+    device = load_device_of_layer(NAME, slice_of, 8, "bfloat16")
+    assert device.experts.ffn_hidden_size == 256
 
 
 @pytest.mark.usefixtures("made_up")
@@ -209,8 +210,10 @@ def test_a_tables_experts_hold_the_sorting_of_rows_that_a_rooflines_do_not() -> 
         assert (before[0], before[1] > 0, after[0], after[1] > 0) == ("permute", sorts, "permute", sorts)
 
 
+@pytest.mark.usefixtures("made_up")
 def test_tables_know_a_layer_by_the_width_that_its_experts_take() -> None:
-    assert shape_of(model().model_copy(update={"latent_size": 256})) == (256, *SMALL[1:])
+    latent = model(UNLIKE).model_copy(update={"latent_size": 8192, "hidden_size": 4096})
+    assert load_device_of_layer(NAME, latent, 8, "bfloat16").experts.hidden_size == 8192
 
 
 @pytest.mark.usefixtures("made_up")
@@ -290,13 +293,13 @@ def test_balanced_loads_are_equal_and_few_tokens_spread() -> None:
 @needs_package
 def test_mixtral_on_eight_h100_takes_what_was_measured() -> None:
     """aiconfigurator-core 0.12.0, h100_sxm/moe/vllm/0.24.0: 4.57 ms balanced at 16,384 tokens, 12.2 under 1.01."""
-    device = load_device("table:h100_sxm/vllm/0.24.0").for_layer(ModelSpec.named("mixtral-8x7b"), 8, "bfloat16")
-    assert isinstance(device, TableDevice)
-    assert device.table is not None
-    assert device.table.time_us(device.table.loads(16_384), 16_384) == pytest.approx(4570, rel=0.01)
+    name, mixtral = "table:h100_sxm/vllm/0.24.0", ModelSpec.named("mixtral-8x7b")
+    table = load_device_of_layer(name, mixtral, 8, "bfloat16").experts
+    assert table is not None
+    assert table.time_us(table.loads(16_384), 16_384) == pytest.approx(4570, rel=0.01)
     generator = np.random.default_rng(0)
     draws = [power_law_loads(16_384, 8, 2, 8, 1.01, generator)[0] for _ in range(200)]
-    assert np.mean([device.table.time_us(one, 16_384) for one in draws]) == pytest.approx(12_200, rel=0.15)
+    assert np.mean([table.time_us(one, 16_384) for one in draws]) == pytest.approx(12_200, rel=0.15)
 
 
 @needs_package
@@ -322,7 +325,7 @@ def test_built_in_links_are_the_tables(name: str, table: str) -> None:
 @needs_package
 def test_a_system_without_a_device_file_is_refused_with_those_that_have_one() -> None:
     with pytest.raises(ValueError, match=r"expected a system with a file of data/devices/ of a100_sxm, .*; got 'l40s'"):
-        load_device("table:l40s/vllm/0.24.0")
+        load_device_of_layer("table:l40s/vllm/0.24.0", model(), 8, "bfloat16")
 
 
 @needs_package

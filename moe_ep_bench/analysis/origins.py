@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.cost_model.tables import MEASURED_ELSEWHERE
+from moe_ep_bench.cost_model.links import MEASURED_ELSEWHERE, Links
 from moe_ep_bench.facts import ComparisonFacts, Component, RoutedFacts, RunFacts, TimedFacts
 
 MODE_WORDS = {

@@ -22,7 +22,7 @@ from moe_ep_bench.config import MEASURED, Experiment, SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.cost_model.table_devices import load_device, load_links
+from moe_ep_bench.cost_model.tables import load_device_of_layer, load_links
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts
@@ -173,7 +173,7 @@ def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:
 
 def load_models(experiment: Experiment, ep_size: int) -> tuple[Links, Device | None]:
     """What stands between virtual ranks, and for each of them; ValueError naming the key that does not fit."""
-    config, layer = experiment.emulate, (experiment.model.spec(), ep_size, experiment.layer.dtype)
+    config = experiment.emulate
     assert config.links is not None
     with naming("emulate.links"):
         links = load_links(config.links, ep_size).scaled(config.bandwidth_scale)
@@ -182,7 +182,7 @@ def load_models(experiment: Experiment, ep_size: int) -> tuple[Links, Device | N
     if config.device == MEASURED:
         return links, None
     with naming("emulate.device"):
-        return links, load_device(config.device).for_layer(*layer)
+        return links, load_device_of_layer(config.device, experiment.model.spec(), ep_size, experiment.layer.dtype)
 
 
 def _parts(experiment: Experiment, backend: str, on_cpu: bool, modelled: Device | None) -> Parts:

@@ -23,7 +23,7 @@ from moe_ep_bench.bench.description import is_drawn, served
 from moe_ep_bench.bench.plan import VIRTUAL, load_models, plan_experiments
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config
-from moe_ep_bench.cost_model.table_devices import load_device
+from moe_ep_bench.cost_model.tables import load_device
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.facts import tokens_words
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash

@@ -4,7 +4,8 @@ A file of data/devices/ states the roofline (Williams, Waterman, Patterson, Comm
 sheet's arithmetic and memory bandwidth, and the share of each that expert GEMMs reach. The share of the arithmetic
 rises with the rows of a GEMM (an expert's tokens), so it is a table. Routing takes a time per score, because no
 roofline describes a top-k or a sort. Permutation reaches its own share of the bandwidth. Each figure beyond the data
-sheet says whether it was measured, published or assumed.
+sheet says whether it was measured, published or assumed. Measured times of one layer's experts (``expert_table``) stand
+in place of their roofline where there are some.
 
 Shapes: L = experts of a rank, D = hidden size, F = expert FFN size.
 """
@@ -12,15 +13,15 @@ Shapes: L = experts of a rank, D = hidden size, F = expert FFN size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from moe_ep_bench.cost_model.expert_table import ExpertTable
 from moe_ep_bench.cost_model.links import Basis, Curve
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.presets import Preset
 
 
@@ -67,8 +68,6 @@ class Device(Preset):
     """A roofline, and the share of it that is reached."""
 
     FOLDER = "devices"
-    HOLDS_PERMUTATION: ClassVar[bool] = False
-    """The time of the experts holds sorting rows by expert, and putting them back."""
 
     name: _Text
     source: _Text
@@ -100,30 +99,19 @@ class Device(Preset):
     permute_efficiency: _Share
     """Share of the data sheet's memory bandwidth that permuting rows reaches."""
     permute_basis: Basis
-    attention_efficiency: _Share | None = None
-    """Share of the arithmetic that core attention of prompts reaches, counting the causal half of all pairs of tokens;
-    null = not stated, and no whole model can be modelled."""
-    attention_basis: Basis | None = None
+    attention_efficiency: _Share
+    """Share of the arithmetic that core attention of prompts reaches, counting the causal half of all pairs of
+    tokens."""
+    attention_basis: Basis
     links: tuple[_Text, _Text] = ("h100-nvlink4", "h100-nvlink4-ndr")
     """Files of data/links/ that ``advise`` takes by default: within a node, and beyond it."""
+    experts: ExpertTable | None = None
+    """Measured times of one layer's experts, in place of the roofline."""
 
     @model_validator(mode="after")
     def _check(self) -> Device:
         if self.most_efficiency > 1:
             raise UserError(f"arithmetic_efficiency: expected shares of at most 1, got {self.most_efficiency:g}")
-        if (self.attention_efficiency is None) != (self.attention_basis is None):
-            got = self.attention_basis or "none"
-            raise UserError(f"attention_basis: expected one with attention_efficiency and none without, got {got}")
-        return self
-
-    def for_layer(self, model: ModelSpec, ep_size: int, dtype: str) -> Device:
-        """The device of one layer; those of tables differ.
-
-        Raises:
-            UserError: a dtype that the device has no figures of.
-        """
-        if dtype not in RUN_DTYPES:
-            raise UserError(f"expected a device of tables (table:...) with layer.dtype {dtype}, got {self.name}")
         return self
 
     def for_policy(self, name: str, num_experts: int) -> Device:
@@ -137,6 +125,8 @@ class Device(Preset):
     @property
     def experts_ran(self) -> tuple[str, str]:
         """What a layer's experts are modelled as (``layer.parts``), and why."""
+        if self.experts is not None:
+            return self.experts.name, "the table's"
         return "grouped", "a roofline knows no others"
 
     @property
@@ -179,12 +169,16 @@ class Device(Preset):
     ) -> float:
         """Microseconds of one pass through a rank's experts: overhead + ``work_us``. No rows take no time.
 
+        Measured times hold sorting rows by expert and putting them back too.
+
         Args:
             rows_L: tokens of each expert.
             precision: whose weights may be smaller, and whose arithmetic faster.
             num_matrices: of an expert.
             num_tokens: of all ranks; tables alone ask for them.
         """
+        if self.experts is not None:
+            return self.experts.time_us(rows_L, num_tokens)
         hidden_bytes, weights = precision.hidden_bytes, num_matrices * hidden_size * ffn_hidden_size
         flops_L, bytes_L, rows_L = ffn_work(hidden_size, ffn_hidden_size, rows_L, hidden_bytes, num_matrices)
         bytes_L = bytes_L - (hidden_bytes - precision.weight_bytes) * weights * (rows_L > 0)
@@ -205,15 +199,7 @@ class Device(Preset):
         return num_bytes / (self.memory_tbps * self.permute_efficiency * 1e6)
 
     def attention_us(self, flops: float, num_bytes: float) -> float:
-        """Microseconds of core attention: max(flops / (arithmetic x share), bytes / (bandwidth x efficiency)).
-
-        Raises:
-            ValueError: the file states no share.
-        """
-        if self.attention_efficiency is None:
-            raise UserError(
-                f"devices/{self.name}: attention_efficiency: missing; whole models cannot be modelled without"
-            )
+        """Microseconds of core attention: max(flops / (arithmetic x share), bytes / (bandwidth x efficiency))."""
         return max(flops / (self.bf16_tflops * self.attention_efficiency * 1e6), num_bytes / (self.reached_tbps * 1e6))
 
     def describe(self, *, whole: bool = False, num_tokens: int | None = None) -> str:
@@ -222,13 +208,16 @@ class Device(Preset):
         ``num_tokens`` of all ranks tell of a table whether it holds so many.
         """
         attention = ""
-        if whole and self.attention_efficiency is not None:
+        if whole:
             attention = (
                 f"; core attention at {self.attention_efficiency:.0%} of the arithmetic ({self.attention_basis});"
                 " launches not counted"
             )
+        source = "modelled by"
+        if self.experts is not None:
+            source = f"{self.experts.describe(num_tokens)}; the rest modelled by"
         return (
-            f"modelled by devices/{self.name}: roofline of {self.bf16_tflops:g} bf16 TFLOP/s,"
+            f"{source} devices/{self.name}: roofline of {self.bf16_tflops:g} bf16 TFLOP/s,"
             f" up to {self.most_efficiency:.0%} reached ({self.arithmetic_basis}), and {self.memory_tbps:g} TB/s,"
             f" {self.reached_tbps / self.memory_tbps:.0%} reached ({self.memory_basis});"
             f" {self.overhead_us:g} us a pass ({self.overhead_basis});"

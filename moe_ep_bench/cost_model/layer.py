@@ -13,7 +13,7 @@ permute   bytes / (memory bandwidth x share that permutation reaches), of four s
 metadata  nothing: host syncs and counting are left out
 experts   overhead of a pass + the sum over local experts of the roofline of a gated FFN on its rows m:
           6 m W F operations; b (3 W F + m (2 W + 6 F)) bytes: the weights of an expert that has rows, and rows in
-          and out of two GEMMs with an activation between them. A table (``table_devices``) gives
+          and out of two GEMMs with an activation between them. Measured times (``expert_table``) give
           all of it, the middle two steps of the permutation included
 shared    roofline of a gated FFN on T rows, with D and S in place of W and F; at the end its output is added to
           the routed experts', 3 T D b bytes through memory
@@ -99,7 +99,7 @@ def layer_segments(
     gate_us = device.work_us(2 * T * D * E, b * (T * D + D * E) + _LOGIT_BYTES * T * E, T) if T else 0.0
     routing_us = device.routing_us(T * E, by_policy=by_policy)
     top_k_us = min(device.routing_us(T * E, by_policy=False), routing_us) if batch_wide else routing_us
-    sorted_already = alone or len(work.received_L) == 1 or device.HOLDS_PERMUTATION
+    sorted_already = alone or len(work.received_L) == 1 or device.experts is not None
     sort_us = 0.0 if sorted_already else device.permute_us(2 * M * W * b)
     experts_us = device.experts_us(
         W, F, work.received_L, precision, num_matrices=model.expert_matrices, num_tokens=work.batch_tokens

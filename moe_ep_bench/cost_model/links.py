@@ -2,11 +2,11 @@
 
 A file of data/links/ states two links of each rank: one inside its node, one between nodes. Each has a latency and a
 bandwidth per rank and direction. A message of x bytes takes latency + x / bandwidth (Hockney, Parallel Computing 20(3),
-1994). A file from ``calibrate`` also holds the measured curve, since caches and protocol changes need more than two
-numbers.
+1994), or what a curve of measured sizes says, since caches and protocol changes need more than two numbers. Links of
+others' tables (``tables``) have curves of other collectives too, in place of algorithms.
 
 The bandwidth is nominal; ``efficiency`` is the share that large messages reach. Left out: congestion between nodes,
-latency that grows with the number of peers, and reductions inside the switch.
+latency that grows with the number of peers, reductions inside the switch, and directions that share a bandwidth.
 
 Shapes: R = ranks, N = measured points.
 """
@@ -25,12 +25,10 @@ from pydantic import ConfigDict, Field, PositiveFloat, RootModel, model_validato
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.presets import Preset, Strict
 
+MEASURED_ELSEWHERE = "measured elsewhere"
 Basis = Literal["measured", "measured elsewhere", "published", "assumed"]
 """Measured by ``calibrate`` or outside this program, in others' tables, published by others (the file says
 by whom), or assumed."""
-
-Duplex = Literal["full", "half"]
-"""Whether both directions have the bandwidth, or share it, as where a processor copies both."""
 
 
 class Curve(RootModel[Annotated[tuple[tuple[PositiveFloat, PositiveFloat], ...], Field(min_length=1)]]):
@@ -72,6 +70,10 @@ class Curve(RootModel[Annotated[tuple[tuple[PositiveFloat, PositiveFloat], ...],
         return inside + np.maximum(sizes - self.root[-1][0], 0) * (self.growth if growth is None else growth)
 
 
+# By how much more a message takes than a larger one where that is chance.
+_NOISE = 0.1
+
+
 class Link(Strict):
     """One rank's way to others."""
 
@@ -83,18 +85,36 @@ class Link(Strict):
     efficiency: float = Field(gt=0, le=1)
     """Share of the bandwidth that large messages reach."""
     efficiency_basis: Basis
-    duplex: Duplex = "full"
-    """With ``half`` the bandwidth counts bytes sent and received together."""
     curve: Curve | None = None
     """Measured times over bytes. It replaces latency and bandwidth up to its last point."""
+
+    @classmethod
+    def measured(cls, sizes_N: ArrayLike, times_us_N: ArrayLike, basis: Basis, byte_us: float | None = None) -> Link:
+        """A link by measured points, with rising sizes in bytes.
+
+        A message that took up to ``_NOISE`` longer than a larger one was disturbed: it takes what that did. One that
+        took longer still went by another protocol of NCCL's, and keeps its time.
+
+        Args:
+            byte_us: what a byte takes beyond the last point; None = as between the last two.
+
+        Raises:
+            UserError: times that do not grow with the bytes.
+        """
+        sizes_N, times_N = np.asarray(sizes_N, dtype=np.float64), np.asarray(times_us_N, dtype=np.float64)
+        least_N = np.minimum.accumulate(times_N[::-1])[::-1]
+        curve = Curve.of(sizes_N, np.where(least_N < (1 - _NOISE) * times_N, times_N, least_N))
+        byte_us = curve.growth if byte_us is None else byte_us
+        if byte_us <= 0:
+            raise UserError(
+                f"expected times that grow with the bytes, got none up to {sizes_N[-1]:,.0f} bytes; measure larger ones"
+            )
+        bases = {"latency_basis": basis, "efficiency_basis": basis}
+        return cls(latency_us=curve.root[0][1], bandwidth_gbps=1e-3 / byte_us, efficiency=1.0, curve=curve, **bases)
 
     @property
     def reached_gbps(self) -> float:
         return self.bandwidth_gbps * self.efficiency
-
-    def exchange_us(self, sent: ArrayLike, received: ArrayLike) -> np.ndarray:
-        """Microseconds that a rank needs to send and receive so many bytes, elementwise."""
-        return self.time_us(busy_bytes(sent, received, self.duplex))
 
     def time_us(self, num_bytes: ArrayLike) -> np.ndarray:
         """Microseconds that the link carries ``num_bytes``, elementwise; nothing takes no time.
@@ -112,11 +132,10 @@ class Link(Strict):
         return self.model_copy(update={"bandwidth_gbps": self.bandwidth_gbps * factor, "curve": curve})
 
     def describe(self) -> str:
-        half = ", half duplex" if self.duplex == "half" else ""
         curve = "" if self.curve is None else f", as a curve of {len(self.curve.root)} sizes"
         return (
             f"{self.latency_us:.4g} us ({self.latency_basis})"
-            f" + bytes at {self.bandwidth_gbps:.4g} GB/s x {self.efficiency:.3g} ({self.efficiency_basis}){half}{curve}"
+            f" + bytes at {self.bandwidth_gbps:.4g} GB/s x {self.efficiency:.3g} ({self.efficiency_basis}){curve}"
         )
 
 
@@ -132,6 +151,12 @@ class Links(Preset):
     """Inside a node; null only with one rank per node."""
     inter: Link | None
     """Between nodes; null = there is one node."""
+    gather: Link | None = None
+    """Of an all-gather, over bytes that a rank gets from others; null = an algorithm over ``intra`` and ``inter``."""
+    reduce: Link | None = None
+    """Likewise of an all-reduce, over bytes that a rank has to sum."""
+    measured_by: str | None = None
+    """What was measured elsewhere and by whom, all of it; null = ``source`` says where each number is from."""
 
     @model_validator(mode="after")
     def _check(self) -> Links:
@@ -145,11 +170,15 @@ class Links(Preset):
         """The same links with ``factor`` times the bandwidth; the name says so."""
         if factor == 1:
             return self
-        sides = {"intra": self.intra and self.intra.scaled(factor), "inter": self.inter and self.inter.scaled(factor)}
-        return self.model_copy(update={**sides, "name": f"{self.name}, bandwidth x {factor:g}"})
+        links = {key: getattr(self, key) for key in ("intra", "inter", "gather", "reduce")}
+        faster = {key: link and link.scaled(factor) for key, link in links.items()}
+        return self.model_copy(update={**faster, "name": f"{self.name}, bandwidth x {factor:g}"})
 
     def describe(self) -> str:
         """Which model made a number: to stand beside it."""
+        if self.measured_by is not None:
+            how = "all-to-all, all-gather and all-reduce of nccl-tests, over bytes; uneven splits by each rank's larger"
+            return f"{MEASURED_ELSEWHERE} ({self.measured_by}): {how} direction; {self.name}"
         sides = ((f"inside a node of {self.ranks_per_node}", self.intra), ("between nodes", self.inter))
         parts = [f"{where} {link.describe()}" for where, link in sides if link is not None]
         return f"modelled by links/{self.name}: {'; '.join(parts)}"
@@ -158,8 +187,8 @@ class Links(Preset):
         """Microseconds that an all-to-all keeps each rank busy, float64 [R].
 
         Rank r sends s_r bytes to other ranks over a link and receives d_r. The link then takes
-        latency + max(s_r, d_r) / bandwidth (half duplex: s_r + d_r), or nothing where both are 0. Both links work at
-        once, so a rank takes the longer of the two. What a rank keeps does not cross.
+        latency + max(s_r, d_r) / bandwidth, or nothing where both are 0. Both links work at once, so a rank takes the
+        longer of the two. What a rank keeps does not cross.
 
         Args:
             bytes_RR: what each rank (row) has for each rank (column).
@@ -173,14 +202,11 @@ class Links(Preset):
         np.fill_diagonal(bytes_RR, 0)
         node_R = np.arange(num_ranks) // self.ranks_per_node
         inside_RR = node_R[:, None] == node_R
-        return self.busy_us(np.where(inside_RR, bytes_RR, 0.0), np.where(inside_RR, 0.0, bytes_RR))
-
-    def busy_us(self, intra_RR: NDArray[np.float64], inter_RR: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Microseconds until each rank's links have carried these bytes inside nodes and between them, float64 [R]."""
-        times_us_R = np.zeros(len(intra_RR))
-        for link, carried_RR in ((self.intra, intra_RR), (self.inter, inter_RR)):
+        times_us_R = np.zeros(num_ranks)
+        for link, crosses_RR in ((self.intra, inside_RR), (self.inter, ~inside_RR)):
             if link is not None:
-                busy_us_R = link.exchange_us(carried_RR.sum(axis=1), carried_RR.sum(axis=0))
+                carried_RR = np.where(crosses_RR, bytes_RR, 0.0)
+                busy_us_R = link.time_us(np.maximum(carried_RR.sum(axis=1), carried_RR.sum(axis=0)))
                 times_us_R = np.maximum(times_us_R, busy_us_R)
         return times_us_R
 
@@ -192,6 +218,8 @@ class Links(Preset):
         step k moves min(2^k, m - 2^k) c bytes: ceil(log2 m) steps and (m - 1) c bytes in all.
         """
         (intra, inside), (inter, nodes) = self._levels(num_ranks)
+        if self.gather is not None:
+            return float(self.gather.time_us((num_ranks - 1) * num_bytes))
         return _doubling_us(inter, nodes, num_bytes) + _doubling_us(intra, inside, nodes * num_bytes)
 
     def all_reduce_us(self, num_bytes: float, num_ranks: int) -> float:
@@ -201,10 +229,12 @@ class Links(Preset):
         ceil(log2 m) steps of all bytes. Rabenseifner's is a reduce-scatter by recursive halving and an all-gather by
         doubling, each of ceil(log2 m) steps and (m - 1) / m of the bytes. Adding is free.
         """
+        if self.reduce is not None:
+            return float(self.reduce.time_us(num_bytes)) if num_ranks > 1 else 0.0
         total = 0.0
         for link, partners in self._levels(num_ranks):
             if link is not None and partners > 1:
-                short_us = math.ceil(math.log2(partners)) * float(link.exchange_us(num_bytes, num_bytes))
+                short_us = math.ceil(math.log2(partners)) * float(link.time_us(num_bytes))
                 total += min(short_us, 2 * _doubling_us(link, partners, num_bytes / partners))
         return total
 
@@ -229,9 +259,4 @@ def _doubling_us(link: Link | None, partners: int, num_bytes: float) -> float:
         return 0.0
     held = 2 ** np.arange(math.ceil(math.log2(partners)))
     passed_on = np.minimum(held, partners - held) * num_bytes
-    return float(link.exchange_us(passed_on, passed_on).sum())
-
-
-def busy_bytes(sent: ArrayLike, received: ArrayLike, duplex: Duplex) -> np.ndarray:
-    """The bytes that a link must carry: the larger of both directions, or with half duplex their sum."""
-    return np.maximum(sent, received) if duplex == "full" else np.add(sent, received)
+    return float(link.time_us(passed_on).sum())

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -20,7 +17,6 @@ import pytest
 from results_builder import shown_text
 from test_run import cases_of, environment, routing_of, statuses, write_config
 
-from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.analysis.columns import short_labels
 from moe_ep_bench.bench import measured_ranks, virtual
 from moe_ep_bench.bench.comparison import VIRTUAL, Comparison
@@ -35,7 +31,6 @@ from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.results import conditions_of
 from moe_ep_bench.runtime.attempts import Attempt
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
-from moe_ep_bench.runtime.guard import STOPPED_WORDS
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}
@@ -104,19 +99,6 @@ def written(out: Path) -> dict[str, str]:
     return dict(zip(rows.case_id, rows.run_id, strict=True))
 
 
-def test_adding_a_policy_models_that_policy_alone(tmp_path: Path) -> None:
-    out, modelled = tmp_path / "out", H100
-    for policies in ([{"name": "topk"}], [{"name": "topk"}, {"name": "pruned", "k0": 2}]):
-        config = write_config(tmp_path, layer__ep_size=4, emulate=modelled, policies=policies)
-        before = written(out) if out.exists() else {}
-        assert main(["emulate", str(config), "--out", str(out)]) == OK
-    after = written(out)
-    assert before
-    assert {name: after[name] for name in before} == before
-    assert len(after) == len(before) + 1
-    assert set(cases(load(out)).label) >= {"native", "topk", "pruned k0=2"}, "of two jobs, and all stand"
-
-
 def test_modelled_comparisons_are_kept_as_they_finish_and_the_end_says_which(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,20 +108,14 @@ def test_modelled_comparisons_are_kept_as_they_finish_and_the_end_says_which(
 
     def until_interrupted(comparison: Comparison, *arguments: object) -> RankTime:
         if comparison.comparison_id != comparisons[0].comparison_id:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(60)
+            raise KeyboardInterrupt
         return model(comparison, *arguments)
 
     monkeypatch.setattr(virtual, "modelled_time", until_interrupted)
-    interrupted = multiprocessing.get_context("fork").Process(
-        target=main, args=(["emulate", str(config), "--out", str(out)],)
-    )
-    interrupted.start()
-    interrupted.join(120)
-    assert interrupted.exitcode == 128 + signal.SIGINT
+    assert main(["emulate", str(config), "--out", str(out)]) == 128 + signal.SIGINT
     kept = written(out)
     assert set(kept) == {case.case_id for case in comparisons[0].cases}
-    assert f"moe-ep-bench: {STOPPED_WORDS}\n" in capfd.readouterr().err
+    assert "moe-ep-bench: stopped: what is finished is kept" in capfd.readouterr().err
     monkeypatch.setattr(virtual, "modelled_time", model)
     assert main(["emulate", str(config), "--out", str(out)]) == OK
     assert {name: when for name, when in written(out).items() if name in kept} == kept

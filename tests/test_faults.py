@@ -55,11 +55,9 @@ def rank_environment(rank: int, port: int, world_size: int) -> dict[str, str]:
     return {key: str(value) for key, value in torchrun.items()}
 
 
-def start_rank(
-    config: Path, out: Path, rank: int, port: int, faults: str = "", world_size: int = 2, *arguments: str
-) -> subprocess.Popen:
+def start_rank(config: Path, out: Path, rank: int, port: int, faults: str, *arguments: str) -> subprocess.Popen:
     """One of two ranks, as somebody's own torchrun would start it."""
-    env = {**environment(faults), **rank_environment(rank, port, world_size), "LOCAL_WORLD_SIZE": "2"}
+    env = {**environment(faults), **rank_environment(rank, port, world_size=2)}
     command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(out), *arguments]
     return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
 
@@ -130,9 +128,9 @@ LOST_CASES = {
     "pruned k0=4": ("nan-gate", "failed", "before timing: rank 1: NaN or Inf in the gate's logits, batch 0"),
     "dynamic_skip beta=0.5": ("kill@timed", "failed", KILLED),
     "oea k0=4": ("oom@timed", "oom", f"{OUT_OF_MEMORY} (rank 1) (2 attempts)"),
-    "lynx num_dropped=1": ("stray@timed", "timeout", "no progress for 8 s in "),
+    "lynx num_dropped=1": ("stray@timed", "timeout", "no progress for 0:00:08 in "),
     "load_only": ("late", "failed", "after timing: output differs from the dense reference"),
-    "xshare k0=3 budget=5": ("hang", "timeout", "no progress for 8 s in "),
+    "xshare k0=3 budget=5": ("hang", "timeout", "no progress for 0:00:08 in "),
 }
 
 
@@ -162,9 +160,9 @@ def test_lost_cases_and_numbers_that_are_none_become_rows_with_reasons_and_other
     rows = cases(load(out))
     (hung,) = rows[rows.label == "topk"].case_id
     (reason,) = lost_attempts(out / "attempts", hung)
-    assert "timeout: no progress for 8 s in _strike (rank 1)" in reason.split("; ")
+    assert "timeout: no progress for 0:00:08 in _strike (rank 1)" in reason.split("; ")
     # The log shows where every thread of that rank stood.
-    assert re.search(r'File ".*sitecustomize.py", line \d+ in _strike\n', done.stderr)
+    assert re.search(r'rank 1 stood here:\n[^#]* File ".*sitecustomize.py", line \d+ in _strike\n', done.stderr)
     assert hidden_files(out) == []
 
 
@@ -314,7 +312,7 @@ def test_two_jobs_fill_one_directory_where_their_comparisons_differ_and_ctrl_c_e
 def test_ranks_that_are_unlike_refuse_together(unlike: str, tmp_path: Path) -> None:
     config, port, out, jobs = write_config(tmp_path), free_port(), tmp_path / "out", []
     for rank in range(2):
-        how = ("torch=1.0", 2) if unlike == "torch" else ("", 2, f"--set=workload.seed={rank}")
+        how = ("torch=1.0",) if unlike == "torch" else ("", f"--set=workload.seed={rank}")
         jobs.append(start_rank(config, out, rank, port, *how))
     errors = [job.communicate(timeout=600)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [USER_ERROR, USER_ERROR], errors
@@ -325,27 +323,14 @@ def test_ranks_that_are_unlike_refuse_together(unlike: str, tmp_path: Path) -> N
     assert not out.exists()
 
 
-def test_a_rank_that_hangs_before_its_first_comparison_does_not_keep_the_others(tmp_path: Path) -> None:
-    config = write_config(tmp_path, measure__timeout_s=1)
-    begun = time.monotonic()
-    done = launch(config, "--out", tmp_path / "out", faults="setup=5", timeout=600)
+def test_a_rank_that_hangs_before_its_first_comparison_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PET_MAX_RESTARTS", "0")
+    done = launch(write_config(tmp_path, measure__timeout_s=1), "--out", tmp_path / "out", faults="setup=5")
     assert done.returncode == LOST, done.stderr
-    assert time.monotonic() - begun < 300
-    assert "moe-ep-bench: timeout: no progress for 5 s in hangs\n" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert re.search(r"Timeout \(0:00:05\)!\n[^#]*, line \d+ in hangs\n", done.stderr)
     assert not (tmp_path / "out").exists()
-
-
-def test_ranks_that_disagree_on_their_number_do_not_wait_for_ever(tmp_path: Path) -> None:
-    config, port = write_config(tmp_path), free_port()
-    begun = time.monotonic()
-    jobs = [start_rank(config, tmp_path / "out", rank, port, faults="join=2", world_size=3 - rank) for rank in range(2)]
-    errors = [job.communicate(timeout=600)[1] for job in jobs]
-    assert time.monotonic() - begun < 300
-    assert [job.returncode for job in jobs] == [LOST, LOST], errors
-    for rank, text in enumerate(errors):
-        assert f"moe-ep-bench: rank {rank} of {3 - rank} did not meet the others at 127.0.0.1:{port}" in text
-        assert "Traceback" not in text
 
 
 def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 import signal
 import subprocess
 import sys
@@ -71,17 +68,3 @@ def test_a_successor_waits_for_a_job_that_is_just_ending(tmp_path: Path) -> None
     other.communicate()
     assert other.returncode == 0
     assert not locks.is_held(tmp_path, "one")
-
-
-def test_a_file_system_without_locks_is_named_and_does_not_stop_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def unsupported(handle: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    with locks.hold(tmp_path, {"one": "one"}):
-        assert not locks.is_held(tmp_path, "one")
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1
-    assert f"{tmp_path}: this file system has no locks (Function not implemented)" in printed

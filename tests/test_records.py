@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.results import RunDirectory, conditions_of
 from moe_ep_bench.runtime import locks
-from moe_ep_bench.runtime.attempts import STOPPED, Attempt, collect_lost, lost_attempts, reason_of
+from moe_ep_bench.runtime.attempts import Attempt, collect_lost, lost_attempts, reason_of
 from moe_ep_bench.schema import SAMPLES_SCHEMA, SCHEMA_VERSION, TABLES, UNIT_OF
 
 A_JOB = {"mode": "run", "environment": {}, "hashes": {}}
@@ -158,22 +157,26 @@ def test_whatever_is_measured_has_a_unit_and_a_part_says_its_version() -> None:
                 assert own or field.metadata[b"unit"] == UNIT_OF[field.name].encode(), field.name
 
 
-ASKED = f"{STOPPED} by signal 15"
 PEER, DIED = "peer lost: closed", "failed: ended without a word (killed, or out of memory)"
-HUNG = "timeout: no progress for 6 s in"
-# What ranks left (how many cases they had begun, the last one, and a reason), and the attempt that is recorded.
+HUNG = "timeout: no progress for 0:00:06 in"
+# What ``faulthandler`` writes where nothing moved, and at SIGTERM.
+FRAMES = '(most recent call first):\n  File "b.py", line 3 in {}\n  File "c.py", line 1 in main\n'
+THREADS = f"Thread 0x00007f64 {FRAMES.format('beside')}\n{{}} 0x00007f65 {FRAMES}"
+OVERDUE, ASKED = f"Timeout (0:00:06)!\n{THREADS.format('Thread', '{}')}", THREADS.format("Current thread", "{}")
+# What ranks left (how many cases they had begun, the last one, a reason or stacks), and the attempt that is recorded.
 LOST_JOBS = {
     "who failed on its own is the cause": ([(1, "case", PEER), (1, "case", "oom: 20 GiB")], "oom: 20 GiB (rank 1)"),
     "else who died": ([(2, "later", PEER), (1, "case", "")], f"{DIED} (rank 1)"),
     "one failed, and another died": ([(1, "case", "failed: x"), (1, "case", "")], "failed: x (rank 0)"),
     "all died": ([(1, "case", "")] * 2, f"{DIED} (rank 0, 1)"),
-    "of two who hang, who is behind": (
-        [(2, "later", f"{HUNG} wait"), (1, "case", f"{HUNG} sleep")], f"{HUNG} sleep (rank 1)",
+    "of those where one was overdue, who is behind": (
+        [(2, "later", OVERDUE.format("wait")), (1, "case", ASKED.format("sleep"))], f"{HUNG} sleep (rank 1)",
     ),
     "all hang": (
-        [(1, "case", f"{HUNG} wait"), (1, "case", f"{HUNG} sleep"), (1, "case", f"{HUNG} wait")],
+        [(1, "case", ASKED.format("wait")), (1, "case", OVERDUE.format("sleep")), (1, "case", ASKED.format("wait"))],
         f"{HUNG} wait (rank 0, 2); {HUNG} sleep (rank 1)",
     ),
+    "who was overdue, and who lost it": ([(1, "case", PEER), (1, "case", OVERDUE.format("x"))], f"{HUNG} x (rank 1)"),
     "all lost their peers": ([(1, "case", PEER), (2, "later", PEER)], f"{PEER} (rank 0)"),
     "stopped, and one died": ([(1, "case", ASKED), (1, "case", "")], f"{DIED} (rank 1)"),
     "stopped": ([(1, "case", ASKED), (1, "case", PEER)], None),
@@ -184,12 +187,14 @@ LOST_JOBS = {
 @pytest.mark.parametrize("name", LOST_JOBS)
 def test_the_reason_is_the_one_who_failed_not_those_who_noticed(name: str, tmp_path: Path) -> None:
     left, expected = LOST_JOBS[name]
-    for rank, (count, case_id, reason) in enumerate(left):
+    for rank, (count, case_id, why) in enumerate(left):
         attempt = Attempt(tmp_path, "job", rank)
         for name in ["earlier"] * (count - 1) + [case_id] * (count > 0):
             attempt.name(name)
-        if reason:
-            attempt.explain(reason)
+        if "Thread" in why:
+            os.write(attempt.file, why.encode())
+        elif why:
+            attempt.explain(why)
     collect_lost(tmp_path, ["another"])
     assert len(list(tmp_path.iterdir())) == len(left), "they are another job's"
     collect_lost(tmp_path, ["job"])
@@ -216,19 +221,9 @@ def test_attempts_add_up_the_first_explanation_stays_and_one_taken_back_blames_n
     ended = Attempt(tmp_path, "job", 0)
     ended.name("third")
     ended.clear()
-    collect_lost(tmp_path, ["job"])
-    assert lost_attempts(tmp_path, "third") == []
-    stopped = Attempt(tmp_path, "job", 0)
-    stopped.name("third")
-    for call, said in ((stopped.explain_last, ASKED), (stopped.name, "fourth")):
-        thread = threading.Thread(target=call, args=(said,), daemon=True)
-        thread.start()
-        thread.join(0.2)
-    assert thread.is_alive(), "it may not take back why the process ends"
-    collect_lost(tmp_path, ["job"])
-    assert [path.name for path in tmp_path.iterdir() if path.stem in ("third", "fourth")] == []
     (tmp_path / "now-job-0").touch()  # As a disk leaves it that is full.
     collect_lost(tmp_path, ["job"])
+    assert lost_attempts(tmp_path, "third") == []
     (tmp_path / "case.json").write_text('["failed: o')
     assert lost_attempts(tmp_path, "case") == [], "a damaged list is none"
 

@@ -18,12 +18,10 @@ import torch
 import yaml
 
 from moe_ep_bench.analysis.cases import cases, load
-from moe_ep_bench.bench import run as run_module
 from moe_ep_bench.cli import main
 from moe_ep_bench.layer import parts
 from moe_ep_bench.results import conditions_of
-from moe_ep_bench.runtime.exit_codes import CLOSED, OK, USER_ERROR
-from moe_ep_bench.runtime.torchrun import Ended
+from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import LAYER_PHASES, ROUTING_SCHEMA, SAMPLES_SCHEMA, TOTAL, UNACCOUNTED
 
 TESTS = Path(__file__).parent
@@ -264,16 +262,3 @@ def test_a_dry_run_makes_no_cuda_context_and_runs_no_kernel(
     monkeypatch.setattr(torch, "mm", refused)
     assert main([command, str(config), *(["--nproc", "2"] if command == "run" else []), "--dry-run"]) == OK
     assert "GiB of activations a rank" in capsys.readouterr().out
-
-
-def test_a_request_to_close_in_a_launchs_last_comparison_ends_before_the_next_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = iter([False, True])
-    jobs: list[object] = []
-    monkeypatch.setattr(
-        run_module, "torchrun", lambda *arguments, **_: (jobs.append(arguments), Ended(OK, True, next(asked)))[1]
-    )
-    ended = run_module.launch(write_config(tmp_path, measure__launches=3), tmp_path / "out", [], 2)
-    assert ended.status == CLOSED
-    assert len(jobs) == 2

@@ -17,7 +17,7 @@ import pandas as pd
 from moe_ep_bench.analysis.cases import CASE, COMPARISON, cases, kind_of, routing
 from moe_ep_bench.analysis.origins import component_words, is_same_model
 from moe_ep_bench.analysis.store import Comparison, Store
-from moe_ep_bench.machine.monitor import disturbances, remarks
+from moe_ep_bench.machine.monitor import disturbances
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
 # Aims of the timing protocol: above these a breakdown is told apart from what it breaks down.
@@ -204,7 +204,6 @@ NOTES = (
         "scores were not recorded and are assumed equal over the top-k: loads are the recording's, but mass, and what "
         "policies choose by scores (oea, xshare, drops by score), say nothing of the model",
     ),
-    Note(_TIMED, _of_machines(remarks), "{}"),
 )
 # What voids a result comes first, what only qualifies its phases last: the end of a run shows the first three.
 WARNINGS = (

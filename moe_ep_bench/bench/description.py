@@ -100,7 +100,7 @@ def describe_timed_run(
     for comparison in comparisons:
         with naming(comparison.title):
             solve_together(tuple(comparison.workloads.values()), ranks, before)
-    mine = provenance.describe_rank(ranks.device, several_nodes=ranks.local_world_size < ranks.world_size)
+    mine = provenance.describe_rank(ranks.device)
     of_ranks = ranks.told(mine)
     # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
     described = provenance.describe(ranks.device) if ranks.is_first else {}

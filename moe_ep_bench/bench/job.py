@@ -9,10 +9,11 @@ time (``fill``).
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,8 +22,7 @@ import torch
 from tqdm import tqdm
 
 from moe_ep_bench.bench.cases import CaseSpec
-from moe_ep_bench.bench.comparison import MODELLED, Comparison
-from moe_ep_bench.bench.rows import Outcome, write_launch
+from moe_ep_bench.bench.comparison import Comparison
 from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import make_folder, stable_hash, writing_to
 from moe_ep_bench.machine import provenance
@@ -32,6 +32,7 @@ from moe_ep_bench.runtime import locks
 from moe_ep_bench.runtime.attempts import (
     MAX_ATTEMPTS,
     Attempt,
+    Guard,
     collect_lost,
     forget_lost,
     is_of_peers,
@@ -39,11 +40,8 @@ from moe_ep_bench.runtime.attempts import (
     reason_of,
     split_reason,
 )
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
-from moe_ep_bench.runtime.guard import Guard
-from moe_ep_bench.runtime.progress import progress_bar
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK
 from moe_ep_bench.runtime.ranks import Ranks, T, ToldError
-from moe_ep_bench.runtime.torchrun import asked_to_close
 from moe_ep_bench.timing.device import Ceilings
 
 # ---- a results directory ---------------------------------------------------------------------------------------------
@@ -78,21 +76,6 @@ def check_agreement(
             )
 
 
-def check_timing(directory: RunDirectory, comparison: Comparison, device: torch.device, *, force: bool) -> None:
-    """Raise unless such times can be written here, and earlier ones are of this machine, code and packages."""
-    conditions = provenance.conditions({**provenance.hardware(device), **provenance.package_versions()})
-    check_agreement(directory, comparison.mode, conditions, force=force, scope=comparison.scope)
-
-
-def hold(directory: RunDirectory, comparisons: Iterable[Comparison]) -> contextlib.AbstractContextManager[None]:
-    """Keep other jobs from these comparisons while the block lasts. Jobs on others may fill the directory too.
-
-    Raises:
-        ValueError: another job is at one of them; one line that says which and whose.
-    """
-    return locks.hold(directory.root, {comparison.comparison_id: comparison.title for comparison in comparisons})
-
-
 class Todo(NamedTuple):
     """Ids of a comparison's cases that are left to measure; of those that were lost too often status and reason."""
 
@@ -105,8 +88,8 @@ def left_of(
 ) -> list[Todo]:
     """What is left to run, per comparison. What lost jobs left behind is noted and removed.
 
-    Measured cases of a comparison are paired, so a launch that is incomplete is measured whole again, except for cases
-    that were lost too often. Modelled ones are not.
+    Cases of a comparison are paired, so a launch that is incomplete is measured whole again, except for cases that were
+    lost too often.
     """
     ids = [comparison.comparison_id for comparison in comparisons]
     collect_lost(directory.attempts, ids)
@@ -120,17 +103,15 @@ def _left_of(directory: RunDirectory, comparison: Comparison, launch: int, *, fo
     if force and launch == 0:
         directory.remove(whole_id)
         forget_lost(directory.attempts, [whole_id, *case_ids])
+    if directory.statuses(whole_id, launch).keys() >= set(case_ids):
+        return Todo([], {})
     lost = {}
     for case_id in case_ids:
         attempts = max((lost_attempts(directory.attempts, lost_id) for lost_id in (whole_id, case_id)), key=len)
         if len(attempts) >= MAX_ATTEMPTS:
             status, words = split_reason(attempts[-1])
             lost[case_id] = status, f"{words} ({len(attempts)} attempts)"
-    done = directory.statuses(whole_id, launch).keys()
-    left = [case_id for case_id in case_ids if case_id not in lost]
-    if comparison.backend == MODELLED or set(left) <= done:  # Of modelled cases none needs the others beside it.
-        left = [case_id for case_id in left if case_id not in done]
-    return Todo(left, lost if left or not lost.keys() <= done else {})
+    return Todo([case_id for case_id in case_ids if case_id not in lost], lost)
 
 
 def status_of(directory: RunDirectory, comparisons: Sequence[Comparison], launch: int = 0) -> int:
@@ -185,30 +166,16 @@ class Job:
             except ToldError:
                 raise
             except Exception as error:
-                self.guard.lose(reason_of(error), self.ranks.rank)
+                try:
+                    self._explain(reason_of(error))
+                finally:  # Though nobody may hear it. Destructors would wait for peers that may never come.
+                    os._exit(LOST)
 
-    def measure(
-        self,
-        comparisons: Sequence[Comparison],
-        todo: Sequence[Todo],
-        measure: Callable[[Job, Comparison, Sequence[CaseSpec]], Outcome],
-    ) -> bool:
-        """Measure what is to do, comparison by comparison; whether all was done before the job was asked to end."""
-        with self.trying(comparisons):
-            for comparison, (case_ids, lost) in zip(comparisons, todo, strict=True):
-                if not case_ids and not lost:
-                    continue
-                if self.ranks.of_first(asked_to_close()):
-                    return False
-                cases = [case for case in comparison.cases if case.case_id in case_ids]
-                launches, count = comparison.experiment.measure.launches, comparison.num_iterations(cases)
-                with progress_bar(count, "iteration", shown=self.ranks.is_first) as self.progress:
-                    repetition = f", launch {self.launch + 1} of {launches}" if launches > 1 else ""
-                    self.progress.set_description(comparison.title + repetition)
-                    outcome = measure(self, comparison, cases) if cases else Outcome()
-                outcome.unmeasured |= lost
-                self.write(comparison, outcome, anew=bool(cases) and comparison.backend != MODELLED)
-        return True
+    def _explain(self, reason: str) -> None:
+        """Note why what is tried is being lost, and say so."""
+        self.guard.attempt.explain(reason)
+        words = brief(reason, 300, quoted=False)
+        print(f"moe-ep-bench: rank {self.ranks.rank}: {words}", file=sys.stderr, flush=True)
 
     def begin(self, case_id: str) -> None:
         """Note that an iteration of a case begins: for the guard, for a job after a crash, for the display."""
@@ -232,20 +199,8 @@ class Job:
             except RuntimeError:
                 raise error from None
         reason = brief(reason_of(error), 300, quoted=False)
-        self.guard.explain(reason)
-        print(f"moe-ep-bench: rank {self.ranks.rank}: {reason}", file=sys.stderr, flush=True)
+        self._explain(reason)
         return reason
-
-    def write(self, comparison: Comparison, outcome: Outcome, *, anew: bool) -> None:
-        """Write one launch of a comparison on rank 0; every rank calls this alike.
-
-        Going on where that fails, on a full disk say, would measure for nothing, and no case is to blame.
-        """
-        self.guard.at(comparison.comparison_id)
-        part = self.directory, self.run_id, comparison, self.launch, outcome
-        self.on_first(
-            partial(write_launch, *part, anew=anew), "; what is finished stays, the same command goes on from there"
-        )
 
     def on_first(self, act: Callable[[], T], hint: str = "") -> T:
         """Have rank 0 act in the results directory for all, and tell them what came of it.
@@ -283,7 +238,8 @@ def fill(
         ValueError: the directory cannot be used; one line.
     """
     check_agreement(directory, comparisons[0].mode, conditions, force=force)
-    with hold(directory, comparisons):
+    titles = {comparison.comparison_id: comparison.title for comparison in comparisons}
+    with locks.hold(directory.root, titles):
         run_id, todo = new_run_id(), {}
         for comparison in comparisons:
             done = directory.statuses(comparison.comparison_id, table=table)

@@ -87,14 +87,8 @@ class Outcome:
     conditions: dict[str, Any] | None = None
 
 
-def write_launch(
-    directory: RunDirectory, run_id: str, comparison: Comparison, launch: int, outcome: Outcome, *, anew: bool
-) -> None:
-    """Write the parts of one launch of a comparison: what ranks routed, then samples, which make it finished.
-
-    Args:
-        anew: these are all cases of the launch; else other cases' rows stay.
-    """
+def write_launch(directory: RunDirectory, run_id: str, comparison: Comparison, launch: int, outcome: Outcome) -> None:
+    """Write the parts of one launch of a comparison: what ranks routed, then samples, which make it finished."""
     facts = {case.case_id: identity(run_id, comparison, case) for case in comparison.cases}
     write_routing(directory, comparison, {key: facts[key] for key in outcome.times}, outcome.rows, outcome.frontiers)
 
@@ -105,8 +99,7 @@ def write_launch(
             yield {**facts[key], **_sample_columns(outcome.steps, times_RSC, outcome.columns)}
 
     conditions = outcome.conditions and {"run_id": run_id, **outcome.conditions}
-    how = {"replaces": None if anew else {*outcome.times, *outcome.unmeasured}, "conditions": conditions}
-    directory.write("samples", comparison.comparison_id, rows(), launch, **how)
+    directory.write("samples", comparison.comparison_id, rows(), launch, conditions=conditions)
 
 
 def write_routing(

@@ -7,7 +7,6 @@ the same thing. Then each comparison is measured, by ``session`` or by ``virtual
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,16 +15,19 @@ from typing import Any
 
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
 from moe_ep_bench.bench.description import describe_timed_run
-from moe_ep_bench.bench.job import Job, Todo, check_timing, hold, left_of, new_run_id, status_of
+from moe_ep_bench.bench.job import Job, Todo, check_agreement, left_of, new_run_id, status_of
 from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.bench.rows import Outcome, write_launch
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
+from moe_ep_bench.runtime import locks
+from moe_ep_bench.runtime.attempts import Guard
 from moe_ep_bench.runtime.device import check_num_ranks
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, OK, USER_ERROR
-from moe_ep_bench.runtime.guard import STOPPED_WORDS, Guard
+from moe_ep_bench.runtime.exit_codes import CLOSED, USER_ERROR
+from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.runtime.ranks import ToldError, as_rank, join
-from moe_ep_bench.runtime.torchrun import Ended, is_launched, num_nodes, torchrun
+from moe_ep_bench.runtime.torchrun import STOPPED_WORDS, Ended, asked_to_close, is_launched, num_nodes, torchrun
 
 # How long ranks may take to meet before a config has said otherwise.
 _JOIN_TIMEOUT_S = 120.0
@@ -55,17 +57,9 @@ def launch(
     arguments = ["run", str(config), "--out", str(out), *(f"--set={override}" for override in overrides)]
     arguments += ["--point", str(point)] if point is not None else []
     arguments += ["--force"] if force else []
-    worst, last = Ended(OK), comparisons[0].experiment.measure.launches - 1
-    for number in range(last + 1):
-        ended = torchrun([*arguments, "--launch", str(number)], nproc, max_restarts=_MAX_RESTARTS)
-        if ended.status in (OK, CASES_FAILED) and ended.asked_to_close and number < last:
-            # It came in this launch's last comparison, after which its ranks had nothing left to end.
-            ended = ended._replace(status=CLOSED)
-        if ended.status not in (OK, CASES_FAILED):
-            return ended
-        # Which node has rank 0 may change from launch to launch.
-        worst = ended._replace(status=max(worst.status, ended.status))
-    return worst
+    launches = range(comparisons[0].experiment.measure.launches)
+    commands = [[*arguments, "--launch", str(number)] for number in launches]
+    return torchrun(commands, nproc, max_restarts=_MAX_RESTARTS)
 
 
 def run(
@@ -96,7 +90,7 @@ def run(
 
 
 def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = False) -> int:
-    """Measure all comparisons of ``config`` on virtual ranks; return the exit status, 128 + signal where one ended it.
+    """Measure all comparisons of ``config`` on virtual ranks; return the exit status.
 
     Raises:
         ValueError: the config cannot be used; one line.
@@ -105,17 +99,17 @@ def emulate(config: Path, out: Path, overrides: Sequence[str], *, force: bool = 
 
 
 def emulate_plan(comparisons: Sequence[Comparison], out: Path, *, force: bool = False) -> int:
-    """Measure comparisons of virtual ranks in this process; return the exit status, 128 + signal where one ended it."""
+    """Measure comparisons of virtual ranks in this process; return the exit status."""
     measures = any(comparison.device is None for comparison in comparisons)
     try:
-        with _begun(out, 0, math.inf, measures=measures) as job:  # Nobody waits for it outside of cases.
+        with _begun(out, 0, None, measures=measures) as job:  # Nobody waits for it outside of cases.
             return _measure(job, comparisons, force=force)
     except ToldError:
         return USER_ERROR
 
 
 @contextlib.contextmanager
-def _begun(out: Path, launch: int, timeout_s: float, *, measures: bool = True) -> Iterator[Job]:
+def _begun(out: Path, launch: int, timeout_s: float | None, *, measures: bool = True) -> Iterator[Job]:
     """Join the other ranks and work under a guard.
 
     Args:
@@ -163,30 +157,47 @@ def _agreed_plan(job: Job, config: Path, overrides: Sequence[str], point: int | 
 
 
 def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_point: bool = False) -> int:
-    """Measure what is left of this launch; return the exit status."""
+    """Measure what is left of this launch, comparison by comparison; return the exit status."""
     # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
     if comparisons[0].backend == RANKS:
         from moe_ep_bench.bench.session import measure_comparison
     else:
         from moe_ep_bench.bench.virtual import measure_comparison
-    ranks, directory = job.ranks, job.directory
+    ranks, directory, ended = job.ranks, job.directory, ""
     todo = job.on_first(partial(_take, job, comparisons, force=force))
-    is_done = not any(case_ids or lost for case_ids, lost in todo)
     job.run_id = ranks.of_first(new_run_id())
-    if not is_done:
+    if any(case_ids or lost for case_ids, lost in todo):
         # Made on every rank, which keeps them together: it goes through all batches.
         description = ranks.agree(partial(describe_timed_run, ranks, job.run_id, comparisons, job.guard.feed))
         job.on_first(partial(directory.write_run, description, keep_others=is_point))
-    ended = "all cases were finished before; --force runs them again" if is_done else ""
-    if is_closed := not job.measure(comparisons, todo, measure_comparison):
-        ended = STOPPED_WORDS
+    else:
+        ended = "all cases were finished before; --force runs them again"
+    with job.trying(comparisons):
+        for comparison, (case_ids, lost) in zip(comparisons, todo, strict=True):
+            if not case_ids and not lost:
+                continue
+            if ranks.of_first(asked_to_close()):
+                ended = STOPPED_WORDS
+                break
+            cases = [case for case in comparison.cases if case.case_id in case_ids]
+            with progress_bar(comparison.num_iterations(cases), "iteration", shown=ranks.is_first) as job.progress:
+                job.progress.set_description(comparison.title)
+                outcome = measure_comparison(job, comparison, cases) if cases else Outcome()
+            outcome.unmeasured |= lost
+            job.guard.at(comparison.comparison_id)
+            # Going on where that fails, on a full disk say, would measure for nothing, and no case is to blame.
+            hint = "; what is finished stays, the same command goes on from there"
+            job.on_first(partial(write_launch, directory, job.run_id, comparison, job.launch, outcome), hint)
     if ranks.is_first and ended:
         print(f"moe-ep-bench: {ended}", file=sys.stderr)
-    return CLOSED if is_closed else job.on_first(partial(status_of, directory, comparisons, job.launch))
+    return CLOSED if ended == STOPPED_WORDS else job.on_first(partial(status_of, directory, comparisons, job.launch))
 
 
 def _take(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> list[Todo]:
     """What is left to run. From here on no other job writes these comparisons, until this one ends."""
-    check_timing(job.directory, comparisons[0], job.ranks.device, force=force)
-    job.held.enter_context(hold(job.directory, comparisons))
-    return left_of(job.directory, comparisons, job.launch, force=force)
+    first, directory = comparisons[0], job.directory
+    conditions = provenance.conditions({**provenance.hardware(job.ranks.device), **provenance.package_versions()})
+    check_agreement(directory, first.mode, conditions, force=force, scope=first.scope)
+    titles = {comparison.comparison_id: comparison.title for comparison in comparisons}
+    job.held.enter_context(locks.hold(directory.root, titles))
+    return left_of(directory, comparisons, job.launch, force=force)

@@ -15,7 +15,7 @@ from typing import Any
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
-from moe_ep_bench.runtime.torchrun import end_with_parent
+from moe_ep_bench.runtime.torchrun import become_rank
 
 Work = Callable[[Namespace], int]
 
@@ -91,7 +91,7 @@ def _run(options: Namespace) -> int:
         return _list_points(options)
     is_rank = "RANK" in os.environ  # torchrun's
     if is_rank:
-        end_with_parent()
+        become_rank()
     elif options.launch is not None:
         raise UserError("--launch: only for ranks that torchrun started; without it, run does all of measure.launches")
     else:
@@ -111,7 +111,7 @@ def _run(options: Namespace) -> int:
         status = run.run(*what, launch=options.launch or 0, **how)
         reports = os.environ["RANK"] == "0" and not is_launched()
     else:
-        status, reports, _ = run.launch(*what, _nproc(options), **how)
+        status, reports = run.launch(*what, _nproc(options), **how)
     return _shown_of_directory(status, _out(options)) if reports else status
 
 
@@ -235,7 +235,8 @@ def _advise(options: Namespace) -> int:
 
 
 def _calibrate(options: Namespace) -> int:
-    end_with_parent()
+    if "RANK" in os.environ:
+        become_rank()
     out = options.out or Path("results", "calibration", "links.yaml")
     from moe_ep_bench.cost_model.calibrate import calibrate, launch_calibrate
 

@@ -24,9 +24,9 @@ from moe_ep_bench.cost_model.links import Link, Links
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, make_folder, writing_to
 from moe_ep_bench.machine import provenance
+from moe_ep_bench.runtime.attempts import Guard
 from moe_ep_bench.runtime.device import check_num_ranks
 from moe_ep_bench.runtime.exit_codes import OK
-from moe_ep_bench.runtime.guard import Guard
 from moe_ep_bench.runtime.ranks import Ranks, as_rank, join
 from moe_ep_bench.runtime.torchrun import torchrun
 from moe_ep_bench.timing.timer import clock_for, time_us
@@ -48,7 +48,8 @@ def launch_calibrate(out: Path, nproc: int, *, max_bytes: int | None = None, rep
     """
     check_num_ranks(nproc)
     arguments = ["calibrate", "--out", str(out.absolute()), "--repetitions", str(repetitions)]
-    return torchrun([*arguments, *([f"--max-bytes={max_bytes}"] if max_bytes is not None else [])], nproc).status
+    arguments += [f"--max-bytes={max_bytes}"] if max_bytes is not None else []
+    return torchrun([arguments], nproc).status
 
 
 def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20) -> int:

@@ -26,7 +26,7 @@ from moe_ep_bench.files import atomic_path
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime import exit_codes
 from moe_ep_bench.runtime.device import check_num_ranks, gpus_in_sight, local_ranks, why_torch_has_none
-from moe_ep_bench.runtime.ranks import NotMetError, join
+from moe_ep_bench.runtime.ranks import join
 from moe_ep_bench.runtime.torchrun import leave_status, torchrun
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -59,7 +59,7 @@ def doctor(out: Path, nproc: int | None) -> int:
     if "RANK" not in os.environ:
         num_ranks = local_ranks(nproc)
         check_num_ranks(num_ranks)
-        return torchrun(["doctor", "--out", str(out)], num_ranks).status
+        return torchrun([["doctor", "--out", str(out)]], num_ranks).status
     faulthandler.dump_traceback_later(_LIMIT_S, exit=True, file=sys.__stderr__)
     problems = 0
     of_node = itertools.chain(gpus(), packages(), disk(out)) if os.environ["LOCAL_RANK"] == "0" else ()
@@ -122,7 +122,7 @@ def exchange() -> Iterator[Finding]:
         else:
             yield Finding(OK, "all-to-all", f"{here}: every value was right")
         ranks.close()
-    except (UserError, NotMetError, dist.DistError, RuntimeError) as error:
+    except (UserError, dist.DistError, RuntimeError) as error:
         why = brief(str(error).strip().splitlines()[-1], 200, quoted=False)
         yield Finding(PROBLEM, "all-to-all", f"{here}: {why}; {hint}")
 

@@ -3,15 +3,15 @@
 A comparison takes its cases in turns, so a slow drift hits all alike. It cannot divide out a machine that changes from
 one moment to the next: another process on the cores, a hypervisor that lends them elsewhere, a GPU that lowers its
 clock because it is hot. CPU time of all processes less that of our ranks is what others used. A thread samples a GPU's
-clock and its reasons of throttling. What cannot be read becomes a note.
+clock and its reasons of throttling. What cannot be read is None.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,8 +20,6 @@ import numpy as np
 import psutil
 import pynvml
 
-from moe_ep_bench.machine.gpus import FIELDS, THROTTLE_REASONS
-
 if TYPE_CHECKING:
     import torch
 
@@ -29,6 +27,14 @@ if TYPE_CHECKING:
 # on a host of one's own nothing is stolen; a stolen slice stops one rank, and all others wait for it. Of the samples of
 # a GPU: with enough cooling and supply it is never slowed, and one sample may be a fluke.
 _MOST_FOREIGN, _MOST_STOLEN, _MOST_SLOWED = 0.05, 0.02, 0.01
+# Idling and a clock that somebody set are reasons for a low clock too, but no throttling.
+THROTTLE_REASONS = {
+    "power_cap": pynvml.nvmlClocksEventReasonSwPowerCap,
+    "hw_slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,
+    "hw_thermal": pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+    "sw_thermal": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
+    "hw_power_brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+}
 # NVML sets hw_slowdown together with the other two hw reasons, so it comes last: of equal shares the first one counts.
 _SLOWDOWNS = {
     "hw_thermal": "heat",
@@ -51,7 +57,6 @@ class MachineState:
     stolen_s: float | None = None  # by the hypervisor
     sm_clock_mhz: tuple[float, float, float] | None = None  # quantiles 5, 50 and 95 % where the GPU was not idle
     throttle_shares: Mapping[str, float] | None = None  # of samples, by name in THROTTLE_REASONS
-    notes: tuple[str, ...] = ()  # what could not be read
 
 
 class GpuSample(NamedTuple):
@@ -67,7 +72,6 @@ class MachineSampler:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="machine", daemon=True)
         self._samples: list[GpuSample] = []
-        self._notes: list[str] = []
 
     def __enter__(self) -> MachineSampler:
         if self._device.type == "cuda":
@@ -84,16 +88,14 @@ class MachineSampler:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(_PATIENCE_S)
-        return state_between(self._begin, end, list(self._samples), self._notes)
+        return state_between(self._begin, end, list(self._samples))
 
     def _watch(self) -> None:
-        try:
+        with contextlib.suppress(pynvml.NVMLError):  # no driver, or one that has lost its GPU
             read = nvml_reader(self._device)
             self._samples.append(read())
             while not self._stopped.wait(self._period_s):
                 self._samples.append(read())
-        except Exception as error:  # of whatever kind: watching must not end what it watches
-            self._notes.append(f"the GPU could not be read: {error or type(error).__name__}")
 
 
 def nvml_reader(device: torch.device) -> Callable[[], GpuSample]:
@@ -102,29 +104,27 @@ def nvml_reader(device: torch.device) -> Callable[[], GpuSample]:
 
     pynvml.nvmlInit()
     gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    return lambda: GpuSample(*(FIELDS[name](gpu) for name in GpuSample._fields))
+    return lambda: GpuSample(
+        pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+        pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu),  # from driver 535 on
+    )
 
 
 def counters() -> tuple[float, float, float, float]:
     """Seconds up to now, as in ``MachineState``: wall, own, machine, stolen; NaN = the kernel does not say."""
     machine = stolen = np.nan
-    try:
+    with contextlib.suppress(OSError):
         times = psutil.cpu_times()
         if times.user + times.system:  # 0: sandboxes hide the machine.
             machine, stolen = times.user + times.nice + times.system, times.steal
-    except Exception:  # of whatever kind: watching must not end what it watches
-        pass
     return time.perf_counter(), sum(os.times()[:4]), machine, stolen
 
 
-def state_between(
-    begin: Sequence[float], end: Sequence[float], samples: Sequence[GpuSample], notes: Sequence[str]
-) -> MachineState:
+def state_between(begin: Sequence[float], end: Sequence[float], samples: Sequence[GpuSample]) -> MachineState:
     """Two readings of the ``counters``, and the samples between them, as one state."""
     # A core that is taken offline sets a counter back.
     wall_s, own_cpu_s, machine_cpu_s, stolen_s = np.maximum(np.subtract(end, begin), 0).tolist()
     is_hidden = bool(np.isnan(machine_cpu_s))
-    hidden = ["the CPU time of other processes could not be read: the kernel does not say"] if is_hidden else []
     busy_mhz = [clock for clock, mask in samples if not mask & pynvml.nvmlClocksEventReasonGpuIdle]
     shares = {
         name: sum(mask & bit > 0 for _, mask in samples) / len(samples)
@@ -139,7 +139,6 @@ def state_between(
         stolen_s=None if is_hidden else stolen_s,
         sm_clock_mhz=tuple(np.quantile(busy_mhz, (0.05, 0.5, 0.95)).tolist()) if busy_mhz else None,
         throttle_shares=shares or None,
-        notes=(*hidden, *notes),
     )
 
 
@@ -177,11 +176,3 @@ def _taken(host: str, machine: MachineState, who: str, cpu_s: float) -> tuple[fl
     cores = cpu_s / machine.wall_s if machine.wall_s > 0 else 0.0
     words = f"{who} {cores:.2f} cores of {host} while it was timed (a rank may use {machine.num_cores})"
     return cores / machine.num_cores, words
-
-
-def remarks(states: Sequence[tuple[str, MachineState]]) -> list[str]:
-    """What could not be read; ``states`` as for ``disturbances``."""
-    notes = Counter(note for _, state in states for note in state.notes)
-    return [
-        note if count == len(states) else f"{note} ({count} of {len(states)} ranks)" for note, count in notes.items()
-    ]

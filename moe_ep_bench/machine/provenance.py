@@ -25,11 +25,10 @@ import psutil
 import pynvml
 
 from moe_ep_bench.files import read_text
-from moe_ep_bench.machine.gpus import query_gpus
 from moe_ep_bench.policies.lazy import torch
+from moe_ep_bench.runtime.device import query_gpus
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 # Variables that change what is measured. A fixed list, for others may hold secrets.
 _VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "NVSHMEM_", "NVTE_", "GLOO_", "OMP_")
@@ -162,25 +161,22 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def describe_gpus() -> dict[str, Any]:
-    """The node's driver and GPUs, and how they are linked (``nvidia-smi topo -m``); ``gpus_why`` there are none."""
-    try:
-        gpus, topology = query_gpus(), _output("nvidia-smi", "topo", "-m") or ""
-    except pynvml.NVMLError as error:
-        return {"gpus": None, "gpus_why": str(error)}
-    driver = next((gpu["driver"] for gpu in gpus), None)
-    return {"driver": driver, "gpus": gpus, "topology": _ESCAPES.sub("", topology).splitlines()}
+    """The first node's driver and GPUs, and how they are linked (``nvidia-smi topo -m``); empty where none is known."""
+    with contextlib.suppress(pynvml.NVMLError):
+        if gpus := query_gpus():
+            topology = re.sub(r"\x1b\[[0-9;]*m", "", _output("nvidia-smi", "topo", "-m") or "")  # it underlines
+            return {"driver": gpus[0]["driver"], "gpus": gpus, "topology": topology.splitlines()}
+    return {}
 
 
-def describe_rank(device: torch.device, *, several_nodes: bool) -> dict[str, Any]:
-    """Which process a rank was: its host, cores and GPU; of several nodes each one's first rank describes its GPUs."""
+def describe_rank(device: torch.device) -> dict[str, Any]:
+    """Which process a rank was: its host, cores and GPU."""
     on_cuda = device.type == "cuda"
-    speaks = several_nodes and on_cuda and os.environ.get("LOCAL_RANK") == "0"
     return {
         "hostname": socket.gethostname(),
         "num_cores": len(os.sched_getaffinity(0)),
         "gpu_name": torch.cuda.get_device_name(device) if on_cuda else None,
         "gpu_uuid": f"GPU-{torch.cuda.get_device_properties(device).uuid}" if on_cuda else None,
-        **({"node": describe_gpus()} if speaks else {}),
     }
 
 

@@ -1,4 +1,4 @@
-"""A line ahead of what a rank tries: the next start knows what a killed rank was doing, and goes on without it.
+"""A line ahead of what a rank tries, and an end for every hang: the next start knows what was lost, and goes on.
 
 Every rank keeps a file: how many cases it has begun, the last one's id, and why it is lost. A rank that ends in order
 removes it; any other that the next job finds is a lost attempt. Cases are timed in turns, and a rank that dies
@@ -6,15 +6,24 @@ meanwhile is to cost the case of that moment alone: the line is written ahead of
 by the first of its comparisons and collects the files of its own comparisons alone, which it has locked. While a
 comparison is built or written, and in native's first run, its own id stands for the case.
 
-    <out>/attempts/now-<job>-<rank>  three lines of text, filled up with zeros
+Where nothing moves for too long, or SIGTERM comes, ``faulthandler`` adds all stacks to the file and ends the process.
+It is C code: it works too where Python waits in a collective to which nobody comes.
+
+    <out>/attempts/now-<job>-<rank>  three lines of text, filled up with zeros; behind them stacks
     <out>/attempts/<case_id>.json    reasons of the attempts that were lost, oldest first
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import math
 import os
-import threading
-from collections.abc import Iterable, Sequence
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,10 +33,11 @@ from moe_ep_bench.files import read_json, write_json
 
 MAX_ATTEMPTS = 2
 
-# What a rank leaves that was ended by its peers' end, and that was asked to end.
-PEER_LOST, STOPPED = "peer lost", "stopped"
+# Of a rank that was ended by its peers' end.
+PEER_LOST = "peer lost"
 _SILENT = "failed: ended without a word (killed, or out of memory)"
-_NUM_BYTES, _PATIENCE_S = 600, 1.0
+_NUM_BYTES = 600
+_NO_NEWS = 0.05  # of the time that nothing may move: how much shorter it may be
 
 
 class Attempt:
@@ -36,41 +46,92 @@ class Attempt:
     def __init__(self, folder: Path, job: str, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"now-{job}-{rank}"
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        self._lock = threading.Lock()  # The guard's thread explains while the main one may be naming.
+        self.file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        os.lseek(self.file, _NUM_BYTES, os.SEEK_SET)  # Stacks go behind the lines.
         self._count, self._case_id, self._reason = 0, "", ""
         self._write()  # On a disk that is full by then, there is room.
 
     def name(self, case_id: str) -> None:
         """Note what is tried from now on. Nothing was lost for a reason that was given before."""
-        with self._lock:
-            self._count, self._case_id, self._reason = self._count + 1, case_id, ""
-            self._write()
+        self._count, self._case_id, self._reason = self._count + 1, case_id, ""
+        self._write()
 
     def explain(self, reason: str) -> None:
         """Note why it is being lost; the first reason stays."""
-        with self._lock:
-            self._explain(reason)
-
-    def explain_last(self, reason: str) -> None:
-        """Note why the process ends: whoever would name another case waits from now on."""
-        self._lock.acquire(timeout=_PATIENCE_S)  # Whoever has it may be stuck.
-        self._explain(reason)
-
-    def clear(self) -> None:
-        """End in order: nothing was lost."""
-        os.close(self._file)
-        self._path.unlink(missing_ok=True)
-
-    def _explain(self, reason: str) -> None:
         if not self._reason:
             self._reason = " ".join(reason.split())
             self._write()
-            os.fsync(self._file)  # Also where the results are on other machines: the first rank reads all files.
+            os.fsync(self.file)  # Also where the results are on other machines: the first rank reads all files.
+
+    def clear(self) -> None:
+        """End in order: nothing was lost."""
+        os.close(self.file)
+        self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         text = f"{self._count}\n{self._case_id}\n{self._reason}".encode()
-        os.pwrite(self._file, text[:_NUM_BYTES].ljust(_NUM_BYTES, b"\0"), 0)
+        os.pwrite(self.file, text[:_NUM_BYTES].ljust(_NUM_BYTES, b"\0"), 0)
+
+
+class Guard:
+    """Ends the process, with all stacks, when ``feed`` was not called for ``timeout_s`` seconds; None = never.
+
+    A context manager; ``attempt`` is of the block of ``trying``.
+    """
+
+    attempt: Attempt
+
+    def __init__(self, timeout_s: float | None = None) -> None:
+        self._allowed, self._fed = (timeout_s, sys.__stderr__.fileno()), -math.inf
+
+    def __enter__(self) -> Guard:
+        self._allow(*self._allowed)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+    def feed(self) -> None:
+        """Something has moved. It takes 0.1 ms and more, so that moments later it is not said again."""
+        timeout_s, stacks = self._allowed
+        if timeout_s is not None and time.monotonic() - self._fed > _NO_NEWS * timeout_s:
+            faulthandler.dump_traceback_later(timeout_s, exit=True, file=stacks)
+            self._fed = time.monotonic()
+
+    def _allow(self, timeout_s: float | None, stacks: int) -> None:
+        self._allowed, self._fed = (timeout_s, stacks), -math.inf
+        faulthandler.cancel_dump_traceback_later()
+        self.feed()
+
+    def allow(self, timeout_s: float) -> None:
+        """From now on wait so long, if that is longer."""
+        earlier_s, stacks = self._allowed
+        self._allow(max(earlier_s or 0.0, timeout_s), stacks)
+
+    def at(self, name: str) -> None:
+        """Note that work on a case, or on a comparison as a whole, begins."""
+        self.feed()
+        self.attempt.name(name)
+
+    @contextlib.contextmanager
+    def trying(self, attempt: Attempt, timeout_s: float) -> Iterator[None]:
+        """Allow so long while the block lasts. Whatever ends the process then is noted in ``attempt``."""
+        outside, self.attempt = self._allowed, attempt
+        # Ctrl-C is Python's own where a process is alone; ranks have left it to the kernel (``torchrun.become_rank``).
+        signals = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is signal.SIG_DFL]
+        for number in signals:
+            faulthandler.register(number, attempt.file, chain=True)
+        self._allow(timeout_s, attempt.file)
+        try:
+            yield
+        finally:
+            for number in signals:
+                faulthandler.unregister(number)
+            self._allow(*outside)
+            attempt.clear()
+
+
+# ---- at the next start -----------------------------------------------------------------------------------------------
 
 
 class _Left(NamedTuple):
@@ -80,12 +141,21 @@ class _Left(NamedTuple):
     count: int
     case_id: str
     reason: str
+    stacks: str
 
     @staticmethod
     def read(path: Path) -> _Left:
-        count, _, rest = path.read_bytes().rstrip(b"\0").decode(errors="replace").partition("\n")
-        case_id, _, reason = rest.partition("\n")
-        return _Left(int(path.name.rpartition("-")[2]), int(count or 0), case_id, reason)
+        content = path.read_bytes()
+        lines, stacks = content[:_NUM_BYTES].rstrip(b"\0"), content[_NUM_BYTES:]
+        count, case_id, reason = (*lines.decode(errors="replace").split("\n"), "", "")[:3]
+        return _Left(
+            int(path.name.rpartition("-")[2]), int(count or 0), case_id, reason, stacks.decode(errors="replace")
+        )
+
+    @property
+    def place(self) -> str:
+        """The function in which it stood: the last thread is the main one."""
+        return next(iter(re.findall(r" in (\S+)", self.stacks.rpartition("hread 0x")[2])), "native code")
 
 
 def collect_lost(folder: Path, jobs: Iterable[str]) -> None:
@@ -107,15 +177,26 @@ def _lost(left: Sequence[_Left]) -> tuple[str, str] | None:
 
     Ranks may be at different cases: one that is behind keeps the others waiting. None where all were asked to end.
     """
-    failed = [found for found in left if found.reason and not found.reason.startswith((PEER_LOST, STOPPED))]
-    silent = [found._replace(reason=_SILENT) for found in left if not found.reason]
-    is_stopped = any(found.reason.startswith(STOPPED) for found in left)
+    if hung := re.search(r"^Timeout \((\S+)\)!", "\n".join(found.stacks for found in left), re.MULTILINE):
+        # The first that was overdue ended the others, which left their stacks too.
+        left = [found._replace(reason=found.reason or _hung(found, hung[1])) for found in left]
+    failed = [found for found in left if found.reason and not found.reason.startswith(PEER_LOST)]
+    silent = [found._replace(reason=_SILENT) for found in left if not found.reason and not found.stacks]
+    is_stopped = any(found.stacks for found in left)
     causes = failed or silent or ([] if is_stopped else left)
     behind = [cause for cause in causes if cause.count == min(other.count for other in causes)]
     if not behind:
         return None
     ranks = {cause.reason: [str(other.rank) for other in behind if other.reason == cause.reason] for cause in behind}
     return behind[0].case_id, "; ".join(f"{reason} (rank {', '.join(of)})" for reason, of in ranks.items())
+
+
+def _hung(left: _Left, limit: str) -> str:
+    """Why a rank was lost of which one moved no more; its stacks go into the log."""
+    if not left.stacks:
+        return ""
+    print(f"moe-ep-bench: rank {left.rank} stood here:\n{left.stacks}", file=sys.stderr, flush=True)
+    return f"timeout: no progress for {limit} in {left.place}"
 
 
 def lost_attempts(folder: Path, case_id: str) -> list[str]:

@@ -9,27 +9,37 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pynvml
 
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.machine.gpus import query_gpus
 
-# Of a command and of the ranks that it starts: --cpu was given.
-_CPU = "MOE_EP_BENCH_CPU"
-# What stands in CUDA_VISIBLE_DEVICES for no GPU.
-_NONE = ("", "-1", "NoDevFiles")
 _DEVICES = Path("/dev")
 # Of NVIDIA, of it under Windows or on boards, and of AMD.
 _GPU_FILES = ("nvidia*", "dxg", "nvhost*", "kfd")
 # So many CPU ranks per core at most, and this many wherever: they share time slices, and rows say so.
 _RANKS_PER_CORE, _LEAST_RANKS = 2, 4
 
+# How NVML is asked; names have the unit. An error of one costs only itself.
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    "name": lambda gpu: pynvml.nvmlDeviceGetName(gpu),
+    "uuid": lambda gpu: pynvml.nvmlDeviceGetUUID(gpu),
+    "memory_mib": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).total / 2**20,
+    "memory_free_mib": lambda gpu: pynvml.nvmlDeviceGetMemoryInfo(gpu).free / 2**20,
+    "sm_clock_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+    "sm_clock_limit_mhz": lambda gpu: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+    "power_limit_w": lambda gpu: pynvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
+    "power_default_w": lambda gpu: pynvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1e3,
+    "mig": lambda gpu: "Enabled" if pynvml.nvmlDeviceGetMigMode(gpu)[0] else "Disabled",
+}
+
 
 def take_cpu() -> None:
     """Measure on the CPU, whatever is here; before torch is imported, and for all processes that this one starts."""
-    os.environ |= {_CPU: "1", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def num_gpus() -> int:
@@ -42,22 +52,17 @@ def num_gpus() -> int:
 
 
 def device_type() -> str:
-    """``cuda`` where torch can use a GPU, else ``cpu``.
-
-    The CPU is asked for by --cpu, or outside of Slurm by an empty CUDA_VISIBLE_DEVICES.
+    """``cuda`` where torch can use a GPU, else ``cpu``; an empty CUDA_VISIBLE_DEVICES (--cpu) asks for the CPU.
 
     Raises:
-        UserError: the CPU is not asked for, and there are GPUs that torch cannot use, or this is a Slurm job.
+        UserError: there are GPUs that torch cannot use, or that are hidden from it, and the CPU is not asked for.
     """
     if num_gpus():
         return "cuda"
-    in_slurm, visible = "SLURM_JOB_ID" in os.environ, os.environ.get("CUDA_VISIBLE_DEVICES")
-    if os.environ.get(_CPU) or (not in_slurm and visible is not None and visible.strip() in _NONE):
-        return "cpu"
-    if (seen := gpus_in_sight()) or in_slurm or visible:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and (seen := gpus_in_sight()):
         raise UserError(
-            f"GPUs: {seen or 'no driver lists any'}, and torch can use none ({why_torch_has_none()}); expected a torch "
-            "for this driver (launch/setup.sh --cuda12 for CUDA 12), in Slurm a job with --gpus-per-node, or --cpu"
+            f"GPUs: {seen}, and torch can use none ({why_torch_has_none()}); expected a torch for this driver "
+            "(launch/setup.sh --cuda12 for CUDA 12), in Slurm a job with --gpus-per-node, or --cpu"
         )
     return "cpu"
 
@@ -105,3 +110,24 @@ def check_num_ranks(nproc: int) -> None:
         most, of = max(_RANKS_PER_CORE * cores, _LEAST_RANKS), f"for {cores} cores"
     if nproc > most:
         raise UserError(f"--nproc: expected at most {most} ({of}), got {nproc}")
+
+
+def query_gpus() -> list[dict[str, Any]]:
+    """All GPUs of this node, CUDA_VISIBLE_DEVICES or not: ``index``, ``driver`` and ``_FIELDS``; None = unsaid.
+
+    Raises:
+        pynvml.NVMLError: there is no driver, or it has lost its GPU.
+    """
+    pynvml.nvmlInit()
+    driver = pynvml.nvmlSystemGetDriverVersion()
+    gpus = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        row: dict[str, Any] = {"index": index, "driver": driver}
+        for name, read in _FIELDS.items():
+            try:
+                row[name] = read(handle)
+            except (pynvml.NVMLError, LookupError):
+                row[name] = None
+        gpus.append(row)
+    return gpus

@@ -2,17 +2,14 @@
 
 A job locks each comparison that it may write, not the directory: jobs on other comparisons fill one directory at once.
 A lock is the kernel's (``filelock``, by flock) on ``<out>/.lock-<name>`` and ends with its holder; the file says who
-that is. File systems without such locks (Lustre mounted without ``-o flock``) are named on standard error, and the run
-goes on.
+that is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,7 +20,6 @@ from moe_ep_bench.errors import UserError, brief
 
 # A job that was just stopped may take so long to end; its successor waits for it.
 PATIENCE_S = 5.0
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def lock_file(root: Path, name: str) -> Path:
@@ -47,24 +43,16 @@ def hold(root: Path, titles: Mapping[str, str], *, patience_s: float = PATIENCE_
         for name, title in titles.items():
             file = lock_file(root, name)
             try:
-                held.enter_context(
-                    FileLock(file, fallback_to_soft=False).acquire(timeout=patience_s, poll_interval=0.1)
-                )
+                held.enter_context(FileLock(file, timeout=patience_s, poll_interval=0.1, fallback_to_soft=False))
             except Timeout:
                 raise UserError(
                     f"--out {root}: {title}: another job is writing this, {_holder(file)}; "
                     "wait for it, stop it, or choose another directory"
                 ) from None
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                why = f"this file system has no locks ({error.strerror}); see to it that no other job writes there"
-                print(f"moe-ep-bench: {root}: {why}", file=sys.stderr)
-            else:
-                # While it is held: who has opened it meanwhile finds it gone, and opens it anew.
-                held.callback(file.unlink, missing_ok=True)
-                begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-                file.write_text(f"process {os.getpid()} on {socket.gethostname()}, begun {begun}")
+            # While it is held: who has opened it meanwhile finds it gone, and opens it anew.
+            held.callback(file.unlink, missing_ok=True)
+            begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            file.write_text(f"process {os.getpid()} on {socket.gethostname()}, begun {begun}")
         yield
 
 
@@ -76,8 +64,6 @@ def is_held(root: Path, name: str) -> bool:
             FileLock(file, fallback_to_soft=False).acquire(blocking=False).lock.release()
     except Timeout:
         return True
-    except OSError:  # No locks here; ``hold`` said so.
-        pass
     return False
 
 

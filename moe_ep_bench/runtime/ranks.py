@@ -1,4 +1,4 @@
-"""Ranks meet within a limit and agree before they do anything costly; a mistake of one is printed once and ends all.
+"""Ranks agree before they do anything costly; a mistake of one is printed once and ends all.
 
 The default group carries the measured traffic (NCCL between GPUs, gloo between CPU ranks). A gloo side group carries
 agreement and results: it neither disturbs the measured one nor dies with it.
@@ -40,10 +40,6 @@ T = TypeVar("T")
 
 class ToldError(Exception):
     """The job ends on all ranks, and the user was told why: the config is wrong, or results cannot be written."""
-
-
-class NotMetError(Exception):
-    """The processes of a job did not find each other."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +117,9 @@ def as_rank(work: Callable[[], int]) -> int:
         status = work()
     except ToldError:
         status = USER_ERROR
-    except (UserError, NotMetError) as error:
+    except UserError as error:
         print(f"moe-ep-bench: {error}", file=sys.stderr)
-        status = USER_ERROR if isinstance(error, UserError) else LOST
+        status = USER_ERROR
     except Exception as error:
         if is_of_peers(error):
             print(f"moe-ep-bench: {PEER_LOST}: {brief(error, 200, quoted=False)}", file=sys.stderr, flush=True)
@@ -142,7 +138,7 @@ def join(timeout_s: float, *, measures: bool = True) -> Ranks:
 
     Raises:
         UserError: fewer GPUs on this node than ranks, or GPUs that torch cannot use (``device_type``).
-        NotMetError: too few, or with other ideas of how many they are; one line.
+        torch.distributed.DistError, RuntimeError: they do not find each other in time.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -161,22 +157,7 @@ def join(timeout_s: float, *, measures: bool = True) -> Ranks:
         cores = max(1, len(os.sched_getaffinity(0)) // local_world_size)
         torch.set_num_threads(int(os.environ.get(_THREADS, cores)))
     # Without a device_id NCCL builds a communicator when a group is first used: most groups never are.
-    if "RANK" in os.environ:
-        try:
-            dist.init_process_group(backend, timeout=timeout)
-            # NCCL has connected nobody yet, and the side group would wait for an hour.
-            meeting = dist.new_group(backend="gloo", timeout=timeout)
-            dist.barrier(meeting)
-            dist.destroy_process_group(meeting)
-        except (dist.DistError, RuntimeError, ValueError) as error:
-            names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-            rank, world_size, host, port = (os.environ.get(name, "?") for name in names)
-            raise NotMetError(
-                f"rank {rank} of {world_size} did not meet the others at {host}:{port} within {timeout_s:g} s; "
-                f"expected {world_size} ranks, all started with that WORLD_SIZE, over the network GLOO_SOCKET_IFNAME "
-                f"(here {os.environ.get('GLOO_SOCKET_IFNAME', 'unset')}): {brief(error, 200, quoted=False)}"
-            ) from None
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timeout, **alone)
     side_group = dist.new_group(backend="gloo", timeout=_SIDE_TIMEOUT)
     return Ranks(dist.get_rank(), dist.get_world_size(), local_world_size, device, side_group)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_ep_bench.errors import UserError, brief
-from moe_ep_bench.runtime.exit_codes import LOST
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, LOST, OK
 
 # Of ranks: the folder in which they leave their status, and find a request to close.
 _FOLDER = "MOE_EP_BENCH_LAUNCH"
@@ -28,6 +28,8 @@ _ARGUMENTS = "MOE_EP_BENCH_ARGUMENTS"
 # torchrun would keep one store for all starts, in which gloo finds the addresses of ranks that have ended.
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+STOPPED_WORDS = "stopped: what is finished is kept, the same command does what is left"
 
 
 def num_nodes() -> int:
@@ -48,47 +50,58 @@ class Ended(NamedTuple):
     Attributes:
         status: what the ranks agreed on, ``LOST`` where they could not, 128 + signal where one ended this process.
         has_rank_0: whether rank 0 was on this node.
-        asked_to_close: whether SIGUSR1 came, be it too late to make a difference to this job.
     """
 
     status: int
     has_rank_0: bool = False
-    asked_to_close: bool = False
 
 
-def torchrun(arguments: Sequence[str], nproc: int, *, max_restarts: int = 0) -> Ended:
-    """Run ``moe_ep_bench ARGUMENTS`` on so many ranks of this node."""
+def torchrun(commands: Sequence[Sequence[str]], nproc: int, *, max_restarts: int = 0) -> Ended:
+    """Run ``moe_ep_bench COMMAND`` on so many ranks of this node, one after another until one does not go through."""
+    worst = Ended(OK)
+    with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as folder:
+        close = Path(folder, "close")  # a file, for ranks whom no signal reaches
+        earlier = signal.signal(signal.SIGUSR1, lambda number, frame: close.touch())
+        try:
+            for command in commands:
+                ended = _torchrun(folder, command, nproc, max_restarts)
+                # Which node has rank 0 may change.
+                worst = ended._replace(status=max(worst.status, ended.status))
+                if ended.status not in (OK, CASES_FAILED):
+                    return ended
+        finally:
+            signal.signal(signal.SIGUSR1, earlier)
+    return worst
+
+
+def _torchrun(folder: str, command: Sequence[str], nproc: int, max_restarts: int) -> Ended:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
-    options = [f"--nproc-per-node={nproc}"]
+    options = [f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
     options += [] if "PET_MAX_RESTARTS" in os.environ else [f"--max-restarts={max_restarts}"]
     options += ["--standalone"] if num_nodes() == 1 else []
-    with tempfile.TemporaryDirectory(prefix="moe-ep-bench-") as folder:
-        close = Path(folder, "close")  # a file, for ranks whom no signal reaches
-        earlier = signal.signal(signal.SIGUSR1, lambda number, frame: close.touch())
-        variables = {**_DEFAULTS, _FOLDER: folder, _ARGUMENTS: json.dumps(sys.argv[1:])}
-        before = dict(os.environ)
-        os.environ.update({**variables, **before})  # What the user has set stays.
-        try:
-            main([*options, f"--log-dir={folder}", "-m", "moe_ep_bench", *arguments])
-        except SignalException as stopped:
-            return Ended(128 + int(stopped.sigval))
-        except ChildFailedError:  # torchrun has said which ranks failed, and they why.
-            return Ended(LOST)
-        except Exception as error:  # Nodes that do not meet, say; torch keeps what went wrong in the cause.
-            where = f" at {endpoint}" if (endpoint := os.environ.get("PET_RDZV_ENDPOINT")) else ""
-            words = brief(error.__cause__ or error, 200, quoted=False)
-            print(f"moe-ep-bench: torchrun{where}: {type(error).__name__}: {words}", file=sys.stderr)
-            return Ended(LOST)
-        finally:
-            signal.signal(signal.SIGUSR1, earlier)
-            for name in variables.keys() - before.keys():
-                os.environ.pop(name, None)
-        agreed = Path(folder, "status")
-        status, node = map(int, agreed.read_text().split()) if agreed.exists() else (LOST, None)
-        return Ended(status, node == 0, close.exists())
+    agreed, before = Path(folder, "status"), dict(os.environ)
+    agreed.unlink(missing_ok=True)
+    os.environ |= {**_DEFAULTS, _FOLDER: folder, _ARGUMENTS: json.dumps(sys.argv[1:]), **before}  # A user's stay.
+    try:
+        main([*options, "-m", "moe_ep_bench", *command])
+    except SignalException as stopped:
+        print(f"moe-ep-bench: {STOPPED_WORDS}", file=sys.stderr)
+        return Ended(128 + int(stopped.sigval))
+    except ChildFailedError:  # torchrun has said which ranks failed, and they why.
+        return Ended(LOST)
+    except Exception as error:  # Nodes that do not meet, say; torch keeps what went wrong in the cause.
+        where = f" at {endpoint}" if (endpoint := os.environ.get("PET_RDZV_ENDPOINT")) else ""
+        words = brief(error.__cause__ or error, 200, quoted=False)
+        print(f"moe-ep-bench: torchrun{where}: {type(error).__name__}: {words}", file=sys.stderr)
+        return Ended(LOST)
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+    status, node = map(int, agreed.read_text().split()) if agreed.exists() else (LOST, None)
+    return Ended(status, node == 0)
 
 
 # ---- in a rank -------------------------------------------------------------------------------------------------------
@@ -99,8 +112,10 @@ def is_launched() -> bool:
     return _FOLDER in os.environ
 
 
-def end_with_parent() -> None:
-    """Have the kernel send SIGTERM when torchrun's process is gone. Before torch is imported."""
+def become_rank() -> None:
+    """End at signals wherever this process is stuck, and with torchrun's process. Before torch is imported."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # ``torchrun`` handles it.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -124,9 +139,3 @@ def asked_to_close() -> bool:
     """Whether this node was asked (SIGUSR1) to end after the comparison that is measured."""
     folder = os.environ.get(_FOLDER)
     return folder is not None and Path(folder, "close").exists()
-
-
-def ask_to_close() -> None:
-    """Ask the ranks of this node to end after the comparison that is measured."""
-    if folder := os.environ.get(_FOLDER):
-        Path(folder, "close").touch()

@@ -3,11 +3,10 @@
 ``policy=fault`` pairs, comma-separated; the fault strikes on the last rank (``wrong``: on all ranks)
 whenever that policy routes inside a layer, with ``@timed`` behind it only while the layer is timed; in a Slurm job only
 until it is requeued, or with ``until=2`` until it is requeued the second time.
-Some keys are no policies: ``join=5`` lets ranks wait for each other for 5 seconds only; ``setup=5`` gives
-them so long to read the config, and the last one hangs there; ``torch=1.0`` gives the last rank another
-version of torch. ``build=oom`` lets the last rank run out of memory when it builds its first layer, ``check=oom`` when
-it holds outputs against the reference for the fourth time. ``exchange=wrong`` and ``exchange=kill`` strike in the
-all-to-all of ``doctor``. Python imports this module at start-up.
+Some keys are no policies: ``setup=5`` gives ranks so long to read the config, and the last one hangs there;
+``torch=1.0`` gives the last rank another version of torch. ``build=oom`` lets the last rank run out of memory when it
+builds its first layer, ``check=oom`` when it holds outputs against the reference for the fourth time.
+``exchange=wrong`` and ``exchange=kill`` strike in the all-to-all of ``doctor``. Python imports this module at start-up.
 """
 
 import itertools
@@ -129,12 +128,6 @@ def _inject_beside_policies() -> None:
         _strike_at_call(DenseReference, "worst_error", 4, FAULTS["check"])
 
 
-def _shorten_joining() -> None:
-    from moe_ep_bench.bench import run
-
-    run._JOIN_TIMEOUT_S = float(FAULTS["join"])
-
-
 def _change_versions() -> None:
     from moe_ep_bench.machine import provenance
 
@@ -170,14 +163,11 @@ def _exchange_wrongly() -> None:
 if "doctor" in sys.orig_argv and "exchange" in FAULTS and _is_last_rank() and "RANK" in os.environ:
     _exchange_wrongly()
 if int(os.environ.get("SLURM_RESTART_COUNT", "0")) < int(FAULTS.pop("until", "1")):
-    if "run" in sys.orig_argv:
-        if "join" in FAULTS:
-            _shorten_joining()
-        if "torch" in FAULTS and _is_last_rank():
-            _change_versions()
+    if "run" in sys.orig_argv and "torch" in FAULTS and _is_last_rank():
+        _change_versions()
     if "run" in sys.orig_argv and "RANK" in os.environ:
         if "setup" in FAULTS:
             _hang_in_setup()
-        if set(FAULTS) - {"join", "setup", "torch"}:
+        if set(FAULTS) - {"setup", "torch"}:
             _inject()
             _inject_beside_policies()

@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
-    DogeConfig,
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
@@ -115,11 +114,6 @@ def checkpoint(folder: Path, family: str, **fields: Any) -> Path:
 def dense() -> Any:
     """A model without experts."""
     return build(LlamaConfig(**_COMMON), "eager")
-
-
-def chosen_within() -> Any:
-    """A model whose experts are chosen by no module of its own."""
-    return build(DogeConfig(**_COMMON, is_moe=True, num_experts=16, num_experts_per_tok=4), "eager")
 
 
 def tokens(num_sequences: int, length: int, seed: int = 0) -> torch.Tensor:

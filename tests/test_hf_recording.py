@@ -37,7 +37,7 @@ from moe_ep_bench.workload.tail import keep_top_k_ahead
 from moe_ep_bench.workload.trace import TraceWriter, open_trace
 
 LENGTH, NUM = 16, 12
-OPTIONS = {"sequence_length": LENGTH, "num_sequences": NUM, "batch": 4}
+OPTIONS = {"sequence_length": LENGTH, "num_sequences": NUM}
 
 
 @pytest.fixture(scope="module")

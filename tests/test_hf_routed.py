@@ -16,7 +16,6 @@ from hf_models import FAMILIES, IMPLEMENTATIONS, tiny, tokens
 from torch import Tensor
 
 from moe_ep_bench.policies import POLICIES, make_policy
-from moe_ep_bench.policies.selection import top_k_map
 from moe_ep_bench.quality.families import find_moe_layers
 from moe_ep_bench.quality.routed import ForwardPass, RouterCall, routed
 
@@ -102,24 +101,10 @@ def test_every_family_whose_config_is_read_is_routed_as_its_own_router_routes(fa
     assert not torch.equal(logits(model, ids_BS, DROP, num_ranks=2), unpatched(model, ids_BS))
 
 
-def test_groups_that_policies_compare_otherwise_are_the_models_own() -> None:
-    """DeepSeek-V2 takes a group's best expert, also where Megatron-Core would sum two."""
-    model = tiny("deepseek_v2", num_experts_per_tok=4, topk_group=2)
-    for one in looked_at(model, tokens(4, 32), TOPK):
-        assert one.context.num_groups is None
-        assert one.routing is not None
-        assert torch.equal(one.routing.map_TE, one.own_TE)
-        assert (one.own_TE.view(-1, 4, 2).any(2).sum(1) <= 2).all()
-
-
 def test_groups_that_no_policy_can_follow_are_refused() -> None:
     model = tiny("deepseek_v3", num_experts_per_tok=2, topk_group=2)
-    ids_BS = tokens(4, 32)
     with pytest.raises(ValueError, match=r"top_k \(2\) over topk_group \(2\) to be 2, by which deepseek_v3"):
-        logits(model, ids_BS, TOPK)
-    for one in looked_at(model, ids_BS):  # A recording needs no policy; other groups' experts have no scores.
-        assert torch.equal(one.own_TE, top_k_map(one.scores_TE, one.context))
-        assert ((one.scores_TE.view(-1, 4, 2) > 0).any(2).sum(1) == 2).all()
+        find_moe_layers(model)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -140,10 +125,8 @@ def test_moe_layers_know_their_decoder_layer_and_their_place_among_each_other() 
 
 
 def test_a_model_without_routers_or_of_no_known_family_is_refused_in_a_line() -> None:
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM: expected routers .* got none: no mixture of experts"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: expected routers .* got none"):
         find_moe_layers(hf_models.dense())
-    with pytest.raises(ValueError, match=r"DogeForCausalLM: expected routers .* got the routers DogeCDMoE"):
-        find_moe_layers(hf_models.chosen_within())
     mixtral = tiny("mixtral")
     unknown = pytest.raises(ValueError, match="MixtralForCausalLM: model_type 'mixtral': no family that is known")
     with mock.patch("moe_ep_bench.models.hf_config.families", return_value={}), unknown:

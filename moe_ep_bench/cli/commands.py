@@ -1,6 +1,6 @@
 """What the commands do: each calls the module that does the work.
 
-torch, Megatron-Core, pandas and matplotlib are imported inside commands: help and a mistake in a config wait for none.
+torch, Megatron-Core, pandas and matplotlib are imported inside commands: help waits for none.
 """
 
 from __future__ import annotations
@@ -27,19 +27,6 @@ def _out(options: Namespace, suffix: str = "") -> Path:
     return options.out or Path("results", f"{options.config.stem}{suffix}")
 
 
-def _check_config(options: Namespace, *also: str) -> None:
-    """Find mistakes in a config before torch is imported, which takes seconds.
-
-    What is wrong where there is no GPU alone is found later: only torch knows whether there is one.
-
-    Args:
-        also: overrides that the command adds.
-    """
-    from moe_ep_bench.config.files import load_experiments
-
-    load_experiments(options.config, [*also, *options.overrides], on_cpu=getattr(options, "cpu", False))
-
-
 def _nproc(options: Namespace) -> int:
     """Ranks on this node."""
     from moe_ep_bench.runtime.device import local_ranks
@@ -56,29 +43,23 @@ def shown(status: int, report: Callable[[], str]) -> int:
     """Print what a command that ended with ``status`` found, where there is anything; the status to end with."""
     from moe_ep_bench.analysis.store import ResultsError
 
-    if status not in (OK, CASES_FAILED):
-        return status
-    try:
-        print(report(), flush=True)
-    except BrokenPipeError:  # All was measured all the same.
-        end_output()
-    except ResultsError as error:  # All was run: that cases lack is not the user's mistake.
-        print(f"moe-ep-bench: nothing to show: {error}", file=sys.stderr)
-        return CASES_FAILED
+    if status in (OK, CASES_FAILED):
+        try:
+            print(report(), flush=True)
+        except BrokenPipeError:  # All was measured all the same.
+            end_output()
+        except ResultsError as error:  # Cases lack, or other jobs have still to write theirs.
+            print(f"moe-ep-bench: nothing to show yet: {error}", file=sys.stderr)
     return status
 
 
 def _shown_of_directory(status: int, out: Path) -> int:
-    """Print the table of a results directory; where other jobs still write into it, where it is. The job's status."""
+    """Print the table of a results directory."""
 
     def report() -> str:
         from moe_ep_bench.analysis.show import end_of_run
-        from moe_ep_bench.analysis.store import ResultsError
 
-        try:
-            return end_of_run(out)
-        except ResultsError as error:
-            return f"in {out}; no table yet: {error}"
+        return end_of_run(out)
 
     return shown(status, report)
 
@@ -94,8 +75,6 @@ def _run(options: Namespace) -> int:
         become_rank()
     elif options.launch is not None:
         raise UserError("--launch: only for ranks that torchrun started; without it, run does all of measure.launches")
-    else:
-        _check_config(options)
     from moe_ep_bench.runtime.torchrun import is_launched, num_nodes
 
     if options.dry_run:
@@ -124,7 +103,6 @@ def _list_points(options: Namespace) -> int:
 
 
 def _emulate(options: Namespace) -> int:
-    _check_config(options)
     if options.dry_run:
         from moe_ep_bench.bench.dry_run import dry_run
 
@@ -136,7 +114,6 @@ def _emulate(options: Namespace) -> int:
 
 
 def _route(options: Namespace) -> int:
-    _check_config(options)
     if options.dry_run:
         from moe_ep_bench.bench.dry_run import dry_run
 
@@ -152,7 +129,6 @@ def _route(options: Namespace) -> int:
 
 
 def _validate(options: Namespace) -> int:
-    _check_config(options)
     from moe_ep_bench.analysis.validate import write_validation
     from moe_ep_bench.bench.validate import validate
 
@@ -172,7 +148,6 @@ def _papers(options: Namespace) -> int:
         return OK
     if options.paper is not None or options.json:
         raise UserError(f"--paper, --json: expected none with a config, {options.config}")
-    _check_config(options)
     from moe_ep_bench.papers.run import run_claims
 
     out, nproc = _out(options), None if options.nproc is None else _nproc(options)
@@ -212,8 +187,6 @@ def _advise(options: Namespace) -> int:
 
         print(advice_text(load_timed(options.config), bounds, show_all=options.all))
         return OK
-    if options.config is not None:
-        _check_config(options, "policies=[{name: topk}]")  # Its own are no candidates, so that it needs none.
     question = ask(options, bounds)
     if options.dry_run:
         print(question.plan)
@@ -256,11 +229,11 @@ def _trace_info(options: Namespace) -> int:
 def _trace_record(options: Namespace) -> int:
     from moe_ep_bench.quality.recording import record
 
-    names = "similarity", "sequence_length", "num_sequences", "batch", "dtype", "domain", "licence"
     out = options.out
     if options.similarity is None and out is None:
         out = Path("recordings", f"{options.model.resolve().name}-{options.text.stem}.safetensors")
-    print(record(options.model, options.text, out=out, **{name: getattr(options, name) for name in names}))
+    how = {"sequence_length": options.sequence_length, "num_sequences": options.num_sequences}
+    print(record(options.model, options.text, out=out, similarity=options.similarity, **how))
     return OK
 
 

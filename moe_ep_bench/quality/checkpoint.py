@@ -6,7 +6,7 @@ device), to see whether its routers are known. Weights that the folder lacks are
 make up random ones and go on.
 
 Text is cut into sequences of one length, one after the other, across its lines: the usual way to take a language
-model's cross-entropy on a file. It is read in pieces of whole lines, of which tokenizers take one at a time.
+model's cross-entropy on a file. Tokenizers take it in pieces that end with a line.
 
 Shapes: S = tokens of a sequence.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,11 +113,20 @@ class Checkpoint:
         Raises:
             ValueError: the file cannot be read as UTF-8, or is too short.
         """
-        rows = list(itertools.islice(_sequences(text, self.tokenizer, length), number))
-        if len(rows) < (needed := number or 1):
-            expected = f"expected a text of at least {needed} sequences of {length} tokens"
-            raise UserError(f"{text}: {expected}, got {len(rows)}")
-        return torch.tensor(rows, dtype=torch.int64)
+        tokens: list[int] = []
+        try:
+            with text.open(encoding="utf-8") as file:
+                while number is None or len(tokens) < number * length:
+                    if not (piece := file.read(_CHARACTERS_AT_ONCE)):
+                        break
+                    piece += file.readline(_CHARACTERS_AT_ONCE)
+                    tokens += self.tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+        except (OSError, UnicodeError) as error:
+            raise UserError(f"{text}: cannot read the text: {error}") from None
+        found = len(tokens) // length
+        if found < (needed := number or 1):
+            raise UserError(f"{text}: expected a text of at least {needed} sequences of {length} tokens, got {found}")
+        return torch.tensor(tokens[: (number or found) * length], dtype=torch.int64).view(-1, length)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -147,23 +155,6 @@ def import_transformers() -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
-
-
-def _sequences(file: Path, tokenizer: Any, length: int) -> Iterator[list[int]]:
-    """The text's tokens in sequences of ``length``. Pieces end with a line, where lines are not longer than a piece."""
-    tokens: list[int] = []
-    try:
-        with file.open(encoding="utf-8") as text:
-            while piece := text.read(_CHARACTERS_AT_ONCE):
-                piece += text.readline(_CHARACTERS_AT_ONCE)
-                tokens += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-                for first in range(0, len(tokens) - length + 1, length):
-                    yield tokens[first : first + length]
-                del tokens[: len(tokens) // length * length]
-    except OSError as error:
-        raise UserError(f"{file}: cannot read the text: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: expected UTF-8 text; {error.reason} at byte {error.start}") from None
 
 
 @contextlib.contextmanager

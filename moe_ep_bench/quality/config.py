@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import DirectoryPath, Field, model_validator
 
 from moe_ep_bench.config import NAME, SweepPoint
 from moe_ep_bench.errors import UserError
@@ -69,7 +69,7 @@ class QualityExperiment(SweepPoint):
     """Text whose next tokens are judged; give this, tasks or both."""
     tasks: tuple[TaskConfig, ...] | None = Field(None, min_length=1)
     """Tasks of the lm-evaluation-harness."""
-    include: Annotated[Path | None, NAME] = None
+    include: Annotated[DirectoryPath | None, NAME] = None
     """Folder with your own tasks, in the harness' YAML."""
     limit: int | None = Field(None, ge=1)
     """Questions of each task, from its beginning; null = all."""

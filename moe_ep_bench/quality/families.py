@@ -25,7 +25,6 @@ from moe_ep_bench.models import ModelSpec, spec_of
 from moe_ep_bench.models.scores import scores_from_logits
 from moe_ep_bench.policies.contract import Policy, RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
-from moe_ep_bench.policies.steps import TORCH
 
 _ROUTER = re.compile(r"top_?k_?router$|^HunYuanMoEV1Gate$", re.IGNORECASE)
 _BIAS = "e_score_correction_bias"
@@ -72,20 +71,24 @@ class MoELayer:
     def top_k(self) -> int:
         return self.spec.top_k
 
+    def __post_init__(self) -> None:
+        """Refuse groups that no policy can follow: a policy sums a group's best K // top_groups, as Megatron-Core."""
+        spec = self.spec
+        if self.groups is not None and spec.top_k // self.groups[1] != spec.group_score_experts:
+            raise UserError(
+                f"{self.name}: expected top_k ({spec.top_k}) over topk_group ({self.groups[1]}) to be "
+                f"{spec.group_score_experts}, by which {spec.name} compares its {self.groups[0]} groups"
+            )
+
     @property
     def groups(self) -> tuple[int, int] | None:
         """Number of groups, and how many of them a token may choose from; None = no restriction."""
         groups, top = self.spec.num_groups, self.spec.top_groups
         return None if groups is None or top is None or groups == top else (groups, top)
 
-    @property
-    def policies_know_groups(self) -> bool:
-        """Policies value a group by its best K // top_groups experts, as Megatron-Core does."""
-        return self.groups is not None and self.top_k // self.groups[1] == self.spec.group_score_experts
-
     def context(self, num_ranks: int) -> RoutingContext:
         """What is so of all tokens of this layer."""
-        num_groups, top_groups = self.groups if self.groups and self.policies_know_groups else (None, None)
+        num_groups, top_groups = self.groups or (None, None)
         return RoutingContext(
             top_k=self.top_k,
             num_ranks=num_ranks,
@@ -98,28 +101,13 @@ class MoELayer:
             layer_fraction=self.fraction,
         )
 
-    def scores(self, logits_TE: Tensor) -> Tensor:
-        """The router's scores from its logits: float32 [T, E].
-
-        Where groups are compared otherwise than policies compare them (DeepSeek-V2, which takes a group's best expert
-        and six experts from three groups), scores outside a token's best groups are 0, as the model has it.
-        """
-        scores_TE = scores_from_logits(logits_TE, self.spec.score_function)
-        if self.groups is None or self.policies_know_groups:
-            return scores_TE
-        num_groups, top_groups = self.groups
-        compared_TE = scores_TE + getattr(self.router, _BIAS) if self.spec.selection_bias else scores_TE
-        best_TGk = compared_TE.unflatten(1, (num_groups, -1)).topk(self.spec.group_score_experts or 1, dim=-1).values
-        inside_TG = TORCH.best_per_row(best_TGk.sum(dim=-1), top_groups)
-        return scores_TE.masked_fill(~inside_TG.repeat_interleave(self.num_experts // num_groups, dim=1), 0.0)
-
     def choice(self, logits_TE: Tensor, ids_TK: Tensor) -> Choice:
         """What the router chose, from its logits and expert ids.
 
         A router in bfloat16 gives many experts equal scores, and ``torch.topk`` breaks ties as it likes. The experts
         that it took among equals are shown ahead by one unit in the last place.
         """
-        scores_TE = self.scores(logits_TE)
+        scores_TE = scores_from_logits(logits_TE, self.spec.score_function)
         broken_T = ~scores_TE.isfinite().all(dim=1)
         scores_TE = scores_TE.masked_fill(broken_T.unsqueeze(1), 0.0)
         own_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, ids_TK.long(), True)
@@ -128,18 +116,6 @@ class MoELayer:
             ahead_TE = torch.nextafter(scores_TE, torch.full_like(scores_TE, torch.inf))
             scores_TE = torch.where(tied_T.unsqueeze(1) & own_TE, ahead_TE, scores_TE)
         return Choice(scores_TE, own_TE, broken_T)
-
-    def check_policies(self) -> None:
-        """Refuse groups that no policy can follow; a recording, in which the router chooses, needs none.
-
-        Raises:
-            ValueError: one line that names the router.
-        """
-        if self.groups and not self.policies_know_groups and self.spec.selection_bias:
-            raise UserError(
-                f"{self.name}: expected top_k ({self.top_k}) over topk_group ({self.groups[1]}) to be "
-                f"{self.spec.group_score_experts}, by which {self.spec.name} compares its {self.groups[0]} groups"
-            )
 
 
 def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
@@ -151,9 +127,7 @@ def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
     where = type(model).__name__
     found = [(name, module) for name, module in model.named_modules() if _ROUTER.search(type(module).__name__)]
     if not found:
-        others = sorted({type(module).__name__ for module in model.modules() if _seems_to_route(module)})
-        got = f"the routers {', '.join(others)}" if others else "none: no mixture of experts"
-        raise UserError(f"{where}: expected routers of classes ...TopKRouter, as transformers 5 has them; got {got}")
+        raise UserError(f"{where}: expected routers of classes ...TopKRouter, as transformers 5 has them; got none")
     config: Any = model.config
     values = config.to_dict()
     spec, layers = spec_of(values, where), []
@@ -166,12 +140,6 @@ def find_moe_layers(model: torch.nn.Module) -> list[MoELayer]:
             raise UserError(f"{name}: expected {_BIAS}, by which {values['model_type']} selects experts")
         layers.append(layer)
     return layers
-
-
-def _seems_to_route(module: torch.nn.Module) -> bool:
-    """By the name of its class, or as a layer that chooses among experts within itself does."""
-    named = re.search("router|gating|moegate", type(module).__name__, re.IGNORECASE) is not None
-    return named or (hasattr(module, "num_experts") and hasattr(module, "top_k"))
 
 
 def carried_loads(policy: Policy | None, loads: dict[Any, Tensor], layer: Any, zeros: Tensor) -> Tensor | None:

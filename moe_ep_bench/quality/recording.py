@@ -29,8 +29,8 @@ from torch import Tensor
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, check_folder
-from moe_ep_bench.policies.similarity import FORMAT, TENSOR, open_similarity
-from moe_ep_bench.quality.checkpoint import Checkpoint, Dtype, import_transformers
+from moe_ep_bench.policies.similarity import FORMAT, TENSOR
+from moe_ep_bench.quality.checkpoint import Checkpoint, import_transformers
 from moe_ep_bench.quality.families import MoELayer, find_moe_layers, shares
 from moe_ep_bench.quality.routed import RouterCall, routed
 from moe_ep_bench.runtime.device import device_type
@@ -38,6 +38,7 @@ from moe_ep_bench.runtime.progress import progress_bar
 from moe_ep_bench.workload.trace import TraceWriter, score_words, sha256_of, trace_info, written_trace
 
 MEASURE = "1 - Frobenius distance of outputs over the layer's largest"
+_SEQUENCES_AT_ONCE = 8
 # Numbers of all experts' outputs that are held at a time.
 _MOST_NUMBERS = 2**26
 
@@ -50,10 +51,6 @@ def record(
     similarity: Path | None = None,
     sequence_length: int = 512,
     num_sequences: int | None = None,
-    batch: int = 8,
-    dtype: Dtype = "auto",
-    domain: str | None = None,
-    licence: str = "unstated",
 ) -> str:
     """Read ``text`` with the model in the folder ``model``; return what was written, and what uses it.
 
@@ -61,48 +58,30 @@ def record(
         out: the recording; must not exist yet. None = none is written.
         similarity: the file of the experts' similarity likewise.
         num_sequences: from the beginning of the text; None = all that it has.
-        batch: sequences that go through the model together.
-        domain: what the text is about; None = its file's name.
 
     Raises:
         ValueError: one line that names the file and what is wrong.
     """
-    for option, value in (("sequence-length", sequence_length), ("num-sequences", num_sequences), ("batch", batch)):
-        if value is not None and value < 1:
-            raise UserError(f"{option}: expected at least 1, got {value}")
-    if similarity is not None and similarity.suffix != ".safetensors":
-        raise UserError(f"--similarity {similarity}: expected a name that ends in .safetensors")
-    for path, option in ((out, "--out"), (similarity, "--similarity")):
+    if min(sequence_length, num_sequences or 1) < 1:
+        raise UserError(f"--sequence-length, --num-sequences: expected at least 1, got {sequence_length}")
+    for path in (out, similarity):
         if path is not None:
-            check_folder(path.parent, f"{option}: folder")
+            check_folder(path.parent, "the folder")
             if path.exists():
-                raise UserError(f"{option} {path}: expected a name that is free, but there is such a file already")
+                raise UserError(f"{path}: expected a name that is free, but there is such a file already")
     checkpoint = Checkpoint.open(model)
-    checkpoint.check_length(sequence_length, "sequence-length")
+    checkpoint.check_length(sequence_length, "--sequence-length")
     tokens_BS = checkpoint.sequences(text, sequence_length, num_sequences)
-    loaded, said = checkpoint.load(dtype, device_type()), []
+    loaded, said = checkpoint.load("auto", device_type()), []
     with contextlib.ExitStack() as stack:
         # The experts' own forward is what is measured: ahead of the patch.
         grams = None if similarity is None else stack.enter_context(inner_products(loaded))
-        writer = None
-        if out is not None:
-            writer, layer = stack.enter_context(written_trace(out, text)), checkpoint.moe_layers[0]
-            writer.describe(
-                num_experts=layer.num_experts,
-                top_k=layer.top_k,
-                where=str(checkpoint.path),
-                model=checkpoint.name,
-                score=score_words(layer.spec.score_function),
-                phase="prefill",
-                domain=domain or text.stem,
-                source=f"trace record, transformers {import_transformers().__version__}",
-                licence=licence,
-            )
-            writer.notes.append(f"sequences of {sequence_length} tokens, {dtype} weights")
+        writer = None if out is None else stack.enter_context(_writer(out, text, checkpoint))
+        if writer is not None:
             stack.enter_context(routed(loaded, None, observe=partial(_add_call, writer)))
         stack.enter_context(torch.inference_mode())
         progress = stack.enter_context(progress_bar(len(tokens_BS), "sequence"))
-        for batch_BS in tokens_BS.split(batch):
+        for batch_BS in tokens_BS.split(_SEQUENCES_AT_ONCE):
             loaded.base_model(batch_BS.to(loaded.device), use_cache=False)
             if writer is not None:
                 number, length = batch_BS.shape
@@ -110,13 +89,31 @@ def record(
                 writer.add_tokens(sequence_T, np.tile(np.arange(length), number), str(text))
             progress.update(len(batch_BS))
         if similarity is not None and grams is not None:
-            said.append(_write_similarity(similarity, grams, checkpoint, text, tokens_BS.numel(), licence))
+            said.append(_write_similarity(similarity, grams, checkpoint, text, tokens_BS.numel()))
     if out is not None:
         said.append(trace_info(out))
     return "\n".join(said)
 
 
 # ---- what routers choose ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _writer(out: Path, text: Path, checkpoint: Checkpoint) -> Iterator[TraceWriter]:
+    layer = checkpoint.moe_layers[0]
+    with written_trace(out, text) as writer:
+        writer.describe(
+            num_experts=layer.num_experts,
+            top_k=layer.top_k,
+            where=str(checkpoint.path),
+            model=checkpoint.name,
+            score=score_words(layer.spec.score_function),
+            phase="prefill",
+            domain=text.stem,
+            source=f"trace record, transformers {import_transformers().__version__}",
+            licence="unstated",
+        )
+        yield writer
 
 
 def _add_call(writer: TraceWriter, call: RouterCall) -> None:
@@ -166,7 +163,7 @@ def similarities(gram_EE: Tensor) -> Tensor:
 
 
 def _write_similarity(
-    path: Path, grams: dict[MoELayer, Tensor], checkpoint: Checkpoint, text: Path, num_tokens: int, licence: str
+    path: Path, grams: dict[MoELayer, Tensor], checkpoint: Checkpoint, text: Path, num_tokens: int
 ) -> str:
     similarity_LEE = torch.stack([similarities(gram_EE) for gram_EE in grams.values()])
     facts = {
@@ -178,15 +175,13 @@ def _write_similarity(
         "tokens": str(num_tokens),
         "text": text.name,
         "text_sha256": sha256_of([text]),
-        "licence": licence,
     }
     with atomic_path(path) as temporary:
         save_file({TENSOR: similarity_LEE}, temporary, metadata=facts)
-    written = open_similarity(path)
-    nearest_LE = (similarity_LEE - torch.eye(written.num_experts)).amax(dim=2)
+    num_layers, num_experts = similarity_LEE.shape[:2]
+    nearest_LE = (similarity_LEE - torch.eye(num_experts)).amax(dim=2)
     return (
-        f"{path}: {written.num_layers} layers x {written.num_experts} experts of {checkpoint.name}, by {num_tokens:,} "
-        f"tokens of {text.name}\n  similarity ({MEASURE}): of the expert most alike {nearest_LE.median():.3f} in the "
-        f"median, {nearest_LE.min():.3f} to {nearest_LE.max():.3f}\n"
+        f"{path}: {num_layers} layers x {num_experts} experts of {checkpoint.name}, by {num_tokens:,} tokens of "
+        f"{text.name}; of the expert most alike {nearest_LE.median():.3f} in the median\n"
         f"  a policy of it: {{name: sere, k0: 1, threshold: 0.3, similarity: {path}}}"
     )

@@ -198,12 +198,10 @@ def routed(
         observe: gets every call of a router, pass by pass and layer by layer.
 
     Raises:
-        ValueError: no known routers, or groups that policies cannot follow; from within the model's forward: scores
-            that are no numbers, or a mask that does not say what is padding.
+        ValueError: no known routers; from within the model's forward: scores that are no numbers, or a mask that does
+            not say what is padding.
     """
     layers = find_moe_layers(model)
-    for layer in layers if policy else ():
-        layer.check_policies()
     if acts_in is None:
         acts_in = policy.acts_in if policy and arrangement == "as_run" else PHASES
     patch = _Patch(layers, policy, num_ranks, arrangement, acts_in, seed, observe)
@@ -227,7 +225,6 @@ def try_policies(layer: MoELayer, policies: Iterable[Policy], num_ranks: int) ->
     Raises:
         ValueError: naming the policy, and what it does not fit.
     """
-    layer.check_policies()
     context = replace(
         layer.context(num_ranks),
         bias_E=None,  # a layer without weights has no values

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import logging
@@ -72,23 +71,6 @@ def _manager(kind: Callable[..., Any], include: Path | None) -> Any:
     return kind(include_path=include and str(include))
 
 
-def folder_hash(include: Path | None) -> str | None:
-    """16 hex digits of all files in a folder, data included; not of what Python compiles there.
-
-    Raises:
-        ValueError: the folder is none.
-    """
-    if include is None:
-        return None
-    if not include.is_dir():
-        raise UserError(f"include: expected a folder with tasks, got {include}")
-    digest = hashlib.sha256()
-    for file in sorted(path for path in include.rglob("*") if path.is_file()):
-        if file.parent.name != "__pycache__":
-            digest.update(str(file.relative_to(include)).encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 @dataclass(frozen=True, eq=False)
 class Task:
     """A task at one number of shots; see ``session.QualityComparison.evaluated``."""
@@ -98,10 +80,9 @@ class Task:
     config: TaskConfig
     tokenizer: Any
 
-    @functools.cached_property
+    @property
     def definition(self) -> dict[str, Any]:
-        own = folder_hash(self.experiment.include)
-        asked = {"name": self.config.name, "num_fewshot": self.config.num_fewshot, "own": own}
+        asked = {**self.config.model_dump(), "own": self.experiment.include and self.experiment.include.name}
         return {"task": asked, "limit": self.experiment.limit, "batch_size": self.experiment.batch_size}
 
     @property
@@ -292,17 +273,14 @@ def run_task(
 
 
 def _scores(found: Any) -> Iterator[Row]:
-    counts = found.get("n-samples", {})
-    # A group's own results stand among all, and again apart.
-    for task, values in {**found["results"], **found.get("groups", {})}.items():
-        parts = [task] if task in counts else _leaves(task, found.get("group_subtasks", {}))
+    # Those of groups too; the harness counts questions of tasks alone.
+    for task, values in found["results"].items():
         version = found.get("versions", {}).get(task)
-        shots = {found.get("n-shot", {}).get(part) for part in (task, *parts)} - {None}
         row = {
             "task": task,
             "version": None if version in (None, "N/A") else str(version),
-            "num_fewshot": shots.pop() if len(shots) == 1 else None,  # None where the parts disagree
-            "num_samples": sum(counts[part]["effective"] for part in parts if part in counts) or None,
+            "num_fewshot": found.get("n-shot", {}).get(task),
+            "num_samples": found.get("n-samples", {}).get(task, {}).get("effective"),
         }
         for key, value in values.items():
             metric, comma, answers_filter = key.partition(",")
@@ -311,13 +289,6 @@ def _scores(found: Any) -> Iterator[Row]:
                 number = {"value": float(value), "stderr": float(stderr) if _is_number(stderr) else None}
                 better = found.get("higher_is_better", {}).get(task, {}).get(metric)
                 yield {**row, "metric": metric, "filter": answers_filter, **number, "higher_is_better": better}
-
-
-def _leaves(group: str, members: Any) -> list[str]:
-    """The tasks below a group, each once."""
-    if not members.get(group):
-        return [group]
-    return list(dict.fromkeys(leaf for member in members[group] for leaf in _leaves(member, members)))
 
 
 def _is_number(value: object) -> bool:

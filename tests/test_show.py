@@ -220,12 +220,6 @@ def test_what_weakens_a_result_is_said(tmp_path, changes, warning):
     assert warning in warnings[0]
 
 
-def test_time_that_no_phase_accounts_for_is_warned_of(tmp_path, monkeypatch):
-    assert not any("unaccounted for" in line for line in lines_of(tmp_path / "aim", cases=standard_cases()[2:]))
-    monkeypatch.setattr("moe_ep_bench.analysis.notes.MAX_UNACCOUNTED", 0.005)  # Runs that are made up leave 1 %.
-    assert any("unaccounted for" in line for line in lines_of(tmp_path / "less", cases=standard_cases()[2:]))
-
-
 def test_what_probes_save_in_one_case_hides_not_what_they_cost_in_another():
     rows = pd.DataFrame({"probe_overhead": [-0.3, 0.05, None], "drift": [-0.3, 0.05, None]})
     about = SimpleNamespace(rows=rows)

@@ -369,42 +369,6 @@ def _workload_words(facts: ComparisonFacts, layers: Sequence[float]) -> str:
     return words
 
 
-@lru_cache(maxsize=4)
-def conditions(store: Store) -> pd.DataFrame:
-    """A row per comparison, launch and rank: ``COMPARISON``, ``launch``, ``rank`` and what was recorded of them."""
-    rows = [
-        {
-            **values_of("", one, COMPARISON),
-            "launch": launch,
-            "rank": rank,
-            "run_id": of_launch.run_id,
-            "hostname": of_rank.hostname,
-            "matmul_tflops": of_rank.ceilings.matmul_tflops,
-            "peak_memory_bytes": of_rank.peak_memory_bytes,
-            "sm_clock_mhz": of_rank.machine.sm_clock_mhz and of_rank.machine.sm_clock_mhz[1],
-        }
-        for one in store.comparisons
-        for launch, of_launch in sorted(one.conditions.items())
-        for rank, of_rank in enumerate(of_launch.ranks)
-    ]
-    return pd.DataFrame(rows, columns=None if rows else [*COMPARISON, "launch", "rank"])
-
-
-def jobs(store: Store) -> pd.DataFrame:
-    """A row per directory and job whose rows are there, in order of time.
-
-    Columns: ``directory``, ``run_id``, ``created``, ``command`` and ``config_text`` (word for word; null where they
-    were not recorded), ``config`` (resolved), ``environment`` and ``hashes`` (dicts).
-    """
-    runs = {one.directory: one.run for one in store.comparisons}
-    rows = [
-        {"directory": name, "run_id": run_id, **job.model_dump()}
-        for name, run in runs.items()
-        for run_id, job in sorted(run.runs.items(), key=lambda item: (str(item[1].created), item[0]))
-    ]
-    return pd.DataFrame(rows)
-
-
 # ---- rows per sample, iteration and batch ----------------------------------------------------------------------------
 
 

@@ -220,11 +220,7 @@ COLUMNS = {
         # Ranks.
         Column("rank", "rank", form="{:.0f}"),
         text("hostname", "host"),
-        percentage("slowest_share", "slowest in", "{:.0f}"),
         Column("load_over_mean", "load", "x mean", "{:.2f}"),
-        Column("memory_gib", "memory", "GiB", "{:.2f}"),
-        Column("matmul_tflops", "matmul", "TFLOP/s", "{:.3g}"),
-        Column("sm_clock_mhz", "clock", "MHz", "{:,.0f}"),
     )
 }
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import cases, comparisons, conditions, jobs, load_timed, timings, values_of
+from moe_ep_bench.analysis.cases import cases, load_timed, timings, values_of
 from moe_ep_bench.analysis.columns import Row, interval, milliseconds, missing, number, percentage, text
 from moe_ep_bench.analysis.notes import OVERSUBSCRIBED, WARNING, chance_words
 from moe_ep_bench.analysis.origins import NOTHING_RAN
@@ -205,18 +205,14 @@ def _uncontrolled(row: Row, native: Row) -> str | None:
 
 
 def _recorded(store: Store) -> dict[str, dict[str, str]]:
-    """What was recorded of each comparison, by ``_ENVIRONMENT`` and ``_LAYER``; of several jobs all that they say.
-
-    Jobs are those that measured its launches; where no rank was measured, all.
-    """
-    environments, found = jobs(store).set_index("run_id")["environment"], {}
-    ranks = conditions(store).reindex(columns=["comparison_id", "run_id"])
-    for row in comparisons(store).itertuples():
-        measured = ranks.loc[ranks["comparison_id"] == row.comparison_id, "run_id"]
-        of_jobs = environments[environments.index.isin(measured)] if len(measured) else environments
-        said = {key: {_text(job[key]) for job in of_jobs if job.get(key) is not None} for key in _ENVIRONMENT}
-        said |= {key: {_text(row.facts[key])} for key in _LAYER if row.facts.get(key) is not None}
-        found[row.comparison_id] = {key: " and ".join(sorted(texts)) for key, texts in said.items() if texts}
+    """What was recorded of each comparison, by ``_ENVIRONMENT`` and ``_LAYER``; of all jobs that measured it."""
+    found = {}
+    for one in store.comparisons:
+        measured = {launch.run_id for launch in one.conditions.values()}
+        told = [job.environment for run_id, job in one.run.runs.items() if run_id in measured or not measured]
+        told.append({key: value for key, value in one.facts.model_dump(mode="json").items() if key in _LAYER})
+        said = {key: {_text(job[key]) for job in told if job.get(key) is not None} for key in (*_ENVIRONMENT, *_LAYER)}
+        found[one.comparison_id] = {key: " and ".join(sorted(texts)) for key, texts in said.items() if texts}
     return found
 
 

@@ -20,8 +20,7 @@ from moe_ep_bench.analysis.store import Comparison, Store
 from moe_ep_bench.machine.monitor import disturbances
 from moe_ep_bench.timing.statistics import LEVEL, MIN_BATCHES
 
-# Aims of the timing protocol: above these a breakdown is told apart from what it breaks down.
-MAX_UNACCOUNTED = 0.01
+# Aim of the timing protocol: above it a breakdown is told apart from what it breaks down.
 MAX_PROBE_OVERHEAD = 0.01
 # A share of launch-bound iterations below this is chance.
 MAX_HOST_BOUND = 0.1
@@ -96,12 +95,6 @@ def _chance(about: About) -> list[str]:
     return chance_words(int(judged["speedup_is_interval"].eq(True).sum()))
 
 
-def _native_differs(about: About) -> bool:
-    noise = about.of("noise")
-    differs = (noise["speedup_low"] > 1) | (noise["speedup_high"] < 1)
-    return (differs & noise["speedup_is_interval"].eq(True)).any()
-
-
 def _host_bound(about: About) -> float | None:
     share = about.most("host_bound_share")
     return 100 * share if about.facts.backend == "nccl" and share > MAX_HOST_BOUND else None
@@ -156,11 +149,6 @@ NOTES = (
         "rest of the model (modelled)",
     ),
     Note(_TIMED, lambda about: not about.ran, MODEL_CAVEAT),
-    Note(
-        _TIMED,
-        lambda about: about.of("replication")["label"].str.contains("us to solve").any(),
-        "what solving takes is assumed, and counts in every batch in the phase policy",
-    ),
     Note(_TIMED, lambda about: about.facts.cuda_graph, "replayed from CUDA graphs, which hold {}"),
     Note(
         _ALL,
@@ -186,12 +174,6 @@ NOTES = (
         "model",
         lambda about: (whole := about.facts.whole).num_layers < whole.of_layers and (whole.num_layers, whole.of_layers),
         "cut: {} of {} layers were built and timed",
-    ),
-    Note(
-        "layer route",
-        lambda about: about.of("policy")["below_frontier"].notna().any(),
-        "below frontier: mass that dropping alone could keep beyond this, at the same fullest rank (of experts: with "
-        "as many activated experts); a policy that reroutes may keep more, below 0",
     ),
     Note(
         _TIMED,
@@ -222,11 +204,6 @@ WARNINGS = (
     ),
     Note(
         _TIMED,
-        _native_differs,
-        "native differs from itself: something drifts with the order of cases; the floor covers it",
-    ),
-    Note(
-        _TIMED,
         _host_bound,
         "launch-bound: in up to {:.1f} % of a case's iterations the host issued work until the end; its time is the "
         "host's, not the device's",
@@ -249,11 +226,6 @@ WARNINGS = (
         _TIMED,
         lambda about: [(about.facts.model, departure) for departure in about.facts.departures],
         "simpler than {}'s: {}",
-    ),
-    Note(
-        _TIMED,
-        lambda about: about.most("breakdown_unaccounted_share") > MAX_UNACCOUNTED,
-        f"phases leave more than {100 * MAX_UNACCOUNTED:g} % of the time unaccounted for",
     ),
     Note(
         _TIMED,

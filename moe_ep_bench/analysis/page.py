@@ -19,13 +19,13 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from moe_ep_bench.analysis.advise import advice_lines
-from moe_ep_bench.analysis.cases import cases, comparisons, jobs, load
+from moe_ep_bench.analysis.cases import cases, comparisons, load
 from moe_ep_bench.analysis.columns import COLUMNS
 from moe_ep_bench.analysis.drawing import Drawing
 from moe_ep_bench.analysis.notes import WARNING, warnings
 from moe_ep_bench.analysis.origins import said_once
 from moe_ep_bench.analysis.plot import drawings
-from moe_ep_bench.analysis.store import ResultsError, Store
+from moe_ep_bench.analysis.store import ResultsError, Store, jobs
 from moe_ep_bench.analysis.style import FORMATS, house_style, settle
 from moe_ep_bench.analysis.tables import VIEWS, count_words, fastest, tables
 from moe_ep_bench.files import check_folder, write_text

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.analysis.cases import jobs, load
+from moe_ep_bench.analysis.cases import load
 from moe_ep_bench.analysis.drawing import Drawing, Figure, draw, lines
 from moe_ep_bench.analysis.figures import FIGURES, QUALITY_FIGURES
-from moe_ep_bench.analysis.store import ResultsError, Store, kind_of
+from moe_ep_bench.analysis.store import ResultsError, Store, jobs, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
 from moe_ep_bench.errors import UserError, check_known
 from moe_ep_bench.files import check_folder, write_text

@@ -327,6 +327,21 @@ def _rows_of(table: str, parts: Sequence[Part], ok: pd.DataFrame) -> pd.DataFram
     return _together(frames)
 
 
+def jobs(store: Store) -> pd.DataFrame:
+    """A row per directory and job whose rows are there, in order of time.
+
+    Columns: ``directory``, ``run_id``, ``created``, ``command`` and ``config_text`` (word for word; null where they
+    were not recorded), ``config`` (resolved), ``environment`` and ``hashes`` (dicts).
+    """
+    runs = {one.directory: one.run for one in store.comparisons}
+    rows = [
+        {"directory": name, "run_id": run_id, **job.model_dump()}
+        for name, run in runs.items()
+        for run_id, job in sorted(run.runs.items(), key=lambda item: (str(item[1].created), item[0]))
+    ]
+    return pd.DataFrame(rows)
+
+
 # ---- draws of the traffic --------------------------------------------------------------------------------------------
 
 

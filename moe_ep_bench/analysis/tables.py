@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
-from moe_ep_bench.analysis.cases import COMPARISON, cases, conditions, kind_of, samples
+from moe_ep_bench.analysis.cases import COMPARISON, cases, kind_of, samples
 from moe_ep_bench.analysis.columns import COLUMNS, Column, columns, short_labels
 from moe_ep_bench.analysis.notes import leaves_idle, notes
 from moe_ep_bench.analysis.origins import scale_words
@@ -23,7 +23,6 @@ from moe_ep_bench.timing.statistics import BELOW_MODEL
 _REASON_WIDTH = 90
 MAX_RANKS = 64
 _COST = ("dropped_share", "retained_mass")
-_OF_MACHINES = ("hostname", "memory_gib", "matmul_tflops", "sm_clock_mhz")
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,9 @@ class View:
 def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataFrame:
     """Of one comparison native and the policy that gains most, a row per rank.
 
-    Columns: of the case; ``rank``; ``<group>_ms`` of its phases, median over breakdown iterations, waiting less what
-    its probes cost when nobody waits. Of more than ``most`` ranks those that work longest under native.
+    Columns: of the case; ``rank``; ``hostname``; ``<group>_ms`` of its phases, median over breakdown iterations,
+    waiting less what its probes cost when nobody waits. Of more than ``most`` ranks those that work longest under
+    native.
     """
     native, names = rows[(rows["role"] == "baseline") & (rows["status"] == "ok")], [f"{group}_ms" for group in GROUPS]
     chosen, one = pd.concat([native, fastest(rows)]), store.by_id[tuple(rows[COMPARISON].iloc[0])]
@@ -69,16 +69,9 @@ def by_rank(store: Store, rows: pd.DataFrame, most: int = MAX_RANKS) -> pd.DataF
     shown = chosen.drop(columns=["rank", *names], errors="ignore").merge((medians_us / 1e3).reset_index(), on="case_id")
     work_ms = shown[names].sum(axis=1) - shown["waiting_ms"]
     longest = shown["rank"].loc[work_ms[shown["role"] == "baseline"].nlargest(most).index]
-    return shown[shown["rank"].isin(longest)]
-
-
-def _with_machines(store: Store, rows: pd.DataFrame) -> pd.DataFrame:
-    """``by_rank`` with what each rank ran on, ranks side by side."""
-    machines = conditions(store).merge(rows[COMPARISON].head(1)).drop_duplicates("rank").set_index("rank")
-    machines = machines.reindex(columns=["peak_memory_bytes", *_OF_MACHINES])
-    machines["memory_gib"] = machines["peak_memory_bytes"].astype(float) / 2**30
-    shown = by_rank(store, rows)
-    return shown if shown.empty else shown.join(machines[[*_OF_MACHINES]], on="rank").sort_values("rank", kind="stable")
+    ranks = next((launch.ranks for launch in one.conditions.values()), [])
+    hosts = {number: rank.hostname for number, rank in enumerate(ranks)}
+    return shown[shown["rank"].isin(longest)].assign(hostname=lambda rows: rows["rank"].map(hosts))
 
 
 VIEWS = {
@@ -126,9 +119,9 @@ VIEWS = {
     ),
     "ranks": View(
         "layer model",
-        ("label", "rank", *(f"{group}_ms" for group in GROUPS), *_OF_MACHINES),
+        ("label", "rank", *(f"{group}_ms" for group in GROUPS), "hostname"),
         title="ranks under native and the fastest policy",
-        rows=_with_machines,
+        rows=by_rank,
         notes=(
             f"a rank's own time by phase, median over iterations with probes; of more than {MAX_RANKS} ranks those "
             "that work longest under native",

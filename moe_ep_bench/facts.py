@@ -58,7 +58,7 @@ class Workload(JsonRecord):
     skew: dict[str, Any] | None = None  # that was named: ``workload.skews.Skew``
     targets: dict[str, Any] = Field({})  # of a synthetic workload
     seed: int | None = None  # of the batches
-    padding: dict[str, Any] | None = None  # see ``bench.description.describe_workload``
+    padding: dict[str, Any] | None = None  # tokens of it a rank; the fewest and the most that a rank has
 
 
 class Component(JsonRecord):
@@ -70,12 +70,10 @@ class Component(JsonRecord):
 
 
 class ModelExtent(JsonRecord):
-    """How much of a whole model was built (``bench.description``)."""
+    """How much of a whole model was built."""
 
     num_layers: Count  # that were built
     of_layers: Count  # that the model has
-    moe_layers: list[NonNegativeInt] = Field(min_length=1)  # of those that were built
-    context_length: NonNegativeInt  # tokens in the cache of each request that decodes; 0 = prefill
 
 
 class Rest(JsonRecord):
@@ -110,9 +108,7 @@ class RoutedFacts(ComparisonFacts):
 
     group: str
     traffic: str
-    phase: str | None
     layer: NonNegativeInt | None
-    image_share: float | None = None
 
 
 class TimedFacts(ComparisonFacts):
@@ -144,7 +140,7 @@ class JudgedFacts(JsonRecord):
 
     title: str
     model: str
-    order: int
+    order: int = 0
     num_experts: Count
     num_ranks: Count  # virtual ones
     batch_size: Count
@@ -163,7 +159,8 @@ class CaseFacts(JsonRecord):
     extra_bytes_per_rank: float | None = None  # beyond native's, for replicas of experts
     order: int = 0  # in the config
     phase: str | None = None  # of ``quality``: in which it is judged
-    data_model: str | None = None  # whose data the policy decides by
+    policy_code: str | None = None  # hash of a user's policy, or of the data that a policy reads
+    data_model: str | None = None  # whose data that is
 
     @field_validator("policy_params")
     @classmethod

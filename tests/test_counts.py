@@ -12,7 +12,7 @@ import yaml
 from test_workload import top_k_load
 
 from moe_ep_bench.bench.comparison import ROUTING
-from moe_ep_bench.bench.description import describe_workload
+from moe_ep_bench.bench.description import workload_facts
 from moe_ep_bench.bench.plan import compare
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
@@ -74,7 +74,7 @@ def test_a_counted_layer_gives_every_expert_its_load_in_its_place(tmp_path: Path
         comparison = compare(one, ROUTING, on_cpu=True)
         load_E = top_k_load(comparison.workload.batch(0).scores_TE, 1).numpy()
         np.testing.assert_allclose(load_E / 4096, np.array(count_E) / 16, atol=0.01)
-        described = describe_workload(comparison)["description"]
+        described = workload_facts(comparison).description
         assert f"loads of layer {one.workload.layer} counted in counts.json" in described
         assert str(tmp_path) not in json.dumps(comparison.definition)
     (one,) = load_experiments(config(tmp_path, layer="all"), ["sweep.workload.layer=[1]"], on_cpu=True)

@@ -87,7 +87,7 @@ def test_a_layers_transfers_take_what_its_own_bytes_take_on_the_links(finished: 
     routing, layers = parts(finished, "routing"), phases_of(finished)
     run = json.loads((finished / "run.json").read_text())
     assert (run["mode"], run["scope"]) == ("emulated", "model")
-    row_bytes, links = next(iter(run["comparisons"].values()))["hidden_size"] * 4, Links.load("h100-nvlink4")
+    row_bytes, links = 64 * 4, Links.load("h100-nvlink4")  # hidden states of 2,048 float32 numbers, narrower
     found = layers[layers.phase.isin(["dispatch", "combine"])].set_index(["case_id", "batch", "layer"]).sort_index()
     seen = set()
     for place, rows in routing.sort_values("rank").groupby(["case_id", "batch", "layer"]):
@@ -131,7 +131,8 @@ def test_a_pass_takes_what_its_layers_and_the_rest_take(changes: dict, tmp_path:
     begun: list[str] = []
     emulation = Emulation(comparison, comparison.cases, torch.device("cpu"), begun.append)
     emulation.model()
-    assert len(begun) == comparison.num_iterations() + len(comparison.workloads) * comparison.workload.num_batches
+    routed = len(comparison.workloads) * comparison.workload.num_batches
+    assert len(begun) == comparison.iterations_per_case * len(comparison.cases) + routed
     total = emulation.columns.index(TOTAL)
     slowest_us = [samples_RBC[..., total].max(axis=0) for samples_RBC in emulation.samples.values()]
     native_us, again_us, topk_us, drop_us, _ = slowest_us

@@ -109,7 +109,11 @@ REFERENCES = {
 # ---- Reading results: all that knows how commands are called and how results lie on disk ----------------------------
 
 # What the goldens call a word in any table (an expression) that the program has another name for.
-WORDS: dict[str, str] = {"^inconclusive$": "cannot say", ", no skew$": ", unskewed"}
+WORDS: dict[str, str] = {
+    "^inconclusive$": "cannot say",
+    r"( tokens, EP \d+), no skew$": r"\1, synthetic, unskewed",
+    ", no skew$": ", unskewed",
+}
 
 IDENTITY = ["run_id", "case_id", "comparison_id", "mode", "subject", "backend", "model", "reason", "num_ranks"]
 CASE = ["label", "params"]

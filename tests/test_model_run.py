@@ -106,7 +106,7 @@ def test_run_json_says_what_was_built_and_a_layer_is_no_result_beside_it(finishe
     assert (run["mode"], run["scope"]) == ("run", "model")
     (comparison,) = run["comparisons"].values()
     whole = comparison["whole"]
-    assert (whole["num_layers"], whole["of_layers"], whole["moe_layers"]) == (3, 27, MOE)
+    assert (whole["num_layers"], whole["of_layers"]) == (3, 27)
     assert "first 3 of 27 layers, prefill" in comparison["title"]
     with pytest.raises(ValueError, match="holds results with scope model, here it is layer"):
         check_agreement(RunDirectory(finished), "run", {}, force=False)

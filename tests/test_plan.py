@@ -11,7 +11,7 @@ import yaml
 
 from moe_ep_bench.bench.cases import REPLICATION
 from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison
-from moe_ep_bench.bench.description import describe_workload
+from moe_ep_bench.bench.description import workload_facts
 from moe_ep_bench.bench.plan import plan
 
 CONFIG = {
@@ -54,7 +54,7 @@ def test_a_plan_has_the_same_cases_and_workloads_on_ranks_and_on_virtual_ones(co
             assert one.workloads.keys() == real.workloads.keys()
             for mine, theirs in zip(one.workloads.values(), real.workloads.values(), strict=True):
                 assert torch.equal(mine.batch(1).scores_TE, theirs.batch(1).scores_TE)
-            assert describe_workload(one) == describe_workload(real)
+            assert workload_facts(one) == workload_facts(real)
 
 
 def test_ids_tell_points_backends_and_cases_apart(config: Path) -> None:

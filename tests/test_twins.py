@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_ep_bench import kernels, policies
 from moe_ep_bench.analysis.origins import component_words
 from moe_ep_bench.bench.comparison import ROUTING
-from moe_ep_bench.bench.description import describe_kernels
+from moe_ep_bench.bench.description import kernels_of
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.facts import Component
 from moe_ep_bench.kernels import form_of
@@ -128,10 +128,9 @@ def test_without_a_c_compiler_torch_runs_and_results_say_why(monkeypatch: pytest
     config = write_config(tmp_path, policies=policies)
     comparison = plan(config, [], ROUTING)[0]
     with pytest.warns(RuntimeWarning, match=r"no C compiler.*: on the GPU policies and activations run as torch"):
-        described = describe_kernels(replace(comparison, on_gpu=True))
-    assert described == {"requested": "auto", "ran": "numba, torch", "why": why}
-    assert component_words(Component(**described)) == f"numba, torch (asked for auto: {why})"
-    assert describe_kernels(comparison) == {"requested": "auto", "ran": "numba"}
+        ran = kernels_of(replace(comparison, on_gpu=True))
+    assert component_words(ran) == f"numba, torch (asked for auto: {why})"
+    assert kernels_of(comparison) == Component(requested="auto", ran="numba")
     rows_N2F, weights_N = torch.rand(3, 8), torch.rand(3)
     expected_NF = weighted_swiglu_formula(rows_N2F, weights_N)
     assert torch.equal(weighted_swiglu(rows_N2F.as_subclass(OnGpu), weights_N), expected_NF)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from moe_ep_bench.config import Experiment, Lossless
+from moe_ep_bench.config import Experiment, Lossless, Rule
+from moe_ep_bench.facts import CaseFacts, Role
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.policies import Policy, RoutingContext, make_policy
 from moe_ep_bench.policies.own import source_hash
@@ -24,63 +25,64 @@ NATIVE = make_policy({"name": "topk"})
 
 @dataclass(frozen=True)
 class CaseSpec:
-    """What a case is.
+    """What a case is; ``rule`` None: a reference, which is routed by Megatron-Core as it stands."""
 
-    Attributes:
-        policy: None for the references and replication, which take Megatron-Core's own router.
-    """
-
-    case_id: str
-    role: str
+    comparison_id: str
+    role: Role
     name: str
-    policy: Policy | None
-    replication: Lossless | None = None
+    rule: Rule | None = None
+
+    @property
+    def policy(self) -> Policy | None:
+        """None for references and replication, which take Megatron-Core's own router."""
+        return self.rule if isinstance(self.rule, Policy) else None
+
+    @property
+    def replication(self) -> Lossless | None:
+        return self.rule if isinstance(self.rule, Lossless) else None
+
+    @cached_property
+    def case_id(self) -> str:
+        """A hash of the comparison and of all that makes a case: an edited rule never meets old results."""
+        return stable_hash([self.comparison_id, self.role, self.name, self.params, *self._code])
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Fields; of files their names alone, for ``_code`` says what they hold."""
+        files = self.policy.file_fields if self.policy else ()
+        params = self.rule.params() if self.rule else {}
+        return {key: Path(str(value)).name if key in files else value for key, value in params.items()}
+
+    @property
+    def _code(self) -> list[str]:
+        """Hashes of a user's policy file and of the data that a policy reads."""
+        if self.policy is None:
+            return []
+        data = self.policy.data
+        return [code for code in (source_hash(type(self.policy)), data and data.sha256) if code]
+
+    @property
+    def label(self) -> str:
+        return self.rule.label if self.rule else _LABELS.get(self.role, self.name)
 
     def told(self, context: RoutingContext) -> RoutingContext:
         """Fields of the context that the router may see: policies know the padding, Megatron-Core's own does not."""
         return replace(context, token_mask_T=None) if self.policy is None else context
 
-    @property
-    def params(self) -> dict[str, Any]:
-        """Fields; of files their names alone, for ``policy_code`` says what they hold."""
-        described = self.replication or self.policy
-        files = self.policy.file_fields if self.policy else ()
-        params = described.params() if described else {}
-        return {key: Path(str(value)).name if key in files else value for key, value in params.items()}
-
-    @property
-    def policy_code(self) -> list[str]:
-        """Hashes of a user's policy file and of what a policy reads: an edited rule never meets old results."""
-        code = source_hash(type(self.policy)) if self.policy else None
-        data = self.policy.data if self.policy else None
-        return [*([code] if code else []), *([data.sha256] if data else [])]
-
-    @property
-    def label(self) -> str:
-        rule = self.policy or self.replication
-        return rule.label if rule else _LABELS.get(self.role, self.name)
-
-    def describe(self, comparison_id: str) -> dict[str, Any]:
+    def facts(self, **more: Any) -> CaseFacts:
         """What run.json says of the case."""
-        data = self.policy.data if self.policy else None
-        return {
-            "comparison_id": comparison_id,
-            "policy": self.name,
-            "policy_params": self.params,
-            "label": self.label,
-            "role": self.role,
-            **({"policy_code": self.policy_code[0]} if self.policy_code else {}),
-            **({"data_model": data.model} if data and data.model else {}),
-            "looks_past_top_k": self.policy is not None and self.policy.looks_past_top_k,
-        }
-
-
-def with_ids(comparison_id: str, specs: Iterable[CaseSpec]) -> list[CaseSpec]:
-    """The same cases with their ids: hashes of the comparison and of all that makes a case."""
-    return [
-        replace(case, case_id=stable_hash([comparison_id, case.role, case.name, case.params, *case.policy_code]))
-        for case in specs
-    ]
+        data = self.policy and self.policy.data
+        return CaseFacts(
+            comparison_id=self.comparison_id,
+            policy=self.name,
+            policy_params=self.params,
+            label=self.label,
+            role=self.role,
+            looks_past_top_k=self.policy is not None and self.policy.looks_past_top_k,
+            policy_code=next(iter(self._code), None),
+            data_model=(data and data.model) or None,
+            **more,
+        )
 
 
 def cases_of(experiment: Experiment, comparison_id: str, *, timed: bool, replicates: bool) -> list[CaseSpec]:
@@ -91,14 +93,16 @@ def cases_of(experiment: Experiment, comparison_id: str, *, timed: bool, replica
             baseline.
         replicates: experts may be replicated.
     """
-    baseline, noise = CaseSpec("", BASELINE, "native", None), CaseSpec("", NOISE, "native", None)
-    policies = [
-        CaseSpec("", POLICY, policy.name, policy)
-        for policy in experiment.make_policies()
-        if timed or experiment.workload.padding_per_rank or policy != NATIVE
+    keeps_topk = timed or experiment.workload.padding_per_rank
+    policies = [policy for policy in experiment.make_policies() if keeps_topk or policy != NATIVE]
+    lossless = (*experiment.emulate.replication, *experiment.emulate.rebalance) if replicates else ()
+    return [
+        CaseSpec(comparison_id, *case)
+        for case in (
+            (BASELINE, "native"),
+            *[(NOISE, "native")] * timed,
+            *((POLICY, policy.name, policy) for policy in policies),
+            *((REPLICATION, wanted.name, wanted) for wanted in lossless),
+            *[(CEILING, "native_balanced")] * timed,
+        )
     ]
-    lossless = (*experiment.emulate.replication, *experiment.emulate.rebalance)
-    replicated = [CaseSpec("", REPLICATION, wanted.name, None, wanted) for wanted in lossless]
-    ceiling = CaseSpec("", CEILING, "native_balanced", None)
-    specs = [baseline, *[noise] * timed, *policies, *replicated * replicates, *[ceiling] * timed]
-    return with_ids(comparison_id, specs)

@@ -14,7 +14,7 @@ Shapes: B = batches, R = ranks, T = tokens of a rank, E = experts, S = sequences
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_ep_bench.balancers import with_free_slots
-from moe_ep_bench.bench import description
 from moe_ep_bench.bench.cases import CaseSpec, cases_of
 from moe_ep_bench.bench.checks import MODELLED, RANKS, ROUTING, VIRTUAL
 from moe_ep_bench.bench.slots import Slots
-from moe_ep_bench.config import Experiment, Lossless, ReplicationConfig, SyntheticConfig
+from moe_ep_bench.config import Experiment, Lossless, RecordedConfig, ReplicationConfig, SyntheticConfig
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device
 from moe_ep_bench.cost_model.links import Links
+from moe_ep_bench.facts import CaseFacts, tokens_words
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.parts import Parts
@@ -40,6 +40,7 @@ from moe_ep_bench.policies.lazy import Tensor
 from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.workload.batch import TokenBatch, Workload, deal_pieces, image_tokens
 from moe_ep_bench.workload.replay import RecordedWorkload
+from moe_ep_bench.workload.skews import PATTERNS
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class Comparison:
 
     Attributes:
         world_size: ranks, real or virtual.
-        workloads: by MoE layer, in order (``workloads``).
+        workloads: by MoE layer, in order (``plan.open_workloads``).
         parts: what computes the experts and what permutes; nothing does in ``routing``.
         links: what stands between virtual ranks; None on real ones.
         device: what stands for each virtual rank; None = the device that is here.
@@ -71,7 +72,7 @@ class Comparison:
 
     @property
     def scope(self) -> str:
-        """One of ``schema.SCOPES``."""
+        """``layer`` or ``model``."""
         return self.experiment.scope
 
     @cached_property
@@ -82,11 +83,6 @@ class Comparison:
     def ep_size(self) -> int:
         """Expert-parallel ranks of a group; other ranks are replicas of the group."""
         return self.experiment.layer.ep_size or self.world_size
-
-    @cached_property
-    def slots(self) -> Slots:
-        """Where experts stand, but for cases that replicate them."""
-        return Slots.contiguous(self.model.num_experts, self.ep_size)
 
     @property
     def workload(self) -> Workload:
@@ -113,19 +109,6 @@ class Comparison:
         """Tokens in the cache of each request of a model that decodes; 0 where a batch is no decode step of a model."""
         return self.experiment.whole.context_length if self.scope == "model" else 0
 
-    @property
-    def title(self) -> str:
-        return description.title(self)
-
-    def describe_case(self, case: CaseSpec) -> dict[str, Any]:
-        """What ``run.json`` says of a case."""
-        facts = {**case.describe(self.comparison_id), "subject": self.scope, "backend": self.backend}
-        if self.backend != ROUTING:
-            facts["kernel"] = self.kernel_of(case)
-        if self.links is not None or case.replication is not None:
-            facts["extra_bytes_per_rank"] = self.extra_bytes_per_rank(case)
-        return facts
-
     # ---- cases and ids -----------------------------------------------------------------------------------------------
 
     @cached_property
@@ -133,9 +116,19 @@ class Comparison:
         how = {"timed": self.backend != ROUTING, "replicates": self.backend != RANKS}
         return cases_of(self.experiment, self.comparison_id, **how)
 
+    def case_facts(self, case: CaseSpec) -> CaseFacts:
+        """What ``run.json`` says of a case."""
+        return case.facts(extra_bytes_per_rank=self.extra_bytes_per_rank(case))
+
     @cached_property
     def comparison_id(self) -> str:
         return stable_hash(self.definition)
+
+    @property
+    def routed_alike(self) -> str:
+        """Equal for layers of a recording that are routed alike."""
+        workload = {key: value for key, value in self.definition["workload"].items() if key != "layer"}
+        return stable_hash({**self.definition, "workload": workload})
 
     @cached_property
     def definition(self) -> dict[str, Any]:
@@ -146,16 +139,13 @@ class Comparison:
             "backend": self.backend,
             "model": self.model.model_dump(mode="json"),
             "workload": self._workload_definition(),
+            "layer": {"ep_size": self.ep_size, "seed": layer.seed},
         }
         if self.scope == "model":
             facts["whole"] = {**experiment.whole.model_dump(mode="json"), "num_layers": self.num_layers}
-        if self.backend == ROUTING:
-            return {**facts, "layer": {"ep_size": self.ep_size, "seed": layer.seed}}
-        facts |= {
-            "layer": {**layer.model_dump(mode="json", exclude_defaults=True), "ep_size": self.ep_size},
-            "measure": experiment.measure.definition,
-            "world_size": self.world_size,
-        }
+        if self.backend != ROUTING:
+            facts["layer"] = {**layer.model_dump(mode="json", exclude_defaults=True), "ep_size": self.ep_size}
+            facts |= {"measure": experiment.measure.definition, "world_size": self.world_size}
         if self.links is not None:
             facts["links"] = self.links.model_dump(mode="json")
             facts["device"] = self.device and self.device.model_dump(mode="json")
@@ -171,15 +161,62 @@ class Comparison:
             facts |= {key: value for key, value in targets.items() if value is not None}
             facts = {key: value for key, value in facts.items() if key not in ("skew_from", "layer")}
         if isinstance(workload, RecordedWorkload):
-            share = 1 / len(workload.traces)
-            facts["trace"] = [{"trace": trace.sha256(), "share": share} for trace in workload.traces]
+            facts["trace"] = [trace.sha256() for trace in workload.traces]
         return {**facts, "num_tokens": self.num_tokens, "tokens_per_rank": None}
 
+    # ---- words -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def title(self) -> str:
+        """Model, sizes and workload."""
+        model, extent = self.model, ""
+        if self.scope == "model":
+            built, context = self.num_layers, self.context_length
+            cut = f"first {built} of" if built < model.num_layers else "all"
+            extent = (
+                f"{cut} {model.num_layers} layers, {f'decode after {tokens_words(context)}' if context else 'prefill'}"
+            )
+        parts = (
+            model.name + (f" x {model.scale:g}" if model.scale != 1 else ""),
+            extent,
+            self.sizes,
+            self.traffic,
+            f"layer {self.layer}" if self.layer is not None else "",
+            "CUDA graph" if self.parts.cuda_graph else "",
+        )
+        return ", ".join(filter(None, parts))
+
     @property
-    def routed_alike(self) -> str:
-        """Equal for layers of a recording that are routed alike."""
-        workload = {key: value for key, value in self.definition["workload"].items() if key != "layer"}
-        return stable_hash({**self.definition, "workload": workload})
+    def sizes(self) -> str:
+        """Ranks, tokens of all of them together, and those of a rank: in any batch, from the least to the most."""
+        sizes = f"EP {self.ep_size}, {tokens_words(self.num_tokens)}"
+        if self.world_size == 1:
+            return sizes
+        least, most = int(self.rank_tokens.min()), int(self.rank_tokens.max())
+        return f"{sizes} ({f'{least:,}' if least == most else f'{least:,} to {most:,}'} a rank)"
+
+    @property
+    def traffic(self) -> str:
+        """Where tokens come from: skew or recordings with their phase; padding."""
+        experiment, config, workload = self.experiment, self.experiment.workload, self.workload
+        preset = experiment.model.preset
+        if isinstance(config, RecordedConfig):
+            assert isinstance(workload, RecordedWorkload)
+            decoded = all(trace.metadata["phase"] == "decode" for trace in workload.traces)
+            domains = " + ".join(trace.metadata["domain"] for trace in workload.traces)
+            words = f"{domains}, {'decode' if decoded or config.is_step else 'prefill'}, {config.tail_words}"
+        elif config.skew is not None:
+            of = "" if config.skew in PATTERNS else f" skew of {config.calibration(preset).of}"
+            words = config.skew.replace("_", " ") + of
+        elif config.skew_from is not None:
+            words = f"loads of layer {config.layer} of {config.skew_from.name}"
+        else:
+            words = "no skew" if config.peak_load is None else f"peak load {config.peak_load:g}"
+        if is_drawn(experiment, self.ep_size) and config.targets(preset)["rank_load"]:
+            # The skew's load of the fullest rank is of another EP size.
+            words += ", experts placed at random, one draw"
+        num_padding = config.padding_per_rank
+        return words + (f", {num_padding:,} padding a rank" if num_padding else "")
 
     # ---- tokens of ranks ---------------------------------------------------------------------------------------------
 
@@ -236,9 +273,8 @@ class Comparison:
 
     def layer_fraction(self, layer: int | None) -> float:
         """A layer's place in the depth of the model's MoE layers: 0 to below 1; 0 where that is unknown."""
-        if layer is not None:
-            return self.model.moe_layers.index(layer) / self.model.num_moe_layers
-        return 0.0 if self.layer is None else self.layer / self.workload.traces[0].num_layers
+        place = self.layer if layer is None else self.model.moe_layers.index(layer)
+        return 0.0 if place is None else place / self.num_places
 
     @property
     def num_places(self) -> int | None:
@@ -256,6 +292,11 @@ class Comparison:
             return None
         device = "cuda" if self.on_gpu else "cpu"
         return form_of(case.policy, device).runs(self.most_tokens, self.model.num_experts)
+
+    @cached_property
+    def slots(self) -> Slots:
+        """Where experts stand, but for cases that replicate them."""
+        return Slots.contiguous(self.model.num_experts, self.ep_size)
 
     def slots_ahead(self, wanted: Lossless, load_BE: NDArray[np.float64]) -> NDArray[np.int64]:
         """The expert in each slot, int64 [P], as loads of batches that are known ahead have it placed."""
@@ -282,8 +323,9 @@ class Comparison:
         num_layers = self.model.num_moe_layers if isinstance(case.replication, ReplicationConfig) else 1
         return case.replication.spare_per_rank * self.expert_bytes * num_layers
 
-    def num_iterations(self, cases: Sequence[CaseSpec] | None = None) -> int:
-        """About how many runs ``cases`` (None = all) take in one launch: of one real rank, or of all virtual ones."""
+    @property
+    def iterations_per_case(self) -> int:
+        """About how many runs a case takes in one launch: of one real rank, or of all virtual ones."""
         measure = self.experiment.measure
         of_batch = {
             ROUTING: 1,
@@ -291,4 +333,12 @@ class Comparison:
             MODELLED: self.ep_size,
             VIRTUAL: measure.fewest_rounds * self.ep_size,
         }[self.backend]
-        return of_batch * self.workload.num_batches * len(self.cases if cases is None else cases)
+        return of_batch * self.workload.num_batches
+
+
+def is_drawn(experiment: Experiment, ep_size: int) -> bool:
+    """Whether chance decides how busy ranks are: a synthetic workload's experts stand at random, to no rank's load."""
+    config = experiment.workload
+    if not isinstance(config, SyntheticConfig) or config.skew in PATTERNS or ep_size == 1:
+        return False
+    return config.targets(experiment.model.preset, ep_size)["rank_load"] is None

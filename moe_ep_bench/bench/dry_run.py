@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, Comparison
-from moe_ep_bench.bench.description import describe_workload, device_words, fit_of, held_here
+from moe_ep_bench.bench.description import device_words, fit_of, held_here, workload_facts
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.runtime.exit_codes import OK
 
@@ -32,7 +32,7 @@ def dry_run(
 def _lines(comparison: Comparison) -> Iterator[str]:
     """The title, the cases, and what they take."""
     backend = comparison.backend
-    batches = f"{comparison.workload.num_batches} batches of {describe_workload(comparison)['description']}"
+    batches = f"{comparison.workload.num_batches} batches of {workload_facts(comparison).description}"
     yield f"{comparison.title} on {comparison.world_size} rank(s), {batches}"
     for case in comparison.cases:
         kernel = comparison.kernel_of(case) if backend == RANKS else None
@@ -43,5 +43,5 @@ def _lines(comparison: Comparison) -> Iterator[str]:
     elif backend != ROUTING:
         sizes = {name: size / 2**30 for name, size in held_here(comparison).items()}
         weights, rest = sizes["expert_bytes"] + sizes["other_weight_bytes"], sizes["cache_bytes"] + sizes["row_bytes"]
-        number = comparison.num_iterations() * comparison.experiment.measure.launches
+        number = comparison.iterations_per_case * len(comparison.cases) * comparison.experiment.measure.launches
         yield f"about {weights:.1f} GiB of weights and {rest:.1f} GiB of activations a rank; {number:,} iterations"

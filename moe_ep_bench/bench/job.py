@@ -237,7 +237,7 @@ def fill(
     Raises:
         ValueError: the directory cannot be used; one line.
     """
-    check_agreement(directory, comparisons[0].mode, conditions, force=force)
+    check_agreement(directory, comparisons[0].mode, conditions, force=force, scope=comparisons[0].scope)
     titles = {comparison.comparison_id: comparison.title for comparison in comparisons}
     with locks.hold(directory.root, titles):
         run_id, todo = new_run_id(), {}

@@ -87,20 +87,25 @@ def plan_experiments(
         config: names their file in errors.
         backend, world_size, on_cpu: see ``compare``.
         before: called ahead of each comparison, which may take long to make: batches are solved for, recordings read.
-        try_out: make a batch of each (``try_out``). Else nothing is drawn or solved for.
+        try_out: make a batch of each, and route two tokens by its policies. Else nothing is drawn or solved for.
 
     Raises:
-        ValueError: see ``plan``.
+        ValueError: see ``plan``; also where points of a sweep are one comparison here, for they would overwrite each
+            other: a value is repeated, or this backend does not read the key.
     """
-    comparisons = []
-    with naming(str(config)):
-        for experiment in experiments:
-            before(experiment)
-            comparisons.append(compare(experiment, backend, world_size, on_cpu=on_cpu))
+    planned: dict[str, Comparison] = {}
+    for experiment in experiments:
+        before(experiment)
+        with naming(str(config)):
+            comparison = compare(experiment, backend, world_size, on_cpu=on_cpu)
             if try_out:
-                _try_out(comparisons[-1])
-    _check_distinct(config, comparisons)
-    return comparisons
+                _try_out(comparison)
+        same = planned.setdefault(comparison.comparison_id, comparison)
+        if same is not comparison:
+            points = (", ".join(f"{key}={value}" for key, value in of.point) for of in (same.experiment, experiment))
+            expected = "points that this command measures differently, got one and the same comparison"
+            raise UserError(f"{config}: sweep: expected {expected} for {' and '.join(points)}")
+    return list(planned.values())
 
 
 def compare(experiment: Experiment, backend: str, world_size: int | None = None, *, on_cpu: bool) -> Comparison:
@@ -113,20 +118,41 @@ def compare(experiment: Experiment, backend: str, world_size: int | None = None,
     Raises:
         ValueError: naming the key whose value does not fit.
     """
-    links = device = None
     if backend != RANKS:
         world_size = experiment.virtual_ranks
     assert world_size is not None
-    ep_size = experiment.layer.ep_size or world_size
     checks.refuse(checks.of_experiment(experiment, backend, world_size))
+    links = device = None
     if backend in (VIRTUAL, MODELLED):
-        links, device = load_models(experiment, ep_size)
+        links, device = load_models(experiment, experiment.layer.ep_size or world_size)
         backend = VIRTUAL if device is None else MODELLED
-    parts, workloads = _parts(experiment, backend, on_cpu, device), open_workloads(experiment, world_size)
+    asked = experiment.layer
+    if backend == ROUTING:
+        parts = Parts("none")
+    elif device is not None:  # Whatever this machine has.
+        experts, why = device.experts_ran
+        parts = Parts(experts, experts_why=why)
+    else:
+        parts = Parts.choose(asked.experts, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
     on_gpu = not on_cpu and backend != ROUTING
+    workloads = open_workloads(experiment, world_size)
     comparison = Comparison(experiment, backend, world_size, workloads, parts, links, device, on_gpu)
     checks.refuse(checks.of_batches(experiment, comparison.num_places, comparison.rank_tokens))
     return comparison
+
+
+def load_models(experiment: Experiment, ep_size: int) -> tuple[Links, Device | None]:
+    """What stands between virtual ranks, and for each of them; ValueError naming the key that does not fit."""
+    config = experiment.emulate
+    assert config.links is not None
+    with naming("emulate.links"):
+        links = load_links(config.links, ep_size).scaled(config.bandwidth_scale)
+    with naming("emulate.links, layer.ep_size"):
+        links.all_gather_us(0, ep_size)
+    if config.device == MEASURED:
+        return links, None
+    with naming("emulate.device"):
+        return links, load_device_of_layer(config.device, experiment.model.spec(), ep_size, experiment.layer.dtype)
 
 
 def _try_out(comparison: Comparison) -> None:
@@ -148,52 +174,6 @@ def _try_out(comparison: Comparison) -> None:
         except ValueError as problem:
             hint = "; workload.image_share assumes images" if "modality_T" in str(problem) else ""
             raise UserError(f"policies: {policy.name}: {problem}{hint}") from None
-
-
-def _check_distinct(config: Path, comparisons: Sequence[Comparison]) -> None:
-    """Refuse a sweep whose points are one and the same comparison here: they would overwrite each other.
-
-    Such is a repeated value, and a key that this backend does not read.
-
-    Raises:
-        UserError: one line naming the file, the swept keys and their values.
-    """
-    first: dict[str, Comparison] = {}
-    for comparison in comparisons:
-        earlier = first.setdefault(comparison.comparison_id, comparison)
-        if earlier is not comparison:
-            points = (
-                ", ".join(f"{key}={value}" for key, value in one.experiment.point) for one in (earlier, comparison)
-            )
-            raise UserError(
-                f"{config}: sweep: expected points that this command measures differently, "
-                f"got one and the same comparison for {' and '.join(points)}"
-            )
-
-
-def load_models(experiment: Experiment, ep_size: int) -> tuple[Links, Device | None]:
-    """What stands between virtual ranks, and for each of them; ValueError naming the key that does not fit."""
-    config = experiment.emulate
-    assert config.links is not None
-    with naming("emulate.links"):
-        links = load_links(config.links, ep_size).scaled(config.bandwidth_scale)
-    with naming("emulate.links, layer.ep_size"):
-        links.all_gather_us(0, ep_size)
-    if config.device == MEASURED:
-        return links, None
-    with naming("emulate.device"):
-        return links, load_device_of_layer(config.device, experiment.model.spec(), ep_size, experiment.layer.dtype)
-
-
-def _parts(experiment: Experiment, backend: str, on_cpu: bool, modelled: Device | None) -> Parts:
-    """What computes and permutes here; on a modelled device what it is modelled with, whatever this machine has."""
-    asked = experiment.layer
-    if backend == ROUTING:
-        return Parts("none")
-    if modelled is not None:
-        experts, why = modelled.experts_ran
-        return Parts(experts, experts_why=why)
-    return Parts.choose(asked.experts, cuda_graph=asked.cuda_graph, on_cpu=on_cpu)
 
 
 # ---- workloads -------------------------------------------------------------------------------------------------------
@@ -219,30 +199,31 @@ def open_workloads(experiment: Experiment, world_size: int) -> dict[int | None, 
         if isinstance(config, SyntheticConfig):
             changed = {"seed": int(np.random.SeedSequence((config.seed, number)).generate_state(1)[0])}
         of_layer = experiment.model_copy(update={"workload": config.model_copy(update=changed)})
-        workload = _open(of_layer, world_size, or_chance=True)
+        workload = workloads[layer] = _open(of_layer, world_size, or_chance=True)
         if isinstance(workload, RecordedWorkload):
             recorded, needed = workload.traces[0].num_layers, len(moe_layers)
             built = f"the {needed} MoE layers that are built of {model.name}; whole.num_layers builds fewer"
             checks.refuse([(recorded < needed, "workload.trace", built, recorded)])
-        workloads[layer] = workload
     return workloads
 
 
 def _open(experiment: Experiment, world_size: int, *, or_chance: bool = False) -> Workload:
     """``or_chance``: see ``SyntheticWorkload``."""
     config, model = experiment.workload, experiment.model.spec()
-    sizes: dict[str, Any] = {"num_experts": model.num_experts, "top_k": model.top_k}
-    sizes |= {"num_tokens": config.total_tokens(world_size), "num_batches": config.num_batches, "seed": config.seed}
-    groups = {"num_groups": model.num_groups, "top_groups": model.top_groups}
+    shape: dict[str, Any] = {
+        **{name: getattr(model, name) for name in ("num_experts", "top_k", "num_groups", "top_groups")},
+        "num_tokens": config.total_tokens(world_size),
+        "num_batches": config.num_batches,
+        "seed": config.seed,
+    }
     with naming("workload"):
         if not isinstance(config, SyntheticConfig):
             keys = ("layer", "tail", "topk_share", "arrangement", "tokens_per_request")
-            return RecordedWorkload(config.trace, **sizes, **groups, **{key: getattr(config, key) for key in keys})
-        length = config.sequence_length
+            return RecordedWorkload(config.trace, **shape, **{key: getattr(config, key) for key in keys})
+        shape["sequence_length"] = config.sequence_length
         if config.skew in PATTERNS:
-            return SyntheticWorkload(pattern=config.skew, sequence_length=length, **sizes, **groups)
+            return SyntheticWorkload(pattern=config.skew, **shape)
         targets = config.targets(experiment.model.preset, experiment.layer.ep_size or world_size)
         load = targets.pop("rank_load")
         rank_load = (load["ep_size"], load["load"]) if load else None
-        how = {"sequence_length": length, "or_chance": or_chance, "rank_load": rank_load}
-        return SyntheticWorkload(**sizes, **targets, **how, **groups)
+        return SyntheticWorkload(**shape, **targets, rank_load=rank_load, or_chance=or_chance)

@@ -19,7 +19,8 @@ from typing import Any
 import yaml
 
 from moe_ep_bench.bench import checks
-from moe_ep_bench.bench.description import is_drawn, served
+from moe_ep_bench.bench.comparison import is_drawn
+from moe_ep_bench.bench.description import served
 from moe_ep_bench.bench.plan import VIRTUAL, load_models, plan_experiments
 from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config

@@ -15,7 +15,7 @@ import torch
 
 from moe_ep_bench.bench.cases import CaseSpec
 from moe_ep_bench.bench.comparison import ROUTING, Comparison
-from moe_ep_bench.bench.description import describe_run
+from moe_ep_bench.bench.description import routed_facts, run_json
 from moe_ep_bench.bench.job import fill
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.routing import one_thread
@@ -55,7 +55,7 @@ def route(config: Path, out: Path, overrides: Sequence[str], *, force: bool = Fa
         comparisons,
         "routing",
         {"torch": torch.__version__},
-        lambda run_id: describe_run(run_id, comparisons, provenance.describe(_CPU)),
+        lambda run_id: run_json(run_id, comparisons, provenance.describe(_CPU), routed_facts),
         routed,
         force=force,
     )

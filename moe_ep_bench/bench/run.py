@@ -180,7 +180,9 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_poi
                 ended = STOPPED_WORDS
                 break
             cases = [case for case in comparison.cases if case.case_id in case_ids]
-            with progress_bar(comparison.num_iterations(cases), "iteration", shown=ranks.is_first) as job.progress:
+            with progress_bar(
+                comparison.iterations_per_case * len(cases), "iteration", shown=ranks.is_first
+            ) as job.progress:
                 job.progress.set_description(comparison.title)
                 outcome = measure_comparison(job, comparison, cases) if cases else Outcome()
             outcome.unmeasured |= lost

@@ -26,6 +26,7 @@ from moe_ep_bench.workload.skews import PATTERNS, SKEWS, TARGETS, Skew, load_ske
 
 # ``run.json`` has only the last part of a path.
 NAME = PlainSerializer(lambda path: path and path.name, when_used="json")
+NAME_OF_FILE = PlainSerializer(lambda text: Path(text).name if str(text).endswith(".yaml") else text, when_used="json")
 
 
 class SweepPoint(Strict):
@@ -49,7 +50,7 @@ class ModelConfig(Strict):
 
     preset: str | None = None
     """Model of data/models/; or a shape by hand: num_experts, top_k, hidden_size, ffn_hidden_size, other keys."""
-    hf_config: Path | None = None
+    hf_config: Annotated[Path | None, NAME] = None
     """Hugging Face config.json, or its folder, in place of a preset."""
     scale: float = Field(1.0, gt=0, le=1)
     """Factor on the hidden sizes."""
@@ -190,7 +191,7 @@ class SyntheticConfig(_Workload):
 class RecordedConfig(_Workload):
     kind: Literal["recorded"] = "recorded"
     """Scores are replayed from recordings."""
-    trace: tuple[Path, ...] = Field(min_length=1)
+    trace: tuple[Annotated[Path, NAME], ...] = Field(min_length=1)
     """Path of a recording (moe-trace-v1), or a list of several that are mixed evenly."""
     layer: int = Field(ge=0)
     """Recorded layer; ``all``: a comparison each."""
@@ -408,11 +409,11 @@ MEASURED = "measured"
 class EmulateConfig(Strict):
     """Settings of ``emulate``."""
 
-    links: str | None = None
+    links: Annotated[str | None, NAME_OF_FILE] = None
     """Links between virtual ranks: a name of data/links/, a file by ``calibrate``, or ``table:SYSTEM/nccl/VERSION``."""
     bandwidth_scale: float = Field(1.0, ge=1e-6, le=1e6)
     """Factor on the bandwidth of all links."""
-    device: str = MEASURED
+    device: Annotated[str, NAME_OF_FILE] = MEASURED
     """``measured``: this device runs every rank's layer. Else nothing runs: a name of data/devices/, a path of such a
     file, or measured elsewhere ``table:SYSTEM/FRAMEWORK/VERSION``."""
     replication: tuple[ReplicationConfig, ...] = ()

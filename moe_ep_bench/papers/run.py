@@ -15,7 +15,6 @@ from typing import Any
 
 from moe_ep_bench.bench.cases import BASELINE, POLICY, REPLICATION
 from moe_ep_bench.bench.comparison import RANKS, VIRTUAL, Comparison
-from moe_ep_bench.bench.description import workload_in_short
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.run import emulate_plan, launch
 from moe_ep_bench.config import Experiment, SyntheticConfig
@@ -92,7 +91,7 @@ def _rows(
     primary = claim.primary()
     for comparison in comparisons:
         listed = (case for case in comparison.cases if case.role in (POLICY, REPLICATION, BASELINE))
-        cases = {case.policy or case.replication: case.case_id for case in listed}
+        cases = {case.rule: case.case_id for case in listed}
         workload = comparison.experiment.workload
         skew = workload.skew if isinstance(workload, SyntheticConfig) else None
         yield {
@@ -104,7 +103,7 @@ def _rows(
             "policy": policy.label if policy else "native",
             "versus": versus.label if versus else None,
             "setting": {} if claim.where else _beside_traffic(comparison),
-            "traffic": skew or workload_in_short(comparison.experiment),
+            "traffic": skew or comparison.traffic,
             "primary": primary is not None
             and all(str(_value(comparison.experiment, key)) == wanted for key, wanted in primary.at.items()),
             "primary_because": primary and primary.why,

@@ -16,12 +16,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_ep_bench.bench.cases import BASELINE, POLICY, CaseSpec, with_ids
+from moe_ep_bench.bench.cases import BASELINE, POLICY, CaseSpec
 from moe_ep_bench.bench.description import run_json
 from moe_ep_bench.bench.job import fill
 from moe_ep_bench.bench.rows import as_columns, identity
 from moe_ep_bench.config.files import load_points
 from moe_ep_bench.errors import UserError, naming
+from moe_ep_bench.facts import CaseFacts, JudgedFacts
 from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.placement import default_ep_size
@@ -78,32 +79,32 @@ class QualityComparison:
     @cached_property
     def cases(self) -> list[CaseSpec]:
         """The unpatched model, and all policies."""
-        policies = (CaseSpec("", POLICY, policy.name, policy) for policy in self.experiment.make_policies())
-        return with_ids(self.comparison_id, [CaseSpec("", BASELINE, "native", None), *policies])
+        policies = ((POLICY, policy.name, policy) for policy in self.experiment.make_policies())
+        return [CaseSpec(self.comparison_id, *case) for case in ((BASELINE, "native"), *policies)]
 
     def phase(self, case: CaseSpec) -> Phase:
         """The phase in which known text is judged under a case."""
         return judged_phase(case.policy, self.experiment.arrangement)
 
-    def describe(self) -> dict[str, Any]:
-        """What analysis needs to know of the comparison, JSON-ready."""
+    def facts(self) -> JudgedFacts:
+        """What ``run.json`` says of the comparison."""
         layers = self.model.moe_layers
-        return {
-            "title": self.title,
-            "num_experts": layers[0].num_experts,
-            "top_k": layers[0].top_k,
-            "num_layers": len(layers),  # with experts
-            "model": self.model.name,
-            "num_ranks": self.ep_size,
-            "arrangement": self.experiment.arrangement,
-            "dtype": self.experiment.model.dtype,
-            "seed": self.experiment.layer.seed,
+        return JudgedFacts(
+            title=self.title,
+            num_experts=layers[0].num_experts,
+            top_k=layers[0].top_k,
+            num_layers=len(layers),  # with experts
+            model=self.model.name,
+            num_ranks=self.ep_size,
+            arrangement=self.experiment.arrangement,
+            dtype=self.experiment.model.dtype,
+            seed=self.experiment.layer.seed,
             **self.evaluated.describe(),
-        }
+        )
 
-    def describe_case(self, case: CaseSpec) -> dict[str, Any]:
-        """What analysis needs to know of a case, JSON-ready."""
-        return {**case.describe(self.comparison_id), "phase": self.phase(case)}
+    def case_facts(self, case: CaseSpec) -> CaseFacts:
+        """What ``run.json`` says of a case."""
+        return case.facts(phase=self.phase(case))
 
 
 def plan_quality(config: Path, overrides: Iterable[str]) -> list[QualityComparison]:
@@ -165,12 +166,10 @@ def run_quality(
             if isinstance(comparison.evaluated, Task):
                 comparison.evaluated.check()
     environment = {**provenance.describe(torch.device(device)), "lm_eval": harness_version()}
-    experiments = list({id(comparison.experiment): comparison.experiment for comparison in comparisons}.values())
     models: dict[Any, Any] = {}
 
     def described(run_id: str) -> dict[str, Any]:
-        configs = (experiment.model_dump(mode="json") for experiment in experiments)
-        return run_json(run_id, comparisons, environment, configs, QualityComparison.describe)
+        return run_json(run_id, comparisons, environment, QualityComparison.facts)
 
     def judge(run_id: str, comparison: QualityComparison, cases: Sequence[CaseSpec]) -> None:
         asked = comparison.experiment.model

@@ -32,8 +32,8 @@ def seen_of(comparison: Comparison, few: int | None = None) -> list[tuple]:
     with torch.inference_mode():
         for index in range(2):
             routers = [CaseRouter(case, batches) for case in comparison.cases]
-            for traffic, frontier in zip(*traffic_of(batches, None, index, routers), strict=True):
-                rows.append((traffic.counts_RP.tolist(), traffic.num_tokens_R, frontier, repr(traffic.rows_R)))
+            for traffic in traffic_of(batches, None, index, routers):
+                rows.append((traffic.counts_RP.tolist(), traffic.num_tokens_R, traffic.frontier, repr(traffic.rows_R)))
             rows += [tuple(share.context.request_id_T.tolist()) for share in batches.shares(None, index)]
     return rows
 

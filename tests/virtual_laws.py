@@ -169,7 +169,7 @@ def experts_compute_what_was_worked_out_and_runs_are_cut_as_modelled_ones(lab: L
         layer = timer.virtual.stack.forms[None].native
         for case in comparison.cases[:4]:
             router = CaseRouter(case, batches)
-            ((of_layer,), _) = traffic_of(batches, None, 0, [router])
+            (of_layer,) = traffic_of(batches, None, 0, [router])
             traffic = Traffic(0, {None: of_layer})
             for rank, tokens in list(enumerate(batches.shares(None, 0)))[::3]:
                 seen: list[torch.Tensor] = []

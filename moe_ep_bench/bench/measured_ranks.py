@@ -132,7 +132,7 @@ class SmallLayers:
 
     def error(self, router: CaseRouter, layer: int | None) -> float:
         """The worst token's error when all ranks of a case exchange real rows, on few tokens of batch 0."""
-        ((traffic,), _) = traffic_of(self._batches, layer, 0, [router])
+        (traffic,) = traffic_of(self._batches, layer, 0, [router])
         shares = [of_rank.of(router.case) for of_rank in self._batches.shares(layer, 0)]
         self._virtual.announced = {None: _announced(traffic, self._device)}
         hidden, reference = self._input(tuple(traffic.num_tokens_R))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -45,6 +45,7 @@ class LayerTraffic:
         stats_SE: what a batch-wide policy's statistics sum up to over ranks; None where it has none.
         rows_R: of each rank's tokens a row of the table ``routing`` (``case_metrics``).
         moves_shared: pairs that a token's shared experts are worth, where their tokens go to ranks with few pairs.
+        frontier: a row of the table ``frontier``; None where dropping has none (``_frontier_row``).
     """
 
     num_tokens_R: list[int]
@@ -52,6 +53,7 @@ class LayerTraffic:
     stats_SE: Tensor | None
     rows_R: list[Row]
     moves_shared: float | None = None
+    frontier: Row | None = None
 
     @cached_property
     def counts_RP(self) -> NDArray[np.int64]:  # noqa: N802
@@ -121,27 +123,21 @@ class RoutedBatches:
         for layer in comparison.workloads:
             if layer is not None:
                 begin()
-            traffic, frontiers = traffic_of(self.batches, layer, index, distinct)
+            traffic = dict(zip(distinct, traffic_of(self.batches, layer, index, distinct), strict=True))
             named = {"layer": comparison.row_layer(layer)}
             for number, router in enumerate(self.routers):
-                place, case_id = distinct.index(stand_ins[number]), router.case.case_id
-                layers[number][layer] = traffic[place]
-                self.rows[case_id] += [row | named for row in traffic[place].rows_R]
-                self.frontiers[case_id] += [row | named for row in frontiers[place]]
+                of_layer = layers[number][layer] = traffic[stand_ins[number]]
+                self.rows[router.case.case_id] += [row | named for row in of_layer.rows_R]
+                if of_layer.frontier is not None:
+                    self.frontiers[router.case.case_id].append(of_layer.frontier | named)
         lengths_R = comparison.lengths_of_ranks(index) if comparison.scope == "model" else None
         return [
             (router, Traffic(index, of_case, lengths_R)) for router, of_case in zip(self.routers, layers, strict=True)
         ]
 
 
-def traffic_of(
-    batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter]
-) -> tuple[list[LayerTraffic], list[list[Row]]]:
-    """Route batch ``index`` on all ranks in one layer, by every case; ranks side by side, in threads.
-
-    Returns:
-        Of every case the traffic, and its row of the table ``frontier`` or none.
-    """
+def traffic_of(batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter]) -> list[LayerTraffic]:
+    """Route batch ``index`` on all ranks in one layer, by every case; ranks side by side, in threads."""
     model = batches.comparison.model
     placed = [(router, router.slots(index)) for router in routers]
     with rank_pool(batches.device, batches.num_bytes) as pool:
@@ -150,13 +146,17 @@ def traffic_of(
         stats = _statistics(batches, layer, index, routers, pool)
         route = partial(_route_rank, placed, stats)
         ranks = list(in_order(pool, route, batches.shares(layer, index)))
+    pairs = [of_rank.pairs for of_rank in ranks]
+    rank_E = torch.arange(model.num_experts) // (model.num_experts // batches.comparison.ep_size)
+    frontier = None if None in pairs else Frontier.of(pairs, rank_E)
     traffic = []
     for number, (router, slots) in enumerate(placed):
         fills = isinstance(router.case.replication, WaterfillConfig)
         per_token = model.shared_ffn_hidden_size / model.ffn_hidden_size if fills else None
         rows, num_tokens = [of_rank.rows[number] for of_rank in ranks], [of_rank.num_tokens for of_rank in ranks]
-        traffic.append(LayerTraffic(num_tokens, slots, stats[number], rows, per_token))
-    return traffic, _frontier_rows(index, [of_rank.pairs for of_rank in ranks], routers, traffic)
+        of_case = LayerTraffic(num_tokens, slots, stats[number], rows, per_token)
+        traffic.append(replace(of_case, frontier=_frontier_row(frontier, index, router.case, of_case)))
+    return traffic
 
 
 @torch.inference_mode()
@@ -217,28 +217,19 @@ def slot_metrics(slots: Slots, rank: int, map_TE: Tensor) -> Row:
     }
 
 
-def _frontier_rows(
-    index: int,
-    pairs: Sequence[tuple[Tensor, Tensor] | None],
-    routers: Sequence[CaseRouter],
-    traffic: Sequence[LayerTraffic],
-) -> list[list[Row]]:
+def _frontier_row(frontier: Frontier | None, index: int, case: CaseSpec, traffic: LayerTraffic) -> Row | None:
     """Of the top-k mass what dropping alone keeps at most where a case computes its loads; the whole curve for native.
 
-    No row for cases whose experts have no single home each or that see balanced scores, and without ``pairs``.
+    None for cases whose experts have no single home each or that see balanced scores.
     """
-    rows: list[list[Row]] = [[] for _ in routers]
-    has_row = [
-        router.case.role != CEILING and case.slots.is_contiguous for router, case in zip(routers, traffic, strict=True)
-    ]
-    if None in pairs or not any(has_row):
-        return rows
-    num_ranks, num_experts = traffic[0].slots.num_ranks, len(traffic[0].slots.split.pairs_E)
-    frontier = Frontier.of(pairs, torch.arange(num_experts) // (num_experts // num_ranks))
-    for number in np.flatnonzero(has_row):
-        load_E = traffic[number].counts_RP.sum(axis=0)
-        fullest = int(load_E.reshape(num_ranks, -1).sum(axis=1).max())
-        loads, kept = frontier.curve() if routers[number].case.role == BASELINE else (None, None)
-        row = {"batch": index, "kept_by_load": frontier.kept(fullest), "curve_load": loads, "curve_kept": kept}
-        rows[number] = [{**row, "kept_by_experts": frontier.kept_by_experts(int((load_E > 0).sum()))}]
-    return rows
+    if frontier is None or case.role == CEILING or not traffic.slots.is_contiguous:
+        return None
+    load_E = traffic.counts_RP.sum(axis=0)
+    loads, kept = frontier.curve() if case.role == BASELINE else (None, None)
+    return {
+        "batch": index,
+        "kept_by_load": frontier.kept(int(traffic.rank_pairs.sum(axis=0).max())),
+        "kept_by_experts": frontier.kept_by_experts(int((load_E > 0).sum())),
+        "curve_load": loads,
+        "curve_kept": kept,
+    }

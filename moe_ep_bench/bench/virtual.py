@@ -88,6 +88,7 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
         "batch_wide": any(of_layer.stats_SE is not None for of_layer in traffic.layers.values()),
         "alone": comparison.ep_size == 1,
         "dtype": dtype,
+        "solving_us": (router.case.replication and router.case.replication.solving_us) or 0.0,
     }
     if traffic.lengths_R is None:
         return RankTime(*legs_of(layer_segments(device, model, layers[None], **how)))
@@ -247,13 +248,8 @@ class Emulation:
     def _store(
         self, router: CaseRouter, times_R: Sequence[Sequence[RankTime]], traffic: Traffic, *, paced: bool = False
     ) -> None:
-        """Set a case's ranks side by side, behind links and what balancing takes; ``paced``: see ``timer.timed``."""
-        case = router.case
+        """Set a case's ranks side by side, behind links; ``paced``: see ``timer.timed``."""
         legs_R, meetings = [median_legs([run.legs for run in runs]) for runs in times_R], times_R[0][0].meetings
-        if case.replication is not None and case.replication.solving_us:
-            for legs in legs_R:  # Every rank solves once all counts are known.
-                leg = legs[meetings.index("wait_metadata") + 1]
-                leg["policy"] = leg.get("policy", 0.0) + case.replication.solving_us
         link_us = {
             phase_key(layer, phase): time_us
             for layer, of_layer in traffic.layers.items()
@@ -265,7 +261,7 @@ class Emulation:
                 let_host_pace(phases)
             phases[THREAD_CPU] = float(np.median([run.thread_cpu_us for run in times_R[rank]]))
             for name, value in phases.items():
-                self.samples[case.case_id][rank, traffic.index, self.columns.index(name)] = value
+                self.samples[router.case.case_id][rank, traffic.index, self.columns.index(name)] = value
 
     def _link_us(self, traffic: LayerTraffic) -> dict[PhaseKey, NDArray[np.float64]]:
         """What each meeting of a layer takes on the modelled links, [R] microseconds."""

@@ -81,6 +81,7 @@ def layer_segments(
     batch_wide: bool,
     alone: bool = False,
     dtype: str = "bfloat16",
+    solving_us: float = 0.0,
 ) -> list[tuple[str, float]]:
     """Phases and microseconds of one run in the order in which a measured one has them, for ``timeline.legs_of``.
 
@@ -91,6 +92,7 @@ def layer_segments(
         batch_wide: the policy sums statistics over ranks.
         alone: there is no other rank: nobody is met, and rows lie as the experts want them.
         dtype: of ``PRECISIONS``; what b is, and whether experts are smaller; float32 has bfloat16's arithmetic.
+        solving_us: a balancer's, once all counts are known.
     """
     precision = PRECISIONS[dtype]
     T, N, M, b = work.num_tokens, work.num_sent, work.num_received, precision.hidden_bytes
@@ -116,6 +118,7 @@ def layer_segments(
         (UNACCOUNTED, 0.0),
         ("permute", 0.0),
         ("wait_metadata", 0.0),
+        *([("policy", solving_us)] if solving_us else []),
         ("permute", device.permute_us(2 * N * W * b)),
         ("metadata", 0.0),
         (UNACCOUNTED, 0.0),
@@ -131,4 +134,4 @@ def layer_segments(
         *([("shared", add_us)] if S else []),
         ("permute", device.permute_us((N + T) * W * b)),
     ]
-    return [one for one in segments if not (alone and one[0] in PHASE_OF_MEETING)]
+    return [(phase, time_us) for phase, time_us in segments if not (alone and phase in PHASE_OF_MEETING)]

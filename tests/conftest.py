@@ -1,7 +1,6 @@
 """Tests run on the CPU, whatever the machine has; ``-m gpu`` runs those that need a CUDA device, and only those.
 
-So does ``-m slurm`` those that start a Slurm. ``MOE_EP_BENCH_MEGATRON`` names a checkout of Megatron-LM to test
-against, with ``-m seam``; without it that is the installed Megatron-Core.
+So does ``-m slurm`` those that start a Slurm. ``-m seam`` holds our use of Megatron-Core against the installed one.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from warm import ASKED, Server, megatron_core, warm
+from warm import Server, warm
 
 # One seed for all: what CI finds, everyone finds. The machines are shared, so no example has a deadline.
 settings.register_profile(
@@ -43,23 +42,17 @@ LONGEST = (
 WARM = (
     "docs_commands",
     "calibrate",
-    "directory",
     "doctor",
     "emulate",
     "emulate_model",
     "faults",
     "graph_run",
-    "guard",
     "layer",
-    "locks",
     "model_run",
     "own_policies",
-    "scopes",
-    "parts",
-    "ranks",
     "run",
+    "scopes",
     "validate",
-    "without_megatron",
 )
 
 
@@ -76,21 +69,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Or every process would compile the package anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    if ASKED:  # Processes that tests start inherit it too.
-        sys.path.insert(0, ASKED)
-        os.environ["PYTHONPATH"] = os.pathsep.join([ASKED, *filter(None, [os.environ.get("PYTHONPATH")])])
     if not _wants_gpu(config):
         # Before anything asks torch; processes that tests start inherit it.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # Before anything imports triton: its kernels then run in its interpreter.
         os.environ["TRITON_INTERPRET"] = "1"
-
-
-def pytest_report_header() -> str:
-    try:
-        return f"megatron-core: {megatron_core()}"
-    except RuntimeError as error:
-        raise pytest.UsageError(str(error)) from None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -39,10 +39,10 @@ ENDLESS = {
 }  # fmt: skip
 
 
-def run_alone(config: Path, out: Path, **variables: str) -> subprocess.CompletedProcess:
+def run_alone(config: Path, out: Path, *of_python: str) -> subprocess.CompletedProcess:
     """``run`` on one rank, without torchrun."""
-    command = [sys.executable, "-m", "moe_ep_bench", "run", str(config), "--out", str(out)]
-    env = {**environment(), **rank_environment(0, free_port(), world_size=1), **variables}
+    command = [sys.executable, *of_python, "-m", "moe_ep_bench", "run", str(config), "--out", str(out)]
+    env = {**environment(), **rank_environment(0, free_port(), world_size=1)}
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=env, check=False)
 
 
@@ -230,7 +230,7 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_runs(smal
 
 def test_half_written_parts_are_measured_again(tmp_path: Path) -> None:
     config, out = write_config(tmp_path, **SMALL), tmp_path / "out"
-    done = run_alone(config, out, LD_LIBRARY_PATH="/nowhere")  # The only process of this file that is not forked.
+    done = run_alone(config, out, "-X", "utf8")  # The only process of this file that is not forked.
     assert done.returncode == OK, done.stderr
     assert "Warning" not in done.stderr, "importing Megatron-Core is silent"
     first = min(json.loads((out / "run.json").read_text())["cases"])

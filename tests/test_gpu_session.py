@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[1] / "launch" / "gpu_session.sh"
 
 # Stands for Python: notes what it is asked for, and fails or hangs in a script where a file says so.
 PYTHON = """#!/bin/bash
-echo "${{TORCH_ALLOW_TF32_CUBLAS_OVERRIDE:+with TF32: }}$*" >>{folder}/calls
+echo "$*" >>{folder}/calls
 echo "output of $*"
 for does in fails hangs; do
   [ -e {folder}/$does ] && [[ "$*" == *$(cat {folder}/$does)* ]] || continue
@@ -52,15 +52,15 @@ class Session:
         python.write_text(PYTHON.format(folder=folder))
         python.chmod(0o755)
 
-    def start(self, *options: str, rehearse: bool = True) -> subprocess.Popen:
-        command = ["bash", SCRIPT, self.out, *options, *(["--rehearse"] if rehearse else [])]
+    def start(self, *options: str) -> subprocess.Popen:
+        command = ["bash", SCRIPT, self.out, *options, "--rehearse"]
         environment = {**os.environ, "VENV": str(self.folder / "venv")}
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
-    def run(self, *options: str, rehearse: bool = True) -> tuple[int, str, int]:
+    def run(self, *options: str) -> tuple[int, str, int]:
         """Exit status, what was printed, and how many steps were begun."""
         (self.folder / "calls").write_text("")
-        started = self.start(*options, rehearse=rehearse)
+        started = self.start(*options)
         printed, errors = started.communicate(timeout=300)
         return started.returncode, printed + errors, len(self.calls())
 
@@ -104,17 +104,6 @@ def test_steps_that_repeat_papers_make_one_draw(session: Session) -> None:
         points = load_experiments(SCRIPT.parents[1] / config, options, on_cpu=False)
         assert {one.workload.seed for one in points} == {1}
         assert len(points) == 1 or "figure4" not in call
-
-
-def test_layers_keep_their_laws_where_the_environment_asks_for_tf32(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As NGC images do. The stand-in for Python says that torch sees a GPU."""
-    monkeypatch.delenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", raising=False)
-    assert session.run("--only", "layer-tests", rehearse=False)[0] == 0
-    assert [call for call in session.calls() if "tests/test_gpu.py" in call] == [
-        "with TF32: -m pytest -m gpu -q -n 6 --dist loadgroup -p no:cacheprovider -p no:benchmark tests/test_gpu.py"
-    ]
 
 
 def test_only_some_steps_can_be_asked_for(session: Session) -> None:

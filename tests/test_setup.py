@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,7 +26,6 @@ PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 # What NVIDIA calls a build between two releases; for pip it is older than 2.11.
 CONTAINER = {"torch": "2.11.0a0+nv26.2", "triton": "3.5.1+nv26.2"}
 PIP = Path(find_spec("pip").origin).parent
-NO_ENSUREPIP = "import sys; sys.modules['ensurepip'] = None\n"
 # Few, for pip takes its time.
 PINS = {"torch": "2.13.0", "triton": "3.7.1", "megatron-core": "0.16.1", "numpy": "2.4.6", "pillow": "13.0.0"}
 PYPROJECT = """[build-system]
@@ -71,13 +69,13 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
 """
 
 
-def run(script, *arguments, cwd, **environment):
-    """Run a script with nothing of this machine's pip set-up, and with no way out to a network."""
+def setup(clone, *arguments, cwd, **environment):
+    """Run a clone's script with nothing of this machine's pip set-up, and with no way out to a network."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "PYTHON")) and "proxy" not in k.lower()}
     nowhere = "http://127.0.0.1:9"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     kept |= {"HOME": str(cwd), "PATH": path, "https_proxy": nowhere, "http_proxy": nowhere, **environment}
-    command = ["bash", script, *map(str, arguments)]
+    command = ["bash", clone / "launch/setup.sh", *arguments]
     return subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=600)
 
 
@@ -92,29 +90,26 @@ def make_clone(folder):
     (folder / "launch/constraints.txt").write_text("".join(f"{name}=={pin}\n" for name, pin in PINS.items()))
     (folder / "pyproject.toml").write_text(PYPROJECT)
     (folder / "moe_ep_bench").mkdir()
-    (folder / "moe_ep_bench/__init__.py").touch()
     return folder
 
 
-def make_python(folder, **packages):
-    """A virtual environment that stands for some machine's Python."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    furnish(folder / f"lib/python{PYTHON}/site-packages", **packages)
-    return folder / "bin/python"
-
-
-def furnish(packages, *, ensurepip=True, **versions):
-    """Put pip, Apex and packages of these versions there; torch requires Triton where it lies beside it."""
+def furnish(packages, **versions):
+    """Put pip, Apex and packages of these versions into a folder of packages that has no ensurepip."""
     packages.mkdir(exist_ok=True)
     (packages / "pip").symlink_to(PIP)
     (packages / "apex.py").touch()
+    (packages / "sitecustomize.py").write_text("import sys; sys.modules['ensurepip'] = None\n")
     for name, version in versions.items():
         folder = packages / f"{name}-{version}.dist-info"
         folder.mkdir()
-        requires = "Requires-Dist: triton==3.5.1\n" if name == "torch" and "triton" in versions else ""
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
-    if not ensurepip:
-        (packages / "sitecustomize.py").write_text(NO_ENSUREPIP)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def make_python(folder, **versions):
+    """A virtual environment that stands for some machine's Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    furnish(folder / f"lib/python{PYTHON}/site-packages", **versions)
+    return folder / "bin/python"
 
 
 @pytest.fixture(scope="module")
@@ -123,58 +118,44 @@ def clone(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory):
+def offline(tmp_path_factory):
+    """What tells pip to take wheels from the index alone."""
     folder = tmp_path_factory.mktemp("index")
-    python = "cp{0}-cp{0}-manylinux_2_17_x86_64".format(PYTHON.replace(".", ""))
     # A build of torch has a local version, which == does not exclude.
     for build in ("cu130", "cu126"):
         write_wheel(folder, "torch", f"{PINS['torch']}+{build}", requires=["nvidia-cublas"])
+    python = "cp{0}-cp{0}-manylinux_2_17_x86_64".format(PYTHON.replace(".", ""))
     write_wheel(folder, "megatron-core", PINS["megatron-core"], requires=["torch>=2.6", "numpy"], tag=python)
     write_wheel(folder, "matplotlib", "1.0", requires=["numpy", "pillow"])
     for name in ("triton", "numpy", "pillow"):
         write_wheel(folder, name, PINS[name])
-    for name, version in [("triton", "99.0"), ("numpy", "99.0"), ("pillow", "99.0"), ("nvidia-cublas", "1.0")]:
-        write_wheel(folder, name, version)
+        write_wheel(folder, name, "99.0")
+    write_wheel(folder, "nvidia-cublas", "1.0")
     backend = {"setuptools/__init__.py": "", "setuptools/build_meta.py": BUILD_BACKEND}
     write_wheel(folder, "setuptools", "82.0.0", contents=backend)
-    return folder
+    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
 
 
 @pytest.fixture(scope="module")
 def container(tmp_path_factory):
-    return make_python(tmp_path_factory.mktemp("container"), **CONTAINER, numpy="1.26.4", ensurepip=False)
+    return make_python(tmp_path_factory.mktemp("container"), **CONTAINER, numpy="1.26.4")
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """This Python, with a pip for every environment at once: ensurepip takes half of a set-up's time."""
-    python = tmp_path_factory.mktemp("plain") / "python"
-    python.write_text(f"""#!/bin/bash
-[ "$1 $2" = "-m venv" ] || exec {sys.executable} "$@"
-{sys.executable} -m venv --without-pip "${{@:3}}"
-ln -s {PIP} "${{@: -1}}/lib/python{PYTHON}/site-packages/pip"
-""")
-    python.chmod(0o755)
-    return python
-
-
-def offline(index):
-    """What tells pip to take wheels from a folder alone."""
-    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
-
-
-@pytest.fixture(scope="module")
-def set_up(clone, container, index, tmp_path_factory):
-    """An environment from a folder of wheels, made by two at the same time, and how that ended."""
+def environment(clone, container, offline, tmp_path_factory):
+    """An environment on a container's torch from a folder of wheels, made by two at the same time."""
     folder = tmp_path_factory.mktemp("set up")
-    environment = folder / "environment"
-    container_before = snapshot(container.parent.parent)
-    arguments = ["--system-torch", "--python", container, "--venv", environment]
+    before = snapshot(container.parent.parent)
+    arguments = ["--system-torch", "--python", container, "--venv", folder / "environment"]
     with ThreadPoolExecutor() as pool:
-        both = [pool.submit(run, clone / "launch/setup.sh", *arguments, cwd=folder, **offline(index)) for _ in range(2)]
-        done, other = sorted((one.result() for one in both), key=lambda one: one.stdout, reverse=True)
-    untouched = snapshot(container.parent.parent) == container_before
-    return {"environment": environment, "done": done, "other": other, "container is untouched": untouched}
+        both = [pool.submit(setup, clone, *arguments, cwd=folder, **offline) for _ in range(2)]
+        other, done = sorted((one.result() for one in both), key=lambda one: one.stdout)
+    # What pip would say of a network that it cannot reach goes to stderr.
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"Setting up {folder / 'environment'} with Python")
+    assert (other.returncode, other.stdout, other.stderr) == (0, "", ""), "it waits and takes what the first has made"
+    assert snapshot(container.parent.parent) == before
+    return folder / "environment"
 
 
 def inside(environment, code):
@@ -190,12 +171,17 @@ def versions_in(environment, names):
     return ast.literal_eval(inside(environment, code))
 
 
+def check_refused(done, says):
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("setup.sh: ")
+    assert says in done.stderr
+
+
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
     """A folder with a clone and what wrong arguments may name; it is the same after each."""
     folder = tmp_path_factory.mktemp("desk")
     make_clone(folder / "clone")
-    (folder / "file").touch()
     (folder / "full").mkdir()
     (folder / "full/notes.txt").touch()
     make_python(folder / "old", torch="2.9.1")
@@ -204,85 +190,65 @@ def desk(tmp_path_factory):
 
 
 # What is asked, and what the one line says of it.
-REFUSED = [
-    ("--frobnicate", "'--frobnicate'"),
-    ("--venv", "--venv takes a folder"),
-    ("--venv full", "new or empty; full is neither"),
-    ("--venv new --cuda12 --system-torch", "it does not go with --system-torch"),
-    ("--venv new --python absent", "3.11 or 3.12"),
-    ("--venv new --system-torch --python old/bin/python", "old/bin/python has torch 2.9.1"),
-    ("--venv container --system-torch --python container/bin/python", "container/bin/python belongs to"),
-]
+REFUSED = {
+    "--frobnicate": "'--frobnicate'",
+    "--venv": "--venv takes a folder",
+    "--venv full": "new or empty; full is neither",
+    "--venv new --cuda12 --system-torch": "it does not go with --system-torch",
+    "--venv new --python absent": "3.11 or 3.12",
+    "--venv new --system-torch --python old/bin/python": "old/bin/python has torch 2.9.1",
+    "--venv container --system-torch --python container/bin/python": "container/bin/python belongs to",
+}
 
 
-@pytest.mark.parametrize(("arguments", "says"), REFUSED)
-def test_wrong_arguments_are_refused_in_one_line_and_leave_nothing(desk, arguments, says):
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_wrong_arguments_are_refused_in_one_line_and_leave_nothing(desk, arguments):
     before = snapshot(desk)
-    done = run(desk / "clone/launch/setup.sh", *arguments.split(), cwd=desk)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("setup.sh: ")
-    assert done.stderr.count("\n") == 1
-    assert says in done.stderr
+    check_refused(setup(desk / "clone", *arguments.split(), cwd=desk), REFUSED[arguments])
     assert snapshot(desk) == before
 
 
-def test_a_folder_of_wheels_installs_without_network_beside_the_containers_torch(set_up, container):
-    # What pip would say of a network that it cannot reach goes to stderr.
-    assert (set_up["done"].returncode, set_up["done"].stderr) == (0, "")
+def test_a_folder_of_wheels_installs_without_network_beside_the_containers_torch(environment, container):
     expected = PINS | CONTAINER
-    assert versions_in(set_up["environment"], expected) == expected
+    assert versions_in(environment, expected) == expected
     packages = container.parent.parent / "lib" / f"python{PYTHON}" / "site-packages"
-    assert inside(set_up["environment"], "import apex; print(apex.__file__)") == str(packages / "apex.py")
-    assert not [path for name in CONTAINER for path in set_up["environment"].glob(f"lib/*/site-packages/{name}*")]
-    assert set_up["container is untouched"]
+    assert inside(environment, "import apex; print(apex.__file__)") == str(packages / "apex.py")
+    assert not [path for name in CONTAINER for path in environment.glob(f"lib/*/site-packages/{name}*")]
 
 
-def test_of_two_that_set_up_the_same_environment_one_makes_it_and_the_other_waits_and_takes_it(set_up):
-    assert set_up["done"].stdout.startswith(f"Setting up {set_up['environment']} with Python")
-    assert (set_up["other"].returncode, set_up["other"].stdout, set_up["other"].stderr) == (0, "", "")
-
-
-def test_an_ordinary_set_up_installs_the_pins_and_triton_whether_torch_asks_for_it_or_not(
-    clone, index, plain, tmp_path
-):
-    arguments = ["--python", plain, "--venv", tmp_path / "environment"]
-    done = run(clone / "launch/setup.sh", *arguments, cwd=tmp_path, **offline(index))
-    assert (done.returncode, done.stderr) == (0, "")
-    expected = PINS | {"torch": f"{PINS['torch']}+cu130"}
-    assert versions_in(tmp_path / "environment", expected) == expected
-
-
-def test_cuda12_takes_that_build_of_the_pinned_torch_and_keeps_it(clone, index, plain, tmp_path):
-    environment = tmp_path / "environment"
-    setup = partial(run, clone / "launch/setup.sh", "--python", plain, "--venv", environment, cwd=tmp_path)
-    assert setup("--cuda12", **offline(index)).returncode == 0
-    assert versions_in(environment, ["torch"]) == {"torch": PINS["torch"] + "+cu126"}
-    made = snapshot(environment)
-    assert setup().returncode == 0
-    assert snapshot(environment) == made
-
-
-def test_a_later_plain_set_up_takes_the_environment_as_it_is(set_up, clone):
-    before = snapshot(set_up["environment"])
-    done = run(clone / "launch/setup.sh", "--venv", set_up["environment"], cwd=clone)
+def test_a_later_plain_set_up_takes_the_environment_as_it_is_unless_its_pins_are_old(environment, clone, tmp_path):
+    before = snapshot(environment)
+    done = setup(clone, "--venv", environment, cwd=clone)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert snapshot(set_up["environment"]) == before
-
-
-def test_an_environment_of_old_pins_asks_for_its_flags(set_up, tmp_path):
     other = make_clone(tmp_path / "other")
     with open(other / "launch/constraints.txt", "a") as constraints:
         constraints.write("# another pin\n")
-    before = snapshot(set_up["environment"])
-    done = run(other / "launch/setup.sh", "--venv", set_up["environment"], cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "was made with --system-torch" in done.stderr
-    assert snapshot(set_up["environment"]) == before
+    check_refused(setup(other, "--venv", environment, cwd=tmp_path), "was made with --system-torch")
+    assert snapshot(environment) == before
+
+
+@pytest.mark.parametrize(("flags", "build"), [([], "cu130"), (["--cuda12"], "cu126")])
+def test_the_pins_are_installed_and_that_build_of_torch_is_kept(flags, build, clone, offline, tmp_path):
+    # This Python, with a pip for every environment at once: ensurepip takes half of a set-up's time.
+    plain, environment = tmp_path / "python", tmp_path / "environment"
+    plain.write_text(f"""#!/bin/bash
+[ "$1 $2" = "-m venv" ] || exec {sys.executable} "$@"
+{sys.executable} -m venv --without-pip "${{@:3}}"
+ln -s {PIP} "${{@: -1}}/lib/python{PYTHON}/site-packages/pip"
+""")
+    plain.chmod(0o755)
+    done = setup(clone, "--python", plain, "--venv", environment, *flags, cwd=tmp_path, **offline)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = PINS | {"torch": f"{PINS['torch']}+{build}"}
+    assert versions_in(environment, expected) == expected
+    made = snapshot(environment)
+    assert setup(clone, "--python", plain, "--venv", environment, cwd=tmp_path).returncode == 0
+    assert snapshot(environment) == made
 
 
 def test_an_unfinished_environment_is_not_finished_with_another_torch(clone, tmp_path):
     """On a Python that is no virtual environment, and whose pip is set up to find nothing."""
-    furnish(tmp_path / "container", torch=CONTAINER["torch"], ensurepip=False)
+    furnish(tmp_path / "container", torch=CONTAINER["torch"])
     configured = {
         "PYTHONPATH": str(tmp_path / "container"),
         "PIP_NO_INDEX": "1",
@@ -290,13 +256,9 @@ def test_an_unfinished_environment_is_not_finished_with_another_torch(clone, tmp
     }
     python, environment = Path(sys.base_prefix) / f"bin/python{PYTHON}", tmp_path / "environment"
     arguments = ["--system-torch", "--python", python, "--venv", environment]
-    assert run(clone / "launch/setup.sh", *arguments, cwd=tmp_path, **configured).returncode == 1
+    assert setup(clone, *arguments, cwd=tmp_path, **configured).returncode == 1
     assert "include-system-site-packages = true" in (environment / "pyvenv.cfg").read_text(), "its torch is seen"
-    before = snapshot(environment)
-    done = run(clone / "launch/setup.sh", "--venv", environment, cwd=clone)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "was made with --system-torch" in done.stderr
-    assert snapshot(environment) == before
+    check_refused(setup(clone, "--venv", environment, cwd=clone), "was made with --system-torch")
 
 
 def test_the_script_finds_what_it_reads_in_the_real_files():

@@ -37,9 +37,6 @@ class Missing:
         if name.partition(".")[0] == "megatron":
             raise ModuleNotFoundError(f"No module named {name!r}")
 
-# Of the process that this one may be a fork of (tests/warm.py).
-for name in [name for name in sys.modules if name.partition(".")[0] in ("megatron", "moe_ep_bench")]:
-    del sys.modules[name]
 sys.meta_path.insert(0, Missing())
 from moe_ep_bench import cli
 from moe_ep_bench.analysis import style

@@ -1,11 +1,10 @@
-"""Fork the Python processes that tests start from one that has imported torch and Megatron-Core: that takes seconds.
+"""Fork the Python processes that tests start from one that has imported torch, Megatron-Core and the package.
 
-``warm`` replaces what ``subprocess`` calls to fork and execute. A call of this interpreter (``-m``, ``-c`` or a
-script) goes to a server, which forks the process and hands it over as the caller's own child: process ids, signals,
-sessions, streams and exit statuses are those of an ordinary one. What such a process starts is forked likewise. It has
-this checkout's package imported too, unless it would find another; tests' helpers each imports anew. /proc shows the
-server's environment and command line. Where ``MOE_EP_BENCH_MEGATRON`` names a folder with ``megatron/core`` in it, that
-is the Megatron-Core of all these processes.
+Importing them takes a core five seconds, and tests start hundreds of ranks and commands. ``warm`` replaces what
+``subprocess`` calls to fork and execute. A call of this interpreter (``-m``, ``-c`` or a script) goes to a server,
+which forks the process and hands it over as the caller's own child: process ids, signals, sessions, streams and exit
+statuses are those of an ordinary one. What such a process starts is forked likewise. Any other option of Python
+(``-X utf8``) asks for an ordinary process. /proc shows the server's environment and command line.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import importlib.util
 import json
 import os
 import pkgutil
@@ -32,56 +30,32 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
-IMPORTED = (
-    "megatron.core.models.gpt",
-    "megatron.core.transformer.moe.moe_layer",
-    "matplotlib.pyplot",
-    "numba",
-    "pandas",
-    "pyarrow.dataset",
-    "pyarrow.parquet",
-    "pydantic.main",
-    "safetensors.torch",
-    "scipy.optimize",
-    "scipy.signal",
-    "torch.distributed.elastic.agent.server.local_elastic_agent",
-    "torch.distributed.run",
-    "yaml",
-)
-_PACKAGE = "moe_ep_bench"
-ASKED = os.path.realpath(os.environ["MOE_EP_BENCH_MEGATRON"]) if os.environ.get("MOE_EP_BENCH_MEGATRON") else None
+# Beside the package's own modules, what these import as they are called.
+IMPORTED = ("matplotlib.pyplot", "pyarrow.dataset", "scipy.optimize", "scipy.signal", "torch.distributed.run")
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-# What only a process that begins anew reads.
-READ_AT_START = {
-    name: os.environ.get(name) for name in ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONHOME", "MOE_EP_BENCH_MEGATRON")
-}
-_PYTHON = sys.executable
-_INSTALLED = [one for one in sys.path if one == ASKED or one.startswith((sys.base_prefix, sys.prefix))]
+_INSTALLED = [path for path in sys.path if path.startswith((sys.base_prefix, sys.prefix))]
 _PR_SET_CHILD_SUBREAPER = 36
 _FORK_EXEC = _posixsubprocess.fork_exec
 # Arguments of fork_exec by their place.
-_ARGS, _EXECUTABLES, _KEEP, _CWD, _ENV, _STREAMS = 0, 1, 3, 4, 5, (6, 9, 11)
-_ERRORS, _SESSION, _GROUP, _PREEXEC = 13, 15, 16, 21
+_ARGS, _EXECUTABLES, _KEEP, _CWD, _ENV, _STREAMS, _ERRORS, _SESSION, _PREEXEC = 0, 1, 3, 4, 5, (6, 9, 11), 13, 15, 21
 
 
 def _job(call: Sequence[object]) -> dict[str, object] | None:
     """What a call of ``fork_exec`` asks for; None where it is not this interpreter's, or more than this can do."""
-    program, *arguments = (os.fsdecode(one) for one in call[_ARGS])
-    if os.fsencode(_PYTHON) not in call[_EXECUTABLES] or call[_PREEXEC] is not None or call[_GROUP] >= 0:
-        return None
+    program, *arguments = (os.fsdecode(argument) for argument in call[_ARGS])
     unbuffered = arguments[:1] == ["-u"]
-    arguments = arguments[unbuffered:]
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
+    kind, *rest = arguments[unbuffered:] or ["-"]
+    if os.fsencode(sys.executable) not in call[_EXECUTABLES] or call[_PREEXEC] is not None:
         return None
-    if arguments[0] == "-c" and "from multiprocessing" in arguments[1]:  # its children carry pickled state
+    if kind.startswith("-") and kind not in ("-m", "-c"):
         return None
-    env = None if call[_ENV] is None else [os.fsdecode(one) for one in call[_ENV]]
-    env = dict(os.environ) if env is None else dict(one.split("=", 1) for one in env)
-    if any(env.get(name) != value for name, value in READ_AT_START.items()):
+    if kind == "-c" and "from multiprocessing" in rest[0]:  # its children carry pickled state
         return None
+    env = dict(os.environ)
+    if call[_ENV] is not None:
+        env = dict(os.fsdecode(variable).split("=", 1) for variable in call[_ENV])
     return {
-        "program": program,
-        "arguments": arguments,
+        "command": [program, kind, *rest],
         "unbuffered": unbuffered or bool(env.get("PYTHONUNBUFFERED")),
         "env": env,
         "cwd": os.path.abspath(os.fsdecode(call[_CWD])) if call[_CWD] is not None else os.getcwd(),
@@ -102,31 +76,18 @@ def _become(job: dict[str, object], files: dict[int, int]) -> None:
     status = 1
     try:
         atexit._clear()
-        for one in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             with contextlib.suppress(OSError, ValueError):
-                signal.signal(one, signal.SIG_DFL)
+                signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         if job["session"]:
             os.setsid()
-        # Out of each other's way first.
-        above = {number: os.dup(own) for number, own in files.items()}
-        high = max([*above.values(), *files]) + 1
-        copies = {number: os.dup2(own, high + number) for number, own in above.items()}
-        for number, own in copies.items():
-            os.dup2(own, number, inheritable=True)
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) not in files:
-                with contextlib.suppress(OSError):
-                    os.close(int(name))
+        _take_files(files)
         os.environ.clear()
         os.environ.update(job["env"])
         os.chdir(job["cwd"])
-        own = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
-        if not _finds_this_package(job["arguments"], own):
-            for name in [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]:
-                del sys.modules[name]
         for number, name in enumerate(("stdin", "stdout", "stderr")):
             stream = os.fdopen(number, "w" if number else "r", closefd=False)
             if number:
@@ -134,39 +95,42 @@ def _become(job: dict[str, object], files: dict[int, int]) -> None:
                 stream.reconfigure(line_buffering=number == 2 or stream.isatty(), write_through=job["unbuffered"])
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
+        # What torch and Python read as they start.
         sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
-        sys.path[:] = [*own, *_INSTALLED]
+        sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *_INSTALLED]
         importlib.invalidate_caches()
-        sys.orig_argv = [job["program"], *job["arguments"]]
+        sys.orig_argv = list(job["command"])
+        sys.modules.pop("sitecustomize", None)
         with contextlib.suppress(ImportError):
-            sys.modules.pop("sitecustomize", None)
             importlib.import_module("sitecustomize")
-        status = _run(job["arguments"])
+        status = _run(*job["command"][1:])
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(BaseException):
-            threading._shutdown()
-        with contextlib.suppress(BaseException):
-            atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
+        for end in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
             with contextlib.suppress(BaseException):
-                stream.flush()
+                end()
         os._exit(status)
 
 
-def _finds_this_package(arguments: list[str], own: list[str]) -> bool:
-    """Whether a process would import the package of this checkout."""
-    first = os.getcwd() if arguments[0] in ("-m", "-c") else os.path.dirname(os.path.realpath(arguments[0]))
-    folders = [one for one in (first, *own) if os.path.isdir(os.path.join(one, _PACKAGE))]
-    return os.path.realpath(folders[0]) == _ROOT if folders else _INSTALLED_IS_THIS
+def _take_files(files: dict[int, int]) -> None:
+    """Have these descriptors under their numbers, and no others."""
+    above = {number: os.dup(own) for number, own in files.items()}  # Out of each other's way first.
+    high = max([*above.values(), *files]) + 1
+    copies = {number: os.dup2(own, high + number) for number, own in above.items()}
+    for number, own in copies.items():
+        os.dup2(own, number, inheritable=True)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in files:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
 
 
-def _run(arguments: list[str]) -> int:
-    kind, *rest = arguments
+def _run(kind: str, *rest: str) -> int:
+    """Do what ``python KIND REST`` does; its exit status."""
     try:
         if kind == "-m":
-            sys.argv = rest
+            sys.argv = list(rest)
             sys.path.insert(0, os.getcwd())
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         elif kind == "-c":
@@ -175,7 +139,7 @@ def _run(arguments: list[str]) -> int:
             sys.modules["__main__"] = main = types.ModuleType("__main__")
             exec(compile(rest[0], "<string>", "exec"), main.__dict__)
         else:
-            sys.argv = arguments
+            sys.argv = [kind, *rest]
             sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
             runpy.run_path(kind, run_name="__main__")
     except SystemExit as ended:
@@ -202,49 +166,26 @@ def _fork_here(*call: object) -> int:
     return pid
 
 
-def megatron_core() -> str:
-    """Which Megatron-Core a process of tests has: ``0.16.1 in <folder>``.
-
-    Raises:
-        RuntimeError: it is not the one that ``MOE_EP_BENCH_MEGATRON`` asks for.
-    """
-    found = None
-    with contextlib.suppress(ModuleNotFoundError):
-        found = importlib.util.find_spec("megatron.core")
-    folder = os.path.dirname(os.path.realpath(found.origin)) if found and found.origin else None
-    if ASKED and folder != os.path.join(ASKED, "megatron", "core"):
-        raise RuntimeError(f"MOE_EP_BENCH_MEGATRON: expected a folder with megatron/core, got {ASKED}; found {folder}")
-    if folder is None:
-        return "none"
-    facts = runpy.run_path(os.path.join(folder, "package_info.py"))
-    return f"{facts['__shortversion__']} in {folder}"
-
-
 def _replace(fork_exec: Callable[..., int]) -> None:
     subprocess._fork_exec = fork_exec
     _posixsubprocess.fork_exec = fork_exec
 
 
-def _nothing() -> None:
-    pass
-
-
-def _modules() -> list[str]:
-    """Modules of the package; not those whose kernels look, as they are imported, whether they are interpreted."""
-    package = importlib.import_module(_PACKAGE)
-    names = [one.name for one in pkgutil.walk_packages(package.__path__, f"{_PACKAGE}.")]
-    return [name for name in names if not name.endswith(("__main__", "_triton"))]
+def _import_all() -> None:
+    """Import the package too, but for kernels that look, as they are imported, whether they are interpreted."""
+    package = importlib.import_module("moe_ep_bench")
+    modules = (module.name for module in pkgutil.walk_packages(package.__path__, "moe_ep_bench."))
+    for name in [*IMPORTED, *modules]:
+        if not name.endswith(("__main__", "_triton")):
+            importlib.import_module(name)
+    sys.modules["numba"].njit(lambda: None)()  # It looks for what it knows at the first call.
 
 
 def _serve(connection: socket.socket) -> None:
     """Fork a process for each request, as a child of this server's parent."""
     parent = os.getppid()
     with warnings.catch_warnings(action="ignore"):
-        for name in [*IMPORTED, *_modules()]:
-            importlib.import_module(name)
-        # Numba and torch's compiler look for what they know at the first call.
-        sys.modules["numba"].njit(_nothing)()
-        sys.modules["torch"].compile(_nothing, backend="eager")()
+        _import_all()
     gc.freeze()  # or each collection in a fork would walk through all of it
     gc.set_threshold(100_000, 50, 50)
     _replace(_fork_here)
@@ -255,7 +196,7 @@ def _serve(connection: socket.socket) -> None:
         text = b""
         while len(text) < int.from_bytes(length, "big"):
             text += connection.recv(1 << 20)
-        job = json.loads(text)
+        job, numbers = json.loads(text)
         between = os.fork()
         if between == 0:
             if os.fork():
@@ -263,7 +204,7 @@ def _serve(connection: socket.socket) -> None:
             while os.getppid() != parent:
                 time.sleep(0.001)
             connection.sendall(os.getpid().to_bytes(8, "big"))
-            _become(job, dict(zip(job["numbers"], own, strict=True)))
+            _become(job, dict(zip(numbers, own, strict=True)))
         os.waitpid(between, 0)
         for number in own:
             os.close(number)
@@ -279,22 +220,19 @@ class Server:
     def _start(self) -> socket.socket:
         mine, its = socket.socketpair()
         with its:
-            env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-            env |= {"PYTHONPATH": ASKED} if ASKED else {}
-            command = [sys.executable, __file__, str(its.fileno())]
-            self._process = subprocess.Popen(command, env=env, pass_fds=[its.fileno()])
+            command = [sys.executable, "-X", "utf8", __file__, str(its.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[its.fileno()])
         return mine
 
     def fork_exec(self, *call: object) -> int:
         job = _job(call)
-        if job is None or job["arguments"][0] == __file__:
+        if job is None:
             return _FORK_EXEC(*call)
         with self._lock:
             if self._connection is None:
                 self._connection = self._start()
             files = _files(call)
-            job["numbers"] = list(files)
-            text = json.dumps(job).encode()
+            text = json.dumps([job, list(files)]).encode()
             prctl = ctypes.CDLL(None).prctl
             prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # Whom the server's children's children fall to.
             try:
@@ -324,7 +262,5 @@ def warm(server: Server) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    _installed = importlib.util.find_spec(_PACKAGE)
-    _INSTALLED_IS_THIS = _installed is not None and os.path.dirname(os.path.dirname(_installed.origin)) == _ROOT
     sys.path.insert(0, _ROOT)
     _serve(socket.socket(fileno=int(sys.argv[1])))

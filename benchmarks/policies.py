@@ -38,7 +38,6 @@ SPECS = [
     {"name": "token_drop", "capacity_factor": 1.0},
     {"name": "expanded_drop", "capacity_factor": 1.0},
     {"name": "expert_drop"},
-    {"name": "megatron_drop", "capacity_factor": 1.0},
     {"name": "budget_drop", "max_lost_mass": 0.01},
     {"name": "pruned", "k0": 4, "p": 0.7},
     {"name": "oea", "k0": 4},

@@ -24,7 +24,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, Val
 from moe_ep_bench.errors import UserError, brief, did_you_mean, naming, problem_words
 from moe_ep_bench.files import parse_yaml, read_text
 from moe_ep_bench.policies import FILE_FIELDS, Policy, make_policy
-from moe_ep_bench.policies.own import without_folder
 
 DATA_DIR = Path(__file__).resolve().parent / "data"
 
@@ -180,9 +179,7 @@ def _without_folders(entry: dict[str, Any]) -> dict[str, Any]:
     def named(key: str, value: Any) -> Any:
         if isinstance(value, list):
             return [named(key, inner) for inner in value]
-        if not isinstance(value, str):
-            return value
-        return without_folder(value) if key == "name" else Path(value).name if key in FILE_FIELDS else value
+        return Path(value).name if isinstance(value, str) and key in FILE_FIELDS else value
 
     return {key: named(key, value) for key, value in entry.items()}
 

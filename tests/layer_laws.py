@@ -13,7 +13,6 @@ import torch.distributed as dist
 from laws import law
 from torch import Tensor
 from virtual_time import all_in, passing_where_late
-from waits import watched_waits
 
 from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.experts import TOLERANCE, DenseReference, seeded_generator
@@ -24,8 +23,7 @@ from moe_ep_bench.layer.stack import Forms, Stack
 from moe_ep_bench.models import ModelSpec, load_model
 from moe_ep_bench.models.scores import logits_from_scores, scores_from_logits
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
-from moe_ep_bench.policies.selection import top_k_map, weighted
-from moe_ep_bench.policies.topk import TopK
+from moe_ep_bench.policies.selection import TopK, top_k_map, weighted
 from moe_ep_bench.runtime.ranks import Ranks
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 from moe_ep_bench.timing.timer import Clock, PhaseRecorder, clock_for
@@ -41,7 +39,6 @@ POLICIES = [
     {"name": "expanded_drop", "capacity_factor": 1.5},
     {"name": "expanded_drop", "capacity_factor": 8, "scope": "global", "num_candidates": 64},
     {"name": "expanded_drop", "capacity_factor": 1.0, "granularity": "device", "max_experts_per_token": 3},
-    {"name": "megatron_drop", "capacity_factor": 1.0},
     {"name": "pruned", "k0": 2, "p": 0.7},
     {"name": "laser", "eps_high": 0.9, "t_fix": 0.2, "c": 8},
     {"name": "load_only"},
@@ -528,20 +525,3 @@ def routing_is_float32_and_a_production_setting_is_fused_with_transformer_engine
             config, is_te = configured(Parts(experts)), experts == "te"
             fusions = config.moe_permute_fusion, config.bias_activation_fusion, config.moe_router_fusion
             assert fusions == (is_te,) * 3
-
-
-@law(1)
-def megatron_drop_is_routed_by_megatrons_own_operations_which_wait_for_nothing(lab: Lab) -> None:
-    model, router, (_, scores_TE) = lab.model(), lab.layers().policy.router, lab.tokens(num_tokens=24)
-    router.context = RoutingContext(top_k=model.top_k, normalize=model.normalize, scale=model.routed_scale)
-    logits_TE = logits_from_scores(scores_TE, "softmax")
-    for factor in (0.4, 1.5, 0):
-        router.policy = make_policy({"name": "megatron_drop", "capacity_factor": factor})
-        with watched_waits() as waits:
-            weights_TE, map_TE = router.routing(logits_TE)
-        assert not waits
-        ours = router.policy.route(scores_TE, router.context)
-        assert torch.equal(map_TE.sum(dim=0), ours.map_TE.sum(dim=0)), factor
-        torch.testing.assert_close(weights_TE, ours.weights_TE, rtol=2e-6, atol=0)
-        assert router.config.moe_expert_capacity_factor is None
-        assert router.routing(logits_TE[:0])[1].shape == (0, model.num_experts)

@@ -18,7 +18,6 @@ Some things are arithmetic rather than logic and are therefore agreed here:
 - *Shares and sums* are exact here (fractions, or a sum rounded once) and float64 there: they decide alike
   unless a share comes within rounding of its threshold without meeting it. A share of nothing is 0.
 - *Products with a score* (``beta``, ``t_fix``) are float64 products.
-- *The weights that megatron_drop orders by* are float32, as Megatron-Core's are.
 
 Shapes: T = local tokens, E = experts, K = top_k, R = EP ranks, L = E / R experts per rank.
 """
@@ -259,23 +258,6 @@ def dynamic_skip(scores_TE: Tensor, context: RoutingContext, *, beta: float) -> 
         best_score = max((scores[token][expert] for expert in experts), default=0.0)
         kept.append({expert for expert in experts if not scores[token][expert] < beta * best_score})
     return weigh(kept, kept, scores_TE, context)
-
-
-# --- megatron_drop ---------------------------------------------------------------------------------
-
-
-def megatron_drop(scores_TE: Tensor, context: RoutingContext, *, capacity_factor: float) -> Routing:
-    num_tokens, num_experts = scores_TE.shape
-    top_k = model_top_k(scores_TE, context)
-    weights_TE = weigh(top_k, top_k, scores_TE, context).weights_TE.float().tolist()
-    tokens = [token for token, valid in enumerate(is_valid(context, num_tokens)) if valid]
-    room = math.ceil((len(tokens) * context.top_k / num_experts) * capacity_factor)
-    selected: Selection = [set() for _ in range(num_tokens)]
-    for expert in range(num_experts):
-        chosen = [token for token in tokens if expert in top_k[token]]
-        for token in sorted(chosen, key=lambda token: (-weights_TE[token][expert], token))[:room]:
-            selected[token].add(expert)
-    return weigh(selected, top_k, scores_TE, context)
 
 
 # --- pruned and oea --------------------------------------------------------------------------------
@@ -562,7 +544,6 @@ ORACLES: dict[str, Callable[..., Routing]] = {
     "token_drop": token_drop,
     "expanded_drop": expanded_drop,
     "expert_drop": expert_drop,
-    "megatron_drop": megatron_drop,
     "budget_drop": budget_drop,
     "pruned": pruned,
     "oea": oea,

@@ -77,7 +77,6 @@ SPECS: list[Spec] = [
     {"name": "expert_drop"},
     {"name": "expert_drop", "fraction": 0.7},
     {"name": "expert_drop", "fraction": 1},
-    *({"name": "megatron_drop", "capacity_factor": gamma} for gamma in (0, 0.7, 1.3, 1e6)),
     *({"name": "budget_drop", "max_dropped": share} for share in (0, 0.07, 0.29, 1)),
     *({"name": "budget_drop", "max_lost_mass": share} for share in (0, 0.01, 0.2)),
     {"name": "pruned", "k0": 1},

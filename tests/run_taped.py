@@ -19,7 +19,7 @@ from moe_ep_bench.kernels import PolicyForm
 from moe_ep_bench.layer import backends, parts
 from moe_ep_bench.policies import Routing, RoutingContext
 from moe_ep_bench.policies.oea import Pruned
-from moe_ep_bench.policies.topk import TopK
+from moe_ep_bench.policies.selection import TopK
 
 
 def _choose(*asked: str, cuda_graph: bool, **rest: object) -> parts.Parts:

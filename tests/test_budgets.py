@@ -46,7 +46,9 @@ def test_each_layer_is_routed_by_its_own_values(name: str, fields: dict, of_laye
     elsewhere = RoutingContext(top_k=2, num_ranks=4, layer_fraction=0.9)
     with pytest.raises(ValueError, match=r"one of which stands at 0\.9 of its depth; got"):
         policy.route(scores_TE, elsewhere)
-    rebuilt = make_policy({"name": name, **json.loads(json.dumps(policy.params()))})
+    stated = json.loads(json.dumps(policy.params()))
+    bands = stated.pop("by_layer")
+    rebuilt = make_policy({"name": name, **stated, **bands})
     assert rebuilt == policy
     assert hash(rebuilt) == hash(policy)
 

@@ -15,7 +15,6 @@ from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 
 pytestmark = pytest.mark.gpu
 
-TRITON_SPECS = [spec for spec in SPECS if spec["name"] != "megatron_drop"]
 BIG = [
     {"name": "topk"},
     {"name": "token_drop", "capacity_factor": 1.0},
@@ -81,7 +80,7 @@ def one_shape_each() -> list[Any]:
     shapes = [(1, 64), (16, 128), (777, 60), (3001, 256)]
     drawn = [
         (shapes[(number + number // 4) % (3 if spec.get("scope") == "request" else 4)], number)
-        for number, spec in enumerate(TRITON_SPECS)
+        for number, spec in enumerate(SPECS)
     ]
     return [pytest.param(shape, number, id=f"{shape[0]}x{shape[1]}-{number}") for shape, number in drawn]
 
@@ -90,7 +89,7 @@ def one_shape_each() -> list[Any]:
 def test_every_policy_routes_like_torch(shape: tuple[int, int], number: int, device: torch.device) -> None:
     options = model(*shape, number, device)
     scores_TE = coarse(random_scores("softmax" if number % 2 else "sigmoid", *shape, number)).to(device)
-    policy = make_policy(fitted(TRITON_SPECS[number], scores_TE, options))
+    policy = make_policy(fitted(SPECS[number], scores_TE, options))
     assert_same_choice(*both(policy, scores_TE, options))
 
 

@@ -1,8 +1,10 @@
-"""Policies outside of the package: the page's example under every command, every way to name one, and broken ones."""
+"""Policies outside of the package: the page's example under every command, and broken ones."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,15 +17,13 @@ import yaml
 
 from moe_ep_bench import cli
 from moe_ep_bench.analysis import style
-from moe_ep_bench.config.files import load_experiments
-from moe_ep_bench.policies import make_policy, policy_class
-from moe_ep_bench.policies.own import source_hash
+from moe_ep_bench.policies import policy_class, source_hash
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK, USER_ERROR
 
 PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
 EXAMPLE = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
 WEIGHTED = "weighted(scores_TE, map_TE, top_k_TE, context)"
-NAME = "./my_policy.py:LeaveBusiest"
+NAME = "my_policy:LeaveBusiest"
 CONFIG = {
     "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
     "workload": {"kind": "synthetic", "num_tokens": 32, "num_batches": 1, "peak_load": 3.0},
@@ -37,19 +37,25 @@ CONFIG = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The example beside a config; figures as SVG alone."""
     monkeypatch.setattr(style, "DEFAULT_FORMATS", ("svg",))
-    (tmp_path / "my_policy.py").write_text(EXAMPLE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    write_policy(tmp_path, EXAMPLE)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
     return tmp_path
+
+
+def write_policy(folder: Path, text: str) -> None:
+    """The next command imports this text, as one of its own process does."""
+    (folder / "my_policy.py").write_text(text)
+    sys.modules.pop("my_policy", None)
+    importlib.invalidate_caches()
 
 
 def cases_of(out: Path) -> dict[str, dict]:
     """What run.json says of the policy's cases, by id."""
     described = json.loads((out / "run.json").read_text())
     assert str(out.parent) not in json.dumps(described["config"])
-    assert described["config"][0]["policies"][0]["name"] == "my_policy.py:LeaveBusiest"
+    assert described["config"][0]["policies"][0]["name"] == NAME
     return {key: case for key, case in described["cases"].items() if case["policy"] == "leave_busiest"}
 
 
@@ -61,15 +67,17 @@ def test_route_and_modelled_emulation_take_it_and_an_edit_makes_another_case(fol
     assert case["label"] == "leave_busiest num_left=2"
     assert case["policy_params"] == {"num_left": 2}
     before = cases_of(folder / "routed")
-    (folder / "my_policy.py").write_text(EXAMPLE + "# another rule\n")
+    write_policy(folder, EXAMPLE + "# another rule\n")
     assert cli.main(["route", str(folder / "tiny.yaml"), "--out", str(folder / "routed")]) == OK
     now = cases_of(folder / "routed")
     assert not set(before) & set(now)
     assert [case["policy_code"] for case in before.values()] != [case["policy_code"] for case in now.values()]
+    assert source_hash(policy_class("topk")) is None
 
 
 def test_every_rank_and_quality_take_it(folder: Path) -> None:
-    command = [sys.executable, "-m", "moe_ep_bench", "run", "../tiny.yaml", "--nproc", "2", "--out", "../ran"]
+    paths = f"{folder}/tiny.yaml", "--out", f"{folder}/ran"
+    command = [sys.executable, "-m", "moe_ep_bench", "run", *paths, "--nproc", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == OK, done.stderr
     (case_id,) = cases_of(folder / "ran")
@@ -88,20 +96,9 @@ def test_every_rank_and_quality_take_it(folder: Path) -> None:
     assert len(cases_of(folder / "judged")) == 1
 
 
-def test_a_policy_is_found_by_module_and_by_an_override(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "own_package.py").write_text(EXAMPLE)
-    monkeypatch.syspath_prepend(folder)
-    by_module = make_policy({"name": "own_package:LeaveBusiest", "num_left": 3})
-    assert by_module.label == "leave_busiest num_left=3"
-    monkeypatch.chdir(folder)
-    (found,) = load_experiments(folder / "tiny.yaml", [f"policies.0.name={NAME}"], on_cpu=True)
-    assert source_hash(type(found.make_policies()[0])) == source_hash(type(by_module))  # the same bytes
-    assert source_hash(policy_class("topk")) is None
-
-
-def test_the_laws_can_be_run_on_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = f"{folder}/my_policy.py:LeaveBusiest"
-    assert cli.main(["check-policy", name, "--set", "num_left=2"]) == OK
+@pytest.mark.usefixtures("folder")
+def test_the_laws_can_be_run_on_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check-policy", NAME, "--set", "num_left=2"]) == OK
     assert capsys.readouterr().out.count("  kept: ") == 7
 
 
@@ -116,22 +113,22 @@ BREAKS = {
     "weights are not normalised": (
         WEIGHTED,
         "Routing(map_TE, context.scale * scores_TE * map_TE)",
-        "times the model's; context.normalize is True: the model divides them by their sum",
+        "a pair of a token that keeps its top-k weighs",
     ),
     "weights are not scaled": (
         WEIGHTED,
         "weighted(scores_TE, map_TE, top_k_TE, dataclasses.replace(context, scale=1.0))",
-        "weigh 0.4 times the model's; context.scale is 2.5",
+        "weighs 0.75, the model's 1.875 (scale 2.5",
     ),
     "weights are biased": (
         WEIGHTED,
         "weighted((scores_TE + (0 if context.bias_E is None else context.bias_E)).relu(), map_TE, top_k_TE, context)",
-        "times the model's; context.bias_E is for the selection alone",
+        "bias_E for the selection alone",
     ),
     "a draw of its own": ("top_k_TE & (", "top_k_TE & (torch.rand(scores_TE.shape) < 0.5) & (", "generator moved"),
     "padding counts": ("top_k_map(scores_TE, context).double()", "scores_TE.double()", "the routing has another map"),
     "statistics are left out": ("if stats is None else stats", "", "of a part of the batch"),
-    "statistics in float32": (".double()", ".float()", "batch_stats: expected float64"),
+    "statistics in float32": (".double()", ".float()", "batch_stats: expected torch.float64"),
     "it fails": (
         "busiest_E[stats",
         "busiest_E[missing",
@@ -144,27 +141,27 @@ BREAKS = {
 def test_each_law_can_be_broken(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, after, message = BREAKS[name]
     assert before in EXAMPLE
-    (folder / "my_policy.py").write_text(EXAMPLE.replace(before, after))
-    assert cli.main(["check-policy", f"{folder}/my_policy.py:LeaveBusiest"]) == CASES_FAILED
+    write_policy(folder, EXAMPLE.replace(before, after))
+    assert cli.main(["check-policy", NAME]) == CASES_FAILED
     said = capsys.readouterr().out
     assert "BROKEN: " in said
     assert message in said
 
 
+CONTRACT = "expected @dataclass(frozen=True, kw_only=True) on a class that extends"
 MISTAKES = {
-    "no file": ({"name": "./none.py:A"}, None, "none.py:A': FileNotFoundError: "),
-    "no class": ({"name": "./my_policy.py:Other"}, None, "there is no such class in it"),
-    "no policy": ({"name": "./my_policy.py:ClassVar"}, None, "there is no such class in it"),
-    "a module": ({"name": "no.such.module:A"}, None, "cannot load 'no.such.module:A': ModuleNotFoundError"),
+    "no module": ({"name": "no.such.module:A"}, None, "cannot load 'no.such.module:A': ModuleNotFoundError"),
+    "no class": ({"name": "my_policy:Other"}, None, "AttributeError: module 'my_policy' has no attribute 'Other'"),
+    "no policy": ({"name": "my_policy:ClassVar"}, None, CONTRACT),
     "syntax": ({"name": NAME}, ("def route", "def"), "SyntaxError"),
     "not frozen": ({"name": NAME}, ("frozen=True, ", ""), "cannot inherit non-frozen dataclass"),
-    "no dataclass": ({"name": NAME}, ("@dataclass(frozen=True, kw_only=True)", ""), "expected @dataclass(frozen=True"),
-    "no route": ({"name": NAME}, ("def route", "def routes"), "expected a method route(scores_TE, context"),
-    "a name of ours": ({"name": NAME}, ('"leave_busiest"', '"oea"'), "its name oea is that of a policy of"),
+    "no dataclass": ({"name": NAME}, ("@dataclass(frozen=True, kw_only=True)", ""), CONTRACT),
+    "no route": ({"name": NAME}, ("def route", "def routes"), CONTRACT),
+    "a name of ours": ({"name": NAME}, ('"leave_busiest"', '"oea"'), "and none of moe-ep-bench's; got 'oea'"),
     "no name": ({"name": NAME}, ('"leave_busiest"', "None"), "expected its name in lower case"),
     "a field": ({"name": NAME, "num_loft": 2}, None, "leave_busiest has no such field; expected num_left"),
-    "a value": ({"name": NAME, "num_left": -1}, None, "leave_busiest: num_left: expected 0 or more, got -1"),
-    "a type": ({"name": NAME, "num_left": "two"}, None, "leave_busiest: num_left='two': '<' not supported"),
+    "a value": ({"name": NAME, "num_left": -1}, None, "leave_busiest (num_left=-1): num_left: expected 0 or more"),
+    "a type": ({"name": NAME, "num_left": "two"}, None, "leave_busiest (num_left='two'): '<' not supported"),
     "a float map": (
         {"name": NAME}, ("return weighted(", "return Routing(map_TE.float(), scores_TE)\n        return weighted("),
         "map_TE: expected torch.bool [2, 64]",
@@ -177,7 +174,7 @@ MISTAKES = {
 def test_a_policy_that_cannot_be_used_is_one_line(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entry, change, message = MISTAKES[name]
     if change:
-        (folder / "my_policy.py").write_text(EXAMPLE.replace(*change))
+        write_policy(folder, EXAMPLE.replace(*change))
     (folder / "tiny.yaml").write_text(yaml.safe_dump({**CONFIG, "policies": [entry]}, width=1000))
     assert cli.main(["route", str(folder / "tiny.yaml"), "--out", str(folder / "out")]) == USER_ERROR
     said = capsys.readouterr().err

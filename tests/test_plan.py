@@ -100,15 +100,6 @@ def test_only_virtual_ranks_replicate_experts(config: Path) -> None:
     assert one.extra_bytes_per_rank(case) > 0
 
 
-def test_megatron_drop_is_megatrons_own_where_a_layer_runs(config: Path) -> None:
-    asked = ["policies=[{name: megatron_drop, capacity_factor: 1.0}]"]
-    ours = {}
-    for backend in (RANKS, VIRTUAL, MODELLED):
-        one = on(backend, config, *asked)[0]
-        ours[backend] = one.kernel_of(next(case for case in one.cases if case.policy))
-    assert ours == {RANKS: None, VIRTUAL: None, MODELLED: "numba"}
-
-
 def test_a_point_is_one_of_the_sweep(config: Path) -> None:
     seen = []
     (second,) = plan(config, [], RANKS, NUM_RANKS, on_cpu=True, point=1, before=seen.append)

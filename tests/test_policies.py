@@ -115,8 +115,6 @@ BOUNDS = [
     ({"name": "expanded_drop", "capacity_factor": 0.5}, (1024, 6, 64, 8), 3072),
     ({"name": "expanded_drop", "capacity_factor": 2.0, "max_experts_per_token": 7}, (1024, 6, 64, 8), 7168),
     ({"name": "expanded_drop", "capacity_factor": 2.0, "scope": "global", "num_candidates": 9}, (8, 2, 8, 2), 32),
-    ({"name": "megatron_drop", "capacity_factor": 0.7}, (1001, 2, 16, 1), 1408),
-    ({"name": "megatron_drop", "capacity_factor": 4.0}, (10, 2, 8, 1), 20),
     ({"name": "expert_drop", "fraction": 0.75}, (10, 4, 8, 2), 20),
     ({"name": "lynx", "num_dropped": 6}, (10, 4, 8, 2), 20),
     ({"name": "oea", "k0": 1, "k_max": 8, "max_rank": 3}, (10, 4, 8, 2), 30),
@@ -255,15 +253,6 @@ def test_no_field_takes_a_word_that_it_does_not_know_or_a_negative_number(spec: 
 def test_a_wrong_spec_is_one_line_that_names_the_field_and_its_value(spec: Spec, key: str, got: str) -> None:
     with pytest.raises(ValueError, match=f"^{key}: [^\n]*{re.escape(got)}[^\n]*$"):
         make_policy(spec)
-
-
-@pytest.mark.parametrize("name", ["pruned", "oea"])
-def test_a_token_insists_on_no_more_experts_than_the_models_unless_a_share_stops_it(name: str) -> None:
-    for fields in ({"k0": 4}, {"k0": 8, "p": 0.9}, {"k0": {"0": 1, "1": 4}}):
-        make_policy({"name": name, **fields}).check_model(8, top_k=4)
-    for fields in ({"k0": 5}, {"k0": {"0": 1, "1": 5}}, {"k0": 5, "p": {"0": 0.5, "1": 1}}):
-        with pytest.raises(ValueError, match=r"\Ak0: expected at most 4, the model's top-k, where p is 1; got 5\Z"):
-            make_policy({"name": name, **fields}).check_model(8, top_k=4)
 
 
 UNIFORM = torch.full([6, 8], 0.125)

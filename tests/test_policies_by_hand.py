@@ -9,7 +9,6 @@ from policy_cases import Arguments, Spec, distinct_scores, route, selected
 TOKEN_DROP: Spec = {"name": "token_drop", "capacity_factor": 1}
 EXPANDED: Spec = {"name": "expanded_drop", "capacity_factor": 99}
 LASER: Spec = {"name": "laser", "eps_high": 1, "t_fix": 0.5, "c": 4}
-MEGATRON: Spec = {"name": "megatron_drop", "capacity_factor": 1.0}
 # Three tokens with K = 2: experts 0 (3 pairs), 1 (2), 2 (1), 3 and 4 (none).
 USED = [[0.5, 0.3, 0.1, 0.1, 0.0], [0.5, 0.3, 0.1, 0.1, 0.0], [0.5, 0.1, 0.3, 0.1, 0.0]]
 # Preference lists: 0 1 2 3, and 3 2 1 0.
@@ -76,8 +75,7 @@ BY_HAND: list[tuple[Spec, list[list[float]], int, Arguments, list[list[int]]]] =
     # Ranks add one each and round: S0 = {0, 1} fills the budget of both; then each its best remaining one, 4 = 2 * 2.
     *(({"name": "xshare", "k0": 1, "scope": "rank", "rank_budget": most}, BY_ROUNDS, 6, {"num_ranks": 2}, [shared] * 2)
       for most, shared in ((1, [0, 1]), (2, [0, 1, 2, 3]))),
-    # By the normalised weight where token_drop orders by the score.
-    (MEGATRON, WEIGHED, 2, NORMALIZE, [[1], [0, 2]]),
+    # By the score, not by the normalised weight.
     (TOKEN_DROP, WEIGHED, 2, NORMALIZE, [[0, 1], [2]]),
 ]
 # fmt: on

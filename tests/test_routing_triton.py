@@ -16,7 +16,6 @@ from moe_ep_bench.policies import Routing, RoutingContext, make_policy
 
 pytestmark = pytest.mark.usefixtures("patched_once")
 
-OURS = [spec for spec in SPECS if spec["name"] != "megatron_drop"]
 TOKEN_DROP: Spec = {"name": "token_drop", "capacity_factor": 1.0}
 EXPANDED_DROP: Spec = {"name": "expanded_drop", "capacity_factor": 1.0}
 LASER: Spec = {"name": "laser", "eps_high": 0.9, "t_fix": 0.05, "c": 6}
@@ -71,7 +70,7 @@ def assert_like_torch(spec: Spec, scores_TE: Tensor, **case: Any) -> Tensor:
 # --- Any case ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", range(len(OURS)), ids=lambda number: make_policy(OURS[number]).label)
+@pytest.mark.parametrize("number", range(len(SPECS)), ids=lambda number: make_policy(SPECS[number]).label)
 def test_every_policy_routes_like_torch(number: int) -> None:
     """Each spec once, with whatever model, padding and scores its number draws."""
     draw = random.Random(number)
@@ -92,7 +91,7 @@ def test_every_policy_routes_like_torch(number: int) -> None:
     scores_TE = random_scores(kind, num_tokens, num_experts, number)
     if "num_groups" in model:  # a group's value is a sum: keep it exact
         scores_TE = (scores_TE * 2**20).round() / 2**20
-    assert_routes_like_torch(OURS[number], scores_TE, case)
+    assert_routes_like_torch(SPECS[number], scores_TE, case)
 
 
 @pytest.mark.parametrize("spec", EVERY_RULE, ids=str)

@@ -164,7 +164,7 @@ def test_run_json_says_what_was_run_and_on_what(finished: Path) -> None:
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config of a run of two launches, whose ranks hold as many tokens, beside its results ``out``."""
     small = {"workload__num_batches": 1, "workload__num_tokens": 192, "measure__iterations": 1}
-    policies = [{"name": "megatron_drop", "capacity_factor": 1.0}]
+    policies = [{"name": "token_drop", "capacity_factor": 1.0}]
     folder = tmp_path_factory.mktemp("launched")
     config = write_config(folder, policies=policies, measure__launches=2, measure__flush_l2=True, **small)
     done = launch(config, "--out", folder / "out")
@@ -172,11 +172,11 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config
 
 
-def test_megatrons_own_drop_routes_every_batch_of_every_rank_once(launched: Path) -> None:
+def test_every_batch_of_every_rank_is_routed_once(launched: Path) -> None:
     out = launched.parent / "out"
     rows = pd.concat(pd.read_parquet(path) for path in (out / "routing").glob("*.parquet"))
     assert not rows.duplicated(["case_id", "rank", "batch"]).any()
-    rows = rows[rows.policy == "megatron_drop"]
+    rows = rows[rows.policy == "token_drop"]
     assert [max(loads) for loads in rows.load_E] == [96 * 6 // 64] * 2
     assert rows.reference_error.max() < 1e-4
 

@@ -30,10 +30,9 @@ from moe_ep_bench.kernels.experts import row_sums, row_sums_by_bags, weighted_sw
 from moe_ep_bench.layer.parts import Parts
 from moe_ep_bench.policies import Policy, Routing, RoutingContext, make_policy
 from moe_ep_bench.policies.laser import LoadOnly
-from moe_ep_bench.policies.topk import TopK
+from moe_ep_bench.policies.selection import TopK
 
 EVERYONE = [make_policy(spec) for spec in ONE_OF_EACH]
-WITHOUT_TRITON = {"megatron_drop", "sere"}
 ON_HOST_FROM_GPU = {"laser", "load_only"}
 
 every_policy = pytest.mark.parametrize("policy", EVERYONE, ids=lambda policy: policy.name)
@@ -42,7 +41,7 @@ every_policy = pytest.mark.parametrize("policy", EVERYONE, ids=lambda policy: po
 @every_policy
 def test_what_runs_is_what_the_table_says(policy: Policy) -> None:
     assert form_of(policy, "cpu").runs(100, 64) == "numba"
-    on_gpu = "torch" if policy.name in WITHOUT_TRITON else "triton"
+    on_gpu = "torch" if policy.name == "sere" else "triton"
     assert form_of(policy, "cuda").runs(100, 64) == on_gpu
     assert form_of(policy, "cuda").runs(100, 2048) == ("numba" if policy.name in ON_HOST_FROM_GPU else "torch")
 

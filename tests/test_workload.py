@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ep_bench.policies import RoutingContext
-from moe_ep_bench.policies.selection import top_k_map
-from moe_ep_bench.policies.topk import TopK
+from moe_ep_bench.policies.selection import TopK, top_k_map
 from moe_ep_bench.workload.batch import (
     TokenBatch,
     balanced_scores,

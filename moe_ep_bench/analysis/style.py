@@ -178,7 +178,6 @@ POLICY_LOOKS = {
     "token_drop": ("#D55E00", "s"),
     "expanded_drop": ("#009E73", "^"),
     "expert_drop": ("#CC79A7", "D"),
-    "megatron_drop": ("#E69F00", "v"),
     "budget_drop": ("#9A6324", "s"),
     "pruned": ("#56B4E9", "P"),
     "oea": ("#911EB4", "X"),

@@ -10,8 +10,7 @@ from typing import Any
 from moe_ep_bench.config import Experiment, Lossless, Rule
 from moe_ep_bench.facts import CaseFacts, Role
 from moe_ep_bench.files import stable_hash
-from moe_ep_bench.policies import Policy, RoutingContext, make_policy
-from moe_ep_bench.policies.own import source_hash
+from moe_ep_bench.policies import Policy, RoutingContext, make_policy, source_hash
 
 BASELINE, NOISE, CEILING, POLICY = "baseline", "noise", "ceiling", "policy"
 # Native routing on replicated experts: what spare memory, or weights that move, buy in place of a policy.

@@ -37,7 +37,6 @@ from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.placement import replicate, replicate_by_risk
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.lazy import Tensor
-from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.workload.batch import TokenBatch, Workload, deal_pieces, image_tokens
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.skews import PATTERNS
@@ -287,8 +286,7 @@ class Comparison:
 
     def kernel_of(self, case: CaseSpec) -> str | None:
         """What routes by a case's policy; None where Megatron-Core routes."""
-        drops_itself = self.backend in (RANKS, VIRTUAL) and not self.experiment.workload.padding_per_rank
-        if case.policy is None or (drops_itself and isinstance(case.policy, MegatronDrop)):
+        if case.policy is None:
             return None
         device = "cuda" if self.on_gpu else "cpu"
         return form_of(case.policy, device).runs(self.most_tokens, self.model.num_experts)

@@ -25,7 +25,6 @@ from moe_ep_bench.kernels import oracle_for
 from moe_ep_bench.layer.backends import DecodeExperts
 from moe_ep_bench.layer.experts import TOLERANCE
 from moe_ep_bench.policies import Routing
-from moe_ep_bench.policies.megatron_drop import MegatronDrop
 from moe_ep_bench.runtime.attempts import split_reason
 
 if TYPE_CHECKING:
@@ -165,8 +164,7 @@ def _note(case: Case, seen: Observation, batch: int) -> None:
 def _reference_error(case: Case, layer: int | None, seen: LayerLook) -> float:
     """Compare a layer's run on batch 0 with the dense reference; a policy's map also with the policy itself.
 
-    Not so the map of a policy whose statistics are summed over other ranks. Where Megatron-Core drops, which of
-    equals it keeps is open: then the loads must be the policy's.
+    Not so the map of a policy whose statistics are summed over other ranks.
     """
     session, policy, share = case.session, case.spec.policy, case.share(0, layer)
     weights_NE = seen.routing.weights_TE[checked_rows(session, 0)]
@@ -174,10 +172,7 @@ def _reference_error(case: Case, layer: int | None, seen: LayerLook) -> float:
     alone, context = session.comparison.ep_size == 1, case.router.context(share)
     if policy is not None and (alone or policy.batch_stats(share.scores_TE, context) is None):
         expected = oracle_for(policy, session.device).route(share.scores_TE, case.router.context(share))
-        maps = expected.map_TE, seen.routing.map_TE
-        if isinstance(policy, MegatronDrop):
-            maps = maps[0].sum(dim=0), maps[1].sum(dim=0)
-        if not torch.equal(*maps):
+        if not torch.equal(expected.map_TE, seen.routing.map_TE):
             error = float("inf")
     case.error = worse(error, case.error)
     return error

@@ -115,7 +115,7 @@ trace import  convert another program's recording to moe-trace-v1
   --phase PHASE  prefill, decode or training
   --licence LICENCE  of a recording of your own
 check-policy  hold a policy to the laws that every policy keeps
-  policy POLICY  a policy, package.module:Class or my_policy.py:Class
+  policy POLICY  a policy, or package.module:Class of one of your own
   --set FIELD=VALUE*  a field of it; repeatable
 doctor  check this machine: what works, and what each missing part costs
   --out DIR = results  results directory

@@ -462,7 +462,7 @@ class Experiment(SweepPoint):
                 if classes.setdefault(policy.name, type(policy)) is not type(policy):
                     raise UserError(f"policies.{number}.name: expected one policy of the name {policy.name}, got two")
                 with naming(f"policies.{number}", joint="."):
-                    policy.check_model(num_experts, self.model.spec().top_k)
+                    policy.check_model(num_experts)
         for number in range(len(self.claims)):
             self.claimed_policies(number)
         return self

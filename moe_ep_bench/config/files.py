@@ -17,7 +17,6 @@ from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import FILE_FIELDS
-from moe_ep_bench.policies.own import is_file
 from moe_ep_bench.presets import read_yaml, validated
 from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.trace import open_trace
@@ -30,7 +29,6 @@ _FILES: dict[str, Callable[[str], bool]] = {
     **dict.fromkeys(("model.hf_config", "workload.skew_from", "workload.trace"), bool),
     **dict.fromkeys(("model.checkpoint", "text.file", "include"), bool),
     **dict.fromkeys(("emulate.links", "emulate.device"), lambda text: text.endswith(".yaml")),
-    **dict.fromkeys((f"{key}.name" for key in _POLICIES), is_file),
     **dict.fromkeys(
         (f"{key}.{field}" for key in _POLICIES for field in FILE_FIELDS), lambda text: text.endswith(".safetensors")
     ),

@@ -6,7 +6,7 @@ kernel      scores lie on       policies
 ``torch``   any device          all: the definition of what is right
 ``numba``   the host            all of this package, step by step (``policy_steps``)
 ``numba``   a GPU               ``laser`` and ``load_only``: the sequential rule on the host, with copies there and back
-``triton``  a CUDA GPU          all but ``megatron_drop`` and ``sere``, in a launch or a few (``triton_twins`` below),
+``triton``  a CUDA GPU          all but ``sere``, in a launch or a few (``triton_twins`` below),
                                 and but for values of ``Policy.torch_only``
 ==========  ==================  =====================================================================================
 
@@ -36,9 +36,9 @@ from moe_ep_bench.policies.contract import SteppedPolicy
 from moe_ep_bench.policies.laser import Laser, LoadAwarePolicy, LoadOnly
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.oea import OEA, Pruned
+from moe_ep_bench.policies.selection import TopK
 from moe_ep_bench.policies.skipping import DynamicSkip, ExpertDrop, Lynx
 from moe_ep_bench.policies.steps import Steps
-from moe_ep_bench.policies.topk import TopK
 from moe_ep_bench.policies.xshare import XShare
 
 KERNELS = ("triton", "numba", "torch")

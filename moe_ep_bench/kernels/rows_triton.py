@@ -19,8 +19,8 @@ from moe_ep_bench.kernels import tiles_triton as tiles
 from moe_ep_bench.kernels.tiles_triton import NOTHING
 from moe_ep_bench.policies.contract import Routing, RoutingContext
 from moe_ep_bench.policies.oea import Pruned
+from moe_ep_bench.policies.selection import TopK
 from moe_ep_bench.policies.skipping import DynamicSkip
-from moe_ep_bench.policies.topk import TopK
 
 
 @triton.jit

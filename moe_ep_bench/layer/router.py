@@ -8,9 +8,8 @@ Shapes: T = local tokens, E = experts, D = hidden size.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +19,6 @@ from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.megatron import TopKRouter
 from moe_ep_bench.models.scores import scores_from_logits
 from moe_ep_bench.policies import Policy, Routing, RoutingContext
-from moe_ep_bench.policies.megatron_drop import MegatronDrop
-
-
-def routes_itself(policy: Policy, context: RoutingContext) -> TypeGuard[MegatronDrop]:
-    """Whether Megatron-Core's own router drops in a layer: its rule, unless padding is masked."""
-    return isinstance(policy, MegatronDrop) and context.token_mask_T is None
 
 
 class ReplayRouter(TopKRouter):
@@ -55,8 +48,7 @@ class ReplayRouter(TopKRouter):
 class PolicyRouter(ReplayRouter):
     """A router whose choice is a policy's.
 
-    Megatron-Core's own token dropping lives in ``routing`` too, and is out of play but for the policy that stands for
-    it.
+    Megatron-Core's own token dropping lives in ``routing`` too, and is out of play.
 
     Attributes:
         policy: what routes.
@@ -71,13 +63,10 @@ class PolicyRouter(ReplayRouter):
         self.context = context
         self.ep_group = ep_group
         self.most_pairs: int | None = None
-        self._configs: dict[MegatronDrop, Any] = {}
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         here, logits_TE = self.policy.in_layer(self.context.layer_fraction), logits.flatten(0, -2)
         self.most_pairs = here.most_pairs(*logits_TE.shape, self.context)
-        if routes_itself(here, self.context):
-            return self._dropping(here, logits)
         scores_TE = scores_from_logits(logits_TE, self.score_function)
         policy = form_of(here, scores_TE.device)
         # Without other ranks the selection takes its statistics itself, in the same launch.
@@ -87,18 +76,6 @@ class PolicyRouter(ReplayRouter):
             stats_SE = self.sum_over_ranks(stats_SE)
         routing: Routing = policy.select(scores_TE, self.context, stats_SE)
         return routing.weights_TE, routing.map_TE
-
-    def _dropping(self, rule: MegatronDrop, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Drop as Megatron-Core's router does, which waits for no count; the dispatcher's config stays as it is."""
-        config = self.config
-        if rule not in self._configs:
-            its = self._configs[rule] = copy.copy(config)
-            its.moe_expert_capacity_factor, its.moe_token_drop_policy = rule.capacity_factor, "probs"
-        self.config = self._configs[rule]
-        try:
-            return super().routing(logits)
-        finally:
-            self.config = config
 
     def sum_over_ranks(self, stats_SE: Tensor) -> Tensor:
         if self.ep_group.size() > 1:

@@ -14,14 +14,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property, lru_cache
-from typing import ClassVar, Literal, Self, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.policies.field_types import ByLayer
 from moe_ep_bench.policies.lazy import Tensor, torch
-from moe_ep_bench.policies.similarity import Similarity
 from moe_ep_bench.policies.steps import TORCH, Steps
+
+if TYPE_CHECKING:
+    from moe_ep_bench.policies.sere import Similarity
 
 Phase = Literal["prefill", "decode"]
 
@@ -105,7 +107,6 @@ class Policy:
             only the top-k needs a model of the others.
         torch_only: values by field that only the form in torch, or numba's steps of it, can run.
         experts_in: fields that count experts; a config may ask for as many as the model has.
-        within_top_k: of these, fields that change nothing beyond the model's top-k.
         file_fields: fields that name files, whose paths configs give relative to themselves.
     """
 
@@ -114,18 +115,12 @@ class Policy:
     looks_past_top_k: ClassVar[bool] = False
     torch_only: ClassVar[Mapping[str, object]] = {}
     experts_in: ClassVar[tuple[str, ...]] = ()
-    within_top_k: ClassVar[tuple[str, ...]] = ()
     file_fields: ClassVar[tuple[str, ...]] = ()
 
     @property
     def data(self) -> Similarity | None:
-        """What it reads of a checkpoint, and decides by; None = nothing."""
+        """What it decides by beside scores; None = nothing."""
         return None
-
-    @property
-    def layered(self) -> dict[str, int]:
-        """The fields that differ by layer, and of how many MoE layers they speak."""
-        return {name: len(values) for name, values in self.by_layer.items()}
 
     def route(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         """Route one batch of tokens.
@@ -153,18 +148,16 @@ class Policy:
         """Raise ValueError when this policy cannot route these scores in this context."""
         check_inputs(scores_TE, context)
 
-    def check_model(self, num_experts: int, top_k: int) -> None:
-        """Raise ValueError where a field counts more experts than a config's model has, or than can mean anything.
+    def check_model(self, num_experts: int) -> None:
+        """Raise ValueError where a field counts more experts than a config's model has.
 
         ``route`` itself takes more as all: one policy may serve layers of several sizes.
         """
         for field in self.experts_in:
             counts = getattr(self, field)
-            for count in counts if isinstance(counts, ByLayer) else [counts]:
-                if count is not None and count > num_experts:
-                    raise UserError(f"{field}: expected at most the model's {num_experts} experts, got {count}")
-                if count is not None and field in self.within_top_k and count > top_k:
-                    raise UserError(f"{field}: expected at most {top_k}, the model's top-k, got {count}")
+            most = max(counts) if isinstance(counts, ByLayer) else counts or 0
+            if most > num_experts:
+                raise UserError(f"{field}: expected at most the model's {num_experts} experts, got {most}")
 
     def most_experts(self, num_experts: int, context: RoutingContext) -> int:
         """The most experts that a token may be given: all, unless a policy promises less.
@@ -187,29 +180,31 @@ class Policy:
         values_of = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values_of.items() if isinstance(value, ByLayer)}
 
+    @property
+    def layered(self) -> dict[str, int]:
+        """The fields that differ by layer, and of how many MoE layers they speak."""
+        return {name: len(values) for name, values in self.by_layer.items()}
+
+    @cached_property
+    def _of_layers(self) -> list[Self]:
+        """The policy of each MoE layer."""
+        rows = zip(*self.by_layer.values(), strict=True)
+        return [replace(self, **dict(zip(self.by_layer, row, strict=True))) for row in rows]
+
     def in_layer(self, layer_fraction: float) -> Self:
         """The policy with the values of one layer (``RoutingContext.layer_fraction``), which routes there.
 
         Raises:
             ValueError: there are values for another number of layers.
         """
-        return _in_layer(self, layer_fraction) if self.by_layer else self
-
-    @staticmethod
-    def layer_at(layer_fraction: float, num_layers: int, fields: str) -> int:
-        """The MoE layer that stands there in the depth of a model of so many; ValueError: none does."""
-        layer = round(layer_fraction * num_layers)
-        if layer >= num_layers or abs(layer_fraction * num_layers - layer) > 1e-6:
-            expected = (
-                f"values for all MoE layers of the model, one of which stands at {layer_fraction:.4g} of its depth"
-            )
-            raise UserError(f"{fields}: expected {expected}; got {num_layers}")
-        return layer
+        if not self.by_layer:
+            return self
+        return self._of_layers[layer_at(layer_fraction, len(self._of_layers), ", ".join(self.by_layer))]
 
     def params(self) -> dict[str, object]:
         """The fields as a JSON-ready dict, without the name. Ids of cases follow from it.
 
-        What differs by layer is None in its place, and stands under ``by_layer``, which ``make_policy`` takes.
+        What differs by layer is None in its place, and stands under ``by_layer``.
         """
         layered = {name: values.bands() for name, values in self.by_layer.items()}
         return {**asdict(self), **({**dict.fromkeys(layered), "by_layer": layered} if layered else {})}
@@ -221,14 +216,13 @@ class Policy:
         return " ".join([self.name, *(f"{f.name}={getattr(self, f.name)}" for f in changed)])
 
 
-_Kind = TypeVar("_Kind", bound=Policy)
-
-
-@lru_cache(maxsize=4096)
-def _in_layer(policy: _Kind, layer_fraction: float) -> _Kind:
-    by_layer = policy.by_layer
-    layer = policy.layer_at(layer_fraction, len(next(iter(by_layer.values()))), ", ".join(by_layer))
-    return replace(policy, **{name: values[layer] for name, values in by_layer.items()})
+def layer_at(layer_fraction: float, num_layers: int, fields: str) -> int:
+    """The MoE layer that stands there in the depth of a model of so many; ValueError: none does."""
+    layer = round(layer_fraction * num_layers)
+    if layer >= num_layers or abs(layer_fraction * num_layers - layer) > 1e-6:
+        expected = f"values for all MoE layers of the model, one of which stands at {layer_fraction:.4g} of its depth"
+        raise UserError(f"{fields}: expected {expected}; got {num_layers}")
+    return layer
 
 
 class SteppedPolicy(Policy):

@@ -1,11 +1,14 @@
-"""What the model itself would choose, in which order, and with what weight.
+"""What the model itself would choose, in which order, and with what weight; ``topk`` routes so.
 
 Shapes: T = tokens, E = experts, K = top_k.
 """
 
 from __future__ import annotations
 
-from moe_ep_bench.policies.contract import Routing, RoutingContext
+from typing import ClassVar
+
+from moe_ep_bench.policies.contract import Routing, RoutingContext, SteppedPolicy
+from moe_ep_bench.policies.field_types import policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.steps import TORCH, Steps
 
@@ -95,3 +98,14 @@ def weighted(
     width = min(context.top_k if width is None else width, scores_TE.shape[1])
     norm_map = norm_map_TE if context.normalize else None
     return Routing(map_TE=map_TE, weights_TE=steps.weights(scores_TE, map_TE, norm_map, width, context.scale))
+
+
+@policy
+class TopK(SteppedPolicy):
+    """Every token goes to its K best experts, whatever their load: the baseline, on the path that policies take."""
+
+    name: ClassVar[str] = "topk"
+
+    def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
+        map_TE = top_k_map(scores_TE, context, self.steps)
+        return weighted(scores_TE, map_TE, map_TE, context, self.steps)

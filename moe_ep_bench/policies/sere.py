@@ -4,10 +4,15 @@ A memory-bound decode step takes as long as the experts that the batch activates
 *primary* for all; every other one of the batch's top-k is *secondary*, and its tokens go to the primary expert that is
 most like it, with the weight that the router gave the secondary one. A secondary expert which is like none stays.
 
-How alike experts are was measured on a checkpoint (``similarity``): one rule looks at weights, not at scores alone. As
-in the published kernel (JL-Cheng/SERE, ``rerouting_kernel.cu``) an expert moves as a whole, whichever token chose it,
-the lower index wins among equals, and weights were normalised before. Where two of a token's experts end up in one, the
-kernel computes it for both; here the token has it once, with the sum of their weights: the same output, fewer pairs.
+As in the published kernel (JL-Cheng/SERE, ``rerouting_kernel.cu``) an expert moves as a whole, whichever token chose
+it, the lower index wins among equals, and weights were normalised before. Where two of a token's experts end up in one,
+the kernel computes it for both. Here the token has it once, with the sum of their weights: the same output, fewer
+pairs.
+
+How alike experts are was measured on a checkpoint, and is read from a safetensors file that ``trace record
+--similarity`` writes: one rule looks at weights, not at scores alone. It holds ``similarity``, float32 [L, E, E] from 0
+to 1, a matrix for each MoE layer from the first (or one for all), and string metadata: ``format`` (moe-similarity-v1),
+``model``, ``measure``, ``tokens``, ``text`` and its hash.
 
 Statistics: per expert, how many tokens have it among their first ``k0``.
 
@@ -16,16 +21,20 @@ Shapes: T = local tokens, E = experts, K = top_k, L = MoE layers.
 
 from __future__ import annotations
 
-from functools import cached_property
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import ClassVar
 
-from moe_ep_bench.errors import UserError
-from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy
+from moe_ep_bench.errors import UserError, brief
+from moe_ep_bench.policies.contract import Phase, Routing, RoutingContext, SteppedPolicy, layer_at
 from moe_ep_bench.policies.field_types import Count, Positive, Share, policy
 from moe_ep_bench.policies.lazy import Tensor, torch
 from moe_ep_bench.policies.selection import list_keys, top_k_map, weighted, without_padding
-from moe_ep_bench.policies.similarity import HOW, Similarity, open_similarity
+
+FORMAT, TENSOR = "moe-similarity-v1", "similarity"
+HOW = "moe-ep-bench trace record CHECKPOINT --text FILE --similarity FILE writes one"
 
 
 @policy
@@ -43,7 +52,6 @@ class SERE(SteppedPolicy):
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
     looks_past_top_k: ClassVar[bool] = True  # No choice does, but what is said of the mass of pairs that moved.
     experts_in: ClassVar[tuple[str, ...]] = ("k0",)
-    within_top_k: ClassVar[tuple[str, ...]] = ("k0",)
     file_fields: ClassVar[tuple[str, ...]] = ("similarity",)
 
     k0: Positive
@@ -58,8 +66,7 @@ class SERE(SteppedPolicy):
     @cached_property
     def data(self) -> Similarity:
         """The file; ValueError where there is none."""
-        assert self.similarity is not None
-        found = open_similarity(Path(self.similarity))
+        found = open_similarity(Path(str(self.similarity)))
         if self.layer is not None and self.layer >= found.num_layers:
             raise UserError(f"layer: expected 0 to {found.num_layers - 1}, layers of {found.path}; got {self.layer}")
         return found
@@ -72,10 +79,10 @@ class SERE(SteppedPolicy):
     def check(self, scores_TE: Tensor, context: RoutingContext) -> None:
         super().check(scores_TE, context)
         self._check_experts(scores_TE.shape[1])
-        self.layer_in(context.layer_fraction)
+        self._matrix_number(context)
 
-    def check_model(self, num_experts: int, top_k: int) -> None:
-        super().check_model(num_experts, top_k)
+    def check_model(self, num_experts: int) -> None:
+        super().check_model(num_experts)
         self._check_experts(num_experts)
 
     def _check_experts(self, num_experts: int) -> None:
@@ -83,11 +90,11 @@ class SERE(SteppedPolicy):
             got = f"{self.data.num_experts} in {self.data.path.name}"
             raise UserError(f"similarity: expected a file of {num_experts} experts, as the model has, got {got}")
 
-    def layer_in(self, layer_fraction: float) -> int:
-        """The matrix that serves where a layer stands in the depth of the model; ValueError: there is none."""
+    def _matrix_number(self, context: RoutingContext) -> int:
+        """Which matrix serves this layer; ValueError: there is none."""
         if "similarity" not in self.layered:
             return self.layer or 0
-        return self.layer_at(layer_fraction, self.data.num_layers, "similarity")
+        return layer_at(context.layer_fraction, self.data.num_layers, "similarity")
 
     @property
     def label(self) -> str:
@@ -99,7 +106,7 @@ class SERE(SteppedPolicy):
 
     def select(self, scores_TE: Tensor, context: RoutingContext, stats_SE: Tensor | None = None) -> Routing:
         stats_SE = self.stats(scores_TE, context) if stats_SE is None else stats_SE
-        matrix_EE = self.data.matrix(self.layer_in(context.layer_fraction), scores_TE.device)
+        matrix_EE = self.data.matrices(scores_TE.device)[self._matrix_number(context)]
         top_k_TE = top_k_map(scores_TE, context, self.steps)
         own = weighted(scores_TE, top_k_TE, top_k_TE, context, self.steps)
         target_E = self.stand_ins(stats_SE[0] > 0, matrix_EE)
@@ -111,3 +118,59 @@ class SERE(SteppedPolicy):
         most_alike_E = self.steps.best_per_row(among_EE, 1).byte().argmax(dim=1)
         stays_E = primary_E | (among_EE.amax(dim=1) < self.threshold) | ~primary_E.any()
         return torch.where(stays_E, torch.arange(len(primary_E), device=primary_E.device), most_alike_E)
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """A file of matrices, whose values are read when the first routing asks for them.
+
+    Attributes:
+        sha256: of the file.
+        model: whose experts these are, where it says so.
+    """
+
+    path: Path
+    sha256: str
+    num_layers: int
+    num_experts: int
+    model: str | None
+
+    def matrices(self, device: torch.device) -> Tensor:
+        """All layers' matrices: float32 [L, E, E] on a device, where they stay."""
+        return _matrices(self, str(device))
+
+
+@lru_cache(maxsize=16)
+def _matrices(of: Similarity, device: str) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(of.path, framework="np") as file:
+        return torch.from_numpy(file.get_tensor(TENSOR)).to(device)
+
+
+def open_similarity(path: Path) -> Similarity:
+    """Look at a file, without its values.
+
+    Raises:
+        ValueError: no such file, or another one; one line that says how to make one.
+    """
+    if not path.is_file():
+        raise UserError(f"similarity: {path}: no such file; {HOW}")
+    return _open(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _open(path: Path, _: int) -> Similarity:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            facts = file.metadata() or {}
+            shape = file.get_slice(TENSOR).get_shape()
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"similarity: {path}: not readable ({brief(str(error), quoted=False)}); {HOW}") from None
+    if (form := facts.get("format")) != FORMAT:
+        raise UserError(f"similarity: {path}: expected format {FORMAT}, got {brief(form)}; {HOW}")
+    with path.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    return Similarity(path, digest, *shape[:2], facts.get("model"))

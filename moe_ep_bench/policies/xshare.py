@@ -63,7 +63,6 @@ class XShare(SteppedPolicy):
     name: ClassVar[str] = "xshare"
     acts_in: ClassVar[tuple[Phase, ...]] = ("decode",)
     experts_in: ClassVar[tuple[str, ...]] = ("k0", "budget", "request_budget", "rank_budget")
-    within_top_k: ClassVar[tuple[str, ...]] = ("k0",)
     looks_past_top_k: ClassVar[bool] = True
     torch_only: ClassVar[Mapping[str, object]] = {"scores": "topk"}
 

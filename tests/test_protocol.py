@@ -21,7 +21,7 @@ from virtual_time import HandClock
 
 from moe_ep_bench.bench.rows import Samples
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED
-from moe_ep_bench.timing import ceilings, memory
+from moe_ep_bench.timing import device as timing_device
 from moe_ep_bench.timing.protocol import (
     BREAKDOWN,
     COLUMNS,
@@ -185,14 +185,15 @@ def test_breakdowns_are_warmed_up_as_they_are_measured_every_case_on_every_batch
 
 
 def test_small_inputs_are_handed_out_in_turn_and_large_ones_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "cache_bytes", lambda device: 1000)
-    small = memory.RotatingInput(torch.arange(100, dtype=torch.float32), most=9)
+    monkeypatch.setattr(timing_device, "cache_bytes", lambda device: 1000)
+    small = timing_device.RotatingInput(torch.arange(100, dtype=torch.float32), most=9)
     assert len(small.copies) == 5  # 5 x 400 bytes reach twice the cache
     handed = [small.next() for _ in range(10)]
     assert [copy.data_ptr() for copy in handed] == [copy.data_ptr() for copy in small.copies] * 2
     assert all(torch.equal(copy, small.copies[0]) for copy in handed)
     sizes = ((100, 3, 3), (500, 9, 1), (0, 4, 4))
-    assert all(len(memory.RotatingInput(torch.zeros(size), most=most).copies) == made for size, most, made in sizes)
+    for size, most, made in sizes:
+        assert len(timing_device.RotatingInput(torch.zeros(size), most=most).copies) == made
 
 
 class Traffic(TorchDispatchMode):
@@ -211,8 +212,8 @@ class Traffic(TorchDispatchMode):
 def test_a_flush_writes_twice_the_cache_and_then_reads_it_all_so_that_no_line_is_left_dirty(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "cache_bytes", lambda device: 1000)
-    flush = memory.CacheFlush(torch.device("cpu"))
+    monkeypatch.setattr(timing_device, "cache_bytes", lambda device: 1000)
+    flush = timing_device.CacheFlush(torch.device("cpu"))
     with Traffic() as traffic:
         flush()
     (_, written), *_ = [one for one in traffic.seen if one[0]]
@@ -350,10 +351,10 @@ def test_a_gpu_is_held_and_the_probe_floor_is_the_second_of_two_collectives(monk
 
 
 def test_ceilings_are_rates_of_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "_median_us", lambda function, device: (function(), 100.0)[1])
-    monkeypatch.setitem(ceilings._MATMUL_SIZE, "cpu", 10)
-    monkeypatch.setitem(ceilings._COPY_BYTES, "cpu", 500)
-    found = ceilings.measure_ceilings(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(timing_device, "_median_us", lambda function, device: (function(), 100.0)[1])
+    monkeypatch.setitem(timing_device._MATMUL_SIZE, "cpu", 10)
+    monkeypatch.setitem(timing_device._COPY_BYTES, "cpu", 500)
+    found = timing_device.measure_ceilings(torch.device("cpu"), torch.float32)
     assert found.matmul_tflops == pytest.approx(2 * 1000 / 100e-6 / 1e12)
     assert found.copy_gbps == pytest.approx(2 * 500 / 100e-6 / 1e9)
     assert found.read_gbps == pytest.approx(500 / 100e-6 / 1e9)

@@ -26,14 +26,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from moe_ep_bench.errors import UserError
-from moe_ep_bench.facts import RunFacts
+from moe_ep_bench.facts import Job, RunFacts
 from moe_ep_bench.files import atomic_path, read_json, write_json
 from moe_ep_bench.runtime import locks
 from moe_ep_bench.schema import TABLES
 
 RUN_JSON = "run.json"
-# From so many rows on they are written; small groups of rows would take more room than what is in them.
-_GROUP_ROWS = 2**20
 # Of a part of samples, in its metadata.
 _CONDITIONS = b"conditions"
 
@@ -124,50 +122,29 @@ class RunDirectory:
         before = None if replaces is None else _read(path)
         if before is not None and before.schema.equals(schema):  # Rows of other columns cannot stay.
             kept, told = before.filter(~pc.field("case_id").isin(list(replaces))), told or conditions_of(before)
-        facts = {_CONDITIONS: told} if told else {}
-        with (
-            atomic_path(path) as temporary,
-            pq.ParquetWriter(
-                temporary,
-                schema.with_metadata({**schema.metadata, **facts}),
-                compression="zstd",
-                write_page_checksum=True,
-            ) as file,
-        ):
-            tables = [kept]
+        labelled = schema.with_metadata({**schema.metadata, **({_CONDITIONS: told} if told else {})})
+        how = {"compression": "zstd", "write_page_checksum": True}
+        with atomic_path(path) as temporary, pq.ParquetWriter(temporary, labelled, **how) as file:
+            if len(kept):
+                file.write_table(kept)
             for rows in cases:
-                tables.append(_as_table(schema, rows if launch is None else {**rows, "launch": launch}))
-                if sum(map(len, tables)) >= _GROUP_ROWS:
-                    file.write_table(pa.concat_tables(tables))
-                    tables.clear()
-            if tables:
-                file.write_table(pa.concat_tables(tables))
+                file.write_table(_as_table(schema, rows if launch is None else {**rows, "launch": launch}))
 
-    def write_run(
-        self,
-        description: Mapping[str, Any],
-        table: str = "samples",
-        *,
-        keep_others: bool = False,
-    ) -> None:
+    def write_run(self, description: Mapping[str, Any], table: str = "samples") -> None:
         """Write ``run.json``, and keep in it what an earlier one knew of finished comparisons.
 
-        ``runs`` holds the provenance of every run whose rows are here, by run_id. A comparison that
-        was begun under another config and never finished is dropped with its parts, unless another job is at it.
+        ``runs`` holds the provenance of every run whose rows are here, by run_id. A comparison that another job or
+        config began and did not finish is dropped with its parts, unless that job is at it.
 
         Args:
             table: whose rows make a case finished.
-            keep_others: keep comparisons that were never finished too: other jobs have them to do.
 
         Raises:
             ValueError: another job has been writing ``run.json`` for a minute.
         """
         with locks.hold(self.root, {RUN_JSON: RUN_JSON}, patience_s=60.0):
             self.remove_unfinished([RUN_JSON])
-            provenance = {
-                key: description.get(key)
-                for key in ("created", "config", "config_text", "command", "environment", "hashes")
-            }
+            provenance = {key: description.get(key) for key in Job.model_fields}
             earlier = self.earlier() or {}
             merged = {**description, "runs": {**earlier.get("runs", {}), description["run_id"]: provenance}}
             launch = 0 if table == "samples" else None
@@ -175,8 +152,8 @@ class RunDirectory:
                 if comparison_id in description["comparisons"]:
                     continue
                 cases = {k: case for k, case in earlier["cases"].items() if case["comparison_id"] == comparison_id}
-                kept = keep_others or locks.is_held(self.root, comparison_id)
-                if kept or cases.keys() <= self.statuses(comparison_id, launch, table).keys():
+                done = self.statuses(comparison_id, launch, table).keys()
+                if cases.keys() <= done or locks.is_held(self.root, comparison_id):
                     merged["comparisons"] = {comparison_id: comparison, **merged["comparisons"]}
                     merged["cases"] = {**cases, **merged["cases"]}
                 else:

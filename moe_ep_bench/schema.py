@@ -11,8 +11,6 @@ import pyarrow as pa
 SCHEMA_VERSION = 4
 
 MODES = ("run", "emulated", "route", "quality")
-# What was timed. ``run.json`` names it; without a word it is a layer.
-SCOPES = ("layer", "model")
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,6 @@ class Metric:
 
     name: str
     dtype: pa.DataType
-    unit: str
     of: Literal["routing", "scores", "output", "slots", "images"] = "routing"
 
 
@@ -125,53 +122,43 @@ _COUNTS = pa.list_(pa.int64())
 METRICS = {
     metric.name: metric
     for metric in (
-        Metric("num_tokens", pa.int64(), "tokens"),  # valid tokens of this rank
-        Metric("load_E", _COUNTS, "pairs"),  # per expert, from this source rank
-        Metric("load_R", _COUNTS, "pairs"),  # per expert rank, from this source rank
-        Metric("num_pairs", pa.int64(), "pairs"),
-        Metric("padding_pairs", pa.int64(), "pairs"),  # of num_pairs, those of padding tokens
-        Metric("num_topk_pairs", pa.int64(), "pairs"),
-        Metric("num_dropped_pairs", pa.int64(), "pairs"),  # top-k pairs that are not computed
-        Metric("dropped_fraction", pa.float64(), "share"),  # of top-k pairs
-        Metric("retained_mass_topk", pa.float64(), "share"),  # selected score mass over the top-k mass
-        Metric("retained_mass_all", pa.float64(), "share"),  # selected score mass over all score mass
+        Metric("num_tokens", pa.int64()),  # valid tokens of this rank
+        Metric("load_E", _COUNTS),  # per expert, from this source rank
+        Metric("load_R", _COUNTS),  # per expert rank, from this source rank
+        Metric("num_pairs", pa.int64()),
+        Metric("padding_pairs", pa.int64()),  # of num_pairs, those of padding tokens
+        Metric("num_topk_pairs", pa.int64()),
+        Metric("num_dropped_pairs", pa.int64()),  # top-k pairs that are not computed
+        Metric("dropped_fraction", pa.float64()),  # of top-k pairs
+        Metric("retained_mass_topk", pa.float64()),  # selected score mass over the top-k mass
+        Metric("retained_mass_all", pa.float64()),  # selected score mass over all score mass
         # Imbalance: fullest expert over the mean of computed pairs, of this source rank.
-        Metric("peak_load", pa.float64(), "over mean"),
-        Metric("tokens_without_expert", pa.int64(), "tokens"),
-        Metric("experts_per_token", pa.float64(), "experts"),
-        Metric("activated_experts", pa.int64(), "experts"),
-        Metric("activated_experts_fullest_rank", pa.int64(), "experts"),
-        Metric("crossing_pairs", pa.int64(), "pairs"),  # whose expert lives on another rank
-        Metric("crossing_copies", pa.int64(), "copies"),  # to other ranks, one per (token, rank)
-        Metric("topk_share", pa.float64(), "share", of="scores"),
-        Metric("entropy", pa.float64(), "share", of="scores"),  # normalised to 0..1
+        Metric("peak_load", pa.float64()),
+        Metric("tokens_without_expert", pa.int64()),
+        Metric("experts_per_token", pa.float64()),
+        Metric("activated_experts", pa.int64()),
+        Metric("activated_experts_fullest_rank", pa.int64()),
+        Metric("crossing_pairs", pa.int64()),  # whose expert lives on another rank
+        Metric("crossing_copies", pa.int64()),  # to other ranks, one per (token, rank)
+        Metric("topk_share", pa.float64(), of="scores"),
+        Metric("entropy", pa.float64(), of="scores"),  # normalised to 0..1
         # Worst token: |layer - dense reference| / |reference|.
-        Metric("reference_error", pa.float64(), "share", of="output"),
+        Metric("reference_error", pa.float64(), of="output"),
         # |layer - native layer| / |native layer|, all valid tokens; of a whole model of the logits, in its last layer.
-        Metric("output_error", pa.float64(), "share", of="output"),
-        Metric("num_image_tokens", pa.int64(), "tokens", of="images"),  # valid ones
-        Metric("image_load_E", _COUNTS, "pairs", of="images"),  # of load_E
-        Metric("slot_load_P", _COUNTS, "pairs", of="slots"),  # per slot, from this source rank
-        Metric("moved_weight_bytes", pa.int64(), "bytes", of="slots"),  # of experts that this rank is sent
+        Metric("output_error", pa.float64(), of="output"),
+        Metric("num_image_tokens", pa.int64(), of="images"),  # valid ones
+        Metric("image_load_E", _COUNTS, of="images"),  # of load_E
+        Metric("slot_load_P", _COUNTS, of="slots"),  # per slot, from this source rank
+        Metric("moved_weight_bytes", pa.int64(), of="slots"),  # of experts that this rank is sent
     )
 }
 # What ``metrics.routing_metrics`` returns, in this order.
 ROUTING_METRICS = tuple(name for name, metric in METRICS.items() if metric.of in ("routing", "scores"))
 
-# Units of columns; numbers without one count or name something of their own (ranks, batches, launches, places).
-UNIT_OF = {
-    **{metric.name: metric.unit for metric in METRICS.values()},
-    **dict.fromkeys(("time_us", "host_us", "thread_cpu_us"), "us"),
-    **dict.fromkeys(("kept_by_load", "kept_by_experts", "curve_kept"), "share"),
-    **dict.fromkeys(("curve_load", "rank_peak_load"), "over mean"),
-}
-
 
 def _table(columns: Iterable[tuple[str, pa.DataType]]) -> pa.Schema:
-    """A schema whose parts say their version, and of each column the unit."""
-    units = ((name, dtype, {"unit": UNIT_OF[name]} if name in UNIT_OF else None) for name, dtype in columns)
-    fields = [pa.field(name, dtype, metadata=unit) for name, dtype, unit in units]
-    return pa.schema(fields, {"schema_version": str(SCHEMA_VERSION), "written_by": "moe-ep-bench"})
+    """A schema whose parts say their version."""
+    return pa.schema(columns, {"schema_version": str(SCHEMA_VERSION), "written_by": "moe-ep-bench"})
 
 
 _IDENTITY = [
@@ -179,7 +166,7 @@ _IDENTITY = [
     ("case_id", pa.string()),
     ("comparison_id", pa.string()),
     ("mode", pa.string()),
-    ("subject", pa.string()),  # SCOPES
+    ("subject", pa.string()),  # layer or model
     ("backend", pa.string()),  # ranks, virtual (one device in turn for each rank), modelled or routing; null of quality
     ("model", pa.string()),
     ("policy", pa.string()),

@@ -73,14 +73,14 @@ IMAGES = "{name: token_drop, capacity_factor: 1, modality: image_first}"
 QWEN = "advise --model qwen3-30b-a3b --ep 8 --tokens 16384"
 MODEL = "run CONFIG --nproc 2 --set scope=model --set whole.num_layers=2"
 RECORD = "trace record tiny-olmoe --text words.txt --out x.safetensors"
-ONE_NODE = "advise --model qwen3-30b-a3b --ep 16 --tokens 4096 --links h100-nvlink4"
+ONE_NODE = "advise --model qwen3-30b-a3b --ep 16 --tokens 4096 --peak-load 4 --links h100-nvlink4"
 COMMANDS = {
     "advise --model qwen3-30b-a3b --ep 8 --tokens 32k": "--tokens: invalid int value: '32k'",
     "advise --model Qwen/Qwen3-Next --ep 8 --tokens 64": "--model: expected a path of a config.json or one of deepseek",
     "advise --model nonsense --ep 8 --tokens 64": "--model: expected a path of a config.json or one of deepseek",
     "advise olmoe-1b-7b": "olmoe-1b-7b: is a model's name; expected a config's path (advise takes --model olmoe-1b-7b)",
-    ONE_NODE: "--links, --ep: links/h100-nvlink4: expected at most 8 ranks (inter is null: one node), got 16; "
-    "h100-nvlink4-ndr crosses nodes",
+    ONE_NODE: "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks (inter is null: one node), "
+    "got 16; h100-nvlink4-ndr crosses nodes",
     "trace info .": ".: expected a file, got a directory",
     f"{QWEN} --decode-tokens 8": "--tokens, --decode-tokens: expected one of them, for the first counts",
     "emulat": "COMMAND: invalid choice: 'emulat' (choose from ",
@@ -107,8 +107,9 @@ COMMANDS = {
     "advise": "expected a config, a results directory or --model; got none",
     "advise --model olmoe-1b-7b --tokens 64": "--ep: expected a number beside --model, got none",
     f"{QWEN} --ep 7": "--ep: expected a divisor of the 128 experts of Qwen3-30B-A3B, got 7",
-    f"{QWEN} --device h1000": "--device: expected a path of a .yaml or one of a100-sxm-80gb",
+    f"{QWEN} --device h1000": "emulate.device: expected a path of a .yaml or one of a100-sxm-80gb",
     f"{QWEN} --counts no --trace no": "--trace, --counts, --peak-load: expected one of them",
+    QWEN: "--trace, --counts, --peak-load: expected one, which says how busy experts are; got none",
     "advise CONFIG --ep 4": "--ep: expected none with a config",
     f"{RECORD} --text none.txt": "none.txt: cannot read the text: [Errno 2] No such file",
     f"{RECORD} --sequence-length 100000": "sequence-length: expected at most 4096, the positions that tiny-olmoe knows",

@@ -38,10 +38,6 @@ _TIE = 0.02
 _DIGITS = 6
 _ROUNDING = 10**-_DIGITS
 _BEST = 5
-RECORD_YOURS = (
-    "The peak load decides, and it is assumed: docs/servers.md says how vLLM and SGLang record yours. Then ask again "
-    "with --trace FILE."
-)
 
 
 # ---- candidates and the pick -----------------------------------------------------------------------------------------
@@ -143,9 +139,8 @@ def advice_text(store: Store, bounds: Bounds, question: Question | None = None, 
     blocks[-1] += f"\n{_for(about, bounds)}{how and ' '}{how}"
     more = [f"{hidden} more candidates: --all"] if hidden else []
     told = "\n".join(f"  {note}" for note in (*more, *_notes(store, rows, about, natives, question)))
-    is_assumed = all(list(json.loads(point)) == ["workload.peak_load"] for point in about["point"])
     shown = [render(tables, "text")] if tables else []
-    return "\n\n".join([*blocks, *shown, told, *([RECORD_YOURS] if is_assumed else [])])
+    return "\n\n".join([*blocks, *shown, told])
 
 
 def write_answer(question: Question, bounds: Bounds, *, show_all: bool = False) -> str:

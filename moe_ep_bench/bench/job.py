@@ -53,7 +53,7 @@ def check_agreement(
     """Raise unless results can be written here and earlier ones are of the same mode, scope, conditions and code.
 
     Args:
-        mode, scope: of the rows to come: one of ``schema.MODES``, one of ``schema.SCOPES``.
+        mode, scope: of the rows to come: one of ``schema.MODES``, and layer or model.
         conditions: the keys of the environment that must be as they were, and what they are now.
         force: all is done anew, so that the code may be another than it was.
 

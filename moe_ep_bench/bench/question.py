@@ -7,11 +7,10 @@ mistakes are found, and the plan is printed, before it is imported.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from moe_ep_bench.config import MEASURED, Experiment, RecordedConfig
 from moe_ep_bench.config.files import experiments_of, override, read_config
 from moe_ep_bench.cost_model.tables import load_device
 from moe_ep_bench.errors import UserError, naming
-from moe_ep_bench.facts import tokens_words
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model, preset_of
 from moe_ep_bench.policies import policy_class
@@ -45,14 +43,11 @@ _KEYS = {
     "links": "emulate.links",
 }
 _FLAGS = ("model", "decode_tokens", *_KEYS)
-# Keys of a config that do not enter the question, or that modelled emulation reads only to refuse them.
-_UNREAD = (
-    *("policies", "measure", "claims", "layer.cuda_graph"),
-    *("emulate.replication", "emulate.rebalance", "workload.num_batches"),
-)
+# Sections of a config that enter the question, and keys of theirs that do not.
+_READ = ("name", "scope", "model", "workload", "layer", "whole", "emulate")
+_UNREAD = ("layer.cuda_graph", "emulate.replication", "emulate.rebalance", "workload.num_batches")
 # Of a question that names none.
 MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
-PEAK_LOADS = (1.2, 2.0, 4.0)
 DEVICE, CONTEXT_LENGTH, PROMPT_LENGTH = "h100-sxm", 2048, 128
 _NODE = 8
 # With fewer batches there are no intervals (``timing.statistics.MIN_BATCHES``).
@@ -63,6 +58,7 @@ DRAWS = 5
 _BATCHES_OF_A_DRAW, _PLANNED_TOKENS = 4, 2**16
 # Score mass of the top-k, where a recording has scores that are normalised over it.
 _TOPK_SHARE = 0.7
+_ANY_POLICY = [{"name": "topk"}]
 
 
 @dataclass(frozen=True)
@@ -77,9 +73,8 @@ class Bounds:
         """Bounds of the options; where one alone is given, the other does not bind."""
         if max_dropped is None and max_lost_mass is None:
             return Bounds(MAX_DROPPED, 1 - MAX_LOST_MASS)
-        return Bounds(
-            1.0 if max_dropped is None else max_dropped, 1 - (1.0 if max_lost_mass is None else max_lost_mass)
-        )
+        dropped, lost = (1.0 if bound is None else bound for bound in (max_dropped, max_lost_mass))
+        return Bounds(dropped, 1 - lost)
 
 
 # ---- a question ------------------------------------------------------------------------------------------------------
@@ -140,8 +135,8 @@ class Question:
 
         from moe_ep_bench.bench.run import emulate_plan
 
-        config, on_cpu = Path(CONFIG_NAME), not torch.cuda.is_available()
-        comparisons = plan_experiments(config, self.experiments, VIRTUAL, on_cpu=on_cpu)
+        on_cpu = not torch.cuda.is_available()
+        comparisons = plan_experiments(Path(CONFIG_NAME), self.experiments, VIRTUAL, on_cpu=on_cpu)
         with atomic_path(self.config) as temporary:
             temporary.write_text(self.text)
         return emulate_plan(comparisons, self.out, force=force)
@@ -155,9 +150,12 @@ def ask(options: argparse.Namespace, bounds: Bounds | None = None) -> Question:
     """
     where = options.config or Path(CONFIG_NAME)
     raw, sweep, assumed = _of_flags(options) if options.config is None else _of_config(options)
-    with _naming_flags(where):
-        _add_device(raw, sweep)
-    experiments = _points(where, {**raw, "policies": [{"name": "topk"}]}, sweep)  # any will do to find the workloads
+    _add_device(raw, sweep)
+    experiments = experiments_of(where, *copy.deepcopy(({**raw, "policies": _ANY_POLICY}, sweep)))
+    if all(experiment.workload.is_unskewed for experiment in experiments):
+        if options.config is None:
+            raise UserError("--trace, --counts, --peak-load: expected one, which says how busy experts are; got none")
+        assumed.append("traffic without skew, as the config sets none (sweep workload.peak_load)")
     chosen, left_out = candidates(experiments, bounds or Bounds.of(None, None))
     raw |= {"policies": chosen.pop("policies"), "emulate": {**raw["emulate"], **chosen}}
     if "workload.seed" not in sweep and any(map(_is_drawn, experiments)):
@@ -168,8 +166,8 @@ def ask(options: argparse.Namespace, bounds: Bounds | None = None) -> Question:
         # First, so that points of one draw, which share its random numbers, follow each other.
         sweep = {"workload.seed": [seed + number for number in range(DRAWS)], **sweep}
     text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
-    experiments = _points(where, raw, sweep)
-    with _naming_flags(where):
+    experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
+    with naming(str(where)):
         for experiment in experiments:
             load_models(experiment, experiment.virtual_ranks)
     name = f"{options.config.stem}-advised" if options.config else f"advise-{stable_hash(text)[:8]}"
@@ -197,48 +195,21 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _points(where: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> list[Experiment]:
-    """The points of a config."""
-    with _naming_flags(where):
-        return experiments_of(where, *copy.deepcopy((raw, sweep)))
-
-
-@contextlib.contextmanager
-def _naming_flags(where: Path) -> Iterator[None]:
-    """Name the file that a mistake is in, or the flag in place of the key where flags made the config."""
-    try:
-        yield
-    except UserError as error:
-        keys, _, rest = str(error).removeprefix(f"{where}: ").partition(": ")
-        if where != Path(CONFIG_NAME):
-            raise UserError(f"{where}: {keys}: {rest}") from None
-        flags = {key: _flag(name) for name, key in _KEYS.items()}
-        raise UserError(f"{', '.join(flags.get(key, key) for key in keys.split(', '))}: {rest}") from None
-
-
 # ---- from options to a config ----------------------------------------------------------------------------------------
 
 
 def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """A config's values and its sweep, without what does not enter the question, and what was assumed."""
+    """A config's values and its sweep, without what does not enter the question; its policies are no candidates."""
     _refuse(options, _FLAGS, "with a config, whose keys say that; --set KEY=VALUE changes one")
     raw, sweep = read_config(options.config, options.overrides)
-    raw.setdefault("policies", [{"name": "topk"}])  # its own are no candidates, so it needs none
-    experiments = _points(options.config, raw, sweep)  # what is wrong with it is said as of any config
+    (experiment, *_) = experiments_of(options.config, *copy.deepcopy(({**raw, "policies": _ANY_POLICY}, sweep)))
+    raw = {section: raw[section] for section in _READ if section in raw}
     for key in _UNREAD:
-        section, _, name = key.rpartition(".")
-        (raw.get(section) or {} if section else raw).pop(name, None)
-    sweep = {key: values for key, values in sweep.items() if not key.startswith(_UNREAD)}
-    wanted = experiments[0].workload.num_batches
-    raw["workload"]["num_batches"] = max(wanted, _BATCHES)
-    loads = ", ".join(f"{load:g}" for load in PEAK_LOADS)
-    assumed = {
-        f"{_BATCHES} batches in place of {wanted}, of which there would be no intervals": wanted < _BATCHES,
-        f"traffic without skew, as the config sets none (sweep workload.peak_load over {loads})": any(
-            experiment.workload.is_unskewed for experiment in experiments
-        ),
-    }
-    return raw, sweep, [words for words, holds in assumed.items() if holds]
+        section, _, name = key.partition(".")
+        (raw.get(section) or {}).pop(name, None)
+    raw["workload"]["num_batches"] = max(experiment.workload.num_batches, _BATCHES)
+    sweep = {key: sweep[key] for key in sweep if key.partition(".")[0] in _READ and not key.startswith(_UNREAD)}
+    return raw, sweep, []
 
 
 def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
@@ -264,20 +235,18 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         yield tokens < ep, _flag(counted), f"at least one for each of the {ep} ranks", tokens
 
     checks.refuse(wrong())
-    sweep: dict[str, Any] = {}
     traffic: dict[str, Any] = {
         "kind": "synthetic",
         "sequence_length": 1 if decode else min(PROMPT_LENGTH, tokens // ep),
     }
     assumed: list[str] = []
     if options.trace is not None:
-        traffic, assumed = _recorded(options.trace, model, decode)
+        traffic, assumed = _recorded(options.trace, decode)
     elif options.counts is not None:
-        counts, assumed = _counted(options.counts, model)
-        traffic |= counts
-    elif options.peak_load is None:
-        loads = sweep["workload.peak_load"] = peak_loads(model, tokens)
-        assumed += [f"no peak loads that chance alone exceeds with {tokens_words(tokens)}"] if None in loads else []
+        with naming("--counts"):
+            num_layers = len(read_counts(options.counts))
+        traffic |= _all_layers(num_layers)
+        assumed = [f"experts of all {num_layers} counted layers in order on ranks, tokens that choose independently"]
     preset = preset_of(options.model)
     raw = {
         "name": "advise",
@@ -285,57 +254,26 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
         "workload": {"num_tokens": tokens, "num_batches": _BATCHES, "seed": 1, **traffic},
         **({"whole": {"context_length": CONTEXT_LENGTH}} if decode else {}),
     }
+    sweep: dict[str, Any] = {}
     values = {key: getattr(options, flag) for flag, key in _KEYS.items()}
     given = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items() if value is not None]
     override(raw, sweep, [*given, *options.overrides], Path.cwd())
     return raw, sweep, assumed
 
 
-def peak_loads(model: ModelSpec, num_tokens: int) -> list[float | None]:
-    """Peak loads to show where none is known, as far as such a batch can have them; else no skew but chance's.
-
-    Chance alone gives an expert's load a peak; Bernstein's inequality bounds it.
-    """
-    mean = num_tokens * model.top_k / model.num_experts
-    surprise = math.log(1000 * model.num_experts)
-    least = 1 + math.sqrt(2 * surprise / mean) + 2 * surprise / (3 * mean)
-    found = [load for load in PEAK_LOADS if least <= load <= model.num_experts / model.top_k]
-    return [*([None] if len(found) < len(PEAK_LOADS) else []), *found]
+def _all_layers(num_layers: int) -> dict[str, Any]:
+    """Keys of a workload of all layers; of each two batches at least, so that EPLB plans for another than it meets."""
+    return {"layer": "all", "num_batches": max(2, math.ceil(_BATCHES / num_layers))}
 
 
-def _batches_of_a_layer(num_layers: int) -> int:
-    """Two at least, so that EPLB plans for another batch than it meets."""
-    return max(2, math.ceil(_BATCHES / num_layers))
-
-
-def _counted(path: Path, model: ModelSpec) -> tuple[dict[str, Any], list[str]]:
-    """The workload of counted experts, in all counted layers."""
-    with naming("--counts"):
-        load_LE = read_counts(path)
-    num_layers, num_experts = load_LE.shape
-    if num_experts != model.num_experts:
-        raise UserError(
-            f"--counts {path}: expected counts of {model.num_experts} experts, as {model.name} has; got {num_experts}"
-        )
-    found = {"layer": "all", "num_batches": _batches_of_a_layer(num_layers)}
-    words = f"loads of all {num_layers} counted layers, experts in order on ranks, tokens that choose independently"
-    return found, [words]
-
-
-def _recorded(path: Path, model: ModelSpec, decode: bool) -> tuple[dict[str, Any], list[str]]:
-    """The workload of a recording, in all its layers."""
+def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[str]]:
+    """The workload of a recording in all its layers, and what is assumed."""
     with naming("--trace", " (counts of experts go as --counts)"):
         trace = open_trace(path)
-    if (trace.num_experts, trace.top_k) != (model.num_experts, model.top_k):
-        raise UserError(
-            f"--trace {path}: expected a recording of {model.num_experts} experts, top-{model.top_k}, as {model.name} "
-            f"has them; got {trace.num_experts}, top-{trace.top_k} ({trace.metadata['model']})"
-        )
     is_of_decode = trace.metadata["phase"] == "decode"
     found = {
         "kind": "recorded",
-        "layer": "all",
-        "num_batches": _batches_of_a_layer(trace.num_layers),
+        **_all_layers(trace.num_layers),
         "arrangement": "decode" if decode or is_of_decode else "sequences",
         "tail": "recorded" if trace.has_full_scores else "popularity",
     }

@@ -84,7 +84,7 @@ def run(
         with _begun(out, launch, _SETUP_TIMEOUT_S) as job:
             comparisons = _agreed_plan(job, config, overrides, point)
             job.guard.feed()
-            return _measure(job, comparisons, force=force, is_point=point is not None)
+            return _measure(job, comparisons, force=force)
 
     return as_rank(work)
 
@@ -156,7 +156,7 @@ def _agreed_plan(job: Job, config: Path, overrides: Sequence[str], point: int | 
     return comparisons
 
 
-def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_point: bool = False) -> int:
+def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> int:
     """Measure what is left of this launch, comparison by comparison; return the exit status."""
     # Megatron-Core takes seconds to import: not before it is clear that there is something to run.
     if comparisons[0].backend == RANKS:
@@ -169,7 +169,7 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool, is_poi
     if any(case_ids or lost for case_ids, lost in todo):
         # Made on every rank, which keeps them together: it goes through all batches.
         description = ranks.agree(partial(describe_timed_run, ranks, job.run_id, comparisons, job.guard.feed))
-        job.on_first(partial(directory.write_run, description, keep_others=is_point))
+        job.on_first(partial(directory.write_run, description))
     else:
         ended = "all cases were finished before; --force runs them again"
     with job.trying(comparisons):

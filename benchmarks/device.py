@@ -180,7 +180,7 @@ def fitted(table: pd.DataFrame, device: Device) -> Iterator[str]:
         return np.array([device.experts_us(int(hidden), int(ffn), loads_NL[at]) for at, hidden, ffn in points])
 
     def fit(numbers: Sequence[int]) -> Device:
-        return fit_roofline(device, lambda made: predicted(made, numbers), rows.loc[numbers, "us"])
+        return fit_roofline(device, lambda made: predicted(made, numbers), rows.loc[numbers, "us"], smoothness=0.1)
 
     yield from as_yaml(fit(rows.index))
     others = pd.Series(0.0, rows.index)

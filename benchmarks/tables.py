@@ -84,13 +84,19 @@ def predicted_us(device: Device, rows: pd.DataFrame) -> np.ndarray:
 
 
 def fit_roofline(
-    device: Device, predict: Callable[[Device], NDArray[np.float64]], measured: ArrayLike, weights: ArrayLike = 1.0
+    device: Device,
+    predict: Callable[[Device], NDArray[np.float64]],
+    measured: ArrayLike,
+    weights: ArrayLike = 1.0,
+    smoothness: float = 0.0,
 ) -> Device:
     """Overhead, share of the memory bandwidth and shares of the arithmetic: least squares of log ratios, robust.
 
     Args:
         predict: times of the measured points by a device.
         weights: of each point's error.
+        smoothness: weight of the log ratio of neighbouring shares, beside the points' errors: settles those shares that
+            no point shows, because memory binds there.
     """
 
     def made(figures: np.ndarray) -> Device:
@@ -99,7 +105,8 @@ def fit_roofline(
         return device.model_copy(update={**update, "arithmetic_efficiency": shares})
 
     def errors(figures: np.ndarray) -> np.ndarray:
-        return np.asarray(weights) * np.log(predict(made(figures)) / np.asarray(measured))
+        of_points = np.asarray(weights) * np.log(predict(made(figures)) / np.asarray(measured))
+        return np.append(of_points, smoothness * np.diff(figures[2:]))
 
     # At one row memory alone binds: a share of the arithmetic well above stands there.
     start = np.log([30, 0.8, 0.02, 0.04, 0.12, 0.4, 0.55, 0.6, 0.6])

@@ -115,51 +115,70 @@ def test_the_h100s_roofline_is_near_what_a_decode_step_took_with_torch() -> None
     assert time_us == pytest.approx(37 + 3.49 * 60, rel=0.15)
 
 
-def test_the_h200_gives_back_what_its_layers_took() -> None:
-    """The phase ``policy`` of native and of Token Drop, 64 experts (results/reference/h200.md)."""
-    known = Device.load("h200-sxm-measured")
-    for num_tokens, native_us, policy_us in ((8_192, 64.8, 38.4), (32_768, 148.3, 60.4), (65_536, 316.8, 80.3)):
+@pytest.mark.parametrize(
+    ("name", "prompts", "decode_us"),
+    [
+        ("h200-sxm-measured", [(8_192, 64.8, 38.4), (32_768, 148.3, 60.4), (65_536, 316.8, 80.3)], (25.6, 13.1)),
+        ("h100-sxm-measured", [(16_384, 96.0, 45.8), (32_768, 152.3, 57.6), (65_536, 317.1, 78.9)], (26.2, 13.7)),
+    ],
+)
+def test_a_measured_device_gives_back_what_its_layers_took(
+    name: str, prompts: list[tuple[int, float, float]], decode_us: tuple[float, float]
+) -> None:
+    """The phase ``policy`` of native and of Token Drop or OEA (results/reference/h200.md, h100.md)."""
+    known = Device.load(name)
+    for num_tokens, native_us, policy_us in prompts:  # 64 experts
         assert known.routing_us(num_tokens * 64, by_policy=False) == pytest.approx(native_us, rel=0.2)
         assert known.routing_us(num_tokens * 64, by_policy=True) == pytest.approx(policy_us, abs=25)
-    for by_policy, decode_us in ((False, 25.6), (True, 13.1)):  # 16 tokens, 128 experts, from a CUDA graph
-        assert known.routing_us(16 * 128, by_policy=by_policy) == pytest.approx(decode_us, rel=0.1)
+    for by_policy, time_us in zip((False, True), decode_us, strict=True):  # 16 tokens, 128 experts, from a CUDA graph
+        assert known.routing_us(16 * 128, by_policy=by_policy) == pytest.approx(time_us, rel=0.1)
     assert known.routing_us(1, by_policy=True) == pytest.approx(known.routing_policy_us, rel=1e-3)
 
 
-def test_the_measured_experts_of_the_h200_are_fitted_to_the_points_that_are_kept() -> None:
+def test_a_gate_in_float32_takes_the_longer_of_its_own_figure_and_the_roofline() -> None:
+    known, servers = Device.load("h100-sxm-measured"), Device.load("h100-sxm")
+    for num_tokens, gate_us in ((16_384, 215.2), (32_768, 508.2), (65_536, 840.0)):  # results/reference/h100.md
+        assert known.gate_us(num_tokens, 2048, 64, 2) == pytest.approx(gate_us, rel=0.15)
+        assert servers.gate_us(num_tokens, 2048, 64, 2) < gate_us / 3, "it multiplies bfloat16"
+    slow_memory = known.model_copy(update={"memory_tbps": 0.001})
+    assert slow_memory.gate_us(16, 2048, 64, 2) > known.gate_us(16, 2048, 64, 2) > 0 == known.gate_us(0, 2048, 64, 2)
+
+
+@pytest.mark.parametrize("name", ["h100-sxm-measured", "h200-sxm-measured"])
+def test_measured_experts_are_fitted_to_the_points_that_are_kept(name: str) -> None:
     sys.path.append(str(ROOT / "benchmarks"))
     from device import fitted
 
-    name = "h200-sxm-measured"
-    points = pd.read_csv(ROOT / "results" / "reference" / "h200" / "device.csv")
+    points = pd.read_csv(ROOT / "results" / "reference" / name.split("-")[0] / "device.csv")
     figures = itertools.islice(fitted(points, Device.load(name)), 9)  # errors come after them
     fit = yaml.safe_load("\n".join(figures))
     stated = yaml.safe_load((Device.folder() / f"{name}.yaml").read_text())
     assert {key: stated[key] for key in fit} == fit
 
 
-@pytest.mark.parametrize("name", [name for name in Device.names() if not name.startswith("h200-sxm")])
-def test_assumed_routing_is_the_h200s_by_memory_bandwidth(name: str) -> None:
-    known, h200 = Device.load(name), Device.load("h200-sxm")
-    ratio = h200.memory_tbps / known.memory_tbps
-    assert known.routing_native_ps == pytest.approx(h200.routing_native_ps * ratio, rel=0.005)
-    assert known.routing_policy_ps == pytest.approx(h200.routing_policy_ps * ratio, rel=0.005)
-    assert (known.routing_native_us, known.routing_policy_us) == (h200.routing_native_us, h200.routing_policy_us)
+MEASURED = ("h100-sxm", "h200-sxm")
+
+
+@pytest.mark.parametrize("name", [name for name in Device.names() if not name.startswith(MEASURED)])
+def test_assumed_routing_is_the_h100s(name: str) -> None:
+    known, h100 = Device.load(name), Device.load("h100-sxm")
+    for key in ("routing_native_ps", "routing_native_us", "routing_policy_ps", "routing_policy_us"):
+        assert getattr(known, key) == getattr(h100, key)
 
 
 @pytest.mark.parametrize("name", Device.names())
 def test_figures_say_what_they_rest_on(name: str) -> None:
     known = Device.load(name)
-    bases = {key: value for key, value in known.model_dump().items() if key.endswith("_basis")}
+    bases = {key: value for key, value in known.model_dump().items() if key.endswith("_basis") and value}
     experts = ["arithmetic_basis", "memory_basis", "overhead_basis"]
     measured = [key for key in bases if key not in experts or name.endswith("measured")]
     assert [key for key, basis in bases.items() if basis == "measured"] == (
-        measured if name.startswith("h200-sxm") else []
+        measured if name.startswith(MEASURED) else []
     )
-    elsewhere = [] if name in ("h20", "h200-sxm-measured") else experts
+    elsewhere = [] if name == "h20" or name.endswith("measured") else experts
     assert [key for key, basis in bases.items() if basis == "measured elsewhere"] == elsewhere
-    # Of attention two abstracts give what FlashAttention-2 reaches.
-    published = ["attention_basis"] if name in ("h100-sxm", "a100-sxm-80gb") else []
+    # An abstract gives what FlashAttention-2 reaches on an A100.
+    published = ["attention_basis"] if name == "a100-sxm-80gb" else []
     assert [key for key, basis in bases.items() if basis == "published"] == published
 
 

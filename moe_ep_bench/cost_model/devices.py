@@ -86,6 +86,10 @@ class Device(Preset):
     overhead_us: NonNegativeFloat
     """Of one pass through the experts: launches, and what does not overlap."""
     overhead_basis: Basis
+    gate_tflops: PositiveFloat | None = None
+    """Arithmetic of a gate that multiplies in float32, casts included, 1e12 operations per second; None = as any other
+    product."""
+    gate_basis: Basis | None = None
     routing_native_ps: PositiveFloat
     """Picoseconds per score (token and expert) of the model's own top-k routing."""
     routing_native_us: NonNegativeFloat = 0.0
@@ -186,6 +190,16 @@ class Device(Preset):
             return 0.0
         return self.overhead_us + self.work_us(flops_L / precision.speed, bytes_L, rows_L)
 
+    def gate_us(self, num_tokens: int, hidden_size: int, num_experts: int, value_bytes: int) -> float:
+        """Microseconds of tokens [T, D] times weights [D, E]: the larger of the roofline and ``gate_tflops``."""
+        flops = 2 * num_tokens * hidden_size * num_experts
+        if not flops:
+            return 0.0
+        # Logits are float32 whatever the layer's values are.
+        num_bytes = value_bytes * hidden_size * (num_tokens + num_experts) + 4 * num_tokens * num_experts
+        as_they_are_us = self.work_us(flops, num_bytes, num_tokens)
+        return max(as_they_are_us, flops / (self.gate_tflops * 1e6) if self.gate_tflops else 0.0)
+
     def routing_us(self, num_scores: int, *, by_policy: bool) -> float:
         """Microseconds of routing ``num_scores`` = tokens x experts scores, by the model's own top-k or by a policy."""
         if not num_scores:
@@ -213,6 +227,7 @@ class Device(Preset):
                 f"; core attention at {self.attention_efficiency:.0%} of the arithmetic ({self.attention_basis});"
                 " launches not counted"
             )
+        gate = f" gate at {self.gate_tflops:g} TFLOP/s ({self.gate_basis});" if self.gate_tflops else ""
         source = "modelled by"
         if self.experts is not None:
             source = f"{self.experts.describe(num_tokens)}; the rest modelled by"
@@ -220,7 +235,7 @@ class Device(Preset):
             f"{source} devices/{self.name}: roofline of {self.bf16_tflops:g} bf16 TFLOP/s,"
             f" up to {self.most_efficiency:.0%} reached ({self.arithmetic_basis}), and {self.memory_tbps:g} TB/s,"
             f" {self.reached_tbps / self.memory_tbps:.0%} reached ({self.memory_basis});"
-            f" {self.overhead_us:g} us a pass ({self.overhead_basis});"
+            f" {self.overhead_us:g} us a pass ({self.overhead_basis});{gate}"
             f" routing {self.routing_native_us:g} us and {self.routing_native_ps:g} ps a score"
             f" ({self.routing_native_basis}), by a policy {self.routing_policy_us:g} us and"
             f" {self.routing_policy_ps:g} ps ({self.routing_policy_basis}), {', '.join(SLOW_POLICIES)} longer,"

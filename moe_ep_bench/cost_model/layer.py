@@ -2,7 +2,8 @@
 
 Each phase has a formula over the figures of a device file (``devices``), in microseconds:
 
-gate      roofline of T x D times D x E: 2 T D E operations; b (T D + D E) + 4 T E bytes
+gate      roofline of T x D times D x E: 2 T D E operations; b (T D + D E) + 4 T E bytes; or the device's own figure of
+          a gate in float32
 policy    a least time + T E scores x picoseconds per score: of the model's own top-k by one kernel (Megatron-Core's
           several in ``h200-sxm-measured``), or of Token Drop by its kernels, which stands for all but
           ``devices.SLOW_POLICIES``
@@ -19,7 +20,7 @@ shared    roofline of a gated FFN on T rows, with D and S in place of W and F; a
           the routed experts', 3 T D b bytes through memory
 
 The layer has grouped experts, permutation by index (``layer.dispatchers``) and a gate that multiplies values as they
-are, as with Transformer Engine. Megatron-Core's own gate works in float32 and takes longer. The time per score does not
+are, as with Transformer Engine; ``*-measured`` have Megatron-Core's own, in float32. The time per score does not
 depend on the number of experts. Launches take no time apart from the experts' overhead, so batches of few tokens come
 out too fast. All-to-alls and other collectives are the link model's (``links``).
 
@@ -43,9 +44,6 @@ from moe_ep_bench.cost_model.devices import PRECISIONS, Device, ffn_work
 from moe_ep_bench.cost_model.timeline import PHASE_OF_MEETING
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.schema import UNACCOUNTED
-
-# The gate's output is float32 whatever the layer's values are.
-_LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +96,7 @@ def layer_segments(
     T, N, M, b = work.num_tokens, work.num_sent, work.num_received, precision.hidden_bytes
     E, D, F, S = model.num_experts, model.hidden_size, model.ffn_hidden_size, model.shared_ffn_hidden_size
     W = model.expert_hidden_size
-    gate_us = device.work_us(2 * T * D * E, b * (T * D + D * E) + _LOGIT_BYTES * T * E, T) if T else 0.0
+    gate_us = device.gate_us(T, D, E, b)
     routing_us = device.routing_us(T * E, by_policy=by_policy)
     top_k_us = min(device.routing_us(T * E, by_policy=False), routing_us) if batch_wide else routing_us
     sorted_already = alone or len(work.received_L) == 1 or device.experts is not None

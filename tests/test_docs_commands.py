@@ -28,32 +28,32 @@ from moe_ep_bench.cli import COMMANDS
 TWO_POLICIES = "policies=[{name: topk}, {name: token_drop, capacity_factor: 1.0}]"
 BRIEF = "workload.num_batches=2 measure.iterations=1 measure.breakdown_iterations=1 measure.warmup=1"
 NARROW = f"model.scale=0.03125 {BRIEF}"
-# What --set makes of a config: fewer tokens, narrower layers, fewer cases.
+ON_TWO = "layer.ep_size=2 workload.tokens_per_rank=64 workload.sequence_length=32"
+# What --set makes of a config, in words and further values: fewer tokens, narrower layers, fewer cases.
 SMALL = {
-    "mine": "workload.num_tokens=256 workload.num_batches=2",
-    "quickstart": f"layer.ep_size=2 workload.tokens_per_rank=64 {NARROW}",
-    "whatif-skew": "workload.tokens_per_rank=64 sweep.workload.peak_load=[2,4] workload.num_batches=2",
-    "decode": f"sweep.workload.num_tokens=[4] {NARROW}",
-    "model-prefill": "emulate.device=h100-sxm whole.num_layers=2 layer.ep_size=2 workload.tokens_per_rank=32 "
-    f"workload.sequence_length=16 {BRIEF}",
-    "route-laser": "workload.layer=2 workload.num_tokens=64 workload.num_batches=2",
-    "validate-cpu": f"workload.num_tokens=64 {NARROW}",
-    "capacity-figure4": f"layer.ep_size=2 workload.tokens_per_rank=64 workload.sequence_length=32 {NARROW}",
-    "xshare-table3": "sweep.workload.seed=[1] workload.num_batches=2",
-    "whole-capacity": "layer.ep_size=2 workload.tokens_per_rank=64 workload.sequence_length=32 workload.num_batches=2 "
-    "whole.num_layers=2",
-    "quality-capacity": "layer.ep_size=2 text.num_sequences=2 text.sequence_length=8 text.batch_size=2",
-    "quality-small": "text.num_sequences=8 text.sequence_length=16",
-}
-# Of lists that --set cannot shorten by a plain value.
-FEWER = {
-    "mine": [TWO_POLICIES, "emulate.replication=[]"],
-    **{name: [TWO_POLICIES] for name in ("quickstart", "decode", "model-prefill", "validate-cpu")},
-    "whatif-skew": ["policies=[{name: token_drop, capacity_factor: [1.0, 2.0]}]"],
-    "route-laser": ["policies=[{name: load_only}]"],
-    **{name: [TWO_POLICIES] for name in ("quality-capacity", "quality-small")},
-    "capacity-figure4": ["sweep.model.preset=[olmoe-1b-7b]", "sweep.workload.skew=[mixed]", "sweep.workload.seed=[1]"],
-    "whole-capacity": ["sweep.model.preset=[olmoe-1b-7b]", "sweep.workload.skew=[mixed]"],
+    "mine": ("workload.num_tokens=256 workload.num_batches=2 emulate.replication=[]", TWO_POLICIES),
+    "quickstart": (f"layer.ep_size=2 workload.tokens_per_rank=64 {NARROW}", TWO_POLICIES),
+    "whatif-skew": (
+        "workload.tokens_per_rank=64 sweep.workload.peak_load=[2,4] workload.num_batches=2",
+        "policies=[{name: token_drop, capacity_factor: [1.0, 2.0]}]",
+    ),
+    "decode": (f"sweep.workload.num_tokens=[4] {NARROW}", TWO_POLICIES),
+    "model-prefill": (f"emulate.device=h100-sxm whole.num_layers=2 {ON_TWO} {BRIEF}", TWO_POLICIES),
+    "route-laser": ("workload.layer=2 workload.num_tokens=64 workload.num_batches=2", "policies=[{name: load_only}]"),
+    "validate-cpu": (f"workload.num_tokens=64 {NARROW}", TWO_POLICIES),
+    "capacity-figure4": (
+        f"{ON_TWO} {NARROW} sweep.model.preset=[olmoe-1b-7b] sweep.workload.skew=[mixed] sweep.workload.seed=[1]",
+    ),
+    "xshare-table3": ("sweep.workload.seed=[1] workload.num_batches=2",),
+    "whole-capacity": (
+        f"{ON_TWO} workload.num_batches=2 whole.num_layers=2 sweep.model.preset=[olmoe-1b-7b] "
+        "sweep.workload.skew=[mixed]",
+    ),
+    "quality-capacity": (
+        "layer.ep_size=2 text.num_sequences=2 text.sequence_length=8 text.batch_size=2",
+        TWO_POLICIES,
+    ),
+    "quality-small": ("text.num_sequences=8 text.sequence_length=16", TWO_POLICIES),
 }
 # What stands for the words that a page leaves to the reader.
 STAND_INS = {
@@ -145,8 +145,8 @@ def arguments_of(line: str) -> list[str]:
     for config in configs:
         stem = Path(config).stem
         assert stem in SMALL, f"{line}: SMALL says no sizes for {config}, LISTED no reason why it cannot run"
-        for override in (*SMALL[stem].split(), *FEWER.get(stem, ())):
-            arguments += ["--set", override]
+        words, *values = SMALL[stem]
+        arguments += [f"--set={override}" for override in (*words.split(), *values)]
     return arguments
 
 

@@ -11,17 +11,14 @@ import pandas as pd
 import pytest
 import test_run
 import torch
-import yaml
-from safetensors.numpy import save_file
 from test_run import launch
+from trace_files import write_trace
 
 from moe_ep_bench.analysis.cases import cases, load
 from moe_ep_bench.bench.comparison import RANKS
 from moe_ep_bench.bench.description import held_here
-from moe_ep_bench.bench.job import check_agreement
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.cli import main
-from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import OK
 from moe_ep_bench.schema import (
     LAYER_PHASES,
@@ -101,15 +98,13 @@ def test_layers_and_the_rest_close_against_the_total(finished: Path) -> None:
     assert phases[1] == phases[2] == {*LAYER_PHASES, "attention", "rest", "moe_rest"} - {"wait_policy"}
 
 
-def test_run_json_says_what_was_built_and_a_layer_is_no_result_beside_it(finished: Path) -> None:
+def test_run_json_says_what_was_built(finished: Path) -> None:
     run = json.loads((finished / "run.json").read_text())
     assert (run["mode"], run["scope"]) == ("run", "model")
     (comparison,) = run["comparisons"].values()
     whole = comparison["whole"]
     assert (whole["num_layers"], whole["of_layers"]) == (3, 27)
     assert "first 3 of 27 layers, prefill" in comparison["title"]
-    with pytest.raises(ValueError, match="holds results with scope model, here it is layer"):
-        check_agreement(RunDirectory(finished), "run", {}, force=False)
 
 
 def test_every_layer_is_routed_by_scores_of_its_own_and_is_right(finished: Path) -> None:
@@ -148,14 +143,7 @@ def test_the_summary_sets_the_pass_beside_its_moe_layers(finished: Path, capsys:
     for text in ("pass ms", "end to end", "MoE speedup", "by Amdahl", "tokens/s", "layers were built and timed"):
         assert text in printed
     rows = cases(load(finished))
-    native, policy = rows[rows.role == "baseline"].squeeze(), rows[rows.policy == "token_drop"].squeeze()
-    assert 0 < native.moe_share < 1
-    assert policy.most_by_amdahl == pytest.approx(1 / (1 - native.moe_share))
-    in_layers = native.moe_share / policy.moe_speedup_median
-    assert policy.by_amdahl == pytest.approx(1 / (1 - native.moe_share + in_layers))
-    assert policy.by_amdahl < policy.most_by_amdahl
-    assert native.tokens_per_s == pytest.approx(200 / native.median_ms * 1e3)
-    # 24 more layers like the two MoE layers that were built: more than their share, less than 24 passes.
+    assert 0 < rows[rows.role == "baseline"].squeeze().moe_share < 1
 
 
 def test_decode_steps_are_one_token_of_each_request(decoded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,28 +157,8 @@ def test_decode_steps_are_one_token_of_each_request(decoded: Path, capsys: pytes
     assert "decode after 40 tokens" in printed
 
 
-def recording(path: Path, num_layers: int, lengths: tuple[int, ...]) -> Path:
-    """Every layer's six of 64 experts for sequences of these lengths."""
-    random = np.random.default_rng(0)
-    tokens = sum(lengths)
-    odds = np.exp(random.normal(size=(num_layers, tokens, 64)) + random.normal(size=(num_layers, 1, 64)))
-    ids_LTK = np.ascontiguousarray(np.argsort(-odds, axis=2)[..., :6])
-    chosen_LTK = np.take_along_axis(odds / odds.sum(axis=2, keepdims=True), ids_LTK, axis=2)
-    tensors = {
-        "expert_ids": ids_LTK.astype(np.uint8),
-        "scores": chosen_LTK.astype(np.float16),
-        "sequence_id": np.repeat(np.arange(len(lengths)), lengths).astype(np.int32),
-        "position": np.concatenate([np.arange(length) for length in lengths]).astype(np.int32),
-    }
-    said = {"model": "toy", "num_experts": "64", "top_k": "6", "score": "softmax, not renormalised", "domain": "tests"}
-    save_file(
-        tensors, path, {"format": "moe-trace-v1", **said, "phase": "prefill", "source": "nowhere", "licence": "none"}
-    )
-    return path
-
-
 def test_every_layer_takes_its_own_of_a_recording_for_the_same_tokens(tmp_path: Path) -> None:
-    trace = recording(tmp_path / "toy.safetensors", 2, (30, 40, 50, 80))
+    trace = write_trace(tmp_path / "toy.safetensors", length_S=(30, 40, 50, 80), num_experts=64, top_k=6)
     workload = {"kind": "recorded", "trace": str(trace), "tail": "popularity", "num_tokens": 200, "num_batches": 1}
     config = write_config(tmp_path, workload=workload)
     (one,) = plan(config, [], RANKS, 2, on_cpu=True)
@@ -200,25 +168,6 @@ def test_every_layer_takes_its_own_of_a_recording_for_the_same_tokens(tmp_path: 
     assert [one.layer_fraction(layer) for layer in one.workloads] == [0, 1 / 26]
     with pytest.raises(ValueError, match=r"expected the 3 MoE layers that are built of DeepSeek-V2-Lite; .*, got 2"):
         plan(config, ["whole.num_layers=4"], RANKS, 2, on_cpu=True)
-
-
-PAPERS = sorted((Path(__file__).parents[1] / "configs" / "papers" / "whole").glob("*.yaml"))
-assert len(PAPERS) == 7
-
-
-@pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
-def test_a_papers_end_to_end_numbers_have_a_config_that_can_start(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = yaml.safe_load(path.read_text())
-    ranks = config["layer"]["ep_size"]
-    one = [f"--set={key}={values[0]}" for key, values in config["sweep"].items() if values[0] is not None]
-    fewer = ["--set=workload.num_batches=1"]
-    fewer += ["--set=workload.tokens_per_rank=512"] if "tokens_per_rank" in config["workload"] else []
-    assert main(["run", str(path), "--nproc", str(ranks), "--dry-run", *one, *fewer]) == OK
-    printed = capsys.readouterr().out
-    assert "first 3 of" in printed  # on the CPU
-    assert all(policy["name"] in printed for policy in config["policies"])
 
 
 def test_more_layers_and_a_longer_context_take_more_memory_and_are_other_comparisons(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +22,7 @@ from test_run import TESTS, write_config
 
 from moe_ep_bench.analysis.cases import cases, comparisons, load
 from moe_ep_bench.runtime.attempts import collect_lost
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, USER_ERROR
+from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, USER_ERROR
 
 pytestmark = pytest.mark.slurm
 
@@ -204,16 +202,6 @@ def test_an_array_fills_one_directory_without_collisions(array: Path) -> None:
     assert comparisons(load(array, join_draws=False)).seed.tolist() == SEEDS
 
 
-def test_a_task_fills_its_node_with_points_of_one_rank(slurm: Cluster, tmp_path: Path) -> None:
-    """Two of three points, one per core; the third task of the array would have none to take."""
-    config, out = write_config(tmp_path, **SMALL, sweep={"workload.seed": SEEDS}), tmp_path / "out"
-    job = slurm.submit("sweep.sbatch", config, "--out", out, options=("--array=0,2",), POINTS_PER_TASK=2)
-    assert slurm.finish(f"{job}_0", STEP_S) == ALL_DONE, slurm.printed(job)
-    assert comparisons(load(out, join_draws=False)).seed.tolist() == SEEDS[:2]
-    assert slurm.finish(f"{job}_2", STEP_S) == ("FAILED", f"{USER_ERROR}:0")
-    assert "--point: expected 0 to 2, got 4" in slurm.printed(job)
-
-
 def test_two_nodes_give_the_routing_rows_of_one(interrupted: Path, array: Path) -> None:
     pd.testing.assert_frame_equal(routing_of(interrupted), routing_of(array))
 
@@ -241,25 +229,3 @@ def test_a_mistake_of_the_users_is_the_jobs_status_2(slurm: Cluster, tmp_path: P
     assert slurm.finish(alone, STEP_S) == ("FAILED", f"{USER_ERROR}:0")
     assert "expected sbatch --array" in slurm.printed(alone)
     assert not (tmp_path / "out").exists()
-
-
-def srun(slurm: Cluster, *options: str, config: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """launch/torchrun.sh under an ``srun`` of one's own on both nodes."""
-    ready = {"VENV": sys.prefix, "PYTHONPATH": str(TESTS.parent)}
-    return subprocess.run(
-        ["srun", "--nodes=2", *options, "bash", str(TESTS.parent / "launch/torchrun.sh"), str(config), "--cpu"],
-        capture_output=True, text=True, timeout=STEP_S, env={**slurm.environment, **ready, "NPROC": "1", **variables},
-    )  # fmt: skip
-
-
-def test_two_tasks_per_node_are_refused(slurm: Cluster, tmp_path: Path) -> None:
-    done = srun(slurm, "--ntasks-per-node=2", "--overcommit", config=write_config(tmp_path))
-    assert done.returncode == USER_ERROR, done.stderr
-    assert "4 tasks on 2 nodes; expected one per node" in done.stderr
-
-
-def test_a_meeting_point_on_no_node_is_named_and_not_waited_for_long(slurm: Cluster, tmp_path: Path) -> None:
-    soon = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": "1", "PET_RDZV_CONF": "is_host=0,read_timeout=8"}
-    done = srun(slurm, "--ntasks-per-node=1", config=write_config(tmp_path), **soon)
-    assert done.returncode == LOST, done.stderr
-    assert "moe-ep-bench: torchrun at 127.0.0.2:1: RendezvousConnectionError: " in done.stderr

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from moe_ep_bench.cost_model.devices import Device
 from moe_ep_bench.cost_model.expert_table import SHAPE, ExpertTable, balanced_loads, tables_of_shape
 from moe_ep_bench.cost_model.links import Curve, Links
 from moe_ep_bench.cost_model.tables import BALANCED, Tables, load_links, of_shape, package_words, read_moe, read_nccl
+from moe_ep_bench.workload.synthetic import quotas
 
 # Device, system, and the frameworks that its roofline is fitted to, each weighing the same.
 DEVICES = {
@@ -183,21 +185,18 @@ def _tables(tables: Tables, dtype: str = "bfloat16") -> Iterator[ExpertTable]:
 
 def law(name: str) -> pd.DataFrame:
     """Ratio imbalanced over balanced of every power-law row: predicted from balanced rows and drawn loads, measured."""
-    tables, generator = Tables.named(name, "moe"), np.random.default_rng(0)
+    tables, found = Tables.named(name, "moe"), []
     measured = read_moe(tables, distribution=None)
     measured = measured[measured["num_tokens"].isin(LAW_TOKENS)]
-    draws: dict[tuple, list[np.ndarray]] = {}
-    found = []
     for dtype, table in ((name, table) for name in sorted(set(measured["dtype"])) for table in _tables(tables, name)):
-        shape = [getattr(table, key) for key in SHAPE]
-        rows = of_shape(measured[(measured["dtype"] == dtype) & (measured["ep_size"] == table.ep_size)], shape)
+        shape = {key: getattr(table, key) for key in SHAPE}
+        of_table = measured[(measured["dtype"] == dtype) & (measured["ep_size"] == table.ep_size)]
+        rows = of_shape(of_table, list(shape.values()))
         base = rows[rows["distribution"] == BALANCED][["num_tokens", "us"]].rename(columns={"us": "base_us"})
         for row in rows[rows["distribution"] != BALANCED].merge(base).itertuples():
-            key = (row.num_tokens, *shape[2:], table.ep_size, float(row.distribution.rpartition("_")[2]))
-            if key not in draws:
-                draws[key] = [power_law_loads(*key, generator)[0] for _ in range(DRAWS)]
-            times = np.array([table.time_us(load_L, row.num_tokens) for load_L in draws[key]])
-            pairs = np.mean([load_L.sum() for load_L in draws[key]])
+            drawn = fullest_ranks(row.distribution, row.num_tokens, row.num_experts, row.top_k, row.ep_size)
+            times = np.array([table.time_us(load_L, row.num_tokens) for load_L in drawn])
+            pairs = np.mean([load_L.sum() for load_L in drawn])
             ratios = {
                 "load": pairs * table.ep_size / (row.num_tokens * table.top_k),
                 "predicted": times.mean() / row.base_us,
@@ -206,38 +205,22 @@ def law(name: str) -> pd.DataFrame:
                 "chance": times.std() / times.mean() / np.sqrt(5),
             }
             at = {"dtype": dtype, "ep_size": table.ep_size, "num_tokens": row.num_tokens}
-            found.append({**at, **dict(zip(SHAPE, shape, strict=True)), **ratios})
+            found.append({**at, **shape, **ratios})
     frame = pd.DataFrame(found)
     return frame.assign(table=name, held=held_out(frame))
 
 
-def power_law_loads(
-    num_tokens: int, num_experts: int, top_k: int, ep_size: int, exponent: float, generator: np.random.Generator
-) -> NDArray[np.int64]:
-    """Pairs of each expert, by rank, for one draw of ``power_law_<exponent>`` scores: int64 [R, L], the fullest first.
+@cache
+def fullest_ranks(
+    distribution: str, num_tokens: int, num_experts: int, top_k: int, ep_size: int, draws: int = DRAWS
+) -> list[NDArray[np.int64]]:
+    """Pairs of each expert of the fullest rank, int64 [L], for draws of ``power_law_A`` scores.
 
-    Weights are drawn between 1 and 0.8 of the tokens (0.01 and 2 where there are no more pairs than experts), loads are
-    rounded shares of all pairs, no expert has more than all tokens, and what rounding leaves goes in turn to the least
-    loaded (or is taken from the most loaded) expert of each rank. Theirs is drawn anew, with no seed, for each row.
+    Theirs are drawn anew, with no seed, for each row.
     """
-    pairs = num_tokens * top_k
-    low, high = (1.0, 0.8 * num_tokens) if pairs > num_experts else (0.01, 2.0)
-    power = 1.0 - exponent
-    uniform = generator.random(num_experts)
-    weights = ((high**power - low**power) * uniform + low**power) ** (1 / power)
-    loads = np.minimum(np.rint(weights / weights.sum() * pairs).astype(np.int64), num_tokens)
-    loads_RL = loads.reshape(ep_size, -1)
-    missing = pairs - int(loads.sum())
-    quota_R = np.full(ep_size, abs(missing) // ep_size) + (np.arange(ep_size) < abs(missing) % ep_size)
-    for load_L, quota in zip(loads_RL, quota_R, strict=True):
-        for _ in range(quota):
-            if missing > 0 and load_L.min() < num_tokens:
-                load_L[load_L.argmin()] += 1
-            elif missing < 0 and load_L.max() > 0:
-                load_L[load_L.argmax()] -= 1
-    fullest = int(loads_RL.sum(axis=1).argmax())
-    loads_RL[[0, fullest]] = loads_RL[[fullest, 0]]
-    return loads_RL
+    sizes = num_experts, top_k, num_tokens
+    drawn = (quotas(distribution, index, *sizes, seed=0).reshape(ep_size, -1) for index in range(draws))
+    return [load_RL[load_RL.sum(axis=1).argmax()] for load_RL in drawn]
 
 
 # ---- (c) links -------------------------------------------------------------------------------------------------------

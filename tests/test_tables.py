@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from tables import DEVICES, experts_rows, power_law_loads, predicted_us
+from tables import DEVICES, experts_rows, fullest_ranks, predicted_us
 
 from moe_ep_bench.analysis.origins import origin_of, phase_origin
 from moe_ep_bench.cli import main
@@ -297,9 +297,8 @@ def test_mixtral_on_eight_h100_takes_what_was_measured() -> None:
     table = load_device_of_layer(name, mixtral, 8, "bfloat16").experts
     assert table is not None
     assert table.time_us(table.loads(16_384), 16_384) == pytest.approx(4570, rel=0.01)
-    generator = np.random.default_rng(0)
-    draws = [power_law_loads(16_384, 8, 2, 8, 1.01, generator)[0] for _ in range(200)]
-    assert np.mean([table.time_us(one, 16_384) for one in draws]) == pytest.approx(12_200, rel=0.15)
+    drawn = fullest_ranks("power_law_1.01", 16_384, 8, 2, 8, draws=200)
+    assert np.mean([table.time_us(load_L, 16_384) for load_L in drawn]) == pytest.approx(12_200, rel=0.15)
 
 
 @needs_package

@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from results_builder import shown_text
-from test_run import cases_of, environment, routing_of, statuses, write_config
+from test_run import cases_of, environment, routing_of, write_config
 
 from moe_ep_bench.analysis.columns import short_labels
 from moe_ep_bench.bench import measured_ranks, virtual
@@ -26,11 +26,9 @@ from moe_ep_bench.cli import main
 from moe_ep_bench.config import RebalanceConfig, ReplicationConfig, WaterfillConfig
 from moe_ep_bench.cost_model.links import Links
 from moe_ep_bench.cost_model.timeline import RankTime
-from moe_ep_bench.files import write_json
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.results import conditions_of
-from moe_ep_bench.runtime.attempts import Attempt
-from moe_ep_bench.runtime.exit_codes import CASES_FAILED, OK
+from moe_ep_bench.runtime.exit_codes import OK
 from moe_ep_bench.schema import LAYER_PHASES, TOTAL, UNACCOUNTED
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}
@@ -119,30 +117,6 @@ def test_modelled_comparisons_are_kept_as_they_finish_and_the_end_says_which(
     monkeypatch.setattr(virtual, "modelled_time", model)
     assert main(["emulate", str(config), "--out", str(out)]) == OK
     assert {name: when for name, when in written(out).items() if name in kept} == kept
-
-
-def test_a_case_that_was_lost_twice_is_a_failed_row_and_the_others_are_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    emulated = H100
-    config, out = write_config(tmp_path, layer__ep_size=4, emulate=emulated), tmp_path / "out"
-    (comparison,) = plan(config, [], VIRTUAL, on_cpu=True)
-    lost = comparison.cases[3]
-    write_json(out / "attempts" / f"{lost.case_id}.json", ["oom: out of memory (rank 0)"])
-    Attempt(out / "attempts", comparison.comparison_id, 0).name(lost.case_id)  # And then it was killed.
-    command = ["emulate", str(config), "--out", str(out)]
-    assert main(command) == CASES_FAILED
-    found = statuses(out)
-    reason = "ended without a word (killed, or out of memory) (rank 0) (2 attempts)"
-    assert found.pop(lost.label) == ("failed", reason)
-    assert {status for status, _ in found.values()} == {"ok"}
-    assert [path.name for path in (out / "attempts").iterdir()] == [f"{lost.case_id}.json"]
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")}
-    assert main(command) == CASES_FAILED
-    assert "finished before; --force runs them again" in capsys.readouterr().err
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.parquet")} == before
-    assert main([*command, "--force"]) == OK
-    assert {status for status, _ in statuses(out).values()} == {"ok"}
 
 
 LP = {"spare_per_rank": 1, "balancer": "lp"}

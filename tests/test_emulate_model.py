@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 import torch
 from test_model_run import KEY, parts, write_config
@@ -17,9 +16,7 @@ from test_model_run import KEY, parts, write_config
 from moe_ep_bench.bench.comparison import VIRTUAL
 from moe_ep_bench.bench.plan import plan
 from moe_ep_bench.bench.virtual import Emulation
-from moe_ep_bench.cli import main
 from moe_ep_bench.cost_model.links import Links
-from moe_ep_bench.results import conditions_of
 from moe_ep_bench.runtime.exit_codes import OK
 from moe_ep_bench.schema import LAYER_PHASES, MODEL_PHASES, PHASES, TOTAL, UNACCOUNTED
 
@@ -98,25 +95,6 @@ def test_a_layers_transfers_take_what_its_own_bytes_take_on_the_links(finished: 
         np.testing.assert_allclose(times[times.phase == "combine"].time_us, links.all_to_all_us(pairs_RR.T * row_bytes))
         seen.add(tuple(pairs_RR.flat))
     assert len(seen) > NUM_CASES * BATCHES, "layers send alike"
-
-
-def test_on_a_modelled_device_nothing_runs_and_every_number_says_so(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    overrides = [f"--set={one}" for one in (*SMALLER, "model.scale=1", "emulate.device=h100-sxm")]
-    assert main(["emulate", str(PREFILL), "--out", str(out), *overrides]) == OK
-    assert all(conditions_of(pq.read_table(part)) is None for part in (out / "cases").iterdir())
-    ours, theirs = phases_of(out), phases_of(finished)
-    key = ["policy", "layer", "phase"]
-    assert set(map(tuple, ours[key].fillna(-1).values)) == set(map(tuple, theirs[key].fillna(-1).values))
-    assert parts(out, "routing").reference_error.isna().all()
-    capsys.readouterr()
-    for directory, origin in ((out, "modelled (nothing was run)"), (finished, "emulated (one device for all ranks")):
-        assert main(["show", str(directory)]) == OK
-        assert f"whole models, {origin}" in capsys.readouterr().out
-    assert main(["plot", str(out), "--out", str(tmp_path), "--format", "svg"]) == OK
-    assert set(pd.read_csv(tmp_path / "phases.csv").origin) == {"modelled"}
 
 
 DECODE = {"whole__context_length": 40, "workload__sequence_length": 1, "workload__num_tokens": 22}

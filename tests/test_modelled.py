@@ -175,12 +175,12 @@ def moe_work(tokens: int, model: ModelSpec, ranks: int = 2) -> RankWork:
 
 def prefill(*lengths: int, model: ModelSpec = WHOLE, num_layers: int = 3) -> PassWork:
     moe = moe_work(sum(lengths), model)
-    return PassWork(lengths, 0, 0, dict.fromkeys(range(model.first_dense_layers, num_layers), moe))
+    return PassWork(lengths, 0, dict.fromkeys(range(model.first_dense_layers, num_layers), moe))
 
 
 def decode(requests: int, context: int, model: ModelSpec = WHOLE, num_layers: int = 3) -> PassWork:
     moe = moe_work(requests, model)
-    return PassWork((), requests, context, dict.fromkeys(range(model.first_dense_layers, num_layers), moe))
+    return PassWork((1,) * requests, context, dict.fromkeys(range(model.first_dense_layers, num_layers), moe))
 
 
 def pass_phases(work: PassWork, model: ModelSpec = WHOLE, device: Device = DEVICE, **options: Any) -> dict[str, float]:
@@ -333,11 +333,11 @@ def test_more_prompt_takes_longer(model: str, device: str, lengths: list[int], m
 
 def test_a_pass_on_a_lone_rank_meets_nobody_and_nothing_to_do_takes_no_time() -> None:
     local = RankWork(100, 200, np.full(8, 25))
-    work = PassWork((100,), 0, 0, {1: local, 2: local})
+    work = PassWork((100,), 0, {1: local, 2: local})
     legs, meetings = legs_of(pass_segments(DEVICE, WHOLE, 3, work, by_policy=False, batch_wide=False, alone=True))
     assert (len(legs), meetings) == (1, [])
     nothing = RankWork(0, 0, np.zeros(4, dtype=np.int64))
-    assert total_us(PassWork((), 0, 0, {1: nothing, 2: nothing})) == 0
+    assert total_us(PassWork((), 0, {1: nothing, 2: nothing})) == 0
 
 
 @pytest.mark.parametrize("model", [WHOLE, LATENT])

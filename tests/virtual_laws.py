@@ -184,18 +184,3 @@ def experts_compute_what_was_worked_out_and_runs_are_cut_as_modelled_ones(lab: L
                     other = Traffic(0, {None: replace(of_layer, rows_R=of_layer.rows_R[::-1])})
                     with pytest.raises(RuntimeError, match="sends other counts"):
                         RankCase(timer, router, other, rank, {None: tokens}).time(Step(0, 0, PLAIN, rank))
-
-
-@law(1)
-def counts_other_than_announced_are_noticed(lab: Lab) -> None:
-    layer = Layer(lab, FOUR_EXPERTS, 2, 37)
-    layer.announce(None)
-    counts_RE = layer.virtual.announced[None].counts_RP
-    layer.virtual.announced = {None: Announced(counts_RE.roll(1, dims=1))}
-    layer.prepare(0)
-    with layer.virtual.connected():
-        layer.virtual.exchange.checks_counts = False
-        layer.stack.run(layer.hidden[0].unsqueeze(1))
-        layer.virtual.exchange.checks_counts = True
-        with pytest.raises(RuntimeError, match="sends other counts"):
-            layer.stack.run(layer.hidden[0].unsqueeze(1))

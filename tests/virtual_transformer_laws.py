@@ -62,9 +62,7 @@ class Model(OnVirtualRanks):
             layer: RankWork(self.sizes[rank], int(one.counts_RP[rank].sum()), one.counts_RP[:, mine].sum(0).numpy())
             for layer, one in self.virtual.announced.items()
         }
-        if self.cache is not None:
-            return PassWork((), self.sizes[rank], CONTEXT, layers)
-        return PassWork(self.lengths[rank], 0, 0, layers)
+        return PassWork(self.lengths[rank], 0 if self.cache is None else CONTEXT, layers)
 
 
 def expected_logits(model: Model, one: Stack, routings: dict[int, list[Routing]], rank: int, cache) -> Tensor:
@@ -139,22 +137,3 @@ def a_pass_is_cut_at_the_meetings_of_all_layers_in_order(lab: Lab) -> None:
             assert times.keys() - {TOTAL, UNACCOUNTED} <= set(phases_in_depth(model.num_layers, model.scores))
             assert sum(us for phase, us in times.items() if phase != TOTAL) == pytest.approx(times[TOTAL])
             assert all(times[phase_of_meeting(meeting)] >= 50 for meeting in meetings)
-
-
-@law(1)
-def topk_sends_what_native_sends_and_a_layers_policy_changes_that_layer_alone(lab: Lab) -> None:
-    model = Model(lab, "deepseek-v2-lite")
-    model.announce(None)
-    native = {layer: announced.counts_RP for layer, announced in model.virtual.announced.items()}
-    first, second = sorted(native)
-    assert not torch.equal(native[first], native[second]), "layers are routed alike"
-    for spec, taken, changed in (
-        ({"name": "topk"}, (first, second), ()),
-        (DROP, (first,), (first,)),
-        (DROP, (second,), (second,)),
-    ):
-        model.announce(spec, taken)
-        for layer, announced in model.virtual.announced.items():
-            assert torch.equal(announced.counts_RP, native[layer]) == (layer not in changed), (spec, layer)
-        for rank in range(2):
-            model.run(rank)  # Every layer's own router says the same, or it is an error.

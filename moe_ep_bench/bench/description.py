@@ -226,12 +226,8 @@ def rest_of(comparison: Comparison) -> Rest:
     experiment, model, device = comparison.experiment, comparison.model, comparison.device
     assert device is not None
     checks.refuse(checks.whole_model(model, experiment))
-    context, dtype = experiment.whole.context_length, experiment.layer.dtype
-    passes = [
-        PassWork((), sum(lengths), context, {}) if context else PassWork(lengths, 0, 0, {})
-        for lengths in comparison.lengths_of_ranks(0)
-    ]
-    slowest_us = max(outside_moe_us(device, model, work, dtype=dtype) for work in passes)
+    passes = [PassWork(lengths, experiment.whole.context_length) for lengths in comparison.lengths_of_ranks(0)]
+    slowest_us = max(outside_moe_us(device, model, work, dtype=experiment.layer.dtype) for work in passes)
     return Rest(us_per_moe_layer=slowest_us / model.num_moe_layers, num_moe_layers=model.num_moe_layers)
 
 

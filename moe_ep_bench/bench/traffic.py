@@ -117,22 +117,23 @@ class RoutedBatches:
         comparison = self.comparison
         baseline = next((router for router in self.routers if router.case.role == BASELINE), None)
         # Native runs a second time for the noise floor, but routes the same.
-        stand_ins = [baseline if baseline and router.case.role == NOISE else router for router in self.routers]
-        distinct = list(dict.fromkeys(stand_ins))
-        layers: list[dict[int | None, LayerTraffic]] = [{} for _ in self.routers]
+        stand_ins = {router: baseline if baseline and router.case.role == NOISE else router for router in self.routers}
+        distinct = list(dict.fromkeys(stand_ins.values()))
+        layers: dict[int | None, dict[CaseRouter, LayerTraffic]] = {}
         for layer in comparison.workloads:
             if layer is not None:
                 begin()
-            traffic = dict(zip(distinct, traffic_of(self.batches, layer, index, distinct), strict=True))
+            layers[layer] = dict(zip(distinct, traffic_of(self.batches, layer, index, distinct), strict=True))
             named = {"layer": comparison.row_layer(layer)}
-            for number, router in enumerate(self.routers):
-                of_layer = layers[number][layer] = traffic[stand_ins[number]]
-                self.rows[router.case.case_id] += [row | named for row in of_layer.rows_R]
+            for router, stand_in in stand_ins.items():
+                of_layer, case_id = layers[layer][stand_in], router.case.case_id
+                self.rows[case_id] += [row | named for row in of_layer.rows_R]
                 if of_layer.frontier is not None:
-                    self.frontiers[router.case.case_id].append(of_layer.frontier | named)
+                    self.frontiers[case_id].append(of_layer.frontier | named)
         lengths_R = comparison.lengths_of_ranks(index) if comparison.scope == "model" else None
         return [
-            (router, Traffic(index, of_case, lengths_R)) for router, of_case in zip(self.routers, layers, strict=True)
+            (router, Traffic(index, {layer: of_cases[stand_in] for layer, of_cases in layers.items()}, lengths_R))
+            for router, stand_in in stand_ins.items()
         ]
 
 

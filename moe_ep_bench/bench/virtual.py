@@ -92,8 +92,7 @@ def modelled_time(comparison: Comparison, router: CaseRouter, traffic: Traffic, 
     }
     if traffic.lengths_R is None:
         return RankTime(*legs_of(layer_segments(device, model, layers[None], **how)))
-    lengths, context = traffic.lengths_R[rank], comparison.context_length
-    work = PassWork((), len(lengths), context, layers) if context else PassWork(lengths, 0, 0, layers)
+    work = PassWork(traffic.lengths_R[rank], comparison.context_length, layers)
     return RankTime(*legs_of(pass_segments(device, model, comparison.num_layers, work, **how)))
 
 

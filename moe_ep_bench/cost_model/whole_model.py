@@ -33,7 +33,7 @@ L, P = latent and rotary widths of latent attention, b = bytes per value.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moe_ep_bench.cost_model.devices import PRECISIONS, Device, ffn_work
@@ -47,26 +47,14 @@ class PassWork:
     """What one rank does in one pass: the prefill of its prompts, or one decode step of its requests.
 
     Attributes:
-        prompt_lengths: tokens of each prompt; () at decode.
-        num_requests: that add a token; 0 at prefill.
+        lengths: tokens of each prompt; at decode each token is a request's.
         context_length: C, tokens of each request in the cache; 0 at prefill.
         layers: by MoE layer that is built, what the rank does there.
     """
 
-    prompt_lengths: tuple[int, ...]
-    num_requests: int
-    context_length: int
-    layers: Mapping[int, RankWork]
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return sum(self.prompt_lengths) + self.num_requests
-
-    @property
-    def num_last_tokens(self) -> int:
-        """P, of which the output layer makes logits."""
-        return len(self.prompt_lengths) + self.num_requests
+    lengths: tuple[int, ...]
+    context_length: int = 0
+    layers: Mapping[int, RankWork] = field(default_factory=dict)
 
 
 def pass_segments(
@@ -124,7 +112,7 @@ class _Outside(NamedTuple):
 
 
 def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: str) -> _Outside:
-    T, D, b = work.num_tokens, model.hidden_size, PRECISIONS[dtype].hidden_bytes
+    T, D, b = sum(work.lengths), model.hidden_size, PRECISIONS[dtype].hidden_bytes
     assert model.attention is not None
     assert model.vocab_size is not None
 
@@ -136,10 +124,11 @@ def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: str) ->
     def moved_us(num_bytes: float) -> float:
         return device.work_us(0, num_bytes, 1)
 
-    form = model.attention.form(D, decodes=work.num_requests > 0)
-    # Pairs of tokens that attend, and tokens whose keys and values are read, the new ones included.
-    pairs = sum(length**2 / 2 for length in work.prompt_lengths) + work.num_requests * (work.context_length + 1)
-    cached = sum(work.prompt_lengths) + work.num_requests * (work.context_length + 1)
+    decodes = work.context_length > 0
+    form = model.attention.form(D, decodes=decodes)
+    # Tokens whose keys and values are read, the new ones included, and pairs of tokens that attend.
+    cached = T * (work.context_length + 1)
+    pairs = cached if decodes else sum(length**2 / 2 for length in work.lengths)
     core_bytes = b * (T * (form.queries + form.output) + cached * (form.keys + form.values))
     attention_us = (
         sum(gemm_us(T, *sizes) for sizes in form.projections)
@@ -153,5 +142,5 @@ def _outside_us(device: Device, model: ModelSpec, work: PassWork, dtype: str) ->
         layer_rest=2 * norm_us + 2 * moved_us(3 * T * D * b),
         attention=attention_us,
         dense=device.work_us(*ffn_work(D, model.dense_ffn_hidden_size or model.ffn_hidden_size, T, b)),
-        output=gemm_us(work.num_last_tokens, D, model.vocab_size),
+        output=gemm_us(T if decodes else len(work.lengths), D, model.vocab_size),
     )

@@ -101,59 +101,42 @@ def phase_groups(of: Literal["layer", "model"]) -> dict[str, tuple[str, ...]]:
     return {row.group: tuple(phase.name for phase in rows if phase.group == row.group) for row in rows}
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A number of how tokens were routed: a column of ``routing``.
-
-    Attributes:
-        dtype: integers are exact.
-        of: what it is computed from: the routing, the scores alone (no policy changes it), the layer's output, image
-            tokens, which not every workload has, or slots, where experts are not at their homes.
-    """
-
-    name: str
-    dtype: pa.DataType
-    of: Literal["routing", "scores", "output", "slots", "images"] = "routing"
-
-
 _COUNTS = pa.list_(pa.int64())
-# Loads and traffic are of all that is computed, padding included; drops, masses and shares are of valid tokens.
-# ``metrics`` says what each is.
-METRICS = {
-    metric.name: metric
-    for metric in (
-        Metric("num_tokens", pa.int64()),  # valid tokens of this rank
-        Metric("load_E", _COUNTS),  # per expert, from this source rank
-        Metric("load_R", _COUNTS),  # per expert rank, from this source rank
-        Metric("num_pairs", pa.int64()),
-        Metric("padding_pairs", pa.int64()),  # of num_pairs, those of padding tokens
-        Metric("num_topk_pairs", pa.int64()),
-        Metric("num_dropped_pairs", pa.int64()),  # top-k pairs that are not computed
-        Metric("dropped_fraction", pa.float64()),  # of top-k pairs
-        Metric("retained_mass_topk", pa.float64()),  # selected score mass over the top-k mass
-        Metric("retained_mass_all", pa.float64()),  # selected score mass over all score mass
-        # Imbalance: fullest expert over the mean of computed pairs, of this source rank.
-        Metric("peak_load", pa.float64()),
-        Metric("tokens_without_expert", pa.int64()),
-        Metric("experts_per_token", pa.float64()),
-        Metric("activated_experts", pa.int64()),
-        Metric("activated_experts_fullest_rank", pa.int64()),
-        Metric("crossing_pairs", pa.int64()),  # whose expert lives on another rank
-        Metric("crossing_copies", pa.int64()),  # to other ranks, one per (token, rank)
-        Metric("topk_share", pa.float64(), of="scores"),
-        Metric("entropy", pa.float64(), of="scores"),  # normalised to 0..1
-        # Worst token: |layer - dense reference| / |reference|.
-        Metric("reference_error", pa.float64(), of="output"),
-        # |layer - native layer| / |native layer|, all valid tokens; of a whole model of the logits, in its last layer.
-        Metric("output_error", pa.float64(), of="output"),
-        Metric("num_image_tokens", pa.int64(), of="images"),  # valid ones
-        Metric("image_load_E", _COUNTS, of="images"),  # of load_E
-        Metric("slot_load_P", _COUNTS, of="slots"),  # per slot, from this source rank
-        Metric("moved_weight_bytes", pa.int64(), of="slots"),  # of experts that this rank is sent
-    )
+# Numbers of how tokens were routed, which ``metrics`` computes in this order: columns of ``routing``; integers are
+# exact. Loads and traffic are of all that is computed, padding included; drops, masses and shares are of valid tokens.
+ROUTING_METRICS = {
+    "num_tokens": pa.int64(),  # valid tokens of this rank
+    "load_E": _COUNTS,  # pairs per expert, from this source rank
+    "load_R": _COUNTS,  # pairs per expert rank, from this source rank
+    "num_pairs": pa.int64(),
+    "padding_pairs": pa.int64(),  # of num_pairs, those of padding tokens
+    "num_topk_pairs": pa.int64(),
+    "num_dropped_pairs": pa.int64(),  # top-k pairs that are not computed
+    "dropped_fraction": pa.float64(),  # of top-k pairs
+    "retained_mass_topk": pa.float64(),  # selected score mass over the top-k mass
+    "retained_mass_all": pa.float64(),  # selected score mass over all score mass
+    "peak_load": pa.float64(),  # fullest expert over the mean of computed pairs, of this source rank
+    "tokens_without_expert": pa.int64(),
+    "experts_per_token": pa.float64(),
+    "activated_experts": pa.int64(),
+    "activated_experts_fullest_rank": pa.int64(),
+    "crossing_pairs": pa.int64(),  # whose expert lives on another rank
+    "crossing_copies": pa.int64(),  # to other ranks, one per (token, rank)
+    # Of the scores alone: no policy changes them.
+    "topk_share": pa.float64(),
+    "entropy": pa.float64(),  # normalised to 0..1
 }
-# What ``metrics.routing_metrics`` returns, in this order.
-ROUTING_METRICS = tuple(name for name, metric in METRICS.items() if metric.of in ("routing", "scores"))
+# Further columns: of the layer's output, of image tokens, which not every workload has, and of slots, where experts are
+# not at their homes.
+_MORE_METRICS = {
+    "reference_error": pa.float64(),  # worst token: |layer - dense reference| / |reference|
+    # |layer - native layer| / |native layer|, all valid tokens; of a whole model of the logits, in its last layer.
+    "output_error": pa.float64(),
+    "num_image_tokens": pa.int64(),  # valid ones
+    "image_load_E": _COUNTS,  # of load_E
+    "slot_load_P": _COUNTS,  # pairs per slot, from this source rank
+    "moved_weight_bytes": pa.int64(),  # of experts that this rank is sent
+}
 
 
 def _table(columns: Iterable[tuple[str, pa.DataType]]) -> pa.Schema:
@@ -199,7 +182,8 @@ ROUTING_SCHEMA = _table(
     [
         *_IDENTITY,
         ("layer", pa.int32()),  # of the model or the recording; null = a layer alone, or synthetic scores
-        *((name, metric.dtype) for name, metric in METRICS.items()),
+        *ROUTING_METRICS.items(),
+        *_MORE_METRICS.items(),
     ]
 )
 
@@ -249,7 +233,7 @@ QUALITY_ROUTING_SCHEMA = _table(
         ("layer", pa.int32()),  # of the decoder
         ("num_steps", pa.int64()),
         *(
-            (name, METRICS[name].dtype)
+            (name, ROUTING_METRICS[name])
             for name in (
                 *("num_tokens", "load_E", "num_pairs", "num_topk_pairs", "num_dropped_pairs", "dropped_fraction"),
                 *("retained_mass_topk", "retained_mass_all", "tokens_without_expert", "experts_per_token", "peak_load"),

@@ -250,30 +250,6 @@ def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> N
     assert gain in text.splitlines()[0]
 
 
-ASSUMED = ", assumed, not Tiny-MoE's own; "
-
-
-def recorded(model: str) -> dict:
-    return {"kind": "recorded", "recording": {"model": model, "arrangement": "sequences", "sources": []}}
-
-
-@pytest.mark.parametrize(
-    ("workload", "skew"),
-    [
-        ({"targets": {"peak_load": 4.0}}, f"; peak load 4{ASSUMED}"),
-        ({"targets": {"expert_loads": [1.0]}}, "; experts' loads as counted; "),
-        (recorded("allenai/OLMoE"), "; skew of allenai/OLMoE's recording, not Tiny-MoE's; "),
-        ({"skew": {"name": "mixed", "basis": "assumed", "source": "X"}}, "(assumed: X), not Tiny-MoE's own; "),
-    ],
-)
-def test_whose_skew_it_is_is_said(tmp_path: Path, workload: dict, skew: str) -> None:
-    workload = {"kind": "synthetic", "description": "", "tail_model": None, **workload}
-    text = advised(tmp_path, USUAL[0], mode="emulated", num_batches=1, facts={**MODELLED, "workload": workload})
-    what = next(line for line in text.splitlines() if line.startswith("For "))
-    assert what.startswith("For Tiny-MoE, 2 ranks, modelled by devices/b, links modelled by links/a; ")
-    assert skew in what
-
-
 def test_whole_models_are_ranked_by_the_pass(tmp_path: Path) -> None:
     directory = write_whole(tmp_path, [*references(), *USUAL], native_us=2 * ELSEWHERE_TOTAL_US)
     text = advice_text(load_timed(directory), NO_BOUNDS)
@@ -447,23 +423,15 @@ def test_traffic_that_chance_decides_is_drawn_several_times(tmp_path: Path) -> N
     assert drawn(ROOT / "configs/model-prefill.yaml")[0] is None, "layers of a whole model are several draws"
 
 
-def test_counts_are_told_from_a_recording_by_content_and_give_every_experts_load(tmp_path: Path) -> None:
-    counts, olmoe = tmp_path / "counts.json", [*OLMOE, 64]
+def test_counted_experts_are_asked_about_in_all_their_layers(tmp_path: Path) -> None:
+    counts = tmp_path / "counts.json"
     counts.write_text(json.dumps(np.arange(3 * 64).reshape(3, 64).tolist()))
-    with pytest.raises(ValueError, match=r"--trace: .*counts.json: .*counts of experts go as --counts"):
-        asked(*olmoe, "--trace", counts)
-    question = asked(*olmoe, "--counts", counts)
+    with pytest.raises(ValueError, match=r"--trace: .*counts.json: .*counts of experts go as --set workload.skew_from"):
+        asked(*OLMOE, 64, "--trace", counts)
+    question = asked(*OLMOE, 64, "--set", f"workload.skew_from={counts}", "--set", "workload.layer=all")
     assert [one.workload.layer for one in question.experiments] == [0, 1, 2]
-    assert all(one.workload.skew_from == counts for one in question.experiments)
     assert "workload.seed" not in yaml.safe_load(question.text).get("sweep", {}), "chance decides no rank's load"
     assert {one.workload.num_batches for one in question.experiments} == {4}
-    counts.write_text(json.dumps(np.arange(20 * 64).reshape(20, 64).tolist()))
-    batches = {one.workload.num_batches for one in asked(*olmoe, "--counts", counts).experiments}
-    assert batches == {2}, "EPLB plans for another batch than it meets"
-    with pytest.raises(ValueError, match=r"skew_from: .*expected counts of 128 experts, got 64"):
-        asked(*QWEN[:-2], "--counts", counts)
-    with pytest.raises(ValueError, match="--trace, --counts, --peak-load: expected one of them"):
-        asked(*olmoe, "--counts", counts, "--peak-load", 2)
 
 
 def test_decode_is_asked_of_one_token_of_each_request() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import yaml
 
 from moe_ep_bench.bench.cases import REPLICATION
 from moe_ep_bench.bench.comparison import MODELLED, RANKS, ROUTING, VIRTUAL, Comparison
-from moe_ep_bench.bench.description import workload_facts
+from moe_ep_bench.bench.description import describe_timed_run, workload_facts
 from moe_ep_bench.bench.plan import plan
+from moe_ep_bench.errors import UserError
 
 CONFIG = {
     "name": "tiny",
@@ -122,3 +124,11 @@ def test_a_sweep_that_measures_somewhere_takes_the_cpus_values_everywhere(tmp_pa
     for overrides, dtype in (((), "float32"), (("emulate.device=h100-sxm",), "bfloat16")):
         planned = plan(tmp_path / "config.yaml", overrides, VIRTUAL, on_cpu=True, try_out=False)
         assert {one.experiment.layer.dtype for one in planned} == {dtype}
+
+
+def test_a_batch_that_cannot_meet_its_targets_is_found_before_any_is_measured(tmp_path: Path) -> None:
+    workload = {"kind": "synthetic", "num_tokens": 5, "num_batches": 2, "peak_load": 1.0}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "workload": workload, "layer": {"ep_size": 1}}))
+    (first, _) = plan(tmp_path / "config.yaml", [], RANKS, 1, on_cpu=True, try_out=False)
+    with pytest.raises(UserError, match=r"^DeepSeek-V2-Lite .* 5 tokens, peak load 1: peak_load: expected"):
+        describe_timed_run(mock.Mock(), "run", [first], lambda: None)

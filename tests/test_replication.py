@@ -157,10 +157,10 @@ def test_every_pair_goes_to_one_slot_of_its_expert_and_ranks_send_each_slot_its_
 
 def sent_one_by_one(slots: Slots, map_TE: torch.Tensor, rank: int) -> list[tuple[int, int]]:
     """Token and slot of every pair: an expert's pairs are numbered over ranks, then tokens."""
-    split, seen_E, sent = slots.split, [0] * map_TE.shape[1], []
+    seen_E, sent = [0] * map_TE.shape[1], []
     for token, expert in map_TE.nonzero().tolist():
-        of_expert = split.slot_N[split.first_E[expert] :][: split.pairs_E[expert]]
-        number = split.before_RE[rank, expert] + seen_E[expert]
+        of_expert = slots.turn_N[slots.first_E[expert] :][: slots.turns_E[expert]]
+        number = slots.before_RE[rank, expert] + seen_E[expert]
         sent.append((token, int(of_expert[number % len(of_expert)])))
         seen_E[expert] += 1
     return sent

@@ -27,7 +27,6 @@ from moe_ep_bench.models.memory import Fit, Served
 from moe_ep_bench.policies.lazy import torch
 from moe_ep_bench.runtime.torchrun import asked_arguments
 from moe_ep_bench.schema import SCHEMA_VERSION
-from moe_ep_bench.workload.batch import Workload
 from moe_ep_bench.workload.skews import PATTERNS
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
 
@@ -75,50 +74,28 @@ def run_json(
 
 
 def describe_timed_run(
-    ranks: Ranks,
-    run_id: str,
-    comparisons: Sequence[Comparison],
-    before: Callable[[], object] = lambda: None,
+    ranks: Ranks, run_id: str, comparisons: Sequence[Comparison], before: Callable[[], object]
 ) -> dict[str, Any]:
-    """``run.json`` of real or virtual ranks, as rank 0 writes it; every rank calls this.
+    """``run.json`` of real or virtual ranks, as rank 0 writes it; every rank calls this, and solves for its batches.
 
     Args:
-        before: called ahead of each batch that this rank solves for.
+        before: called ahead of each batch that is solved for.
 
     Raises:
-        ValueError: a batch cannot meet its targets; one line, on every rank.
+        ValueError: a batch cannot meet its targets; one line.
     """
     for comparison in comparisons:
-        with naming(comparison.title):
-            solve_together(tuple(comparison.workloads.values()), ranks, before)
+        for workload in comparison.workloads.values():
+            if isinstance(workload, SyntheticWorkload):
+                with naming(comparison.title):
+                    for index in range(workload.num_batches):
+                        before()
+                        workload.solve(index)
     mine = provenance.describe_rank(ranks.device)
     of_ranks = ranks.told(mine)
     # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
     described = provenance.describe(ranks.device) if ranks.is_first else {}
     return run_json(run_id, comparisons, {**described, "ranks": of_ranks}, partial(timed_facts, ranks=ranks))
-
-
-def solve_together(workloads: Sequence[Workload], ranks: Ranks, before: Callable[[], object]) -> None:
-    """Solve for the targets of all batches: ranks share them, and tell each other what they solved; all call this.
-
-    Raises:
-        ValueError: some batch cannot meet its targets; on every rank.
-    """
-    solvable = [workload for workload in workloads if isinstance(workload, SyntheticWorkload)]
-    batches = [(workload, index) for workload in solvable for index in range(workload.num_batches)]
-    problem = ""
-    try:
-        for workload, index in batches[ranks.rank :: ranks.world_size]:
-            before()
-            workload.solve(index)
-    except ValueError as error:
-        problem = str(error)
-    for refused in filter(None, ranks.told(problem)):
-        raise UserError(refused)
-    for rank, solved in enumerate(ranks.told([workload.solved() for workload in solvable])):
-        for workload, of_workload in zip(solvable, solved, strict=True):
-            if rank != ranks.rank:
-                workload.take_solved(of_workload)
 
 
 # ---- facts -----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import atomic_path, check_folder, stable_hash
 from moe_ep_bench.models import ModelSpec, load_model, preset_of
 from moe_ep_bench.policies import policy_class
-from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.trace import open_trace
 
 CONFIG_NAME = "advise.yaml"
@@ -38,7 +37,6 @@ _KEYS = {
     "tokens": "workload.num_tokens",
     "peak_load": "workload.peak_load",
     "trace": "workload.trace",
-    "counts": "workload.skew_from",
     "device": "emulate.device",
     "links": "emulate.links",
 }
@@ -50,12 +48,11 @@ _UNREAD = ("layer.cuda_graph", "emulate.replication", "emulate.rebalance", "work
 MAX_DROPPED, MAX_LOST_MASS = 0.10, 0.05
 DEVICE, CONTEXT_LENGTH, PROMPT_LENGTH = "h100-sxm", 2048, 128
 _NODE = 8
-# With fewer batches there are no intervals (``timing.statistics.MIN_BATCHES``).
-_BATCHES = 10
-# Chance decides which experts of a synthetic workload are busy and share a rank; one draw of it says little. Batches of
-# a draw are alike: of --model's, two to four are enough, so that EPLB plans each for the others by so many tokens.
+# Chance decides which experts of a synthetic workload are busy and share a rank; one draw of it says little.
 DRAWS = 5
-_BATCHES_OF_A_DRAW, _PLANNED_TOKENS = 4, 2**16
+# With fewer batches there are no intervals (``timing.statistics.MIN_BATCHES``). Those of a draw or a layer are alike:
+# of --model's, two to four are enough, so that EPLB plans each for the others by so many tokens.
+_BATCHES, _BATCHES_OF_A_DRAW, _PLANNED_TOKENS = 10, 4, 2**16
 # Score mass of the top-k, where a recording has scores that are normalised over it.
 _TOPK_SHARE = 0.7
 _ANY_POLICY = [{"name": "topk"}]
@@ -154,17 +151,18 @@ def ask(options: argparse.Namespace, bounds: Bounds | None = None) -> Question:
     experiments = experiments_of(where, *copy.deepcopy(({**raw, "policies": _ANY_POLICY}, sweep)))
     if all(experiment.workload.is_unskewed for experiment in experiments):
         if options.config is None:
-            raise UserError("--trace, --counts, --peak-load: expected one, which says how busy experts are; got none")
+            raise UserError("--trace, --peak-load: expected one, which says how busy experts are; got none")
         assumed.append("traffic without skew, as the config sets none (sweep workload.peak_load)")
     chosen, left_out = candidates(experiments, bounds or Bounds.of(None, None))
     raw |= {"policies": chosen.pop("policies"), "emulate": {**raw["emulate"], **chosen}}
+    num_joined = len({experiment.workload.layer for experiment in experiments})
     if "workload.seed" not in sweep and any(map(_is_drawn, experiments)):
-        if options.config is None:
-            enough = min(_BATCHES_OF_A_DRAW, 1 + math.ceil(_PLANNED_TOKENS / raw["workload"]["num_tokens"]))
-            raw["workload"]["num_batches"] = max(enough, math.ceil(_BATCHES / DRAWS))
-        seed = experiments[0].workload.seed
+        num_joined, seed = DRAWS, experiments[0].workload.seed
         # First, so that points of one draw, which share its random numbers, follow each other.
         sweep = {"workload.seed": [seed + number for number in range(DRAWS)], **sweep}
+    if "num_batches" not in raw["workload"]:
+        enough = min(_BATCHES_OF_A_DRAW, 1 + math.ceil(_PLANNED_TOKENS / raw["workload"]["num_tokens"]))
+        raw["workload"]["num_batches"] = max(enough, math.ceil(_BATCHES / num_joined))
     text = yaml.safe_dump({**raw, **({"sweep": sweep} if sweep else {})}, sort_keys=False)
     experiments = experiments_of(where, *copy.deepcopy((raw, sweep)))
     with naming(str(where)):
@@ -224,7 +222,7 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
 
     def wrong() -> checks.Rows:
         for flags, why in (
-            (("trace", "counts", "peak_load"), "each says how busy experts are"),
+            (("trace", "peak_load"), "each says how busy experts are"),
             (("tokens", "decode_tokens"), "the first counts a batch of prefill, the second a step of decode"),
         ):
             given = [_flag(flag) for flag in flags if getattr(options, flag) is not None]
@@ -242,16 +240,11 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     assumed: list[str] = []
     if options.trace is not None:
         traffic, assumed = _recorded(options.trace, decode)
-    elif options.counts is not None:
-        with naming("--counts"):
-            num_layers = len(read_counts(options.counts))
-        traffic |= _all_layers(num_layers)
-        assumed = [f"experts of all {num_layers} counted layers in order on ranks, tokens that choose independently"]
     preset = preset_of(options.model)
     raw = {
         "name": "advise",
         "model": {"preset": preset} if preset else {"hf_config": str(Path(options.model).absolute())},
-        "workload": {"num_tokens": tokens, "num_batches": _BATCHES, "seed": 1, **traffic},
+        "workload": {"num_tokens": tokens, "seed": 1, **traffic},
         **({"whole": {"context_length": CONTEXT_LENGTH}} if decode else {}),
     }
     sweep: dict[str, Any] = {}
@@ -261,19 +254,14 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     return raw, sweep, assumed
 
 
-def _all_layers(num_layers: int) -> dict[str, Any]:
-    """Keys of a workload of all layers; of each two batches at least, so that EPLB plans for another than it meets."""
-    return {"layer": "all", "num_batches": max(2, math.ceil(_BATCHES / num_layers))}
-
-
 def _recorded(path: Path, decode: bool) -> tuple[dict[str, Any], list[str]]:
     """The workload of a recording in all its layers, and what is assumed."""
-    with naming("--trace", " (counts of experts go as --counts)"):
+    with naming("--trace", " (counts of experts go as --set workload.skew_from=FILE --set workload.layer=all)"):
         trace = open_trace(path)
     is_of_decode = trace.metadata["phase"] == "decode"
     found = {
         "kind": "recorded",
-        **_all_layers(trace.num_layers),
+        "layer": "all",
         "arrangement": "decode" if decode or is_of_decode else "sequences",
         "tail": "recorded" if trace.has_full_scores else "popularity",
     }

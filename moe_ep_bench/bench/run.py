@@ -167,7 +167,7 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> int
     todo = job.on_first(partial(_take, job, comparisons, force=force))
     job.run_id = ranks.of_first(new_run_id())
     if any(case_ids or lost for case_ids, lost in todo):
-        # Made on every rank, which keeps them together: it goes through all batches.
+        # Made on every rank, which solves for all batches.
         description = ranks.agree(partial(describe_timed_run, ranks, job.run_id, comparisons, job.guard.feed))
         job.on_first(partial(directory.write_run, description))
     else:

@@ -65,9 +65,8 @@ advise  find the fastest policy within bounds on what it drops
   @set
   --force  repeat finished cases
   --dry-run  print candidates, traffic and time; run nothing
-  [traffic (default: several peak loads)]
+  [traffic (one of these, or --set)]
   --trace FILE  a moe-trace-v1 recording
-  --counts FILE  how often a server chose each expert: JSON alone
   --peak-load X  load of the busiest expert over the mean
   [bounds (default: 10% dropped and 5% lost mass; one alone binds alone)]
   --max-dropped SHARE  most top-k pairs dropped, e.g. 5%

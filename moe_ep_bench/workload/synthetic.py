@@ -44,10 +44,9 @@ Shapes: T = tokens of all ranks, E = experts, K = top_k.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -251,18 +250,6 @@ class SyntheticWorkload(Workload):
         """Solve for the targets of batch ``index`` ahead of making it. Raises ValueError: it cannot meet them."""
         if self.pattern is None:
             self._recipe(index)
-
-    def solved(self) -> dict[str, Any]:
-        """What was solved for so far, for equal workloads elsewhere."""
-        recipes = {index: [bias_E.tolist(), sharpness] for index, (bias_E, sharpness) in self._recipes.items()}
-        return {"placement": self._placement.tolist(), "copying": self._copying, "recipes": recipes}
-
-    def take_solved(self, solved: Mapping[str, Any]) -> None:
-        """Take over what an equal workload has ``solved`` for."""
-        self.__dict__["_placement"] = np.array(solved["placement"], dtype=np.int64)
-        self.__dict__["_copying"] = solved["copying"]
-        for index, (bias_E, sharpness) in solved["recipes"].items():
-            self._recipes[int(index)] = np.array(bias_E), sharpness
 
     # ---- words -------------------------------------------------------------------------------------------------------
 

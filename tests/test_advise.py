@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import yaml
 from markupsafe import escape
@@ -19,12 +18,11 @@ from whole_builder import ELSEWHERE_TOTAL_US, write_whole
 
 from moe_ep_bench.analysis import page
 from moe_ep_bench.analysis.advise import OUT_OF_BOUNDS, advice_lines, advice_text, candidates
-from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed, timings
+from moe_ep_bench.analysis.cases import cases, comparisons, load, load_timed
 from moe_ep_bench.analysis.page import page_of
 from moe_ep_bench.bench.question import Bounds, Question, ask
 from moe_ep_bench.cli import main, make_parser
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
-from moe_ep_bench.timing.statistics import estimate_median
 
 ROOT = Path(__file__).parents[1]
 BOUNDS = Bounds(max_dropped=0.10, min_retained=0.95)
@@ -110,57 +108,40 @@ def test_a_case_at_the_bound_is_within_it_and_each_bound_decides_alone(tmp_path:
         assert row["is_pick"] == is_within == (row["standing"] != OUT_OF_BOUNDS)
 
 
-FIT = {"device": "h100-sxm", "device_bytes": 80e9, "dtype": "bfloat16", "ep_size": 2, "is_whole": True}
-FIT |= dict.fromkeys(("other_weight_bytes", "cache_bytes", "row_bytes"), 0) | {"fitting_ep_size": 32}
+MIXED = {"links": "modelled by links/h100-nvlink4, bandwidth x 2: x", "backend": "gloo", "scale": 0.125}
+
+
+def fit(expert_gb: int) -> dict[str, Any]:
+    none = dict.fromkeys(("other_weight_bytes", "cache_bytes", "row_bytes"), 0)
+    device = {"device": "h100-sxm", "device_bytes": 80e9, "dtype": "bfloat16", "ep_size": 2, "is_whole": True}
+    return {"fit": {**none, **device, "fitting_ep_size": 32, "expert_bytes": expert_gb * 10**9}}
+
+
 NONE_GAINS = "Keep native: no candidate within the bounds is significantly faster.\nThe fastest within the bounds is "
 LOST = [dataclasses.replace(references()[0], status="oom", reason="too big"), *references()[1:], USUAL[0]]
 ON_MODEL = {"mode": "emulated", "facts": MODELLED}
 LOSSES = drop(1.0, 1.4, 0.2, 0.9), drop(1.5, 1.3, 0.05, 0.97), drop(2.0, 1.29, 0.04, 0.98)
 # Candidates, what is special of their comparison, how the answer begins, and what else it says.
 ANSWERS: dict[str, tuple[tuple[FakeCase, ...], dict[str, Any], str, str]] = {
-    "slower": (
-        (drop(1.5, 0.8, 0.05, 0.97),),
-        {},
-        f"{NONE_GAINS}token_drop gamma 1.5: 0.800 times native (slower).",
-        "",
-    ),
+    "slower": ((drop(1.5, 0.8, 0.05, 0.97),), {}, NONE_GAINS + "token_drop gamma 1.5: 0.800 times native (slower)", ""),
     "noise": ((drop(1.5, 1.06, 0.05, 0.97),), {"noise": 0.1, "num_iterations": 2}, NONE_GAINS, ""),
     "no baseline": ((), {"cases": LOST}, "Inconclusive: the baseline was not measured", ""),
     "shared cores": ((USUAL[1],), {"facts": {"oversubscribed": True}}, "Inconclusive: more ranks than cores", ""),
-    "few batches": (
-        USUAL,
-        {"num_batches": 9},
-        "Inconclusive: fewer than 10 batches give no interval, and so no verdict.\nThe fastest",
-        "",
-    ),
+    "few batches": (USUAL, {"num_batches": 9}, "Inconclusive: fewer than 10 batches give no interval, and so no", ""),
     "below the model": ((eplb(1.015),), ON_MODEL, NONE_GAINS, "(below what the model can tell)"),
     "as little, measured": ((eplb(1.015),), {}, "Use EPLB, 1 spare per rank: ", "It costs: nothing is dropped.\n"),
     "a tie": ((*LOSSES, eplb(1.28)), {}, "Use EPLB, 1 spare per rank: ", ""),
     "no tie": ((*LOSSES, eplb(1.27)), {}, "Use token_drop gamma 2: ", ""),
     "memory": ((eplb(1.1),), {"memory": 3e9}, "Use EPLB, ", "nothing is dropped, 2.79 GiB more memory on each rank."),
-    "does not fit": (
-        USUAL,
-        {"facts": {"fit": FIT | {"expert_bytes": 163_000_000_000}}},
-        "None: the model does not fit: 163 GB on each of 2 ranks in bfloat16 (experts 163), h100-sxm has 80 GB; the "
-        "smallest EP size on which it does is 32.",
-        "",
-    ),
+    "does not fit": (USUAL, {"facts": fit(163)}, "None: the model does not fit: 163 GB on each of 2 ranks", ""),
     "replicas do not fit": (
-        (*USUAL, eplb(1.6)),
-        {"facts": {"fit": FIT | {"expert_bytes": 78_000_000_000}}, "memory": 3e9},
-        "Use token_drop gamma 1.5",
-        "2.8  does not fit",
+        (*USUAL, eplb(1.6)), {"facts": fit(78), "memory": 3e9}, "Use token_drop gamma 1.5", "2.8  does not fit",
     ),
     "mixed machines": (
-        (USUAL[0],),
-        {
-            "mode": "emulated",
-            "facts": {"links": "modelled by links/h100-nvlink4, bandwidth x 2: x", "backend": "gloo", "scale": 0.125},
-        },
-        "",
+        (USUAL[0],), {"mode": "emulated", "facts": MIXED}, "",
         "MIXED MACHINES: experts of this CPU (sizes x 0.125 of the true ones)",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -220,23 +201,6 @@ def test_one_traffic_stands_after_another(tmp_path: Path) -> None:
     assert rows_of(text) == [["token_drop gamma 1.5", "0.800 [0.800, 0.800]", "2.500", "5.0", "97.0", "slower"]]
     assert rows_of(text.partition("\nat peak load 2\n")[2])[0][-1] == "faster"
     assert "It costs: 6.0 % of the pairs are dropped, 96.5 % of the mass is kept." in text
-    links = swept(1.5, 1.6, key="emulate.bandwidth_scale")
-    assert list(comparisons(load_timed(write_run(tmp_path / "named", links)))["title"]) == ["Tiny 0", "Tiny 1"]
-    for one in links:
-        one.facts["title"] = "Tiny"
-    told = comparisons(load_timed(write_run(tmp_path / "links", links)))
-    same = "Tiny, bandwidth scale"
-    assert list(told["title"]) == [f"{same} 1", f"{same} 2"]
-
-
-def test_a_recording_that_a_batch_repeats_is_warned_of(tmp_path: Path) -> None:
-    """Of two recordings a batch of 4,096 tokens takes 2,048 each."""
-    recording = {"model": "Tiny-MoE", "sources": [{"num_tokens": 600}, {"num_tokens": 2048}]}
-    workload = {"kind": "recorded", "description": "", "tail_model": None, "recording": recording}
-    text = advised(tmp_path, *USUAL, facts={"workload": workload})
-    warnings = [line for line in text.splitlines() if "warning: " in line]
-    repeated = "the recording has 600 tokens, and a batch takes 2,048 of it: it repeats them 3.41 times"
-    assert warnings == [f"  warning: {repeated}, so batches are alike and intervals too narrow"]
 
 
 def test_layers_are_joined_and_the_answer_gives_their_range(tmp_path: Path) -> None:
@@ -283,27 +247,12 @@ def of_draws(peak_load: float = 4.0, **draws: list[FakeCase]) -> list[FakeCompar
 
 def test_draws_of_one_traffic_are_launches_of_one_comparison(tmp_path: Path) -> None:
     """The interval covers draws, and a bound holds for their mean."""
-    speedups_D, drops_D = (1.1, 1.5, 1.3), (0.05, 0.11, 0.08)
-    draws = {
-        f"draw{number}": [drop(1.5, speedup, dropped, 0.97)]
-        for number, (speedup, dropped) in enumerate(zip(speedups_D, drops_D, strict=True))
-    }
-    directory = write_run(tmp_path / "draws", of_draws(**draws))
-    apart = timings(load(directory, join_draws=False)).query("quantity == 'all'")
-    roles = cases(load(directory, join_draws=False)).query("role == 'baseline' or policy == 'token_drop'")
-    wide = apart.merge(roles[["comparison_id", "case_id", "role"]]).pivot(
-        index=["comparison_id", "batch", "iteration"], columns="role", values="time_us"
-    )
-    ratio = wide["baseline"] / wide["policy"]
-    index = ratio.index.to_frame(index=False)
-    launch = index["comparison_id"].str[-1].astype(int)
-    index = pd.DataFrame({"launch": launch, "batch": index["batch"] + 4 * launch, "iteration": index["iteration"]})
-    expected = estimate_median(ratio.set_axis(pd.MultiIndex.from_frame(index)))
-    store = load_timed(directory)
+    costs = zip((1.1, 1.5, 1.3), (0.05, 0.11, 0.08), strict=True)
+    draws = {f"draw{number}": [drop(1.5, *cost, 0.97)] for number, cost in enumerate(costs)}
+    store = load_timed(write_run(tmp_path / "draws", of_draws(**draws)))
     assert comparisons(store)[["comparison_id", "num_draws"]].to_numpy().tolist() == [["draw0", 3]]
     (row,) = candidates(store, BOUNDS).to_dict("records")
-    ends = [row[f"speedup_{end}"] for end in ("median", "low", "high")]
-    assert ends == pytest.approx([expected.median, expected.low, expected.high])
+    assert row["speedup_low"] < 1.1 < row["speedup_median"] < 1.5 < row["speedup_high"]
     assert row["dropped_share"] == pytest.approx(0.08, abs=1e-3)
     assert row["standing"] == row["verdict"] == "inconclusive", "one draw alone drops more than the bound"
     assert (row["least"], row["most"]) == pytest.approx((1.1, 1.5), abs=0.02)
@@ -342,13 +291,11 @@ def test_each_draws_others_choose_as_all_do_by_mass_within_a_tie(tmp_path: Path)
 
 
 def test_what_differs_in_more_than_the_draw_stays_apart(tmp_path: Path) -> None:
-    seeds = of_draws(one=[USUAL[1]], two=[dataclasses.replace(USUAL[1], status="oom", reason="too big")])
-    others = of_draws(2.0, three=[USUAL[1]])
+    seeds, others = of_draws(one=[USUAL[1]], two=[USUAL[1]]), of_draws(2.0, three=[USUAL[1]])
     unswept = dataclasses.replace(others[0], comparison_id="four", facts={**others[0].facts, "point": {}})
-    rows = cases(load(write_run(tmp_path, [*seeds, *others, unswept]))).query("policy == 'token_drop'")
-    states = dict(zip(rows["comparison_id"], rows["status"], strict=True))
-    assert states == {"one": "oom", "three": "ok", "four": "ok"}, "what failed in a draw failed"
-    twice = [dataclasses.replace(one, num_launches=2) for one in of_draws(one=[USUAL[1]], two=[USUAL[1]])]
+    store = load(write_run(tmp_path, [*seeds, *others, unswept]))
+    assert comparisons(store)["comparison_id"].tolist() == ["one", "three", "four"]
+    twice = [dataclasses.replace(one, num_launches=2) for one in seeds]
     repeated = comparisons(load(write_run(tmp_path / "twice", twice)))
     assert repeated["num_draws"].tolist() == [1, 1], "launches of one draw are not independent of each other"
 
@@ -489,13 +436,6 @@ def test_set_changes_any_key_of_what_the_flags_make_and_ends_its_sweep() -> None
     assert few.experiments[0].workload.num_batches == 10, "of fewer there would be no intervals"
 
 
-def test_the_same_question_has_the_same_candidates_whatever_the_config_says() -> None:
-    of_config = asked(ROOT / "configs/quickstart.yaml", "--set", "measure.launches=3", "--set", "layer.cuda_graph=true")
-    of_options = asked("--model", "deepseek-v2-lite", "--ep", 8, "--tokens", 131072, "--peak-load", 4)
-    assert candidates_of(of_config) == candidates_of(of_options)
-    assert of_config.experiments[0].emulate == of_options.experiments[0].emulate
-
-
 def test_what_the_workload_does_not_allow_is_left_out_with_the_reason(tmp_path: Path) -> None:
     olmoe = ["--model", "olmoe-1b-7b", "--ep", 1, "--tokens", 64]
     without = asked(*olmoe, "--trace", recording(tmp_path / "top.safetensors", full=False))
@@ -554,11 +494,8 @@ def test_a_question_is_modelled_once_and_answered(tmp_path: Path, capsys, monkey
 def test_a_pick_comes_to_what_amdahl_s_law_says(tmp_path: Path) -> None:
     """A pass of 3 MoE layers of 2 ms, each beside 6 ms; 4,096 tokens on 2 ranks."""
     text = advised(tmp_path, drop(1.5, 2.0, 0.05, 0.97), eplb(0.9), facts={"rest": REST})
-    (line,) = (line for line in text.splitlines() if line.startswith("The whole model"))
-    assert "1.143 times as fast, 21.00 in place of 24.00 ms, 97,524 in place of 85,333 tokens/s a GPU" in line
+    assert "1.143 times as fast, 21.00 in place of 24.00 ms, 97,524 in place of 85,333 tokens/s a GPU" in text
     assert "of one MoE layer" not in text
-    kept = advised(tmp_path / "kept", drop(1.5, 0.8, 0.05, 0.97), facts={"rest": REST})
-    assert "The whole model" not in kept
 
 
 def test_the_readmes_example_is_answered_as_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

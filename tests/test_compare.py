@@ -6,20 +6,17 @@ import dataclasses
 import functools
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import test_statistics as statistics
-import yaml
 from results_builder import FakeComparison, standard_cases, write_run
-from whole_builder import write_whole
 
 from moe_ep_bench.analysis.compare import compare_directories, compare_text, exit_status
 from moe_ep_bench.analysis.store import ResultsError
 from moe_ep_bench.cli import main
-from moe_ep_bench.timing.statistics import NoiseFloor, estimate_change, joint_floor
+from moe_ep_bench.timing.statistics import estimate_change
 
 DROP = "token_drop gamma 1"
 
@@ -112,12 +109,6 @@ def test_launch_part_is_students_interval_of_two_samples():
     assert (few.is_interval, few.num_launches) == (False, 2)
 
 
-def test_joint_floor_is_wider_than_either_and_symmetric():
-    floor = joint_floor(NoiseFloor(1 / 1.03, 1.03), NoiseFloor(1 / 1.04, 1.04))
-    assert floor.high == pytest.approx(1.0505, abs=2e-3)  # 3 and 4 make 5
-    assert floor.low * floor.high == pytest.approx(1)
-
-
 # ---- verdicts -------------------------------------------------------------------------------------------------------
 
 
@@ -174,13 +165,6 @@ def test_a_case_whose_speedup_fell_fails(base, tmp_path, native_us, speedup, ver
     assert exit_status(change) == status
 
 
-def test_without_native_in_both_runs_a_time_has_no_control(base, tmp_path):
-    cases = four_cases({"speedup": 1.5 / 1.2})
-    lost = [*cases[:-1], dataclasses.replace(cases[-1], status="oom", reason="too big")]
-    _, rows = compared(base, run_of(tmp_path / "new", seed=1, cases=lost))
-    assert rows[DROP]["time_verdict"] == "inconclusive"
-
-
 @pytest.mark.parametrize(
     ("changes", "why", "strict"),
     [
@@ -195,8 +179,6 @@ def test_what_cannot_be_told_is_inconclusive_and_open_unless_a_loss_is_excluded(
     assert set(verdicts(cases).values()) == {"inconclusive"}
     assert all(row["why"].startswith(why) for row in cases.values())
     assert statuses(change) == (0, strict)
-    (line,) = (line for line in compare_text(change).splitlines() if "inconclusive (" in line)
-    assert f"topk, {DROP}" in line
 
 
 @pytest.mark.parametrize(
@@ -224,48 +206,18 @@ def test_the_whole_interval_excludes_a_loss(base, tmp_path):
     assert (outcomes[0], outcomes[-1]) == ("open", "passed")
 
 
-def test_passes_of_whole_models_are_compared(tmp_path):
-    runs = [
-        write_whole(tmp_path / str(seed), four_cases({"speedup": speedup}), num_iterations=3, seed=seed)
-        for seed, speedup in enumerate((1.5, 1.2))
-    ]
-    change, cases = compared(*runs)
-    # MoE layers are two thirds of native's pass.
-    assert cases[DROP]["time_ratio"] == pytest.approx((1 / 3 + 2 / 3 / 1.2) / (1 / 3 + 2 / 3 / 1.5), rel=0.01)
-    assert (cases[DROP]["time_verdict"], cases[DROP]["speedup_verdict"]) == ("slower", "lower")
-    assert statuses(change) == (1, 1)
-    assert f"slower by more than 3 %, beyond noise: {DROP}" in compare_text(change)
-
-
 # ---- conditions -----------------------------------------------------------------------------------------------------
 
 
-def test_another_driver_is_named_and_takes_no_verdict_away(base, tmp_path):
+def test_other_conditions_are_named_and_take_no_verdict_away(base, tmp_path):
     old = run_of(tmp_path / "old", environment={"driver": "570.1"})
-    changed = {"driver": "580.2", "hostname": "other"}
-    new = run_of(tmp_path / "new", environment=changed, drop={"speedup": 1.5 / 1.2}, seed=1)
+    facts, changed = {"experts": {"requested": "auto", "ran": "grouped (torch)"}}, {"driver": "580.2", "hostname": "b"}
+    new = run_of(tmp_path / "new", environment=changed, facts=facts, drop={"speedup": 1.5 / 1.2}, seed=1)
     change, cases = compared(old, new)
     assert verdicts(cases)[DROP] == "slower"
     assert statuses(change) == (1, 1)
-    assert "warning: conditions differ: driver 570.1 -> 580.2\n" in compare_text(change)
-    assert compared(base, new)[0].differences == {"c0": {}}, "what one run did not write down differs from nothing"
-
-
-def test_conditions_are_of_jobs_that_measured(base, tmp_path):
-    new = run_of(tmp_path / "new", seed=1)
-    run = json.loads((new / "run.json").read_text())
-    run["runs"]["stale"] = json.loads(json.dumps(run["runs"]["r0"]))
-    run["runs"]["stale"]["environment"]["torch"] = "2.12"
-    (new / "run.json").write_text(json.dumps(run))
-    assert compared(base, new)[0].differences == {"c0": {}}
-    run["runs"]["r0"]["environment"]["torch"] = "2.12"
-    (new / "run.json").write_text(json.dumps(run))
-    assert "conditions differ: torch 2.13 -> 2.12\n" in compare_text(compared(base, new)[0])
-
-
-def test_experts_that_ran_otherwise_are_another_condition(base, tmp_path):
-    new = run_of(tmp_path / "new", facts={"experts": {"requested": "auto", "ran": "grouped (torch)"}})
-    assert "conditions differ: experts te -> grouped\n" in compare_text(compared(base, new)[0])
+    assert "conditions differ: driver 570.1 -> 580.2, experts te -> grouped\n" in compare_text(change)
+    assert "driver" not in compared(base, new)[0].differences["c0"], "what one run did not write down differs from none"
 
 
 # ---- which cases ----------------------------------------------------------------------------------------------------
@@ -273,20 +225,14 @@ def test_experts_that_ran_otherwise_are_another_condition(base, tmp_path):
 
 def test_cases_of_one_run_only_are_rows_and_never_compared(base, tmp_path):
     settings = {"noise": 0.003, "num_iterations": 3, "kinds": ("plain",)}
-    comparisons = [FakeComparison(name, cases=four_cases(), **settings) for name in ("c0", "c1")]
-    both = write_run(tmp_path / "both", comparisons, seed=1)
+    one, more = (FakeComparison(name, cases=four_cases(), **settings) for name in ("c0", "c1"))
+    both, alone = write_run(tmp_path / "both", [one, more], seed=1), write_run(tmp_path / "alone", [more])
     for pair, said, status in (((base, both), "only in NEW", 0), ((both, base), "only in BASE", 3)):
         change, _ = compared(*pair)
-        alone = change.cases[change.cases["not_compared"] == said]
-        assert sorted(alone["case_id"]) == [f"c1-{number}" for number in range(4)]
-        assert len(change.cases) == 8
+        found = change.cases[change.cases["not_compared"] == said]
+        assert (sorted(found["case_id"]), len(change.cases)) == ([f"c1-{number}" for number in range(4)], 8)
         assert f"not compared: {said}" in compare_text(change)
-        assert "2 policies: " in compare_text(change)
         assert statuses(change) == (0, status), "new cases are no gap"
-
-
-def test_runs_without_a_case_in_common_are_refused(base, tmp_path):
-    alone = run_of(tmp_path / "alone", comparison_id="c9", num_batches=1)
     with pytest.raises(ResultsError, match=r"no case is in .* the same command and config"):
         compare_directories(base, alone)
 
@@ -319,12 +265,3 @@ def test_json_and_text_say_what_the_exit_status_says(base, tmp_path, capsys):
     assert "2 policies: 1 slower, 0 faster, 1 no difference, 0 inconclusive" in text
     (row,) = (line for line in text.splitlines() if line.startswith(DROP))
     assert re.search(r"\+(19|20)\.\d \[\+\d.*slower.*-1[67]\.\d \[.*lower +25\.0 +80\.0$", row)
-
-
-def test_the_workflow_of_the_docs_is_a_gate_on_a_command_that_there_is(base, capsys):
-    workflow = yaml.safe_load((Path(__file__).parents[1] / "docs" / "compare-in-ci.yml").read_text())
-    steps = [step.get("run", "") for step in workflow["jobs"]["compare"]["steps"]]
-    (gate,) = (line.split() for step in steps for line in step.splitlines() if "moe-ep-bench compare" in line)
-    options = gate[gate.index("compare") + 3 :]
-    assert main(["compare", str(base), str(base.parent / "." / base.name), *options]) == 0
-    assert capsys.readouterr().err == "moe-ep-bench: BASE and NEW are one directory, so that nothing can differ\n"

@@ -7,7 +7,6 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,10 @@ from moe_ep_bench.analysis.validate import (
 from moe_ep_bench.bench import validate as validate_module
 from moe_ep_bench.cli import main
 from moe_ep_bench.results import RunDirectory, ValidationDirectory
-from moe_ep_bench.runtime.exit_codes import LOST, OK, USER_ERROR
+from moe_ep_bench.runtime.exit_codes import LOST, OK
 from moe_ep_bench.runtime.torchrun import Ended
 from moe_ep_bench.schema import ROUTING_SCHEMA
-from moe_ep_bench.timing.statistics import Estimate, equivalence, estimate_change
+from moe_ep_bench.timing.statistics import Estimate, equivalence
 
 DROP = "token_drop gamma 1"
 
@@ -62,16 +61,6 @@ def test_speedups_are_equivalent_where_the_whole_interval_of_their_ratio_lies_wi
     assert equivalence(Estimate(1 / ratio.median, 1 / high, 1 / low, True, 10, 1), 0.03) == expected
     assert equivalence(dataclasses.replace(ratio, is_interval=False), 0.03) == "inconclusive"
     assert equivalence(None, 0.03) == "inconclusive"
-
-
-def test_what_is_called_equivalent_is_so_in_all_but_2_5_percent() -> None:
-    """At the margin itself, where the truth is no longer equivalent, either test errs as often as it says."""
-    random, found = np.random.default_rng(7), 0
-    for _ in range(400):
-        batches = 1.03 * np.exp(0.01 * random.normal(size=12))
-        index = pd.MultiIndex.from_product([[0], range(12), [0]], names=["launch", "batch", "iteration"])
-        found += equivalence(estimate_change(pd.Series(1.0, index), pd.Series(batches, index)), 0.03) == "equivalent"
-    assert found / 400 <= 0.05
 
 
 # Built results.
@@ -120,7 +109,7 @@ def verdicts(validation: Validation) -> list[str | None]:
     return [None if pd.isna(verdict) else verdict for verdict in validation.cases["verdict"]]
 
 
-OTHERWISE = "warning: not comparable: "
+OTHERWISE, UNTOLD = "warning: not comparable: ", ("inconclusive", "inconclusive")
 # What differs between the runs, the verdicts on token_drop and the ceiling, and what the text says.
 DIFFERENCES: dict[str, tuple[dict[str, Any], tuple[str, str], str]] = {
     "an error that all cases share": ({"emulated": {"native_us": 1600.0}}, ("equivalent", "equivalent"), "1.600"),
@@ -129,15 +118,11 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], tuple[str, str], str]] = {
         ("different", "equivalent"),
         "1 of 2 speedups are equivalent within 3 % (1 different), largest difference ",
     ),
-    "shared cores": ({"real": {"facts": {"oversubscribed": True}}}, ("inconclusive",) * 2, f"{OTHERWISE}more ranks"),
-    "threads": (
-        {"threads": (1, 2)},
-        ("inconclusive",) * 2,
-        f"{OTHERWISE}each real rank computed with 1 thread(s), the emulated one with 2",
-    ),
+    "shared cores": ({"real": {"facts": {"oversubscribed": True}}}, UNTOLD, f"{OTHERWISE}more ranks"),
+    "threads": ({"threads": (1, 2)}, UNTOLD, f"{OTHERWISE}each real rank computed with 1 thread(s), the emulated one"),
     "routing": (
         {"emulated": {"cases": cases(expert_load=np.ones(8))}},
-        ("inconclusive",) * 2,
+        UNTOLD,
         f"{OTHERWISE}routing is not the same in both runs: {DROP}",
     ),
     "a case that failed": (
@@ -176,25 +161,13 @@ def test_what_is_written_is_what_show_prints(own: Path, capsys: pytest.CaptureFi
     assert main(["show", str(own)]) == OK
     assert capsys.readouterr().out == files.text.read_text() == f"{shown}\n"
     drop = pd.read_csv(files.table).set_index("label").loc[DROP]
-    assert drop["speedup_median_emulated"] == pytest.approx(1.5, rel=0.01)
     assert 0.97 < drop["ratio_low"] < drop["ratio_median"] < drop["ratio_high"] < 1.03
-    assert drop["dropped_share"] == pytest.approx(0.25, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (lambda files: files.pairs.unlink(), "validation.json: missing"),
-        (lambda files: files.pairs.write_text("[]"), "validation.json: damaged: "),
-    ],
-)
-def test_a_directory_that_lacks_something_is_one_line(
-    harm: Callable[[ValidationDirectory], object], message: str, own: Path
-) -> None:
-    harm(ValidationDirectory(own))
-    with pytest.raises(ResultsError, match=message) as caught:
+def test_a_directory_that_lacks_something_is_one_line(own: Path) -> None:
+    ValidationDirectory(own).pairs.write_text("[]")
+    with pytest.raises(ResultsError, match=r"\A[^\n]*validation.json: damaged: [^\n]*\Z"):
         load_validation(own)
-    assert "\n" not in str(caught.value)
 
 
 def turn_last_layer_round(root: Path, case_id: str) -> None:
@@ -227,17 +200,6 @@ def test_passes_are_judged_and_their_moe_layers_by_themselves_whose_error_a_pass
 # The command.
 
 LINKS = {"emulate": {"links": "h100-nvlink4"}}
-
-
-def test_the_results_of_another_command_are_refused_and_stay(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "run.json").write_text("{}")
-    arguments = ["validate", str(write_config(tmp_path, **LINKS)), "--nproc", "2", "--out", str(tmp_path / "out")]
-    assert main(arguments) == USER_ERROR
-    assert "holds the results of another command" in capsys.readouterr().err.splitlines()[-1]
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.json"]
 
 
 def test_a_step_that_fails_is_named_and_nothing_is_compared(

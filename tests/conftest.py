@@ -1,6 +1,7 @@
 """Tests run on the CPU, whatever the machine has; ``-m gpu`` runs those that need a CUDA device, and only those.
 
-So does ``-m slurm`` those that start a Slurm. ``-m seam`` holds our use of Megatron-Core against the installed one.
+So does ``-m slurm`` those that start a Slurm, and ``-m browser`` those that open a browser. ``-m seam`` holds our use
+of Megatron-Core against the installed one.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for marker, reason in (
         ("scale", "runs with -m scale: draws many ranks and cases"),
         ("slurm", "runs with -m slurm, as root where slurm-wlm is installed"),
+        ("browser", "runs with -m browser, where chromium is installed"),
         ("vllm", "runs with -m vllm, where vLLM is installed"),
     ):
         if config.getoption("-m").strip() != marker:

@@ -14,13 +14,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from results_builder import FakeComparison, standard_cases, write_run
+from results_builder import FakeComparison, assert_nothing_is_clipped, standard_cases, write_run
 from test_compare import run_of
 from whole_builder import write_whole
 
 from moe_ep_bench.analysis.cases import cases, load, routing
+from moe_ep_bench.analysis.drawing import draw
+from moe_ep_bench.analysis.figures import CLAIMS_FIGURE
 from moe_ep_bench.analysis.papers import Claims, claims_text, load_claims, paper_words
 from moe_ep_bench.analysis.store import ResultsError
+from moe_ep_bench.analysis.style import house_style, settle
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
@@ -289,6 +292,23 @@ def test_the_files_hold_every_number(compared: Claims, finished: Path) -> None:
     rows = pd.read_csv(finished / "claims.csv")
     assert rows["ours"].tolist() == compared.measured["ours"].tolist()
     assert rows["difference"][0] == pytest.approx(rows["ours"][0] - 1.2)
+
+
+def test_the_figure_marks_the_papers_numbers_and_ours_and_hides_nothing(compared: Claims) -> None:
+    long = "a name that goes on and on withALongWordThatHasNoPlaceToBreakAnywhereAtAll"
+    with house_style():
+        drawing = draw(CLAIMS_FIGURE, compared)
+        frame = compared.frame.assign(claim=long, case=long + " " + compared.frame["case"])
+        long_names = draw(CLAIMS_FIGURE, compared._replace(frame=frame)).figure
+        settle(long_names)
+        assert_nothing_is_clipped(long_names)
+    speedups, dropped, *_ = drawing.figure.axes
+    papers = [{(bar.get_x(), bar.get_y() + 0.25) for bar in panel.patches} for panel in (speedups, dropped)]
+    assert (1.85, 2.0) in papers[0]
+    assert (12.0, 0.0) in papers[1]
+    drawn = {round(line.get_xdata()[0], 6) for line in dropped.lines if len(line.get_xdata()) == 1}
+    ours = compared.frame[compared.frame["metric"] == "dropped_fraction"]["ours"]
+    assert {round(100 * share, 6) for share in ours} <= drawn
 
 
 def test_a_second_call_emulates_nothing(finished: Path, capsys: pytest.CaptureFixture) -> None:

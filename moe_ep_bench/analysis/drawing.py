@@ -79,6 +79,7 @@ class Figure:
         where: a pandas query: rows that are drawn and stand in the CSV.
         needs: a query that some row of a facet must satisfy.
         columns: of the CSV, between ``ABOUT`` and the origin.
+        most: facets side by side.
         limit: facets on a sheet. Where there are more, they are evenly spaced from first to last, or where each is of
             one policy, one of every policy comes before a second of any, as of lines.
         ordered: lines are of ordered things, not of policies.
@@ -93,6 +94,7 @@ class Figure:
     needs: str = ""
     columns: Sequence[str] = ()
     beside: bool | Callable[[pd.DataFrame], bool] = False
+    most: int = 2
     limit: int = 4
     ordered: bool = False
     of: Literal["routing", "times", "phases"] = "times"
@@ -137,7 +139,7 @@ def draw(figure: Figure, store: Any) -> Drawing | None:
         notes.append(f"{len(more)} of {number} lines are not drawn{words if all_policies else ''}; the CSV has all")
     notes += [*drawn["note"].dropna().unique()] if "note" in drawn else []
     beside = figure.beside(drawn) if callable(figure.beside) else figure.beside
-    sheet, body = facets(drawn, panels_of(figure.panels, drawn), looks, beside=beside)
+    sheet, body = facets(drawn, panels_of(figure.panels, drawn), looks, beside=beside, most=figure.most)
     how = figure.how.format_map(drawn.iloc[0].to_dict() | {"intervals": _intervals(drawn)})
     tags = [word for word in (*ORIGINS, "recorded", "synthetic") if word in {*drawn["origin"], *drawn["workload"]}]
     dress(sheet, figure.title, how, _footer(drawn, notes, figure.of), tags, body=body)

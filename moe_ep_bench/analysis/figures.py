@@ -13,15 +13,17 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from moe_ep_bench.analysis.cases import CASE, COMPARISON, routing
+from moe_ep_bench.analysis.cases import CASE, COMPARISON, comparisons, routing
 from moe_ep_bench.analysis.drawing import COST, Figure, case_rows
-from moe_ep_bench.analysis.marks import are_names, bars, series
+from moe_ep_bench.analysis.marks import NAMES, are_names, bars, places_of, series
 from moe_ep_bench.analysis.origins import phase_origin
+from moe_ep_bench.analysis.papers import METRICS, Claims, basis_words
 from moe_ep_bench.analysis.quality import Quality, half_interval, text_costs
 from moe_ep_bench.analysis.reduce import GROUPS, PASS_PARTS
 from moe_ep_bench.analysis.store import Store
-from moe_ep_bench.analysis.style import GAMMA, INK
+from moe_ep_bench.analysis.style import GAMMA, INK, MUTED, NOISE_FILL, folded, rcParams
 from moe_ep_bench.analysis.tables import by_rank
+from moe_ep_bench.papers.claims import NUMBERS, SHARES
 
 _SPEEDUP = (*(f"speedup_{end}" for end in ("median", "low", "high", "is_interval")), "floor_low", "floor_high")
 
@@ -318,3 +320,76 @@ QUALITY_FIGURES = {
         ),
     )
 }
+
+# ---- papers' numbers beside ours -------------------------------------------------------------------------------------
+
+_OF_COMPARISON = [
+    *("model", "scale", "dtype", "num_ranks", "num_tokens", "origin", "how", "ran_on", "links_words", "workload"),
+    *("oversubscribed", "facts"),
+]
+_VALUES = ["ours", "ours_low", "ours_high", "paper_low", "paper_high"]
+
+
+def claim_rows(claims: Claims) -> pd.DataFrame:
+    """A row per claim, policy and traffic that was measured, a facet for each metric; shares in percent."""
+    rows = claims.measured.drop(columns="note")  # which is the claim's, not the figure's
+    if rows.empty:
+        return rows
+    rows = rows.merge(comparisons(claims.store)[["comparison_id", *_OF_COMPARISON]], on="comparison_id")
+    is_share = rows["metric"].isin(SHARES)
+    name = rows["metric"].map(METRICS)
+    unstated = rows[["paper_low", "paper_high"]].isna().all(axis=1).any()
+    return rows.assign(
+        **{value: rows[value].where(~is_share, 100 * rows[value]) for value in _VALUES},
+        facet=rows["metric"],
+        title=name,
+        quantity=name + is_share.map({True: " (%)", False: ""}),
+        line="ours, " + rows["traffic"].str.replace("_", " "),
+        names=rows["claim"] + "\n" + rows["case"],
+        role="policy",
+        ours_are="whole models, a pass from end to end" if (rows["ours_of"] != "layer").any() else "one layer",
+        missing_marks=" Rows without a mark: no number is stated." if unstated else "",
+        workload_words=rows["workload"] + " traffic, " + rows["facts"].map(basis_words),
+    )
+
+
+def _draw_papers(axes: Axes, rows: pd.DataFrame) -> None:
+    """A paper's number as a stroke, a range of one as a bar, to the edge of the panel where it has no end."""
+    places, rows = places_of(rows["names"]), rows.drop_duplicates("names").set_index("names")
+    paper = rows[["paper_low", "paper_high"]].dropna(how="all")
+    low, high = np.nanmin([axes.get_xlim()[0], *paper.min()]), np.nanmax([axes.get_xlim()[1], *paper.max()])
+    low, high = low - 0.03 * (high - low), high + 0.03 * (high - low)
+    paper = paper.fillna({"paper_low": low, "paper_high": high})
+    look = {"color": NOISE_FILL, "edgecolor": INK, "linewidth": 2, "zorder": 2, "label": "paper"}
+    axes.barh(paper.index.map(places), paper["paper_high"] - paper["paper_low"], 0.5, paper["paper_low"], **look)
+    if rows["metric"].iloc[0] not in (*SHARES, *NUMBERS):
+        axes.axvline(1, color=MUTED, linewidth=1, zorder=1)
+    axes.set_xlim(low, high)
+
+
+def _height_of_claims(rows: pd.DataFrame) -> float:
+    lines = max(folded(name, NAMES, rcParams["ytick.labelsize"]).count("\n") + 1 for name in rows["names"])
+    return 0.75 + max(0.5, 0.16 * lines + 0.14) * rows["names"].nunique()
+
+
+CLAIMS_FIGURE = Figure(
+    "Papers' numbers beside ours",
+    [
+        series(
+            "names",
+            "ours",
+            names=True,
+            hollow=("not primary", ""),
+            ylabel="quantity",
+            more=_draw_papers,
+            height=_height_of_claims,
+        )
+    ],
+    "Ours: {ours_are}; filled: the primary traffic. Whiskers: least and largest draw, or 95 % intervals, or smallest "
+    "and largest pair below ten batches.{missing_marks}",
+    claim_rows,
+    columns=("metric", "claim", "case", "traffic", "primary", *_VALUES),
+    most=1,
+    limit=99,
+    of="routing",
+)

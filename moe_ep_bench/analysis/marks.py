@@ -74,19 +74,20 @@ def panels_of(panels: Iterable[Panel], rows: pd.DataFrame) -> list[Panel]:
 
 
 def facets(
-    rows: pd.DataFrame, panels: Sequence[Panel], looks: Mapping[str, Look], *, beside: bool = False
+    rows: pd.DataFrame, panels: Sequence[Panel], looks: Mapping[str, Look], *, beside: bool = False, most: int = 2
 ) -> tuple[Figure, float]:
     """Draw every panel for every ``facet`` of the rows; its origin frames a panel, ``heading`` or ``title`` names it.
 
     Args:
         beside: a facet's panels stand side by side, else one under another.
+        most: facets side by side.
 
     Returns:
         The sheet, and the inches of its body.
     """
     groups = [group for _, group in rows.groupby("facet", sort=False) if panels_of(panels, group)]
     beside = beside and not is_narrow()
-    across, number = 1 if is_narrow() else min(2, len(groups)), len(panels)
+    across, number = 1 if is_narrow() else min(most, len(groups)), len(panels)
     bands = [pd.concat(groups[at : at + across]) for at in range(0, len(groups), across)]
     heights = [{panel: panel.inches(band) for panel in panels_of(panels, band)} for band in bands]
     widths = [panel.width for panel in panels] if beside else [1.0]
@@ -222,6 +223,7 @@ def series(
     joined: str = "True",
     hollow: tuple[str, str] | None = None,
     xlabel: str = "",
+    ylabel: str = "",
     reverse: bool = False,
     more: Callable[[Axes, pd.DataFrame], None] | None = None,
     **size: Any,
@@ -234,7 +236,7 @@ def series(
             words it is so unasked.
         joined: an expression of the columns: points that are joined.
         hollow: a query for points that are drawn hollow, and what that means, for the legend.
-        xlabel: what the axis of ``x`` is called, or the column that says it; empty = as ``COLUMNS`` has it.
+        xlabel, ylabel: what the axis is called, or the column that says it; empty = as ``COLUMNS`` has it.
         reverse: more of ``x`` stands to the left.
         more: what else is drawn.
         size: attributes of ``Panel``.
@@ -263,7 +265,7 @@ def series(
         for line, look in looks.items():
             if len(part := points[points["line"] == line]):
                 _draw_line(axes, part, look, aside.get(line, 0.0), upright=upright)
-        if hollow and points["is_hollow"].any():
+        if hollow and hollow[1] and points["is_hollow"].any():
             look = {**_HOLLOW, "linestyle": "none", "marker": "o", "markeredgecolor": MUTED}
             axes.plot([], [], label=hollow[1], **look)
         for end in ("value", "low", "high"):  # which stand aside, so that the axes do not see where they end
@@ -282,8 +284,11 @@ def series(
         _limit_values(axes, up, points[["value", "low", "high"]].to_numpy(), upright=upright)
         if reverse:
             axes.invert_xaxis()
-        words = (rows[xlabel].iloc[0] if xlabel in rows else xlabel) or across.axis
-        axes.set(**({"xlabel": up.axis} if upright else {"xlabel": words, "ylabel": up.axis}))
+        across_words, up_words = (
+            (rows[label].iloc[0] if label in rows else label) or column.axis
+            for label, column in ((xlabel, across), (ylabel, up))
+        )
+        axes.set(**({"xlabel": up_words} if upright else {"xlabel": across_words, "ylabel": up_words}))
 
     return Panel(draw, **{"shares": True, **size})
 

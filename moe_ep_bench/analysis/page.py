@@ -2,21 +2,24 @@
 
 The page begins with the answer of ``advise``, where it was asked, and one screen of findings. Then come the views that
 ``show`` prints, with a few that only a page has room for, the figures, what weakens them, and where they come from.
-Figures are PNGs with their bytes in the page. A policy in the page forbids scripts, and to load anything. Equal input
-gives equal bytes.
+Figures are PNGs with their bytes in the page. One script, which sorts tables by a column, is in it too;
+a policy in the page forbids all others, and to load anything. Equal input gives equal bytes.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from moe_ep_bench.analysis.advise import advice_lines
 from moe_ep_bench.analysis.cases import cases, comparisons, load
@@ -74,6 +77,7 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["yaml"] = _yaml
+    script = files("moe_ep_bench.analysis").joinpath("report.js").read_text(encoding="utf-8")
     return environment.get_template("report.html").render(
         names=[directory.resolve().name for directory in directories],
         titles=list(facts["title"].unique()),
@@ -88,6 +92,8 @@ def page_of(directories: Sequence[Path], passed_over: list[str]) -> str:
         images=[_image(*item) for item in drawings(store).items()],
         tables=tables(store, list(VIEWS)),
         jobs=jobs(store).to_dict("records"),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 

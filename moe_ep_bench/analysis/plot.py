@@ -14,7 +14,8 @@ from typing import Any
 
 from moe_ep_bench.analysis.cases import load
 from moe_ep_bench.analysis.drawing import Drawing, Figure, draw, lines
-from moe_ep_bench.analysis.figures import FIGURES, QUALITY_FIGURES
+from moe_ep_bench.analysis.figures import CLAIMS_FIGURE, FIGURES, QUALITY_FIGURES
+from moe_ep_bench.analysis.papers import Claims
 from moe_ep_bench.analysis.store import ResultsError, Store, jobs, kind_of
 from moe_ep_bench.analysis.style import DEFAULT_FORMATS, FORMATS, SIZES, house_style, save
 from moe_ep_bench.errors import UserError, check_known
@@ -89,6 +90,8 @@ def _quality(directory: Path) -> Any:
 
 def figures_of(store: Any) -> dict[str, Figure]:
     """All figures that a store may have, its configs' ``figures:`` too, by name."""
+    if isinstance(store, Claims):
+        return {"claims": CLAIMS_FIGURE}
     if not isinstance(store, Store):
         return QUALITY_FIGURES
     table = dict(FIGURES)
@@ -133,6 +136,12 @@ def draw_all(directory: Path) -> str:
     write(drawn, directory / "figures")
     where = os.path.relpath(directory / "figures")
     return f"\nfigures in {where}: {', '.join(drawn)}" if drawn else "\nno figure was drawn"
+
+
+def draw_claims(claims: Claims) -> list[Path]:
+    """Draw ``figures/claims`` of what ``papers`` left; the files, none where nothing was measured."""
+    with house_style():
+        return write(drawings(claims), claims.directory / "figures")
 
 
 def _columns_asked_for(options: argparse.Namespace) -> dict[str, Figure]:

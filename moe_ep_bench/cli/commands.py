@@ -155,8 +155,11 @@ def _papers(options: Namespace) -> int:
 
     def report() -> str:
         from moe_ep_bench.analysis.papers import load_claims, write_claims
+        from moe_ep_bench.analysis.plot import draw_claims
 
-        return write_claims(load_claims(out))
+        claims = load_claims(out)
+        draw_claims(claims)
+        return write_claims(claims)
 
     return shown(status, report)
 

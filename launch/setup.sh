@@ -60,16 +60,12 @@ torch_will_do() { [ -n "$1" ] && printf '%s\n' "$torch_wanted" "$1" | sort -V -C
 # is done again: .pins for the packages, .clone for the clone whose code the environment runs.
 pins=$(cat "$root/pyproject.toml" "$root/launch/constraints.txt" | sha256sum | cut -d' ' -f1)
 made_with=$(cat "$venv/.flags" 2>/dev/null || true)
-case $made_with in *--system-torch*) made_on_system_torch=--system-torch ;; *) made_on_system_torch= ;; esac
 
 # Whether the environment is of the kind that is asked for.
 suits() {
   fits "$venv/bin/python" || return
-  [ -z "$made_on_system_torch" ] || torch_will_do "$(torch_of "$venv/bin/python")" || return
-  [ -z "$system_torch" ] || [ "$system_torch" = "$made_on_system_torch" ] || return
-  [ -z "$cuda12" ] || [ "$made_with" = "$cuda12" ] || return
-  [ -z "$python" ] || [ "$(version_of "$python")" = "$(version_of "$venv/bin/python")" ] || return
-  [ -z "$python" ] || [ -z "$system_torch" ] || [ "$(torch_of "$python")" = "$(torch_of "$venv/bin/python")" ]
+  [ -z "$system_torch$cuda12" ] || [ "$made_with" = "$system_torch$cuda12" ] || return
+  [ -z "$python" ] || [ "$(version_of "$python")" = "$(version_of "$venv/bin/python")" ]
 }
 
 # Without build isolation, so that it needs no network: setuptools is in the environment.

@@ -8,6 +8,7 @@ versions, and others that must not be taken.
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import os
 import platform
@@ -112,6 +113,18 @@ def make_python(folder, **versions):
     return folder / "bin/python"
 
 
+def make_plain(path, first=""):
+    """This Python, with a pip for every environment at once: ensurepip takes half of a set-up's time."""
+    path.write_text(f"""#!/bin/bash
+{first}
+[ "$1 $2" = "-m venv" ] || exec {sys.executable} "$@"
+{sys.executable} -m venv --without-pip "${{@:3}}"
+ln -s {PIP} "${{@: -1}}/lib/python{PYTHON}/site-packages/pip"
+""")
+    path.chmod(0o755)
+    return path
+
+
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     return make_clone(tmp_path_factory.mktemp("clone"))
@@ -147,8 +160,10 @@ def environment(clone, container, offline, tmp_path_factory):
     folder = tmp_path_factory.mktemp("set up")
     before = snapshot(container.parent.parent)
     arguments = ["--system-torch", "--python", container, "--venv", folder / "environment"]
+    # NVIDIA's containers set it, with pins of their own.
+    variables = {**offline, "PIP_CONSTRAINT": str(folder / "absent.txt")}
     with ThreadPoolExecutor() as pool:
-        both = [pool.submit(setup, clone, *arguments, cwd=folder, **offline) for _ in range(2)]
+        both = [pool.submit(setup, clone, *arguments, cwd=folder, **variables) for _ in range(2)]
         other, done = sorted((one.result() for one in both), key=lambda one: one.stdout)
     # What pip would say of a network that it cannot reach goes to stderr.
     assert (done.returncode, done.stderr) == (0, "")
@@ -186,6 +201,8 @@ def desk(tmp_path_factory):
     (folder / "full/notes.txt").touch()
     make_python(folder / "old", torch="2.9.1")
     make_python(folder / "container", torch=CONTAINER["torch"])
+    make_plain(folder / "plain")
+    make_plain(folder / "other", '[[ "$2" != *"version_info[:2]"* ]] || exec echo 3.0')
     return folder
 
 
@@ -216,7 +233,7 @@ def test_a_folder_of_wheels_installs_without_network_beside_the_containers_torch
     assert not [path for name in CONTAINER for path in environment.glob(f"lib/*/site-packages/{name}*")]
 
 
-def test_a_later_plain_set_up_takes_the_environment_as_it_is_unless_its_pins_are_old(environment, clone, tmp_path):
+def test_a_later_plain_set_up_takes_an_environment_whose_pins_are_not_old(environment, clone, tmp_path):
     before = snapshot(environment)
     done = setup(clone, "--venv", environment, cwd=clone)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -225,18 +242,14 @@ def test_a_later_plain_set_up_takes_the_environment_as_it_is_unless_its_pins_are
         constraints.write("# another pin\n")
     check_refused(setup(other, "--venv", environment, cwd=tmp_path), "was made with --system-torch")
     assert snapshot(environment) == before
+    moved = make_clone(tmp_path / "moved")
+    assert setup(moved, "--venv", environment, cwd=tmp_path).returncode == 0
+    assert str(moved) in inside(environment, "import sys; print(sys.path)"), "it runs the code of that clone"
 
 
 @pytest.mark.parametrize(("flags", "build"), [([], "cu130"), (["--cuda12"], "cu126")])
 def test_the_pins_are_installed_and_that_build_of_torch_is_kept(flags, build, clone, offline, tmp_path):
-    # This Python, with a pip for every environment at once: ensurepip takes half of a set-up's time.
-    plain, environment = tmp_path / "python", tmp_path / "environment"
-    plain.write_text(f"""#!/bin/bash
-[ "$1 $2" = "-m venv" ] || exec {sys.executable} "$@"
-{sys.executable} -m venv --without-pip "${{@:3}}"
-ln -s {PIP} "${{@: -1}}/lib/python{PYTHON}/site-packages/pip"
-""")
-    plain.chmod(0o755)
+    plain, environment = make_plain(tmp_path / "python"), tmp_path / "environment"
     done = setup(clone, "--python", plain, "--venv", environment, *flags, cwd=tmp_path, **offline)
     assert (done.returncode, done.stderr) == (0, "")
     expected = PINS | {"torch": f"{PINS['torch']}+{build}"}
@@ -246,14 +259,36 @@ ln -s {PIP} "${{@: -1}}/lib/python{PYTHON}/site-packages/pip"
     assert snapshot(environment) == made
 
 
+# How an environment was made, what is asked for, and whether it is taken as it is.
+MADE = [
+    ("", "", True),
+    ("--cuda12", "", True),
+    ("--cuda12", "--cuda12", True),
+    ("", "--cuda12 --python ./plain", False),
+    ("--cuda12", "--system-torch --python container/bin/python", False),
+    ("--system-torch", "--cuda12 --python ./plain", False),
+    ("--system-torch", "--system-torch", True),
+    ("", "--python ./other", False),
+]
+
+
+@pytest.mark.parametrize(("made_with", "asked", "is_taken"), MADE)
+def test_an_environment_of_another_kind_is_made_anew(desk, made_with, asked, is_taken, tmp_path):
+    clone, environment = desk / "clone", tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    read = (clone / "pyproject.toml").read_bytes() + (clone / "launch/constraints.txt").read_bytes()
+    for stamp, text in {"flags": made_with, "pins": hashlib.sha256(read).hexdigest(), "clone": clone}.items():
+        (environment / f".{stamp}").write_text(f"{text}\n")
+    (environment / "earlier").touch()
+    done = setup(clone, "--venv", environment, *asked.split(), cwd=desk, PIP_NO_INDEX="1")
+    assert (done.returncode, done.stdout.startswith("Setting up")) == ((0, False) if is_taken else (1, True))
+    assert (environment / "earlier").exists() == is_taken, "what was made for another is not built upon"
+
+
 def test_an_unfinished_environment_is_not_finished_with_another_torch(clone, tmp_path):
     """On a Python that is no virtual environment, and whose pip is set up to find nothing."""
     furnish(tmp_path / "container", torch=CONTAINER["torch"])
-    configured = {
-        "PYTHONPATH": str(tmp_path / "container"),
-        "PIP_NO_INDEX": "1",
-        "PIP_CONSTRAINT": str(tmp_path / "absent.txt"),  # NVIDIA's containers set it, with pins of their own
-    }
+    configured = {"PYTHONPATH": str(tmp_path / "container"), "PIP_NO_INDEX": "1"}
     python, environment = Path(sys.base_prefix) / f"bin/python{PYTHON}", tmp_path / "environment"
     arguments = ["--system-torch", "--python", python, "--venv", environment]
     assert setup(clone, *arguments, cwd=tmp_path, **configured).returncode == 1

@@ -24,9 +24,8 @@ from moe_ep_bench.policies.steps import LeastLoaded, Steps, lowest
 
 Result = TypeVar("Result")
 
-# The host finds winners by comparing candidates with each other: for few winners in rows of experts.
+# Winners are found by comparing candidates with each other, which is for few of them.
 _MOST_WINNERS = 64
-_LONGEST_ROW = 1024
 # A thread costs some tens of microseconds; a row, a fraction of one.
 _ROWS_PER_THREAD = 2048
 
@@ -45,7 +44,7 @@ class HostSteps(Steps):
 
     def best_per_row(self, keys_RN: Tensor, count: int, columns_N: Tensor | None = None) -> Tensor:
         num_rows, num_columns = keys_RN.shape
-        if count > _MOST_WINNERS or num_columns > _LONGEST_ROW:
+        if count > _MOST_WINNERS:
             return super().best_per_row(keys_RN, count, columns_N)
         columns = np.arange(num_columns) if columns_N is None else np.flatnonzero(_array(columns_N))
         map_RN = torch.zeros(keys_RN.shape, dtype=torch.bool)
@@ -53,13 +52,10 @@ class HostSteps(Steps):
         return map_RN
 
     def fewest_reaching(self, scores_TE: Tensor, keys_TE: Tensor, count: int, share: float) -> Tensor:
-        num_tokens, num_experts = scores_TE.shape
-        if num_experts > _LONGEST_ROW:
-            return super().fewest_reaching(scores_TE, keys_TE, count, share)
         map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool)
-        columns = np.arange(num_experts)
+        columns = np.arange(scores_TE.shape[1])
         arrays = _array(scores_TE), _array(keys_TE), columns, count, share, _array(map_TE)
-        _in_slices(num_tokens, row_selection.fewest_reaching, *arrays)
+        _in_slices(len(scores_TE), row_selection.fewest_reaching, *arrays)
         return map_TE
 
     def load_of(self, map_TE: Tensor) -> Tensor:
@@ -77,22 +73,6 @@ class HostSteps(Steps):
         arrays = bits, _array(map_TE), _array(dropped_SE), _array(kept_TE)
         _in_slices(len(bits), row_selection.without_cells, *arrays)
         return kept_TE
-
-    def moved(self, map_TE: Tensor, weights_TE: Tensor, target_E: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        moved_TE, sums_TE = (torch.zeros(map_TE.shape, dtype=kind) for kind in (torch.bool, torch.float32))
-        arrays = map(_array, (map_TE, weights_TE, target_E, moved_TE, sums_TE))
-        _in_slices(map_TE.shape[0], row_selection.moved, *arrays)
-        return moved_TE, sums_TE
-
-    def by_request(
-        self, scores_TE: Tensor, wanted_TE: Tensor, request_T: Tensor, num_requests: int
-    ) -> tuple[Tensor, Tensor]:
-        wanted_QE = torch.zeros([num_requests, scores_TE.shape[1]], dtype=torch.bool)
-        sums_QE = torch.zeros(wanted_QE.shape, dtype=torch.float64)
-        arrays = map(_array, (scores_TE, wanted_TE, request_T, wanted_QE, sums_QE))
-        # By requests and not by tokens: a sum in another order would have other bits.
-        _in_threads(num_requests, scores_TE.shape[0] // _ROWS_PER_THREAD, row_selection.by_request, *arrays)
-        return wanted_QE, sums_QE
 
     def weights(
         self, scores_TE: Tensor, map_TE: Tensor, norm_map_TE: Tensor | None, width: int, scale: float
@@ -143,15 +123,10 @@ class HostSteps(Steps):
 
 def _in_slices(num_rows: int, kernel: Callable[..., Result], *arguments: object) -> list[Result]:
     """Run a kernel over all rows, on as many threads as torch would use and the rows are worth."""
-    return _in_threads(num_rows, num_rows // _ROWS_PER_THREAD, kernel, *arguments)
-
-
-def _in_threads(length: int, most: int, kernel: Callable[..., Result], *arguments: object) -> list[Result]:
-    """Run a kernel from 0 to ``length`` in as many parts as torch would use threads, but at most ``most``."""
-    num_slices = min(torch.get_num_threads(), most)
+    num_slices = min(torch.get_num_threads(), num_rows // _ROWS_PER_THREAD)
     if num_slices < 2:
-        return [kernel(*arguments, 0, length)]
-    bounds = [length * part // num_slices for part in range(num_slices + 1)]
+        return [kernel(*arguments, 0, num_rows)]
+    bounds = [num_rows * part // num_slices for part in range(num_slices + 1)]
     parts = [_threads().submit(kernel, *arguments, first, last) for first, last in itertools.pairwise(bounds)]
     return [part.result() for part in parts]
 

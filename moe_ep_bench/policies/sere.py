@@ -110,7 +110,7 @@ class SERE(SteppedPolicy):
         top_k_TE = top_k_map(scores_TE, context, self.steps)
         own = weighted(scores_TE, top_k_TE, top_k_TE, context, self.steps)
         target_E = self.stand_ins(stats_SE[0] > 0, matrix_EE)
-        return Routing(*self.steps.moved(own.map_TE, own.weights_TE, target_E, context.top_k))
+        return Routing(*self.steps.moved(own.map_TE, own.weights_TE, target_E))
 
     def stand_ins(self, primary_E: Tensor, matrix_EE: Tensor) -> Tensor:
         """The expert that computes each expert's tokens: int64 [E]."""

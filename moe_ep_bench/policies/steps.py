@@ -161,30 +161,17 @@ class Steps:
             weights_TE = torch.where(total_T1 > 0, weights_TE / total_T1, 0.0)
         return weights_TE if scale == 1.0 else weights_TE * scale
 
-    def moved(self, map_TE: Tensor, weights_TE: Tensor, target_E: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    def moved(self, map_TE: Tensor, weights_TE: Tensor, target_E: Tensor) -> tuple[Tensor, Tensor]:
         """Move each expert's pairs to the expert that ``target_E`` (int64) names; weights that meet add up.
 
-        A token's weights are added in the order of its experts: the sums are the same whatever else is in the batch.
-
-        Args:
-            most: marks of a row at most.
+        In float64, where a sum of a few float32 is exact whatever its order.
 
         Returns:
             The map and the weights, as given.
         """
-        num_tokens, num_experts = map_TE.shape
-        # A token's experts side by side, ascending; what it lacks has no weight, and a last column takes all others.
-        place_TE = torch.where(map_TE, map_TE.cumsum(dim=1) - 1, most)
-        expert_TE = torch.arange(num_experts, device=map_TE.device).expand(num_tokens, -1)
-        ids_TK = expert_TE.new_zeros(num_tokens, most + 1).scatter_(1, place_TE, expert_TE)[:, :most]
-        has_TK = torch.arange(most, device=map_TE.device) < map_TE.sum(dim=1, keepdim=True)
-        weight_TK, target_TK = weights_TE.gather(1, ids_TK) * has_TK, target_E[ids_TK]
-        pairs_TE, moved_TE = torch.zeros_like(map_TE, dtype=torch.uint8), torch.zeros_like(weights_TE)
-        for place in range(most):  # One expert a token at a time: what is added up has an order.
-            column = slice(place, place + 1)
-            pairs_TE.scatter_add_(1, target_TK[:, column], has_TK[:, column].byte())
-            moved_TE.scatter_add_(1, target_TK[:, column], weight_TK[:, column])
-        return pairs_TE > 0, moved_TE
+        pairs_TE = torch.zeros_like(map_TE, dtype=torch.int32).index_add_(1, target_E, map_TE.int())
+        sums_TE = torch.zeros_like(weights_TE, dtype=torch.float64).index_add_(1, target_E, weights_TE.double())
+        return pairs_TE > 0, sums_TE.float()
 
     def within_capacity(self, candidates_TE: Tensor, keys_TE: Tensor, capacity: int, num_shared: int) -> Tensor:
         """Keep of every group's candidate pairs the ``capacity`` with the largest keys: bool [T, E].

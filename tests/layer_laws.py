@@ -16,7 +16,7 @@ from virtual_time import all_in, passing_where_late
 
 from moe_ep_bench.layer import megatron
 from moe_ep_bench.layer.experts import TOLERANCE, DenseReference, seeded_generator
-from moe_ep_bench.layer.megatron import MoELayer, megatron_config
+from moe_ep_bench.layer.megatron import MoELayer
 from moe_ep_bench.layer.parts import DEFAULT_PARTS, Parts
 from moe_ep_bench.layer.phases import Rendezvous, instrumented
 from moe_ep_bench.layer.stack import Forms, Stack
@@ -49,7 +49,6 @@ POLICIES = [
 BATCH_WIDE = [
     {"name": "expert_drop", "fraction": 0.6},
     {"name": "lynx", "num_dropped": 3},
-    {"name": "oea", "k0": 1},
     {"name": "oea", "k0": 1},
     {"name": "xshare", "k0": 1, "budget": 2},
     {"name": "xshare", "k0": 0, "mass_threshold": 0.6},
@@ -509,19 +508,3 @@ def expert_parallel_groups_are_data_parallel_replicas(lab: Lab) -> None:
             assert_right(reference, *lab.route(layers, spec, hidden_TD, scores_TE), spec)
     finally:
         lab.forget()
-
-
-@law()
-def routing_is_float32_and_a_production_setting_is_fused_with_transformer_engine(lab: Lab) -> None:
-    configured = partial(megatron_config, lab.model(), torch.bfloat16, 1, on_cpu=True)
-    config = configured()
-    assert (config.moe_shared_expert_overlap, config.moe_router_dtype) == (False, "fp32")
-    assert config.moe_router_load_balancing_type == "none"
-    kernels = ("fused_permute", "fused_unpermute", "fused_sort_chunks_by_index")
-    kernels += ("fused_permute_with_probs", "fused_sort_chunks_by_index_with_probs")
-    # Megatron-Core looks for them.
-    with mock.patch.multiple(megatron.moe_utils, create=True, **dict.fromkeys(kernels, mock.Mock())):
-        for experts in ("te", "grouped", "sequential"):
-            config, is_te = configured(Parts(experts)), experts == "te"
-            fusions = config.moe_permute_fusion, config.bias_activation_fusion, config.moe_router_fusion
-            assert fusions == (is_te,) * 3

@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_time import HandClock
 
 from moe_ep_bench.bench.rows import Samples
@@ -194,31 +193,6 @@ def test_small_inputs_are_handed_out_in_turn_and_large_ones_are_not_copied(monke
     sizes = ((100, 3, 3), (500, 9, 1), (0, 4, 4))
     for size, most, made in sizes:
         assert len(timing_device.RotatingInput(torch.zeros(size), most=most).copies) == made
-
-
-class Traffic(TorchDispatchMode):
-    """Whether each operation wrote to its first argument, and how many bytes that has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[bool, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], torch.Tensor):
-            self.seen.append((func._schema.is_mutable, args[0].nbytes))
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_flush_writes_twice_the_cache_and_then_reads_it_all_so_that_no_line_is_left_dirty(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(timing_device, "cache_bytes", lambda device: 1000)
-    flush = timing_device.CacheFlush(torch.device("cpu"))
-    with Traffic() as traffic:
-        flush()
-    (_, written), *_ = [one for one in traffic.seen if one[0]]
-    assert written == 2000
-    assert traffic.seen[-1] == (False, 2000)
 
 
 def test_cases_are_timed_in_the_planned_order_and_the_hosts_time_is_in_microseconds(

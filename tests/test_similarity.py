@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_ep_bench import cli
-from moe_ep_bench.analysis.quality import read_quality
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.quality.families import find_moe_layers
 from moe_ep_bench.quality.recording import inner_products, similarities
@@ -242,39 +241,3 @@ def test_experts_of_another_model_are_said_where_the_run_ends(
     assert cli.main(["route", str(path), "--out", str(tmp_path / "out")]) == OK
     told = " ".join(capsys.readouterr().out.split())
     assert told.count("warning: data: sere decides by Mixtral-8x7B's, not OLMoE-1B-7B's") == is_other
-
-
-def test_quality_judges_it_and_copies_of_experts_cost_nothing(folder: Path, tmp_path: Path) -> None:
-    """Where every expert is most like one that computes the same, answers stay the unpatched ones."""
-    model = hf_models.tiny("olmoe", vocab_size=259)
-    twins = {name: value.clone() for name, value in model.state_dict().items()}
-    for name, value in twins.items():
-        if ".experts." in name:
-            value[1::2] = value[::2]  # experts 1, 3, 5, 7 are copies of 0, 2, 4, 6
-    twin = hf_models.build(model.config)
-    twin.load_state_dict(twins)
-    hf_models.save(twin, tmp_path / "twins")
-    source = [str(tmp_path / "twins"), "--text", str(folder / "text.txt"), "--sequence-length", "16"]
-    similarity = tmp_path / "twins.safetensors"
-    assert cli.main(["trace", "record", *source, "--num-sequences", "8", "--similarity", str(similarity)]) == OK
-    similarity_LEE = load_file(similarity)["similarity"]
-    assert torch.allclose(similarity_LEE[:, range(0, 8, 2), range(1, 8, 2)], torch.ones(2, 4))
-    asked = {
-        "model": {"checkpoint": "twins", "dtype": "float32"},
-        "text": {"file": str(folder / "text.txt"), "sequence_length": 16, "num_sequences": 8},
-        "layer": {"ep_size": 2},
-        "policies": [
-            {"name": "sere", "k0": 1, "threshold": 0.999, "similarity": "twins.safetensors"},
-            {"name": "sere", "k0": 1, "similarity": "twins.safetensors"},
-        ],
-    }
-    (tmp_path / "quality.yaml").write_text(yaml.safe_dump(asked))
-    assert cli.main(["quality", str(tmp_path / "quality.yaml"), "--out", str(tmp_path / "judged")]) == OK
-    found = read_quality(tmp_path / "judged")
-    scores = found.scores.join(found.cases["label"], on="case_id").groupby(["label", "metric"])["value"].mean()
-    routed = found.routing.join(found.cases["label"], on="case_id").groupby("label")["activated_experts"].mean()
-    close, far = "sere k0=1 similarity=twins threshold=0.999", "sere k0=1 similarity=twins"
-    assert scores[close, "kl"] == pytest.approx(0, abs=1e-6)
-    assert scores[close, "agreement"] == 1
-    assert scores[far, "kl"] > 0.01
-    assert routed[far] < routed[close] < routed["native"] - 1

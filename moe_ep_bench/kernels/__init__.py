@@ -24,7 +24,7 @@ import os
 import shutil
 import sysconfig
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -79,18 +79,6 @@ class PolicyForm:
 
     def _calls(self, scores_TE: Tensor, context: RoutingContext) -> Calls:
         return _calls(form_of(self.policy.in_layer(context.layer_fraction), self.device_type), *scores_TE.shape)
-
-    def select_all(self, scores: Sequence[Tensor], contexts: Sequence[RoutingContext]) -> list[Routing]:
-        """``select`` for all ranks at once, where one process holds every rank's scores.
-
-        Args:
-            scores: every rank's float32 [T, E]; T differs from rank to rank and may be 0.
-            contexts: every rank's, in the same order. Statistics draw nothing, so that one generator serves both steps.
-        """
-        pairs = list(zip(scores, contexts, strict=True))
-        known = [stats_SE for pair in pairs if (stats_SE := self.stats(*pair)) is not None]
-        summed_SE = torch.stack(known).sum(dim=0) if known else None
-        return [self.select(*pair, summed_SE) for pair in pairs]
 
     def runs(self, num_tokens: int, num_experts: int) -> str:
         """Which of ``KERNELS`` routes so many tokens."""

@@ -8,7 +8,6 @@ Shapes: T = tokens, E = experts, K = top_k, R = ranks, S = rows of batch statist
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -183,9 +182,6 @@ def trials(policy: Policy, count: int = 56) -> Iterator[Trial]:
     num_layers = next(iter(policy.layered.values()), None)
     for seed in range(count):
         num_tokens, num_experts, num_ranks, top_k = _SHAPES[seed % len(_SHAPES)]
-        if policy.data is not None:
-            num_experts = policy.data.num_experts
-            num_ranks, top_k = math.gcd(num_ranks, num_experts), min(top_k, num_experts)
         generator = torch.Generator().manual_seed(seed)
 
         def draw(high: int, *shape: int, generator: torch.Generator = generator) -> Tensor:

@@ -308,7 +308,10 @@ class _Patch:
             if load_RE is not None:
                 # What the rank was given before this batch.
                 contexts = [replace(context, load_E=load_RE[context.rank].clone()) for context in contexts]
-            routings = form.select_all(scores, contexts)
+            # Statistics draw nothing, so that a rank's generator serves both steps.
+            stats = [form.stats(*rank) for rank in zip(scores, contexts, strict=True)]
+            stats_SE = None if stats[0] is None else torch.stack(stats).sum(dim=0)
+            routings = [form.select(*rank, stats_SE) for rank in zip(scores, contexts, strict=True)]
             for (rank, token_N), of_rank in zip(batch, routings, strict=True):
                 routing.map_TE[token_N] = of_rank.map_TE
                 routing.weights_TE[token_N] = of_rank.weights_TE

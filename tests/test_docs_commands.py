@@ -86,7 +86,7 @@ LISTED = {
     "check-policy ./my_policy.py:LeaveBusiest --set num_left=2": ("--help", "test_own_policies does so"),
     "emulate configs/balance-recorded.yaml --set workload.trace=FILE": ("--help", "needs the recording itself"),
     "papers configs/papers/llep-figure4.yaml": ("--help", "takes minutes; test_published reads it"),
-    "advise --model MODEL/config.json --ep 8 --tokens 16384 --trace recordings/mine/prefill-0001.safetensors": (
+    "advise --model MODEL/config.json --ep 8 --tokens 16384 --trace recordings/mine/prefill.safetensors": (
         "--help",
         "a server records the trace; other recordings are asked about here",
     ),

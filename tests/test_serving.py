@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -264,6 +264,9 @@ class Played:
         self.recorder.end_step(names, position_T, is_prompt_T)
 
 
+COUNTED = (("prefill", 12), ("decode", 3))
+
+
 def test_interleaved_requests_are_sorted_by_request_position_and_phase(tmp_path: Path) -> None:
     played = Played(tmp_path)
     played.step(("a", 0, 5, True), ("b", 0, 3, True))
@@ -271,7 +274,7 @@ def test_interleaved_requests_are_sorted_by_request_position_and_phase(tmp_path:
     played.step(("a", 9, 1, False), ("b", 4, 1, False))
     played.recorder.close()
     for phase, expected in (("prefill", [("a", 9), ("b", 3)]), ("decode", [("a", 1), ("b", 2)])):
-        trace = open_trace(tmp_path / f"{phase}-0001.safetensors")
+        trace = open_trace(tmp_path / f"{phase}.safetensors")
         kept = sorted(
             (entry for entry in played.tokens if entry[2] == (phase == "prefill")), key=lambda entry: entry[:2]
         )
@@ -281,8 +284,8 @@ def test_interleaved_requests_are_sorted_by_request_position_and_phase(tmp_path:
         for layer in range(2):
             np.testing.assert_array_equal(trace.read_full_scores(layer), [entry[3][layer][0] for entry in kept])
             np.testing.assert_array_equal(trace.read_layer(layer)[0], [entry[3][layer][1] for entry in kept])
-    assert played.said[-1] == f"recorded 15 tokens of 2 requests in {tmp_path}"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["decode-0001.safetensors", "prefill-0001.safetensors"]
+    assert played.said == [f"wrote {tmp_path}/{phase}.safetensors: {count} tokens" for phase, count in COUNTED]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["decode.safetensors", "prefill.safetensors"]
 
 
 def test_what_is_computed_again_or_no_number_is_left_out_by_name(tmp_path: Path) -> None:
@@ -290,7 +293,7 @@ def test_what_is_computed_again_or_no_number_is_left_out_by_name(tmp_path: Path)
     played.step(("a", 0, 5, True))
     played.step(("a", 2, 4, True), broken=3)  # set back to position 2; its position 5 has no scores
     played.recorder.close()
-    trace = open_trace(tmp_path / "prefill-0001.safetensors")
+    trace = open_trace(tmp_path / "prefill.safetensors")
     assert trace.num_tokens == 5
     assert "3 tokens computed again" in trace.metadata["note"]
     assert "1 tokens whose scores were no numbers left out" in trace.metadata["note"]
@@ -302,62 +305,27 @@ def test_a_name_that_comes_again_is_another_request(tmp_path: Path) -> None:
     played.recorder.forget(["a", "b"])
     played.step(("a", 0, 3, True))
     played.recorder.close()
-    assert np.diff(open_trace(tmp_path / "prefill-0001.safetensors").start_S).tolist() == [5, 3]
-
-
-def test_full_parts_are_written_and_requests_keep_their_numbers(tmp_path: Path) -> None:
-    played = Played(tmp_path, part_bytes=1500, prefix="rank1-")
-    for position in range(0, 40, 8):
-        played.step(("a", position, 8, True), ("b", position, 2, True))
-    played.recorder.close()
-    parts = sorted(tmp_path.glob("rank1-prefill-*.safetensors"))
-    assert len(parts) == 5
-    for part in parts:
-        from safetensors.numpy import load_file
-
-        assert load_file(part)["sequence_id"].tolist() == [0] * 8 + [1] * 2
+    assert np.diff(open_trace(tmp_path / "prefill.safetensors").start_S).tolist() == [5, 3]
 
 
 def test_recording_ends_at_its_limit_and_the_server_goes_on(tmp_path: Path) -> None:
-    played = Played(tmp_path, most_bytes=4000)
+    played = Played(tmp_path, most_bytes=4000, prefix="rank1-")
     for position in range(0, 400, 8):
         played.step(("a", position, 8, True))
     played.recorder.close()
     assert "recording ended at its limit" in played.said[-1]
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 12_000
+    assert open_trace(tmp_path / "rank1-prefill.safetensors").num_tokens == 32  # 160 bytes each
     assert not played.recorder.is_open
 
 
-def test_serving_goes_on_while_a_part_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, may_write, write = [], threading.Event(), Recorder._write
-
-    def slow(self: Recorder, *part: Any) -> None:
-        assert may_write.wait(60)
-        write(self, *part)
-        written.append(self.num_parts)
-
-    monkeypatch.setattr(Recorder, "_write", slow)
-    played = Played(tmp_path, part_bytes=1500)
-    played.step(("a", 0, 8, True), ("b", 0, 2, True))
-    played.step(("a", 8, 2, True))
-    assert not written
-    may_write.set()
-    played.recorder.close()
-    assert written == [1, 2]
-    assert "recorded 12 tokens of 2 requests" in played.said[-1]
-
-
-def test_a_disk_that_is_full_ends_the_recording_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(tmp_path, part_bytes=100)
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Recorder, "_write", full)
+def test_a_disk_that_is_full_loses_the_recording_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played(tmp_path)
+    monkeypatch.setattr(Recorder, "_write", mock.Mock(side_effect=OSError(28, "No space left on device")))
     played.step(("a", 0, 8, True))
-    played.step(("a", 8, 8, True))
     played.recorder.close()
-    assert played.said == ["recording ended: [Errno 28] No space left on device"]
+    played.recorder.close()
+    played.step(("a", 8, 8, True))
+    assert played.said == ["recording lost: [Errno 28] No space left on device"]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -452,7 +420,7 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(policy: str, changes: di
 
 
 def test_a_folder_with_recordings_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "prefill-0001.safetensors").touch()
+    (tmp_path / "prefill.safetensors").touch()
     assert "expected a folder without" in refusal(check_config, config_of(), settings({RECORD: str(tmp_path)}))
 
 

@@ -83,7 +83,7 @@ def test_topk_gives_vllms_own_answers(run: Run) -> None:
 @pytest.mark.parametrize("name", ["topk", "token_drop"])
 def test_a_recording_holds_what_the_routers_chose(run: Run, name: str) -> None:
     """In the first step all prompts, one after the other; so the rows of the recording are those of the kernel."""
-    seen, trace = run.seen(name), open_trace(run.folder / name / "prefill-0001.safetensors")
+    seen, trace = run.seen(name), open_trace(run.folder / name / "prefill.safetensors")
     assert trace.num_tokens == 211
     for layer, layer_name in enumerate(layers_of(seen)):
         logits_TE = torch.from_numpy(seen[f"{layer_name}|logits"][:211])
@@ -98,7 +98,7 @@ def test_a_recording_holds_what_the_routers_chose(run: Run, name: str) -> None:
 
 
 def test_generated_tokens_are_recorded_by_request_and_position(run: Run) -> None:
-    seen, trace = run.seen("topk"), open_trace(run.folder / "topk" / "decode-0001.safetensors")
+    seen, trace = run.seen("topk"), open_trace(run.folder / "topk" / "decode.safetensors")
     assert np.diff(trace.start_S).tolist() == [7] * 4  # the last of eight is never computed
     # Each step computes a token of every request, in their order.
     for layer, layer_name in enumerate(layers_of(seen)):
@@ -110,7 +110,7 @@ def test_token_drop_drops_what_route_drops_on_the_recording(run: Run, tmp_path: 
     config = tmp_path / "route.yaml"
     config.write_text(f"""
 model: {{hf_config: {run.folder / run.family / "config.json"}}}
-workload: {{kind: recorded, trace: {run.folder / "token_drop" / "prefill-0001.safetensors"}, layer: all, tail: recorded,
+workload: {{kind: recorded, trace: {run.folder / "token_drop" / "prefill.safetensors"}, layer: all, tail: recorded,
   num_tokens: 211, num_batches: 1}}
 layer: {{ep_size: 1}}
 policies: [{{name: token_drop, capacity_factor: 1.0}}]
@@ -216,8 +216,8 @@ def test_a_server_records_and_drops_until_it_is_stopped(model: Path, tmp_path: P
     assert "serving under token_drop capacity_factor=1.0 in prefill and decode, 2 MoE layers, top-4 of 64" in text
     assert "dropping saves no time here" in text
     assert "all layers: " in text
-    prefill = open_trace(tmp_path / "recorded" / "prefill-0001.safetensors")
-    decode = open_trace(tmp_path / "recorded" / "decode-0001.safetensors")
+    prefill = open_trace(tmp_path / "recorded" / "prefill.safetensors")
+    decode = open_trace(tmp_path / "recorded" / "decode.safetensors")
     assert (prefill.num_tokens, decode.num_tokens) == (2 * usage["prompt_tokens"], 2 * 5)
     assert prefill.metadata["note"] == "served under token_drop capacity_factor=1.0"
     assert not list((tmp_path / "recorded").glob(".*"))

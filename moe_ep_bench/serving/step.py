@@ -157,23 +157,16 @@ class StepRouter:
         ).to(self.counts_LC)
 
     def report(self) -> list[str]:
-        """What the policy did so far: a line for all layers, and one for each."""
-        count_LC = self.counts_LC.cpu()
-        # Tokens pass through every layer: all together they are as many as in one.
-        total_C = count_LC.sum(dim=0)
-        total_C[COUNTS.index("tokens")] /= len(self.layers)
-        lines = []
-        names = ["all layers", *(layer.name for layer in self.layers)]
-        for name, row_C in zip(names, [total_C, *count_LC], strict=True):
-            count = dict(zip(COUNTS, row_C.tolist(), strict=True))
-            steps = max(count["steps"], 1)
-            lines.append(
-                f"{name}: {count['tokens']:,.0f} tokens, {count['dropped']:,.0f} of {count['pairs']:,.0f} top-k pairs "
-                f"dropped ({count['dropped'] / max(count['pairs'], 1):.2%}), "
-                f"{count['mass'] / (count['own_mass'] or 1):.4f} of the top-k's mass kept, "
-                f"{count['activated'] / steps:.1f} experts activated a step "
-                f"({count['own_activated'] / steps:.1f} by top-k)"
-            )
+        """What the policy did so far, in all layers together."""
+        count = dict(zip(COUNTS, self.counts_LC.sum(dim=0).tolist(), strict=True))
+        # Tokens and steps pass through every layer.
+        tokens, steps = (count[name] / len(self.layers) for name in ("tokens", "steps"))
+        lines = [
+            f"all layers: {tokens:,.0f} tokens, {count['dropped']:,.0f} of {count['pairs']:,.0f} top-k pairs dropped "
+            f"({count['dropped'] / max(count['pairs'], 1):.2%}), {count['mass'] / (count['own_mass'] or 1):.4f} of the "
+            f"top-k's mass kept, {count['activated'] / max(count['steps'], 1):.1f} experts activated a layer and step "
+            f"({count['own_activated'] / max(count['steps'], 1):.1f} by top-k) in {steps:,.0f} steps"
+        ]
         if broken := int(self.num_broken):
             lines.append(f"{broken:,} scores were no numbers: those tokens went as vLLM's own router sent them")
         return lines

@@ -17,6 +17,7 @@ Shapes: T = tokens of a step, E = experts, K = top_k.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import logging
 import os
 import sys
@@ -29,7 +30,6 @@ from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.serving.settings import POLICY, Settings, check_config, check_policy, num_ranks, settings
 
 RELEASE = "0.32"
-_STEPS_A_REPORT = 1000
 _SHUTDOWN_S = 120
 logger = logging.getLogger("vllm.moe_ep_bench")
 
@@ -45,7 +45,6 @@ class Session:
     step_router: Any = None
     recorder: Any = None
     step: Any = None  # of real requests, while they are computed
-    num_steps: int = 0
     num_routed: int = 0
 
 
@@ -219,7 +218,7 @@ def _bind(worker: Any) -> None:
                 "model": Path(model.model).name,
                 "score": score_words(layer.spec.score_function),
                 "domain": "requests of a server",
-                "source": f"vLLM {_version()}, plugin of moe-ep-bench",
+                "source": f"vLLM {importlib.metadata.version('vllm')}, plugin of moe-ep-bench",
                 "licence": "unstated",
                 "note": f"served under {asked.policy.label}" if asked.policy is not None else "",
             },
@@ -229,12 +228,6 @@ def _bind(worker: Any) -> None:
         )
         limit = asked.most_bytes / 2**30
         say("moe-ep-bench: recording %s to %s, at most %.3g GiB", shape, asked.directory, limit)
-
-
-def _version() -> str:
-    import vllm
-
-    return vllm.__version__
 
 
 def _execute_model(inner: Callable[..., Any], worker: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -253,9 +246,6 @@ def _execute_model(inner: Callable[..., Any], worker: Any, scheduled: Any, *args
         session.step.end()
     finally:
         session.step = None
-    session.num_steps += 1
-    if session.step_router is not None and session.num_steps % _STEPS_A_REPORT == 0:
-        logger.info("moe-ep-bench: %s", session.step_router.report()[0])
     return result
 
 
@@ -263,7 +253,7 @@ def _shutdown(inner: Callable[..., Any], worker: Any) -> Any:
     session = _session
     if session.recorder is not None:
         session.recorder.close()
-    if session.step_router is not None and session.num_steps:
+    if session.step_router is not None:
         for line in session.step_router.report():
             logger.info("moe-ep-bench: %s", line)
     session.step_router = session.recorder = None

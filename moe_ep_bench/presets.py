@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -23,8 +24,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, PlainSerializer, Val
 
 from moe_ep_bench.errors import UserError, brief, did_you_mean, naming, problem_words
 from moe_ep_bench.files import parse_yaml, read_text
-from moe_ep_bench.policies import FILE_FIELDS, Policy, make_policy
+from moe_ep_bench.policies import Policy, make_policy
 
+# Values of keys that take names too: a file of links or a device, or what a policy reads.
+NAMES_FILE = re.compile(r"\.(yaml|safetensors)$")
 DATA_DIR = Path(__file__).resolve().parent / "data"
 
 
@@ -173,15 +176,13 @@ def _check_entry(entry: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-def _without_folders(entry: dict[str, Any]) -> dict[str, Any]:
+def _without_folders(value: Any) -> Any:
     """Results say of a policy's files their names alone."""
-
-    def named(key: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [named(key, inner) for inner in value]
-        return Path(value).name if isinstance(value, str) and key in FILE_FIELDS else value
-
-    return {key: named(key, value) for key, value in entry.items()}
+    if isinstance(value, dict):
+        return {key: _without_folders(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(inner) for inner in value]
+    return Path(value).name if isinstance(value, str) and NAMES_FILE.search(value) else value
 
 
 PolicyEntry = Annotated[

@@ -177,7 +177,7 @@ def test_a_files_paths_are_read_from_its_folder_and_an_overrides_from_the_workin
     assert devices("sweep: {emulate.device: [a.yaml, h20]}\n") == [str(tmp_path / "a.yaml"), "h20"]
     assert devices("on_cpu: {emulate.device: a.yaml}\n") == [str(tmp_path / "a.yaml")]
     assert devices("on_cpu: {sweep.emulate.device: [a.yaml]}\n") == [str(tmp_path / "a.yaml")]
-    assert devices("", "emulate.device=a.yaml") == ["a.yaml"]
+    assert devices("", "emulate.device=a.yaml") == [str(Path.cwd() / "a.yaml")]
 
 
 def test_labels_of_replicas_have_the_time_of_what_is_solved() -> None:

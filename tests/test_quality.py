@@ -456,7 +456,7 @@ def test_paths_of_a_config_start_at_its_folder_and_those_of_overrides_at_the_cur
     config = ROOT / "configs/quality-small.yaml"
     (found,) = load_points(config, QualityExperiment, ["model.checkpoint=models/mine"])
     assert found.text is not None
-    assert found.model.checkpoint == Path("models/mine")
+    assert found.model.checkpoint == Path.cwd() / "models/mine"
     assert found.text.file == config.parent / "../checkpoints/small-moe/heldout.txt"
 
 

@@ -199,7 +199,7 @@ def _flag(name: str) -> str:
 def _of_config(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """A config's values and its sweep, without what does not enter the question; its policies are no candidates."""
     _refuse(options, _FLAGS, "with a config, whose keys say that; --set KEY=VALUE changes one")
-    raw, sweep = read_config(options.config, options.overrides)
+    raw, sweep = read_config(options.config.absolute(), options.overrides)
     (experiment, *_) = experiments_of(options.config, *copy.deepcopy(({**raw, "policies": _ANY_POLICY}, sweep)))
     raw = {section: raw[section] for section in _READ if section in raw}
     for key in _UNREAD:
@@ -250,7 +250,7 @@ def _of_flags(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     sweep: dict[str, Any] = {}
     values = {key: getattr(options, flag) for flag, key in _KEYS.items()}
     given = [f"{key}={json.dumps(value, default=str)}" for key, value in values.items() if value is not None]
-    override(raw, sweep, [*given, *options.overrides], Path.cwd())
+    override(raw, sweep, [*given, *options.overrides])
     return raw, sweep, assumed
 
 

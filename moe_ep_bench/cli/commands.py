@@ -257,7 +257,7 @@ def _check_policy(options: Namespace) -> int:
     from moe_ep_bench.policies.laws import check_text
 
     entry: dict[str, Any] = {"name": options.policy}
-    override(entry, {}, options.overrides, Path())
+    override(entry, {}, options.overrides)
     text, kept = check_text(make_policy(entry))
     print(text)
     return OK if kept else CASES_FAILED

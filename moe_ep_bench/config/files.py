@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,23 +16,14 @@ from moe_ep_bench.config import Experiment, SweepPoint
 from moe_ep_bench.errors import UserError, brief, naming
 from moe_ep_bench.files import parse_yaml
 from moe_ep_bench.models import ModelSpec
-from moe_ep_bench.policies import FILE_FIELDS
-from moe_ep_bench.presets import read_yaml, validated
+from moe_ep_bench.presets import NAMES_FILE, read_yaml, validated
 from moe_ep_bench.workload.counts import read_counts
 from moe_ep_bench.workload.trace import open_trace
 
 _Schema = TypeVar("_Schema", bound=SweepPoint)
 
-# Keys that name a file, and whether a value of theirs does: some take names too.
-_POLICIES = ("policies", "claims.policy", "claims.versus")
-_FILES: dict[str, Callable[[str], bool]] = {
-    **dict.fromkeys(("model.hf_config", "workload.skew_from", "workload.trace"), bool),
-    **dict.fromkeys(("model.checkpoint", "text.file", "include"), bool),
-    **dict.fromkeys(("emulate.links", "emulate.device"), lambda text: text.endswith(".yaml")),
-    **dict.fromkeys(
-        (f"{key}.{field}" for key in _POLICIES for field in FILE_FIELDS), lambda text: text.endswith(".safetensors")
-    ),
-}
+# Keys whose values are paths, whatever they end in.
+_PATHS = ("model.hf_config", "model.checkpoint", "workload.skew_from", "workload.trace", "text.file", "include")
 
 
 def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool) -> list[Experiment]:
@@ -46,27 +37,12 @@ def load_experiments(path: Path, overrides: Iterable[str] = (), *, on_cpu: bool)
     Raises:
         UserError: one line naming file, key, value and what is allowed.
     """
-    return experiments_of(path, *_read(path, Experiment, overrides, on_cpu=on_cpu))
-
-
-def read_config(path: Path, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a config file's values and its sweep, overrides applied and paths absolute; ``on_cpu`` is passed over.
-
-    Raises:
-        UserError: see ``load_experiments``.
-    """
-    return _read(path.absolute(), Experiment, overrides, Path.cwd())
+    return experiments_of(path, *read_config(path, overrides, on_cpu=on_cpu))
 
 
 def load_points(path: Path, schema: type[_Schema], overrides: Iterable[str]) -> list[_Schema]:
-    """Read a config file of another schema, one experiment per point of its ``sweep``.
-
-    Overrides work as in ``load_experiments``.
-
-    Raises:
-        UserError: one line naming file, key, value and what is allowed.
-    """
-    return _points(path, schema, *_read(path, schema, overrides))
+    """Read a config file of another schema, as ``load_experiments``."""
+    return _points(path, schema, *read_config(path, overrides, schema))
 
 
 def experiments_of(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> list[Experiment]:
@@ -79,15 +55,14 @@ def experiments_of(path: Path, raw: dict[str, Any], sweep: dict[str, Any]) -> li
 # ---- the file and its overrides --------------------------------------------------------------------------------------
 
 
-def _read(
-    path: Path,
-    schema: type[SweepPoint],
-    overrides: Iterable[str],
-    overrides_folder: Path = Path(),
-    *,
-    on_cpu: bool = False,
+def read_config(
+    path: Path, overrides: Iterable[str], schema: type[SweepPoint] = Experiment, *, on_cpu: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The file's values and its sweep, both with the overrides applied and relative paths resolved."""
+    """Read a config file's values and its sweep, both with the overrides applied and relative paths resolved.
+
+    Raises:
+        UserError: see ``load_experiments``.
+    """
     if not path.exists() and path.name in ModelSpec.names():
         raise UserError(f"{path}: is a model's name; expected a config's path (advise takes --model {path.name})")
     raw = read_yaml(path, "cannot read the config")
@@ -99,18 +74,12 @@ def _read(
     raw, sweep = (_resolved(values, "", path.parent) for values in (raw, sections["sweep"]))
     for key, value in (sections["on_cpu"] if on_cpu else {}).items():
         _change(raw, sweep, str(key), value, path.parent, f"{path}: on_cpu.{key}")
-    override(raw, sweep, overrides, overrides_folder)
-    for name in schema.BESIDE:
-        if name in raw:
-            raise UserError(
-                f"--set {name}: expected {name} in the config alone, as dotted keys with values, "
-                f"for --set replaces values everywhere; got {brief(raw[name])}"
-            )
+    override(raw, sweep, overrides)
     return raw, sweep
 
 
-def override(raw: dict[str, Any], sweep: dict[str, Any], overrides: Iterable[str], folder: Path) -> None:
-    """Put overrides ``key=value`` into a config's values and its sweep; relative paths are read from ``folder``.
+def override(raw: dict[str, Any], sweep: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Put overrides ``key=value`` into a config's values and its sweep.
 
     Raises:
         UserError: one line naming the override.
@@ -123,15 +92,15 @@ def override(raw: dict[str, Any], sweep: dict[str, Any], overrides: Iterable[str
         with naming(f"{where}: the value is", joint=" "):
             # YAML reads a name's beginning that ends so, as of a table, as a key without a value.
             value = text if text.endswith(":") else parse_yaml(text)
-        _change(raw, sweep, key, value, folder, where)
+        _change(raw, sweep, key, value, Path.cwd(), where)
 
 
 def _change(raw: dict[str, Any], sweep: dict[str, Any], key: str, value: Any, folder: Path, where: str) -> None:
     """Set the value of a dotted key, which ends its sweep, or the values of ``sweep.KEY``."""
-    if key == "sweep":
-        raise UserError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
     swept = key.removeprefix("sweep.")
-    value = _resolved(value, re.sub(r"\.\d+(?=\.|$)", "", swept), folder)
+    if swept in ("sweep", "on_cpu"):
+        raise UserError(f"{where}: expected sweep.KEY=[values], or KEY=value for one value alone")
+    value = _resolved(value, swept, folder)
     if key != swept:
         sweep[swept] = value
     else:
@@ -145,30 +114,20 @@ def _resolved(value: Any, key: str, folder: Path) -> Any:
         return {name: _resolved(inner, f"{key}.{name}".lstrip("."), folder) for name, inner in value.items()}
     if isinstance(value, list):
         return [_resolved(entry, key, folder) for entry in value]
-    is_path = isinstance(value, str) and key in _FILES and _FILES[key](value)
+    is_path = isinstance(value, str) and (key in _PATHS or NAMES_FILE.search(value))
     return str(folder / value) if is_path else value
 
 
 def _put(raw: dict[str, Any], dotted: str, value: Any, where: str) -> None:
     """Set the value of a dotted key, whose numbers are places in lists."""
-    *parents, last = str(dotted).split(".")
+    *parents, last = dotted.split(".")
     inner: Any = raw
-    for parent in parents:
-        place = _place(inner, parent, f"{where}: {dotted}")
-        inner = inner[place] if isinstance(inner, list) else inner.setdefault(place, {})
-        if not isinstance(inner, dict | list):
-            raise UserError(f"{where}: {dotted}: {parent} has no keys of its own")
-    inner[_place(inner, last, f"{where}: {dotted}")] = value
-
-
-def _place(values: dict[str, Any] | list[Any], key: str, where: str) -> Any:
-    """What a word of a dotted key stands for in ``values``: itself, or a place in a list."""
-    if isinstance(values, dict):
-        return key
-    if not key.isdecimal() or int(key) >= len(values):
-        allowed = f"0 to {len(values) - 1}" if values else "nothing, for the list is empty"
-        raise UserError(f"{where}: expected {allowed} for an entry of the list, got {key}")
-    return int(key)
+    try:
+        for parent in parents:
+            inner = inner[int(parent)] if isinstance(inner, list) else inner.setdefault(parent, {})
+        inner[int(last) if isinstance(inner, list) else last] = value
+    except (AttributeError, IndexError, TypeError, ValueError):
+        raise UserError(f"{where}: {dotted}: the config has no such place") from None
 
 
 # ---- points of the sweep ---------------------------------------------------------------------------------------------
@@ -185,7 +144,7 @@ def _points(path: Path, schema: type[_Schema], raw: dict[str, Any], sweep: Mappi
     for chosen in itertools.product(*sweep.values()):
         point, values = tuple(zip(sweep, chosen, strict=True)), copy.deepcopy(raw)
         for key, value in point:
-            _put(values, key, copy.deepcopy(value), f"{path}: sweep")
+            _put(values, str(key), copy.deepcopy(value), f"{path}: sweep")
         workload = values.get("workload")
         if isinstance(workload, dict) and isinstance(workload.get("trace"), str):
             workload["trace"] = [workload["trace"]]

@@ -41,13 +41,11 @@ _ALL: tuple[type[Policy], ...] = (
 )
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in _ALL}
 FIELDS = frozenset(field.name for policy in _ALL for field in fields(policy))
-FILE_FIELDS = frozenset(field for policy in _ALL for field in policy.file_fields)
 # Names of cases that are no policies.
 _RESERVED = ("native", "native_balanced", "eplb")
 
 __all__ = [
     "FIELDS",
-    "FILE_FIELDS",
     "POLICIES",
     "Policy",
     "Routing",

@@ -17,7 +17,6 @@ Shapes: T = tokens of a step, E = experts, K = top_k.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import logging
 import os
 import sys
@@ -165,6 +164,7 @@ def _load_model(inner: Callable[..., Any], worker: Any, *args: Any, **kwargs: An
 
 def _bind(worker: Any) -> None:
     """Find the model's MoE layers, try the policy in each, and say what is going to happen."""
+    import vllm
     from vllm.model_executor.models.utils import extract_layer_index
 
     from moe_ep_bench.serving import step
@@ -218,7 +218,7 @@ def _bind(worker: Any) -> None:
                 "model": Path(model.model).name,
                 "score": score_words(layer.spec.score_function),
                 "domain": "requests of a server",
-                "source": f"vLLM {importlib.metadata.version('vllm')}, plugin of moe-ep-bench",
+                "source": f"vLLM {vllm.__version__}, plugin of moe-ep-bench",
                 "licence": "unstated",
                 "note": f"served under {asked.policy.label}" if asked.policy is not None else "",
             },

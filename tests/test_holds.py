@@ -12,10 +12,12 @@ import pytest
 from virtual_time import HandClock
 
 from moe_ep_bench.bench.measured_ranks import MeasuredRanks
+from moe_ep_bench.bench.virtual import Emulation
+from moe_ep_bench.cost_model.timeline import RankTime
 from moe_ep_bench.schema import TOTAL, UNACCOUNTED
 from moe_ep_bench.timing import timer as timer_module
 from moe_ep_bench.timing.protocol import find_waiting
-from moe_ep_bench.timing.timer import HOLD_US, HOST, PhaseRecorder, Stopwatch
+from moe_ep_bench.timing.timer import HOLD_US, HOST, THREAD_CPU, PhaseRecorder, Stopwatch
 
 
 class Machine:
@@ -101,3 +103,16 @@ def test_a_host_that_waits_on_one_virtual_rank_paces_none(monkeypatch: pytest.Mo
         turns = [machine.case("decode", 400, 200, waits=waits), machine.case("prefill", 500, 5000)]
         timer.note_waiting(turns, lambda case_id: None)
     assert timer.watch.waiting == {"decode"}
+
+
+@pytest.mark.parametrize(("paced", "totals_us"), [(True, [250, 180]), (False, [100, 180])])
+def test_a_virtual_rank_takes_as_long_as_the_host_that_issued_it(paced: bool, totals_us: list[float]) -> None:
+    emulation = Emulation.__new__(Emulation)
+    emulation.columns = ("experts", UNACCOUNTED, TOTAL, HOST, THREAD_CPU)
+    emulation.samples = {"decode": np.zeros((2, 1, 5))}
+    router = SimpleNamespace(case=SimpleNamespace(case_id="decode", replication=None))
+    times_R = [[RankTime([{"experts": us}], [], host_us)] for us, host_us in ((100, 250), (180, 120))]
+    emulation._store(router, times_R, SimpleNamespace(layers={}, index=0), paced=paced)
+    experts_R, unaccounted_R, total_R = emulation.samples["decode"][:, 0, :3].T
+    assert total_R.tolist() == totals_us
+    assert (experts_R + unaccounted_R == total_R).all()

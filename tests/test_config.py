@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 from test_workload import digest_of, top_k_load
 
-from moe_ep_bench.bench import checks
 from moe_ep_bench.bench.comparison import RANKS, Comparison
 from moe_ep_bench.bench.description import workload_facts
 from moe_ep_bench.bench.plan import compare, plan_experiments
-from moe_ep_bench.config import ReplicationConfig, SyntheticConfig
+from moe_ep_bench.config import SyntheticConfig
 from moe_ep_bench.config.files import load_experiments
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.workload.skews import SKEWS, load_skew
@@ -132,14 +130,6 @@ def test_what_does_not_fit_together_is_said(model: dict, workload: dict, message
         comparison(tmp_path, model=model, workload=workload)
 
 
-def test_the_root_of_a_softplus_runs_since_megatron_core_018(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = r"where layers run before Megatron-Core 0.18; .*, got sqrtsoftplus of 16 experts, top-2 and .* 0.17.1"
-    for version in ("0.17.1", "0.18.0"):
-        monkeypatch.setattr(checks, "version_of", lambda _, version=version: version)
-        with pytest.raises(ValueError, match=refused) if version < "0.18" else nullcontext():
-            comparison(tmp_path, model={**SHAPE, "score_function": "sqrtsoftplus"})
-
-
 def test_a_sweep_is_set_key_by_key_and_one_value_ends_it(tmp_path: Path) -> None:
     experiment(tmp_path)
     path = tmp_path / "config.yaml"
@@ -178,11 +168,6 @@ def test_a_files_paths_are_read_from_its_folder_and_an_overrides_from_the_workin
     assert devices("on_cpu: {emulate.device: a.yaml}\n") == [str(tmp_path / "a.yaml")]
     assert devices("on_cpu: {sweep.emulate.device: [a.yaml]}\n") == [str(tmp_path / "a.yaml")]
     assert devices("", "emulate.device=a.yaml") == [str(Path.cwd() / "a.yaml")]
-
-
-def test_labels_of_replicas_have_the_time_of_what_is_solved() -> None:
-    labels = {"static": "EPLB, 1 spare per rank", "lp": "EPLB + LP (100 us to solve), 1 spare per rank"}
-    assert {name: ReplicationConfig(spare_per_rank=1, balancer=name).label for name in labels} == labels
 
 
 def test_padding_makes_another_case_and_is_named(tmp_path: Path) -> None:

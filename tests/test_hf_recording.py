@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,27 +10,19 @@ from unittest import mock
 
 import hf_models
 import numpy as np
-import pandas as pd
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file as load_weights
 from safetensors.torch import save_file as save_weights
 from test_recorded import tokens_of
 
-from moe_ep_bench.bench.comparison import ROUTING
-from moe_ep_bench.bench.plan import plan
-from moe_ep_bench.bench.route import route
-from moe_ep_bench.bench.run import emulate
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import RoutingContext, make_policy
 from moe_ep_bench.quality.checkpoint import Checkpoint
 from moe_ep_bench.quality.families import shares
 from moe_ep_bench.quality.recording import record
 from moe_ep_bench.quality.routed import RouterCall, routed
-from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
+from moe_ep_bench.runtime.exit_codes import USER_ERROR
 from moe_ep_bench.workload.replay import RecordedWorkload
 from moe_ep_bench.workload.tail import keep_top_k_ahead
 from moe_ep_bench.workload.trace import TraceWriter, open_trace
@@ -135,62 +126,6 @@ def test_a_recording_that_is_cut_short_leaves_nothing_and_is_made_again(
     assert list(tmp_path.iterdir()) == []
     record(olmoe, text, out=out, **OPTIONS)
     assert out.read_bytes() == recording.read_bytes()
-
-
-def test_route_and_emulate_route_it_alike_without_a_tail_model(recording: Path, olmoe: Path, tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    recorded = {"kind": "recorded", "trace": str(recording), "layer": "all", "tail": "recorded"}
-    content = {
-        "name": "tiny",
-        "model": {"hf_config": str(olmoe)},
-        "workload": {**recorded, "num_tokens": 64, "num_batches": 2},
-        "layer": {"ep_size": 2, "dtype": "float32"},
-        "policies": [{"name": "expanded_drop", "capacity_factor": 1.0}],
-        "emulate": {"links": "h100-nvlink4", "device": "h100-sxm"},
-    }
-    config.write_text(yaml.safe_dump(content))
-    (first, _) = plan(config, [], ROUTING)
-    assert "all scores recorded" in first.title
-    outs = [tmp_path / name for name in ("route", "emulate")]
-    route(config, outs[0], [])
-    assert emulate(config, outs[1], []) == OK
-    routed, emulated = (by_layer_and_batch(out) for out in outs)
-    assert len(routed) == 2 * 2 * 2, "layers, batches and cases"
-    assert all(sum(load_E) > 0 for load_E in routed.values())
-    assert {key: emulated[key] for key in routed} == routed
-    times = pd.concat(pq.read_table(part).to_pandas() for part in (outs[1] / "cases").iterdir())
-    assert (times.query("phase == 'total'")["time_us"] > 0).all()
-    assert set(times["status"]) == {"ok"}
-
-
-def by_layer_and_batch(directory: Path) -> dict[tuple[str, str, int], list[int]]:
-    """Pairs of every expert, over all ranks, of the cases that ``route`` has too."""
-    described = json.loads((directory / "run.json").read_text())
-    found: dict[tuple[str, str, int], list[int]] = {}
-    for case_id, case in described["cases"].items():
-        if case["role"] in ("baseline", "policy"):
-            title = described["comparisons"][case["comparison_id"]]["workload"]["description"]
-            part = pq.read_table(directory / "routing" / f"{case['comparison_id']}.parquet")
-            rows = part.filter(pc.field("case_id") == case_id).to_pandas()
-            for batch, of_ranks in rows.groupby("batch"):
-                found[title, case["policy"], batch] = np.stack(list(of_ranks["load_E"])).sum(0).tolist()
-    return found
-
-
-def test_a_recording_of_the_top_k_needs_a_tail_model(recording: Path, tmp_path: Path) -> None:
-    from safetensors import safe_open
-    from safetensors.numpy import load_file, save_file
-
-    tensors = load_file(recording)
-    with safe_open(recording, "np") as file:
-        metadata = file.metadata()
-    full = tensors.pop("full_scores")
-    save_file(tensors, tmp_path / "top.safetensors", metadata)
-    with pytest.raises(ValueError, match="tail: expected popularity or uniform, because the recording holds"):
-        RecordedWorkload([tmp_path / "top.safetensors"], 0, 8, 3, 32, 1, "recorded", seed=0)
-    save_file({**tensors, "full_scores": full[:, :, :4]}, tmp_path / "cut.safetensors", metadata)
-    with pytest.raises(ValueError, match="full_scores: "):
-        open_trace(tmp_path / "cut.safetensors")
 
 
 def test_shares_of_a_softmax_are_recorded_to_the_bit_and_of_a_sigmoid_sum_to_1(olmoe: Path, text: Path) -> None:

@@ -339,19 +339,17 @@ NEMOTRON = V4 | {"model_type": "nemotron_h", "moe_shared_expert_intermediate_siz
         (without("olmoe-1b-7b", "hidden_size"), "hidden_size: missing"),
         (changed("olmoe-1b-7b", model_type="new"), "model_type 'new': no family that is known here; the way on"),
         ({"model_type": "llama", "hidden_size": 64}, "model_type 'llama': no family that is known here; the way on"),
-        (changed("olmoe-1b-7b", hidden_size="2048"), "hidden_size: expected a valid integer, got '2048'"),
-        (changed("olmoe-1b-7b", num_hidden_layers=10**9), "num_hidden_layers: expected less than or equal to 65536"),
+        (changed("olmoe-1b-7b", hidden_size="2048"), "hidden_size: expected a whole number from 1, got '2048'"),
         (
             changed("olmoe-1b-7b", num_experts_per_tok=65),
             "num_experts_per_tok: expected at most the 64 experts, got 65",
         ),
-        (changed("qwen3-30b-a3b", decoder_sparse_step=0), "decoder_sparse_step: expected greater than 0, got 0"),
+        (changed("qwen3-30b-a3b", decoder_sparse_step=0), "decoder_sparse_step: expected a whole number from 1, got 0"),
         (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1 or a list, got true"),
         (changed("deepseek-v3", mlp_layer_types=["moe"] * 61), "mlp_layer_types: expected dense and sparse layers"),
         (changed("deepseek-v3", moe_layer_freq=[0, 0, 0, 1]), "expected the kinds of 61 layers, got 4"),
-        (V4 | {"mlp_layer_types": ["moe", "hash_moe"]}, "mlp_layer_types: expected hash_moe before moe; got"),
         (NEMOTRON | {"hybrid_override_pattern": "M*"}, "first_dense_layers: expected fewer than num_layers=2, got 2"),
-        (NEMOTRON | {"hybrid_override_pattern": "ME-"}, "intermediate_size: missing; expected a whole number from 1"),
+        (V4 | {"mlp_layer_types": ["hash_moe", "moe"]}, "mlp_layer_types: expected moe, got 'hash_moe'"),
         (changed("deepseek-v3", topk_method="greedy"), "topk_method: expected noaux_tc, got 'greedy'"),
         ("{not json", "expected JSON, got"),
     ],
@@ -396,13 +394,6 @@ def test_config_files_that_people_serve_are_understood_or_refused_with_the_way_o
     assert len(refused) <= 0.15 * len(PUBLIC_FILES)
 
 
-def test_deepseek_v4_chooses_by_token_id_first() -> None:
-    pro = load_model("deepseek-v4-pro")
-    assert pro.moe_layers == tuple(range(61))
-    told = "The first 3 MoE layers choose experts by token id; here all choose by score."
-    assert [one for one in pro.departures if "token id" in one] == [told]
-
-
 def test_routed_experts_may_have_a_width_of_their_own() -> None:
     """Their rows and weights shrink; the router, the shared experts and what the layer takes do not."""
     wide = load_model("deepseek-v3")
@@ -440,7 +431,7 @@ V2_BY_ITS_FIRST_NAME = DEEPSEEK_V2 | {"model_type": "deepseek"}
         (NEMOTRON | {"hybrid_override_pattern": "MEM*E"}, {"listed_moe_layers": [1, 4], "dense_ffn_hidden_size": 0}),
     ],
 )  # fmt: skip
-def test_what_few_families_compute(tmp_path: Path, values: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_what_few_families_state_otherwise(tmp_path: Path, values: dict[str, Any], expected: dict[str, Any]) -> None:
     spec = json.loads(load_hf_model(written(tmp_path, values)).model_dump_json())
     spec |= {f"attention.{key}": value for key, value in (spec["attention"] or {}).items()}
     assert {key: spec[key] for key in expected} == expected
@@ -459,9 +450,3 @@ def test_dense_layers_lie_where_a_qwen_file_says(tmp_path: Path, values: dict[st
     model = load_hf_model(written(tmp_path, changed("qwen3-30b-a3b", **values)))
     assert list(model.moe_layers) == layers
     assert model.dense_ffn_hidden_size == 6144
-
-
-def test_a_file_that_is_not_there_is_one_line_and_a_hub_id_says_that_nothing_is_fetched(tmp_path: Path) -> None:
-    assert "cannot read a model's config.json" in one_line_error(tmp_path / "nowhere.json")
-    with pytest.raises(ValueError, match=r"read from this machine, nothing is fetched from a hub"):
-        load_hf_model(Path("deepseek-ai/DeepSeek-V3"))

@@ -21,8 +21,6 @@ import yaml
 from torch import Tensor
 from torch.nn import functional
 
-from moe_ep_bench.analysis.drawing import draw
-from moe_ep_bench.analysis.figures import QUALITY_FIGURES
 from moe_ep_bench.analysis.quality import (
     Quality,
     claims,
@@ -31,7 +29,6 @@ from moe_ep_bench.analysis.quality import (
     text_costs,
 )
 from moe_ep_bench.analysis.store import ResultsError, kind_of
-from moe_ep_bench.analysis.style import house_style
 from moe_ep_bench.cli import main
 from moe_ep_bench.config.files import load_points
 from moe_ep_bench.policies import make_policy
@@ -366,35 +363,6 @@ def test_a_claim_needs_ten_batches_all_checkpoints_and_equal_fields(small: Quali
         k0s = {re.search(r"k0=\d", label)[0] for label in (row.better, row.worse) if "k0=" in label}
         assert len(k0s) < 2 or row.better.startswith("xshare"), "whose claim is about k0"
         assert " p=" not in row.better + row.worse, "pruned has no such cases here"
-
-
-def test_the_figure_promises_whiskers_only_where_it_draws_some(small: Quality) -> None:
-    """None of one checkpoint with too few batches for an interval."""
-    for quality, has_whiskers in ((small, True), (some(small, slice(1)), True), (some(small, slice(1), 3), False)):
-        with house_style():
-            drawing = draw(QUALITY_FIGURES["quality"], quality)
-        assert ("Whiskers" in drawing.how) == has_whiskers
-        assert drawing.rows["cross_entropy_added_half"].notna().any() == has_whiskers
-        assert drawing.title == "What a policy's gain costs the answers"
-
-
-def test_the_page_has_the_claims_of_the_five_checkpoints(small: Quality) -> None:
-    found, page = claims(small), " ".join((ROOT / "docs" / "quality.md").read_text().split())
-    counts = found["verdict"].value_counts()
-    assert set(counts.index) == {"holds", "inconclusive"}
-    assert (len(found), found["claim"].nunique(), counts["inconclusive"]) == (26, 13, 4)
-    assert "Of 26 pairs of cases in 13 claims 22 hold and four are inconclusive." in page
-    by_pair = found.set_index(["better", "worse"])
-    for pair in (
-        ("token_drop 1.0", "token_drop 1.0 order"),
-        ("token_drop 1.0", "token_drop 1.0 random"),
-        ("expanded_drop 1.0", "token_drop 1.0"),
-        ("oea k0=1", "pruned k0=1"),
-        ("laser eps_high=0.9 t_fix=0.5 c=8", "load_only"),
-    ):
-        row = by_pair.loc[pair]
-        assert f"({row['worse_costs_more']:.4f} ± {row['half_width']:.4f})" in page
-    assert found["comparison"].str.startswith("5 checkpoints, EP 4").all()
 
 
 # --- What is shown of a run -----------------------------------------------------------------------

@@ -18,12 +18,10 @@ import yaml
 from test_quality import parts
 
 from moe_ep_bench.analysis.quality import read_quality, task_scores
-from moe_ep_bench.analysis.show import quality_text
 from moe_ep_bench.cli import main
 from moe_ep_bench.policies import make_policy
 from moe_ep_bench.quality import tasks as tasks_module
 from moe_ep_bench.quality.checkpoint import Checkpoint
-from moe_ep_bench.quality.session import run_quality
 from moe_ep_bench.quality.tasks import TaskRouting, score_continuations, task_manager
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime.exit_codes import OK, USER_ERROR
@@ -269,16 +267,6 @@ def test_rows_are_the_harnesss_numbers_and_a_second_time_nothing_is_run(
     assert len(stand_in.asked) == 2
     assert main(["plot", str(tmp_path)]) == USER_ERROR
     assert "holds scores of tasks, of which there are no figures; `show` prints them" in capsys.readouterr().err
-
-
-def test_a_text_and_tasks_of_one_config_are_shown_together(folder: Path, stand_in: StandIn, tmp_path: Path) -> None:
-    text = f"text={{file: {folder}/words.txt, num_sequences: 4, sequence_length: 16, batch_size: 2}}"
-    run_quality(folder / "config.yaml", tmp_path, [text])
-    said = quality_text(tmp_path)
-    assert "words.txt, 4 sequences of 16 tokens" in said
-    assert "sums, 2-shot" in said
-    assert task_scores(read_quality(tmp_path))["num_samples"].tolist() == [12] * 4
-    assert len(list((tmp_path / "routing").iterdir())) == 1, "of the text alone"
 
 
 def test_a_task_that_fails_is_one_line_and_what_is_done_stays(

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from moe_ep_bench.metrics import routing_metrics
 from moe_ep_bench.policies import Routing, make_policy
-from moe_ep_bench.quality.families import Choice
 from moe_ep_bench.serving import vllm as plugin
 from moe_ep_bench.serving.recorder import Recorder
 from moe_ep_bench.serving.settings import LIMIT, POLICY, RECORD, Settings, check_config, settings
@@ -159,12 +158,6 @@ def test_slots_hold_what_the_policy_chose_and_read_no_other_expert(seed: int, to
         read_E = torch.zeros(EXPERTS, dtype=torch.bool)
         read_E[ids_TK.long().flatten()] = True
         assert torch.equal(read_E, map_TE.any(dim=0))
-
-
-def test_more_experts_than_slots_are_refused() -> None:
-    map_TE, own_TK = torch.ones(2, EXPERTS, dtype=torch.bool), torch.arange(TOP_K).repeat(2, 1)
-    with pytest.raises(ValueError, match=r"expected at most 4 experts a token.*gave 16"):
-        into_slots(Routing(map_TE, map_TE.float()), torch.zeros(2, dtype=torch.bool), own_TK.float(), own_TK)
 
 
 def test_loads_are_carried_from_step_to_step_where_a_policy_asks() -> None:
@@ -437,13 +430,3 @@ def test_a_folder_with_recordings_is_refused(tmp_path: Path) -> None:
 def test_a_router_whose_scores_no_policy_knows_is_refused(facts: dict[str, Any], expected: str) -> None:
     build = lambda: moe_layer("layer", 0, 0, num_experts=EXPERTS, top_k=TOP_K, **facts)  # noqa: E731
     assert expected in refusal(build)
-
-
-def test_choices_are_what_the_policy_is_shown() -> None:
-    """Scores that tie are apart by one unit in the last place, with the router's choice ahead."""
-    layer, logits_TE = layer_of("qwen"), torch.zeros(3, EXPERTS)
-    ids_TK = torch.tensor([[15, 3, 9, 1]] * 3)
-    choice = layer.choice(logits_TE, ids_TK)
-    assert isinstance(choice, Choice)
-    assert choice.scores_TE.topk(TOP_K, dim=1).indices.sort(dim=1).values.tolist() == [[1, 3, 9, 15]] * 3
-    torch.testing.assert_close(choice.scores_TE, torch.full_like(logits_TE, 1 / EXPERTS), rtol=2e-7, atol=0)

@@ -120,12 +120,6 @@ def test_points_that_a_command_cannot_tell_apart_are_refused_by_it_alone(name: s
             assert len(planned()) >= 2
 
 
-def test_the_scopes_read_synthetic_workloads_whole(tmp_path: Path) -> None:
-    (one,) = plan(write(tmp_path, {}), [], RANKS, 2, on_cpu=True)
-    # What the file of skew_from counts, in its layer, stands in the definition as the loads that it counts.
-    assert one.experiment.workload.model_fields_set - {"skew_from", "layer"} <= set(one.definition["workload"])
-
-
 PEAK, LINKS, EP_SIZE = "workload.peak_load", "emulate.links", "layer.ep_size"
 
 
@@ -141,15 +135,3 @@ def test_an_experiment_knows_where_in_the_sweep_it_stands_and_its_ids_do_not(tmp
     path = write(tmp_path, {LINKS: ["h100-nvlink4", "mine.yaml"], EP_SIZE: [None]})
     described = [point_of(experiment) for experiment in load_experiments(path, on_cpu=True)]
     assert described == [{LINKS: "h100-nvlink4", EP_SIZE: None}, {LINKS: "mine.yaml", EP_SIZE: None}]
-
-
-@pytest.mark.parametrize("name", ["skew", "experts-per-rank", "links"])
-def test_shipped_sweeps_are_of_one_key_and_on_a_modelled_device(name: str) -> None:
-    root = Path(__file__).parents[1]
-    experiments = load_experiments(root / "configs" / f"whatif-{name}.yaml", on_cpu=False)
-    assert len(experiments) >= 5
-    for experiment in experiments:
-        ((key, _),) = experiment.point
-        assert experiment.emulate.device == "h100-sxm"
-        assert experiment.workload.num_batches >= 10, "an interval needs as many"
-        assert f"[whatif-{name}](../configs/whatif-{name}.yaml) | `{key}`" in (root / "docs" / "whatif.md").read_text()

@@ -33,23 +33,18 @@ QUALITY = {
 CHANGES = {
     "workload.peak_load=true": "workload.peak_load: expected a valid number, got true",
     "workload.num_tokens=0": "workload.num_tokens: expected greater than or equal to 1, got 0",
-    "workload.peak_load=.inf": "workload.peak_load: expected a finite number, got inf",
-    "model.hf_config=x": "model: give either preset or hf_config",
     "model.tensor_parallel=5": "model: tensor_parallel: ",
     "workload.kind=random": "workload: Input tag 'random' found using 'kind' does not match",
     "workload.peek_load=3": "workload.peek_load: no such key; ",
     "model.preset=olmoe": "got 'olmoe' (did you mean olmoe-1b-7b?)",
     "name=a/b": "name: String should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$', got 'a/b'",
-    "policies=[]": "policies: Tuple should have at least 1 item after validation, not 0, got []",
     "policies.0.name=tokn": "did you mean topk?",
     "policies.0.x=1": "policies.0: x: topk has no such field; expected no fields",
     "policies.1.k0=99": "policies.1.k0: expected at most the model's 64 experts, got 99",
     "policies.2.k0=1": "--set policies.2.k0=1: policies.2.k0: the config has no such place",
-    "policies.0.name.x=1": "--set policies.0.name.x=1: policies.0.name.x: the config has no such place",
     "no-equals-sign": "--set no-equals-sign: expected key=value",
     "on_cpu=3": "--set on_cpu=3: expected sweep.KEY=[values], or KEY=value for one value alone",
     "measure.iterations=1": "measure: breakdown_iterations: expected at most iterations=1, got 2",
-    "sweep=3": "sweep=3: expected sweep.KEY=[values]",
     "emulate.links=null": "emulate.links: expected one of a100-nvlink3",
     "measure.launches=3": "measure.launches: expected 1, for emulate makes one launch, got 3",
     "layer.ep_size=7": "layer.ep_size: expected a divisor of the 64 experts",
@@ -57,7 +52,6 @@ CHANGES = {
     "layer.experts=decode": "layer.experts: expected any but decode, for emulate stands in for an all-to-all",
     "emulate.replication=[{spare_per_rank: 57}]": "at most 56, with which every rank holds all 64 experts, got 57",
     "emulate.replication=[{spare_per_rank: 1, balancer: best}]": "balancer: expected 'static', 'lp' or 'activated'",
-    "emulate.rebalance=[{name: waterfill, solve_us: 1.0e+300}]": "emulate.rebalance.0.solve_us: expected less than or",
     "emulate.rebalance=[{name: waterfill}]": "expected no waterfill, for OLMoE-1B-7B has no shared",
 }
 
@@ -76,7 +70,6 @@ RECORD = "trace record tiny-olmoe --text words.txt --out x.safetensors"
 ONE_NODE = "advise --model qwen3-30b-a3b --ep 16 --tokens 4096 --peak-load 4 --links h100-nvlink4"
 COMMANDS = {
     "advise --model qwen3-30b-a3b --ep 8 --tokens 32k": "--tokens: invalid int value: '32k'",
-    "advise --model Qwen/Qwen3-Next --ep 8 --tokens 64": "--model: expected a path of a config.json or one of deepseek",
     "advise --model nonsense --ep 8 --tokens 64": "--model: expected a path of a config.json or one of deepseek",
     "advise olmoe-1b-7b": "olmoe-1b-7b: is a model's name; expected a config's path (advise takes --model olmoe-1b-7b)",
     ONE_NODE: "emulate.links, layer.ep_size: links/h100-nvlink4: expected at most 8 ranks (inter is null: one node), "
@@ -86,8 +79,6 @@ COMMANDS = {
     "emulat": "COMMAND: invalid choice: 'emulat' (choose from ",
     "run CONFIG --budget 1%": "unrecognized arguments: --budget 1%",
     "advise CONFIG --max-dropped 5": "--max-dropped: expected a share such as 5% or 0.05, 0 to 1; got 5",
-    "advise CONFIG --max-lost-mass nan": "--max-lost-mass: expected a share",
-    "compare a b --fail-over 3": "--fail-over: expected a share",
     "validate CONFIG --nproc 2 --set emulate.links=pcie5 --out /proc/foo": "--out /proc/foo: cannot write /proc/foo: ",
     "trace record x": "the following arguments are required: --text",
     "run CONFIG --nproc 2 --dry-run --set layer.ep_size=16": "layer.ep_size: expected a divisor of the 2 ranks, got 16"
@@ -114,14 +105,12 @@ COMMANDS = {
     f"{RECORD} --text none.txt": "none.txt: cannot read the text: [Errno 2] No such file",
     f"{RECORD} --sequence-length 100000": "sequence-length: expected at most 4096, the positions that tiny-olmoe knows",
     f"{RECORD} --sequence-length 0": "expected at least 1, got 0",
-    f"{RECORD} --out words.txt": "words.txt: expected a name that is free",
     **{
         f"quality quality.yaml --set '{change}'": words
         for change, words in {
             "model.checkpoint=none": "none: expected a checkpoint's folder, got none",
             "text.file=none.txt": "none.txt: cannot read the text: [Errno 2] No such file or directory",
             "text.num_sequences=4000": "text.file: words.txt: expected a text of at least 4000 sequences of 16 tokens",
-            "text.sequence_length=5000": "text.sequence_length: expected at most 4096",
             "layer.ep_size=3": "layer.ep_size: expected a divisor of the 8 experts of tiny-olmoe, got 3",
             f"policies=[{IMAGES}]": "policies: token_drop: modality_T",
         }.items()
@@ -129,26 +118,17 @@ COMMANDS = {
     "show RUN --format xml": "--format: expected some of text, md, latex, csv, json, html; got 'xml'",
     "show RUN --view king": "--view: expected some of layer, model, route",
     "show RUN --format csv --columns label,king": "--columns: expected some of directory",
-    "show RUN --format csv --out .": "--out .: is a directory",
-    "show none --format html": "none/run.json: missing; a results directory",
     "show RUN RUN --format html": "--out: expected a file for the page of several directories",
     "plot RUN --format gif": "--format",
-    "plot RUN --figures speedup,nonsense": "--figures",
     "plot RUN --size poster": "--size",
-    "plot RUN --x capacity_factor": "--y",
     "plot RUN --x capacity_factor --y dropped_shares": "--y: expected a column, one of",
     "plot RUN --x capacity_factor --y label": "--y: expected a column of numbers",
-    "plot RUN --x capacity_factor --y dropped_share --by nothing": "--by",
     "plot RUN --x capacity_factor --y dropped_share --where 'policy =='": "--where",
-    "plot RUN --x capacity_factor --y dropped_share --figures load": "--figures",
     "plot RUN --figures quality": "quality: not drawn",
-    "plot RUN --x eps_high --y dropped_share": "dropped_share-over-eps_high: not drawn",
     "compare RUN RUN --strict": "--strict: expected --fail-over",
     "validate CONFIG --nproc 1": "--nproc: expected at least 2 ranks to hold emulated ones against, got 1",
     "validate CONFIG --nproc 2 --set layer.ep_size=1": "layer.ep_size: expected 2, which are all ranks, or null, got 1",
-    "validate CONFIG --nproc 2 --set layer.ep_size=4": "layer.ep_size: expected a divisor of the 2 ranks, got 4",
     "validate CONFIG --nproc 2 --set emulate.bandwidth_scale=2": "emulate.bandwidth_scale: expected 1.0, which is",
-    "validate CONFIG --nproc 2 --set 'emulate.replication=[{spare_per_rank: 1}]'": "emulate.replication: expected ()",
     "validate CONFIG --nproc 2 --set 'sweep.emulate.links=[pcie4, pcie5]'": "measures differently",
     "run CONFIG --nproc 2 --set whole.num_layers=2": "whole.num_layers: expected with scope: model alone; one layer is",
     **{
@@ -156,8 +136,6 @@ COMMANDS = {
         for change, words in {
             "whole.num_layers=17": "whole.num_layers: expected 1 to 16 layers of OLMoE-1B-7B",
             "whole.context_length=8": "workload.sequence_length: expected 1, for whole.context_length=8 makes a batch",
-            "workload.num_tokens=1": "workload: expected more tokens, so that every rank has some",
-            "workload.padding_per_rank=2": "workload.padding_per_rank: expected 0 with scope model",
             "model.tensor_parallel=2": "model.tensor_parallel: expected 1 with scope model, got 2",
             "sweep.scope=[layer, model]": "sweep.scope: expected scope outside of sweep",
             f"workload={{{RECORDED}, trace: no.safetensors, layer: 3}}": "layer: expected all with scope model",
@@ -246,15 +224,6 @@ def test_a_policy_that_is_listed_twice_is_one_case(tmp_path: Path) -> None:
 def test_a_policys_field_is_set_by_its_place(tmp_path: Path) -> None:
     (found,) = load_experiments(write(tmp_path), ["policies.1.k0=5", "policies.0.name=load_only"], on_cpu=False)
     assert [policy.label for policy in found.make_policies()] == ["load_only", "oea k0=5"]
-
-
-def test_no_config_of_ours_asks_for_more_experts_than_its_model_has() -> None:
-    counts = re.compile(r"^ +-? *(k0|c|count|num_dropped|num_candidates|\w*budget): ", re.MULTILINE)
-    paths = [path for path in sorted(CONFIGS.glob("*.yaml")) if not path.stem.startswith("quality")]
-    found = [path for path in paths if counts.search(path.read_text()) and "trace:" not in path.read_text()]
-    assert len(found) > 5
-    for path in found:
-        assert load_experiments(path, ["sweep.workload.seed=[0]"], on_cpu=False)
 
 
 SHAPE = {"num_experts": 1024, "top_k": 3, "hidden_size": 32, "ffn_hidden_size": 16}

@@ -1,28 +1,25 @@
 """Read a model's shape from a Hugging Face config.json, without the transformers package.
 
 ``families.yaml`` says for each ``model_type`` by which keys its files state what a ``ModelSpec`` needs. One function
-reads them all; the few families that compute something have a short one that comes before it. null stands for a key
-that is missing. A missing size is an error. What no spec can express is refused, not guessed; attention that none can
-express is None, and a whole model is refused then.
+reads them all. null stands for a key that is missing. A missing size is an error. What no spec can express is refused,
+not guessed; attention that none can express is None, and a whole model is refused then.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import yaml
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
-from moe_ep_bench.errors import UserError, brief, naming, problem_words
-from moe_ep_bench.files import parse_json
+from moe_ep_bench.errors import UserError, brief, naming
+from moe_ep_bench.files import is_whole_number, parse_json
 from moe_ep_bench.models.spec import ModelSpec
 from moe_ep_bench.presets import validated
 
@@ -31,19 +28,12 @@ BY_HAND = (
     "model: {num_experts: ..., top_k: ..., hidden_size: ..., ffn_hidden_size: ...}"
 )
 
-# Fields of ``families.yaml`` by what a file may state as their value; all others are sizes.
-_KINDS: dict[Any, str] = {
-    Annotated[int, Field(gt=0, le=2**16)]: "num_layers",
-    NonNegativeInt: "dense_ffn_hidden_size first_dense num_shared num_hash_layers",
-    PositiveFloat: "routed_scale",
-    bool: "tied_embeddings normalize all_bias qkv_bias has_qk_norm",
-    str: "hidden_act topk_method",
-    list[int]: "dense_layers routed_layers",
-    object: "layer_kinds",
-}
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-_SIZE = TypeAdapter(PositiveInt, config=_STRICT)
-_READERS = {name: TypeAdapter(kind, config=_STRICT) for kind, names in _KINDS.items() for name in names.split()}
+# Fields of ``families.yaml`` that are sizes from 0 on, and those that are none; all others are sizes from 1 on.
+_COUNTS = ("dense_ffn_hidden_size", "first_dense", "num_shared", "num_hash_layers")
+_NO_SIZES = (
+    *("routed_scale", "tied_embeddings", "normalize", "all_bias", "qkv_bias", "has_qk_norm"),
+    *("hidden_act", "topk_method", "dense_layers", "routed_layers", "layer_kinds"),
+)
 _LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Files of models that see, hear and read hold the language model's keys below one of these.
 _NESTED = ("thinker_config", "text_config", "llm_config")
@@ -90,39 +80,6 @@ def _family(name: str, rows: Mapping[str, Mapping[str, Any]]) -> _Family:
     return _Family(keys, **values)
 
 
-# ---- what few families compute ---------------------------------------------------------------------------------------
-
-
-def _count_hash_layers(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek-V4: later files list the kind of each layer, those that choose by token id first."""
-    kinds, num_layers = stated.get("mlp_layer_types"), stated.get("num_hidden_layers")
-    if kinds is None:
-        return {}
-    if not isinstance(kinds, list) or kinds != sorted(kinds, key=str) or not {*map(str, kinds)} <= {"hash_moe", "moe"}:
-        raise UserError(f"mlp_layer_types: expected hash_moe before moe; got {brief(kinds)}")
-    if len(kinds) != num_layers:
-        raise UserError(f"mlp_layer_types: expected the kinds of {num_layers} layers, got {len(kinds)}")
-    return {"num_hash_layers": kinds.count("hash_moe")}
-
-
-def _find_experts(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Nemotron-H: every block is attention, Mamba, a dense FFN or a mixture of experts; blocks are what counts."""
-    keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
-    blocks = next((stated[key] for key in keys if isinstance(stated.get(key), list | str)), None)
-    if not blocks:
-        raise UserError(f"{keys[0]}: missing")
-    routed = [layer for layer, kind in enumerate(blocks) if kind in ("moe", "E")]
-    no_dense = {} if any(kind in ("mlp", "-") for kind in blocks) else {"intermediate_size": None}
-    return {"num_hidden_layers": len(blocks), "moe_layers": routed, **no_dense}
-
-
-_PREPARE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "deepseek_v4": _count_hash_layers,
-    "nemotron_h": _find_experts,
-}
-"""By family, keys that it computes of those that a file states."""
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +121,7 @@ def spec_of(values: Mapping[str, Any], where: str, source: str | None = None) ->
     family = families()[name]
     stated = {key: value for key, value in values.items() if value is not None or key in family.nulls}
     with naming(where):
-        fields = _spec_fields(family, stated | _PREPARE.get(name, dict)(stated))
+        fields = _spec_fields(family, _by_blocks(stated) if name == "nemotron_h" else stated)
     named = {"name": _name(stated), "source": where if source is None else source}
     known = {key: value for key, value in fields.items() if key in ModelSpec.model_fields}
     return validated(ModelSpec, {**named, **known}, Path(where))
@@ -218,10 +175,10 @@ def _read(field: str, family: _Family, stated: Mapping[str, Any]) -> Any:
         return default
     if stated[key] is None:  # A value of its own, or it would not be here.
         return None
-    try:
-        return _READERS.get(field, _SIZE).validate_python(stated[key])
-    except ValidationError as error:
-        raise UserError(f"{key}: {problem_words(error.errors(include_url=False)[0])}") from None
+    value, least = stated[key], int(field not in _COUNTS)
+    if field not in _NO_SIZES and not is_whole_number(value, least):
+        raise UserError(f"{key}: expected a whole number from {least}, got {brief(value)}")
+    return value
 
 
 def _routed_layers(values: SimpleNamespace, stated: Mapping[str, Any]) -> list[int]:
@@ -237,8 +194,7 @@ def _routed_layers(values: SimpleNamespace, stated: Mapping[str, Any]) -> list[i
             raise UserError(f"{key}: expected dense and sparse layers, got {brief(kinds)}")
         if len(kinds) < num_layers:
             raise UserError(f"{key}: expected the kinds of {num_layers} layers, got {len(kinds)}")
-        layers = [layer for layer in range(num_layers) if kinds[layer] in ("sparse", 1)]
-        return layers
+        return [layer for layer in range(num_layers) if kinds[layer] in ("sparse", 1)]
     if values.routed_layers is not None:
         return sorted(values.routed_layers)
     if first is None:
@@ -263,6 +219,15 @@ def _attention(kind: str, values: SimpleNamespace) -> dict[str, Any] | None:
     }
 
 
+def _by_blocks(stated: dict[str, Any]) -> dict[str, Any]:
+    """Nemotron-H: every block is attention, Mamba, a dense FFN or a mixture of experts; blocks are what counts."""
+    keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    blocks = next((stated[key] for key in keys if isinstance(stated.get(key), list | str)), [])
+    routed = [layer for layer, kind in enumerate(blocks) if kind in ("moe", "E")]
+    no_dense = {} if any(kind in ("mlp", "-") for kind in blocks) else {"intermediate_size": None}
+    return {**stated, "num_hidden_layers": len(blocks), "moe_layers": routed, **no_dense}
+
+
 def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the language model, where they are nested; with those names of the whole that count."""
     inner = next((values[key] for key in _NESTED if isinstance(values.get(key), dict)), None)
@@ -275,9 +240,5 @@ def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _name(stated: Mapping[str, Any]) -> str:
     """Last part of the file's own name for the model, else its architecture: nothing of where the file lies."""
-    parts = re.findall(r"[\w.-]+", str(stated.get("_name_or_path") or ""))
-    if parts and parts[-1].strip("."):
-        return parts[-1]
-    architectures = stated.get("architectures")
-    named = isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
-    return architectures[0] if named else stated["model_type"]
+    own = str(stated.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
+    return own or [*(stated.get("architectures") or ()), stated["model_type"]][0]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from graph_laws import TopKOnDevice
-from tape_graphs import TapeClock, TapeGraphs, dense_decode_experts
+from tape_graphs import TapeClock, TapeGraph, dense_decode_experts
 from torch import Tensor
 
 from moe_ep_bench.bench import replays, session
@@ -43,7 +43,8 @@ if __name__ == "__main__":
     with (
         mock.patch.object(parts.Parts, "choose", staticmethod(_choose)),
         mock.patch.object(PolicyForm, "runs", return_value="torch"),  # A tape holds torch's operations alone.
-        mock.patch.object(replays, "Graphs", TapeGraphs),
+        mock.patch.object(replays, "Graph", TapeGraph),
+        mock.patch.object(torch.cuda, "graph_pool_handle"),
         mock.patch.object(replays, "clock_for", return_value=TapeClock()),
         mock.patch.object(session, "clock_for", return_value=TapeClock()),
         mock.patch.object(backends, "decode_experts", dense_decode_experts),

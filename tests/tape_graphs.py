@@ -31,23 +31,10 @@ def _refuse(event: host.HostStream, device: Any = None) -> None:
     raise RuntimeError(f"{_REFUSED}: an event is waited for")
 
 
-class TapeGraphs:
-    """See ``layer.graphs.Graphs``."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def new(self) -> TapeGraph:
-        return TapeGraph()
-
-    def abandon_pool(self) -> None:
-        pass
-
-
 class TapeGraph:
     """See ``layer.graphs.Graph``."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: object = None) -> None:
         self._tape: list[Callable[[], None]] = []
         self._recording = _Recording(self._tape)
         self._waiting = mock.patch.object(host.HostStream, "synchronize", _refuse)

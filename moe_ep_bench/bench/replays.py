@@ -11,7 +11,7 @@ import torch
 
 from moe_ep_bench.bench.inspection import Observation, checked_rows, look
 from moe_ep_bench.layer.experts import TOLERANCE
-from moe_ep_bench.layer.graphs import CapturedRun, Graphs, unfit_environment
+from moe_ep_bench.layer.graphs import CapturedRun, Graph, unfit_environment
 from moe_ep_bench.policies import Routing
 from moe_ep_bench.runtime.attempts import is_of_peers, reason_of
 from moe_ep_bench.timing.timer import PhaseRecorder, clock_for
@@ -24,7 +24,7 @@ class Replays:
     """The graphs of a session: one by case, batch and whether its phases are timed."""
 
     def __init__(self, session: Session) -> None:
-        self.session, self.graphs = session, Graphs(session.device)
+        self.session, self.pool = session, torch.cuda.graph_pool_handle()
         self.by_phase = session.settings.breakdown_iterations > 0
         self.captured: dict[tuple[str, int, bool], CapturedRun] = {}
 
@@ -47,14 +47,14 @@ class Replays:
             if session.meet.size > 1 and (unfit := unfit_environment()):
                 raise RuntimeError(unfit)
             for by_phase in (False, True)[: 1 + self.by_phase]:
-                what = session.stack, case.prepare(batch), self.graphs.new(), clock_for(session.device), session.meet
+                what = session.stack, case.prepare(batch), Graph(self.pool), clock_for(session.device), session.meet
                 run = self.captured[case.case_id, batch, by_phase] = CapturedRun(*what, by_phase=by_phase)
                 if by_phase:
                     run.forget()
         except Exception as error:
             if is_of_peers(error):
                 raise
-            self.graphs.abandon_pool()
+            self.pool = torch.cuda.graph_pool_handle()  # that of a capture which failed may stay in use
             words = (str(error).splitlines() or [type(error).__name__])[0]
             said = f"{reason_of(error).partition(': ')[0]}: cannot be captured as a CUDA graph: {words}"
             case.problem = case.problem or said

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -47,8 +47,8 @@ if TYPE_CHECKING:  # It needs Megatron-Core, which routing alone does not.
 
 # Scores of a batch whose ranks are shared among threads; of fewer, threads would wait for each other.
 _LEAST_SHARED_BYTES = 2**20
-# Scores of a batch of which all that cases see is kept, which takes several times as much.
-_MOST_KEPT_BYTES = 2**25
+
+V = TypeVar("V")
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------
@@ -63,33 +63,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
-
-
-@contextlib.contextmanager
-def rank_pool(device: torch.device, num_bytes: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that take a rank each: as many as torch would use on the host, one where a GPU works or all is small.
-
-    Args:
-        num_bytes: of the scores of all ranks' tokens.
-    """
-    workers = torch.get_num_threads() if device.type == "cpu" and num_bytes >= _LEAST_SHARED_BYTES else 1
-    with one_thread(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield pool
-
-
-def in_order(pool: ThreadPoolExecutor, function: Callable, items: Iterable[Any]) -> Iterator[Any]:
-    """``map`` over threads that holds no more items that are begun than there are threads."""
-    most = pool._max_workers
-    if most == 1:
-        yield from map(function, items)
-        return
-    begun: deque[Future] = deque()
-    for item in items:
-        begun.append(pool.submit(function, item))
-        if len(begun) >= most:
-            yield begun.popleft().result()
-    while begun:
-        yield begun.popleft().result()
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -157,37 +130,43 @@ class Share:
 
 
 class Batches:
-    """All ranks' tokens of a comparison's batches, made rank by rank; those of the last batch are kept where small.
+    """All ranks' tokens of a comparison's batches, made rank by rank whenever they are asked for.
 
     Args:
         few: only so many of each rank's tokens, from the first to the last; None = all.
-
-    Attributes:
-        num_bytes: of the scores of a batch in a layer.
     """
 
     def __init__(self, comparison: Comparison, device: torch.device, few: int | None = None) -> None:
         self.comparison, self.device, self.seed = comparison, device, comparison.experiment.layer.seed
         self._few = few
-        num_tokens = comparison.num_tokens if few is None else min(comparison.num_tokens, few * comparison.world_size)
-        self.num_bytes = num_tokens * comparison.model.num_experts * torch.float32.itemsize
-        self._keeps = self.num_bytes * len(comparison.workloads) <= _MOST_KEPT_BYTES
-        self._kept: dict[int | None, tuple[int, list[Share]]] = {}
 
-    def shares(self, layer: int | None, index: int) -> Iterable[Share]:
+    def shares(self, layer: int | None, index: int) -> Iterator[Share]:
         """Every rank's tokens of a batch in a layer, rank by rank."""
-        if not self._keeps:
-            return self._made(layer, index)
-        if layer not in self._kept or self._kept[layer][0] != index:
-            self._kept[layer] = index, list(self._made(layer, index))
-        return self._kept[layer][1]
-
-    def _made(self, layer: int | None, index: int) -> Iterator[Share]:
         for rank, tokens in enumerate(self.comparison.rank_batches(layer, index)):
             if self._few is not None:  # from the first to the last, and so of both where some are padding
                 count = min(self._few, tokens.num_tokens)
                 tokens = tokens.rows(torch.linspace(0, max(tokens.num_tokens - 1, 0), count).long())
             yield Share.of_rank(self.comparison, layer, index, rank, tokens, self.device)
+
+    def over_ranks(self, function: Callable[[Share], V], layer: int | None, index: int) -> Iterator[V]:
+        """A function of every rank's tokens, in order of rank: in as many threads as torch would use on the host.
+
+        In one where a GPU works or scores are few. No more ranks are begun than there are threads.
+        """
+        num_bytes = self.comparison.num_tokens * self.comparison.model.num_experts * torch.float32.itemsize
+        on_host = self.device.type == "cpu" and num_bytes >= _LEAST_SHARED_BYTES
+        most, begun = torch.get_num_threads() if on_host else 1, deque[Future[V]]()
+        if most == 1:
+            with one_thread():
+                yield from map(function, self.shares(layer, index))
+            return
+        with one_thread(), ThreadPoolExecutor(most, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for share in self.shares(layer, index):
+                begun.append(pool.submit(function, share))
+                if len(begun) >= most:
+                    yield begun.popleft().result()
+            while begun:
+                yield begun.popleft().result()
 
     @cached_property
     def native_counts(self) -> NDArray[np.int64]:
@@ -198,9 +177,8 @@ class Batches:
         def counts_of(share: Share) -> NDArray[np.int64]:
             return router.route(share, None).map_TE.sum(0).cpu().numpy()
 
-        with rank_pool(torch.device("cpu"), self.num_bytes) as pool:
-            batches = range(self.comparison.workload.num_batches)
-            return np.array([list(in_order(pool, counts_of, self.shares(None, index))) for index in batches])
+        batches = range(self.comparison.workload.num_batches)
+        return np.array([list(self.over_ranks(counts_of, None, index)) for index in batches])
 
 
 # ---- routing ---------------------------------------------------------------------------------------------------------

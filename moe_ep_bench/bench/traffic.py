@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from torch import Tensor
 from moe_ep_bench.balancers import water_fill
 from moe_ep_bench.bench.cases import BASELINE, CEILING, NOISE, CaseSpec
 from moe_ep_bench.bench.comparison import Comparison
-from moe_ep_bench.bench.routing import Batches, CaseRouter, Share, case_metrics, in_order, rank_pool
+from moe_ep_bench.bench.routing import Batches, CaseRouter, Share, case_metrics
 from moe_ep_bench.bench.rows import Row
 from moe_ep_bench.bench.slots import Slots
 from moe_ep_bench.config import WaterfillConfig
@@ -141,12 +140,10 @@ def traffic_of(batches: Batches, layer: int | None, index: int, routers: Sequenc
     """Route batch ``index`` on all ranks in one layer, by every case; ranks side by side, in threads."""
     model = batches.comparison.model
     placed = [(router, router.slots(index)) for router in routers]
-    with rank_pool(batches.device, batches.num_bytes) as pool:
-        for router in routers:
-            router.carried(layer, index, 0)  # worked out before threads ask for it
-        stats = _statistics(batches, layer, index, routers, pool)
-        route = partial(_route_rank, placed, stats)
-        ranks = list(in_order(pool, route, batches.shares(layer, index)))
+    for router in routers:
+        router.carried(layer, index, 0)  # worked out before threads ask for it
+    stats = _statistics(batches, layer, index, routers)
+    ranks = list(batches.over_ranks(partial(_route_rank, placed, stats), layer, index))
     pairs = [of_rank.pairs for of_rank in ranks]
     rank_E = torch.arange(model.num_experts) // (model.num_experts // batches.comparison.ep_size)
     frontier = None if None in pairs else Frontier.of(pairs, rank_E)
@@ -160,24 +157,20 @@ def traffic_of(batches: Batches, layer: int | None, index: int, routers: Sequenc
     return traffic
 
 
-@torch.inference_mode()
-def _statistics(
-    batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter], pool: ThreadPoolExecutor
-) -> list[Tensor | None]:
+def _statistics(batches: Batches, layer: int | None, index: int, routers: Sequence[CaseRouter]) -> list[Tensor | None]:
     """What each batch-wide policy's statistics sum up to over all ranks, float64 [S, E]; None where there are none."""
 
     @torch.inference_mode()
-    def stats_of(share: Share, numbers: Sequence[int]) -> list[Tensor | None]:
+    def stats_of(numbers: Sequence[int], share: Share) -> list[Tensor | None]:
         return [routers[number].stats_of(share.of(routers[number].case)) for number in numbers]
 
-    ranks = iter(batches.shares(layer, index))
-    # The first rank's say who has any.
-    first = stats_of(next(ranks), range(len(routers)))
-    sums = {number: stats_SE for number, stats_SE in enumerate(first) if stats_SE is not None}
-    for of_rank in in_order(pool, partial(stats_of, numbers=list(sums)), ranks if sums else ()):
-        for number, stats_SE in zip(sums, of_rank, strict=True):
-            sums[number] = sums[number] + stats_SE
-    return [sums.get(number) for number in range(len(routers))]
+    first = stats_of(range(len(routers)), next(batches.shares(layer, index)))  # which says who has any
+    sums = [None if stats_SE is None else torch.zeros_like(stats_SE) for stats_SE in first]
+    if wide := [number for number, stats_SE in enumerate(first) if stats_SE is not None]:
+        for of_rank in batches.over_ranks(partial(stats_of, wide), layer, index):
+            for number, stats_SE in zip(wide, of_rank, strict=True):
+                sums[number] += stats_SE
+    return sums
 
 
 class _Routed(NamedTuple):

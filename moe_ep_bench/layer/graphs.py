@@ -38,32 +38,16 @@ def unfit_environment() -> str:
     return ""
 
 
-class Graphs:
-    """Makes a comparison's graphs on a GPU.
-
-    They share their memory: replay one at a time, and read its outputs before the next.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        assert device.type == "cuda", "Parts.choose refuses graphs elsewhere"
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def new(self) -> Graph:
-        return Graph(self._pool)
-
-    def abandon_pool(self) -> None:
-        """Give later graphs another pool: a capture that failed may leave its memory in use."""
-        self._pool = torch.cuda.graph_pool_handle()
-
-
 class Graph:
-    """Work that was issued once and can be issued again, as a whole."""
+    """Work that was issued once on a GPU and can be issued again, as a whole.
+
+    Graphs of one ``pool`` share their memory: replay one at a time, and read its outputs before the next.
+    """
 
     def __init__(self, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's watchdog, may call CUDA meanwhile.
         self._capture = torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local")
-        self._outside: Any = None
 
     def begin(self) -> None:
         """Capture what is launched from now on, without running it; every ``replay`` fills its outputs."""

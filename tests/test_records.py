@@ -18,7 +18,7 @@ from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, write_json
 from moe_ep_bench.results import RunDirectory, conditions_of
 from moe_ep_bench.runtime import locks
-from moe_ep_bench.runtime.attempts import Attempt, collect_lost, lost_attempts, reason_of
+from moe_ep_bench.runtime.attempts import Guard, collect_lost, lost_attempts, reason_of
 from moe_ep_bench.schema import SAMPLES_SCHEMA
 
 A_JOB = {"mode": "run", "environment": {}, "hashes": {}}
@@ -179,11 +179,11 @@ LOST_JOBS = {
 def test_the_reason_is_the_one_who_failed_not_those_who_noticed(name: str, tmp_path: Path) -> None:
     left, expected = LOST_JOBS[name]
     for rank, (count, case_id, why) in enumerate(left):
-        attempt = Attempt(tmp_path, "job", rank)
+        attempt = Guard(tmp_path, "job", rank, 60.0)
         for name in ["earlier"] * (count - 1) + [case_id] * (count > 0):
-            attempt.name(name)
+            attempt.at(name)
         if "Thread" in why:
-            os.write(attempt.file, why.encode())
+            os.write(attempt._file, why.encode())
         elif why:
             attempt.explain(why)
     collect_lost(tmp_path, ["another"])
@@ -195,23 +195,22 @@ def test_the_reason_is_the_one_who_failed_not_those_who_noticed(name: str, tmp_p
 
 def test_attempts_add_up_the_first_explanation_stays_and_one_taken_back_blames_nobody(tmp_path: Path) -> None:
     for reason in ("timeout: one", "timeout: two"):
-        attempt = Attempt(tmp_path, "job", 0)
-        attempt.name("a longer name")
-        attempt.name("case")
+        attempt = Guard(tmp_path, "job", 0, 60.0)
+        attempt.at("a longer name")
+        attempt.at("case")
         attempt.explain(reason)
         attempt.explain("peer lost: later")
         collect_lost(tmp_path, ["job"])
     assert lost_attempts(tmp_path, "case") == ["timeout: one (rank 0)", "timeout: two (rank 0)"]
-    attempt = Attempt(tmp_path, "job", 0)
-    attempt.name("case")
+    attempt = Guard(tmp_path, "job", 0, 60.0)
+    attempt.at("case")
     attempt.explain("failed: it cannot be captured")
-    attempt.name("second")  # Ranks have agreed on that, and gone on.
+    attempt.at("second")  # Ranks have agreed on that, and gone on.
     collect_lost(tmp_path, ["job"])
     assert len(lost_attempts(tmp_path, "case")) == 2
     assert lost_attempts(tmp_path, "second") == [f"{DIED} (rank 0)"]
-    ended = Attempt(tmp_path, "job", 0)
-    ended.name("third")
-    ended.clear()
+    with Guard(tmp_path, "job", 0, 60.0) as ended:
+        ended.at("third")
     (tmp_path / "now-job-0").touch()  # As a disk leaves it that is full.
     collect_lost(tmp_path, ["job"])
     assert lost_attempts(tmp_path, "third") == []

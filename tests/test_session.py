@@ -19,11 +19,12 @@ from moe_ep_bench.runtime.ranks import ToldError
 def test_a_session_is_closed_where_all_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their process groups would wait for graphs that hold collectives."""
     made = mock.Mock()
-    monkeypatch.setattr(session, "_built", lambda *_: (made, None))
-    monkeypatch.setattr(session, "try_all", mock.Mock(side_effect=ToldError))
-    ranks = SimpleNamespace(device=torch.device("cpu"))
+    made.measured.side_effect = ToldError
+    monkeypatch.setattr(session, "Session", lambda *_: made)
+    monkeypatch.setattr(session, "expert_parallel_groups", lambda *_: None)
+    ranks = SimpleNamespace(device=torch.device("cpu"), first_word=lambda text: text)
     with pytest.raises(ToldError):
-        measure_comparison(mock.Mock(ranks=ranks), mock.Mock(), ["native"])
+        measure_comparison(mock.Mock(ranks=ranks), mock.MagicMock(), ["native"])
     assert made.close.called
 
 

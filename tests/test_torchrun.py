@@ -12,9 +12,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
-from moe_ep_bench.errors import UserError
 from moe_ep_bench.runtime.exit_codes import CASES_FAILED, CLOSED, LOST, OK
-from moe_ep_bench.runtime.torchrun import asked_to_close, leave_status, num_nodes, torchrun
+from moe_ep_bench.runtime.torchrun import asked_to_close, leave_status, torchrun
 
 FAILURE = ProcessFailure(local_rank=1, pid=1, exitcode=-9, error_file="")
 
@@ -113,10 +112,3 @@ def test_what_the_user_has_set_stays_and_several_nodes_meet_where_it_says(
     torchrun([["run"]], 1)
     assert seen == ["1", "4"]
     assert ("--standalone" in commands[-1]) == (nodes == "1")
-
-
-@pytest.mark.parametrize("nodes", ["0", "1:4", "two"])
-def test_a_number_of_nodes_that_is_none_is_refused(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PET_NNODES", nodes)
-    with pytest.raises(UserError, match=f"PET_NNODES: expected a number of nodes, got '{nodes}'"):
-        num_nodes()

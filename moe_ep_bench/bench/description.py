@@ -73,13 +73,8 @@ def run_json(
     }
 
 
-def describe_timed_run(
-    ranks: Ranks, run_id: str, comparisons: Sequence[Comparison], before: Callable[[], object]
-) -> dict[str, Any]:
+def describe_timed_run(ranks: Ranks, run_id: str, comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """``run.json`` of real or virtual ranks, as rank 0 writes it; every rank calls this, and solves for its batches.
-
-    Args:
-        before: called ahead of each batch that is solved for.
 
     Raises:
         ValueError: a batch cannot meet its targets; one line.
@@ -89,10 +84,8 @@ def describe_timed_run(
             if isinstance(workload, SyntheticWorkload):
                 with naming(comparison.title):
                     for index in range(workload.num_batches):
-                        before()
                         workload.solve(index)
-    mine = provenance.describe_rank(ranks.device)
-    of_ranks = ranks.told(mine)
+    of_ranks = ranks.told(provenance.describe_rank(ranks.device))
     # Of one rank: it asks the driver, which answers all ranks of a node alike and slowly.
     described = provenance.describe(ranks.device) if ranks.is_first else {}
     return run_json(run_id, comparisons, {**described, "ranks": of_ranks}, partial(timed_facts, ranks=ranks))

@@ -31,7 +31,6 @@ from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import locks
 from moe_ep_bench.runtime.attempts import (
     MAX_ATTEMPTS,
-    Attempt,
     Guard,
     collect_lost,
     forget_lost,
@@ -135,19 +134,18 @@ class Job:
     """One job on this rank, which makes one launch of timed comparisons.
 
     Attributes:
-        guard: from the first step to the last.
         held: what ends with the job: ranks, locks of comparisons.
         launch: which of ``measure.launches``, from 0.
-        progress: of the comparison that is measured.
+        guard: of the block of ``trying``; ``progress`` of the comparison that is measured.
     """
 
     ranks: Ranks
     directory: RunDirectory
-    guard: Guard
     held: contextlib.ExitStack
     launch: int = 0
     run_id: str = ""
-    progress: tqdm = field(default_factory=lambda: tqdm(disable=True))
+    guard: Guard = field(init=False)
+    progress: tqdm = field(init=False)
 
     @contextlib.contextmanager
     def trying(self, comparisons: Sequence[Comparison]) -> Iterator[None]:
@@ -158,9 +156,10 @@ class Job:
         Raises:
             ToldError: results cannot be written; on all ranks, after one line to the user.
         """
-        new = partial(Attempt, self.directory.attempts, comparisons[0].comparison_id, self.ranks.rank)
-        attempt = self.ranks.agree(writing_to(self.directory.root, "--out")(new))
-        with self.guard.trying(attempt, comparisons[0].experiment.measure.timeout_s):
+        first = comparisons[0]
+        new = partial(Guard, self.directory.attempts, first.comparison_id, self.ranks.rank)
+        told = writing_to(self.directory.root, "--out")(new)
+        with self.ranks.agree(partial(told, first.experiment.measure.timeout_s)) as self.guard:
             try:
                 yield
             except ToldError:
@@ -173,7 +172,7 @@ class Job:
 
     def _explain(self, reason: str) -> None:
         """Note why what is tried is being lost, and say so."""
-        self.guard.attempt.explain(reason)
+        self.guard.explain(reason)
         words = brief(reason, 300, quoted=False)
         print(f"moe-ep-bench: rank {self.ranks.rank}: {words}", file=sys.stderr, flush=True)
 

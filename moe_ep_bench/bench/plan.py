@@ -8,7 +8,7 @@ with another seed. So each layer has its own skew, and its own busiest rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,6 @@ def plan_experiments(
     world_size: int | None = None,
     *,
     on_cpu: bool = False,
-    before: Callable[[Experiment], object] = lambda experiment: None,
     try_out: bool = True,
 ) -> list[Comparison]:
     """Plan experiments that are read already.
@@ -86,7 +85,6 @@ def plan_experiments(
     Args:
         config: names their file in errors.
         backend, world_size, on_cpu: see ``compare``.
-        before: called ahead of each comparison, which may take long to make: batches are solved for, recordings read.
         try_out: make a batch of each, and route two tokens by its policies. Else nothing is drawn or solved for.
 
     Raises:
@@ -95,7 +93,6 @@ def plan_experiments(
     """
     planned: dict[str, Comparison] = {}
     for experiment in experiments:
-        before(experiment)
         with naming(str(config)):
             comparison = compare(experiment, backend, world_size, on_cpu=on_cpu)
             if try_out:

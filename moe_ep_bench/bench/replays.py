@@ -59,7 +59,7 @@ class Replays:
             said = f"{reason_of(error).partition(': ')[0]}: cannot be captured as a CUDA graph: {words}"
             case.problem = case.problem or said
             # NCCL may set something up between ranks while it captures. Should others wait there, this is why.
-            session.job.guard.attempt.explain(said)
+            session.job.guard.explain(said)
 
     def replay(self, case: Case, batch: int, recorder: PhaseRecorder | None) -> None:
         """Run a case once from its graph; ``recorder`` gets the phases."""

@@ -22,7 +22,6 @@ from moe_ep_bench.files import stable_hash
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.results import RunDirectory
 from moe_ep_bench.runtime import locks
-from moe_ep_bench.runtime.attempts import Guard
 from moe_ep_bench.runtime.device import check_num_ranks
 from moe_ep_bench.runtime.exit_codes import CLOSED, USER_ERROR
 from moe_ep_bench.runtime.progress import progress_bar
@@ -33,9 +32,6 @@ from moe_ep_bench.runtime.torchrun import STOPPED_WORDS, Ended, asked_to_close, 
 _JOIN_TIMEOUT_S = 120.0
 # Starts beyond the first of a job that keeps losing ranks; the same command goes on after them.
 _MAX_RESTARTS = 20
-# How long nothing may move outside of comparisons: while ranks read the config, make a workload, look into the results
-# directory. ``measure.timeout_s`` counts where it is longer.
-_SETUP_TIMEOUT_S = 600.0
 
 
 def launch(
@@ -80,10 +76,8 @@ def run(
     """
 
     def work() -> int:
-        # Nothing of a case is lost where a rank hangs out here: the guard's own line says all.
-        with _begun(out, launch, _SETUP_TIMEOUT_S) as job:
+        with _begun(out, launch) as job:
             comparisons = _agreed_plan(job, config, overrides, point)
-            job.guard.feed()
             return _measure(job, comparisons, force=force)
 
     return as_rank(work)
@@ -102,25 +96,19 @@ def emulate_plan(comparisons: Sequence[Comparison], out: Path, *, force: bool = 
     """Measure comparisons of virtual ranks in this process; return the exit status."""
     measures = any(comparison.device is None for comparison in comparisons)
     try:
-        with _begun(out, 0, None, measures=measures) as job:  # Nobody waits for it outside of cases.
+        with _begun(out, 0, measures=measures) as job:
             return _measure(job, comparisons, force=force)
     except ToldError:
         return USER_ERROR
 
 
 @contextlib.contextmanager
-def _begun(out: Path, launch: int, timeout_s: float | None, *, measures: bool = True) -> Iterator[Job]:
-    """Join the other ranks and work under a guard.
-
-    Args:
-        timeout_s: how long nothing may move outside of comparisons.
-        measures: see ``join``.
-    """
-    with Guard(timeout_s) as guard, contextlib.ExitStack() as held:
+def _begun(out: Path, launch: int, *, measures: bool = True) -> Iterator[Job]:
+    """Join the other ranks; ``measures`` as of ``join``."""
+    with contextlib.ExitStack() as held:
         ranks = join(_JOIN_TIMEOUT_S, measures=measures)
-        guard.feed()
         held.callback(ranks.close)
-        yield Job(ranks, RunDirectory(out), guard, held, launch)
+        yield Job(ranks, RunDirectory(out), held, launch)
 
 
 # ---- what ranks do together ------------------------------------------------------------------------------------------
@@ -133,9 +121,8 @@ def _agreed_plan(job: Job, config: Path, overrides: Sequence[str], point: int | 
         ToldError: some rank cannot, or they differ.
     """
     ranks = job.ranks
-    before = lambda experiment: job.guard.allow(experiment.measure.timeout_s)  # noqa: E731
     # Whoever launched this rank has tried out what it is to do.
-    how: Any = {"point": point, "try_out": not is_launched(), "before": before}
+    how: Any = {"point": point, "try_out": not is_launched()}
     comparisons = ranks.agree(partial(plan, config, overrides, RANKS, ranks.world_size, **how))
     planned = [(comparison.definition, [case.case_id for case in comparison.cases]) for comparison in comparisons]
     facts = {
@@ -168,7 +155,7 @@ def _measure(job: Job, comparisons: Sequence[Comparison], *, force: bool) -> int
     job.run_id = ranks.of_first(new_run_id())
     if any(case_ids or lost for case_ids, lost in todo):
         # Made on every rank, which solves for all batches.
-        description = ranks.agree(partial(describe_timed_run, ranks, job.run_id, comparisons, job.guard.feed))
+        description = ranks.agree(partial(describe_timed_run, ranks, job.run_id, comparisons))
         job.on_first(partial(directory.write_run, description))
     else:
         ended = "all cases were finished before; --force runs them again"

@@ -55,51 +55,25 @@ from moe_ep_bench.timing.timer import PhaseRecorder, Stopwatch, clock_for
 def measure_comparison(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> Outcome:
     """Measure ``cases``; every rank calls this alike, and gets what it came to."""
     job.guard.at(comparison.comparison_id)
-    with device_scope(), torch.inference_mode():
-        session, outcome = _built(job, comparison, cases)
-        if session is not None:
-            with contextlib.closing(session):
-                _measure(session)
-    del session
-    free_memory(job.ranks.device)
-    return outcome
-
-
-def _measure(session: Session) -> None:
-    """Take the steps of a measurement as long as cases are left; all ranks agree on them."""
-    again = partial(check_again, session)
-    captured = [("before timing", [session.capture_all]), ("replayed from CUDA graphs", [again])]
-    for when, steps in (
-        ("before timing", [partial(try_all, session)]),
-        ("before timing", [partial(observe_all, session)]),
-        *(captured if session.comparison.parts.cuda_graph else []),
-        ("after timing", [session.warm_up, session.time, again]),
-    ):
-        for step in steps:
-            step()
-        drop_failing(session, when)
-        if not session.cases:
-            return
-    session.job.guard.at(session.comparison.comparison_id)
-    session.gather()
-
-
-def _built(job: Job, comparison: Comparison, cases: Sequence[CaseSpec]) -> tuple[Session | None, Outcome]:
-    """Build what runs; None where a rank cannot, which is then the reason of every case's row."""
     session, reason = None, ""
     # The guard is to end a hang, because it knows who hangs; the collectives' own limit lies behind it.
     groups = expert_parallel_groups(comparison.ep_size, comparison.experiment.measure.timeout_s + 60)
-    try:
-        session = Session(job, comparison, cases, groups)
-    except Exception as error:
-        reason = job.survive(error)
-    if first := job.ranks.first_word(reason):
-        rank, _, said = first.partition(": ")
-        status, words = split_reason(said)
-        return None, Outcome({case.case_id: (status, f"while building: {rank}: {words}") for case in cases})
-    assert session is not None
-    session.fill_cache()
-    return session, session.outcome
+    with device_scope(), torch.inference_mode():
+        try:
+            session = Session(job, comparison, cases, groups)
+        except Exception as error:
+            reason = job.survive(error)
+        if first := job.ranks.first_word(reason):
+            rank, _, said = first.partition(": ")
+            status, words = split_reason(said)
+            outcome = Outcome({case.case_id: (status, f"while building: {rank}: {words}") for case in cases})
+        else:
+            assert session is not None
+            with contextlib.closing(session):
+                outcome = session.measured()
+    del session
+    free_memory(job.ranks.device)
+    return outcome
 
 
 @dataclass(eq=False)
@@ -202,11 +176,27 @@ class Session:
         self.timed: list[Case] = []
         compute_alone(self)
 
-    def fill_cache(self) -> None:
-        """Fill the KV cache of a model that decodes, for which its ranks meet."""
-        if self._cache is not None:
+    def measured(self) -> Outcome:
+        """Take the steps of a measurement as long as cases are left; all ranks agree on them."""
+        if self._cache is not None:  # of a model that decodes
             assert self.stack.gpt is not None
             self._cache.fill_(self.stack.gpt, self.device, self.seed)
+        again = partial(check_again, self)
+        captured = [("before timing", [self.capture_all]), ("replayed from CUDA graphs", [again])]
+        for when, steps in (
+            ("before timing", [partial(try_all, self)]),
+            ("before timing", [partial(observe_all, self)]),
+            *(captured if self.comparison.parts.cuda_graph else []),
+            ("after timing", [self.warm_up, self.time, again]),
+        ):
+            for step in steps:
+                step()
+            drop_failing(self, when)
+            if not self.cases:
+                return self.outcome
+        self.job.guard.at(self.comparison.comparison_id)
+        self.gather()
+        return self.outcome
 
     def close(self) -> None:
         """Drop the graphs, which communicators would wait for."""

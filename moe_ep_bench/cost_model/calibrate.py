@@ -9,6 +9,8 @@ Ranks of one node measure the link inside it; one rank on each of several nodes,
 
 from __future__ import annotations
 
+import faulthandler
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +26,6 @@ from moe_ep_bench.cost_model.links import Link, Links
 from moe_ep_bench.errors import UserError
 from moe_ep_bench.files import atomic_path, make_folder, writing_to
 from moe_ep_bench.machine import provenance
-from moe_ep_bench.runtime.attempts import Guard
 from moe_ep_bench.runtime.device import check_num_ranks
 from moe_ep_bench.runtime.exit_codes import OK
 from moe_ep_bench.runtime.ranks import Ranks, as_rank, join
@@ -67,8 +68,7 @@ def calibrate(out: Path, *, max_bytes: int | None = None, repetitions: int = 20)
             most_bytes = DEFAULT_MAX_BYTES[ranks.device.type] if max_bytes is None else max_bytes
             ranks.agree(lambda: check(ranks, out, most_bytes, repetitions))
             share_N = share_bytes(ranks.world_size, most_bytes)
-            with Guard(_TIMEOUT_S) as guard:
-                times_us_N = measure(ranks, share_N, repetitions, guard.feed)
+            times_us_N = measure(ranks, share_N, repetitions)
             ranks.agree(lambda: _write(ranks, out, link_of(ranks.world_size, share_N, times_us_N)), on_first=True)
             return OK
         finally:
@@ -106,26 +106,24 @@ def share_bytes(num_ranks: int, most_bytes: int) -> list[int]:
 
 
 @torch.inference_mode()
-def measure(
-    ranks: Ranks, share_N: Sequence[int], repetitions: int, before: Callable[[], object]
-) -> NDArray[np.float64]:
+def measure(ranks: Ranks, share_N: Sequence[int], repetitions: int) -> NDArray[np.float64]:
     """Median microseconds of the slowest rank for every message, float64 [N], the same on all ranks.
 
     Args:
         share_N: bytes from each rank to each.
-        before: called ahead of each message.
     """
     clock = clock_for(ranks.device)
     meet = partial(dist.all_reduce, torch.zeros(1, device=ranks.device))
     times_us: dict[int, list[float]] = {share: [] for share in share_N}
     for number in range(min(_PASSES, repetitions)):
         for share, taken_us in times_us.items():
-            before()
+            faulthandler.dump_traceback_later(_TIMEOUT_S, exit=True, file=sys.__stderr__)
             run = _exchange(ranks, share)
             for _ in range(_WARM_UP):
                 run()
             taken_us += [time_us(run, clock, meet) for _ in range(number, repetitions, _PASSES)]
             del run  # and with it its buffers, before others are made
+    faulthandler.cancel_dump_traceback_later()
     slowest_us = np.max(ranks.told(np.array(list(times_us.values()))), axis=0)
     return np.median(slowest_us, axis=1)
 

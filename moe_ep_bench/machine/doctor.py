@@ -25,7 +25,7 @@ from moe_ep_bench.errors import UserError, brief
 from moe_ep_bench.files import atomic_path
 from moe_ep_bench.machine import provenance
 from moe_ep_bench.runtime import exit_codes
-from moe_ep_bench.runtime.device import check_num_ranks, gpus_in_sight, local_ranks, why_torch_has_none
+from moe_ep_bench.runtime.device import check_num_ranks, local_ranks
 from moe_ep_bench.runtime.ranks import join
 from moe_ep_bench.runtime.torchrun import leave_status, torchrun
 
@@ -74,11 +74,9 @@ def doctor(out: Path, nproc: int | None) -> int:
 
 
 def gpus() -> Iterator[Finding]:
-    """GPUs that torch can use, and why not, where there are others."""
+    """GPUs that torch can use."""
     names = Counter(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-    if seen := not names and gpus_in_sight():
-        yield Finding(PROBLEM, "GPUs", f"{seen}, and torch can use none: {why_torch_has_none()}")
-    elif not names:
+    if not names:
         yield Finding(NOTE, "GPUs", "none: ranks run on the CPU over gloo; that shows the machinery, no GPU's times")
     else:
         yield Finding(OK, "GPUs", ", ".join(f"{count} x {name}" for name, count in names.items()))

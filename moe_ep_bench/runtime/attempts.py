@@ -15,7 +15,6 @@ It is C code: it works too where Python waits in a collective to which nobody co
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import math
 import os
@@ -23,7 +22,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,19 +39,48 @@ _NUM_BYTES = 600
 _NO_NEWS = 0.05  # of the time that nothing may move: how much shorter it may be
 
 
-class Attempt:
-    """This rank's file. Raises OSError where it cannot be written."""
+class Guard:
+    """This rank's file, and the end of this process where ``feed`` is not called for ``timeout_s`` seconds.
 
-    def __init__(self, folder: Path, job: str, rank: int) -> None:
+    A context manager, whose block ends in order unless the process does: then nothing was lost.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, job: str, rank: int, timeout_s: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"now-{job}-{rank}"
-        self.file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        os.lseek(self.file, _NUM_BYTES, os.SEEK_SET)  # Stacks go behind the lines.
+        self._path, self._timeout_s, self._fed = folder / f"now-{job}-{rank}", timeout_s, -math.inf
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        os.lseek(self._file, _NUM_BYTES, os.SEEK_SET)  # Stacks go behind the lines.
         self._count, self._case_id, self._reason = 0, "", ""
         self._write()  # On a disk that is full by then, there is room.
 
-    def name(self, case_id: str) -> None:
-        """Note what is tried from now on. Nothing was lost for a reason that was given before."""
+    def __enter__(self) -> Guard:
+        # Ctrl-C is Python's own where a process is alone; ranks have left it to the kernel (``torchrun.become_rank``).
+        signals = signal.SIGTERM, signal.SIGINT
+        self._signals = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
+        for number in self._signals:
+            faulthandler.register(number, self._file, chain=True)
+        self.feed()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        for number in self._signals:
+            faulthandler.unregister(number)
+        os.close(self._file)
+        self._path.unlink(missing_ok=True)
+
+    def feed(self) -> None:
+        """Something has moved. It takes 0.1 ms and more, so that moments later it is not said again."""
+        if time.monotonic() - self._fed > _NO_NEWS * self._timeout_s:
+            faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=self._file)
+            self._fed = time.monotonic()
+
+    def at(self, case_id: str) -> None:
+        """Note that work on a case, or on a comparison as a whole, begins. No reason given before has lost anything."""
+        self.feed()
         self._count, self._case_id, self._reason = self._count + 1, case_id, ""
         self._write()
 
@@ -61,74 +89,11 @@ class Attempt:
         if not self._reason:
             self._reason = " ".join(reason.split())
             self._write()
-            os.fsync(self.file)  # Also where the results are on other machines: the first rank reads all files.
-
-    def clear(self) -> None:
-        """End in order: nothing was lost."""
-        os.close(self.file)
-        self._path.unlink(missing_ok=True)
+            os.fsync(self._file)  # Also where the results are on other machines: the first rank reads all files.
 
     def _write(self) -> None:
         text = f"{self._count}\n{self._case_id}\n{self._reason}".encode()
-        os.pwrite(self.file, text[:_NUM_BYTES].ljust(_NUM_BYTES, b"\0"), 0)
-
-
-class Guard:
-    """Ends the process, with all stacks, when ``feed`` was not called for ``timeout_s`` seconds; None = never.
-
-    A context manager; ``attempt`` is of the block of ``trying``.
-    """
-
-    attempt: Attempt
-
-    def __init__(self, timeout_s: float | None = None) -> None:
-        self._allowed, self._fed = (timeout_s, sys.__stderr__.fileno()), -math.inf
-
-    def __enter__(self) -> Guard:
-        self._allow(*self._allowed)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        faulthandler.cancel_dump_traceback_later()
-
-    def feed(self) -> None:
-        """Something has moved. It takes 0.1 ms and more, so that moments later it is not said again."""
-        timeout_s, stacks = self._allowed
-        if timeout_s is not None and time.monotonic() - self._fed > _NO_NEWS * timeout_s:
-            faulthandler.dump_traceback_later(timeout_s, exit=True, file=stacks)
-            self._fed = time.monotonic()
-
-    def _allow(self, timeout_s: float | None, stacks: int) -> None:
-        self._allowed, self._fed = (timeout_s, stacks), -math.inf
-        faulthandler.cancel_dump_traceback_later()
-        self.feed()
-
-    def allow(self, timeout_s: float) -> None:
-        """From now on wait so long, if that is longer."""
-        earlier_s, stacks = self._allowed
-        self._allow(max(earlier_s or 0.0, timeout_s), stacks)
-
-    def at(self, name: str) -> None:
-        """Note that work on a case, or on a comparison as a whole, begins."""
-        self.feed()
-        self.attempt.name(name)
-
-    @contextlib.contextmanager
-    def trying(self, attempt: Attempt, timeout_s: float) -> Iterator[None]:
-        """Allow so long while the block lasts. Whatever ends the process then is noted in ``attempt``."""
-        outside, self.attempt = self._allowed, attempt
-        # Ctrl-C is Python's own where a process is alone; ranks have left it to the kernel (``torchrun.become_rank``).
-        signals = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is signal.SIG_DFL]
-        for number in signals:
-            faulthandler.register(number, attempt.file, chain=True)
-        self._allow(timeout_s, attempt.file)
-        try:
-            yield
-        finally:
-            for number in signals:
-                faulthandler.unregister(number)
-            self._allow(*outside)
-            attempt.clear()
+        os.pwrite(self._file, text[:_NUM_BYTES].ljust(_NUM_BYTES, b"\0"), 0)
 
 
 # ---- at the next start -----------------------------------------------------------------------------------------------

@@ -59,31 +59,23 @@ def device_type() -> str:
     """
     if num_gpus():
         return "cuda"
-    if os.environ.get("CUDA_VISIBLE_DEVICES") != "" and (seen := gpus_in_sight()):
-        raise UserError(
-            f"GPUs: {seen}, and torch can use none ({why_torch_has_none()}); expected a torch for this driver "
-            "(launch/setup.sh --cuda12 for CUDA 12), in Slurm a job with --gpus-per-node, or --cpu"
-        )
-    return "cpu"
-
-
-def gpus_in_sight() -> str:
-    """The first GPU that the driver lists, or what of one is in /dev; empty where there is none."""
+    seen = ", ".join(sorted(map(str, _DEVICES.glob("nvidia[0-9]"))))
     with contextlib.suppress(pynvml.NVMLError):  # No driver, or no GPU.
         for gpu in query_gpus():
-            return f"the driver lists {gpu['name']}, driver {gpu['driver']}"
-    return ", ".join(sorted(map(str, _DEVICES.glob("nvidia[0-9]"))))
-
-
-def why_torch_has_none() -> str:
-    """Why torch can use no GPU, in its own words."""
+            seen = f"the driver lists {gpu['name']}, driver {gpu['driver']}"
+    if not seen or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "cpu"
     import torch
 
+    why = f"it is built for CUDA {torch.version.cuda} and finds no device"
     try:
         torch.cuda.init()
     except Exception as error:  # of whatever kind: it is the answer
-        return brief(error, 200, quoted=False)
-    return f"it is built for CUDA {torch.version.cuda} and finds no device"
+        why = brief(error, 200, quoted=False)
+    raise UserError(
+        f"GPUs: {seen}, and torch can use none ({why}); expected a torch for this driver (launch/setup.sh --cuda12 for "
+        "CUDA 12), in Slurm a job with --gpus-per-node, or --cpu"
+    )
 
 
 def local_ranks(wanted: int | None) -> int:

@@ -31,7 +31,7 @@ _NCCL_LEAVES_IT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MO
 # Threads of a CPU rank, in place of as many as it has cores: tests of tiny layers on busy cores would wait for them.
 _THREADS = "MOE_EP_BENCH_THREADS"
 
-# Ranks may wait for one that reads a recording or writes results; a hang is the guard's to end.
+# Ranks may wait so long for one that reads a recording or writes results.
 _SIDE_TIMEOUT = datetime.timedelta(hours=1)
 
 

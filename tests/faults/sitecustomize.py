@@ -3,9 +3,9 @@
 ``policy=fault`` pairs, comma-separated; the fault strikes on the last rank (``wrong``: on all ranks)
 whenever that policy routes inside a layer, with ``@timed`` behind it only while the layer is timed; in a Slurm job only
 until it is requeued, or with ``until=2`` until it is requeued the second time.
-Some keys are no policies: ``setup=5`` gives ranks so long to read the config, and the last one hangs there;
-``torch=1.0`` gives the last rank another version of torch. ``build=oom`` lets the last rank run out of memory when it
-builds its first layer, ``check=oom`` when it holds outputs against the reference for the fourth time.
+Some keys are no policies: ``torch=1.0`` gives the last rank another version of torch. ``build=oom`` lets the last rank
+run out of memory when it builds its first layer, ``check=oom`` when it holds outputs against the reference for the
+fourth time.
 ``exchange=wrong`` and ``exchange=kill`` strike in the all-to-all of ``doctor``. Python imports this module at start-up.
 """
 
@@ -135,18 +135,6 @@ def _change_versions() -> None:
     provenance.package_versions = lambda: {**package_versions(), "torch": FAULTS["torch"]}
 
 
-def _hang_in_setup() -> None:
-    from moe_ep_bench.bench import run
-
-    run._SETUP_TIMEOUT_S = float(FAULTS["setup"])
-
-    def hangs(*_, **__):
-        time.sleep(3600)
-
-    if _is_last_rank():
-        run.plan = hangs
-
-
 def _exchange_wrongly() -> None:
     import torch.distributed as dist
 
@@ -165,9 +153,6 @@ if "doctor" in sys.orig_argv and "exchange" in FAULTS and _is_last_rank() and "R
 if int(os.environ.get("SLURM_RESTART_COUNT", "0")) < int(FAULTS.pop("until", "1")):
     if "run" in sys.orig_argv and "torch" in FAULTS and _is_last_rank():
         _change_versions()
-    if "run" in sys.orig_argv and "RANK" in os.environ:
-        if "setup" in FAULTS:
-            _hang_in_setup()
-        if set(FAULTS) - {"setup", "torch"}:
-            _inject()
-            _inject_beside_policies()
+    if "run" in sys.orig_argv and "RANK" in os.environ and set(FAULTS) - {"torch"}:
+        _inject()
+        _inject_beside_policies()

@@ -10,68 +10,82 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SRUN = """#!/bin/bash
+PROGRAMS = {
+    "bin/scontrol": """#!/bin/bash
+echo "$@" >>"$ROOT/scontrol"
+echo node1
+""",
+    "bin/srun": """#!/bin/bash
 printf '%s\\n' "$@" >"$ROOT/srun"
 while [ "$1" != bash ]; do shift; done
 SLURM_PROCID=0 exec "$@"
-"""
-# Ends with the status that a file gives.
-LAUNCHER = """#!/bin/bash
-echo "$*" >>"$ROOT/started"
-exit "$(cat "$ROOT/status" 2>/dev/null || echo 0)"
-"""
+""",
+    "launch/torchrun.sh": """#!/bin/bash
+echo "$MASTER_ADDR $*" >"$ROOT/started"
+exit "$STATUS"
+""",
+}
 
 
-class Task:
-    """A task of slurm/sweep.sbatch in a folder of its own."""
+class Job:
+    """Jobs of slurm/'s scripts in a folder of its own."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         (root / "slurm").symlink_to(ROOT / "slurm")
-        programs = {"bin/srun": SRUN, "bin/scontrol": "#!/bin/sh\necho node1\n", "launch/torchrun.sh": LAUNCHER}
-        for name, text in programs.items():
+        for name, text in PROGRAMS.items():
             (root / name).parent.mkdir(exist_ok=True)
             (root / name).write_text(text)
             (root / name).chmod(0o755)
 
-    def run(self, number: int, **variables: object) -> tuple[int, list[str]]:
-        """Exit status, and the command line of each run that it started."""
-        (self.root / "started").write_text("")
-        of_slurm = {"ARRAY_TASK_ID": number, "JOB_ID": 1, "JOB_NUM_NODES": 1, "JOB_NODELIST": "node1"}
-        told = {f"SLURM_{name}": value for name, value in of_slurm.items()} | variables
-        told |= {"ROOT": self.root, "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}"}
-        done = subprocess.run(
-            ["bash", str(ROOT / "slurm" / "sweep.sbatch"), "my.yaml", "--cpu"],
-            env={**os.environ, **{name: str(value) for name, value in told.items()}},
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
-        return done.returncode, (self.root / "started").read_text().splitlines()
+    def run(self, script: str, status: int = 0, **variables: object) -> int:
+        """The exit status of a job on one node whose ranks end with ``status``."""
+        of_slurm = {"SLURM_JOB_ID": 1, "SLURM_JOB_NUM_NODES": 1, "SLURM_JOB_NODELIST": "node1"} | variables
+        path = f"{self.root / 'bin'}:{os.environ['PATH']}"
+        told = {name: str(value) for name, value in {**of_slurm, "ROOT": self.root, "STATUS": status}.items()}
+        command = ["bash", ROOT / "slurm" / script, "my.yaml", "--cpu"]
+        done = subprocess.run(command, env={**os.environ, "PATH": path, **told}, capture_output=True, timeout=60)
+        return done.returncode
+
+    def told(self, name: str) -> list[str]:
+        """Lines of what a stand-in was asked for."""
+        return (self.root / name).read_text().splitlines()
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> Task:
-    return Task(tmp_path)
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
 
 
-@pytest.mark.parametrize("status", [0, 1, 2, 75, 138])
-def test_a_task_takes_its_point_and_ends_with_its_status(status: int, task: Task) -> None:
-    (task.root / "status").write_text(str(status))
-    assert task.run(3) == (status, ["my.yaml --cpu --point 3"])
+def test_a_task_of_an_array_takes_its_point(job: Job) -> None:
+    assert job.run("sweep.sbatch", SLURM_ARRAY_TASK_ID=3) == 0
+    assert job.told("started") == ["node1 my.yaml --cpu --point 3"]
 
 
-def test_the_container_of_the_docs_has_what_job_sh_needs_in_it(task: Task) -> None:
+@pytest.mark.parametrize("status", [1, 2, 75, 138])
+@pytest.mark.parametrize("requeues", [0, 1])
+def test_a_job_ends_with_its_ranks_status_or_requeues_itself_where_going_on_helps(
+    job: Job, status: int, requeues: int
+) -> None:
+    is_requeued = requeues and status in (75, 138)
+    assert job.run("bench.sbatch", status, REQUEUES=requeues) == (0 if is_requeued else status)
+    assert ("requeue 1" in job.told("scontrol")) == bool(is_requeued)
+    assert job.run("bench.sbatch", status, REQUEUES=requeues, SLURM_RESTART_COUNT=requeues) == status
+    assert not list(job.root.glob(".slurm-job-*"))
+
+
+def test_the_container_of_the_docs_has_what_job_sh_needs_in_it(job: Job) -> None:
     """The checkout under its own path, which holds node.sh and the statuses, and the image's environment."""
     (line,) = [line for line in (ROOT / "docs" / "running.md").read_text().splitlines() if "--container-image" in line]
-    line = line.replace("$PWD", str(task.root))
+    line = line.replace("$PWD", str(job.root))
     given = dict(word.split("=", 1) for word in shlex.split(line) if word.startswith(("VENV=", "SRUN_OPTIONS=")))
     image = (ROOT / "docker" / "Dockerfile").read_text()
     assert f"WORKDIR {given['VENV'].removesuffix('/.venv')}\n" in image, "where setup.sh makes it"
     assert "RUN launch/setup.sh --system-torch\n" in image
-    status, started = task.run(0, **given)
-    assert (status, len(started)) == (0, 1)
-    srun = (task.root / "srun").read_text().splitlines()
+    assert job.run("bench.sbatch", **given) == 0
+    srun = job.told("srun")
     options = dict(word.split("=", 1) for word in srun if word.startswith("--container-"))
     assert options["--container-image"].startswith("/"), "pyxis takes other names for an image of a registry"
-    assert f"{task.root}:{task.root}" in options["--container-mounts"].split(",")
-    assert options["--container-workdir"] == str(task.root)
-    assert f"{task.root}/slurm/node.sh" in srun
+    assert f"{job.root}:{job.root}" in options["--container-mounts"].split(",")
+    assert options["--container-workdir"] == str(job.root)
+    assert f"{job.root}/slurm/node.sh" in srun

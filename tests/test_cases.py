@@ -98,7 +98,8 @@ def test_draws_of_the_traffic_become_launches_with_batches_of_their_own(tmp_path
 
     def comparison(seed: int, point: int, *, lost: bool = False) -> FakeComparison:
         listed = [*standard_cases()[2:], FakeCase("oea", status="oom" if lost else "ok", reason="big")]
-        facts = {"point": {"workload.seed": seed, "x": point}}
+        traffic = {"kind": "synthetic", "description": "", "tail_model": None, "targets": {"expert_loads": [1, seed]}}
+        facts = {"point": {"workload.seed": seed, "x": point}, "workload": traffic}
         return FakeComparison(f"s{seed}{point}", facts, listed, 4, num_iterations=2, native_us=1e3 * (1 + seed))
 
     drawn = [comparison(seed, point, lost=seed == 1 and point == 2) for point in (1, 2) for seed in (0, 1)]
@@ -186,6 +187,13 @@ def test_routing_weighs_ranks_by_their_tokens(tmp_path):
     assert row["output_error"] == pytest.approx(0.2)
     shares = routing(load(tmp_path))["topk_share"]  # 0.8 and 0.4
     assert shares.tolist() == pytest.approx([0.7] * len(shares))
+
+
+def test_replicas_of_data_parallel_ranks_send_to_the_same_expert_ranks(tmp_path):
+    names = ["fullest_expert", "fullest_rank", "rank_imbalance", "activated_fullest_rank", "dropped_share"]
+    alone = frame_of(tmp_path, **FEW)[names]
+    twice = rewritten(tmp_path, "routing", lambda row: [row, {**row, "rank": row["rank"] + 2}])[names]
+    pd.testing.assert_frame_equal(twice, alone)
 
 
 def test_the_output_error_of_a_batch_is_its_worst_layers(tmp_path):

@@ -1,4 +1,4 @@
-"""Routing metrics: cases small enough to work out on paper, and counting in one pass beside plain loops."""
+"""Routing metrics: counting in one pass beside plain loops, and ranks together."""
 
 from __future__ import annotations
 
@@ -22,64 +22,12 @@ _NAMES = ROUTING_SCHEMA.names
 METRICS = _NAMES[_NAMES.index("num_tokens") : _NAMES.index("entropy") + 1]
 
 
-def measure(experts_T: list[list[int]], scores: list[list[float]], top_k: int, **options: Any) -> dict[str, Any]:
-    """Metrics of the routing that gives token t the experts ``experts_T[t]``."""
-    scores_TE = torch.tensor(scores)
-    map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool)
-    for token, experts in enumerate(experts_T):
-        map_TE[token, experts] = True
-    routing = Routing(map_TE=map_TE, weights_TE=scores_TE * map_TE)
-    return routing_metrics(routing, scores_TE, RoutingContext(top_k=top_k, **options))
-
-
 def assert_metrics(metrics: dict[str, Any], expected: dict[str, Any]) -> None:
     """Counts exactly, floats up to rounding."""
     assert list(metrics) == list(expected)
     metrics = {name: list(value) if isinstance(value, np.ndarray) else value for name, value in metrics.items()}
     for name, value in expected.items():
         assert metrics[name] == (pytest.approx(value, rel=1e-9, abs=1e-12) if type(value) is float else value), name
-
-
-# --- By hand ---------------------------------------------------------------------------------------
-
-
-def test_every_metric_of_a_small_case_worked_out_by_hand() -> None:
-    """Four tokens (the last is padding), four experts, K = 2, two ranks; the tokens live on rank 0."""
-    metrics = measure(
-        [[0], [0, 3], [], [0, 1]],
-        [
-            [0.5, 0.25, 0.125, 0.125],  # top-2: 0, 1 (mass 0.75); entropy 1.75 bits
-            [0.5, 0.25, 0.125, 0.125],
-            [0.25, 0.0, 0.5, 0.25],  # top-2: 2, 0 (0 and 3 tie; mass 0.75); entropy 1.5 bits
-            [1.0, 0.0, 0.0, 0.0],
-        ],
-        top_k=2,
-        num_ranks=2,
-        rank=0,
-        token_mask_T=torch.tensor([True, True, True, False]),
-    )
-    by_hand = {
-        "num_tokens": 3,
-        "load_E": [3, 1, 0, 1],  # what padding selects is computed
-        "load_R": [4, 1],
-        "num_pairs": 5,
-        "padding_pairs": 2,
-        "num_topk_pairs": 6,
-        "num_dropped_pairs": 4,  # (0, 1), (1, 1), (2, 0), (2, 2); (1, 3) was never a top-k pair
-        "dropped_fraction": 4 / 6,
-        "retained_mass_topk": (0.5 + 0.5 + 0.125) / 2.25,
-        "retained_mass_all": (0.5 + 0.5 + 0.125) / 3,
-        "peak_load": 3 / 1.25,  # the mean load is 5 / 4
-        "tokens_without_expert": 1,
-        "experts_per_token": 1.0,
-        "activated_experts": 3,
-        "activated_experts_fullest_rank": 2,
-        "crossing_pairs": 1,
-        "crossing_copies": 1,
-        "topk_share": 0.75,
-        "entropy": (1.75 + 1.75 + 1.5) / 2 / 3,  # log2(4) = 2 bits at most
-    }
-    assert_metrics(metrics, by_hand)
 
 
 @pytest.mark.parametrize("is_padding", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import shutil
 import subprocess
@@ -67,16 +66,10 @@ def plotted(root: Path, *arguments: str | Path) -> tuple[int, Path]:
 def test_directories_stand_in_one_figure_and_are_told_apart(good: Path, tmp_path: Path) -> None:
     other = run_at(tmp_path / "other", num_ranks=4)
     same = shutil.copytree(good, tmp_path / "same")
-    status, out = plotted(tmp_path, good, other, same, "--figures", "dropped,speedup")
+    status, out = plotted(tmp_path, good, other, same, "--figures", "speedup")
     assert status == 0
-    assert sorted(path.name for path in out.iterdir()) == ["dropped.csv", "dropped.svg", "speedup.csv", "speedup.svg"]
-    rows = pd.read_csv(out / "speedup.csv")
-    assert sorted(set(rows["num_ranks"])) == [2, 4]
-    assert set(rows["title"]) == {
-        "Tiny-MoE, EP 2, 4,096 tokens, from good",
-        "Tiny-MoE, EP 2, 4,096 tokens, from same",
-        "Tiny-MoE, EP 4, 4,096 tokens",
-    }
+    rows, of_two = pd.read_csv(out / "speedup.csv"), "Tiny-MoE, EP 2, 4,096 tokens, from"
+    assert set(rows["title"]) == {f"{of_two} good", f"{of_two} same", "Tiny-MoE, EP 4, 4,096 tokens"}
 
 
 def test_figures_land_beside_one_directory_and_are_the_same_bytes_in_another_process(
@@ -103,25 +96,17 @@ def test_figures_land_beside_one_directory_and_are_the_same_bytes_in_another_pro
         assert Path("two/figures", name).read_bytes() == Path("one/figures", name).read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty"])
 def test_what_cannot_be_trusted_is_named_and_the_rest_drawn(
-    damage: str, good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = shutil.copytree(good, tmp_path / "damaged")
-    if damage == "cut":
-        path = sorted((damaged / "routing").glob("*.parquet"))[-1]
-        path.write_bytes(path.read_bytes()[:-20])
-        said = f"{path}: damaged, not Parquet"
-    else:
-        shutil.rmtree(damaged)
-        damaged.mkdir()
-        said = "damaged/run.json: missing"
+    (path,) = (damaged / "routing").glob("*.parquet")
+    path.write_bytes(path.read_bytes()[:-20])
     status, out = plotted(tmp_path, good, damaged, "--figures", "dropped")
     assert status == 1
     assert sorted(path.name for path in out.iterdir()) == ["dropped.csv", "dropped.svg"]
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: damaged, not Parquet" in line
 
 
 # ---- any column against any other ----------------------------------------------------------------------------------
@@ -278,15 +263,6 @@ def test_no_figure_of_a_reference_result_is_clipped_and_no_text_hides_another(di
 @pytest.mark.parametrize("name", ["quickstart-2cpu", "whatif-skew", "whole-capacity-modelled", "quality-small-2cpu"])
 def test_all_figures_fit_a_column(name: str) -> None:
     assert_all_fit(name, "column")
-
-
-def test_a_footer_speaks_of_every_comparison_of_a_panel() -> None:
-    store = load(REFERENCE / "whatif-skew")
-    (figure,) = lines("peak_load", "speedup_median", by="capacity_factor", facet="policy").values()
-    with house_style("page"):
-        drawing = draw(figure, store)
-    said = " ".join(" ".join(text.get_text() for text in drawing.figure.texts).split())
-    assert re.search(r"peak load 1\.2,? .* / 4 more / .* peak load 4,? ", said)
 
 
 # ---- scale ---------------------------------------------------------------------------------------------------------

@@ -122,12 +122,6 @@ def test_a_job_that_goes_on_takes_a_part_with_a_flipped_bit_for_none(sound: Path
     assert files.statuses("c0", 0) == {}
 
 
-def test_rows_of_a_case_that_no_config_names_any_more_are_read_by_nobody(sound: Path, tmp_path: Path) -> None:
-    directory = shutil.copytree(sound, tmp_path / "run")
-    in_json(lambda content: content["cases"].pop("c0-0"))(directory)
-    assert set(cases(load(directory))["case_id"]) == set(LEFT["others"])
-
-
 def test_of_several_directories_the_damaged_one_is_named_and_the_others_are_read(sound: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(sound, tmp_path / "damaged")
     (directory / "run.json").unlink()

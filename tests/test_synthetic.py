@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import gumbel_r, kstest
 from test_workload import assert_rows_are_distributions_without_ties
 
+from moe_ep_bench.config.files import load_experiments
+from moe_ep_bench.errors import UserError
 from moe_ep_bench.metrics import shared_by_neighbours
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import RoutingContext
 from moe_ep_bench.policies.selection import top_k_map
+from moe_ep_bench.workload import synthetic as synthetic_module
 from moe_ep_bench.workload.scores import Run, chosen_experts, expert_loads, gumbel_noise, softmax
 from moe_ep_bench.workload.skews import SKEWS, Skews
 from moe_ep_bench.workload.synthetic import SyntheticWorkload
@@ -190,3 +196,104 @@ def test_shipped_skews_are_met_to_two_percent(preset, name):
 def test_targets_that_cannot_be_met_name_the_key_and_the_value(changes, key, got):
     with pytest.raises(ValueError, match=f"^{key}: expected [^\n]*{got}[^\n]*$"):
         synthetic(**changes).batch(0)
+
+
+# Patterns
+
+E, K, T = 32, 4, 4096
+
+
+def of_pattern(pattern: str, **fields: Any) -> SyntheticWorkload:
+    known = {"num_experts": E, "top_k": K, "num_tokens": T, "num_batches": 8, "sequence_length": 64, "seed": 3}
+    return SyntheticWorkload(pattern=pattern, **{**known, **fields})
+
+
+def quotas(found: SyntheticWorkload, index: int) -> np.ndarray:
+    sizes = found.num_experts, found.top_k, found.num_tokens, found.seed
+    return synthetic_module.quotas(found.pattern, index, *sizes)
+
+
+def load_of(found: SyntheticWorkload, index: int = 0) -> np.ndarray:
+    """Pairs of each expert over the mean."""
+    ids_TK = found.batch(index).scores_TE.topk(K, dim=1).indices
+    load_E = torch.bincount(ids_TK.flatten(), minlength=E).numpy()
+    assert load_E.sum() == T * K
+    return load_E * E / (T * K)
+
+
+# Mean load of each quarter of the experts, over the mean of all, from the definitions.
+HOT = 0.75 * 4 + 0.25
+QUARTERS = {
+    ("megatron_w0", 0): [1, 1, 1, 1],
+    ("megatron_w1", 5): [HOT, 0.25, 0.25, 0.25],
+    ("megatron_w2", 0): [HOT, 0.25, 0.25, 0.25],
+    ("megatron_w3", 0): [1, 1, 1, 1],
+    ("megatron_w5", 0): [0, 0, 2, 2],
+    ("megatron_w6", 2): [HOT, 0.25, 0.25, 0.25],
+    ("megatron_w6", 3): [0.25, HOT, 0.25, 0.25],
+    ("megatron_w7", 2): [1, 1, 1, 1],
+    ("megatron_w7", 3): [2.5, 0.5, 0.5, 0.5],
+}
+
+
+@pytest.mark.parametrize(("pattern", "index"), QUARTERS)
+def test_loads_are_those_of_the_definition(pattern: str, index: int) -> None:
+    load_E = load_of(of_pattern(pattern), index)
+    assert load_E.reshape(4, -1).mean(axis=1) == pytest.approx(QUARTERS[pattern, index], abs=0.03)
+    # Inside a quarter all are alike, but for chance and what is spread over every other expert.
+    if pattern == "megatron_w3":
+        assert load_E[::2] == pytest.approx(0.75 * 2 + 0.25, abs=0.2)
+        assert load_E[1::2] == pytest.approx(0.25, abs=0.1)
+    elif pattern == "megatron_w0":
+        assert (load_E == 1).all()
+    else:
+        assert np.ptp(load_E.reshape(4, -1), axis=1).max() < 0.4
+    if pattern == "megatron_w5":
+        assert (load_E[: E // 2] == 0).all()
+
+
+@pytest.mark.parametrize("exponent", [1.01, 1.2])
+@pytest.mark.parametrize("num_tokens", [4, T])
+def test_power_law_loads_are_its_quotas(exponent: float, num_tokens: int) -> None:
+    found = of_pattern(f"power_law_{exponent}", num_tokens=num_tokens)
+    quota_E = quotas(found, 0)
+    assert quota_E.sum() == num_tokens * K
+    assert (quota_E >= 0).all()
+    assert (quota_E <= num_tokens).all()
+    ids_TK = found.batch(0).scores_TE.topk(K, dim=1).indices
+    assert torch.bincount(ids_TK.flatten(), minlength=E).tolist() == quota_E.tolist()
+    assert not np.array_equal(quota_E, quotas(found, 1))
+
+
+def test_power_laws_are_as_skewed_as_the_distribution_says() -> None:
+    """Sorted weights lie at the inverse distribution function of evenly spread shares, computed number by number."""
+    size, total = 256, T * K
+    for exponent in (1.01, 1.2):
+        many = [quotas(of_pattern(f"power_law_{exponent}", num_experts=size, seed=seed), 0) for seed in range(40)]
+        low, high = 1.0 ** (1 - exponent), (0.8 * T) ** (1 - exponent)
+        exact = [(low + (high - low) * (place + 0.5) / size) ** (1 / (1 - exponent)) for place in range(size)]
+        median = float(np.median(exact)) / sum(exact) * total
+        assert np.median(many) == pytest.approx(median, rel=0.25)
+
+
+CONFIG = {
+    "model": {"preset": "olmoe-1b-7b", "scale": 0.03125},
+    "workload": {"kind": "synthetic", "num_tokens": 256, "num_batches": 1, "skew": "megatron_w1"},
+    "layer": {"ep_size": 4},
+    "policies": [{"name": "token_drop", "capacity_factor": 1.0}],
+}
+
+
+def test_a_pattern_is_a_skew_of_a_config(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    (experiment,) = load_experiments(path, (), on_cpu=True)
+    assert experiment.workload.skew == "megatron_w1"
+    for change, message in (
+        ("workload.peak_load=3", "skew: megatron_w1 prescribes all loads; expected no peak_load"),
+        ("workload.skew=megatron_w4", "workload.skew: expected "),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_experiments(path, [change], on_cpu=True)
+    with pytest.raises(UserError, match="skew: megatron_w1 knows no groups of experts; the model has 8"):
+        of_pattern("megatron_w1", num_groups=8)

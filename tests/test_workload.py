@@ -188,18 +188,6 @@ def test_groups_of_recorded_experts_stay_ahead_of_all_others(top_groups):
     assert (top_k_map(torch.from_numpy(full_TE), context).numpy() != expected_TE).any(axis=1).sum() > 100
 
 
-def test_a_group_whose_runners_up_are_strong_stays_behind_one_with_a_single_recorded_expert():
-    scores_TE = np.full((1, 12), 0.001, np.float32)
-    scores_TE[0, [0, 1, 2, 4, 8, 9]] = [0.3, 0.2, 0.1, 0.09, 0.088, 0.088]
-    scores_TE[0, 11] = 0
-    scores_TE[0, 3] += 1 - scores_TE.sum() - 0.05
-    context, ids_TK = RoutingContext(top_k=4, num_groups=3, top_groups=2), np.array([[0, 1, 2, 4]])
-    for recorded_TE, is_ahead in ((scores_TE, False), (keep_top_k_ahead(ids_TK, scores_TE, context), True)):
-        chosen_E = top_k_map(torch.from_numpy(recorded_TE), context)[0].nonzero().flatten()
-        assert (chosen_E.tolist() == [0, 1, 2, 4]) == is_ahead
-        assert (recorded_TE > 0).all() == is_ahead
-
-
 def test_rows_that_leave_room_for_a_tail_keep_their_scores_and_others_are_mended():
     recorded_TK = np.array(
         [

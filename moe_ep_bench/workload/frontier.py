@@ -103,7 +103,7 @@ def joint(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[Te
     """
     load_BP, kept_BP = torch.tensor(curves, dtype=torch.float64).unbind(1)
     step_N, gain_N = load_BP.diff(dim=1).flatten(), kept_BP.diff(dim=1).flatten()
-    slope_N = torch.where(step_N > 0, gain_N / step_N.clamp(min=1e-300), torch.inf)
+    slope_N = gain_N / step_N.clamp(min=1e-300)  # where loads are equal so is what is kept
     order_N = slope_N.sort(descending=True, stable=True).indices
     first = kept_BP[:, :1].sum(dim=0)
     means = (torch.cat([load_BP[:, :1].sum(dim=0), step_N[order_N]]), torch.cat([first, gain_N[order_N]]))

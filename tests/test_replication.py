@@ -80,6 +80,15 @@ def test_groups_decide_between_equal_loads_alone() -> None:
     assert by_group.tolist() == [2, 1, 0, 3]
 
 
+def test_a_plan_by_risk_is_as_it_was() -> None:
+    """Of two batches, with quarters, ties and replicas that are kept apart; frozen."""
+    plan = replicate_by_risk(PUBLISHED_LOAD, num_slots=16, num_ranks=4)
+    assert plan.tolist() == [1, 5, 2, 9, 6, 4, 11, 2, 10, 7, 8, 9, 5, 3, 8, 0]
+    load_BE = np.random.default_rng(0).exponential(size=(5, 12)).round(2)
+    plan = replicate_by_risk(load_BE, num_slots=18, num_ranks=3)
+    assert plan.tolist() == [10, 4, 5, 2, 8, 3, 7, 0, 9, 2, 6, 3, 0, 11, 9, 4, 1, 8]
+
+
 @some_examples
 @given(case=cases())
 def test_plan_follows_the_published_rules_done_slowly(case: tuple[list[int], int, int]) -> None:

@@ -18,7 +18,10 @@ echo node1
     "bin/srun": """#!/bin/bash
 printf '%s\\n' "$@" >"$ROOT/srun"
 while [ "$1" != bash ]; do shift; done
-SLURM_PROCID=0 exec "$@"
+SLURM_PROCID=0 "$@"
+status=$?
+# It kills what runs beside a task that failed, and has a status of its own; nodes lose their ranks together.
+case $status in 0 | 75) exit "$status" ;; *) exit 143 ;; esac
 """,
     "launch/torchrun.sh": """#!/bin/bash
 echo "$MASTER_ADDR $*" >"$ROOT/started"
@@ -70,6 +73,8 @@ def test_a_job_ends_with_its_ranks_status_or_requeues_itself_where_going_on_help
     is_requeued = requeues and status in (75, 138)
     assert job.run("bench.sbatch", status, REQUEUES=requeues) == (0 if is_requeued else status)
     assert ("requeue 1" in job.told("scontrol")) == bool(is_requeued)
+    if requeues:
+        (job.root / ".slurm-job-1.left").touch()  # by a node that was lost
     assert job.run("bench.sbatch", status, REQUEUES=requeues, SLURM_RESTART_COUNT=requeues) == status
     assert not list(job.root.glob(".slurm-job-*"))
 

@@ -193,6 +193,11 @@ def test_the_number_of_threads_does_not_matter(spec: Spec) -> None:
         assert_same(route(spec, scores_TE, arguments), make_policy(spec).route(scores_TE, context_of(arguments)))
 
 
+def test_a_pool_in_random_order_leaves_ties_to_the_lower_expert() -> None:
+    spec = {**LASER, "eps_high": 1, "c": 10, "trim": "random"}
+    assert_keeps_the_rule_and_the_laws(spec, torch.full([20, 16], 1 / 16), {"top_k": 3, "num_ranks": 4, "seed": 1})
+
+
 # --- Policies as values ----------------------------------------------------------------------------
 
 

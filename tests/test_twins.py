@@ -68,7 +68,7 @@ def test_a_policy_of_one_s_own_needs_nothing_but_its_route() -> None:
     policy, context = OwnTopK(), RoutingContext(top_k=3)
     scores_TE = random_scores("softmax", 10, 8, seed=1)
     assert_same(form_of(policy, "cpu").route(scores_TE, context), policy.route(scores_TE, context))
-    assert form_of(policy, "cuda").runs(5, 8) == "torch"
+    assert [form_of(policy, device).runs(5, 8) for device in ("cpu", "cuda")] == ["torch"] * 2
 
 
 def test_neither_numba_nor_triton_is_imported_before_it_is_chosen() -> None:

@@ -74,6 +74,16 @@ class HostSteps(Steps):
         _in_slices(len(bits), row_selection.without_cells, *arrays)
         return kept_TE
 
+    def by_request(
+        self, scores_TE: Tensor, wanted_TE: Tensor, request_T: Tensor, num_requests: int
+    ) -> tuple[Tensor, Tensor]:
+        wanted_QE = torch.zeros([num_requests, scores_TE.shape[1]], dtype=torch.bool)
+        sums_QE = torch.zeros(wanted_QE.shape, dtype=torch.float64)
+        arrays = map(_array, (scores_TE, wanted_TE, request_T, wanted_QE, sums_QE))
+        # By requests and not by tokens: a sum in another order would have other bits.
+        _in_threads(num_requests, scores_TE.shape[0] // _ROWS_PER_THREAD, row_selection.by_request, *arrays)
+        return wanted_QE, sums_QE
+
     def weights(
         self, scores_TE: Tensor, map_TE: Tensor, norm_map_TE: Tensor | None, width: int, scale: float
     ) -> Tensor:
@@ -123,10 +133,15 @@ class HostSteps(Steps):
 
 def _in_slices(num_rows: int, kernel: Callable[..., Result], *arguments: object) -> list[Result]:
     """Run a kernel over all rows, on as many threads as torch would use and the rows are worth."""
-    num_slices = min(torch.get_num_threads(), num_rows // _ROWS_PER_THREAD)
+    return _in_threads(num_rows, num_rows // _ROWS_PER_THREAD, kernel, *arguments)
+
+
+def _in_threads(length: int, most: int, kernel: Callable[..., Result], *arguments: object) -> list[Result]:
+    """Run a kernel from 0 to ``length`` in as many parts as torch would use threads, but at most ``most``."""
+    num_slices = min(torch.get_num_threads(), most)
     if num_slices < 2:
-        return [kernel(*arguments, 0, num_rows)]
-    bounds = [num_rows * part // num_slices for part in range(num_slices + 1)]
+        return [kernel(*arguments, 0, length)]
+    bounds = [length * part // num_slices for part in range(num_slices + 1)]
     parts = [_threads().submit(kernel, *arguments, first, last) for first, last in itertools.pairwise(bounds)]
     return [part.result() for part in parts]
 

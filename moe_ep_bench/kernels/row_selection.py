@@ -2,7 +2,7 @@
 
 torch composes these steps from operations that each read and write [T, E]; here each is one loop.
 The rules are those of ``policies.steps.Steps``, to the bit. The loops release the GIL, and those that
-take ``first`` and ``last`` touch only these rows, so that threads may share a batch.
+take ``first`` and ``last`` touch only these rows (or requests), so that threads may share a batch.
 
 Shapes: T = tokens, E = experts, N = columns of a row, G = groups of experts.
 """
@@ -158,6 +158,17 @@ def without_cells(bits_TE, map_TE, dropped_SE, kept_TE, first, last):
 def score_bin(bits):
     """The bin of a score, from the bits of its float32; those of -0.0 are negative, and in the first."""
     return min(max(((np.int64(bits) - (127 << 23)) >> BIN_SHIFT) + NUM_BINS, 0), NUM_BINS - 1)
+
+
+@njit(cache=True, nogil=True)
+def by_request(scores_TE, wanted_TE, request_T, wanted_QE, sums_QE, first, last):
+    """Join the tokens, in their order, of each request from ``first`` to ``last``."""
+    for token in range(scores_TE.shape[0]):
+        request = request_T[token]
+        if first <= request < last:
+            for expert in range(scores_TE.shape[1]):
+                wanted_QE[request, expert] |= wanted_TE[token, expert]
+                sums_QE[request, expert] += np.float64(scores_TE[token, expert])
 
 
 @njit(cache=True, nogil=True)

@@ -116,7 +116,7 @@ class SERE(SteppedPolicy):
         """The expert that computes each expert's tokens: int64 [E]."""
         among_EE = matrix_EE.masked_fill(~primary_E, -1.0)
         most_alike_E = self.steps.best_per_row(among_EE, 1).byte().argmax(dim=1)
-        stays_E = primary_E | (among_EE.amax(dim=1) < self.threshold) | ~primary_E.any()
+        stays_E = primary_E | (among_EE.amax(dim=1) < self.threshold)  # all of them where none is primary
         return torch.where(stays_E, torch.arange(len(primary_E), device=primary_E.device), most_alike_E)
 
 

@@ -74,14 +74,14 @@ def test_what_is_given_beside_a_skew_wins(tmp_path: Path) -> None:
     def targets(**workload: object) -> dict:
         config = experiment(tmp_path, workload={"skew": "single_domain", **workload}).workload
         assert isinstance(config, SyntheticConfig)
-        return config.targets("deepseek-v2-lite", 4 if workload.get("rank_load") else None)
+        return config.targets("deepseek-v2-lite", 2 if workload.get("rank_load") else None)
 
     assert targets()["peak_load"] == 4.6
     assert targets()["rank_load"] == {"ep_size": 8, "load": 1.51}
     assert targets(peak_load=3.0)["peak_load"] == 3.0
     assert targets(peak_load=None)["peak_load"] is None
     assert targets(rank_load=None)["rank_load"] is None
-    assert targets(rank_load=1.2)["rank_load"] == {"ep_size": 4, "load": 1.2}
+    assert targets(rank_load=1.2)["rank_load"] == {"ep_size": 2, "load": 1.2}
     assert targets(sequence_length=1)["neighbour_overlap"] is None
     assert targets()["topk_share"] == 0.37
     # A skew's numbers are part of what is measured.

@@ -326,6 +326,15 @@ def test_sequences_are_dealt_to_ranks_by_their_valid_tokens() -> None:
     assert [int(token) % 4 for rank, token_N in by_position[1] for token in token_N] == [1, 1]
 
 
+def test_loads_are_carried_from_pass_to_pass_where_a_policy_asks() -> None:
+    model, policy, seen = tiny("mixtral"), make_policy({"name": "load_only", "carry_loads": True}), list[RouterCall]()
+    with torch.inference_mode(), routed(model, policy, observe=seen.append):
+        for seed in range(9):
+            model(tokens(1, 3, seed), use_cache=False)
+    load_E = torch.stack([one.routing.map_TE for one in seen[::2] if one.routing is not None]).sum(dim=(0, 1))
+    assert int(load_E.max() - load_E.min()) <= 1
+
+
 def test_a_model_that_goes_around_its_experts_is_an_error_and_no_answer() -> None:
     model, ids_BS = tiny("gpt_oss"), tokens(2, 4)
     mlp = model.model.layers[0].mlp

@@ -297,9 +297,12 @@ def test_a_tensor_parallel_shard_is_a_slice_of_every_expert_and_says_so() -> Non
     ("values", "words"),
     [
         ({"top_k": 9}, "top_k: expected at most num_experts=8, got 9"),
-        ({"first_dense_layers": 2}, "first_dense_layers: expected fewer than num_layers=2, got 2"),
-        ({"num_groups": 3, "top_groups": 1, "group_score_experts": 1}, "num_groups: expected a divisor"),
-        ({"num_groups": 8, "top_groups": 1, "group_score_experts": 1}, "with room for top_k=2 in groups of 1, got 1"),
+        ({"first_dense_layers": 2}, "below num_layers=2, got []"),
+        (
+            {"num_groups": 3, "top_groups": 1, "group_score_experts": 1},
+            "a divisor of num_experts=8 as num_groups; got 3, 1, 1",
+        ),
+        ({"num_groups": 8, "top_groups": 1, "group_score_experts": 1}, "with room for top_k=2 in groups of 1, and"),
     ],
 )
 def test_a_spec_that_cannot_be_is_refused(values: dict[str, int], words: str) -> None:
@@ -348,7 +351,7 @@ NEMOTRON = V4 | {"model_type": "nemotron_h", "moe_shared_expert_intermediate_siz
         (changed("deepseek-v3", moe_layer_freq=True), "moe_layer_freq: expected 1 or a list, got true"),
         (changed("deepseek-v3", mlp_layer_types=["moe"] * 61), "mlp_layer_types: expected dense and sparse layers"),
         (changed("deepseek-v3", moe_layer_freq=[0, 0, 0, 1]), "expected the kinds of 61 layers, got 4"),
-        (NEMOTRON | {"hybrid_override_pattern": "M*"}, "first_dense_layers: expected fewer than num_layers=2, got 2"),
+        (NEMOTRON | {"hybrid_override_pattern": "M*"}, "below num_layers=2, got []"),
         (V4 | {"mlp_layer_types": ["hash_moe", "moe"]}, "mlp_layer_types: expected moe, got 'hash_moe'"),
         (changed("deepseek-v3", topk_method="greedy"), "topk_method: expected noaux_tc, got 'greedy'"),
         ("{not json", "expected JSON, got"),

@@ -179,6 +179,7 @@ CONTENTS = {
         yaml.safe_dump({("workloads" if key == "workload" else key): value for key, value in CONFIG.items()}).encode(),
         "did you mean workload?",
     ),
+    "a misspelt sweep": (yaml.safe_dump({**CONFIG, "sweeps": {}}).encode(), "did you mean sweep?"),
     "a section twice": (b"model: 1\nmodel: 2\n", "model stands here twice"),
 }
 

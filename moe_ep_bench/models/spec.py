@@ -182,37 +182,27 @@ class ModelSpec(Preset):
     def _check(self) -> ModelSpec:
         if self.top_k > self.num_experts:
             raise UserError(f"top_k: expected at most num_experts={self.num_experts}, got {self.top_k}")
-        if self.first_dense_layers >= self.num_layers:
+        layers = self.moe_layers
+        if not layers or layers[-1] >= self.num_layers or list(layers) != sorted({*layers}):
             raise UserError(
-                f"first_dense_layers: expected fewer than num_layers={self.num_layers}, got {self.first_dense_layers}"
+                f"first_dense_layers, listed_moe_layers: expected MoE layers, ascending, below num_layers="
+                f"{self.num_layers}, got {list(layers)}"
             )
-        listed = self.listed_moe_layers
-        if listed is not None and (self.first_dense_layers or not listed or list(listed) != sorted({*listed})):
-            raise UserError(f"listed_moe_layers: expected numbers, ascending, without first_dense_layers; got {listed}")
-        if listed and listed[-1] >= self.num_layers:
-            raise UserError(f"listed_moe_layers: expected 0 to {self.num_layers - 1}, got {listed[-1]}")
-        self._check_groups()
-        return self
-
-    def _check_groups(self) -> None:
         groups, top, scored = self.num_groups, self.top_groups, self.group_score_experts
-        if groups is None or top is None or scored is None:
-            if (groups, top, scored) != (None, None, None):
-                raise UserError(
-                    "expected all of num_groups, top_groups, group_score_experts or none,"
-                    f" got {groups}, {top}, {scored}"
-                )
-            return
-        size = self.num_experts // groups
-        if self.num_experts % groups:
-            raise UserError(f"num_groups: expected a divisor of num_experts={self.num_experts}, got {groups}")
-        if top > groups or top * size < self.top_k:
+        if (groups, top, scored) == (None, None, None):
+            return self
+        if groups is None or top is None or scored is None or self.num_experts % groups:
             raise UserError(
-                f"top_groups: expected at most num_groups={groups}, with room for top_k={self.top_k}"
-                f" in groups of {size}, got {top}"
+                f"num_groups, top_groups, group_score_experts: expected all or none, and a divisor of "
+                f"num_experts={self.num_experts} as num_groups; got {groups}, {top}, {scored}"
             )
-        if scored > size:
-            raise UserError(f"group_score_experts: expected at most the {size} experts of a group, got {scored}")
+        size = self.num_experts // groups
+        if top > groups or top * size < self.top_k or scored > size:
+            raise UserError(
+                f"top_groups, group_score_experts: expected at most num_groups={groups}, with room for "
+                f"top_k={self.top_k} in groups of {size}, and at most as many; got {top}, {scored}"
+            )
+        return self
 
     @property
     def hub_id(self) -> str:

@@ -29,7 +29,6 @@ class Recorder:
         metadata: of both files but for their phase: model, score, domain, source, licence and note.
         most_bytes: held in memory; then recording ends.
         say: is told of files, and of the end.
-        prefix: of the files' names.
     """
 
     directory: Path
@@ -39,7 +38,6 @@ class Recorder:
     metadata: dict[str, str]
     most_bytes: int
     say: Callable[[str], None]
-    prefix: str = ""
 
     def __post_init__(self) -> None:
         self.is_open = True
@@ -107,7 +105,7 @@ class Recorder:
         ):
             if not len(rows_T):
                 continue
-            path = self.directory / f"{self.prefix}{phase}.safetensors"
+            path = self.directory / f"{phase}.safetensors"
             with written_trace(path, self.directory) as writer:
                 writer.describe(num_experts=self.num_experts, top_k=self.top_k, where=phase, phase=phase, **facts)
                 writer.notes += [self.metadata["note"]] if self.metadata.get("note") else []

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from moe_ep_bench.errors import UserError, naming
 from moe_ep_bench.files import parse_json
 from moe_ep_bench.policies import Policy, make_policy
-from moe_ep_bench.policies.contract import SteppedPolicy
 
 if TYPE_CHECKING:  # It brings torch, for which a server that asks for nothing need not wait.
     from moe_ep_bench.quality.families import MoELayer
@@ -94,14 +93,8 @@ def check_config(config: Any, asked: Settings) -> None:
         (parallel.use_ubatching, "micro-batches split a step; start without --enable-dbo"),
         (parallel.use_sequence_parallel_moe, "ranks see a part of a step's tokens each; change the all2all backend"),
         (parallel.prefill_context_parallel_size > 1, "ranks see a part of a prompt each"),
-        (
-            asked.policy is not None and parallel.enable_eplb,
-            "replicas have no place in a policy's ranks; start without --enable-eplb",
-        ),
-        (
-            parallel.data_parallel_size > 1 and _looks_at_batch(asked.policy),
-            "the policy decides for the tokens of all ranks, and data-parallel ranks see their own alone",
-        ),
+        (parallel.enable_eplb, "replicas have no place in a policy's ranks; start without --enable-eplb"),
+        (parallel.data_parallel_size > 1, "ranks see their own tokens alone; use --tensor-parallel-size"),
         (
             asked.directory is not None and any(asked.directory.glob("*.safetensors")),
             f"{RECORD}: {asked.directory}: expected a folder without recordings",
@@ -117,12 +110,6 @@ def check_config(config: Any, asked: Settings) -> None:
         layer = moe_layer("router", 0, 0, num_experts=num_experts, top_k=top_k)
         with naming(POLICY):
             check_policy(asked.policy, [layer], num_ranks(config))
-
-
-def _looks_at_batch(policy: Policy | None) -> bool:
-    kind = type(policy)
-    stats = SteppedPolicy.stats if isinstance(policy, SteppedPolicy) else Policy.batch_stats
-    return getattr(kind, stats.__name__) is not stats
 
 
 def check_policy(policy: Policy, layers: Sequence[MoELayer], num_ranks: int) -> None:
@@ -147,4 +134,4 @@ def check_policy(policy: Policy, layers: Sequence[MoELayer], num_ranks: int) -> 
 
 def num_ranks(config: Any) -> int:
     parallel = config.parallel_config
-    return parallel.tensor_parallel_size * parallel.data_parallel_size if parallel.enable_expert_parallel else 1
+    return parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1

@@ -24,11 +24,8 @@ from moe_ep_bench.kernels import form_of
 from moe_ep_bench.layer.experts import seeded_generator
 from moe_ep_bench.models import ModelSpec
 from moe_ep_bench.policies import Policy, Routing
-from moe_ep_bench.policies.selection import weighted
 from moe_ep_bench.quality.families import Choice, MoELayer, carried_loads
 
-# Weights that forms of one policy compute, the numba and Triton ones too, are this close to each other.
-_ROUNDING = 1e-5
 # What the factory of routers is told where scores are none that a policy knows, by what that is called.
 _UNKNOWN_ROUTERS = {
     "custom_routing_function": "a routing function of the model's own",
@@ -137,8 +134,7 @@ class StepRouter:
             load_E += routing.map_TE.sum(dim=0)
         map_TE = torch.where(acts_T.unsqueeze(1), routing.map_TE, own_TE)
         self._count(place, scores_TE, own_TE, map_TE, acts_T)
-        topk_TE = weighted(scores_TE, own_TE, own_TE, context).weights_TE
-        is_topk_T = (map_TE == own_TE).all(dim=1) & routing.weights_TE.isclose(topk_TE, rtol=_ROUNDING).all(dim=1)
+        is_topk_T = (map_TE == own_TE).all(dim=1)  # which has the model's weights, by ``laws.law_weights``
         return into_slots(Routing(map_TE, routing.weights_TE), ~acts_T | is_topk_T, weights_TK, ids_TK)
 
     def _count(self, place: int, scores_TE: Tensor, own_TE: Tensor, map_TE: Tensor, acts_T: Tensor) -> None:

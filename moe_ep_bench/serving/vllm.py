@@ -185,11 +185,8 @@ def _bind(worker: Any) -> None:
     for index, (name, place) in enumerate(zip(names, places, strict=True)):
         told = {**session.routers[place]}
         sizes = {"num_experts": told.pop("global_num_experts"), "top_k": told.pop("top_k")}
-        if config.parallel_config.enable_eplb:
-            sizes["num_experts"] = told["num_logical_experts"]
         session.layers.append(step.moe_layer(name, extract_layer_index(name), index / len(names), **sizes, **told))
-    is_first = worker.rank % config.parallel_config.tensor_parallel_size == 0
-    say = logger.info if is_first else logger.debug
+    say = logger.info if worker.rank == 0 else logger.debug
     layer, model = session.layers[0], config.model_config
     shape = f"{len(names)} MoE layers, top-{layer.top_k} of {layer.num_experts} experts"
     session.step_router = session.recorder = None
@@ -206,9 +203,8 @@ def _bind(worker: Any) -> None:
             " and ".join(asked.acts_in),
             shape,
         )
-    if asked.directory is not None and is_first:
+    if asked.directory is not None and worker.rank == 0:
         asked.directory.mkdir(parents=True, exist_ok=True)
-        data_rank = config.parallel_config.data_parallel_rank
         session.recorder = Recorder(
             asked.directory,
             [layer.number for layer in session.layers],
@@ -224,7 +220,6 @@ def _bind(worker: Any) -> None:
             },
             asked.most_bytes,
             lambda line: logger.info("moe-ep-bench: %s", line),
-            f"rank{data_rank}-" if config.parallel_config.data_parallel_size > 1 else "",
         )
         limit = asked.most_bytes / 2**30
         say("moe-ep-bench: recording %s to %s, at most %.3g GiB", shape, asked.directory, limit)
